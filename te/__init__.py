@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""te moves bytes between registered memory of processes: regions, blocks, peers, transfers.
+
+Engine = the memory, peers and arrivals of one process. A destination registers memory, gives its
+card to sources and expects a tag; a source connects and writes blocks with that tag; the
+destination sees the arrival, or fences the tag and may use the memory for something else.
+"""
+
+from __future__ import annotations
+
+from te.blocks import BLOCK, Blocks
+from te.config import Config
+from te.engine import Engine, Stats
+from te.errors import (
+    BoundsError,
+    ClosedError,
+    ConnectError,
+    Error,
+    FenceTimeout,
+    HandshakeError,
+    ListenError,
+    ProtocolViolation,
+    QueueFull,
+    RegistrationError,
+    TransferFailed,
+    VersionError,
+    WaitTimeout,
+)
+from te.memory import Region
+from te.peers import Peer
+from te.transfers import Status, Transfer
+
+__all__ = [
+    "BLOCK",
+    "Blocks",
+    "BoundsError",
+    "ClosedError",
+    "Config",
+    "ConnectError",
+    "Engine",
+    "Error",
+    "FenceTimeout",
+    "HandshakeError",
+    "ListenError",
+    "Peer",
+    "ProtocolViolation",
+    "QueueFull",
+    "Region",
+    "RegistrationError",
+    "Stats",
+    "Status",
+    "Transfer",
+    "TransferFailed",
+    "VersionError",
+    "WaitTimeout",
+]

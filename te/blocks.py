@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Descriptors of copies, as arrays: build, merge, split. Pure: no memory is touched here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["BLOCK", "U64", "Blocks", "Integers"]
+
+BLOCK: Final = np.dtype([("src", "<u8"), ("dst", "<u8"), ("nbytes", "<u8")])
+"""One contiguous copy of ``nbytes`` bytes from address ``src`` to address ``dst``."""
+
+Integers: TypeAlias = int | Sequence[int] | npt.NDArray[np.integer[Any]]
+U64: TypeAlias = npt.NDArray[np.uint64]
+
+# User space ends far below this on every 64-bit Linux, so u64 sums of two such values never wrap.
+ADDRESS_LIMIT: Final = 1 << 63
+
+
+class Blocks:
+    """An immutable, ordered set of blocks; the unit of every call.
+
+    Every block has ``nbytes >= 1`` and ends, on both sides, below 2**63, and so does the sum of
+    all ``nbytes``; constructors raise ``ValueError`` with the value that breaks this.
+    """
+
+    __slots__ = ("_array", "_total_nbytes")
+
+    def __init__(self, array: npt.NDArray[np.void]) -> None:
+        """Copies ``array``, of shape (n,) and dtype ``BLOCK``."""
+        if array.dtype != BLOCK or array.ndim != 1:
+            raise ValueError(
+                f"blocks need shape (n,) and dtype {BLOCK}, not {array.shape} and {array.dtype}"
+            )
+        _check_side("src", array["src"], array["nbytes"])
+        _check_side("dst", array["dst"], array["nbytes"])
+        total = float(array["nbytes"].sum(dtype=np.float64))
+        if total >= ADDRESS_LIMIT:
+            raise ValueError(f"blocks of {total:.3e} bytes in total; fewer than 2**63 are possible")
+        self._array = array.copy()
+        self._array.flags.writeable = False
+        self._total_nbytes = int(array["nbytes"].sum(dtype=np.uint64))
+
+    @classmethod
+    def of(cls, src: Integers, dst: Integers, nbytes: Integers) -> Blocks:
+        """Blocks from addresses and sizes in bytes: scalars, or sequences of one length (n,)."""
+        columns = [_u64("src", src), _u64("dst", dst), _u64("nbytes", nbytes)]
+        lengths = {column.size for column in columns if column.ndim}
+        if len(lengths) > 1:
+            sizes = ", ".join(str(column.size) for column in columns)
+            raise ValueError(f"src, dst and nbytes must have one length, not {sizes}")
+        array = np.empty(lengths.pop() if lengths else 1, BLOCK)
+        array["src"], array["dst"], array["nbytes"] = columns
+        return cls(array)
+
+    @classmethod
+    def pages(
+        cls,
+        src: Integers,
+        src_pages: Integers,
+        src_stride: Integers,
+        dst: Integers,
+        dst_pages: Integers,
+        dst_stride: Integers,
+        nbytes: Integers,
+    ) -> Blocks:
+        """Blocks of every (layer, page) pair, layer by layer.
+
+        ``src`` and ``dst`` are base addresses: one, or one per layer, shape (layers,).
+        ``src_pages`` and ``dst_pages`` are page numbers, shape (pages,), paired by position.
+        Strides (bytes from one page to the next) and ``nbytes`` (bytes to copy of each page) are
+        scalars, or have shape (layers,). The block of layer l and pair p copies from
+        ``src[l] + src_pages[p] * src_stride[l]``; the result has layers x pages blocks.
+        """
+        src_index, dst_index = _u64("src_pages", src_pages), _u64("dst_pages", dst_pages)
+        if src_index.ndim != 1 or src_index.shape != dst_index.shape:
+            raise ValueError(
+                "src_pages and dst_pages must be 1-d and of one length,"
+                f" not {src_index.shape} and {dst_index.shape}"
+            )
+        layered = {
+            "src": _u64("src", src),
+            "src_stride": _u64("src_stride", src_stride),
+            "dst": _u64("dst", dst),
+            "dst_stride": _u64("dst_stride", dst_stride),
+            "nbytes": _u64("nbytes", nbytes),
+        }
+        layers = {column.size for column in layered.values() if column.ndim}
+        if len(layers) > 1:
+            raise ValueError(
+                "per-layer arguments must have one length, not "
+                + ", ".join(f"{name}: {column.size}" for name, column in layered.items())
+            )
+        array = np.empty((layers.pop() if layers else 1, src_index.size), BLOCK)
+        array["src"] = _strided("src", layered["src"], src_index, layered["src_stride"])
+        array["dst"] = _strided("dst", layered["dst"], dst_index, layered["dst_stride"])
+        array["nbytes"] = layered["nbytes"].reshape(-1, 1)
+        return cls(array.reshape(-1))
+
+    @classmethod
+    def concat(cls, parts: Sequence[Blocks]) -> Blocks:
+        """The blocks of all ``parts``, in order."""
+        if not parts:
+            return cls(np.empty(0, BLOCK))
+        return cls(np.concatenate([part.array for part in parts]))
+
+    @property
+    def array(self) -> npt.NDArray[np.void]:
+        """Read-only, shape (n,), dtype ``BLOCK``."""
+        return self._array
+
+    @property
+    def total_nbytes(self) -> int:
+        """Sum of the blocks' sizes in bytes."""
+        return self._total_nbytes
+
+    def __len__(self) -> int:
+        return int(self._array.size)
+
+    def __repr__(self) -> str:
+        return f"Blocks({len(self)} blocks, {self._total_nbytes} bytes)"
+
+    def merged(self) -> Blocks:
+        """The same copies with each run of blocks adjacent on both sides made one; keeps order."""
+        array = self._array
+        if len(array) < 2:
+            return self
+        before, after = array[:-1], array[1:]
+        joins = before["src"] + before["nbytes"] == after["src"]
+        joins &= before["dst"] + before["nbytes"] == after["dst"]
+        if not joins.any():
+            return self
+        firsts = np.concatenate(([0], np.flatnonzero(~joins) + 1))
+        merged = array[firsts]
+        merged["nbytes"] = np.add.reduceat(array["nbytes"], firsts)
+        return Blocks(merged)
+
+    def split(self, max_nbytes: int) -> Blocks:
+        """The same copies in blocks of at most ``max_nbytes`` bytes; keeps order."""
+        if max_nbytes < 1:
+            raise ValueError(f"max_nbytes={max_nbytes} must be at least 1")
+        nbytes = self._array["nbytes"]
+        if not len(self) or int(nbytes.max()) <= max_nbytes:
+            return self
+        limit = np.uint64(max_nbytes)
+        pieces = ((nbytes - np.uint64(1)) // limit + np.uint64(1)).astype(np.int64)
+        array = np.repeat(self._array, pieces)
+        firsts = np.repeat(np.cumsum(pieces) - pieces, pieces)
+        offset = (np.arange(array.size) - firsts).astype(np.uint64) * limit
+        array["src"] += offset
+        array["dst"] += offset
+        array["nbytes"] = np.minimum(array["nbytes"] - offset, limit)
+        return Blocks(array)
+
+
+def _u64(name: str, value: Integers) -> U64:
+    """``value`` as u64, shape () or (n,); ``ValueError`` for anything that is not such integers."""
+    array: npt.NDArray[Any] = np.asarray(value)
+    if array.ndim > 1:
+        raise ValueError(f"{name} must be a number or 1-d, not of shape {array.shape}")
+    if array.size == 0:
+        return np.empty(0, np.uint64)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers that fit 64 bits, not {value!r:.80}")
+    if int(array.min()) < 0:
+        raise ValueError(f"{name} must not be negative: {int(array.min())}")
+    return array.astype(np.uint64)
+
+
+def _strided(name: str, base: U64, index: U64, stride: U64) -> U64:
+    """``base[l] + index[p] * stride[l]``, shape (layers, pages) or (1, pages)."""
+    if index.size:
+        # In floating point, where a product that would wrap in u64 stays huge.
+        far = base.astype(np.float64) + float(index.max()) * stride.astype(np.float64)
+        if far.size and float(far.max()) >= ADDRESS_LIMIT:
+            raise ValueError(
+                f"{name}: page {int(index.max())} with a stride of {int(stride.max())} bytes"
+                f" from {int(base.max()):#x} lies beyond 2**63"
+            )
+    addresses: U64 = base.reshape(-1, 1) + index.reshape(1, -1) * stride.reshape(-1, 1)
+    return addresses
+
+
+def _check_side(name: str, address: U64, nbytes: U64) -> None:
+    limit = np.uint64(ADDRESS_LIMIT)
+    # ``limit - address`` is evaluated only where it cannot wrap.
+    bad = (nbytes == 0) | (address >= limit) | (nbytes > limit - np.minimum(address, limit))
+    if bad.any():
+        first = int(bad.argmax())
+        raise ValueError(
+            f"block {first}: {name} {int(address[first]):#x} with {int(nbytes[first])} bytes;"
+            " a block has at least one byte and ends below 2**63"
+        )

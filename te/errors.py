@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything te raises by itself, grouped by who has to change something."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BoundsError",
+    "ClosedError",
+    "ConnectError",
+    "Error",
+    "FenceTimeout",
+    "HandshakeError",
+    "ListenError",
+    "ProtocolViolation",
+    "QueueFull",
+    "RegistrationError",
+    "TransferFailed",
+    "VersionError",
+    "WaitTimeout",
+]
+
+
+class Error(Exception):
+    """Base of every error of this package. Bad values are ordinary ``ValueError``s."""
+
+
+# The caller of this engine asked for something it may not have.
+
+
+class RegistrationError(Error):
+    """Memory cannot be registered or deregistered as asked; nothing was changed."""
+
+
+class BoundsError(Error):
+    """A block lies outside the registered memory it must lie in; no byte moved."""
+
+
+class QueueFull(Error):
+    """The peer has ``max_queued_transfers`` unfinished transfers; settle some first."""
+
+
+class ClosedError(Error):
+    """The engine was closed."""
+
+
+class ListenError(Error):
+    """The engine cannot listen on the configured host and port."""
+
+
+# The far side, or the way to it, is not as it should be.
+
+
+class ConnectError(Error):
+    """A peer could not be reached, or is not the engine its card describes."""
+
+
+class HandshakeError(Error):
+    """A card or a greeting is not one of ours."""
+
+
+class VersionError(HandshakeError):
+    """The two engines speak different versions of te's protocol."""
+
+
+class ProtocolViolation(Error):
+    """A peer sent what the wire format does not allow; its connection is closed."""
+
+
+# An outcome that was waited for.
+
+
+class TransferFailed(Error):
+    """A transfer failed; the message is its reason."""
+
+
+class WaitTimeout(Error, TimeoutError):
+    """The time given to ``Transfer.wait`` is over; the transfer goes on."""
+
+
+class FenceTimeout(Error):
+    """A landing did not end in time: the memory must not be reused yet."""

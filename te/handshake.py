@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines tell each other about themselves: the card, and the bodies of the greetings."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
+from te.errors import HandshakeError, VersionError
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Card",
+    "CardRegion",
+    "Hello",
+    "Refusal",
+    "Refuse",
+    "Welcome",
+    "decode_body",
+    "decode_card",
+    "encode",
+    "version_mismatch",
+]
+
+PROTOCOL_VERSION: Final = 1
+"""Version of the card, the greetings and the frames. Engines talk only to their own."""
+
+CARD_BYTES_MAX: Final = 1 << 20
+REASON_CHARS_MAX: Final = 512
+
+EngineId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+Unsigned = Annotated[int, msgspec.Meta(ge=0)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class CardRegion(msgspec.Struct, frozen=True, array_like=True):
+    """A region as its engine announces it: address, size in bytes, kind."""
+
+    address: Unsigned
+    nbytes: Annotated[int, msgspec.Meta(ge=1)]
+    kind: Name
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach an engine, and which of its memory was registered when the card was made."""
+
+    protocol: Unsigned
+    id: EngineId
+    epoch: Unsigned
+    host: Name
+    port: Port
+    transports: Annotated[list[Name], msgspec.Meta(min_length=1, max_length=16)]
+    regions: list[CardRegion]
+
+
+class _AnyCard(msgspec.Struct, frozen=True):
+    """The part of a card that no version may change."""
+
+    protocol: Unsigned
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """Source to destination: who I am, and whom my card says you are."""
+
+    id: EngineId
+    epoch: Unsigned
+    peer_id: EngineId
+    peer_epoch: Unsigned
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Destination to source: you may write; this is who I am."""
+
+    id: EngineId
+    epoch: Unsigned
+
+
+class Refusal(StrEnum):
+    """Why a destination does not welcome a source."""
+
+    VERSION = "version"
+    IDENTITY = "identity"
+    LIMIT = "limit"
+
+
+class Refuse(msgspec.Struct, frozen=True, kw_only=True):
+    """Destination to source: you may not, and why."""
+
+    code: Refusal
+    reason: Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)]
+
+
+_Body = TypeVar("_Body", Hello, Welcome, Refuse)
+
+
+def encode(message: Card | Hello | Welcome | Refuse) -> bytes:
+    """The message as MessagePack."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode_card(data: bytes) -> Card:
+    """Raises ``VersionError`` for another version's card, ``HandshakeError`` for anything else."""
+    if len(data) > CARD_BYTES_MAX:
+        raise HandshakeError(f"a card of {len(data)} bytes; at most {CARD_BYTES_MAX} are accepted")
+    try:
+        protocol = msgspec.msgpack.decode(data, type=_AnyCard).protocol
+        if protocol == PROTOCOL_VERSION:
+            return msgspec.msgpack.decode(data, type=Card)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise HandshakeError(f"these {len(data)} bytes are not a te card: {exc}") from None
+    raise VersionError(version_mismatch("the card", protocol))
+
+
+def decode_body(data: bytes, message: type[_Body]) -> _Body:
+    """Raises ``HandshakeError`` for bytes that are not such a message."""
+    try:
+        return msgspec.msgpack.decode(data, type=message)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise HandshakeError(f"not a te {message.__name__} message: {exc}") from None
+
+
+def version_mismatch(who: str, theirs: int) -> str:
+    """The sentence for an engine of another protocol version."""
+    return (
+        f"{who} speaks te protocol {theirs}, this engine speaks {PROTOCOL_VERSION};"
+        " run the same version of sglang-mooncake on both sides"
+    )

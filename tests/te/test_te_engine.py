@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two engines in this process: what the API promises when everybody behaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from te_far import pattern, wait_until
+from te_raw import raw_destination, read_item, welcome
+
+import te
+from te.transports.tcp.wire import GreetingReader
+
+TIMEOUT_S = 20.0
+
+
+class Pair:
+    """A source with a patterned buffer, a destination with a guarded one."""
+
+    def __init__(self, source: te.Engine, target: te.Engine, nbytes: int) -> None:
+        self.source, self.target = source, target
+        self.src, self.dst = pattern(1, nbytes), np.full(nbytes, 0xEE, np.uint8)
+        self.src_region = source.register(self.src)
+        self.dst_region = target.register(self.dst)
+        self.peer = source.connect(target.card())
+
+    def blocks(self, src: object, dst: object, nbytes: object) -> te.Blocks:
+        """Blocks from offsets."""
+        src_address = self.src.ctypes.data + np.asarray(src, np.uint64)
+        dst_address = self.dst.ctypes.data + np.asarray(dst, np.uint64)
+        return te.Blocks.of(src_address, dst_address, nbytes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with te.Engine() as source, te.Engine() as target:
+        yield Pair(source, target, 4 << 20)
+
+
+def test_pages_land_and_nothing_else_changes(pair: Pair) -> None:
+    pages = np.random.default_rng(2).permutation(64)
+    layers = np.arange(4) * (1 << 20)
+    blocks = te.Blocks.pages(
+        pair.src.ctypes.data + layers, pages, 4096, pair.dst.ctypes.data + layers, pages[::-1],
+        4100, 4096,
+    )  # fmt: skip
+    expected = pair.dst.copy()
+    for layer in layers:
+        for one, two in zip(pages, pages[::-1], strict=True):
+            start = layer + two * 4100
+            expected[start : start + 4096] = pair.src[layer + one * 4096 :][:4096]
+    pair.target.expect(9)
+    transfer = pair.peer.write(blocks, tag=9)
+    assert transfer.wait(TIMEOUT_S) is te.Status.DONE
+    assert (pair.dst == expected).all()
+    assert pair.target.arrived(9) == 1
+    assert transfer.nbytes == blocks.total_nbytes == 1 << 20
+    assert transfer.reason is None
+    assert transfer.duration_s > 0
+
+
+@pytest.mark.parametrize("nbytes", [1, 2, 4095, 65536, 65537, (1 << 20) + 1, 4 << 20])
+def test_every_size(pair: Pair, nbytes: int) -> None:
+    pair.peer.write(pair.blocks(0, 0, nbytes)).wait(TIMEOUT_S)
+    assert (pair.dst[:nbytes] == pair.src[:nbytes]).all()
+    assert (pair.dst[nbytes:] == 0xEE).all()
+
+
+def test_blocks_larger_than_segments_and_more_than_iovecs() -> None:
+    config = te.Config(segment_bytes=5000, segment_blocks=7)
+    with te.Engine(config) as source, te.Engine() as target:
+        pair = Pair(source, target, 300_000)
+        offsets = np.arange(100) * 1500
+        sizes = np.arange(100) * 14 + 1
+        blocks = te.Blocks.concat(
+            [pair.blocks(offsets, offsets[::-1], sizes), pair.blocks(150_000, 150_000, 100_000)]
+        )
+        expected = pair.dst.copy()
+        for one, two, size in zip(offsets, offsets[::-1], sizes, strict=True):
+            expected[two : two + size] = pair.src[one : one + size]
+        expected[150_000:250_000] = pair.src[150_000:250_000]
+        pair.peer.write(blocks).wait(TIMEOUT_S)
+        assert (pair.dst == expected).all()
+
+
+def test_fifty_thousand_small_blocks(pair: Pair) -> None:
+    offsets = np.random.default_rng(3).permutation(50_000) * 60
+    pair.peer.write(pair.blocks(offsets, offsets, 33)).wait(TIMEOUT_S)
+    inside = np.zeros(len(pair.dst), bool)
+    inside[(np.sort(offsets)[:, None] + np.arange(33)).reshape(-1)] = True
+    assert (pair.dst[inside] == pair.src[inside]).all()
+    assert (pair.dst[~inside] == 0xEE).all()
+
+
+def test_nothing_is_a_transfer_too(pair: Pair) -> None:
+    pair.target.expect(4)
+    transfer = pair.peer.write(te.Blocks.of([], [], []), tag=4)
+    assert transfer.wait(TIMEOUT_S) is te.Status.DONE
+    assert pair.target.arrived(4) == 1
+
+
+def test_refused_ranges_leave_memory_and_connection_alone(pair: Pair) -> None:
+    outside = te.Blocks.concat([pair.blocks(0, 0, 64), pair.blocks(0, len(pair.dst) - 10, 11)])
+    with pytest.raises(te.TransferFailed, match=r"refused: .* 11 bytes at 0x\w+ lie outside"):
+        pair.peer.write(outside).wait(TIMEOUT_S)
+    assert (pair.dst == 0xEE).all()
+    with pytest.raises(te.BoundsError, match=r"lie outside .* the nearest of 1 regions"):
+        pair.peer.write(pair.blocks(len(pair.src) - 10, 0, 11))
+    assert pair.peer.write(pair.blocks(0, 0, 64)).wait(TIMEOUT_S) is te.Status.DONE
+    assert pair.peer.alive
+
+
+def test_refusal_stops_a_long_transfer_early(pair: Pair) -> None:
+    offsets = np.concatenate([[len(pair.dst) - 5], np.arange(1000) * 4000])
+    transfer = pair.peer.write(pair.blocks(np.arange(1001) * 4000, offsets, 4000))
+    with pytest.raises(te.TransferFailed, match="refused"):
+        transfer.wait(TIMEOUT_S)
+    assert (pair.dst == 0xEE).all()
+    assert pair.peer.write(pair.blocks(0, 0, 1)).wait(TIMEOUT_S) is te.Status.DONE
+
+
+def test_tags_that_are_not_open_are_refused(pair: Pair) -> None:
+    for _ in range(2):
+        for blocks in (pair.blocks(0, 0, 100), te.Blocks.of([], [], [])):
+            with pytest.raises(te.TransferFailed, match="tag 0x5 is not open here"):
+                pair.peer.write(blocks, tag=5).wait(TIMEOUT_S)
+        pair.target.expect(5)
+        assert pair.target.fence(5) == 0
+    assert (pair.dst == 0xEE).all()
+    pair.target.expect(5)
+    pair.peer.write(pair.blocks(0, 0, 100), tag=5).wait(TIMEOUT_S)
+    assert pair.target.fence(5) == 1
+    assert pair.target.arrived(5) == 0
+    with pytest.raises(ValueError, match="between 1 and"):
+        pair.peer.write(pair.blocks(0, 0, 1), tag=-1)
+
+
+def test_one_peer_per_engine_until_it_dies(pair: Pair) -> None:
+    assert pair.source.connect(pair.target.card()) is pair.peer
+    assert pair.source.stats().peers == 1
+    pair.peer.close()
+    wait_until(lambda: not pair.peer.alive, "dead")
+    with pytest.raises(te.TransferFailed, match="closed by its application"):
+        pair.peer.write(pair.blocks(0, 0, 1)).wait(TIMEOUT_S)
+    again = pair.source.connect(pair.target.card())
+    assert again is not pair.peer
+    assert again.write(pair.blocks(0, 0, 1)).wait(TIMEOUT_S) is te.Status.DONE
+
+
+def test_threads_connecting_at_once_get_one_peer() -> None:
+    with te.Engine() as source, te.Engine() as target:
+        card, peers = target.card(), []
+        threads = [
+            threading.Thread(target=lambda: peers.append(source.connect(card))) for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        assert len(peers) == 8
+        assert len(set(peers)) == 1
+        wait_until(lambda: source.stats().rails == 1, "only one connection is left")
+
+
+def test_an_engine_can_write_to_itself() -> None:
+    with te.Engine() as engine:
+        buffer = pattern(1, 2000)
+        engine.register(buffer)
+        base = buffer.ctypes.data
+        engine.connect(engine.card()).write(te.Blocks.of(base, base + 1000, 1000)).wait(TIMEOUT_S)
+        assert (buffer[1000:] == buffer[:1000]).all()
+
+
+def test_ipv6() -> None:
+    with te.Engine() as source, te.Engine(te.Config(host="::1")) as target:
+        pair = Pair(source, target, 1000)
+        pair.peer.write(pair.blocks(0, 0, 1000)).wait(TIMEOUT_S)
+        assert (pair.dst == pair.src).all()
+        assert pair.peer.address[0] == "::1"
+
+
+def test_several_threads_submit_at_once(pair: Pair) -> None:
+    pair.target.expect(6)
+    per_thread, nbytes = 40, 1000
+
+    def submit(thread: int) -> None:
+        transfers = []
+        for i in range(per_thread):
+            offset = (thread * per_thread + i) * nbytes
+            transfers.append(pair.peer.write(pair.blocks(offset, offset, nbytes), tag=6))
+        for transfer in transfers:
+            transfer.wait(TIMEOUT_S)
+
+    threads = [threading.Thread(target=submit, args=[i]) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    total = 8 * per_thread * nbytes
+    assert pair.target.arrived(6) == 8 * per_thread
+    assert (pair.dst[:total] == pair.src[:total]).all()
+    assert (pair.dst[total:] == 0xEE).all()
+    assert pair.source.stats().transfers_done == 8 * per_thread
+    assert pair.source.stats().bytes_sent == pair.target.stats().bytes_received == total
+
+
+def test_callbacks_may_write_and_await_works(pair: Pair) -> None:
+    async def main() -> None:
+        first, second = pair.blocks(0, 0, 10), pair.blocks(10, 10, 10)
+        followed: asyncio.Future[te.Transfer] = asyncio.get_running_loop().create_future()
+
+        def follow(_: te.Transfer) -> None:
+            transfer = pair.peer.write(second)
+            followed.get_loop().call_soon_threadsafe(followed.set_result, transfer)
+
+        transfer = pair.peer.write(first)
+        transfer.add_done_callback(follow)
+        assert await transfer is te.Status.DONE
+        assert await (await followed) is te.Status.DONE
+
+    asyncio.run(main())
+    assert (pair.dst[:20] == pair.src[:20]).all()
+
+
+def test_touching_regions_are_one_range_of_memory() -> None:
+    """Layers that lie back to back: merging makes blocks that run over their border."""
+    with te.Engine() as source, te.Engine() as target:
+        src, dst = pattern(1, 4000), np.zeros(4000, np.uint8)
+        regions = [source.register(src.ctypes.data + i, 1000) for i in range(0, 4000, 1000)]
+        for offset in range(0, 4000, 1000):
+            target.register(dst.ctypes.data + offset, 1000)
+        pages = np.arange(8)
+        blocks = te.Blocks.pages(src.ctypes.data, pages, 500, dst.ctypes.data, pages, 500, 500)
+        assert len(blocks.merged()) == 1
+        peer = source.connect(target.card())
+        assert peer.write(blocks).wait(TIMEOUT_S) is te.Status.DONE
+        assert (src == dst).all()
+        for region in regions:
+            source.deregister(region)
+
+
+def test_deregistered_memory_is_out_of_reach(pair: Pair) -> None:
+    pair.target.deregister(pair.dst_region)
+    with pytest.raises(te.TransferFailed, match="nothing is registered"):
+        pair.peer.write(pair.blocks(0, 0, 10)).wait(TIMEOUT_S)
+    with pytest.raises(te.RegistrationError, match="not registered"):
+        pair.target.deregister(pair.dst_region)
+    pair.target.register(pair.dst)
+    pair.peer.write(pair.blocks(0, 0, 10)).wait(TIMEOUT_S)
+    pair.source.deregister(pair.src_region)
+    with pytest.raises(te.BoundsError, match="nothing is registered"):
+        pair.peer.write(pair.blocks(0, 0, 10))
+    assert (pair.dst[10:] == 0xEE).all()
+
+
+def test_fence_peer_drops_its_connections(pair: Pair) -> None:
+    assert pair.target.fence_peer(pair.source.id) == 1
+    wait_until(lambda: not pair.peer.alive, "dead")
+    wait_until(lambda: pair.target.stats().rails == 0, "dropped")
+    assert pair.target.fence_peer(pair.source.id) == 0
+    again = pair.source.connect(pair.target.card())
+    assert again.write(pair.blocks(0, 0, 10)).wait(TIMEOUT_S) is te.Status.DONE
+
+
+def test_closing_fails_what_is_unfinished_and_is_idempotent() -> None:
+    with raw_destination() as (listener, card), te.Engine() as source:
+        connected: list[te.Peer] = []
+        thread = threading.Thread(target=lambda: connected.append(source.connect(card)))
+        thread.start()
+        sock, _ = listener.accept()
+        with sock:
+            assert read_item(sock, GreetingReader()) is not None
+            sock.sendall(welcome())
+            thread.join(TIMEOUT_S)
+            buffer = bytearray(100)
+            region = source.register(buffer)
+            transfer = connected[0].write(te.Blocks.of(region.address, 1, 100))
+            with pytest.raises(te.RegistrationError, match="1 unfinished transfers read from"):
+                source.deregister(region)
+            source.close()
+            with pytest.raises(te.TransferFailed, match="this engine was closed"):
+                transfer.wait(TIMEOUT_S)
+            source.deregister(region)
+            source.close()
+    with pytest.raises(te.ClosedError):
+        source.card()
+    with pytest.raises(te.TransferFailed, match="this engine was closed"):
+        connected[0].write(te.Blocks.of([], [], [])).wait(TIMEOUT_S)
+
+
+def test_threads_end_with_the_engine(pair: Pair) -> None:
+    names = {f"te-receive-{pair.target.id[:8]}", f"te-send-{pair.target.id[:8]}"}
+    assert names <= {thread.name for thread in threading.enumerate()}
+    pair.target.close()
+    assert not names & {thread.name for thread in threading.enumerate()}
+
+
+def test_a_callback_may_close_the_engine(pair: Pair) -> None:
+    transfer = pair.peer.write(pair.blocks(0, 0, 10))
+    transfer.add_done_callback(lambda _: pair.source.close())
+    transfer.wait(TIMEOUT_S)
+    with pytest.raises((te.ClosedError, te.TransferFailed)):
+        pair.source.connect(pair.target.card()).write(pair.blocks(0, 0, 1)).wait(TIMEOUT_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_on_the_engine_thread_fails_transfers_with_a_reason(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr("te.transports.tcp.sender.Connection._load_segment", broken)
+    says = r"the thread te-send-\w+ ended by a bug: ZeroDivisionError\('on purpose'\)"
+    with caplog.at_level(logging.CRITICAL):
+        transfers = [pair.peer.write(pair.blocks(0, 0, 10)) for _ in range(3)]
+        for transfer in transfers:
+            with pytest.raises(te.TransferFailed, match=says):
+                transfer.wait(TIMEOUT_S)
+    assert "on purpose" in caplog.text
+    with pytest.raises(te.TransferFailed, match=says):
+        pair.source.connect(pair.target.card()).write(pair.blocks(0, 0, 1)).wait(TIMEOUT_S)
+
+
+def test_taken_port_and_unknown_host() -> None:
+    with te.Engine() as engine:
+        port = engine.connect(engine.card()).address[1]
+        with pytest.raises(te.ListenError, match=f"127.0.0.1:{port}: Address already in use"):
+            te.Engine(te.Config(port=port))
+    with pytest.raises(te.ListenError, match=r"no\.such\.host\.invalid"):
+        te.Engine(te.Config(host="no.such.host.invalid"))

@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other side is broken, of another version, late or lying; written with raw sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from te_far import wait_until
+from te_raw import (
+    RAW_ID,
+    TIMEOUT_S,
+    RawSource,
+    dial,
+    hello,
+    raw_destination,
+    read_item,
+    segment,
+    welcome,
+)
+
+import te
+from te.handshake import PROTOCOL_VERSION, Refuse, decode_card, encode
+from te.transports.tcp import wire
+from te.transports.tcp.wire import AckStatus, GreetingKind, GreetingReader
+
+NBYTES = 1 << 20
+
+
+class Target:
+    """An engine with memory, and a well-behaved peer to see that it still serves."""
+
+    def __init__(self, engine: te.Engine, friend: te.Engine) -> None:
+        self.engine = engine
+        self.memory = np.zeros(NBYTES, np.uint8)
+        self.base = int(self.memory.ctypes.data)
+        self.region = engine.register(self.memory)
+        self.card = engine.card()
+        self._source = np.full(8, 7, np.uint8)
+        friend.register(self._source)
+        self._friend = friend.connect(self.card)
+
+    def assert_serves(self) -> None:
+        blocks = te.Blocks.of(self._source.ctypes.data, self.base + NBYTES - 8, 8)
+        assert self._friend.write(blocks).wait(TIMEOUT_S) is te.Status.DONE
+        assert (self.memory[-8:] == 7).all()
+        self.memory[-8:] = 0
+
+
+@pytest.fixture
+def target() -> Iterator[Target]:
+    with te.Engine(te.Config(connect_timeout_s=1.0)) as engine, te.Engine() as friend:
+        yield Target(engine, friend)
+
+
+@contextlib.contextmanager
+def raw_source(target: Target) -> Iterator[RawSource]:
+    source = RawSource(target.card)
+    with source.sock:
+        yield source
+
+
+def half_a_segment(target: Target, source: RawSource, tag: int) -> None:
+    """Sends a segment for all of the memory, and half of its payload; waits until that landed."""
+    before = target.engine.stats().bytes_received
+    source.send(segment(1, tag, [(target.base, NBYTES)], NBYTES), b"\1" * (NBYTES // 2))
+    wait_until(
+        lambda: target.engine.stats().bytes_received == before + NBYTES // 2, "half has landed"
+    )
+    assert (target.memory[: NBYTES // 2] == 1).all()
+    target.memory[:] = 0
+
+
+# -- revoking in the middle of a segment: the rest of it must not land
+
+
+def finish(source: RawSource, tag: int) -> tuple[AckStatus, str]:
+    source.send(b"\1" * (NBYTES // 2), wire.encode_end(1, tag, NBYTES))
+    ack = source.ack()
+    return ack.status, ack.reason
+
+
+def test_fence_in_the_middle_of_a_segment(target: Target) -> None:
+    target.engine.expect(8)
+    with raw_source(target) as source:
+        half_a_segment(target, source, 8)
+        assert target.engine.fence(8) == 0
+        # A new use of the same value is not open to a transfer of the old one.
+        target.engine.expect(8)
+        status, reason = finish(source, 8)
+        assert (status, reason) == (AckStatus.REFUSED, "the tag 0x8 was fenced")
+        assert not target.memory.any()
+        assert target.engine.arrived(8) == 0
+        source.send(wire.encode_end(2, 8, 0))
+        assert source.ack().status is AckStatus.LANDED
+        assert target.engine.arrived(8) == 1
+
+
+def test_fence_between_the_last_segment_and_the_end(target: Target) -> None:
+    target.engine.expect(8)
+    with raw_source(target) as source:
+        half_a_segment(target, source, 8)
+        source.send(b"\1" * (NBYTES // 2))
+        wait_until(lambda: target.memory[-1] == 1, "landed")
+        target.engine.fence(8)
+        source.send(wire.encode_end(1, 8, NBYTES))
+        assert source.ack().status is AckStatus.REFUSED
+
+
+def test_deregister_in_the_middle_of_a_segment(target: Target) -> None:
+    with raw_source(target) as source:
+        half_a_segment(target, source, 0)
+        target.engine.deregister(target.region)
+        status, reason = finish(source, 0)
+        assert status is AckStatus.REFUSED
+        assert "deregistered meanwhile" in reason
+        assert not target.memory.any()
+        target.engine.register(target.memory)
+    target.assert_serves()
+
+
+def test_registered_anew_in_the_middle_of_a_segment(target: Target) -> None:
+    with raw_source(target) as source:
+        half_a_segment(target, source, 0)
+        target.engine.deregister(target.region)
+        target.engine.register(target.memory)
+        status, reason = finish(source, 0)
+        assert (status, "deregistered meanwhile" in reason) == (AckStatus.REFUSED, True)
+        assert not target.memory.any()
+
+
+def test_deregister_one_of_two_touching_regions_in_the_middle_of_a_segment() -> None:
+    memory = np.zeros(NBYTES, np.uint8)
+    base, half = int(memory.ctypes.data), NBYTES // 2
+    with te.Engine() as engine:
+        engine.register(base, half)
+        upper = engine.register(base + half, half)
+        source = RawSource(engine.card())
+        with source.sock:
+            source.send(segment(1, 0, [(base, NBYTES)], NBYTES), b"\1" * 1000)
+            wait_until(lambda: engine.stats().bytes_received == 1000, "landed")
+            engine.deregister(upper)
+            source.send(b"\1" * (NBYTES - 1000), wire.encode_end(1, 0, NBYTES))
+            assert source.ack().status is AckStatus.REFUSED
+            assert not memory[1000:].any()
+
+
+def test_other_registrations_do_not_disturb_a_segment(target: Target) -> None:
+    with raw_source(target) as source:
+        half_a_segment(target, source, 0)
+        target.engine.register(bytearray(100))
+        assert finish(source, 0)[0] is AckStatus.LANDED
+        assert (target.memory[NBYTES // 2 :] == 1).all()
+
+
+def test_fence_peer_in_the_middle_of_a_segment(target: Target) -> None:
+    with raw_source(target) as source:
+        half_a_segment(target, source, 0)
+        assert target.engine.fence_peer(RAW_ID) == 1
+        with contextlib.suppress(ConnectionError):
+            source.send(b"\1" * (NBYTES // 2))
+        assert source.closed()
+        assert not target.memory.any()
+    target.assert_serves()
+
+
+def test_abandon_is_confirmed_and_does_not_arrive(target: Target) -> None:
+    target.engine.expect(8)
+    with raw_source(target) as source:
+        source.send(segment(1, 8, [(target.base, 4)], 4), b"abcd", wire.encode_abandon(1))
+        assert source.ack().status is AckStatus.ABANDONED
+        assert target.engine.arrived(8) == 0
+
+
+# -- greetings
+
+
+def test_hello_of_another_version(target: Target) -> None:
+    with dial(target.card) as sock:
+        sock.sendall(hello(target.card, version=PROTOCOL_VERSION + 1))
+        greeting = read_item(sock, GreetingReader())
+        refuse = msgspec.msgpack.decode(greeting.body, type=Refuse)
+        assert greeting.kind == GreetingKind.REFUSE
+        assert refuse.code == "version"
+        assert "speaks te protocol 2, this engine speaks 1" in refuse.reason
+        assert sock.recv(1) == b""
+    target.assert_serves()
+
+
+def test_hello_for_another_engine(target: Target) -> None:
+    with dial(target.card) as sock:
+        sock.sendall(hello(target.card, peer_epoch=3))
+        refuse = msgspec.msgpack.decode(read_item(sock, GreetingReader()).body, type=Refuse)
+        assert refuse.code == "identity"
+        assert "restarted" in refuse.reason
+
+
+def test_connecting_with_the_card_of_a_former_engine(target: Target) -> None:
+    card = decode_card(target.card)
+    former = encode(msgspec.structs.replace(card, id="12" * 16))
+    with te.Engine() as source, pytest.raises(te.ConnectError, match=r"not 1212.*restarted"):
+        source.connect(former)
+    with te.Engine() as source, pytest.raises(te.ConnectError, match="offers smoke, this one tcp"):
+        source.connect(encode(msgspec.structs.replace(card, transports=["smoke"])))
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(1000), b"\xff" * 100_000, wire.MAGIC + b"\xff" * 100],
+)
+def test_garbage_instead_of_a_hello(
+    target: Target, garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), dial(target.card) as sock:
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(garbage)
+        assert read_item(sock, GreetingReader()) is None
+    assert "broke the protocol" in caplog.text
+    target.assert_serves()
+
+
+def test_silence_instead_of_a_hello(target: Target) -> None:
+    with dial(target.card) as sock:
+        sock.settimeout(TIMEOUT_S)
+        assert sock.recv(1) == b""
+    target.assert_serves()
+
+
+@pytest.mark.parametrize(
+    ("frames", "says"),
+    [
+        (lambda base: segment(1, 0, [(base, 5)], 6), "6 bytes with blocks of 5 bytes"),
+        (lambda base: b"\0" * 32, "kind 0"),
+        (lambda base: wire.encode_ack(1, AckStatus.LANDED), "kind 19"),
+        (lambda base: wire.encode_end(1, 0, 9), "ends after 0 of 9 bytes"),
+        (lambda base: wire.encode_end(2, 0, 0) + wire.encode_end(1, 0, 0), "1 comes after 2"),
+        (lambda base: wire.encode_end(1, 0, 0) * 2, "1 comes after 1"),
+        (
+            lambda base: segment(1, 0, [(base, 1)], 1) + b"x" + wire.encode_end(2, 0, 1),
+            "transfer 2 with tag 0 within transfer 1",
+        ),
+    ],
+)
+def test_protocol_violations_end_only_their_connection(
+    target: Target,
+    frames: Callable[[int], bytes],
+    says: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING), raw_source(target) as source:
+        source.send(frames(target.base))
+        while source.sock.recv(1 << 16) != b"":
+            pass
+    assert says in caplog.text
+    assert not target.memory[1:].any()
+    target.assert_serves()
+
+
+def test_connections_are_bounded() -> None:
+    with te.Engine(te.Config(max_connections=2)) as engine:
+        card = engine.card()
+        one, two = RawSource(card), RawSource(card)
+        with te.Engine() as source, pytest.raises(te.ConnectError, match="2 connections are open"):
+            source.connect(card)
+        one.sock.close()
+        wait_until(lambda: engine.stats().rails == 1, "one is gone")
+        RawSource(card).sock.close()
+        two.sock.close()
+
+
+def test_a_source_that_reads_no_acknowledgements_is_not_read_from(target: Target) -> None:
+    with raw_source(target) as source:
+        source.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        source.sock.setblocking(False)
+        sent, number = 0, 1
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            while sent < 64 << 20:
+                if not data:
+                    data = b"".join(wire.encode_end(number + i, 5, 0) for i in range(1000))
+                    number += 1000
+                taken = source.sock.send(data)
+                sent, data = sent + taken, data[taken:]
+        assert sent < 64 << 20, "the engine took everything and kept its answers in memory"
+        target.assert_serves()
+
+
+# -- destinations that misbehave
+
+
+@contextlib.contextmanager
+def connected_to_raw(
+    config: te.Config,
+) -> Iterator[tuple[te.Engine, te.Peer, socket.socket]]:
+    """A real source that believes to be connected to an engine."""
+    with raw_destination() as (listener, card), te.Engine(config) as source:
+        peers: list[te.Peer] = []
+        thread = threading.Thread(target=lambda: peers.append(source.connect(card)))
+        thread.start()
+        sock, _ = listener.accept()
+        with sock:
+            sock.settimeout(TIMEOUT_S)
+            assert read_item(sock, GreetingReader()) is not None
+            sock.sendall(welcome())
+            thread.join(TIMEOUT_S)
+            yield source, peers[0], sock
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "says"),
+    [
+        (welcome(version=9), te.VersionError, "speaks te protocol 9, this engine speaks 1"),
+        (welcome(id="cd" * 16), te.ConnectError, "is the engine cdcd.*restarted"),
+        (welcome(epoch=2), te.ConnectError, "restarted"),
+        (b"HTTP/1.1 400 Bad Request\r\n", te.HandshakeError, "not a te engine"),
+        (wire.encode_greeting(GreetingKind.WELCOME, 1, b"?"), te.HandshakeError, "Welcome"),
+        (wire.encode_greeting(GreetingKind.HELLO, 1, b"?"), te.HandshakeError, "kind 1"),
+        (b"", te.ConnectError, "closed the connection instead of a welcome"),
+    ],
+)
+def test_answers_to_a_hello(answer: bytes, error: type[te.Error], says: str) -> None:
+    with raw_destination() as (listener, card), te.Engine() as source:
+
+        def answer_once() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                read_item(sock, GreetingReader())
+                sock.sendall(answer)
+
+        thread = threading.Thread(target=answer_once)
+        thread.start()
+        with pytest.raises(error, match=says):
+            source.connect(card)
+        thread.join(TIMEOUT_S)
+
+
+def test_no_answer_and_nobody_there() -> None:
+    with raw_destination() as (listener, card), te.Engine() as source:
+        with pytest.raises(te.ConnectError, match=r"no welcome .* within 0.05 s"):
+            source.connect(card, timeout_s=0.05)
+        where = f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.close()
+        with pytest.raises(te.ConnectError, match=f"{where}: Connection refused"):
+            source.connect(card)
+
+
+def test_the_queue_is_bounded() -> None:
+    with connected_to_raw(te.Config(max_queued_transfers=3)) as (source, peer, _):
+        region = source.register(bytearray(10))
+        blocks = te.Blocks.of(region.address, 1, 10)
+        transfers = [peer.write(blocks) for _ in range(3)]
+        with pytest.raises(te.QueueFull, match="3 unfinished transfers"):
+            peer.write(blocks)
+        peer.close()
+        for transfer in transfers:
+            with pytest.raises(te.TransferFailed):
+                transfer.wait(TIMEOUT_S)
+        source.deregister(region)
+
+
+def test_cancel_before_the_first_byte_and_without_confirmation() -> None:
+    with connected_to_raw(te.Config(stall_timeout_s=0.5)) as (source, peer, _):
+        buffer = np.zeros(64 << 20, np.uint8)
+        region = source.register(buffer)
+        big = peer.write(te.Blocks.of(region.address, 1, region.nbytes))
+        small = peer.write(te.Blocks.of(region.address, 1, 1))
+        small.cancel()
+        assert small.wait(TIMEOUT_S) is te.Status.CANCELLED
+        big.cancel()
+        says = r"cancelling could not be confirmed: .* no progress for 0.5 s"
+        with pytest.raises(te.TransferFailed, match=says):
+            big.wait(TIMEOUT_S)
+        assert not peer.alive
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (wire.encode_ack(77, AckStatus.LANDED), "transfer 77, acknowledged as LANDED"),
+        (wire.encode_ack(1, AckStatus.LANDED) * 2, "transfer 1, acknowledged as LANDED"),
+        (wire.encode_end(1, 0, 0), "kind 17 is not expected"),
+        (b"", "closed the connection"),
+    ],
+)
+def test_wrong_acknowledgements(answer: bytes, says: str) -> None:
+    with connected_to_raw(te.Config()) as (source, peer, sock):
+        region = source.register(bytearray(10))
+        first = peer.write(te.Blocks.of(region.address, 1, 10))
+        second = peer.write(te.Blocks.of(region.address, 1, 10))
+        wanted = 2 * (wire.FRAME.size * 2 + wire.LANDING.itemsize + 10)
+        while wanted:
+            wanted -= len(sock.recv(wanted))
+        sock.sendall(answer)
+        sock.shutdown(socket.SHUT_WR)
+        with pytest.raises(te.TransferFailed, match=says):
+            second.wait(TIMEOUT_S)
+        assert first.poll() is not te.Status.PENDING
+
+
+@contextlib.contextmanager
+def memory_that_vanishes(engine: te.Engine, nbytes: int) -> Iterator[int]:
+    """The address of registered memory that cannot be accessed any more.
+
+    Protected rather than unmapped, so that nothing else can be mapped there meanwhile.
+    """
+    with mmap.mmap(-1, nbytes) as memory:
+        address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+        engine.register(address, nbytes)
+        libc = ctypes.CDLL(None)
+        assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), 0) == 0
+        yield address
+
+
+def test_source_memory_that_vanished_fails_only_its_transfer(target: Target) -> None:
+    nbytes = 1 << 18
+    with (
+        te.Engine(te.Config(segment_bytes=1 << 16)) as source,
+        memory_that_vanishes(source, nbytes) as address,
+    ):
+        kept = source.register(bytearray(b"\5" * 100))
+        peer = source.connect(target.card)
+        first_of_many = peer.write(te.Blocks.of(address, target.base, nbytes))
+        only_one = peer.write(te.Blocks.of(address, target.base, 100))
+        behind_good = peer.write(
+            te.Blocks.of([kept.address, address], [target.base, target.base + 200], 100)
+        )
+        good = peer.write(te.Blocks.of(kept.address, target.base, 100))
+        for lost in (first_of_many, only_one, behind_good):
+            with pytest.raises(te.TransferFailed, match="memory cannot be read: Bad address"):
+                lost.wait(TIMEOUT_S)
+        assert good.wait(TIMEOUT_S) is te.Status.DONE
+        assert (target.memory[:100] == 5).all()
+
+
+def test_target_memory_that_vanished_fails_only_its_transfer(target: Target) -> None:
+    with memory_that_vanishes(target.engine, 1 << 18) as address, raw_source(target) as source:
+        source.send(segment(1, 0, [(address, 1000)], 1000), bytes(1000))
+        ack = source.ack()
+        assert ack.status is AckStatus.REFUSED
+        assert "cannot be written: Bad address" in ack.reason
+        source.send(wire.encode_end(1, 0, 1000), wire.encode_end(2, 0, 0))
+        assert source.ack().status is AckStatus.LANDED

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two processes, of which one is killed, frozen or too slow."""
+
+from __future__ import annotations
+
+import base64
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from te_far import FarEngine, FarError, pattern, wait_until
+
+import te
+
+TIMEOUT_S = 20.0
+MANY_BYTES = 64 << 20
+FAR_COPIES = 8
+
+Far = Callable[..., FarEngine]
+
+
+@pytest.fixture
+def far() -> Iterator[Far]:
+    """Starts far engines, and ends them whatever happens."""
+    engines: list[FarEngine] = []
+
+    def start(**config: Any) -> FarEngine:
+        engines.append(FarEngine(**config))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.end()
+
+
+def test_scattered_pages_between_processes(far: Far) -> None:
+    target = far()
+    nbytes, page = 1 << 20, 4096
+    dst = target.register(nbytes=nbytes)
+    src = pattern(5, nbytes)
+    pages = np.random.default_rng(1).permutation(200)
+    with te.Engine() as source:
+        region = source.register(src)
+        peer = source.connect(target.bytes_card())
+        assert peer.id == target.engine_id
+        assert [(one.address, one.nbytes) for one in peer.regions] == [(dst, nbytes)]
+        target.expect(tag=3)
+        blocks = te.Blocks.pages(region.address, pages, page, dst + 7, pages[::-1], page + 13, page)
+        peer.write(blocks, tag=3).wait(TIMEOUT_S)
+        assert target.arrived(tag=3) == 1
+    expected = np.zeros(nbytes, np.uint8)
+    for one, two in zip(pages, pages[::-1], strict=True):
+        start = 7 + two * (page + 13)
+        expected[start : start + page] = src[one * page : (one + 1) * page]
+    assert (target.memory(dst) == expected).all()
+
+
+def start_flood(source: FarEngine, target: te.Engine, memory: np.ndarray, tag: int) -> list[int]:
+    """Has the far source write much more than the sockets hold; waits until it is under way."""
+    src = source.register(nbytes=len(memory), seed=6)
+    peer = source.connect(card=_text(target.card()))
+    base = int(memory.ctypes.data)
+    numbers = [
+        source.write(peer=peer, src=[src], dst=[base], nbytes=[len(memory)], tag=tag)
+        for _ in range(FAR_COPIES)
+    ]
+    wait_until(lambda: target.stats().bytes_received > 0, "data flows")
+    return numbers
+
+
+def _text(card: bytes) -> str:
+    return base64.b64encode(card).decode()
+
+
+@pytest.mark.parametrize("by", ["tag", "peer"])
+def test_nothing_lands_after_a_fence_although_the_source_was_frozen(far: Far, by: str) -> None:
+    memory = np.zeros(MANY_BYTES, np.uint8)
+    source = far(stall_timeout_s=60.0)
+    with te.Engine() as target:
+        target.register(memory)
+        target.expect(11)
+        numbers = start_flood(source, target, memory, 11)
+        source.signal(signal.SIGSTOP)
+        if by == "tag":
+            count = target.fence(11)
+            assert count < FAR_COPIES
+        else:
+            assert target.fence_peer(source.engine_id) == 1
+        memory[:] = 0xCA
+        received = target.stats().bytes_received
+        source.signal(signal.SIGCONT)
+        outcomes = [source.outcome(number=number) for number in numbers]
+        assert {status for status, _ in outcomes} <= {"done", "failed"}
+        last = outcomes[-1]
+        says = "fenced" if by == "tag" else "closed the connection|reset|broke"
+        assert last[0] == "failed"
+        assert any(word in last[1] for word in says.split("|"))
+        assert (memory == 0xCA).all()
+        assert target.stats().bytes_received == received
+
+
+def test_killed_destination(far: Far) -> None:
+    target = far()
+    dst = target.register(nbytes=MANY_BYTES)
+    with te.Engine() as source:
+        buffer = np.zeros(MANY_BYTES, np.uint8)
+        region = source.register(buffer)
+        card = target.bytes_card()
+        peer = source.connect(card)
+        blocks = te.Blocks.of(region.address, dst, MANY_BYTES)
+        transfers = [peer.write(blocks) for _ in range(FAR_COPIES)]
+        wait_until(lambda: source.stats().bytes_sent > 0, "data flows")
+        target.process.kill()
+        with pytest.raises(te.TransferFailed, match=f"{target.engine_id} .*(clos|reset|broke)"):
+            transfers[-1].wait(TIMEOUT_S)
+        for transfer in transfers:
+            assert transfer.poll() in (te.Status.DONE, te.Status.FAILED)
+        assert not peer.alive
+        source.deregister(region)
+        target.process.wait(TIMEOUT_S)
+        with pytest.raises(te.ConnectError, match="Connection refused"):
+            source.connect(card)
+
+
+def test_frozen_destination(far: Far) -> None:
+    target = far()
+    dst = target.register(nbytes=MANY_BYTES)
+    with te.Engine(te.Config(stall_timeout_s=0.5)) as source:
+        buffer = np.zeros(MANY_BYTES, np.uint8)
+        region = source.register(buffer)
+        card = target.bytes_card()
+        peer = source.connect(card)
+        target.signal(signal.SIGSTOP)
+        transfer = peer.write(te.Blocks.of(region.address, dst, MANY_BYTES))
+        small = peer.write(te.Blocks.of(region.address, dst, 1))
+        for one in (transfer, small):
+            with pytest.raises(te.TransferFailed, match=f"{peer.id} .* no progress for 0.5 s"):
+                one.wait(TIMEOUT_S)
+        target.signal(signal.SIGCONT)
+        again = source.connect(card)
+        assert again is not peer
+        assert again.write(te.Blocks.of(region.address, dst, 1)).wait(TIMEOUT_S) is te.Status.DONE
+
+
+def test_a_frozen_destination_does_not_hold_up_others(far: Far) -> None:
+    frozen, other = far(), far()
+    buffers = {one: one.register(nbytes=MANY_BYTES) for one in (frozen, other)}
+    with te.Engine() as source:
+        region = source.register(np.zeros(MANY_BYTES, np.uint8))
+        peers = {one: source.connect(one.bytes_card()) for one in (frozen, other)}
+        frozen.signal(signal.SIGSTOP)
+        blocks = {
+            one: te.Blocks.of(region.address, buffers[one], MANY_BYTES) for one in (frozen, other)
+        }
+        stuck = peers[frozen].write(blocks[frozen])
+        assert peers[other].write(blocks[other]).wait(TIMEOUT_S) is te.Status.DONE
+        assert stuck.poll() is te.Status.PENDING
+
+
+def test_cancel_in_the_middle(far: Far) -> None:
+    target = far()
+    dst = target.register(nbytes=MANY_BYTES)
+    target.expect(tag=2)
+    with te.Engine(te.Config(segment_bytes=1 << 20)) as source:
+        region = source.register(np.ones(MANY_BYTES, np.uint8))
+        peer = source.connect(target.bytes_card())
+        blocks = te.Blocks.of(region.address, dst, MANY_BYTES)
+        target.signal(signal.SIGSTOP)  # So that it cannot be done before it is cancelled.
+        transfer = peer.write(blocks, tag=2)
+        wait_until(lambda: source.stats().bytes_sent > 0, "data flows")
+        transfer.cancel()
+        assert transfer.poll() is te.Status.PENDING
+        target.signal(signal.SIGCONT)
+        assert transfer.wait(TIMEOUT_S) is te.Status.CANCELLED
+        # Confirmed: what has landed until now is all that ever will.
+        landed = target.bytes_received()
+        assert 0 < landed < MANY_BYTES
+        assert target.arrived(tag=2) == 0
+        assert peer.write(te.Blocks.of(region.address, dst, 1), tag=2).wait(TIMEOUT_S)
+        assert target.bytes_received() == landed + 1
+        assert source.stats().transfers_cancelled == 1
+
+
+def test_cancel_too_late_is_done(far: Far) -> None:
+    target = far()
+    dst = target.register(nbytes=100)
+    with te.Engine() as source:
+        region = source.register(np.ones(100, np.uint8))
+        peer = source.connect(target.bytes_card())
+        target.signal(signal.SIGSTOP)
+        transfer = peer.write(te.Blocks.of(region.address, dst, 100))
+        # All of it fits the sockets, so it is on its way although nobody receives.
+        wait_until(lambda: source.stats().bytes_sent == 100, "sent")
+        transfer.cancel()
+        target.signal(signal.SIGCONT)
+        assert transfer.wait(TIMEOUT_S) is te.Status.DONE
+        assert (target.memory(dst) == 1).all()
+
+
+def test_far_errors_are_seen_here(far: Far) -> None:
+    """The helper itself: a failing operation must not look like a good one."""
+    engine = far()
+    with pytest.raises(FarError, match="RegistrationError: a region needs"):
+        engine.register(nbytes=0)
