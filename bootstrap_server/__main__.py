@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m bootstrap_server`: a bootstrap server in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+from bootstrap_server.errors import BootstrapError
+from bootstrap_server.server import BootstrapServer
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bootstrap_server", description="Registry of prefill ranks for SGLang."
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8998, help="port, 0 for any (%(default)s)")
+    parser.add_argument(
+        "--log-level", default="warning", choices=("debug", "info", "warning", "error")
+    )
+    options = parser.parse_args(arguments)
+    logging.basicConfig(
+        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    # Blocked before the server's thread starts, which inherits it: the signals then wait for
+    # sigwait below, wherever they arrive.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        server = BootstrapServer(options.host, options.port)
+    except BootstrapError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    with server:
+        sys.stdout.write(f"bootstrap server listens on {server.host} port {server.port}\n")
+        sys.stdout.flush()
+        signal.sigwait(_SIGNALS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

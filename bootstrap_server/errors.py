@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong, by who has to act on it.
+
+Every message is one sentence that can be shown to an operator as it stands. Names say the
+state of affairs where that reads better than another `…Error` (hence the N818 exemptions).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bootstrap_server.records import RankCoords
+
+__all__ = [
+    "BootstrapError",
+    "MismatchError",
+    "NotReady",
+    "RegistrationRefused",
+    "Unreachable",
+]
+
+#: How many missing coordinates a message spells out before it only counts.
+COORDS_IN_MESSAGE = 4
+
+
+class BootstrapError(Exception):
+    """Base of all errors of this package; raised itself when nothing finer fits."""
+
+
+class Unreachable(BootstrapError):
+    """Nothing answered at the address in time; asking again later can help."""
+
+
+class RegistrationRefused(BootstrapError):
+    """The registry refuses a rank's record; the same record will be refused again."""
+
+
+class MismatchError(BootstrapError):
+    """A prefill and a decode instance cannot be paired; somebody must change a flag."""
+
+
+class NotReady(BootstrapError):
+    """The instance is known but not all of its ranks have registered yet.
+
+    `registered` and `expected` count ranks (`expected` is 0 before the first rank
+    registers, because only ranks know the topology). `missing` lists coordinates that
+    have no live rank, cut to a bounded number. `note` adds why ranks may have gone.
+    """
+
+    def __init__(
+        self,
+        registered: int,
+        expected: int,
+        missing: tuple[RankCoords, ...] = (),
+        note: str | None = None,
+    ) -> None:
+        self.registered = registered
+        self.expected = expected
+        self.missing = missing
+        self.note = note
+        super().__init__(self._sentence())
+
+    def _sentence(self) -> str:
+        if self.expected == 0:
+            return "the prefill instance is not ready: none of its ranks has registered yet"
+        named = ", ".join(f"({coords})" for coords in self.missing[:COORDS_IN_MESSAGE])
+        absent = self.expected - self.registered
+        more = absent - min(len(self.missing), COORDS_IN_MESSAGE)
+        sentence = (
+            f"the prefill instance is not ready: {self.registered} of {self.expected} ranks "
+            f"have registered, missing {named or absent}"
+        )
+        if named and more > 0:
+            sentence += f" and {more} more"
+        return sentence if self.note is None else f"{sentence}; {self.note}"

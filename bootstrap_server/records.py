@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank says about itself, and what an instance is: frozen data, checked when made.
+
+The structs are both the objects of the registry and, encoded by msgspec as JSON, the
+bodies of this package's own `/v1` routes. A bad value raises `ValueError` with a sentence;
+decoding the same value from JSON raises `msgspec.ValidationError` with that sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
+
+__all__ = [
+    "FLAGS",
+    "RANKS_MAX",
+    "Difference",
+    "Instance",
+    "InstanceConfig",
+    "KVFormat",
+    "Rank",
+    "RankCoords",
+    "RankRecord",
+    "SpecLayout",
+    "Topology",
+    "differences",
+]
+
+#: Far above any deployment (SGLang's largest published ones have a few hundred ranks), low
+#: enough that a hostile topology costs the registry nothing.
+RANKS_MAX: Final = 65_536
+#: DNS names end at 253 characters; dtype, layout and policy names are far shorter.
+TEXT_CHARS_MAX: Final = 255
+#: Epochs are nanoseconds since 1970 and travel as signed 64-bit numbers.
+EPOCH_MAX: Final = 2**63 - 1
+VALUE_CHARS_MAX: Final = 120
+
+#: The SGLang flag behind each value, for sentences that say what to change.
+FLAGS: Final[dict[str, str]] = {
+    "dp_size": "--dp-size or --attn-dp-size",
+    "cp_size": "--attn-cp-size",
+    "tp_size": "--tp-size divided by --attn-dp-size, formerly --dp-size --enable-dp-attention",
+    "pp_size": "--pp-size",
+    "page_size": "--page-size",
+    "kv_cache_dtype": "--kv-cache-dtype",
+    "kv_layout": "--dsv4-attn-backend and SGLANG_DSV4_KV_LAYOUT",
+    "load_balance_method": "--load-balance-method",
+    "decode_allocation_policy": "--disaggregation-decode-allocation-policy",
+    "enable_dsa_cache_layer_split": "--enable-dsa-cache-layer-split",
+    "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
+    "dsv41_spec_layout": "--speculative-algorithm",
+    "protocol": "the installed version of sglang-mooncake",
+}
+
+_Leaf: TypeAlias = int | float | str | bool | None
+#: What SGLang's `get_dsv41_spec_layout` (`disaggregation/utils.py`) makes: numbers, names and
+#: lists of lists of them. Spelt out because arbitrary nesting can exhaust the stack.
+SpecLayout: TypeAlias = dict[str, _Leaf | list[_Leaf | list[_Leaf]]]
+
+
+class RankCoords(msgspec.Struct, frozen=True, order=True):
+    """Where a rank stands in its instance; every number counts from 0."""
+
+    dp: int
+    cp: int
+    tp: int
+    pp: int
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            _check_range(f"{name} rank", getattr(self, name), 0, RANKS_MAX - 1)
+
+    def __str__(self) -> str:
+        return f"dp {self.dp} cp {self.cp} tp {self.tp} pp {self.pp}"
+
+
+class Topology(msgspec.Struct, frozen=True):
+    """How many ranks an instance has along each axis.
+
+    `tp_size` is the *attention* TP width inside one DP-attention group, and `dp_size` counts
+    those groups (or whole replicas). `SGLangParallel.place` translates SGLang's numbers.
+    """
+
+    dp_size: int
+    cp_size: int
+    tp_size: int
+    pp_size: int
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            _check_range(name, getattr(self, name), 1, RANKS_MAX)
+        if self.ranks > RANKS_MAX:
+            raise ValueError(f"{self} makes {self.ranks} ranks, more than {RANKS_MAX}")
+
+    def __str__(self) -> str:
+        return (
+            f"dp_size {self.dp_size} cp_size {self.cp_size} "
+            f"tp_size {self.tp_size} pp_size {self.pp_size}"
+        )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.dp_size * self.cp_size * self.tp_size * self.pp_size
+
+    def coords(self) -> Iterator[RankCoords]:
+        """All coordinates in ascending order, which is also the order of `index`."""
+        for dp in range(self.dp_size):
+            for cp in range(self.cp_size):
+                for tp in range(self.tp_size):
+                    for pp in range(self.pp_size):
+                        yield RankCoords(dp, cp, tp, pp)
+
+    def index(self, coords: RankCoords) -> int:
+        """Position of `coords` in `coords()`; `ValueError` when they lie outside."""
+        self.check(coords)
+        row = (coords.dp * self.cp_size + coords.cp) * self.tp_size + coords.tp
+        return row * self.pp_size + coords.pp
+
+    def check(self, coords: RankCoords) -> None:
+        """Raise `ValueError` naming rank and size of the first axis that `coords` leave."""
+        for axis in RankCoords.__struct_fields__:
+            rank, size = getattr(coords, axis), getattr(self, f"{axis}_size")
+            if rank >= size:
+                raise ValueError(f"{axis} rank {rank} does not exist: {axis}_size is {size}")
+
+
+class KVFormat(msgspec.Struct, frozen=True):
+    """What must be equal for KV bytes to mean the same on both sides.
+
+    `page_size` counts tokens; `kv_cache_dtype` and `kv_layout` are SGLang's names for them.
+    `kv_layout` is None for pools that have only one layout.
+    """
+
+    page_size: int
+    kv_cache_dtype: str
+    kv_layout: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_range("page_size", self.page_size, 1, 2**31 - 1)
+        _check_text("kv_cache_dtype", self.kv_cache_dtype)
+        if self.kv_layout is not None:
+            _check_text("kv_layout", self.kv_layout)
+
+
+class InstanceConfig(msgspec.Struct, frozen=True):
+    """What all ranks of one instance must agree on.
+
+    Fields below `format` carry what SGLang 0.5.23 registers
+    (`disaggregation/common/conn.py`, `CommonKVManager.register_to_bootstrap`).
+    `protocol` is the version of sglang_mooncake's hand-over protocol; 0 is a stock SGLang rank.
+    """
+
+    topology: Topology
+    format: KVFormat
+    load_balance_method: str = "follow_bootstrap_room"
+    decode_allocation_policy: str = "early"
+    enable_dsa_cache_layer_split: bool = False
+    enable_kv_cache_sharding: bool = False
+    dsv41_spec_layout: SpecLayout | None = None
+    protocol: int = 0
+
+    def __post_init__(self) -> None:
+        _check_text("load_balance_method", self.load_balance_method)
+        _check_text("decode_allocation_policy", self.decode_allocation_policy)
+        _check_range("protocol", self.protocol, 0, 2**31 - 1)
+
+    @property
+    def follow_bootstrap_room(self) -> bool:
+        """Whether SGLang sends a room to DP rank `room mod dp_size`."""
+        return self.load_balance_method == "follow_bootstrap_room"
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """One life of one scheduler process.
+
+    `host` and `port` are its control endpoint. `epoch` is the start of this life in
+    nanoseconds since 1970, so that a restarted rank can be told from its former self;
+    0 means unknown (stock SGLang ranks do not say). `prefill_http_port` is the port of
+    SGLang's HTTP API on that node.
+    """
+
+    coords: RankCoords
+    host: str
+    port: int
+    epoch: int = 0
+    prefill_http_port: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_text("host", self.host)
+        if any(char.isspace() for char in self.host):
+            raise ValueError(f"host {self.host!r} contains white space")
+        _check_range("port", self.port, 1, 65_535)
+        _check_range("epoch", self.epoch, 0, EPOCH_MAX)
+        if self.prefill_http_port is not None:
+            _check_range("prefill_http_port", self.prefill_http_port, 1, 65_535)
+
+
+class RankRecord(msgspec.Struct, frozen=True):
+    """What a rank registers: itself, and the instance as it sees it."""
+
+    config: InstanceConfig
+    rank: Rank
+
+    def __post_init__(self) -> None:
+        self.config.topology.check(self.rank.coords)
+
+
+class Instance(msgspec.Struct, frozen=True):
+    """A complete instance: `ranks` holds one live rank per coordinate, in ascending order.
+
+    `generation` counts the configurations that this registry has seen.
+    """
+
+    config: InstanceConfig
+    generation: int
+    ranks: tuple[Rank, ...]
+
+    def __post_init__(self) -> None:
+        topology = self.config.topology
+        if len(self.ranks) != topology.ranks:
+            raise ValueError(f"{len(self.ranks)} ranks listed, but {topology} has {topology.ranks}")
+        for index, rank in enumerate(self.ranks):
+            if topology.index(rank.coords) != index:
+                raise ValueError(f"rank {rank.coords} is listed out of order, at place {index}")
+
+    def rank(self, coords: RankCoords) -> Rank:
+        """The live rank at `coords`; `ValueError` when they lie outside the topology."""
+        return self.ranks[self.config.topology.index(coords)]
+
+
+class Difference(NamedTuple):
+    """One value on which two configurations differ."""
+
+    name: str
+    left: str
+    right: str
+
+    @property
+    def flag(self) -> str:
+        """What sets this value."""
+        return FLAGS[self.name]
+
+
+def differences(left: InstanceConfig, right: InstanceConfig) -> Iterator[Difference]:
+    """Every leaf value on which `left` and `right` differ, values as short text."""
+    for part, other in (
+        (left.topology, right.topology),
+        (left.format, right.format),
+        (left, right),
+    ):
+        for name in part.__struct_fields__:
+            if name not in FLAGS:
+                continue
+            ours, theirs = getattr(part, name), getattr(other, name)
+            if ours != theirs:
+                yield Difference(name, *_short_pair(ours, theirs))
+
+
+def _short_pair(left: object, right: object) -> tuple[str, str]:
+    # Of two long descriptions only the differing entries help, and they may be at the end.
+    if isinstance(left, dict) and isinstance(right, dict):
+        keys = sorted(key for key in left.keys() | right.keys() if left.get(key) != right.get(key))
+        left = {key: left.get(key) for key in keys}
+        right = {key: right.get(key) for key in keys}
+    return _short(left), _short(right)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= VALUE_CHARS_MAX else text[:VALUE_CHARS_MAX] + "…"
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {_short(value)}, outside {low}..{high}")
+
+
+def _check_text(name: str, text: str) -> None:
+    if not 1 <= len(text) <= TEXT_CHARS_MAX:
+        raise ValueError(f"{name} has {len(text)} characters, outside 1..{TEXT_CHARS_MAX}")
+    if not text.isprintable():
+        raise ValueError(f"{name} {text!r} contains control characters")

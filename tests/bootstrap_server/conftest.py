@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from bootstrap_server import (
+    BootstrapClient,
+    BootstrapServer,
+    InstanceConfig,
+    KVFormat,
+    Rank,
+    RankCoords,
+    RankRecord,
+    Topology,
+)
+
+MakeRecord = Callable[..., RankRecord]
+
+
+@pytest.fixture(scope="session")
+def make_record() -> MakeRecord:
+    """Records with short spelling: `make_record(topology, coords, epoch, page_size=…)`."""
+
+    def make(
+        topology: Topology,
+        coords: RankCoords,
+        epoch: int = 1,
+        page_size: int = 16,
+        protocol: int = 1,
+        **config: object,
+    ) -> RankRecord:
+        rank = Rank(coords, "127.0.0.1", 10_000 + topology.index(coords), epoch, 30_000)
+        form = KVFormat(page_size, "bfloat16")
+        return RankRecord(InstanceConfig(topology, form, protocol=protocol, **config), rank)
+
+    return make
+
+
+@pytest.fixture
+def server() -> Iterator[BootstrapServer]:
+    with BootstrapServer(host="127.0.0.1", port=0) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: BootstrapServer) -> Iterator[BootstrapClient]:
+    with BootstrapClient(f"127.0.0.1:{server.port}") as connected:
+        yield connected
