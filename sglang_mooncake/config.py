@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our own settings, all from the environment of the SGLang server, all with the prefix
+`SGLANG_MOONCAKE_`. What SGLang has a flag or variable for is taken from SGLang (`seam.py`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Config", "ConfigError"]
+
+_PREFIX = "SGLANG_MOONCAKE_"
+
+
+class ConfigError(ValueError):
+    """A variable has a value that we cannot use; the sentence names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """
+    HOST: address that the transfer engine listens on and tells its peers (default: the address
+        that SGLang itself uses between hosts, see SGLANG_HOST_IP).
+    REGISTER_TIMEOUT_S: how long a prefill rank tries to reach the bootstrap server at start-up.
+    LINK_TIMEOUT_S: how long a decode rank waits for a prefill rank's answer to its hello.
+    STALL_TIMEOUT_S: a transfer without progress this long fails.
+    STATS_DIR: directory for one JSON file per scheduler process (default: none are written).
+    TEST_SUPPRESS_PAYLOAD: 1 leaves the KV bytes out of every hand-over, and only them. For the
+        negative control of the tests: outputs must become wrong.
+    """
+
+    host: str | None = None
+    register_timeout_s: float = 60.0
+    link_timeout_s: float = 10.0
+    stall_timeout_s: float = 5.0
+    stats_dir: Path | None = None
+    test_suppress_payload: bool = False
+
+    @staticmethod
+    def from_environment(environment: Mapping[str, str] = os.environ) -> Config:
+        """Raises ConfigError for an unknown variable with our prefix, or a value out of range."""
+        given = {
+            name.removeprefix(_PREFIX): value
+            for name, value in environment.items()
+            if name.startswith(_PREFIX)
+        }
+        suppress = given.pop("TEST_SUPPRESS_PAYLOAD", "0")
+        if suppress not in ("0", "1"):
+            raise ConfigError(f"{_PREFIX}TEST_SUPPRESS_PAYLOAD={suppress!r}: give 0 or 1")
+        stats_dir = given.pop("STATS_DIR", "")
+        config = Config(
+            host=given.pop("HOST", "") or None,
+            register_timeout_s=_seconds(given, "REGISTER_TIMEOUT_S", 60.0),
+            link_timeout_s=_seconds(given, "LINK_TIMEOUT_S", 10.0),
+            stall_timeout_s=_seconds(given, "STALL_TIMEOUT_S", 5.0),
+            stats_dir=Path(stats_dir) if stats_dir else None,
+            test_suppress_payload=suppress == "1",
+        )
+        if given:
+            unknown = ", ".join(sorted(_PREFIX + name for name in given))
+            raise ConfigError(f"unknown variable {unknown}: see sglang_mooncake/config.py")
+        return config
+
+
+def _seconds(given: dict[str, str], name: str, default: float) -> float:
+    text = given.pop(name, "")
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.01 <= value <= 86_400:
+        raise ConfigError(f"{_PREFIX}{name}={text!r}: give seconds between 0.01 and 86400")
+    return value

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a manager needs to know of the SGLang process that it lives in, as plain values: `seam.py`
+takes them from SGLang once, tests make them up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bootstrap_server import InstanceConfig, RankCoords
+
+__all__ = ["Deadlines", "RankContext", "Role"]
+
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """From SGLang's SGLANG_DISAGGREGATION_* variables, in seconds."""
+
+    bootstrap_s: float = 300.0  # BOOTSTRAP_TIMEOUT
+    waiting_s: float = 300.0  # WAITING_TIMEOUT
+    heartbeat_s: float = 5.0  # HEARTBEAT_INTERVAL
+    heartbeat_failures_max: int = 2  # HEARTBEAT_MAX_FAILURE
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """One rank of one instance.
+
+    host: the address under which other hosts reach this rank.
+    bootstrap_address: "host:port" of the instance's own registry; prefill ranks register there.
+    prefill_http_port: port of SGLang's HTTP API on the prefill node.
+    register_dp_rank: tell the registry which DP rank took a room, because the decode side cannot
+        derive it (several DP ranks, and the load balancer does not follow the room number).
+    """
+
+    role: Role
+    coords: RankCoords
+    config: InstanceConfig
+    host: str
+    bootstrap_address: str
+    prefill_http_port: int | None
+    register_dp_rank: bool
+    deadlines: Deadlines
+
+    @property
+    def name(self) -> str:
+        """For sentences: which rank speaks."""
+        return f"{self.role} rank ({self.coords}) at {self.host}"

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one thread of a manager that decides: it takes stimuli from the scheduler, from peers, from
+the engine and from the clock, one at a time, and is the only one that changes rooms and uses zmq
+sockets. What may block (HTTP, connecting) runs beside it in a few workers that post their results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import zmq
+
+__all__ = ["ControlLoop", "Handler", "open_dealer", "open_router"]
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+#: A frozen or dead peer must not block another one's HTTP or connect.
+_WORKERS = 8
+_CLOSE_TIMEOUT_S = 5.0
+#: Control messages that wait for one peer; beyond it the peer counts as unreachable.
+_QUEUE_MESSAGES_MAX = 10_000
+
+# eventfd_write on a non-blocking eventfd cannot block, so it keeps the interpreter lock (PyDLL):
+# os.eventfd_write would release it, and beside a busy thread wait up to 5 ms to get it back,
+# in the middle of the scheduler's send().
+_eventfd_write = ctypes.PyDLL(None, use_errno=True).eventfd_write
+_eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
+_eventfd_write.restype = ctypes.c_int
+
+
+class Handler(Protocol):
+    """The side (prefill or decode) that the loop works for. Every call is made on the loop thread
+    (`started` first, `stopped` last), none may block."""
+
+    def started(self, loop: ControlLoop) -> None: ...
+    def on_stimulus(self, stimulus: Any, now_s: float) -> None: ...
+    def on_tick(self, now_s: float) -> None: ...
+    def stopped(self) -> None: ...
+
+
+class ControlLoop:
+    """Runs a `Handler`. `post` may be called from any thread, costs about a microsecond and never
+    waits."""
+
+    def __init__(self, name: str, handler: Handler) -> None:
+        self.zmq_context = zmq.Context(io_threads=1)
+        self._handler = handler
+        self._inbox: deque[Any] = deque()
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._signalled = False
+        self._stopping = threading.Event()
+        self._poller = zmq.Poller()
+        self._poller.register(self._eventfd, zmq.POLLIN)
+        self._readers: dict[Any, Callable[[], None]] = {}
+        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix=f"{name}-worker")
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, stimulus: Any) -> None:
+        """Hands a stimulus to the handler, in the order of the calls."""
+        self._inbox.append(stimulus)
+        if not self._signalled:
+            self._signalled = True
+            _eventfd_write(self._eventfd, 1)
+
+    def work(self, call: Callable[[], Any], done: Callable[[Any], Any]) -> None:
+        """Runs `call()` in a worker, then posts `done(its result)`. `call` must turn what can go
+        wrong into its result; what it raises in spite of that is logged with its traceback."""
+
+        def run() -> None:
+            try:
+                result = call()
+            except Exception:
+                logger.exception("a worker of the hand-over failed; its request will time out")
+                raise
+            self.post(done(result))
+
+        self._workers.submit(run)
+
+    def add_reader(self, socket: zmq.Socket[bytes], readable: Callable[[], None]) -> None:
+        self._readers[socket] = readable
+        self._poller.register(socket, zmq.POLLIN)
+
+    def remove_reader(self, socket: zmq.Socket[bytes]) -> None:
+        del self._readers[socket]
+        self._poller.unregister(socket)
+
+    def close(self) -> None:
+        """Ends the thread, its sockets and workers. Idempotent."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        _eventfd_write(self._eventfd, 1)
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_TIMEOUT_S)
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self) -> None:
+        try:
+            self._handler.started(self)
+            next_tick_s = time.monotonic()
+            while not self._stopping.is_set():
+                wait_ms = max(0, int((next_tick_s - time.monotonic()) * 1000) + 1)
+                ready = dict(self._poller.poll(wait_ms))
+                if self._eventfd in ready:
+                    os.eventfd_read(self._eventfd)
+                self._signalled = False  # before the inbox is emptied: a later post signals again
+                for socket in ready:
+                    if socket in self._readers:  # a former reader may have removed this one
+                        self._guard(self._readers[socket])
+                self._empty_inbox()
+                if time.monotonic() >= next_tick_s:
+                    self._guard(lambda: self._handler.on_tick(time.monotonic()))
+                    next_tick_s = time.monotonic() + _TICK_S
+        finally:
+            self._handler.stopped()
+            self.zmq_context.destroy(linger=0)
+
+    def _empty_inbox(self) -> None:
+        while self._inbox:
+            stimulus = self._inbox.popleft()
+            try:
+                self._handler.on_stimulus(stimulus, time.monotonic())
+            except Exception as error:
+                logger.exception("the hand-over could not handle %r", stimulus)
+                self._fail_room_of(stimulus, error)
+
+    def _fail_room_of(self, stimulus: Any, error: Exception) -> None:
+        """A bug in the handling of one room must end that room, not hang it and not the loop."""
+        broken = getattr(self._handler, "broken_room", None)
+        view = getattr(stimulus, "view", None)
+        if broken is not None and view is not None:
+            self._guard(lambda: broken(view, f"internal error: {error!r}"))
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            # The loop serves every room of this rank: it must outlive a bug in one of them. Nothing
+            # is hidden: the traceback is logged, and the rooms concerned run into their deadlines.
+            logger.exception("the hand-over's control loop hit an unexpected error")
+
+
+def open_router(
+    context: zmq.Context[zmq.Socket[bytes]], host: str, message_bytes_max: int
+) -> tuple[zmq.Socket[bytes], int]:
+    """A bound ROUTER socket and its port; peers connect with `open_dealer`.
+
+    Raises:
+        zmq.ZMQError: the address cannot be bound.
+    """
+    socket = context.socket(zmq.ROUTER)
+    _bound(socket, host, message_bytes_max)
+    # A send to a peer that is gone raises instead of vanishing; a peer that connects again under
+    # its old identity takes the place of its former connection.
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    port = socket.bind_to_random_port(_tcp(host))
+    return socket, port
+
+
+def open_dealer(
+    context: zmq.Context[zmq.Socket[bytes]],
+    host: str,
+    port: int,
+    heartbeat_s: float,
+    heartbeat_failures_max: int,
+    message_bytes_max: int,
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """A DEALER socket to a ROUTER, and the socket that reports when its connection breaks.
+
+    zmq's own heartbeats run in its I/O thread, so a busy interpreter on either side is not mistaken
+    for a dead peer, while a frozen process is found after heartbeat_s × heartbeat_failures_max.
+    """
+    socket = context.socket(zmq.DEALER)
+    _bound(socket, host, message_bytes_max)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, int(heartbeat_s * 1000))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(heartbeat_s * heartbeat_failures_max * 1000))
+    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    socket.connect(f"{_tcp(host)}:{port}")
+    return socket, monitor
+
+
+def _bound(socket: zmq.Socket[bytes], host: str, message_bytes_max: int) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, int(":" in host))
+    socket.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES_MAX)
+    socket.setsockopt(zmq.RCVHWM, _QUEUE_MESSAGES_MAX)
+    socket.setsockopt(zmq.MAXMSGSIZE, message_bytes_max)
+
+
+def _tcp(host: str) -> str:
+    return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"

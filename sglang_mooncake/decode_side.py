@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode side at work: instances and links to their prefill ranks, pages opened for writing,
+fences. What is to be done is decided in `rooms/decode.py`; here it is done, on the loop thread."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+import te
+from bootstrap_server import (
+    BootstrapClient,
+    BootstrapError,
+    Instance,
+    MismatchError,
+    Rank,
+    matching,
+)
+from sglang_mooncake import messages
+from sglang_mooncake.config import Config
+from sglang_mooncake.context import RankContext
+from sglang_mooncake.control import ControlLoop, open_dealer
+from sglang_mooncake.layout import SEAL_BYTES, Buffers, Layout, Seal
+from sglang_mooncake.messages import Hello, HelloReply, LinkReset, MessageError, RoomFailed
+from sglang_mooncake.rooms import decode as rooms
+from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.stats import Recorder
+
+__all__ = ["DecodeSide", "PrefillInfo", "SealBuffer"]
+
+logger = logging.getLogger(__name__)
+
+#: Rooms × sources that may be open on one rank at once.
+SEAL_SLOTS = 16_384
+
+
+class SealBuffer:
+    """Registered memory where sources leave the seals of the rooms of this rank."""
+
+    def __init__(self, engine: te.Engine) -> None:
+        self._memory = np.zeros(SEAL_SLOTS * SEAL_BYTES, dtype=np.uint8)
+        self._region = engine.register(self._memory)
+        self.buffers = Buffers((self._region.address,), (SEAL_BYTES,), (SEAL_SLOTS * SEAL_BYTES,))
+
+    def read(self, slot: int) -> Seal:
+        """What lies in the slot now, which may be the first half of a seal that is landing."""
+        return Seal.unpack(self._memory[slot * SEAL_BYTES : (slot + 1) * SEAL_BYTES].tobytes())
+
+    def clear(self, slot: int) -> None:
+        """Zeroes a slot for its next room: a seal counts once its generation and its number of
+        writes are there, and neither may come from the slot's former room."""
+        self._memory[slot * SEAL_BYTES : (slot + 1) * SEAL_BYTES] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillInfo:
+    """What SGLang's decode scheduler reads of a prefill instance (`prefill_info_table`)."""
+
+    dp_size: int
+    follow_bootstrap_room: bool
+    prefill_http_port: int | None
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """A connection to one prefill rank. `address` is that of its instance's registry."""
+
+    name: str
+    address: str
+    dealer: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    opened_s: float
+    up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    address: str
+    result: Instance | str
+
+
+class DecodeSide:
+    """See `control.Handler`. `prefill_info`, `ensure_instance` and the calls on rooms are for the
+    scheduler thread: they cost microseconds and never wait."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        config: Config,
+        engine: te.Engine,
+        layout: Layout,
+        seals: SealBuffer,
+        recorder: Recorder,
+    ) -> None:
+        self._context, self._config, self._engine = context, config, engine
+        self._layout, self._seals, self._recorder = layout, seals, recorder
+        self._rooms = rooms.DecodeRooms(
+            rooms.DecodeDeadlines(context.deadlines.bootstrap_s, context.deadlines.waiting_s),
+            SEAL_SLOTS,
+            first_tag=secrets.randbits(62) + 1,
+        )
+        self._instances: dict[str, Instance] = {}
+        self._fetching: set[str] = set()
+        self._ranks: dict[str, tuple[str, Rank]] = {}  # link id → (registry address, rank)
+        self._links: dict[str, _Link] = {}
+        self._loop = ControlLoop("kv-decode", self)
+        #: Read by SGLang's decode scheduler; an address is in it once its instance is known.
+        self.prefill_info: dict[str, PrefillInfo] = {}
+        #: Why an instance is not known (yet), by registry address.
+        self.instance_problems: dict[str, str] = {}
+
+    # --- for the manager and the scheduler ---
+
+    def start(self) -> None:
+        self._loop.start()
+
+    def close(self) -> None:
+        self._loop.close()
+
+    def ensure_instance(self, address: str) -> bool:
+        """Whether the prefill instance behind this registry is known; if not, asks in a worker."""
+        if address in self.prefill_info:
+            return True
+        if address not in self._fetching:
+            self._fetching.add(address)
+            self._loop.work(
+                lambda: _fetch_instance(address), lambda result: _Fetched(address, result)
+            )
+        return False
+
+    def open_room(self, room: int) -> RoomView:
+        view = RoomView(room, time.monotonic())
+        self._loop.post(rooms.Opened(view))
+        return view
+
+    def choose_sources(self, view: RoomView, address: str, prefill_dp_rank: int) -> None:
+        """Finds the prefill ranks that feed this rank for this room, and has them linked."""
+        instance = self._instances.get(address)
+        if instance is None:
+            known = self.instance_problems.get(address, "it has not answered yet")
+            self.fail(view, f"prefill instance at {address} is not known: {known}")
+            return
+        config, mine = instance.config, self._context
+        try:
+            chosen = matching.sources(
+                config.topology, mine.config.topology, mine.coords, prefill_dp_rank
+            )
+            matching.check_configs(config, mine.config)
+        except MismatchError as error:
+            # Tell the ranks that hold this request, so that none waits for its deadline.
+            told = [c for c in config.topology.coords() if c.dp == prefill_dp_rank]
+            links = tuple(self._link_id(address, instance.rank(c)) for c in told)
+            self._loop.post(rooms.SourcesChosen(view, links, 1))
+            self.fail(view, f"the prefill server at {address} does not fit this one: {error}")
+            return
+        links = tuple(self._link_id(address, instance.rank(coords)) for coords in chosen)
+        self._loop.post(rooms.SourcesChosen(view, links, destinations=1))
+
+    def name_pages(
+        self,
+        view: RoomView,
+        pages: npt.NDArray[np.integer],
+        aux_slot: int,
+        decode_prefix_len: int,
+    ) -> None:
+        self._loop.post(rooms.PagesNamed(view, pages, aux_slot, decode_prefix_len))
+
+    def has_arrived(self, view: RoomView) -> bool:
+        """Whether every source's seal is there, and every transfer that the seals count."""
+        for tag, slot in view.seals:
+            arrived = self._engine.arrived(tag)
+            if not arrived:
+                return False
+            seal = self._seals.read(slot)
+            if seal.generation != view.generation or not 0 < seal.writes <= arrived:
+                return False
+        return bool(view.seals)
+
+    def arrived(self, view: RoomView) -> None:
+        """The scheduler takes the room: its tags can be closed."""
+        self._loop.post(rooms.Arrived(view))
+
+    def abort(self, view: RoomView, reason: str) -> None:
+        self._loop.post(rooms.Aborted(view, reason))
+
+    def fail(self, view: RoomView, reason: str) -> None:
+        self._loop.post(rooms.Broken(view, reason))
+
+    def close_room(self, view: RoomView) -> None:
+        self._loop.post(rooms.Closed(view))
+
+    def fence_now(self, view: RoomView) -> None:
+        """For a scheduler that frees pages at once: after this nothing of the room can land."""
+        for tag, _ in view.seals:
+            self._engine.fence(tag)
+
+    # --- control.Handler ------------------------------------------------------------------------
+
+    def started(self, loop: ControlLoop) -> None:
+        pass
+
+    def stopped(self) -> None:
+        for link in self._links.values():
+            _close_sockets(link)
+
+    def on_stimulus(self, stimulus: Any, now_s: float) -> None:
+        if isinstance(stimulus, _Fetched):
+            self._fetched(stimulus)
+        else:
+            self._apply(stimulus, now_s)
+        if isinstance(stimulus, rooms.Closed):
+            self._recorder.room_closed(stimulus.view)
+
+    def on_tick(self, now_s: float) -> None:
+        self._apply(rooms.Tick(), now_s)
+        for key, link in list(self._links.items()):
+            if not link.up and now_s - link.opened_s >= self._config.link_timeout_s:
+                self._drop_link(
+                    key,
+                    f"{link.name} did not answer the hello within {self._config.link_timeout_s:g} s"
+                    " (SGLANG_MOONCAKE_LINK_TIMEOUT_S)",
+                    forget_instance=True,
+                )
+        self._recorder.open_rooms(len(self._rooms))
+        self._recorder.write_if_due(now_s)
+
+    def broken_room(self, view: RoomView, reason: str) -> None:
+        self._apply(rooms.Broken(view, reason), time.monotonic())
+
+    # --- instances ---
+
+    def _fetched(self, fetched: _Fetched) -> None:
+        address, result = fetched.address, fetched.result
+        self._fetching.discard(address)
+        if isinstance(result, str):
+            self.instance_problems[address] = result
+            return
+        self.instance_problems.pop(address, None)
+        self._instances[address] = result
+        self.prefill_info[address] = PrefillInfo(
+            dp_size=result.config.topology.dp_size,
+            follow_bootstrap_room=result.config.follow_bootstrap_room,
+            prefill_http_port=result.ranks[0].prefill_http_port,
+        )
+
+    def _link_id(self, address: str, rank: Rank) -> str:
+        key = f"{address} ({rank.coords}) epoch {rank.epoch}"
+        self._ranks[key] = (address, rank)
+        return key
+
+    # --- links ---
+
+    def _open_link(self, key: str) -> None:
+        address, rank = self._ranks[key]
+        deadlines = self._context.deadlines
+        dealer, monitor = open_dealer(
+            self._loop.zmq_context,
+            rank.host,
+            rank.port,
+            deadlines.heartbeat_s,
+            deadlines.heartbeat_failures_max,
+            messages.MESSAGE_BYTES_MAX,
+        )
+        name = f"prefill rank ({rank.coords}) at {rank.host}:{rank.port}"
+        self._links[key] = _Link(name, address, dealer, monitor, time.monotonic())
+        self._loop.add_reader(dealer, lambda: self._read_link(key))
+        self._loop.add_reader(monitor, lambda: self._lost_link(key))
+        self._send(key, Hello(self._context.name, self._engine.card(), self._layout))
+
+    def _send(self, key: str, message: messages.Message) -> None:
+        link = self._links.get(key)
+        if link is None:
+            return  # its rooms have just been told
+        try:
+            link.dealer.send(messages.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            self._drop_link(key, f"{link.name} takes no messages in", forget_instance=True)
+
+    def _read_link(self, key: str) -> None:
+        while (link := self._links.get(key)) is not None:
+            try:
+                frame = link.dealer.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = messages.decode(frame)
+            except MessageError as error:
+                self._drop_link(key, f"{link.name}: {error}", forget_instance=True)
+                return
+            match message:
+                case HelloReply(refused=None):
+                    link.up = True
+                    self._apply(rooms.LinkUp(key), time.monotonic())
+                case HelloReply(refused=reason):
+                    self._drop_link(key, f"{link.name} refused: {reason}", forget_instance=False)
+                case LinkReset(reason):
+                    self._drop_link(key, f"{link.name}: {reason}", forget_instance=False)
+                case RoomFailed():
+                    self._apply(rooms.PeerFailed(key, message), time.monotonic())
+                case _:
+                    logger.warning("%s sent a %s", link.name, type(message).__name__)
+
+    def _lost_link(self, key: str) -> None:
+        link = self._links[key]
+        self._drop_link(key, f"lost the connection to {link.name}", forget_instance=True)
+
+    def _drop_link(self, key: str, reason: str, forget_instance: bool) -> None:
+        """Closes a link; the next room opens it again, after a fresh look at the registry when the
+        rank may have been restarted elsewhere."""
+        link = self._links.pop(key)
+        logger.warning("%s", reason)
+        self._loop.remove_reader(link.dealer)
+        self._loop.remove_reader(link.monitor)
+        _close_sockets(link)
+        if forget_instance:
+            self._instances.pop(link.address, None)
+            self.prefill_info.pop(link.address, None)
+        self._apply(rooms.LinkDown(key, reason), time.monotonic())
+
+    # --- rooms ---
+
+    def _apply(self, event: rooms.Event, now_s: float) -> None:
+        for instruction in self._rooms.handle(event, now_s):
+            match instruction:
+                case rooms.OpenLink(key):
+                    self._open_link(key)
+                case rooms.Expect(tag, slot):
+                    self._seals.clear(slot)
+                    self._engine.expect(tag)
+                case rooms.Tell(key, message):
+                    self._send(key, message)
+                case rooms.Fence(view, tags):
+                    for tag in tags:
+                        self._engine.fence(tag)
+                    self._apply(rooms.Fenced(view), now_s)
+
+
+def _fetch_instance(address: str) -> Instance | str:
+    client = BootstrapClient(address)
+    try:
+        return client.instance()
+    except BootstrapError as error:
+        return str(error)
+    finally:
+        client.close()
+
+
+def _close_sockets(link: _Link) -> None:
+    link.dealer.disable_monitor()
+    link.monitor.close(linger=0)
+    link.dealer.close(linger=0)

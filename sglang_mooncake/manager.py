@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manager that SGLang makes once per scheduler process: it owns the transfer engine, registers
+the rank's memory and its place, and is what senders and receivers share.
+
+The members are those that SGLang 0.5.23's schedulers read (sglang/srt/disaggregation/base/conn.py,
+prefill.py, decode.py); the work is done by `PrefillSide` and `DecodeSide`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import logging
+from typing import Any
+
+import requests
+
+import te
+from bootstrap_server import BootstrapClient, Rank, RankRecord
+from sglang_mooncake.config import Config
+from sglang_mooncake.decode_side import DecodeSide, PrefillInfo, SealBuffer
+from sglang_mooncake.kv_args import KVArgsLike, layout_from_kv_args
+from sglang_mooncake.layout import Buffers, Layout
+from sglang_mooncake.prefill_side import PrefillSide
+from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.seam import (
+    BaseKVManager,
+    DisaggregationMode,
+    deferred_release_enabled,
+    rank_context,
+    recompute_url,
+)
+from sglang_mooncake.stats import Recorder
+
+__all__ = ["HandoverUnavailable", "KVManager"]
+
+logger = logging.getLogger(__name__)
+
+_NO_SEALS = Buffers((), (), ())
+#: SGLang asks registries and prefill servers for things through this pool.
+_HTTP_WORKERS = 16
+#: Chunks on their way to one decode rank; far more than requests that a prefill rank can hold.
+_TRANSFERS_MAX = 16_384
+
+
+class HandoverUnavailable(RuntimeError):
+    """This rank cannot take part in the hand-over; the sentence says why and what to do."""
+
+
+class KVManager(BaseKVManager):  # type: ignore[misc]
+    """One per scheduler process. `prefill_side` or `decode_side` is set, after SGLang's mode.
+
+    Raises:
+        HandoverUnavailable: memory that no transport can move, or no registry in time.
+        seam.UnsupportedServer, kv_args.UnsupportedPool, config.ConfigError: what they say.
+    """
+
+    def __init__(
+        self,
+        args: KVArgsLike,
+        disaggregation_mode: DisaggregationMode,
+        server_args: Any,
+        is_mla_backend: bool | None = False,
+    ) -> None:
+        self.kv_args = args
+        self.server_args = server_args
+        self.disaggregation_mode = disaggregation_mode
+        self.is_mla_backend = bool(is_mla_backend)
+        self.config = Config.from_environment()
+        self.context = rank_context(args, disaggregation_mode, self.config.host)
+        # Read by SGLang's schedulers as they stand; the seam refuses the modes that need others.
+        self.attn_cp_rank, self.attn_cp_size = 0, 1
+        self.enable_all_cp_ranks_for_transfer = False
+        self.is_dummy_cp_rank = False
+        self.enable_staging = False
+        self.enable_deferred_decode_kv_release = deferred_release_enabled()
+
+        self.engine = te.Engine(
+            te.Config(
+                host=self.context.host,
+                stall_timeout_s=self.config.stall_timeout_s,
+                max_queued_transfers=_TRANSFERS_MAX,
+            )
+        )
+        self.recorder = Recorder(
+            self.context, _serving_classes(), self.engine.stats, self.config.stats_dir
+        )
+        self._regions: list[te.Region] = []
+        self.register_buffer_to_engine()
+        self.prefill_side: PrefillSide | None = None
+        self.decode_side: DecodeSide | None = None
+        self._views: dict[int, RoomView] = {}  # decode: rooms whose pages SGLang may ask about
+        self._http: concurrent.futures.ThreadPoolExecutor | None = None
+        if self.context.role == "prefill":
+            self._start_prefill(layout_from_kv_args(args, self.is_mla_backend, _NO_SEALS))
+        else:
+            seals = SealBuffer(self.engine)
+            layout = layout_from_kv_args(args, self.is_mla_backend, seals.buffers)
+            self.decode_side = DecodeSide(
+                self.context, self.config, self.engine, layout, seals, self.recorder
+            )
+            self.decode_side.start()
+        atexit.register(self.close)
+        logger.info(
+            "sglang-mooncake serves %s: %d regions of memory over %s",
+            self.context.name,
+            len(self._regions),
+            ",".join(self.engine.stats().transports),
+        )
+
+    def _start_prefill(self, layout: Layout) -> None:
+        self.prefill_side = PrefillSide(
+            self.context, self.config, self.engine, layout, self.recorder
+        )
+        self._control_port = self.prefill_side.start()
+        self.register_to_bootstrap()
+
+    def register_to_bootstrap(self) -> None:
+        """Puts this prefill rank into its instance's registry, or raises BootstrapError."""
+        record = RankRecord(
+            config=self.context.config,
+            rank=Rank(
+                coords=self.context.coords,
+                host=self.context.host,
+                port=self._control_port,
+                epoch=self.engine.epoch,
+                prefill_http_port=self.context.prefill_http_port,
+            ),
+        )
+        with BootstrapClient(self.context.bootstrap_address) as client:
+            client.register(record, deadline_s=self.config.register_timeout_s)
+
+    # --- memory ---
+
+    def register_buffer_to_engine(self) -> None:
+        """Registers the KV and metadata buffers (again, after SGLang has taken memory back)."""
+        args = self.kv_args
+        buffers = [
+            *zip(args.kv_data_ptrs, args.kv_data_lens, strict=True),
+            *zip(args.aux_data_ptrs, args.aux_data_lens, strict=True),
+        ]
+        try:
+            for address, nbytes in buffers:
+                self._regions.append(self.engine.register(int(address), int(nbytes)))
+        except te.RegistrationError as error:
+            self.deregister_buffer_to_engine()
+            raise HandoverUnavailable(
+                f"cannot register the KV cache with the transfer engine: {error}. Its transports "
+                f"({','.join(self.engine.stats().transports)}) move host memory alone: a server "
+                "whose KV cache is in GPU memory needs another --disaggregation-transfer-backend"
+            ) from error
+
+    def deregister_buffer_to_engine(self) -> None:
+        """SGLang is about to unmap the buffers; nothing lands in them after this returns."""
+        while self._regions:
+            self.engine.deregister(self._regions.pop())
+
+    # --- decode: prefill instances ---
+
+    @property
+    def prefill_info_table(self) -> dict[str, PrefillInfo]:
+        """Known prefill instances by registry address; read by SGLang's decode scheduler."""
+        return self.decode_side.prefill_info if self.decode_side is not None else {}
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Whether the instance is known. Never waits: asking goes on in a worker."""
+        assert self.decode_side is not None
+        return self.decode_side.ensure_instance(bootstrap_addr)
+
+    # --- decode: pages of failed requests ---
+
+    def track(self, view: RoomView) -> None:
+        self._views[view.room] = view
+
+    def untrack(self, view: RoomView) -> None:
+        if self._views.get(view.room) is view:
+            del self._views[view.room]
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Whether no write can reach the pages of a failed room any more. Needs no peer's word
+        (`required_acks`): our own engine has closed the room's tags."""
+        del required_acks
+        view = self._views.get(bootstrap_room)
+        return view is None or view.over
+
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        """SGLang has released the pages of a failed room; its `clear()` of the receiver follows,
+        and that is where we forget the room."""
+
+    # --- decode: recomputing a retracted request ---
+
+    def _ensure_prefill_recompute_executor(self) -> concurrent.futures.ThreadPoolExecutor:
+        """The pool in which SGLang's decode scheduler runs its own HTTP queries, too."""
+        if self._http is None:
+            self._http = concurrent.futures.ThreadPoolExecutor(
+                _HTTP_WORKERS, thread_name_prefix="kv-http"
+            )
+        return self._http
+
+    def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
+        """Has the prefill server compute a retracted request's KV again (SGLang's
+        CommonKVManager.submit_prefill_recompute). One rank asks for all: attention TP rank 0."""
+        if self.context.coords.tp != 0:
+            return
+        address = kv_receiver.bootstrap_addr
+        info = self.prefill_info_table.get(address)
+        if info is None or info.prefill_http_port is None:
+            kv_receiver.fail(
+                f"cannot recompute: the HTTP port of prefill server {address} is not known"
+            )
+            return
+        url = recompute_url(address, info.prefill_http_port) + "/generate"
+
+        def ask() -> None:
+            try:
+                answer = requests.post(url, json=payload, timeout=self.context.deadlines.waiting_s)
+            except requests.RequestException as error:
+                kv_receiver.fail(f"cannot recompute: POST {url} failed: {error}")
+                return
+            if answer.status_code >= 400:
+                kv_receiver.fail(
+                    f"cannot recompute: POST {url} answered {answer.status_code}: "
+                    f"{answer.text[:200]}"
+                )
+
+        self._ensure_prefill_recompute_executor().submit(ask)
+
+    def close(self) -> None:
+        """Ends all threads and connections. Idempotent."""
+        for side in (self.prefill_side, self.decode_side):
+            if side is not None:
+                side.close()
+        if self._http is not None:
+            self._http.shutdown(wait=False, cancel_futures=True)
+        self.engine.close()
+
+
+def _serving_classes() -> dict[str, str]:
+    """Which classes SGLang constructs for the backend name `mooncake` in this process."""
+    from sglang_mooncake.plugin import serving_classes
+
+    return {role: f"{cls.__module__}.{cls.__qualname__}" for role, cls in serving_classes().items()}

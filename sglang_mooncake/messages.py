@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What prefill and decode ranks say to each other beside the data path.
+
+A message on the wire is a header of six bytes (`SGMK`, version as two little-endian bytes) and a
+msgpack body: a tagged union, decoded and checked by msgspec. The header is read before the body, so
+peers of any two versions can tell each other apart, whatever became of the body in between.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from sglang_mooncake.layout import Layout
+
+__all__ = [
+    "MESSAGE_BYTES_MAX",
+    "PROTOCOL_VERSION",
+    "Hello",
+    "HelloReply",
+    "LinkReset",
+    "Message",
+    "MessageError",
+    "RoomAbort",
+    "RoomFailed",
+    "RoomRequest",
+    "VersionMismatch",
+    "decode",
+    "encode",
+    "pages_from_bytes",
+    "pages_to_bytes",
+]
+
+#: Raise it with every change that an older peer would misread.
+PROTOCOL_VERSION = 1
+#: A million-token context at page size 1 is 4 MB of indices; nothing we send is longer than this.
+MESSAGE_BYTES_MAX = 64 << 20
+_MAGIC = b"SGMK"
+_HEADER_BYTES = len(_MAGIC) + 2
+
+
+class MessageError(ValueError):
+    """The bytes are no message of this protocol. The sentence says what is wrong with them."""
+
+
+class VersionMismatch(MessageError):
+    """The peer speaks another version of the protocol."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """decode → prefill, once per link: who I am and where my KV cache lies."""
+
+    rank: str  # for sentences: "decode rank dp0 tp1 at 10.0.0.2"
+    card: bytes  # te.Engine.card()
+    layout: Layout
+
+
+class HelloReply(msgspec.Struct, frozen=True, tag="hello_reply"):
+    """prefill → decode: the data path stands (refused is None), or why not."""
+
+    refused: str | None
+
+
+class RoomRequest(msgspec.Struct, frozen=True, tag="room_request"):
+    """decode → prefill: write this room's KV into these pages of mine."""
+
+    room: int
+    generation: int
+    tag: int  # of te; opened by the destination before this message is sent
+    num_pages: int
+    pages: bytes  # int32 little-endian, `num_pages` of them
+    aux_slot: int
+    seal_slot: int
+    decode_prefix_len: int  # tokens that the decode rank holds already
+    destinations: int  # how many decode ranks will ask the receiving rank for this room
+
+    def __post_init__(self) -> None:
+        if len(self.pages) != 4 * self.num_pages:
+            raise ValueError(f"{len(self.pages)} bytes of pages for {self.num_pages} pages")
+        if self.num_pages < 0 or self.decode_prefix_len < 0 or self.generation < 0:
+            raise ValueError("negative count")
+        if self.aux_slot < 0 or self.seal_slot < 0:
+            raise ValueError("negative slot")
+        if not 0 < self.tag < 1 << 64:
+            raise ValueError(f"tag {self.tag} is no unsigned 64-bit number above 0")
+        if not 1 <= self.destinations <= 65_536:
+            raise ValueError(f"{self.destinations} destinations")
+
+
+class RoomAbort(msgspec.Struct, frozen=True, tag="room_abort"):
+    """decode → prefill: nobody wants this room any more."""
+
+    room: int
+    generation: int
+    reason: str
+
+
+class RoomFailed(msgspec.Struct, frozen=True, tag="room_failed"):
+    """prefill → decode: this room will never arrive."""
+
+    room: int
+    generation: int
+    reason: str
+
+
+class LinkReset(msgspec.Struct, frozen=True, tag="link_reset"):
+    """prefill → decode: I no longer have a data path to you; say hello again."""
+
+    reason: str
+
+
+Message = Hello | HelloReply | RoomRequest | RoomAbort | RoomFailed | LinkReset
+
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message, version: int = PROTOCOL_VERSION) -> bytes:
+    """One frame. `version` is for tests of the refusal alone."""
+    return _MAGIC + version.to_bytes(2, "little") + _encoder.encode(message)
+
+
+def decode(frame: bytes) -> Message:
+    """The message in `frame`.
+
+    Raises:
+        VersionMismatch: the header carries another version; the sentence names both.
+        MessageError: too long, no magic, or a body that is no known message.
+    """
+    if len(frame) > MESSAGE_BYTES_MAX:
+        raise MessageError(f"a message of {len(frame)} bytes; {MESSAGE_BYTES_MAX} are allowed")
+    if len(frame) < _HEADER_BYTES or frame[: len(_MAGIC)] != _MAGIC:
+        raise MessageError(f"not a hand-over message: it begins with {frame[:8]!r}")
+    version = int.from_bytes(frame[len(_MAGIC) : _HEADER_BYTES], "little")
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"the peer speaks version {version} of the hand-over protocol, this server version "
+            f"{PROTOCOL_VERSION}: install the same release of sglang-mooncake on both"
+        )
+    try:
+        return _decoder.decode(memoryview(frame)[_HEADER_BYTES:])
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise MessageError(f"malformed hand-over message: {error}") from error
+
+
+def pages_to_bytes(pages: npt.NDArray[np.integer]) -> bytes:
+    """Page indices as the wire carries them. Raises ValueError when one is no int32 above -1."""
+    if len(pages) and (int(pages.min()) < 0 or int(pages.max()) > np.iinfo(np.int32).max):
+        raise ValueError(f"page index outside 0..2^31: {pages.min()}..{pages.max()}")
+    return np.ascontiguousarray(pages, dtype="<i4").tobytes()
+
+
+def pages_from_bytes(data: bytes) -> npt.NDArray[np.int64]:
+    """The inverse, widened so that offsets (page × bytes) cannot overflow."""
+    return np.frombuffer(data, dtype="<i4").astype(np.int64)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's door (entry-point group `sglang.srt.plugins`): takes over the backend name `mooncake`.
+
+SGLang only logs what a plugin raises, and would then quietly run its own engine. So when taking
+over fails, `register` ends the process with one sentence; a server that comes up with
+`--disaggregation-transfer-backend mooncake` and this package installed is served by it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+__all__ = ["register", "serving_classes"]
+
+_GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
+_SHARED_ENGINE = (
+    "sglang.srt.distributed.device_communicators.mooncake_transfer_engine."
+    "maybe_init_shared_mooncake_transfer_engine"
+)
+_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
+
+
+def register() -> None:
+    """Called by SGLang in every process that it starts, before it parses its arguments."""
+    try:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        HookRegistry.register(_GET_KV_CLASS, _get_kv_class, HookType.AROUND)
+        HookRegistry.register(_SHARED_ENGINE, _init_shared_engine, HookType.AROUND)
+        _check_targets()
+    except Exception as error:  # noqa: BLE001 - whatever it is, SGLang must not go on without us
+        _stop(error)
+
+
+def serving_classes() -> dict[str, type]:
+    """The classes that SGLang gets for the backend name `mooncake`."""
+    from bootstrap_server import BootstrapServer
+    from sglang_mooncake.manager import KVManager
+    from sglang_mooncake.receiver import KVReceiver
+    from sglang_mooncake.sender import KVSender
+
+    return {
+        "manager": KVManager,
+        "sender": KVSender,
+        "receiver": KVReceiver,
+        "bootstrap_server": BootstrapServer,
+    }
+
+
+def _get_kv_class(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around `get_kv_class(transfer_backend, class_type)`."""
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
+
+    call = dict(zip(("transfer_backend", "class_type"), args, strict=False)) | kwargs
+    if (
+        call["transfer_backend"] != TransferBackend.MOONCAKE
+        or call["class_type"] == KVClassType.KVARGS
+    ):
+        return original(*args, **kwargs)
+    return serving_classes()[call["class_type"].value]
+
+
+def _init_shared_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """SGLang makes a Mooncake engine in every process of a PD server whose backend is called
+    mooncake. Our manager has an engine of its own, so for PD alone there is nothing to make; for
+    HiCache and the encoder SGLang's own code goes on (and needs the mooncake package)."""
+    from sglang.srt.runtime_context import get_memory
+
+    if get_memory().hicache_storage_backend == "mooncake":
+        return original(*args, **kwargs)
+    return None
+
+
+def _check_targets() -> None:
+    """A hook on a name that no longer exists would be dropped with a log line: look first."""
+    import importlib
+
+    for target in (_GET_KV_CLASS, _SHARED_ENGINE):
+        module, _, name = target.rpartition(".")
+        if not callable(getattr(importlib.import_module(module), name, None)):
+            raise LookupError(
+                f"this version of SGLang has no {target}: sglang-mooncake needs SGLang 0.5.22 or "
+                "newer, and a release of its own for each newer series"
+            )
+    serving_classes()  # all our modules import, so that a broken installation shows here
+
+
+def _stop(error: Exception) -> NoReturn:
+    traceback.print_exc()
+    sys.stderr.write(
+        f"sglang-mooncake cannot take over the transfer backend 'mooncake': {error}\n"
+        "The server stops here: it would otherwise run SGLang's own engine under that name. "
+        "Uninstall sglang-mooncake, or leave its plugin out with SGLANG_PLUGINS, to run without "
+        "it.\n"
+    )
+    sys.stderr.flush()
+    # SGLang catches exceptions and SystemExit of a plugin would leave its child processes behind.
+    os._exit(_EXIT_CODE)

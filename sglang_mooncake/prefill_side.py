@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill side at work: hellos from decode ranks, chunks from the scheduler, transfers of the
+engine. What is to be done is decided in `rooms/prefill.py`; here it is done, on the loop thread."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+
+import te
+from bootstrap_server import BootstrapClient, BootstrapError
+from sglang_mooncake import messages
+from sglang_mooncake.config import Config
+from sglang_mooncake.context import RankContext
+from sglang_mooncake.control import ControlLoop, open_router
+from sglang_mooncake.layout import SEAL_BYTES, Layout, LayoutMismatch, Plan, Seal, seal_bytes
+from sglang_mooncake.messages import (
+    Hello,
+    HelloReply,
+    LinkReset,
+    Message,
+    MessageError,
+    RoomAbort,
+    RoomRequest,
+)
+from sglang_mooncake.rooms import prefill as rooms
+from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.stats import Recorder
+
+__all__ = ["PrefillSide"]
+
+logger = logging.getLogger(__name__)
+
+#: One seal is needed per transfer of a last chunk that is under way.
+SEAL_SLOTS = 16_384
+_START_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Destination:
+    """A decode rank that said hello, and to which a data path stands."""
+
+    name: str
+    peer: te.Peer
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Connected:
+    """A worker's result: the data path to a decode rank, or why there is none."""
+
+    identity: bytes
+    name: str
+    plan: Plan
+    peer: te.Peer | str
+
+
+@dataclass(frozen=True, slots=True)
+class _TransferEnded:
+    view: RoomView
+    write: rooms.Write
+    transfer: te.Transfer
+    seal_slot: int | None
+
+
+class PrefillSide:
+    """See `control.Handler`. `open_room`, `send_chunk`, `abort` and `close_room` are for the
+    scheduler thread: they cost microseconds and never wait."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        config: Config,
+        engine: te.Engine,
+        layout: Layout,
+        recorder: Recorder,
+    ) -> None:
+        self._context, self._config, self._engine = context, config, engine
+        self._layout, self._recorder = layout, recorder
+        self._rooms = rooms.PrefillRooms(context.deadlines.bootstrap_s)
+        self._destinations: dict[str, _Destination] = {}
+        self._transfers: dict[int, list[te.Transfer]] = {}
+        self._seals = np.zeros(SEAL_SLOTS * SEAL_BYTES, dtype=np.uint8)
+        self._seal_region = engine.register(self._seals)
+        self._free_seals = list(range(SEAL_SLOTS))
+        self._loop = ControlLoop("kv-prefill", self)
+        self._router: zmq.Socket[bytes] | None = None
+        self._port: queue.Queue[int | Exception] = queue.Queue(1)
+
+    # --- for the manager and the scheduler ---
+
+    def start(self) -> int:
+        """Starts the loop; returns the port where decode ranks say hello.
+
+        Raises:
+            zmq.ZMQError: the address of this rank cannot be bound.
+        """
+        self._loop.start()
+        port = self._port.get(timeout=_START_TIMEOUT_S)
+        if isinstance(port, Exception):
+            raise port
+        return port
+
+    def close(self) -> None:
+        self._loop.close()
+
+    def open_room(self, room: int, register_dp_rank: bool) -> RoomView:
+        """`register_dp_rank`: let the registry know that this DP rank has the room."""
+        view = RoomView(room, time.monotonic())
+        self._loop.post(rooms.Opened(view))
+        if register_dp_rank:
+            self._loop.work(
+                lambda: self._register_dp_rank(room),
+                lambda failure: rooms.Broken(view, failure) if failure else None,
+            )
+        return view
+
+    def send_chunk(self, view: RoomView, chunk: rooms.Chunk) -> None:
+        self._loop.post(rooms.ChunkSent(view, chunk))
+
+    def send_chunk_after(
+        self, wait: Callable[[], None], view: RoomView, chunk: rooms.Chunk
+    ) -> None:
+        """The same once `wait()` (an event on a GPU stream) has returned, in a worker."""
+        self._loop.work(wait, lambda _: rooms.ChunkSent(view, chunk))
+
+    def abort(self, view: RoomView, reason: str) -> None:
+        self._loop.post(rooms.Aborted(view, reason))
+
+    def fail(self, view: RoomView, reason: str) -> None:
+        self._loop.post(rooms.Broken(view, reason))
+
+    def close_room(self, view: RoomView) -> None:
+        self._loop.post(rooms.Closed(view))
+
+    # --- control.Handler ------------------------------------------------------------------------
+
+    def started(self, loop: ControlLoop) -> None:
+        try:
+            self._router, port = open_router(
+                loop.zmq_context, self._context.host, messages.MESSAGE_BYTES_MAX
+            )
+        except zmq.ZMQError as error:
+            self._port.put(error)
+            return
+        loop.add_reader(self._router, self._read_peers)
+        self._port.put(port)
+
+    def stopped(self) -> None:
+        if self._router is not None:
+            self._router.close(linger=0)
+
+    def on_stimulus(self, stimulus: Any, now_s: float) -> None:
+        match stimulus:
+            case None:
+                pass  # a worker that went well and has nothing to say
+            case _Connected():
+                self._connected(stimulus)
+            case _TransferEnded():
+                self._transfer_ended(stimulus, now_s)
+            case _:
+                self._apply(stimulus, now_s)
+        if isinstance(stimulus, rooms.Closed):
+            self._recorder.room_closed(stimulus.view)
+
+    def on_tick(self, now_s: float) -> None:
+        self._apply(rooms.Tick(), now_s)
+        for key, destination in list(self._destinations.items()):
+            if not destination.peer.alive:
+                self._lose(key, destination, now_s)
+        self._recorder.open_rooms(len(self._rooms))
+        self._recorder.write_if_due(now_s)
+
+    def broken_room(self, view: RoomView, reason: str) -> None:
+        self._apply(rooms.Broken(view, reason), time.monotonic())
+
+    # --- peers ---
+
+    def _read_peers(self) -> None:
+        assert self._router is not None
+        while True:
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 1:
+                    raise MessageError(f"{len(frames)} frames where one message was expected")
+                message = messages.decode(frames[0])
+            except MessageError as error:
+                logger.warning("refused a message from %s: %s", identity.hex(), error)
+                self._reply(identity, HelloReply(refused=str(error)))
+                continue
+            self._take(identity, message)
+
+    def _take(self, identity: bytes, message: Message) -> None:
+        key, now_s = identity.hex(), time.monotonic()
+        match message:
+            case Hello():
+                self._greet(identity, message)
+            case RoomAbort():  # welcome from strangers too: a refused rank gives its rooms up
+                self._apply(rooms.RoomAborted(key, message), now_s)
+            case RoomRequest() if key in self._destinations:
+                self._apply(rooms.Requested(key, message), now_s)
+            case RoomRequest():
+                self._reply(identity, LinkReset(f"{self._context.name} has no data path to you"))
+            case _:
+                logger.warning("%s sent a %s to a prefill rank", key, type(message).__name__)
+
+    def _greet(self, identity: bytes, hello: Hello) -> None:
+        try:
+            plan = Plan(self._layout, hello.layout)
+        except LayoutMismatch as error:
+            logger.error("refused %s: %s", hello.rank, error)
+            self._reply(identity, HelloReply(refused=str(error)))
+            return
+
+        def connect() -> te.Peer | str:
+            try:
+                return self._engine.connect(hello.card)
+            except te.Error as error:
+                return f"{self._context.name} cannot reach the engine of {hello.rank}: {error}"
+
+        self._loop.work(connect, lambda peer: _Connected(identity, hello.rank, plan, peer))
+
+    def _connected(self, result: _Connected) -> None:
+        if isinstance(result.peer, str):
+            logger.error("%s", result.peer)
+            self._reply(result.identity, HelloReply(refused=result.peer))
+            return
+        self._destinations[result.identity.hex()] = _Destination(
+            result.name, result.peer, result.plan
+        )
+        self._reply(result.identity, HelloReply(refused=None))
+
+    def _reply(self, identity: bytes, message: Message) -> None:
+        assert self._router is not None
+        try:
+            self._router.send_multipart([identity, messages.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # The peer is gone (EHOSTUNREACH) or takes nothing in (EAGAIN): it has deadlines of its
+            # own, and its next hello starts afresh.
+            logger.warning("cannot tell %s: %s (%s)", identity.hex(), message, error)
+
+    def _lose(self, key: str, destination: _Destination, now_s: float) -> None:
+        reason = f"{self._context.name} lost the data path to {destination.name}"
+        logger.warning("%s", reason)
+        del self._destinations[key]
+        self._apply(rooms.PeerLost(key, reason), now_s)
+        self._reply(bytes.fromhex(key), LinkReset(reason))
+
+    def _register_dp_rank(self, room: int) -> str | None:
+        client = BootstrapClient(self._context.bootstrap_address)
+        try:
+            client.register_dp_rank(room, self._context.coords.dp)
+        except BootstrapError as error:
+            return f"cannot tell the bootstrap server which DP rank has room {room}: {error}"
+        finally:
+            client.close()
+        return None
+
+    # --- rooms ---
+
+    def _apply(self, event: rooms.Event, now_s: float) -> None:
+        for instruction in self._rooms.handle(event, now_s):
+            match instruction:
+                case rooms.Write():
+                    self._write(instruction, now_s)
+                case rooms.CancelWrites(view):
+                    for transfer in self._transfers.get(view.serial, ()):
+                        transfer.cancel()
+                case rooms.Tell(peer, message):
+                    self._reply(bytes.fromhex(peer), message)
+
+    def _write(self, write: rooms.Write, now_s: float) -> None:
+        seal_slot = None
+        try:
+            destination = self._destinations[write.peer]
+            if write.chunk.is_last:
+                seal_slot = self._free_seals.pop()
+            blocks = self._blocks(write, destination.plan, seal_slot)
+            transfer = destination.peer.write(blocks, tag=write.request.tag)
+        except (KeyError, IndexError, ValueError, te.Error) as error:
+            if seal_slot is not None:
+                self._free_seals.append(seal_slot)
+            reason = f"could not hand {len(write.chunk.pages)} pages to the engine: {error!r}"
+            self._apply(rooms.WriteEnded(write.view, reason), now_s)
+            return
+        self._transfers.setdefault(write.view.serial, []).append(transfer)
+        self._recorder.transfer_began(now_s)
+        transfer.add_done_callback(
+            lambda ended: self._loop.post(_TransferEnded(write.view, write, ended, seal_slot))
+        )
+
+    def _blocks(self, write: rooms.Write, plan: Plan, seal_slot: int | None) -> te.Blocks:
+        chunk, request = write.chunk, write.request
+        target = messages.pages_from_bytes(request.pages)
+        kv = plan.kv(chunk.pages, target[chunk.first : chunk.first + len(chunk.pages)])
+        parts = [] if self._config.test_suppress_payload else [kv]
+        if chunk.aux_slot is not None and seal_slot is not None:
+            seal = Seal(request.generation, write.writes, request.num_pages)
+            begin = seal_slot * SEAL_BYTES
+            self._seals[begin : begin + SEAL_BYTES] = np.frombuffer(seal_bytes(seal), np.uint8)
+            parts.append(plan.aux(chunk.aux_slot, request.aux_slot))
+            parts.append(plan.seal(self._seal_region.address + begin, request.seal_slot))
+        return te.Blocks.concat(parts)
+
+    def _transfer_ended(self, ended: _TransferEnded, now_s: float) -> None:
+        view, transfer = ended.view, ended.transfer
+        if ended.seal_slot is not None:
+            self._free_seals.append(ended.seal_slot)
+        transfers = self._transfers[view.serial]
+        transfers.remove(transfer)
+        if not transfers:
+            del self._transfers[view.serial]
+        self._recorder.transfer_ended(transfer.nbytes, now_s)
+        failure = None
+        if transfer.poll() is not te.Status.DONE:
+            failure = f"a transfer was {transfer.poll().value}: {transfer.reason}"
+        self._apply(rooms.WriteEnded(view, failure), now_s)
+        if view.state is RoomState.DONE:
+            self._recorder.handed_over(now_s - ended.write.chunk.sent_s)

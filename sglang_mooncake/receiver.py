@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The receiver that SGLang's decode scheduler makes for each request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_mooncake.manager import KVManager
+from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.seam import (
+    BaseKVReceiver,
+    KVPoll,
+    KVTransferDestination,
+    KVTransferError,
+)
+
+__all__ = ["KVReceiver"]
+
+_POLL = {
+    RoomState.OPEN: KVPoll.Bootstrapping,
+    RoomState.READY: KVPoll.WaitingForInput,
+    RoomState.REQUESTED: KVPoll.Transferring,
+    # Bytes may still land in the pages: the scheduler must not take them back yet.
+    RoomState.ENDING: KVPoll.Transferring,
+    RoomState.DONE: KVPoll.Success,
+}
+
+
+class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
+    """Names and semantics are SGLang's (BaseKVReceiver). No call waits for anything, except
+    `failure_exception` with deferred release switched off (see there)."""
+
+    #: GPU staging of head slices is refused at start-up (seam.py).
+    require_staging = False
+    supports_host_destination = False
+
+    def __init__(
+        self, mgr: KVManager, bootstrap_addr: str, bootstrap_room: int | None = None
+    ) -> None:
+        assert mgr.decode_side is not None
+        self.kv_mgr = mgr
+        self.bootstrap_addr = bootstrap_addr
+        self.bootstrap_room = int(bootstrap_room or 0)
+        self._side = mgr.decode_side
+        #: The final answer of `poll()`, once given.
+        self.conclude_state: int | None = None
+        #: SGLang counts its entries as the acknowledgements to wait for; we need none
+        #: (`KVManager.is_abort_release_safe`).
+        self.bootstrap_infos: list[Any] = []
+        self._view: RoomView = self._side.open_room(self.bootstrap_room)
+        mgr.track(self._view)
+        # So that the answer is likely there when the scheduler asks for it.
+        self._side.ensure_instance(bootstrap_addr)
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """SGLang knows which DP rank of the prefill instance has the request."""
+        self._side.choose_sources(self._view, self.bootstrap_addr, prefill_dp_rank)
+
+    def send_metadata(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: KVTransferDestination = KVTransferDestination.DEVICE,
+        device_kv_indices: npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """Names the pages and the metadata slot that wait for this request's KV."""
+        if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
+            raise NotImplementedError(
+                "sglang-mooncake writes into the device's KV pool alone: start without HiSparse "
+                "and with --disaggregation-decode-host-receive-threshold 1"
+            )
+        if aux_index is None or state_indices:
+            self._side.fail(
+                self._view, f"aux_index={aux_index} with state {state_indices} cannot be served"
+            )
+            return
+        self._side.name_pages(
+            self._view, np.array(kv_indices, dtype=np.int64), aux_index, decode_prefix_len or 0
+        )
+
+    def poll(self) -> int:
+        with self.kv_mgr.recorder.scheduler_call("poll"):
+            if self.conclude_state is not None:
+                return self.conclude_state
+            state = self._view.state
+            if state is RoomState.REQUESTED and self._side.has_arrived(self._view):
+                self._side.arrived(self._view)
+                self.conclude_state = KVPoll.Success
+                return int(KVPoll.Success)
+            status = int(_POLL.get(state, KVPoll.Failed))
+            if status in (KVPoll.Success, KVPoll.Failed):
+                self.conclude_state = status
+            return status
+
+    def failure_exception(self) -> None:
+        """Raises the reason.
+
+        With SGLang's deferred release (the default) the pages stay reserved until
+        `KVManager.is_abort_release_safe`. Without it SGLang frees them right after this call, so
+        the room is fenced here first; the engine bounds that wait.
+        """
+        self.conclude_state = KVPoll.Failed
+        view = self._view
+        if not self.kv_mgr.enable_deferred_decode_kv_release:
+            self._side.fence_now(view)
+        self._side.abort(view, "another rank of the decode server failed")
+        raise KVTransferError(
+            self.bootstrap_room,
+            view.reason or "another rank of the group failed",
+            is_from_another_rank=view.reason is None,
+        )
+
+    @property
+    def abort_notified(self) -> bool:
+        """SGLang: whether the pages of this failed request must be kept until they are safe."""
+        return self._view.exposed
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """SGLang calls this for failed rooms that were not exposed; ending them is all there is."""
+        del force_arm
+        self._side.abort(self._view, "another rank of the decode server failed")
+
+    def is_abort_release_safe(self) -> bool:
+        return self._view.over
+
+    def abort(self) -> None:
+        problem = self._side.instance_problems.get(self.bootstrap_addr)
+        if self._view.state is RoomState.OPEN and problem is not None:
+            # SGLang gives up on an instance that it cannot get to know; say why it could not.
+            self._side.fail(self._view, f"prefill instance at {self.bootstrap_addr}: {problem}")
+        else:
+            self._side.abort(self._view, "aborted by the scheduler of the decode server")
+
+    def fail(self, reason: str) -> None:
+        """For the manager: this room cannot succeed any more."""
+        self._side.fail(self._view, reason)
+
+    def clear(self) -> None:
+        self.kv_mgr.untrack(self._view)
+        self._side.close_room(self._view)

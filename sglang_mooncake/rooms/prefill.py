@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rooms on the prefill side: which chunk goes to whom, and when a room is over.
+
+`PrefillRooms.handle(event)` returns instructions; see `states.py` for the rules of this package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_mooncake.messages import RoomAbort, RoomFailed, RoomRequest
+from sglang_mooncake.rooms.states import (
+    TRANSITIONS_PREFILL,
+    RoomState,
+    RoomView,
+    Step,
+    advance,
+)
+
+__all__ = [
+    "Aborted",
+    "Broken",
+    "CancelWrites",
+    "Chunk",
+    "ChunkSent",
+    "Closed",
+    "Event",
+    "Instruction",
+    "Opened",
+    "PeerLost",
+    "PrefillRooms",
+    "Requested",
+    "RoomAborted",
+    "Tell",
+    "Tick",
+    "Write",
+    "WriteEnded",
+]
+
+#: A peer that names rooms which no request ever uses must not fill our memory.
+EARLY_ROOMS_MAX = 65_536
+#: Rooms that ended badly are remembered, so that a decode rank which asks later is told at once.
+ENDED_ROOMS_MAX = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Pages of one `send()`: `pages[i]` goes to the destination's page `first + i`."""
+
+    pages: npt.NDArray[np.int64]
+    first: int
+    aux_slot: int | None  # set with the last chunk alone
+    sent_s: float
+
+    @property
+    def is_last(self) -> bool:
+        return self.aux_slot is not None
+
+
+# --- events: what happened ---
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    view: RoomView
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSent:
+    view: RoomView
+    chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """The scheduler gave the request up."""
+
+    view: RoomView
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Something on this side failed for this room alone."""
+
+    view: RoomView
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The scheduler forgot the request; a room that is still alive ends as aborted."""
+
+    view: RoomView
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    peer: str
+    request: RoomRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RoomAborted:
+    peer: str
+    message: RoomAbort
+
+
+@dataclass(frozen=True, slots=True)
+class WriteEnded:
+    view: RoomView
+    failure: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    pass
+
+
+Event = (
+    Opened
+    | ChunkSent
+    | Aborted
+    | Broken
+    | Closed
+    | Requested
+    | RoomAborted
+    | WriteEnded
+    | PeerLost
+    | Tick
+)
+
+
+# --- instructions: what to do about it ---
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write one chunk into the pages of one request. `writes` is the room's count so far: with
+    the last chunk it is the number of transfers that the destination must have seen arrive."""
+
+    view: RoomView
+    peer: str
+    request: RoomRequest
+    chunk: Chunk
+    writes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelWrites:
+    view: RoomView
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    peer: str
+    message: RoomFailed
+
+
+Instruction = Write | CancelWrites | Tell
+
+
+@dataclass(slots=True, eq=False)
+class _Room:
+    view: RoomView
+    requests: dict[str, RoomRequest] = field(default_factory=dict)
+    chunks: int = 0
+    outstanding: int = 0
+    closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """What peers said of a room before the scheduler opened it."""
+
+    since_s: float
+    requests: dict[str, RoomRequest] = field(default_factory=dict)
+    abort: RoomAbort | None = None
+
+
+class PrefillRooms:
+    """All rooms of one prefill rank.
+
+    Args:
+        bootstrap_timeout_s: how long a room waits for its decode ranks, and a request for its room.
+    """
+
+    def __init__(self, bootstrap_timeout_s: float) -> None:
+        self._bootstrap_timeout_s = bootstrap_timeout_s
+        self._rooms: dict[int, _Room] = {}  # by serial: a room number may be in use twice
+        self._current: dict[int, _Room] = {}  # by room number: the newest use
+        self._early: dict[int, _Early] = {}
+        self._ended: dict[int, str] = {}  # room number → why it ended badly
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def handle(self, event: Event, now_s: float) -> list[Instruction]:
+        """Applies one event. Idempotent where peers may repeat themselves."""
+        match event:
+            case Opened(view):
+                return self._open(view, now_s)
+            case ChunkSent(view, chunk):
+                return self._chunk(view, chunk)
+            case Aborted(view, reason):
+                return self._end(view, RoomState.ABORTED, reason)
+            case Broken(view, reason):
+                return self._end(view, RoomState.FAILED, reason)
+            case Closed(view):
+                return self._close(view)
+            case Requested(peer, request):
+                return self._request(peer, request, now_s)
+            case RoomAborted(peer, message):
+                return self._peer_abort(peer, message, now_s)
+            case WriteEnded(view, failure):
+                return self._write_ended(view, failure)
+            case PeerLost(peer, reason):
+                return self._peer_lost(peer, reason)
+            case Tick():
+                return self._tick(now_s)
+
+    # --- events of the scheduler ---
+
+    def _open(self, view: RoomView, now_s: float) -> list[Instruction]:
+        instructions: list[Instruction] = []
+        former = self._current.get(view.room)
+        if former is not None and not former.view.over:
+            instructions += self._end(
+                former.view,
+                RoomState.SUPERSEDED,
+                f"room {view.room} was opened again by a newer request",
+            )
+        room = _Room(view)
+        self._rooms[view.serial] = room
+        self._current[view.room] = room
+        self._ended.pop(view.room, None)
+        early = self._early.pop(view.room, None)
+        if early is None:
+            return instructions
+        if early.abort is not None:
+            return instructions + self._end(view, RoomState.ABORTED, _peer_gave_up(early.abort))
+        for peer, request in early.requests.items():
+            instructions += self._request(peer, request, now_s)
+        return instructions
+
+    def _chunk(self, view: RoomView, chunk: Chunk) -> list[Instruction]:
+        room = self._rooms.get(view.serial)
+        if room is None or view.state is RoomState.ENDING or view.over:
+            return []  # the scheduler had not yet seen the end when it sent this
+        if problem := _chunk_problem(room, chunk):
+            return self._end(view, RoomState.FAILED, problem)
+        room.chunks += 1
+        room.outstanding += len(room.requests)
+        view.exposed = True
+        step = Step.LAST_CHUNK if chunk.is_last else Step.CHUNK
+        advance(view, step, TRANSITIONS_PREFILL)
+        return [
+            Write(view, peer, request, chunk, room.chunks)
+            for peer, request in room.requests.items()
+        ]
+
+    def _close(self, view: RoomView) -> list[Instruction]:
+        room = self._rooms.get(view.serial)
+        if room is None:
+            return []
+        room.closed = True
+        instructions = self._end(view, RoomState.ABORTED, "the scheduler released the request")
+        self._forget_if_over(room)
+        return instructions
+
+    # --- events of peers ---
+
+    def _request(self, peer: str, request: RoomRequest, now_s: float) -> list[Instruction]:
+        room = self._current.get(request.room)
+        if room is not None and room.view.state is RoomState.OPEN:
+            return self._meet(room, peer, request)
+        known = room.requests.get(peer) if room is not None else None
+        if known is not None and known.generation >= request.generation:
+            return []  # a repetition
+        ended = self._ended.get(request.room)
+        if ended is not None:
+            return [Tell(peer, RoomFailed(request.room, request.generation, ended))]
+        return self._park(peer, request, now_s)
+
+    def _park(self, peer: str, request: RoomRequest, now_s: float) -> list[Instruction]:
+        instructions: list[Instruction] = []
+        early = self._early.get(request.room)
+        if early is not None and early.abort is not None:
+            if early.abort.generation >= request.generation:
+                return []  # the abort overtook the request
+            early = None
+        if early is None:
+            if len(self._early) >= EARLY_ROOMS_MAX:
+                oldest = next(iter(self._early))
+                instructions += self._refuse_early(
+                    oldest,
+                    f"{EARLY_ROOMS_MAX} rooms are waiting for a request of the prefill server",
+                )
+            early = self._early[request.room] = _Early(now_s)
+        early.requests[peer] = request
+        return instructions
+
+    def _meet(self, room: _Room, peer: str, request: RoomRequest) -> list[Instruction]:
+        room.requests[peer] = request
+        counts = {known.destinations for known in room.requests.values()}
+        if len(counts) > 1 or len(room.requests) > request.destinations:
+            return self._end(
+                room.view,
+                RoomState.FAILED,
+                f"{len(room.requests)} decode ranks asked for room {room.view.room} and disagree "
+                f"how many of them there are: {sorted(counts)}",
+            )
+        if len(room.requests) == request.destinations:
+            room.view.decode_prefix_len = request.decode_prefix_len
+            advance(room.view, Step.MET, TRANSITIONS_PREFILL)
+        return []
+
+    def _peer_abort(self, peer: str, message: RoomAbort, now_s: float) -> list[Instruction]:
+        room = self._current.get(message.room)
+        request = room.requests.get(peer) if room is not None else None
+        if room is not None and request is not None and request.generation == message.generation:
+            del room.requests[peer]  # it knows: no need to tell it
+            return self._end(room.view, RoomState.ABORTED, _peer_gave_up(message))
+        if room is not None and room.view.state is RoomState.OPEN:
+            # The decode rank gave up before it named its pages: nobody will come for this room.
+            return self._end(room.view, RoomState.ABORTED, _peer_gave_up(message))
+        if room is None or room.view.over:
+            self._early.pop(message.room, None)
+            self._early[message.room] = _Early(now_s, abort=message)
+        return []
+
+    def _peer_lost(self, peer: str, reason: str) -> list[Instruction]:
+        for number in [n for n, early in self._early.items() if peer in early.requests]:
+            del self._early[number]
+        instructions: list[Instruction] = []
+        for room in list(self._rooms.values()):
+            if room.requests.pop(peer, None) is not None:
+                instructions += self._end(room.view, RoomState.FAILED, reason)
+        return instructions
+
+    # --- the engine and the clock ---
+
+    def _write_ended(self, view: RoomView, failure: str | None) -> list[Instruction]:
+        room = self._rooms[view.serial]
+        room.outstanding -= 1
+        if room.outstanding < 0:
+            raise RuntimeError(f"room {view.room} ended more writes than it began")
+        instructions: list[Instruction] = []
+        if failure is not None:
+            instructions = self._end(view, RoomState.FAILED, failure)
+        if room.outstanding == 0 and view.state in (RoomState.SEALED, RoomState.ENDING):
+            advance(view, Step.QUIET, TRANSITIONS_PREFILL)
+            self._forget_if_over(room)
+        return instructions
+
+    def _tick(self, now_s: float) -> list[Instruction]:
+        instructions: list[Instruction] = []
+        for room in list(self._rooms.values()):
+            waited_s = now_s - room.view.opened_s
+            if room.view.state is RoomState.OPEN and waited_s >= self._bootstrap_timeout_s:
+                instructions += self._end(
+                    room.view,
+                    RoomState.TIMED_OUT,
+                    f"no decode rank asked for room {room.view.room} within {waited_s:.0f} s "
+                    "(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)",
+                )
+        for number, early in list(self._early.items()):
+            if now_s - early.since_s >= self._bootstrap_timeout_s:
+                instructions += self._refuse_early(
+                    number,
+                    f"no request with this room reached the prefill server within "
+                    f"{self._bootstrap_timeout_s:.0f} s (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)",
+                )
+        return instructions
+
+    def _refuse_early(self, number: int, reason: str) -> list[Instruction]:
+        early = self._early.pop(number)
+        return [
+            Tell(peer, RoomFailed(number, request.generation, reason))
+            for peer, request in early.requests.items()
+        ]
+
+    # --- ends ---
+
+    def _end(self, view: RoomView, end: RoomState, reason: str) -> list[Instruction]:
+        room = self._rooms.get(view.serial)
+        if room is None or view.over or view.state is RoomState.ENDING:
+            return []
+        instructions: list[Instruction] = [
+            Tell(peer, RoomFailed(view.room, request.generation, f"prefill side: {reason}"))
+            for peer, request in room.requests.items()
+        ]
+        view.reason, view.end = reason, end
+        if len(self._ended) >= ENDED_ROOMS_MAX:
+            del self._ended[next(iter(self._ended))]
+        self._ended[view.room] = f"prefill side: {reason}"
+        advance(view, Step.END, TRANSITIONS_PREFILL)
+        if room.outstanding:
+            instructions.append(CancelWrites(view))
+        else:
+            advance(view, Step.QUIET, TRANSITIONS_PREFILL)
+            self._forget_if_over(room)
+        return instructions
+
+    def _forget_if_over(self, room: _Room) -> None:
+        if not (room.closed and room.view.over):
+            return
+        self._rooms.pop(room.view.serial, None)
+        if self._current.get(room.view.room) is room:
+            del self._current[room.view.room]
+
+
+def _peer_gave_up(message: RoomAbort) -> str:
+    return f"the decode server gave the request up: {message.reason}"
+
+
+def _chunk_problem(room: _Room, chunk: Chunk) -> str | None:
+    """A chunk must continue where the last one ended, and end where the destination's pages do."""
+    for peer, request in room.requests.items():
+        after = chunk.first + len(chunk.pages)
+        if after > request.num_pages or (chunk.is_last and after != request.num_pages):
+            return (
+                f"the prefill server sends pages {chunk.first}..{after} "
+                f"({'last' if chunk.is_last else 'not the last'} chunk), but decode rank {peer} "
+                f"made room for {request.num_pages} pages: do both servers see the same prompt, "
+                "and the same --page-size?"
+            )
+    if room.view.state is RoomState.OPEN:
+        return "the scheduler sent pages before a decode rank had asked for them"
+    return None

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states of a room on either side, which events move it, and what a scheduler may see of it.
+
+Two rules hold for this package:
+
+* Everything that changes the state of a room is here. The shells (`prefill_side.py`,
+  `decode_side.py`) turn what happens into events, and carry out the instructions that come back.
+* Nothing here does I/O, reads a clock or starts a thread: time comes in as `now_s` of `Tick`.
+
+A room that has ended well is `DONE`. There are four other ends, and they stay apart, because a user
+asks "why?": `FAILED` (something broke), `ABORTED` (somebody asked for it), `TIMED_OUT` (nobody
+came), `SUPERSEDED` (the same room number is used again by a newer request).
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from dataclasses import dataclass, field
+
+__all__ = [
+    "ENDS",
+    "TRANSITIONS_DECODE",
+    "TRANSITIONS_PREFILL",
+    "IllegalTransition",
+    "RoomState",
+    "RoomView",
+    "Step",
+    "advance",
+]
+
+
+class RoomState(enum.Enum):
+    """Where a room is. The comment names the side that knows the state."""
+
+    OPEN = "open"  # both: the scheduler made a sender or receiver, the other side is not known yet
+    READY = "ready"  # both: the other side is known, pages may be named or sent
+    REQUESTED = "requested"  # decode: pages are open for writing, and the prefill rank knows them
+    SENDING = "sending"  # prefill: at least one chunk was handed to the engine
+    SEALED = "sealed"  # prefill: the last chunk was handed to the engine
+    ENDING = "ending"  # both: the end is decided, but bytes may still move
+    DONE = "done"
+    FAILED = "failed"
+    ABORTED = "aborted"
+    TIMED_OUT = "timed out"
+    SUPERSEDED = "superseded"
+
+
+ENDS = frozenset(
+    {
+        RoomState.DONE,
+        RoomState.FAILED,
+        RoomState.ABORTED,
+        RoomState.TIMED_OUT,
+        RoomState.SUPERSEDED,
+    }
+)
+
+
+class Step(enum.Enum):
+    """What can happen to a room, as far as its state is concerned."""
+
+    MET = "the other side is known"
+    PUBLISHED = "the pages are open for writing"
+    CHUNK = "a chunk was sent"
+    LAST_CHUNK = "the last chunk was sent"
+    QUIET = "no byte of this room moves any more"
+    END = "the room must end badly"
+
+
+class IllegalTransition(RuntimeError):
+    """A step that the room's state does not allow: a bug on our side, never a peer's doing."""
+
+
+_TO_ENDING = {Step.END: RoomState.ENDING}
+_OVER: dict[Step, RoomState] = {}
+
+#: `ENDING` leaves through `QUIET` for the end that was decided (`RoomView.end`).
+TRANSITIONS_PREFILL: dict[RoomState, dict[Step, RoomState]] = {
+    RoomState.OPEN: {Step.MET: RoomState.READY, **_TO_ENDING},
+    RoomState.READY: {
+        Step.CHUNK: RoomState.SENDING,
+        Step.LAST_CHUNK: RoomState.SEALED,
+        **_TO_ENDING,
+    },
+    RoomState.SENDING: {
+        Step.CHUNK: RoomState.SENDING,
+        Step.LAST_CHUNK: RoomState.SEALED,
+        **_TO_ENDING,
+    },
+    RoomState.SEALED: {Step.QUIET: RoomState.DONE, **_TO_ENDING},
+    RoomState.ENDING: {Step.QUIET: RoomState.ENDING},
+    **dict.fromkeys(ENDS, _OVER),
+}
+
+TRANSITIONS_DECODE: dict[RoomState, dict[Step, RoomState]] = {
+    RoomState.OPEN: {Step.MET: RoomState.READY, **_TO_ENDING},
+    RoomState.READY: {Step.PUBLISHED: RoomState.REQUESTED, **_TO_ENDING},
+    RoomState.REQUESTED: {Step.QUIET: RoomState.DONE, **_TO_ENDING},
+    RoomState.ENDING: {Step.QUIET: RoomState.ENDING},
+    **dict.fromkeys(ENDS, _OVER),
+}
+
+_serial = itertools.count(1)
+
+
+@dataclass(slots=True, eq=False)
+class RoomView:
+    """One use of a room number, seen by the scheduler thread and written by the loop thread alone.
+
+    The scheduler reads single attributes (each read is atomic), and never waits for the loop.
+    """
+
+    room: int
+    #: Wall-clock-free start, in the seconds of the side's clock; deadlines count from here.
+    opened_s: float
+    state: RoomState = RoomState.OPEN
+    #: Why the room ends badly; one sentence, set before `state` says so.
+    reason: str | None = None
+    #: The end that `ENDING` leads to.
+    end: RoomState | None = None
+    #: Prefill: tokens the decode server already holds (its radix cache), so they are not sent.
+    decode_prefix_len: int = 0
+    #: Decode: what arrival looks like; set once before `state` becomes `REQUESTED`.
+    seals: tuple[tuple[int, int], ...] = ()  # (tag, seal slot) for each source
+    generation: int = 0
+    #: True from the moment a peer may write to (decode) or is sent (prefill) this room's pages.
+    exposed: bool = False
+    serial: int = field(default_factory=lambda: next(_serial))
+
+    @property
+    def over(self) -> bool:
+        """True when the outcome is final and no byte of this room moves any more."""
+        return self.state in ENDS
+
+
+def advance(view: RoomView, step: Step, table: dict[RoomState, dict[Step, RoomState]]) -> None:
+    """Moves `view` by `step`.
+
+    Raises:
+        IllegalTransition: the table has no such row; the message names room, state and step.
+    """
+    following = table[view.state].get(step)
+    if following is None:
+        raise IllegalTransition(
+            f"room {view.room} is {view.state.value!r}, where '{step.value}' cannot happen"
+        )
+    if view.state is RoomState.ENDING:
+        if view.end is None:
+            raise IllegalTransition(f"room {view.room} is ending without a decided end")
+        following = view.end
+    view.state = following

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that we take from SGLang (written against 0.5.23).
+
+What SGLang takes from us is in `manager.py`, `sender.py` and `receiver.py`. A test scans the
+installed SGLang for members that its schedulers read of our objects and that we lack;
+`ABSENT_MEMBERS` holds those that are left out on purpose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from sglang.srt.disaggregation.base.conn import (
+    BaseKVManager,
+    BaseKVReceiver,
+    BaseKVSender,
+    KVPoll,
+    KVTransferDestination,
+    KVTransferMetric,
+)
+from sglang.srt.disaggregation.common.conn import KVTransferError
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
+
+from bootstrap_server import InstanceConfig, KVFormat, RankCoords, SGLangParallel, Topology
+from sglang_mooncake.context import Deadlines, RankContext, Role
+from sglang_mooncake.kv_args import KVArgsLike
+from sglang_mooncake.messages import PROTOCOL_VERSION
+
+__all__ = [
+    "ABSENT_MEMBERS",
+    "BaseKVManager",
+    "BaseKVReceiver",
+    "BaseKVSender",
+    "DisaggregationMode",
+    "KVPoll",
+    "KVTransferDestination",
+    "KVTransferError",
+    "KVTransferMetric",
+    "UnsupportedServer",
+    "deferred_release_enabled",
+    "dp_rank_conflict",
+    "rank_context",
+    "recompute_url",
+]
+
+#: Members that SGLang probes for with getattr or hasattr, or reads only in modes which
+#: `_check_supported` refuses. We leave them out on purpose; each with the reason.
+ABSENT_MEMBERS: dict[str, str] = {
+    "supports_host_tensor_indices": "makes the scheduler pin CUDA memory; we take host indices",
+    "set_kv_buffer_tensors": "GPU staging of head slices (SGLANG_DISAGG_STAGING_BUFFER), refused",
+    "_staging_handler": "the same",
+    "_prefetch_staging_reqs": "the same",
+    "transfer_infos": "the same",
+}
+
+
+class UnsupportedServer(RuntimeError):
+    """SGLang runs in a mode that this version does not serve; names the flag."""
+
+
+def rank_context(kv_args: KVArgsLike, mode: DisaggregationMode, host: str | None) -> RankContext:
+    """The facts about this scheduler process.
+
+    Raises:
+        UnsupportedServer: a mode that would give wrong bytes or hang later.
+    """
+    parallel, disagg, serving = get_parallel(), get_disagg(), get_serving()
+    _check_supported()
+    role: Role = "prefill" if mode == DisaggregationMode.PREFILL else "decode"
+    topology, coords = _place(kv_args)
+    return RankContext(
+        role=role,
+        coords=coords,
+        config=InstanceConfig(
+            topology=topology,
+            format=KVFormat(
+                int(kv_args.page_size), str(kv_args.kv_cache_dtype_str), kv_args.kv_layout
+            ),
+            load_balance_method=str(parallel.load_balance_method),
+            decode_allocation_policy=str(disagg.disaggregation_decode_allocation_policy),
+            protocol=PROTOCOL_VERSION,
+        ),
+        host=host or get_local_ip_auto(),
+        bootstrap_address=_bootstrap_address() if role == "prefill" else "",
+        prefill_http_port=int(serving.port) if role == "prefill" else None,
+        register_dp_rank=role == "prefill" and parallel.num_dp_ranks > 1 and not _follows_room(),
+        deadlines=Deadlines(
+            bootstrap_s=float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
+            waiting_s=float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
+            heartbeat_s=max(float(envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.get()), 0.1),
+            heartbeat_failures_max=max(
+                int(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.get()), 1
+            ),
+        ),
+    )
+
+
+def _place(kv_args: Any) -> tuple[Topology, RankCoords]:
+    parallel = get_parallel()
+    return SGLangParallel(
+        attn_tp_size=parallel.attn_tp_size,
+        attn_tp_rank=parallel.attn_tp_rank,
+        attn_cp_size=parallel.attn_cp_size,
+        attn_cp_rank=parallel.attn_cp_rank,
+        attn_dp_size=parallel.attn_dp_size,
+        attn_dp_rank=parallel.attn_dp_rank,
+        pp_size=parallel.pp_size,
+        pp_rank=kv_args.pp_rank,
+        system_dp_size=parallel.dp_size,
+        system_dp_rank=kv_args.system_dp_rank or 0,
+    ).place()
+
+
+def _follows_room() -> bool:
+    """Whether the decode side can derive the DP rank of a room from its number."""
+    return (
+        get_parallel().load_balance_method == "follow_bootstrap_room"
+        and not envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.get()
+    )
+
+
+def _bootstrap_address() -> str:
+    """Where this instance's registry listens, as `CommonKVManager.register_to_bootstrap` finds it:
+    on the first node, under the port that this node chose."""
+    parallel, port = get_parallel(), int(get_disagg().disaggregation_bootstrap_port)
+    if not parallel.dist_init_addr:
+        host = str(get_serving().host)
+        # A wildcard can be listened on, but not called.
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return str(NetworkAddress(host, port).to_host_port_str())
+    host = NetworkAddress.parse(parallel.dist_init_addr).resolved().host
+    if parallel.nnodes > 1:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise UnsupportedServer(
+                "a prefill server on several nodes was not joined by torch.distributed before its "
+                "KV manager was made"
+            )
+        port = int(parallel.world_group.broadcast_object(port, src=0))
+    return str(NetworkAddress(host, port).to_host_port_str())
+
+
+def _check_supported() -> None:
+    parallel, disagg = get_parallel(), get_disagg()
+    refused = {
+        "--pp-size above 1": parallel.pp_size > 1,
+        "context parallelism (--attn-cp-size above 1)": parallel.attn_cp_size > 1,
+        "--dcp-size above 1": parallel.attn_dcp_size > 1,
+        "--enable-kv-cache-sharding": bool(parallel.enable_kv_cache_sharding),
+        "--disaggregation-decode-allocation-policy prefill_complete": (
+            disagg.disaggregation_decode_allocation_policy != "early"
+        ),
+        "SGLANG_DISAGG_STAGING_BUFFER": bool(envs.SGLANG_DISAGG_STAGING_BUFFER.get()),
+    }
+    for what, given in refused.items():
+        if given:
+            raise UnsupportedServer(
+                f"sglang-mooncake does not serve {what} yet: start the server without it"
+            )
+
+
+def dp_rank_conflict(context: RankContext, room: int, chosen_by_request: bool) -> str | None:
+    """A request that was sent to another DP rank than its room number says: the decode side would
+    look for it elsewhere. None when all is well."""
+    dp_size, dp_rank = context.config.topology.dp_size, context.coords.dp
+    if dp_size == 1 or chosen_by_request or context.register_dp_rank or room % dp_size == dp_rank:
+        return None
+    return (
+        f"room {room} was dispatched to prefill dp rank {dp_rank}, but with "
+        f"--load-balance-method follow_bootstrap_room it belongs to dp rank {room % dp_size}; set "
+        "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK=1 on both servers to mix both ways"
+    )
+
+
+def deferred_release_enabled() -> bool:
+    """Whether the decode scheduler keeps a failed request's pages until we call them safe."""
+    return bool(envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get())
+
+
+def recompute_url(bootstrap_address: str, http_port: int) -> str:
+    """The prefill server's HTTP API, on the host of its registry."""
+    host = NetworkAddress.parse(bootstrap_address).host
+    return str(NetworkAddress(host, http_port).to_url())

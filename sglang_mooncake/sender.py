@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sender that SGLang's prefill scheduler makes for each request."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_mooncake.manager import KVManager
+from sglang_mooncake.rooms.prefill import Chunk
+from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.seam import (
+    BaseKVSender,
+    KVPoll,
+    KVTransferError,
+    KVTransferMetric,
+    dp_rank_conflict,
+)
+
+__all__ = ["KVSender"]
+
+_POLL = {
+    RoomState.OPEN: KVPoll.Bootstrapping,
+    RoomState.READY: KVPoll.WaitingForInput,
+    RoomState.SENDING: KVPoll.Transferring,
+    RoomState.SEALED: KVPoll.Transferring,
+    # The pages are still being read: the scheduler must not take them back yet.
+    RoomState.ENDING: KVPoll.Transferring,
+    RoomState.DONE: KVPoll.Success,
+}
+
+
+class KVSender(BaseKVSender):  # type: ignore[misc]
+    """Names and semantics are SGLang's (BaseKVSender). No call waits for anything."""
+
+    def __init__(
+        self,
+        mgr: KVManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+    ) -> None:
+        assert mgr.prefill_side is not None
+        self.kv_mgr = mgr
+        self.bootstrap_addr = bootstrap_addr
+        self.bootstrap_room = bootstrap_room
+        #: Written by the scheduler: an event of the GPU stream that fills the pages of the next
+        #: `send()`. Nothing may be read before it has happened.
+        self._early_send_wait_event: Any = None
+        self._side = mgr.prefill_side
+        self._num_pages: int | None = None
+        self._aux_slot: int | None = None
+        self._next_page = 0
+        self._first_send_s: float | None = None
+        self._metric = KVTransferMetric()
+        self._view: RoomView = self._side.open_room(
+            bootstrap_room, mgr.context.register_dp_rank and not req_has_disagg_prefill_dp_rank
+        )
+        conflict = dp_rank_conflict(mgr.context, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        if conflict is not None:
+            self._side.fail(self._view, conflict)
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """`num_kv_indices`: pages that all `send()` calls together will name."""
+        self._num_pages, self._aux_slot = num_kv_indices, aux_index
+
+    def pop_decode_prefix_len(self) -> int:
+        """Tokens at the start of the prompt whose KV the decode side has already."""
+        return self._view.decode_prefix_len
+
+    def get_max_transfer_tokens(self) -> int | None:
+        return None
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        """The last chunk goes even without pages: it carries the metadata and the seal."""
+        return num_pages > 0 or last_chunk
+
+    def send(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+    ) -> None:
+        """Hands pages to the loop. The last chunk is the one that completes the announced number
+        of pages; SGLang passes `state_indices` with it, and with it alone."""
+        del num_kv_tokens
+        with self.kv_mgr.recorder.scheduler_call("send"):
+            now_s = time.monotonic()
+            if self._first_send_s is None:
+                self._first_send_s = now_s
+            first = self._next_page
+            self._next_page += len(kv_indices)
+            is_last = state_indices is not None
+            if is_last != (self._next_page == self._num_pages) or self._aux_slot is None:
+                self._side.fail(
+                    self._view,
+                    f"the scheduler sent {self._next_page} of {self._num_pages} pages with its "
+                    f"{'last' if is_last else 'not yet last'} chunk",
+                )
+                return
+            chunk = Chunk(
+                # The scheduler may reuse its array.
+                pages=np.array(kv_indices, dtype=np.int64),
+                first=first,
+                aux_slot=self._aux_slot if is_last else None,
+                sent_s=now_s,
+            )
+            event, self._early_send_wait_event = self._early_send_wait_event, None
+            if event is None:
+                self._side.send_chunk(self._view, chunk)
+            else:
+                self._side.send_chunk_after(event.synchronize, self._view, chunk)
+
+    def poll(self) -> int:
+        with self.kv_mgr.recorder.scheduler_call("poll"):
+            state = self._view.state
+            if state is RoomState.DONE and self._metric.transfer_latency_s is None:
+                self._metric.transfer_latency_s = time.monotonic() - (self._first_send_s or 0.0)
+            return int(_POLL.get(state, KVPoll.Failed))
+
+    def poll_pp_consensus(self) -> int:
+        """Pipeline parallelism is refused at start-up (seam.py): there is nobody to agree with."""
+        return self.poll()
+
+    def mark_prefill_complete(self) -> None:
+        """For the allocation policy `prefill_complete`, which is refused at start-up."""
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        per_page = sum(self.kv_mgr.kv_args.kv_item_lens)
+        self._metric.transfer_total_bytes = self._next_page * per_page
+        return self._metric
+
+    def failure_exception(self) -> None:
+        """Raises the reason, and lets go of the room: SGLang does not call `clear()` then."""
+        view = self._view
+        from_another_rank = view.reason is None
+        reason = view.reason or "another rank of the group failed"
+        self._side.close_room(view)
+        raise KVTransferError(self.bootstrap_room, reason, from_another_rank)
+
+    def abort(self) -> None:
+        self._side.abort(self._view, "aborted by the scheduler of the prefill server")
+
+    def clear(self) -> None:
+        self._side.close_room(self._view)

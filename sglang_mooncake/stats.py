@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank's hand-over did, counted in memory and, if asked for, kept in one JSON file per
+process: for the demo, for tests, and for anyone who asks which transport really carried the bytes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import te
+from sglang_mooncake.context import RankContext
+from sglang_mooncake.rooms.states import RoomState, RoomView
+
+__all__ = ["STATS_VERSION", "Recorder"]
+
+logger = logging.getLogger(__name__)
+
+STATS_VERSION = 1
+_SAMPLES_MAX = 10_000
+_WRITE_INTERVAL_S = 1.0
+
+
+class Recorder:
+    """Counts for one rank. `scheduler_call` is for the scheduler thread, the rest for the loop
+    thread.
+
+    Args:
+        classes: which classes serve, by role ("manager": "sglang_mooncake.manager.KVManager", …).
+        directory: where to keep the file, or None.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        classes: dict[str, str],
+        engine_stats: Callable[[], te.Stats],
+        directory: Path | None,
+    ) -> None:
+        self._context, self._classes, self._engine_stats = context, classes, engine_stats
+        self._path = directory / f"{context.role}-{os.getpid()}.json" if directory else None
+        self._rooms: Counter[str] = Counter()
+        self._open_rooms = 0
+        self._bytes = 0
+        self._in_flight = 0
+        self._busy_since_s = 0.0
+        self._busy_s = 0.0
+        self._handover_ms: deque[float] = deque(maxlen=_SAMPLES_MAX)
+        self._calls_us: dict[str, deque[float]] = {
+            name: deque(maxlen=_SAMPLES_MAX) for name in ("send", "poll")
+        }
+        self._next_write_s = 0.0
+        self._write_lock = threading.Lock()  # the loop thread and the one that exits
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            atexit.register(self.write)
+
+    @contextmanager
+    def scheduler_call(self, name: str) -> Iterator[None]:
+        """Measures one call that SGLang's scheduler makes ("send" or "poll")."""
+        began_ns = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._calls_us[name].append((time.perf_counter_ns() - began_ns) / 1000)
+
+    def transfer_began(self, now_s: float) -> None:
+        if not self._in_flight:
+            self._busy_since_s = now_s
+        self._in_flight += 1
+
+    def transfer_ended(self, nbytes: int, now_s: float) -> None:
+        self._in_flight -= 1
+        self._bytes += nbytes
+        if not self._in_flight:
+            self._busy_s += now_s - self._busy_since_s
+
+    def handed_over(self, latency_s: float) -> None:
+        """The last chunk's way from `send()` to the destination's memory."""
+        self._handover_ms.append(latency_s * 1000)
+
+    def room_closed(self, view: RoomView) -> None:
+        match view.end if view.state is RoomState.ENDING else view.state:
+            case RoomState.DONE:
+                self._rooms["done"] += 1
+            case RoomState.ABORTED | RoomState.SUPERSEDED:
+                self._rooms["aborted"] += 1
+            case _:
+                self._rooms["failed"] += 1
+
+    def open_rooms(self, count: int) -> None:
+        self._open_rooms = count
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything, as it goes into the file."""
+        stats, coords = self._engine_stats(), self._context.coords
+        return {
+            "version": STATS_VERSION,
+            "pid": os.getpid(),
+            "role": self._context.role,
+            "rank": {"dp": coords.dp, "cp": coords.cp, "tp": coords.tp, "pp": coords.pp},
+            "classes": self._classes,
+            "transport": ",".join(stats.transports),
+            "rails": stats.rails,
+            "rooms": {
+                "done": self._rooms["done"],
+                "failed": self._rooms["failed"],
+                "aborted": self._rooms["aborted"],
+                "open": self._open_rooms,
+            },
+            "bytes": self._bytes,
+            "busy_s": self._busy_s,
+            "handover_ms": list(self._handover_ms),
+            "scheduler_call_us": {name: list(calls) for name, calls in self._calls_us.items()},
+        }
+
+    def write_if_due(self, now_s: float) -> None:
+        if self._path is not None and now_s >= self._next_write_s:
+            self._next_write_s = now_s + _WRITE_INTERVAL_S
+            self.write()
+
+    def write(self) -> None:
+        """Replaces the file in one step, so that a reader never sees half of it."""
+        if self._path is None:
+            return
+        with self._write_lock:
+            temporary = self._path.with_suffix(".tmp")
+            try:
+                temporary.write_bytes(msgspec.json.encode(self.snapshot()))
+                temporary.replace(self._path)
+            except OSError as error:
+                logger.warning("cannot write %s: %s", self._path, error)

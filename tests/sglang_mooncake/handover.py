@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill rank and a decode rank without SGLang: real engines, sockets and registry, pools of
+numpy memory filled from an oracle."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+import te
+from bootstrap_server import (
+    BootstrapClient,
+    BootstrapServer,
+    InstanceConfig,
+    KVFormat,
+    Rank,
+    RankCoords,
+    RankRecord,
+    Topology,
+)
+from sglang_mooncake.config import Config
+from sglang_mooncake.context import Deadlines, RankContext, Role
+from sglang_mooncake.decode_side import DecodeSide, SealBuffer
+from sglang_mooncake.layout import Buffers, Layout
+from sglang_mooncake.messages import PROTOCOL_VERSION
+from sglang_mooncake.prefill_side import PrefillSide
+from sglang_mooncake.rooms.prefill import Chunk
+from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.stats import Recorder
+
+HOST = "127.0.0.1"
+PAGES, PAGE_SIZE, PAGE_BYTES, LAYERS = 64, 4, 512, 3
+AUX_SLOTS, AUX_BYTES = 16, 64
+CANARY = 0xEE
+WAIT_S = 20.0
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Waits for a condition, with a deadline that only a hang reaches."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"never happened: {what}"
+        time.sleep(0.002)
+
+
+class Memory(Protocol):
+    """What a rank registers, and how it describes it."""
+
+    def ranges(self) -> list[tuple[int, int]]: ...
+    def layout(self, seals: Buffers) -> Layout: ...
+
+
+class Pool:
+    """KV and metadata memory of numpy: random bytes from a seed, or the canary everywhere."""
+
+    def __init__(self, seed: int | None = None, page_size: int = PAGE_SIZE) -> None:
+        self.page_size = page_size
+        self.kv = self._filled((LAYERS, PAGES, PAGE_BYTES), seed)
+        self.aux = self._filled((AUX_SLOTS, AUX_BYTES), seed)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        return [(memory.ctypes.data, memory.nbytes) for memory in (self.kv, self.aux)]
+
+    def layout(self, seals: Buffers) -> Layout:
+        base, layer_bytes = self.kv.ctypes.data, PAGES * PAGE_BYTES
+        return Layout(
+            page_size=self.page_size,
+            dtype="float32",
+            kv_layout=None,
+            is_mla=False,
+            layer_ids=(),
+            kv=Buffers(
+                tuple(base + layer * layer_bytes for layer in range(LAYERS)),
+                (PAGE_BYTES,) * LAYERS,
+                (layer_bytes,) * LAYERS,
+            ),
+            aux=Buffers((self.aux.ctypes.data,), (AUX_BYTES,), (self.aux.nbytes,)),
+            seals=seals,
+        )
+
+    @staticmethod
+    def _filled(shape: tuple[int, ...], seed: int | None) -> npt.NDArray[np.uint8]:
+        if seed is None:
+            return np.full(shape, CANARY, np.uint8)
+        return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def make_context(
+    role: Role, address: str, deadlines: Deadlines, page_size: int = PAGE_SIZE
+) -> RankContext:
+    return RankContext(
+        role=role,
+        coords=RankCoords(0, 0, 0, 0),
+        config=InstanceConfig(
+            Topology(1, 1, 1, 1), KVFormat(page_size, "float32"), protocol=PROTOCOL_VERSION
+        ),
+        host=HOST,
+        bootstrap_address=address,
+        prefill_http_port=None,
+        register_dp_rank=False,
+        deadlines=deadlines,
+    )
+
+
+class PrefillRank:
+    def __init__(self, context: RankContext, config: Config, memory: Memory) -> None:
+        self.engine = _engine(memory, config)
+        layout = memory.layout(Buffers((), (), ()))
+        recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
+        self.side = PrefillSide(context, config, self.engine, layout, recorder)
+        rank = Rank(context.coords, HOST, self.side.start(), self.engine.epoch)
+        with BootstrapClient(context.bootstrap_address) as client:
+            client.register(RankRecord(context.config, rank), deadline_s=WAIT_S)
+
+    def send(self, view: RoomView, pages: list[int], first: int, aux_slot: int | None) -> None:
+        self.side.send_chunk(
+            view, Chunk(np.array(pages, np.int64), first, aux_slot, time.monotonic())
+        )
+
+    def close(self) -> None:
+        self.side.close()
+        self.engine.close()
+
+
+class DecodeRank:
+    def __init__(self, context: RankContext, config: Config, memory: Memory) -> None:
+        self.engine = _engine(memory, config)
+        seals = SealBuffer(self.engine)
+        layout = memory.layout(seals.buffers)
+        recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
+        self.side = DecodeSide(context, config, self.engine, layout, seals, recorder)
+        self.side.start()
+
+    def know(self, address: str) -> None:
+        until(lambda: self.side.ensure_instance(address), "the instance is known")
+
+    def close(self) -> None:
+        self.side.close()
+        self.engine.close()
+
+
+def _engine(memory: Memory, config: Config) -> te.Engine:
+    engine = te.Engine(te.Config(host=HOST, stall_timeout_s=config.stall_timeout_s))
+    for address, nbytes in memory.ranges():
+        engine.register(address, nbytes)
+    return engine
+
+
+@dataclass
+class Handover:
+    address: str
+    prefill: PrefillRank
+    decode: DecodeRank
+    source: Memory
+    target: Memory
+
+    def open_both(self, room: int) -> tuple[RoomView, RoomView]:
+        """A room on both sides, with the data path up."""
+        source = self.prefill.side.open_room(room, register_dp_rank=False)
+        target = self.decode.side.open_room(room)
+        self.decode.side.choose_sources(target, self.address, 0)
+        until(lambda: target.state is RoomState.READY, "the decode room is ready")
+        return source, target
+
+    def name_pages(self, view: RoomView, pages: list[int], aux: int, prefix: int = 0) -> None:
+        self.decode.side.name_pages(view, np.array(pages), aux, prefix)
+
+    def complete(self, room: int, sources: list[int], targets: list[int], aux: int) -> None:
+        """One whole hand-over, in one chunk; metadata goes from slot aux to slot aux."""
+        source, target = self.open_both(room)
+        self.name_pages(target, targets, aux)
+        until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+        self.prefill.send(source, sources, 0, aux)
+        until(lambda: self.decode.side.has_arrived(target), "the room has arrived")
+
+
+@contextmanager
+def handover(
+    prefill_config: Config | None = None,
+    deadlines: Deadlines | None = None,
+    source: Memory | None = None,
+    target: Memory | None = None,
+    decode_page_size: int = PAGE_SIZE,
+) -> Iterator[Handover]:
+    """One prefill and one decode rank around a registry; all of it is gone afterwards."""
+    deadlines = deadlines or Deadlines()
+    source = source or Pool(seed=1)
+    target = target or Pool(page_size=decode_page_size)
+    server = BootstrapServer(host=HOST, port=0)
+    address = f"{HOST}:{server.port}"
+    prefill = PrefillRank(
+        make_context("prefill", address, deadlines), prefill_config or Config(), source
+    )
+    decode = DecodeRank(make_context("decode", "", deadlines, decode_page_size), Config(), target)
+    try:
+        yield Handover(address, prefill, decode, source, target)
+    finally:
+        decode.close()
+        prefill.close()
+        server.close()

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang_mooncake.config import Config, ConfigError
+
+
+def test_nothing_given_means_the_defaults():
+    assert Config.from_environment({"PATH": "/bin", "SGLANG_HOST_IP": "::1"}) == Config()
+
+
+def test_every_variable_is_taken():
+    assert Config.from_environment(
+        {
+            "SGLANG_MOONCAKE_HOST": "10.0.0.1",
+            "SGLANG_MOONCAKE_REGISTER_TIMEOUT_S": "1",
+            "SGLANG_MOONCAKE_LINK_TIMEOUT_S": "2",
+            "SGLANG_MOONCAKE_STALL_TIMEOUT_S": "3.5",
+            "SGLANG_MOONCAKE_STATS_DIR": "/stats",
+            "SGLANG_MOONCAKE_TEST_SUPPRESS_PAYLOAD": "1",
+        }
+    ) == Config("10.0.0.1", 1.0, 2.0, 3.5, Path("/stats"), test_suppress_payload=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LINK_TIMEOUT_S", "soon"),
+        ("LINK_TIMEOUT_S", "0"),
+        ("STALL_TIMEOUT_S", "-1"),
+        ("STALL_TIMEOUT_S", "nan"),
+        ("TEST_SUPPRESS_PAYLOAD", "yes"),
+        ("STAL_TIMEOUT_S", "1"),
+    ],
+)
+def test_a_value_or_name_that_we_cannot_use_is_named(name, value):
+    with pytest.raises(ConfigError, match=f"SGLANG_MOONCAKE_{name}"):
+        Config.from_environment({f"SGLANG_MOONCAKE_{name}": value})

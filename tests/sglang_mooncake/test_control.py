@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop thread: order, workers, and that no single error ends it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+from handover import HOST, until
+
+from sglang_mooncake.control import ControlLoop, open_dealer, open_router
+
+
+@dataclass
+class Poison:
+    view: str = "the room"
+
+
+class Log:
+    """A handler that notes what it is given."""
+
+    def __init__(self):
+        self.seen, self.broken, self.ticks = [], [], 0
+        self.threads = set()
+        self.is_stopped = threading.Event()
+
+    def started(self, loop):
+        self.threads.add(threading.get_ident())
+
+    def on_stimulus(self, stimulus, now_s):
+        self.threads.add(threading.get_ident())
+        if isinstance(stimulus, Poison):
+            raise ValueError("poison")
+        self.seen.append(stimulus)
+
+    def on_tick(self, now_s):
+        self.ticks += 1
+        if self.ticks == 1:
+            raise ValueError("a bad first tick")
+
+    def broken_room(self, view, reason):
+        self.broken.append((view, reason))
+
+    def stopped(self):
+        self.threads.add(threading.get_ident())
+        self.is_stopped.set()
+
+
+@pytest.fixture
+def loop():
+    made = ControlLoop("test", Log())
+    made.log = made._handler
+    made.start()
+    yield made
+    made.close()
+    assert made.log.is_stopped.is_set()
+    assert len(made.log.threads) == 1
+
+
+def test_stimuli_arrive_in_order_from_each_thread(loop):
+    def post(name):
+        for i in range(500):
+            loop.post((name, i))
+
+    threads = [threading.Thread(target=post, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    until(lambda: len(loop.log.seen) == 2000, "all stimuli arrive")
+    for name in range(4):
+        assert [i for n, i in loop.log.seen if n == name] == list(range(500))
+
+
+def test_an_error_in_one_room_ends_that_room_and_not_the_loop(loop):
+    loop.post(Poison())
+    loop.post("after")
+    until(lambda: loop.log.seen == ["after"], "the loop goes on")
+    assert loop.log.broken == [("the room", "internal error: ValueError('poison')")]
+
+
+def test_ticks_go_on_after_one_that_failed(loop):
+    until(lambda: loop.log.ticks >= 3, "ticks go on")
+
+
+def test_a_worker_posts_its_result_and_blocks_nobody(loop):
+    gate = threading.Event()
+    loop.work(lambda: gate.wait(20), lambda result: ("slow", result))
+    loop.work(lambda: 7, lambda result: ("fast", result))
+    until(lambda: ("fast", 7) in loop.log.seen, "the fast worker is done")
+    assert len(loop.log.seen) == 1
+    gate.set()
+    until(lambda: ("slow", True) in loop.log.seen, "the slow worker is done")
+
+
+@pytest.mark.parametrize("host", [HOST, "::1"])
+def test_sockets_talk_both_ways_and_a_broken_connection_is_reported(host):
+    import zmq
+
+    with zmq.Context() as context:
+        router, port = open_router(context, host, 1000)
+        dealer, monitor = open_dealer(context, host, port, 1.0, 2, 1000)
+        try:
+            dealer.send(b"hello")
+            identity, frame = router.recv_multipart()
+            assert frame == b"hello"
+            router.send_multipart([identity, b"welcome"])
+            assert dealer.recv() == b"welcome"
+            assert not monitor.poll(0)
+            router.close(linger=0)
+            assert monitor.poll(20_000), "the dealer's monitor tells"
+        finally:
+            dealer.disable_monitor()
+            for socket in (monitor, dealer, router):
+                socket.close(linger=0)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole hand-over between two ranks in one process, with real sockets, without SGLang."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from handover import CANARY, PAGES, Handover, handover, until
+
+from sglang_mooncake.config import Config
+from sglang_mooncake.context import Deadlines
+from sglang_mooncake.rooms.states import RoomState
+
+
+@pytest.fixture
+def pair():
+    with handover() as ranks:
+        ranks.decode.know(ranks.address)
+        yield ranks
+
+
+def assert_copied(pair: Handover, sources: list[int], targets: list[int]) -> None:
+    """The oracle: named pages equal their source, every other page holds the canary."""
+    expected = np.full_like(pair.target.kv, CANARY)
+    expected[:, targets] = pair.source.kv[:, sources]
+    np.testing.assert_array_equal(pair.target.kv, expected)
+
+
+def test_one_chunk_lands_byte_for_byte_and_nothing_else_changes(pair):
+    source, target = pair.open_both(7)
+    pair.name_pages(target, [5, 6, 7, 30], aux=3, prefix=8)
+    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    assert source.decode_prefix_len == 8
+    pair.prefill.send(source, [1, 2, 3, 40], 0, aux_slot=9)
+    until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
+    assert_copied(pair, [1, 2, 3, 40], [5, 6, 7, 30])
+    np.testing.assert_array_equal(pair.target.aux[3], pair.source.aux[9])
+    assert (np.delete(pair.target.aux, 3, axis=0) == CANARY).all()
+    until(lambda: source.state is RoomState.DONE, "the prefill side knows")
+    pair.decode.side.arrived(target)
+    until(lambda: target.state is RoomState.DONE, "the decode side is done")
+
+
+def test_chunks_arrive_as_one_room(pair):
+    source, target = pair.open_both(8)
+    pair.name_pages(target, list(range(10, 16)), aux=0)
+    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    pair.prefill.send(source, [0, 1], 0, None)
+    pair.prefill.send(source, [2, 3], 2, None)
+    until(lambda: source.state is RoomState.SENDING, "two chunks are under way")
+    assert not pair.decode.side.has_arrived(target)
+    pair.prefill.send(source, [4, 5], 4, aux_slot=1)
+    until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
+    assert_copied(pair, list(range(6)), list(range(10, 16)))
+
+
+def test_a_fully_cached_prompt_hands_over_its_metadata_alone(pair):
+    source, target = pair.open_both(9)
+    pair.name_pages(target, [], aux=2, prefix=100)
+    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    pair.prefill.send(source, [], 0, aux_slot=4)
+    until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
+    assert_copied(pair, [], [])
+    np.testing.assert_array_equal(pair.target.aux[2], pair.source.aux[4])
+
+
+def test_the_decode_side_may_come_first(pair):
+    target = pair.decode.side.open_room(11)
+    pair.decode.side.choose_sources(target, pair.address, 0)
+    until(lambda: target.state is RoomState.READY, "the decode room is ready")
+    pair.name_pages(target, [1], aux=0)
+    until(lambda: target.state is RoomState.REQUESTED, "pages are published")
+    source = pair.prefill.side.open_room(11, register_dp_rank=False)
+    until(lambda: source.state is RoomState.READY, "the prefill room met its request")
+
+
+def test_an_aborted_decode_room_is_never_written_again(pair):
+    source, target = pair.open_both(12)
+    pair.name_pages(target, [1, 2], aux=0)
+    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    # The abort's fence is the decode side's own doing: it needs no word from the prefill side.
+    pair.decode.side.abort(target, "client gone")
+    until(lambda: target.over, "the room is fenced")
+    assert (target.state, target.reason) == (RoomState.ABORTED, "client gone")
+    pair.prefill.send(source, [1, 2], 0, aux_slot=0)
+    until(lambda: source.over, "the prefill side gives up, too")
+    assert_copied(pair, [], [])
+    assert source.state in (RoomState.ABORTED, RoomState.FAILED)
+
+
+def test_an_abort_of_the_prefill_side_reaches_the_decode_side(pair):
+    source, target = pair.open_both(13)
+    pair.name_pages(target, [1, 2], aux=0)
+    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    pair.prefill.side.abort(source, "client gone")
+    until(lambda: target.over, "the decode room failed")
+    assert target.state is RoomState.FAILED
+    assert target.reason == "prefill side: client gone"
+
+
+def test_a_request_for_a_room_that_has_failed_is_answered_at_once(pair):
+    source = pair.prefill.side.open_room(14, register_dp_rank=False)
+    pair.prefill.side.abort(source, "client gone")
+    pair.prefill.side.close_room(source)
+    until(lambda: source.over, "the prefill room is over")
+    target = pair.decode.side.open_room(14)
+    pair.decode.side.choose_sources(target, pair.address, 0)
+    until(lambda: target.state is RoomState.READY, "the decode room is ready")
+    pair.name_pages(target, [1], aux=0)
+    until(lambda: target.over, "the decode room failed")
+    assert "client gone" in (target.reason or "")
+
+
+def test_too_many_or_too_few_pages_fail_with_both_numbers(pair):
+    source, target = pair.open_both(15)
+    pair.name_pages(target, [1, 2, 3], aux=0)
+    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    pair.prefill.send(source, [1, 2], 0, aux_slot=0)
+    until(lambda: source.over and target.over, "both sides failed")
+    assert "pages 0..2" in (target.reason or "")
+    assert "made room for 3 pages" in (target.reason or "")
+
+
+@pytest.mark.parametrize(
+    ("source_pages", "target_pages", "says"),
+    [([PAGES], [1], "prefill page outside"), ([1], [PAGES], "decode page outside")],
+)
+def test_pages_outside_the_pool_are_refused_before_a_byte_moves(
+    pair, source_pages, target_pages, says
+):
+    source, target = pair.open_both(16)
+    pair.name_pages(target, target_pages, aux=0)
+    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    pair.prefill.send(source, source_pages, 0, aux_slot=0)
+    until(lambda: source.over and target.over, "both sides failed")
+    assert says in (target.reason or "")
+    assert_copied(pair, [], [])
+
+
+def test_a_dead_prefill_rank_fails_its_rooms_and_the_next_one_serves(pair):
+    _, target = pair.open_both(17)
+    pair.name_pages(target, [1], aux=0)
+    pair.prefill.close()
+    until(lambda: target.over, "the decode room failed")
+    assert target.state is RoomState.FAILED
+    assert "lost the connection to prefill rank" in (target.reason or "")
+    until(lambda: pair.address not in pair.decode.side.prefill_info, "the instance is forgotten")
+
+
+def test_a_suppressed_payload_leaves_the_pages_alone_and_completes():
+    with handover(prefill_config=Config(test_suppress_payload=True)) as pair:
+        pair.decode.know(pair.address)
+        source, target = pair.open_both(18)
+        pair.name_pages(target, [1], aux=0)
+        until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+        pair.prefill.send(source, [1], 0, aux_slot=0)
+        until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
+        assert_copied(pair, [], [])
+
+
+def test_different_page_sizes_are_refused_with_both_values_and_the_flag():
+    with handover(decode_page_size=16) as pair:
+        pair.decode.know(pair.address)
+        source = pair.prefill.side.open_room(19, register_dp_rank=False)
+        target = pair.decode.side.open_room(19)
+        pair.decode.side.choose_sources(target, pair.address, 0)
+        until(lambda: target.over, "the decode room is refused")
+        for part in ("4", "16", "--page-size"):
+            assert part in (target.reason or "")
+        until(lambda: source.over, "the prefill side does not wait for its deadline")
+
+
+def test_rooms_that_nobody_asks_for_time_out_and_say_so():
+    with handover(deadlines=Deadlines(bootstrap_s=0.3, waiting_s=0.3)) as pair:
+        pair.decode.know(pair.address)
+        source = pair.prefill.side.open_room(20, register_dp_rank=False)
+        until(lambda: source.over, "the prefill room timed out")
+        assert source.state is RoomState.TIMED_OUT
+        target = pair.decode.side.open_room(21)
+        pair.decode.side.choose_sources(target, pair.address, 0)
+        until(lambda: target.state is not RoomState.OPEN, "the decode room moves")
+        pair.name_pages(target, [1], aux=0)
+        until(lambda: target.over, "the decode room timed out")
+        assert target.state in (RoomState.TIMED_OUT, RoomState.FAILED)
+        assert "0 s" in (target.reason or "")
+
+
+def test_an_unknown_registry_is_named_with_the_reason():
+    with handover() as pair:
+        address = "127.0.0.1:9"  # discard: nothing listens there
+        assert not pair.decode.side.ensure_instance(address)
+        until(lambda: address in pair.decode.side.instance_problems, "the problem is known")
+        assert address in pair.decode.side.instance_problems[address]

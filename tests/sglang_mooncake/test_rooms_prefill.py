@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill rooms: the cases that matter by name, then anything at all in any order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from sglang_mooncake.messages import RoomAbort, RoomRequest
+from sglang_mooncake.rooms.prefill import (
+    EARLY_ROOMS_MAX,
+    Aborted,
+    CancelWrites,
+    Chunk,
+    ChunkSent,
+    Closed,
+    Opened,
+    PeerLost,
+    PrefillRooms,
+    Requested,
+    RoomAborted,
+    Tell,
+    Tick,
+    Write,
+    WriteEnded,
+)
+from sglang_mooncake.rooms.states import ENDS, RoomState, RoomView
+
+TIMEOUT_S = 10.0
+
+
+def request(room: int, generation: int = 1, pages: int = 2, destinations: int = 1) -> RoomRequest:
+    return RoomRequest(
+        room=room,
+        generation=generation,
+        tag=generation,
+        num_pages=pages,
+        pages=np.arange(pages, dtype="<i4").tobytes(),
+        aux_slot=0,
+        seal_slot=0,
+        decode_prefix_len=3,
+        destinations=destinations,
+    )
+
+
+def chunk(pages: int, first: int = 0, last: bool = True) -> Chunk:
+    return Chunk(np.arange(pages), first, 0 if last else None, 0.0)
+
+
+def opened(rooms: PrefillRooms, room: int = 1, now_s: float = 0.0) -> RoomView:
+    view = RoomView(room, now_s)
+    rooms.handle(Opened(view), now_s)
+    return view
+
+
+def ready(rooms: PrefillRooms, room: int = 1) -> RoomView:
+    view = opened(rooms, room)
+    rooms.handle(Requested("a", request(room)), 0)
+    assert view.state is RoomState.READY
+    return view
+
+
+def test_a_room_goes_from_open_to_done():
+    rooms = PrefillRooms(TIMEOUT_S)
+    view = ready(rooms)
+    assert view.decode_prefix_len == 3
+    (first,) = rooms.handle(ChunkSent(view, chunk(1, last=False)), 0)
+    (second,) = rooms.handle(ChunkSent(view, chunk(1, first=1)), 0)
+    assert isinstance(first, Write)
+    assert isinstance(second, Write)
+    assert (first.writes, second.writes) == (1, 2)
+    assert view.state is RoomState.SEALED
+    assert rooms.handle(WriteEnded(view, None), 0) == []
+    assert view.state is RoomState.SEALED
+    rooms.handle(WriteEnded(view, None), 0)
+    assert view.state is RoomState.DONE
+    rooms.handle(Closed(view), 0)
+    assert len(rooms) == 0
+
+
+def test_a_room_with_several_decode_ranks_waits_for_all_and_writes_to_each():
+    rooms = PrefillRooms(TIMEOUT_S)
+    view = opened(rooms)
+    rooms.handle(Requested("a", request(1, destinations=2)), 0)
+    assert view.state is RoomState.OPEN
+    rooms.handle(Requested("b", request(1, destinations=2)), 0)
+    writes = rooms.handle(ChunkSent(view, chunk(2)), 0)
+    assert [w.peer for w in writes if isinstance(w, Write)] == ["a", "b"]
+
+
+def test_decode_ranks_that_disagree_on_their_number_fail_the_room():
+    rooms = PrefillRooms(TIMEOUT_S)
+    view = opened(rooms)
+    rooms.handle(Requested("a", request(1, destinations=3)), 0)
+    tells = rooms.handle(Requested("b", request(1, destinations=2)), 0)
+    assert [i.peer for i in tells if isinstance(i, Tell)] == ["a", "b"]
+    assert view.state is RoomState.FAILED
+    assert "[2, 3]" in (view.reason or "")
+
+
+def test_an_early_request_is_kept_for_its_room():
+    rooms = PrefillRooms(TIMEOUT_S)
+    rooms.handle(Requested("a", request(1)), 0)
+    assert opened(rooms).state is RoomState.READY
+
+
+def test_an_early_request_is_refused_when_its_room_never_comes():
+    rooms = PrefillRooms(TIMEOUT_S)
+    rooms.handle(Requested("a", request(1, generation=5)), 0)
+    assert rooms.handle(Tick(), TIMEOUT_S - 0.1) == []
+    (tell,) = rooms.handle(Tick(), TIMEOUT_S)
+    assert isinstance(tell, Tell)
+    assert (tell.peer, tell.message.room, tell.message.generation) == ("a", 1, 5)
+    assert "no request with this room" in tell.message.reason
+
+
+def test_early_rooms_are_bounded_and_the_oldest_is_told():
+    rooms = PrefillRooms(TIMEOUT_S)
+    for room in range(EARLY_ROOMS_MAX):
+        assert rooms.handle(Requested("a", request(room, pages=0)), 0) == []
+    (tell,) = rooms.handle(Requested("a", request(EARLY_ROOMS_MAX, pages=0)), 0)
+    assert isinstance(tell, Tell)
+    assert tell.message.room == 0
+
+
+def test_an_early_abort_ends_the_room_as_soon_as_it_opens():
+    rooms = PrefillRooms(TIMEOUT_S)
+    rooms.handle(RoomAborted("a", RoomAbort(1, 4, "client gone")), 0)
+    view = opened(rooms)
+    assert view.state is RoomState.ABORTED
+    assert "client gone" in (view.reason or "")
+
+
+def test_an_abort_that_overtook_its_request_wins():
+    rooms = PrefillRooms(TIMEOUT_S)
+    rooms.handle(RoomAborted("a", RoomAbort(1, 4, "client gone")), 0)
+    rooms.handle(Requested("a", request(1, generation=4)), 0)
+    assert opened(rooms).state is RoomState.ABORTED
+
+
+def test_a_newer_request_outlives_an_older_abort():
+    rooms = PrefillRooms(TIMEOUT_S)
+    rooms.handle(RoomAborted("a", RoomAbort(1, 4, "client gone")), 0)
+    rooms.handle(Requested("a", request(1, generation=5)), 0)
+    assert opened(rooms).state is RoomState.READY
+
+
+def test_an_abort_with_writes_under_way_waits_until_they_have_ended():
+    rooms = PrefillRooms(TIMEOUT_S)
+    view = ready(rooms)
+    rooms.handle(ChunkSent(view, chunk(2)), 0)
+    told = rooms.handle(Aborted(view, "client gone"), 0)
+    assert [type(i) for i in told] == [Tell, CancelWrites]
+    assert view.state is RoomState.ENDING
+    rooms.handle(WriteEnded(view, "cancelled"), 0)
+    assert view.state is RoomState.ABORTED
+    assert view.reason == "client gone"
+
+
+def test_a_failed_write_fails_the_room_and_tells_the_decode_rank():
+    rooms = PrefillRooms(TIMEOUT_S)
+    view = ready(rooms)
+    rooms.handle(ChunkSent(view, chunk(2)), 0)
+    (tell, *_) = rooms.handle(WriteEnded(view, "peer frozen"), 0)
+    assert isinstance(tell, Tell)
+    assert tell.message.reason == "prefill side: peer frozen"
+    assert view.state is RoomState.FAILED
+
+
+def test_a_lost_peer_fails_its_rooms_and_is_not_told():
+    rooms = PrefillRooms(TIMEOUT_S)
+    view, other = ready(rooms), opened(rooms, 2)
+    assert rooms.handle(PeerLost("a", "gone"), 0) == []
+    assert view.state is RoomState.FAILED
+    assert other.state is RoomState.OPEN
+
+
+def test_opening_a_room_number_again_supersedes_its_former_use():
+    rooms = PrefillRooms(TIMEOUT_S)
+    former = ready(rooms)
+    again = opened(rooms)
+    assert former.state is RoomState.SUPERSEDED
+    assert again.state is RoomState.OPEN
+    rooms.handle(Requested("a", request(1, generation=2)), 0)
+    assert again.state is RoomState.READY
+
+
+def test_a_repeated_request_changes_nothing():
+    rooms = PrefillRooms(TIMEOUT_S)
+    view = ready(rooms)
+    assert rooms.handle(Requested("a", request(1)), 0) == []
+    assert view.state is RoomState.READY
+
+
+@pytest.mark.parametrize(
+    "bad", [chunk(3), chunk(1), chunk(2, first=1), chunk(3, last=False)], ids=str
+)
+def test_chunks_that_do_not_fit_the_request_fail_the_room(bad):
+    rooms = PrefillRooms(TIMEOUT_S)
+    view = ready(rooms)
+    rooms.handle(ChunkSent(view, bad), 0)
+    assert view.state is RoomState.FAILED
+    assert "--page-size" in (view.reason or "")
+
+
+def test_pages_before_any_request_fail_the_room():
+    rooms = PrefillRooms(TIMEOUT_S)
+    view = opened(rooms)
+    rooms.handle(ChunkSent(view, chunk(2)), 0)
+    assert view.state is RoomState.FAILED
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever comes in whatever order: no exception, no forgotten write, no end that changes."""
+
+    @initialize()
+    def start(self):
+        self.rooms = PrefillRooms(TIMEOUT_S)
+        self.now_s = 0.0
+        self.views: list[RoomView] = []
+        self.outstanding: dict[int, int] = {}
+        self.ends: dict[int, tuple[RoomState, str | None]] = {}
+        self.generation = 0
+        self.closed: set[int] = set()
+
+    def do(self, event):
+        for instruction in self.rooms.handle(event, self.now_s):
+            if isinstance(instruction, Write):
+                serial = instruction.view.serial
+                self.outstanding[serial] = self.outstanding.get(serial, 0) + 1
+            if isinstance(instruction, CancelWrites):
+                assert self.outstanding[instruction.view.serial]
+
+    @rule(room=st.integers(1, 3))
+    def open(self, room):
+        view = RoomView(room, self.now_s)
+        self.views.append(view)
+        self.do(Opened(view))
+
+    @rule(room=st.integers(1, 3), peer=st.sampled_from("ab"), destinations=st.integers(1, 2))
+    def ask(self, room, peer, destinations):
+        self.generation += 1
+        self.do(Requested(peer, request(room, self.generation, destinations=destinations)))
+
+    @rule(data=st.data(), pages=st.integers(0, 2), first=st.integers(0, 2), last=st.booleans())
+    def send(self, data, pages, first, last):
+        if self.views:
+            view = data.draw(st.sampled_from(self.views))
+            self.do(ChunkSent(view, chunk(pages, first, last)))
+
+    @rule(data=st.data(), failure=st.sampled_from([None, "broken"]))
+    def write_ends(self, data, failure):
+        under_way = [v for v in self.views if self.outstanding.get(v.serial)]
+        if under_way:
+            view = data.draw(st.sampled_from(under_way))
+            self.outstanding[view.serial] -= 1
+            self.do(WriteEnded(view, failure))
+
+    @rule(data=st.data(), close=st.booleans())
+    def give_up(self, data, close):
+        if self.views:
+            view = data.draw(st.sampled_from(self.views))
+            self.closed |= {view.serial} if close else set()
+            self.do(Closed(view) if close else Aborted(view, "gone"))
+
+    @rule(room=st.integers(1, 3), peer=st.sampled_from("ab"), back=st.integers(0, 2))
+    def peer_aborts(self, room, peer, back):
+        self.do(RoomAborted(peer, RoomAbort(room, max(0, self.generation - back), "gone")))
+
+    @rule(peer=st.sampled_from("ab"))
+    def lose(self, peer):
+        self.do(PeerLost(peer, "lost"))
+
+    @rule(elapsed_s=st.floats(0, 20))
+    def tick(self, elapsed_s):
+        self.now_s += elapsed_s
+        self.do(Tick())
+
+    @invariant()
+    def ends_are_final_and_quiet(self):
+        for view in self.views:
+            if view.state in ENDS:
+                assert not self.outstanding.get(view.serial), "an end while bytes still move"
+                end = (view.state, view.reason)
+                assert self.ends.setdefault(view.serial, end) == end
+                assert (view.reason is None) == (view.state is RoomState.DONE)
+            if view.state is RoomState.ENDING:
+                assert self.outstanding[view.serial], "an ending that nothing will end"
+
+    @invariant()
+    def closed_rooms_are_forgotten(self):
+        alive = [v for v in self.views if not (v.over and v.serial in self.closed)]
+        assert len(self.rooms) == len(alive)
+
+
+AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+test_any_order = AnyOrder.TestCase
