@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo: the same requests to one ordinary server and through prefill + decode + router."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from cpu_serving import stats, traffic
+from cpu_serving.model import make_model
+from cpu_serving.options import DemoOptions, parse
+from cpu_serving.pools import leaked_pages
+from cpu_serving.processes import ServingError
+from cpu_serving.progress import Step
+from cpu_serving.report import Report
+from cpu_serving.servers import Fleet, Pair, ServerOptions, wait_ready
+
+__all__ = ["main"]
+
+EXIT_DIFFERENT = 1
+EXIT_BROKEN = 3
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Timed:
+    answers: list[traffic.Answer]
+    elapsed_s: float
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    run_dir = Path(tempfile.mkdtemp(prefix="sglang-mooncake-demo-"))
+    code = EXIT_BROKEN
+    try:
+        code = _run(options, run_dir)
+    except ServingError as error:
+        print(f"demo: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("demo: interrupted, all servers are stopped", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    if code in (EXIT_DIFFERENT, EXIT_BROKEN):
+        print(f"demo: the logs are in {run_dir}", file=sys.stderr)
+    else:
+        shutil.rmtree(run_dir)
+    return code
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _run(options: DemoOptions, run_dir: Path) -> int:
+    model = make_model(options.model)
+    requests = traffic.make_requests(options.requests, options.max_prompt_tokens, seed=options.seed)
+    with Fleet(run_dir) as fleet:
+        single = fleet.server("single", ServerOptions(model))
+        pair = fleet.pair(
+            _layout(options, model, options.prefill_tp), _layout(options, model, options.decode_tp)
+        )
+        with Step("starting one ordinary server, prefill, decode and router") as step:
+            wait_ready([single, pair.prefill, pair.decode, pair.router], tick=step.tick)
+        expected = _timed("requests to the ordinary server", single.url, requests, options)
+        single.process.ask_to_end()
+        got = _timed("requests through the router", pair.router.url, requests, options)
+        report = _report(options, pair, expected, got)
+        print(report.table())
+        _print_errors(got.answers)
+        if options.keep:
+            _keep(pair)
+    if options.json:
+        print(report.json_line())
+    return 0 if report.good else EXIT_DIFFERENT
+
+
+def _layout(options: DemoOptions, model: Path, tp: int) -> ServerOptions:
+    return ServerOptions(
+        model,
+        tp=tp,
+        dp_attention=options.dp_attention,
+        page_size=options.page_size,
+        chunked_prefill_size=options.chunked_prefill_size,
+    )
+
+
+def _timed(
+    title: str, url: str, requests: Sequence[traffic.Request], options: DemoOptions
+) -> Timed:
+    started = time.monotonic()
+    with Step(title) as step:
+        answers = traffic.send_all(url, requests, options.concurrency, tick=step.tick)
+    return Timed(answers, time.monotonic() - started)
+
+
+def _report(options: DemoOptions, pair: Pair, expected: Timed, got: Timed) -> Report:
+    finished_at = time.time()
+    refused = [answer.error for answer in expected.answers if answer.error]
+    if refused:
+        raise ServingError(f"the ordinary server failed {len(refused)} requests: {refused[0]}")
+    with Step("looking for leaked pages"):
+        leaked = leaked_pages(pair.prefill) + leaked_pages(pair.decode)
+    handover = stats.summarise(
+        stats.collect(pair.prefill, finished_at), stats.collect(pair.decode, finished_at)
+    )
+    return Report(
+        layout=options.layout,
+        requests=options.requests,
+        failed=sum(answer.error is not None for answer in got.answers),
+        equal_requests=options.requests - len(traffic.compare(expected.answers, got.answers)),
+        tokens=sum(len(answer.output_ids) for answer in expected.answers),
+        leaked_pages=leaked,
+        handover=handover,
+        single_s=expected.elapsed_s,
+        disaggregated_s=got.elapsed_s,
+    )
+
+
+def _print_errors(answers: Sequence[traffic.Answer]) -> None:
+    counts: dict[str, int] = {}
+    for answer in answers:
+        if answer.error:
+            counts[answer.error] = counts.get(answer.error, 0) + 1
+    for error, count in counts.items():
+        print(f"{count} failed: {error}", file=sys.stderr)
+
+
+def _keep(pair: Pair) -> None:
+    body = '{"text": "hello", "sampling_params": {"temperature": 0, "max_new_tokens": 8}}'
+    print(
+        f"""
+The servers stay up: prefill {pair.prefill.url}, decode {pair.decode.url}. Talk to them with
+  curl -s {pair.router.url}/generate -H 'Content-Type: application/json' -d '{body}'
+  curl -s {pair.prefill.url}/v1/loads
+  tail -f {pair.prefill.process.log} {pair.decode.process.log}
+Figures: {pair.prefill.stats_dir} {pair.decode.stats_dir}
+Ctrl-C here stops them.""",
+        flush=True,
+    )
+    try:
+        while True:
+            for part in (pair.prefill, pair.decode, pair.router):
+                part.process.check_alive()
+            time.sleep(1)
+    except KeyboardInterrupt:
+        print("stopping", file=sys.stderr)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random-weight models with a byte-level tokenizer, made on the spot, the same everywhere.
+
+Weights come from a seeded numpy generator and the files are written by hand, so making a model
+takes milliseconds and imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+__all__ = ["ARCHITECTURES", "FIRST_PLAIN_TOKEN", "MODELS_DIR", "VOCAB_SIZE", "make_model"]
+
+MODELS_DIR = Path(sys.prefix) / "cpu-serving" / "models"  # in the .venv, and gone with it
+VOCAB_SIZE = 512
+FIRST_PLAIN_TOKEN = 2  # 0 and 1 are <s> and </s>
+MAX_POSITIONS = 4096
+LAYERS = 3
+HIDDEN = 128
+INTERMEDIATE = 256
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 32
+KV_LORA_RANK = 32
+QK_NOPE_DIM = 16
+QK_ROPE_DIM = 16
+V_DIM = 16
+# Large enough that attention is sharp: a wrong byte in the KV cache changes the tokens.
+WEIGHT_SCALE = 0.3
+FORMAT = 1  # raise when the written files change, so that cached models are made again
+
+Weights = Iterator[tuple[str, tuple[int, ...]]]
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": MAX_POSITIONS,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "use_cache": True,
+}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "rope_theta": 10000.0,
+        "mlp_bias": False,
+    },
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "rope_theta": 10000.0,
+    },
+    # SGLang reads the mixture-of-experts fields even though every layer here is dense, and builds
+    # its rotary embedding for this model only from a yarn description.
+    "deepseek": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": HEADS,
+        "q_lora_rank": None,
+        "kv_lora_rank": KV_LORA_RANK,
+        "qk_nope_head_dim": QK_NOPE_DIM,
+        "qk_rope_head_dim": QK_ROPE_DIM,
+        "v_head_dim": V_DIM,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": MAX_POSITIONS // 2,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "first_k_dense_replace": LAYERS,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+    },
+}
+
+
+def make_model(arch: str, cache_dir: Path = MODELS_DIR, *, seed: int = 0) -> Path:
+    """The directory of the tiny model `arch` under `cache_dir`; written if it is not there."""
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"no tiny model {arch!r}; there are {', '.join(ARCHITECTURES)}")
+    target = cache_dir / f"{arch}-seed{seed}-v{FORMAT}"
+    if target.is_dir():
+        return target
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    # A half-written model must never be found: write beside the target, then rename.
+    scratch = Path(tempfile.mkdtemp(prefix=f".{arch}-", dir=cache_dir))
+    try:
+        _write(scratch, arch, seed)
+        scratch.rename(target)
+    except OSError:
+        if not target.is_dir():  # else another process was faster, with the same bytes
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _write(out: Path, arch: str, seed: int) -> None:
+    config = _COMMON | ARCHITECTURES[arch]
+    (out / "config.json").write_text(json.dumps(config, indent=1))
+    rng = np.random.default_rng(seed)
+    tensors = {name: _tensor(rng, name, shape) for name, shape in _weights(arch)}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    _write_tokenizer(out)
+
+
+def _tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    if name.endswith("norm.weight"):
+        return np.ones(shape, np.float32)
+    return (rng.standard_normal(shape) * WEIGHT_SCALE).astype(np.float32)
+
+
+def _weights(arch: str) -> Weights:
+    yield "model.embed_tokens.weight", (VOCAB_SIZE, HIDDEN)
+    attention = _mla_attention if arch == "deepseek" else _mha_attention
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (HIDDEN,)
+        yield from attention(f"{prefix}.self_attn", arch)
+        yield f"{prefix}.post_attention_layernorm.weight", (HIDDEN,)
+        yield f"{prefix}.mlp.gate_proj.weight", (INTERMEDIATE, HIDDEN)
+        yield f"{prefix}.mlp.up_proj.weight", (INTERMEDIATE, HIDDEN)
+        yield f"{prefix}.mlp.down_proj.weight", (HIDDEN, INTERMEDIATE)
+    yield "model.norm.weight", (HIDDEN,)
+    yield "lm_head.weight", (VOCAB_SIZE, HIDDEN)
+
+
+def _mha_attention(prefix: str, arch: str) -> Weights:
+    yield f"{prefix}.q_proj.weight", (HEADS * HEAD_DIM, HIDDEN)
+    yield f"{prefix}.k_proj.weight", (KV_HEADS * HEAD_DIM, HIDDEN)
+    yield f"{prefix}.v_proj.weight", (KV_HEADS * HEAD_DIM, HIDDEN)
+    yield f"{prefix}.o_proj.weight", (HIDDEN, HEADS * HEAD_DIM)
+    if arch == "qwen3":
+        yield f"{prefix}.q_norm.weight", (HEAD_DIM,)
+        yield f"{prefix}.k_norm.weight", (HEAD_DIM,)
+
+
+def _mla_attention(prefix: str, _arch: str) -> Weights:
+    yield f"{prefix}.q_proj.weight", (HEADS * (QK_NOPE_DIM + QK_ROPE_DIM), HIDDEN)
+    yield f"{prefix}.kv_a_proj_with_mqa.weight", (KV_LORA_RANK + QK_ROPE_DIM, HIDDEN)
+    yield f"{prefix}.kv_a_layernorm.weight", (KV_LORA_RANK,)
+    yield f"{prefix}.kv_b_proj.weight", (HEADS * (QK_NOPE_DIM + V_DIM), KV_LORA_RANK)
+    yield f"{prefix}.o_proj.weight", (HIDDEN, HEADS * V_DIM)
+
+
+def _write_tokenizer(out: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        ["pages of keys and values move from one server to the other"], trainer
+    )
+    tokenizer.save(str(out / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "</s>",
+        "model_max_length": MAX_POSITIONS,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run showed, as a table for people and as one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from cpu_serving.stats import Handover
+
+__all__ = ["Report"]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Report:
+    layout: str
+    requests: int
+    failed: int
+    equal_requests: int
+    tokens: int
+    leaked_pages: int
+    handover: Handover
+    single_s: float
+    disaggregated_s: float
+
+    @property
+    def equal(self) -> bool:
+        return self.equal_requests == self.requests
+
+    @property
+    def good(self) -> bool:
+        return self.equal and self.failed == 0 and self.leaked_pages == 0
+
+    def table(self) -> str:
+        handover = self.handover
+        verdict = "all equal" if self.equal else "NOT EQUAL"
+        rows = [
+            ("layout", self.layout),
+            ("requests", f"{self.requests} ({self.failed} failed)"),
+            ("tokens compared", f"{self.tokens:,}"),
+            ("equal to one server", f"{self.equal_requests} of {self.requests}: {verdict}"),
+            ("bytes handed over", f"{handover.bytes:,} ({handover.bytes / MIB:.1f} MiB)"),
+            ("hand-over time p50", _figure(handover.handover_p50_ms, "ms")),
+            ("hand-over time p99", _figure(handover.handover_p99_ms, "ms")),
+            ("rate while moving", f"{handover.gb_per_s:.3f} GB/s"),
+            ("transport", f"{handover.transport}, {handover.rails} rail(s)"),
+            ("scheduler send() p99", _figure(handover.send_p99_us, "us")),
+            ("scheduler poll() p99", _figure(handover.poll_p99_us, "us")),
+            ("leaked pages", f"{self.leaked_pages}"),
+            ("time, one server", f"{self.single_s:.1f} s"),
+            ("time, prefill + decode", f"{self.disaggregated_s:.1f} s"),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def json_line(self) -> str:
+        handover = self.handover
+        return json.dumps(
+            {
+                "equal": self.equal,
+                "requests": self.requests,
+                "failed": self.failed,
+                "equal_requests": self.equal_requests,
+                "tokens": self.tokens,
+                "bytes": handover.bytes,
+                "handover_ms": {"p50": handover.handover_p50_ms, "p99": handover.handover_p99_ms},
+                "gb_per_s": handover.gb_per_s,
+                "transport": handover.transport,
+                "rails": handover.rails,
+                "scheduler_call_us": {
+                    "send_p99": handover.send_p99_us,
+                    "poll_p99": handover.poll_p99_us,
+                },
+                "rooms": handover.rooms,
+                "leaked_pages": self.leaked_pages,
+                "layout": self.layout,
+            }
+        )
+
+
+def _figure(value: float | None, unit: str) -> str:
+    return "no samples" if value is None else f"{value:.2f} {unit}"

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang servers and SGLang's mini-lb router on the CPU: command lines, environment, readiness."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Self
+
+import requests
+
+from cpu_serving.processes import ManagedProcess, ServingError, free_port_block, signals_deferred
+from cpu_serving.progress import no_tick
+
+__all__ = ["HOST", "Fleet", "Pair", "Router", "Server", "ServerOptions", "wait_ready"]
+
+Role = Literal["single", "prefill", "decode"]
+
+HOST = "127.0.0.1"
+SHIM = Path(__file__).parent / "shim"
+# A pair starts in about 25 s on two idle cores; a loaded machine may need many times that.
+READY_TIMEOUT_S = 400.0
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How one server is laid out; the defaults hold 32 requests of 1,500 prompt tokens."""
+
+    model: Path
+    tp: int = 1
+    dp_attention: bool = False
+    page_size: int = 1
+    chunked_prefill_size: int | None = None
+    max_total_tokens: int = 65_536
+    max_running_requests: int = 64
+    extra_args: tuple[str, ...] = ()
+    extra_env: Mapping[str, str] = field(default_factory=dict)
+
+
+class Server:
+    """One SGLang server: its process, where it listens, where its ranks write their figures."""
+
+    def __init__(
+        self,
+        role: Role,
+        options: ServerOptions,
+        run_dir: Path,
+        port: int,
+        bootstrap_port: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.role = role
+        self.options = options
+        self.port = port
+        self.url = f"http://{HOST}:{port}"
+        self.bootstrap_port = bootstrap_port or port + 1
+        self.stats_dir = run_dir / f"stats-{name or role}"
+        self.stats_dir.mkdir(parents=True)
+        argv = [sys.executable, "-m", "sglang.launch_server", *self._flags()]
+        self.process = ManagedProcess(
+            f"{name or role} server", argv, self._environment(), run_dir / f"{name or role}.log"
+        )
+
+    def ready(self) -> bool:
+        """Whether the server answers; raises ServingError when it has ended."""
+        self.process.check_alive()
+        return _answers(f"{self.url}/health")
+
+    def stop(self) -> None:
+        self.process.stop()
+
+    def _flags(self) -> list[str]:
+        options = self.options
+        flags = {
+            "--model-path": options.model,
+            "--device": "cpu",
+            "--attention-backend": "torch_native",
+            "--host": HOST,
+            "--port": self.port,
+            "--dtype": "float32",
+            "--max-total-tokens": options.max_total_tokens,
+            "--max-running-requests": options.max_running_requests,
+            "--mem-fraction-static": 0.3,
+            "--tp-size": options.tp,
+            "--page-size": options.page_size,
+            "--grammar-backend": "none",
+        }
+        if options.dp_attention:
+            flags["--dp-size"] = options.tp
+        if options.chunked_prefill_size is not None:
+            flags["--chunked-prefill-size"] = options.chunked_prefill_size
+        switches = ["--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle"]
+        if options.dp_attention:
+            switches.append("--enable-dp-attention")
+        if self.role != "single":
+            flags["--disaggregation-mode"] = self.role
+            flags["--disaggregation-transfer-backend"] = "mooncake"
+            flags["--disaggregation-bootstrap-port"] = self.bootstrap_port
+        if self.role == "prefill":
+            # With overlap a prefix hit makes SGLang's prefill loop create a CUDA event.
+            switches.append("--disable-overlap-schedule")
+        if self.role == "decode":
+            # SGLang's default pins host memory through the CUDA runtime.
+            flags["--disaggregation-decode-retraction-backup"] = "cpu_tensor"
+            if options.dp_attention:
+                # On by default for decode, and without a CPU implementation.
+                switches.append("--no-enable-tp-lm-head-all-to-all")
+        pairs = [str(part) for item in flags.items() for part in item]
+        return [*pairs, *switches, *options.extra_args]
+
+    def _environment(self) -> dict[str, str]:
+        env = _base_environment()
+        env["SGLANG_MOONCAKE_STATS_DIR"] = str(self.stats_dir)
+        if self.options.tp > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            ranks = range(self.options.tp)
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+                str(cores[rank % len(cores)]) for rank in ranks
+            )
+        return env | dict(self.options.extra_env)
+
+
+class Router:
+    """SGLang's mini-lb in front of one prefill and one decode server."""
+
+    def __init__(
+        self, prefill: Server, decode: Server, run_dir: Path, port: int, name: str = "router"
+    ) -> None:
+        self.url = f"http://{HOST}:{port}"
+        argv = [sys.executable, "-m", "sglang_router.launch_router"]
+        argv += ["--pd-disaggregation", "--mini-lb", "--host", HOST, "--port", str(port)]
+        argv += ["--prefill", prefill.url, str(prefill.bootstrap_port), "--decode", decode.url]
+        self.process = ManagedProcess(name, argv, _base_environment(), run_dir / f"{name}.log")
+
+    def ready(self) -> bool:
+        self.process.check_alive()
+        return _answers(f"{self.url}/health")
+
+    def stop(self) -> None:
+        self.process.stop()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Prefill and decode behind the router."""
+
+    prefill: Server
+    decode: Server
+    router: Router
+
+    def wait_ready(self) -> None:
+        wait_ready([self.prefill, self.decode, self.router])
+
+
+class Fleet:
+    """Everything started for one run; all of it is ended when the context is left."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._ports: list[int] = []
+        self._started: list[Server | Router] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def server(
+        self,
+        role: Role,
+        options: ServerOptions,
+        *,
+        name: str | None = None,
+        port: int | None = None,
+        bootstrap_port: int | None = None,
+    ) -> Server:
+        """Start one; `name` tells several of one role apart, ports are picked unless given."""
+        port = port or self._port()
+        with signals_deferred():
+            server = Server(role, options, self.run_dir, port, bootstrap_port, name)
+            self._started.append(server)
+        return server
+
+    def router(self, prefill: Server, decode: Server, *, name: str = "router") -> Router:
+        with signals_deferred():
+            router = Router(prefill, decode, self.run_dir, self._port(), name)
+            self._started.append(router)
+        return router
+
+    def pair(self, prefill: ServerOptions, decode: ServerOptions) -> Pair:
+        first = self.server("prefill", prefill)
+        second = self.server("decode", decode)
+        return Pair(first, second, self.router(first, second))
+
+    def stop(self) -> None:
+        with signals_deferred():
+            for started in self._started:
+                started.process.ask_to_end()  # all at once: each takes seconds
+            while self._started:
+                self._started.pop().stop()
+
+    def _port(self) -> int:
+        port = free_port_block(self._ports)
+        self._ports.append(port)
+        return port
+
+
+def wait_ready(
+    waiting: Iterable[Server | Router],
+    *,
+    timeout_s: float = READY_TIMEOUT_S,
+    tick: Callable[[str], None] = no_tick,
+) -> None:
+    """Return when all answer. Raises ServingError, with the log's tail, if one dies or is late."""
+    pending = list(waiting)
+    deadline = time.monotonic() + timeout_s
+    while pending:
+        pending = [server for server in pending if not server.ready()]
+        names = ", ".join(server.process.name for server in pending)
+        if pending and time.monotonic() > deadline:
+            late = pending[0].process
+            raise ServingError(f"not ready after {timeout_s:.0f} s: {names}\n{late.tail()}")
+        tick(f"waiting for: {names}")
+        time.sleep(POLL_S)
+
+
+def _base_environment() -> dict[str, str]:
+    env = dict(os.environ)
+    inherited = env.get("PYTHONPATH")
+    env["PYTHONPATH"] = f"{SHIM}:{inherited}" if inherited else str(SHIM)
+    return env | {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_HOST_IP": HOST,  # hand-overs stay on the loopback interface, like the servers
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request compiles for half a minute
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "PYTHONUNBUFFERED": "1",
+        # A server whose scheduler crashed would otherwise linger for more than a minute.
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+    }
+
+
+def _answers(url: str) -> bool:
+    try:
+        return requests.get(url, timeout=2).ok
+    except requests.RequestException:
+        return False

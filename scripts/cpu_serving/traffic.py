@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeded requests of token ids, sent with bounded concurrency; failures are kept as sentences."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import aiohttp
+import numpy as np
+
+from cpu_serving.model import FIRST_PLAIN_TOKEN, VOCAB_SIZE
+from cpu_serving.progress import no_tick
+
+__all__ = [
+    "Answer",
+    "Request",
+    "compare",
+    "gather_answers",
+    "make_requests",
+    "run",
+    "send",
+    "send_all",
+]
+
+T = TypeVar("T")
+
+NEW_TOKENS = 8
+REQUEST_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A greedy request: what it asks depends only on its token ids."""
+
+    input_ids: tuple[int, ...]
+    new_tokens: int = NEW_TOKENS
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        sampling = {"temperature": 0, "max_new_tokens": self.new_tokens, "ignore_eos": True}
+        return {"input_ids": list(self.input_ids), "sampling_params": sampling, **self.fields}
+
+
+@dataclass(frozen=True)
+class Answer:
+    output_ids: tuple[int, ...]
+    error: str | None
+    elapsed_s: float
+    cached_tokens: int = 0
+
+
+def make_requests(
+    count: int, max_prompt_tokens: int, *, seed: int = 0, new_tokens: int = NEW_TOKENS
+) -> list[Request]:
+    """`count` random prompts whose lengths run evenly from 1 to the maximum, in random order."""
+    rng = np.random.default_rng(seed)
+    lengths = np.linspace(1, max_prompt_tokens, count).round().astype(int)
+    rng.shuffle(lengths)
+    return [
+        Request(tuple(rng.integers(FIRST_PLAIN_TOKEN, VOCAB_SIZE, n).tolist()), new_tokens)
+        for n in lengths
+    ]
+
+
+async def send(session: aiohttp.ClientSession, url: str, request: Request) -> Answer:
+    """One request; an HTTP error, a refused connection or a late answer becomes `Answer.error`."""
+    started = time.monotonic()
+    try:
+        async with session.post(f"{url}/generate", json=request.body()) as response:
+            payload = await response.json(content_type=None)
+            status = response.status
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        detail = f"{type(error).__name__}: {error}"
+        return Answer((), detail, time.monotonic() - started)
+    return _answer(status, payload, time.monotonic() - started)
+
+
+def _answer(status: int, payload: Any, elapsed_s: float) -> Answer:
+    if status != 200 or not isinstance(payload, dict) or "output_ids" not in payload:
+        return Answer((), f"HTTP {status}: {payload}", elapsed_s)
+    meta = payload.get("meta_info", {})
+    finish = meta.get("finish_reason") or {}
+    error = finish.get("message", "aborted") if finish.get("type") == "abort" else None
+    return Answer(
+        tuple(payload["output_ids"]), error, elapsed_s, int(meta.get("cached_tokens") or 0)
+    )
+
+
+def send_all(
+    url: str,
+    requests: Sequence[Request],
+    concurrency: int,
+    *,
+    timeout_s: float = REQUEST_TIMEOUT_S,
+    tick: Callable[[str], None] = no_tick,
+) -> list[Answer]:
+    """Send all, `concurrency` at a time, and return the answers in the order of the requests."""
+    return run(lambda session: gather_answers(session, url, requests, concurrency, tick), timeout_s)
+
+
+def run(
+    job: Callable[[aiohttp.ClientSession], Coroutine[Any, Any, T]],
+    timeout_s: float = REQUEST_TIMEOUT_S,
+) -> T:
+    """Run `job` with a client session in which no request lasts longer than `timeout_s`."""
+
+    async def with_session() -> T:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        connector = aiohttp.TCPConnector(limit=0)  # who sends limits itself
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            return await job(session)
+
+    return asyncio.run(with_session())
+
+
+async def gather_answers(
+    session: aiohttp.ClientSession,
+    url: str,
+    requests: Sequence[Request],
+    concurrency: int,
+    tick: Callable[[str], None] = no_tick,
+) -> list[Answer]:
+    """What `send_all` does, for callers that do other things meanwhile."""
+    gate = asyncio.Semaphore(concurrency)
+    answered = 0
+
+    async def one(request: Request) -> Answer:
+        nonlocal answered
+        async with gate:
+            answer = await send(session, url, request)
+        answered += 1
+        tick(f"{answered}/{len(requests)}")
+        return answer
+
+    return list(await asyncio.gather(*(one(request) for request in requests)))
+
+
+def compare(expected: Sequence[Answer], got: Sequence[Answer]) -> list[int]:
+    """Indices of the requests whose tokens differ or that failed on either side."""
+    return [
+        i
+        for i, (a, b) in enumerate(zip(expected, got, strict=True))
+        if a.error or b.error or a.output_ids != b.output_ids
+    ]

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers that do not fit together, or cannot start, say so in one sentence and do not hang."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cpu_serving.model import make_model
+from cpu_serving.pools import leaked_pages
+from cpu_serving.servers import HOST, Fleet, Pair, Server, ServerOptions, wait_ready
+from cpu_serving.traffic import make_requests, send_all
+
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+
+BOUND_S = 180.0
+START_BOUND_S = 400.0
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with Fleet(tmp_path_factory.mktemp("mismatch")) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def prefill(fleet: Fleet) -> Server:
+    return fleet.server("prefill", ServerOptions(make_model("llama"), page_size=16))
+
+
+MISMATCHES = {
+    "page size": (
+        ServerOptions(make_model("llama"), page_size=1),
+        ("--page-size", "16", "1"),
+    ),
+    "dtype": (
+        ServerOptions(
+            make_model("llama"), page_size=16, extra_args=("--kv-cache-dtype", "bfloat16")
+        ),
+        ("--kv-cache-dtype", "float32", "bfloat16"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_mismatch_fails_the_request_with_a_sentence(
+    fleet: Fleet, prefill: Server, what: str
+) -> None:
+    options, words = MISMATCHES[what]
+    decode = fleet.server("decode", options, name=f"decode-{what.replace(' ', '-')}")
+    router = fleet.router(prefill, decode, name=f"router-{what.replace(' ', '-')}")
+    pair = Pair(prefill, decode, router)
+    pair.wait_ready()
+    for answer in send_all(router.url, make_requests(3, 100), 3, timeout_s=BOUND_S):
+        assert answer.error is not None
+        missing = [word for word in words if word not in answer.error]
+        assert not missing, f"the error does not name {missing}: {answer.error}"
+    for server in (prefill, decode):
+        assert leaked_pages(server, timeout_s=BOUND_S) == 0
+    router.stop()
+    decode.stop()
+
+
+def test_taken_bootstrap_port_stops_the_server_with_a_sentence(tmp_path: Path) -> None:
+    with socket.create_server((HOST, 0)) as squatter, Fleet(tmp_path) as fleet:
+        port = squatter.getsockname()[1]
+        options = ServerOptions(make_model("llama"))
+        server = fleet.server("prefill", options, bootstrap_port=port)
+        assert server.process.wait(START_BOUND_S) != 0
+        said = [line for line in server.process.log_text().splitlines() if str(port) in line]
+        assert any("bootstrap" in line and "in use" in line for line in said), said
+
+
+def test_servers_of_the_mismatch_still_serve(fleet: Fleet, prefill: Server) -> None:
+    """The prefill server that was talked to by strangers serves a decode server that fits."""
+    decode = fleet.server("decode", prefill.options, name="decode-fitting")
+    router = fleet.router(prefill, decode, name="router-fitting")
+    wait_ready([prefill, decode, router])
+    answers = send_all(router.url, make_requests(6, 300), 6, timeout_s=BOUND_S)
+    assert not [answer.error for answer in answers if answer.error]

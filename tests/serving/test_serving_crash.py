@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill server freezes or dies; the decode server fails its requests and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import aiohttp
+import pytest
+import requests as http
+from cpu_serving.expectations import Reference, Serving
+from cpu_serving.model import make_model
+from cpu_serving.pools import leaked_pages
+from cpu_serving.servers import HOST, Fleet, Pair, ServerOptions
+from cpu_serving.traffic import Answer, Request, make_requests, run, send
+
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+
+BOUND_S = 180.0
+rooms = itertools.count(1 << 41)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with Fleet(tmp_path_factory.mktemp("crash")) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def pair(fleet: Fleet) -> Pair:
+    options = ServerOptions(make_model("llama"))
+    pair = fleet.pair(options, options)
+    pair.wait_ready()
+    return pair
+
+
+def addressed(pair: Pair, request: Request) -> Request:
+    where = {"bootstrap_host": HOST, "bootstrap_port": pair.prefill.bootstrap_port}
+    return replace(request, fields={**where, "bootstrap_room": next(rooms)})
+
+
+def waiting_requests(url: str) -> int:
+    loads = http.get(f"{url}/v1/loads", timeout=30).json()["loads"]
+    return sum(int(load["num_waiting_reqs"]) for load in loads)
+
+
+async def interrupted(
+    pair: Pair, interrupt: Callable[[], None], seed: int, session: aiohttp.ClientSession
+) -> list[Answer]:
+    """Requests of which some wait at the decode server for a prefill that never gets them, while
+    others are on their way through the router; then `interrupt` happens to the prefill server."""
+    waiting = [addressed(pair, request) for request in make_requests(6, 300, seed=seed)]
+    sent = [asyncio.create_task(send(session, pair.decode.url, request)) for request in waiting]
+    deadline = time.monotonic() + BOUND_S
+    while await asyncio.to_thread(waiting_requests, pair.decode.url) < len(waiting):
+        assert time.monotonic() < deadline, "the decode server does not wait for its prefill"
+        await asyncio.sleep(0.2)
+    moving = make_requests(24, 1500, seed=seed + 1)
+    sent += [asyncio.create_task(send(session, pair.router.url, request)) for request in moving]
+    await asyncio.wait(sent, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.to_thread(interrupt)
+    return await asyncio.gather(*sent)
+
+
+def assert_failed_in_time(answers: list[Answer]) -> None:
+    """Each waiting request failed, and no client had to give up on any."""
+    assert all(answer.error for answer in answers[:6])
+    late = [answer.error for answer in answers if answer.error and "TimeoutError" in answer.error]
+    assert not late
+
+
+def test_prefill_frozen_and_thawed(pair: Pair, reference: Reference) -> None:
+    """The decode server does not wait for a frozen peer, and serves again once it is back."""
+    serving = Serving(pair, "llama", reference)
+    serving.assert_equal(make_requests(8, 300, seed=41))
+
+    async def job(session: aiohttp.ClientSession) -> list[Answer]:
+        waiting = [addressed(pair, request) for request in make_requests(6, 300, seed=42)]
+        pair.prefill.process.freeze()
+        return await asyncio.gather(*(send(session, pair.decode.url, r) for r in waiting))
+
+    try:
+        answers = run(job, BOUND_S)
+    finally:
+        pair.prefill.process.thaw()
+    assert_failed_in_time(answers)
+    assert leaked_pages(pair.decode, timeout_s=BOUND_S) == 0
+    serving.assert_equal(make_requests(8, 300, seed=43))
+
+
+def test_prefill_killed_under_load(fleet: Fleet, pair: Pair, reference: Reference) -> None:
+    Serving(pair, "llama", reference).assert_equal(make_requests(8, 300, seed=31))
+    kill = pair.prefill.process.kill
+    assert_failed_in_time(run(lambda session: interrupted(pair, kill, 32, session), BOUND_S))
+    assert leaked_pages(pair.decode, timeout_s=BOUND_S) == 0
+
+    reborn = fleet.server(
+        "prefill",
+        pair.prefill.options,
+        name="prefill-reborn",
+        port=pair.prefill.port,
+        bootstrap_port=pair.prefill.bootstrap_port,
+    )
+    again = Serving(replace(pair, prefill=reborn), "llama", reference)
+    again.pair.wait_ready()
+    again.assert_equal(make_requests(16, 600, seed=33))
+    again.assert_whole()

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode server before registries that tell of prefill instances which cannot serve it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from cpu_serving.model import make_model
+from cpu_serving.pools import leaked_pages
+from cpu_serving.servers import HOST, Fleet, Server, ServerOptions, wait_ready
+from cpu_serving.traffic import make_requests, send_all
+
+from bootstrap_server import (
+    BootstrapClient,
+    BootstrapServer,
+    InstanceConfig,
+    KVFormat,
+    Rank,
+    RankCoords,
+    RankRecord,
+    Topology,
+)
+from sglang_mooncake.messages import PROTOCOL_VERSION
+
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+
+BOUND_S = 180.0
+rooms = itertools.count(1 << 42)
+
+
+@pytest.fixture(scope="module")
+def decode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Fleet(tmp_path_factory.mktemp("registry")) as fleet:
+        server = fleet.server("decode", ServerOptions(make_model("llama")))
+        wait_ready([server])
+        yield server
+
+
+def error_with(decode: Server, topology: Topology, protocol: int) -> str:
+    """What a request gets whose prefill instance has registered its first rank alone."""
+    config = InstanceConfig(topology, KVFormat(1, "float32"), protocol=protocol)
+    rank = Rank(RankCoords(0, 0, 0, 0), HOST, 9, epoch=1)
+    with BootstrapServer(host=HOST, port=0) as registry:
+        with BootstrapClient(f"{HOST}:{registry.port}") as client:
+            client.register(RankRecord(config, rank), deadline_s=BOUND_S)
+        where = {"bootstrap_host": HOST, "bootstrap_port": registry.port}
+        request = replace(make_requests(1, 50)[0], fields={**where, "bootstrap_room": next(rooms)})
+        (answer,) = send_all(decode.url, [request], 1, timeout_s=BOUND_S)
+    assert leaked_pages(decode) == 0
+    assert answer.error is not None
+    return answer.error
+
+
+def test_a_rank_that_never_registers_is_named(decode: Server) -> None:
+    error = error_with(decode, Topology(1, 1, 2, 1), PROTOCOL_VERSION)
+    assert "1 of 2 ranks have registered, missing (dp 0 cp 0 tp 1 pp 0)" in error
+
+
+def test_another_protocol_version_is_refused_with_both(decode: Server) -> None:
+    error = error_with(decode, Topology(1, 1, 1, 1), PROTOCOL_VERSION + 41)
+    assert f"protocol is {PROTOCOL_VERSION + 41} on prefill and {PROTOCOL_VERSION}" in error
+
+
+def test_a_rank_where_nobody_answers_is_named(decode: Server) -> None:
+    error = error_with(decode, Topology(1, 1, 1, 1), PROTOCOL_VERSION)
+    assert f"prefill rank (dp 0 cp 0 tp 0 pp 0) at {HOST}:9" in error

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank on each side: the big set, prefix hits, aborts, requests that cannot succeed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import re
+from dataclasses import replace
+
+import aiohttp
+import pytest
+from cpu_serving.expectations import Layout, Serving
+from cpu_serving.processes import free_port_block
+from cpu_serving.servers import HOST
+from cpu_serving.traffic import Answer, Request, make_requests, run, send
+
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+
+# Far beyond what is needed, far below forever.
+BOUND_S = 180.0
+rooms = itertools.count(1 << 40)
+
+
+@pytest.fixture(scope="module")
+def layout() -> Layout:
+    return Layout.equal("tp1")
+
+
+def direct(serving: Serving, request: Request, **fields: object) -> Request:
+    """The request as the router would send it to both servers."""
+    where = {
+        "bootstrap_host": HOST,
+        "bootstrap_port": serving.pair.prefill.bootstrap_port,
+        "bootstrap_room": next(rooms),
+    }
+    return replace(request, fields={**where, **fields})
+
+
+def test_two_hundred_requests_32_at_a_time(serving: Serving) -> None:
+    requests = make_requests(200, 1500, seed=1)
+    assert {1, 1500} <= {len(request.input_ids) for request in requests}
+    serving.assert_equal(requests, concurrency=32)
+
+
+def test_same_prompts_again_hit_the_prefix_cache_of_prefill(serving: Serving) -> None:
+    requests = make_requests(12, 600, seed=2)
+    serving.assert_equal(requests)
+    serving.assert_equal(requests)
+    longer = [
+        replace(request, input_ids=request.input_ids + requests[0].input_ids)
+        for request in requests
+    ]
+    serving.assert_equal(longer)
+    assert re.search(r"#cached-token: [1-9]", serving.pair.prefill.process.log_text())
+
+
+@pytest.mark.parametrize("way", ["abort_request", "disconnect"])
+def test_abort_in_mid_flight(serving: Serving, way: str) -> None:
+    delays = random.Random(3)
+    requests = [
+        direct(serving, request, rid=f"{way}-{i}")
+        for i, request in enumerate(make_requests(32, 1500, seed=3, new_tokens=32))
+    ]
+    urls = [serving.pair.prefill.url, serving.pair.decode.url]
+
+    async def one(session: aiohttp.ClientSession, request: Request) -> bool:
+        """Whether the abort came before the answer."""
+        sent = [asyncio.create_task(send(session, url, request)) for url in urls]
+        await asyncio.sleep(delays.uniform(0, 2))
+        if way == "abort_request":
+            for url in urls:
+                async with session.post(
+                    f"{url}/abort_request", json={"rid": request.fields["rid"]}
+                ) as response:
+                    assert response.status == 200
+        else:
+            for task in sent:
+                task.cancel()
+        outcomes = await asyncio.gather(*sent, return_exceptions=True)
+        return not all(isinstance(o, Answer) and o.error is None for o in outcomes)
+
+    async def all_of_them(session: aiohttp.ClientSession) -> list[bool]:
+        return await asyncio.gather(*(one(session, request) for request in requests))
+
+    aborted = run(all_of_them, BOUND_S)
+    assert any(aborted), "every request was answered before its abort: nothing was tested"
+    serving.assert_equal(make_requests(24, 800, seed=4))
+
+
+def test_wrong_bootstrap_address_fails_in_bounded_time(serving: Serving) -> None:
+    nobody = free_port_block([serving.pair.prefill.port, serving.pair.decode.port])
+    request = direct(serving, make_requests(1, 50)[0], bootstrap_port=nobody)
+
+    async def ask(session: aiohttp.ClientSession) -> Answer:
+        return await send(session, serving.pair.decode.url, request)
+
+    answer = run(ask, BOUND_S)
+    assert answer.error is not None
+    assert str(nobody) in answer.error, "the message names the address that did not answer"
+    serving.assert_equal(make_requests(4, 100, seed=5))
