@@ -44,7 +44,7 @@ FLAGS: Final[dict[str, str]] = {
     "tp_size": "--tp-size divided by --attn-dp-size, formerly --dp-size --enable-dp-attention",
     "pp_size": "--pp-size",
     "page_size": "--page-size",
-    "kv_cache_dtype": "--kv-cache-dtype",
+    "kv_cache_dtype": "--kv-cache-dtype, or --dtype where that is auto",
     "kv_layout": "--dsv4-attn-backend and SGLANG_DSV4_KV_LAYOUT",
     "load_balance_method": "--load-balance-method",
     "decode_allocation_policy": "--disaggregation-decode-allocation-policy",

@@ -18,7 +18,7 @@ class KVArgsLike(Protocol):
     kv_data_lens: list[int]
     kv_item_lens: list[int]
     kv_layer_ids: list[int]
-    kv_cache_dtype_str: str
+    kv_cache_dtype_str: str  # may be "auto": seam.py resolves it
     kv_layout: str | None
     aux_data_ptrs: list[int]
     aux_data_lens: list[int]
@@ -31,8 +31,11 @@ class UnsupportedPool(ValueError):
     """SGLang gave us a kind of cache that this version cannot hand over."""
 
 
-def layout_from_kv_args(kv_args: KVArgsLike, is_mla: bool, seals: Buffers) -> Layout:
+def layout_from_kv_args(kv_args: KVArgsLike, dtype: str, is_mla: bool, seals: Buffers) -> Layout:
     """The rank's memory as SGLang's schedulers describe it.
+
+    Args:
+        dtype: of the cached numbers, by name.
 
     Raises:
         UnsupportedPool: state pools (SWA, Mamba, indexer, …), which need plans of their own.
@@ -46,7 +49,7 @@ def layout_from_kv_args(kv_args: KVArgsLike, is_mla: bool, seals: Buffers) -> La
         )
     return Layout(
         page_size=int(kv_args.page_size),
-        dtype=str(kv_args.kv_cache_dtype_str),
+        dtype=dtype,
         kv_layout=kv_args.kv_layout,
         is_mla=bool(is_mla),
         layer_ids=tuple(int(layer) for layer in kv_args.kv_layer_ids),

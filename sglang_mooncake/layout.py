@@ -110,7 +110,12 @@ def _check_alike(source: Layout, target: Layout) -> None:
 
     same = "use the same {} on both servers".format
     differ("page size", source.page_size, target.page_size, same("--page-size"))
-    differ("KV cache dtype", source.dtype, target.dtype, same("--kv-cache-dtype and --dtype"))
+    differ(
+        "KV cache dtype",
+        source.dtype,
+        target.dtype,
+        same("--kv-cache-dtype, or --dtype where that is auto"),
+    )
     differ("KV layout", source.kv_layout, target.kv_layout, same("--attention-backend"))
     differ("MLA", source.is_mla, target.is_mla, "serve the same model on both servers")
     differ("layers of the KV buffers", source.layer_ids, target.layer_ids, same("model and PP"))

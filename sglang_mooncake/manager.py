@@ -67,7 +67,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self.disaggregation_mode = disaggregation_mode
         self.is_mla_backend = bool(is_mla_backend)
         self.config = Config.from_environment()
-        self.context = rank_context(args, disaggregation_mode, self.config.host)
+        self.context = rank_context(args, disaggregation_mode, server_args, self.config.host)
         # Read by SGLang's schedulers as they stand; the seam refuses the modes that need others.
         self.attn_cp_rank, self.attn_cp_size = 0, 1
         self.enable_all_cp_ranks_for_transfer = False
@@ -92,10 +92,10 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self._views: dict[int, RoomView] = {}  # decode: rooms whose pages SGLang may ask about
         self._http: concurrent.futures.ThreadPoolExecutor | None = None
         if self.context.role == "prefill":
-            self._start_prefill(layout_from_kv_args(args, self.is_mla_backend, _NO_SEALS))
+            self._start_prefill(self._layout(_NO_SEALS))
         else:
             seals = SealBuffer(self.engine)
-            layout = layout_from_kv_args(args, self.is_mla_backend, seals.buffers)
+            layout = self._layout(seals.buffers)
             self.decode_side = DecodeSide(
                 self.context, self.config, self.engine, layout, seals, self.recorder
             )
@@ -107,6 +107,10 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             len(self._regions),
             ",".join(self.engine.stats().transports),
         )
+
+    def _layout(self, seals: Buffers) -> Layout:
+        dtype = self.context.config.format.kv_cache_dtype
+        return layout_from_kv_args(self.kv_args, dtype, self.is_mla_backend, seals)
 
     def _start_prefill(self, layout: Layout) -> None:
         self.prefill_side = PrefillSide(

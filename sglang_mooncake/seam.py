@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import (
     BaseKVManager,
     BaseKVReceiver,
@@ -62,7 +63,9 @@ class UnsupportedServer(RuntimeError):
     """SGLang runs in a mode that this version does not serve; names the flag."""
 
 
-def rank_context(kv_args: KVArgsLike, mode: DisaggregationMode, host: str | None) -> RankContext:
+def rank_context(
+    kv_args: KVArgsLike, mode: DisaggregationMode, server_args: Any, host: str | None
+) -> RankContext:
     """The facts about this scheduler process.
 
     Raises:
@@ -78,7 +81,7 @@ def rank_context(kv_args: KVArgsLike, mode: DisaggregationMode, host: str | None
         config=InstanceConfig(
             topology=topology,
             format=KVFormat(
-                int(kv_args.page_size), str(kv_args.kv_cache_dtype_str), kv_args.kv_layout
+                int(kv_args.page_size), _kv_dtype(kv_args, server_args), kv_args.kv_layout
             ),
             load_balance_method=str(parallel.load_balance_method),
             decode_allocation_policy=str(disagg.disaggregation_decode_allocation_policy),
@@ -97,6 +100,15 @@ def rank_context(kv_args: KVArgsLike, mode: DisaggregationMode, host: str | None
             ),
         ),
     )
+
+
+def _kv_dtype(kv_args: KVArgsLike, server_args: Any) -> str:
+    """The type of the cached numbers. SGLang's name for it is `auto` whenever it is the model's
+    own, which would make a float16 and a bfloat16 server look alike."""
+    name = str(kv_args.kv_cache_dtype_str)
+    if name == "auto":
+        return str(ModelConfig.from_server_args(server_args).dtype).removeprefix("torch.")
+    return {"bf16": "bfloat16"}.get(name, name)
 
 
 def _place(kv_args: Any) -> tuple[Topology, RankCoords]:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hand-over between SGLang's own KV pools and metadata buffers: MHA and MLA.
-
-SGLang's CPU attention cannot serve an MLA model, so the MLA path is proven on the pool class that
-such a model would use: every byte of the named pages, and no other, reaches the other pool."""
+"""The hand-over between SGLang's own KV pools and metadata buffers, MHA and MLA: every byte of the
+named pages, and no other, reaches the other pool."""
 
 from __future__ import annotations
 
@@ -61,7 +59,6 @@ class SGLangMemory:
         )
         self.args.page_size = page_size
         self.args.kv_layer_ids = []
-        self.args.kv_cache_dtype_str = str(dtype)
         self.args.state_types = []
 
     def ranges(self) -> list[tuple[int, int]]:
@@ -70,7 +67,7 @@ class SGLangMemory:
         return [*kv, *aux]
 
     def layout(self, seals: Buffers) -> Layout:
-        return layout_from_kv_args(self.args, self.is_mla, seals)
+        return layout_from_kv_args(self.args, str(self.pool.dtype), self.is_mla, seals)
 
 
 def pages_of(buffer: torch.Tensor, pages: list[int], page_size: int) -> torch.Tensor:

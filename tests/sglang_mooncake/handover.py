@@ -114,7 +114,8 @@ class PrefillRank:
         layout = memory.layout(Buffers((), (), ()))
         recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
         self.side = PrefillSide(context, config, self.engine, layout, recorder)
-        rank = Rank(context.coords, HOST, self.side.start(), self.engine.epoch)
+        self.port = self.side.start()
+        rank = Rank(context.coords, HOST, self.port, self.engine.epoch)
         with BootstrapClient(context.bootstrap_address) as client:
             client.register(RankRecord(context.config, rank), deadline_s=WAIT_S)
 

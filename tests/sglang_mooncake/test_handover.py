@@ -3,12 +3,41 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
-from handover import CANARY, PAGES, Handover, handover, until
+import zmq
+from handover import (
+    CANARY,
+    HOST,
+    PAGE_SIZE,
+    PAGES,
+    DecodeRank,
+    Handover,
+    Pool,
+    handover,
+    make_context,
+    until,
+)
 
+from bootstrap_server import (
+    BootstrapClient,
+    BootstrapServer,
+    InstanceConfig,
+    KVFormat,
+    Rank,
+    RankCoords,
+    RankRecord,
+    Topology,
+)
 from sglang_mooncake.config import Config
 from sglang_mooncake.context import Deadlines
+from sglang_mooncake.control import open_dealer, open_router
+from sglang_mooncake.messages import PROTOCOL_VERSION, HelloReply, LinkReset, encode
+from sglang_mooncake.messages import decode as decode_message
 from sglang_mooncake.rooms.states import RoomState
 
 
@@ -191,3 +220,102 @@ def test_an_unknown_registry_is_named_with_the_reason():
         assert not pair.decode.side.ensure_instance(address)
         until(lambda: address in pair.decode.side.instance_problems, "the problem is known")
         assert address in pair.decode.side.instance_problems[address]
+
+
+def register(
+    address: str, topology: Topology, coords: RankCoords, port: int, protocol: int
+) -> None:
+    config = InstanceConfig(topology, KVFormat(PAGE_SIZE, "float32"), protocol=protocol)
+    with BootstrapClient(address) as client:
+        client.register(RankRecord(config, Rank(coords, HOST, port, epoch=1)), deadline_s=20)
+
+
+@contextmanager
+def decode_alone() -> Iterator[tuple[str, DecodeRank]]:
+    """A decode rank and an empty registry."""
+    server = BootstrapServer(host=HOST, port=0)
+    rank = DecodeRank(make_context("decode", "", Deadlines()), Config(link_timeout_s=0.5), Pool())
+    try:
+        yield f"{HOST}:{server.port}", rank
+    finally:
+        rank.close()
+        server.close()
+
+
+def test_a_rank_that_never_registers_is_named():
+    with decode_alone() as (address, decode):
+        register(address, Topology(1, 1, 2, 1), RankCoords(0, 0, 0, 0), 1, PROTOCOL_VERSION)
+        assert not decode.side.ensure_instance(address)
+        until(lambda: address in decode.side.instance_problems, "the problem is known")
+        problem = decode.side.instance_problems[address]
+        assert "1 of 2 ranks" in problem
+        assert "dp 0 cp 0 tp 1 pp 0" in problem
+
+
+def test_an_instance_of_another_protocol_version_is_refused_with_both():
+    with decode_alone() as (address, decode):
+        register(address, Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0), 1, PROTOCOL_VERSION + 41)
+        decode.know(address)
+        view = decode.side.open_room(1)
+        decode.side.choose_sources(view, address, 0)
+        until(lambda: view.over, "the room is refused")
+        for part in (str(PROTOCOL_VERSION + 41), str(PROTOCOL_VERSION), "sglang-mooncake"):
+            assert part in (view.reason or "")
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_peer_that_speaks_another_version_is_told_apart_by_its_first_message(side):
+    other = PROTOCOL_VERSION + 41
+    with zmq.Context() as context:
+        if side == "prefill":
+            with decode_alone() as (address, decode):
+                router, port = open_router(context, HOST, 1000)
+                register(
+                    address, Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0), port, PROTOCOL_VERSION
+                )
+                decode.know(address)
+                view = decode.side.open_room(1)
+                decode.side.choose_sources(view, address, 0)
+                identity, _hello = router.recv_multipart()
+                router.send_multipart([identity, encode(HelloReply(refused=None), other)])
+                until(lambda: view.over, "the room is refused")
+                router.close(linger=0)
+                assert f"version {other}" in (view.reason or "")
+        else:
+            with handover() as pair:
+                port = pair.prefill.port
+                dealer, monitor = open_dealer(context, HOST, port, 1.0, 2, 1000)
+                dealer.send(encode(LinkReset(""), other))
+                assert dealer.poll(20_000)
+                reply = decode_message(dealer.recv())
+                dealer.disable_monitor()
+                monitor.close(linger=0)
+                dealer.close(linger=0)
+                assert isinstance(reply, HelloReply)
+                assert f"version {other}" in (reply.refused or "")
+
+
+def test_a_prefill_rank_that_does_not_answer_is_named_after_the_deadline():
+    with decode_alone() as (address, decode), socket.create_server((HOST, 0)) as silent:
+        port = silent.getsockname()[1]
+        register(address, Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0), port, PROTOCOL_VERSION)
+        decode.know(address)
+        view = decode.side.open_room(1)
+        decode.side.choose_sources(view, address, 0)
+        until(lambda: view.over, "the room fails")
+        assert "did not answer the hello within 0.5 s" in (view.reason or "")
+        assert str(port) in (view.reason or "")
+
+
+def test_garbage_on_the_control_port_is_refused_and_serving_goes_on(pair):
+    with zmq.Context() as context:
+        dealer, monitor = open_dealer(context, HOST, pair.prefill.port, 1.0, 2, 1000)
+        dealer.send(b"GET / HTTP/1.1")
+        assert dealer.poll(20_000)
+        reply = decode_message(dealer.recv())
+        dealer.disable_monitor()
+        monitor.close(linger=0)
+        dealer.close(linger=0)
+    assert isinstance(reply, HelloReply)
+    assert "not a hand-over message" in (reply.refused or "")
+    pair.complete(30, [1], [2], aux=0)
