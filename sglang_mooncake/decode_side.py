@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 #: Rooms × sources that may be open on one rank at once.
 SEAL_SLOTS = 16_384
+#: Clients name registry addresses, so what is kept of bad ones must be bounded.
+PROBLEMS_MAX = 1_024
 
 
 class SealBuffer:
@@ -68,12 +70,21 @@ class PrefillInfo:
     prefill_http_port: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class _LinkKey:
+    """One life of one prefill rank; `address` is that of its instance's registry."""
+
+    address: str
+    rank: Rank
+
+    def __str__(self) -> str:
+        return f"prefill rank ({self.rank.coords}) at {self.rank.host}:{self.rank.port}"
+
+
 @dataclass(slots=True, eq=False)
 class _Link:
-    """A connection to one prefill rank. `address` is that of its instance's registry."""
+    """A connection to one prefill rank."""
 
-    name: str
-    address: str
     dealer: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     opened_s: float
@@ -108,8 +119,7 @@ class DecodeSide:
         )
         self._instances: dict[str, Instance] = {}
         self._fetching: set[str] = set()
-        self._ranks: dict[str, tuple[str, Rank]] = {}  # link id → (registry address, rank)
-        self._links: dict[str, _Link] = {}
+        self._links: dict[_LinkKey, _Link] = {}
         self._loop = ControlLoop("kv-decode", self)
         #: Read by SGLang's decode scheduler; an address is in it once its instance is known.
         self.prefill_info: dict[str, PrefillInfo] = {}
@@ -156,11 +166,11 @@ class DecodeSide:
         except MismatchError as error:
             # Tell the ranks that hold this request, so that none waits for its deadline.
             told = [c for c in config.topology.coords() if c.dp == prefill_dp_rank]
-            links = tuple(self._link_id(address, instance.rank(c)) for c in told)
+            links = tuple(_LinkKey(address, instance.rank(c)) for c in told)
             self._loop.post(rooms.SourcesChosen(view, links, 1))
             self.fail(view, f"the prefill server at {address} does not fit this one: {error}")
             return
-        links = tuple(self._link_id(address, instance.rank(coords)) for coords in chosen)
+        links = tuple(_LinkKey(address, instance.rank(coords)) for coords in chosen)
         self._loop.post(rooms.SourcesChosen(view, links, destinations=1))
 
     def name_pages(
@@ -215,8 +225,6 @@ class DecodeSide:
             self._fetched(stimulus)
         else:
             self._apply(stimulus, now_s)
-        if isinstance(stimulus, rooms.Closed):
-            self._recorder.room_closed(stimulus.view)
 
     def on_tick(self, now_s: float) -> None:
         self._apply(rooms.Tick(), now_s)
@@ -224,7 +232,7 @@ class DecodeSide:
             if not link.up and now_s - link.opened_s >= self._config.link_timeout_s:
                 self._drop_link(
                     key,
-                    f"{link.name} did not answer the hello within {self._config.link_timeout_s:g} s"
+                    f"{key} did not answer the hello within {self._config.link_timeout_s:g} s"
                     " (SGLANG_MOONCAKE_LINK_TIMEOUT_S)",
                     forget_instance=True,
                 )
@@ -240,6 +248,9 @@ class DecodeSide:
         address, result = fetched.address, fetched.result
         self._fetching.discard(address)
         if isinstance(result, str):
+            self.instance_problems.pop(address, None)
+            if len(self.instance_problems) >= PROBLEMS_MAX:
+                del self.instance_problems[next(iter(self.instance_problems))]
             self.instance_problems[address] = result
             return
         self.instance_problems.pop(address, None)
@@ -250,40 +261,33 @@ class DecodeSide:
             prefill_http_port=result.ranks[0].prefill_http_port,
         )
 
-    def _link_id(self, address: str, rank: Rank) -> str:
-        key = f"{address} ({rank.coords}) epoch {rank.epoch}"
-        self._ranks[key] = (address, rank)
-        return key
-
     # --- links ---
 
-    def _open_link(self, key: str) -> None:
-        address, rank = self._ranks[key]
+    def _open_link(self, key: _LinkKey) -> None:
         deadlines = self._context.deadlines
         dealer, monitor = open_dealer(
             self._loop.zmq_context,
-            rank.host,
-            rank.port,
+            key.rank.host,
+            key.rank.port,
             deadlines.heartbeat_s,
             deadlines.heartbeat_failures_max,
             messages.MESSAGE_BYTES_MAX,
         )
-        name = f"prefill rank ({rank.coords}) at {rank.host}:{rank.port}"
-        self._links[key] = _Link(name, address, dealer, monitor, time.monotonic())
+        self._links[key] = _Link(dealer, monitor, time.monotonic())
         self._loop.add_reader(dealer, lambda: self._read_link(key))
         self._loop.add_reader(monitor, lambda: self._lost_link(key))
         self._send(key, Hello(self._context.name, self._engine.card(), self._layout))
 
-    def _send(self, key: str, message: messages.Message) -> None:
+    def _send(self, key: _LinkKey, message: messages.Message) -> None:
         link = self._links.get(key)
         if link is None:
             return  # its rooms have just been told
         try:
             link.dealer.send(messages.encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            self._drop_link(key, f"{link.name} takes no messages in", forget_instance=True)
+            self._drop_link(key, f"{key} takes no messages in", forget_instance=True)
 
-    def _read_link(self, key: str) -> None:
+    def _read_link(self, key: _LinkKey) -> None:
         while (link := self._links.get(key)) is not None:
             try:
                 frame = link.dealer.recv(zmq.NOBLOCK)
@@ -292,26 +296,25 @@ class DecodeSide:
             try:
                 message = messages.decode(frame)
             except MessageError as error:
-                self._drop_link(key, f"{link.name}: {error}", forget_instance=True)
+                self._drop_link(key, f"{key}: {error}", forget_instance=True)
                 return
             match message:
                 case HelloReply(refused=None):
                     link.up = True
                     self._apply(rooms.LinkUp(key), time.monotonic())
                 case HelloReply(refused=reason):
-                    self._drop_link(key, f"{link.name} refused: {reason}", forget_instance=False)
+                    self._drop_link(key, f"{key} refused: {reason}", forget_instance=False)
                 case LinkReset(reason):
-                    self._drop_link(key, f"{link.name}: {reason}", forget_instance=False)
+                    self._drop_link(key, f"{key}: {reason}", forget_instance=False)
                 case RoomFailed():
                     self._apply(rooms.PeerFailed(key, message), time.monotonic())
                 case _:
-                    logger.warning("%s sent a %s", link.name, type(message).__name__)
+                    logger.warning("%s sent a %s", key, type(message).__name__)
 
-    def _lost_link(self, key: str) -> None:
-        link = self._links[key]
-        self._drop_link(key, f"lost the connection to {link.name}", forget_instance=True)
+    def _lost_link(self, key: _LinkKey) -> None:
+        self._drop_link(key, f"lost the connection to {key}", forget_instance=True)
 
-    def _drop_link(self, key: str, reason: str, forget_instance: bool) -> None:
+    def _drop_link(self, key: _LinkKey, reason: str, forget_instance: bool) -> None:
         """Closes a link; the next room opens it again, after a fresh look at the registry when the
         rank may have been restarted elsewhere."""
         link = self._links.pop(key)
@@ -320,8 +323,8 @@ class DecodeSide:
         self._loop.remove_reader(link.monitor)
         _close_sockets(link)
         if forget_instance:
-            self._instances.pop(link.address, None)
-            self.prefill_info.pop(link.address, None)
+            self._instances.pop(key.address, None)
+            self.prefill_info.pop(key.address, None)
         self._apply(rooms.LinkDown(key, reason), time.monotonic())
 
     # --- rooms ---
@@ -329,17 +332,19 @@ class DecodeSide:
     def _apply(self, event: rooms.Event, now_s: float) -> None:
         for instruction in self._rooms.handle(event, now_s):
             match instruction:
-                case rooms.OpenLink(key):
+                case rooms.OpenLink(_LinkKey() as key):
                     self._open_link(key)
                 case rooms.Expect(tag, slot):
                     self._seals.clear(slot)
                     self._engine.expect(tag)
-                case rooms.Tell(key, message):
+                case rooms.Tell(_LinkKey() as key, message):
                     self._send(key, message)
                 case rooms.Fence(view, tags):
                     for tag in tags:
                         self._engine.fence(tag)
                     self._apply(rooms.Fenced(view), now_s)
+                case rooms.Over(view):
+                    self._recorder.room_over(view)
 
 
 def _fetch_instance(address: str) -> Instance | str:

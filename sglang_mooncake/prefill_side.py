@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 #: One seal is needed per transfer of a last chunk that is under way.
 SEAL_SLOTS = 16_384
 _START_TIMEOUT_S = 10.0
+#: A peer that floods us must not keep the loop from everybody else's rooms.
+MESSAGES_PER_TURN = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +169,6 @@ class PrefillSide:
                 self._transfer_ended(stimulus, now_s)
             case _:
                 self._apply(stimulus, now_s)
-        if isinstance(stimulus, rooms.Closed):
-            self._recorder.room_closed(stimulus.view)
 
     def on_tick(self, now_s: float) -> None:
         self._apply(rooms.Tick(), now_s)
@@ -185,7 +185,7 @@ class PrefillSide:
 
     def _read_peers(self) -> None:
         assert self._router is not None
-        while True:
+        for _ in range(MESSAGES_PER_TURN):
             try:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -278,6 +278,8 @@ class PrefillSide:
                         transfer.cancel()
                 case rooms.Tell(peer, message):
                     self._reply(bytes.fromhex(peer), message)
+                case rooms.Over(view):
+                    self._recorder.room_over(view)
 
     def _write(self, write: rooms.Write, now_s: float) -> None:
         seal_slot = None

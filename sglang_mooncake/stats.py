@@ -89,8 +89,8 @@ class Recorder:
         """The last chunk's way from `send()` to the destination's memory."""
         self._handover_ms.append(latency_s * 1000)
 
-    def room_closed(self, view: RoomView) -> None:
-        match view.end if view.state is RoomState.ENDING else view.state:
+    def room_over(self, view: RoomView) -> None:
+        match view.state:
             case RoomState.DONE:
                 self._rooms["done"] += 1
             case RoomState.ABORTED | RoomState.SUPERSEDED:

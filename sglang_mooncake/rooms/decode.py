@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rooms on the decode side: when pages are open for writing, what arrival is, when they are free.
 
-`DecodeRooms.handle(event)` returns instructions; see `states.py` for the rules of this package.
+`DecodeRooms.handle(event)` returns instructions; see `states.py` for the rules of this package. A
+link, the way to one prefill rank, is whatever the shell names it by.
 Arrival itself is no event: the scheduler's `poll()` reads the engine's counters (`RoomView.seals`),
 so that it never waits for the loop thread.
 """
@@ -9,6 +10,7 @@ so that it never waits for the loop thread.
 from __future__ import annotations
 
 import enum
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +41,7 @@ __all__ = [
     "LinkUp",
     "OpenLink",
     "Opened",
+    "Over",
     "PagesNamed",
     "PeerFailed",
     "SourcesChosen",
@@ -57,11 +60,10 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class SourcesChosen:
-    """Which prefill ranks (by link id) feed this room, and how many decode ranks each of them
-    feeds for it."""
+    """Which prefill ranks feed this room, and how many decode ranks each of them feeds for it."""
 
     view: RoomView
-    sources: tuple[str, ...]
+    sources: tuple[Hashable, ...]
     destinations: int
 
 
@@ -106,18 +108,18 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
-    link: str
+    link: Hashable
 
 
 @dataclass(frozen=True, slots=True)
 class LinkDown:
-    link: str
+    link: Hashable
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class PeerFailed:
-    link: str
+    link: Hashable
     message: RoomFailed
 
 
@@ -147,7 +149,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class OpenLink:
-    link: str
+    link: Hashable
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ class Expect:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    link: str
+    link: Hashable
     message: RoomRequest | RoomAbort
 
 
@@ -172,7 +174,14 @@ class Fence:
     tags: tuple[int, ...]
 
 
-Instruction = OpenLink | Expect | Tell | Fence
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The room has come to its end, its tags are closed, and it is forgotten here."""
+
+    view: RoomView
+
+
+Instruction = OpenLink | Expect | Tell | Fence | Over
 
 
 class _Link(enum.Enum):
@@ -183,11 +192,10 @@ class _Link(enum.Enum):
 @dataclass(slots=True, eq=False)
 class _Room:
     view: RoomView
-    sources: tuple[str, ...] = ()
+    sources: tuple[Hashable, ...] = ()
     destinations: int = 1
     published_s: float | None = None
     slots: tuple[int, ...] = ()
-    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +217,7 @@ class DecodeRooms:
     def __init__(self, deadlines: DecodeDeadlines, seal_slots: int, first_tag: int) -> None:
         self._deadlines = deadlines
         self._rooms: dict[int, _Room] = {}  # by serial
-        self._links: dict[str, _Link] = {}
+        self._links: dict[Hashable, _Link] = {}
         self._free_slots = list(range(seal_slots - 1, -1, -1))
         self._next_tag = first_tag
 
@@ -237,7 +245,7 @@ class DecodeRooms:
             case Broken(view, reason):
                 return self._end(view, RoomState.FAILED, reason)
             case Closed(view):
-                return self._close(view)
+                return self._end(view, RoomState.ABORTED, "the scheduler released the request")
             case Fenced(view):
                 return self._fenced(view)
             case LinkUp(link):
@@ -252,7 +260,7 @@ class DecodeRooms:
     # --- the way up ---
 
     def _choose(
-        self, view: RoomView, sources: tuple[str, ...], destinations: int
+        self, view: RoomView, sources: tuple[Hashable, ...], destinations: int
     ) -> list[Instruction]:
         room = self._rooms.get(view.serial)
         if room is None or view.state is not RoomState.OPEN:
@@ -336,7 +344,7 @@ class DecodeRooms:
             instructions.insert(0, Fence(view, tuple(tag for tag, _ in view.seals)))
         else:
             advance(view, Step.QUIET, TRANSITIONS_DECODE)
-            self._forget_if_over(room)
+            instructions += self._forget(room)
         return instructions
 
     def _fenced(self, view: RoomView) -> list[Instruction]:
@@ -347,32 +355,23 @@ class DecodeRooms:
         room.slots = ()
         if view.state is RoomState.ENDING:
             advance(view, Step.QUIET, TRANSITIONS_DECODE)
-        self._forget_if_over(room)
-        return []
+        return self._forget(room)
 
-    def _close(self, view: RoomView) -> list[Instruction]:
-        room = self._rooms.get(view.serial)
-        if room is None:
-            return []
-        room.closed = True
-        instructions = self._end(view, RoomState.ABORTED, "the scheduler released the request")
-        self._forget_if_over(room)
-        return instructions
-
-    def _forget_if_over(self, room: _Room) -> None:
-        if room.closed and room.view.over and not room.slots:
-            self._rooms.pop(room.view.serial, None)
+    def _forget(self, room: _Room) -> list[Instruction]:
+        """The end. The scheduler still has the view; the table needs the room no more."""
+        del self._rooms[room.view.serial]
+        return [Over(room.view)]
 
     # --- peers and the clock ---
 
-    def _link_up(self, link: str) -> list[Instruction]:
+    def _link_up(self, link: Hashable) -> list[Instruction]:
         if self._links.get(link) is _Link.OPENING:
             self._links[link] = _Link.UP
             for room in self._rooms.values():
                 self._meet_if_linked(room)
         return []
 
-    def _link_down(self, link: str, reason: str) -> list[Instruction]:
+    def _link_down(self, link: Hashable, reason: str) -> list[Instruction]:
         self._links.pop(link, None)
         instructions: list[Instruction] = []
         for room in list(self._rooms.values()):
@@ -381,7 +380,7 @@ class DecodeRooms:
                 instructions += self._end(room.view, RoomState.FAILED, reason)
         return instructions
 
-    def _peer_failed(self, link: str, message: RoomFailed) -> list[Instruction]:
+    def _peer_failed(self, link: Hashable, message: RoomFailed) -> list[Instruction]:
         for room in list(self._rooms.values()):
             view = room.view
             if (view.room, view.generation) == (message.room, message.generation):

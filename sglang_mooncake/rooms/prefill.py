@@ -30,6 +30,7 @@ __all__ = [
     "Event",
     "Instruction",
     "Opened",
+    "Over",
     "PeerLost",
     "PrefillRooms",
     "Requested",
@@ -166,7 +167,14 @@ class Tell:
     message: RoomFailed
 
 
-Instruction = Write | CancelWrites | Tell
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The room has come to its end and is forgotten here."""
+
+    view: RoomView
+
+
+Instruction = Write | CancelWrites | Tell | Over
 
 
 @dataclass(slots=True, eq=False)
@@ -175,7 +183,6 @@ class _Room:
     requests: dict[str, RoomRequest] = field(default_factory=dict)
     chunks: int = 0
     outstanding: int = 0
-    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +223,7 @@ class PrefillRooms:
             case Broken(view, reason):
                 return self._end(view, RoomState.FAILED, reason)
             case Closed(view):
-                return self._close(view)
+                return self._end(view, RoomState.ABORTED, "the scheduler released the request")
             case Requested(peer, request):
                 return self._request(peer, request, now_s)
             case RoomAborted(peer, message):
@@ -233,7 +240,7 @@ class PrefillRooms:
     def _open(self, view: RoomView, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
         former = self._current.get(view.room)
-        if former is not None and not former.view.over:
+        if former is not None:
             instructions += self._end(
                 former.view,
                 RoomState.SUPERSEDED,
@@ -254,7 +261,7 @@ class PrefillRooms:
 
     def _chunk(self, view: RoomView, chunk: Chunk) -> list[Instruction]:
         room = self._rooms.get(view.serial)
-        if room is None or view.state is RoomState.ENDING or view.over:
+        if room is None or view.state is RoomState.ENDING:
             return []  # the scheduler had not yet seen the end when it sent this
         if problem := _chunk_problem(room, chunk):
             return self._end(view, RoomState.FAILED, problem)
@@ -267,15 +274,6 @@ class PrefillRooms:
             Write(view, peer, request, chunk, room.chunks)
             for peer, request in room.requests.items()
         ]
-
-    def _close(self, view: RoomView) -> list[Instruction]:
-        room = self._rooms.get(view.serial)
-        if room is None:
-            return []
-        room.closed = True
-        instructions = self._end(view, RoomState.ABORTED, "the scheduler released the request")
-        self._forget_if_over(room)
-        return instructions
 
     # --- events of peers ---
 
@@ -299,14 +297,20 @@ class PrefillRooms:
                 return []  # the abort overtook the request
             early = None
         if early is None:
-            if len(self._early) >= EARLY_ROOMS_MAX:
-                oldest = next(iter(self._early))
-                instructions += self._refuse_early(
-                    oldest,
-                    f"{EARLY_ROOMS_MAX} rooms are waiting for a request of the prefill server",
-                )
-            early = self._early[request.room] = _Early(now_s)
+            early = _Early(now_s)
+            instructions += self._remember(request.room, early)
         early.requests[peer] = request
+        return instructions
+
+    def _remember(self, number: int, early: _Early) -> list[Instruction]:
+        instructions: list[Instruction] = []
+        self._early.pop(number, None)
+        if len(self._early) >= EARLY_ROOMS_MAX:
+            instructions += self._refuse_early(
+                next(iter(self._early)),
+                f"{EARLY_ROOMS_MAX} rooms are waiting for a request of the prefill server",
+            )
+        self._early[number] = early
         return instructions
 
     def _meet(self, room: _Room, peer: str, request: RoomRequest) -> list[Instruction]:
@@ -333,9 +337,8 @@ class PrefillRooms:
         if room is not None and room.view.state is RoomState.OPEN:
             # The decode rank gave up before it named its pages: nobody will come for this room.
             return self._end(room.view, RoomState.ABORTED, _peer_gave_up(message))
-        if room is None or room.view.over:
-            self._early.pop(message.room, None)
-            self._early[message.room] = _Early(now_s, abort=message)
+        if room is None:
+            return self._remember(message.room, _Early(now_s, abort=message))
         return []
 
     def _peer_lost(self, peer: str, reason: str) -> list[Instruction]:
@@ -358,8 +361,7 @@ class PrefillRooms:
         if failure is not None:
             instructions = self._end(view, RoomState.FAILED, failure)
         if room.outstanding == 0 and view.state in (RoomState.SEALED, RoomState.ENDING):
-            advance(view, Step.QUIET, TRANSITIONS_PREFILL)
-            self._forget_if_over(room)
+            instructions += self._quiet(room)
         return instructions
 
     def _tick(self, now_s: float) -> list[Instruction]:
@@ -393,7 +395,7 @@ class PrefillRooms:
 
     def _end(self, view: RoomView, end: RoomState, reason: str) -> list[Instruction]:
         room = self._rooms.get(view.serial)
-        if room is None or view.over or view.state is RoomState.ENDING:
+        if room is None or view.state is RoomState.ENDING:
             return []
         instructions: list[Instruction] = [
             Tell(peer, RoomFailed(view.room, request.generation, f"prefill side: {reason}"))
@@ -407,16 +409,16 @@ class PrefillRooms:
         if room.outstanding:
             instructions.append(CancelWrites(view))
         else:
-            advance(view, Step.QUIET, TRANSITIONS_PREFILL)
-            self._forget_if_over(room)
+            instructions += self._quiet(room)
         return instructions
 
-    def _forget_if_over(self, room: _Room) -> None:
-        if not (room.closed and room.view.over):
-            return
-        self._rooms.pop(room.view.serial, None)
+    def _quiet(self, room: _Room) -> list[Instruction]:
+        """The end. The scheduler still has the view; the table needs the room no more."""
+        advance(room.view, Step.QUIET, TRANSITIONS_PREFILL)
+        del self._rooms[room.view.serial]
         if self._current.get(room.view.room) is room:
             del self._current[room.view.room]
+        return [Over(room.view)]
 
 
 def _peer_gave_up(message: RoomAbort) -> str:

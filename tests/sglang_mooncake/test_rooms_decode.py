@@ -23,6 +23,7 @@ from sglang_mooncake.rooms.decode import (
     LinkUp,
     Opened,
     OpenLink,
+    Over,
     PagesNamed,
     PeerFailed,
     SourcesChosen,
@@ -97,7 +98,7 @@ def test_an_aborted_room_is_fenced_before_it_is_over_and_before_anybody_is_told(
 def test_a_room_that_named_no_pages_needs_no_fence():
     rooms, view = new_rooms(), RoomView(1, 0.0)
     rooms.handle(Opened(view), 0)
-    assert rooms.handle(Broken(view, "no such instance"), 0) == []
+    assert rooms.handle(Broken(view, "no such instance"), 0) == [Over(view)]
     assert view.state is RoomState.FAILED
 
 
@@ -162,7 +163,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.open_tags: set[int] = set()
         self.all_tags: set[int] = set()
         self.ends: dict[int, tuple[RoomState, str | None]] = {}
-        self.closed: set[int] = set()
+        self.over: list[RoomView] = []
         self.unfenced: list[RoomView] = []
 
     def do(self, event):
@@ -173,6 +174,8 @@ class AnyOrder(RuleBasedStateMachine):
                 self.all_tags.add(instruction.tag)
             if isinstance(instruction, Tell) and isinstance(instruction.message, RoomRequest):
                 assert instruction.message.tag in self.open_tags, "told before it was open"
+            if isinstance(instruction, Over):
+                self.over.append(instruction.view)
             if isinstance(instruction, Fence):
                 self.open_tags -= set(instruction.tags)
                 self.unfenced.append(instruction.view)
@@ -202,7 +205,6 @@ class AnyOrder(RuleBasedStateMachine):
         elif what == "peer":
             self.do(PeerFailed("p0", RoomFailed(view.room, view.generation, "failed")))
         else:
-            self.closed.add(view.serial)
             self.do(Closed(view))
 
     @rule(data=st.data())
@@ -232,13 +234,11 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.rooms.free_seal_slots == SLOTS - held
 
     @invariant()
-    def closed_rooms_are_forgotten(self):
-        alive = [
-            v
-            for v in self.views
-            if not (v.over and v.serial in self.closed and v not in self.unfenced)
-        ]
+    def the_table_holds_live_and_unfenced_rooms_alone(self):
+        alive = [v for v in self.views if not v.over or v in self.unfenced]
         assert len(self.rooms) == len(alive)
+        assert {v.serial for v in self.over} == {v.serial for v in self.views if v not in alive}
+        assert len(self.over) == len({view.serial for view in self.over})
 
 
 AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40)

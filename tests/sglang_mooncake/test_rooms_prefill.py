@@ -18,6 +18,7 @@ from sglang_mooncake.rooms.prefill import (
     ChunkSent,
     Closed,
     Opened,
+    Over,
     PeerLost,
     PrefillRooms,
     Requested,
@@ -77,7 +78,7 @@ def test_a_room_goes_from_open_to_done():
     assert view.state is RoomState.SEALED
     rooms.handle(WriteEnded(view, None), 0)
     assert view.state is RoomState.DONE
-    rooms.handle(Closed(view), 0)
+    assert rooms.handle(Closed(view), 0) == []
     assert len(rooms) == 0
 
 
@@ -173,7 +174,7 @@ def test_a_failed_write_fails_the_room_and_tells_the_decode_rank():
 def test_a_lost_peer_fails_its_rooms_and_is_not_told():
     rooms = PrefillRooms(TIMEOUT_S)
     view, other = ready(rooms), opened(rooms, 2)
-    assert rooms.handle(PeerLost("a", "gone"), 0) == []
+    assert rooms.handle(PeerLost("a", "gone"), 0) == [Over(view)]
     assert view.state is RoomState.FAILED
     assert other.state is RoomState.OPEN
 
@@ -224,13 +225,15 @@ class AnyOrder(RuleBasedStateMachine):
         self.outstanding: dict[int, int] = {}
         self.ends: dict[int, tuple[RoomState, str | None]] = {}
         self.generation = 0
-        self.closed: set[int] = set()
+        self.over: list[RoomView] = []
 
     def do(self, event):
         for instruction in self.rooms.handle(event, self.now_s):
             if isinstance(instruction, Write):
                 serial = instruction.view.serial
                 self.outstanding[serial] = self.outstanding.get(serial, 0) + 1
+            if isinstance(instruction, Over):
+                self.over.append(instruction.view)
             if isinstance(instruction, CancelWrites):
                 assert self.outstanding[instruction.view.serial]
 
@@ -263,7 +266,6 @@ class AnyOrder(RuleBasedStateMachine):
     def give_up(self, data, close):
         if self.views:
             view = data.draw(st.sampled_from(self.views))
-            self.closed |= {view.serial} if close else set()
             self.do(Closed(view) if close else Aborted(view, "gone"))
 
     @rule(room=st.integers(1, 3), peer=st.sampled_from("ab"), back=st.integers(0, 2))
@@ -291,9 +293,10 @@ class AnyOrder(RuleBasedStateMachine):
                 assert self.outstanding[view.serial], "an ending that nothing will end"
 
     @invariant()
-    def closed_rooms_are_forgotten(self):
-        alive = [v for v in self.views if not (v.over and v.serial in self.closed)]
-        assert len(self.rooms) == len(alive)
+    def the_table_holds_live_rooms_alone(self):
+        assert len(self.rooms) == sum(not view.over for view in self.views)
+        assert {view.serial for view in self.over} == {v.serial for v in self.views if v.over}
+        assert len(self.over) == len({view.serial for view in self.over})
 
 
 AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
