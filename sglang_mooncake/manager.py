@@ -102,9 +102,12 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             self.decode_side.start()
         atexit.register(self.close)
         logger.info(
-            "sglang-mooncake serves %s: %d regions of memory over %s",
+            "sglang-mooncake serves %s: %d %s buffers, page size %d, %s, over %s",
             self.context.name,
-            len(self._regions),
+            len(args.kv_data_ptrs),
+            "MLA" if self.is_mla_backend else "K and V",
+            args.page_size,
+            self.context.config.format.kv_cache_dtype,
             ",".join(self.engine.stats().transports),
         )
 

@@ -43,6 +43,12 @@ def layout(request: pytest.FixtureRequest) -> Layout:
     return LAYOUTS[request.param]()
 
 
+def test_the_pool_is_the_one_meant(serving: Serving) -> None:
+    kind = "3 MLA buffers" if serving.model == "deepseek" else "6 K and V buffers"
+    for server in (serving.pair.prefill, serving.pair.decode):
+        assert kind in server.process.log_text()
+
+
 def test_tokens_are_equal(serving: Serving) -> None:
     serving.assert_equal(make_requests(40, 900, seed=11), concurrency=16)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
 import sys
@@ -13,3 +14,13 @@ from cpu_serving.servers import SHIM
 sys.path.insert(0, str(SHIM))
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 runpy.run_path(str(SHIM / "sitecustomize.py"))
+
+
+def pytest_unconfigure() -> None:
+    """SGLang imports sentencepiece (0.2.1), whose SWIG runtime crashes when the interpreter takes
+    it down at exit, depending on what else was imported. References that nobody gives back keep
+    what it holds from being taken down."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("swig_runtime_data"):
+            for held in vars(module).values():
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
