@@ -110,7 +110,8 @@ class Recorder:
             "role": self._context.role,
             "rank": {"dp": coords.dp, "cp": coords.cp, "tp": coords.tp, "pp": coords.pp},
             "classes": self._classes,
-            "transport": ",".join(stats.transports),
+            # What carries bytes, not what is on offer; empty on a rank that writes to nobody.
+            "transport": ",".join(sorted({name for name, _ in stats.peer_transports.values()})),
             "rails": stats.rails,
             "rooms": {
                 "done": self._rooms["done"],

@@ -9,6 +9,7 @@ destination sees the arrival, or fences the tag and may use the memory for somet
 from __future__ import annotations
 
 from te.blocks import BLOCK, Blocks
+from te.buffers import Buffer, allocate
 from te.config import Config
 from te.engine import Engine, Stats
 from te.errors import (
@@ -34,6 +35,7 @@ __all__ = [
     "BLOCK",
     "Blocks",
     "BoundsError",
+    "Buffer",
     "ClosedError",
     "Config",
     "ConnectError",
@@ -53,4 +55,5 @@ __all__ = [
     "TransferFailed",
     "VersionError",
     "WaitTimeout",
+    "allocate",
 ]

@@ -7,14 +7,16 @@ import ipaddress
 import math
 from dataclasses import dataclass
 
+from te.plane._core import FRAME_BLOCKS_MAX, RAILS_LIMIT, WORKERS_LIMIT
+
 __all__ = ["TRANSPORTS", "Config"]
 
-TRANSPORTS = ("tcp",)
-"""Names of the transports of this build."""
+TRANSPORTS = ("samehost", "tcp")
+"""Names of the transports of this build, the preferred one first."""
 
 SEGMENT_BYTES_MAX = 64 << 20
-# Linux takes 1024 iovecs a call (UIO_MAXIOV); a segment's headers need two of them.
-SEGMENT_BLOCKS_MAX = 1022
+# Linux takes 1024 iovecs a call (UIO_MAXIOV); headers, trailer and acknowledgements need some.
+SEGMENT_BLOCKS_MAX = FRAME_BLOCKS_MAX
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +30,18 @@ class Config:
     host: str = "127.0.0.1"
     #: TCP port to listen on; 0 takes any free one.
     port: int = 0
-    #: Transports this engine offers and uses.
-    transports: tuple[str, ...] = ("tcp",)
+    #: Transports this engine offers and uses, the preferred one first. Each peer gets the first
+    #: that works; with only one named, not getting it is a ``te.ConnectError``.
+    transports: tuple[str, ...] = TRANSPORTS
+    #: Connections to a peer, which share the work; the peer's own setting is a bound, too.
+    rails: int = 2
+    #: Threads that move bytes, over all peers; never more than cores.
+    workers: int = 2
+    #: How long a thread that has just moved bytes, or waits for a small write, looks again before
+    #: it sleeps: waking up costs more than moving a few KiB.
+    spin_s: float = 50e-6
+    #: Address that TCP connections to peers come from; None leaves it to the kernel.
+    source_host: str | None = None
     #: Longest time for a connection and its greetings, on both sides.
     connect_timeout_s: float = 5.0
     #: A transfer fails when its connection makes no progress for so long.
@@ -55,6 +67,10 @@ class Config:
         _check_range("max_connections", self.max_connections, 1, 1 << 16)
         _check_range("segment_bytes", self.segment_bytes, 1, SEGMENT_BYTES_MAX)
         _check_range("segment_blocks", self.segment_blocks, 1, SEGMENT_BLOCKS_MAX)
+        _check_range("rails", self.rails, 1, RAILS_LIMIT)
+        _check_range("workers", self.workers, 1, WORKERS_LIMIT)
+        if not 0 <= self.spin_s <= 0.1:
+            raise ValueError(f"spin_s={self.spin_s} must be between 0 and 0.1 seconds")
         _check_range("socket_buffer_bytes", self.socket_buffer_bytes, 0, 1 << 30)
         _check_timeout("connect_timeout_s", self.connect_timeout_s)
         _check_timeout("stall_timeout_s", self.stall_timeout_s)

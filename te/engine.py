@@ -3,25 +3,31 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import secrets
 import threading
 import time
-from collections import Counter
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
-from te.arrivals import Arrivals
 from te.config import Config
-from te.errors import ClosedError, ConnectError
+from te.errors import ClosedError, FenceTimeout
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, decode_card, encode
-from te.memory import Region, RegionTable
+from te.links.accept import Acceptor
+from te.links.local import Local, SharedMemory
+from te.links.outgoing import open_link
+from te.memory import Region, RegionTable, late
 from te.peers import Peer
-from te.transfers import Status
-from te.transports.base import Local, Transport
-from te.transports.tcp import TcpTransport
+from te.plane._core import Engine as Plane
+from te.plane.reasons import Reason
+from te.tags import TAG_LIMIT, check_tag
+from te.transfers import Notifier
 
 __all__ = ["Engine", "Stats"]
+
+logger = logging.getLogger(__name__)
 
 # A landing is one non-blocking call of at most a few MiB: milliseconds, even on a busy machine.
 QUIESCE_TIMEOUT_S: Final = 0.9
@@ -44,7 +50,10 @@ class Stats:
     peers: int
     #: Connections in use, of both directions.
     rails: int
+    #: Transports this engine offers and uses.
     transports: tuple[str, ...]
+    #: How each live peer is reached, by its id: the transport, and why not by a preferred one.
+    peer_transports: dict[str, tuple[str, str]]
 
 
 class Engine:
@@ -58,15 +67,30 @@ class Engine:
         self._config = Config() if config is None else config
         self._id = secrets.token_hex(16)
         self._epoch = time.time_ns()
-        self._memory = RegionTable()
-        self._arrivals = Arrivals()
+        config = self._config
+        self._plane = Plane(
+            min(config.workers, os.cpu_count() or 1),
+            config.stall_timeout_s,
+            config.spin_s,
+            config.segment_bytes,
+            config.segment_blocks,
+        )
+        self._memory = RegionTable(self._plane)
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, int], Peer] = {}
-        self._outcomes: Counter[Status] = Counter()
         self._closed = False
-        self._transport: Transport = TcpTransport(
-            Local(self._id, self._epoch, self._config, self._memory, self._arrivals)
-        )
+        self._local = Local(self._id, self._epoch, config, self._plane, self._shared)
+        short_id = self._id[:8]
+        self._acceptor = Acceptor(f"te-accept-{short_id}", self._local)
+        self._notifier = Notifier(f"te-notify-{short_id}", self._plane)
+        self._workers = [
+            threading.Thread(
+                target=self._plane.work, args=[i], name=f"te-worker-{short_id}-{i}", daemon=True
+            )
+            for i in range(min(config.workers, os.cpu_count() or 1))
+        ]
+        for worker in self._workers:
+            worker.start()
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +104,7 @@ class Engine:
         self.close()
 
     def __repr__(self) -> str:
-        host, port = self._transport.address
+        host, port = self._acceptor.address
         return f"Engine({self._id} at {host} port {port}{', closed' if self._closed else ''})"
 
     @property
@@ -99,7 +123,14 @@ class Engine:
         After it returns nothing lands in this engine's memory any more.
         """
         self._closed = True
-        self._transport.close(CLOSE_TIMEOUT_S)
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        self._acceptor.loop.stop(CLOSE_TIMEOUT_S)
+        self._plane.stop()
+        for worker in self._workers:
+            worker.join(max(deadline_s - time.monotonic(), 0.0))
+            if worker.is_alive():
+                logger.error("a worker did not end within %s s", CLOSE_TIMEOUT_S)
+        self._notifier.stop(max(deadline_s - time.monotonic(), 0.0))
 
     # -- memory
 
@@ -113,7 +144,12 @@ class Engine:
         writable; then nothing was registered.
         """
         self._check_open()
-        return self._memory.register(buffer_or_address, nbytes)
+        region = self._memory.register(buffer_or_address, nbytes)
+        if region.fd is not None:
+            memory = SharedMemory(region.address, region.nbytes, region.fd)
+            for peer in self._live_peers():
+                peer.share(self._local, memory)
+        return region
 
     def deregister(self, region: Region) -> None:
         """Takes the right back: after it returns nothing can land in the region.
@@ -121,15 +157,17 @@ class Engine:
         Raises ``te.RegistrationError`` if it is not registered or unfinished transfers read from
         it, ``te.FenceTimeout`` if a landing under way did not end (do not free the memory then).
         """
-        self._memory.deregister(region)
-        self._transport.quiesce(QUIESCE_TIMEOUT_S)
+        self._memory.deregister(region, QUIESCE_TIMEOUT_S)
+        if region.fd is not None:
+            for peer in self._live_peers():
+                peer.unshare(self._local, SharedMemory(region.address, region.nbytes, region.fd))
 
     # -- peers
 
     def card(self) -> bytes:
         """What a peer needs to connect: identity, address, transports, present regions."""
         self._check_open()
-        host, port = self._transport.address
+        host, port = self._acceptor.address
         return encode(
             Card(
                 protocol=PROTOCOL_VERSION,
@@ -140,7 +178,7 @@ class Engine:
                 transports=list(self._config.transports),
                 regions=[
                     CardRegion(region.address, region.nbytes, region.kind)
-                    for region in self._memory.map.regions
+                    for region in self._memory.regions
                 ],
             )
         )
@@ -154,23 +192,20 @@ class Engine:
         """
         self._check_open()
         decoded = decode_card(card)
-        if self._transport.name not in decoded.transports:
-            raise ConnectError(
-                f"no common transport: the engine {decoded.id} offers"
-                f" {', '.join(decoded.transports)}, this one {self._transport.name}"
-            )
         key = (decoded.id, decoded.epoch)
         peer = self._live_peer(key)
         if peer is not None:
             return peer
         wait_s = self._config.connect_timeout_s if timeout_s is None else timeout_s
-        rail = self._transport.connect(decoded, wait_s)
+        opened = open_link(self._local, decoded, wait_s)
         with self._lock:
             peer = self._peers.get(key)
             if peer is None or not peer.alive:
-                peer = self._peers[key] = Peer(decoded, rail, self._memory, self._count)
+                peer = Peer(decoded, opened, self._memory, self._config, self._notifier)
+                self._peers[key] = peer
                 return peer
-        rail.close("another thread connected to this peer at the same time")
+        # Another thread connected to this peer at the same time.
+        opened.link.die(Reason.PEER_CLOSED)
         return peer
 
     # -- the destination's side
@@ -182,11 +217,13 @@ class Engine:
         use of it and has not begun to send would count as new ones.
         """
         self._check_open()
-        self._arrivals.expect(tag)
+        check_tag(tag)
+        if not self._plane.open_tag(tag):
+            raise ValueError(f"tag {tag:#x} is open already")
 
     def arrived(self, tag: int) -> int:
         """Transfers with this tag that have landed completely; 0 if the tag is not open."""
-        return self._arrivals.count(tag)
+        return self._plane.arrived(tag) if 0 < tag < TAG_LIMIT else 0
 
     def fence(self, tag: int) -> int:
         """Closes a tag: after it returns no write of it can land, whatever its source does.
@@ -194,42 +231,56 @@ class Engine:
         Returns the last ``arrived(tag)`` and forgets it; 0 if the tag was not open. Raises
         ``te.FenceTimeout`` if a landing under way did not end within a second.
         """
-        count = self._arrivals.close(tag)
-        self._transport.quiesce(QUIESCE_TIMEOUT_S)
+        check_tag(tag)
+        count = self._plane.close_tag(tag, QUIESCE_TIMEOUT_S)
+        if count < 0:
+            raise FenceTimeout(late(QUIESCE_TIMEOUT_S))
         return count
 
     def fence_peer(self, engine_id: str) -> int:
-        """Drops the connections of that engine into this one; returns how many there were.
+        """Drops the links of that engine into this one; returns how many there were.
 
         After it returns nothing can land that it submitted before. It may connect again. Raises
         ``te.FenceTimeout`` like ``fence``.
         """
-        return self._transport.drop_incoming(engine_id, QUIESCE_TIMEOUT_S)
+        count = self._acceptor.fence(engine_id, QUIESCE_TIMEOUT_S)
+        if count is None:
+            raise FenceTimeout(late(QUIESCE_TIMEOUT_S))
+        return count
 
     def stats(self) -> Stats:
         """Counters since the start."""
-        counters = self._transport.counters()
+        sent, received, rails_out, rails_in, done, failed, cancelled = self._plane.counters()
+        alive = self._live_peers()
+        return Stats(
+            bytes_sent=sent,
+            bytes_received=received,
+            transfers_done=done,
+            transfers_failed=failed,
+            transfers_cancelled=cancelled,
+            peers=len(alive),
+            rails=rails_out + rails_in,
+            transports=self._config.transports,
+            peer_transports={one.id: (one.transport, one.transport_reason) for one in alive},
+        )
+
+    def _shared(self) -> tuple[SharedMemory, ...]:
+        """Memory that peers on this host may map."""
+        return tuple(
+            SharedMemory(region.address, region.nbytes, region.fd)
+            for region in self._memory.regions
+            if region.fd is not None
+        )
+
+    def _live_peers(self) -> list[Peer]:
         with self._lock:
-            return Stats(
-                bytes_sent=counters.bytes_sent,
-                bytes_received=counters.bytes_received,
-                transfers_done=self._outcomes[Status.DONE],
-                transfers_failed=self._outcomes[Status.FAILED],
-                transfers_cancelled=self._outcomes[Status.CANCELLED],
-                peers=sum(peer.alive for peer in self._peers.values()),
-                rails=counters.rails,
-                transports=self._config.transports,
-            )
+            return [peer for peer in self._peers.values() if peer.alive]
 
     def _live_peer(self, key: tuple[str, int]) -> Peer | None:
         """The peer for the key; forgets the dead, so that restarts do not pile up."""
         with self._lock:
             self._peers = {key: peer for key, peer in self._peers.items() if peer.alive}
             return self._peers.get(key)
-
-    def _count(self, status: Status) -> None:
-        with self._lock:
-            self._outcomes[status] += 1
 
     def _check_open(self) -> None:
         if self._closed:

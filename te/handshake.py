@@ -15,8 +15,10 @@ __all__ = [
     "Card",
     "CardRegion",
     "Hello",
+    "Nonce",
     "Refusal",
     "Refuse",
+    "Shared",
     "Welcome",
     "decode_body",
     "decode_card",
@@ -24,7 +26,7 @@ __all__ = [
     "version_mismatch",
 ]
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 """Version of the card, the greetings and the frames. Engines talk only to their own."""
 
 CARD_BYTES_MAX: Final = 1 << 20
@@ -62,6 +64,20 @@ class _AnyCard(msgspec.Struct, frozen=True):
     protocol: Unsigned
 
 
+class Nonce(msgspec.Struct, frozen=True, array_like=True):
+    """A few bytes of the sender's memory, to see whether the other side can read them there."""
+
+    address: Unsigned
+    data: Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
+
+
+class Shared(msgspec.Struct, frozen=True, array_like=True):
+    """Memory of the sender whose descriptor comes with the greeting: address, size in bytes."""
+
+    address: Unsigned
+    nbytes: Annotated[int, msgspec.Meta(ge=1)]
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """Source to destination: who I am, and whom my card says you are."""
 
@@ -69,6 +85,12 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Unsigned
     peer_id: EngineId
     peer_epoch: Unsigned
+    #: Connections with the same number are rails of one link.
+    link: Unsigned
+    #: Same host only, on the first rail.
+    nonce: Nonce | None = None
+    #: Same host only: no rail, but memory to be mapped for the link.
+    shared: Shared | None = None
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +98,9 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
 
     id: EngineId
     epoch: Unsigned
+    #: Rails that I take for one link; the source opens no more.
+    rails: Annotated[int, msgspec.Meta(ge=1)]
+    nonce: Nonce | None = None
 
 
 class Refusal(StrEnum):
@@ -84,6 +109,7 @@ class Refusal(StrEnum):
     VERSION = "version"
     IDENTITY = "identity"
     LIMIT = "limit"
+    TRANSPORT = "transport"
 
 
 class Refuse(msgspec.Struct, frozen=True, kw_only=True):

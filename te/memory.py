@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from te.blocks import ADDRESS_LIMIT, U64
-from te.errors import BoundsError, RegistrationError
+from te.blocks import ADDRESS_LIMIT
+from te.buffers import Buffer
+from te.errors import FenceTimeout, RegistrationError
+from te.plane._core import Engine as Plane
 
-__all__ = ["HOST", "Hold", "Region", "RegionMap", "RegionTable"]
+__all__ = ["HOST", "Region", "RegionTable", "late"]
 
 HOST: Final = "host"
 """Kind of a region of ordinary process memory."""
@@ -35,6 +36,8 @@ class Region:
     serial: int
     #: Keeps the buffer alive; None when the caller gave an address.
     owner: object = field(repr=False)
+    #: The memory file that peers on this host may map; None if it is not ``te.allocate``'s.
+    fd: int | None = field(default=None, repr=False)
 
     @property
     def end(self) -> int:
@@ -45,84 +48,16 @@ class Region:
         return f"[{self.address:#x}, {self.end:#x}) of {self.nbytes} bytes"
 
 
-class RegionMap:
-    """An immutable picture of the regions at one time, made for vectorised look-up.
-
-    What counts is registered memory: a range may run over several regions that touch, because
-    merging adjacent blocks makes such ranges out of blocks that each lie in one.
-    """
-
-    def __init__(self, regions: Sequence[Region]) -> None:
-        self.regions = tuple(sorted(regions, key=lambda region: region.address))
-        #: Highest serial: a region with a higher one was registered later.
-        self.newest = max((region.serial for region in regions), default=0)
-        self._starts = np.array([region.address for region in self.regions], np.uint64)
-        ends = np.array([region.end for region in self.regions], np.uint64)
-        # Spans: runs of touching regions.
-        opens = np.ones(len(ends), bool)
-        opens[1:] = ends[:-1] != self._starts[1:]
-        self._span_starts = self._starts[opens]
-        self._span_ends = ends[np.roll(opens, -1)]
-
-    def check(self, address: U64, nbytes: U64) -> None:
-        """Raises ``BoundsError`` for the first range, of shape (n,), that is not registered
-        memory from end to end, naming it and what is registered nearby. Any u64 is safe here."""
-        span = np.searchsorted(self._span_starts, address, side="right") - 1
-        inside = span >= 0
-        if inside.any():
-            ends = self._span_ends[span]
-            # Unsigned: ``ends - address`` may be used only where address <= ends.
-            inside &= (address < ends) & (nbytes <= ends - np.minimum(address, ends))
-        if not inside.all():
-            first = int(inside.argmin())
-            raise BoundsError(self._complaint(int(address[first]), int(nbytes[first])))
-
-    def used(self, address: U64, nbytes: U64) -> list[Region]:
-        """The regions that the ranges, which passed ``check``, have bytes in."""
-        first = np.searchsorted(self._starts, address, side="right") - 1
-        last = np.searchsorted(self._starts, address + nbytes - np.uint64(1), side="right") - 1
-        size = len(self.regions) + 1
-        covers = np.bincount(first, minlength=size) - np.bincount(last + 1, minlength=size)
-        return [self.regions[index] for index in np.flatnonzero(np.cumsum(covers))]
-
-    def up_to(self, serial: int) -> RegionMap:
-        """The same without the regions that were registered after the one with the serial."""
-        return RegionMap([region for region in self.regions if region.serial <= serial])
-
-    def overlapping(self, address: int, nbytes: int) -> Region | None:
-        """A region that shares a byte with the range, if there is one."""
-        for region in self.regions:
-            if region.address < address + nbytes and address < region.end:
-                return region
-        return None
-
-    def _complaint(self, address: int, nbytes: int) -> str:
-        text = f"{nbytes} bytes at {address:#x} lie outside the registered memory"
-        if not self.regions:
-            return f"{text}; nothing is registered"
-        near = min(self.regions, key=lambda region: _distance(region, address))
-        return f"{text}; the nearest of {len(self.regions)} regions is {near}"
-
-
-@dataclass(frozen=True)
-class Hold:
-    """Regions that an unfinished write reads from; deregister refuses them."""
-
-    serials: tuple[int, ...]
-
-
 class RegionTable:
-    """The regions of an engine. Any thread may call anything.
+    """The regions of an engine; the plane has its own picture of them. Any thread may call
+    anything."""
 
-    ``map`` is replaced, never changed: whoever validated against one map compares identities to
-    learn that something was registered or deregistered since.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, plane: Plane) -> None:
+        self._plane = plane
         self._lock = threading.Lock()
         self._serials = itertools.count(1)
-        self._readers: dict[int, int] = {}
-        self.map = RegionMap(())
+        #: Sorted by address; replaced, never changed.
+        self.regions: tuple[Region, ...] = ()
 
     def register(self, buffer_or_address: Any, nbytes: int | None) -> Region:
         """Adds a region; see ``Engine.register``."""
@@ -133,45 +68,52 @@ class RegionTable:
             raise RegistrationError(f"{nbytes} bytes at {address:#x} are not an address range")
         _check_mapped(address, nbytes)
         with self._lock:
-            other = self.map.overlapping(address, nbytes)
+            other = self._overlapping(address, nbytes)
             if other is not None:
                 raise RegistrationError(
                     f"[{address:#x}, {address + nbytes:#x}) of {nbytes} bytes"
                     f" overlaps the registered region {other}"
                 )
-            region = Region(address, nbytes, HOST, next(self._serials), owner)
-            self.map = RegionMap((*self.map.regions, region))
+            fd = buffer_or_address.fd if isinstance(buffer_or_address, Buffer) else None
+            region = Region(address, nbytes, HOST, next(self._serials), owner, fd)
+            self._plane.add_region(region.address, region.end, region.serial, fd is not None)
+            self.regions = tuple(sorted((*self.regions, region), key=lambda one: one.address))
             return region
 
-    def deregister(self, region: Region) -> None:
-        """Takes a region out of ``map``; landings that began before may still be under way."""
+    def deregister(self, region: Region, timeout_s: float) -> None:
+        """Takes a region away; after it returns nothing lands there. See ``Engine.deregister``."""
         with self._lock:
-            if region not in self.map.regions:
+            if region not in self.regions:
                 raise RegistrationError(f"the region {region} is not registered with this engine")
-            readers = self._readers.get(region.serial, 0)
-            if readers:
+            readers = self._plane.remove_region(region.serial, timeout_s)
+            if readers > 0:
                 raise RegistrationError(
                     f"{readers} unfinished transfers read from the region {region};"
                     " wait for them or cancel them first"
                 )
-            self.map = RegionMap([other for other in self.map.regions if other is not region])
+            self.regions = tuple(one for one in self.regions if one is not region)
+        if readers < 0:
+            raise FenceTimeout(late(timeout_s))
 
-    def hold(self, address: U64, nbytes: U64) -> Hold:
-        """Checks that the ranges are registered (``BoundsError``) and keeps them so."""
-        with self._lock:
-            self.map.check(address, nbytes)
-            serials = tuple(region.serial for region in self.map.used(address, nbytes))
-            for serial in serials:
-                self._readers[serial] = self._readers.get(serial, 0) + 1
-            return Hold(serials)
+    def complaint(self, address: int, nbytes: int) -> str:
+        """The sentence for a range that is not registered."""
+        text = f"{nbytes} bytes at {address:#x} lie outside the registered memory"
+        regions = self.regions
+        if not regions:
+            return f"{text}; nothing is registered"
+        near = min(regions, key=lambda region: _distance(region, address))
+        return f"{text}; the nearest of {len(regions)} regions is {near}"
 
-    def release(self, hold: Hold) -> None:
-        """Ends a hold; exactly once for each."""
-        with self._lock:
-            for serial in hold.serials:
-                self._readers[serial] -= 1
-                if not self._readers[serial]:
-                    del self._readers[serial]
+    def _overlapping(self, address: int, nbytes: int) -> Region | None:
+        for region in self.regions:
+            if region.address < address + nbytes and address < region.end:
+                return region
+        return None
+
+
+def late(timeout_s: float) -> str:
+    """The sentence for a landing that did not end."""
+    return f"a landing did not end within {timeout_s} s; the memory must not be reused"
 
 
 def _distance(region: Region, address: int) -> int:

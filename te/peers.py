@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another engine, as this one writes to it."""
+"""Another engine, as this one writes to it and reads from it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from te.arrivals import check_tag
 from te.blocks import Blocks
+from te.config import Config
+from te.errors import BoundsError, QueueFull
 from te.handshake import Card, CardRegion
+from te.links.dial import address_text
+from te.links.local import Local, SharedMemory
+from te.links.outgoing import Opened, share, unshare
 from te.memory import RegionTable
-from te.transfers import Status, Transfer
-from te.transports.base import Rail
+from te.plane._core import KIND_READ, KIND_WRITE
+from te.plane.reasons import Reason, sentence
+from te.tags import check_tag
+from te.transfers import Notifier, Transfer
 
 __all__ = ["Peer"]
 
@@ -18,22 +22,28 @@ __all__ = ["Peer"]
 class Peer:
     """What ``Engine.connect`` returns. Any thread may call anything.
 
-    Once its connection is gone it stays dead: its writes fail at once with the reason, and
+    Once one of its connections is gone it stays dead: its writes fail at once with the reason, and
     ``Engine.connect`` makes a new peer.
     """
 
     def __init__(
-        self, card: Card, rail: Rail, memory: RegionTable, on_settle: Callable[[Status], None]
+        self, card: Card, opened: Opened, memory: RegionTable, config: Config, notifier: Notifier
     ) -> None:
-        """Engines make peers; ``on_settle`` counts outcomes."""
+        """Engines make peers."""
         self._card = card
-        self._rail = rail
+        self._opened = opened
+        self._link = opened.link
         self._memory = memory
-        self._on_settle = on_settle
+        self._config = config
+        self._notifier = notifier
+        self._label = f"engine {card.id} at {address_text(card.host, card.port)}"
 
     def __repr__(self) -> str:
         state = "alive" if self.alive else "dead"
-        return f"Peer({self.id} at {self.address[0]} port {self.address[1]}, {state})"
+        return (
+            f"Peer({self.id} at {self.address[0]} port {self.address[1]},"
+            f" {self.transport}, {state})"
+        )
 
     @property
     def id(self) -> str:
@@ -58,7 +68,22 @@ class Peer:
     @property
     def alive(self) -> bool:
         """Whether writes have a chance."""
-        return self._rail.alive
+        return self._link.alive
+
+    @property
+    def rails(self) -> int:
+        """Connections to it."""
+        return self._link.rails
+
+    @property
+    def transport(self) -> str:
+        """``"samehost"`` or ``"tcp"``."""
+        return self._opened.transport
+
+    @property
+    def transport_reason(self) -> str:
+        """Why no preferred transport was taken; empty if this is the first choice."""
+        return self._opened.reason
 
     def write(self, blocks: Blocks, tag: int = 0) -> Transfer:
         """Begins to copy ``blocks`` from this engine's memory into the peer's; returns at once.
@@ -70,26 +95,52 @@ class Peer:
         segment lands. With a ``tag`` other than 0 the destination must have opened it with
         ``expect`` and counts the arrival. No blocks at all is a transfer too: it counts.
 
-        Transfers to one peer are sent one after the other in the order of submission. Raises
-        ``te.QueueFull`` when too many have no outcome, ``ValueError`` for a tag out of range. The
-        source must not change before there is an outcome.
+        Transfers to one peer are sent in the order of submission, but share its rails, so that a
+        later one may end first. Raises ``te.QueueFull`` when too many have no outcome,
+        ``ValueError`` for a tag out of range. The source must not change before there is an
+        outcome.
         """
         if tag:
             check_tag(tag)
-        hold = self._memory.hold(blocks.array["src"], blocks.array["nbytes"])
+        return self._submit(blocks, tag, KIND_WRITE)
 
-        def on_settle(status: Status) -> None:
-            self._memory.release(hold)
-            self._on_settle(status)
+    def read(self, blocks: Blocks) -> Transfer:
+        """Begins to copy ``blocks`` from the peer's memory (``src``) into this engine's (``dst``).
 
-        transfer = Transfer(blocks.total_nbytes, on_cancel=self._rail.recheck, on_settle=on_settle)
-        try:
-            self._rail.submit(transfer, blocks, tag)
-        except BaseException:
-            self._memory.release(hold)
-            raise
-        return transfer
+        The mirror of ``write``: every ``dst`` range must be registered here (``te.BoundsError``),
+        ``src`` ranges are checked by the peer against its regions. Unlike a write's, its
+        cancellation needs nobody's confirmation. Raises ``te.QueueFull``.
+        """
+        return self._submit(blocks, 0, KIND_READ)
 
     def close(self) -> None:
-        """Drops the connection; unfinished transfers fail. Returns at once, idempotent."""
-        self._rail.close("this peer was closed by its application")
+        """Drops the connections; unfinished transfers fail. Returns at once, idempotent."""
+        self._link.die(Reason.PEER_CLOSED)
+
+    def share(self, local: Local, memory: SharedMemory) -> None:
+        """For the engine: lets a peer on this host map memory. It works without, only slower."""
+        if self.transport == "samehost":
+            share(local, self._card, self._opened.greeting, memory)
+
+    def unshare(self, local: Local, memory: SharedMemory) -> None:
+        """For the engine: the memory is about to become something else."""
+        if self.transport != "samehost":
+            return
+        if not unshare(local, self._card, self._opened.greeting, memory):
+            # It might copy out of the old mapping for blocks of new memory at this address.
+            self._link.die(Reason.PEER_CLOSED)
+
+    def describe(self, code: int, errnum: int, text: str) -> str:
+        """The sentence for what the plane reports of this peer."""
+        return sentence(self._label, code, errnum, text, self._config.stall_timeout_s)
+
+    def _submit(self, blocks: Blocks, tag: int, kind: int) -> Transfer:
+        limit = self._config.max_queued_transfers
+        result = self._link.submit(blocks.array, blocks.total_nbytes, tag, kind, limit)
+        if result is None:
+            raise QueueFull(f"{self._label} has {limit} unfinished transfers")
+        if isinstance(result, int):
+            block = blocks.array[result]
+            side = "src" if kind == KIND_WRITE else "dst"
+            raise BoundsError(self._memory.complaint(int(block[side]), int(block["nbytes"])))
+        return Transfer(result, blocks.total_nbytes, self._notifier, self.describe)

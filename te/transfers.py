@@ -7,12 +7,16 @@ import asyncio
 import enum
 import logging
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Generator
+from typing import Final
 
 from te.errors import TransferFailed, WaitTimeout
+from te.plane._core import Engine as Plane
+from te.plane._core import TransferHandle
+from te.plane.reasons import Reason
 
-__all__ = ["Status", "Transfer"]
+__all__ = ["Notifier", "Status", "Transfer"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,30 +34,71 @@ class Status(enum.Enum):
     CANCELLED = "cancelled"
 
 
+_STATUSES: Final = (Status.PENDING, Status.DONE, Status.FAILED, Status.CANCELLED)
+"""In the plane's order."""
+
+
+class Notifier:
+    """Runs done callbacks. Its thread begins with the first one that has to wait."""
+
+    def __init__(self, name: str, plane: Plane) -> None:
+        self._plane = plane
+        self._name = name
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Transfer] = {}
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def watch(self, transfer: Transfer, handle: TransferHandle) -> bool:
+        """True if there is an outcome; False if ``transfer.notify`` will be called."""
+        with self._lock:
+            # Before it subscribes, so that a notice finds it. It also keeps the transfer alive.
+            self._waiting[handle.name] = transfer
+            settled = handle.subscribe()
+            if settled:
+                del self._waiting[handle.name]
+            elif self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        return settled
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the thread after what has an outcome was told; a callback may call this."""
+        self._stopping = True
+        thread = self._thread
+        if thread is not None:
+            self._plane.wake_notices()
+            if thread is not threading.current_thread():
+                thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._stopping or self._waiting:
+            for name in self._plane.wait_notices():
+                with self._lock:
+                    transfer = self._waiting.pop(name, None)
+                if transfer is not None:
+                    transfer.notify()
+
+
 class Transfer:
-    """What ``Peer.write`` returns. Any thread may call anything."""
+    """What ``Peer.write`` and ``Peer.read`` return. Any thread may call anything."""
 
     def __init__(
         self,
+        handle: TransferHandle,
         nbytes: int,
-        *,
-        on_cancel: Callable[[], None],
-        on_settle: Callable[[Status], None],
+        notifier: Notifier,
+        describe: Callable[[int, int, str], str],
     ) -> None:
-        """``on_cancel`` asks the rail; ``on_settle`` runs just before an outcome is visible."""
+        """Peers make transfers; ``describe`` makes a sentence of a failure."""
+        self._handle = handle
         self._nbytes = nbytes
-        self._on_cancel = on_cancel
-        self._on_settle = on_settle
-        self._lock = threading.Lock()
-        self._status = Status.PENDING
-        self._reason: str | None = None
-        self._callbacks: list[Callable[[Transfer], None]] = []
-        self._cancel_requested = False
-        self._submitted_s = time.monotonic()
-        self._settled_s: float | None = None
+        self._notifier = notifier
+        self._describe = describe
+        self._callbacks: deque[Callable[[Transfer], None]] = deque()
 
     def __repr__(self) -> str:
-        return f"Transfer({self._nbytes} bytes, {self._status.value})"
+        return f"Transfer({self._nbytes} bytes, {self.poll().value})"
 
     @property
     def nbytes(self) -> int:
@@ -63,22 +108,27 @@ class Transfer:
     @property
     def reason(self) -> str | None:
         """Why it failed; None in every other state."""
-        return self._reason
+        if self.poll() is not Status.FAILED:
+            return None
+        code, errnum, text = self._handle.failure()
+        sentence = self._describe(code, errnum, text)
+        if self._handle.cancel_requested() and code not in (Reason.REFUSED, Reason.SOURCE_FAULT):
+            return f"cancelling could not be confirmed: {sentence}"
+        return sentence
 
     @property
     def duration_s(self) -> float:
         """Seconds from submission to the outcome, or until now while there is none."""
-        end_s = self._settled_s
-        return (time.monotonic() if end_s is None else end_s) - self._submitted_s
+        return self._handle.duration_s()
 
     @property
     def cancel_requested(self) -> bool:
         """Whether ``cancel`` was called."""
-        return self._cancel_requested
+        return self._handle.cancel_requested()
 
     def poll(self) -> Status:
-        """The state now. Reads one attribute; waits for nothing."""
-        return self._status
+        """The state now. Reads one word; waits for nothing."""
+        return _STATUSES[self._handle.status()]
 
     def wait(self, timeout_s: float) -> Status:
         """Blocks until there is an outcome and returns ``DONE`` or ``CANCELLED``.
@@ -86,16 +136,7 @@ class Transfer:
         Raises ``te.TransferFailed`` with the reason, and ``te.WaitTimeout`` when the time is over
         (the transfer goes on).
         """
-        settled = threading.Event()
-
-        def wake(_: Transfer) -> None:
-            settled.set()
-
-        self.add_done_callback(wake)
-        if not settled.wait(timeout_s):
-            with self._lock:
-                # Still listed unless the outcome came just now; polling waits must not pile up.
-                self._callbacks = [other for other in self._callbacks if other is not wake]
+        if not self._handle.wait(timeout_s):
             raise WaitTimeout(f"{self!r} has no outcome after {timeout_s} s")
         return self._outcome()
 
@@ -119,46 +160,37 @@ class Transfer:
     def cancel(self) -> None:
         """Asks that the transfer stop; returns at once.
 
-        The outcome is ``CANCELLED`` once the destination has confirmed that nothing of it can
-        land any more, ``DONE`` when it was too late, ``FAILED`` when no confirmation came.
+        The outcome of a write is ``CANCELLED`` once the destination has confirmed that nothing of
+        it can land any more, ``DONE`` when it was too late, ``FAILED`` when no confirmation came.
+        A read needs no confirmation: when this returns, nothing of it lands any more.
         """
-        with self._lock:
-            if self._status is not Status.PENDING or self._cancel_requested:
-                return
-            self._cancel_requested = True
-        self._on_cancel()
+        self._handle.cancel()
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         """Calls ``callback(self)`` once there is an outcome: now, if there is one already.
 
-        It runs on the engine's thread, so it should be quick; what it raises is logged.
+        It runs on the engine's thread for callbacks, so it should be quick; what it raises is
+        logged.
         """
-        with self._lock:
-            if self._status is Status.PENDING:
-                self._callbacks.append(callback)
-                return
-        self._call(callback)
+        self._callbacks.append(callback)
+        if self._notifier.watch(self, self._handle):
+            self.notify()
 
-    def settle(self, status: Status, reason: str | None = None) -> None:
-        """For the transport that carries it: the outcome, exactly once."""
-        self._on_settle(status)
-        with self._lock:
-            assert self._status is Status.PENDING, f"{self!r} already has an outcome"
-            self._reason = reason
-            self._settled_s = time.monotonic()
-            self._status = status
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            self._call(callback)
-
-    def _call(self, callback: Callable[[Transfer], None]) -> None:
-        try:
-            callback(self)
-        except Exception:
-            # The engine's thread serves every transfer; a user's mistake must not end it.
-            logger.exception("done callback %r of %r raised", callback, self)
+    def notify(self) -> None:
+        """For the notifier: there is an outcome."""
+        while self._callbacks:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:
+                return  # Another thread took the last one.
+            try:
+                callback(self)
+            except Exception:
+                # The thread serves every transfer; a user's mistake must not end it.
+                logger.exception("done callback %r of %r raised", callback, self)
 
     def _outcome(self) -> Status:
-        if self._status is Status.FAILED:
-            raise TransferFailed(self._reason)
-        return self._status
+        status = self.poll()
+        if status is Status.FAILED:
+            raise TransferFailed(self.reason)
+        return status

@@ -125,7 +125,7 @@ def summarise(prefill: Sequence[RankStats], decode: Sequence[RankStats]) -> Hand
         handover_p99_ms=_percentile(times, 99),
         send_p99_us=_percentile(calls["send"], 99),
         poll_p99_us=_percentile(calls["poll"], 99),
-        transport=", ".join(sorted({rank.transport for rank in ranks})),
+        transport=", ".join(sorted({rank.transport for rank in ranks} - {""})),
         rails=max(rank.rails for rank in ranks),
         rooms=rooms,
     )

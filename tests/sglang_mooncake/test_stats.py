@@ -14,7 +14,13 @@ from sglang_mooncake.context import Deadlines
 from sglang_mooncake.rooms.states import RoomState, RoomView
 from sglang_mooncake.stats import Recorder
 
-ENGINE = te.Stats(0, 0, 0, 0, 0, peers=1, rails=2, transports=("tcp",))
+ENGINE = te.Stats(
+    *(0,) * 5,
+    peers=2,
+    rails=2,
+    transports=("samehost", "tcp"),
+    peer_transports={"a": ("tcp", "another host"), "b": ("tcp", "another host")},
+)
 
 
 @pytest.fixture

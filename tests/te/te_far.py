@@ -103,6 +103,7 @@ class Far:
         self.transfers: list[te.Transfer] = []
 
     def start(self, config: dict[str, Any]) -> str:
+        config["transports"] = tuple(config.get("transports", te.config.TRANSPORTS))
         self.engine = te.Engine(te.Config(**config))
         return self.engine.id
 

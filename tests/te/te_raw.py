@@ -4,28 +4,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
+from te_frames import HEADER, Ack, AckStatus, Kind
 
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, Hello, Welcome, decode_card, encode
-from te.transports.tcp.wire import (
-    DESTINATION_FRAMES,
-    LANDING,
-    Ack,
-    Frame,
-    FrameReader,
-    Greeting,
-    GreetingKind,
-    GreetingReader,
-    encode_greeting,
-    encode_segment_header,
-)
+from te.links.greeting import Greeting, GreetingKind, GreetingReader, encode_greeting
 
 TIMEOUT_S = 10.0
 RAW_ID = "ab" * 16
+_numbers = itertools.count(1)
 
 
 def dial(card: bytes) -> socket.socket:
@@ -33,8 +24,9 @@ def dial(card: bytes) -> socket.socket:
     return socket.create_connection((decoded.host, decoded.port), TIMEOUT_S)
 
 
-def read_item(sock: socket.socket, reader: Any) -> Any:
-    """The next item; None at the end of the stream."""
+def read_greeting(sock: socket.socket) -> Greeting | None:
+    """None at the end of the stream."""
+    reader = GreetingReader()
     while True:
         try:
             nbytes = sock.recv_into(reader.room())
@@ -42,44 +34,55 @@ def read_item(sock: socket.socket, reader: Any) -> Any:
             return None
         if not nbytes:
             return None
-        item = reader.filled(nbytes)
-        if item is not None:
-            return item
+        greeting = reader.filled(nbytes)
+        if greeting is not None:
+            return greeting
 
 
 def hello(card: bytes, version: int = PROTOCOL_VERSION, **changes: Any) -> bytes:
     decoded = decode_card(card)
     fields = {"id": RAW_ID, "epoch": 1, "peer_id": decoded.id, "peer_epoch": decoded.epoch}
+    fields |= {"link": next(_numbers)}
     return encode_greeting(GreetingKind.HELLO, version, encode(Hello(**fields | changes)))
-
-
-def segment(transfer: int, tag: int, landings: list[tuple[int, int]], nbytes: int) -> bytes:
-    """Header and descriptors; the payload is for the caller."""
-    head = encode_segment_header(transfer, tag, len(landings), nbytes)
-    return head + np.array(landings, LANDING).tobytes()
 
 
 class RawSource:
     """A welcomed connection to an engine."""
 
-    def __init__(self, card: bytes) -> None:
+    def __init__(self, card: bytes, **changes: Any) -> None:
         self.sock = dial(card)
-        self.sock.sendall(hello(card))
-        greeting: Greeting = read_item(self.sock, GreetingReader())
+        self.sock.sendall(hello(card, **changes))
+        greeting = read_greeting(self.sock)
+        assert greeting is not None
         assert greeting.kind == GreetingKind.WELCOME
-        self._reader = FrameReader(DESTINATION_FRAMES)
 
     def send(self, *parts: bytes) -> None:
         self.sock.sendall(b"".join(parts))
 
     def ack(self) -> Ack:
-        frame: Frame | None = read_item(self.sock, self._reader)
-        assert isinstance(frame, Ack), f"no acknowledgement but {frame}"
-        return frame
+        data = self._exactly(HEADER.size)
+        assert data is not None, "no acknowledgement but the end"
+        kind, status, _, count, transfer, _, _, _ = HEADER.unpack(data)
+        assert kind == Kind.ACK
+        reason = self._exactly(count)
+        assert reason is not None
+        return Ack(transfer, AckStatus(status), reason.decode())
 
     def closed(self) -> bool:
         """Waits until the engine has closed the connection."""
-        return read_item(self.sock, self._reader) is None
+        return self._exactly(1) is None
+
+    def _exactly(self, nbytes: int) -> bytes | None:
+        data = b""
+        while len(data) < nbytes:
+            try:
+                more = self.sock.recv(nbytes - len(data))
+            except ConnectionResetError:
+                return None
+            if not more:
+                return None
+            data += more
+        return data
 
 
 @contextlib.contextmanager
@@ -100,5 +103,5 @@ def raw_destination() -> Iterator[tuple[socket.socket, bytes]]:
 
 
 def welcome(version: int = PROTOCOL_VERSION, **changes: Any) -> bytes:
-    message = Welcome(**{"id": RAW_ID, "epoch": 1} | changes)
+    message = Welcome(**{"id": RAW_ID, "epoch": 1, "rails": 1} | changes)
     return encode_greeting(GreetingKind.WELCOME, version, encode(message))

@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from te_far import pattern, wait_until
-from te_raw import raw_destination, read_item, welcome
+from te_raw import raw_destination, read_greeting, welcome
 
 import te
-from te.transports.tcp.wire import GreetingReader
 
 TIMEOUT_S = 20.0
 
@@ -36,10 +34,13 @@ class Pair:
         return te.Blocks.of(src_address, dst_address, nbytes)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    with te.Engine() as source, te.Engine() as target:
-        yield Pair(source, target, 4 << 20)
+@pytest.fixture(params=te.config.TRANSPORTS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    config = te.Config(transports=(request.param,))
+    with te.Engine(config) as source, te.Engine(config) as target:
+        pair = Pair(source, target, 4 << 20)
+        assert pair.peer.transport == request.param
+        yield pair
 
 
 def test_pages_land_and_nothing_else_changes(pair: Pair) -> None:
@@ -71,8 +72,9 @@ def test_every_size(pair: Pair, nbytes: int) -> None:
     assert (pair.dst[nbytes:] == 0xEE).all()
 
 
-def test_blocks_larger_than_segments_and_more_than_iovecs() -> None:
-    config = te.Config(segment_bytes=5000, segment_blocks=7)
+@pytest.mark.parametrize("transport", te.config.TRANSPORTS)
+def test_blocks_larger_than_segments_and_more_than_iovecs(transport: str) -> None:
+    config = te.Config(segment_bytes=5000, segment_blocks=7, transports=(transport,))
     with te.Engine(config) as source, te.Engine() as target:
         pair = Pair(source, target, 300_000)
         offsets = np.arange(100) * 1500
@@ -120,7 +122,8 @@ def test_refusal_stops_a_long_transfer_early(pair: Pair) -> None:
     transfer = pair.peer.write(pair.blocks(np.arange(1001) * 4000, offsets, 4000))
     with pytest.raises(te.TransferFailed, match="refused"):
         transfer.wait(TIMEOUT_S)
-    assert (pair.dst == 0xEE).all()
+    # Other rails may have brought later segments before; of the refused one nothing lands.
+    assert (pair.dst[: 60 * 4000] == 0xEE).all()
     assert pair.peer.write(pair.blocks(0, 0, 1)).wait(TIMEOUT_S) is te.Status.DONE
 
 
@@ -164,7 +167,7 @@ def test_threads_connecting_at_once_get_one_peer() -> None:
             thread.join(TIMEOUT_S)
         assert len(peers) == 8
         assert len(set(peers)) == 1
-        wait_until(lambda: source.stats().rails == 1, "only one connection is left")
+        wait_until(lambda: source.stats().rails == peers[0].rails == 2, "only one link is left")
 
 
 def test_an_engine_can_write_to_itself() -> None:
@@ -177,7 +180,8 @@ def test_an_engine_can_write_to_itself() -> None:
 
 
 def test_ipv6() -> None:
-    with te.Engine() as source, te.Engine(te.Config(host="::1")) as target:
+    config = te.Config(host="::1", transports=("tcp",))
+    with te.Engine() as source, te.Engine(config) as target:
         pair = Pair(source, target, 1000)
         pair.peer.write(pair.blocks(0, 0, 1000)).wait(TIMEOUT_S)
         assert (pair.dst == pair.src).all()
@@ -274,7 +278,7 @@ def test_closing_fails_what_is_unfinished_and_is_idempotent() -> None:
         thread.start()
         sock, _ = listener.accept()
         with sock:
-            assert read_item(sock, GreetingReader()) is not None
+            assert read_greeting(sock) is not None
             sock.sendall(welcome())
             thread.join(TIMEOUT_S)
             buffer = bytearray(100)
@@ -294,7 +298,7 @@ def test_closing_fails_what_is_unfinished_and_is_idempotent() -> None:
 
 
 def test_threads_end_with_the_engine(pair: Pair) -> None:
-    names = {f"te-receive-{pair.target.id[:8]}", f"te-send-{pair.target.id[:8]}"}
+    names = {f"te-accept-{pair.target.id[:8]}", f"te-worker-{pair.target.id[:8]}-0"}
     assert names <= {thread.name for thread in threading.enumerate()}
     pair.target.close()
     assert not names & {thread.name for thread in threading.enumerate()}
@@ -302,28 +306,16 @@ def test_threads_end_with_the_engine(pair: Pair) -> None:
 
 def test_a_callback_may_close_the_engine(pair: Pair) -> None:
     transfer = pair.peer.write(pair.blocks(0, 0, 10))
-    transfer.add_done_callback(lambda _: pair.source.close())
+    closed = threading.Event()
+
+    def close(_: te.Transfer) -> None:
+        pair.source.close()
+        closed.set()
+
+    transfer.add_done_callback(close)
     transfer.wait(TIMEOUT_S)
+    assert closed.wait(TIMEOUT_S)
     with pytest.raises((te.ClosedError, te.TransferFailed)):
-        pair.source.connect(pair.target.card()).write(pair.blocks(0, 0, 1)).wait(TIMEOUT_S)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_bug_on_the_engine_thread_fails_transfers_with_a_reason(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError("on purpose")
-
-    monkeypatch.setattr("te.transports.tcp.sender.Connection._load_segment", broken)
-    says = r"the thread te-send-\w+ ended by a bug: ZeroDivisionError\('on purpose'\)"
-    with caplog.at_level(logging.CRITICAL):
-        transfers = [pair.peer.write(pair.blocks(0, 0, 10)) for _ in range(3)]
-        for transfer in transfers:
-            with pytest.raises(te.TransferFailed, match=says):
-                transfer.wait(TIMEOUT_S)
-    assert "on purpose" in caplog.text
-    with pytest.raises(te.TransferFailed, match=says):
         pair.source.connect(pair.target.card()).write(pair.blocks(0, 0, 1)).wait(TIMEOUT_S)
 
 

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from te_far import wait_until
+from te_frames import HEADER, LANDING, AckStatus, Kind, abandon, ack, end, header, segment, trailer
 from te_raw import (
     RAW_ID,
     TIMEOUT_S,
@@ -22,15 +23,13 @@ from te_raw import (
     dial,
     hello,
     raw_destination,
-    read_item,
-    segment,
+    read_greeting,
     welcome,
 )
 
 import te
 from te.handshake import PROTOCOL_VERSION, Refuse, decode_card, encode
-from te.transports.tcp import wire
-from te.transports.tcp.wire import AckStatus, GreetingKind, GreetingReader
+from te.links.greeting import MAGIC, GreetingKind, encode_greeting
 
 NBYTES = 1 << 20
 
@@ -83,7 +82,7 @@ def half_a_segment(target: Target, source: RawSource, tag: int) -> None:
 
 
 def finish(source: RawSource, tag: int) -> tuple[AckStatus, str]:
-    source.send(b"\1" * (NBYTES // 2), wire.encode_end(1, tag, NBYTES))
+    source.send(b"\1" * (NBYTES // 2), trailer())
     ack = source.ack()
     return ack.status, ack.reason
 
@@ -99,19 +98,19 @@ def test_fence_in_the_middle_of_a_segment(target: Target) -> None:
         assert (status, reason) == (AckStatus.REFUSED, "the tag 0x8 was fenced")
         assert not target.memory.any()
         assert target.engine.arrived(8) == 0
-        source.send(wire.encode_end(2, 8, 0))
+        source.send(end(2, 8))
         assert source.ack().status is AckStatus.LANDED
         assert target.engine.arrived(8) == 1
 
 
-def test_fence_between_the_last_segment_and_the_end(target: Target) -> None:
+def test_fence_between_the_last_payload_and_its_trailer(target: Target) -> None:
     target.engine.expect(8)
     with raw_source(target) as source:
         half_a_segment(target, source, 8)
         source.send(b"\1" * (NBYTES // 2))
         wait_until(lambda: target.memory[-1] == 1, "landed")
         target.engine.fence(8)
-        source.send(wire.encode_end(1, 8, NBYTES))
+        source.send(trailer())
         assert source.ack().status is AckStatus.REFUSED
 
 
@@ -148,7 +147,7 @@ def test_deregister_one_of_two_touching_regions_in_the_middle_of_a_segment() -> 
             source.send(segment(1, 0, [(base, NBYTES)], NBYTES), b"\1" * 1000)
             wait_until(lambda: engine.stats().bytes_received == 1000, "landed")
             engine.deregister(upper)
-            source.send(b"\1" * (NBYTES - 1000), wire.encode_end(1, 0, NBYTES))
+            source.send(b"\1" * (NBYTES - 1000), trailer())
             assert source.ack().status is AckStatus.REFUSED
             assert not memory[1000:].any()
 
@@ -175,7 +174,8 @@ def test_fence_peer_in_the_middle_of_a_segment(target: Target) -> None:
 def test_abandon_is_confirmed_and_does_not_arrive(target: Target) -> None:
     target.engine.expect(8)
     with raw_source(target) as source:
-        source.send(segment(1, 8, [(target.base, 4)], 4), b"abcd", wire.encode_abandon(1))
+        source.send(segment(1, 8, [(target.base, 4)], 4, total=9), b"abcd", trailer())
+        source.send(abandon(1, 8, sent=4))
         assert source.ack().status is AckStatus.ABANDONED
         assert target.engine.arrived(8) == 0
 
@@ -186,11 +186,11 @@ def test_abandon_is_confirmed_and_does_not_arrive(target: Target) -> None:
 def test_hello_of_another_version(target: Target) -> None:
     with dial(target.card) as sock:
         sock.sendall(hello(target.card, version=PROTOCOL_VERSION + 1))
-        greeting = read_item(sock, GreetingReader())
+        greeting = read_greeting(sock)
         refuse = msgspec.msgpack.decode(greeting.body, type=Refuse)
         assert greeting.kind == GreetingKind.REFUSE
         assert refuse.code == "version"
-        assert "speaks te protocol 2, this engine speaks 1" in refuse.reason
+        assert "speaks te protocol 3, this engine speaks 2" in refuse.reason
         assert sock.recv(1) == b""
     target.assert_serves()
 
@@ -198,7 +198,7 @@ def test_hello_of_another_version(target: Target) -> None:
 def test_hello_for_another_engine(target: Target) -> None:
     with dial(target.card) as sock:
         sock.sendall(hello(target.card, peer_epoch=3))
-        refuse = msgspec.msgpack.decode(read_item(sock, GreetingReader()).body, type=Refuse)
+        refuse = msgspec.msgpack.decode(read_greeting(sock).body, type=Refuse)
         assert refuse.code == "identity"
         assert "restarted" in refuse.reason
 
@@ -208,13 +208,16 @@ def test_connecting_with_the_card_of_a_former_engine(target: Target) -> None:
     former = encode(msgspec.structs.replace(card, id="12" * 16))
     with te.Engine() as source, pytest.raises(te.ConnectError, match=r"not 1212.*restarted"):
         source.connect(former)
-    with te.Engine() as source, pytest.raises(te.ConnectError, match="offers smoke, this one tcp"):
+    with (
+        te.Engine() as source,
+        pytest.raises(te.ConnectError, match="offers smoke, this one samehost, tcp"),
+    ):
         source.connect(encode(msgspec.structs.replace(card, transports=["smoke"])))
 
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(1000), b"\xff" * 100_000, wire.MAGIC + b"\xff" * 100],
+    [b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(1000), b"\xff" * 100_000, MAGIC + b"\xff" * 100],
 )
 def test_garbage_instead_of_a_hello(
     target: Target, garbage: bytes, caplog: pytest.LogCaptureFixture
@@ -222,7 +225,7 @@ def test_garbage_instead_of_a_hello(
     with caplog.at_level(logging.WARNING), dial(target.card) as sock:
         with contextlib.suppress(ConnectionError):
             sock.sendall(garbage)
-        assert read_item(sock, GreetingReader()) is None
+        assert read_greeting(sock) is None
     assert "broke the protocol" in caplog.text
     target.assert_serves()
 
@@ -238,15 +241,52 @@ def test_silence_instead_of_a_hello(target: Target) -> None:
     ("frames", "says"),
     [
         (lambda base: segment(1, 0, [(base, 5)], 6), "6 bytes with blocks of 5 bytes"),
-        (lambda base: b"\0" * 32, "kind 0"),
-        (lambda base: wire.encode_ack(1, AckStatus.LANDED), "kind 19"),
-        (lambda base: wire.encode_end(1, 0, 9), "ends after 0 of 9 bytes"),
-        (lambda base: wire.encode_end(2, 0, 0) + wire.encode_end(1, 0, 0), "1 comes after 2"),
-        (lambda base: wire.encode_end(1, 0, 0) * 2, "1 comes after 1"),
+        (lambda base: b"\0" * HEADER.size, "kind 0"),
+        (lambda base: ack(1, AckStatus.LANDED), "1, acknowledged as LANDED, is not waiting"),
+        (lambda base: header(Kind.END, total=9), "kind 17 with blocks or bytes"),
+        (lambda base: end(2) + end(1), "1 comes after 2"),
+        (lambda base: end(1) * 2, "1 comes after 1"),
         (
-            lambda base: segment(1, 0, [(base, 1)], 1) + b"x" + wire.encode_end(2, 0, 1),
-            "transfer 2 with tag 0 within transfer 1",
+            lambda base: (
+                segment(1, 0, [(base, 1)], 1, 2)
+                + b"x"
+                + trailer()
+                + segment(1, 0, [(base, 2)], 2, 2)
+            ),
+            "transfer 1 of 2 bytes comes with 3",
         ),
+        (
+            lambda base: (
+                segment(1, 0, [(base, 1)], 1, 2)
+                + b"x"
+                + trailer()
+                + segment(1, 0, [(base, 1)], 1, 3)
+            ),
+            "transfer 1 with tag 0 and 3 bytes began with tag 0 and 2 bytes",
+        ),
+        (
+            lambda base: segment(1, 0, [(base, 1)], 1, 3) + b"x" + trailer() + abandon(1, 0, 0),
+            "given up with fewer bytes than were sent",
+        ),
+        (lambda base: header(Kind.END, flags=1), "reserved fields of a frame of kind 17"),
+        (lambda base: header(Kind.END, status=1), "reserved fields of a frame of kind 17"),
+        (lambda base: header(Kind.END, count=3), "kind 17 with blocks or bytes"),
+        (lambda base: header(Kind.PULL, count=1, nbytes=1, total=1), "kind 20 is not expected"),
+        (lambda base: header(Kind.SEGMENT, nbytes=10, total=10), "segment of 0 blocks"),
+        (lambda base: header(Kind.SEGMENT, count=1021, nbytes=1 << 20), "segment of 1021 blocks"),
+        (
+            lambda base: header(Kind.SEGMENT, count=1, nbytes=(64 << 20) + 1),
+            "1 blocks of 67108865 bytes; at most 67108864",
+        ),
+        (lambda base: header(Kind.SEGMENT, count=2, nbytes=1), "segment of 2 blocks of 1 bytes"),
+        (lambda base: segment(1, 0, [(base, 0), (base, 9)], 9), "with a block of 0 bytes"),
+        (
+            lambda base: segment(1, 0, [(base, 2**64 - 1), (base, 9)], 8),
+            "with a block of 18446744073709551615 bytes",
+        ),
+        (lambda base: header(Kind.ACK, status=4), "unknown status 4"),
+        (lambda base: header(Kind.ACK, status=1, count=512), "reason of 512 bytes"),
+        (lambda base: ack(1, AckStatus.REFUSED, b"\xff"), "not printable ASCII"),
     ],
 )
 def test_protocol_violations_end_only_their_connection(
@@ -259,7 +299,7 @@ def test_protocol_violations_end_only_their_connection(
         source.send(frames(target.base))
         while source.sock.recv(1 << 16) != b"":
             pass
-    assert says in caplog.text
+    wait_until(lambda: says in caplog.text, f"logged: {says}")
     assert not target.memory[1:].any()
     target.assert_serves()
 
@@ -272,8 +312,9 @@ def test_connections_are_bounded() -> None:
             source.connect(card)
         one.sock.close()
         wait_until(lambda: engine.stats().rails == 1, "one is gone")
-        RawSource(card).sock.close()
-        two.sock.close()
+        three = RawSource(card)
+        for source_of_two in (two, three):
+            source_of_two.sock.close()
 
 
 def test_a_source_that_reads_no_acknowledgements_is_not_read_from(target: Target) -> None:
@@ -285,7 +326,7 @@ def test_a_source_that_reads_no_acknowledgements_is_not_read_from(target: Target
         with contextlib.suppress(BlockingIOError):
             while sent < 64 << 20:
                 if not data:
-                    data = b"".join(wire.encode_end(number + i, 5, 0) for i in range(1000))
+                    data = b"".join(end(number + i, 5) for i in range(1000))
                     number += 1000
                 taken = source.sock.send(data)
                 sent, data = sent + taken, data[taken:]
@@ -308,7 +349,7 @@ def connected_to_raw(
         sock, _ = listener.accept()
         with sock:
             sock.settimeout(TIMEOUT_S)
-            assert read_item(sock, GreetingReader()) is not None
+            assert read_greeting(sock) is not None
             sock.sendall(welcome())
             thread.join(TIMEOUT_S)
             yield source, peers[0], sock
@@ -317,12 +358,12 @@ def connected_to_raw(
 @pytest.mark.parametrize(
     ("answer", "error", "says"),
     [
-        (welcome(version=9), te.VersionError, "speaks te protocol 9, this engine speaks 1"),
+        (welcome(version=9), te.VersionError, "speaks te protocol 9, this engine speaks 2"),
         (welcome(id="cd" * 16), te.ConnectError, "is the engine cdcd.*restarted"),
         (welcome(epoch=2), te.ConnectError, "restarted"),
         (b"HTTP/1.1 400 Bad Request\r\n", te.HandshakeError, "not a te engine"),
-        (wire.encode_greeting(GreetingKind.WELCOME, 1, b"?"), te.HandshakeError, "Welcome"),
-        (wire.encode_greeting(GreetingKind.HELLO, 1, b"?"), te.HandshakeError, "kind 1"),
+        (encode_greeting(GreetingKind.WELCOME, 2, b"?"), te.HandshakeError, "Welcome"),
+        (encode_greeting(GreetingKind.HELLO, 2, b"?"), te.HandshakeError, "kind 1"),
         (b"", te.ConnectError, "closed the connection instead of a welcome"),
     ],
 )
@@ -332,7 +373,7 @@ def test_answers_to_a_hello(answer: bytes, error: type[te.Error], says: str) -> 
         def answer_once() -> None:
             sock, _ = listener.accept()
             with sock:
-                read_item(sock, GreetingReader())
+                read_greeting(sock)
                 sock.sendall(answer)
 
         thread = threading.Thread(target=answer_once)
@@ -384,9 +425,9 @@ def test_cancel_before_the_first_byte_and_without_confirmation() -> None:
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (wire.encode_ack(77, AckStatus.LANDED), "transfer 77, acknowledged as LANDED"),
-        (wire.encode_ack(1, AckStatus.LANDED) * 2, "transfer 1, acknowledged as LANDED"),
-        (wire.encode_end(1, 0, 0), "kind 17 is not expected"),
+        (ack(77, AckStatus.LANDED), "transfer 77, acknowledged as LANDED"),
+        (ack(1, AckStatus.LANDED) * 2, "transfer 1, acknowledged as LANDED"),
+        (end(1), "kind 17 is not expected"),
         (b"", "closed the connection"),
     ],
 )
@@ -395,7 +436,7 @@ def test_wrong_acknowledgements(answer: bytes, says: str) -> None:
         region = source.register(bytearray(10))
         first = peer.write(te.Blocks.of(region.address, 1, 10))
         second = peer.write(te.Blocks.of(region.address, 1, 10))
-        wanted = 2 * (wire.FRAME.size * 2 + wire.LANDING.itemsize + 10)
+        wanted = 2 * (HEADER.size + LANDING.itemsize + 10 + len(trailer()))
         while wanted:
             wanted -= len(sock.recv(wanted))
         sock.sendall(answer)
@@ -432,19 +473,20 @@ def test_source_memory_that_vanished_fails_only_its_transfer(target: Target) -> 
         behind_good = peer.write(
             te.Blocks.of([kept.address, address], [target.base, target.base + 200], 100)
         )
-        good = peer.write(te.Blocks.of(kept.address, target.base, 100))
+        elsewhere = NBYTES // 2
+        good = peer.write(te.Blocks.of(kept.address, target.base + elsewhere, 100))
         for lost in (first_of_many, only_one, behind_good):
             with pytest.raises(te.TransferFailed, match="memory cannot be read: Bad address"):
                 lost.wait(TIMEOUT_S)
         assert good.wait(TIMEOUT_S) is te.Status.DONE
-        assert (target.memory[:100] == 5).all()
+        assert (target.memory[elsewhere : elsewhere + 100] == 5).all()
 
 
 def test_target_memory_that_vanished_fails_only_its_transfer(target: Target) -> None:
     with memory_that_vanishes(target.engine, 1 << 18) as address, raw_source(target) as source:
         source.send(segment(1, 0, [(address, 1000)], 1000), bytes(1000))
-        ack = source.ack()
-        assert ack.status is AckStatus.REFUSED
-        assert "cannot be written: Bad address" in ack.reason
-        source.send(wire.encode_end(1, 0, 1000), wire.encode_end(2, 0, 0))
+        answer = source.ack()
+        assert answer.status is AckStatus.REFUSED
+        assert "cannot be written: Bad address" in answer.reason
+        source.send(trailer(), end(2))
         assert source.ack().status is AckStatus.LANDED

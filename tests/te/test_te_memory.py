@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from te import BoundsError, RegistrationError
-from te.memory import HOST, Region, RegionMap, RegionTable
+from te import BLOCK, RegistrationError
+from te.memory import HOST, Region, RegionTable
+from te.plane._core import KIND_WRITE
+from te.plane._core import Engine as Plane
 
 EDGES = [0, 1, 99, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 WILD = st.one_of(st.integers(0, 120), st.sampled_from(EDGES))
@@ -27,40 +29,47 @@ def covering(regions: list[Region], address: int, nbytes: int) -> list[Region] |
     return found if reached >= address + nbytes else None
 
 
+def a_plane() -> Plane:
+    return Plane(1, 5.0, 0.0, 1 << 20, 1020)
+
+
+def a_table() -> RegionTable:
+    return RegionTable(a_plane())
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 15), st.integers(1, 10)), max_size=6),
     st.lists(st.tuples(WILD, WILD), min_size=1, max_size=10),
 )
-def test_check_agrees_with_a_loop(
+def test_the_plane_agrees_with_a_loop(
     gaps_and_sizes: list[tuple[int, int]], asked: list[tuple[int, int]]
 ) -> None:
     regions, end = [], 0
-    for serial, (gap, nbytes) in enumerate(gaps_and_sizes):
+    for serial, (gap, nbytes) in enumerate(gaps_and_sizes, 1):
         # Gaps of one byte less, so that some regions touch.
         regions.append(Region(end + gap - 1 or 1, nbytes, HOST, serial, None))
         end = regions[-1].end
-    table = RegionMap(regions[::-1])
+    plane = a_plane()
+    for region in reversed(regions):
+        plane.add_region(region.address, region.end, region.serial, False)
     asked = [(address, nbytes) for address, nbytes in asked if nbytes]
-    addresses = np.array([address for address, _ in asked], np.uint64)
-    sizes = np.array([nbytes for _, nbytes in asked], np.uint64)
+    blocks = np.array([(address, 1, nbytes) for address, nbytes in asked], BLOCK)
     covers = [covering(regions, address, nbytes) for address, nbytes in asked]
+    result = plane.link(False, False, 0).submit(blocks, 0, 0, KIND_WRITE, 1)
     if None in covers:
-        address, nbytes = asked[covers.index(None)]
-        with pytest.raises(BoundsError, match=f"^{nbytes} bytes at {address:#x} lie outside"):
-            table.check(addresses, sizes)
+        assert result == covers.index(None)
     else:
-        table.check(addresses, sizes)
-        used = {region.serial for cover in covers for region in cover or ()}
-        assert [region.serial for region in table.used(addresses, sizes)] == sorted(used)
-    assert [region.serial for region in table.up_to(2).regions] == [0, 1, 2][: len(regions)]
+        # The link has no rails, so that the transfer has failed, and holds nothing.
+        assert not isinstance(result, int)
+        assert all(plane.remove_region(region.serial, 1.0) == 0 for region in regions)
 
 
 def test_complaint_names_the_nearest_region() -> None:
-    regions = [Region(100, 10, HOST, 1, None), Region(1000, 10, HOST, 2, None)]
-    with pytest.raises(BoundsError, match=r"6 bytes at 0x3ed .* 2 regions is \[0x3e8, 0x3f2\)"):
-        RegionMap(regions).check(np.array([1005], np.uint64), np.array([6], np.uint64))
-    with pytest.raises(BoundsError, match="nothing is registered"):
-        RegionMap(()).check(np.array([1], np.uint64), np.array([1], np.uint64))
+    table = a_table()
+    assert "nothing is registered" in table.complaint(1, 1)
+    table.regions = (Region(100, 10, HOST, 1, None), Region(1000, 10, HOST, 2, None))
+    assert "6 bytes at 0x3ed" in table.complaint(1005, 6)
+    assert "2 regions is [0x3e8, 0x3f2)" in table.complaint(1005, 6)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +77,10 @@ def test_complaint_names_the_nearest_region() -> None:
 )
 def test_buffers_and_addresses(make: object) -> None:
     buffer = make(8192)  # type: ignore[operator]
-    table = RegionTable()
+    table = a_table()
     region = table.register(buffer, None)
     assert region.nbytes == memoryview(buffer).nbytes
-    table.deregister(region)
+    table.deregister(region, 1.0)
     again = table.register(region.address, 100)
     assert (again.address, again.nbytes, again.kind) == (region.address, 100, "host")
     assert again.serial != region.serial
@@ -79,7 +88,7 @@ def test_buffers_and_addresses(make: object) -> None:
 
 def test_registered_buffers_cannot_be_resized() -> None:
     buffer = bytearray(100)
-    region = RegionTable().register(buffer, None)
+    region = a_table().register(buffer, None)
     with pytest.raises(BufferError):
         buffer.append(1)
     assert region.nbytes == 100
@@ -102,23 +111,23 @@ def test_registered_buffers_cannot_be_resized() -> None:
     ],
 )
 def test_register_refuses(source: object, nbytes: int | None, says: str) -> None:
-    table = RegionTable()
+    table = a_table()
     with pytest.raises(RegistrationError, match=says):
         table.register(source, nbytes)
-    assert table.map.regions == ()
+    assert table.regions == ()
 
 
 def test_overlap_names_both() -> None:
     buffer = np.zeros(1000, np.uint8)
     base = buffer.ctypes.data
-    table = RegionTable()
+    table = a_table()
     table.register(base + 100, 100)
     for offset, nbytes in [(100, 100), (0, 101), (199, 1), (150, 10), (0, 1000)]:
         with pytest.raises(RegistrationError, match=f"{base + offset:#x}.*{base + 100:#x}"):
             table.register(base + offset, nbytes)
     table.register(base, 100)
     table.register(base + 200, 800)
-    assert [region.address - base for region in table.map.regions] == [0, 100, 200]
+    assert [region.address - base for region in table.regions] == [0, 100, 200]
 
 
 def test_protected_and_half_mapped_memory() -> None:
@@ -126,26 +135,21 @@ def test_protected_and_half_mapped_memory() -> None:
     readable = mmap.mmap(-1, page, prot=mmap.PROT_READ)
     address = np.frombuffer(readable, np.uint8).ctypes.data
     with pytest.raises(RegistrationError, match="not readable and writable"):
-        RegionTable().register(address, page)
+        a_table().register(address, page)
     whole = mmap.mmap(-1, 16 * page)
     address = np.frombuffer(whole, np.uint8).ctypes.data
-    table = RegionTable()
+    table = a_table()
     with pytest.raises(RegistrationError, match="not readable and writable"):
         table.register(address, 1 << 44)
     assert table.register(address, 16 * page).nbytes == 16 * page
 
 
-def test_deregister_waits_for_readers_and_knows_its_own() -> None:
+def test_deregister_knows_its_own() -> None:
     buffer = np.zeros(64, np.uint8)
-    table, other = RegionTable(), RegionTable()
+    table, other = a_table(), a_table()
     region = table.register(buffer, None)
     with pytest.raises(RegistrationError, match="not registered"):
-        other.deregister(region)
-    address = np.array([region.address] * 2, np.uint64)
-    hold = table.hold(address, np.array([1, 2], np.uint64))
-    with pytest.raises(RegistrationError, match="1 unfinished transfers read from"):
-        table.deregister(region)
-    table.release(hold)
-    table.deregister(region)
-    with pytest.raises(BoundsError):
-        table.hold(address, np.array([1, 2], np.uint64))
+        other.deregister(region, 1.0)
+    table.deregister(region, 1.0)
+    with pytest.raises(RegistrationError, match="not registered"):
+        table.deregister(region, 1.0)

@@ -11,8 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from te.transports.tcp.syscalls import wake
-
 __all__ = ["READABLE", "WRITABLE", "IoLoop"]
 
 logger = logging.getLogger(__name__)
@@ -57,15 +55,13 @@ class IoLoop:
         self._thread.start()
 
     def call(self, function: Callable[[], None]) -> bool:
-        """Has ``function`` run on the loop's thread soon; False if the loop has ended. Any thread.
-
-        Costs about two microseconds and never gives up the interpreter lock for long.
-        """
+        """Has ``function`` run on the loop's thread soon; False if the loop has ended. Any
+        thread."""
         with self._lock:
             if self._ended:
                 return False
             self._calls.append(function)
-            wake(self._eventfd)
+            os.eventfd_write(self._eventfd, 1)
             return True
 
     def watch(self, fd: int, events: int, handler: Callable[[int], None]) -> None:

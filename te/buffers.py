@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that peers on the same host may map: the fastest source there is."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+from typing import Final, Self
+
+__all__ = ["Buffer", "allocate"]
+
+HUGE_PAGE_BYTES: Final = 2 << 20
+
+
+class Buffer(mmap.mmap):
+    """Zeroed memory of ``nbytes`` bytes, rounded up to whole pages; made by ``te.allocate``.
+
+    It has the buffer protocol (``np.frombuffer``) and is given back with its last reference.
+    """
+
+    #: The memory file, and whether it is made of huge pages.
+    fd: int = -1
+    huge: bool = False
+
+    def __new__(cls, fd: int, nbytes: int, huge: bool) -> Self:
+        self = super().__new__(cls, fd, nbytes)
+        self.fd = fd
+        self.huge = huge
+        return self
+
+    def __init__(self, fd: int, nbytes: int, huge: bool) -> None:
+        """``te.allocate`` makes buffers."""
+
+    def __repr__(self) -> str:
+        return f"Buffer({len(self)} bytes{', huge pages' if self.huge else ''})"
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+def allocate(nbytes: int) -> Buffer:
+    """Memory to register with an engine. Peers on the same host copy out of it directly, about
+    twice as fast as out of other memory; everywhere else it is like any other.
+
+    Huge pages are taken if the system has enough of them set aside. ``ValueError`` for no bytes,
+    ``OSError`` when there is no memory.
+    """
+    if nbytes < 1:
+        raise ValueError(f"nbytes={nbytes} must be at least 1")
+    with contextlib.suppress(OSError):
+        return _map(nbytes, os.MFD_HUGETLB, HUGE_PAGE_BYTES)
+    return _map(nbytes, 0, mmap.PAGESIZE)
+
+
+def _map(nbytes: int, flags: int, page_nbytes: int) -> Buffer:
+    nbytes = -(-nbytes // page_nbytes) * page_nbytes
+    fd = os.memfd_create("te", flags | os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        # A peer that has it mapped must never find it shorter.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        buffer = Buffer(fd, nbytes, flags != 0)
+    except OSError:
+        os.close(fd)
+        raise
+    if not flags:
+        with contextlib.suppress(OSError):  # Transparent huge pages are a matter of policy.
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+    return buffer

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The destination's side: a thread that accepts and greets, and hands connections to the plane."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+from te.config import Config
+from te.errors import ListenError
+from te.handshake import PROTOCOL_VERSION, Hello, Refusal, Refuse, encode
+from te.links import samehost
+from te.links.dial import address_text
+from te.links.greeting import GreetingKind, encode_greeting
+from te.links.incoming import Greeted, Incoming
+from te.links.local import Local
+from te.links.loop import READABLE, IoLoop
+from te.plane._core import LinkHandle
+from te.plane.reasons import Reason, sentence
+
+__all__ = ["Acceptor"]
+
+logger = logging.getLogger(__name__)
+
+LISTEN_BACKLOG = 128
+# After accept(2) failed for want of descriptors or memory.
+ACCEPT_PAUSE_S = 1.0
+
+
+@dataclass(frozen=True)
+class _Link:
+    """Rails that one source opened together."""
+
+    handle: LinkHandle
+    engine_id: str
+    where: str
+
+
+class Acceptor:
+    """The listening sockets of an engine, and its incoming links."""
+
+    def __init__(self, name: str, local: Local) -> None:
+        """Listens and starts the thread; ``te.ListenError`` when it cannot."""
+        self.local = local
+        self._lock = threading.Lock()
+        #: By the source's id and the number in its greetings; under the lock.
+        self._links: dict[tuple[str, int, int], _Link] = {}
+        self._greeting: set[Incoming] = set()
+        self._paused: dict[int, float] = {}
+        listener = _listen(local.config)
+        host, port = listener.getsockname()[:2]
+        #: Numeric host and port this engine listens on.
+        self.address: tuple[str, int] = (host, port)
+        self._listeners = {listener.fileno(): listener}
+        #: What sources on this host try to read.
+        self._memory = samehost.NonceMemory()
+        self.nonce = self._memory.nonce
+        #: Why peers cannot use the same host's transport; None if they can.
+        self.samehost_problem: str | None = None
+        if "samehost" in local.config.transports:
+            self._listen_samehost()
+        self.loop = IoLoop(name, self._on_tick, self._on_end)
+        for fd in self._listeners:
+            self.loop.watch(fd, READABLE, lambda _, fd=fd: self._on_ready(fd))  # type: ignore[misc]
+        self.loop.watch(local.plane.events_fd, READABLE, self._on_events)
+        self.loop.start()
+
+    def fence(self, engine_id: str, timeout_s: float) -> int | None:
+        """Ends that engine's links; how many, or None when a landing did not end in time."""
+        with self._lock:
+            fenced = [
+                one for one in self._links.values() if one.engine_id == engine_id
+                and one.handle.alive
+            ]  # fmt: skip
+        for one in fenced:
+            one.handle.fence()
+        if not self.local.plane.quiesce(timeout_s):
+            return None
+        for one in fenced:
+            one.handle.die(Reason.FENCED)
+        return len(fenced)
+
+    def forget(self, incoming: Incoming) -> None:
+        """A connection was closed or handed over. Loop's thread only."""
+        self._greeting.discard(incoming)
+
+    def greeted(self, greeted: Greeted) -> str | None:
+        """Takes a connection whose hello was good into its link; or why that cannot be."""
+        hello, plane = greeted.hello, self.local.plane
+        key = (hello.id, hello.epoch, hello.link)
+        with self._lock:
+            link = self._links.get(key)
+            if link is None:
+                pid = samehost.peer_pid(greeted.sock) if greeted.is_samehost else 0
+                handle = plane.link(True, greeted.is_samehost, pid)
+                if len(self._links) > 2 * self.local.config.max_connections:
+                    # The plane tells of each that ends, but loses what is not listened to.
+                    self._links = {key: one for key, one in self._links.items() if one.handle.alive}
+                link = self._links[key] = _Link(handle, hello.id, greeted.where)
+        if link.handle.rails >= self.local.config.rails:
+            return f"{link.handle.rails} rails are open already"
+        fd = greeted.sock.detach()
+        if link.handle.add_rail(fd):
+            return None
+        os.close(fd)
+        return "the link has ended"
+
+    def map_shared(self, hello: Hello, fd: int | None) -> str | None:
+        """Maps a source's memory for its link, or unmaps it when there is no descriptor; or why
+        that cannot be. Does not close the descriptor."""
+        with self._lock:
+            link = self._links.get((hello.id, hello.epoch, hello.link))
+        if link is None or hello.shared is None:
+            return "no such link"
+        try:
+            if fd is not None:
+                link.handle.add_mapping(hello.shared.address, fd, hello.shared.nbytes)
+            elif not link.handle.remove_mapping(hello.shared.address):
+                return "a copy out of it did not end"
+        except OSError as exc:
+            return f"cannot map {hello.shared.nbytes} bytes: {exc.strerror}"
+        return None
+
+    # -- loop's thread
+
+    def _listen_samehost(self) -> None:
+        try:
+            listener = samehost.listen(self.local.id, LISTEN_BACKLOG)
+        except OSError as exc:
+            self.samehost_problem = f"cannot listen on an abstract socket: {exc.strerror}"
+            logger.warning("%s", self.samehost_problem)
+            return
+        samehost.allow_readers()
+        self._listeners[listener.fileno()] = listener
+
+    def _on_ready(self, fd: int) -> None:
+        listener = self._listeners[fd]
+        while True:
+            try:
+                sock, peer = listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue  # It gave up while it waited in the backlog; accept(2).
+            except OSError as exc:
+                logger.warning("cannot accept connections, pausing: %s", exc.strerror)
+                self.loop.rewatch(fd, 0)
+                self._paused[fd] = time.monotonic() + ACCEPT_PAUSE_S
+                return
+            is_samehost = sock.family == socket.AF_UNIX
+            if is_samehost:
+                where = f"process {samehost.peer_pid(sock)}"
+            else:
+                where = address_text(peer[0], peer[1])
+            self._admit(sock, where, is_samehost)
+
+    def _admit(self, sock: socket.socket, where: str, is_samehost: bool) -> None:
+        sock.setblocking(False)
+        limit = self.local.config.max_connections
+        rails_in = self.local.plane.counters()[3]
+        if len(self._greeting) + rails_in >= limit:
+            logger.warning("%s refused: %d incoming connections are open", where, limit)
+            refuse = Refuse(code=Refusal.LIMIT, reason=f"{limit} connections are open already")
+            with sock:
+                # A new connection's empty buffer takes it whole.
+                sock.send(encode_greeting(GreetingKind.REFUSE, PROTOCOL_VERSION, encode(refuse)))
+            return
+        incoming = Incoming(self, sock, where, is_samehost)
+        self._greeting.add(incoming)
+        self.loop.watch(sock.fileno(), READABLE, incoming.on_ready)
+
+    def _on_tick(self, now_s: float) -> float | None:
+        times = []
+        for fd, until_s in tuple(self._paused.items()):
+            if now_s >= until_s:
+                del self._paused[fd]
+                self.loop.rewatch(fd, READABLE)
+            else:
+                times.append(until_s)
+        times += [incoming.check_deadline(now_s) for incoming in tuple(self._greeting)]
+        return min(times, default=None)
+
+    def _on_events(self, _events: int) -> None:
+        for number, code, errnum, text in self.local.plane.events():
+            with self._lock:
+                keys = [key for key, one in self._links.items() if one.handle.number == number]
+                link = self._links.pop(keys[0]) if keys else None
+            who = f"{link.where} ({link.engine_id})" if link else f"link {number}"
+            reason = sentence(who, code, errnum, text, self.local.config.stall_timeout_s)
+            level = logging.WARNING if code == Reason.VIOLATED else logging.INFO
+            logger.log(level, "a link ended: %s", reason)
+
+    def _on_end(self, reason: str) -> None:
+        for listener in self._listeners.values():
+            listener.close()
+        for incoming in tuple(self._greeting):
+            incoming.close(reason)
+
+
+def _listen(config: Config) -> socket.socket:
+    host, port, buffer_bytes = config.host, config.port, config.socket_buffer_bytes
+    where = address_text(host, port)
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as exc:
+        raise ListenError(f"cannot listen on {where}: {exc.strerror}") from exc
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit it, and it must be known before listen(2) to set the window.
+        if buffer_bytes:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        sock.bind(address)
+        sock.listen(LISTEN_BACKLOG)
+    except OSError as exc:
+        sock.close()
+        raise ListenError(f"cannot listen on {where}: {exc.strerror}") from exc
+    sock.setblocking(False)
+    return sock

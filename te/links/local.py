@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine as its links see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from te.config import Config
+from te.plane._core import Engine as Plane
+
+__all__ = ["Local", "SharedMemory"]
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Memory that the engine allocated, which peers on this host may map."""
+
+    address: int
+    nbytes: int
+    fd: int
+
+
+@dataclass(frozen=True)
+class Local:
+    """Who the engine is and what it is made of."""
+
+    id: str
+    epoch: int
+    config: Config
+    plane: Plane
+    #: Present allocations.
+    shared: Callable[[], tuple[SharedMemory, ...]]

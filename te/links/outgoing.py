@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opening a link: the first transport that works, and as many rails as both sides want."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from te.errors import ConnectError, Error
+from te.handshake import Card, Hello, Shared
+from te.links import samehost
+from te.links.dial import Dialled, TransportRefused, address_text, blame, greet, tune
+from te.links.local import Local, SharedMemory
+from te.plane._core import LinkHandle
+
+__all__ = ["Opened", "open_link", "share", "unshare"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A link with all its rails."""
+
+    link: LinkHandle
+    #: Number in the greetings.
+    greeting: int
+    transport: str
+    #: Why no preferred transport was taken; empty when the first choice works.
+    reason: str
+
+
+def open_link(local: Local, card: Card, timeout_s: float) -> Opened:
+    """Blocks for at most ``timeout_s``; ``te.ConnectError``, ``te.VersionError``,
+    ``te.HandshakeError``."""
+    deadline_s = time.monotonic() + timeout_s
+    names = [name for name in local.config.transports if name in card.transports]
+    if not names:
+        raise ConnectError(
+            f"no common transport: the engine {card.id} offers {', '.join(card.transports)},"
+            f" this one {', '.join(local.config.transports)}"
+        )
+    reasons: list[str] = []
+    for name in names:
+        try:
+            opened = _OPENERS[name](local, card, deadline_s, timeout_s)
+        except TransportRefused as exc:
+            reasons.append(f"{name}: {exc}")
+            continue
+        return Opened(opened.link, opened.greeting, name, "; ".join(reasons))
+    raise ConnectError(
+        f"no transport to the engine {card.id} at {address_text(card.host, card.port)}:"
+        f" {'; '.join(reasons)}"
+    )
+
+
+def _hello(local: Local, card: Card, number: int) -> Hello:
+    return Hello(
+        id=local.id, epoch=local.epoch, peer_id=card.id, peer_epoch=card.epoch, link=number
+    )
+
+
+def _open_tcp(local: Local, card: Card, deadline_s: float, timeout_s: float) -> Opened:
+    where, config = address_text(card.host, card.port), local.config
+    number = secrets.randbits(62)
+    hello = _hello(local, card, number)
+    source = None if config.source_host is None else (config.source_host, 0)
+
+    def dial() -> Dialled:
+        left_s = max(deadline_s - time.monotonic(), 0.001)
+        with blame(card, where, timeout_s):
+            sock = socket.create_connection((card.host, card.port), left_s, source)
+            tune(sock, config.stall_timeout_s)
+            if config.socket_buffer_bytes:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.socket_buffer_bytes)
+            return greet(sock, hello, card, where, deadline_s)
+
+    link = local.plane.link(False, False, 0)
+    _add_rails(link, dial(), dial, config.rails)
+    return Opened(link, number, "tcp", "")
+
+
+def _open_samehost(local: Local, card: Card, deadline_s: float, timeout_s: float) -> Opened:
+    where = f"the abstract socket of {card.id}"
+    number, memory = secrets.randbits(62), samehost.NonceMemory()
+    hello = _hello(local, card, number)
+    samehost.allow_readers()
+
+    def dial(nonce: bool = False) -> Dialled:
+        left_s = max(deadline_s - time.monotonic(), 0.001)
+        try:
+            sock = samehost.dial(card, left_s)
+        except (ConnectionRefusedError, PermissionError):
+            raise TransportRefused(f"no engine {card.id} on this host") from None
+        with blame(card, where, timeout_s):
+            said = structs.replace(hello, nonce=memory.nonce) if nonce else hello
+            return greet(sock, said, card, where, deadline_s)
+
+    first = dial(nonce=True)
+    pid = samehost.peer_pid(first.sock)
+    problem = samehost.cannot_read(pid, first.welcome.nonce)
+    if problem is not None:
+        first.sock.close()
+        raise TransportRefused(problem)
+    link = local.plane.link(False, True, pid)
+    _add_rails(link, first, dial, local.config.rails)
+    for one in local.shared():
+        share(local, card, number, one)
+    return Opened(link, number, "samehost", "")
+
+
+_OPENERS: dict[str, Callable[[Local, Card, float, float], Opened]] = {
+    "tcp": _open_tcp,
+    "samehost": _open_samehost,
+}
+
+
+def _add_rails(link: LinkHandle, first: Dialled, dial: Callable[[], Dialled], rails: int) -> None:
+    """Adds the first rail, and as many more as both sides want."""
+    dialled = [first]
+    with contextlib.ExitStack() as undo:
+        undo.callback(first.sock.close)
+        while len(dialled) < min(rails, first.welcome.rails):
+            dialled.append(dial())
+            undo.callback(dialled[-1].sock.close)
+        undo.pop_all()
+    for one in dialled:
+        fd = one.sock.detach()
+        if not link.add_rail(fd):
+            # It has died already: the reason is the link's.
+            socket.socket(fileno=fd).close()
+
+
+def share(local: Local, card: Card, number: int, memory: SharedMemory) -> bool:
+    """Has the engine map memory that was allocated here, for the link with the number; whether it
+    does. The link works without, only slower. Logs why not."""
+    return _about_memory(local, card, number, memory, [memory.fd])
+
+
+def unshare(local: Local, card: Card, number: int, memory: SharedMemory) -> bool:
+    """Has the engine unmap it; False if it may still copy out of it. Logs why."""
+    return _about_memory(local, card, number, memory, [])
+
+
+def _about_memory(
+    local: Local, card: Card, number: int, memory: SharedMemory, fds: list[int]
+) -> bool:
+    timeout_s = local.config.connect_timeout_s
+    shared = Shared(memory.address, memory.nbytes)
+    hello = structs.replace(_hello(local, card, number), shared=shared)
+    where = f"the abstract socket of {card.id}"
+    try:
+        with blame(card, where, timeout_s), samehost.dial(card, timeout_s) as sock:
+            greet(sock, hello, card, where, time.monotonic() + timeout_s, fds)
+    except Error as exc:
+        action = "map" if fds else "unmap"
+        logger.warning("%s does not %s %d bytes: %s", card.id, action, memory.nbytes, exc)
+        return False
+    return True

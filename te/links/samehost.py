@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether two engines share a kernel and may reach each other's memory; unix(7).
+
+Engines listen on an abstract socket that is named after their id. Who can connect to it shares the
+network namespace, the kernel tells each side the other's process id, and each reads a few bytes out
+of the other's memory to see that it really may: that fails in separate process namespaces, for
+another user, or under a policy (Yama, seccomp).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+import socket
+import struct
+from pathlib import Path
+
+from te.handshake import Card, Nonce
+from te.plane._core import read_process
+
+__all__ = ["NonceMemory", "allow_readers", "cannot_read", "dial", "listen", "peer_pid"]
+
+_UCRED = struct.Struct("iII")
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+_NONCE_BYTES = 16
+
+
+def _name(engine_id: str) -> str:
+    return f"\0te-{engine_id}"
+
+
+def listen(engine_id: str, backlog: int) -> socket.socket:
+    """The non-blocking listening socket of an engine; ``OSError``."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(_name(engine_id))
+        sock.listen(backlog)
+    except OSError:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    return sock
+
+
+def dial(card: Card, timeout_s: float) -> socket.socket:
+    """A connection to the card's engine; ``OSError`` when it is not on this host."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(_name(card.id))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """Process id of the other side as seen from here; 0 if it cannot be seen."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    return int(_UCRED.unpack(raw)[0])
+
+
+def allow_readers() -> None:
+    """Under Yama's restricted mode lets processes of this user read this one's memory."""
+    try:
+        restricted = _YAMA.read_text().strip() == "1"
+    except OSError:
+        return  # No Yama.
+    if restricted:
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+
+
+class NonceMemory:
+    """Random bytes at a known address of this process."""
+
+    def __init__(self) -> None:
+        self._buffer = ctypes.create_string_buffer(secrets.token_bytes(_NONCE_BYTES), _NONCE_BYTES)
+        self.nonce = Nonce(ctypes.addressof(self._buffer), self._buffer.raw)
+
+
+def cannot_read(pid: int, nonce: Nonce | None) -> str | None:
+    """Why the memory of the process cannot be read from here; None if it can."""
+    if nonce is None:
+        return "the other side gave nothing to try reading its memory with"
+    if pid <= 0:
+        return "the other process is not visible from here (another pid namespace)"
+    try:
+        found = read_process(pid, nonce.address, len(nonce.data))
+    except OSError as exc:
+        return f"process_vm_readv of process {pid}: {exc.strerror}"
+    if found != nonce.data:
+        return f"process {pid} is not the one that it should be"
+    return None

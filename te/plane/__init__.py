@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data plane: compiled loops that move bytes without the interpreter, and what decides for
+them.
+
+``_core`` is compiled from ``_core.pyx`` and the ``.pxi`` files beside it, one per concern:
+``structs`` (what there is), ``tables`` (who may write where), ``source`` and ``landing`` (the two
+sides of a transfer), ``pull`` (same host), ``rails`` (one connection), ``worker`` (the threads) and
+``handles`` (what Python holds). ``reasons`` makes sentences of the plane's codes.
+"""
+
+from __future__ import annotations

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+KIND_WRITE: Final[int]
+KIND_READ: Final[int]
+FRAME_BLOCKS_MAX: Final[int]
+RAILS_LIMIT: Final[int]
+WORKERS_LIMIT: Final[int]
+
+def read_process(pid: int, address: int, nbytes: int) -> bytes:
+    """process_vm_readv(2); ``OSError``."""
+
+class Engine:
+    """Regions, tags, links and workers of one engine.
+
+    Calls keep the interpreter lock and take microseconds, unless they say otherwise.
+    """
+
+    def __init__(
+        self, workers: int, stall_s: float, spin_s: float, segment_bytes: int, segment_blocks: int
+    ) -> None: ...
+    def work(self, index: int) -> None:
+        """The life of a worker; without the interpreter lock until ``stop``."""
+
+    def stop(self) -> None:
+        """Asks the workers to end every link and then themselves."""
+
+    def add_region(self, start: int, end: int, serial: int, is_shared: bool) -> None:
+        """Overlaps no other; serials rise. Shared: peers on this host may map it."""
+
+    def remove_region(self, serial: int, timeout_s: float) -> int:
+        """Takes it away and waits, without the lock, for landings under way; 0.
+
+        Or the number of unfinished transfers that read from it, and then it was not taken away; or
+        -1 when a landing did not end in time.
+        """
+
+    def quiesce(self, timeout_s: float) -> bool:
+        """Waits, without the lock, until each landing under way has ended; False if one did not."""
+
+    def open_tag(self, value: int) -> bool:
+        """False if it is open already."""
+
+    def arrived(self, value: int) -> int:
+        """Transfers that have landed under the open tag; 0 if it is not open."""
+
+    def close_tag(self, value: int, timeout_s: float) -> int:
+        """Closes and quiesces; the last count, or -1 when a landing did not end in time."""
+
+    def link(self, is_incoming: bool, is_pull: bool, pid: int) -> LinkHandle:
+        """A link without rails yet."""
+
+    @property
+    def events_fd(self) -> int:
+        """Readable when ``events`` has something."""
+
+    def events(self) -> list[tuple[int, int, int, str]]:
+        """Links that died: (number, code, errno, text)."""
+
+    def wait_notices(self) -> list[int]:
+        """Blocks, without the lock, until transfers that were subscribed to have an outcome."""
+
+    def wake_notices(self) -> None:
+        """Has ``wait_notices`` return."""
+
+    def counters(self) -> tuple[int, int, int, int, int, int, int]:
+        """Bytes sent and received, rails out and in, transfers done, failed and cancelled."""
+
+class LinkHandle:
+    """All rails between two engines that one side opened. The link ends with its last handle."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def rails(self) -> int:
+        """Connections in use."""
+
+    @property
+    def death(self) -> tuple[int, int, str]:
+        """Why it is not alive: code, errno, text."""
+
+    def add_rail(self, fd: int) -> bool:
+        """Takes over a connected, non-blocking socket; False (not taken) on a dead or full link."""
+
+    def die(self, code: int) -> None:
+        """Asks the workers to close its rails."""
+
+    def fence(self) -> None:
+        """Marks it: nothing lands from it once ``quiesce`` has returned."""
+
+    def add_mapping(self, start: int, fd: int, nbytes: int) -> None:
+        """Maps memory of the source, read-only, so that it is copied from directly. ``OSError``."""
+
+    def remove_mapping(self, start: int) -> bool:
+        """Unmaps what begins there, if anything; False when a copy out of it did not end."""
+
+    def submit(
+        self, blocks: npt.NDArray[np.void], total: int, tag: int, kind: int, unfinished_max: int
+    ) -> TransferHandle | int | None:
+        """Begins a transfer of blocks, shape (n,), dtype ``te.blocks.BLOCK``.
+
+        Instead of a handle: the index of the first block whose local side is not registered, or
+        None when the link has ``unfinished_max`` unfinished transfers.
+        """
+
+class TransferHandle:
+    @property
+    def name(self) -> int:
+        """What ``Engine.wait_notices`` calls it; unique while the handle lives."""
+
+    def status(self) -> int: ...
+    def failure(self) -> tuple[int, int, str]:
+        """Why it failed: code, errno, text."""
+
+    def cancel_requested(self) -> bool: ...
+    def duration_s(self) -> float: ...
+    def subscribe(self) -> bool:
+        """True if there is an outcome; False if ``Engine.wait_notices`` will name it."""
+
+    def cancel(self) -> None:
+        """Asks that it stop. For a read it waits, without the lock, for landings under way."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for an outcome, at first with the lock if it is small; False if none came."""

@@ -1,0 +1,290 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+# Python's view of the plane; see _core.pyi for the contract. Methods keep the interpreter lock
+# unless they say otherwise: it is what makes callers one at a time.
+
+include "structs.pxi"
+include "tables.pxi"
+include "source.pxi"
+include "landing.pxi"
+include "pull.pxi"
+include "rails.pxi"
+include "worker.pxi"
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.exc cimport PyErr_CheckSignals
+
+import os
+
+KIND_WRITE = SEGMENT
+KIND_READ = READ
+FRAME_BLOCKS_MAX = BLOCKS_MAX
+RAILS_LIMIT = RAILS_MAX
+WORKERS_LIMIT = WORKERS_MAX
+
+cdef enum:
+    # Above it checking and copying blocks takes so long that others get the interpreter meanwhile.
+    KEEP_LOCK_BLOCKS = 16384
+    INLINE_BYTES = 64 << 10
+    KEEP_LOCK_NS = 300000
+    DRIVE_NS = 3000000
+
+
+cdef struct Scan:
+    Snapshot *snapshot
+    uint8_t *touched
+    Block *out
+    u64 out_n, bad
+
+
+def read_process(int pid, u64 address, size_t nbytes):
+    cdef bytearray room = bytearray(nbytes)
+    cdef iovec near, far
+    near.iov_base = <void *><char *>room
+    far.iov_base = <void *>address
+    near.iov_len = far.iov_len = nbytes
+    if process_vm_readv(pid, &near, 1, &far, 1, 0) != <ssize_t>nbytes:
+        raise OSError(last_errno(), os.strerror(last_errno()))
+    return bytes(room)
+
+
+cdef class Engine:
+    cdef Plane *p
+
+    def __cinit__(
+        self, u32 workers, double stall_s, double spin_s, u64 segment_bytes, u32 segment_blocks
+    ):
+        cdef Plane *p = <Plane *>need(sizeof(Plane))
+        cdef Worker *w
+        cdef epoll_event e
+        cdef u32 i
+        self.p = p
+        p.workers_n = workers
+        p.stall_ns = <u64>(stall_s * 1e9)
+        p.spin_ns = <u64>(spin_s * 1e9)
+        p.segment_bytes = segment_bytes
+        p.segment_blocks = segment_blocks
+        p.zeros = <uint8_t *>need(SCRATCH_BYTES)
+        p.events = <Event *>need(EVENTS_MAX * sizeof(Event))
+        pthread_mutex_init(&p.tags_lock, NULL)
+        pthread_mutex_init(&p.notices_lock, NULL)
+        pthread_mutex_init(&p.events_lock, NULL)
+        p.events_eventfd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
+        p.notices_eventfd = eventfd(0, EFD_CLOEXEC)
+        p.regions = <Snapshot *>need(sizeof(Snapshot))
+        p.regions.version = 1
+        for i in range(workers):
+            w = &p.workers[i]
+            w.plane = p
+            w.index = i
+            w.spin.most_ns = p.spin_ns
+            pthread_mutex_init(&w.lock, NULL)
+            w.scratch = <uint8_t *>need(SCRATCH_BYTES)
+            w.epoll = epoll_create1(EPOLL_CLOEXEC)
+            w.eventfd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
+            e.events = EPOLLIN
+            e.data.ptr = NULL
+            if epoll_ctl(w.epoll, EPOLL_CTL_ADD, w.eventfd, &e) < 0:
+                raise OSError(last_errno(), "no descriptors for the engine's threads")
+
+    def __dealloc__(self):
+        cdef Plane *p = self.p
+        cdef u32 i
+        cdef u64 k
+        if p == NULL:
+            return
+        for i in range(p.workers_n):
+            close(p.workers[i].epoll)
+            close(p.workers[i].eventfd)
+            free(p.workers[i].scratch)
+            pthread_mutex_destroy(&p.workers[i].lock)
+        while p.notices != NULL:
+            take_notice(p)
+        snapshot_publish(p, <Snapshot *>need(sizeof(Snapshot)))
+        snapshot_free(p.regions)
+        for k in range(p.tags.size):
+            opening_drop(<Opening *>p.tags.values[k])
+        map_free(&p.tags)
+        close(p.events_eventfd)
+        close(p.notices_eventfd)
+        free(p.events)
+        free(p.zeros)
+        free(p)
+
+    def work(self, u32 index):
+        with nogil:
+            worker_run(&self.p.workers[index])
+
+    def stop(self):
+        cdef u32 i
+        store32(&self.p.stop, 1)
+        for i in range(self.p.workers_n):
+            store32(&self.p.workers[i].kicked, 1)
+            eventfd_write(self.p.workers[i].eventfd, 1)
+
+    # -- memory
+
+    def add_region(self, u64 start, u64 end, u64 serial, bint is_shared):
+        cdef Region *r = <Region *>need(sizeof(Region))
+        r.start, r.end, r.serial, r.is_shared = start, end, serial, is_shared
+        self.insert(r)
+
+    cdef void insert(self, Region *r):
+        cdef Snapshot *old = self.p.regions
+        cdef u32 i, at = region_above(old, r.start)
+        cdef Snapshot *new = self.copy_regions(old.count + 1)
+        for i in range(old.count):
+            new.regions[i + (i >= at)] = old.regions[i]
+            add32(&old.regions[i].refs, 1)
+        new.regions[at] = r
+        add32(&r.refs, 1)
+        new.newest = max(old.newest, r.serial)
+        snapshot_publish(self.p, new)
+
+    def remove_region(self, u64 serial, double timeout_s):
+        cdef Snapshot *old = self.p.regions
+        cdef Region *r = NULL
+        cdef u32 i, n = 0, readers
+        cdef bint done
+        cdef Snapshot *new
+        for i in range(old.count):
+            if old.regions[i].serial == serial:
+                r = old.regions[i]
+        if r == NULL or load32(&r.readers):
+            return -1 if r == NULL else load32(&r.readers)
+        add32(&r.refs, 1)
+        new = self.copy_regions(old.count)
+        for i in range(old.count):
+            if old.regions[i] != r:
+                new.regions[n] = old.regions[i]
+                add32(&old.regions[i].refs, 1)
+                n += 1
+        new.count = n
+        snapshot_publish(self.p, new)
+        with nogil:
+            done = quiesce(self.p, <u64>(timeout_s * 1e9))
+        readers = load32(&r.readers)
+        if readers:  # A peer's read began in between: it looked before the region was gone.
+            self.insert(r)
+        region_drop(r)
+        return readers if readers or done else -1
+
+    cdef Snapshot *copy_regions(self, u32 count):
+        cdef Snapshot *new = <Snapshot *>need(sizeof(Snapshot))
+        new.version = self.p.regions.version + 1
+        new.newest = self.p.regions.newest
+        new.count = count
+        new.regions = <Region **>need((count + 1) * sizeof(Region *))
+        return new
+
+    def quiesce(self, double timeout_s):
+        cdef bint done
+        with nogil:
+            done = quiesce(self.p, <u64>(timeout_s * 1e9))
+        return done
+
+    # -- tags
+
+    def open_tag(self, u64 value):
+        cdef Plane *p = self.p
+        cdef bint is_new
+        pthread_mutex_lock(&p.tags_lock)
+        is_new = map_get(&p.tags, value) == NULL
+        if is_new:
+            map_put(&p.tags, value, opening_new(value))
+        pthread_mutex_unlock(&p.tags_lock)
+        return is_new
+
+    def arrived(self, u64 value):
+        cdef Opening *o
+        cdef u64 count = 0
+        pthread_mutex_lock(&self.p.tags_lock)
+        o = <Opening *>map_get(&self.p.tags, value)
+        if o != NULL:
+            count = load64(&o.count)
+        pthread_mutex_unlock(&self.p.tags_lock)
+        return count
+
+    def close_tag(self, u64 value, double timeout_s):
+        cdef Opening *o
+        cdef bint done
+        cdef u64 count
+        pthread_mutex_lock(&self.p.tags_lock)
+        o = <Opening *>map_take(&self.p.tags, value)
+        pthread_mutex_unlock(&self.p.tags_lock)
+        if o != NULL:
+            store32(&o.is_open, 0)
+        with nogil:
+            done = quiesce(self.p, <u64>(timeout_s * 1e9))
+        count = 0 if o == NULL else load64(&o.count)
+        opening_drop(o)
+        return count if done else -1
+
+    # -- links, and what happens to them
+
+    def link(self, bint is_incoming, bint is_pull, int pid):
+        cdef Link *k = <Link *>need(sizeof(Link))
+        pthread_mutex_init(&k.lock, NULL)
+        self.p.links += 1
+        k.plane = self.p
+        k.spin.most_ns = self.p.spin_ns
+        k.number = self.p.links
+        k.is_incoming = is_incoming
+        k.is_pull = is_pull
+        k.pid = pid
+        k.refs = 1
+        cdef LinkHandle handle = LinkHandle.__new__(LinkHandle)
+        handle.k = k
+        handle.engine = self
+        return handle
+
+    @property
+    def events_fd(self):
+        return self.p.events_eventfd
+
+    def events(self):
+        cdef u64 value
+        cdef Event *e
+        cdef list found = []
+        eventfd_read(self.p.events_eventfd, &value)
+        pthread_mutex_lock(&self.p.events_lock)
+        while self.p.events_n:
+            e = &self.p.events[self.p.events_first]
+            found.append((e.link, e.code, e.errnum, (<bytes>e.text).decode("ascii", "replace")))
+            self.p.events_first = (self.p.events_first + 1) % EVENTS_MAX
+            self.p.events_n -= 1
+        pthread_mutex_unlock(&self.p.events_lock)
+        return found
+
+    def wait_notices(self):
+        cdef u64 value
+        cdef list found = []
+        with nogil:
+            eventfd_read(self.p.notices_eventfd, &value)
+        while self.p.notices != NULL:
+            found.append(<u64>take_notice(self.p))
+        return found
+
+    def wake_notices(self):
+        eventfd_write(self.p.notices_eventfd, 1)
+
+    def counters(self):
+        cdef Plane *p = self.p
+        return (
+            load64(&p.bytes_sent), load64(&p.bytes_received),
+            load64(&p.rails_out), load64(&p.rails_in),
+            load64(&p.outcomes[DONE]), load64(&p.outcomes[FAILED]), load64(&p.outcomes[CANCELLED]),
+        )
+
+
+cdef void *take_notice(Plane *p) noexcept:
+    """The first transfer on the list, whose address is its name; its reference is dropped."""
+    pthread_mutex_lock(&p.notices_lock)
+    cdef Transfer *t = p.notices
+    p.notices = t.next_notice
+    pthread_mutex_unlock(&p.notices_lock)
+    transfer_drop(t)
+    return t
+
+
+include "handles.pxi"

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+# Links and transfers as Python holds them.
+
+cdef int best_kind(u64 total, u64 n, bint is_shared) noexcept nogil:
+    """How blocks go to a peer on the same host: copied by it, or through the connection.
+
+    process_vm_readv costs 0.5 us and more for each block, and the connection a second copy.
+    """
+    if total <= PULL_TOTAL_BYTES and not is_shared:
+        return SEGMENT
+    return PULL if is_shared or total >= n * PULL_BLOCK_BYTES else SEGMENT
+
+
+cdef u64 file_bytes(int fd) noexcept:
+    """Size of a memory file that can never shrink; 0 if it is none."""
+    cdef int seals = fcntl(fd, F_GET_SEALS)
+    if seals < 0 or not seals & F_SEAL_SHRINK:
+        return 0
+    return <u64>lseek(fd, 0, SEEK_END)
+
+
+cdef class LinkHandle:
+    cdef Link *k
+    cdef Engine engine  # The plane must outlive the link.
+
+    def __dealloc__(self):
+        if self.k != NULL:
+            if not load32(&self.k.dead) and self.k.rails_n:
+                link_die(self.k, PEER_CLOSED, 0, NULL)
+            link_drop(self.k)
+
+    @property
+    def number(self):
+        return self.k.number
+
+    @property
+    def alive(self):
+        return not load32(&self.k.dead)
+
+    @property
+    def rails(self):
+        return self.k.rails_alive
+
+    @property
+    def death(self):
+        """(code, errno, text)"""
+        return self.k.code, self.k.errnum, (<bytes>self.k.text).decode("ascii", "replace")
+
+    def add_rail(self, int fd):
+        cdef int errnum = 0
+        cdef bint full
+        pthread_mutex_lock(&self.k.lock)
+        full = self.k.rails_n == RAILS_MAX or load32(&self.k.dead) or load32(&self.k.plane.stop)
+        if not full:
+            errnum = rail_new(self.k.plane, self.k, fd)
+        pthread_mutex_unlock(&self.k.lock)
+        if errnum:
+            raise OSError(errnum, "cannot watch the connection")
+        if not full:
+            wake(self.k.rails[self.k.rails_n - 1].worker)
+        return not full
+
+    def add_mapping(self, u64 start, int fd, u64 nbytes):
+        cdef Mapping *m
+        cdef u64 mapped = file_bytes(fd)
+        if mapped < nbytes:  # Reading behind the end of a file is a SIGBUS.
+            raise OSError(EFAULT, "the memory file is too short, or can be made so")
+        cdef void *near = mmap(NULL, mapped, PROT_READ, MAP_SHARED, fd, 0)
+        if near == MAP_FAILED:
+            raise OSError(last_errno(), os.strerror(last_errno()))
+        m = <Mapping *>need(sizeof(Mapping))
+        m.start, m.end, m.mapped, m.near = start, start + nbytes, mapped, <uint8_t *>near
+        m.next = self.k.mappings
+        store_pointer(&self.k.mappings, m)
+
+    def remove_mapping(self, u64 start):
+        cdef Mapping *m = self.k.mappings
+        cdef Mapping *before = NULL
+        cdef bint done
+        while m != NULL and m.start != start:
+            before = m
+            m = m.next
+        if m == NULL:
+            return True
+        store_pointer(&self.k.mappings if before == NULL else &before.next, m.next)
+        with nogil:
+            done = quiesce(self.k.plane, QUIESCE_NS)
+        if done:
+            munmap(m.near, m.mapped)
+            free(m)
+        return done
+
+    def die(self, int code):
+        link_die(self.k, code, 0, NULL)
+
+    def fence(self):
+        store32(&self.k.dropped, 1)
+
+    def submit(self, object blocks, u64 total, u64 tag, int kind, u32 unfinished_max):
+        """A TransferHandle; or the index of the first block whose local side is not registered;
+        or None when too many are unfinished."""
+        cdef Py_buffer view
+        PyObject_GetBuffer(blocks, &view, PyBUF_SIMPLE)
+        try:
+            return self.submit_blocks(
+                <Block *>view.buf, view.len / sizeof(Block), total, tag, kind, unfinished_max)
+        finally:
+            PyBuffer_Release(&view)
+
+    cdef object submit_blocks(
+        self, Block *blocks, u64 n, u64 total, u64 tag, int kind, u32 unfinished_max
+    ):
+        cdef Plane *p = self.k.plane
+        cdef Link *k = self.k
+        cdef Scan scan
+        cdef Snapshot *s
+        while True:
+            s = p.regions
+            scan.snapshot = s
+            scan.touched = <uint8_t *>need(s.count + 1)
+            scan.out = <Block *>malloc((n + 1) * sizeof(Block))
+            if scan.out == NULL:
+                free(scan.touched)
+                raise MemoryError(f"no memory for the descriptors of {n} blocks")
+            if n <= KEEP_LOCK_BLOCKS:
+                scan_blocks(&scan, blocks, n, kind == READ)
+                break
+            # Inside no mark: the regions' own references keep the snapshot's regions, and a copy
+            # of the snapshot is what is looked at.
+            s = scan.snapshot = snapshot_copy(s)
+            with nogil:
+                scan_blocks(&scan, blocks, n, kind == READ)
+            if s.version == p.regions.version:
+                snapshot_free(s)
+                scan.snapshot = s = p.regions
+                break
+            snapshot_free(s)
+            free(scan.touched)
+            free(scan.out)
+        if scan.bad < n:
+            free(scan.touched)
+            free(scan.out)
+            return scan.bad
+        return self.enqueue(&scan, total, tag, kind, unfinished_max)
+
+    cdef object enqueue(self, Scan *scan, u64 total, u64 tag, int kind, u32 unfinished_max):
+        cdef Link *k = self.k
+        cdef Snapshot *s = scan.snapshot
+        cdef Region **held = NULL
+        cdef u32 i, n = 0
+        cdef Transfer *t
+        cdef bint alive, full = False, is_shared = True
+        held = <Region **>need((s.count + 1) * sizeof(Region *))
+        if kind != READ:
+            for i in range(s.count):
+                if scan.touched[i]:
+                    held[n] = s.regions[i]
+                    add32(&held[n].refs, 1)
+                    add32(&held[n].readers, 1)
+                    is_shared &= held[n].is_shared
+                    n += 1
+        free(scan.touched)
+        if kind == SEGMENT and k.is_pull:
+            kind = best_kind(total, scan.out_n, is_shared)
+        t = transfer_new(k, kind, tag, scan.out, scan.out_n, total, held, n)
+        if kind == READ:
+            t.opening = opening_new(0)
+        pthread_mutex_lock(&k.lock)
+        alive = not load32(&k.dead) and k.rails_alive
+        if alive and k.unfinished >= unfinished_max:
+            full = True
+        elif alive:
+            enlist(k, t)
+        else:
+            settle(t, FAILED, LINK_DIED)
+        pthread_mutex_unlock(&k.lock)
+        if full:
+            discard_transfer(t)
+            return None
+        if alive:
+            if kind != READ and total <= INLINE_BYTES:
+                send_inline(k)
+            else:
+                kick_rails(k, total)
+        cdef TransferHandle handle = TransferHandle.__new__(TransferHandle)
+        handle.t = t
+        handle.link = self
+        return handle
+
+
+cdef Snapshot *snapshot_copy(Snapshot *s) noexcept nogil:
+    cdef Snapshot *c = <Snapshot *>need(sizeof(Snapshot))
+    cdef u32 i
+    c.version, c.newest, c.count = s.version, s.newest, s.count
+    c.regions = <Region **>need((s.count + 1) * sizeof(Region *))
+    for i in range(s.count):
+        c.regions[i] = s.regions[i]
+        add32(&s.regions[i].refs, 1)
+    return c
+
+
+cdef void discard_transfer(Transfer *t) noexcept:
+    """One that was never listed."""
+    cdef u32 i
+    for i in range(t.held_n):
+        add32(&t.held[i].readers, -1)
+        region_drop(t.held[i])
+    free(t.held)
+    free(t.blocks)
+    transfer_drop(t)
+
+
+cdef void scan_blocks(Scan *scan, Block *blocks, u64 n, bint is_read) noexcept nogil:
+    """One pass: are the local sides registered, and which blocks touch so that they can be one."""
+    cdef Snapshot *s = scan.snapshot
+    cdef Region *hit = NULL
+    cdef Block b
+    cdef Block *last = NULL
+    cdef u64 i, address
+    scan.out_n = 0
+    scan.bad = n
+    for i in range(n):
+        b = blocks[i]
+        address = b.dst if is_read else b.src
+        if hit == NULL or address < hit.start or address + b.nbytes > hit.end:
+            if not is_registered(s, address, b.nbytes, s.newest, scan.touched):
+                scan.bad = i
+                return
+            hit = s.regions[region_above(s, address) - 1]
+        if last != NULL and last.src + last.nbytes == b.src and last.dst + last.nbytes == b.dst:
+            last.nbytes += b.nbytes
+            continue
+        last = &scan.out[scan.out_n]
+        scan.out_n += 1
+        last[0] = b
+
+
+cdef class TransferHandle:
+    cdef Transfer *t
+    cdef LinkHandle link
+
+    def __dealloc__(self):
+        if self.t != NULL:
+            transfer_drop(self.t)
+
+    @property
+    def name(self):
+        return <u64>self.t
+
+    def status(self):
+        return load32(&self.t.status)
+
+    def failure(self):
+        """(code, errno, text), once the status is FAILED."""
+        if self.t.code == LINK_DIED:
+            return self.link.death
+        text = "" if self.t.text == NULL else (<bytes>self.t.text).decode("ascii", "replace")
+        return self.t.code, self.t.fault, text
+
+    def cancel_requested(self):
+        return load32(&self.t.cancel) != 0
+
+    def duration_s(self):
+        cdef u64 end = self.t.settled_ns if load32(&self.t.status) else now_ns()
+        return (end - self.t.submitted_ns) * 1e-9
+
+    def subscribe(self):
+        """True if there is an outcome; False if `Engine.wait_notices` will name this transfer."""
+        return not subscribe(self.t)
+
+    def cancel(self):
+        if self.t.kind == READ:
+            with nogil:
+                cancel(self.t)
+        else:
+            cancel(self.t)
+
+    def wait(self, double timeout_s):
+        cdef Transfer *t = self.t
+        cdef u64 until = now_ns() + <u64>(min(timeout_s, 1e9) * 1e9), now
+        if load32(&t.status) == PENDING and t.total <= INLINE_BYTES:
+            # Taking the interpreter lock back costs up to 5 ms beside a busy thread; an answer to
+            # a small write comes in less time than anybody else would be let in.
+            drive(t, min(until, now_ns() + KEEP_LOCK_NS))
+        if load32(&t.status) == PENDING and t.total <= INLINE_BYTES:
+            with nogil:
+                drive(t, min(until, now_ns() + DRIVE_NS))
+        while load32(&t.status) == PENDING:
+            now = now_ns()
+            if now >= until:
+                return False
+            with nogil:
+                add32(&t.waiters, 1)
+                futex_wait(&t.status, PENDING, min(until - now, <u64>100000000))
+                add32(&t.waiters, -1)
+            PyErr_CheckSignals()
+        return True
+
+
+cdef bint subscribe(Transfer *t) noexcept:
+    cdef u32 none = 0
+    return swap_if(&t.notify, none, 1) != 2

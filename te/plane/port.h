@@ -1,0 +1,89 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What Cython cannot say: atomics, the processor's pause, futex, and the two structs on the wire.
+ * Every atomic is sequentially consistent: the protocols of the plane (mark, then look) need the
+ * store-load order, and at one per call to the kernel its cost is not seen. */
+#ifndef TE_PLANE_PORT_H
+#define TE_PLANE_PORT_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <stdint.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+static inline uint32_t load32(const uint32_t *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
+static inline uint64_t load64(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
+static inline void *load_pointer(void *p) { return __atomic_load_n((void **)p, __ATOMIC_SEQ_CST); }
+static inline void store32(uint32_t *p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }
+static inline void store64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }
+static inline void store_pointer(void *p, void *v) {
+    __atomic_store_n((void **)p, v, __ATOMIC_SEQ_CST);
+}
+static inline uint32_t swap32(uint32_t *p, uint32_t v) {
+    return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);
+}
+/* Writes v if *p is old; returns what *p was. */
+static inline uint32_t swap_if(uint32_t *p, uint32_t old, uint32_t v) {
+    __atomic_compare_exchange_n(p, &old, v, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    return old;
+}
+/* Both return the new value. */
+static inline uint32_t add32(uint32_t *p, uint32_t v) {
+    return __atomic_add_fetch(p, v, __ATOMIC_SEQ_CST);
+}
+static inline uint64_t add64(uint64_t *p, uint64_t v) {
+    return __atomic_add_fetch(p, v, __ATOMIC_SEQ_CST);
+}
+
+static inline void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+static inline uint64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* Sleeps while *p is still v; returns early at will. */
+static inline void futex_wait(uint32_t *p, uint32_t v, uint64_t ns) {
+    struct timespec t = {(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
+    syscall(SYS_futex, p, FUTEX_WAIT_PRIVATE, v, &t, NULL, 0);
+}
+static inline void futex_wake_all(uint32_t *p) {
+    syscall(SYS_futex, p, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+static inline int last_errno(void) { return errno; }
+
+/* The header of every frame, little-endian; te/plane/wire.py has it as a format string. */
+typedef struct {
+    uint8_t kind, status;
+    uint16_t flags;
+    uint32_t count;
+    uint64_t transfer, tag, nbytes, total;
+} Header;
+_Static_assert(sizeof(Header) == 40, "the header of a frame is 40 bytes");
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire is little-endian");
+
+/* One contiguous copy; te.blocks.BLOCK. */
+typedef struct {
+    uint64_t src, dst, nbytes;
+} Block;
+/* Where the next nbytes bytes of a segment's payload go. */
+typedef struct {
+    uint64_t dst, nbytes;
+} Landing;
+_Static_assert(sizeof(struct iovec) == sizeof(Landing), "64-bit machines only");
+
+#endif

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plane's codes as sentences."""
+
+from __future__ import annotations
+
+import enum
+import os
+
+__all__ = ["Reason", "sentence"]
+
+
+class Reason(enum.IntEnum):
+    """Why a link died or a transfer failed; the enum in ``structs.pxi``."""
+
+    NONE = 0
+    STALLED = 1
+    BROKE = 2
+    ENDED = 3
+    VIOLATED = 4
+    PEER_CLOSED = 5
+    ENGINE_CLOSED = 6
+    FENCED = 7
+    LINK_DIED = 8
+    REFUSED = 9
+    SOURCE_FAULT = 10
+
+
+def sentence(who: str, code: int, errnum: int, text: str, stall_s: float) -> str:
+    """``who`` is the other side, as a noun: "engine 12ab at host:port"."""
+    match code:
+        case Reason.STALLED:
+            return f"{who} made no progress for {stall_s} s"
+        case Reason.BROKE:
+            return f"the connection to {who} broke: {os.strerror(errnum)}"
+        case Reason.ENDED:
+            return f"{who} closed the connection{text}"
+        case Reason.VIOLATED:
+            return f"{who} broke the protocol: {text}"
+        case Reason.PEER_CLOSED:
+            return "this peer was closed by its application"
+        case Reason.ENGINE_CLOSED:
+            return "this engine was closed"
+        case Reason.FENCED:
+            return f"the application fenced {who}"
+        case Reason.REFUSED:
+            return f"{who} refused: {text}"
+        case Reason.SOURCE_FAULT:
+            return f"the source memory cannot be read: {os.strerror(errnum)}"
+        case _:
+            return f"{who}: code {code}, errno {errnum} {text}"

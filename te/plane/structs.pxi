@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+# What the plane is made of. Locks are taken in this order, never the other way round: a rail's, its
+# link's, then one of the plane's (tags, notices, events) or a worker's.
+
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdio cimport snprintf
+from libc.stdlib cimport abort, calloc, free, malloc, realloc
+from libc.string cimport memcpy, memmove, memset, strerror, strlen
+
+ctypedef uint64_t u64
+ctypedef uint32_t u32
+
+cdef extern from "port.h" nogil:
+    struct iovec:
+        void *iov_base
+        size_t iov_len
+    ctypedef struct Header:
+        uint8_t kind, status
+        uint16_t flags
+        u32 count
+        u64 transfer, tag, nbytes, total
+    ctypedef struct Block:
+        u64 src, dst, nbytes
+    ctypedef struct Landing:
+        u64 dst, nbytes
+    u32 load32(const u32 *p)
+    u64 load64(const u64 *p)
+    void *load_pointer(void *p)
+    void store32(u32 *p, u32 v)
+    void store64(u64 *p, u64 v)
+    void store_pointer(void *p, void *v)
+    u32 swap32(u32 *p, u32 v)
+    u32 swap_if(u32 *p, u32 old, u32 v)
+    u32 add32(u32 *p, u32 v)
+    u64 add64(u64 *p, u64 v)
+    void relax()
+    u64 now_ns()
+    void futex_wait(u32 *p, u32 v, u64 ns)
+    void futex_wake_all(u32 *p)
+    int last_errno()
+    ctypedef int pid_t
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+    int pthread_mutex_init(pthread_mutex_t *m, void *attributes)
+    int pthread_mutex_destroy(pthread_mutex_t *m)
+    int pthread_mutex_lock(pthread_mutex_t *m)
+    int pthread_mutex_trylock(pthread_mutex_t *m)
+    int pthread_mutex_unlock(pthread_mutex_t *m)
+
+cdef extern from "<sys/socket.h>" nogil:
+    struct msghdr:
+        void *msg_name
+        unsigned int msg_namelen
+        iovec *msg_iov
+        size_t msg_iovlen
+        void *msg_control
+        size_t msg_controllen
+        int msg_flags
+    ssize_t sendmsg(int fd, const msghdr *m, int flags)
+    ssize_t recvmsg(int fd, msghdr *m, int flags)
+    ssize_t recv(int fd, void *p, size_t n, int flags)
+    enum: MSG_DONTWAIT, MSG_NOSIGNAL
+
+cdef extern from "<sys/epoll.h>" nogil:
+    ctypedef union epoll_data_t:
+        void *ptr
+    struct epoll_event:
+        u32 events
+        epoll_data_t data
+    int epoll_create1(int flags)
+    int epoll_ctl(int epoll, int op, int fd, epoll_event *event)
+    int epoll_wait(int epoll, epoll_event *events, int n, int timeout_ms)
+    enum: EPOLLIN, EPOLLOUT, EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLL_CLOEXEC
+
+cdef extern from "<sys/eventfd.h>" nogil:
+    int eventfd(unsigned int value, int flags)
+    int eventfd_read(int fd, u64 *value)
+    int eventfd_write(int fd, u64 value)
+    enum: EFD_NONBLOCK, EFD_CLOEXEC
+
+cdef extern from "<time.h>" nogil:
+    struct timespec:
+        long tv_sec, tv_nsec
+    int nanosleep(const timespec *t, timespec *left)
+
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+cdef extern from "<poll.h>" nogil:
+    struct pollfd:
+        int fd
+        short events, revents
+    int poll(pollfd *fds, unsigned long n, int timeout_ms)
+    int ppoll(pollfd *fds, unsigned long n, const timespec *timeout, const void *signals)
+    enum: POLLIN, POLLRDHUP
+
+cdef extern from "<sys/uio.h>" nogil:
+    ssize_t process_vm_readv(
+        pid_t pid, const iovec *near, unsigned long near_n,
+        const iovec *far, unsigned long far_n, unsigned long flags)
+
+cdef extern from "<unistd.h>" nogil:
+    int close(int fd)
+    int64_t lseek(int fd, int64_t offset, int whence)
+    enum: SEEK_END
+
+cdef extern from "<fcntl.h>" nogil:
+    int fcntl(int fd, int command, ...)
+    enum: F_GET_SEALS, F_SEAL_SHRINK
+
+cdef extern from "<sys/mman.h>" nogil:
+    void *mmap(void *address, size_t nbytes, int protection, int flags, int fd, int64_t offset)
+    int munmap(void *address, size_t nbytes)
+    void *MAP_FAILED
+    enum: PROT_READ, MAP_SHARED
+
+cdef extern from "<errno.h>" nogil:
+    enum: EAGAIN, EINTR, EFAULT, ETIMEDOUT
+
+cdef enum:  # kinds of frame, and what an ACK says; te/plane/wire.py
+    SEGMENT = 16
+    END = 17
+    ABANDON = 18
+    ACK = 19
+    PULL = 20
+    READ = 21
+    LANDED = 0
+    REFUSED = 1
+    ABANDONED = 2
+    PROGRESS = 3
+    NO_ANSWER = 255
+    FLAG_REPLY = 1  # the tag is the number of a read that the destination asked for
+
+cdef enum:  # why a link died or a transfer failed; te/plane/reasons.py makes the sentences
+    NO_REASON = 0
+    STALLED = 1
+    BROKE = 2
+    ENDED = 3
+    VIOLATED = 4
+    PEER_CLOSED = 5
+    ENGINE_CLOSED = 6
+    FENCED = 7
+    LINK_DIED = 8  # of a transfer: the link's own reason says it
+    WAS_REFUSED = 9
+    SOURCE_FAULT = 10
+
+cdef enum:  # status of a transfer; te.transfers.Status in this order
+    PENDING = 0
+    DONE = 1
+    FAILED = 2
+    CANCELLED = 3
+
+cdef enum:
+    WORKERS_MAX = 4
+    RAILS_MAX = 8
+    IOV_MAX = 1024
+    BLOCKS_MAX = 1020  # per frame; with headers, trailer and acknowledgements within IOV_MAX
+    SEGMENT_BYTES_MAX = 64 << 20
+    TEXT_MAX = 512
+    BEGUN_MAX = 256  # transfers a source has on the wire without an answer
+    ARRIVING_MAX = 4096  # transfers a destination has begun to receive, per link
+    READS_SERVED_MAX = 256
+    READS_ASKED_MAX = 32
+    ACK_BACKLOG_BYTES = 256 << 10  # a source that reads no acknowledgements is not read from
+    SCRATCH_BYTES = 256 << 10
+    EVENTS_MAX = 256
+    READS_PER_TURN = 32
+    SENDS_PER_TURN = 8
+    YIELD_NS = 8000  # one that takes longer has let somebody else run; alone it takes 0.5 us
+    BACKOFF_LEAST_NS = 4000000
+    BACKOFF_MOST_NS = 250000000
+    QUIESCE_NS = 900000000
+    TRAILER_BYTES = 8
+    PULLS_AHEAD = 2  # frames a rail is ahead of the copying, so that a cancel has something to stop
+    PULL_BYTES = 4 << 20  # of one marked section
+    PULL_TOTAL_BYTES = 8192
+    PULL_BLOCK_BYTES = 2048  # smaller blocks go through the connection
+
+cdef struct Link
+cdef struct Mapping
+cdef struct Plane
+cdef struct Rail
+cdef struct Worker
+
+cdef struct Region:
+    u64 start, end, serial
+    bint is_shared  # peers on this host may map it
+    u32 readers  # unfinished transfers that read from it
+    u32 refs
+
+# The regions at one time, sorted; replaced, never changed. A worker uses one inside its mark only.
+cdef struct Snapshot:
+    u64 version, newest
+    u32 count
+    Region **regions
+    Snapshot *older  # retired before this one, and not yet free
+    u64 seen[WORKERS_MAX]  # where the workers stood when it was retired
+
+# One opening of a tag: a transfer keeps the opening it began under.
+cdef struct Opening:
+    u64 value, count
+    u32 is_open, refs
+
+# From u64 to a pointer that is not NULL: open addressing, at most half full.
+cdef struct Map:
+    u64 *keys
+    void **values
+    u64 size, count
+
+cdef struct Event:
+    u64 link
+    int code, errnum
+    char text[TEXT_MAX]
+
+cdef struct Transfer:
+    u64 id, tag
+    Link *link
+    uint8_t kind  # SEGMENT, PULL or READ: what its frames are
+    uint16_t flags
+    Block *blocks
+    u64 n, total
+    Region **held
+    u32 held_n
+    # Under the link's lock.
+    u64 index, offset, issued, confirmed, segment_bytes
+    u32 in_flight  # rails that are sending a frame of it
+    bint begun, stopped, closed, is_listed
+    uint8_t answer
+    int fault  # errno: the source memory cannot be read
+    char *text
+    u64 returned, outstanding  # of a READ: bytes that have landed, frames without a reply
+    Opening *opening  # of a READ: what the replies land under
+    Transfer *before
+    Transfer *after
+    # Atomic.
+    u32 cancel, status, waiters, notify, refs
+    u64 submitted_ns, settled_ns
+    int code
+    Rail *rail  # that sent the last frame
+    Transfer *next_notice
+
+# A transfer as its destination sees it.
+cdef struct Arriving:
+    u64 id, tag, total, announced, arrived
+    Opening *opening
+    u32 refused  # atomic: other rails look at it without the lock
+    bint abandoned, spoiled
+    uint16_t flags
+
+ctypedef enum Place:
+    AT_HEAD
+    AT_BODY
+    AT_PAYLOAD
+    AT_TRAILER
+    AT_DISCARD
+    AT_PULL
+
+cdef struct Rail:
+    Plane *plane
+    Link *link
+    Worker *worker
+    Rail *next
+    pthread_mutex_t lock
+    int fd
+    u32 kick  # atomic: look for something to send
+    u32 interest, driven
+    bint gone, suspect
+    u64 progress_ns
+    # Receiving.
+    Place place
+    Header head
+    u32 lead_have, body_have, body_want, tail_have
+    # A header and the first 16 bytes behind it, which are never payload; and a trailer and those.
+    uint8_t lead[56]
+    uint8_t tail[64]
+    bint drained  # the kernel had no more behind the payload
+    uint8_t *body
+    iovec *near
+    iovec *far
+    u32 near_at, near_n
+    u64 payload_left, discard_left, last_id
+    u64 version, newest  # of the regions that the payload was checked against
+    Arriving *arriving
+    # Sending.
+    uint8_t *queued  # acknowledgements and the like
+    uint8_t *sending
+    u64 queued_n, queued_room, sending_room
+    uint8_t *frame  # header and descriptors
+    u64 trailer
+    iovec *out
+    u32 out_at, out_n
+    u64 out_left, out_tail, out_payload
+    Transfer *out_transfer
+
+# Looking again before sleeping. On a machine with idle cores a wake-up costs more than a small copy;
+# on a busy one the spinning itself keeps off the processor whom it waits for. Which it is shows
+# when the processor is offered to others: if somebody takes it, nothing spins for a while.
+cdef struct Spin:
+    u64 most_ns, resume_ns, backoff_ns
+
+# All rails between two engines that one Engine.connect opened.
+cdef struct Link:
+    Plane *plane
+    u64 number
+    bint is_incoming, is_pull
+    pid_t pid
+    pthread_mutex_t lock
+    u32 refs, dropped, dead
+    int code, errnum
+    char text[TEXT_MAX]
+    Rail *rails[RAILS_MAX]
+    u32 rails_n, rails_alive, turn
+    Spin spin  # of callers that wait; only they touch it, with the interpreter lock
+    u64 progress_ns
+    # Submitted and unfinished, in this order; `issue` is the first that is not all issued.
+    Transfer *first
+    Transfer *last
+    Transfer *issue
+    Map by_id
+    u64 next_id
+    u32 unfinished, begun, reads_asked, reads_served
+    Map arriving
+    Mapping *mappings
+
+# Memory of the source that this process has mapped too: `near` is where `start` lies here.
+cdef struct Mapping:
+    u64 start, end, mapped
+    uint8_t *near
+    Mapping *next
+
+cdef struct Worker:
+    Plane *plane
+    u32 index
+    Spin spin
+    int epoll, eventfd
+    u32 sleeping, kicked
+    u64 inside  # odd while it writes registered memory
+    pthread_mutex_t lock
+    Rail *adopted
+    Rail *rails
+    uint8_t *scratch
+
+cdef struct Plane:
+    u32 workers_n, stop
+    u64 stall_ns, spin_ns, segment_bytes
+    u32 segment_blocks
+    Worker workers[WORKERS_MAX]
+    Snapshot *regions  # atomic pointer
+    Snapshot *retired
+    pthread_mutex_t tags_lock
+    Map tags
+    pthread_mutex_t notices_lock
+    Transfer *notices
+    int notices_eventfd
+    pthread_mutex_t events_lock
+    Event *events
+    u32 events_first, events_n, events_lost
+    int events_eventfd
+    uint8_t *zeros
+    u64 links, turn
+    u64 bytes_sent, bytes_received, rails_in, rails_out
+    u64 outcomes[4]

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+# Who may write where: maps, marked sections, regions, tags. And what is told to Python.
+
+cdef void *need(size_t nbytes) noexcept nogil:
+    """Zeroed memory for bookkeeping. Without a few hundred bytes nothing can go on."""
+    cdef void *p = calloc(1, nbytes)
+    if p == NULL:
+        abort()
+    return p
+
+
+# -- maps
+
+cdef inline u64 map_slot(Map *m, u64 key) noexcept nogil:
+    return ((key * <u64>0x9E3779B97F4A7C15) >> 17) & (m.size - 1)
+
+
+cdef void *map_get(Map *m, u64 key) noexcept nogil:
+    if m.count == 0:
+        return NULL
+    cdef u64 i = map_slot(m, key)
+    while m.values[i] != NULL:
+        if m.keys[i] == key:
+            return m.values[i]
+        i = (i + 1) & (m.size - 1)
+    return NULL
+
+
+cdef void map_put(Map *m, u64 key, void *value) noexcept nogil:
+    """The key must not be in it."""
+    cdef Map bigger
+    cdef u64 i
+    if 2 * (m.count + 1) > m.size:
+        bigger.size = 2 * m.size if m.size else 16
+        bigger.count = 0
+        bigger.keys = <u64 *>need(bigger.size * sizeof(u64))
+        bigger.values = <void **>need(bigger.size * sizeof(void *))
+        for i in range(m.size):
+            if m.values[i] != NULL:
+                map_put(&bigger, m.keys[i], m.values[i])
+        map_free(m)
+        m[0] = bigger
+    i = map_slot(m, key)
+    while m.values[i] != NULL:
+        i = (i + 1) & (m.size - 1)
+    m.keys[i] = key
+    m.values[i] = value
+    m.count += 1
+
+
+cdef void *map_take(Map *m, u64 key) noexcept nogil:
+    """Removes the key; its value, or NULL when it is not there."""
+    if m.count == 0:
+        return NULL
+    cdef u64 i = map_slot(m, key), hole, home
+    while m.values[i] != NULL and m.keys[i] != key:
+        i = (i + 1) & (m.size - 1)
+    cdef void *value = m.values[i]
+    if value == NULL:
+        return NULL
+    m.count -= 1
+    hole = i
+    m.values[hole] = NULL
+    while True:  # Moves up whatever could no longer be found across the hole.
+        i = (i + 1) & (m.size - 1)
+        if m.values[i] == NULL:
+            return value
+        home = map_slot(m, m.keys[i])
+        if ((i - home) & (m.size - 1)) >= ((i - hole) & (m.size - 1)):
+            m.keys[hole] = m.keys[i]
+            m.values[hole] = m.values[i]
+            m.values[i] = NULL
+            hole = i
+
+
+cdef void map_free(Map *m) noexcept nogil:
+    free(m.keys)
+    free(m.values)
+    memset(m, 0, sizeof(Map))
+
+
+# -- marked sections: mark as revoked, then wait for those who may not have seen it
+
+cdef inline void enter(Worker *w) noexcept nogil:
+    add64(&w.inside, 1)
+
+
+cdef inline void leave(Worker *w) noexcept nogil:
+    add64(&w.inside, 1)
+
+
+cdef bint quiesce(Plane *p, u64 timeout_ns) noexcept nogil:
+    """Returns once each section under way at the call has ended; False when one did not in time."""
+    cdef u64 give_up = now_ns() + timeout_ns, seen
+    cdef timespec pause
+    cdef u32 i, looks = 0
+    for i in range(p.workers_n):
+        seen = load64(&p.workers[i].inside)
+        while seen & 1 and load64(&p.workers[i].inside) == seen:
+            looks += 1
+            if looks < 200:
+                relax()
+                continue
+            if now_ns() >= give_up:
+                return False
+            pause.tv_sec = 0
+            pause.tv_nsec = 20000
+            nanosleep(&pause, NULL)
+    return True
+
+
+# -- regions
+
+cdef void region_drop(Region *r) noexcept nogil:
+    if add32(&r.refs, -1) == 0:
+        free(r)
+
+
+cdef void snapshot_free(Snapshot *s) noexcept nogil:
+    cdef u32 i
+    for i in range(s.count):
+        region_drop(s.regions[i])
+    free(s.regions)
+    free(s)
+
+
+cdef void snapshots_reclaim(Plane *p) noexcept nogil:
+    """Frees the retired that no worker can be using: each has left the section it was in."""
+    cdef Snapshot *s = p.retired
+    cdef Snapshot *kept = NULL
+    cdef Snapshot *older
+    cdef u32 i
+    cdef bint used
+    while s != NULL:
+        older = s.older
+        used = False
+        for i in range(p.workers_n):
+            if s.seen[i] & 1 and load64(&p.workers[i].inside) == s.seen[i]:
+                used = True
+        if used:
+            s.older = kept
+            kept = s
+        else:
+            snapshot_free(s)
+        s = older
+    p.retired = kept
+
+
+cdef void snapshot_publish(Plane *p, Snapshot *new) noexcept nogil:
+    """Callers hold the interpreter lock, which makes them one at a time."""
+    cdef Snapshot *old = p.regions
+    cdef u32 i
+    store_pointer(&p.regions, new)
+    if old != NULL:
+        for i in range(p.workers_n):
+            old.seen[i] = load64(&p.workers[i].inside)
+        old.older = p.retired
+        p.retired = old
+    snapshots_reclaim(p)
+
+
+cdef inline u32 region_above(Snapshot *s, u64 address) noexcept nogil:
+    """Index of the first region that starts above the address."""
+    cdef u32 low = 0, high = s.count, middle
+    while low < high:
+        middle = (low + high) >> 1
+        if s.regions[middle].start <= address:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+cdef bint is_registered(
+    Snapshot *s, u64 address, u64 nbytes, u64 newest, uint8_t *touched
+) noexcept nogil:
+    """Whether every byte lies in regions, which may touch, with serials up to `newest`; notes the
+    indices of the regions. Any u64 is safe here."""
+    cdef u32 i = region_above(s, address)
+    cdef u64 end = address + nbytes
+    if i == 0 or end < address or address >= s.regions[i - 1].end:
+        return False
+    i -= 1
+    while s.regions[i].serial <= newest:
+        if touched != NULL:
+            touched[i] = 1
+        if end <= s.regions[i].end:
+            return True
+        i += 1
+        if i == s.count or s.regions[i].start != s.regions[i - 1].end:
+            return False
+    return False
+
+
+cdef void say_outside(Snapshot *s, u64 address, u64 nbytes, char *text) noexcept nogil:
+    """The sentence for a range that is not registered; te.memory says the same of a source."""
+    cdef u32 i, near = 0
+    cdef u64 distance, least = <u64>-1
+    cdef int n = snprintf(
+        text, TEXT_MAX, b"%llu bytes at 0x%llx lie outside the registered memory; ",
+        <unsigned long long>nbytes, <unsigned long long>address)
+    if s.count == 0:
+        snprintf(text + n, TEXT_MAX - n, b"nothing is registered")
+        return
+    for i in range(s.count):
+        distance = 0
+        if address < s.regions[i].start:
+            distance = s.regions[i].start - address
+        elif address >= s.regions[i].end:
+            distance = address - s.regions[i].end
+        if distance < least:
+            least = distance
+            near = i
+    snprintf(
+        text + n, TEXT_MAX - n, b"the nearest of %u regions is [0x%llx, 0x%llx) of %llu bytes",
+        s.count, <unsigned long long>s.regions[near].start,
+        <unsigned long long>s.regions[near].end,
+        <unsigned long long>(s.regions[near].end - s.regions[near].start))
+
+
+# -- tags
+
+cdef void opening_drop(Opening *o) noexcept nogil:
+    if o != NULL and add32(&o.refs, -1) == 0:
+        free(o)
+
+
+cdef Opening *opening_new(u64 value) noexcept nogil:
+    cdef Opening *o = <Opening *>need(sizeof(Opening))
+    o.value = value
+    o.is_open = o.refs = 1
+    return o
+
+
+cdef Opening *opening_find(Plane *p, u64 value) noexcept nogil:
+    """With a reference for the caller; NULL when the tag is not open."""
+    pthread_mutex_lock(&p.tags_lock)
+    cdef Opening *o = <Opening *>map_get(&p.tags, value)
+    if o != NULL:
+        add32(&o.refs, 1)
+    pthread_mutex_unlock(&p.tags_lock)
+    return o
+
+
+# -- what Python is told
+
+cdef void tell(Plane *p, Link *link) noexcept nogil:
+    """That a link has died. Bounded: what Python has not read in time is counted and lost."""
+    cdef Event *e
+    pthread_mutex_lock(&p.events_lock)
+    if p.events_n == EVENTS_MAX:
+        p.events_lost += 1
+    else:
+        e = &p.events[(p.events_first + p.events_n) % EVENTS_MAX]
+        p.events_n += 1
+        e.link = link.number
+        e.code = link.code
+        e.errnum = link.errnum
+        memcpy(e.text, link.text, TEXT_MAX)
+        eventfd_write(p.events_eventfd, 1)
+    pthread_mutex_unlock(&p.events_lock)
+
+
+cdef void wake(Worker *w) noexcept nogil:
+    store32(&w.kicked, 1)
+    if load32(&w.sleeping) and swap32(&w.sleeping, 0):
+        eventfd_write(w.eventfd, 1)
+
+
+cdef void kick(Rail *r) noexcept nogil:
+    """Has the rail's worker look for something to send."""
+    store32(&r.kick, 1)
+    wake(r.worker)

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the data plane adds: rails, reads, shared memory, many blocks, many peers, transports."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from te_far import pattern, wait_until
+from te_frames import Kind, descriptors
+from te_raw import RawSource
+
+import te
+from te.config import TRANSPORTS
+
+TIMEOUT_S = 20.0
+NBYTES = 8 << 20
+
+
+class Two:
+    """A source and a target engine, with memory on both sides."""
+
+    def __init__(self, source: te.Engine, target: te.Engine, nbytes: int = NBYTES) -> None:
+        self.source, self.target = source, target
+        self.src, self.dst = pattern(1, nbytes), np.full(nbytes, 0xEE, np.uint8)
+        self.src_region, self.dst_region = source.register(self.src), target.register(self.dst)
+        self.peer = source.connect(target.card())
+
+    def blocks(self, src: object, dst: object, nbytes: object) -> te.Blocks:
+        """Blocks from offsets."""
+        src_address = self.src_region.address + np.asarray(src, np.uint64)
+        dst_address = self.dst_region.address + np.asarray(dst, np.uint64)
+        return te.Blocks.of(src_address, dst_address, nbytes)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def two(nbytes: int = NBYTES, **config: object) -> Iterator[Two]:
+    settings = te.Config(**config)  # type: ignore[arg-type]
+    with te.Engine(settings) as source, te.Engine(settings) as target:
+        yield Two(source, target, nbytes)
+
+
+@pytest.fixture(params=TRANSPORTS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Two]:
+    with two(transports=(request.param,), segment_bytes=1 << 18) as pair:
+        assert pair.peer.transport == request.param
+        yield pair
+
+
+# -- rails
+
+
+@pytest.mark.parametrize("rails", [1, 2, 5])
+def test_every_rail_of_a_peer_carries_bytes(rails: int) -> None:
+    with two(transports=("tcp",), rails=rails, segment_bytes=1 << 16) as pair:
+        assert pair.peer.rails == rails
+        wait_until(lambda: pair.target.stats().rails == rails, "all rails are accepted")
+        pair.target.expect(3)
+        for _ in range(4):
+            pair.peer.write(pair.blocks(0, 0, NBYTES), tag=3).wait(TIMEOUT_S)
+        assert (pair.src == pair.dst).all()
+        assert pair.target.arrived(3) == 4
+
+
+def test_the_smaller_number_of_rails_counts() -> None:
+    with te.Engine(te.Config(rails=4)) as source, te.Engine(te.Config(rails=3)) as target:
+        assert source.connect(target.card()).rails == 3
+        assert target.connect(source.card()).rails == 3
+
+
+def test_big_and_small_transfers_share_the_rails(pair: Two) -> None:
+    pair.target.expect(7)
+    offsets = NBYTES // 2 + np.arange(500) * 1000
+    ranges = [(0, NBYTES // 2), *((offset, 900) for offset in offsets)]
+    transfers = [
+        pair.peer.write(pair.blocks(offset, offset, nbytes), tag=7) for offset, nbytes in ranges
+    ]
+    for transfer in transfers:
+        assert transfer.wait(TIMEOUT_S) is te.Status.DONE
+    assert (pair.dst[: NBYTES // 2] == pair.src[: NBYTES // 2]).all()
+    for offset in offsets:
+        assert (pair.dst[offset : offset + 900] == pair.src[offset : offset + 900]).all()
+        assert (pair.dst[offset + 900 : offset + 1000] == 0xEE).all()
+    assert pair.target.fence(7) == 501
+
+
+# -- reads
+
+
+def test_reads_scattered_blocks(pair: Two) -> None:
+    """The target's memory is what is read here."""
+    mine = np.zeros(NBYTES, np.uint8)
+    region = pair.source.register(mine)
+    pair.dst[:] = pattern(4, NBYTES)
+    pages = np.random.default_rng(2).permutation(3000)
+    blocks = te.Blocks.pages(
+        pair.dst_region.address, pages, 2048, region.address + 5, pages[::-1], 2600, 2048
+    )
+    transfer = pair.peer.read(blocks)
+    assert transfer.wait(TIMEOUT_S) is te.Status.DONE
+    expected = np.zeros(NBYTES, np.uint8)
+    for one, other in zip(pages, pages[::-1], strict=True):
+        expected[5 + other * 2600 :][:2048] = pair.dst[one * 2048 :][:2048]
+    assert (mine == expected).all()
+    assert pair.source.stats().transfers_done == 1
+    assert pair.target.stats().transfers_done == 0
+
+
+def test_reads_and_writes_at_once(pair: Two) -> None:
+    half = NBYTES // 2
+    written = [pair.peer.write(pair.blocks(0, 0, half)) for _ in range(20)]
+    back = np.zeros(half, np.uint8)
+    region = pair.source.register(back)
+    read = [
+        pair.peer.read(te.Blocks.of(pair.dst_region.address + half, region.address, half))
+        for _ in range(20)
+    ]
+    for transfer in written + read:
+        assert transfer.wait(TIMEOUT_S) is te.Status.DONE
+    assert (back == 0xEE).all()
+    assert (pair.dst[:half] == pair.src[:half]).all()
+
+
+def test_reads_are_checked_on_both_sides(pair: Two) -> None:
+    here, there = pair.src_region.address, pair.dst_region.address
+    with pytest.raises(te.BoundsError, match="lie outside"):
+        pair.peer.read(te.Blocks.of(there, here + NBYTES - 5, 6))
+    big = np.arange(5000) * 1000
+    far = there + big
+    far[4321] = there + NBYTES - 5
+    before = pair.src.copy()
+    with pytest.raises(te.TransferFailed, match=r"refused: the source: 999 bytes at .* lie outs"):
+        pair.peer.read(te.Blocks.of(far, here + big, 999)).wait(TIMEOUT_S)
+    wrong = te.Blocks.of([there + NBYTES - 5], here, 6)
+    with pytest.raises(te.TransferFailed, match="refused: the source: 6 bytes"):
+        pair.peer.read(wrong).wait(TIMEOUT_S)
+    pair.src[:] = before
+    assert pair.peer.read(te.Blocks.of(there, here, 10)).wait(TIMEOUT_S) is te.Status.DONE
+    assert pair.peer.read(te.Blocks.of([], [], [])).wait(TIMEOUT_S) is te.Status.DONE
+
+
+def test_cancelled_reads_land_nothing_more(pair: Two) -> None:
+    for delay in range(12):
+        pair.src[:] = 0
+        transfer = pair.peer.read(te.Blocks.of(pair.dst_region.address, pair.src_region.address,
+                                               NBYTES))  # fmt: skip
+        threading.Event().wait(delay * 0.0005)
+        transfer.cancel()
+        pair.src[:] = 0xCA
+        assert transfer.wait(TIMEOUT_S) in (te.Status.CANCELLED, te.Status.DONE)
+        threading.Event().wait(0.005)
+        assert (pair.src == 0xCA).all()
+    assert pair.peer.read(te.Blocks.of(pair.dst_region.address, pair.src_region.address, 1)).wait(
+        TIMEOUT_S
+    )
+
+
+def test_memory_that_is_being_read_cannot_be_deregistered() -> None:
+    with two(64 << 20, transports=("tcp",)) as pair:
+        blocks = te.Blocks.of(pair.dst_region.address, pair.src_region.address, 64 << 20)
+        read = pair.peer.read(blocks)
+        # It is refused while the peer reads, and whichever comes first, nothing breaks.
+        refusals = []
+        while read.poll() is te.Status.PENDING:
+            try:
+                pair.target.deregister(pair.dst_region)
+                break
+            except te.RegistrationError as exc:
+                refusals.append(str(exc))
+        with contextlib.suppress(te.TransferFailed):
+            read.wait(TIMEOUT_S)
+        assert all("unfinished transfers read from" in text for text in refusals)
+
+
+# -- memory that was allocated for sharing
+
+
+@pytest.mark.parametrize("connect_first", [False, True])
+def test_allocated_memory_is_mapped_by_the_peer(connect_first: bool) -> None:
+    with te.Engine() as source, te.Engine() as target:
+        buffer = te.allocate(NBYTES)
+        src, dst = np.frombuffer(buffer, np.uint8), np.zeros(NBYTES, np.uint8)
+        src[:NBYTES] = pattern(1, NBYTES)
+        if connect_first:
+            source.connect(target.card())
+        region, remote = source.register(buffer), target.register(dst)
+        peer = source.connect(target.card())
+        offsets = np.random.default_rng(1).permutation(1000) * 8000
+        blocks = te.Blocks.of(region.address + offsets, remote.address + offsets[::-1], 7777)
+        assert peer.write(blocks).wait(TIMEOUT_S) is te.Status.DONE
+        expected = np.zeros(NBYTES, np.uint8)
+        for one, other in zip(offsets, offsets[::-1], strict=True):
+            expected[other : other + 7777] = src[one : one + 7777]
+        assert (dst == expected).all()
+
+
+def test_the_address_of_allocated_memory_can_be_used_anew() -> None:
+    """The peer must not copy out of what it had mapped there before."""
+    with te.Engine() as source, te.Engine() as target:
+        dst = np.zeros(4096, np.uint8)
+        remote = target.register(dst)
+        peer = source.connect(target.card())
+        first, second = te.allocate(4096), te.allocate(4096)
+        for buffer, value in ((first, 1), (second, 2), (first, 3)):
+            view = np.frombuffer(buffer, np.uint8)
+            view[:] = value
+            region = source.register(buffer)
+            assert peer.write(te.Blocks.of(region.address, remote.address, 4096)).wait(TIMEOUT_S)
+            assert (dst == value).all()
+            source.deregister(region)
+        # Private memory in place of the shared.
+        address = region.address
+        private = source.register(address, 4096)
+        view[:] = 9
+        assert peer.write(te.Blocks.of(private.address, remote.address, 4096)).wait(TIMEOUT_S)
+        assert (dst == 9).all()
+        assert peer.alive
+
+
+def test_allocate_says_what_it_gives() -> None:
+    buffer = te.allocate(5000)
+    assert len(buffer) >= 5000
+    assert "bytes" in repr(buffer)
+    assert not np.frombuffer(buffer, np.uint8).any()
+    with pytest.raises(ValueError, match="nbytes=0"):
+        te.allocate(0)
+
+
+# -- how a transport is chosen
+
+
+def test_the_same_host_is_noticed_and_tcp_is_the_way_out() -> None:
+    with (
+        te.Engine() as source,
+        te.Engine() as target,
+        te.Engine(te.Config(transports=("tcp",))) as plain,
+    ):
+        near, far = source.connect(target.card()), source.connect(plain.card())
+        assert (near.transport, near.transport_reason) == ("samehost", "")
+        assert (far.transport, far.transport_reason) == ("tcp", "")
+        assert source.stats().peer_transports == {
+            target.id: ("samehost", ""), plain.id: ("tcp", "")
+        }  # fmt: skip
+
+
+def test_why_the_same_host_is_not_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with te.Engine() as source, te.Engine() as target:
+        monkeypatch.setattr("te.links.samehost.cannot_read", lambda pid, nonce: "not today")
+        peer = source.connect(target.card())
+        assert (peer.transport, peer.transport_reason) == ("tcp", "samehost: not today")
+        with (
+            te.Engine(te.Config(transports=("samehost",))) as strict,
+            pytest.raises(te.ConnectError, match=r"no transport to .* samehost: not today"),
+        ):
+            strict.connect(target.card())
+
+
+def test_a_pull_on_tcp_and_a_read_of_nothing_registered_are_no_way_in() -> None:
+    with te.Engine() as target:
+        source = RawSource(target.card())
+        with source.sock:
+            source.send(descriptors(Kind.READ, 1, [(1 << 20, 1 << 20, 100)]))
+            assert "nothing is registered" in source.ack().reason
+            source.send(descriptors(Kind.PULL, 2, [(1 << 20, 1 << 20, 100)]))
+            assert source.closed()
+
+
+# -- many
+
+
+def test_a_million_blocks_in_one_call(pair: Two) -> None:
+    count, step = 1_000_000, 8
+    offsets = np.random.default_rng(5).permutation(count) * step
+    blocks = pair.blocks(offsets, offsets, 5)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    transfer = pair.peer.write(blocks)
+    assert transfer.wait(60.0) is te.Status.DONE
+    extra_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert extra_bytes < 64 * count
+    src, dst = pair.src.reshape(-1, step)[:count], pair.dst.reshape(-1, step)[:count]
+    assert (src[:, :5] == dst[:, :5]).all()
+    assert (dst[:, 5:] == 0xEE).all()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sixty_four_peers_and_sixteen_transfers_each(transport: str) -> None:
+    peers, each, nbytes = 64, 16, 5000
+    config = te.Config(transports=(transport,))
+    threads = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        targets = [stack.enter_context(te.Engine(config)) for _ in range(peers)]
+        source = stack.enter_context(te.Engine(config))
+        per_engine = (threading.active_count() - threads) / (peers + 1)
+        assert per_engine <= 3
+        src, dst = pattern(2, each * nbytes), np.zeros((peers, each * nbytes), np.uint8)
+        region = source.register(src)
+        remotes = [target.register(dst[i]) for i, target in enumerate(targets)]
+        connected = [source.connect(target.card()) for target in targets]
+        assert threading.active_count() - threads == per_engine * (peers + 1)
+        for target in targets:
+            target.expect(1)
+        transfers = [
+            peer.write(
+                te.Blocks.of(region.address + i * nbytes, remote.address + i * nbytes, nbytes),
+                tag=1,
+            )
+            for i in range(each)
+            for peer, remote in zip(connected, remotes, strict=True)
+        ]
+        for transfer in transfers:
+            assert transfer.wait(TIMEOUT_S) is te.Status.DONE
+        assert (dst == src).all()
+        assert {target.arrived(1) for target in targets} == {each}
+
+
+def test_many_small_transfers_from_many_threads_on_all_rails(pair: Two) -> None:
+    pair.target.expect(2)
+    failures: list[BaseException] = []
+
+    def submit(thread: int) -> None:
+        try:
+            for i in range(150):
+                offset = (thread * 150 + i) * 1000
+                transfer = pair.peer.write(pair.blocks(offset, offset, 1000), tag=2)
+                if i % 3 == 0:
+                    assert transfer.wait(TIMEOUT_S) is te.Status.DONE
+        except BaseException as exc:  # noqa: BLE001
+            failures.append(exc)
+
+    threads = [threading.Thread(target=submit, args=[i]) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert not failures
+    wait_until(lambda: pair.target.arrived(2) == 1200, "all have arrived")
+    assert (pair.dst[:1_200_000] == pair.src[:1_200_000]).all()
+
+
+def outcome_of(transfer: te.Transfer) -> str | None:
+    """The reason of a failure; None when it is done."""
+    with contextlib.suppress(te.TransferFailed):
+        assert transfer.wait(TIMEOUT_S) is te.Status.DONE
+    return transfer.reason
+
+
+def test_fences_in_a_storm(pair: Two) -> None:
+    """Tags open and close while their writes fly: after a fence nothing of it lands."""
+    page = 1 << 14
+    offsets = np.arange(NBYTES // page) * page
+    for round_number in range(1, 30):
+        pair.target.expect(round_number)
+        transfers = [pair.peer.write(pair.blocks(offsets, offsets, page - 8), tag=round_number)
+                     for _ in range(3)]  # fmt: skip
+        threading.Event().wait((round_number % 5) * 0.0004)
+        count = pair.target.fence(round_number)
+        pair.dst[:] = round_number
+        reasons = [outcome_of(transfer) for transfer in transfers]
+        assert all(reason is None or "fenced" in reason for reason in reasons)
+        assert reasons.count(None) == count
+        assert (pair.dst == round_number).all()
