@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contenders by name. A variant is one way to run a family: ``mooncake`` has two."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Final
+
+from te.bench.contenders.base import Absent, Contender
+
+__all__ = ["VARIANTS", "Absent", "Contender", "family", "load"]
+
+#: Families that can be asked for by name, and the variants that are tried for each. A floor's
+#: variants depend on the rest: ``floor.fitting``.
+VARIANTS: Final = {
+    "te": ("te",),
+    "mooncake": ("mooncake", "mooncake-pool"),
+    "nixl": ("nixl",),
+}
+
+_CLASSES: Final = {
+    "te": "te.bench.contenders.te_engine:TeEngine",
+    "mooncake": "te.bench.contenders.mooncake:Mooncake",
+    "mooncake-pool": "te.bench.contenders.mooncake:MooncakePool",
+    "nixl": "te.bench.contenders.nixl:Nixl",
+    "floor": "te.bench.contenders.floor:Floor",
+}
+
+
+def family(variant: str) -> str:
+    """``floor:tcp-2`` is a floor, ``mooncake-pool`` is mooncake; ``module:Class`` is itself."""
+    if variant.startswith("floor:"):
+        return "floor"
+    for name, variants in VARIANTS.items():
+        if variant in variants:
+            return name
+    return variant
+
+
+def load(variant: str) -> type[Contender]:
+    """The class, of this package or, named as ``module:Class``, of anybody's."""
+    kind = "floor" if variant.startswith("floor:") else variant
+    module, _, name = _CLASSES.get(kind, kind).partition(":")
+    try:
+        loaded = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise Absent(f"the contender {variant} cannot be loaded: {error}") from error
+    if not (isinstance(loaded, type) and issubclass(loaded, Contender)):
+        raise Absent(f"{variant} is not a te.bench.contenders.Contender")
+    return loaded
