@@ -23,8 +23,9 @@ RAILS_LIMIT = RAILS_MAX
 WORKERS_LIMIT = WORKERS_MAX
 
 cdef enum:
-    # Above it checking and copying blocks takes so long that others get the interpreter meanwhile.
-    KEEP_LOCK_BLOCKS = 16384
+    # Above it checking and copying blocks (5 ns each) takes so long that others get the interpreter
+    # meanwhile; below, getting it back beside a busy thread would cost more (5 ms).
+    KEEP_LOCK_BLOCKS = 1 << 17
     INLINE_BYTES = 64 << 10
     KEEP_LOCK_NS = 300000
     DRIVE_NS = 3000000

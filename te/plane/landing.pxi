@@ -175,7 +175,7 @@ cdef void frame_landed(Rail *r, bint is_whole) noexcept nogil:
     if a.arrived == a.total:
         finish(r, a)
     elif r.head.kind == PULL and not a.refused:
-        queue_progress(r, a.id, r.head.nbytes)
+        count_pull(r, a.id)
     pthread_mutex_unlock(&r.link.lock)
 
 

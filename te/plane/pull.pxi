@@ -103,3 +103,16 @@ cdef void say_fault(Rail *r, int errnum, char *reason) noexcept nogil:
         snprintf(reason, TEXT_MAX, b"registered memory cannot be written: %s", strerror(errnum))
     else:
         snprintf(reason, TEXT_MAX, b"the source memory cannot be read: %s", strerror(errnum))
+
+
+cdef void count_pull(Rail *r, u64 number) noexcept nogil:
+    """Tells the source now and then how far the copying is, so that it sends more frames. What is
+    not told when the rail turns to another transfer is less than a source is ahead."""
+    if r.pulled_of != number:
+        r.pulled_of = number
+        r.pulled_nbytes = r.pulled = 0
+    r.pulled_nbytes += r.head.nbytes
+    r.pulled += 1
+    if r.pulled == PULLS_TOLD:
+        queue_progress(r, number, r.pulled_nbytes)
+        r.pulled_nbytes = r.pulled = 0

@@ -173,7 +173,10 @@ cdef enum:
     BACKOFF_MOST_NS = 250000000
     QUIESCE_NS = 900000000
     TRAILER_BYTES = 8
-    PULLS_AHEAD = 2  # frames a rail is ahead of the copying, so that a cancel has something to stop
+    # Frames a rail is ahead of the copying: milliseconds of it, for the copying threads may keep the
+    # source off the processor; few enough that a cancel has something to stop.
+    PULLS_AHEAD = 16
+    PULLS_TOLD = 4  # frames copied between two words of it: each may wake the source up
     PULL_BYTES = 4 << 20  # of one marked section
     PULL_TOTAL_BYTES = 8192
     PULL_BLOCK_BYTES = 2048  # smaller blocks go through the connection
@@ -283,6 +286,8 @@ cdef struct Rail:
     u64 payload_left, discard_left, last_id
     u64 version, newest  # of the regions that the payload was checked against
     Arriving *arriving
+    u64 pulled_of, pulled_nbytes  # not yet told, of which transfer, in how many frames
+    u32 pulled
     # Sending.
     uint8_t *queued  # acknowledgements and the like
     uint8_t *sending

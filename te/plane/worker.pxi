@@ -117,24 +117,26 @@ cdef void worker_run(Worker *w) noexcept nogil:
 
 # -- what a caller does itself, to save waking a worker up: that costs more than a small write
 
+cdef bint send_from_here(Rail *r) noexcept nogil:
+    """Sends on a rail that has nothing else to do; False if it has."""
+    if pthread_mutex_trylock(&r.lock):
+        return False
+    cdef bint is_free = not r.gone and not r.out_left and not load32(&r.link.dead)
+    if is_free:
+        rail_send(r, 1)
+        set_interest(r)
+    pthread_mutex_unlock(&r.lock)
+    if load32(&r.kick):
+        wake(r.worker)
+    return is_free
+
+
 cdef void send_inline(Link *link) noexcept nogil:
-    """Sends a small transfer from the calling thread when a rail has nothing else to do."""
-    cdef Rail *r
+    """Sends a small transfer from the calling thread."""
     cdef u32 i
     for i in range(link.rails_n):
-        r = link.rails[i]
-        if pthread_mutex_trylock(&r.lock):
-            continue
-        if r.gone or r.out_left or load32(&link.dead):
-            pthread_mutex_unlock(&r.lock)
-            continue
-        rail_send(r, 1)
-        if not r.gone:
-            set_interest(r)
-        pthread_mutex_unlock(&r.lock)
-        if load32(&r.kick):
-            wake(r.worker)
-        return
+        if send_from_here(link.rails[i]):
+            return
     kick(link.rails[0])
 
 
