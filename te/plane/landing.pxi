@@ -17,6 +17,9 @@ cdef void refuse(Rail *r, Arriving *a, const char *reason) noexcept nogil:
     if a.refused:
         return
     store32(&a.refused, 1)
+    if load32(&r.link.dropped):  # Nothing is worth answering: its rails are being closed.
+        link_die_locked(r.link, FENCED, 0, NULL)
+        return
     queue_answer(r, a.id, REFUSED, reason)
     if a.flags & FLAG_REPLY:
         fail_read(r, a.tag, reason)
