@@ -31,6 +31,7 @@ from sglang_mooncake.layout import SEAL_BYTES, Buffers, Layout, Seal
 from sglang_mooncake.messages import Hello, HelloReply, LinkReset, MessageError, RoomFailed
 from sglang_mooncake.rooms import decode as rooms
 from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.side import Side
 from sglang_mooncake.stats import Recorder
 
 __all__ = ["DecodeSide", "PrefillInfo", "SealBuffer"]
@@ -97,7 +98,7 @@ class _Fetched:
     result: Instance | str
 
 
-class DecodeSide:
+class DecodeSide(Side):
     """See `control.Handler`. `prefill_info`, `ensure_instance` and the calls on rooms are for the
     scheduler thread: they cost microseconds and never wait."""
 
@@ -131,9 +132,6 @@ class DecodeSide:
     def start(self) -> None:
         self._loop.start()
 
-    def close(self) -> None:
-        self._loop.close()
-
     def ensure_instance(self, address: str) -> bool:
         """Whether the prefill instance behind this registry is known; if not, asks in a worker."""
         if address in self.prefill_info:
@@ -144,11 +142,6 @@ class DecodeSide:
                 lambda: _fetch_instance(address), lambda result: _Fetched(address, result)
             )
         return False
-
-    def open_room(self, room: int) -> RoomView:
-        view = RoomView(room, time.monotonic())
-        self._loop.post(rooms.Opened(view))
-        return view
 
     def choose_sources(self, view: RoomView, address: str, prefill_dp_rank: int) -> None:
         """Finds the prefill ranks that feed this rank for this room, and has them linked."""
@@ -197,15 +190,6 @@ class DecodeSide:
         """The scheduler takes the room: its tags can be closed."""
         self._loop.post(rooms.Arrived(view))
 
-    def abort(self, view: RoomView, reason: str) -> None:
-        self._loop.post(rooms.Aborted(view, reason))
-
-    def fail(self, view: RoomView, reason: str) -> None:
-        self._loop.post(rooms.Broken(view, reason))
-
-    def close_room(self, view: RoomView) -> None:
-        self._loop.post(rooms.Closed(view))
-
     def fence_now(self, view: RoomView) -> None:
         """For a scheduler that frees pages at once: after this nothing of the room can land."""
         for tag, _ in view.seals:
@@ -238,9 +222,6 @@ class DecodeSide:
                 )
         self._recorder.open_rooms(len(self._rooms))
         self._recorder.write_if_due(now_s)
-
-    def broken_room(self, view: RoomView, reason: str) -> None:
-        self._apply(rooms.Broken(view, reason), time.monotonic())
 
     # --- instances ---
 

@@ -32,6 +32,7 @@ from sglang_mooncake.messages import (
 )
 from sglang_mooncake.rooms import prefill as rooms
 from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.side import Side
 from sglang_mooncake.stats import Recorder
 
 __all__ = ["PrefillSide"]
@@ -72,9 +73,9 @@ class _TransferEnded:
     seal_slot: int | None
 
 
-class PrefillSide:
-    """See `control.Handler`. `open_room`, `send_chunk`, `abort` and `close_room` are for the
-    scheduler thread: they cost microseconds and never wait."""
+class PrefillSide(Side):
+    """See `control.Handler`. `open_room` and `send_chunk…` are for the scheduler thread: they cost
+    microseconds and never wait."""
 
     def __init__(
         self,
@@ -110,13 +111,9 @@ class PrefillSide:
             raise port
         return port
 
-    def close(self) -> None:
-        self._loop.close()
-
     def open_room(self, room: int, register_dp_rank: bool) -> RoomView:
         """`register_dp_rank`: let the registry know that this DP rank has the room."""
-        view = RoomView(room, time.monotonic())
-        self._loop.post(rooms.Opened(view))
+        view = self.new_room(room)
         if register_dp_rank:
             self._loop.work(
                 lambda: self._register_dp_rank(room),
@@ -132,15 +129,6 @@ class PrefillSide:
     ) -> None:
         """The same once `wait()` (an event on a GPU stream) has returned, in a worker."""
         self._loop.work(wait, lambda _: rooms.ChunkSent(view, chunk))
-
-    def abort(self, view: RoomView, reason: str) -> None:
-        self._loop.post(rooms.Aborted(view, reason))
-
-    def fail(self, view: RoomView, reason: str) -> None:
-        self._loop.post(rooms.Broken(view, reason))
-
-    def close_room(self, view: RoomView) -> None:
-        self._loop.post(rooms.Closed(view))
 
     # --- control.Handler ------------------------------------------------------------------------
 
@@ -177,9 +165,6 @@ class PrefillSide:
                 self._lose(key, destination, now_s)
         self._recorder.open_rooms(len(self._rooms))
         self._recorder.write_if_due(now_s)
-
-    def broken_room(self, view: RoomView, reason: str) -> None:
-        self._apply(rooms.Broken(view, reason), time.monotonic())
 
     # --- peers ---
 

@@ -50,7 +50,7 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         #: SGLang counts its entries as the acknowledgements to wait for; we need none
         #: (`KVManager.is_abort_release_safe`).
         self.bootstrap_infos: list[Any] = []
-        self._view: RoomView = self._side.open_room(self.bootstrap_room)
+        self._view: RoomView = self._side.new_room(self.bootstrap_room)
         mgr.track(self._view)
         # So that the answer is likely there when the scheduler asks for it.
         self._side.ensure_instance(bootstrap_addr)

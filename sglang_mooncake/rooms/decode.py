@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_mooncake.messages import RoomAbort, RoomFailed, RoomRequest, pages_to_bytes
+from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
 from sglang_mooncake.rooms.states import (
     TRANSITIONS_DECODE,
     RoomState,
@@ -54,11 +55,6 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    view: RoomView
-
-
-@dataclass(frozen=True, slots=True)
 class SourcesChosen:
     """Which prefill ranks feed this room, and how many decode ranks each of them feeds for it."""
 
@@ -79,23 +75,6 @@ class PagesNamed:
 class Arrived:
     """`poll()` saw every seal: the scheduler has taken the room."""
 
-    view: RoomView
-
-
-@dataclass(frozen=True, slots=True)
-class Aborted:
-    view: RoomView
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    view: RoomView
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
     view: RoomView
 
 
@@ -121,11 +100,6 @@ class LinkDown:
 class PeerFailed:
     link: Hashable
     message: RoomFailed
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    pass
 
 
 Event = (
@@ -172,13 +146,6 @@ class Fence:
 
     view: RoomView
     tags: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Over:
-    """The room has come to its end, its tags are closed, and it is forgotten here."""
-
-    view: RoomView
 
 
 Instruction = OpenLink | Expect | Tell | Fence | Over

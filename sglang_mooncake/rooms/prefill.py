@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_mooncake.messages import RoomAbort, RoomFailed, RoomRequest
+from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
 from sglang_mooncake.rooms.states import (
     TRANSITIONS_PREFILL,
     RoomState,
@@ -65,37 +66,9 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    view: RoomView
-
-
-@dataclass(frozen=True, slots=True)
 class ChunkSent:
     view: RoomView
     chunk: Chunk
-
-
-@dataclass(frozen=True, slots=True)
-class Aborted:
-    """The scheduler gave the request up."""
-
-    view: RoomView
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """Something on this side failed for this room alone."""
-
-    view: RoomView
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """The scheduler forgot the request; a room that is still alive ends as aborted."""
-
-    view: RoomView
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +93,6 @@ class WriteEnded:
 class PeerLost:
     peer: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    pass
 
 
 Event = (
@@ -165,13 +133,6 @@ class CancelWrites:
 class Tell:
     peer: str
     message: RoomFailed
-
-
-@dataclass(frozen=True, slots=True)
-class Over:
-    """The room has come to its end and is forgotten here."""
-
-    view: RoomView
 
 
 Instruction = Write | CancelWrites | Tell | Over

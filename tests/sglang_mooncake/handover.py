@@ -164,7 +164,7 @@ class Handover:
     def open_both(self, room: int) -> tuple[RoomView, RoomView]:
         """A room on both sides, with the data path up."""
         source = self.prefill.side.open_room(room, register_dp_rank=False)
-        target = self.decode.side.open_room(room)
+        target = self.decode.side.new_room(room)
         self.decode.side.choose_sources(target, self.address, 0)
         until(lambda: target.state is RoomState.READY, "the decode room is ready")
         return source, target

@@ -94,7 +94,7 @@ def test_a_fully_cached_prompt_hands_over_its_metadata_alone(pair):
 
 
 def test_the_decode_side_may_come_first(pair):
-    target = pair.decode.side.open_room(11)
+    target = pair.decode.side.new_room(11)
     pair.decode.side.choose_sources(target, pair.address, 0)
     until(lambda: target.state is RoomState.READY, "the decode room is ready")
     pair.name_pages(target, [1], aux=0)
@@ -132,7 +132,7 @@ def test_a_request_for_a_room_that_has_failed_is_answered_at_once(pair):
     pair.prefill.side.abort(source, "client gone")
     pair.prefill.side.close_room(source)
     until(lambda: source.over, "the prefill room is over")
-    target = pair.decode.side.open_room(14)
+    target = pair.decode.side.new_room(14)
     pair.decode.side.choose_sources(target, pair.address, 0)
     until(lambda: target.state is RoomState.READY, "the decode room is ready")
     pair.name_pages(target, [1], aux=0)
@@ -191,7 +191,7 @@ def test_different_page_sizes_are_refused_with_both_values_and_the_flag():
     with handover(decode_page_size=16) as pair:
         pair.decode.know(pair.address)
         source = pair.prefill.side.open_room(19, register_dp_rank=False)
-        target = pair.decode.side.open_room(19)
+        target = pair.decode.side.new_room(19)
         pair.decode.side.choose_sources(target, pair.address, 0)
         until(lambda: target.over, "the decode room is refused")
         for part in ("4", "16", "--page-size"):
@@ -205,7 +205,7 @@ def test_rooms_that_nobody_asks_for_time_out_and_say_so():
         source = pair.prefill.side.open_room(20, register_dp_rank=False)
         until(lambda: source.over, "the prefill room timed out")
         assert source.state is RoomState.TIMED_OUT
-        target = pair.decode.side.open_room(21)
+        target = pair.decode.side.new_room(21)
         pair.decode.side.choose_sources(target, pair.address, 0)
         until(lambda: target.state is not RoomState.OPEN, "the decode room moves")
         pair.name_pages(target, [1], aux=0)
@@ -256,7 +256,7 @@ def test_an_instance_of_another_protocol_version_is_refused_with_both():
     with decode_alone() as (address, decode):
         register(address, Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0), 1, PROTOCOL_VERSION + 41)
         decode.know(address)
-        view = decode.side.open_room(1)
+        view = decode.side.new_room(1)
         decode.side.choose_sources(view, address, 0)
         until(lambda: view.over, "the room is refused")
         for part in (str(PROTOCOL_VERSION + 41), str(PROTOCOL_VERSION), "sglang-mooncake"):
@@ -274,7 +274,7 @@ def test_a_peer_that_speaks_another_version_is_told_apart_by_its_first_message(s
                     address, Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0), port, PROTOCOL_VERSION
                 )
                 decode.know(address)
-                view = decode.side.open_room(1)
+                view = decode.side.new_room(1)
                 decode.side.choose_sources(view, address, 0)
                 identity, _hello = router.recv_multipart()
                 router.send_multipart([identity, encode(HelloReply(refused=None), other)])
@@ -300,7 +300,7 @@ def test_a_prefill_rank_that_does_not_answer_is_named_after_the_deadline():
         port = silent.getsockname()[1]
         register(address, Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0), port, PROTOCOL_VERSION)
         decode.know(address)
-        view = decode.side.open_room(1)
+        view = decode.side.new_room(1)
         decode.side.choose_sources(view, address, 0)
         until(lambda: view.over, "the room fails")
         assert "did not answer the hello within 0.5 s" in (view.reason or "")

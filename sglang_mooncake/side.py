@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the prefill and the decode side have in common: rooms that end by the scheduler's doing."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+from sglang_mooncake.control import ControlLoop
+from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened
+from sglang_mooncake.rooms.states import RoomView
+
+__all__ = ["Side"]
+
+
+class Side(ABC):
+    """The public calls are for the scheduler thread: they cost microseconds and never wait."""
+
+    _loop: ControlLoop
+
+    def new_room(self, room: int) -> RoomView:
+        """A room for one use of this number, known to the loop."""
+        view = RoomView(room, time.monotonic())
+        self._loop.post(Opened(view))
+        return view
+
+    def abort(self, view: RoomView, reason: str) -> None:
+        """The scheduler gives the request up."""
+        self._loop.post(Aborted(view, reason))
+
+    def fail(self, view: RoomView, reason: str) -> None:
+        """The room cannot succeed any more."""
+        self._loop.post(Broken(view, reason))
+
+    def close_room(self, view: RoomView) -> None:
+        """The scheduler needs the room no more, whatever became of it."""
+        self._loop.post(Closed(view))
+
+    def close(self) -> None:
+        """Ends the loop, its sockets and its workers. Idempotent."""
+        self._loop.close()
+
+    def broken_room(self, view: RoomView, reason: str) -> None:
+        """For the loop, whose handling of the room failed."""
+        self._apply(Broken(view, reason), time.monotonic())
+
+    @abstractmethod
+    def _apply(self, event: Any, now_s: float) -> None:
+        """Carries out what the room table makes of an event. Loop thread only."""
