@@ -51,7 +51,8 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
     """One per scheduler process. `prefill_side` or `decode_side` is set, after SGLang's mode.
 
     Raises:
-        HandoverUnavailable: memory that no transport can move, or no registry in time.
+        HandoverUnavailable: memory that no transport can move.
+        BootstrapError: the registry was not reached in time, or refused this rank.
         seam.UnsupportedServer, kv_args.UnsupportedPool, config.ConfigError: what they say.
     """
 
