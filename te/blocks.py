@@ -39,11 +39,20 @@ class Blocks:
         _check_side("src", array["src"], array["nbytes"])
         _check_side("dst", array["dst"], array["nbytes"])
         total = float(array["nbytes"].sum(dtype=np.float64))
-        if total >= ADDRESS_LIMIT:
-            raise ValueError(f"blocks of {total:.3e} bytes in total; fewer than 2**63 are possible")
+        _check_total(total)
         self._array = array.copy()
         self._array.flags.writeable = False
         self._total_nbytes = int(array["nbytes"].sum(dtype=np.uint64))
+
+    @classmethod
+    def _valid(cls, array: npt.NDArray[np.void], total_nbytes: int) -> Blocks:
+        """Takes over an ``array`` that nobody else keeps and whose blocks need no check: checking
+        a million blocks again costs five times as much as building them."""
+        _check_total(total_nbytes)
+        self = cls.__new__(cls)
+        self._array, self._total_nbytes = array, total_nbytes
+        self._array.flags.writeable = False
+        return self
 
     @classmethod
     def of(cls, src: Integers, dst: Integers, nbytes: Integers) -> Blocks:
@@ -102,11 +111,56 @@ class Blocks:
         return cls(array.reshape(-1))
 
     @classmethod
+    def grid(
+        cls,
+        src: Integers,
+        src_offsets: Integers,
+        dst: Integers,
+        dst_offsets: Integers,
+        nbytes: Integers,
+    ) -> Blocks:
+        """Blocks of every pair of a base and an offset, base by base.
+
+        ``src`` and ``dst`` are base addresses, shape (n,), paired by position; ``src_offsets`` and
+        ``dst_offsets`` are bytes from a base, shape (m,), paired likewise; ``nbytes`` has shape
+        (m,), or is one number. The block of base i and offset j copies from
+        ``src[i] + src_offsets[j]``; the result has n x m blocks.
+        """
+        bases = {"src": _u64("src", src), "dst": _u64("dst", dst)}
+        offsets = {
+            "src_offsets": _u64("src_offsets", src_offsets),
+            "dst_offsets": _u64("dst_offsets", dst_offsets),
+            "nbytes": np.broadcast_to(
+                _u64("nbytes", nbytes), np.shape(nbytes) or np.shape(src_offsets)
+            ),
+        }
+        for columns in (bases, offsets):
+            shapes = {column.shape for column in columns.values()}
+            if len(shapes) > 1 or len(next(iter(shapes))) != 1:
+                raise ValueError(
+                    " and ".join(columns)
+                    + " must be 1-d and of one length, not "
+                    + ", ".join(str(column.shape) for column in columns.values())
+                )
+        array = np.empty((bases["src"].size, offsets["nbytes"].size), BLOCK)
+        if array.size:
+            for side in ("src", "dst"):
+                base, offset = bases[side], offsets[f"{side}_offsets"]
+                _check_reach(side, base, offset, offsets["nbytes"])
+                np.add(base[:, None], offset, out=array[side])
+            array["nbytes"] = offsets["nbytes"]
+        count = bases["src"].size
+        _check_total(count * float(offsets["nbytes"].sum(dtype=np.float64)))
+        total = count * int(offsets["nbytes"].sum(dtype=np.uint64))
+        return cls._valid(array.reshape(-1), total)
+
+    @classmethod
     def concat(cls, parts: Sequence[Blocks]) -> Blocks:
         """The blocks of all ``parts``, in order."""
-        if not parts:
-            return cls(np.empty(0, BLOCK))
-        return cls(np.concatenate([part.array for part in parts]))
+        if len(parts) == 1:
+            return parts[0]
+        arrays = [part.array for part in parts] or [np.empty(0, BLOCK)]
+        return cls._valid(np.concatenate(arrays), sum(part.total_nbytes for part in parts))
 
     @property
     def array(self) -> npt.NDArray[np.void]:
@@ -137,7 +191,7 @@ class Blocks:
         firsts = np.concatenate(([0], np.flatnonzero(~joins) + 1))
         merged = array[firsts]
         merged["nbytes"] = np.add.reduceat(array["nbytes"], firsts)
-        return Blocks(merged)
+        return Blocks._valid(merged, self._total_nbytes)
 
     def split(self, max_nbytes: int) -> Blocks:
         """The same copies in blocks of at most ``max_nbytes`` bytes; keeps order."""
@@ -154,7 +208,7 @@ class Blocks:
         array["src"] += offset
         array["dst"] += offset
         array["nbytes"] = np.minimum(array["nbytes"] - offset, limit)
-        return Blocks(array)
+        return Blocks._valid(array, self._total_nbytes)
 
 
 def _u64(name: str, value: Integers) -> U64:
@@ -183,6 +237,27 @@ def _strided(name: str, base: U64, index: U64, stride: U64) -> U64:
             )
     addresses: U64 = base.reshape(-1, 1) + index.reshape(1, -1) * stride.reshape(-1, 1)
     return addresses
+
+
+def _check_total(total_nbytes: float) -> None:
+    if total_nbytes >= ADDRESS_LIMIT:
+        raise ValueError(
+            f"blocks of {total_nbytes:.3e} bytes in total; fewer than 2**63 are possible"
+        )
+
+
+def _check_reach(side: str, base: U64, offset: U64, nbytes: U64) -> None:
+    """That each pair of a base and an offset is a valid side of a block; all are not empty."""
+    if not nbytes.all():
+        raise ValueError(f"offset {int(nbytes.argmin())} has 0 bytes; a block has at least one")
+    # In floating point, where a sum that would wrap in u64 stays huge.
+    far = offset.astype(np.float64) + nbytes.astype(np.float64)
+    wraps = float(far.max()) >= ADDRESS_LIMIT
+    if wraps or int(base.max()) + int((offset + nbytes).max()) > ADDRESS_LIMIT:
+        raise ValueError(
+            f"{side}: {int(nbytes[far.argmax()])} bytes {int(offset[far.argmax()])} bytes from "
+            f"{int(base.max()):#x} end beyond 2**63"
+        )
 
 
 def _check_side(name: str, address: U64, nbytes: U64) -> None:

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from te.bench import command as bench
+from te.doctor import report as doctor
+from te.topology import TopologyError
+from te.topology import report as topology
 
 __all__ = ["main"]
 
@@ -29,6 +32,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_arguments(bench_parser)
     bench_parser.set_defaults(run=bench.run)
+    doctor_parser = commands.add_parser(
+        "doctor", help="which transports are possible on this machine, and why not"
+    )
+    doctor.add_arguments(doctor_parser)
+    doctor_parser.set_defaults(run=doctor.run)
+    topology_parser = commands.add_parser(
+        "topology", help="RDMA devices, their addresses, and which memory they are near"
+    )
+    topology.add_arguments(topology_parser)
+    topology_parser.set_defaults(run=topology.run)
     return parser
 
 
@@ -37,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     try:
         status: int = parsed.run(parsed)
-    except bench.UsageError as error:
+    except (bench.UsageError, TopologyError) as error:
         sys.stderr.write(f"te {parsed.command}: {error}\n")
         return 2
     except KeyboardInterrupt:

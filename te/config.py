@@ -11,7 +11,7 @@ from te.plane._core import FRAME_BLOCKS_MAX, RAILS_LIMIT, WORKERS_LIMIT
 
 __all__ = ["TRANSPORTS", "Config"]
 
-TRANSPORTS = ("samehost", "tcp")
+TRANSPORTS = ("samehost", "rdma", "tcp")
 """Names of the transports of this build, the preferred one first."""
 
 SEGMENT_BYTES_MAX = 64 << 20
@@ -46,6 +46,14 @@ class Config:
     connect_timeout_s: float = 5.0
     #: A transfer fails when its connection makes no progress for so long.
     stall_timeout_s: float = 5.0
+    #: RDMA devices to use: ``fnmatch`` patterns, ``!`` before those to leave out; all active ones
+    #: when there are none.
+    nics: tuple[str, ...] = ()
+    #: A rail over RDMA on which nothing completes for so long is given up, and made anew: a device
+    #: may try for ever.
+    rail_timeout_s: float = 2.0
+    #: Traffic class of packets over RDMA (ibv_modify_qp(3)); networks map it to priorities.
+    traffic_class: int = 0
     #: Unfinished transfers a peer may have; one more raises ``te.QueueFull``.
     max_queued_transfers: int = 1024
     #: Incoming connections an engine accepts; one more is refused.
@@ -74,6 +82,8 @@ class Config:
         _check_range("socket_buffer_bytes", self.socket_buffer_bytes, 0, 1 << 30)
         _check_timeout("connect_timeout_s", self.connect_timeout_s)
         _check_timeout("stall_timeout_s", self.stall_timeout_s)
+        _check_timeout("rail_timeout_s", self.rail_timeout_s)
+        _check_range("traffic_class", self.traffic_class, 0, 255)
 
 
 def _check_host(host: str) -> None:

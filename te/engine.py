@@ -13,9 +13,10 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from te.config import Config
-from te.errors import ClosedError, FenceTimeout
-from te.handshake import PROTOCOL_VERSION, Card, CardRegion, decode_card, encode
+from te.errors import ClosedError, DeviceError, FenceTimeout
+from te.handshake import PROTOCOL_VERSION, Card, CardNic, CardRegion, decode_card, encode
 from te.links.accept import Acceptor
+from te.links.keeper import Keeper
 from te.links.local import Local, SharedMemory
 from te.links.outgoing import open_link
 from te.memory import Region, RegionTable, late
@@ -24,6 +25,7 @@ from te.plane._core import Engine as Plane
 from te.plane.reasons import Reason
 from te.tags import TAG_LIMIT, check_tag
 from te.transfers import Notifier
+from te.verbs.fabric import Fabric, open_fabric
 
 __all__ = ["Engine", "Stats"]
 
@@ -71,16 +73,21 @@ class Engine:
         self._plane = Plane(
             min(config.workers, os.cpu_count() or 1),
             config.stall_timeout_s,
+            config.rail_timeout_s,
             config.spin_s,
             config.segment_bytes,
             config.segment_blocks,
         )
-        self._memory = RegionTable(self._plane)
+        self._fabric, self._fabric_problem = _open_fabric(config)
+        self._memory = RegionTable(self._plane, self._fabric)
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, int], Peer] = {}
         self._closed = False
-        self._local = Local(self._id, self._epoch, config, self._plane, self._shared)
         short_id = self._id[:8]
+        self._keeper = Keeper(f"te-rails-{short_id}")
+        self._local = Local(
+            self._id, self._epoch, config, self._plane, self._shared, self._fabric, self._keeper
+        )
         self._acceptor = Acceptor(f"te-accept-{short_id}", self._local)
         self._notifier = Notifier(f"te-notify-{short_id}", self._plane)
         self._workers = [
@@ -124,6 +131,7 @@ class Engine:
         """
         self._closed = True
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        self._keeper.stop(CLOSE_TIMEOUT_S)
         self._acceptor.loop.stop(CLOSE_TIMEOUT_S)
         self._plane.stop()
         for worker in self._workers:
@@ -175,7 +183,17 @@ class Engine:
                 epoch=self._epoch,
                 host=host,
                 port=port,
-                transports=list(self._config.transports),
+                transports=list(self._transports()),
+                nics=[
+                    CardNic(
+                        name=nic.name,
+                        family=nic.family,
+                        lid=nic.lid,
+                        mtu=nic.mtu,
+                        gids=list(nic.gids),
+                    )
+                    for nic in (() if self._fabric is None else self._fabric.nics)
+                ],
                 regions=[
                     CardRegion(region.address, region.nbytes, region.kind)
                     for region in self._memory.regions
@@ -232,7 +250,9 @@ class Engine:
         ``te.FenceTimeout`` if a landing under way did not end within a second.
         """
         check_tag(tag)
-        count = self._plane.close_tag(tag, QUIESCE_TIMEOUT_S)
+        count, granted = self._plane.close_tag(tag, QUIESCE_TIMEOUT_S)
+        if granted and not self._acceptor.break_closed_tags(QUIESCE_TIMEOUT_S):
+            count = -1
         if count < 0:
             raise FenceTimeout(late(QUIESCE_TIMEOUT_S))
         return count
@@ -260,8 +280,14 @@ class Engine:
             transfers_cancelled=cancelled,
             peers=len(alive),
             rails=rails_out + rails_in,
-            transports=self._config.transports,
+            transports=self._transports(),
             peer_transports={one.id: (one.transport, one.transport_reason) for one in alive},
+        )
+
+    def _transports(self) -> tuple[str, ...]:
+        """What peers can be offered."""
+        return tuple(
+            name for name in self._config.transports if name != "rdma" or self._fabric is not None
         )
 
     def _shared(self) -> tuple[SharedMemory, ...]:
@@ -285,3 +311,15 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the engine {self._id} was closed")
+
+
+def _open_fabric(config: Config) -> tuple[Fabric | None, str]:
+    """The RDMA devices, or why there are none; ``te.DeviceError`` if there is no other choice."""
+    if "rdma" not in config.transports:
+        return None, "not among Config.transports"
+    try:
+        return open_fabric(config.nics), ""
+    except DeviceError as exc:
+        if config.transports == ("rdma",):
+            raise
+        return None, str(exc)

@@ -7,6 +7,7 @@ __all__ = [
     "BoundsError",
     "ClosedError",
     "ConnectError",
+    "DeviceError",
     "Error",
     "FenceTimeout",
     "HandshakeError",
@@ -45,6 +46,10 @@ class ClosedError(Error):
 
 class ListenError(Error):
     """The engine cannot listen on the configured host and port."""
+
+
+class DeviceError(Error):
+    """An RDMA device cannot be used; the message says what is missing, or which verb failed."""
 
 
 # The far side, or the way to it, is not as it should be.

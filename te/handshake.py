@@ -9,13 +9,18 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 
 from te.errors import HandshakeError, VersionError
+from te.plane._core import NICS_LIMIT, RAILS_LIMIT
+from te.topology import Gid
 
 __all__ = [
     "PROTOCOL_VERSION",
     "Card",
+    "CardNic",
     "CardRegion",
     "Hello",
     "Nonce",
+    "RailAnswer",
+    "RailOffer",
     "Refusal",
     "Refuse",
     "Shared",
@@ -26,7 +31,7 @@ __all__ = [
     "version_mismatch",
 ]
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 4
 """Version of the card, the greetings and the frames. Engines talk only to their own."""
 
 CARD_BYTES_MAX: Final = 1 << 20
@@ -46,6 +51,18 @@ class CardRegion(msgspec.Struct, frozen=True, array_like=True):
     kind: Name
 
 
+class CardNic(msgspec.Struct, frozen=True, kw_only=True):
+    """An RDMA device of the engine and the addresses it can be reached at."""
+
+    name: Name
+    #: ``ib``, ``roce`` or ``iwarp``: devices of one family can be connected.
+    family: Name
+    lid: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
+    #: ``enum ibv_mtu``.
+    mtu: Annotated[int, msgspec.Meta(ge=1, le=5)]
+    gids: Annotated[list[Gid], msgspec.Meta(max_length=1024)]
+
+
 class Card(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach an engine, and which of its memory was registered when the card was made."""
 
@@ -56,6 +73,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     port: Port
     transports: Annotated[list[Name], msgspec.Meta(min_length=1, max_length=16)]
     regions: list[CardRegion]
+    nics: Annotated[list[CardNic], msgspec.Meta(max_length=NICS_LIMIT)] = []
 
 
 class _AnyCard(msgspec.Struct, frozen=True):
@@ -78,6 +96,33 @@ class Shared(msgspec.Struct, frozen=True, array_like=True):
     nbytes: Annotated[int, msgspec.Meta(ge=1)]
 
 
+class RailOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """My end of a rail over RDMA, for an open link; make yours and connect it to this."""
+
+    #: Of the link's rails; and how often it has been made.
+    rail: Annotated[int, msgspec.Meta(ge=0, lt=RAILS_LIMIT)]
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    near_nic: Annotated[int, msgspec.Meta(ge=0, lt=NICS_LIMIT)]
+    far_nic: Annotated[int, msgspec.Meta(ge=0, lt=NICS_LIMIT)]
+    #: Number of the queue pair, and of its first packet.
+    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+    psn: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+    lid: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
+    mtu: Annotated[int, msgspec.Meta(ge=1, le=5)]
+    #: Address of my end, and index of the address of yours; empty and 0 where the LID is enough.
+    gid: Annotated[bytes, msgspec.Meta(max_length=16)]
+    far_gid_index: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
+
+
+class RailAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """My end, which is ready to receive."""
+
+    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+    psn: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+    #: How often this link's rails have been fenced; send nothing before you know of that many.
+    fences: Unsigned
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """Source to destination: who I am, and whom my card says you are."""
 
@@ -91,6 +136,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     nonce: Nonce | None = None
     #: Same host only: no rail, but memory to be mapped for the link.
     shared: Shared | None = None
+    #: The link is to have rails over RDMA; this connection is about them.
+    is_direct: bool = False
+    #: Of such a link: no connection, but a rail.
+    rail: RailOffer | None = None
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +150,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     #: Rails that I take for one link; the source opens no more.
     rails: Annotated[int, msgspec.Meta(ge=1)]
     nonce: Nonce | None = None
+    rail: RailAnswer | None = None
 
 
 class Refusal(StrEnum):

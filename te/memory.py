@@ -15,6 +15,7 @@ from te.blocks import ADDRESS_LIMIT
 from te.buffers import Buffer
 from te.errors import FenceTimeout, RegistrationError
 from te.plane._core import Engine as Plane
+from te.verbs.fabric import Fabric, Registration
 
 __all__ = ["HOST", "Region", "RegionTable", "late"]
 
@@ -38,6 +39,8 @@ class Region:
     owner: object = field(repr=False)
     #: The memory file that peers on this host may map; None if it is not ``te.allocate``'s.
     fd: int | None = field(default=None, repr=False)
+    #: What RDMA devices call it; None without such devices.
+    registration: Registration | None = field(default=None, repr=False)
 
     @property
     def end(self) -> int:
@@ -52,8 +55,9 @@ class RegionTable:
     """The regions of an engine; the plane has its own picture of them. Any thread may call
     anything."""
 
-    def __init__(self, plane: Plane) -> None:
+    def __init__(self, plane: Plane, fabric: Fabric | None) -> None:
         self._plane = plane
+        self._fabric = fabric
         self._lock = threading.Lock()
         self._serials = itertools.count(1)
         #: Sorted by address; replaced, never changed.
@@ -75,8 +79,10 @@ class RegionTable:
                     f" overlaps the registered region {other}"
                 )
             fd = buffer_or_address.fd if isinstance(buffer_or_address, Buffer) else None
-            region = Region(address, nbytes, HOST, next(self._serials), owner, fd)
-            self._plane.add_region(region.address, region.end, region.serial, fd is not None)
+            known = None if self._fabric is None else self._fabric.register(address, nbytes)
+            region = Region(address, nbytes, HOST, next(self._serials), owner, fd, known)
+            keys = b"" if known is None else known.keys
+            self._plane.add_region(region.address, region.end, region.serial, fd is not None, keys)
             self.regions = tuple(sorted((*self.regions, region), key=lambda one: one.address))
             return region
 
@@ -92,6 +98,8 @@ class RegionTable:
                     " wait for them or cancel them first"
                 )
             self.regions = tuple(one for one in self.regions if one is not region)
+        if region.registration is not None:
+            region.registration.close()
         if readers < 0:
             raise FenceTimeout(late(timeout_s))
 

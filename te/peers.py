@@ -8,11 +8,14 @@ from te.config import Config
 from te.errors import BoundsError, QueueFull
 from te.handshake import Card, CardRegion
 from te.links.dial import address_text
+from te.links.divide import divide
+from te.links.keeper import RailView
 from te.links.local import Local, SharedMemory
 from te.links.outgoing import Opened, share, unshare
 from te.memory import RegionTable
 from te.plane._core import KIND_READ, KIND_WRITE
 from te.plane.reasons import Reason, sentence
+from te.rails import State
 from te.tags import check_tag
 from te.transfers import Notifier, Transfer
 
@@ -72,12 +75,19 @@ class Peer:
 
     @property
     def rails(self) -> int:
-        """Connections to it."""
-        return self._link.rails
+        """Paths to it that work: connections, or rails over RDMA."""
+        if self._opened.direct is None:
+            return self._link.rails
+        return self._opened.direct.states().count(State.UP)
+
+    @property
+    def rail_views(self) -> tuple[RailView, ...]:
+        """Each rail over RDMA as it is now; empty for other transports."""
+        return () if self._opened.direct is None else self._opened.direct.views()
 
     @property
     def transport(self) -> str:
-        """``"samehost"`` or ``"tcp"``."""
+        """``"samehost"``, ``"rdma"`` or ``"tcp"``."""
         return self._opened.transport
 
     @property
@@ -136,11 +146,14 @@ class Peer:
 
     def _submit(self, blocks: Blocks, tag: int, kind: int) -> Transfer:
         limit = self._config.max_queued_transfers
-        result = self._link.submit(blocks.array, blocks.total_nbytes, tag, kind, limit)
+        array, pieces = blocks.array, None
+        if self._opened.direct is not None and len(array):
+            array, pieces = divide(self._opened.direct, array)
+        result = self._link.submit(array, blocks.total_nbytes, tag, kind, limit, pieces)
         if result is None:
             raise QueueFull(f"{self._label} has {limit} unfinished transfers")
         if isinstance(result, int):
-            block = blocks.array[result]
+            block = array[result]
             side = "src" if kind == KIND_WRITE else "dst"
             raise BoundsError(self._memory.complaint(int(block[side]), int(block["nbytes"])))
         return Transfer(result, blocks.total_nbytes, self._notifier, self.describe)

@@ -21,7 +21,7 @@ from te.bench.shapes import SHAPES, Shape
 
 __all__ = ["UsageError", "add_arguments", "run"]
 
-TRANSPORTS = ("auto", "tcp", "samehost")
+TRANSPORTS = ("auto", "tcp", "samehost", "rdma")
 MEMORIES = ("any", "engine")
 ROUNDS_MAX = 1000
 

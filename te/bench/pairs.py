@@ -180,6 +180,7 @@ class Pair:
             elapsed_ns=timing.elapsed_ns,
             ops_ns=timing.ops_ns,
             submit_ns=timing.submit_ns,
+            late_ns=timing.late_ns,
             cpu_s=cpu_s,
             wrong_blocks=landing["wrong_blocks"],
             stray_slots=landing["stray_slots"],

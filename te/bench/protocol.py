@@ -33,6 +33,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     memory: str
     seed: int
+    #: Beside a busy interpreter.
+    busy: bool
     #: Longest time any single step may take.
     deadline_s: float
 
@@ -55,6 +57,9 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     ops_ns: list[int]
     #: Of each call until it returned to its caller; empty where calls block anyway.
     submit_ns: list[int] = []
+    #: Of each call from the outcome, as polling shows it, until the thread that waited for it went
+    #: on; empty where the two cannot be told apart.
+    late_ns: list[int] = []
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ class Sample:
     elapsed_ns: int
     ops_ns: Sequence[int]
     submit_ns: Sequence[int]
+    late_ns: Sequence[int]
     #: Processor time of both processes.
     cpu_s: float
     wrong_blocks: int
@@ -72,6 +73,8 @@ class Figures:
     cpu_s_per_gb: float | None = None
     #: Median until a call returned to its caller, where that is before its outcome.
     submit_us: float | None = None
+    #: Median from the outcome until a thread that waited for it went on; not part of the others.
+    late_us: float | None = None
     #: Every byte of every round was right, and nothing else changed; None without a round.
     verified: bool | None = None
 
@@ -147,6 +150,7 @@ def figures(run: VariantRun, nbytes: int) -> Figures:
         return Figures(run.name, run.state, run.reason, run.version, verified=verified)
     rates = [nbytes / sample.elapsed_ns for sample in run.samples]  # bytes/ns are GB/s
     submits = [ns for sample in run.samples for ns in sample.submit_ns]
+    lates = [ns for sample in run.samples for ns in sample.late_ns]
     return Figures(
         name=run.name,
         state=run.state,
@@ -158,6 +162,7 @@ def figures(run: VariantRun, nbytes: int) -> Figures:
         p99_us=_over_rounds(run.samples, 99) / 1e3,
         cpu_s_per_gb=statistics.median(sample.cpu_s for sample in run.samples) / nbytes * 1e9,
         submit_us=statistics.median(submits) / 1e3 if submits else None,
+        late_us=statistics.median(lates) / 1e3 if lates else None,
         verified=verified,
     )
 

@@ -123,6 +123,7 @@ def _start(case: Case, run: VariantRun) -> Pair | None:
             transport=case.transport,
             memory=case.memory,
             seed=case.seed,
+            busy=case.busy,
             deadline_s=case.deadline_s,
         )
 

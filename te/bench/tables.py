@@ -102,6 +102,11 @@ def _remarks(case: CaseResult) -> list[str]:
         for result in case.results().values()
         if result.submit_us is not None and not case.sync
     ]
+    lines += [
+        f"{result.name}: a thread that waits for it goes on {result.late_us:.0f} µs later (median)"
+        for result in case.results().values()
+        if result.late_us is not None
+    ]
     return lines + [judge(bar, case) for bar in BARS if bar.concerns(case)]
 
 

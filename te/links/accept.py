@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
 import time
@@ -12,9 +11,18 @@ from dataclasses import dataclass
 
 from te.config import Config
 from te.errors import ListenError
-from te.handshake import PROTOCOL_VERSION, Hello, Refusal, Refuse, encode
+from te.handshake import (
+    PROTOCOL_VERSION,
+    Hello,
+    RailAnswer,
+    RailOffer,
+    Refusal,
+    Refuse,
+    encode,
+)
 from te.links import samehost
 from te.links.dial import address_text
+from te.links.direct import accept_rail
 from te.links.greeting import GreetingKind, encode_greeting
 from te.links.incoming import Greeted, Incoming
 from te.links.local import Local
@@ -38,6 +46,7 @@ class _Link:
     handle: LinkHandle
     engine_id: str
     where: str
+    is_direct: bool
 
 
 class Acceptor:
@@ -80,6 +89,8 @@ class Acceptor:
             one.handle.fence()
         if not self.local.plane.quiesce(timeout_s):
             return None
+        if not all(one.handle.break_pairs(timeout_s) for one in fenced if one.is_direct):
+            return None
         for one in fenced:
             one.handle.die(Reason.FENCED)
         return len(fenced)
@@ -96,18 +107,42 @@ class Acceptor:
             link = self._links.get(key)
             if link is None:
                 pid = samehost.peer_pid(greeted.sock) if greeted.is_samehost else 0
-                handle = plane.link(True, greeted.is_samehost, pid)
+                handle = plane.link(True, greeted.is_samehost, pid, hello.is_direct)
                 if len(self._links) > 2 * self.local.config.max_connections:
                     # The plane tells of each that ends, but loses what is not listened to.
                     self._links = {key: one for key, one in self._links.items() if one.handle.alive}
-                link = self._links[key] = _Link(handle, hello.id, greeted.where)
-        if link.handle.rails >= self.local.config.rails:
+                link = self._links[key] = _Link(handle, hello.id, greeted.where, hello.is_direct)
+        if link.handle.rails >= (1 if link.is_direct else self.local.config.rails):
             return f"{link.handle.rails} rails are open already"
-        fd = greeted.sock.detach()
-        if link.handle.add_rail(fd):
-            return None
-        os.close(fd)
-        return "the link has ended"
+        try:
+            added = link.handle.add_rail(greeted.sock.fileno(), greeted.rings_fd)
+        except OSError as exc:
+            link.handle.die(Reason.PEER_CLOSED)
+            return exc.strerror
+        if not added:
+            return "the link has ended"
+        greeted.sock.detach()
+        return None
+
+    def make_rail(self, hello: Hello, offer: RailOffer) -> RailAnswer | str:
+        """This side's end of a rail over RDMA; or why that cannot be. Any thread; blocks while the
+        kernel looks for the other side's hardware address (a second, if an ARP request is lost)."""
+        with self._lock:
+            link = self._links.get((hello.id, hello.epoch, hello.link))
+        if link is None or not link.is_direct:
+            return "no such link"
+        try:
+            return accept_rail(self.local, link.handle, offer)
+        except OSError as exc:
+            return exc.strerror or str(exc)
+
+    def break_closed_tags(self, timeout_s: float) -> bool:
+        """Ends what peers may still be writing over RDMA under tags that were closed; False when a
+        device did not confirm it in time."""
+        with self._lock:
+            links = [one.handle for one in self._links.values() if one.is_direct]
+        hit = [one for one in links if one.has_grants_of_closed_tags()]
+        return all(one.break_pairs(timeout_s) for one in hit)
 
     def map_shared(self, hello: Hello, fd: int | None) -> str | None:
         """Maps a source's memory for its link, or unmaps it when there is no descriptor; or why
@@ -185,7 +220,10 @@ class Acceptor:
         return min(times, default=None)
 
     def _on_events(self, _events: int) -> None:
-        for number, code, errnum, text in self.local.plane.events():
+        for number, rail, epoch, code, errnum, text in self.local.plane.events():
+            self.local.keeper.on_event(number, rail, epoch, code, errnum)
+            if rail >= 0:
+                continue
             with self._lock:
                 keys = [key for key, one in self._links.items() if one.handle.number == number]
                 link = self._links.pop(keys[0]) if keys else None

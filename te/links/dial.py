@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,14 @@ class Dialled:
 
     sock: socket.socket
     welcome: Welcome
+    #: Same host only: memory file of the rail.
+    rings_fd: int = -1
+
+    def close(self) -> None:
+        """Of one that is not handed to the plane."""
+        self.sock.close()
+        if self.rings_fd >= 0:
+            os.close(self.rings_fd)
 
 
 class TransportRefused(ConnectError):

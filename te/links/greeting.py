@@ -7,7 +7,8 @@ version for ever, so that engines of different versions can say so:
 
     magic 8s, version u16, kind u16, body bytes u32; then a MessagePack body (te.handshake)
 
-Then come frames, which the plane reads and writes (``te/plane``), each with a 40-byte header:
+Then come frames, which the plane reads and writes (``te/plane``), each with a 40-byte header; on
+the same host through the rings whose descriptor came with the hello, no more through the socket:
 
     kind u8, status u8, flags u16, count u32, transfer u64, tag u64, nbytes u64, total u64
 

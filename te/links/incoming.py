@@ -14,6 +14,8 @@ from te.errors import HandshakeError, ProtocolViolation
 from te.handshake import (
     PROTOCOL_VERSION,
     Hello,
+    RailAnswer,
+    RailOffer,
     Refusal,
     Refuse,
     Welcome,
@@ -41,6 +43,8 @@ class Greeted:
     where: str
     is_samehost: bool
     hello: Hello
+    #: Same host only: memory file of the rail.
+    rings_fd: int
 
 
 class Incoming:
@@ -121,17 +125,24 @@ class Incoming:
             )
         elif hello.shared is not None:
             self._map(hello)
+        elif hello.rail is not None:
+            self._make_rail(hello, hello.rail)
         else:
             self._welcome(hello)
 
     def _welcome(self, hello: Hello) -> None:
         nonce = None
+        if self._is_samehost and not self._fds:
+            raise ProtocolViolation("a rail on the same host without memory for its rings")
         if self._is_samehost and hello.nonce is not None:
             problem = samehost.cannot_read(samehost.peer_pid(self._sock), hello.nonce)
             if problem is not None:
                 self._refuse(Refusal.TRANSPORT, problem)
                 return
             nonce = self._acceptor.nonce
+        if hello.is_direct and self._local.fabric is None:
+            self._refuse(Refusal.TRANSPORT, "this engine has no RDMA device")
+            return
         config = self._local.config
         if not self._is_samehost:
             tune(self._sock, config.stall_timeout_s)
@@ -139,11 +150,35 @@ class Incoming:
             GreetingKind.WELCOME,
             Welcome(id=self._local.id, epoch=self._local.epoch, rails=config.rails, nonce=nonce),
         )
+        rings_fd = self._fds.pop() if self._is_samehost else -1
         self._release()
-        problem = self._acceptor.greeted(Greeted(self._sock, self._where, self._is_samehost, hello))
+        problem = self._acceptor.greeted(
+            Greeted(self._sock, self._where, self._is_samehost, hello, rings_fd)
+        )
         if problem is not None:
             logger.info("closing the connection from %s: %s", self._where, problem)
             self._sock.close()
+            if rings_fd >= 0:
+                os.close(rings_fd)
+
+    def _make_rail(self, hello: Hello, offer: RailOffer) -> None:
+        def make() -> None:
+            answer = self._acceptor.make_rail(hello, offer)
+            self._acceptor.loop.call(lambda: self._answer_rail(answer))
+
+        self._acceptor.loop.rewatch(self._fd, 0)  # There is nothing to read before the answer.
+        if not self._local.keeper.run(make):
+            self.close("this engine was closed")
+
+    def _answer_rail(self, answer: RailAnswer | str) -> None:
+        if self._sock.fileno() < 0:
+            return  # It took too long.
+        if isinstance(answer, str):
+            self._refuse(Refusal.TRANSPORT, answer)
+            return
+        welcome = Welcome(id=self._local.id, epoch=self._local.epoch, rails=1, rail=answer)
+        self._say(GreetingKind.WELCOME, welcome)
+        self.close("its rail is made")
 
     def _map(self, hello: Hello) -> None:
         problem = self._acceptor.map_shared(hello, self._fds[0] if self._fds else None)

@@ -5,9 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from te.config import Config
 from te.plane._core import Engine as Plane
+from te.verbs.fabric import Fabric
+
+if TYPE_CHECKING:
+    from te.links.keeper import Keeper
 
 __all__ = ["Local", "SharedMemory"]
 
@@ -31,3 +36,6 @@ class Local:
     plane: Plane
     #: Present allocations.
     shared: Callable[[], tuple[SharedMemory, ...]]
+    #: RDMA devices; None without any.
+    fabric: Fabric | None
+    keeper: Keeper

@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msgspec import structs
 
 from te.errors import ConnectError, Error
-from te.handshake import Card, Hello, Shared
+from te.handshake import Card, Hello, RailOffer, Shared, Welcome
 from te.links import samehost
 from te.links.dial import Dialled, TransportRefused, address_text, blame, greet, tune
+from te.links.direct import paths
+from te.links.keeper import BUILD_TIMEOUT_S, DirectLink
 from te.links.local import Local, SharedMemory
-from te.plane._core import LinkHandle
+from te.plane._core import RAILS_LIMIT, LinkHandle
+from te.plane.reasons import Reason
 
 __all__ = ["Opened", "open_link", "share", "unshare"]
 
@@ -35,6 +39,8 @@ class Opened:
     transport: str
     #: Why no preferred transport was taken; empty when the first choice works.
     reason: str
+    #: Its rails, if they are over RDMA.
+    direct: DirectLink | None = None
 
 
 def open_link(local: Local, card: Card, timeout_s: float) -> Opened:
@@ -54,7 +60,7 @@ def open_link(local: Local, card: Card, timeout_s: float) -> Opened:
         except TransportRefused as exc:
             reasons.append(f"{name}: {exc}")
             continue
-        return Opened(opened.link, opened.greeting, name, "; ".join(reasons))
+        return replace(opened, reason="; ".join(reasons))
     raise ConnectError(
         f"no transport to the engine {card.id} at {address_text(card.host, card.port)}:"
         f" {'; '.join(reasons)}"
@@ -68,22 +74,14 @@ def _hello(local: Local, card: Card, number: int) -> Hello:
 
 
 def _open_tcp(local: Local, card: Card, deadline_s: float, timeout_s: float) -> Opened:
-    where, config = address_text(card.host, card.port), local.config
     number = secrets.randbits(62)
     hello = _hello(local, card, number)
-    source = None if config.source_host is None else (config.source_host, 0)
 
     def dial() -> Dialled:
-        left_s = max(deadline_s - time.monotonic(), 0.001)
-        with blame(card, where, timeout_s):
-            sock = socket.create_connection((card.host, card.port), left_s, source)
-            tune(sock, config.stall_timeout_s)
-            if config.socket_buffer_bytes:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.socket_buffer_bytes)
-            return greet(sock, hello, card, where, deadline_s)
+        return _dial_tcp(local, card, hello, deadline_s, timeout_s)
 
     link = local.plane.link(False, False, 0)
-    _add_rails(link, dial(), dial, config.rails)
+    _add_rails(link, dial(), dial, local.config.rails)
     return Opened(link, number, "tcp", "")
 
 
@@ -99,15 +97,20 @@ def _open_samehost(local: Local, card: Card, deadline_s: float, timeout_s: float
             sock = samehost.dial(card, left_s)
         except (ConnectionRefusedError, PermissionError):
             raise TransportRefused(f"no engine {card.id} on this host") from None
-        with blame(card, where, timeout_s):
+        with contextlib.ExitStack() as undo, blame(card, where, timeout_s):
+            undo.callback(sock.close)
+            rings_fd = samehost.make_rings()
+            undo.callback(os.close, rings_fd)
             said = structs.replace(hello, nonce=memory.nonce) if nonce else hello
-            return greet(sock, said, card, where, deadline_s)
+            dialled = greet(sock, said, card, where, deadline_s, [rings_fd])
+            undo.pop_all()
+            return replace(dialled, rings_fd=rings_fd)
 
     first = dial(nonce=True)
     pid = samehost.peer_pid(first.sock)
     problem = samehost.cannot_read(pid, first.welcome.nonce)
     if problem is not None:
-        first.sock.close()
+        first.close()
         raise TransportRefused(problem)
     link = local.plane.link(False, True, pid)
     _add_rails(link, first, dial, local.config.rails)
@@ -116,9 +119,56 @@ def _open_samehost(local: Local, card: Card, deadline_s: float, timeout_s: float
     return Opened(link, number, "samehost", "")
 
 
+def _open_rdma(local: Local, card: Card, deadline_s: float, timeout_s: float) -> Opened:
+    where = address_text(card.host, card.port)
+    nics = () if local.fabric is None else local.fabric.nics
+    ways = paths(nics, card.nics, RAILS_LIMIT)
+    if not ways:
+        raise TransportRefused(
+            f"no device of one side can be connected with one of the other: here"
+            f" {', '.join(f'{one.name} ({one.family})' for one in nics) or 'none'}, there"
+            f" {', '.join(f'{one.name} ({one.family})' for one in card.nics) or 'none'}"
+        )
+    number = secrets.randbits(62)
+    hello = structs.replace(_hello(local, card, number), is_direct=True)
+    first = _dial_tcp(local, card, hello, deadline_s, timeout_s)
+    link = local.plane.link(False, False, 0, True)
+    _add_rails(link, first, lambda: first, 1)
+
+    def greet_rail(offer: RailOffer) -> Welcome:
+        until_s = time.monotonic() + BUILD_TIMEOUT_S
+        said = structs.replace(hello, rail=offer)
+        dialled = _dial_tcp(local, card, said, until_s, BUILD_TIMEOUT_S)
+        dialled.sock.close()
+        return dialled.welcome
+
+    direct = DirectLink(link, card, greet_rail)
+    local.keeper.add(local, direct, ways)
+    problem = direct.await_rails(deadline_s)
+    if problem is not None:
+        link.die(Reason.PEER_CLOSED)
+        raise TransportRefused(f"no rail to {where} works: {problem}")
+    return Opened(link, number, "rdma", "", direct)
+
+
+def _dial_tcp(
+    local: Local, card: Card, hello: Hello, deadline_s: float, timeout_s: float
+) -> Dialled:
+    where, config = address_text(card.host, card.port), local.config
+    left_s = max(deadline_s - time.monotonic(), 0.001)
+    source = None if config.source_host is None else (config.source_host, 0)
+    with blame(card, where, timeout_s):
+        sock = socket.create_connection((card.host, card.port), left_s, source)
+        tune(sock, config.stall_timeout_s)
+        if config.socket_buffer_bytes:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.socket_buffer_bytes)
+        return greet(sock, hello, card, where, deadline_s)
+
+
 _OPENERS: dict[str, Callable[[Local, Card, float, float], Opened]] = {
     "tcp": _open_tcp,
     "samehost": _open_samehost,
+    "rdma": _open_rdma,
 }
 
 
@@ -126,16 +176,16 @@ def _add_rails(link: LinkHandle, first: Dialled, dial: Callable[[], Dialled], ra
     """Adds the first rail, and as many more as both sides want."""
     dialled = [first]
     with contextlib.ExitStack() as undo:
-        undo.callback(first.sock.close)
+        undo.callback(first.close)
         while len(dialled) < min(rails, first.welcome.rails):
             dialled.append(dial())
-            undo.callback(dialled[-1].sock.close)
+            undo.callback(dialled[-1].close)
         undo.pop_all()
     for one in dialled:
-        fd = one.sock.detach()
-        if not link.add_rail(fd):
-            # It has died already: the reason is the link's.
-            socket.socket(fileno=fd).close()
+        if link.add_rail(one.sock.fileno(), one.rings_fd):
+            one.sock.detach()
+        else:
+            one.close()  # The link has died already, and has the reason.
 
 
 def share(local: Local, card: Card, number: int, memory: SharedMemory) -> bool:

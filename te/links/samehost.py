@@ -10,15 +10,25 @@ another user, or under a policy (Yama, seccomp).
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import os
 import secrets
 import socket
 import struct
 from pathlib import Path
 
 from te.handshake import Card, Nonce
-from te.plane._core import read_process
+from te.plane._core import RINGS_NBYTES, read_process
 
-__all__ = ["NonceMemory", "allow_readers", "cannot_read", "dial", "listen", "peer_pid"]
+__all__ = [
+    "NonceMemory",
+    "allow_readers",
+    "cannot_read",
+    "dial",
+    "listen",
+    "make_rings",
+    "peer_pid",
+]
 
 _UCRED = struct.Struct("iII")
 _PR_SET_PTRACER = 0x59616D61
@@ -60,6 +70,19 @@ def peer_pid(sock: socket.socket) -> int:
     """Process id of the other side as seen from here; 0 if it cannot be seen."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     return int(_UCRED.unpack(raw)[0])
+
+
+def make_rings() -> int:
+    """The descriptor of a memory file for the two rings of a rail; ``OSError``."""
+    fd = os.memfd_create("te-rings", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, RINGS_NBYTES)
+        # Neither side can make the other's reads and writes of it fail.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def allow_readers() -> None:

@@ -4,8 +4,9 @@ them.
 
 ``_core`` is compiled from ``_core.pyx`` and the ``.pxi`` files beside it, one per concern:
 ``structs`` (what there is), ``tables`` (who may write where), ``source`` and ``landing`` (the two
-sides of a transfer), ``pull`` (same host), ``rails`` (one connection), ``worker`` (the threads) and
-``handles`` (what Python holds). ``reasons`` makes sentences of the plane's codes.
+sides of a transfer), ``pull`` (same host), ``channel`` (a socket, or rings), ``rails`` (one
+connection), ``worker`` (the threads) and ``handles`` (what Python holds). ``reasons`` makes
+sentences of the plane's codes.
 """
 
 from __future__ import annotations

@@ -9,6 +9,10 @@ KIND_READ: Final[int]
 FRAME_BLOCKS_MAX: Final[int]
 RAILS_LIMIT: Final[int]
 WORKERS_LIMIT: Final[int]
+RINGS_NBYTES: Final[int]
+NICS_LIMIT: Final[int]
+PIECES_LIMIT: Final[int]
+RECEIVE_DEPTH: Final[int]
 
 def read_process(pid: int, address: int, nbytes: int) -> bytes:
     """process_vm_readv(2); ``OSError``."""
@@ -20,7 +24,13 @@ class Engine:
     """
 
     def __init__(
-        self, workers: int, stall_s: float, spin_s: float, segment_bytes: int, segment_blocks: int
+        self,
+        workers: int,
+        stall_s: float,
+        rail_s: float,
+        spin_s: float,
+        segment_bytes: int,
+        segment_blocks: int,
     ) -> None: ...
     def work(self, index: int) -> None:
         """The life of a worker; without the interpreter lock until ``stop``."""
@@ -28,8 +38,11 @@ class Engine:
     def stop(self) -> None:
         """Asks the workers to end every link and then themselves."""
 
-    def add_region(self, start: int, end: int, serial: int, is_shared: bool) -> None:
-        """Overlaps no other; serials rise. Shared: peers on this host may map it."""
+    def add_region(
+        self, start: int, end: int, serial: int, is_shared: bool, keys: bytes = b""
+    ) -> None:
+        """Overlaps no other; serials rise. Shared: peers on this host may map it. ``keys``: an
+        array of ``te.verbs.fabric.KEY`` that covers the region, for links over RDMA."""
 
     def remove_region(self, serial: int, timeout_s: float) -> int:
         """Takes it away and waits, without the lock, for landings under way; 0.
@@ -47,18 +60,22 @@ class Engine:
     def arrived(self, value: int) -> int:
         """Transfers that have landed under the open tag; 0 if it is not open."""
 
-    def close_tag(self, value: int, timeout_s: float) -> int:
-        """Closes and quiesces; the last count, or -1 when a landing did not end in time."""
+    def close_tag(self, value: int, timeout_s: float) -> tuple[int, int]:
+        """Closes and quiesces; the last count, or -1 when a landing did not end in time, and the
+        number of transfers that may still be written over RDMA."""
 
-    def link(self, is_incoming: bool, is_pull: bool, pid: int) -> LinkHandle:
-        """A link without rails yet."""
+    def link(
+        self, is_incoming: bool, is_pull: bool, pid: int, is_direct: bool = False
+    ) -> LinkHandle:
+        """A link without rails yet. Direct: its one connection carries words about RDMA."""
 
     @property
     def events_fd(self) -> int:
         """Readable when ``events`` has something."""
 
-    def events(self) -> list[tuple[int, int, int, str]]:
-        """Links that died: (number, code, errno, text)."""
+    def events(self) -> list[tuple[int, int, int, int, int, str]]:
+        """(link, rail, epoch, code, errno, text) of links that died, with rail -1, and of rails
+        over RDMA that came up or were lost."""
 
     def wait_notices(self) -> list[int]:
         """Blocks, without the lock, until transfers that were subscribed to have an outcome."""
@@ -84,8 +101,10 @@ class LinkHandle:
     def death(self) -> tuple[int, int, str]:
         """Why it is not alive: code, errno, text."""
 
-    def add_rail(self, fd: int) -> bool:
-        """Takes over a connected, non-blocking socket; False (not taken) on a dead or full link."""
+    def add_rail(self, fd: int, rings_fd: int) -> bool:
+        """Takes over a connected, non-blocking socket, and on the same host a memory file of
+        ``RINGS_NBYTES`` that cannot shrink; False (nothing taken) on a dead or full link.
+        ``OSError`` (nothing taken)."""
 
     def die(self, code: int) -> None:
         """Asks the workers to close its rails."""
@@ -99,10 +118,37 @@ class LinkHandle:
     def remove_mapping(self, start: int) -> bool:
         """Unmaps what begins there, if anything; False when a copy out of it did not end."""
 
+    def add_pair(
+        self, endpoint: int, index: int, epoch: int, near_nic: int, far_nic: int, fences: int
+    ) -> None:
+        """Takes over a connected queue pair (``te.verbs``) as the rail ``index``; ``OSError``, and
+        then it is not taken. A source's rail sends nothing before ``fences`` were heard of."""
+
+    @property
+    def fences(self) -> int:
+        """How often a destination has broken all rails of the link."""
+
+    def rail_bytes(self) -> list[tuple[int, int]]:
+        """Bytes done and under way, for each possible rail over RDMA."""
+
+    def has_grants_of_closed_tags(self) -> bool:
+        """Whether something may still be written over RDMA that no tag allows any more."""
+
+    def break_pairs(self, timeout_s: float) -> bool:
+        """Ends what is under way over RDMA, without the lock: when it returns True, nothing that
+        was sent before can land, or be read."""
+
     def submit(
-        self, blocks: npt.NDArray[np.void], total: int, tag: int, kind: int, unfinished_max: int
+        self,
+        blocks: npt.NDArray[np.void],
+        total: int,
+        tag: int,
+        kind: int,
+        unfinished_max: int,
+        pieces: npt.NDArray[np.void] | None = None,
     ) -> TransferHandle | int | None:
-        """Begins a transfer of blocks, shape (n,), dtype ``te.blocks.BLOCK``.
+        """Begins a transfer of blocks, shape (n,), dtype ``te.blocks.BLOCK``. Over RDMA, unless
+        there are none, with the ``pieces`` for the rails, dtype ``te.links.pieces.PIECE``.
 
         Instead of a handle: the index of the first block whose local side is not registered, or
         None when the link has ``unfinished_max`` unfinished transfers.

@@ -8,7 +8,11 @@ include "tables.pxi"
 include "source.pxi"
 include "landing.pxi"
 include "pull.pxi"
+include "channel.pxi"
 include "rails.pxi"
+include "posting.pxi"
+include "marks.pxi"
+include "pairs.pxi"
 include "worker.pxi"
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
@@ -21,6 +25,10 @@ KIND_READ = READ
 FRAME_BLOCKS_MAX = BLOCKS_MAX
 RAILS_LIMIT = RAILS_MAX
 WORKERS_LIMIT = WORKERS_MAX
+RINGS_NBYTES = RINGS_BYTES
+NICS_LIMIT = NICS_MAX
+PIECES_LIMIT = PIECES_MAX
+RECEIVE_DEPTH = RECEIVES
 
 cdef enum:
     # Above it checking and copying blocks (5 ns each) takes so long that others get the interpreter
@@ -32,10 +40,11 @@ cdef enum:
 
 
 cdef struct Scan:
+    bint may_merge
     Snapshot *snapshot
     uint8_t *touched
     Block *out
-    u64 out_n, bad
+    u64 out_n, bad, begun_ns
 
 
 def read_process(int pid, u64 address, size_t nbytes):
@@ -53,7 +62,8 @@ cdef class Engine:
     cdef Plane *p
 
     def __cinit__(
-        self, u32 workers, double stall_s, double spin_s, u64 segment_bytes, u32 segment_blocks
+        self, u32 workers, double stall_s, double rail_s, double spin_s, u64 segment_bytes,
+        u32 segment_blocks
     ):
         cdef Plane *p = <Plane *>need(sizeof(Plane))
         cdef Worker *w
@@ -62,6 +72,7 @@ cdef class Engine:
         self.p = p
         p.workers_n = workers
         p.stall_ns = <u64>(stall_s * 1e9)
+        p.rail_ns = <u64>(rail_s * 1e9)
         p.spin_ns = <u64>(spin_s * 1e9)
         p.segment_bytes = segment_bytes
         p.segment_blocks = segment_blocks
@@ -79,6 +90,7 @@ cdef class Engine:
             w.plane = p
             w.index = i
             w.spin.most_ns = p.spin_ns
+            w.spin.may_move = True
             pthread_mutex_init(&w.lock, NULL)
             w.scratch = <uint8_t *>need(SCRATCH_BYTES)
             w.epoll = epoll_create1(EPOLL_CLOEXEC)
@@ -125,10 +137,16 @@ cdef class Engine:
 
     # -- memory
 
-    def add_region(self, u64 start, u64 end, u64 serial, bint is_shared):
+    def add_region(self, u64 start, u64 end, u64 serial, bint is_shared, bytes keys=b""):
         cdef Region *r = <Region *>need(sizeof(Region))
         r.start, r.end, r.serial, r.is_shared = start, end, serial, is_shared
+        self.keep_keys(r, keys)
         self.insert(r)
+
+    cdef void keep_keys(self, Region *r, bytes keys):
+        r.keys_n = <u32>(len(keys) / sizeof(Key))
+        r.keys = <Key *>need(r.keys_n * sizeof(Key) + 1)
+        memcpy(r.keys, <char *>keys, r.keys_n * sizeof(Key))
 
     cdef void insert(self, Region *r):
         cdef Snapshot *old = self.p.regions
@@ -218,12 +236,13 @@ cdef class Engine:
         with nogil:
             done = quiesce(self.p, <u64>(timeout_s * 1e9))
         count = 0 if o == NULL else load64(&o.count)
+        granted = 0 if o == NULL else load32(&o.granted)
         opening_drop(o)
-        return count if done else -1
+        return count if done else -1, granted
 
     # -- links, and what happens to them
 
-    def link(self, bint is_incoming, bint is_pull, int pid):
+    def link(self, bint is_incoming, bint is_pull, int pid, bint is_direct=False):
         cdef Link *k = <Link *>need(sizeof(Link))
         pthread_mutex_init(&k.lock, NULL)
         self.p.links += 1
@@ -232,6 +251,8 @@ cdef class Engine:
         k.number = self.p.links
         k.is_incoming = is_incoming
         k.is_pull = is_pull
+        k.is_direct = is_direct
+        k.worker = &self.p.workers[k.number % self.p.workers_n]
         k.pid = pid
         k.refs = 1
         cdef LinkHandle handle = LinkHandle.__new__(LinkHandle)
@@ -251,7 +272,8 @@ cdef class Engine:
         pthread_mutex_lock(&self.p.events_lock)
         while self.p.events_n:
             e = &self.p.events[self.p.events_first]
-            found.append((e.link, e.code, e.errnum, (<bytes>e.text).decode("ascii", "replace")))
+            text = (<bytes>e.text).decode("ascii", "replace")
+            found.append((e.link, e.rail, e.epoch, e.code, e.errnum, text))
             self.p.events_first = (self.p.events_first + 1) % EVENTS_MAX
             self.p.events_n -= 1
         pthread_mutex_unlock(&self.p.events_lock)

@@ -4,10 +4,8 @@
 cdef int best_kind(u64 total, u64 n, bint is_shared) noexcept nogil:
     """How blocks go to a peer on the same host: copied by it, or through the connection.
 
-    process_vm_readv costs 0.5 us and more for each block, and the connection a second copy.
+    process_vm_readv costs 0.5 us and more for each block, and the ring a second copy.
     """
-    if total <= PULL_TOTAL_BYTES and not is_shared:
-        return SEGMENT
     return PULL if is_shared or total >= n * PULL_BLOCK_BYTES else SEGMENT
 
 
@@ -46,16 +44,16 @@ cdef class LinkHandle:
         """(code, errno, text)"""
         return self.k.code, self.k.errnum, (<bytes>self.k.text).decode("ascii", "replace")
 
-    def add_rail(self, int fd):
+    def add_rail(self, int fd, int rings_fd):
         cdef int errnum = 0
         cdef bint full
         pthread_mutex_lock(&self.k.lock)
         full = self.k.rails_n == RAILS_MAX or load32(&self.k.dead) or load32(&self.k.plane.stop)
         if not full:
-            errnum = rail_new(self.k.plane, self.k, fd)
+            errnum = rail_new(self.k.plane, self.k, fd, rings_fd)
         pthread_mutex_unlock(&self.k.lock)
         if errnum:
-            raise OSError(errnum, "cannot watch the connection")
+            raise OSError(errnum, f"cannot use the connection: {os.strerror(errnum)}")
         if not full:
             wake(self.k.rails[self.k.rails_n - 1].worker)
         return not full
@@ -96,24 +94,78 @@ cdef class LinkHandle:
     def fence(self):
         store32(&self.k.dropped, 1)
 
-    def submit(self, object blocks, u64 total, u64 tag, int kind, u32 unfinished_max):
+    # -- over RDMA
+
+    def add_pair(self, u64 endpoint, u32 index, u32 epoch, u32 near_nic, u32 far_nic, u64 fences):
+        cdef int errnum
+        if index >= RAILS_MAX or near_nic >= NICS_MAX or far_nic >= NICS_MAX:
+            raise ValueError(f"no rail {index} between the devices {near_nic} and {far_nic}")
+        errnum = pair_new(self.k, <Endpoint *>endpoint, index, epoch, near_nic, far_nic, fences)
+        if errnum:
+            raise OSError(errnum, f"ibv_post_recv: {os.strerror(errnum)}")
+
+    @property
+    def fences(self):
+        cdef u64 fences
+        pthread_mutex_lock(&self.k.lock)
+        fences = self.k.fences
+        pthread_mutex_unlock(&self.k.lock)
+        return fences
+
+    def rail_bytes(self):
+        return [(load64(&self.k.rail_bytes[i]), load64(&self.k.rail_flying[i]))
+                for i in range(RAILS_MAX)]
+
+    def has_grants_of_closed_tags(self):
+        cdef Arriving *a
+        cdef u64 i
+        cdef bint found = False
+        pthread_mutex_lock(&self.k.lock)
+        for i in range(self.k.arriving.size):
+            a = <Arriving *>self.k.arriving.values[i]
+            if a != NULL and a.bits != NULL and a.opening != NULL:
+                found |= not load32(&a.opening.is_open)
+        pthread_mutex_unlock(&self.k.lock)
+        return found
+
+    def break_pairs(self, double timeout_s):
+        cdef Link *k = self.k
+        cdef bint done
+        with nogil:
+            done = break_pairs(k, now_ns() + <u64>(timeout_s * 1e9))
+        return done
+
+    def submit(
+        self, object blocks, u64 total, u64 tag, int kind, u32 unfinished_max, object pieces=None
+    ):
         """A TransferHandle; or the index of the first block whose local side is not registered;
         or None when too many are unfinished."""
         cdef Py_buffer view
+        cdef Py_buffer cuts
+        cuts.buf = NULL
+        cuts.len = 0
         PyObject_GetBuffer(blocks, &view, PyBUF_SIMPLE)
         try:
+            if pieces is not None:
+                PyObject_GetBuffer(pieces, &cuts, PyBUF_SIMPLE)
             return self.submit_blocks(
-                <Block *>view.buf, view.len / sizeof(Block), total, tag, kind, unfinished_max)
+                <Block *>view.buf, view.len / sizeof(Block), total, tag, kind, unfinished_max,
+                <Piece *>cuts.buf, <u32>(cuts.len / sizeof(Piece)))
         finally:
             PyBuffer_Release(&view)
+            if cuts.buf != NULL:
+                PyBuffer_Release(&cuts)
 
     cdef object submit_blocks(
-        self, Block *blocks, u64 n, u64 total, u64 tag, int kind, u32 unfinished_max
+        self, Block *blocks, u64 n, u64 total, u64 tag, int kind, u32 unfinished_max,
+        Piece *pieces, u32 pieces_n
     ):
         cdef Plane *p = self.k.plane
         cdef Link *k = self.k
         cdef Scan scan
         cdef Snapshot *s
+        scan.begun_ns = now_ns()
+        scan.may_merge = pieces_n == 0
         while True:
             s = p.regions
             scan.snapshot = s
@@ -141,9 +193,12 @@ cdef class LinkHandle:
             free(scan.touched)
             free(scan.out)
             return scan.bad
-        return self.enqueue(&scan, total, tag, kind, unfinished_max)
+        return self.enqueue(&scan, total, tag, kind, unfinished_max, pieces, pieces_n)
 
-    cdef object enqueue(self, Scan *scan, u64 total, u64 tag, int kind, u32 unfinished_max):
+    cdef object enqueue(
+        self, Scan *scan, u64 total, u64 tag, int kind, u32 unfinished_max,
+        Piece *pieces, u32 pieces_n
+    ):
         cdef Link *k = self.k
         cdef Snapshot *s = scan.snapshot
         cdef Region **held = NULL
@@ -151,6 +206,8 @@ cdef class LinkHandle:
         cdef Transfer *t
         cdef bint alive, full = False, is_shared = True
         held = <Region **>need((s.count + 1) * sizeof(Region *))
+        if pieces_n:
+            kind = READ_DIRECT if kind == READ else WRITE_DIRECT
         if kind != READ:
             for i in range(s.count):
                 if scan.touched[i]:
@@ -163,8 +220,14 @@ cdef class LinkHandle:
         if kind == SEGMENT and k.is_pull:
             kind = best_kind(total, scan.out_n, is_shared)
         t = transfer_new(k, kind, tag, scan.out, scan.out_n, total, held, n)
+        t.submitted_ns = scan.begun_ns
         if kind == READ:
             t.opening = opening_new(0)
+        if pieces_n:
+            t.pieces = <Piece *>need(pieces_n * sizeof(Piece))
+            memcpy(t.pieces, pieces, pieces_n * sizeof(Piece))
+            t.pieces_n = pieces_n
+            line_up(t)
         pthread_mutex_lock(&k.lock)
         alive = not load32(&k.dead) and k.rails_alive
         if alive and k.unfinished >= unfinished_max:
@@ -178,8 +241,10 @@ cdef class LinkHandle:
             discard_transfer(t)
             return None
         if alive:
-            if kind != READ and total <= INLINE_BYTES:
-                send_inline(k)
+            if kind == PULL:
+                send_inline(k, SENDS_PER_TURN)
+            elif kind != READ and (total <= INLINE_BYTES or k.is_direct):
+                send_inline(k, 1)
             else:
                 kick_rails(k, total)
         cdef TransferHandle handle = TransferHandle.__new__(TransferHandle)
@@ -207,6 +272,7 @@ cdef void discard_transfer(Transfer *t) noexcept:
         region_drop(t.held[i])
     free(t.held)
     free(t.blocks)
+    free(t.pieces)
     transfer_drop(t)
 
 
@@ -227,7 +293,7 @@ cdef void scan_blocks(Scan *scan, Block *blocks, u64 n, bint is_read) noexcept n
                 scan.bad = i
                 return
             hit = s.regions[region_above(s, address) - 1]
-        if last != NULL and last.src + last.nbytes == b.src and last.dst + last.nbytes == b.dst:
+        if scan.may_merge and last != NULL and last.src + last.nbytes == b.src and last.dst + last.nbytes == b.dst:
             last.nbytes += b.nbytes
             continue
         last = &scan.out[scan.out_n]
@@ -269,9 +335,10 @@ cdef class TransferHandle:
         return not subscribe(self.t)
 
     def cancel(self):
-        if self.t.kind == READ:
+        if self.t.kind == READ or self.t.kind == READ_DIRECT:
             with nogil:
                 cancel(self.t)
+                await_unread(self.t)
         else:
             cancel(self.t)
 
@@ -295,6 +362,34 @@ cdef class TransferHandle:
                 add32(&t.waiters, -1)
             PyErr_CheckSignals()
         return True
+
+
+cdef bint break_pairs(Link *k, u64 until_ns) noexcept nogil:
+    """Has the link's worker drain every pair; False when that was not done in time."""
+    cdef u64 now = now_ns()
+    cdef u32 stage
+    store32(&k.breaking, 1)
+    if load32(&k.has_ended):
+        return True
+    wake(k.worker)
+    stage = load32(&k.breaking)
+    while stage and now < until_ns:
+        futex_wait(&k.breaking, stage, min(until_ns - now, <u64>10000000))
+        stage = load32(&k.breaking)
+        now = now_ns()
+    return stage == 0
+
+
+cdef void await_unread(Transfer *t) noexcept nogil:
+    """A cancelled read over RDMA ends with its last request; after a while by breaking its
+    rails."""
+    cdef u64 until = now_ns() + UNREAD_NS
+    if t.kind != READ_DIRECT:
+        return
+    while load32(&t.status) == PENDING and now_ns() < until:
+        futex_wait(&t.status, PENDING, 1000000)
+    if load32(&t.status) == PENDING:
+        break_pairs(t.link, now_ns() + QUIESCE_NS)
 
 
 cdef bint subscribe(Transfer *t) noexcept:

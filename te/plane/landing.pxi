@@ -142,6 +142,7 @@ cdef void finish(Rail *r, Arriving *a) noexcept nogil:
     cdef char reason[TEXT_MAX]
     cdef bint revoked
     map_take(&r.link.arriving, a.id)
+    ungrant(r.link, a)
     if not a.refused:
         if a.spoiled or a.abandoned:
             queue_answer(r, a.id, ABANDONED, b"")
@@ -191,7 +192,9 @@ cdef bint check_head(Rail *r) noexcept nogil:
     cdef u32 width = sizeof(Landing) if h.kind == SEGMENT else sizeof(Block)
     text[0] = 0
     r.body_have = r.body_want = 0
-    if h.kind < SEGMENT or h.kind > READ or (h.kind == PULL and not r.link.is_pull):
+    if r.link.is_direct and h.kind >= ASK and h.kind <= CREDIT:
+        check_direct(r, h, text)
+    elif h.kind < SEGMENT or h.kind > READ or (h.kind == PULL and not r.link.is_pull):
         snprintf(text, TEXT_MAX, b"a frame of kind %d is not expected here", <int>h.kind)
     elif h.flags > (FLAG_REPLY if not r.link.is_incoming else 0) and h.kind != ACK:
         snprintf(text, TEXT_MAX, b"reserved fields of a frame of kind %d are not zero", <int>h.kind)
@@ -200,7 +203,7 @@ cdef bint check_head(Rail *r) noexcept nogil:
     elif not r.link.is_incoming and h.kind != ACK and (not h.flags or h.kind == READ):
         snprintf(text, TEXT_MAX, b"a frame of kind %d is not expected here", <int>h.kind)
     elif h.kind == ACK:
-        if h.status > PROGRESS:
+        if h.status > (GRANTED if r.link.is_direct else PROGRESS):
             snprintf(text, TEXT_MAX, b"an acknowledgement with the unknown status %d",
                      <int>h.status)
         elif h.count >= TEXT_MAX:
@@ -284,12 +287,17 @@ cdef bint on_frame(Rail *r) noexcept nogil:
     cdef char text[TEXT_MAX]
     if h.kind == ACK:
         return on_answer(r)
+    if h.kind >= ASK:
+        return on_direct(r, h)
     if h.kind != END and h.kind != ABANDON and not load_ranges(r):
         return False
     if h.kind == READ:
         serve_read(r)
         return True
     pthread_mutex_lock(&r.link.lock)
+    if h.kind == ABANDON and r.link.is_direct and map_get(&r.link.arriving, h.transfer) == NULL:
+        pthread_mutex_unlock(&r.link.lock)
+        return True  # It has been refused, and the answer crossed this.
     a = begin(r, h)
     if a != NULL and h.kind == ABANDON:
         if h.total < a.announced or h.total > a.total:
@@ -312,7 +320,9 @@ cdef bint on_frame(Rail *r) noexcept nogil:
     pthread_mutex_unlock(&r.link.lock)
     if a == NULL:
         return False
-    if h.nbytes:
+    if h.kind == PULL and h.nbytes >= SPREAD_BYTES and r.link.rails_n > 1:
+        job_put(r, a)
+    elif h.nbytes:
         r.arriving = a
         receive_payload(r, a)
     return True

@@ -11,7 +11,9 @@
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <stdint.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -62,6 +64,26 @@ static inline void futex_wait(uint32_t *p, uint32_t v, uint64_t ns) {
 }
 static inline void futex_wake_all(uint32_t *p) {
     syscall(SYS_futex, p, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+/* Has the calling thread go on on another processor, if it may use one. It may use the same ones
+ * as before afterwards: the kernel only moves threads apart by itself after milliseconds. */
+static inline void change_processor(void) {
+    cpu_set_t may, others;
+    int here = sched_getcpu();
+    if (here < 0 || here >= CPU_SETSIZE || sched_getaffinity(0, sizeof may, &may))
+        return;
+    others = may;
+    CPU_CLR(here, &others);
+    if (CPU_COUNT(&others) && !sched_setaffinity(0, sizeof others, &others))
+        sched_setaffinity(0, sizeof may, &may);
+}
+
+/* How often another thread has taken the processor from the calling one. */
+static inline uint32_t times_displaced(void) {
+    struct rusage used;
+    getrusage(RUSAGE_THREAD, &used);
+    return (uint32_t)used.ru_nivcsw;
 }
 
 static inline int last_errno(void) { return errno; }

@@ -2,6 +2,66 @@
 # The same host: the destination copies, out of the source's memory, so that its consent, bounds
 # and fence hold whatever the source does.
 
+# -- sharing the work among the link's workers, whichever rail it came by
+
+cdef void job_put(Rail *r, Arriving *a) noexcept nogil:
+    cdef Link *link = r.link
+    cdef u32 n = r.head.count
+    cdef Job *job = <Job *>need(sizeof(Job) + 2 * n * sizeof(iovec))
+    job.head = r.head
+    job.arriving = a
+    memcpy(job.ranges, r.near, n * sizeof(iovec))
+    memcpy(job.ranges + n, r.far, n * sizeof(iovec))
+    pthread_mutex_lock(&link.lock)
+    if link.jobs == NULL:
+        link.jobs = job
+    else:
+        link.jobs_last.next = job
+    link.jobs_last = job
+    if add32(&link.jobs_n, 1) > 1:
+        kick_other(r)
+    pthread_mutex_unlock(&link.lock)
+
+
+cdef bint job_take(Rail *r) noexcept nogil:
+    """Takes up the next copy on a rail between two frames; False if there is none."""
+    cdef Link *link = r.link
+    cdef Job *job
+    if load32(&link.jobs_n) == 0:
+        return False
+    pthread_mutex_lock(&link.lock)
+    job = link.jobs
+    if job != NULL:
+        link.jobs = job.next
+        if add32(&link.jobs_n, -1):
+            kick_other(r)
+    pthread_mutex_unlock(&link.lock)
+    if job == NULL:
+        return False
+    r.head = job.head
+    memcpy(r.near, job.ranges, job.head.count * sizeof(iovec))
+    memcpy(r.far, job.ranges + job.head.count, job.head.count * sizeof(iovec))
+    r.near_at = 0
+    r.near_n = job.head.count
+    r.payload_left = job.head.nbytes
+    r.arriving = job.arriving
+    free(job)
+    receive_payload(r, r.arriving)
+    return True
+
+
+cdef void kick_other(Rail *r) noexcept nogil:
+    """Has another worker look for a copy to take up. Under the link's lock."""
+    cdef Link *link = r.link
+    cdef u32 i
+    for i in range(link.rails_n):
+        if link.rails[i].worker != r.worker and not link.rails[i].gone:
+            kick(link.rails[i])
+            return
+
+
+# -- copying
+
 cdef Mapping *mapping_of(Link *link, u64 address, u64 nbytes) noexcept nogil:
     """The mapping that has the range, if this process has mapped that memory of the source."""
     cdef Mapping *m = <Mapping *>load_pointer(&link.mappings)
@@ -33,18 +93,24 @@ cdef ssize_t copy_mapped(Rail *r) noexcept nogil:
 
 cdef ssize_t copy_foreign(Rail *r) noexcept nogil:
     """process_vm_readv(2) of the next ranges, up to PULL_BYTES; -1 and errno when none could."""
-    cdef u32 i = r.near_at, n = 0
-    cdef u64 left = PULL_BYTES, cut = 0
-    while i + n < r.near_n and left:
-        if r.near[i + n].iov_len > left:
-            cut = r.near[i + n].iov_len
-            r.near[i + n].iov_len = r.far[i + n].iov_len = left
-        left -= r.near[i + n].iov_len
-        n += 1
+    cdef u64 cut
+    cdef u32 i = r.near_at, n = within(r.near + i, r.near_n - i, PULL_BYTES, &cut)
+    r.far[i + n - 1].iov_len = r.near[i + n - 1].iov_len
     cdef ssize_t moved = process_vm_readv(r.link.pid, r.near + i, n, r.far + i, n, 0)
     if cut:
         r.near[i + n - 1].iov_len = r.far[i + n - 1].iov_len = cut
     return moved
+
+
+cdef void spread(Worker *w) noexcept nogil:
+    """Has the workers copy on different processors: woken up by one source they start on one."""
+    cdef u32 here = <u32>(sched_getcpu() + 1), i
+    store32(&w.processor, here)
+    for i in range(w.index):
+        if load32(&w.plane.workers[i].processor) == here:
+            change_processor()
+            store32(&w.processor, <u32>(sched_getcpu() + 1))
+            return
 
 
 cdef bint source_lives(Rail *r) noexcept nogil:
@@ -64,6 +130,8 @@ cdef Moved pull(Rail *r) noexcept nogil:
     if load32(&r.arriving.refused):
         throw_away(r)
         return MOVED
+    if r.payload_left >= SPREAD_BYTES:
+        spread(r.worker)
     enter(r.worker)
     revoked = is_revoked(r, r.arriving, reason)
     if not revoked:

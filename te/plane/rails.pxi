@@ -97,29 +97,26 @@ cdef void pad(Rail *r, int fault) noexcept nogil:
 
 cdef Moved rail_send(Rail *r, int turns) noexcept nogil:
     """Sends what there is, in at most so many calls."""
-    cdef msghdr m
     cdef ssize_t moved
     cdef u64 before
-    memset(&m, 0, sizeof(m))
     while turns:
         if r.out_left == 0 and not load_next(r):
             return WAITING
-        m.msg_iov = r.out + r.out_at
-        m.msg_iovlen = r.out_n - r.out_at
-        moved = sendmsg(r.fd, &m, MSG_DONTWAIT | MSG_NOSIGNAL)
+        moved = channel_send(r)
         if moved < 0:
-            if last_errno() == EAGAIN:
+            if moved == -EAGAIN:
                 return WAITING
-            if last_errno() == EFAULT and r.out_payload:
+            if moved == -EFAULT and r.out_payload:
                 pad(r, EFAULT)
                 continue
-            if last_errno() == EINTR:
+            if moved == -EINTR:
                 continue
-            link_die(r.link, BROKE, last_errno(), NULL)
+            link_die(r.link, BROKE, -moved, NULL)
             return LOST
         turns -= 1
         r.progress_ns = now_ns()
-        store64(&r.link.progress_ns, r.progress_ns)
+        if not r.link.is_direct:  # There it carries words about rails alone, also dead ones.
+            store64(&r.link.progress_ns, r.progress_ns)
         before = payload_of(r, r.out_left)
         r.out_left -= moved
         add64(&r.plane.bytes_sent, payload_of(r, r.out_left) - before)
@@ -146,9 +143,10 @@ cdef u32 advance(iovec *v, u32 at, u64 moved) noexcept nogil:
 # -- receiving
 
 cdef Moved on_received(Rail *r, ssize_t n, size_t wanted) noexcept nogil:
-    """What follows from recv(2)'s result."""
+    """What follows from what a channel returned."""
     if n > 0:
-        store64(&r.link.progress_ns, now_ns())
+        if not r.link.is_direct:
+            store64(&r.link.progress_ns, now_ns())
         # Less than asked for: the kernel has no more just now, which saves a call that says so.
         return MOVED if <size_t>n == wanted else WAITING
     if n == 0:
@@ -158,11 +156,11 @@ cdef Moved on_received(Rail *r, ssize_t n, size_t wanted) noexcept nogil:
             else b" in the middle of a transfer")
         pthread_mutex_unlock(&r.link.lock)
         return LOST
-    if last_errno() == EAGAIN:
+    if n == -EAGAIN:
         return WAITING
-    if last_errno() == EINTR:
+    if n == -EINTR:
         return MOVED
-    link_die(r.link, BROKE, last_errno(), NULL)
+    link_die(r.link, BROKE, -n, NULL)
     return LOST
 
 
@@ -170,21 +168,17 @@ cdef Moved land(Rail *r) noexcept nogil:
     """One call that writes registered memory, inside the mark, if that is still allowed. It also
     takes the trailer and the next header, which saves two calls a frame."""
     cdef char reason[TEXT_MAX]
-    cdef msghdr m
     cdef ssize_t n = 0
     cdef u64 landed, wanted = r.payload_left + sizeof(r.tail)
     cdef bint revoked
-    memset(&m, 0, sizeof(m))
     r.near[r.near_n].iov_base = r.tail
     r.near[r.near_n].iov_len = sizeof(r.tail)
-    m.msg_iov = r.near + r.near_at
-    m.msg_iovlen = r.near_n + 1 - r.near_at
     enter(r.worker)
     revoked = is_revoked(r, r.arriving, reason)
     if not revoked:
-        n = recvmsg(r.fd, &m, MSG_DONTWAIT)
+        n = channel_land(r, r.near + r.near_at, r.near_n + 1 - r.near_at)
     leave(r.worker)
-    if n < 0 and last_errno() == EFAULT:
+    if n == -EFAULT:
         revoked = True
         snprintf(reason, TEXT_MAX, b"registered memory cannot be written: Bad address")
     if revoked:
@@ -211,7 +205,7 @@ cdef Moved read_trailer(Rail *r) noexcept nogil:
     cdef Moved state = WAITING if r.drained else MOVED
     cdef u64 fault
     if r.tail_have < TRAILER_BYTES:
-        n = recv(r.fd, r.tail + r.tail_have, sizeof(r.tail) - r.tail_have, MSG_DONTWAIT)
+        n = channel_receive(r, r.tail + r.tail_have, sizeof(r.tail) - r.tail_have)
         state = on_received(r, n, sizeof(r.tail) - r.tail_have)
         if n <= 0:
             return state
@@ -227,7 +221,7 @@ cdef Moved read_trailer(Rail *r) noexcept nogil:
 
 cdef Moved discard(Rail *r) noexcept nogil:
     cdef u64 wanted = min(r.discard_left, <u64>SCRATCH_BYTES)
-    cdef ssize_t n = recv(r.fd, r.worker.scratch, wanted, MSG_DONTWAIT)
+    cdef ssize_t n = channel_receive(r, r.worker.scratch, wanted)
     if n > 0:
         r.discard_left -= n
         if r.discard_left == 0:
@@ -252,13 +246,17 @@ cdef Moved receive(Rail *r, bint answers_only) noexcept nogil:
     if r.place == AT_DISCARD:
         return discard(r)
     if r.place == AT_HEAD:
+        if not answers_only and load32(&r.link.jobs_n) >= JOBS_MAX and job_take(r):
+            return MOVED
         if r.lead_have < sizeof(Header):
             wanted = sizeof(r.lead) - r.lead_have
-            n = recv(r.fd, r.lead + r.lead_have, wanted, MSG_DONTWAIT)
+            n = channel_receive(r, r.lead + r.lead_have, wanted)
             state = on_received(r, n, wanted)
             if n > 0:
                 r.lead_have += <u32>n
         if r.lead_have < sizeof(Header):
+            if state == WAITING and not answers_only and job_take(r):
+                return MOVED
             return state
         memcpy(&r.head, r.lead, sizeof(Header))
         if answers_only and r.head.kind != ACK:
@@ -269,7 +267,7 @@ cdef Moved receive(Rail *r, bint answers_only) noexcept nogil:
         r.place = AT_BODY
     if r.body_have < r.body_want:
         wanted = r.body_want - r.body_have
-        n = recv(r.fd, r.body + r.body_have, wanted, MSG_DONTWAIT)
+        n = channel_receive(r, r.body + r.body_have, wanted)
         state = on_received(r, n, wanted)
         if n > 0:
             r.body_have += <u32>n
@@ -296,17 +294,23 @@ cdef void take_lead(Rail *r) noexcept nogil:
 
 cdef void set_interest(Rail *r) noexcept nogil:
     """Waits for what the rail can use. A caller that drives it is not disturbed by its worker."""
-    cdef epoll_event e
     cdef u32 wanted = 0
     if not r.driven and r.queued_n <= ACK_BACKLOG_BYTES:
         wanted = EPOLLIN
     if r.out_left:
         wanted |= EPOLLOUT
-    if wanted != r.interest:
-        r.interest = wanted
-        e.events = wanted
-        e.data.ptr = r
-        epoll_ctl(r.worker.epoll, EPOLL_CTL_MOD, r.fd, &e)
+    if wanted == r.interest:
+        return
+    store32(&r.interest, wanted)
+    if r.rings == NULL:
+        watch(r, wanted)
+
+
+cdef void watch(Rail *r, u32 wanted) noexcept nogil:
+    cdef epoll_event e
+    e.events = wanted
+    e.data.ptr = r
+    epoll_ctl(r.worker.epoll, EPOLL_CTL_MOD, r.fd, &e)
 
 
 cdef void rail_retire(Rail *r) noexcept nogil:
@@ -322,19 +326,23 @@ cdef void rail_retire(Rail *r) noexcept nogil:
     link.rails_alive -= 1
     left = link.rails_alive
     pthread_mutex_unlock(&link.lock)
+    if left == 0 and link.is_direct:
+        pairs_end(link)
     if left == 0:
         link_ended(link)
 
 
-cdef bint rail_turn(Rail *r) noexcept nogil:
+cdef bint rail_turn(Rail *r, bint rung) noexcept nogil:
     """Whatever the rail can do now, within bounds so that others get their turn; whether bytes
-    moved."""
+    moved. `rung`: its descriptor is ready."""
     cdef int i
     cdef Moved state = MOVED
     cdef u64 before
     cdef bint busy = False, again, hurried = False
     pthread_mutex_lock(&r.lock)
     if not r.gone:
+        if rung and r.rings != NULL:
+            answer_bell(r)
         before = load64(&r.link.progress_ns)
         for i in range(READS_PER_TURN):
             if load32(&r.link.dead) or r.queued_n > ACK_BACKLOG_BYTES:
@@ -342,10 +350,15 @@ cdef bint rail_turn(Rail *r) noexcept nogil:
             if r.driven:  # A caller sleeps until the answer comes: it must not find it taken.
                 break
             state = receive(r, False)
+            if state == WAITING and r.place == AT_HEAD and load32(&r.link.jobs_n):
+                # A frame behind that of a copy has ended it: without one more look nobody would
+                # take the copy up.
+                state = MOVED
             if state != MOVED:
                 break
             if r.queued_n and r.out_left == 0 and not hurried:
-                hurried = True  # The first answer goes at once, those behind it together.
+                # Through a socket the first answer goes at once, those behind it together.
+                hurried = r.rings == NULL
                 rail_send(r, 1)
         again = state == MOVED
         if not load32(&r.link.dead):
@@ -364,6 +377,7 @@ cdef bint rail_turn(Rail *r) noexcept nogil:
 
 
 cdef void rail_free(Rail *r) noexcept nogil:
+    ring_close(r)
     pthread_mutex_destroy(&r.lock)
     free(r.body)
     free(r.near)
@@ -375,18 +389,22 @@ cdef void rail_free(Rail *r) noexcept nogil:
     free(r)
 
 
-cdef int rail_new(Plane *p, Link *link, int fd) noexcept nogil:
-    """Adds a connection to a link and hands it to a worker; 0, or an errno (then `fd` is not
-    taken). The link's lock is held."""
+cdef int rail_new(Plane *p, Link *link, int fd, int rings_fd) noexcept nogil:
+    """Adds a connection to a link and hands it to a worker; 0, or an errno (then the descriptors
+    are not taken). The link's lock is held."""
     cdef Rail *r = <Rail *>need(sizeof(Rail))
     cdef epoll_event e
-    cdef int errnum
+    cdef int errnum = 0
     cdef Worker *w = &p.workers[(link.number + link.rails_n) % p.workers_n]
+    if link.is_direct:
+        w = link.worker
     pthread_mutex_init(&r.lock, NULL)
     r.plane = p
     r.link = link
     r.worker = w
     r.fd = fd
+    if link.is_pull:
+        errnum = ring_open(r, rings_fd)
     r.body = <uint8_t *>need(BLOCKS_MAX * sizeof(Block))
     r.frame = <uint8_t *>need(sizeof(Header) + BLOCKS_MAX * sizeof(Block))
     r.near = <iovec *>need(IOV_MAX * sizeof(iovec))
@@ -396,9 +414,11 @@ cdef int rail_new(Plane *p, Link *link, int fd) noexcept nogil:
     e.events = EPOLLIN
     e.data.ptr = r
     pthread_mutex_lock(&w.lock)
-    if epoll_ctl(w.epoll, EPOLL_CTL_ADD, fd, &e) < 0:
+    if errnum == 0 and epoll_ctl(w.epoll, EPOLL_CTL_ADD, fd, &e) < 0:
         errnum = last_errno()
+    if errnum:
         pthread_mutex_unlock(&w.lock)
+        r.rings_fd = -1  # It stays the caller's.
         rail_free(r)
         return errnum
     add32(&link.refs, 1)

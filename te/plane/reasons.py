@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 import os
 
-__all__ = ["Reason", "sentence"]
+__all__ = ["Reason", "rail_sentence", "sentence"]
 
 
 class Reason(enum.IntEnum):
@@ -23,6 +23,53 @@ class Reason(enum.IntEnum):
     LINK_DIED = 8
     REFUSED = 9
     SOURCE_FAULT = 10
+    NO_RAIL = 11
+    # Of a rail over RDMA.
+    RAIL_UP = 20
+    BAD_STATUS = 21
+    NO_COMPLETION = 22
+    POST_FAILED = 23
+    POLL_FAILED = 24
+    PEER_BROKE = 25
+
+
+_STATUSES = (
+    "success",
+    "local length error",
+    "local queue pair operation error",
+    "local EE context operation error",
+    "local protection error",
+    "flushed: the queue pair or its port went down",
+    "memory window bind error",
+    "bad response",
+    "local access error",
+    "remote invalid request",
+    "remote access error: the memory is not registered there any more",
+    "remote operation error",
+    "transport retries exceeded: nothing answers",
+    "receiver not ready for too long",
+)
+"""Names of ``enum ibv_wc_status``; ibv_poll_cq(3)."""
+
+
+def rail_sentence(code: int, errnum: int, rail_timeout_s: float) -> str:
+    """Why a rail over RDMA was given up."""
+    match code:
+        case Reason.BAD_STATUS:
+            name = _STATUSES[errnum] if errnum < len(_STATUSES) else "unknown"
+            return f"completion status {errnum} ({name})"
+        case Reason.NO_COMPLETION:
+            return f"no completion for {rail_timeout_s:g} s"
+        case Reason.POST_FAILED:
+            return f"ibv_post_send: {os.strerror(errnum)}"
+        case Reason.POLL_FAILED:
+            return f"ibv_poll_cq: {os.strerror(errnum)}"
+        case Reason.PEER_BROKE:
+            return "the destination broke its end"
+        case Reason.FENCED:
+            return "broken to end a cancelled read"
+        case _:
+            return f"code {code}, errno {errnum}"
 
 
 def sentence(who: str, code: int, errnum: int, text: str, stall_s: float) -> str:
@@ -44,6 +91,8 @@ def sentence(who: str, code: int, errnum: int, text: str, stall_s: float) -> str
             return f"the application fenced {who}"
         case Reason.REFUSED:
             return f"{who} refused: {text}"
+        case Reason.NO_RAIL:
+            return f"no rail to {who} worked for {stall_s} s"
         case Reason.SOURCE_FAULT:
             return f"the source memory cannot be read: {os.strerror(errnum)}"
         case _:

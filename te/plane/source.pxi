@@ -41,9 +41,11 @@ cdef void settle(Transfer *t, u32 status, int code) noexcept nogil:
         region_drop(t.held[i])
     free(t.held)
     free(t.blocks)
+    free(t.pieces)
     t.held = NULL
     t.held_n = 0
     t.blocks = NULL
+    t.pieces = NULL
     t.code = code
     t.settled_ns = now_ns()
     if t.opening != NULL:
@@ -78,6 +80,8 @@ cdef void unlist(Link *link, Transfer *t, u32 status, int code) noexcept nogil:
     t.is_listed = False
     if t.begun:
         link.begun -= 1
+    if t.is_ready:
+        take_ready(link, t)
     if t.flags & FLAG_REPLY:
         link.reads_served -= 1
     else:
@@ -125,6 +129,8 @@ cdef void conclude(Link *link, Transfer *t) noexcept nogil:
     elif t.answer == ABANDONED:
         if t.fault:
             unlist(link, t, FAILED, SOURCE_FAULT)
+        elif t.verdict:
+            unlist(link, t, FAILED, t.verdict)
         else:
             unlist(link, t, CANCELLED, NO_REASON)
     elif t.kind == READ and t.returned == t.total and t.issued == t.total:
@@ -132,7 +138,7 @@ cdef void conclude(Link *link, Transfer *t) noexcept nogil:
 
 
 cdef inline bint is_given_up(Transfer *t) noexcept nogil:
-    return load32(&t.cancel) or t.fault or t.answer == REFUSED
+    return load32(&t.cancel) or t.fault or t.verdict or t.answer == REFUSED
 
 
 cdef void give_up(Rail *r, Transfer *t) noexcept nogil:
@@ -234,6 +240,11 @@ cdef bint take(Rail *r) noexcept nogil:
                 break
             t.begun = True
             link.begun += 1
+        if t.kind >= WRITE_DIRECT:
+            fill_ask(r, t)
+            link.issue = t.after
+            taken = True
+            continue
         if t.kind == PULL and (
             t.issued >= t.confirmed + PULLS_AHEAD * link.rails_n * t.segment_bytes
         ):
@@ -285,6 +296,9 @@ cdef bint answered(Rail *r, Header *h, uint8_t *reason) noexcept nogil:
     if h.status == PROGRESS:
         if t != NULL:
             t.confirmed += h.nbytes
+    elif h.status == GRANTED:
+        if t != NULL and t.kind >= WRITE_DIRECT:
+            grant(r, t, h.tag)
     elif t == NULL or t.answer != NO_ANSWER:
         # A refusal can be late: the pieces of a read are refused one by one.
         known = h.status == REFUSED
@@ -299,15 +313,18 @@ cdef bint answered(Rail *r, Header *h, uint8_t *reason) noexcept nogil:
     elif t.kind == READ:
         known = False
     elif h.status == LANDED:
-        known = t.closed and t.issued == t.total and not t.stopped
+        known = t.closed and (t.issued == t.total or t.kind == WRITE_DIRECT) and not t.stopped
         if known:
             t.answer = LANDED
     else:
-        known = t.closed and (t.stopped or t.fault != 0)
+        known = t.closed and (t.stopped or t.fault != 0 or t.verdict != 0)
         if known:
             t.answer = ABANDONED
     if known and t != NULL:
-        conclude(link, t)
+        if t.kind >= WRITE_DIRECT:
+            advance_transfer(r, t)
+        else:
+            conclude(link, t)
         if link.issue != NULL:
             store32(&r.kick, 1)  # There may be room for one more that has to begin.
     pthread_mutex_unlock(&link.lock)
@@ -319,6 +336,9 @@ cdef void cancel(Transfer *t) noexcept nogil:
     cdef Link *link = t.link
     cdef u32 i
     if load32(&t.status) or swap32(&t.cancel, 1):
+        return
+    if t.kind >= WRITE_DIRECT:
+        cancel_direct(t)
         return
     if t.opening != NULL:
         store32(&t.opening.is_open, 0)
@@ -353,6 +373,7 @@ cdef void link_drop(Link *link) noexcept nogil:
         free(m)
     map_free(&link.by_id)
     map_free(&link.arriving)
+    free(link.table)
     pthread_mutex_destroy(&link.lock)
     free(link)
 
@@ -381,6 +402,7 @@ cdef void link_ended(Link *link) noexcept nogil:
     """The last rail has gone, so nothing is read or written for the link any more."""
     cdef u64 i
     cdef Arriving *a
+    cdef Job *job
     pthread_mutex_lock(&link.lock)
     link.issue = NULL
     while link.first != NULL:
@@ -388,8 +410,14 @@ cdef void link_ended(Link *link) noexcept nogil:
     for i in range(link.arriving.size):
         a = <Arriving *>link.arriving.values[i]
         if a != NULL:
+            ungrant(link, a)
             opening_drop(a.opening)
             free(a)
     map_free(&link.arriving)
+    while link.jobs != NULL:
+        job = link.jobs
+        link.jobs = job.next
+        free(job)
+    store32(&link.jobs_n, 0)
     pthread_mutex_unlock(&link.lock)
-    tell(link.plane, link)
+    tell(link.plane, link, -1, 0, link.code, link.errnum)

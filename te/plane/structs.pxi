@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What the plane is made of. Locks are taken in this order, never the other way round: a rail's, its
-# link's, then one of the plane's (tags, notices, events) or a worker's.
+# link's, then one of the plane's (tags, notices, events) or a worker's. A link over RDMA has one
+# connection, which carries words about it, and pairs, which only the link's worker touches.
 
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdio cimport snprintf
@@ -38,7 +39,51 @@ cdef extern from "port.h" nogil:
     void futex_wait(u32 *p, u32 v, u64 ns)
     void futex_wake_all(u32 *p)
     int last_errno()
+    void change_processor()
+    u32 times_displaced()
     ctypedef int pid_t
+
+cdef extern from "../verbs/abi.h" nogil:
+    ctypedef struct VSge:
+        u64 addr
+        u32 length, lkey
+    ctypedef struct VSendWr:
+        u64 wr_id
+        VSendWr *next
+        VSge *sg_list
+        int num_sge, opcode
+        u32 send_flags, imm_data
+        u64 remote_addr
+        u32 rkey
+    ctypedef struct VRecvWr:
+        u64 wr_id
+        VRecvWr *next
+        VSge *sg_list
+        int num_sge
+    ctypedef struct VWc:
+        u64 wr_id
+        int status, opcode
+        u32 vendor_err, byte_len, imm_data, wc_flags
+    ctypedef struct Endpoint:
+        void *qp
+        void *cq
+        int fd
+        u32 send_depth, receive_depth, has_imm, max_msg_bytes, scratch_lkey
+        uint8_t *scratch
+        int (*post_send)(void *qp, VSendWr *first, VSendWr **bad) noexcept nogil
+        int (*post_recv)(void *qp, VRecvWr *first, VRecvWr **bad) noexcept nogil
+        int (*poll_cq)(void *cq, int n, VWc *wc) noexcept nogil
+        int (*req_notify_cq)(void *cq, int solicited_only) noexcept nogil
+        void (*take_events)(Endpoint *e) noexcept nogil
+        int (*to_error)(Endpoint *e) noexcept nogil
+        void (*release)(Endpoint *e) noexcept nogil
+    enum:
+        WR_RDMA_WRITE, WR_RDMA_WRITE_WITH_IMM, WR_SEND, WR_RDMA_READ, SEND_SIGNALED, SEND_INLINE
+        WC_SUCCESS, WC_WR_FLUSH_ERR, WC_RECV
+
+cdef extern from "<arpa/inet.h>" nogil:
+    u32 htonl(u32 v)
+    u32 ntohl(u32 v)
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_mutex_t:
@@ -61,6 +106,7 @@ cdef extern from "<sys/socket.h>" nogil:
     ssize_t sendmsg(int fd, const msghdr *m, int flags)
     ssize_t recvmsg(int fd, msghdr *m, int flags)
     ssize_t recv(int fd, void *p, size_t n, int flags)
+    ssize_t send(int fd, const void *p, size_t n, int flags)
     enum: MSG_DONTWAIT, MSG_NOSIGNAL
 
 cdef extern from "<sys/epoll.h>" nogil:
@@ -87,6 +133,7 @@ cdef extern from "<time.h>" nogil:
 
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
+    int sched_getcpu()
 
 cdef extern from "<poll.h>" nogil:
     struct pollfd:
@@ -100,6 +147,8 @@ cdef extern from "<sys/uio.h>" nogil:
     ssize_t process_vm_readv(
         pid_t pid, const iovec *near, unsigned long near_n,
         const iovec *far, unsigned long far_n, unsigned long flags)
+    ssize_t preadv(int fd, const iovec *v, int n, int64_t offset)
+    ssize_t pwritev(int fd, const iovec *v, int n, int64_t offset)
 
 cdef extern from "<unistd.h>" nogil:
     int close(int fd)
@@ -114,10 +163,10 @@ cdef extern from "<sys/mman.h>" nogil:
     void *mmap(void *address, size_t nbytes, int protection, int flags, int fd, int64_t offset)
     int munmap(void *address, size_t nbytes)
     void *MAP_FAILED
-    enum: PROT_READ, MAP_SHARED
+    enum: PROT_READ, PROT_WRITE, MAP_SHARED
 
 cdef extern from "<errno.h>" nogil:
-    enum: EAGAIN, EINTR, EFAULT, ETIMEDOUT
+    enum: EAGAIN, EINTR, EFAULT, EINVAL, ENOMEM, EPROTO
 
 cdef enum:  # kinds of frame, and what an ACK says; te/plane/wire.py
     SEGMENT = 16
@@ -126,10 +175,19 @@ cdef enum:  # kinds of frame, and what an ACK says; te/plane/wire.py
     ACK = 19
     PULL = 20
     READ = 21
+    ASK = 22
+    TABLE = 23
+    RAIL_LOST = 24
+    RAIL_CLOSED = 25
+    RAIL_BROKEN = 26
+    CREDIT = 27
+    WRITE_DIRECT = 30  # kinds of transfer over RDMA; nothing on the wire is called so
+    READ_DIRECT = 31
     LANDED = 0
     REFUSED = 1
     ABANDONED = 2
     PROGRESS = 3
+    GRANTED = 4
     NO_ANSWER = 255
     FLAG_REPLY = 1  # the tag is the number of a read that the destination asked for
 
@@ -145,6 +203,13 @@ cdef enum:  # why a link died or a transfer failed; te/plane/reasons.py makes th
     LINK_DIED = 8  # of a transfer: the link's own reason says it
     WAS_REFUSED = 9
     SOURCE_FAULT = 10
+    NO_RAIL = 11
+    RAIL_UP = 20
+    BAD_STATUS = 21
+    NO_COMPLETION = 22
+    POST_FAILED = 23
+    POLL_FAILED = 24
+    PEER_BROKE = 25
 
 cdef enum:  # status of a transfer; te.transfers.Status in this order
     PENDING = 0
@@ -168,7 +233,9 @@ cdef enum:
     EVENTS_MAX = 256
     READS_PER_TURN = 32
     SENDS_PER_TURN = 8
-    YIELD_NS = 8000  # one that takes longer has let somebody else run; alone it takes 0.5 us
+    YIELD_NS = 8000  # one that takes longer has let somebody do real work; alone it takes 0.5 us
+    SHARED_TURNS = 4
+    MOVE_NS = 100000000
     BACKOFF_LEAST_NS = 4000000
     BACKOFF_MOST_NS = 250000000
     QUIESCE_NS = 900000000
@@ -178,20 +245,53 @@ cdef enum:
     PULLS_AHEAD = 16
     PULLS_TOLD = 4  # frames copied between two words of it: each may wake the source up
     PULL_BYTES = 4 << 20  # of one marked section
-    PULL_TOTAL_BYTES = 8192
-    PULL_BLOCK_BYTES = 2048  # smaller blocks go through the connection
+    SPREAD_BYTES = 256 << 10  # smaller copies are over before another thread has woken up
+    JOBS_MAX = 64
+    PULL_BLOCK_BYTES = 2048  # smaller blocks go through the ring
+    RING_BYTES = 128 << 10
+    RINGS_HEAD_BYTES = 4096
+    RINGS_BYTES = 4096 + 2 * (128 << 10)  # a file of it: the head, then the two rings
+    LOOKS = 24  # at the rings for each turn of spinning
+    NICS_MAX = 8  # RDMA devices of an engine
+    PIECES_MAX = 1 << 16  # of a transfer: the immediate data has 16 bits for it
+    POSTED_MAX = 64  # pieces of a pair under way at once
+    POSTED_BYTES = 8 << 20  # and their bytes, of which the last piece may exceed it
+    SIGNAL_EVERY = 64  # work requests: returns send credits in the middle of long pieces
+    POLLED_MAX = 32  # completions of one look
+    DRAIN_NS = 200000000
+    UNREAD_NS = 300000000
+    RECEIVES = 256  # marks that a pair takes before the destination says that there is room again
+    TABLE_MAX = 500  # entries of a frame
+    TABLE_FIRST = 1  # flag: what was told before is void
+    ANY_RAIL = 255
 
+cdef struct Job
+cdef struct Key
 cdef struct Link
 cdef struct Mapping
+cdef struct Pair
 cdef struct Plane
 cdef struct Rail
 cdef struct Worker
+
+# A range of registered memory as the RDMA devices of its engine call it.
+cdef struct Key:
+    u64 start, end
+    u32 near[NICS_MAX]  # to be named by the engine's own work requests
+    u32 far[NICS_MAX]  # to be named by a peer's
+
+# The same of the destination, as a frame TABLE has it.
+cdef struct Far:
+    u64 start, end
+    u32 keys[NICS_MAX]
 
 cdef struct Region:
     u64 start, end, serial
     bint is_shared  # peers on this host may map it
     u32 readers  # unfinished transfers that read from it
     u32 refs
+    Key *keys  # for each device, and for each part of it that a device takes at once
+    u32 keys_n
 
 # The regions at one time, sorted; replaced, never changed. A worker uses one inside its mark only.
 cdef struct Snapshot:
@@ -205,6 +305,7 @@ cdef struct Snapshot:
 cdef struct Opening:
     u64 value, count
     u32 is_open, refs
+    u32 granted  # unfinished transfers over RDMA that may be writing under it
 
 # From u64 to a pointer that is not NULL: open addressing, at most half full.
 cdef struct Map:
@@ -214,8 +315,16 @@ cdef struct Map:
 
 cdef struct Event:
     u64 link
+    int rail  # of a pair; -1 for the link
+    u32 epoch
     int code, errnum
     char text[TEXT_MAX]
+
+# What one rail carries of a transfer over RDMA between two marks.
+cdef struct Piece:
+    u64 first, offset, nbytes  # begins at `offset` of the block `first`
+    u32 rail, next
+    u32 is_waiting
 
 cdef struct Transfer:
     u64 id, tag
@@ -243,11 +352,21 @@ cdef struct Transfer:
     int code
     Rail *rail  # that sent the last frame
     Transfer *next_notice
+    # Over RDMA, under the link's lock. Lists of waiting pieces by rail: their index + 1, or 0.
+    Piece *pieces
+    u32 pieces_n, waiting
+    u32 heads[RAILS_MAX]
+    u32 mark  # of its trailing writes; the index of a piece is added
+    bint granted, is_ready
+    int verdict  # the reason it is given up for, unless that is a cancellation
+    Transfer *next_ready
 
 # A transfer as its destination sees it.
 cdef struct Arriving:
     u64 id, tag, total, announced, arrived
     Opening *opening
+    u64 *bits  # over RDMA, once granted: which pieces have landed
+    u32 slot, pieces, landed
     u32 refused  # atomic: other rails look at it without the lock
     bint abandoned, spoiled
     uint16_t flags
@@ -260,6 +379,68 @@ ctypedef enum Place:
     AT_DISCARD
     AT_PULL
 
+# One direction between two processes, in memory that both have mapped: each position by itself in
+# a line of the cache. `head` is how many bytes were ever written, `tail` how many were read.
+cdef struct Ring:
+    u64 head
+    u64 head_line[7]
+    u64 tail
+    u64 tail_line[7]
+    u32 reader_asleep
+    u32 reader_line[15]
+    u32 writer_asleep
+    u32 writer_line[15]
+
+ctypedef enum PairState:
+    PAIR_PROBE  # of a source: connected, but nothing has come through yet
+    PAIR_UP
+    PAIR_LOST  # of a source: its end is gone, the destination has yet to close its own
+    PAIR_DRAIN  # of a destination: in the error state, not all of its completions seen
+    PAIR_GONE
+
+cdef struct Posted:
+    Transfer *transfer
+    u32 piece
+    u64 sequence, nbytes  # of the work request that ends it
+
+# A connected RDMA queue pair of a link: one rail. Only the link's worker touches it, except for
+# what is atomic.
+cdef struct Pair:
+    Plane *plane
+    Link *link
+    Worker *worker
+    Pair *next
+    Endpoint *e
+    PairState state
+    u32 index, epoch, near_nic, far_nic
+    u32 kick, doomed  # atomic
+    u32 kicks_seen
+    bint armed, suspect
+    u64 progress_ns
+    int code, errnum  # why it is lost
+    # The source's end: kept work requests, of which [built_at, built_n) are not handed over yet.
+    VSendWr *wrs
+    VSge *sges
+    u32 built_at, built_n, since_signal
+    u64 sequence, completed  # of work requests built and known to be done
+    u32 mark_data
+    Posted ring[POSTED_MAX]
+    u32 ring_first, ring_n
+    u64 ring_bytes
+    Transfer *building
+    u32 building_piece
+    u64 at_block, at_offset, at_left
+    u64 marks, credit  # marks posted since it was connected, and how many may be
+    u64 fences  # nothing is sent before the link has heard of that many
+    Far *far_key  # where the last block went, and came from
+    Key *near_key
+    # The destination's end.
+    u32 receives, receives_turn
+    u64 marks_seen, marks_told, drain_until
+    Landing *lost  # what the source asks about
+    u32 lost_n
+    bint lost_asked
+
 cdef struct Rail:
     Plane *plane
     Link *link
@@ -268,9 +449,18 @@ cdef struct Rail:
     pthread_mutex_t lock
     int fd
     u32 kick  # atomic: look for something to send
-    u32 interest, driven
+    u32 interest  # atomic: what its worker waits for, EPOLLIN and EPOLLOUT
+    u32 driven
     bint gone, suspect
     u64 progress_ns
+    # On the same host: the memory file, and this side's positions (atomic).
+    uint8_t *rings
+    Ring *ring_in
+    Ring *ring_out
+    u64 in_tail, out_head, in_base, out_base
+    int rings_fd
+    bint hung_up
+    bint napping  # a caller waits for the bell
     # Receiving.
     Place place
     Header head
@@ -301,9 +491,15 @@ cdef struct Rail:
 
 # Looking again before sleeping. On a machine with idle cores a wake-up costs more than a small copy;
 # on a busy one the spinning itself keeps off the processor whom it waits for. Which it is shows
-# when the processor is offered to others: if somebody takes it, nothing spins for a while.
+# when the processor is offered to others: if somebody takes it, a worker tries another one, and
+# if there it is the same, nothing spins for a while. That it took long is not enough: a virtual
+# machine's processor itself stands still now and then (250 times a second, measured).
 cdef struct Spin:
     u64 most_ns, resume_ns, backoff_ns
+    u32 displaced  # as last counted
+    u32 shared  # turns in a row that another spinning thread took
+    bint may_move
+    u64 moved_ns  # when it last changed the processor
 
 # All rails between two engines that one Engine.connect opened.
 cdef struct Link:
@@ -328,6 +524,37 @@ cdef struct Link:
     u32 unfinished, begun, reads_asked, reads_served
     Map arriving
     Mapping *mappings
+    # PULLs that any rail's worker may take up, in this order.
+    Job *jobs
+    Job *jobs_last
+    u32 jobs_n  # atomic
+    # Over RDMA.
+    bint is_direct
+    Worker *worker
+    Pair *pairs[RAILS_MAX]
+    Transfer *ready  # granted, with pieces that wait for a rail
+    Transfer *ready_last
+    Far *table  # the destination's memory, as it has told; the worker's alone
+    u32 table_n, table_room
+    u64 table_told  # version of the regions that the source was told of
+    void *slots[BEGUN_MAX]  # Arriving; their generations
+    uint8_t generations[BEGUN_MAX]
+    u32 slots_turn
+    u64 fences
+    u32 breaking  # atomic: a fence waits until every pair is drained
+    u32 kicks  # atomic: counts calls to look for something to send
+    u32 hopeless  # atomic: without a rail for too long
+    u32 has_ended  # atomic: its pairs are gone
+    bint has_outlasted
+    u64 rail_bytes[RAILS_MAX]  # atomic, as the next one: done, by rail
+    u64 rail_flying[RAILS_MAX]  # handed over and not done
+
+# A PULL that waits: its header, then as iovecs the ranges here and there.
+cdef struct Job:
+    Job *next
+    Header head
+    Arriving *arriving
+    iovec ranges[1]  # 2 * head.count
 
 # Memory of the source that this process has mapped too: `near` is where `start` lies here.
 cdef struct Mapping:
@@ -341,15 +568,19 @@ cdef struct Worker:
     Spin spin
     int epoll, eventfd
     u32 sleeping, kicked
+    u32 processor  # atomic: the one it copies on, plus 1; 0 while it does not copy
     u64 inside  # odd while it writes registered memory
     pthread_mutex_t lock
     Rail *adopted
     Rail *rails
+    Pair *adopted_pairs
+    Pair *pairs
+    u32 draining
     uint8_t *scratch
 
 cdef struct Plane:
     u32 workers_n, stop
-    u64 stall_ns, spin_ns, segment_bytes
+    u64 stall_ns, rail_ns, spin_ns, segment_bytes
     u32 segment_blocks
     Worker workers[WORKERS_MAX]
     Snapshot *regions  # atomic pointer

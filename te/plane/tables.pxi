@@ -113,6 +113,7 @@ cdef bint quiesce(Plane *p, u64 timeout_ns) noexcept nogil:
 
 cdef void region_drop(Region *r) noexcept nogil:
     if add32(&r.refs, -1) == 0:
+        free(r.keys)
         free(r)
 
 
@@ -244,8 +245,9 @@ cdef Opening *opening_find(Plane *p, u64 value) noexcept nogil:
 
 # -- what Python is told
 
-cdef void tell(Plane *p, Link *link) noexcept nogil:
-    """That a link has died. Bounded: what Python has not read in time is counted and lost."""
+cdef void tell(Plane *p, Link *link, int rail, u32 epoch, int code, int errnum) noexcept nogil:
+    """That a link has died, or what became of a pair. Bounded: what Python has not read in time is
+    counted and lost."""
     cdef Event *e
     pthread_mutex_lock(&p.events_lock)
     if p.events_n == EVENTS_MAX:
@@ -254,8 +256,10 @@ cdef void tell(Plane *p, Link *link) noexcept nogil:
         e = &p.events[(p.events_first + p.events_n) % EVENTS_MAX]
         p.events_n += 1
         e.link = link.number
-        e.code = link.code
-        e.errnum = link.errnum
+        e.rail = rail
+        e.epoch = epoch
+        e.code = code
+        e.errnum = errnum
         memcpy(e.text, link.text, TEXT_MAX)
         eventfd_write(p.events_eventfd, 1)
     pthread_mutex_unlock(&p.events_lock)

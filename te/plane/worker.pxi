@@ -28,6 +28,29 @@ cdef void sweep(Worker *w) noexcept nogil:
         r = next
 
 
+cdef bint outlasts_stall(Link *link) noexcept nogil:
+    """Over RDMA, with every rail known to be dead: only what is unfinished fails. The destination
+    may be well, and a rail come back. Once: it has to answer that it forgets the transfers."""
+    cdef u32 i
+    if not link.is_direct or link.has_outlasted:
+        return False
+    for i in range(RAILS_MAX):
+        if link.pairs[i] != NULL and link.pairs[i].state != PAIR_PROBE:
+            return False
+    link.has_outlasted = True
+    store64(&link.progress_ns, now_ns())
+    store32(&link.hopeless, 1)  # The rail's lock is held here: `give_up_all` takes it.
+    return True
+
+
+cdef void check_hope(Worker *w) noexcept nogil:
+    cdef Rail *r = w.rails
+    while r != NULL:
+        if swap32(&r.link.hopeless, 0):
+            give_up_all(r.link, NO_RAIL)
+        r = r.next
+
+
 cdef bint check_stalls(Worker *w, u64 now) noexcept nogil:
     """Ends links on which nothing moved for too long; whether one is suspected.
 
@@ -45,7 +68,7 @@ cdef bint check_stalls(Worker *w, u64 now) noexcept nogil:
         stalled = link.unfinished != 0 and now > load64(&link.progress_ns) + limit
         pthread_mutex_unlock(&link.lock)
         stalled |= r.out_left != 0 and now > r.progress_ns + limit
-        if stalled and r.suspect:
+        if stalled and r.suspect and not outlasts_stall(link):
             link_die(link, STALLED, 0, NULL)
         r.suspect = stalled
         suspected |= stalled
@@ -58,11 +81,63 @@ cdef inline bint may_spin(Spin *s, u64 since, u64 now) noexcept nogil:
     return now < since + s.most_ns and now >= s.resume_ns
 
 
+cdef bint look_at_rings(Worker *w) noexcept nogil:
+    """A short look at what the other sides do in memory, which needs no call to the kernel."""
+    cdef Rail *r
+    cdef bint has_rings = True
+    cdef int i
+    for i in range(LOOKS):
+        if not has_rings or load32(&w.kicked):
+            return False
+        has_rings = False
+        r = w.rails
+        while r != NULL:
+            if ring_moved(r):
+                return True
+            has_rings |= r.rings != NULL
+            r = r.next
+        relax()
+    return False
+
+
+cdef bint arm_rings(Worker *w) noexcept nogil:
+    """Before sleep; True if a rail has something to do already."""
+    cdef Rail *r = w.rails
+    cdef bint moved = False
+    while r != NULL:
+        moved |= ring_arm(r)
+        r = r.next
+    return moved
+
+
+cdef bint serve_rings(Worker *w, bint disarm) noexcept nogil:
+    """Turns of the rails that can use one; whether bytes moved."""
+    cdef Rail *r = w.rails
+    cdef bint busy = False
+    while r != NULL:
+        if disarm:
+            ring_disarm(r)
+        if ring_moved(r):
+            busy |= rail_turn(r, False)
+        r = r.next
+    return busy
+
+
 cdef void give_way(Spin *s, u64 now) noexcept nogil:
     """One turn of spinning."""
     sched_yield()
     cdef u64 after = now_ns()
-    if after > now + YIELD_NS:
+    cdef u32 displaced = times_displaced()
+    if displaced == s.displaced:
+        s.shared = 0
+        return
+    s.displaced = displaced
+    s.shared += 1
+    cdef bint is_slow = after > now + YIELD_NS
+    if s.may_move and (is_slow or s.shared >= SHARED_TURNS) and now >= s.moved_ns + MOVE_NS:
+        s.moved_ns = now
+        change_processor()
+    elif is_slow:
         s.backoff_ns = min(max(2 * s.backoff_ns, <u64>BACKOFF_LEAST_NS), <u64>BACKOFF_MOST_NS)
         s.resume_ns = after + s.backoff_ns
 
@@ -75,35 +150,45 @@ cdef void worker_run(Worker *w) noexcept nogil:
     cdef u64 now = now_ns(), active = 0, check_at = 0, value
     cdef u64 check_ns = min(max(p.stall_ns / 4, <u64>5000000), <u64>250000000)
     cdef int i, n, timeout_ms
-    cdef bint busy, stopping, waiting = False
+    cdef bint busy, slept, stopping, waiting = False
     while True:
         timeout_ms = 0
-        if may_spin(&w.spin, active, now):
-            if waiting:
-                give_way(&w.spin, now)
-        else:
+        slept = not may_spin(&w.spin, active, now) and not pairs_arm(w)
+        if slept:
+            store32(&w.processor, 0)
             store32(&w.sleeping, 1)
-            if not load32(&w.kicked) and now < check_at:
-                timeout_ms = <int>((check_at - now) / 1000000) + 1
+            if not arm_rings(w) and not load32(&w.kicked) and now < check_at:
+                timeout_ms = 1 if w.draining else <int>((check_at - now) / 1000000) + 1
+        elif waiting and not look_at_rings(w):
+            give_way(&w.spin, now)
         n = epoll_wait(w.epoll, events, 64, timeout_ms)
         store32(&w.sleeping, 0)
         busy = False
         for i in range(n):
             if events[i].data.ptr == NULL:
                 eventfd_read(w.eventfd, &value)
+            elif <u64>events[i].data.ptr & 1:
+                pair_event(<Pair *>(<u64>events[i].data.ptr - 1))
             else:
-                busy |= rail_turn(<Rail *>events[i].data.ptr)
+                busy |= rail_turn(<Rail *>events[i].data.ptr, True)
+        busy |= serve_rings(w, slept)
         stopping = load32(&p.stop)
         if swap32(&w.kicked, 0) or stopping:
             adopt(w)
+            pairs_adopt(w)
             r = w.rails
             while r != NULL:
                 if stopping and not r.gone:
                     link_die(r.link, ENGINE_CLOSED, 0, NULL)
                 if swap32(&r.kick, 0) or stopping:
-                    busy |= rail_turn(r)
+                    busy |= rail_turn(r, False)
+                if load32(&r.link.breaking) and not r.gone:
+                    break_link(r.link)
                 r = r.next
             sweep(w)
+        if w.pairs != NULL:
+            busy |= pairs_turn(w)
+            pairs_sweep(w)
         if stopping and w.rails == NULL:
             return
         now = now_ns()
@@ -112,30 +197,35 @@ cdef void worker_run(Worker *w) noexcept nogil:
             w.spin.backoff_ns -= w.spin.backoff_ns / 16
         waiting = not busy
         if now >= check_at:
+            pairs_check(w, now)
             check_at = now if check_stalls(w, now) else now + check_ns
+            check_hope(w)
 
 
 # -- what a caller does itself, to save waking a worker up: that costs more than a small write
 
-cdef bint send_from_here(Rail *r) noexcept nogil:
+cdef bint send_from_here(Rail *r, int turns) noexcept nogil:
     """Sends on a rail that has nothing else to do; False if it has."""
     if pthread_mutex_trylock(&r.lock):
         return False
     cdef bint is_free = not r.gone and not r.out_left and not load32(&r.link.dead)
     if is_free:
-        rail_send(r, 1)
+        rail_send(r, turns)
         set_interest(r)
+        # What is left of a transfer of many small blocks is for the rail's worker.
+        if load_pointer(&r.link.issue) != NULL:
+            store32(&r.kick, 1)
     pthread_mutex_unlock(&r.lock)
-    if load32(&r.kick):
+    if load32(&r.kick) or (is_free and r.rings != NULL and load32(&r.interest) & EPOLLOUT):
         wake(r.worker)
     return is_free
 
 
-cdef void send_inline(Link *link) noexcept nogil:
-    """Sends a small transfer from the calling thread."""
+cdef void send_inline(Link *link, int turns) noexcept nogil:
+    """Sends a small transfer, or the first frames of a PULL, from the calling thread."""
     cdef u32 i
     for i in range(link.rails_n):
-        if send_from_here(link.rails[i]):
+        if send_from_here(link.rails[i], turns):
             return
     kick(link.rails[0])
 
@@ -159,6 +249,7 @@ cdef Moved take_answer(Transfer *t, Rail *r) noexcept nogil:
         if not r.driven:
             r.driven = 1
             set_interest(r)
+            ring_disarm(r)
         state = receive(r, True)
         while state == MOVED and load32(&t.status) == PENDING:
             state = receive(r, True)
@@ -168,16 +259,67 @@ cdef Moved take_answer(Transfer *t, Rail *r) noexcept nogil:
     return state
 
 
+cdef bint await_ring(Rail *r) noexcept nogil:
+    """A short look at whether the other side has put something in; always False on TCP."""
+    cdef int i
+    if r.rings == NULL:
+        return False
+    for i in range(LOOKS):
+        if load64(&r.ring_in.head) != load64(&r.in_tail):
+            return True
+        relax()
+    return False
+
+
+cdef void nap(Rail *r, u64 nap_ns) noexcept nogil:
+    """Sleeps until the rail has something to read, or for a while."""
+    cdef pollfd p
+    cdef timespec most
+    cdef bint has_rings = r.rings != NULL
+    most.tv_sec = 0
+    most.tv_nsec = min(nap_ns, <u64>1000000)
+    # If the descriptor is gone or another's by now, the answer only comes a little later.
+    p.fd = r.fd
+    p.events = POLLIN
+    if has_rings and not r.napping:
+        pthread_mutex_lock(&r.lock)
+        r.napping = True
+        if not r.gone:
+            watch(r, 0)  # The bell is for this thread.
+        pthread_mutex_unlock(&r.lock)
+    if has_rings:
+        store32(&r.ring_in.reader_asleep, 1)
+        if load64(&r.ring_in.head) != load64(&r.in_tail):
+            return
+    if ppoll(&p, 1, &most, NULL) == 1 and has_rings:
+        pthread_mutex_lock(&r.lock)
+        if not r.gone:
+            answer_bell(r)
+        pthread_mutex_unlock(&r.lock)
+
+
+cdef void let_go(Rail *r) noexcept nogil:
+    """Gives the rail back to its worker."""
+    pthread_mutex_lock(&r.lock)
+    if r.driven and not r.gone:
+        r.driven = 0
+        set_interest(r)
+        if r.napping:
+            watch(r, EPOLLIN)
+        r.napping = False
+    pthread_mutex_unlock(&r.lock)
+    # The worker may be asleep, and has not asked to be woken up for what this thread waited for.
+    if ring_arm(r) or load32(&r.link.jobs_n):
+        kick(r)
+
+
 cdef void drive(Transfer *t, u64 until_ns) noexcept nogil:
     """Waits for the answer in the calling thread, which is awake already: waking up the rail's
     worker, and that one the caller, costs more than a small write."""
     cdef Rail *r = <Rail *>load_pointer(&t.rail)
     cdef Spin *spin = &t.link.spin
-    cdef pollfd p
-    cdef timespec nap
     cdef u64 begun = now_ns(), now = begun
     cdef Moved state = MOVED
-    nap.tv_sec = 0
     if r == NULL:
         return
     while load32(&t.status) == PENDING and now < until_ns:
@@ -187,20 +329,13 @@ cdef void drive(Transfer *t, u64 until_ns) noexcept nogil:
         if state == MOVED:
             sched_yield()
         elif may_spin(spin, begun, now):
-            give_way(spin, now)
+            if not await_ring(r):
+                give_way(spin, now)
         else:
-            # If the descriptor is gone or another's by now, the answer only comes a little later.
-            p.fd = r.fd
-            p.events = POLLIN
-            nap.tv_nsec = min(until_ns - now, <u64>1000000)
-            ppoll(&p, 1, &nap, NULL)
+            nap(r, until_ns - now)
         now = now_ns()
     if now < begun + spin.most_ns:
         spin.backoff_ns -= spin.backoff_ns / 16
-    pthread_mutex_lock(&r.lock)
-    if r.driven and not r.gone:
-        r.driven = 0
-        set_interest(r)
-    pthread_mutex_unlock(&r.lock)
+    let_go(r)
     if load32(&r.kick) or state == NOT_MINE or state == LOST:
         kick(r)

@@ -103,7 +103,7 @@ class Far:
         self.transfers: list[te.Transfer] = []
 
     def start(self, config: dict[str, Any]) -> str:
-        config["transports"] = tuple(config.get("transports", te.config.TRANSPORTS))
+        config = {name: tuple(v) if isinstance(v, list) else v for name, v in config.items()}
         self.engine = te.Engine(te.Config(**config))
         return self.engine.id
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from te_frames import HEADER, Ack, AckStatus, Kind
+from te_ring import RingSocket
 
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, Hello, Welcome, decode_card, encode
 from te.links.greeting import Greeting, GreetingKind, GreetingReader, encode_greeting
@@ -49,10 +50,15 @@ def hello(card: bytes, version: int = PROTOCOL_VERSION, **changes: Any) -> bytes
 class RawSource:
     """A welcomed connection to an engine."""
 
-    def __init__(self, card: bytes, **changes: Any) -> None:
-        self.sock = dial(card)
-        self.sock.sendall(hello(card, **changes))
-        greeting = read_greeting(self.sock)
+    def __init__(self, card: bytes, transport: str = "tcp", **changes: Any) -> None:
+        self.sock: socket.socket | RingSocket
+        if transport == "samehost":
+            self.sock = RingSocket(card)
+            greeting = read_greeting(self.sock.greet(hello(card, **changes)))
+        else:
+            self.sock = dial(card)
+            self.sock.sendall(hello(card, **changes))
+            greeting = read_greeting(self.sock)
         assert greeting is not None
         assert greeting.kind == GreetingKind.WELCOME
 

@@ -60,6 +60,56 @@ def test_concat_keeps_order(parts: list[Blocks]) -> None:
 
 
 @given(
+    st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500)), max_size=4),
+    st.lists(st.tuples(*[st.integers(0, 50)] * 2, st.integers(1, 9)), max_size=5),
+    st.booleans(),
+)
+def test_a_grid_is_every_base_with_every_offset(
+    bases: list[tuple[int, int]], offsets: list[tuple[int, int, int]], scalar: bool
+) -> None:
+    if scalar:
+        offsets = [(src, dst, 7) for src, dst, _ in offsets]
+    blocks = Blocks.grid(
+        [base[0] for base in bases],
+        [offset[0] for offset in offsets],
+        [base[1] for base in bases],
+        [offset[1] for offset in offsets],
+        7 if scalar else [offset[2] for offset in offsets],
+    )
+    expected = [
+        (base[0] + offset[0], base[1] + offset[1], offset[2])
+        for base in bases
+        for offset in offsets
+    ]
+    assert blocks.array.tolist() == expected
+    assert blocks.total_nbytes == sum(row[2] for row in expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (([1, 2], [0], [1], [0], 1), r"src and dst must be 1-d and of one length, not \(2,\)"),
+        (([1], [0, 1], [1], [0], 1), "src_offsets and dst_offsets and nbytes must be 1-d"),
+        (([1], [0], [1], [0], [1, 1]), "src_offsets and dst_offsets and nbytes must be 1-d"),
+        ((1, [0], 1, [0], 1), "src and dst must be 1-d"),
+        (([1], [0, 5], [1], [0, 5], [1, 0]), "offset 1 has 0 bytes"),
+        (([1], [0], [1 << 62], [1 << 62], 1), "dst: 1 bytes 4611686018427387904 bytes from"),
+        (([2**63 - 9], [0], [1], [0], 10), "src: 10 bytes 0 bytes from 0x7ffffffffffffff7"),
+        (([1], [2**63], [1], [0], 2**63), "src: .* end beyond"),
+        (([1] * 4, [0], [1] * 4, [0], 1 << 61), "in total; fewer than"),
+    ],
+)
+def test_a_grid_that_is_no_grid_of_blocks_is_refused(arguments: tuple, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Blocks.grid(*arguments)
+
+
+def test_a_grid_may_end_at_the_limit_and_may_be_empty() -> None:
+    assert Blocks.grid([2**63 - 9], [0], [1], [0], 9).total_nbytes == 9
+    assert len(Blocks.grid([], [0], [], [0], 1)) == len(Blocks.grid([1], [], [1], [], 1)) == 0
+
+
+@given(
     st.integers(1, 4),
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=6),
     st.booleans(),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from te_far import pattern, wait_until
 from te_raw import raw_destination, read_greeting, welcome
+from te_transports import TRANSPORTS
 
 import te
 
@@ -34,7 +35,7 @@ class Pair:
         return te.Blocks.of(src_address, dst_address, nbytes)  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=te.config.TRANSPORTS)
+@pytest.fixture(params=TRANSPORTS)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     config = te.Config(transports=(request.param,))
     with te.Engine(config) as source, te.Engine(config) as target:
@@ -72,7 +73,7 @@ def test_every_size(pair: Pair, nbytes: int) -> None:
     assert (pair.dst[nbytes:] == 0xEE).all()
 
 
-@pytest.mark.parametrize("transport", te.config.TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_blocks_larger_than_segments_and_more_than_iovecs(transport: str) -> None:
     config = te.Config(segment_bytes=5000, segment_blocks=7, transports=(transport,))
     with te.Engine(config) as source, te.Engine() as target:
@@ -97,6 +98,15 @@ def test_fifty_thousand_small_blocks(pair: Pair) -> None:
     inside[(np.sort(offsets)[:, None] + np.arange(33)).reshape(-1)] = True
     assert (pair.dst[inside] == pair.src[inside]).all()
     assert (pair.dst[~inside] == 0xEE).all()
+
+
+@pytest.mark.parametrize("count", [1023, 1024, 1025, 5000])
+def test_tiny_blocks_that_need_several_frames(pair: Pair, count: int) -> None:
+    """So few bytes that the caller sends them itself, but more blocks than one frame has."""
+    offsets = np.arange(count) * 3
+    pair.peer.write(pair.blocks(offsets, offsets, 2)).wait(TIMEOUT_S)
+    inside = (np.arange(len(pair.dst)) % 3 < 2) & (np.arange(len(pair.dst)) < count * 3)
+    assert (pair.dst == np.where(inside, pair.src, 0xEE)).all()
 
 
 def test_nothing_is_a_transfer_too(pair: Pair) -> None:

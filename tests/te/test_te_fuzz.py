@@ -108,7 +108,8 @@ def spew(rng: random.Random, source: RawSource, arena: Arena, inputs: int) -> in
 
 
 @pytest.mark.timeout(0 if INPUTS > 10_000 else 60)
-def test_hostile_frames(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("transport", ["samehost", "tcp"])
+def test_hostile_frames(transport: str, caplog: pytest.LogCaptureFixture) -> None:
     rng = random.Random(20)
     with te.Engine() as engine, te.Engine() as friend_engine, caplog.at_level(logging.WARNING):
         arena = Arena(engine)
@@ -122,7 +123,7 @@ def test_hostile_frames(caplog: pytest.LogCaptureFixture) -> None:
         engine.expect(5)
         sent = 0
         while sent < INPUTS:
-            source = RawSource(card)
+            source = RawSource(card, transport)
             source.sock.setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", rng.randint(0, 1), 0)
             )

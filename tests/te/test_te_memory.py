@@ -30,11 +30,11 @@ def covering(regions: list[Region], address: int, nbytes: int) -> list[Region] |
 
 
 def a_plane() -> Plane:
-    return Plane(1, 5.0, 0.0, 1 << 20, 1020)
+    return Plane(1, 5.0, 1.0, 0.0, 1 << 20, 1020)
 
 
 def a_table() -> RegionTable:
-    return RegionTable(a_plane())
+    return RegionTable(a_plane(), None)
 
 
 @given(

@@ -18,8 +18,8 @@ from te.handshake import PROTOCOL_VERSION, Card, Hello, decode_body, decode_card
     ("changes", "says"),
     [
         (
-            {"transports": ("rdma",)},
-            "'rdma' is not available in this build; available: samehost, tcp",
+            {"transports": ("smoke",)},
+            "'smoke' is not available in this build; available: samehost, rdma, tcp",
         ),
         ({"transports": ()}, "at least one"),
         ({"transports": ("tcp", "tcp")}, "each once"),
@@ -52,7 +52,7 @@ def a_card(**changes: object) -> Card:
 
 def test_cards_of_other_versions_name_both() -> None:
     data = msgspec.msgpack.encode({"protocol": 7, "something": "new"})
-    with pytest.raises(te.VersionError, match="te protocol 7, this engine speaks 2; run the same"):
+    with pytest.raises(te.VersionError, match="te protocol 7, this engine speaks 4; run the same"):
         decode_card(data)
 
 

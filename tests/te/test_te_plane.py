@@ -13,9 +13,9 @@ import pytest
 from te_far import pattern, wait_until
 from te_frames import Kind, descriptors
 from te_raw import RawSource
+from te_transports import TRANSPORTS
 
 import te
-from te.config import TRANSPORTS
 
 TIMEOUT_S = 20.0
 NBYTES = 8 << 20

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from te_far import FarEngine, FarError, pattern, wait_until
+from te_transports import TRANSPORTS
 
 import te
 
+PENDING = te.Status.PENDING
 TIMEOUT_S = 20.0
 MANY_BYTES = 64 << 20
 FAR_COPIES = 8
@@ -21,7 +23,7 @@ FAR_COPIES = 8
 Far = Callable[..., FarEngine]
 
 
-@pytest.fixture(params=te.config.TRANSPORTS)
+@pytest.fixture(params=TRANSPORTS)
 def far(request: pytest.FixtureRequest) -> Iterator[Far]:
     """Starts far engines, and ends them whatever happens."""
     engines: list[FarEngine] = []
@@ -157,6 +159,21 @@ def test_a_frozen_destination_does_not_hold_up_others(far: Far) -> None:
         stuck = peers[frozen].write(blocks[frozen])
         assert peers[other].write(blocks[other]).wait(TIMEOUT_S) is te.Status.DONE
         assert stuck.poll() is te.Status.PENDING
+
+
+def test_writes_of_all_sizes_together_leave_none_with_nobody(far: Far) -> None:
+    """A frame that the destination reads at once, behind one whose copy any worker may take up."""
+    rng, target, nbytes = np.random.default_rng(7), far(), 1 << 20
+    dst = target.register(nbytes=nbytes)
+    with te.Engine() as source:
+        region = source.register(np.ones(nbytes, np.uint8))
+        peer = source.connect(target.bytes_card())
+        for _ in range(300):
+            sizes = rng.permutation([256 << 10, 350_000, 150_000, 1_000])[: rng.integers(1, 5)]
+            transfers = [peer.write(te.Blocks.of(region.address, dst, int(size))) for size in sizes]
+            # Not `wait()`, in which the caller would do the workers' work.
+            wait_until(lambda t=transfers: all(one.poll() is not PENDING for one in t), "settled")
+            assert all(one.poll() is te.Status.DONE for one in transfers), sizes
 
 
 def test_cancel_in_the_middle(far: Far) -> None:

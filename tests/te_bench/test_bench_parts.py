@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from te.bench import pattern, tables
 from te.bench.bars import BAR_CASES, BARS, judge
 from te.bench.contenders import floor
+from te.bench.contenders.base import Spent, time_calls
 from te.bench.protocol import Channel, ChannelClosed, Reply, Request
 from te.bench.report import CaseResult, Sample, VariantRun, as_json, figures, percentile
 from te.bench.shapes import SHAPES, Shape, plan
@@ -101,6 +102,7 @@ def sample(elapsed_ns: int, ops_ns: list[int] | None = None, wrong: int = 0) -> 
         elapsed_ns=elapsed_ns,
         ops_ns=ops_ns or [elapsed_ns],
         submit_ns=[],
+        late_ns=[],
         cpu_s=elapsed_ns / 1e9,
         wrong_blocks=wrong,
         stray_slots=0,
@@ -258,3 +260,14 @@ def test_messages_survive_being_cut_anywhere():
     with pytest.raises(ChannelClosed):
         channel.send(Request(op="fill"))
     channel.close()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_time_between_an_outcome_and_its_waiter_is_told_apart(threads):
+    second = 10**9
+    calls = [[lambda: Spent(5, second), lambda: Spent(7, second)]] * threads
+    timing = time_calls(calls)
+    assert max(timing.ops_ns) < 0  # a call that returned at once landed a second before
+    assert timing.elapsed_ns < 0
+    assert sorted(timing.submit_ns) == [5] * threads + [7] * threads
+    assert timing.late_ns == [second] * 2 * threads

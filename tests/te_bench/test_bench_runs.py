@@ -149,7 +149,7 @@ def test_workers_end_with_the_runner_even_when_hung():
         (["--blocks", "x"], "invalid int value"),
         (["--shape", "kv", "--blocks", "1", "--nbytes", "1"], "give either --shape"),
         (["--sync"], "go with --blocks and --nbytes"),
-        (["--transport", "rdma"], "no transport 'rdma' to measure"),
+        (["--transport", "smoke"], "no transport 'smoke' to measure"),
         (["--memory", "gpu"], "--memory is any or engine"),
         (["--peers", "mooncake,redis"], "no peer 'redis'"),
         (["--peers", "te"], "no peer 'te'"),

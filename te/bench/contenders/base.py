@@ -10,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +18,20 @@ import numpy.typing as npt
 from te.bench.protocol import Info, Setup, Timing
 from te.bench.shapes import Plan
 
-__all__ = ["Absent", "Call", "Contender", "time_calls"]
+__all__ = ["Absent", "Call", "Contender", "Spent", "time_calls"]
 
-Call: TypeAlias = Callable[[], int]
-"""Moves its blocks; returns when they have landed, with the ns until the submission returned (0
-when submitting and waiting are one)."""
+
+class Spent(NamedTuple):
+    """Of one call, in ns."""
+
+    #: Until the submission returned; 0 when submitting and waiting are one.
+    submit_ns: int = 0
+    #: From the outcome, as polling shows it, until the call returned, if that is not to be counted.
+    late_ns: int = 0
+
+
+Call: TypeAlias = Callable[[], Spent]
+"""Moves its blocks; returns when they have landed."""
 
 
 class Absent(Exception):
@@ -89,10 +98,9 @@ def time_calls(threads: Sequence[Sequence[Call]]) -> Timing:
     """Makes each list of calls, one after another, on a thread of its own; a single one here."""
     if len(threads) == 1:
         start_ns = time.perf_counter_ns()
-        ops_ns, submit_ns = _make(threads[0])
-        return _timing(time.perf_counter_ns() - start_ns, [(ops_ns, submit_ns)])
+        return _timing(start_ns, [_make(threads[0])])
     start = threading.Barrier(len(threads) + 1)
-    outcomes: list[tuple[list[int], list[int]]] = []
+    outcomes: list[_Made] = []
     errors: list[Exception] = []
 
     def run(calls: Sequence[Call]) -> None:
@@ -109,25 +117,37 @@ def time_calls(threads: Sequence[Sequence[Call]]) -> Timing:
     start_ns = time.perf_counter_ns()
     for runner in runners:
         runner.join()
-    elapsed_ns = time.perf_counter_ns() - start_ns
     if errors:
         raise errors[0]
-    return _timing(elapsed_ns, outcomes)
+    return _timing(start_ns, outcomes)
 
 
-def _make(calls: Sequence[Call]) -> tuple[list[int], list[int]]:
+class _Made(NamedTuple):
+    """What a thread's calls took, and when the last of them had landed."""
+
+    ops_ns: list[int]
+    spent: list[Spent]
+    landed_ns: int
+
+
+def _make(calls: Sequence[Call]) -> _Made:
     clock_ns = time.perf_counter_ns
-    ops_ns, submit_ns = [], []
+    ops_ns, spent = [], []
+    landed_ns = 0
     for call in calls:
         start_ns = clock_ns()
-        submit_ns.append(call())
-        ops_ns.append(clock_ns() - start_ns)
-    return ops_ns, submit_ns
+        one = call()
+        landed_ns = clock_ns() - one.late_ns
+        ops_ns.append(landed_ns - start_ns)
+        spent.append(one)
+    return _Made(ops_ns, spent, landed_ns)
 
 
-def _timing(elapsed_ns: int, outcomes: Sequence[tuple[list[int], list[int]]]) -> Timing:
+def _timing(start_ns: int, outcomes: Sequence[_Made]) -> Timing:
+    spent = [one for made in outcomes for one in made.spent]
     return Timing(
-        elapsed_ns=elapsed_ns,
-        ops_ns=[ns for ops, _ in outcomes for ns in ops],
-        submit_ns=[ns for _, submits in outcomes for ns in submits if ns],
+        elapsed_ns=max(made.landed_ns for made in outcomes) - start_ns,
+        ops_ns=[ns for made in outcomes for ns in made.ops_ns],
+        submit_ns=[one.submit_ns for one in spent if one.submit_ns],
+        late_ns=[one.late_ns for one in spent if one.late_ns],
     )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from te.bench.contenders.base import Absent, Call, Contender, time_calls
+from te.bench.contenders.base import Absent, Call, Contender, Spent, time_calls
 from te.bench.protocol import Info, Timing
 
 __all__ = ["Mooncake", "MooncakePool"]
@@ -62,10 +62,10 @@ class Mooncake(Contender):
                 [self.plan.shape.nbytes] * len(numbers),
             )
 
-            def move() -> int:
+            def move() -> Spent:
                 if code := write(target, *lists):
                     raise RuntimeError(f"batch_transfer_sync_write returned {code}")
-                return 0
+                return Spent()
 
             return move
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from te.bench.contenders.base import Absent, Call, Contender, time_calls
+from te.bench.contenders.base import Absent, Call, Contender, Spent, time_calls
 from te.bench.protocol import Info, Timing
 
 __all__ = ["Nixl"]
@@ -56,7 +56,7 @@ class Nixl(Contender):
             far = self._descriptors(destination[numbers])
             check = agent.check_xfer_state
 
-            def move() -> int:
+            def move() -> Spent:
                 start_ns = time.perf_counter_ns()
                 handle = agent.initialize_xfer("WRITE", here, far, remote)
                 state = agent.transfer(handle)
@@ -66,7 +66,7 @@ class Nixl(Contender):
                 if state != "DONE":
                     raise RuntimeError(f"the transfer ended in state {state}")
                 agent.release_xfer_handle(handle)
-                return submitted_ns - start_ns
+                return Spent(submitted_ns - start_ns)
 
             return move
 

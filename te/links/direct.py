@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rails over RDMA: making both ends of one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from te.errors import ConnectError
+from te.handshake import Card, CardNic, RailAnswer, RailOffer, Welcome
+from te.links.local import Local
+from te.plane._core import RECEIVE_DEPTH, LinkHandle
+from te.striping import pairs, partners
+from te.topology import Gid, gid_pairs
+from te.verbs._core import QueuePair
+from te.verbs.fabric import Nic
+
+__all__ = ["Path", "accept_rail", "build_rail", "paths"]
+
+SEND_DEPTH = 512
+# ibv_modify_qp(3): 4.096 us x 2^14 = 67 ms until a packet is sent again, so many times. Seven means
+# for ever on some devices (rxe).
+ACK_TIMEOUT = 14
+RETRIES = 5
+PSN_BITS = 24
+
+
+@dataclass(frozen=True)
+class Path:
+    """A way that a rail could take: devices of both sides, and their addresses where the network
+    has any."""
+
+    near: Nic
+    far: int
+    gids: tuple[Gid, Gid] | None
+
+    def __str__(self) -> str:
+        if self.gids is None:
+            return f"{self.near.name} to device {self.far}"
+        return f"{self.near.name} ({self.gids[0].text}) to device {self.far} ({self.gids[1].text})"
+
+
+def paths(nics: tuple[Nic, ...], far: list[CardNic], rails_max: int) -> list[list[Path]]:
+    """For each rail the ways to try, the likeliest first; rails without any are left out."""
+    if not nics or not far:
+        return []
+    found = []
+    for near_index, far_index in pairs(len(nics), len(far))[:rails_max].tolist():
+        near = nics[near_index]
+        ways: list[Path] = []
+        for other in sorted(partners(near_index, len(far)), key=lambda i: i != far_index):
+            ways += _between(near, other, far[other])
+        if ways:
+            found.append(ways)
+    return found
+
+
+def _between(near: Nic, index: int, far: CardNic) -> list[Path]:
+    if near.family != far.family:
+        return []
+    if near.family == "ib":
+        return [Path(near, index, None)]
+    return [Path(near, index, one) for one in gid_pairs(near.gids, far.gids)]
+
+
+def build_rail(
+    local: Local,
+    link: LinkHandle,
+    card: Card,
+    rail: int,
+    epoch: int,
+    path: Path,
+    greet: Callable[[RailOffer], Welcome],
+) -> None:
+    """Makes this side's end, has the destination make its own, connects them and hands this one to
+    the plane, which probes it. ``OSError``, ``te.ConnectError``."""
+    near, far = path.near, card.nics[path.far]
+    queue_pair = near.device.queue_pair(near.port, SEND_DEPTH, 1, near.max_message_bytes)
+    psn = secrets.randbits(PSN_BITS)
+    offer = RailOffer(
+        rail=rail,
+        epoch=epoch,
+        near_nic=near.index,
+        far_nic=path.far,
+        number=queue_pair.number,
+        psn=psn,
+        lid=near.lid,
+        mtu=min(near.mtu, far.mtu),
+        gid=path.gids[0].raw if path.gids else b"",
+        far_gid_index=path.gids[1].index if path.gids else 0,
+    )
+    answer = greet(offer).rail
+    if answer is None:
+        raise ConnectError("the engine welcomed a rail without its end of it")
+    queue_pair.connect(
+        answer.number,
+        answer.psn,
+        psn,
+        path.gids[1].raw if path.gids else b"",
+        path.gids[0].index if path.gids else 0,
+        far.lid,
+        offer.mtu,
+        ACK_TIMEOUT,
+        RETRIES,
+        local.config.traffic_class,
+    )
+    _hand_over(queue_pair, link, offer, near.index, path.far, answer.fences)
+
+
+def accept_rail(local: Local, link: LinkHandle, offer: RailOffer) -> RailAnswer:
+    """The destination's part of ``build_rail``; ``OSError``."""
+    nics = () if local.fabric is None else local.fabric.nics
+    if offer.far_nic >= len(nics):
+        raise OSError(19, f"there is no device {offer.far_nic} here, but {len(nics)}")
+    nic = nics[offer.far_nic]
+    queue_pair = nic.device.queue_pair(nic.port, 1, RECEIVE_DEPTH, nic.max_message_bytes)
+    psn = secrets.randbits(PSN_BITS)
+    queue_pair.connect(
+        offer.number,
+        offer.psn,
+        psn,
+        offer.gid,
+        offer.far_gid_index,
+        offer.lid,
+        offer.mtu,
+        ACK_TIMEOUT,
+        RETRIES,
+        local.config.traffic_class,
+    )
+    number = queue_pair.number
+    _hand_over(queue_pair, link, offer, offer.far_nic, offer.near_nic, 0)
+    # Read last: a fence that came before this rail was there must be known before it is used.
+    return RailAnswer(number=number, psn=psn, fences=link.fences)
+
+
+def _hand_over(
+    queue_pair: QueuePair, link: LinkHandle, offer: RailOffer, near: int, far: int, fences: int
+) -> None:
+    link.add_pair(queue_pair.address, offer.rail, offer.epoch, near, far, fences)
+    queue_pair.disown()

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the rails of outgoing links over RDMA alive: a thread around ``te.rails``.
+
+The plane finds out that a rail died and moves its work elsewhere by itself; this makes it anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from te.errors import Error
+from te.handshake import Card, RailOffer, Welcome
+from te.links.direct import Path, build_rail
+from te.links.local import Local
+from te.plane._core import LinkHandle
+from te.plane.reasons import Reason, rail_sentence
+from te.rails import Event, Instruction, Rail, State, Timing
+
+__all__ = ["BUILD_TIMEOUT_S", "DirectLink", "Keeper", "RailView"]
+
+logger = logging.getLogger(__name__)
+
+# Making a rail blocks for a round trip, or until a deadline if the peer is gone; and while the
+# kernel looks for a hardware address, which takes a second if an ARP request is lost.
+BUILDERS = 8
+BUILD_TIMEOUT_S = 4.0
+
+
+@dataclass(frozen=True)
+class RailView:
+    """A rail as it is now."""
+
+    #: Name of the local device.
+    nic: str
+    state: State
+    #: Payload that it has carried, and that it has to carry, in bytes.
+    done_nbytes: int
+    in_flight_nbytes: int
+    #: Why it was last given up; empty if it never was.
+    reason: str
+
+
+@dataclass
+class _Kept:
+    """One rail: what is known of it and the ways it can take."""
+
+    rail: Rail
+    ways: list[Path]
+    way: int = 0
+    #: Whether this way has ever worked.
+    has_worked: bool = False
+    tries: int = 0
+
+
+@dataclass(eq=False)
+class DirectLink:
+    """An outgoing link over RDMA. Any thread may read it."""
+
+    link: LinkHandle
+    card: Card
+    #: Makes a connection with this hello's offer and returns the answer.
+    greet: Callable[[RailOffer], Welcome]
+    rails: list[_Kept] = field(default_factory=list)
+    #: Set whenever a rail has come up or gone down.
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    turn: int = 0
+
+    def views(self) -> tuple[RailView, ...]:
+        """Every rail."""
+        flows = self.link.rail_bytes()
+        return tuple(
+            RailView(kept.ways[kept.way].near.name, kept.rail.state, *flows[i], kept.rail.reason)
+            for i, kept in enumerate(self.rails)
+        )
+
+    def states(self) -> list[State]:
+        """Of every rail."""
+        return [kept.rail.state for kept in self.rails]
+
+    def await_rails(self, deadline_s: float) -> str | None:
+        """Waits until each rail is up or was tried once in every way; why none is up, or None."""
+        with self.changed:
+            while not all(
+                kept.rail.state is State.UP or kept.tries >= len(kept.ways) for kept in self.rails
+            ):
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or not self.changed.wait(left_s):
+                    break
+        if State.UP in self.states():
+            return None
+        return "; ".join(
+            f"rail {i} by {kept.ways[kept.way]}: {kept.rail.reason or 'no answer in time'}"
+            for i, kept in enumerate(self.rails)
+        )
+
+
+class Keeper:
+    """The thread that makes rails. It starts with the first link."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._links: dict[int, DirectLink] = {}
+        self._thread: threading.Thread | None = None
+        self._builders: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._stopping = False
+
+    def add(self, local: Local, direct: DirectLink, ways: list[list[Path]]) -> None:
+        """Begins to make a link's rails. Any thread."""
+        now_s = time.monotonic()
+        timing = Timing(
+            rebuild_timeout_s=BUILD_TIMEOUT_S + 0.5,
+            probe_timeout_s=local.config.rail_timeout_s + 0.5,
+        )
+        direct.rails = [
+            _Kept(Rail(hash((local.id, direct.link.number, i)), now_s, timing, State.DOWN), one)
+            for i, one in enumerate(ways)
+        ]
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, args=[local], name=self._name, daemon=True
+                )
+                self._thread.start()
+        self._calls.put(lambda: self._links.update({direct.link.number: direct}))
+
+    def run(self, function: Callable[[], None]) -> bool:
+        """Has ``function``, which may block, run on one of a few threads; False once this was
+        stopped. Any thread."""
+        with self._lock:
+            if self._stopping:
+                return False
+            if self._builders is None:
+                self._builders = ThreadPoolExecutor(BUILDERS, f"{self._name}-build")
+            self._builders.submit(function)
+        return True
+
+    def on_event(self, number: int, rail: int, epoch: int, code: int, errnum: int) -> None:
+        """What the plane tells of a link (rail -1: it has died) or a rail. Any thread."""
+        self._calls.put(lambda: self._heard(number, rail, epoch, code, errnum))
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the thread; rails under construction come to nothing."""
+        with self._lock:
+            self._stopping = True
+        self._calls.put(lambda: None)
+        if self._builders is not None:
+            self._builders.shutdown(wait=False, cancel_futures=True)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    # -- the thread
+
+    def _run(self, local: Local) -> None:
+        self._timeout_s = local.config.rail_timeout_s
+        while not self._stopping:
+            now_s = time.monotonic()
+            for direct in tuple(self._links.values()):
+                for i, kept in enumerate(direct.rails):
+                    self._do(local, direct, i, kept.rail.tick(now_s))
+            due_s = min(
+                (kept.rail.due_s for one in self._links.values() for kept in one.rails),
+                default=now_s + 3600,
+            )
+            with contextlib.suppress(queue.Empty):
+                self._calls.get(timeout=min(max(due_s - time.monotonic(), 0.0), 3600.0))()
+
+    def _heard(self, number: int, rail: int, epoch: int, code: int, errnum: int) -> None:
+        direct = self._links.get(number)
+        if direct is None:
+            return
+        if rail < 0:
+            del self._links[number]
+            return
+        event = Event.ANSWERED if code == Reason.RAIL_UP else Event.BROKEN
+        if event is Event.ANSWERED:  # The plane can be faster than the thread that made the rail.
+            self._handle(direct, rail, Event.BUILT, epoch)
+        reason = "" if event is Event.ANSWERED else rail_sentence(code, errnum, self._timeout_s)
+        self._handle(direct, rail, event, epoch, reason)
+
+    def _handle(
+        self, direct: DirectLink, index: int, event: Event, epoch: int, reason: str = ""
+    ) -> None:
+        kept = direct.rails[index]
+        before = kept.rail.state
+        kept.rail.handle(event, time.monotonic(), epoch, reason)
+        self._noted(direct, index, before)
+
+    def _noted(self, direct: DirectLink, index: int, before: State) -> None:
+        """After a rail's state may have changed."""
+        kept = direct.rails[index]
+        if kept.rail.state is before:
+            return
+        if kept.rail.state is State.UP:
+            logger.info("rail %d to %s is up: %s", index, direct.card.id, kept.ways[kept.way])
+            kept.has_worked = True
+        elif kept.rail.state is State.DOWN:
+            logger.warning(
+                "rail %d to %s by %s is down: %s",
+                index, direct.card.id, kept.ways[kept.way], kept.rail.reason,
+            )  # fmt: skip
+            kept.tries += 1
+            if before is not State.UP and not kept.has_worked:
+                kept.way = (kept.way + 1) % len(kept.ways)
+        with direct.changed:
+            direct.changed.notify_all()
+
+    def _do(
+        self, local: Local, direct: DirectLink, index: int, instructions: tuple[Instruction, ...]
+    ) -> None:
+        kept = direct.rails[index]
+        if Instruction.BUILD in instructions:
+            epoch, path = kept.rail.generation, kept.ways[kept.way]
+            self.run(lambda: self._build(local, direct, index, epoch, path))
+        elif instructions:  # It gave up waiting: the plane's end, if there is one, goes too.
+            self._noted(direct, index, State.PROBE)
+
+    def _build(self, local: Local, direct: DirectLink, index: int, epoch: int, path: Path) -> None:
+        reason = ""
+        try:
+            build_rail(local, direct.link, direct.card, index, epoch, path, direct.greet)
+        except (OSError, Error) as exc:
+            reason = (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
+        event = Event.REFUSED if reason else Event.BUILT
+        self._calls.put(lambda: self._handle(direct, index, event, epoch, reason))

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+# RDMA, the destination's side: lets a transfer be written, and counts what has landed. Each piece of
+# a transfer is trailed by a mark on the same rail, (slot, generation, piece): a queue pair delivers
+# in order, so a mark is never earlier than the data before it.
+
+cdef int post_receives(Pair *q, u32 n) noexcept nogil:
+    """Room for that many more marks; 0 or an errno."""
+    cdef VRecvWr wrs[RECEIVES]
+    cdef VSge sges[RECEIVES]
+    cdef VRecvWr *bad = NULL
+    cdef u32 i, slot
+    cdef int errnum
+    if n == 0:
+        return 0
+    for i in range(n):
+        slot = (q.receives_turn + i) % RECEIVES
+        wrs[i].wr_id = slot
+        wrs[i].next = &wrs[i + 1] if i + 1 < n else NULL
+        wrs[i].num_sge = 0
+        wrs[i].sg_list = &sges[i]
+        if not q.e.has_imm:
+            sges[i].addr = <u64>(q.e.scratch + 8 * slot)
+            sges[i].length = 8
+            sges[i].lkey = q.e.scratch_lkey
+            wrs[i].num_sge = 1
+    errnum = q.e.post_recv(q.e.qp, wrs, &bad)
+    if errnum == 0:
+        q.receives += n
+        q.receives_turn += n
+    return errnum
+
+
+# -- letting in
+
+cdef void forget(Link *link, Arriving *a) noexcept nogil:
+    """Of a transfer over RDMA there is nothing more to come. Under the link's lock."""
+    map_take(&link.arriving, a.id)
+    ungrant(link, a)
+    opening_drop(a.opening)
+    free(a)
+
+
+cdef void ungrant(Link *link, Arriving *a) noexcept nogil:
+    if a.bits == NULL:
+        return
+    link.slots[a.slot] = NULL
+    free(a.bits)
+    a.bits = NULL
+    if a.opening != NULL:
+        add32(&a.opening.granted, -1)
+
+
+cdef bint may_begin(Rail *r, Arriving *a) noexcept nogil:
+    """Inside the mark, so that a fence that closes the tag sees the grant, or prevents it."""
+    cdef bint good = True
+    enter(r.worker)
+    if load32(&r.link.dropped):
+        good = False
+    elif a.opening != NULL:
+        good = load32(&a.opening.is_open) != 0
+        if good:
+            add32(&a.opening.granted, 1)
+    leave(r.worker)
+    return good
+
+
+cdef bint on_ask(Rail *r, Header *h) noexcept nogil:
+    """A source asks for a transfer to be written, or with no pieces, only for the table. Under the
+    link's lock; False after a violation."""
+    cdef Link *link = r.link
+    cdef Arriving *a
+    cdef char reason[TEXT_MAX]
+    cdef u32 slot
+    if h.count == 0:
+        tell_table(r)
+        queue_grant(r, h.transfer, 0)
+        return True
+    a = begin(r, h)
+    if a == NULL:
+        return False
+    r.last_id = max(r.last_id, h.transfer)
+    if not a.refused and not may_begin(r, a):
+        snprintf(reason, TEXT_MAX, b"the tag 0x%llx was fenced", <unsigned long long>a.tag)
+        refuse(r, a, reason)
+    if a.refused:
+        forget(link, a)
+        return True
+    slot = link.slots_turn
+    while link.slots[slot] != NULL:  # BEGUN_MAX bounds those under way, too.
+        slot = (slot + 1) % BEGUN_MAX
+    link.slots_turn = (slot + 1) % BEGUN_MAX
+    link.generations[slot] += 1
+    if link.generations[slot] == 0:  # Which is the probes'.
+        link.generations[slot] = 1
+    link.slots[slot] = a
+    a.slot = slot
+    a.pieces = h.count
+    a.bits = <u64 *>need((h.count / 64 + 1) * sizeof(u64))
+    tell_table(r)
+    queue_grant(r, a.id, slot << 24 | <u32>link.generations[slot] << 16)
+    return True
+
+
+cdef void queue_grant(Rail *r, u64 number, u64 mark) noexcept nogil:
+    cdef Header h
+    memset(&h, 0, sizeof(h))
+    h.kind = ACK
+    h.status = GRANTED
+    h.transfer = number
+    h.tag = mark
+    queue_bytes(r, &h, sizeof(h))
+
+
+cdef void tell_table(Rail *r) noexcept nogil:
+    """Sends the registered memory and its keys, if they have changed since the last time."""
+    cdef Link *link = r.link
+    cdef Snapshot *s
+    cdef Far *all = NULL
+    cdef Key *key
+    cdef u32 i, k, n = 0
+    enter(r.worker)
+    s = <Snapshot *>load_pointer(&r.plane.regions)
+    if s.version != link.table_told:
+        link.table_told = s.version
+        for i in range(s.count):
+            n += s.regions[i].keys_n
+        all = <Far *>need((n + 1) * sizeof(Far))
+        n = 0
+        for i in range(s.count):
+            for k in range(s.regions[i].keys_n):
+                key = &s.regions[i].keys[k]
+                all[n].start, all[n].end = key.start, key.end
+                memcpy(all[n].keys, key.far, sizeof(key.far))
+                n += 1
+    leave(r.worker)
+    if all == NULL:
+        return
+    i = 0
+    while True:
+        k = min(n - i, <u32>TABLE_MAX)
+        queue_table(r, all + i, k, TABLE_FIRST if i == 0 else 0)
+        i += k
+        if i == n:
+            break
+    free(all)
+
+
+cdef void queue_table(Rail *r, Far *items, u32 n, uint16_t flags) noexcept nogil:
+    cdef Header h
+    memset(&h, 0, sizeof(h))
+    h.kind = TABLE
+    h.flags = flags
+    h.count = n
+    queue_bytes(r, &h, sizeof(h))
+    queue_bytes(r, items, n * sizeof(Far))
+
+
+# -- counting
+
+cdef void marks_arrived(Pair *q, VWc *wc, int n) noexcept nogil:
+    cdef Rail *r = control_lock(q.link)
+    cdef Header h
+    cdef int i
+    cdef u32 mark
+    cdef bint broken = False, good = True
+    for i in range(n):
+        if not wc[i].opcode & WC_RECV and wc[i].status == WC_SUCCESS:
+            continue
+        q.receives -= 1
+        if wc[i].status != WC_SUCCESS:
+            broken = True
+            continue
+        mark = wc[i].imm_data
+        if not q.e.has_imm:
+            memcpy(&mark, q.e.scratch + 8 * wc[i].wr_id, sizeof(mark))
+        q.marks_seen += 1
+        good &= land_mark(r, ntohl(mark))
+    if q.state == PAIR_UP and not broken:
+        broken = post_receives(q, RECEIVES - q.receives) != 0
+    if broken and q.state == PAIR_UP:
+        queue_broken(r, q.index, q.epoch)
+        pair_drain(q)
+    elif q.marks_seen - q.marks_told >= RECEIVES / 4:
+        q.marks_told = q.marks_seen
+        memset(&h, 0, sizeof(h))
+        h.kind = CREDIT
+        h.transfer, h.tag, h.total = q.index, q.epoch, q.marks_seen
+        queue_bytes(r, &h, sizeof(h))
+    if not good:
+        violate_locked(r, b"a mark of a piece that its transfer does not have")
+    control_unlock(r)
+
+
+cdef bint land_mark(Rail *r, u32 mark) noexcept nogil:
+    """One piece has landed; False after a violation. Under the link's lock."""
+    cdef Link *link = r.link
+    cdef u32 slot = mark >> 24, piece = mark & 0xFFFF
+    cdef Arriving *a = <Arriving *>link.slots[slot]
+    cdef u64 bit = <u64>1 << (piece & 63)
+    store64(&link.progress_ns, now_ns())
+    # None: a probe, or the last words of a transfer that was refused meanwhile.
+    if a == NULL or link.generations[slot] != mark >> 16 & 0xFF:
+        return True
+    if piece >= a.pieces:
+        return False
+    if a.bits[piece >> 6] & bit:
+        return True
+    a.bits[piece >> 6] |= bit
+    a.landed += 1
+    if a.landed == a.pieces:
+        add64(&r.plane.bytes_received, a.total)
+        ungrant(link, a)
+        a.arrived = a.total
+        finish(r, a)
+    return True
+
+
+# -- frames
+
+cdef void check_direct(Rail *r, Header *h, char *text) noexcept nogil:
+    """Sizes of the frames that only links over RDMA have."""
+    cdef bint from_source = h.kind == ASK or h.kind == RAIL_LOST
+    if from_source != r.link.is_incoming:
+        snprintf(text, TEXT_MAX, b"a frame of kind %d is not expected here", <int>h.kind)
+    elif h.status or h.nbytes or (h.flags and h.kind != TABLE):
+        snprintf(text, TEXT_MAX, b"reserved fields of a frame of kind %d are not zero", <int>h.kind)
+    elif h.kind == ASK and h.count > PIECES_MAX:
+        snprintf(text, TEXT_MAX, b"a transfer of %u pieces; at most %d are allowed", h.count,
+                 PIECES_MAX)
+    elif h.kind == TABLE and h.count <= TABLE_MAX:
+        r.body_want = h.count * sizeof(Far)
+    elif (h.kind == RAIL_LOST or h.kind == RAIL_CLOSED) and h.count <= POSTED_MAX:
+        r.body_want = h.count * sizeof(Landing)
+    elif h.kind != ASK and h.count:
+        snprintf(text, TEXT_MAX, b"a frame of kind %d with %u items", <int>h.kind, h.count)
+
+
+cdef bint on_direct(Rail *r, Header *h) noexcept nogil:
+    """A frame about RDMA; False after a violation."""
+    cdef bint good = True
+    if h.kind == ASK:
+        pthread_mutex_lock(&r.link.lock)
+        good = on_ask(r, h)
+        pthread_mutex_unlock(&r.link.lock)
+    elif h.kind == RAIL_LOST:
+        good = on_lost(r, h)
+    elif h.kind == RAIL_CLOSED:
+        on_closed(r, h)
+    elif h.kind == TABLE:
+        on_table(r, h)
+    elif h.kind == RAIL_BROKEN:
+        on_broken(r, h)
+    else:
+        on_credit(r, h)
+    return good

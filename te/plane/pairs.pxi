@@ -1,0 +1,471 @@
+# SPDX-License-Identifier: Apache-2.0
+# Rails over RDMA: the life of a pair. A source's end that fails is destroyed, the destination is
+# asked to drain and destroy its own, and says which pieces had landed; only then is the rest
+# written again elsewhere. So no late packet of a dead pair lands after an arrival was counted.
+
+cdef Rail *control_lock(Link *link) noexcept nogil:
+    """The connection of a link over RDMA, with its lock and the link's."""
+    cdef Rail *r = link.rails[0]
+    pthread_mutex_lock(&r.lock)
+    pthread_mutex_lock(&link.lock)
+    return r
+
+
+cdef void control_unlock(Rail *r) noexcept nogil:
+    """Sends at once what was queued meanwhile."""
+    pthread_mutex_unlock(&r.link.lock)
+    if not r.gone and not load32(&r.link.dead) and (r.queued_n or r.out_left):
+        rail_send(r, 1)
+        set_interest(r)
+    pthread_mutex_unlock(&r.lock)
+
+
+cdef void kick_pairs(Link *link) noexcept nogil:
+    """Has the pairs look for something to send. Any thread."""
+    add32(&link.kicks, 1)
+    wake(link.worker)
+
+
+cdef void pair_free(Pair *q) noexcept nogil:
+    cdef Link *link = q.link
+    if q.e != NULL:
+        q.e.release(q.e)
+    free(q.wrs)
+    free(q.sges)
+    free(q.lost)
+    free(q)
+    link_drop(link)
+
+
+cdef int pair_new(
+    Link *link, Endpoint *e, u32 index, u32 epoch, u32 near_nic, u32 far_nic, u64 fences
+) noexcept nogil:
+    """Hands a connected queue pair to the link's worker; 0, or an errno (then it is not taken)."""
+    cdef Worker *w = link.worker
+    cdef Pair *q = <Pair *>need(sizeof(Pair))
+    cdef u32 i
+    cdef int errnum
+    q.plane = link.plane
+    q.link = link
+    q.worker = w
+    q.e = e
+    q.index, q.epoch, q.near_nic, q.far_nic, q.fences = index, epoch, near_nic, far_nic, fences
+    q.progress_ns = now_ns()
+    q.credit = RECEIVES
+    if link.is_incoming:
+        q.state = PAIR_UP
+        errnum = post_receives(q, RECEIVES)
+        if errnum:
+            free(q)
+            return errnum
+    else:
+        q.state = PAIR_PROBE
+        q.wrs = <VSendWr *>need(e.send_depth * sizeof(VSendWr))
+        q.sges = <VSge *>need(e.send_depth * sizeof(VSge))
+        for i in range(e.send_depth):
+            q.wrs[i].next = &q.wrs[i + 1]
+            q.wrs[i].sg_list = &q.sges[i]
+    add32(&link.refs, 1)
+    pthread_mutex_lock(&w.lock)
+    q.next = w.adopted_pairs
+    w.adopted_pairs = q
+    pthread_mutex_unlock(&w.lock)
+    wake(w)
+    return 0
+
+
+cdef void pairs_adopt(Worker *w) noexcept nogil:
+    cdef Pair *q
+    cdef Pair *next
+    cdef Pair *old
+    cdef epoll_event event
+    pthread_mutex_lock(&w.lock)
+    q = w.adopted_pairs
+    w.adopted_pairs = NULL
+    pthread_mutex_unlock(&w.lock)
+    while q != NULL:
+        next = q.next
+        q.next = w.pairs
+        w.pairs = q
+        event.events = EPOLLIN
+        event.data.ptr = <void *>(<u64>q | 1)
+        if load32(&q.link.dead) or epoll_ctl(w.epoll, EPOLL_CTL_ADD, q.e.fd, &event) < 0:
+            pair_end(q)
+        else:
+            old = q.link.pairs[q.index]
+            if old != NULL and old.ring_n:  # It must be closed by the destination first.
+                store32(&old.doomed, 1)
+                store32(&old.kick, 1)
+                tell(q.plane, q.link, q.index, q.epoch, PEER_BROKE, 0)
+                pair_end(q)
+                q = next
+                continue
+            if old != NULL:
+                pair_end(old)
+            q.link.pairs[q.index] = q
+            if q.state == PAIR_PROBE:
+                post_probe(q)
+            store32(&q.kick, 1)
+        q = next
+
+
+cdef void pairs_sweep(Worker *w) noexcept nogil:
+    """Frees pairs that have gone; behind everything that may still point to one."""
+    cdef Pair *q = w.pairs
+    cdef Pair *next
+    w.pairs = NULL
+    while q != NULL:
+        next = q.next
+        if q.state == PAIR_GONE:
+            pair_free(q)
+        else:
+            q.next = w.pairs
+            w.pairs = q
+        q = next
+
+
+cdef void pair_end(Pair *q) noexcept nogil:
+    """Destroys it: nothing is read or written through it any more."""
+    if q.e != NULL:
+        q.e.release(q.e)
+        q.e = NULL
+    if q.state == PAIR_DRAIN:
+        q.worker.draining -= 1
+    q.state = PAIR_GONE
+    if q.link.pairs[q.index] == q:
+        q.link.pairs[q.index] = NULL
+
+
+cdef void pairs_end(Link *link) noexcept nogil:
+    """The link has died. By its worker, before its transfers are failed."""
+    cdef u32 i
+    for i in range(RAILS_MAX):
+        if link.pairs[i] != NULL:
+            pair_end(link.pairs[i])
+    store32(&link.has_ended, 1)
+    if swap32(&link.breaking, 0):
+        futex_wake_all(&link.breaking)
+
+
+cdef void queue_rail(Rail *r, uint8_t kind, Pair *q, u64 total, Landing *items, u32 n) noexcept nogil:
+    """A word about one rail, with a list of pieces."""
+    cdef Header h
+    memset(&h, 0, sizeof(h))
+    h.kind = kind
+    h.transfer = q.index
+    h.tag = q.epoch
+    h.total = total
+    h.count = n
+    queue_bytes(r, &h, sizeof(h))
+    queue_bytes(r, items, n * sizeof(Landing))
+
+
+# -- the source's end
+
+cdef void pair_fail(Pair *q, int code, int errnum) noexcept nogil:
+    """The source's end has failed, or is to be given up."""
+    cdef Landing items[POSTED_MAX]
+    cdef Posted *one
+    cdef Rail *r
+    cdef u32 i, n = 0
+    if q.state != PAIR_UP and q.state != PAIR_PROBE:
+        return
+    q.e.release(q.e)
+    q.e = NULL
+    q.state = PAIR_LOST
+    q.code = code
+    q.errnum = errnum
+    q.building = NULL
+    for i in range(q.ring_n):
+        one = &q.ring[(q.ring_first + i) % POSTED_MAX]
+        if one.transfer.kind == WRITE_DIRECT:
+            items[n].dst = one.transfer.id
+            items[n].nbytes = one.piece
+            n += 1
+    r = control_lock(q.link)
+    queue_rail(r, RAIL_LOST, q, 0, items, n)
+    control_unlock(r)
+
+
+cdef bint is_listed_in(Landing *items, u32 n, u64 number, u64 piece) noexcept nogil:
+    cdef u32 i
+    for i in range(n):
+        if items[i].dst == number and items[i].nbytes == piece:
+            return True
+    return False
+
+
+cdef void on_closed(Rail *r, Header *h) noexcept nogil:
+    """The destination has closed its end of a lost rail: `r.body` says what had landed through it.
+    The rest is written again."""
+    cdef Link *link = r.link
+    cdef Pair *q = link.pairs[h.transfer] if h.transfer < RAILS_MAX else NULL
+    cdef Posted *one
+    cdef Transfer *t
+    if q == NULL or q.epoch != h.tag or q.state != PAIR_LOST:
+        return
+    pthread_mutex_lock(&link.lock)
+    while q.ring_n:
+        one = &q.ring[q.ring_first]
+        q.ring_first = (q.ring_first + 1) % POSTED_MAX
+        q.ring_n -= 1
+        t = one.transfer
+        t.in_flight -= 1
+        add64(&link.rail_flying[q.index], -<int64_t>one.nbytes)
+        if not (
+            t.kind == WRITE_DIRECT
+            and is_listed_in(<Landing *>r.body, h.count, t.id, one.piece)
+        ):
+            requeue(link, t, one.piece)
+        advance_transfer(r, t)
+    pthread_mutex_unlock(&link.lock)
+    tell(q.plane, link, q.index, q.epoch, q.code, q.errnum)
+    pair_end(q)
+    kick_pairs(link)
+
+
+cdef void on_broken(Rail *r, Header *h) noexcept nogil:
+    """The destination has broken one rail, or by a fence all it had until then."""
+    cdef Link *link = r.link
+    cdef Pair *q
+    cdef u32 i
+    pthread_mutex_lock(&link.lock)
+    link.fences = max(link.fences, h.total)
+    pthread_mutex_unlock(&link.lock)
+    for i in range(RAILS_MAX):
+        q = link.pairs[i]
+        if q == NULL or q.e == NULL:
+            continue
+        if (h.transfer == ANY_RAIL and q.fences < h.total) or (
+            h.transfer == i and h.tag == q.epoch
+        ):
+            store32(&q.doomed, 1)  # The rail's lock is held here: `pair_fail` takes it.
+            store32(&q.kick, 1)
+    store32(&link.worker.kicked, 1)
+    kick_pairs(link)
+
+
+# -- the destination's end
+
+cdef void pair_drain(Pair *q) noexcept nogil:
+    """Puts the destination's end into the error state: nothing more lands once all of its receives
+    have come back."""
+    if q.state != PAIR_UP:
+        return
+    q.e.to_error(q.e)
+    q.state = PAIR_DRAIN
+    q.drain_until = now_ns() + DRAIN_NS
+    q.worker.draining += 1
+    store32(&q.kick, 1)
+    store32(&q.worker.kicked, 1)
+
+
+cdef void pair_drained(Pair *q) noexcept nogil:
+    cdef Rail *r
+    q.worker.draining -= 1
+    q.e.release(q.e)
+    q.e = NULL
+    q.state = PAIR_LOST
+    if q.lost_asked:
+        r = control_lock(q.link)
+        answer_lost(r, q.index, q.epoch, q.lost, q.lost_n)
+        control_unlock(r)
+        pair_end(q)
+
+
+cdef void answer_lost(Rail *r, u64 index, u64 epoch, Landing *items, u32 n) noexcept nogil:
+    """Says which of the pieces have landed. Under the link's lock."""
+    cdef Landing landed[POSTED_MAX]
+    cdef Pair q
+    cdef Arriving *a
+    cdef u32 i, k = 0
+    for i in range(n):
+        a = <Arriving *>map_get(&r.link.arriving, items[i].dst)
+        if a == NULL or a.bits == NULL or a.bits[items[i].nbytes >> 6] >> (
+            items[i].nbytes & 63
+        ) & 1:
+            landed[k] = items[i]
+            k += 1
+    q.index = <u32>index
+    q.epoch = <u32>epoch
+    tell_table(r)
+    queue_rail(r, RAIL_CLOSED, &q, 0, landed, k)
+
+
+cdef bint on_lost(Rail *r, Header *h) noexcept nogil:
+    """The source has given up its end of a rail."""
+    cdef Link *link = r.link
+    cdef Landing *items = <Landing *>r.body
+    cdef Arriving *a
+    cdef Pair *q
+    cdef u32 i
+    cdef bint good = h.transfer < RAILS_MAX and h.count <= POSTED_MAX
+    pthread_mutex_lock(&link.lock)
+    for i in range(h.count if good else 0):
+        a = <Arriving *>map_get(&link.arriving, items[i].dst)
+        if a != NULL and a.bits != NULL and items[i].nbytes >= a.pieces:
+            good = False
+    q = link.pairs[h.transfer] if good else NULL
+    if q != NULL and q.epoch == h.tag and (q.state == PAIR_UP or q.state == PAIR_DRAIN):
+        q.lost = <Landing *>need((h.count + 1) * sizeof(Landing))
+        memcpy(q.lost, items, h.count * sizeof(Landing))
+        q.lost_n = h.count
+        q.lost_asked = True
+        pair_drain(q)
+    elif good:
+        answer_lost(r, h.transfer, h.tag, items, h.count)
+        if q != NULL and q.epoch == h.tag:
+            pair_end(q)
+    pthread_mutex_unlock(&link.lock)
+    if not good:
+        violate(r, b"it lost a rail or a piece that it cannot have")
+    return good
+
+
+cdef void break_link(Link *link) noexcept nogil:
+    """For a fence: drains every pair, refuses what was granted under closed tags, tells the source.
+    Called again until there is nothing left to drain."""
+    cdef Rail *r
+    cdef Arriving *a
+    cdef Pair *q
+    cdef u64 i
+    cdef u32 k
+    cdef bint done = True
+    cdef char reason[TEXT_MAX]
+    if load32(&link.breaking) == 1:
+        store32(&link.breaking, 2)
+        # In this order: whoever adds a pair reads the number behind it.
+        pthread_mutex_lock(&link.lock)
+        link.fences += link.is_incoming
+        pthread_mutex_unlock(&link.lock)
+        pairs_adopt(link.worker)
+        for k in range(RAILS_MAX):
+            if link.pairs[k] != NULL and link.is_incoming:
+                pair_drain(link.pairs[k])
+            elif link.pairs[k] != NULL:
+                pair_fail(link.pairs[k], FENCED, 0)
+        r = control_lock(link)
+        i = 0
+        while i < link.arriving.size:
+            a = <Arriving *>link.arriving.values[i]
+            if a != NULL and a.opening != NULL and not load32(&a.opening.is_open):
+                snprintf(reason, TEXT_MAX, b"the tag 0x%llx was fenced", <unsigned long long>a.tag)
+                refuse(r, a, reason)
+                forget(link, a)
+                i = 0  # What comes behind may have moved up.
+                continue
+            i += 1
+        if link.is_incoming:
+            queue_broken(r, ANY_RAIL, 0)
+        control_unlock(r)
+    for k in range(RAILS_MAX):
+        q = link.pairs[k]
+        if q != NULL and q.state != PAIR_LOST and q.state != PAIR_GONE:
+            done = False
+    if done and swap32(&link.breaking, 0):
+        futex_wake_all(&link.breaking)
+
+
+cdef void queue_broken(Rail *r, u64 rail, u64 epoch) noexcept nogil:
+    cdef Header h
+    memset(&h, 0, sizeof(h))
+    h.kind = RAIL_BROKEN
+    h.transfer = rail
+    h.tag = epoch
+    h.total = r.link.fences
+    queue_bytes(r, &h, sizeof(h))
+
+
+# -- the worker's turn
+
+cdef bint pair_poll(Pair *q) noexcept nogil:
+    """Takes completions; whether there were any."""
+    cdef VWc wc[POLLED_MAX]
+    cdef int n = q.e.poll_cq(q.e.cq, POLLED_MAX, wc)
+    if n < 0:
+        if q.link.is_incoming:
+            pair_drain(q)
+        else:
+            pair_fail(q, POLL_FAILED, -n)
+        return True
+    if n and q.link.is_incoming:
+        marks_arrived(q, wc, n)
+    elif n:
+        writes_done(q, wc, n)
+    return n > 0
+
+
+cdef bint pair_turn(Pair *q) noexcept nogil:
+    """Whatever the pair can do now; whether something moved."""
+    cdef bint busy = False
+    cdef int rounds = 0
+    if q.e == NULL:
+        return False
+    while rounds < 8 and q.e != NULL and pair_poll(q):
+        busy = True
+        rounds += 1
+    if rounds == 8:
+        store32(&q.kick, 1)
+        store32(&q.worker.kicked, 1)
+    if q.e == NULL:
+        return busy
+    if q.state == PAIR_DRAIN:
+        if q.receives == 0 or now_ns() > q.drain_until:
+            pair_drained(q)
+    elif not q.link.is_incoming and load32(&q.doomed):
+        pair_fail(q, PEER_BROKE, 0)
+    elif q.state == PAIR_UP and not q.link.is_incoming:
+        busy |= post_pieces(q)
+    return busy
+
+
+cdef bint pairs_turn(Worker *w) noexcept nogil:
+    """Pairs that were kicked, and those whose completions no event will tell of."""
+    cdef Pair *q = w.pairs
+    cdef u32 kicks
+    cdef bint busy = False
+    while q != NULL:
+        kicks = load32(&q.link.kicks)
+        if kicks != q.kicks_seen:
+            q.kicks_seen = kicks
+            store32(&q.kick, 1)
+        if swap32(&q.kick, 0) or not q.armed or q.state == PAIR_DRAIN:
+            busy |= pair_turn(q)
+        if load32(&q.link.breaking):
+            break_link(q.link)
+        q = q.next
+    return busy
+
+
+cdef bint pairs_arm(Worker *w) noexcept nogil:
+    """Before sleeping: asks for events, then looks once more; whether there was something."""
+    cdef Pair *q = w.pairs
+    cdef bint busy = False
+    while q != NULL:
+        if not q.armed and q.e != NULL:
+            q.armed = True
+            if q.e.req_notify_cq(q.e.cq, 0) == 0:
+                busy |= pair_turn(q)
+        q = q.next
+    return busy
+
+
+cdef void pair_event(Pair *q) noexcept nogil:
+    """Its channel is readable."""
+    if q.e != NULL:
+        q.e.take_events(q.e)
+        q.armed = False
+
+
+cdef void pairs_check(Worker *w, u64 now) noexcept nogil:
+    """Gives up rails on which nothing came back for too long: a device may try for ever. As with
+    stalls, only silence after one more look counts."""
+    cdef Pair *q = w.pairs
+    cdef bint late
+    while q != NULL:
+        if q.e != NULL and not q.link.is_incoming:
+            late = q.sequence != q.completed and now > q.progress_ns + q.plane.rail_ns
+            if late and q.suspect:
+                pair_fail(q, NO_COMPLETION, 0)
+            q.suspect = late
+        q = q.next

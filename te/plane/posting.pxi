@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: Apache-2.0
+# RDMA, the source's side: pieces become work requests in kept arrays, handed over by one call. What
+# `requeue`, `advance_transfer` and `next_piece` touch is under the link's lock.
+
+# -- transfers over RDMA
+
+cdef void put_ready(Link *link, Transfer *t) noexcept nogil:
+    if t.is_ready:
+        return
+    t.is_ready = True
+    t.next_ready = NULL
+    if link.ready == NULL:
+        link.ready = t
+    else:
+        link.ready_last.next_ready = t
+    link.ready_last = t
+
+
+cdef void take_ready(Link *link, Transfer *t) noexcept nogil:
+    cdef Transfer *before = NULL
+    cdef Transfer *one = link.ready
+    if not t.is_ready:
+        return
+    while one != t:
+        before = one
+        one = one.next_ready
+    if before == NULL:
+        link.ready = t.next_ready
+    else:
+        before.next_ready = t.next_ready
+    if link.ready_last == t:
+        link.ready_last = before
+    t.is_ready = False
+
+
+cdef void requeue(Link *link, Transfer *t, u32 piece) noexcept nogil:
+    """The piece waits for a rail, as the next one."""
+    cdef Piece *p = &t.pieces[piece]
+    p.next = t.heads[p.rail]
+    t.heads[p.rail] = piece + 1
+    t.waiting += 1
+    t.closed = False
+    if t.granted and not is_given_up(t):
+        put_ready(link, t)
+
+
+cdef void line_up(Transfer *t) noexcept nogil:
+    """All pieces wait, in their order."""
+    cdef u32 i = t.pieces_n
+    while i:
+        i -= 1
+        t.pieces[i].next = t.heads[t.pieces[i].rail]
+        t.heads[t.pieces[i].rail] = i + 1
+    t.waiting = t.pieces_n
+
+
+cdef void advance_transfer(Rail *r, Transfer *t) noexcept nogil:
+    """After whatever may have ended it."""
+    if is_given_up(t) and not t.closed:
+        take_ready(r.link, t)
+        t.stopped = True
+        if t.in_flight:
+            return
+        if t.answer == REFUSED or t.kind == READ_DIRECT:
+            t.closed = True
+            if t.answer == NO_ANSWER:
+                t.answer = ABANDONED
+        elif t.begun:
+            give_up(r, t)
+    elif t.kind == READ_DIRECT and t.granted and t.waiting == 0 and t.in_flight == 0:
+        t.closed = True
+        if t.answer == NO_ANSWER:
+            t.answer = LANDED
+    conclude(r.link, t)
+
+
+cdef void grant(Rail *r, Transfer *t, u64 mark) noexcept nogil:
+    """The destination lets it be written. Under the link's lock."""
+    if t.granted:
+        return
+    t.granted = True
+    t.mark = <u32>mark
+    store64(&r.link.progress_ns, now_ns())
+    if not is_given_up(t):
+        put_ready(r.link, t)
+        kick_pairs(r.link)
+
+
+cdef void cancel_direct(Transfer *t) noexcept nogil:
+    cdef Rail *r = control_lock(t.link)
+    if t.is_listed:
+        if not t.begun:
+            unlist(t.link, t, CANCELLED, NO_REASON)
+        else:
+            advance_transfer(r, t)
+    control_unlock(r)
+
+
+cdef void give_up_all(Link *link, int verdict) noexcept nogil:
+    """Fails what is unfinished, with the destination's knowledge."""
+    cdef Rail *r = control_lock(link)
+    cdef Transfer *t = link.first
+    cdef Transfer *after
+    while t != NULL:
+        after = t.after
+        if t.kind >= WRITE_DIRECT and not is_given_up(t):
+            t.verdict = verdict
+            if t.begun:
+                advance_transfer(r, t)
+            else:
+                unlist(link, t, FAILED, verdict)
+        t = after
+    control_unlock(r)
+
+
+cdef void fill_ask(Rail *r, Transfer *t) noexcept nogil:
+    """The rail's next frame: may this be written?"""
+    cdef Header *h = <Header *>r.frame
+    memset(h, 0, sizeof(Header))
+    h.kind = ASK
+    h.count = t.pieces_n if t.kind == WRITE_DIRECT else 0
+    h.transfer = t.id
+    h.tag = t.tag
+    h.total = t.total
+    r.out[1].iov_base = r.frame
+    r.out[1].iov_len = r.out_left = sizeof(Header)
+    r.out_n = 2
+    r.out_payload = r.out_tail = 0
+    store_pointer(&t.rail, r)
+
+
+cdef void on_table(Rail *r, Header *h) noexcept nogil:
+    """The destination's memory anew, or the rest of it."""
+    cdef Link *link = r.link
+    cdef Pair *q = link.worker.pairs
+    if h.flags & TABLE_FIRST:
+        link.table_n = 0
+    if link.table_n + h.count > link.table_room:
+        link.table_room = 2 * (link.table_n + h.count)
+        link.table = <Far *>realloc(link.table, link.table_room * sizeof(Far))
+        if link.table == NULL:
+            abort()
+    memcpy(link.table + link.table_n, r.body, h.count * sizeof(Far))
+    link.table_n += h.count
+    while q != NULL:
+        if q.link == link:
+            q.far_key = NULL
+        q = q.next
+
+
+# -- choosing
+
+cdef inline bint is_rail_up(Link *link, u32 rail) noexcept nogil:
+    return link.pairs[rail] != NULL and link.pairs[rail].state == PAIR_UP
+
+
+cdef u32 choose_rail(Pair *q, Transfer *t) noexcept nogil:
+    """Whose next piece the pair takes: its own; or a dead rail's; or, when it has nothing at all to
+    do, one of a rail that has several."""
+    cdef u32 i
+    if t.heads[q.index]:
+        return q.index
+    for i in range(RAILS_MAX):
+        if t.heads[i] and not is_rail_up(q.link, i):
+            return i
+    if q.ring_n == 0:
+        for i in range(RAILS_MAX):
+            if t.heads[i] and t.pieces[t.heads[i] - 1].next:
+                return i
+    return ANY_RAIL
+
+
+cdef bint next_piece(Pair *q) noexcept nogil:
+    """Gives the pair its next piece, as `building`; False if there is none for it."""
+    cdef Link *link = q.link
+    cdef Rail *r = control_lock(link)
+    cdef Transfer *t = link.ready
+    cdef Transfer *next
+    cdef Piece *p
+    cdef Posted *one
+    cdef u32 rail
+    cdef bint found = False
+    while t != NULL and not found and link.fences >= q.fences:
+        next = t.next_ready
+        if is_given_up(t):
+            advance_transfer(r, t)
+        else:
+            rail = choose_rail(q, t)
+            found = rail != ANY_RAIL
+        if not found:
+            t = next
+    if found:
+        q.building = t
+        q.building_piece = t.heads[rail] - 1
+        p = &t.pieces[q.building_piece]
+        t.heads[rail] = p.next
+        t.waiting -= 1
+        t.in_flight += 1
+        if t.waiting == 0:
+            take_ready(link, t)
+            t.closed = True
+        q.at_block, q.at_offset, q.at_left = p.first, p.offset, p.nbytes
+        one = &q.ring[(q.ring_first + q.ring_n) % POSTED_MAX]
+        one.transfer, one.piece, one.nbytes = t, q.building_piece, p.nbytes
+        one.sequence = <u64>-1  # not known before its last work request is built
+        q.ring_n += 1
+        q.ring_bytes += p.nbytes
+        add64(&link.rail_flying[q.index], p.nbytes)
+    control_unlock(r)
+    return found
+
+
+# -- building
+
+cdef inline Far *far_key(Pair *q, u64 address) noexcept nogil:
+    cdef Far *table = q.link.table
+    cdef u32 low = 0, high = q.link.table_n, middle
+    if q.far_key != NULL and q.far_key.start <= address < q.far_key.end:
+        return q.far_key
+    while low < high:
+        middle = (low + high) >> 1
+        if table[middle].start <= address:
+            low = middle + 1
+        else:
+            high = middle
+    if low == 0 or address >= table[low - 1].end:
+        return NULL
+    q.far_key = &table[low - 1]
+    return q.far_key
+
+
+cdef inline Key *near_key(Pair *q, Transfer *t, u64 address) noexcept nogil:
+    """A transfer's own blocks lie in regions that it holds."""
+    cdef u32 low = 0, high = t.held_n, middle
+    cdef Region *region
+    if q.near_key != NULL and q.near_key.start <= address < q.near_key.end:
+        return q.near_key
+    while low < high:
+        middle = (low + high) >> 1
+        if t.held[middle].start <= address:
+            low = middle + 1
+        else:
+            high = middle
+    region = t.held[low - 1]
+    for low in range(region.keys_n):
+        if region.keys[low].start <= address < region.keys[low].end:
+            q.near_key = &region.keys[low]
+    return q.near_key
+
+
+cdef inline VSendWr *new_request(Pair *q, int opcode) noexcept nogil:
+    cdef VSendWr *w = &q.wrs[q.built_n]
+    q.built_n += 1
+    q.sequence += 1
+    q.since_signal += 1
+    w.wr_id = q.sequence
+    w.opcode = opcode
+    w.num_sge = 1
+    w.send_flags = 0
+    if q.since_signal == SIGNAL_EVERY:
+        q.since_signal = 0
+        w.send_flags = SEND_SIGNALED
+    return w
+
+
+cdef void build_mark(Pair *q, u32 mark) noexcept nogil:
+    """The trailing write of a piece, or a probe: it lands behind everything before it."""
+    cdef VSendWr *w = new_request(q, WR_RDMA_WRITE_WITH_IMM)
+    w.send_flags = SEND_SIGNALED
+    q.since_signal = 0
+    q.marks += 1
+    w.imm_data = htonl(mark)
+    w.num_sge = 0
+    w.remote_addr = 0
+    w.rkey = 0
+    if not q.e.has_imm:
+        w.opcode = WR_SEND
+        w.send_flags |= SEND_INLINE
+        w.num_sge = 1
+        q.mark_data = htonl(mark)
+        w.sg_list.addr = <u64>&q.mark_data
+        w.sg_list.length = sizeof(u32)
+        w.sg_list.lkey = 0
+
+
+cdef void refuse_here(Pair *q, u64 address, u64 nbytes) noexcept nogil:
+    """The destination has no such memory."""
+    cdef Link *link = q.link
+    cdef Transfer *t = q.building
+    cdef Rail *r
+    cdef char *text = <char *>need(TEXT_MAX)
+    cdef int n = snprintf(
+        text, TEXT_MAX, b"the destination: %llu bytes at 0x%llx lie outside the registered memory;"
+        b" it has %u ranges", <unsigned long long>nbytes, <unsigned long long>address, link.table_n)
+    r = control_lock(link)
+    if t.text == NULL and t.verdict == 0:
+        t.text = text
+        t.verdict = WAS_REFUSED
+    else:
+        free(text)
+    control_unlock(r)
+
+
+cdef bint build(Pair *q) noexcept nogil:
+    """Work requests for the piece under way, as many as the queue takes; whether the piece is
+    complete. What cannot be written is given up, its mark is not sent."""
+    cdef Transfer *t = q.building
+    cdef Block b
+    cdef Far *far
+    cdef Key *near
+    cdef VSendWr *w
+    cdef u64 n, near_at, far_at, room = q.e.send_depth - (q.sequence - q.completed)
+    cdef bint is_read = t.kind == READ_DIRECT
+    cdef u32 near_nic = q.near_nic, far_nic = q.far_nic, most = q.e.max_msg_bytes
+    room = min(room, <u64>(q.e.send_depth - q.built_n))
+    while q.at_left and room > 1:
+        b = t.blocks[q.at_block]
+        near_at = (b.dst if is_read else b.src) + q.at_offset
+        far_at = (b.src if is_read else b.dst) + q.at_offset
+        far = far_key(q, far_at)
+        if far == NULL:
+            refuse_here(q, far_at, b.nbytes - q.at_offset)
+            q.at_left = 0
+            build_mark(q, 0)  # A completion for what was built; the destination ignores it.
+            return True
+        near = near_key(q, t, near_at)
+        n = min(min(b.nbytes - q.at_offset, q.at_left), min(far.end - far_at, near.end - near_at))
+        n = min(n, <u64>most)
+        w = new_request(q, WR_RDMA_READ if is_read else WR_RDMA_WRITE)
+        w.remote_addr = far_at
+        w.rkey = far.keys[far_nic]
+        w.sg_list.addr = near_at
+        w.sg_list.length = <u32>n
+        w.sg_list.lkey = near.near[near_nic]
+        room -= 1
+        q.at_left -= n
+        q.at_offset += n
+        if q.at_offset == b.nbytes:
+            q.at_block += 1
+            q.at_offset = 0
+    if q.at_left or room == 0:
+        return False
+    if is_read:
+        q.wrs[q.built_n - 1].send_flags = SEND_SIGNALED
+        q.since_signal = 0
+    else:
+        build_mark(q, t.mark + q.building_piece)
+    return True
+
+
+cdef bint hand_over(Pair *q) noexcept nogil:
+    """One call for the whole chain; False if the device did not take all of it."""
+    cdef VSendWr *bad = NULL
+    cdef int errnum
+    if q.built_at == q.built_n:
+        return True
+    if q.completed == q.sequence - (q.built_n - q.built_at):
+        q.progress_ns = now_ns()  # Nothing was under way: its time begins now.
+    q.wrs[q.built_n - 1].next = NULL
+    errnum = q.e.post_send(q.e.qp, &q.wrs[q.built_at], &bad)
+    q.wrs[q.built_n - 1].next = &q.wrs[q.built_n]
+    if errnum == 0:
+        q.built_at = q.built_n = 0
+        return True
+    q.built_at = <u32>(bad - q.wrs)
+    if (errnum == ENOMEM or errnum == EAGAIN) and (
+        q.completed < q.wrs[q.built_at].wr_id - 1
+    ):
+        return False  # A completion makes room.
+    pair_fail(q, POST_FAILED, errnum)
+    return False
+
+
+cdef void post_probe(Pair *q) noexcept nogil:
+    build_mark(q, 0)
+    hand_over(q)
+
+
+cdef bint post_pieces(Pair *q) noexcept nogil:
+    """Sends what the pair has room for."""
+    cdef bint busy = False
+    cdef Posted *last
+    while hand_over(q):
+        if q.building == NULL:
+            if q.ring_n == POSTED_MAX or (q.ring_n and q.ring_bytes >= POSTED_BYTES):
+                return busy
+            if q.marks >= q.credit or not next_piece(q):
+                return busy
+        busy = True
+        if q.sequence - q.completed + 1 >= q.e.send_depth:
+            return busy
+        if build(q):
+            last = &q.ring[(q.ring_first + q.ring_n - 1) % POSTED_MAX]
+            last.sequence = q.sequence
+            q.building = NULL
+    return busy
+
+
+# -- what comes back
+
+cdef void writes_done(Pair *q, VWc *wc, int n) noexcept nogil:
+    cdef Rail *r
+    cdef Transfer *t
+    cdef Posted *one
+    cdef int i
+    cdef u64 sent = 0
+    for i in range(n):
+        if wc[i].status != WC_SUCCESS:
+            pair_fail(q, BAD_STATUS, wc[i].status)
+            return
+        q.completed = wc[i].wr_id
+    q.progress_ns = now_ns()
+    if q.state == PAIR_PROBE:
+        q.state = PAIR_UP
+        tell(q.plane, q.link, q.index, q.epoch, RAIL_UP, 0)
+    q.link.has_outlasted = False
+    if q.ring_n == 0 or q.ring[q.ring_first].sequence > q.completed:
+        return
+    store64(&q.link.progress_ns, q.progress_ns)
+    r = control_lock(q.link)
+    while q.ring_n and q.ring[q.ring_first].sequence <= q.completed:
+        one = &q.ring[q.ring_first]
+        q.ring_first = (q.ring_first + 1) % POSTED_MAX
+        q.ring_n -= 1
+        q.ring_bytes -= one.nbytes
+        sent += one.nbytes
+        t = one.transfer
+        t.in_flight -= 1
+        add64(&q.link.rail_bytes[q.index], one.nbytes)
+        add64(&q.link.rail_flying[q.index], -<int64_t>one.nbytes)
+        advance_transfer(r, t)
+    control_unlock(r)
+    add64(&q.plane.bytes_sent, sent)
+
+
+cdef void on_credit(Rail *r, Header *h) noexcept nogil:
+    cdef Pair *q = r.link.pairs[h.transfer] if h.transfer < RAILS_MAX else NULL
+    if q != NULL and q.epoch == h.tag and q.e != NULL:
+        q.credit = max(q.credit, h.total + RECEIVES)
+        kick_pairs(r.link)

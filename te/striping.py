@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rail carries which bytes: pure, vectorised over blocks and rails.
+
+A transfer is divided once, when it is submitted: ``shares`` says how many bytes each rail takes so
+that all of them end at the same time, ``stripe`` cuts the blocks accordingly. What a dead rail
+leaves behind is a transfer like any other and is divided again over those that live.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from te.blocks import BLOCK
+
+__all__ = [
+    "GRAIN_NBYTES",
+    "LANE",
+    "PENALTY",
+    "RATE_FLOOR",
+    "SPLIT_NBYTES",
+    "Stripes",
+    "lanes",
+    "measured",
+    "pairs",
+    "partners",
+    "shares",
+    "stripe",
+]
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Integers: TypeAlias = npt.NDArray[np.int64]
+
+LANE: Final = np.dtype([("rate", "<f8"), ("in_flight", "<f8"), ("distance", "<i8")])
+"""A rail that can take work: bytes per second, bytes it still has to move, and how far its NIC is
+from the memory (0 near, 1 the same NUMA node, 2 another: ``topology.Distance``)."""
+
+PENALTY: Final = (1.0, 4.0, 16.0)
+"""By distance, how many times longer a byte is taken to need: far NICs help out when near ones
+have work for so much longer, since they are the near ones of somebody else's memory."""
+
+RATE_FLOOR: Final = 1 / 16
+"""A rail is never believed to be slower than this part of the fastest: it keeps getting work, so
+its rate is measured again."""
+
+GRAIN_NBYTES: Final = 128 << 10
+"""One more rail for each so many bytes: below that a further rail costs more than it carries."""
+
+SPLIT_NBYTES: Final = 64 << 10
+"""Smaller blocks go to one rail whole; larger ones may be cut."""
+
+CUT_ALIGN: Final = 4096
+"""Cuts within a block fall on multiples of this offset: the unit of the NIC's page tables."""
+
+RATE_MEMORY_S: Final = 0.1
+"""Time constant of the measured rate, in seconds of the rail being busy."""
+
+
+@dataclass(frozen=True)
+class Stripes:
+    """Blocks in the order given, cut so that each rail has a run of whole ones."""
+
+    #: Shape (pieces,), dtype ``BLOCK``: the same copies.
+    blocks: npt.NDArray[np.void]
+    #: Shape (rails + 1,): rail r takes ``blocks[bounds[r]:bounds[r + 1]]``, maybe none.
+    bounds: Integers
+
+    def of(self, rail: int) -> npt.NDArray[np.void]:
+        """The blocks of one rail."""
+        return self.blocks[self.bounds[rail] : self.bounds[rail + 1]]
+
+
+def lanes(rate: Any, in_flight: Any = 0.0, distance: Any = 0) -> npt.NDArray[np.void]:
+    """Lanes from columns: scalars, or sequences of one length (rails,).
+
+    Raises ``ValueError`` for a rate that is not positive and finite, negative bytes in flight, or
+    an unknown distance.
+    """
+    array = np.empty(np.size(rate), LANE)
+    array["rate"], array["in_flight"], array["distance"] = rate, in_flight, distance
+    for one_rate, work, far in array.tolist():
+        if not 0 < one_rate < math.inf:
+            raise ValueError(f"rates must be positive bytes per second, not {one_rate}")
+        if not work >= 0:
+            raise ValueError(f"bytes in flight must not be negative: {work}")
+        if not 0 <= far < len(PENALTY):
+            raise ValueError(f"distances must be 0 to {len(PENALTY) - 1}, not {far}")
+    return array
+
+
+def shares(
+    rails: npt.NDArray[np.void], total_nbytes: int, turn: int = 0, grain_nbytes: int = GRAIN_NBYTES
+) -> Floats:
+    """Bytes for each of ``rails``, shape (rails,), dtype ``LANE``; the sum is ``total_nbytes``.
+
+    All rails that get something are expected to end at the same time, and one that gets nothing
+    has work for longer than that. At most one rail per ``grain_nbytes`` is used. Among equals
+    the one at ``turn`` modulo their number is first, so that a counter of transfers makes small
+    ones go round. ``ValueError`` when there are no rails.
+    """
+    # Numbers, not arrays: for the few rails there are, a numpy call costs more than all of this.
+    table = rails.tolist()
+    count = len(table)
+    if not count:
+        raise ValueError("there is no rail to share the bytes")
+    floor = max(rate for rate, _, _ in table) * RATE_FLOOR
+    speed = [max(rate, floor) / PENALTY[far] for rate, _, far in table]
+    work = [one[1] for one in table]
+    grain = min(total_nbytes, grain_nbytes)
+    # The rails that would be first to end a grain of their own, and of those the idlest first.
+    order = sorted(range(count), key=lambda i: ((work[i] + grain) / speed[i], (i - turn) % count))
+    chosen = order[: max(1, -(-total_nbytes // grain_nbytes))]
+    chosen.sort(key=lambda i: work[i] / speed[i])
+    # As water fills a vessel of steps: the level, in seconds, rises over one rail more as long as
+    # that one would be done before.
+    depth, width, used = float(total_nbytes), 0.0, 0
+    for i in chosen:
+        if used and work[i] / speed[i] * width >= depth:
+            break
+        depth, width, used = depth + work[i], width + speed[i], used + 1
+    result = np.zeros(count)
+    for i in chosen[:used]:
+        result[i] = max(depth / width * speed[i] - work[i], 0.0)
+    first = chosen[0]
+    result[first] = max(result[first] + total_nbytes - result.sum(), 0.0)  # what rounding left
+    return result
+
+
+def stripe(
+    array: npt.NDArray[np.void], weights: Floats, split_nbytes: int = SPLIT_NBYTES
+) -> Stripes:
+    """Divides blocks, shape (n,), dtype ``BLOCK``, in proportion to ``weights``, shape (rails,).
+
+    Every byte goes to exactly one rail; a rail of weight 0 gets none. Blocks of less than
+    ``split_nbytes`` are not cut, so that a rail is off its part by less than ``split_nbytes`` at
+    either end of its run. ``ValueError`` for weights that are negative or all 0.
+    """
+    if array.dtype != BLOCK:
+        raise ValueError(f"blocks need dtype {BLOCK}, not {array.dtype}")
+    sums = list(itertools.accumulate(map(float, weights)))
+    if not sums or not sums[-1] > 0 or not min(weights) >= 0:
+        raise ValueError(f"weights must not be negative, and not all 0: {weights}")
+    if not len(array):
+        return Stripes(array, np.zeros(len(sums) + 1, np.int64))
+    ends = np.cumsum(array["nbytes"].view(np.int64))
+    total = int(ends[-1])
+    # The last rail with a weight takes all that is left: none for those behind it.
+    wanted = [
+        total if one == sums[-1] else min(round(one / sums[-1] * total), total) for one in sums
+    ]
+    blocks = ends.searchsorted(wanted).tolist()
+    bounds = [0]
+    cuts: list[tuple[int, int]] = []
+    for at, block in zip(wanted, blocks, strict=True):
+        end, nbytes = int(ends[block]), int(array["nbytes"][block])
+        offset = at - end + nbytes
+        if offset == nbytes or (nbytes < split_nbytes and 2 * offset >= nbytes):
+            bounds.append(block + len(cuts) + 1)
+            continue
+        offset -= offset % CUT_ALIGN
+        if nbytes >= split_nbytes and offset and (block, offset) not in cuts[-1:]:
+            cuts.append((block, offset))
+        bounds.append(block + len(cuts))
+    pieces = _cut(array, cuts) if cuts else array
+    return Stripes(pieces, np.array(bounds, np.int64))
+
+
+def _cut(array: npt.NDArray[np.void], cuts: list[tuple[int, int]]) -> npt.NDArray[np.void]:
+    """Cuts blocks in two at (block, offset from its start), ascending."""
+    pieces = np.empty(len(array) + len(cuts), BLOCK)
+    copied = 0
+    for i, (block, _) in enumerate(cuts):
+        pieces[copied + i : block + i + 1] = array[copied : block + 1]
+        copied = block
+    pieces[copied + len(cuts) :] = array[copied:]
+    before = (-1, 0)
+    for i, (block, offset) in enumerate(cuts):
+        gone = before[1] if before[0] == block else 0
+        pieces["nbytes"][block + i] = offset - gone
+        for name in ("src", "dst"):
+            pieces[name][block + i + 1] = array[name][block] + np.uint64(offset)
+        pieces["nbytes"][block + i + 1] = array["nbytes"][block] - np.uint64(offset)
+        before = (block, offset)
+    return pieces
+
+
+def measured(rate: Any, nbytes: Any, busy_s: Any) -> Floats:
+    """The rate after ``nbytes`` moved in ``busy_s`` seconds during which there always was work.
+
+    Scalars or shape (rails,). Older measurements fade with ``RATE_MEMORY_S`` of busy time, so a
+    long observation counts for more than a short one; no time at all changes nothing.
+    """
+    rate, nbytes, busy_s = np.broadcast_arrays(
+        np.asarray(rate, np.float64), np.asarray(nbytes, np.float64), np.asarray(busy_s, np.float64)
+    )
+    kept = np.exp(-busy_s / RATE_MEMORY_S)
+    seen = np.divide(nbytes, busy_s, out=rate.copy(), where=busy_s > 0)
+    result: Floats = kept * rate + (1 - kept) * seen
+    return result
+
+
+def pairs(local_nics: int, remote_nics: int) -> Integers:
+    """Local and remote NIC of each rail, shape (rails, 2), as many rails as the larger side has.
+
+    With equal numbers NIC i goes with NIC i, the pair that rail-only fabrics connect; otherwise
+    each NIC of the smaller side serves as evenly many of the larger as can be.
+    """
+    if local_nics < 1 or remote_nics < 1:
+        raise ValueError(f"no rail between {local_nics} local and {remote_nics} remote NICs")
+    rail = np.arange(max(local_nics, remote_nics))
+    return np.stack((rail % local_nics, rail % remote_nics), axis=1)
+
+
+def partners(nic: int, remote_nics: int) -> tuple[int, ...]:
+    """Remote NICs in the order in which to probe them for a local one: its like first."""
+    return tuple((nic + step) % remote_nics for step in range(remote_nics))

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which NICs there are, how far each is from which memory, and by which address to reach it.
+
+``machine`` reads what the kernel says below a root directory, ``locality`` ranks NICs per memory
+location (or takes the user's word for it), ``gids`` lists the addresses of a port and the order in
+which to try them with a peer. ``report`` is ``te topology``.
+"""
+
+from __future__ import annotations
+
+from te.topology.gids import Gid, GidKind, gid_pairs, read_gids
+from te.topology.locality import (
+    Link,
+    Locality,
+    Topology,
+    TopologyError,
+    choose_nics,
+    parse_override,
+    rank,
+)
+from te.topology.machine import Gpu, Machine, Nic, read_machine
+
+__all__ = [
+    "Gid",
+    "GidKind",
+    "Gpu",
+    "Link",
+    "Locality",
+    "Machine",
+    "Nic",
+    "Topology",
+    "TopologyError",
+    "choose_nics",
+    "gid_pairs",
+    "parse_override",
+    "rank",
+    "read_gids",
+    "read_machine",
+]

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+def load() -> None:
+    """Opens libibverbs; ``OSError`` that says what is missing."""
+
+def device_list() -> list[tuple[str, bool]]:
+    """(name, is it of the iWARP family) of each device; ``OSError``."""
+
+class Device:
+    """An open device with a protection domain. Every ``OSError`` names the verb that failed."""
+
+    name: str
+    is_iwarp: bool
+
+    def __init__(self, name: str) -> None: ...
+    @property
+    def async_fd(self) -> int:
+        """Readable when ``async_events`` has some."""
+
+    @property
+    def limits(self) -> tuple[int, int, int, int, int]:
+        """max_mr_size, max_qp_wr, max_cqe, max_mr, ports; ibv_query_device(3)."""
+
+    def port(self, number: int) -> tuple[int, int, int, bool, int, int]:
+        """State (4 is active), active MTU as its enum, LID, whether it is Ethernet, GIDs, longest
+        message in bytes; ibv_query_port(3)."""
+
+    def gids(self) -> list[tuple[int, int, bytes, int, int]]:
+        """(port, index, GID as 16 bytes, 0 InfiniBand or 1 or 2 for RoCE, number of the interface)
+        of each valid entry, in one call: files in sysfs take 10 ms for each of up to 1024."""
+
+    def async_events(self) -> list[int]:
+        """Types of waiting events, ``enum ibv_event_type``."""
+
+    def register(self, address: int, nbytes: int, relaxed: bool) -> MemoryRegion:
+        """ibv_reg_mr(3): local and remote writes and remote reads; with relaxed ordering if asked
+        and the library has it. Also of CUDA memory, if the peer-memory module is loaded."""
+
+    def register_dmabuf(self, fd: int, offset: int, address: int, nbytes: int) -> MemoryRegion:
+        """ibv_reg_dmabuf_mr(3): memory that another device has exported."""
+
+    def queue_pair(
+        self, port: int, send_depth: int, receive_depth: int, message_bytes: int
+    ) -> QueuePair:
+        """With a completion queue and channel of its own; not connected yet. Nobody gives it
+        messages of more than ``message_bytes``."""
+
+class MemoryRegion:
+    @property
+    def lkey(self) -> int: ...
+    @property
+    def rkey(self) -> int: ...
+    def close(self) -> None:
+        """After it returns nothing can land through its keys. Idempotent; ``OSError``."""
+
+class QueuePair:
+    """Destroyed with its last reference, unless it was disowned."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def address(self) -> int:
+        """Of the ``Endpoint`` of ``abi.h``."""
+
+    def disown(self) -> None:
+        """Somebody else releases the endpoint from now on. The device must outlive it."""
+
+    def connect(
+        self,
+        far_number: int,
+        far_psn: int,
+        near_psn: int,
+        far_gid: bytes,
+        gid_index: int,
+        far_lid: int,
+        mtu: int,
+        timeout: int,
+        retries: int,
+        traffic_class: int,
+    ) -> None:
+        """To the ready-to-send state; ibv_modify_qp(3). ``far_gid`` is empty within an InfiniBand
+        subnet. ``OSError``."""

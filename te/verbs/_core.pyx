@@ -1,0 +1,282 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+# Devices, memory regions and queue pairs; see _core.pyi for the contract. Calls that may go to the
+# kernel give the interpreter lock away.
+
+include "library.pxi"
+include "endpoint.pxi"
+include "cm.pxi"
+
+
+def load():
+    """Opens the libraries, once; raises ``OSError`` that says what is missing."""
+    load_library()
+
+
+def device_list():
+    """(name, is it iWARP) of each device of this host."""
+    load_library()
+    cdef int n = 0, i
+    cdef VDevice **devices = lib.get_device_list(&n)
+    if devices == NULL:
+        fail("ibv_get_device_list", last_errno())
+    found = []
+    for i in range(n):
+        found.append((
+            (<bytes>devices[i].name).decode("ascii", "replace"),
+            devices[i].transport_type == TRANSPORT_IWARP,
+        ))
+    lib.free_device_list(devices)
+    return found
+
+
+cdef class Device:
+    cdef VContext *context
+    cdef void *pd
+    cdef bint uses_cm
+    cdef VDeviceAttr attr
+    cdef readonly str name
+    cdef readonly bint is_iwarp
+
+    def __init__(self, str name):
+        load_library()
+        self.name = name
+        self.open_context(name.encode())
+        if self.context == NULL:
+            raise OSError(ENODEV, f"there is no RDMA device {name}")
+        cdef int errnum
+        with nogil:
+            errnum = lib.query_device(self.context, &self.attr)
+        if errnum:
+            fail(f"ibv_query_device of {name}", errnum)
+        with nogil:
+            self.pd = lib.alloc_pd(self.context)
+        if self.pd == NULL:
+            fail(f"ibv_alloc_pd of {name}", last_errno())
+        set_nonblocking(self.context.async_fd)
+
+    cdef int open_context(self, bytes name) except -1:
+        cdef int n = 0, i
+        cdef VDevice **devices = lib.get_device_list(&n)
+        cdef VDevice *found = NULL
+        cdef int errnum = 0
+        if devices == NULL:
+            fail("ibv_get_device_list", last_errno())
+        for i in range(n):
+            if <bytes>devices[i].name == name:
+                found = devices[i]
+        if found != NULL:
+            self.is_iwarp = found.transport_type == TRANSPORT_IWARP
+            if not self.is_iwarp:
+                self.context = lib.open_device(found)
+                errnum = last_errno()
+        lib.free_device_list(devices)
+        if found != NULL and self.context == NULL and not self.is_iwarp:
+            fail(f"ibv_open_device of {self.name}", errnum)
+        if self.is_iwarp:
+            self.context = cm_context(name)
+        return 0
+
+    def __dealloc__(self):
+        if self.pd != NULL:
+            lib.dealloc_pd(self.pd)
+        # Contexts of librdmacm are its own, and live as long as the process.
+        if self.context != NULL and not self.is_iwarp:
+            lib.close_device(self.context)
+
+    @property
+    def async_fd(self):
+        return self.context.async_fd
+
+    @property
+    def limits(self):
+        """(max_mr_size, max_qp_wr, max_cqe, max_mr, ports)"""
+        return (self.attr.max_mr_size, self.attr.max_qp_wr, self.attr.max_cqe, self.attr.max_mr,
+                self.attr.phys_port_cnt)
+
+    def port(self, int number):
+        """(state, active MTU as its enum, LID, is it Ethernet, GIDs, longest message in bytes)"""
+        cdef VPortAttr attr
+        cdef int errnum
+        memset(&attr, 0, sizeof(attr))
+        with nogil:
+            errnum = lib.query_port(self.context, number, &attr)
+        if errnum:
+            fail(f"ibv_query_port of {self.name} port {number}", errnum)
+        return (attr.state, attr.active_mtu, attr.lid, attr.link_layer == LINK_LAYER_ETHERNET,
+                attr.gid_tbl_len, attr.max_msg_sz)
+
+    def gids(self):
+        """(port, index, 16 bytes, type, number of the interface) of each valid entry."""
+        cdef VGidEntry *entries = <VGidEntry *>calloc(GIDS_MAX, sizeof(VGidEntry))
+        cdef ssize_t n, i
+        if entries == NULL:
+            raise MemoryError
+        with nogil:
+            n = lib.query_gid_table(self.context, entries, GIDS_MAX, 0, sizeof(VGidEntry))
+        found = [
+            (entries[i].port, entries[i].index, bytes(entries[i].gid[:16]), entries[i].type,
+             entries[i].netdev)
+            for i in range(n)
+        ]
+        free(entries)
+        if n < 0:
+            fail(f"ibv_query_gid_table of {self.name}", -n)
+        return found
+
+    def async_events(self):
+        """Types of the events that wait, as numbers; `async_fd` says when there are some."""
+        cdef VAsyncEvent event
+        found = []
+        while lib.get_async_event(self.context, &event) == 0:
+            found.append(event.event_type)
+            lib.ack_async_event(&event)
+        return found
+
+    def register(self, uint64_t address, uint64_t nbytes, bint relaxed):
+        """A MemoryRegion of host memory, or of CUDA memory through the peer-memory module."""
+        cdef int access = ACCESS_LOCAL_WRITE | ACCESS_REMOTE_WRITE | ACCESS_REMOTE_READ
+        cdef void *mr
+        cdef int errnum
+        with nogil:
+            if relaxed and lib.reg_mr_iova2 != NULL:
+                mr = lib.reg_mr_iova2(
+                    self.pd, <void *>address, nbytes, address, access | ACCESS_RELAXED_ORDERING)
+            else:
+                mr = lib.reg_mr(self.pd, <void *>address, nbytes, access)
+            errnum = last_errno()
+        if mr == NULL:
+            fail(f"ibv_reg_mr of {nbytes} bytes at {address:#x} on {self.name}", errnum)
+        return wrap_mr(self, <VMr *>mr)
+
+    def register_dmabuf(self, int fd, uint64_t offset, uint64_t address, uint64_t nbytes):
+        """A MemoryRegion of memory that another device has exported."""
+        cdef int access = ACCESS_LOCAL_WRITE | ACCESS_REMOTE_WRITE | ACCESS_REMOTE_READ
+        cdef void *mr
+        cdef int errnum
+        if lib.reg_dmabuf_mr == NULL:
+            raise OSError(ENOSYS, "this libibverbs has no ibv_reg_dmabuf_mr: it is older than 34")
+        with nogil:
+            mr = lib.reg_dmabuf_mr(self.pd, offset, nbytes, address, fd, access)
+            errnum = last_errno()
+        if mr == NULL:
+            fail(f"ibv_reg_dmabuf_mr of {nbytes} bytes on {self.name}", errnum)
+        return wrap_mr(self, <VMr *>mr)
+
+    def queue_pair(
+        self, int port, uint32_t send_depth, uint32_t receive_depth, uint32_t message_bytes
+    ):
+        """A QueuePair that is not connected yet."""
+        cdef QueuePair q = QueuePair.__new__(QueuePair)
+        q.device = self
+        q.port = port
+        q.e = endpoint_new(self, send_depth, receive_depth)
+        q.e.max_msg_bytes = message_bytes
+        endpoint_create_qp(q.e, self.pd, self.name)
+        return q
+
+
+cdef class MemoryRegion:
+    cdef VMr *mr
+    cdef Device device  # It must outlive the region.
+
+    @property
+    def lkey(self):
+        return self.mr.lkey
+
+    @property
+    def rkey(self):
+        return self.mr.rkey
+
+    def close(self):
+        """After it returns nothing can land through these keys. Idempotent."""
+        cdef int errnum
+        cdef VMr *mr = self.mr
+        if mr == NULL:
+            return
+        with nogil:
+            errnum = lib.dereg_mr(mr)
+        if errnum:
+            fail(f"ibv_dereg_mr on {self.device.name}", errnum)
+        self.mr = NULL
+
+    def __dealloc__(self):
+        if self.mr != NULL:
+            lib.dereg_mr(self.mr)
+
+
+cdef MemoryRegion wrap_mr(Device device, VMr *mr):
+    cdef MemoryRegion region = MemoryRegion.__new__(MemoryRegion)
+    region.mr = mr
+    region.device = device
+    return region
+
+
+cdef class QueuePair:
+    cdef Endpoint *e
+    cdef Device device
+    cdef int port
+
+    def __dealloc__(self):
+        if self.e != NULL:
+            self.e.release(self.e)
+
+    @property
+    def number(self):
+        return self.e.qp_num
+
+    @property
+    def address(self):
+        return <uint64_t>self.e
+
+    def disown(self):
+        self.e = NULL
+
+    def connect(
+        self, uint32_t far_number, uint32_t far_psn, uint32_t near_psn, bytes far_gid,
+        int gid_index, int far_lid, int mtu, int timeout, int retries, int traffic_class
+    ):
+        """RESET → INIT → RTR → RTS; ibv_modify_qp(3)."""
+        cdef VQpAttr a
+        cdef int errnum, mask
+        cdef bint is_global = len(far_gid) == 16
+        memset(&a, 0, sizeof(a))
+        a.qp_state = QPS_INIT
+        a.port_num = self.port
+        a.qp_access_flags = ACCESS_LOCAL_WRITE | ACCESS_REMOTE_WRITE | ACCESS_REMOTE_READ
+        self.modify(&a, QP_STATE | QP_PKEY_INDEX | QP_PORT | QP_ACCESS_FLAGS, "INIT")
+        memset(&a, 0, sizeof(a))
+        a.qp_state = QPS_RTR
+        a.path_mtu = mtu
+        a.dest_qp_num = far_number
+        a.rq_psn = far_psn
+        a.max_dest_rd_atomic = READS_MAX
+        a.min_rnr_timer = 12
+        a.ah.port_num = self.port
+        a.ah.dlid = far_lid
+        a.ah.is_global = is_global
+        if is_global:
+            memcpy(a.ah.dgid, <const char *>far_gid, 16)
+            a.ah.sgid_index = gid_index
+            a.ah.hop_limit = 64
+            a.ah.traffic_class = traffic_class
+        self.modify(&a, QP_STATE | QP_AV | QP_PATH_MTU | QP_DEST_QPN | QP_RQ_PSN
+                    | QP_MAX_DEST_RD_ATOMIC | QP_MIN_RNR_TIMER, "RTR")
+        memset(&a, 0, sizeof(a))
+        a.qp_state = QPS_RTS
+        a.timeout = timeout
+        a.retry_cnt = retries
+        a.rnr_retry = retries
+        a.sq_psn = near_psn
+        a.max_rd_atomic = READS_MAX
+        self.modify(&a, QP_STATE | QP_TIMEOUT | QP_RETRY_CNT | QP_RNR_RETRY | QP_SQ_PSN
+                    | QP_MAX_QP_RD_ATOMIC, "RTS")
+
+    cdef int modify(self, VQpAttr *a, int mask, str state) except -1:
+        cdef int errnum
+        cdef void *qp = self.e.qp
+        with nogil:
+            errnum = lib.modify_qp(qp, a, mask)
+        if errnum:
+            fail(f"ibv_modify_qp of {self.device.name} to {state}", errnum)
+        return 0

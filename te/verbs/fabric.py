@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The RDMA devices that an engine uses, and its memory as they know it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import logging
+import mmap
+import socket
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from te.errors import DeviceError, RegistrationError
+from te.plane._core import NICS_LIMIT
+from te.topology import Gid, choose_nics, read_machine
+from te.topology import Nic as MachineNic
+from te.topology.gids import parse_gid
+from te.verbs import _core as verbs
+
+__all__ = ["KEY", "Fabric", "Nic", "Registration", "open_fabric"]
+
+logger = logging.getLogger(__name__)
+
+KEY: Final = np.dtype(
+    [
+        ("start", "<u8"),
+        ("end", "<u8"),
+        ("near", "<u4", (NICS_LIMIT,)),
+        ("far", "<u4", (NICS_LIMIT,)),
+    ]
+)
+"""A range of memory with the keys by which each device, and peers of each device, name it; struct
+Key in ``te/plane/structs.pxi``."""
+
+PORT_ACTIVE = 4
+GID_ROCE_V2 = 2
+
+
+@dataclass(frozen=True)
+class Nic:
+    """An open device with an active port."""
+
+    #: Position among the engine's devices, and on its card.
+    index: int
+    name: str
+    port: int
+    device: verbs.Device
+    #: ``"ib"``, ``"roce"`` or ``"iwarp"``: what it can be connected with.
+    family: str
+    gids: tuple[Gid, ...]
+    #: InfiniBand's local address of the port; 0 elsewhere.
+    lid: int
+    #: As ``enum ibv_mtu``.
+    mtu: int
+    max_message_bytes: int
+    #: Largest memory region.
+    max_region_bytes: int
+    #: The network interface behind it; empty if there is none.
+    netdev: str
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A range of memory that every device has accepted."""
+
+    #: Shape (parts,), dtype ``KEY``, as bytes.
+    keys: bytes
+    regions: tuple[verbs.MemoryRegion, ...]
+
+    def close(self) -> None:
+        """After it returns nothing lands there through any device. ``te.RegistrationError``."""
+        for region in self.regions:
+            try:
+                region.close()
+            except OSError as exc:
+                raise RegistrationError(exc.strerror) from exc
+
+
+class Fabric:
+    """All devices of an engine. Any thread may call anything."""
+
+    def __init__(self, nics: tuple[Nic, ...]) -> None:
+        """``open_fabric`` makes it."""
+        self.nics = nics
+
+    def register(self, address: int, nbytes: int) -> Registration:
+        """With every device or with none; ``te.RegistrationError`` names the verb that failed."""
+        limit = min(nic.max_region_bytes for nic in self.nics)
+        part_bytes = max(limit - limit % mmap.PAGESIZE, mmap.PAGESIZE)
+        starts = range(address, address + nbytes, part_bytes)
+        keys = np.zeros(len(starts), KEY)
+        regions: list[verbs.MemoryRegion] = []
+        with contextlib.ExitStack() as undo:
+            for i, start in enumerate(starts):
+                end = min(start + part_bytes, address + nbytes)
+                keys[i]["start"], keys[i]["end"] = start, end
+                for nic in self.nics:
+                    region = _register(nic, start, end - start)
+                    undo.callback(region.close)
+                    regions.append(region)
+                    keys[i]["near"][nic.index] = region.lkey
+                    keys[i]["far"][nic.index] = region.rkey
+            undo.pop_all()
+        return Registration(keys.tobytes(), tuple(regions))
+
+
+def _register(nic: Nic, address: int, nbytes: int) -> verbs.MemoryRegion:
+    try:
+        return nic.device.register(address, nbytes, relaxed=True)
+    except OSError as exc:
+        hint = ""
+        if exc.errno == errno.ENOMEM:
+            hint = "; raise the limit of locked memory (ulimit -l unlimited, LimitMEMLOCK=infinity)"
+        raise RegistrationError(f"{exc.strerror}{hint}") from exc
+
+
+def open_fabric(patterns: tuple[str, ...]) -> Fabric:
+    """Opens the active devices whose names match one of the ``fnmatch`` patterns; all if there are
+    none.
+
+    Raises ``te.DeviceError`` that says what is missing when there is not a single one.
+    """
+    try:
+        verbs.load()
+        known = dict(verbs.device_list())
+    except OSError as exc:
+        text = exc.strerror
+        if exc.errno == errno.ENOSYS and "ibv_" in str(text):
+            text = "the kernel has no RDMA drivers: load those of the device (rdma_ucm, ib_uverbs)"
+        raise DeviceError(f"no RDMA device: {text}") from exc
+    chosen = choose_nics(read_machine().nics, patterns) if patterns else read_machine().nics
+    nics: list[Nic] = []
+    problems: list[str] = []
+    for one in chosen:
+        if one.device not in known:
+            problems.append(f"{one.name}: libibverbs does not know it; install its provider")
+        elif len(nics) == NICS_LIMIT:
+            problems.append(f"{one.name}: an engine uses {NICS_LIMIT} devices")
+        else:
+            try:
+                nics.append(_open(len(nics), one, known[one.device]))
+            except DeviceError as exc:
+                problems.append(str(exc))
+    if not nics:
+        raise DeviceError(f"no RDMA device: {'; '.join(problems) or 'this host has none'}")
+    for problem in problems:
+        logger.warning("not used: %s", problem)
+    return Fabric(tuple(nics))
+
+
+def _gids(one: MachineNic, device: verbs.Device) -> tuple[Gid, ...]:
+    found = []
+    for port, number, raw, kind, netdev in device.gids():
+        name = ""
+        with contextlib.suppress(OSError):
+            name = socket.if_indextoname(netdev) if netdev else ""
+        text = "RoCE v2" if kind == GID_ROCE_V2 else ""
+        gid = parse_gid(number, str(ipaddress.IPv6Address(raw)), text, name, one)
+        if port == one.port and gid is not None:
+            found.append(gid)
+    return tuple(found)
+
+
+def _open(index: int, one: MachineNic, is_iwarp: bool) -> Nic:
+    try:
+        device = verbs.Device(one.device)
+        state, mtu, lid, is_ethernet, _, max_message = device.port(one.port)
+        gids = _gids(one, device)
+    except OSError as exc:
+        raise DeviceError(f"{one.name}: {exc.strerror}") from exc
+    if state != PORT_ACTIVE:
+        raise DeviceError(
+            f"{one.name}: its port {one.port} is {one.state or 'down'}, not active;"
+            f" bring its link up{f' (ip link set {one.netdev} up)' if one.netdev else ''}"
+        )
+    if is_ethernet and not is_iwarp and not any(gid.roce == 2 for gid in gids):
+        raise DeviceError(f"{one.name}: no RoCE v2 GID; give {one.netdev or 'it'} an IP address")
+    return Nic(
+        index=index,
+        name=one.name,
+        port=one.port,
+        device=device,
+        family="iwarp" if is_iwarp else "roce" if is_ethernet else "ib",
+        gids=gids,
+        lid=lid,
+        mtu=mtu,
+        max_message_bytes=max_message,
+        max_region_bytes=device.limits[0],
+        netdev=one.netdev,
+    )

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two engines on different devices, and what went over the wires between them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from testbed_nics import Nic
+
+import te
+
+__all__ = ["RdmaPair", "rdma_pair"]
+
+TIMEOUT_S = 60.0
+
+
+@dataclass
+class RdmaPair:
+    """A source and a destination that each have as many devices as there are rails."""
+
+    source: te.Engine
+    target: te.Engine
+    src: np.ndarray
+    dst: np.ndarray
+    peer: te.Peer
+    near: tuple[Nic, ...]
+    far: tuple[Nic, ...]
+
+    def blocks(self, src_at: Any, dst_at: Any, nbytes: Any) -> te.Blocks:
+        """From offsets in the two buffers."""
+        return te.Blocks.of(
+            np.asarray(src_at, np.uint64) + np.uint64(self.src.ctypes.data),
+            np.asarray(dst_at, np.uint64) + np.uint64(self.dst.ctypes.data),
+            nbytes,
+        )
+
+
+@contextlib.contextmanager
+def rdma_pair(
+    nics: tuple[Nic, ...], rails: int, nbytes: int, far_rails: int | None = None, **changes: Any
+) -> Iterator[RdmaPair]:
+    """Engines over RDMA alone, connected, with a registered buffer of ``nbytes`` bytes each: random
+    bytes at the source, 0xEE at the destination."""
+    near, far = nics[:rails], nics[rails : rails + (rails if far_rails is None else far_rails)]
+    common: dict[str, Any] = {"transports": ("rdma",), "connect_timeout_s": 20.0} | changes
+    with (
+        te.Engine(te.Config(nics=tuple(nic.device for nic in near), **common)) as source,
+        te.Engine(te.Config(nics=tuple(nic.device for nic in far), **common)) as target,
+    ):
+        src = np.random.default_rng(rails).integers(0, 256, nbytes, np.uint8)
+        dst = np.full(nbytes, 0xEE, np.uint8)
+        source.register(src)
+        target.register(dst)
+        peer = source.connect(target.card())
+        yield RdmaPair(source, target, src, dst, peer, near, far)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two engines on the two halves of the testbed's devices, and transfers that never stop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+import numpy as np
+from testbed_nics import Nic, wait_for
+
+import te
+from te.links.keeper import RailView
+from te.rails import State
+
+__all__ = ["RATE", "Stream", "engine", "rail_of", "two_engines"]
+
+PAGE = 16 << 10
+PAGES = 512
+WAIT_S = 30.0
+#: Of each link: transfers take long enough for a fault to meet them on their way. Soft devices
+#: drop what they cannot queue, so the queue holds more packets than are ever under way.
+RATE = ("netem", "rate", "100mbit", "limit", "20000")
+
+
+@contextmanager
+def engine(nics: Sequence[Nic], stall_timeout_s: float = 10.0) -> Iterator[te.Engine]:
+    """One that can use these devices and no other transport."""
+    config = te.Config(
+        transports=("rdma",),
+        nics=tuple(nic.device for nic in nics),
+        rails=len(nics),
+        stall_timeout_s=stall_timeout_s,
+    )
+    with te.Engine(config) as made:
+        yield made
+
+
+@contextmanager
+def two_engines(
+    near: Sequence[Nic], far: Sequence[Nic], stall_timeout_s: float = 10.0
+) -> Iterator[tuple[te.Engine, te.Engine]]:
+    """A source and a destination."""
+    with engine(near, stall_timeout_s) as source, engine(far, stall_timeout_s) as target:
+        yield source, target
+
+
+def rail_of(peer: te.Peer, nic: Nic) -> RailView:
+    """The rail that leaves by the device."""
+    (found,) = [view for view in peer.rail_views if view.nic == nic.device]
+    return found
+
+
+class Stream:
+    """Transfers of scattered pages one after the other, each with bytes of its own, each checked
+    on arrival: also that nothing of an earlier one lands late."""
+
+    def __init__(self, source: te.Engine, target: te.Engine) -> None:
+        self._random = np.random.default_rng(4)
+        self._src = np.zeros(PAGES * PAGE, np.uint8)
+        self._dst = np.zeros(PAGES * PAGE, np.uint8)
+        self._source_region = source.register(self._src)
+        self.target_region = target.register(self._dst)
+        self.nbytes = self._dst.size
+        self._target = target
+        self.peer = source.connect(target.card())
+        wait_for(self._all_up, WAIT_S, "every rail is up")
+        self.done = 0
+        #: Why transfers failed.
+        self.failures: list[str] = []
+        self._error: BaseException | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stream")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join(2 * WAIT_S)
+        assert not self._thread.is_alive()
+        if self._error is not None:
+            raise self._error
+
+    def go_on(self, count: int = 3) -> None:
+        """Returns when so many more transfers have arrived."""
+        wanted = self.done + count
+        wait_for(
+            lambda: self.done >= wanted or self._error is not None,
+            WAIT_S,
+            f"{count} more transfers; failed: {self.failures}",
+        )
+
+    def begin(self, tag: int) -> te.Transfer:
+        """A transfer of all pages, in a random order."""
+        self._pages = self._random.permutation(PAGES)
+        blocks = te.Blocks.pages(
+            self._source_region.address, self._pages, PAGE,
+            self.target_region.address, self._pages[::-1], PAGE, PAGE,
+        )  # fmt: skip
+        self._target.expect(tag)
+        return self.peer.write(blocks, tag=tag)
+
+    def once(self, tag: int) -> None:
+        """One transfer of new bytes, all of which must arrive; ``te.TransferFailed``."""
+        self._src[:] = np.frombuffer(self._random.bytes(self._src.size), np.uint8)
+        transfer = self.begin(tag)
+        try:
+            transfer.wait(WAIT_S)
+            assert self._target.arrived(tag) == 1
+        finally:
+            self._target.fence(tag)
+        sent = self._src.reshape(PAGES, PAGE)[self._pages]
+        landed = self._dst.reshape(PAGES, PAGE)[self._pages[::-1]]
+        wrong = np.flatnonzero((sent != landed).any(axis=1))
+        assert not len(wrong), f"transfer {tag}: {len(wrong)} of {PAGES} pages differ"
+
+    def _run(self) -> None:
+        tag = 0
+        try:
+            while not self._stop.is_set():
+                tag += 1
+                try:
+                    self.once(tag)
+                    self.done += 1
+                except te.TransferFailed as exc:
+                    self.failures.append(str(exc))
+                    time.sleep(0.05)  # a dead rail refuses at once
+        except BaseException as exc:  # noqa: BLE001 - told by __exit__
+            self._error = exc
+
+    def _all_up(self) -> bool:
+        return all(view.state is State.UP for view in self.peer.rail_views)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links cut, packets lost and peers gone in the middle of transfers.
+
+On one rail of several no transfer may fail, and the rail must be in use again soon after its
+return. On the only rail there must be a clear failure in time, and no restart for the next one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+import pytest
+from rdma_stream import RATE, Stream, rail_of, two_engines
+from testbed_nics import Nic, cut, run, shaped, wait_for
+
+import te
+from te.rails import State
+
+# Devices of the iWARP family need connections by rdma_cm, which te does not have yet.
+pytestmark = [pytest.mark.rdma, pytest.mark.driver("rxe")]
+
+STALL_S = 3.0
+BACK_S = 5.0
+# Without progress for the stall timeout a transfer is given up; then rails are tried once more,
+# since the destination has to say that nothing lands any more before the pages may be used again.
+DEADLINE_S = 3 * STALL_S
+
+Fault = Callable[[Nic, Nic], AbstractContextManager[None]]
+
+
+@contextmanager
+def loss(nic: Nic, percent: int) -> Iterator[None]:
+    """Packets that leave the device are lost, on top of its rate."""
+    run("tc", "qdisc", "change", "dev", nic.netdev, "root", *RATE, "loss", f"{percent}%")
+    try:
+        yield
+    finally:
+        run("tc", "qdisc", "change", "dev", nic.netdev, "root", *RATE, "loss", "0%")
+
+
+CUTS: dict[str, Fault] = {
+    "sender's link": lambda near, far: cut(near.netdev),
+    "receiver's link": lambda near, far: cut(far.netdev),
+    "switch port": lambda near, far: cut(far.port),
+    "all packets": lambda near, far: loss(near, 100),
+}
+
+
+@pytest.fixture
+def halves(rdma_nics: tuple[Nic, ...]) -> Iterator[tuple[tuple[Nic, ...], tuple[Nic, ...]]]:
+    """Devices of the source and of the destination, up to four each, their links slowed."""
+    count = min(4, len(rdma_nics) // 2)
+    near, far = rdma_nics[:count], rdma_nics[count : 2 * count]
+    with ExitStack() as stack:
+        for nic in near:
+            stack.enter_context(shaped(nic.netdev, *RATE))
+        yield near, far
+
+
+def in_use(peer: te.Peer, nic: Nic) -> Callable[[], bool]:
+    """Whether the device's rail has carried something since now."""
+    before = rail_of(peer, nic).done_nbytes
+
+    def has_carried() -> bool:
+        view = rail_of(peer, nic)
+        return view.state is State.UP and view.done_nbytes > before
+
+    return has_carried
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_rail_cut_in_the_middle_fails_nothing_and_comes_back(
+    halves: tuple[tuple[Nic, ...], tuple[Nic, ...]], name: str
+) -> None:
+    near, far = halves
+    assert len(near) >= 2, "one rail of several needs --nics 4 at least"
+    with two_engines(near, far) as engines, Stream(*engines) as stream:
+        stream.go_on()
+        with CUTS[name](near[0], far[0]):
+            wait_for(lambda: rail_of(stream.peer, near[0]).state is State.DOWN, 10, "noticed")
+            stream.go_on()
+            assert stream.peer.rails == len(near) - 1
+        wait_for(in_use(stream.peer, near[0]), BACK_S, f"{near[0].device} in use again")
+        stream.go_on()
+    assert stream.failures == []
+
+
+def test_lost_packets_fail_nothing(halves: tuple[tuple[Nic, ...], tuple[Nic, ...]]) -> None:
+    near, far = halves
+    with two_engines(near, far) as engines, Stream(*engines) as stream:
+        stream.go_on()
+        with loss(near[0], 10):
+            stream.go_on(5)
+        wait_for(in_use(stream.peer, near[0]), BACK_S, f"{near[0].device} in use again")
+    assert stream.failures == []
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_on_the_only_rail_a_fault_is_a_clear_failure_and_needs_no_restart(
+    halves: tuple[tuple[Nic, ...], tuple[Nic, ...]], name: str
+) -> None:
+    near, far = halves
+    with two_engines(near[:1], far[:1], STALL_S) as engines:
+        stream = Stream(*engines)
+        stream.once(1)
+        with CUTS[name](near[0], far[0]):
+            began_s = time.monotonic()
+            with pytest.raises(te.TransferFailed) as caught:
+                stream.once(2)
+            assert time.monotonic() - began_s < DEADLINE_S
+            assert "rail" in str(caught.value)
+        wait_for(lambda: stream.peer.rails == 1, BACK_S, "the rail is back")
+        stream.once(3)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peers that are killed or frozen, and what one of them loses on a single device."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from rdma_stream import RATE, Stream, engine, rail_of, two_engines
+from te_far import FarEngine
+from testbed_nics import Nic, shaped
+
+import te
+from te.rails import State
+
+# Devices of the iWARP family need connections by rdma_cm, which te does not have yet.
+pytestmark = [pytest.mark.rdma, pytest.mark.driver("rxe")]
+
+STALL_S = 2.0
+NBYTES = 8 << 20
+# A frozen process's device goes on: the deadline begins when the last byte is there.
+MOVING_S = 2 * NBYTES / 12.5e6
+
+
+@pytest.fixture
+def far_engines(rdma_nics: tuple[Nic, ...]) -> Iterator[list[FarEngine]]:
+    """Two, in processes of their own, each on a device of its own."""
+    engines: list[FarEngine] = []
+    try:
+        for nic in rdma_nics[1:3]:
+            config = {"transports": ["rdma"], "nics": [nic.device], "rails": 1}
+            engines.append(FarEngine(**config))
+        yield engines
+    finally:
+        for one in engines:
+            one.end()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_peer_that_is_gone_fails_in_time_and_disturbs_no_other(
+    rdma_nics: tuple[Nic, ...], far_engines: list[FarEngine], number: signal.Signals
+) -> None:
+    memory = np.random.default_rng(3).integers(0, 256, NBYTES, np.uint8)
+    with shaped(rdma_nics[0].netdev, *RATE), engine(rdma_nics[:1], STALL_S) as source:
+        region = source.register(memory)
+        peers = [source.connect(far.bytes_card()) for far in far_engines]
+        places = [far.register(nbytes=NBYTES) for far in far_engines]
+        whole = [te.Blocks.of(region.address, place, NBYTES) for place in places]
+        lost, kept = (peer.write(blocks) for peer, blocks in zip(peers, whole, strict=True))
+        far_engines[0].signal(number)
+        began_s = time.monotonic()
+        with pytest.raises(te.TransferFailed):
+            lost.wait(30)
+        assert time.monotonic() - began_s < MOVING_S + STALL_S + 2.0
+        kept.wait(30)
+        assert (far_engines[1].memory(places[1]) == memory).all()
+        peers[1].write(whole[1]).wait(30)
+
+
+def test_memory_gone_from_one_device_fails_nothing(rdma_nics: tuple[Nic, ...]) -> None:
+    """Its rail breaks with a remote access error, and the others carry the rest."""
+    count = min(4, len(rdma_nics) // 2)
+    near, far = rdma_nics[:count], rdma_nics[count : 2 * count]
+    with two_engines(near, far) as engines, Stream(*engines) as stream:
+        stream.go_on()
+        registration = stream.target_region.registration
+        assert registration is not None
+        registration.regions[0].close()
+        stream.go_on()
+        assert "access" in rail_of(stream.peer, near[0]).reason
+    assert stream.failures == []
+
+
+def test_a_queue_pair_broken_by_the_destination_fails_nothing(rdma_nics: tuple[Nic, ...]) -> None:
+    """All of them at once, as a fence does: the work waits until they are made anew."""
+    count = min(4, len(rdma_nics) // 2)
+    near, far = rdma_nics[:count], rdma_nics[count : 2 * count]
+    with two_engines(near, far) as (source, target), Stream(source, target) as stream:
+        stream.go_on()
+        for link in tuple(target._acceptor._links.values()):
+            assert link.handle.break_pairs(1.0)
+        stream.go_on()
+        assert [view.state for view in stream.peer.rail_views] == [State.UP] * count
+    assert stream.failures == []

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfers over real verbs: every byte lands where it should, over the rails that it should."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from rdma_pair import TIMEOUT_S, rdma_pair
+from testbed_nics import Nic
+
+import te
+from te.bench.pattern import check, fill
+from te.bench.shapes import SHAPES, plan
+from te.rails import State
+
+pytestmark = [pytest.mark.rdma, pytest.mark.driver("rxe")]
+
+MIB = 1 << 20
+SCALES = {"kv": 1 / 16, "s256": 1 / 8, "s2k": 1 / 8, "big": 1 / 8, "lat": 1 / 40, "thr8": 1 / 16}
+
+
+@pytest.mark.parametrize("rails", [1, 2, 4])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_lands_exactly(rdma_nics: tuple[Nic, ...], name: str, rails: int) -> None:
+    shape = SHAPES[name].scaled(SCALES[name])
+    laid_out = plan(shape, seed=rails)
+    with rdma_pair(rdma_nics, rails, laid_out.memory_nbytes) as pair:
+        fill(pair.src, 7)
+        pair.dst[:] = 0  # as `check` wants it where nothing belongs
+        pair.target.expect(3)
+        sent_before = [nic.wire_bytes("tx") for nic in pair.near]
+        sources = laid_out.addresses(0, laid_out.source)
+        destinations = laid_out.addresses(0, laid_out.destination)
+        transfers = []
+        for chosen in laid_out.pieces():
+            step = 1 if shape.sync else len(chosen)
+            for i in range(0, len(chosen), step):
+                part = chosen[i : i + step]
+                blocks = pair.blocks(sources[part], destinations[part], shape.nbytes)
+                transfers.append(pair.peer.write(blocks, tag=3))
+                if shape.sync:
+                    assert transfers[-1].wait(TIMEOUT_S) is te.Status.DONE
+        for transfer in transfers:
+            assert transfer.wait(TIMEOUT_S) is te.Status.DONE
+        assert pair.target.arrived(3) == len(transfers)
+        landing = check(laid_out, pair.dst, 7)
+        assert landing.verified, landing
+        sent = [
+            nic.wire_bytes("tx") - before
+            for nic, before in zip(pair.near, sent_before, strict=True)
+        ]
+        assert sum(sent) >= shape.total_nbytes
+        assert pair.peer.transport == "rdma"
+
+
+@pytest.mark.parametrize("rails", [2, 4])
+def test_rails_carry_equal_parts(rdma_nics: tuple[Nic, ...], rails: int) -> None:
+    nbytes, page = 32 * MIB, 64 << 10
+    with rdma_pair(rdma_nics, rails, nbytes) as pair:
+        before = [nic.wire_bytes("tx") for nic in pair.near]
+        at = np.arange(0, nbytes, page)
+        for _ in range(3):
+            assert pair.peer.write(pair.blocks(at, at[::-1], page)).wait(TIMEOUT_S)
+        sent = [nic.wire_bytes("tx") - old for nic, old in zip(pair.near, before, strict=True)]
+        assert (pair.dst.reshape(-1, page)[::-1] == pair.src.reshape(-1, page)).all()
+        fair = 3 * nbytes / rails
+        assert all(0.85 * fair <= one <= 1.25 * fair for one in sent), sent
+        assert [view.state for view in pair.peer.rail_views] == [State.UP] * rails
+
+
+def test_unequal_numbers_of_devices(rdma_nics: tuple[Nic, ...]) -> None:
+    with rdma_pair(rdma_nics, 1, MIB, far_rails=3) as pair:
+        assert pair.peer.rails == 3
+        assert pair.peer.write(pair.blocks([0], [0], MIB)).wait(TIMEOUT_S) is te.Status.DONE
+        assert (pair.dst == pair.src).all()
+
+
+def test_reads_come_back_over_the_rails(rdma_nics: tuple[Nic, ...]) -> None:
+    with rdma_pair(rdma_nics, 2, MIB) as pair:
+        blocks = te.Blocks.of(
+            np.arange(0, MIB, 4096, dtype=np.uint64) + np.uint64(pair.dst.ctypes.data),
+            np.arange(0, MIB, 4096, dtype=np.uint64) + np.uint64(pair.src.ctypes.data),
+            4096,
+        )
+        assert pair.peer.read(blocks).wait(TIMEOUT_S) is te.Status.DONE
+        assert (pair.src == 0xEE).all()
+
+
+def test_memory_that_is_registered_later_and_deregistered(rdma_nics: tuple[Nic, ...]) -> None:
+    with rdma_pair(rdma_nics, 2, MIB) as pair:
+        more = np.zeros(MIB, np.uint8)
+        region = pair.target.register(more)
+        blocks = te.Blocks.of(pair.src.ctypes.data, more.ctypes.data, MIB)
+        assert pair.peer.write(blocks).wait(TIMEOUT_S) is te.Status.DONE
+        assert (more == pair.src).all()
+        pair.target.deregister(region)
+        with pytest.raises(te.TransferFailed, match="outside the registered memory"):
+            pair.peer.write(blocks).wait(TIMEOUT_S)
+        assert pair.peer.write(pair.blocks([0], [0], MIB)).wait(TIMEOUT_S) is te.Status.DONE
+
+
+def test_a_tag_that_is_not_open_is_refused(rdma_nics: tuple[Nic, ...]) -> None:
+    with rdma_pair(rdma_nics, 1, MIB) as pair:
+        with pytest.raises(te.TransferFailed, match="not open here"):
+            pair.peer.write(pair.blocks([0], [0], MIB), tag=9).wait(TIMEOUT_S)
+        assert (pair.dst == 0xEE).all()
+
+
+def test_asking_for_rdma_where_no_device_matches(rdma_nics: tuple[Nic, ...]) -> None:
+    with pytest.raises(ValueError, match="no RDMA device matches 'mlx9'"):
+        te.Engine(te.Config(transports=("rdma",), nics=("mlx9",)))

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every byte once, no rail starves, weights are followed."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from te import BLOCK
+from te.striping import (
+    CUT_ALIGN,
+    GRAIN_NBYTES,
+    PENALTY,
+    RATE_FLOOR,
+    SPLIT_NBYTES,
+    lanes,
+    measured,
+    pairs,
+    partners,
+    shares,
+    stripe,
+)
+
+RATES = st.floats(1e6, 50e9)
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> npt.NDArray[np.void]:
+    """Blocks far apart on both sides, small and large ones in any mixture."""
+    sizes = draw(
+        st.lists(
+            st.integers(1, 3 * CUT_ALIGN) | st.integers(1, 4 * SPLIT_NBYTES),
+            min_size=0,
+            max_size=40,
+        )
+    )
+    array = np.empty(len(sizes), BLOCK)
+    array["src"] = 1 << 32
+    array["src"] += np.arange(len(sizes), dtype=np.uint64) * np.uint64(1 << 24)
+    array["dst"] = array["src"][::-1] + np.uint64(1 << 40)
+    array["nbytes"] = sizes
+    return array
+
+
+WEIGHTS = st.lists(st.floats(0, 100), min_size=1, max_size=16).filter(lambda w: sum(w) > 1e-3)
+
+
+@st.composite
+def some_lanes(draw: st.DrawFn) -> npt.NDArray[np.void]:
+    count = draw(st.integers(1, 16))
+    return lanes(
+        [draw(RATES) for _ in range(count)],
+        [draw(st.floats(0, 1e9)) for _ in range(count)],
+        [draw(st.integers(0, len(PENALTY) - 1)) for _ in range(count)],
+    )
+
+
+@given(blocks(), WEIGHTS)
+def test_every_byte_goes_to_one_rail(array: npt.NDArray[np.void], weights: list[float]) -> None:
+    stripes = stripe(array, np.array(weights))
+    pieces = stripes.blocks
+    assert stripes.bounds[0] == 0
+    assert stripes.bounds[-1] == len(pieces)
+    assert (np.diff(stripes.bounds) >= 0).all()
+    assert (pieces["nbytes"] > 0).all()
+    # Put together again where source and destination go on, the pieces are the blocks.
+    whole: list[tuple[int, int, int]] = []
+    for src, dst, nbytes in pieces.tolist():
+        if whole and (whole[-1][0] + whole[-1][2], whole[-1][1] + whole[-1][2]) == (src, dst):
+            whole[-1] = (whole[-1][0], whole[-1][1], whole[-1][2] + nbytes)
+        else:
+            whole.append((src, dst, nbytes))
+    assert whole == array.tolist()
+
+
+@given(blocks(), WEIGHTS)
+def test_weights_are_followed(array: npt.NDArray[np.void], weights: list[float]) -> None:
+    stripes = stripe(array, np.array(weights))
+    total = float(array["nbytes"].sum())
+    for rail, weight in enumerate(weights):
+        taken = float(stripes.of(rail)["nbytes"].sum())
+        assert abs(taken - total * weight / sum(weights)) <= SPLIT_NBYTES
+        if weight == 0:
+            assert taken == 0
+
+
+@given(blocks(), WEIGHTS)
+def test_small_blocks_stay_whole_and_cuts_are_aligned(
+    array: npt.NDArray[np.void], weights: list[float]
+) -> None:
+    starts = dict(zip(array["src"].tolist(), array["nbytes"].tolist(), strict=True))
+    block = 0
+    for src, _, nbytes in stripe(array, np.array(weights)).blocks.tolist():
+        if src in starts:
+            block = src
+        else:
+            assert starts[block] >= SPLIT_NBYTES
+            assert (src - block) % CUT_ALIGN == 0
+        if starts[block] < SPLIT_NBYTES:
+            assert nbytes == starts[block]
+
+
+def test_one_large_block_is_split_evenly() -> None:
+    array = np.array([(0x10000, 0x900000, 4 << 20)], BLOCK)
+    stripes = stripe(array, np.ones(4))
+    assert [int(stripes.of(rail)["nbytes"].sum()) for rail in range(4)] == [1 << 20] * 4
+
+
+def test_blocks_that_need_no_cut_are_not_copied() -> None:
+    array = np.array([(i << 16, i << 16, 4096) for i in range(1, 9)], BLOCK)
+    assert stripe(array, np.ones(4)).blocks is array
+
+
+@given(some_lanes(), st.integers(0, 1 << 36), st.integers(0, 100))
+def test_shares_add_up_and_end_together(rails: npt.NDArray[np.void], total: int, turn: int) -> None:
+    taken = shares(rails, total, turn)
+    assert (taken >= 0).all()
+    assert taken.sum() == pytest.approx(total, rel=1e-9, abs=1e-3)
+    speed = np.maximum(rails["rate"], rails["rate"].max() * RATE_FLOOR)
+    speed = speed / np.asarray(PENALTY)[rails["distance"]]
+    ends = (rails["in_flight"] + taken) / speed
+    used = taken > 1
+    if used.any():
+        assert ends[used].max() == pytest.approx(ends[used].min(), rel=1e-6, abs=1 / speed.min())
+
+
+@given(some_lanes())
+def test_no_rail_starves(rails: npt.NDArray[np.void]) -> None:
+    """However slow a rail was and however much it has to do, enough bytes reach it."""
+    slowest = RATE_FLOOR / max(PENALTY)
+    worst = (rails["in_flight"].max() + GRAIN_NBYTES) * len(rails) / slowest**2
+    assert (shares(rails, int(worst)) > 0).all()
+
+
+@given(st.integers(2, 8), st.integers(1, 1000))
+def test_small_transfers_go_round_idle_equals(count: int, total: int) -> None:
+    seen = {int(shares(lanes([1e9] * count), total, turn).argmax()) for turn in range(count)}
+    assert seen == set(range(count))
+
+
+@given(some_lanes(), st.integers(1, 1 << 30), st.integers(1, 1 << 24))
+def test_no_more_rails_than_grains(rails: npt.NDArray[np.void], total: int, grain: int) -> None:
+    used = np.count_nonzero(shares(rails, total, grain_nbytes=grain))
+    assert used <= max(1, -(-total // grain))
+
+
+def test_a_busy_rail_is_passed_over_until_the_others_are_as_busy() -> None:
+    taken = shares(lanes([1e9, 1e9, 1e9], [0, 0, 8e6]), 8_000_000)
+    assert taken.tolist() == [4e6, 4e6, 0]
+    taken = shares(lanes([1e9, 1e9, 1e9], [0, 0, 8e6]), 40_000_000)
+    assert taken == pytest.approx([16e6, 16e6, 8e6])
+
+
+def test_far_rails_help_little() -> None:
+    near, far = shares(lanes([1e9, 1e9], 0, [0, 1]), 100_000_000)
+    assert near / far == pytest.approx(PENALTY[1])
+
+
+@given(RATES, RATES, st.floats(1e-6, 10))
+def test_measured_rate_moves_towards_what_was_seen(old: float, seen: float, busy_s: float) -> None:
+    new = float(measured(old, seen * busy_s, busy_s))
+    assert min(old, seen) * 0.999 <= new <= max(old, seen) * 1.001
+    assert float(measured(old, 0, 0)) == old
+
+
+def test_measured_rate_follows_in_a_second() -> None:
+    rate = 1e9
+    for _ in range(10):
+        rate = float(measured(rate, 2e6, 0.1))
+    assert rate == pytest.approx(2e7, rel=0.01)
+
+
+@given(st.integers(1, 16), st.integers(1, 16))
+def test_pairs_use_every_nic_evenly(local: int, remote: int) -> None:
+    table = pairs(local, remote)
+    assert len(table) == max(local, remote)
+    for column, count in ((0, local), (1, remote)):
+        uses = np.bincount(table[:, column], minlength=count)
+        assert uses.min() >= 1
+        assert uses.max() - uses.min() <= 1
+    if local == remote:
+        assert (table[:, 0] == table[:, 1]).all()
+
+
+@given(st.integers(0, 15), st.integers(1, 16))
+def test_partners_are_all_remote_nics_the_like_first(nic: int, remote: int) -> None:
+    order = partners(nic, remote)
+    assert sorted(order) == list(range(remote))
+    assert order[0] == nic % remote
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: lanes([0.0]), "rates must be positive"),
+        (lambda: lanes([1.0], [-1.0]), "must not be negative"),
+        (lambda: lanes([1.0], 0, [9]), "distances must be"),
+        (lambda: shares(lanes([]), 1), "no rail"),
+        (lambda: stripe(np.empty(1, BLOCK), np.zeros(2)), "not all 0"),
+        (lambda: stripe(np.empty(1, BLOCK), np.array([1.0, -0.5])), "must not be negative"),
+        (lambda: stripe(np.empty(1), np.ones(2)), "dtype"),
+        (lambda: pairs(0, 2), "no rail between 0 local"),
+    ],
+)
+def test_bad_input_is_named(call: object, says: str) -> None:
+    assert callable(call)
+    with pytest.raises(ValueError, match=says):
+        call()
