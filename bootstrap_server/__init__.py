@@ -6,12 +6,26 @@ from __future__ import annotations
 from bootstrap_server.client import BootstrapClient
 from bootstrap_server.errors import (
     BootstrapError,
+    LeaseLost,
     MismatchError,
     NotReady,
+    PlaceTaken,
     RegistrationRefused,
     Unreachable,
 )
-from bootstrap_server.matching import check_configs, check_formats, prefill_dp_rank, sources
+from bootstrap_server.lease import RankLease
+from bootstrap_server.matching import (
+    CPTransfer,
+    PageShare,
+    Source,
+    check_configs,
+    check_formats,
+    cp_transfer,
+    holding,
+    prefill_dp_rank,
+    sending,
+    sources,
+)
 from bootstrap_server.records import (
     Instance,
     InstanceConfig,
@@ -29,21 +43,30 @@ __all__ = [
     "BootstrapClient",
     "BootstrapError",
     "BootstrapServer",
+    "CPTransfer",
     "Instance",
     "InstanceConfig",
     "KVFormat",
+    "LeaseLost",
     "MismatchError",
     "NotReady",
+    "PageShare",
+    "PlaceTaken",
     "Rank",
     "RankCoords",
+    "RankLease",
     "RankRecord",
     "RegistrationRefused",
     "SGLangParallel",
+    "Source",
     "SpecLayout",
     "Topology",
     "Unreachable",
     "check_configs",
     "check_formats",
+    "cp_transfer",
+    "holding",
     "prefill_dp_rank",
+    "sending",
     "sources",
 ]

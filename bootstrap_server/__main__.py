@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from bootstrap_server.errors import BootstrapError
+from bootstrap_server.registry import LEASE_S
 from bootstrap_server.server import BootstrapServer
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -23,6 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8998, help="port, 0 for any (%(default)s)")
     parser.add_argument(
+        "--lease-s",
+        type=float,
+        default=LEASE_S,
+        help="seconds that a rank lives after its last renewal (%(default)g)",
+    )
+    parser.add_argument(
         "--log-level", default="warning", choices=("debug", "info", "warning", "error")
     )
     options = parser.parse_args(arguments)
@@ -33,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # sigwait below, wherever they arrive.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        server = BootstrapServer(options.host, options.port)
-    except BootstrapError as error:
+        server = BootstrapServer(options.host, options.port, options.lease_s)
+    except (BootstrapError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     with server:

@@ -4,34 +4,44 @@
 from __future__ import annotations
 
 import logging
-import re
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, Self
 
 import msgspec
-import requests
 
-from bootstrap_server.errors import BootstrapError, NotReady, RegistrationRefused, Unreachable
-from bootstrap_server.records import Instance, RankCoords, RankRecord
+from bootstrap_server.errors import (
+    BootstrapError,
+    LeaseLost,
+    NotReady,
+    PlaceTaken,
+    RegistrationRefused,
+    Unreachable,
+)
+from bootstrap_server.http_client import HttpClient
+from bootstrap_server.records import (
+    DEFAULT_INSTANCE,
+    Instance,
+    Rank,
+    RankCoords,
+    RankLife,
+    RankRecord,
+    check_instance_name,
+)
 from bootstrap_server.sglang_http import ROOMS_PER_QUERY_MAX
 
 __all__ = ["BootstrapClient"]
 
 logger = logging.getLogger(__name__)
 
-#: An instance of 65,536 ranks, the most a registry takes, makes about 10 MB of JSON.
-ANSWER_BYTES_MAX: Final = 64 << 20
 ANSWER_EXCERPT_CHARS: Final = 160
 BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_MAX_S: Final = 2.0
-PORT_MAX: Final = 65_535
+#: A place whose former holder should be gone is asked for this often, and so long after.
+TAKEN_POLL_S: Final = 1.0
+TAKEN_MARGIN_S: Final = 2.0
 PORT_FLAG: Final = "--disaggregation-bootstrap-port"
-_ADDRESS: Final = re.compile(
-    r"(?:\[(?P<v6>[^\s/@?#\[\]]+)\]|(?P<name>[^\s/@?#\[\]:]+)):(?P<port>[0-9]{1,5})"
-)
-#: Addresses that a server may listen on but nobody can be told to call.
-_LOOPBACK_OF_WILDCARD: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class _NotReadyBody(msgspec.Struct, frozen=True):
@@ -42,19 +52,26 @@ class _NotReadyBody(msgspec.Struct, frozen=True):
     expected: int
     missing: tuple[RankCoords, ...]
     note: str | None
+    instance: str | None
 
 
 class _ErrorBody(msgspec.Struct, frozen=True):
     error: str
+    left_s: float | None = None
+
+
+class _LeaseBody(msgspec.Struct, frozen=True):
+    lease_s: float
 
 
 class BootstrapClient:
-    """Talks to the bootstrap server at `address` (`host:port`, IPv6 as `[host]:port`).
+    """Talks to the bootstrap server at `address` (`host:port`, IPv6 as `[host]:port`) about one
+    of its instances; the one that SGLang serves is `default`.
 
     Waits `timeout_s` at most to connect, and again for each packet of an answer. Raises
     `BootstrapError` with a sentence, and `Unreachable`, a kind of it, when asking again later
     can help. Keeps one connection open and must be used from one thread. `sleep` and `clock`
-    are for tests.
+    are for tests. What a rank needs all its life is `RankLease`.
     """
 
     def __init__(
@@ -62,17 +79,20 @@ class BootstrapClient:
         address: str,
         timeout_s: float = 5.0,
         *,
+        instance: str = DEFAULT_INSTANCE,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = address
-        self._url = _url(address)
-        self._timeout_s = timeout_s
+        self._http = HttpClient(address, timeout_s)
+        try:
+            check_instance_name(instance)
+        except ValueError as error:
+            raise BootstrapError(str(error)) from error
+        self._name = instance
+        self._path = f"/v1/instances/{instance}"
         self._sleep = sleep
         self._clock = clock
-        self._session = requests.Session()
-        # Ranks talk to each other directly; a proxy from the environment must not get between.
-        self._session.trust_env = False
 
     def __enter__(self) -> Self:
         return self
@@ -82,21 +102,23 @@ class BootstrapClient:
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
-        self._session.close()
+        self._http.close()
 
-    def register(self, record: RankRecord, deadline_s: float = 60.0) -> None:
-        """Register a rank. The server may come up later: tries for `deadline_s`.
+    def register(self, record: RankRecord, deadline_s: float = 60.0) -> float:
+        """Register a rank; returns how long its lease lasts, in seconds.
 
-        Raises `RegistrationRefused` at once when the server refuses the record, and
-        `Unreachable` when nothing has answered by the deadline.
+        The server may come up later: tries for `deadline_s`. A place that a live rank holds is
+        asked for until that rank's lease must have ended: after a crash it ends, and this rank
+        is a restart; if not, the holder is another server. Raises `RegistrationRefused` then, and
+        at once for a record that the server refuses otherwise; `Unreachable` when nothing has
+        answered by the deadline.
         """
-        body = msgspec.json.encode(record)
         give_up_at_s = self._clock() + deadline_s
+        free_at_s: float | None = None
         backoff_s = BACKOFF_FIRST_S
         while True:
             try:
-                status, answer = self._request("PUT", "/v1/ranks", body)
-                break
+                return self.try_register(record)
             except Unreachable as error:
                 left_s = give_up_at_s - self._clock()
                 if left_s <= 0:
@@ -107,30 +129,74 @@ class BootstrapClient:
                 logger.debug("registration will be tried again: %s", error)
                 self._sleep(min(backoff_s, left_s))
                 backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
-        if status == 200 and answer == b"OK":
-            return
+            except PlaceTaken as error:
+                now_s = self._clock()
+                if free_at_s is None:
+                    free_at_s = min(now_s + error.left_s + TAKEN_MARGIN_S, give_up_at_s)
+                    logger.warning("registration waits: %s", error)
+                if now_s >= free_at_s:
+                    raise
+                self._sleep(min(TAKEN_POLL_S, free_at_s - now_s))
+
+    def try_register(self, record: RankRecord) -> float:
+        """Register a rank or raise, as `register` but without waiting for anything."""
+        path = f"{self._path}/ranks"
+        status, answer = self._http.request("PUT", path, msgspec.json.encode(record))
         refusal = self._error_of(answer)
         if refusal is None or not 400 <= status < 500:
-            raise self._stranger("PUT /v1/ranks", status, answer)
-        raise RegistrationRefused(refusal)
+            return self._lease_s(f"PUT {path}", status, answer)
+        if refusal.left_s is not None:
+            raise PlaceTaken(refusal.error, refusal.left_s)
+        raise RegistrationRefused(refusal.error)
 
-    def instance(self) -> Instance:
-        """The whole prefill instance; `NotReady` until all of its ranks have registered."""
-        status, answer = self._request("GET", "/v1/instance")
+    def renew(self, rank: Rank) -> float:
+        """Prolong the lease of this life of a rank; returns how long it lasts, in seconds.
+
+        Raises `LeaseLost` when there is no such lease: the rank should register again.
+        """
+        path = f"{self._path}/leases"
+        status, answer = self._http.request("PUT", path, _life(rank))
+        self._check_held(status, answer)
+        return self._lease_s(f"PUT {path}", status, answer)
+
+    def release(self, rank: Rank) -> None:
+        """End the lease of this life of a rank, so that its place is free at once.
+
+        Raises `LeaseLost` when there is no such lease.
+        """
+        path = f"{self._path}/leases"
+        status, answer = self._http.request("DELETE", path, _life(rank))
+        self._check_held(status, answer)
+        if (status, answer) != (200, b"OK"):
+            raise self._stranger(f"DELETE {path}", status, answer)
+
+    def instance(self, wait_s: float = 0.0, after: int = 0) -> Instance:
+        """The whole prefill instance; `NotReady` while ranks are missing.
+
+        The server waits `wait_s` (at most 60) for it to become ready, with a `revision` above
+        `after`, and answers at that moment: wait here instead of asking again and again.
+        """
+        path = f"{self._path}?wait_s={wait_s:.3f}&after={after}"
+        status, answer = self._http.request("GET", path, wait_s=wait_s)
+        what = f"GET {self._path}"
         try:
             if status == 200:
                 return msgspec.json.decode(answer, type=Instance)
             if status == 503:
                 absent = msgspec.json.decode(answer, type=_NotReadyBody)
-                raise NotReady(absent.registered, absent.expected, absent.missing, absent.note)
+                raise NotReady(
+                    absent.registered, absent.expected, absent.missing, absent.note, absent.instance
+                )
         except msgspec.DecodeError as error:
-            raise self._stranger("GET /v1/instance", status, answer) from error
-        raise self._stranger("GET /v1/instance", status, answer)
+            raise self._stranger(what, status, answer) from error
+        raise self._stranger(what, status, answer)
 
     def register_dp_rank(self, room: int, dp_rank: int) -> None:
         """Say that prefill DP rank `dp_rank` serves `room`."""
-        body = msgspec.json.encode({"bootstrap_room": room, "dp_rank": dp_rank})
-        status, answer = self._request("POST", "/register_dp_rank", body)
+        body = msgspec.json.encode(
+            {"bootstrap_room": room, "dp_rank": dp_rank, "instance": self._name}
+        )
+        status, answer = self._http.request("POST", "/register_dp_rank", body)
         if (status, answer) != (200, b"OK"):
             raise self._stranger("POST /register_dp_rank", status, answer)
 
@@ -140,7 +206,7 @@ class BootstrapClient:
         for first in range(0, len(rooms), ROOMS_PER_QUERY_MAX):
             batch = list(rooms[first : first + ROOMS_PER_QUERY_MAX])
             body = msgspec.json.encode({"bootstrap_rooms": batch})
-            status, answer = self._request("POST", "/query_dp_ranks", body)
+            status, answer = self._http.request("POST", "/query_dp_ranks", body)
             if status != 200:
                 raise self._stranger("POST /query_dp_ranks", status, answer)
             try:
@@ -149,41 +215,26 @@ class BootstrapClient:
                 raise self._stranger("POST /query_dp_ranks", status, answer) from error
         return found
 
-    def _request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        """Status and body of one request; `Unreachable` when there is no complete answer."""
-        try:
-            with self._session.request(
-                method,
-                self._url + path,
-                data=body,
-                headers={"Content-Type": "application/json"} if body is not None else None,
-                timeout=self._timeout_s,
-                allow_redirects=False,
-                stream=True,
-            ) as response:
-                return response.status_code, self._read(response)
-        except requests.RequestException as error:
-            raise Unreachable(
-                f"the bootstrap server at {self.address} cannot be reached: {_root_cause(error)}"
-            ) from error
+    def _check_held(self, status: int, answer: bytes) -> None:
+        refusal = self._error_of(answer)
+        if status == 410 and refusal is not None:
+            raise LeaseLost(refusal.error)
 
-    def _read(self, response: requests.Response) -> bytes:
-        parts: list[bytes] = []
-        size_bytes = 0
-        for part in response.iter_content(chunk_size=1 << 16):
-            parts.append(part)
-            size_bytes += len(part)
-            if size_bytes > ANSWER_BYTES_MAX:
-                raise BootstrapError(
-                    f"{self.address} answers with more than {ANSWER_BYTES_MAX} bytes, "
-                    f"so it is no bootstrap server ({PORT_FLAG})"
-                )
-        return b"".join(parts)
+    def _lease_s(self, what: str, status: int, answer: bytes) -> float:
+        try:
+            lease_s = msgspec.json.decode(answer, type=_LeaseBody).lease_s
+        except msgspec.DecodeError as error:
+            raise self._stranger(what, status, answer) from error
+        if status != 200 or not 0 < lease_s < math.inf:
+            raise self._stranger(what, status, answer)
+        return lease_s
 
     def _stranger(self, what: str, status: int, answer: bytes) -> BootstrapError:
         """Error for a refusal, or for an answer that our server would not give."""
-        sentence = self._error_of(answer)
-        if sentence is None:
+        refusal = self._error_of(answer)
+        if refusal is not None:
+            sentence = refusal.error
+        else:
             sentence = repr(answer[:ANSWER_EXCERPT_CHARS].decode(errors="replace"))
             # Our server's refusals on SGLang's routes are plain text with this status.
             if status != 400:
@@ -194,25 +245,12 @@ class BootstrapClient:
         return BootstrapError(f"{self.address} answers {what} with status {status}: {sentence}")
 
     @staticmethod
-    def _error_of(answer: bytes) -> str | None:
+    def _error_of(answer: bytes) -> _ErrorBody | None:
         try:
-            return msgspec.json.decode(answer, type=_ErrorBody).error
+            return msgspec.json.decode(answer, type=_ErrorBody)
         except msgspec.DecodeError:
             return None
 
 
-def _url(address: str) -> str:
-    match = _ADDRESS.fullmatch(address)
-    if match is None or not 0 < int(match["port"]) <= PORT_MAX:
-        raise BootstrapError(f"bootstrap address {address!r} is not of the form host:port")
-    host, port = match["v6"] or match["name"], match["port"]
-    host = _LOOPBACK_OF_WILDCARD.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    """The innermost error: the layers of requests and urllib3 bury the errno."""
-    seen: BaseException | None = error
-    while seen is not None:
-        error, seen = seen, seen.__cause__ or seen.__context__
-    return error
+def _life(rank: Rank) -> bytes:
+    return msgspec.json.encode(RankLife(rank.coords, rank.epoch))

@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BootstrapError",
+    "LeaseLost",
     "MismatchError",
     "NotReady",
+    "PlaceTaken",
     "RegistrationRefused",
+    "RegistryFull",
     "Unreachable",
 ]
 
@@ -36,6 +39,27 @@ class RegistrationRefused(BootstrapError):
     """The registry refuses a rank's record; the same record will be refused again."""
 
 
+class PlaceTaken(RegistrationRefused):
+    """A live rank holds the place, for `left_s` more seconds unless it renews its lease.
+
+    A rank that was restarted asks again until then; who is still refused after that is not a
+    restart of the holder but another server.
+    """
+
+    def __init__(self, sentence: str, left_s: float) -> None:
+        self.left_s = left_s
+        super().__init__(sentence)
+
+
+class LeaseLost(BootstrapError):
+    """A life of a rank holds no lease: it never registered, or the lease lapsed, or another life
+    has its place. Registering again tells which."""
+
+
+class RegistryFull(BootstrapError):
+    """The server keeps as much as it may; asking again later can help."""
+
+
 class MismatchError(BootstrapError):
     """A prefill and a decode instance cannot be paired; somebody must change a flag."""
 
@@ -46,6 +70,7 @@ class NotReady(BootstrapError):
     `registered` and `expected` count ranks (`expected` is 0 before the first rank
     registers, because only ranks know the topology). `missing` lists coordinates that
     have no live rank, cut to a bounded number. `note` adds why ranks may have gone.
+    `instance` is the name of the instance, None for the only one of an SGLang server.
     """
 
     def __init__(
@@ -54,21 +79,24 @@ class NotReady(BootstrapError):
         expected: int,
         missing: tuple[RankCoords, ...] = (),
         note: str | None = None,
+        instance: str | None = None,
     ) -> None:
         self.registered = registered
         self.expected = expected
         self.missing = missing
         self.note = note
+        self.instance = instance
         super().__init__(self._sentence())
 
     def _sentence(self) -> str:
+        which = "" if self.instance is None else f" {self.instance}"
         if self.expected == 0:
-            return "the prefill instance is not ready: none of its ranks has registered yet"
+            return f"the prefill instance{which} is not ready: none of its ranks has registered yet"
         named = ", ".join(f"({coords})" for coords in self.missing[:COORDS_IN_MESSAGE])
         absent = self.expected - self.registered
         more = absent - min(len(self.missing), COORDS_IN_MESSAGE)
         sentence = (
-            f"the prefill instance is not ready: {self.registered} of {self.expected} ranks "
+            f"the prefill instance{which} is not ready: {self.registered} of {self.expected} ranks "
             f"have registered, missing {named or absent}"
         )
         if named and more > 0:

@@ -1,20 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode rank d, which prefill ranks send you what? Pure functions, no I/O.
 
-Today's answer covers equal attention TP sizes, any DP sizes, PP 1 and CP 1. Every other pair
-is refused with a sentence that names both values and the flag to change.
+**TP.** A cache of `units` equal pieces (KV heads, Mamba head shards; an MLA latent is 1 unit)
+lies on the line 0..1; rank r of n covers r/n..(r+1)/n of it and stores the units that it
+touches: whole shares when the units divide, one replicated unit when there are more ranks than
+units. A decode rank therefore finds everything it stores on the prefill ranks whose intervals
+overlap its own, whatever the number of units. So *whom to ask* (`sources`) follows from the two
+topologies alone, and registration need not say how many heads a model has; *which units a pair
+moves* (`sending`) is computed per component by whoever knows its units.
+
+**Every prefill rank is asked.** SGLang opens a sender for a room on each rank of the prefill
+DP group (on each PP stage, CP rank and replica), and each waits to be asked. Overlap reaches all
+TP ranks; sources that have nothing to send are asked all the same (`Source.pages` is empty).
+
+**Replicas** hold the same unit. Who sends it turns with the decode rank's DP rank, so that the
+decode ranks of an instance load all replicas alike.
+
+Which pairs SGLang 0.5.23 serves itself: `disaggregation/common/conn.py`,
+`CommonKVManager._resolve_rank_mapping`. Beyond it, TP sizes of which none divides the other.
 """
 
 from __future__ import annotations
 
+import enum
+import math
+
+import msgspec
+
 from bootstrap_server.errors import MismatchError
 from bootstrap_server.records import FLAGS, InstanceConfig, KVFormat, RankCoords, Topology
 
-__all__ = ["check_configs", "check_formats", "prefill_dp_rank", "sources"]
+__all__ = [
+    "CPTransfer",
+    "PageShare",
+    "Source",
+    "check_configs",
+    "check_formats",
+    "cp_transfer",
+    "holding",
+    "prefill_dp_rank",
+    "sending",
+    "sources",
+]
 
 #: Values of `InstanceConfig` that must be equal on both sides beside the format. Load balancing
 #: is missing on purpose: it is the prefill router's affair.
 _EQUAL_POLICIES = ("protocol", "decode_allocation_policy", "dsv41_spec_layout")
+
+
+class CPTransfer(enum.Enum):
+    """How the CP ranks of a prefill instance share the sending.
+
+    Prefill CP gathers the KV of a chunk before it is stored, so that each CP rank holds all
+    pages (SGLang's `mem_cache/page_interleave.py`, `get_kv_shard_group`).
+    """
+
+    #: CP rank 0 sends everything.
+    FIRST = "first"
+    #: Each CP rank sends its share of the pages, CP rank 0 all state
+    #: (SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER).
+    PAGES = "pages"
+    #: Each CP rank sends the layers that it alone stores (--enable-dsa-cache-layer-split).
+    LAYERS = "layers"
+
+
+class PageShare(msgspec.Struct, frozen=True):
+    """Part `index` of `of` almost equal contiguous parts of a request's pages; `of` 0 is no page.
+
+    Pages are counted as the prefill side sends them, from the first one that decode lacks.
+    """
+
+    index: int
+    of: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < max(self.of, 1):
+            raise ValueError(f"there is no part {self.index} of {self.of} parts of the pages")
+
+    def bounds(self, total: int) -> range:
+        """Which of a request's `total` pages belong to this part.
+
+        The first `total % of` parts have one page more, as SGLang cuts them
+        (`disaggregation/utils.py`, `_get_cp_rank_page_bounds`).
+        """
+        if self.of == 0:
+            return range(0)
+        least, larger = divmod(total, self.of)
+        first = self.index * least + min(self.index, larger)
+        return range(first, first + least + (self.index < larger))
+
+    def within(self, chunk: range, total: int) -> range:
+        """Which pages of `chunk`, a contiguous part of a request's `total` pages, are in it."""
+        mine = self.bounds(total)
+        first = min(max(chunk.start, mine.start), chunk.stop)
+        return range(first, max(first, min(chunk.stop, mine.stop)))
+
+
+ALL_PAGES = PageShare(0, 1)
+NO_PAGES = PageShare(0, 0)
+
+
+class Source(msgspec.Struct, frozen=True):
+    """One prefill rank that a decode rank asks for each room, and what it asks for.
+
+    `destinations` is how many ranks of the decode DP group ask this prefill rank: it waits for
+    so many requests for a room. `aux`: send SGLang's metadata of the request (one source of
+    each decode rank does). `state`: send per-request state (Mamba, SWA …). `pages`: which of
+    the request's pages to send. Which units of a component is `sending`'s answer.
+    """
+
+    coords: RankCoords
+    destinations: int
+    aux: bool
+    state: bool
+    pages: PageShare
 
 
 def check_formats(prefill: KVFormat, decode: KVFormat) -> None:
@@ -45,30 +144,139 @@ def check_configs(prefill: InstanceConfig, decode: InstanceConfig) -> None:
         )
 
 
-def sources(
-    prefill: Topology, decode: Topology, coords: RankCoords, prefill_dp_rank: int
-) -> tuple[RankCoords, ...]:
-    """The prefill ranks that send to the decode rank at `coords`.
+def cp_transfer(prefill: InstanceConfig, all_cp_ranks: bool) -> CPTransfer:
+    """How the CP ranks of `prefill` share the sending.
 
-    `prefill_dp_rank` is the prefill DP rank that serves the request. With equal attention TP
-    sizes there is exactly one source, of the same TP rank. Raises `MismatchError` for a pair
-    of topologies that cannot be served, `ValueError` for `coords` outside `decode`.
+    `all_cp_ranks` is what the decode side was told
+    (SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER) or needs (a hybrid MLA model).
+    """
+    if prefill.enable_dsa_cache_layer_split:
+        return CPTransfer.LAYERS
+    return CPTransfer.PAGES if all_cp_ranks else CPTransfer.FIRST
+
+
+def holding(units: int, tp_size: int, tp: int, what: str = "KV heads") -> range:
+    """Which of the `units` pieces of a component (`what`, for sentences) TP rank `tp` stores.
+
+    A share of `units / tp_size` of them, or, with more ranks than units, the one that it stores
+    along with its neighbours. Raises `MismatchError` when neither number divides the other.
+    """
+    if not (units >= 1 and 0 <= tp < tp_size):
+        raise ValueError(f"tp rank {tp} of {tp_size} cannot hold any of {units} {what}")
+    if units % tp_size == 0:
+        share = units // tp_size
+        return range(tp * share, (tp + 1) * share)
+    if tp_size % units == 0:
+        unit = tp * units // tp_size
+        return range(unit, unit + 1)
+    raise MismatchError(
+        f"{units} {what} cannot be laid out over an attention TP size of {tp_size}: neither "
+        f"number divides the other ({FLAGS['tp_size']})"
+    )
+
+
+def sending(
+    units: int,
+    prefill_tp_size: int,
+    p: int,
+    decode_tp_size: int,
+    d: int,
+    turn: int = 0,
+    what: str = "KV heads",
+) -> range:
+    """The units that prefill TP rank `p` sends to decode TP rank `d`: contiguous, maybe none.
+
+    Over all `p` these are exactly `holding(units, decode_tp_size, d)`, each unit once, and a
+    rank that is not among `sources` has none. `turn` is the DP rank of the decode rank: it
+    turns the choice among prefill ranks that hold the same unit. Raises as `holding` does.
+    """
+    mine = holding(units, prefill_tp_size, p, what)
+    wanted = holding(units, decode_tp_size, d, what)
+    first = max(mine.start, wanted.start)
+    common = range(first, max(first, min(mine.stop, wanted.stop)))
+    if units < prefill_tp_size and common:
+        chosen = _replica(units, common.start, prefill_tp_size, decode_tp_size, d, turn)
+        return common if p == chosen else range(first, first)
+    return common
+
+
+def _replica(
+    units: int, unit: int, prefill_tp_size: int, decode_tp_size: int, d: int, turn: int
+) -> int:
+    """Which of the prefill TP ranks that hold `unit` and overlap decode TP rank `d` sends it.
+
+    The line 0..1 is cut so finely that every rank of both sides covers whole cells; each turn
+    takes another cell of the overlap, in an order that spreads the turns over the ranks.
+    """
+    cells = math.lcm(prefill_tp_size, decode_tp_size)
+    of_p, of_d, of_unit = cells // prefill_tp_size, cells // decode_tp_size, cells // units
+    first = max(d * of_d, unit * of_unit)
+    overlap = min((d + 1) * of_d, (unit + 1) * of_unit) - first
+    return (first + turn * of_p % overlap) // of_p
+
+
+def sources(
+    prefill: Topology,
+    decode: Topology,
+    coords: RankCoords,
+    prefill_dp_rank: int,
+    cp: CPTransfer = CPTransfer.FIRST,
+) -> tuple[Source, ...]:
+    """The prefill ranks that the decode rank at `coords` asks for a room, in ascending order.
+
+    `prefill_dp_rank` is the prefill DP rank that serves the request. Raises `MismatchError` for
+    a pair of topologies that cannot be served, `ValueError` for `coords` outside `decode`.
     """
     decode.check(coords)
     _check_dp_rank(prefill, prefill_dp_rank)
-    if prefill.tp_size != decode.tp_size:
+    _check_axes(prefill, decode)
+    stages = range(prefill.pp_size) if decode.pp_size == 1 else range(coords.pp, coords.pp + 1)
+    # SGLang fills the metadata of a request on every stage, on the last one first.
+    aux_place = (
+        0,
+        _replica(1, 0, prefill.tp_size, decode.tp_size, coords.tp, coords.dp),
+        stages[-1],
+    )
+    found: list[Source] = []
+    for cp_rank in range(prefill.cp_size):
+        pages, state = _cp_part(cp, cp_rank, prefill.cp_size)
+        for p in _overlapping(decode.tp_size, coords.tp, prefill.tp_size):
+            destinations = len(_overlapping(prefill.tp_size, p, decode.tp_size))
+            for stage in stages:
+                place = RankCoords(dp=prefill_dp_rank, cp=cp_rank, tp=p, pp=stage)
+                aux = (cp_rank, p, stage) == aux_place
+                found.append(Source(place, destinations, aux, state, pages))
+    return tuple(found)
+
+
+def _overlapping(size: int, rank: int, other_size: int) -> range:
+    """The ranks of `other_size` whose intervals overlap that of `rank` of `size`."""
+    return range(rank * other_size // size, -(-(rank + 1) * other_size // size))
+
+
+def _cp_part(cp: CPTransfer, cp_rank: int, cp_size: int) -> tuple[PageShare, bool]:
+    """What one CP rank sends: its pages, and whether state."""
+    match cp:
+        case CPTransfer.FIRST:
+            return (ALL_PAGES if cp_rank == 0 else NO_PAGES), cp_rank == 0
+        case CPTransfer.PAGES:
+            # Nothing is known of the inside of state, so it is not split.
+            return PageShare(cp_rank, cp_size), cp_rank == 0
+        case CPTransfer.LAYERS:
+            return ALL_PAGES, True
+
+
+def _check_axes(prefill: Topology, decode: Topology) -> None:
+    if decode.cp_size != 1:
         raise MismatchError(
-            f"attention TP size is {prefill.tp_size} on prefill and {decode.tp_size} on decode; "
-            f"make them equal ({FLAGS['tp_size']})"
+            f"cp_size is {prefill.cp_size} on prefill and {decode.cp_size} on decode; context "
+            f"parallelism is for prefill alone, start decode with 1 ({FLAGS['cp_size']})"
         )
-    for name in ("cp_size", "pp_size"):
-        ours, theirs = getattr(prefill, name), getattr(decode, name)
-        if (ours, theirs) != (1, 1):
-            raise MismatchError(
-                f"{name} is {ours} on prefill and {theirs} on decode; "
-                f"only 1 on both is supported ({FLAGS[name]})"
-            )
-    return (RankCoords(dp=prefill_dp_rank, cp=0, tp=coords.tp, pp=0),)
+    if decode.pp_size not in (1, prefill.pp_size):
+        raise MismatchError(
+            f"pp_size is {prefill.pp_size} on prefill and {decode.pp_size} on decode; start "
+            f"decode with that of prefill or with 1 ({FLAGS['pp_size']})"
+        )
 
 
 def prefill_dp_rank(

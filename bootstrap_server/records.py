@@ -8,12 +8,14 @@ decoding the same value from JSON raises `msgspec.ValidationError` with that sen
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
 __all__ = [
+    "DEFAULT_INSTANCE",
     "FLAGS",
     "RANKS_MAX",
     "Difference",
@@ -22,9 +24,11 @@ __all__ = [
     "KVFormat",
     "Rank",
     "RankCoords",
+    "RankLife",
     "RankRecord",
     "SpecLayout",
     "Topology",
+    "check_instance_name",
     "differences",
 ]
 
@@ -36,6 +40,9 @@ TEXT_CHARS_MAX: Final = 255
 #: Epochs are nanoseconds since 1970 and travel as signed 64-bit numbers.
 EPOCH_MAX: Final = 2**63 - 1
 VALUE_CHARS_MAX: Final = 120
+#: The instance of a bootstrap server that serves one SGLang server, as SGLang's own does.
+DEFAULT_INSTANCE: Final = "default"
+_INSTANCE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 #: The SGLang flag behind each value, for sentences that say what to change.
 FLAGS: Final[dict[str, str]] = {
@@ -208,15 +215,24 @@ class RankRecord(msgspec.Struct, frozen=True):
         self.config.topology.check(self.rank.coords)
 
 
+class RankLife(msgspec.Struct, frozen=True):
+    """Which life of which rank renews or releases its lease."""
+
+    coords: RankCoords
+    epoch: int
+
+
 class Instance(msgspec.Struct, frozen=True):
     """A complete instance: `ranks` holds one live rank per coordinate, in ascending order.
 
-    `generation` counts the configurations that this registry has seen.
+    `generation` counts the configurations that this registry has seen. `revision` grows with
+    every change of who is live, also over restarts of the server.
     """
 
     config: InstanceConfig
     generation: int
     ranks: tuple[Rank, ...]
+    revision: int = 0
 
     def __post_init__(self) -> None:
         topology = self.config.topology
@@ -257,6 +273,15 @@ def differences(left: InstanceConfig, right: InstanceConfig) -> Iterator[Differe
             ours, theirs = getattr(part, name), getattr(other, name)
             if ours != theirs:
                 yield Difference(name, *_short_pair(ours, theirs))
+
+
+def check_instance_name(name: str) -> None:
+    """Raise `ValueError` unless `name` can name an instance (it is part of URLs and sentences)."""
+    if not _INSTANCE_NAME.fullmatch(name):
+        raise ValueError(
+            f"instance name {_short(name)!r} is not 1 to 64 letters, digits, dots, dashes or "
+            "underscores that begin with a letter or digit"
+        )
 
 
 def _short_pair(left: object, right: object) -> tuple[str, str]:

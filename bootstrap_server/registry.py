@@ -1,174 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is there: the ranks of one instance, and which DP rank serves which room.
+"""All instances of a bootstrap server, by name. Pure: the caller (one event loop) passes the time.
 
-Pure: no I/O, no clock, no threads. The caller (one event loop) passes the time in.
-
-Rules of registration
-1. A record for coordinates that are taken *replaces* the former one; ranks are counted by
-   coordinates, so a restarted rank counts once.
-2. A record with an older epoch than the one in place is refused: it is a late message of a
-   former life. An equal epoch is the same life registering again.
-3. A record whose configuration contradicts the live ranks is refused, naming both values,
-   unless its epoch is newer than that of *every* live rank. Then the whole instance was
-   started again with other flags: a new generation begins and all ranks of the old one are
-   dropped. Ranks of the old generation that register later fall under the refusal. (Epochs of
-   different hosts are compared here, so clocks must agree better than a restart takes.)
-4. Stock SGLang ranks have no epoch (0). They replace each other, but never begin a new
-   generation, since nothing tells their restart from a second server with a wrong address.
-
-Leases and several instances come on top of this: `Registry` stays the table of one instance.
+An instance comes into being with its first rank, and a named one is forgotten with its last. The
+one called `default` is what SGLang's own routes serve. Memory is bounded by the numbers of
+instances and of ranks over all of them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Callable
+from typing import Final
 
-from bootstrap_server.errors import NotReady, RegistrationRefused
+from bootstrap_server.errors import RegistryFull
+from bootstrap_server.instance import InstanceTable
 from bootstrap_server.records import (
-    Instance,
-    InstanceConfig,
+    DEFAULT_INSTANCE,
+    RANKS_MAX,
     Rank,
-    RankCoords,
     RankRecord,
-    differences,
+    check_instance_name,
 )
 
-__all__ = ["Registry", "RoomTable"]
+__all__ = ["INSTANCES_MAX", "LEASE_S", "LeaseClock", "Registry"]
 
-#: How many missing coordinates an answer lists.
-MISSING_MAX = 64
+#: How long a rank lives after its last renewal, and so how long a restarted one may have to wait
+#: for its former self's place. Ranks renew three times as often: one may miss two renewals in a
+#: row while its interpreter is held. A crashed SGLang server is not back sooner anyway: it takes
+#: about as long to import SGLang and load a model.
+LEASE_S: Final = 15.0
+INSTANCES_MAX: Final = 1024
+
+
+class LeaseClock:
+    """Time as leases count it: no step is longer than `step_max_s`.
+
+    When the server itself was held (a busy interpreter, a stopped process, a suspended machine),
+    it has not listened to renewals either, which wait in its sockets. That time must not end
+    leases, so only the first `step_max_s` of it count.
+    """
+
+    def __init__(self, clock: Callable[[], float], step_max_s: float) -> None:
+        self._clock = clock
+        self._step_max_s = step_max_s
+        self._seen_s = clock()
+        self._now_s = 0.0
+
+    def now_s(self) -> float:
+        """Seconds since the start, less what was skipped. Must be asked more often than steps."""
+        seen_s = self._clock()
+        self._now_s += min(seen_s - self._seen_s, self._step_max_s)
+        self._seen_s = seen_s
+        return self._now_s
 
 
 class Registry:
-    """The live ranks of one instance."""
+    """`first_revision` should grow with every start of a server, so that a revision which a
+    client has seen of a former server is never taken for one of this server."""
 
-    def __init__(self) -> None:
-        #: None until the first record arrives; afterwards equal for all of `_ranks`.
-        self._config: InstanceConfig | None = None
-        self._ranks: dict[RankCoords, Rank] = {}
-        self._generation = 0
-        #: Why the former generation's ranks are gone; shown until the new one is complete.
-        self._note: str | None = None
-
-    @property
-    def config(self) -> InstanceConfig | None:
-        """What the live ranks agree on; None before the first one."""
-        return self._config
-
-    @property
-    def generation(self) -> int:
-        """Number of configurations seen, 0 before the first rank."""
-        return self._generation
+    def __init__(self, lease_s: float = LEASE_S, first_revision: int = 0) -> None:
+        if lease_s <= 0:
+            raise ValueError(f"lease_s is {lease_s}, and a lease must last")
+        self.lease_s = lease_s
+        self._revision = first_revision
+        #: What SGLang's own routes serve.
+        self.default = InstanceTable(DEFAULT_INSTANCE, lease_s, first_revision)
+        self._tables: dict[str, InstanceTable] = {DEFAULT_INSTANCE: self.default}
 
     @property
     def registered(self) -> int:
-        """Number of coordinates that have a live rank."""
-        return len(self._ranks)
+        """Live ranks of all instances."""
+        return sum(table.registered for table in self._tables.values())
 
-    @property
-    def expected(self) -> int:
-        """Number of coordinates of the instance, 0 before the first rank."""
-        return 0 if self._config is None else self._config.topology.ranks
+    def tables(self) -> tuple[InstanceTable, ...]:
+        """All instances, `default` first."""
+        return tuple(self._tables.values())
 
-    @property
-    def ready(self) -> bool:
-        """Whether every coordinate has a live rank."""
-        return self._config is not None and self.registered == self.expected
+    def get(self, name: str) -> InstanceTable:
+        """The instance of that name, an empty one when it has no ranks; `ValueError` for a bad
+        name."""
+        check_instance_name(name)
+        found = self._tables.get(name)
+        return InstanceTable(name, self.lease_s, self._revision) if found is None else found
 
-    def missing(self, limit: int = MISSING_MAX) -> tuple[RankCoords, ...]:
-        """The first `limit` coordinates without a live rank, in ascending order."""
-        if self._config is None or self.ready:
-            return ()
-        absent = (c for c in self._config.topology.coords() if c not in self._ranks)
-        return tuple(islice(absent, limit))
+    def register(
+        self, name: str, record: RankRecord, now_s: float, *, leased: bool
+    ) -> InstanceTable:
+        """Take a rank in (`InstanceTable.register`); returns its instance.
 
-    def register(self, record: RankRecord) -> None:
-        """Take `record` in, by the rules above; `RegistrationRefused` leaves all as it was."""
-        if self._config is None or record.config != self._config:
-            self._admit_config(record)
-        rank = record.rank
-        former = self._ranks.get(rank.coords)
-        if former is not None and rank.epoch < former.epoch:
-            raise RegistrationRefused(
-                f"rank {rank.coords} with epoch {rank.epoch} is a former life: "
-                f"epoch {former.epoch} of the same rank has registered since"
-            )
-        self._ranks[rank.coords] = rank
-        if self.ready:
-            self._note = None
+        Raises `RegistryFull` when no more can be kept, `ValueError` for a bad name.
+        """
+        table = self.get(name)
+        if name not in self._tables and len(self._tables) >= INSTANCES_MAX:
+            raise RegistryFull(f"this bootstrap server knows {INSTANCES_MAX} instances, its limit")
+        if table.find(record.rank.coords) is None and self.registered >= RANKS_MAX:
+            raise RegistryFull(f"this bootstrap server knows {RANKS_MAX} live ranks, its limit")
+        table.register(record, now_s, leased=leased)
+        self._tables[name] = table
+        return table
 
-    def _admit_config(self, record: RankRecord) -> None:
-        """Begin a generation with the record's configuration, or refuse the record."""
-        if self._config is not None:
-            difference = next(differences(self._config, record.config))
-            newest = max(rank.epoch for rank in self._ranks.values())
-            what = f"{difference.name} {difference.left}"
-            if record.rank.epoch <= newest:
-                raise RegistrationRefused(
-                    f"rank {record.rank.coords} has {difference.name} {difference.right}, but the "
-                    f"{self.registered} registered ranks of this instance have {what}; start all "
-                    f"ranks of an instance with the same value ({difference.flag})"
-                )
-            self._note = (
-                f"{self.registered} ranks with {what} were replaced when rank "
-                f"{record.rank.coords} started later with {difference.name} {difference.right}"
-            )
-        self._config = record.config
-        self._generation += 1
-        self._ranks.clear()
-
-    def find(self, coords: RankCoords) -> Rank | None:
-        """The live rank at `coords`, if there is one."""
-        return self._ranks.get(coords)
-
-    def snapshot(self) -> Instance:
-        """The whole instance; `NotReady` until every coordinate has a live rank."""
-        if self._config is None or not self.ready:
-            raise self.not_ready()
-        ranks = tuple(self._ranks[coords] for coords in self._config.topology.coords())
-        return Instance(self._config, self._generation, ranks)
-
-    def not_ready(self) -> NotReady:
-        """Who is missing, and why as far as known, as an error for the caller to raise."""
-        return NotReady(self.registered, self.expected, self.missing(), self._note)
-
-
-class RoomTable:
-    """Which DP rank serves a room, for rooms whose DP rank the router chose freely.
-
-    An entry lives `expiry_s` after its last registration. At most `capacity` rooms are kept;
-    the oldest is dropped for a new one, so a flood costs lookups but never memory.
-    """
-
-    def __init__(self, capacity: int, expiry_s: float) -> None:
-        if capacity < 1 or expiry_s <= 0:
-            raise ValueError(f"capacity {capacity} and expiry_s {expiry_s} must be positive")
-        self._capacity = capacity
-        self._expiry_s = expiry_s
-        #: room → (dp rank, time of registration), oldest registration first.
-        self._entries: OrderedDict[int, tuple[int, float]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def register(self, room: int, dp_rank: int, now_s: float) -> None:
-        """Remember that `dp_rank` serves `room`; a later call for the room replaces it."""
-        self._expire(now_s)
-        self._entries[room] = (dp_rank, now_s)
-        self._entries.move_to_end(room)
-        if len(self._entries) > self._capacity:
-            self._entries.popitem(last=False)
-
-    def query(self, rooms: Iterable[int], now_s: float) -> dict[int, int]:
-        """DP rank per room, for those of `rooms` that are known."""
-        self._expire(now_s)
-        return {room: self._entries[room][0] for room in rooms if room in self._entries}
-
-    def _expire(self, now_s: float) -> None:
-        while self._entries:
-            room, (_, registered_s) = next(iter(self._entries.items()))
-            if now_s - registered_s < self._expiry_s:
-                return
-            del self._entries[room]
+    def expire(self, now_s: float) -> list[tuple[str, Rank]]:
+        """Drop all ranks whose leases have lapsed, and named instances that have none left."""
+        lapsed: list[tuple[str, Rank]] = []
+        for name, table in list(self._tables.items()):
+            lapsed += ((name, rank) for rank in table.expire(now_s))
+            if table.registered == 0 and name != DEFAULT_INSTANCE:
+                # Its revisions go on where they end here, should it come back.
+                self._revision = max(self._revision, table.revision)
+                del self._tables[name]
+        return lapsed

@@ -12,15 +12,18 @@ import os
 import socket
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import Final, Self
 
 import uvloop
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from bootstrap_server.app import make_app
+from bootstrap_server.app import log_lapsed, make_app
+from bootstrap_server.connections import ConnectionWatch
 from bootstrap_server.errors import BootstrapError
-from bootstrap_server.registry import Registry, RoomTable
+from bootstrap_server.registry import LEASE_S, LeaseClock, Registry
+from bootstrap_server.rooms import RoomTable
 
 __all__ = ["BootstrapServer"]
 
@@ -28,6 +31,12 @@ logger = logging.getLogger(__name__)
 
 START_DEADLINE_S: Final = 10.0
 CLOSE_DEADLINE_S: Final = 5.0
+#: How often lapsed leases and idle clients are looked for, though no request asks.
+TICK_S: Final = 1.0
+#: A tick that comes later than this found the server held, not ranks silent (`LeaseClock`).
+TICK_MAX_S: Final = 2.0
+#: A connection that has been idle for so long is closed; ranks renew much more often.
+KEEPALIVE_TIMEOUT_S: Final = 75.0
 #: Requests take microseconds, so what is still open on close is idle keep-alive connections.
 SHUTDOWN_TIMEOUT_S: Final = 0.5
 #: A thousand decode ranks may ask at the same moment.
@@ -43,14 +52,17 @@ class BootstrapServer:
 
     `host` is a name, an IPv4 or IPv6 address or a wildcard (`0.0.0.0`, `::`); a name that
     resolves to several addresses is served on all of them. `port` 0 takes any free one.
-    Raises `BootstrapError` when it cannot listen. Usable as a context manager.
+    A rank's lease lasts `lease_s`. Raises `BootstrapError` when it cannot listen. Usable as a
+    context manager.
 
     The face that SGLang uses (`managers/disagg_service.py`): constructed with `host=` and
     `port=`, kept until the process ends, and never called again.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, lease_s: float = LEASE_S) -> None:
         self.host = host
+        # Revisions count changes: never as many as nanoseconds.
+        self._registry = Registry(lease_s, first_revision=time.time_ns())
         sockets = _listen(host, port)
         #: The port in use, also when 0 was asked for.
         self.port: int = sockets[0].getsockname()[1]
@@ -105,16 +117,47 @@ class BootstrapServer:
     async def _serve(
         self, sockets: list[socket.socket], started: concurrent.futures.Future[None]
     ) -> None:
-        app = make_app(Registry(), RoomTable(ROOMS_MAX, ROOM_EXPIRY_S), time.monotonic)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+        clock = LeaseClock(time.monotonic, TICK_MAX_S)
+        watch = ConnectionWatch()
+        app = make_app(self._registry, RoomTable(ROOMS_MAX, ROOM_EXPIRY_S), clock.now_s, watch)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=_http_logger(),
+            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+            keepalive_timeout=KEEPALIVE_TIMEOUT_S,
+            handler_cancellation=True,
+        )
         await runner.setup()
-        try:
+        assert runner.server is not None
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(runner.cleanup)
             for sock in sockets:
-                await web.SockSite(runner, sock, backlog=BACKLOG).start()
+                listener = await self._loop.create_server(
+                    watch.factory(runner.server), sock=sock, backlog=BACKLOG
+                )
+                undo.callback(listener.close)
             started.set_result(None)
-            await self._stop.wait()
-        finally:
-            await runner.cleanup()
+            await self._watch_until_stopped(clock, watch)
+
+    async def _watch_until_stopped(self, clock: LeaseClock, watch: ConnectionWatch) -> None:
+        while not self._stop.is_set():
+            log_lapsed(self._registry.expire(clock.now_s()))
+            watch.sweep()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), TICK_S)
+
+
+def _http_logger() -> logging.Logger:
+    """A logger for aiohttp that does not log a traceback for each client that speaks no HTTP."""
+    found = logging.getLogger("bootstrap_server.http")
+    found.filters = [_is_ours]
+    return found
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
 
 
 def _listen(host: str, port: int) -> list[socket.socket]:

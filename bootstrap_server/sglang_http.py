@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from bootstrap_server.records import (
+    DEFAULT_INSTANCE,
     Instance,
     InstanceConfig,
     KVFormat,
@@ -20,6 +21,7 @@ from bootstrap_server.records import (
     RankRecord,
     SpecLayout,
     Topology,
+    check_instance_name,
 )
 
 __all__ = [
@@ -117,13 +119,18 @@ class RouteBody(SGLangParallel, frozen=True, kw_only=True):
 
 
 class RoomBody(msgspec.Struct, frozen=True):
-    """Body of `POST /register_dp_rank`."""
+    """Body of `POST /register_dp_rank`; SGLang's ranks name no instance.
+
+    Rooms are not kept apart by instance: routers draw their numbers from 63 bits.
+    """
 
     bootstrap_room: int
     dp_rank: int
+    instance: str = DEFAULT_INSTANCE
 
     def __post_init__(self) -> None:
         _check_room(self.bootstrap_room)
+        check_instance_name(self.instance)
 
 
 class QueryBody(msgspec.Struct, frozen=True):

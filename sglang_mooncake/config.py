@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from te.config import TRANSPORTS
+
 __all__ = ["Config", "ConfigError"]
 
 _PREFIX = "SGLANG_MOONCAKE_"
@@ -26,6 +28,10 @@ class Config:
     REGISTER_TIMEOUT_S: how long a prefill rank tries to reach the bootstrap server at start-up.
     LINK_TIMEOUT_S: how long a decode rank waits for a prefill rank's answer to its hello.
     STALL_TIMEOUT_S: a transfer without progress this long fails.
+    TRANSPORTS: transports to use, the preferred one first, separated by commas (default: all of
+        te's). With one alone, not getting it is an error.
+    NICS: RDMA devices to use, patterns separated by commas, `!` before those to leave out
+        (default: those of --disaggregation-ib-device, else all).
     STATS_DIR: directory for one JSON file per scheduler process (default: none are written).
     TEST_SUPPRESS_PAYLOAD: 1 leaves the KV bytes out of every hand-over, and only them. For the
         negative control of the tests: outputs must become wrong.
@@ -35,6 +41,8 @@ class Config:
     register_timeout_s: float = 60.0
     link_timeout_s: float = 10.0
     stall_timeout_s: float = 5.0
+    transports: tuple[str, ...] = TRANSPORTS
+    nics: tuple[str, ...] = ()
     stats_dir: Path | None = None
     test_suppress_payload: bool = False
 
@@ -55,6 +63,8 @@ class Config:
             register_timeout_s=_seconds(given, "REGISTER_TIMEOUT_S", 60.0),
             link_timeout_s=_seconds(given, "LINK_TIMEOUT_S", 10.0),
             stall_timeout_s=_seconds(given, "STALL_TIMEOUT_S", 5.0),
+            transports=_transports(given.pop("TRANSPORTS", "")),
+            nics=_names(given.pop("NICS", "")),
             stats_dir=Path(stats_dir) if stats_dir else None,
             test_suppress_payload=suppress == "1",
         )
@@ -62,6 +72,18 @@ class Config:
             unknown = ", ".join(sorted(_PREFIX + name for name in given))
             raise ConfigError(f"unknown variable {unknown}: see sglang_mooncake/config.py")
         return config
+
+
+def _transports(text: str) -> tuple[str, ...]:
+    names = _names(text) or TRANSPORTS
+    if len(set(names)) != len(names) or not set(names) <= set(TRANSPORTS):
+        known = ", ".join(TRANSPORTS)
+        raise ConfigError(f"{_PREFIX}TRANSPORTS={text!r}: give some of {known}, each once")
+    return names
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _seconds(given: dict[str, str], name: str, default: float) -> float:

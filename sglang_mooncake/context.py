@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bootstrap_server import InstanceConfig, RankCoords
+from sglang_mooncake.layout import Place
 
 __all__ = ["Deadlines", "RankContext", "Role"]
 
@@ -33,6 +34,8 @@ class RankContext:
     prefill_http_port: port of SGLang's HTTP API on the prefill node.
     register_dp_rank: tell the registry which DP rank took a room, because the decode side cannot
         derive it (several DP ranks, and the load balancer does not follow the room number).
+    all_cp_ranks: decode: every CP rank of the prefill instance shall send its share of the pages,
+        instead of the first one all of them.
     """
 
     role: Role
@@ -43,6 +46,12 @@ class RankContext:
     prefill_http_port: int | None
     register_dp_rank: bool
     deadlines: Deadlines
+    all_cp_ranks: bool = False
+
+    @property
+    def place(self) -> Place:
+        """Which part of the model's caches this rank holds follows from it."""
+        return Place(self.config.topology, self.coords)
 
     @property
     def name(self) -> str:

@@ -70,7 +70,16 @@ class ControlLoop:
     def post(self, stimulus: Any) -> None:
         """Hands a stimulus to the handler, in the order of the calls."""
         self._inbox.append(stimulus)
-        if not self._signalled:
+        self.wake()
+
+    def leave(self, stimulus: Any) -> None:
+        """The same without a system call: the caller promises a `wake()` soon. Without one the loop
+        finds the stimulus at its next tick."""
+        self._inbox.append(stimulus)
+
+    def wake(self) -> None:
+        """Has the loop take in what it was left. Costs nothing when there is nothing new."""
+        if self._inbox and not self._signalled:
             self._signalled = True
             _eventfd_write(self._eventfd, 1)
 
@@ -104,6 +113,8 @@ class ControlLoop:
         _eventfd_write(self._eventfd, 1)
         if self._thread.is_alive():
             self._thread.join(_CLOSE_TIMEOUT_S)
+        elif self._thread.ident is None:
+            self.zmq_context.destroy(linger=0)  # never started: nobody else will
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:

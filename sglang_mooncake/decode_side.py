@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from sglang_mooncake.messages import Hello, HelloReply, LinkReset, MessageError,
 from sglang_mooncake.rooms import decode as rooms
 from sglang_mooncake.rooms.states import RoomView
 from sglang_mooncake.side import Side
+from sglang_mooncake.sources import sources_of
 from sglang_mooncake.stats import Recorder
 
 __all__ = ["DecodeSide", "PrefillInfo", "SealBuffer"]
@@ -42,6 +43,11 @@ logger = logging.getLogger(__name__)
 SEAL_SLOTS = 16_384
 #: Clients name registry addresses, so what is kept of bad ones must be bounded.
 PROBLEMS_MAX = 1_024
+#: A registry whose instance lacks ranks answers when they come, or after this long: shorter than
+#: the 15 s for which SGLang's scheduler goes on asking us, so that we can say who was missing.
+LOOKUP_WAIT_S = 3.0
+#: A rank that has refused us is still told which rooms it need not wait for.
+FAREWELL_MS = 1_000
 
 
 class SealBuffer:
@@ -93,6 +99,14 @@ class _Link:
 
 
 @dataclass(frozen=True, slots=True)
+class _Sources:
+    """Whom to ask for rooms of one life of an instance."""
+
+    instance: Instance
+    by_dp_rank: dict[int, tuple[rooms.RoomSource, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class _Fetched:
     address: str
     result: Instance | str
@@ -119,6 +133,7 @@ class DecodeSide(Side):
             first_tag=secrets.randbits(62) + 1,
         )
         self._instances: dict[str, Instance] = {}
+        self._sources_of: dict[str, _Sources] = {}  # of the scheduler thread alone
         self._fetching: set[str] = set()
         self._links: dict[_LinkKey, _Link] = {}
         self._loop = ControlLoop("kv-decode", self)
@@ -150,21 +165,49 @@ class DecodeSide(Side):
             known = self.instance_problems.get(address, "it has not answered yet")
             self.fail(view, f"prefill instance at {address} is not known: {known}")
             return
-        config, mine = instance.config, self._context
         try:
-            chosen = matching.sources(
-                config.topology, mine.config.topology, mine.coords, prefill_dp_rank
-            )
-            matching.check_configs(config, mine.config)
+            sources = self._sources(address, instance, prefill_dp_rank)
         except MismatchError as error:
-            # Tell the ranks that hold this request, so that none waits for its deadline.
-            told = [c for c in config.topology.coords() if c.dp == prefill_dp_rank]
-            links = tuple(_LinkKey(address, instance.rank(c)) for c in told)
-            self._loop.post(rooms.SourcesChosen(view, links, 1))
-            self.fail(view, f"the prefill server at {address} does not fit this one: {error}")
+            coords = [c for c in instance.config.topology.coords() if c.dp == prefill_dp_rank]
+            links = tuple(_LinkKey(address, instance.rank(c)) for c in coords)
+            reason = f"the prefill server at {address} does not fit this one: {error}"
+            self._loop.post(rooms.NotServed(view, links, reason))
             return
-        links = tuple(_LinkKey(address, instance.rank(coords)) for coords in chosen)
-        self._loop.post(rooms.SourcesChosen(view, links, destinations=1))
+        self._loop.post(rooms.SourcesChosen(view, sources))
+
+    def _sources(
+        self, address: str, instance: Instance, prefill_dp_rank: int
+    ) -> tuple[rooms.RoomSource, ...]:
+        """The prefill ranks to ask for any room of this DP rank; worked out once per instance.
+
+        Raises:
+            MismatchError: the two instances cannot hand over KV.
+        """
+        known = self._sources_of.get(address)
+        if known is None or known.instance is not instance:
+            matching.check_configs(instance.config, self._context.config)
+            known = self._sources_of[address] = _Sources(instance)
+        found = known.by_dp_rank.get(prefill_dp_rank)
+        if found is None:
+            asked = sources_of(
+                instance.config,
+                prefill_dp_rank,
+                self._context.place,
+                self._layout,
+                self._context.all_cp_ranks,
+            )
+            found = known.by_dp_rank[prefill_dp_rank] = tuple(
+                rooms.RoomSource(
+                    _LinkKey(address, instance.rank(source.coords)),
+                    source.destinations,
+                    sends,
+                    source.aux,
+                    source.state,
+                    source.pages,
+                )
+                for source, sends in asked
+            )
+        return found
 
     def name_pages(
         self,
@@ -172,8 +215,9 @@ class DecodeSide(Side):
         pages: npt.NDArray[np.integer],
         aux_slot: int,
         decode_prefix_len: int,
+        states: tuple[npt.NDArray[np.integer] | None, ...] = (),
     ) -> None:
-        self._loop.post(rooms.PagesNamed(view, pages, aux_slot, decode_prefix_len))
+        self._loop.post(rooms.PagesNamed(view, pages, aux_slot, decode_prefix_len, states))
 
     def has_arrived(self, view: RoomView) -> bool:
         """Whether every source's seal is there, and every transfer that the seals count."""
@@ -257,7 +301,8 @@ class DecodeSide(Side):
         self._links[key] = _Link(dealer, monitor, time.monotonic())
         self._loop.add_reader(dealer, lambda: self._read_link(key))
         self._loop.add_reader(monitor, lambda: self._lost_link(key))
-        self._send(key, Hello(self._context.name, self._engine.card(), self._layout))
+        hello = Hello(self._context.name, self._context.place, self._engine.card(), self._layout)
+        self._send(key, hello)
 
     def _send(self, key: _LinkKey, message: messages.Message) -> None:
         link = self._links.get(key)
@@ -284,7 +329,10 @@ class DecodeSide(Side):
                     link.up = True
                     self._apply(rooms.LinkUp(key), time.monotonic())
                 case HelloReply(refused=reason):
-                    self._drop_link(key, f"{key} refused: {reason}", forget_instance=False)
+                    self._apply(
+                        rooms.LinkRefused(key, f"{key} refused: {reason}"), time.monotonic()
+                    )
+                    self._close_link(key)
                 case LinkReset(reason):
                     self._drop_link(key, f"{key}: {reason}", forget_instance=False)
                 case RoomFailed():
@@ -298,15 +346,18 @@ class DecodeSide(Side):
     def _drop_link(self, key: _LinkKey, reason: str, forget_instance: bool) -> None:
         """Closes a link; the next room opens it again, after a fresh look at the registry when the
         rank may have been restarted elsewhere."""
-        link = self._links.pop(key)
         logger.warning("%s", reason)
-        self._loop.remove_reader(link.dealer)
-        self._loop.remove_reader(link.monitor)
-        _close_sockets(link)
+        self._close_link(key)
         if forget_instance:
             self._instances.pop(key.address, None)
             self.prefill_info.pop(key.address, None)
         self._apply(rooms.LinkDown(key, reason), time.monotonic())
+
+    def _close_link(self, key: _LinkKey) -> None:
+        link = self._links.pop(key)
+        self._loop.remove_reader(link.dealer)
+        self._loop.remove_reader(link.monitor)
+        _close_sockets(link)
 
     # --- rooms ---
 
@@ -331,7 +382,7 @@ class DecodeSide(Side):
 def _fetch_instance(address: str) -> Instance | str:
     client = BootstrapClient(address)
     try:
-        return client.instance()
+        return client.instance(wait_s=LOOKUP_WAIT_S)
     except BootstrapError as error:
         return str(error)
     finally:
@@ -341,4 +392,4 @@ def _fetch_instance(address: str) -> Instance | str:
 def _close_sockets(link: _Link) -> None:
     link.dealer.disable_monitor()
     link.monitor.close(linger=0)
-    link.dealer.close(linger=0)
+    link.dealer.close(linger=FAREWELL_MS)

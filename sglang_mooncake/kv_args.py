@@ -1,67 +1,199 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From SGLang's `KVArgs` to our `Layout`; the only place that knows `KVArgs`
-(sglang/srt/disaggregation/base/conn.py)."""
+"""From SGLang's `KVArgs` to our `Layout` (sglang/srt/disaggregation/base/conn.py; filled by
+`_init_kv_manager` in prefill.py and decode.py).
+
+`KVArgs` is lists of pointers whose meaning follows from the class of the pool that made them. What
+we conclude is checked against the lengths it gives, so that a pool which is laid out in another way
+is refused when a rank starts.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
 
-from sglang_mooncake.layout import Buffers, Layout
+from bootstrap_server import MismatchError
+from sglang_mooncake.kv_entries import (
+    DRAFT,
+    Entry,
+    Heads,
+    KVArgsLike,
+    Pointers,
+    UnsupportedPool,
+    components,
+    head_cuts,
+    opaque,
+    stage_of,
+    whole,
+)
+from sglang_mooncake.kv_states import Known, state_entries, state_names
+from sglang_mooncake.layout import ALONE, Buffers, Layout, Place
 
-__all__ = ["KVArgsLike", "UnsupportedPool", "layout_from_kv_args"]
-
-
-class KVArgsLike(Protocol):
-    """The members of SGLang's KVArgs that we read."""
-
-    kv_data_ptrs: list[int]
-    kv_data_lens: list[int]
-    kv_item_lens: list[int]
-    kv_layer_ids: list[int]
-    kv_cache_dtype_str: str  # may be "auto": seam.py resolves it
-    kv_layout: str | None
-    aux_data_ptrs: list[int]
-    aux_data_lens: list[int]
-    aux_item_lens: list[int]
-    state_types: list[object]
-    page_size: int
-
-
-class UnsupportedPool(ValueError):
-    """SGLang gave us a kind of cache that this version cannot hand over."""
+__all__ = ["Heads", "KVArgsLike", "UnsupportedPool", "layout_from_kv_args", "memory_ranges"]
 
 
-def layout_from_kv_args(kv_args: KVArgsLike, dtype: str, is_mla: bool, seals: Buffers) -> Layout:
+def layout_from_kv_args(
+    kv_args: KVArgsLike,
+    dtype: str,
+    is_mla: bool,
+    seals: Buffers,
+    heads: Heads,
+    place: Place = ALONE,
+) -> Layout:
     """The rank's memory as SGLang's schedulers describe it.
 
     Args:
         dtype: of the cached numbers, by name.
+        place: this rank's; by default the only one.
 
     Raises:
-        UnsupportedPool: state pools (SWA, Mamba, indexer, …), which need plans of their own.
+        UnsupportedPool: caches that we cannot hand over, or not among so many ranks.
         ValueError: descriptions that contradict themselves.
     """
-    if kv_args.state_types:
-        kinds = ", ".join(str(getattr(kind, "value", kind)) for kind in kv_args.state_types)
-        raise UnsupportedPool(
-            f"this model keeps state beside its KV cache ({kinds}); this version hands over MHA "
-            "and MLA pools alone. Use another --disaggregation-transfer-backend for this model"
-        )
+    _check_scales(kv_args, dtype)
+    try:
+        entries, known = _kv_entries(kv_args, is_mla, heads, place)
+        states = state_entries(kv_args, known)
+    except MismatchError as error:
+        raise UnsupportedPool(str(error)) from error
+    made = components(entries)
+    for state, tensors in enumerate(states):
+        made += components(tensors, state)
+    aux = Pointers.of(
+        "metadata", kv_args.aux_data_ptrs, kv_args.aux_item_lens, kv_args.aux_data_lens
+    )
     return Layout(
         page_size=int(kv_args.page_size),
         dtype=dtype,
         kv_layout=kv_args.kv_layout,
-        is_mla=bool(is_mla),
-        layer_ids=tuple(int(layer) for layer in kv_args.kv_layer_ids),
-        kv=_buffers(kv_args.kv_data_ptrs, kv_args.kv_item_lens, kv_args.kv_data_lens),
-        aux=_buffers(kv_args.aux_data_ptrs, kv_args.aux_item_lens, kv_args.aux_data_lens),
+        components=tuple(made),
+        aux=aux.buffers(),
         seals=seals,
+        states=state_names(kv_args),
     )
 
 
-def _buffers(addresses: list[int], item_nbytes: list[int], nbytes: list[int]) -> Buffers:
-    return Buffers(
-        tuple(int(address) for address in addresses),
-        tuple(int(item) for item in item_nbytes),
-        tuple(int(length) for length in nbytes),
+def memory_ranges(kv_args: KVArgsLike) -> list[tuple[int, int]]:
+    """(address, bytes) of all that a rank's engine must be able to read or write. Unified memory
+    names one buffer several times, and layers without a buffer have 0 bytes."""
+    ranges = [
+        *zip(kv_args.kv_data_ptrs, kv_args.kv_data_lens, strict=True),
+        *zip(kv_args.aux_data_ptrs, kv_args.aux_data_lens, strict=True),
+    ]
+    for addresses, lengths in zip(kv_args.state_data_ptrs, kv_args.state_data_lens, strict=True):
+        ranges += zip(addresses, lengths, strict=True)
+    return [(int(address), int(nbytes)) for address, nbytes in dict.fromkeys(ranges) if nbytes]
+
+
+def _kv_entries(
+    kv_args: KVArgsLike, is_mla: bool, heads: Heads, place: Place
+) -> tuple[list[Entry], Known]:
+    """The caches that are addressed by KV pages: the model's, then its draft model's."""
+    pointers = Pointers.of("KV", kv_args.kv_data_ptrs, kv_args.kv_item_lens, kv_args.kv_data_lens)
+    drafts = int(kv_args.num_draft_entries)
+    if not 0 <= drafts <= len(pointers):
+        raise ValueError(f"{drafts} buffers of the draft model among {len(pointers)} of KV")
+    ids = [int(layer) for layer in kv_args.kv_layer_ids]
+    if ids and len(ids) != len(pointers):
+        raise ValueError(f"{len(ids)} layer numbers for {len(pointers)} KV buffers")
+    main, page = len(pointers) - drafts, int(kv_args.page_size)
+    is_latent = is_mla or bool(kv_args.is_hybrid_mla_backend)
+    _check_heads(kv_args, is_latent, heads)
+    first = _first_layer(kv_args, place)
+    stage, ratios = stage_of(kv_args, place)
+    if ratios:
+        ours = _compressed(pointers[:main], stage, ratios)
+    else:
+        pool = _Pool("", None if is_latent else heads.total, heads.head_major, page, place)
+        ours = pool.entries(pointers[:main], ids[:main], first)
+    drafter = _Pool(DRAFT, heads.draft, heads.head_major, page, place)
+    known = Known(
+        layers=ours[0].layers if ours else (),
+        numbered=bool(ids) or first is not None,
+        draft_entries=drafts,
+        draft_layers_from=min(ids[main:], default=None),
+        is_latent=is_latent,
+        heads=heads,
+        page_size=page,
+        place=place,
+        stage=stage,
+        ratios=ratios,
+        window_layout=kv_args.swa_kv_cache_layout,
     )
+    return ours + drafter.entries(pointers[main:], [], 0), known
+
+
+def _compressed(pointers: Pointers, stage: list[int], ratios: list[int]) -> list[Entry]:
+    """DeepSeek-V4: the latents of layers that keep every fourth token, their indexers' keys, and
+    the latents of layers that keep every 128th (`get_contiguous_buf_infos`,
+    mem_cache/deepseek_v4_memory_pool.py). Other orders go between alike stages only."""
+    fourth = [layer for layer in stage if ratios[layer] == 4]
+    last = [layer for layer in stage if ratios[layer] == 128]
+    spans = [("c4 latent", fourth), ("c4 indexer", fourth), ("c128 latent", last)]
+    if len(pointers) != sum(len(layers) for _, layers in spans):
+        positions = range(len(pointers))
+        return [Entry("latent", pointers, positions, whole(pointers), numbered=False)]
+    made, begin = [], 0
+    for kind, layers in spans:
+        part = pointers[begin : begin + len(layers)]
+        begin += len(layers)
+        made.append(Entry(kind, part, layers, whole(part)))
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """A pool of KV pages; `heads` is None where it holds latents."""
+
+    prefix: str
+    heads: int | None
+    head_major: bool
+    page_size: int
+    place: Place
+
+    def entries(self, pointers: Pointers, ids: list[int], first: int | None) -> list[Entry]:
+        """Latents layer by layer, or the K of all layers and then the V of all layers."""
+        numbered, count = bool(ids) or first is not None, len(pointers)
+        if self.heads is None:
+            layers = ids or [(first or 0) + layer for layer in range(count)]
+            shapes = whole(pointers)
+            return [Entry(self.prefix + "latent", pointers, layers, shapes, 1, numbered)]
+        if count == 1:
+            # Unified memory: one region with the pages of all layers, as that pool likes it.
+            shapes = opaque(pointers, self.place.topology.tp_size)
+            return [Entry(self.prefix + "envelope", pointers, [0], shapes, 1, numbered=False)]
+        half, made = count // 2, []
+        if count % 2 or ids[:half] != ids[half:]:
+            raise ValueError(f"{count} buffers of layers {ids} are not K and V of the same layers")
+        layers = ids[:half] or [(first or 0) + layer for layer in range(half)]
+        rows = 1 if self.head_major else self.page_size
+        for name, part in (("k", pointers[:half]), ("v", pointers[half:])):
+            cuts = head_cuts(self.prefix + name, part, self.heads, rows, self.place)
+            made.append(Entry(self.prefix + name, part, layers, cuts, rows, numbered))
+        return made
+
+
+def _first_layer(kv_args: KVArgsLike, place: Place) -> int | None:
+    """The model's number of this rank's first layer with KV; None where SGLang does not say."""
+    if place.topology.pp_size == 1 and place.topology.cp_size == 1:
+        return 0
+    start = getattr(kv_args, "prefill_start_layer", None)  # prefill ranks alone have it
+    return None if start is None else int(start)
+
+
+def _check_heads(kv_args: KVArgsLike, is_latent: bool, heads: Heads) -> None:
+    """What prefill ranks are told must be what the model's configuration says."""
+    told = int(getattr(kv_args, "total_kv_head_num", 0))
+    if told and not is_latent and told != heads.total:
+        raise ValueError(
+            f"SGLang counts {told} KV heads in the pool, the model's configuration {heads.total}"
+        )
+
+
+def _check_scales(kv_args: KVArgsLike, dtype: str) -> None:
+    """Numbers of four bits mean nothing without the scales of their blocks, which SGLang's FP4
+    pools keep to themselves."""
+    if dtype.startswith("fp4") and "block_scale" not in state_names(kv_args):
+        raise UnsupportedPool(
+            f"SGLang does not give out the block scales of a {dtype} KV cache, so it cannot be "
+            "handed over: choose another --kv-cache-dtype"
+        )

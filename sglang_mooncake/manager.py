@@ -16,19 +16,23 @@ from typing import Any
 import requests
 
 import te
-from bootstrap_server import BootstrapClient, Rank, RankRecord
+from bootstrap_server import Rank, RankLease, RankRecord
 from sglang_mooncake.config import Config
 from sglang_mooncake.decode_side import DecodeSide, PrefillInfo, SealBuffer
-from sglang_mooncake.kv_args import KVArgsLike, layout_from_kv_args
+from sglang_mooncake.kv_args import KVArgsLike, layout_from_kv_args, memory_ranges
 from sglang_mooncake.layout import Buffers, Layout
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rooms.states import RoomView
 from sglang_mooncake.seam import (
     BaseKVManager,
     DisaggregationMode,
+    StageBoard,
     deferred_release_enabled,
+    kv_heads,
     rank_context,
+    rdma_devices,
     recompute_url,
+    stage_board,
 )
 from sglang_mooncake.stats import Recorder
 
@@ -69,16 +73,21 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self.is_mla_backend = bool(is_mla_backend)
         self.config = Config.from_environment()
         self.context = rank_context(args, disaggregation_mode, server_args, self.config.host)
-        # Read by SGLang's schedulers as they stand; the seam refuses the modes that need others.
-        self.attn_cp_rank, self.attn_cp_size = 0, 1
-        self.enable_all_cp_ranks_for_transfer = False
+        # Read by SGLang's schedulers as they stand.
+        self.attn_cp_rank = self.context.coords.cp
+        self.attn_cp_size = self.context.config.topology.cp_size
+        # Every CP rank is asked for every room, and told what to send: none is a dummy.
         self.is_dummy_cp_rank = False
+        # SGLang takes it for the reason to filter pages in send(), which the prefill side does.
+        self.enable_all_cp_ranks_for_transfer = False
         self.enable_staging = False
         self.enable_deferred_decode_kv_release = deferred_release_enabled()
 
         self.engine = te.Engine(
             te.Config(
                 host=self.context.host,
+                transports=self.config.transports,
+                nics=self.config.nics or rdma_devices(args),
                 stall_timeout_s=self.config.stall_timeout_s,
                 max_queued_transfers=_TRANSFERS_MAX,
             )
@@ -90,6 +99,8 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self.register_buffer_to_engine()
         self.prefill_side: PrefillSide | None = None
         self.decode_side: DecodeSide | None = None
+        self._lease: RankLease | None = None
+        self.stages: StageBoard | None = None
         self._views: dict[int, RoomView] = {}  # decode: rooms whose pages SGLang may ask about
         self._http: concurrent.futures.ThreadPoolExecutor | None = None
         if self.context.role == "prefill":
@@ -113,18 +124,26 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         )
 
     def _layout(self, seals: Buffers) -> Layout:
-        dtype = self.context.config.format.kv_cache_dtype
-        return layout_from_kv_args(self.kv_args, dtype, self.is_mla_backend, seals)
+        return layout_from_kv_args(
+            self.kv_args,
+            self.context.config.format.kv_cache_dtype,
+            self.is_mla_backend,
+            seals,
+            kv_heads(self.kv_args, self.server_args),
+            self.context.place,
+        )
 
     def _start_prefill(self, layout: Layout) -> None:
+        self.stages = stage_board()
         self.prefill_side = PrefillSide(
-            self.context, self.config, self.engine, layout, self.recorder
+            self.context, self.config, self.engine, layout, self.recorder, self.stages
         )
         self._control_port = self.prefill_side.start()
         self.register_to_bootstrap()
 
     def register_to_bootstrap(self) -> None:
-        """Puts this prefill rank into its instance's registry, or raises BootstrapError."""
+        """Puts this prefill rank into its instance's registry, and keeps it there until `close()`;
+        raises BootstrapError when that cannot be begun."""
         record = RankRecord(
             config=self.context.config,
             rank=Rank(
@@ -135,21 +154,17 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
                 prefill_http_port=self.context.prefill_http_port,
             ),
         )
-        with BootstrapClient(self.context.bootstrap_address) as client:
-            client.register(record, deadline_s=self.config.register_timeout_s)
+        self._lease = RankLease(
+            self.context.bootstrap_address, record, deadline_s=self.config.register_timeout_s
+        )
 
     # --- memory ---
 
     def register_buffer_to_engine(self) -> None:
-        """Registers the KV and metadata buffers (again, after SGLang has taken memory back)."""
-        args = self.kv_args
-        buffers = [
-            *zip(args.kv_data_ptrs, args.kv_data_lens, strict=True),
-            *zip(args.aux_data_ptrs, args.aux_data_lens, strict=True),
-        ]
+        """Registers caches and metadata buffers (again, after SGLang has taken memory back)."""
         try:
-            for address, nbytes in buffers:
-                self._regions.append(self.engine.register(int(address), int(nbytes)))
+            for address, nbytes in memory_ranges(self.kv_args):
+                self._regions.append(self.engine.register(address, nbytes))
         except te.RegistrationError as error:
             self.deregister_buffer_to_engine()
             raise HandoverUnavailable(
@@ -207,8 +222,9 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
 
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
         """Has the prefill server compute a retracted request's KV again (SGLang's
-        CommonKVManager.submit_prefill_recompute). One rank asks for all: attention TP rank 0."""
-        if self.context.coords.tp != 0:
+        CommonKVManager.submit_prefill_recompute). All ranks are called, one of them asks."""
+        coords = self.context.coords
+        if (coords.cp, coords.tp, coords.pp) != (0, 0, 0):
             return
         address = kv_receiver.bootstrap_addr
         info = self.prefill_info_table.get(address)
@@ -235,9 +251,13 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
 
     def close(self) -> None:
         """Ends all threads and connections. Idempotent."""
+        if self._lease is not None:
+            self._lease.close()
         for side in (self.prefill_side, self.decode_side):
             if side is not None:
                 side.close()
+        if self.stages is not None:
+            self.stages.close()
         if self._http is not None:
             self._http.shutdown(wait=False, cancel_futures=True)
         self.engine.close()

@@ -8,11 +8,14 @@ peers of any two versions can tell each other apart, whatever became of the body
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sglang_mooncake.layout import Layout
+from bootstrap_server.matching import PageShare
+from sglang_mooncake.layout import Layout, Place
 
 __all__ = [
     "MESSAGE_BYTES_MAX",
@@ -25,15 +28,18 @@ __all__ = [
     "RoomAbort",
     "RoomFailed",
     "RoomRequest",
+    "Target",
     "VersionMismatch",
     "decode",
     "encode",
-    "pages_from_bytes",
-    "pages_to_bytes",
+    "indices_from_bytes",
+    "indices_to_bytes",
+    "states_from_bytes",
+    "states_to_bytes",
 ]
 
 #: Raise it with every change that an older peer would misread.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 3
 #: A million-token context at page size 1 is 4 MB of indices; nothing we send is longer than this.
 MESSAGE_BYTES_MAX = 64 << 20
 _MAGIC = b"SGMK"
@@ -49,9 +55,13 @@ class VersionMismatch(MessageError):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """decode → prefill, once per link: who I am and where my KV cache lies."""
+    """decode → prefill, once per link: who I am and where my KV cache lies.
+
+    Which part of its own cache a prefill rank sends follows from the places of both.
+    """
 
     rank: str  # for sentences: "decode rank dp0 tp1 at 10.0.0.2"
+    place: Place
     card: bytes  # te.Engine.card()
     layout: Layout
 
@@ -62,28 +72,53 @@ class HelloReply(msgspec.Struct, frozen=True, tag="hello_reply"):
     refused: str | None
 
 
-class RoomRequest(msgspec.Struct, frozen=True, tag="room_request"):
-    """decode → prefill: write this room's KV into these pages of mine."""
+class Target(msgspec.Struct, frozen=True):
+    """Where a prefill rank writes its part of a room: pages and slots of the rank that asks.
 
-    room: int
-    generation: int
-    tag: int  # of te; opened by the destination before this message is sent
+    tag: of te; opened by the destination before this message is sent.
+    pages: `num_pages` indices, int32 little-endian.
+    share: which part of the pages the rank that is asked sends; the rest comes from others.
+    states: as `pages`, a list or None for each of the model's kinds of state (`Layout.states`);
+        empty when another rank sends them.
+    aux_slot: for SGLang's metadata; None when another rank sends it.
+    """
+
+    tag: int
     num_pages: int
-    pages: bytes  # int32 little-endian, `num_pages` of them
-    aux_slot: int
+    pages: bytes
+    share: PageShare
+    states: tuple[bytes | None, ...]
+    aux_slot: int | None
     seal_slot: int
-    decode_prefix_len: int  # tokens that the decode rank holds already
-    destinations: int  # how many decode ranks will ask the receiving rank for this room
 
     def __post_init__(self) -> None:
         if len(self.pages) != 4 * self.num_pages:
             raise ValueError(f"{len(self.pages)} bytes of pages for {self.num_pages} pages")
-        if self.num_pages < 0 or self.decode_prefix_len < 0 or self.generation < 0:
-            raise ValueError("negative count")
-        if self.aux_slot < 0 or self.seal_slot < 0:
+        if any(len(indices or b"") % 4 for indices in self.states):
+            raise ValueError("state indices that are no whole number of int32")
+        if (self.aux_slot or 0) < 0 or self.seal_slot < 0:
             raise ValueError("negative slot")
         if not 0 < self.tag < 1 << 64:
             raise ValueError(f"tag {self.tag} is no unsigned 64-bit number above 0")
+
+
+class RoomRequest(msgspec.Struct, frozen=True, tag="room_request"):
+    """decode → prefill: write your part of this room's KV into this target of mine.
+
+    Every prefill rank of the request waits until `destinations` decode ranks have asked it, also
+    one that has nothing to send to any of them: it is asked with no target, so that its scheduler
+    can go on, and nobody waits for an arrival from it.
+    """
+
+    room: int
+    generation: int
+    decode_prefix_len: int  # tokens that the decode rank holds already
+    destinations: int  # how many decode ranks will ask the receiving rank for this room
+    target: Target | None
+
+    def __post_init__(self) -> None:
+        if self.decode_prefix_len < 0 or self.generation < 0:
+            raise ValueError("negative count")
         if not 1 <= self.destinations <= 65_536:
             raise ValueError(f"{self.destinations} destinations")
 
@@ -144,13 +179,23 @@ def decode(frame: bytes) -> Message:
         raise MessageError(f"malformed hand-over message: {error}") from error
 
 
-def pages_to_bytes(pages: npt.NDArray[np.integer]) -> bytes:
-    """Page indices as the wire carries them. Raises ValueError when one is no int32 above -1."""
-    if len(pages) and (int(pages.min()) < 0 or int(pages.max()) > np.iinfo(np.int32).max):
-        raise ValueError(f"page index outside 0..2^31: {pages.min()}..{pages.max()}")
-    return np.ascontiguousarray(pages, dtype="<i4").tobytes()
+def indices_to_bytes(indices: npt.NDArray[np.integer]) -> bytes:
+    """Indices as the wire carries them. Raises ValueError when one is no int32 above -1."""
+    if len(indices) and (int(indices.min()) < 0 or int(indices.max()) > np.iinfo(np.int32).max):
+        raise ValueError(f"index outside 0..2^31: {indices.min()}..{indices.max()}")
+    return np.ascontiguousarray(indices, dtype="<i4").tobytes()
 
 
-def pages_from_bytes(data: bytes) -> npt.NDArray[np.int64]:
-    """The inverse, widened so that offsets (page × bytes) cannot overflow."""
+def indices_from_bytes(data: bytes) -> npt.NDArray[np.int64]:
+    """The inverse, widened so that offsets (index × bytes) cannot overflow."""
     return np.frombuffer(data, dtype="<i4").astype(np.int64)
+
+
+def states_to_bytes(states: Iterable[npt.NDArray[np.integer] | None]) -> tuple[bytes | None, ...]:
+    """`Target.states` of lists of indices. Raises ValueError as `indices_to_bytes` does."""
+    return tuple(None if indices is None else indices_to_bytes(indices) for indices in states)
+
+
+def states_from_bytes(data: Iterable[bytes | None]) -> list[npt.NDArray[np.int64] | None]:
+    """The inverse."""
+    return [None if indices is None else indices_from_bytes(indices) for indices in data]

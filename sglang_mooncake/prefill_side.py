@@ -9,7 +9,7 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import zmq
@@ -73,6 +73,14 @@ class _TransferEnded:
     seal_slot: int | None
 
 
+class Stages(Protocol):
+    """The other pipeline stages of this server (`seam.StageBoard`). Called on the loop thread."""
+
+    def ready(self, view: RoomView) -> None: ...
+    def failed(self, view: RoomView) -> None: ...
+    def forget(self, view: RoomView) -> None: ...
+
+
 class PrefillSide(Side):
     """See `control.Handler`. `open_room` and `send_chunk…` are for the scheduler thread: they cost
     microseconds and never wait."""
@@ -84,9 +92,10 @@ class PrefillSide(Side):
         engine: te.Engine,
         layout: Layout,
         recorder: Recorder,
+        stages: Stages | None = None,
     ) -> None:
         self._context, self._config, self._engine = context, config, engine
-        self._layout, self._recorder = layout, recorder
+        self._layout, self._recorder, self._stages = layout, recorder, stages
         self._rooms = rooms.PrefillRooms(context.deadlines.bootstrap_s)
         self._destinations: dict[str, _Destination] = {}
         self._transfers: dict[int, list[te.Transfer]] = {}
@@ -96,6 +105,8 @@ class PrefillSide(Side):
         self._loop = ControlLoop("kv-prefill", self)
         self._router: zmq.Socket[bytes] | None = None
         self._port: queue.Queue[int | Exception] = queue.Queue(1)
+        #: Rooms (by serial) that the scheduler polls in every step. Its thread alone uses this.
+        self._polled: set[int] = set()
 
     # --- for the manager and the scheduler ---
 
@@ -114,6 +125,7 @@ class PrefillSide(Side):
     def open_room(self, room: int, register_dp_rank: bool) -> RoomView:
         """`register_dp_rank`: let the registry know that this DP rank has the room."""
         view = self.new_room(room)
+        self._polled.add(view.serial)
         if register_dp_rank:
             self._loop.work(
                 lambda: self._register_dp_rank(room),
@@ -122,13 +134,36 @@ class PrefillSide(Side):
         return view
 
     def send_chunk(self, view: RoomView, chunk: rooms.Chunk) -> None:
-        self._loop.post(rooms.ChunkSent(view, chunk))
+        """Leaves the chunk for the loop. Waking the loop is a system call, and one at which a
+        crowded kernel takes the core from the scheduler (on two cores with four schedulers, 11 of
+        14 calls that took over 1 ms lost it there). SGLang sends the chunks of a whole batch in a
+        row and then polls: one wake-up in `polled` serves them all, unless nothing is polled."""
+        self._loop.leave(rooms.ChunkSent(view, chunk))
+        if chunk.is_last:
+            self._polled.add(view.serial)
+        if not self._polled:
+            self._loop.wake()
+
+    def polled(self, view: RoomView, sent: bool) -> None:
+        """The scheduler asks for the state of a room. It does so in every step for rooms that wait
+        for their decode ranks and for those whose last chunk is `sent`, until they are over."""
+        self._loop.wake()
+        if view.over or (view.state is not RoomState.OPEN and not sent):
+            self._polled.discard(view.serial)
 
     def send_chunk_after(
         self, wait: Callable[[], None], view: RoomView, chunk: rooms.Chunk
     ) -> None:
         """The same once `wait()` (an event on a GPU stream) has returned, in a worker."""
         self._loop.work(wait, lambda _: rooms.ChunkSent(view, chunk))
+
+    def abort(self, view: RoomView, reason: str) -> None:
+        self._polled.discard(view.serial)
+        super().abort(view, reason)
+
+    def close_room(self, view: RoomView) -> None:
+        self._polled.discard(view.serial)
+        super().close_room(view)
 
     # --- control.Handler ------------------------------------------------------------------------
 
@@ -201,7 +236,7 @@ class PrefillSide(Side):
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         try:
-            plan = Plan(self._layout, hello.layout)
+            plan = Plan(self._layout, hello.layout, self._context.place, hello.place)
         except LayoutMismatch as error:
             logger.error("refused %s: %s", hello.rank, error)
             self._reply(identity, HelloReply(refused=str(error)))
@@ -263,8 +298,23 @@ class PrefillSide(Side):
                         transfer.cancel()
                 case rooms.Tell(peer, message):
                     self._reply(bytes.fromhex(peer), message)
+                case rooms.Met(view):
+                    if self._stages is not None:
+                        self._stages.ready(view)
                 case rooms.Over(view):
                     self._recorder.room_over(view)
+                    if self._stages is not None:
+                        self._tell_stages(view)
+        if self._stages is not None and isinstance(event, rooms.Closed):
+            self._stages.forget(event.view)
+
+    def _tell_stages(self, view: RoomView) -> None:
+        """A room is over. One that a newer use has replaced says nothing of that one."""
+        assert self._stages is not None
+        if view.state is RoomState.SUPERSEDED:
+            self._stages.forget(view)
+        elif view.state is not RoomState.DONE:
+            self._stages.failed(view)
 
     def _write(self, write: rooms.Write, now_s: float) -> None:
         seal_slot = None
@@ -273,7 +323,7 @@ class PrefillSide(Side):
             if write.chunk.is_last:
                 seal_slot = self._free_seals.pop()
             blocks = self._blocks(write, destination.plan, seal_slot)
-            transfer = destination.peer.write(blocks, tag=write.request.tag)
+            transfer = destination.peer.write(blocks, tag=write.target.tag)
         except (KeyError, IndexError, ValueError, te.Error) as error:
             if seal_slot is not None:
                 self._free_seals.append(seal_slot)
@@ -287,16 +337,21 @@ class PrefillSide(Side):
         )
 
     def _blocks(self, write: rooms.Write, plan: Plan, seal_slot: int | None) -> te.Blocks:
-        chunk, request = write.chunk, write.request
-        target = messages.pages_from_bytes(request.pages)
-        kv = plan.kv(chunk.pages, target[chunk.first : chunk.first + len(chunk.pages)])
-        parts = [] if self._config.test_suppress_payload else [kv]
-        if chunk.aux_slot is not None and seal_slot is not None:
-            seal = Seal(request.generation, write.writes, request.num_pages)
+        chunk, target, span = write.chunk, write.target, write.span
+        ours = chunk.pages[span.start - chunk.first : span.stop - chunk.first]
+        theirs = messages.indices_from_bytes(target.pages[4 * span.start : 4 * span.stop])
+        parts = [plan.kv(ours, theirs)]
+        if chunk.is_last:
+            parts.append(plan.state(chunk.states, messages.states_from_bytes(target.states)))
+        if self._config.test_suppress_payload:
+            parts.clear()
+        if chunk.aux_slot is not None and target.aux_slot is not None:
+            parts.append(plan.aux(chunk.aux_slot, target.aux_slot))
+        if seal_slot is not None:
+            seal = Seal(write.generation, write.writes, target.num_pages)
             begin = seal_slot * SEAL_BYTES
             self._seals[begin : begin + SEAL_BYTES] = np.frombuffer(seal_bytes(seal), np.uint8)
-            parts.append(plan.aux(chunk.aux_slot, request.aux_slot))
-            parts.append(plan.seal(self._seal_region.address + begin, request.seal_slot))
+            parts.append(plan.seal(self._seal_region.address + begin, target.seal_slot))
         return te.Blocks.concat(parts)
 
     def _transfer_ended(self, ended: _TransferEnded, now_s: float) -> None:

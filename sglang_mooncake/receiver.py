@@ -16,6 +16,7 @@ from sglang_mooncake.seam import (
     KVTransferDestination,
     KVTransferError,
 )
+from sglang_mooncake.side import state_lists
 
 __all__ = ["KVReceiver"]
 
@@ -74,13 +75,15 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
                 "sglang-mooncake writes into the device's KV pool alone: start without HiSparse "
                 "and with --disaggregation-decode-host-receive-threshold 1"
             )
-        if aux_index is None or state_indices:
-            self._side.fail(
-                self._view, f"aux_index={aux_index} with state {state_indices} cannot be served"
-            )
+        if aux_index is None:
+            self._side.fail(self._view, "the scheduler named no metadata slot for the request")
             return
         self._side.name_pages(
-            self._view, np.array(kv_indices, dtype=np.int64), aux_index, decode_prefix_len or 0
+            self._view,
+            np.array(kv_indices, dtype=np.int64),
+            aux_index,
+            decode_prefix_len or 0,
+            state_lists(state_indices),
         )
 
     def poll(self) -> int:

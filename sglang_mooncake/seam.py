@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.disaggregation.base.conn import (
     BaseKVManager,
     BaseKVReceiver,
@@ -21,15 +21,21 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferMetric,
 )
 from sglang.srt.disaggregation.common.conn import KVTransferError
-from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.disaggregation.pp_consensus_store import PPConsensusStore
+from sglang.srt.disaggregation.utils import DisaggregationMode, get_dsv41_spec_layout
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    get_ib_devices_for_gpu,
+)
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving, get_spec
+from sglang.srt.utils import is_hip
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
 from bootstrap_server import InstanceConfig, KVFormat, RankCoords, SGLangParallel, Topology
 from sglang_mooncake.context import Deadlines, RankContext, Role
-from sglang_mooncake.kv_args import KVArgsLike
+from sglang_mooncake.kv_args import Heads, KVArgsLike
 from sglang_mooncake.messages import PROTOCOL_VERSION
+from sglang_mooncake.rooms.states import RoomView
 
 __all__ = [
     "ABSENT_MEMBERS",
@@ -41,11 +47,15 @@ __all__ = [
     "KVTransferDestination",
     "KVTransferError",
     "KVTransferMetric",
+    "StageBoard",
     "UnsupportedServer",
     "deferred_release_enabled",
     "dp_rank_conflict",
+    "kv_heads",
     "rank_context",
+    "rdma_devices",
     "recompute_url",
+    "stage_board",
 ]
 
 #: Members that SGLang probes for with getattr or hasattr, or reads only in modes which
@@ -85,6 +95,9 @@ def rank_context(
             ),
             load_balance_method=str(parallel.load_balance_method),
             decode_allocation_policy=str(disagg.disaggregation_decode_allocation_policy),
+            enable_dsa_cache_layer_split=bool(parallel.enable_dsa_cache_layer_split),
+            enable_kv_cache_sharding=bool(parallel.enable_kv_cache_sharding),
+            dsv41_spec_layout=get_dsv41_spec_layout(kv_args),
             protocol=PROTOCOL_VERSION,
         ),
         host=host or get_local_ip_auto(),
@@ -99,6 +112,11 @@ def rank_context(
                 int(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.get()), 1
             ),
         ),
+        # As SGLang decides it (CommonKVManager.__init__, enable_all_cp_ranks_for_transfer).
+        all_cp_ranks=bool(
+            envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
+            or getattr(kv_args, "is_hybrid_mla_backend", False)
+        ),
     )
 
 
@@ -109,6 +127,39 @@ def _kv_dtype(kv_args: KVArgsLike, server_args: Any) -> str:
     if name == "auto":
         return str(ModelConfig.from_server_args(server_args).dtype).removeprefix("torch.")
     return {"bf16": "bfloat16"}.get(name, name)
+
+
+def rdma_devices(kv_args: KVArgsLike) -> tuple[str, ...]:
+    """The devices that --disaggregation-ib-device names for this rank's GPU; none if it names none.
+
+    It takes a list, or a mapping from GPU to list, in JSON or a file: SGLang's own parser knows.
+    """
+    names = get_ib_devices_for_gpu(kv_args.ib_device, kv_args.gpu_id)
+    return tuple(name.strip() for name in (names or "").split(",") if name.strip())
+
+
+def kv_heads(kv_args: KVArgsLike, server_args: Any) -> Heads:
+    """The KV heads of the model and its draft model, which KVArgs does not tell on decode."""
+    model = ModelConfig.from_server_args(server_args)
+    draft = None
+    if kv_args.num_draft_entries:
+        spec = get_spec()
+        drafter = ModelConfig.from_server_args(
+            server_args,
+            model_path=spec.speculative_draft_model_path,
+            model_revision=spec.speculative_draft_model_revision,
+            is_draft_model=True,
+        )
+        if drafter.attention_arch != AttentionArch.MLA:
+            draft = int(drafter.get_total_num_kv_heads())
+    # HND pools cannot be handed over at all: SGLang does not give out their pointers.
+    vectorized = envs.SGLANG_AITER_KV_CACHE_LAYOUT.get().lower() == "vectorized_5d"
+    return Heads(
+        total=int(model.get_total_num_kv_heads()),
+        swa=int(model.get_swa_num_kv_heads(1)),
+        draft=draft,
+        head_major=vectorized and bool(envs.SGLANG_USE_AITER.get()) and is_hip(),
+    )
 
 
 def _place(kv_args: Any) -> tuple[Topology, RankCoords]:
@@ -158,8 +209,7 @@ def _bootstrap_address() -> str:
 def _check_supported() -> None:
     parallel, disagg = get_parallel(), get_disagg()
     refused = {
-        "--pp-size above 1": parallel.pp_size > 1,
-        "context parallelism (--attn-cp-size above 1)": parallel.attn_cp_size > 1,
+        "--enable-cp-tp-group-sharing": bool(parallel.enable_cp_tp_group_sharing),
         "--dcp-size above 1": parallel.attn_dcp_size > 1,
         "--enable-kv-cache-sharding": bool(parallel.enable_kv_cache_sharding),
         "--disaggregation-decode-allocation-policy prefill_complete": (
@@ -172,6 +222,51 @@ def _check_supported() -> None:
             raise UnsupportedServer(
                 f"sglang-mooncake does not serve {what} yet: start the server without it"
             )
+
+
+class StageBoard:
+    """What the pipeline stages of a prefill server say of their rooms, read by stage 0.
+
+    SGLang lets stage 0 alone decide when a request may start, and start it on all stages
+    (`poll_and_all_reduce_prefill_pp`, sglang/srt/disaggregation/utils.py), so stage 0 must know
+    that the decode side has asked the others, too. The store is SGLang's own. `consensus` is for
+    the scheduler thread, the rest for the loop thread.
+    """
+
+    def __init__(self) -> None:
+        parallel = get_parallel()
+        self._store = PPConsensusStore(parallel.pp_size, parallel.pp_rank, parallel.pp_group)
+        self._serials: dict[int, int] = {}
+
+    def ready(self, view: RoomView) -> None:
+        self._say(view, KVPoll.WaitingForInput)
+
+    def failed(self, view: RoomView) -> None:
+        self._say(view, KVPoll.Failed)
+
+    def forget(self, view: RoomView) -> None:
+        """The scheduler has closed the room. A newer use of its number stays."""
+        if self._serials.get(view.room) == view.serial:
+            del self._serials[view.room]
+            self._store.pop(view.room)
+
+    def consensus(self, room: int, own: int) -> int:
+        """The least advanced of all stages; `own` is the `KVPoll` of this one, which is stage 0."""
+        others = self._store.collect(room)[1:]
+        return int(min(own, *(KVPoll.Bootstrapping if say is None else say for say in others)))
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _say(self, view: RoomView, state: int) -> None:
+        if view.serial >= self._serials.get(view.room, 0):
+            self._serials[view.room] = view.serial
+            self._store[view.room] = int(state)
+
+
+def stage_board() -> StageBoard | None:
+    """For a prefill server of several stages; every stage must call it once."""
+    return StageBoard() if get_parallel().pp_size > 1 else None
 
 
 def dp_rank_conflict(context: RankContext, room: int, chosen_by_request: bool) -> str | None:

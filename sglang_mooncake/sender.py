@@ -19,6 +19,7 @@ from sglang_mooncake.seam import (
     KVTransferMetric,
     dp_rank_conflict,
 )
+from sglang_mooncake.side import state_lists
 
 __all__ = ["KVSender"]
 
@@ -107,6 +108,7 @@ class KVSender(BaseKVSender):  # type: ignore[misc]
                 first=first,
                 aux_slot=self._aux_slot if is_last else None,
                 sent_s=now_s,
+                states=state_lists(state_indices),
             )
             event, self._early_send_wait_event = self._early_send_wait_event, None
             if event is None:
@@ -116,14 +118,16 @@ class KVSender(BaseKVSender):  # type: ignore[misc]
 
     def poll(self) -> int:
         with self.kv_mgr.recorder.scheduler_call("poll"):
+            self._side.polled(self._view, sent=self._next_page == self._num_pages)
             state = self._view.state
             if state is RoomState.DONE and self._metric.transfer_latency_s is None:
                 self._metric.transfer_latency_s = time.monotonic() - (self._first_send_s or 0.0)
             return int(_POLL.get(state, KVPoll.Failed))
 
     def poll_pp_consensus(self) -> int:
-        """Pipeline parallelism is refused at start-up (seam.py): there is nobody to agree with."""
-        return self.poll()
+        """For stage 0 of a pipelined server: the least advanced of all stages."""
+        stages = self.kv_mgr.stages
+        return self.poll() if stages is None else stages.consensus(self.bootstrap_room, self.poll())
 
     def mark_prefill_complete(self) -> None:
         """For the allocation policy `prefill_complete`, which is refused at start-up."""

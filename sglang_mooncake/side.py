@@ -5,13 +5,22 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 from sglang_mooncake.control import ControlLoop
+from sglang_mooncake.layout.indices import Indices, as_indices
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened
 from sglang_mooncake.rooms.states import RoomView
 
-__all__ = ["Side"]
+__all__ = ["Side", "state_lists"]
+
+
+def state_lists(state_indices: Iterable[Any] | None) -> tuple[Indices | None, ...]:
+    """SGLang's lists of state indices, one or None for each of the model's kinds of state."""
+    return tuple(
+        None if indices is None else as_indices("state", indices) for indices in state_indices or ()
+    )
 
 
 class Side(ABC):

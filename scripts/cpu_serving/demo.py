@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from cpu_serving import stats, traffic
+from cpu_serving.devices import Devices
 from cpu_serving.model import make_model
 from cpu_serving.options import DemoOptions, parse
 from cpu_serving.pools import leaked_pages
@@ -21,6 +23,7 @@ from cpu_serving.processes import ServingError
 from cpu_serving.progress import Step
 from cpu_serving.report import Report
 from cpu_serving.servers import Fleet, Pair, ServerOptions, wait_ready
+from te.topology import Nic
 
 __all__ = ["main"]
 
@@ -59,19 +62,15 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def _run(options: DemoOptions, run_dir: Path) -> int:
+    devices = Devices.halves() if options.transport == "rdma" else None
     model = make_model(options.model)
     requests = traffic.make_requests(options.requests, options.max_prompt_tokens, seed=options.seed)
     with Fleet(run_dir) as fleet:
-        single = fleet.server("single", ServerOptions(model))
-        pair = fleet.pair(
-            _layout(options, model, options.prefill_tp), _layout(options, model, options.decode_tp)
-        )
-        with Step("starting one ordinary server, prefill, decode and router") as step:
-            wait_ready([single, pair.prefill, pair.decode, pair.router], tick=step.tick)
-        expected = _timed("requests to the ordinary server", single.url, requests, options)
-        single.process.ask_to_end()
+        expected, pair = _start(options, fleet, model, requests, devices)
+        before = devices.sent_bytes() if devices else 0
         got = _timed("requests through the router", pair.router.url, requests, options)
-        report = _report(options, pair, expected, got)
+        carried = devices.sent_bytes() - before if devices else None
+        report = _report(options, pair, expected, got, carried)
         print(report.table())
         _print_errors(got.answers)
         if options.keep:
@@ -81,13 +80,55 @@ def _run(options: DemoOptions, run_dir: Path) -> int:
     return 0 if report.good else EXIT_DIFFERENT
 
 
-def _layout(options: DemoOptions, model: Path, tp: int) -> ServerOptions:
+def _start(
+    options: DemoOptions,
+    fleet: Fleet,
+    model: Path,
+    requests: Sequence[traffic.Request],
+    devices: Devices | None,
+) -> tuple[Timed, Pair]:
+    """What one ordinary server answers, and the pair, ready."""
+    single = fleet.server("single", ServerOptions(model))
+    title = "requests to the ordinary server"
+    if len(os.sched_getaffinity(0)) == 1:  # all at once would be late there
+        with Step("starting one ordinary server") as step:
+            wait_ready([single], tick=step.tick)
+        expected = _timed(title, single.url, requests, options)
+        single.stop()
+    pair = fleet.pair(
+        _layout(
+            options, model, options.prefill_tp, options.prefill_pp, devices and devices.prefill
+        ),
+        _layout(options, model, options.decode_tp, options.decode_pp, devices and devices.decode),
+    )
+    started = [pair.prefill, pair.decode, pair.router]
+    if single.process.alive():
+        with Step("starting one ordinary server, prefill, decode and router") as step:
+            wait_ready([single, *started], tick=step.tick)
+        expected = _timed(title, single.url, requests, options)
+        single.process.ask_to_end()
+    else:
+        with Step("starting prefill, decode and router") as step:
+            wait_ready(started, tick=step.tick)
+    return expected, pair
+
+
+def _layout(
+    options: DemoOptions, model: Path, tp: int, pp: int, nics: Sequence[Nic] | None
+) -> ServerOptions:
+    env = {}
+    if options.transport is not None:
+        env["SGLANG_MOONCAKE_TRANSPORTS"] = options.transport
+    if nics is not None:
+        env["SGLANG_MOONCAKE_NICS"] = ",".join(nic.name for nic in nics)
     return ServerOptions(
         model,
         tp=tp,
-        dp_attention=options.dp_attention,
+        pp=pp,
+        dp_attention=options.dp_attention_on(tp),
         page_size=options.page_size,
         chunked_prefill_size=options.chunked_prefill_size,
+        extra_env=env,
     )
 
 
@@ -100,7 +141,9 @@ def _timed(
     return Timed(answers, time.monotonic() - started)
 
 
-def _report(options: DemoOptions, pair: Pair, expected: Timed, got: Timed) -> Report:
+def _report(
+    options: DemoOptions, pair: Pair, expected: Timed, got: Timed, carried: int | None
+) -> Report:
     finished_at = time.time()
     refused = [answer.error for answer in expected.answers if answer.error]
     if refused:
@@ -118,6 +161,8 @@ def _report(options: DemoOptions, pair: Pair, expected: Timed, got: Timed) -> Re
         tokens=sum(len(answer.output_ids) for answer in expected.answers),
         leaked_pages=leaked,
         handover=handover,
+        transport=options.transport,
+        carried_bytes=carried,
         single_s=expected.elapsed_s,
         disaggregated_s=got.elapsed_s,
     )

@@ -36,6 +36,7 @@ KV_LORA_RANK = 32
 QK_NOPE_DIM = 16
 QK_ROPE_DIM = 16
 V_DIM = 16
+WINDOW = 128
 # Large enough that attention is sharp: a wrong byte in the KV cache changes the tokens.
 WEIGHT_SCALE = 0.3
 FORMAT = 1  # raise when the written files change, so that cached models are made again
@@ -69,12 +70,41 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0,
         "mlp_bias": False,
     },
+    # One KV head: with more ranks than heads, ranks store copies of one.
+    "llama-mqa": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_key_value_heads": 1,
+        "head_dim": HEAD_DIM,
+        "rope_theta": 10000.0,
+        "mlp_bias": False,
+    },
     "qwen3": {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
         "rope_theta": 10000.0,
+    },
+    # Sliding windows in two layers of three: SGLang keeps their KV in a pool of its own.
+    "mellum": {
+        "architectures": ["MellumForCausalLM"],
+        "model_type": "mellum",
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": WINDOW,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            for kind in ("sliding_attention", "full_attention")
+        },
+        "mlp_layer_types": ["dense"] * LAYERS,
+        # Read although no layer has experts.
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
     },
     # SGLang reads the mixture-of-experts fields even though every layer here is dense, and builds
     # its rotary embedding for this model only from a yarn description.
@@ -166,10 +196,11 @@ def _weights(arch: str) -> Weights:
 
 def _mha_attention(prefix: str, arch: str) -> Weights:
     yield f"{prefix}.q_proj.weight", (HEADS * HEAD_DIM, HIDDEN)
-    yield f"{prefix}.k_proj.weight", (KV_HEADS * HEAD_DIM, HIDDEN)
-    yield f"{prefix}.v_proj.weight", (KV_HEADS * HEAD_DIM, HIDDEN)
+    kv_heads = ARCHITECTURES[arch]["num_key_value_heads"]
+    yield f"{prefix}.k_proj.weight", (kv_heads * HEAD_DIM, HIDDEN)
+    yield f"{prefix}.v_proj.weight", (kv_heads * HEAD_DIM, HIDDEN)
     yield f"{prefix}.o_proj.weight", (HIDDEN, HEADS * HEAD_DIM)
-    if arch == "qwen3":
+    if arch in ("qwen3", "mellum"):
         yield f"{prefix}.q_norm.weight", (HEAD_DIM,)
         yield f"{prefix}.k_norm.weight", (HEAD_DIM,)
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from cpu_serving.model import ARCHITECTURES, HEADS, MAX_POSITIONS
+from cpu_serving.model import ARCHITECTURES, HEADS, LAYERS, MAX_POSITIONS
 from cpu_serving.traffic import NEW_TOKENS
+from te.config import TRANSPORTS
 
 __all__ = ["DemoOptions", "parse"]
 
@@ -20,9 +21,12 @@ class DemoOptions:
     concurrency: int
     prefill_tp: int
     decode_tp: int
+    prefill_pp: int
+    decode_pp: int
     dp_attention: bool
     page_size: int
     chunked_prefill_size: int | None
+    transport: str | None
     model: str
     max_prompt_tokens: int
     seed: int
@@ -31,12 +35,20 @@ class DemoOptions:
 
     @property
     def layout(self) -> str:
-        dp = " with DP attention" if self.dp_attention else ""
-        chunks = f", chunks of {self.chunked_prefill_size}" if self.chunked_prefill_size else ""
-        return (
-            f"{self.model}: prefill tp{self.prefill_tp} -> decode tp{self.decode_tp}{dp}, "
-            f"page size {self.page_size}{chunks}"
-        )
+        prefill = self._server(self.prefill_tp, self.prefill_pp)
+        decode = self._server(self.decode_tp, self.decode_pp)
+        pages = f"page size {self.page_size}"
+        if self.chunked_prefill_size:
+            pages += f", chunks of {self.chunked_prefill_size}"
+        return f"{self.model}: prefill {prefill} -> decode {decode}, {pages}"
+
+    def dp_attention_on(self, tp: int) -> bool:
+        """Whether a server of this width runs it: a single rank has nobody to share with."""
+        return self.dp_attention and tp > 1
+
+    def _server(self, tp: int, pp: int) -> str:
+        parts = [f"tp{tp}", f"dp{tp}" if self.dp_attention_on(tp) else "", f"pp{pp}" * (pp > 1)]
+        return " ".join(part for part in parts if part)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,9 +65,12 @@ def parse(argv: Sequence[str]) -> DemoOptions:
         concurrency=args.concurrency,
         prefill_tp=args.prefill_tp or default_tp,
         decode_tp=args.decode_tp or default_tp,
+        prefill_pp=args.prefill_pp,
+        decode_pp=args.decode_pp,
         dp_attention=args.dp_attention,
         page_size=args.page_size,
         chunked_prefill_size=args.chunked_prefill_size,
+        transport=args.transport,
         model=args.model or ("qwen3" if args.dp_attention else "llama"),
         max_prompt_tokens=args.max_prompt_tokens,
         seed=args.seed,
@@ -78,11 +93,18 @@ def _build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--requests", type=_positive, default=50, metavar="N", help="how many (50)")
     add("--concurrency", type=_positive, default=16, metavar="C", help="how many at a time (16)")
-    add("--prefill-tp", type=_positive, metavar="T", help="ranks of the prefill server (1)")
-    add("--decode-tp", type=_positive, metavar="T", help="ranks of the decode server (1)")
-    add("--dp-attention", action="store_true", help="DP attention over the ranks of both (2 each)")
+    add("--prefill-tp", type=_positive, metavar="T", help="TP ranks of the prefill server (1)")
+    add("--decode-tp", type=_positive, metavar="T", help="TP ranks of the decode server (1)")
+    add("--prefill-pp", type=_positive, default=1, metavar="P", help="its pipeline stages (1)")
+    add("--decode-pp", type=_positive, default=1, metavar="P", help="those of decode (1)")
+    add(
+        "--dp-attention",
+        action="store_true",
+        help="DP attention over the ranks of each server (2, unless told otherwise)",
+    )
     add("--page-size", type=_positive, default=1, metavar="P", help="tokens per KV page (1)")
     add("--chunked-prefill-size", type=_positive, metavar="N", help="prefill in chunks of N tokens")
+    add("--transport", choices=TRANSPORTS, help="this one or none (default: the best that works)")
     add(
         "--model", choices=sorted(ARCHITECTURES), help="tiny model (llama; qwen3 with DP attention)"
     )
@@ -110,10 +132,18 @@ def _problem(options: DemoOptions) -> str | None:
     for flag, tp in (("--prefill-tp", options.prefill_tp), ("--decode-tp", options.decode_tp)):
         if HEADS % tp:
             return f"{flag} {tp}: the tiny models have {HEADS} heads, which {tp} ranks cannot share"
-    if options.dp_attention and options.model == "llama":
-        return "--dp-attention: SGLang has it for qwen3 and deepseek, not for llama"
-    if options.dp_attention and min(options.prefill_tp, options.decode_tp) < 2:
-        return "--dp-attention needs at least 2 ranks on each server (--prefill-tp, --decode-tp)"
+    for flag, pp in (("--prefill-pp", options.prefill_pp), ("--decode-pp", options.decode_pp)):
+        if pp > LAYERS:
+            return f"{flag} {pp}: the tiny models have {LAYERS} layers"
+    if options.decode_pp not in (1, options.prefill_pp):
+        return (
+            f"--decode-pp {options.decode_pp}: give 1 or that of prefill, {options.prefill_pp} "
+            "(--prefill-pp)"
+        )
+    if options.dp_attention and options.model.startswith("llama"):
+        return f"--dp-attention: SGLang has it for qwen3 and deepseek, not for {options.model}"
+    if options.dp_attention and max(options.prefill_tp, options.decode_tp) < 2:
+        return "--dp-attention needs 2 ranks on one of the servers (--prefill-tp, --decode-tp)"
     longest = MAX_POSITIONS - NEW_TOKENS
     if options.max_prompt_tokens > longest:
         return f"--max-prompt-tokens {options.max_prompt_tokens}: the tiny models hold {longest}"

@@ -22,6 +22,10 @@ class Report:
     tokens: int
     leaked_pages: int
     handover: Handover
+    #: The transport that was asked for, if one was.
+    transport: str | None
+    #: Bytes that the RDMA devices say they sent, at most; None when they were not asked.
+    carried_bytes: int | None
     single_s: float
     disaggregated_s: float
 
@@ -31,7 +35,13 @@ class Report:
 
     @property
     def good(self) -> bool:
-        return self.equal and self.failed == 0 and self.leaked_pages == 0
+        return (
+            self.equal
+            and self.failed == 0
+            and self.leaked_pages == 0
+            and self.transport in (None, self.handover.transport)
+            and (self.carried_bytes is None or self.carried_bytes >= self.handover.bytes)
+        )
 
     def table(self) -> str:
         handover = self.handover
@@ -46,6 +56,7 @@ class Report:
             ("hand-over time p99", _figure(handover.handover_p99_ms, "ms")),
             ("rate while moving", f"{handover.gb_per_s:.3f} GB/s"),
             ("transport", f"{handover.transport}, {handover.rails} rail(s)"),
+            *self._carried(),
             ("scheduler send() p99", _figure(handover.send_p99_us, "us")),
             ("scheduler poll() p99", _figure(handover.poll_p99_us, "us")),
             ("leaked pages", f"{self.leaked_pages}"),
@@ -54,6 +65,12 @@ class Report:
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _carried(self) -> list[tuple[str, str]]:
+        if self.carried_bytes is None:
+            return []
+        enough = "" if self.carried_bytes >= self.handover.bytes else ": NOT THE PATH TAKEN"
+        return [("sent by RDMA devices", f"up to {self.carried_bytes:,} bytes{enough}")]
 
     def json_line(self) -> str:
         handover = self.handover
@@ -69,6 +86,7 @@ class Report:
                 "gb_per_s": handover.gb_per_s,
                 "transport": handover.transport,
                 "rails": handover.rails,
+                "carried_bytes": self.carried_bytes,
                 "scheduler_call_us": {
                     "send_p99": handover.send_p99_us,
                     "poll_p99": handover.poll_p99_us,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang servers and SGLang's mini-lb router on the CPU: command lines, environment, readiness."""
+"""SGLang servers and SGLang's routers on the CPU: command lines, environment, readiness."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Role = Literal["single", "prefill", "decode"]
 HOST = "127.0.0.1"
 SHIM = Path(__file__).parent / "shim"
 # A pair starts in about 25 s on two idle cores; a loaded machine may need many times that.
-READY_TIMEOUT_S = 400.0
+READY_TIMEOUT_S = 400.0 if len(os.sched_getaffinity(0)) > 1 else 1200.0
 POLL_S = 0.2
 
 
@@ -33,6 +33,7 @@ class ServerOptions:
 
     model: Path
     tp: int = 1
+    pp: int = 1
     dp_attention: bool = False
     page_size: int = 1
     chunked_prefill_size: int | None = None
@@ -40,6 +41,11 @@ class ServerOptions:
     max_running_requests: int = 64
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        """Scheduler processes."""
+        return self.tp * self.pp
 
 
 class Server:
@@ -87,6 +93,7 @@ class Server:
             "--max-running-requests": options.max_running_requests,
             "--mem-fraction-static": 0.3,
             "--tp-size": options.tp,
+            "--pp-size": options.pp,
             "--page-size": options.page_size,
             "--grammar-backend": "none",
         }
@@ -116,24 +123,34 @@ class Server:
     def _environment(self) -> dict[str, str]:
         env = _base_environment()
         env["SGLANG_MOONCAKE_STATS_DIR"] = str(self.stats_dir)
-        if self.options.tp > 1:
+        if self.options.ranks > 1:
             cores = sorted(os.sched_getaffinity(0))
-            ranks = range(self.options.tp)
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
-                str(cores[rank % len(cores)]) for rank in ranks
+                str(cores[rank % len(cores)]) for rank in range(self.options.ranks)
             )
         return env | dict(self.options.extra_env)
 
 
 class Router:
-    """SGLang's mini-lb in front of one prefill and one decode server."""
+    """SGLang's mini-lb, or its router in Rust, in front of one prefill and one decode server."""
 
     def __init__(
-        self, prefill: Server, decode: Server, run_dir: Path, port: int, name: str = "router"
+        self,
+        prefill: Server,
+        decode: Server,
+        run_dir: Path,
+        port: int,
+        name: str = "router",
+        mini_lb: bool = True,
+        metrics_port: int | None = None,
     ) -> None:
         self.url = f"http://{HOST}:{port}"
         argv = [sys.executable, "-m", "sglang_router.launch_router"]
-        argv += ["--pd-disaggregation", "--mini-lb", "--host", HOST, "--port", str(port)]
+        argv += ["--pd-disaggregation", "--host", HOST, "--port", str(port)]
+        if mini_lb:
+            argv += ["--mini-lb"]
+        if metrics_port is not None:
+            argv += ["--prometheus-port", str(metrics_port)]
         argv += ["--prefill", prefill.url, str(prefill.bootstrap_port), "--decode", decode.url]
         self.process = ManagedProcess(name, argv, _base_environment(), run_dir / f"{name}.log")
 
@@ -187,9 +204,14 @@ class Fleet:
             self._started.append(server)
         return server
 
-    def router(self, prefill: Server, decode: Server, *, name: str = "router") -> Router:
+    def router(
+        self, prefill: Server, decode: Server, *, name: str = "router", mini_lb: bool = True
+    ) -> Router:
         with signals_deferred():
-            router = Router(prefill, decode, self.run_dir, self._port(), name)
+            metrics_port = None if mini_lb else self._port()
+            router = Router(
+                prefill, decode, self.run_dir, self._port(), name, mini_lb, metrics_port
+            )
             self._started.append(router)
         return router
 

@@ -65,7 +65,7 @@ def collect(server: Server, since: float) -> list[RankStats]:
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     while time.monotonic() < deadline:
         files = list(server.stats_dir.glob("*.json"))
-        if len(files) >= server.options.tp and all(f.stat().st_mtime > since for f in files):
+        if len(files) >= server.options.ranks and all(f.stat().st_mtime > since for f in files):
             break
         time.sleep(POLL_S)
     return read_stats(server)
@@ -74,9 +74,9 @@ def collect(server: Server, since: float) -> list[RankStats]:
 def read_stats(server: Server) -> list[RankStats]:
     """One RankStats per rank; raises ServingError unless all are there and name our classes."""
     found = [_decode(path) for path in sorted(server.stats_dir.glob("*.json"))]
-    if len(found) != server.options.tp:
+    if len(found) != server.options.ranks:
         raise ServingError(
-            f"{len(found)} of {server.options.tp} ranks of the {server.process.name} wrote to "
+            f"{len(found)} of {server.options.ranks} ranks of the {server.process.name} wrote to "
             f"{server.stats_dir}: our backend did not serve\n{server.process.tail()}"
         )
     for stats in found:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rooms on the decode side: when pages are open for writing, what arrival is, when they are free.
 
-`DecodeRooms.handle(event)` returns instructions; see `states.py` for the rules of this package. A
-link, the way to one prefill rank, is whatever the shell names it by.
+`DecodeRooms.handle(event)` returns instructions; see `states.py` for the rules of this package.
 Arrival itself is no event: the scheduler's `poll()` reads the engine's counters (`RoomView.seals`),
 so that it never waits for the loop thread.
 """
@@ -10,13 +9,35 @@ so that it never waits for the loop thread.
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from sglang_mooncake.messages import RoomAbort, RoomFailed, RoomRequest, pages_to_bytes
+from sglang_mooncake.messages import (
+    RoomAbort,
+    RoomFailed,
+    RoomRequest,
+    Target,
+    indices_to_bytes,
+    states_to_bytes,
+)
+from sglang_mooncake.rooms.decode_events import (
+    Arrived,
+    Event,
+    Expect,
+    Fence,
+    Fenced,
+    Instruction,
+    LinkDown,
+    LinkRefused,
+    LinkUp,
+    NotServed,
+    OpenLink,
+    PagesNamed,
+    PeerFailed,
+    RoomSource,
+    SourcesChosen,
+    Tell,
+)
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
 from sglang_mooncake.rooms.states import (
     TRANSITIONS_DECODE,
@@ -39,116 +60,19 @@ __all__ = [
     "Fenced",
     "Instruction",
     "LinkDown",
+    "LinkRefused",
     "LinkUp",
+    "NotServed",
     "OpenLink",
     "Opened",
     "Over",
     "PagesNamed",
     "PeerFailed",
+    "RoomSource",
     "SourcesChosen",
     "Tell",
     "Tick",
 ]
-
-
-# --- events: what happened ---
-
-
-@dataclass(frozen=True, slots=True)
-class SourcesChosen:
-    """Which prefill ranks feed this room, and how many decode ranks each of them feeds for it."""
-
-    view: RoomView
-    sources: tuple[Hashable, ...]
-    destinations: int
-
-
-@dataclass(frozen=True, slots=True)
-class PagesNamed:
-    view: RoomView
-    pages: npt.NDArray[np.integer]
-    aux_slot: int
-    decode_prefix_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """`poll()` saw every seal: the scheduler has taken the room."""
-
-    view: RoomView
-
-
-@dataclass(frozen=True, slots=True)
-class Fenced:
-    """No write of this room can land any more."""
-
-    view: RoomView
-
-
-@dataclass(frozen=True, slots=True)
-class LinkUp:
-    link: Hashable
-
-
-@dataclass(frozen=True, slots=True)
-class LinkDown:
-    link: Hashable
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PeerFailed:
-    link: Hashable
-    message: RoomFailed
-
-
-Event = (
-    Opened
-    | SourcesChosen
-    | PagesNamed
-    | Arrived
-    | Aborted
-    | Broken
-    | Closed
-    | Fenced
-    | LinkUp
-    | LinkDown
-    | PeerFailed
-    | Tick
-)
-
-
-# --- instructions: what to do about it ---
-
-
-@dataclass(frozen=True, slots=True)
-class OpenLink:
-    link: Hashable
-
-
-@dataclass(frozen=True, slots=True)
-class Expect:
-    """Clear the seal slot, then open this tag for writing, before anybody is told of it."""
-
-    tag: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    link: Hashable
-    message: RoomRequest | RoomAbort
-
-
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """Close these tags, then hand in `Fenced(view)`."""
-
-    view: RoomView
-    tags: tuple[int, ...]
-
-
-Instruction = OpenLink | Expect | Tell | Fence | Over
 
 
 class _Link(enum.Enum):
@@ -159,8 +83,7 @@ class _Link(enum.Enum):
 @dataclass(slots=True, eq=False)
 class _Room:
     view: RoomView
-    sources: tuple[Hashable, ...] = ()
-    destinations: int = 1
+    sources: tuple[RoomSource, ...] = ()
     published_s: float | None = None
     slots: tuple[int, ...] = ()
 
@@ -201,8 +124,10 @@ class DecodeRooms:
             case Opened(view):
                 self._rooms[view.serial] = _Room(view)
                 return []
-            case SourcesChosen(view, sources, destinations):
-                return self._choose(view, sources, destinations)
+            case SourcesChosen(view, sources):
+                return self._choose(view, sources)
+            case NotServed(view, links, reason):
+                return self._not_served(view, links, reason)
             case PagesNamed(view):
                 return self._publish(view, event, now_s)
             case Arrived(view):
@@ -219,6 +144,8 @@ class DecodeRooms:
                 return self._link_up(link)
             case LinkDown(link, reason):
                 return self._link_down(link, reason)
+            case LinkRefused(link, reason):
+                return self._link_refused(link, reason)
             case PeerFailed(link, message):
                 return self._peer_failed(link, message)
             case Tick():
@@ -226,65 +153,76 @@ class DecodeRooms:
 
     # --- the way up ---
 
-    def _choose(
-        self, view: RoomView, sources: tuple[Hashable, ...], destinations: int
+    def _choose(self, view: RoomView, sources: tuple[RoomSource, ...]) -> list[Instruction]:
+        room = self._rooms.get(view.serial)
+        if room is None or view.state is not RoomState.OPEN:
+            return []
+        room.sources = sources
+        instructions = self._open_links(source.link for source in sources)
+        self._meet_if_linked(room)
+        return instructions
+
+    def _not_served(
+        self, view: RoomView, links: tuple[Hashable, ...], reason: str
     ) -> list[Instruction]:
         room = self._rooms.get(view.serial)
         if room is None or view.state is not RoomState.OPEN:
             return []
-        room.sources, room.destinations = sources, destinations
-        instructions: list[Instruction] = []
-        for link in sources:
-            if link not in self._links:
-                self._links[link] = _Link.OPENING
-                instructions.append(OpenLink(link))
-        self._meet_if_linked(room)
-        return instructions
+        room.sources = tuple(RoomSource(link, sends=False, aux=False) for link in links)
+        return self._open_links(links) + self._end(view, RoomState.FAILED, reason)
+
+    def _open_links(self, links: Iterable[Hashable]) -> list[Instruction]:
+        missing = [link for link in links if link not in self._links]
+        self._links |= dict.fromkeys(missing, _Link.OPENING)
+        return [OpenLink(link) for link in missing]
 
     def _meet_if_linked(self, room: _Room) -> None:
         if room.view.state is not RoomState.OPEN or not room.sources:
             return
-        if all(self._links.get(link) is _Link.UP for link in room.sources):
+        if all(self._links.get(source.link) is _Link.UP for source in room.sources):
             advance(room.view, Step.MET, TRANSITIONS_DECODE)
 
     def _publish(self, view: RoomView, named: PagesNamed, now_s: float) -> list[Instruction]:
         room = self._rooms.get(view.serial)
         if room is None or view.state is not RoomState.READY:
             return []  # it ended between the scheduler's poll and its pages
-        if len(self._free_slots) < len(room.sources):
+        pages = indices_to_bytes(named.pages)
+        states = states_to_bytes(named.states)
+        sending = sum(source.sends for source in room.sources)
+        if len(self._free_slots) < sending:
             return self._end(
                 view,
                 RoomState.FAILED,
                 f"all seal slots are in use ({len(self._rooms)} rooms are open on this rank)",
             )
-        room.slots = tuple(self._free_slots.pop() for _ in room.sources)
-        tags = tuple(range(self._next_tag, self._next_tag + len(room.sources)))
-        self._next_tag += len(room.sources)
+        room.slots = tuple(self._free_slots.pop() for _ in range(sending))
+        tags = tuple(range(self._next_tag, self._next_tag + sending))
+        self._next_tag += sending
         room.published_s = now_s
         # The generation tells this use of the room number from any other; tags are never reused.
         view.generation = tags[0]
         view.seals = tuple(zip(tags, room.slots, strict=True))
         view.exposed = True
         advance(view, Step.PUBLISHED, TRANSITIONS_DECODE)
-        pages = pages_to_bytes(named.pages)
         instructions: list[Instruction] = [Expect(tag, slot) for tag, slot in view.seals]
-        instructions += [
-            Tell(
-                link,
-                RoomRequest(
-                    room=view.room,
-                    generation=view.generation,
-                    tag=tag,
-                    num_pages=len(named.pages),
-                    pages=pages,
-                    aux_slot=named.aux_slot,
-                    seal_slot=slot,
-                    decode_prefix_len=named.decode_prefix_len,
-                    destinations=room.destinations,
-                ),
+        seals = iter(view.seals)
+        for source in room.sources:
+            target = None
+            if source.sends:
+                tag, slot = next(seals)
+                target = Target(
+                    tag,
+                    len(named.pages),
+                    pages,
+                    source.share,
+                    states if source.state else (),
+                    named.aux_slot if source.aux else None,
+                    slot,
+                )
+            request = RoomRequest(
+                view.room, view.generation, named.decode_prefix_len, source.destinations, target
             )
-            for link, tag, slot in zip(room.sources, tags, room.slots, strict=True)
-        ]
+            instructions.append(Tell(source.link, request))
         return instructions
 
     def _arrive(self, view: RoomView) -> list[Instruction]:
@@ -304,7 +242,8 @@ class DecodeRooms:
         view.reason, view.end = reason, end
         advance(view, Step.END, TRANSITIONS_DECODE)
         instructions: list[Instruction] = [
-            Tell(link, RoomAbort(view.room, view.generation, reason)) for link in room.sources
+            Tell(source.link, RoomAbort(view.room, view.generation, reason))
+            for source in room.sources
         ]
         if view.exposed:
             # First the fence: it alone makes the pages safe, and it needs no peer.
@@ -342,16 +281,24 @@ class DecodeRooms:
         self._links.pop(link, None)
         instructions: list[Instruction] = []
         for room in list(self._rooms.values()):
-            if link in room.sources:
-                room.sources = tuple(source for source in room.sources if source != link)
+            if _leave_out(room, link):
+                instructions += self._end(room.view, RoomState.FAILED, reason)
+        return instructions
+
+    def _link_refused(self, link: Hashable, reason: str) -> list[Instruction]:
+        self._links.pop(link, None)
+        instructions: list[Instruction] = []
+        for room in list(self._rooms.values()):
+            if any(source.link == link for source in room.sources):
                 instructions += self._end(room.view, RoomState.FAILED, reason)
         return instructions
 
     def _peer_failed(self, link: Hashable, message: RoomFailed) -> list[Instruction]:
         for room in list(self._rooms.values()):
             view = room.view
-            if (view.room, view.generation) == (message.room, message.generation):
-                room.sources = tuple(source for source in room.sources if source != link)
+            if (view.room, view.generation) == (message.room, message.generation) and _leave_out(
+                room, link
+            ):
                 return self._end(view, RoomState.FAILED, message.reason)
         return []
 
@@ -376,3 +323,11 @@ class DecodeRooms:
                     f"room {view.room}: {what} within {waited_s:.0f} s ({variable})",
                 )
         return instructions
+
+
+def _leave_out(room: _Room, link: Hashable) -> bool:
+    """Takes a source out that knows of the room's end, or cannot be told; False if it is none."""
+    others = tuple(source for source in room.sources if source.link != link)
+    was_source = len(others) < len(room.sources)
+    room.sources = others
+    return was_source

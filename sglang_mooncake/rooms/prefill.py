@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_mooncake.messages import RoomAbort, RoomFailed, RoomRequest
+from sglang_mooncake.messages import RoomAbort, RoomFailed, RoomRequest, Target
+from sglang_mooncake.rooms.early import EarlyRooms
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
 from sglang_mooncake.rooms.states import (
     TRANSITIONS_PREFILL,
@@ -30,6 +32,7 @@ __all__ = [
     "Closed",
     "Event",
     "Instruction",
+    "Met",
     "Opened",
     "Over",
     "PeerLost",
@@ -42,8 +45,6 @@ __all__ = [
     "WriteEnded",
 ]
 
-#: A peer that names rooms which no request ever uses must not fill our memory.
-EARLY_ROOMS_MAX = 65_536
 #: Rooms that ended badly are remembered, so that a decode rank which asks later is told at once.
 ENDED_ROOMS_MAX = 4_096
 
@@ -56,10 +57,17 @@ class Chunk:
     first: int
     aux_slot: int | None  # set with the last chunk alone
     sent_s: float
+    #: A list of indices or None for each of the model's kinds of state; with the last chunk alone.
+    states: tuple[npt.NDArray[np.int64] | None, ...] = ()
 
     @property
     def is_last(self) -> bool:
         return self.aux_slot is not None
+
+    @property
+    def span(self) -> range:
+        """Its pages as positions in the room."""
+        return range(self.first, self.first + len(self.pages))
 
 
 # --- events: what happened ---
@@ -114,14 +122,27 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write one chunk into the pages of one request. `writes` is the room's count so far: with
-    the last chunk it is the number of transfers that the destination must have seen arrive."""
+    """Write a part of one chunk into the target of one request.
+
+    span: the pages of it, as positions in the room (`Chunk.first` is that of the chunk).
+    writes: how many this request has had so far, with this one; with the last chunk it is the
+        number of transfers that the destination must have seen arrive.
+    """
 
     view: RoomView
     peer: str
-    request: RoomRequest
+    generation: int
+    target: Target
     chunk: Chunk
+    span: range
     writes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """All decode ranks of the room have asked: its pages can be sent."""
+
+    view: RoomView
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,24 +156,15 @@ class Tell:
     message: RoomFailed
 
 
-Instruction = Write | CancelWrites | Tell | Over
+Instruction = Met | Write | CancelWrites | Tell | Over
 
 
 @dataclass(slots=True, eq=False)
 class _Room:
     view: RoomView
     requests: dict[str, RoomRequest] = field(default_factory=dict)
-    chunks: int = 0
+    writes: Counter[str] = field(default_factory=Counter)  # begun so far, by peer
     outstanding: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Early:
-    """What peers said of a room before the scheduler opened it."""
-
-    since_s: float
-    requests: dict[str, RoomRequest] = field(default_factory=dict)
-    abort: RoomAbort | None = None
 
 
 class PrefillRooms:
@@ -166,7 +178,7 @@ class PrefillRooms:
         self._bootstrap_timeout_s = bootstrap_timeout_s
         self._rooms: dict[int, _Room] = {}  # by serial: a room number may be in use twice
         self._current: dict[int, _Room] = {}  # by room number: the newest use
-        self._early: dict[int, _Early] = {}
+        self._early = EarlyRooms(bootstrap_timeout_s)
         self._ended: dict[int, str] = {}  # room number → why it ended badly
 
     def __len__(self) -> int:
@@ -211,13 +223,13 @@ class PrefillRooms:
         self._rooms[view.serial] = room
         self._current[view.room] = room
         self._ended.pop(view.room, None)
-        early = self._early.pop(view.room, None)
+        early = self._early.take(view.room)
         if early is None:
             return instructions
-        if early.abort is not None:
-            return instructions + self._end(view, RoomState.ABORTED, _peer_gave_up(early.abort))
         for peer, request in early.requests.items():
             instructions += self._request(peer, request, now_s)
+        for abort in early.aborts.values():
+            instructions += self._end(view, RoomState.ABORTED, _peer_gave_up(abort))
         return instructions
 
     def _chunk(self, view: RoomView, chunk: Chunk) -> list[Instruction]:
@@ -226,15 +238,22 @@ class PrefillRooms:
             return []  # the scheduler had not yet seen the end when it sent this
         if problem := _chunk_problem(room, chunk):
             return self._end(view, RoomState.FAILED, problem)
-        room.chunks += 1
-        room.outstanding += len(room.requests)
         view.exposed = True
         step = Step.LAST_CHUNK if chunk.is_last else Step.CHUNK
         advance(view, step, TRANSITIONS_PREFILL)
-        return [
-            Write(view, peer, request, chunk, room.chunks)
-            for peer, request in room.requests.items()
-        ]
+        writes: list[Instruction] = []
+        for peer, request in room.requests.items():
+            if request.target is None:
+                continue
+            span = request.target.share.within(chunk.span, request.target.num_pages)
+            if span or chunk.is_last:  # the last one carries the seal, with or without pages
+                room.writes[peer] += 1
+                count, generation = room.writes[peer], request.generation
+                writes.append(Write(view, peer, generation, request.target, chunk, span, count))
+        room.outstanding += len(writes)
+        if chunk.is_last and room.outstanding == 0:
+            return self._quiet(room)  # none of those who asked wants a byte from this rank
+        return writes
 
     # --- events of peers ---
 
@@ -248,63 +267,35 @@ class PrefillRooms:
         ended = self._ended.get(request.room)
         if ended is not None:
             return [Tell(peer, RoomFailed(request.room, request.generation, ended))]
-        return self._park(peer, request, now_s)
-
-    def _park(self, peer: str, request: RoomRequest, now_s: float) -> list[Instruction]:
-        instructions: list[Instruction] = []
-        early = self._early.get(request.room)
-        if early is not None and early.abort is not None:
-            if early.abort.generation >= request.generation:
-                return []  # the abort overtook the request
-            early = None
-        if early is None:
-            early = _Early(now_s)
-            instructions += self._remember(request.room, early)
-        early.requests[peer] = request
-        return instructions
-
-    def _remember(self, number: int, early: _Early) -> list[Instruction]:
-        instructions: list[Instruction] = []
-        self._early.pop(number, None)
-        if len(self._early) >= EARLY_ROOMS_MAX:
-            instructions += self._refuse_early(
-                next(iter(self._early)),
-                f"{EARLY_ROOMS_MAX} rooms are waiting for a request of the prefill server",
-            )
-        self._early[number] = early
-        return instructions
+        self._early.request(peer, request, now_s)
+        return self._refuse_early(now_s)
 
     def _meet(self, room: _Room, peer: str, request: RoomRequest) -> list[Instruction]:
         room.requests[peer] = request
-        counts = {known.destinations for known in room.requests.values()}
-        if len(counts) > 1 or len(room.requests) > request.destinations:
-            return self._end(
-                room.view,
-                RoomState.FAILED,
-                f"{len(room.requests)} decode ranks asked for room {room.view.room} and disagree "
-                f"how many of them there are: {sorted(counts)}",
-            )
+        if problem := _disagreement(room):
+            return self._end(room.view, RoomState.FAILED, problem)
         if len(room.requests) == request.destinations:
             room.view.decode_prefix_len = request.decode_prefix_len
             advance(room.view, Step.MET, TRANSITIONS_PREFILL)
+            return [Met(room.view)]
         return []
 
     def _peer_abort(self, peer: str, message: RoomAbort, now_s: float) -> list[Instruction]:
         room = self._current.get(message.room)
-        request = room.requests.get(peer) if room is not None else None
-        if room is not None and request is not None and request.generation == message.generation:
+        if room is None:
+            self._early.abort(peer, message, now_s)
+            return self._refuse_early(now_s)
+        request = room.requests.get(peer)
+        if request is not None and request.generation == message.generation:
             del room.requests[peer]  # it knows: no need to tell it
             return self._end(room.view, RoomState.ABORTED, _peer_gave_up(message))
-        if room is not None and room.view.state is RoomState.OPEN:
+        if room.view.state is RoomState.OPEN:
             # The decode rank gave up before it named its pages: nobody will come for this room.
             return self._end(room.view, RoomState.ABORTED, _peer_gave_up(message))
-        if room is None:
-            return self._remember(message.room, _Early(now_s, abort=message))
         return []
 
     def _peer_lost(self, peer: str, reason: str) -> list[Instruction]:
-        for number in [n for n, early in self._early.items() if peer in early.requests]:
-            del self._early[number]
+        self._early.lose(peer)
         instructions: list[Instruction] = []
         for room in list(self._rooms.values()):
             if room.requests.pop(peer, None) is not None:
@@ -333,22 +324,15 @@ class PrefillRooms:
                 instructions += self._end(
                     room.view,
                     RoomState.TIMED_OUT,
-                    f"no decode rank asked for room {room.view.room} within {waited_s:.0f} s "
+                    f"{_who_asked(room)} for room {room.view.room} within {waited_s:.0f} s "
                     "(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)",
                 )
-        for number, early in list(self._early.items()):
-            if now_s - early.since_s >= self._bootstrap_timeout_s:
-                instructions += self._refuse_early(
-                    number,
-                    f"no request with this room reached the prefill server within "
-                    f"{self._bootstrap_timeout_s:.0f} s (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)",
-                )
-        return instructions
+        return instructions + self._refuse_early(now_s)
 
-    def _refuse_early(self, number: int, reason: str) -> list[Instruction]:
-        early = self._early.pop(number)
+    def _refuse_early(self, now_s: float) -> list[Instruction]:
         return [
             Tell(peer, RoomFailed(number, request.generation, reason))
+            for number, early, reason in self._early.overdue(now_s)
             for peer, request in early.requests.items()
         ]
 
@@ -386,17 +370,44 @@ def _peer_gave_up(message: RoomAbort) -> str:
     return f"the decode server gave the request up: {message.reason}"
 
 
+def _who_asked(room: _Room) -> str:
+    if not room.requests:
+        return "no decode rank asked"
+    expected = next(iter(room.requests.values())).destinations
+    return f"{len(room.requests)} of {expected} decode ranks asked"
+
+
+def _disagreement(room: _Room) -> str | None:
+    """Decode ranks that ask for one room must be the ranks of one request."""
+    counts = {request.destinations for request in room.requests.values()}
+    if len(counts) > 1 or len(room.requests) > max(counts):
+        return (
+            f"{len(room.requests)} decode ranks asked for room {room.view.room} and disagree "
+            f"how many of them there are: {sorted(counts)}"
+        )
+    cached = {request.decode_prefix_len for request in room.requests.values()}
+    if len(cached) > 1:
+        return (
+            f"the decode ranks that asked for room {room.view.room} hold different numbers of "
+            f"its tokens: {sorted(cached)}"
+        )
+    return None
+
+
 def _chunk_problem(room: _Room, chunk: Chunk) -> str | None:
     """A chunk must continue where the last one ended, and end where the destination's pages do."""
+    if room.view.state is RoomState.OPEN:
+        return "the scheduler sent pages before a decode rank had asked for them"
+    after = chunk.span.stop
     for peer, request in room.requests.items():
-        after = chunk.first + len(chunk.pages)
-        if after > request.num_pages or (chunk.is_last and after != request.num_pages):
+        if request.target is None:
+            continue
+        wanted = request.target.num_pages
+        if after > wanted or (chunk.is_last and after != wanted):
             return (
                 f"the prefill server sends pages {chunk.first}..{after} "
                 f"({'last' if chunk.is_last else 'not the last'} chunk), but decode rank {peer} "
-                f"made room for {request.num_pages} pages: do both servers see the same prompt, "
+                f"made room for {wanted} pages: do both servers see the same prompt, "
                 "and the same --page-size?"
             )
-    if room.view.state is RoomState.OPEN:
-        return "the scheduler sent pages before a decode rank had asked for them"
     return None

@@ -29,9 +29,11 @@ def make_record() -> MakeRecord:
         epoch: int = 1,
         page_size: int = 16,
         protocol: int = 1,
+        port: int | None = None,
         **config: object,
     ) -> RankRecord:
-        rank = Rank(coords, "127.0.0.1", 10_000 + topology.index(coords), epoch, 30_000)
+        port = 10_000 + topology.index(coords) if port is None else port
+        rank = Rank(coords, "127.0.0.1", port, epoch, 30_000)
         form = KVFormat(page_size, "bfloat16")
         return RankRecord(InstanceConfig(topology, form, protocol=protocol, **config), rank)
 

@@ -3,31 +3,30 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import pytest
+import requests
 
-import bootstrap_server
 from bootstrap_server import (
     BootstrapClient,
     BootstrapError,
     BootstrapServer,
+    Instance,
+    LeaseLost,
     NotReady,
+    PlaceTaken,
     RankCoords,
     RankRecord,
     RegistrationRefused,
     Topology,
     Unreachable,
+    http_client,
 )
 from bootstrap_server import client as client_module
 from bootstrap_server.sglang_http import ROOMS_PER_QUERY_MAX
@@ -37,15 +36,6 @@ MakeRecord = Callable[..., RankRecord]
 ONE = Topology(1, 1, 1, 1)
 FIRST = RankCoords(0, 0, 0, 0)
 PORT_FLAG = "--disaggregation-bootstrap-port"
-
-
-def has_ipv6_loopback() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
 
 
 def test_an_instance_from_first_rank_to_last(
@@ -84,6 +74,160 @@ def test_a_refusal_is_final(client: BootstrapClient, make_record: MakeRecord) ->
         client.register(make_record(ONE, FIRST, epoch=2, page_size=1))
     with pytest.raises(RegistrationRefused, match="former life"):
         client.register(make_record(ONE, FIRST, epoch=1))
+
+
+def test_instances_by_name(server: BootstrapServer, make_record: MakeRecord) -> None:
+    address = f"127.0.0.1:{server.port}"
+    topology = Topology(3, 1, 1, 1)
+    with (
+        BootstrapClient(address) as default,
+        BootstrapClient(address, instance="a.b-C_1") as named,
+    ):
+        default.register(make_record(ONE, FIRST))
+        with pytest.raises(NotReady, match=r"instance a\.b-C_1 is not ready: none"):
+            named.instance()
+        for coords in topology.coords():
+            named.register(make_record(topology, coords))
+        assert default.instance().config.topology == ONE
+        assert named.instance().config.topology == topology
+        named.register_dp_rank(7, 2)
+        with pytest.raises(BootstrapError, match="dp_rank 2 does not exist: dp_size is 1"):
+            default.register_dp_rank(8, 2)
+        assert default.query_dp_ranks([7, 8]) == {7: 2}
+    counts = requests.get(f"http://{address}/v1/instances", timeout=5).json()
+    assert {name: (of["registered"], of["expected"]) for name, of in counts.items()} == {
+        "default": (1, 1),
+        "a.b-C_1": (3, 3),
+    }
+    with pytest.raises(BootstrapError, match="instance name"):
+        BootstrapClient(address, instance="a/b")
+
+
+def test_waiting_is_answered_when_the_last_rank_comes(
+    server: BootstrapServer, client: BootstrapClient, make_record: MakeRecord
+) -> None:
+    """No timing is asserted: were the answer not given at that moment, the wait would end in
+    NotReady, or in the timeout of this test."""
+    address, topology = f"127.0.0.1:{server.port}", Topology(1, 1, 2, 1)
+
+    def wait() -> Instance:
+        with BootstrapClient(address) as waiting:
+            return waiting.instance(wait_s=60)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(wait) for _ in range(8)]
+        for epoch, coords in enumerate(topology.coords(), start=1):
+            client.register(make_record(topology, coords, epoch))
+        instances = [answer.result(timeout=30) for answer in answers]
+        assert all(instance == client.instance() for instance in instances)
+        # News of an instance that is known: a rank was restarted.
+        answer = pool.submit(lambda: wait_after(address, instances[0].revision))
+        client.register(make_record(topology, FIRST, epoch=9))
+        assert answer.result(timeout=30).rank(FIRST).epoch == 9
+
+
+def wait_after(address: str, revision: int) -> Instance:
+    with BootstrapClient(address) as waiting:
+        return waiting.instance(wait_s=60, after=revision)
+
+
+def test_waiting_ends_with_who_is_missing(client: BootstrapClient, make_record: MakeRecord) -> None:
+    client.register(make_record(Topology(1, 1, 2, 1), FIRST))
+    with pytest.raises(NotReady, match="1 of 2"):
+        client.instance(wait_s=0.05)
+
+
+def test_waiting_ends_with_the_server(make_record: MakeRecord) -> None:
+    server = BootstrapServer(host="127.0.0.1", port=0)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: wait_after(f"127.0.0.1:{server.port}", 0))
+        url = f"http://127.0.0.1:{server.port}/health"
+        assert requests.get(url, timeout=5).text == "OK"
+        server.close()
+        with pytest.raises((NotReady, Unreachable)):
+            answer.result(timeout=30)
+
+
+def test_a_taken_place_is_asked_for_until_the_lease_must_have_ended(
+    make_record: MakeRecord,
+) -> None:
+    now_s, naps = [50.0], list[float]()
+
+    def sleep(duration_s: float) -> None:
+        naps.append(duration_s)
+        now_s[0] += duration_s
+
+    second = make_record(ONE, FIRST, epoch=2, port=5)
+    with (
+        BootstrapServer("127.0.0.1", 0, lease_s=30) as server,
+        BootstrapClient(f"127.0.0.1:{server.port}", sleep=sleep, clock=lambda: now_s[0]) as client,
+    ):
+        assert client.register(make_record(ONE, FIRST)) == 30
+        with pytest.raises(
+            PlaceTaken, match=r"alive at 127\.0\.0\.1 port 10000 .*port 5"
+        ) as caught:
+            client.register(second)
+        assert 29 < caught.value.left_s <= 30
+        # Real time stood still, so the lease is still there when it should have ended.
+        assert now_s[0] == pytest.approx(50 + 30 + client_module.TAKEN_MARGIN_S, abs=1)
+        with pytest.raises(PlaceTaken):
+            client.try_register(second)
+        # The deadline bounds this wait as it bounds the others.
+        start_s = now_s[0]
+        with pytest.raises(PlaceTaken):
+            client.register(second, deadline_s=4)
+        assert now_s[0] == pytest.approx(start_s + 4)
+        client.release(make_record(ONE, FIRST).rank)
+        client.register(second)
+        assert client.instance().ranks[0].port == 5
+        with pytest.raises(LeaseLost, match="epoch 1 holds no lease: epoch 2"):
+            client.renew(make_record(ONE, FIRST).rank)
+        assert client.renew(second.rank) == 30
+
+
+def test_answers_are_consistent_while_ranks_come_and_go(
+    server: BootstrapServer, make_record: MakeRecord
+) -> None:
+    address, topology = f"127.0.0.1:{server.port}", Topology(1, 1, 4, 1)
+    begun = threading.Barrier(topology.ranks + 2, timeout=30)
+    lives = 30
+
+    def live(coords: RankCoords) -> None:
+        with BootstrapClient(address) as rank:
+            begun.wait()
+            for epoch in range(1, lives + 1):
+                record = make_record(topology, coords, epoch)
+                rank.register(record)
+                if epoch % 3 == 0 and epoch < lives:
+                    rank.release(record.rank)
+
+    def read() -> int:
+        seen, epochs = 0, dict.fromkeys(topology.coords(), 0)
+        revision, counts = 0, {(4, 4)}
+        with BootstrapClient(address) as reader:
+            begun.wait()
+            while min(epochs.values()) < lives:
+                try:
+                    instance = reader.instance(wait_s=10, after=revision)
+                except NotReady as error:
+                    counts.add((error.registered + len(error.missing), error.expected))
+                    continue
+                assert instance.revision > revision
+                revision = instance.revision
+                seen += 1
+                for rank in instance.ranks:
+                    assert rank.epoch >= epochs[rank.coords]
+                    epochs[rank.coords] = rank.epoch
+        # Who is not registered is missing, and nobody else.
+        assert counts <= {(0, 0), (4, 4)}
+        return seen
+
+    with ThreadPoolExecutor(topology.ranks + 2) as pool:
+        ranks = [pool.submit(live, coords) for coords in topology.coords()]
+        readers = [pool.submit(read) for _ in range(2)]
+        for rank in ranks:
+            rank.result(timeout=60)
+        assert all(reader.result(timeout=60) >= 1 for reader in readers)
 
 
 def test_many_rooms_are_asked_for_in_parts(client: BootstrapClient) -> None:
@@ -152,6 +296,7 @@ def stranger(status: int, body: bytes) -> Iterator[str]:
         do_GET = answer  # noqa: N815 - the names that http.server calls
         do_PUT = answer  # noqa: N815
         do_POST = answer  # noqa: N815
+        do_DELETE = answer  # noqa: N815
 
         def log_message(self, *arguments: object) -> None:
             pass
@@ -176,6 +321,8 @@ def stranger(status: int, body: bytes) -> Iterator[str]:
         (500, b"\xff\x00"),
         (200, b'{"config": 1}'),
         (200, b'"OK"'),
+        (200, b'{"lease_s": -1}'),
+        (410, b"gone"),
     ],
 )
 def test_strangers_are_recognised(make_record: MakeRecord, status: int, body: bytes) -> None:
@@ -185,6 +332,8 @@ def test_strangers_are_recognised(make_record: MakeRecord, status: int, body: by
             lambda: client.register(make_record(ONE, FIRST)),
             lambda: client.register_dp_rank(1, 0),
             lambda: client.query_dp_ranks([1]),
+            lambda: client.renew(make_record(ONE, FIRST).rank),
+            lambda: client.release(make_record(ONE, FIRST).rank),
         ):
             with pytest.raises(BootstrapError) as caught:
                 ask()
@@ -194,7 +343,7 @@ def test_strangers_are_recognised(make_record: MakeRecord, status: int, body: by
 
 
 def test_endless_answers_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "ANSWER_BYTES_MAX", 1 << 17)
+    monkeypatch.setattr(http_client, "ANSWER_BYTES_MAX", 1 << 17)
     with (
         stranger(200, b" " * (1 << 20)) as address,
         BootstrapClient(address) as client,
@@ -209,102 +358,3 @@ def test_endless_answers_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_addresses(address: str) -> None:
     with pytest.raises(BootstrapError, match="not of the form host:port"):
         BootstrapClient(address)
-
-
-@pytest.mark.parametrize(
-    ("host", "address"),
-    [
-        ("localhost", "localhost"),
-        ("0.0.0.0", "0.0.0.0"),
-        ("::1", "[::1]"),
-        ("[::1]", "[::1]"),
-        ("::", "[::]"),
-    ],
-)
-def test_hosts_of_all_kinds(host: str, address: str) -> None:
-    if ":" in host and not has_ipv6_loopback():
-        with pytest.raises(BootstrapError, match="cannot listen"):
-            BootstrapServer(host=host, port=0)
-        return
-    with (
-        BootstrapServer(host=host, port=0) as server,
-        BootstrapClient(f"{address}:{server.port}") as client,
-        pytest.raises(NotReady),
-    ):
-        client.instance()
-
-
-def test_a_taken_port_is_one_clear_sentence(server: BootstrapServer) -> None:
-    with pytest.raises(BootstrapError) as caught:
-        BootstrapServer(host="127.0.0.1", port=server.port)
-    taken = os.strerror(errno.EADDRINUSE)
-    for words in ("127.0.0.1", f"port {server.port}", taken, PORT_FLAG):
-        assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("host", "port", "words"),
-    [
-        ("127.0.0.1", 65_536, "outside 0..65535"),
-        ("127.0.0.1", -1, "outside 0..65535"),
-        ("", 0, "host is empty"),
-        ("no.such.host.invalid", 0, "cannot resolve"),
-        ("x" * 300, 0, "cannot resolve"),
-        ("192.0.2.1", 0, "cannot listen on 192.0.2.1"),
-    ],
-)
-def test_places_where_nobody_can_listen(host: str, port: int, words: str) -> None:
-    with pytest.raises(BootstrapError, match=words):
-        BootstrapServer(host=host, port=port)
-
-
-def test_close_frees_the_port_and_may_be_repeated() -> None:
-    server = BootstrapServer(host="127.0.0.1", port=0)
-    with BootstrapClient(f"127.0.0.1:{server.port}") as client:
-        with pytest.raises(NotReady):
-            client.instance()  # leaves an idle connection open
-        server.close()
-        server.close()
-        with pytest.raises(Unreachable):
-            client.instance()
-    assert "bootstrap-server" not in {thread.name for thread in threading.enumerate()}
-    BootstrapServer(host="127.0.0.1", port=server.port).close()
-
-
-@contextmanager
-def standalone(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bootstrap_server", *arguments],
-        cwd=Path(bootstrap_server.__file__).parents[1],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=10)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_standalone_serves_until_it_is_told_to_stop(number: signal.Signals) -> None:
-    with standalone("--host", "127.0.0.1", "--port", "0", "--log-level", "info") as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("bootstrap server listens on 127.0.0.1 port ")
-        with BootstrapClient(f"127.0.0.1:{line.split()[-1]}") as client, pytest.raises(NotReady):
-            client.instance()
-        process.send_signal(number)
-        output, errors = process.communicate(timeout=10)
-        assert (process.returncode, output) == (0, "")
-        assert "Traceback" not in errors
-
-
-def test_standalone_says_in_one_line_that_the_port_is_taken(server: BootstrapServer) -> None:
-    with standalone("--port", str(server.port)) as process:
-        output, errors = process.communicate(timeout=10)
-        assert (process.returncode, output) == (1, "")
-        assert errors.count("\n") == 1
-        assert os.strerror(errno.EADDRINUSE) in errors

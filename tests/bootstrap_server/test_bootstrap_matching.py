@@ -1,65 +1,240 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import itertools
+import math
+from collections import Counter
+
 import msgspec
 import pytest
-from hypothesis import assume, given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootstrap_server import (
+    CPTransfer,
     InstanceConfig,
     KVFormat,
     MismatchError,
+    PageShare,
     RankCoords,
+    Source,
     Topology,
     check_configs,
     check_formats,
+    cp_transfer,
+    holding,
     prefill_dp_rank,
+    sending,
     sources,
 )
 
 SIZES = st.integers(1, 8)
-TOPOLOGIES = st.builds(Topology, SIZES, SIZES, SIZES, SIZES)
 CONFIG = InstanceConfig(Topology(1, 1, 1, 1), KVFormat(16, "bfloat16"), protocol=1)
 
 
-@given(st.data(), SIZES, SIZES, SIZES)
-def test_each_decode_rank_has_one_source_and_each_group_is_a_bijection(
-    data: st.DataObject, prefill_dp: int, decode_dp: int, tp: int
+def fits(units: int, tp_size: int) -> bool:
+    return units % tp_size == 0 or tp_size % units == 0
+
+
+@st.composite
+def tp_sizes(draw: st.DrawFn, limit: int = 64) -> int:
+    """Powers of two as they are deployed, and everything else as well."""
+    powers = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= limit]
+    return draw(st.sampled_from(powers) | st.integers(1, limit))
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Topology, Topology]:
+    """Two topologies that can be paired, each with at most 64 ranks in a DP group."""
+    prefill_tp = draw(tp_sizes())
+    cp = draw(st.integers(1, 64 // prefill_tp))
+    pp = draw(st.integers(1, 64 // (prefill_tp * cp)))
+    decode_pp = draw(st.sampled_from([1, pp]))
+    decode_tp = draw(tp_sizes(64 // decode_pp))
+    dp = draw(st.tuples(SIZES, SIZES))
+    return Topology(dp[0], cp, prefill_tp, pp), Topology(dp[1], 1, decode_tp, decode_pp)
+
+
+@st.composite
+def units_for(draw: st.DrawFn, *sizes: int) -> int:
+    """Numbers of pieces that can be laid out over all of `sizes`."""
+    common = math.lcm(*sizes)
+    some = {n for n in range(1, common + 1) if common % n == 0} | {2 * common, 3 * common}
+    return draw(st.sampled_from(sorted(n for n in some if all(fits(n, size) for size in sizes))))
+
+
+def group_sources(
+    prefill: Topology, decode: Topology, dp: int, prefill_dp: int, cp: CPTransfer
+) -> dict[RankCoords, tuple[Source, ...]]:
+    ranks = [coords for coords in decode.coords() if coords.dp == dp]
+    return {coords: sources(prefill, decode, coords, prefill_dp, cp) for coords in ranks}
+
+
+@given(st.data(), pairs(), st.sampled_from(CPTransfer), st.integers(0, 5))
+@settings(max_examples=1500)
+def test_each_piece_of_a_decode_rank_is_sent_by_exactly_one_source(
+    data: st.DataObject, pair: tuple[Topology, Topology], cp: CPTransfer, pages: int
 ) -> None:
-    prefill, decode = Topology(prefill_dp, 1, tp, 1), Topology(decode_dp, 1, tp, 1)
-    dp_rank = data.draw(st.integers(0, prefill_dp - 1))
-    for group in range(decode_dp):
-        senders = [sources(prefill, decode, RankCoords(group, 0, t, 0), dp_rank) for t in range(tp)]
-        assert all(len(of_one) == 1 for of_one in senders)
-        assert [of_one[0] for of_one in senders] == [
-            coords for coords in prefill.coords() if coords.dp == dp_rank
-        ]
+    prefill, decode = pair
+    units = data.draw(units_for(prefill.tp_size, decode.tp_size))
+    prefill_dp = data.draw(st.integers(0, prefill.dp_size - 1))
+    dp = data.draw(st.integers(0, decode.dp_size - 1))
+    group = group_sources(prefill, decode, dp, prefill_dp, cp)
+    asked = Counter(source.coords for found in group.values() for source in found)
+    someone = data.draw(st.sampled_from(list(group)))
+    for me, found in group.items():
+        stages = range(prefill.pp_size) if decode.pp_size == 1 else [me.pp]
+        # With split layers each CP rank stores layers of its own, so its pages are its own, too.
+        owners = range(prefill.cp_size) if cp is CPTransfer.LAYERS else [0]
+        held = holding(units, decode.tp_size, me.tp)
+        sent: Counter[tuple[int, int, int, int]] = Counter()
+        state: Counter[tuple[int, int, int]] = Counter()
+        for source in found:
+            place = source.coords
+            # The prefill rank waits for as many requests as it was told to expect.
+            assert source.destinations == asked[place]
+            assert place.dp == prefill_dp
+            owner = place.cp if cp is CPTransfer.LAYERS else 0
+            for unit in sending(units, prefill.tp_size, place.tp, decode.tp_size, me.tp, me.dp):
+                assert unit in holding(units, prefill.tp_size, place.tp)
+                state[place.pp, owner, unit] += source.state
+                for page in source.pages.bounds(pages):
+                    sent[place.pp, owner, unit, page] += 1
+        wanted = {(pp, owner, unit) for pp in stages for owner in owners for unit in held}
+        assert +state == dict.fromkeys(wanted, 1)
+        assert sent == dict.fromkeys(((*key, page) for key in wanted for page in range(pages)), 1)
+        aux = [source for source in found if source.aux]
+        assert len(aux) == 1
+        assert aux[0].coords.pp == stages[-1]
+        # Metadata comes from a rank that has something to send anyway (of an MLA latent, all).
+        assert aux[0].state
+        assert sending(1, prefill.tp_size, aux[0].coords.tp, decode.tp_size, me.tp, me.dp)
+    # Every rank of the prefill DP group is asked; who is not asked has nothing to send.
+    assert set(asked) == {coords for coords in prefill.coords() if coords.dp == prefill_dp}
+    for p in set(range(prefill.tp_size)) - {source.coords.tp for source in group[someone]}:
+        assert not sending(units, prefill.tp_size, p, decode.tp_size, someone.tp, someone.dp)
 
 
-@given(TOPOLOGIES, TOPOLOGIES)
-def test_every_other_pair_is_refused_with_both_values_and_the_flag(
+def loads(units: int, prefill_tp: int, decode: Topology) -> list[int]:
+    """How many units each prefill TP rank sends when all ranks of `decode` ask once."""
+    load = [0] * prefill_tp
+    prefill = Topology(1, 1, prefill_tp, 1)
+    for me in decode.coords():
+        for source in sources(prefill, decode, me, 0):
+            p = source.coords.tp
+            load[p] += len(sending(units, prefill_tp, p, decode.tp_size, me.tp, me.dp))
+    return load
+
+
+@given(st.data(), tp_sizes(), tp_sizes(), st.integers(1, 20))
+@settings(max_examples=500)
+def test_replicas_of_a_unit_are_loaded_alike(
+    data: st.DataObject, prefill_tp: int, decode_tp: int, decode_dp: int
+) -> None:
+    units = data.draw(units_for(prefill_tp, decode_tp))
+    if not fits(prefill_tp, decode_tp):
+        # Sizes of which none divides the other are balanced by whole rounds of turns.
+        decode_dp = prefill_tp // math.gcd(prefill_tp, decode_tp)
+    load = loads(units, prefill_tp, Topology(decode_dp, 1, decode_tp, 1))
+    assert sum(load) == decode_dp * sum(len(holding(units, decode_tp, d)) for d in range(decode_tp))
+    assert max(load) - min(load) <= 1 or units % prefill_tp == 0
+
+
+@given(st.integers(1, 64), tp_sizes(), st.data())
+def test_units_that_do_not_fit_are_refused_with_both_numbers(
+    units: int, tp_size: int, data: st.DataObject
+) -> None:
+    tp = data.draw(st.integers(0, tp_size - 1))
+    if fits(units, tp_size):
+        assert len(holding(units, tp_size, tp)) == max(1, units // tp_size)
+        return
+    with pytest.raises(MismatchError, match=rf"{units} Mamba shards .* {tp_size}: .*--tp-size"):
+        holding(units, tp_size, tp, "Mamba shards")
+    with pytest.raises(MismatchError, match=f"{units} KV heads"):
+        sending(units, tp_size, tp, units, 0)
+    with pytest.raises(MismatchError, match=f"{units} KV heads"):
+        sending(units, units, 0, tp_size, tp)
+
+
+@given(st.builds(Topology, SIZES, SIZES, SIZES, SIZES), st.builds(Topology, SIZES, *[SIZES] * 3))
+def test_axes_that_cannot_be_paired_are_refused_with_both_values_and_the_flag(
     prefill: Topology, decode: Topology
 ) -> None:
     wrong = [
-        (ours, theirs, flag)
-        for ours, theirs, flag, fits in (
-            (prefill.tp_size, decode.tp_size, "--tp-size", prefill.tp_size == decode.tp_size),
-            (prefill.cp_size, decode.cp_size, "--attn-cp-size", prefill.cp_size == 1),
-            (prefill.cp_size, decode.cp_size, "--attn-cp-size", decode.cp_size == 1),
-            (prefill.pp_size, decode.pp_size, "--pp-size", prefill.pp_size == 1),
-            (prefill.pp_size, decode.pp_size, "--pp-size", decode.pp_size == 1),
+        (name, getattr(prefill, name), getattr(decode, name), flag)
+        for name, flag, served in (
+            ("cp_size", "--attn-cp-size", decode.cp_size == 1),
+            ("pp_size", "--pp-size", decode.pp_size in (1, prefill.pp_size)),
         )
-        if not fits
+        if not served
     ]
-    assume(wrong)
+    if not wrong:
+        assert sources(prefill, decode, RankCoords(0, 0, 0, 0), 0)
+        return
     with pytest.raises(MismatchError) as caught:
         sources(prefill, decode, RankCoords(0, 0, 0, 0), 0)
-    sentence = str(caught.value)
-    assert any(
-        f"{ours} on prefill" in sentence and f"{theirs} on decode" in sentence and flag in sentence
-        for ours, theirs, flag in wrong
+    name, ours, theirs, flag = wrong[0]
+    for words in (f"{name} is {ours} on prefill and {theirs} on decode", flag):
+        assert words in str(caught.value)
+
+
+@given(st.data(), st.integers(0, 200), st.integers(1, 9))
+def test_page_shares_split_every_request_and_every_chunk_of_it(
+    data: st.DataObject, total: int, parts: int
+) -> None:
+    shares = [PageShare(index, parts) for index in range(parts)]
+    assert [page for share in shares for page in share.bounds(total)] == list(range(total))
+    sizes = [len(share.bounds(total)) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+    cuts = sorted(data.draw(st.lists(st.integers(0, total), max_size=5)))
+    chunks = [range(a, b) for a, b in itertools.pairwise([0, *cuts, total])]
+    for share in shares:
+        in_chunks = [share.within(chunk, total) for chunk in chunks]
+        assert [page for part in in_chunks for page in part] == list(share.bounds(total))
+        for part, chunk in zip(in_chunks, chunks, strict=True):
+            assert chunk.start <= part.start <= part.stop <= chunk.stop
+    assert (
+        len(PageShare(0, 0).bounds(total)) == len(PageShare(0, 0).within(range(total), total)) == 0
     )
+
+
+@pytest.mark.parametrize(("index", "of"), [(-1, 1), (1, 1), (1, 0), (3, 2)])
+def test_page_shares_that_do_not_exist(index: int, of: int) -> None:
+    with pytest.raises(ValueError, match=f"no part {index} of {of}"):
+        PageShare(index, of)
+
+
+@pytest.mark.parametrize(
+    ("layer_split", "all_cp_ranks", "expected"),
+    [
+        (False, False, CPTransfer.FIRST),
+        (False, True, CPTransfer.PAGES),
+        (True, False, CPTransfer.LAYERS),
+        (True, True, CPTransfer.LAYERS),
+    ],
+)
+def test_how_cp_ranks_share_the_sending(
+    layer_split: bool, all_cp_ranks: bool, expected: CPTransfer
+) -> None:
+    config = msgspec.structs.replace(CONFIG, enable_dsa_cache_layer_split=layer_split)
+    assert cp_transfer(config, all_cp_ranks) is expected
+
+
+def test_one_pair_spelt_out() -> None:
+    """GQA with 8 heads from TP 4 to TP 2, PP 2 to 1: what a reader would draw."""
+    found = sources(Topology(2, 1, 4, 2), Topology(1, 1, 2, 1), RankCoords(0, 0, 1, 0), 1)
+    whole = PageShare(0, 1)
+    assert found == (
+        Source(RankCoords(1, 0, 2, 0), 1, aux=False, state=True, pages=whole),
+        Source(RankCoords(1, 0, 2, 1), 1, aux=True, state=True, pages=whole),
+        Source(RankCoords(1, 0, 3, 0), 1, aux=False, state=True, pages=whole),
+        Source(RankCoords(1, 0, 3, 1), 1, aux=False, state=True, pages=whole),
+    )
+    assert [sending(8, 4, p, 2, 1) for p in (2, 3)] == [range(4, 6), range(6, 8)]
+    # Two heads: ranks 2 and 3 hold the same one, and take turns.
+    for turn in range(4):
+        senders = [p for p in range(4) if sending(2, 4, p, 2, 1, turn)]
+        assert senders == [2 + turn % 2]
 
 
 def test_ranks_that_do_not_exist() -> None:

@@ -14,12 +14,12 @@ from cpu_serving.servers import HOST, Fleet, Server, ServerOptions, wait_ready
 from cpu_serving.traffic import make_requests, send_all
 
 from bootstrap_server import (
-    BootstrapClient,
     BootstrapServer,
     InstanceConfig,
     KVFormat,
     Rank,
     RankCoords,
+    RankLease,
     RankRecord,
     Topology,
 )
@@ -44,11 +44,10 @@ def error_with(decode: Server, topology: Topology, protocol: int) -> str:
     config = InstanceConfig(topology, KVFormat(1, "float32"), protocol=protocol)
     rank = Rank(RankCoords(0, 0, 0, 0), HOST, 9, epoch=1)
     with BootstrapServer(host=HOST, port=0) as registry:
-        with BootstrapClient(f"{HOST}:{registry.port}") as client:
-            client.register(RankRecord(config, rank), deadline_s=BOUND_S)
         where = {"bootstrap_host": HOST, "bootstrap_port": registry.port}
         request = replace(make_requests(1, 50)[0], fields={**where, "bootstrap_room": next(rooms)})
-        (answer,) = send_all(decode.url, [request], 1, timeout_s=BOUND_S)
+        with RankLease(f"{HOST}:{registry.port}", RankRecord(config, rank)):
+            (answer,) = send_all(decode.url, [request], 1, timeout_s=BOUND_S)
     assert leaked_pages(decode) == 0
     assert answer.error is not None
     return answer.error

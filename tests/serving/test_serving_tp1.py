@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from cpu_serving.expectations import Layout, Serving
 from cpu_serving.processes import free_port_block
-from cpu_serving.servers import HOST
+from cpu_serving.servers import HOST, Fleet, wait_ready
 from cpu_serving.traffic import Answer, Request, make_requests, run, send
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
@@ -42,6 +42,17 @@ def test_two_hundred_requests_32_at_a_time(serving: Serving) -> None:
     requests = make_requests(200, 1500, seed=1)
     assert {1, 1500} <= {len(request.input_ids) for request in requests}
     serving.assert_equal(requests, concurrency=32)
+
+
+def test_sglang_router_in_rust_serves_like_the_mini_lb(
+    serving: Serving, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with Fleet(tmp_path_factory.mktemp("rust")) as fleet:
+        pair = serving.pair
+        router = fleet.router(pair.prefill, pair.decode, name="sglang-router", mini_lb=False)
+        wait_ready([router])
+        behind = replace(serving, pair=replace(pair, router=router))
+        behind.assert_equal(make_requests(24, 600, seed=7), concurrency=8)
 
 
 def test_same_prompts_again_hit_the_prefix_cache_of_prefill(serving: Serving) -> None:

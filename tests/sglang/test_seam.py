@@ -11,6 +11,7 @@ import subprocess
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cpu_serving.servers import SHIM
@@ -192,3 +193,18 @@ def test_a_plugin_that_cannot_take_over_stops_the_process(broken, says):
     assert "still running" not in ended.stdout
     assert says in ended.stderr
     assert "cannot take over the transfer backend 'mooncake'" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, ()),
+        ("mlx5_0, mlx5_1", ("mlx5_0", "mlx5_1")),
+        ('{"0": "mlx5_0", "1": "mlx5_2,mlx5_3"}', ("mlx5_2", "mlx5_3")),
+    ],
+)
+def test_devices_given_to_sglang_are_those_of_the_engine(given, expected):
+    """In each form that --disaggregation-ib-device takes, for the rank of GPU 1."""
+    from sglang_mooncake import seam
+
+    assert seam.rdma_devices(SimpleNamespace(ib_device=given, gpu_id=1)) == expected

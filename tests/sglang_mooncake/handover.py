@@ -15,19 +15,19 @@ import numpy.typing as npt
 
 import te
 from bootstrap_server import (
-    BootstrapClient,
     BootstrapServer,
     InstanceConfig,
     KVFormat,
     Rank,
     RankCoords,
+    RankLease,
     RankRecord,
     Topology,
 )
 from sglang_mooncake.config import Config
 from sglang_mooncake.context import Deadlines, RankContext, Role
 from sglang_mooncake.decode_side import DecodeSide, SealBuffer
-from sglang_mooncake.layout import Buffers, Layout
+from sglang_mooncake.layout import Buffers, Component, Layout, Units
 from sglang_mooncake.messages import PROTOCOL_VERSION
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rooms.prefill import Chunk
@@ -38,6 +38,7 @@ HOST = "127.0.0.1"
 PAGES, PAGE_SIZE, PAGE_BYTES, LAYERS = 64, 4, 512, 3
 AUX_SLOTS, AUX_BYTES = 16, 64
 CANARY = 0xEE
+ALONE, FIRST = Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0)
 WAIT_S = 20.0
 
 
@@ -73,12 +74,17 @@ class Pool:
             page_size=self.page_size,
             dtype="float32",
             kv_layout=None,
-            is_mla=False,
-            layer_ids=(),
-            kv=Buffers(
-                tuple(base + layer * layer_bytes for layer in range(LAYERS)),
-                (PAGE_BYTES,) * LAYERS,
-                (layer_bytes,) * LAYERS,
+            components=(
+                Component(
+                    "latent",
+                    layers=tuple(range(LAYERS)),
+                    buffers=Buffers(
+                        tuple(base + layer * layer_bytes for layer in range(LAYERS)),
+                        (PAGE_BYTES,) * LAYERS,
+                        (layer_bytes,) * LAYERS,
+                    ),
+                    cuts=(Units(1, PAGE_BYTES),),
+                ),
             ),
             aux=Buffers((self.aux.ctypes.data,), (AUX_BYTES,), (self.aux.nbytes,)),
             seals=seals,
@@ -92,14 +98,17 @@ class Pool:
 
 
 def make_context(
-    role: Role, address: str, deadlines: Deadlines, page_size: int = PAGE_SIZE
+    role: Role,
+    address: str,
+    deadlines: Deadlines,
+    page_size: int = PAGE_SIZE,
+    topology: Topology = ALONE,
+    coords: RankCoords = FIRST,
 ) -> RankContext:
     return RankContext(
         role=role,
-        coords=RankCoords(0, 0, 0, 0),
-        config=InstanceConfig(
-            Topology(1, 1, 1, 1), KVFormat(page_size, "float32"), protocol=PROTOCOL_VERSION
-        ),
+        coords=coords,
+        config=InstanceConfig(topology, KVFormat(page_size, "float32"), protocol=PROTOCOL_VERSION),
         host=HOST,
         bootstrap_address=address,
         prefill_http_port=None,
@@ -116,15 +125,18 @@ class PrefillRank:
         self.side = PrefillSide(context, config, self.engine, layout, recorder)
         self.port = self.side.start()
         rank = Rank(context.coords, HOST, self.port, self.engine.epoch)
-        with BootstrapClient(context.bootstrap_address) as client:
-            client.register(RankRecord(context.config, rank), deadline_s=WAIT_S)
+        record = RankRecord(context.config, rank)
+        self.lease = RankLease(context.bootstrap_address, record, deadline_s=WAIT_S)
 
     def send(self, view: RoomView, pages: list[int], first: int, aux_slot: int | None) -> None:
+        """One chunk, and the poll that SGLang's scheduler makes after it."""
         self.side.send_chunk(
             view, Chunk(np.array(pages, np.int64), first, aux_slot, time.monotonic())
         )
+        self.side.polled(view, sent=aux_slot is not None)
 
     def close(self) -> None:
+        self.lease.close()
         self.side.close()
         self.engine.close()
 

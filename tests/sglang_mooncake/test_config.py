@@ -19,10 +19,21 @@ def test_every_variable_is_taken():
             "SGLANG_MOONCAKE_REGISTER_TIMEOUT_S": "1",
             "SGLANG_MOONCAKE_LINK_TIMEOUT_S": "2",
             "SGLANG_MOONCAKE_STALL_TIMEOUT_S": "3.5",
+            "SGLANG_MOONCAKE_TRANSPORTS": "tcp, samehost",
+            "SGLANG_MOONCAKE_NICS": "mlx5_*,!mlx5_1",
             "SGLANG_MOONCAKE_STATS_DIR": "/stats",
             "SGLANG_MOONCAKE_TEST_SUPPRESS_PAYLOAD": "1",
         }
-    ) == Config("10.0.0.1", 1.0, 2.0, 3.5, Path("/stats"), test_suppress_payload=True)
+    ) == Config(
+        "10.0.0.1",
+        1.0,
+        2.0,
+        3.5,
+        transports=("tcp", "samehost"),
+        nics=("mlx5_*", "!mlx5_1"),
+        stats_dir=Path("/stats"),
+        test_suppress_payload=True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -32,6 +43,8 @@ def test_every_variable_is_taken():
         ("LINK_TIMEOUT_S", "0"),
         ("STALL_TIMEOUT_S", "-1"),
         ("STALL_TIMEOUT_S", "nan"),
+        ("TRANSPORTS", "carrier pigeon"),
+        ("TRANSPORTS", "tcp,tcp"),
         ("TEST_SUPPRESS_PAYLOAD", "yes"),
         ("STAL_TIMEOUT_S", "1"),
     ],

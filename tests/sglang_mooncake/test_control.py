@@ -73,6 +73,14 @@ def test_stimuli_arrive_in_order_from_each_thread(loop):
         assert [i for n, i in loop.log.seen if n == name] == list(range(500))
 
 
+def test_what_was_left_comes_with_the_next_wake_or_tick_in_order(loop):
+    loop.leave("left")
+    loop.post("posted")
+    until(lambda: loop.log.seen == ["left", "posted"], "a post brings what was left")
+    loop.leave("alone")
+    until(lambda: loop.log.seen[-1] == "alone", "a tick finds what nobody woke the loop for")
+
+
 def test_an_error_in_one_room_ends_that_room_and_not_the_loop(loop):
     loop.post(Poison())
     loop.post("after")

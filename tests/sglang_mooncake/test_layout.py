@@ -1,84 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans against an oracle: which bytes of the destination change, and to what."""
+"""Layouts and plans: what fits together, what is refused and how it is said. What plans copy is
+held against an oracle in `test_layout_oracle.py`."""
 
 from __future__ import annotations
 
 import msgspec
 import numpy as np
 import pytest
+from caches import Cache, Model, RankMemory, place
 from hypothesis import given
 from hypothesis import strategies as st
 
-import te
 from sglang_mooncake.layout import (
+    ALONE,
     SEAL_BYTES,
     Buffers,
     Layout,
     LayoutMismatch,
+    Place,
     Plan,
     Seal,
+    Units,
     seal_bytes,
 )
 
-AUX = Buffers((1 << 40, 1 << 41), (64, 8), (640, 80))
-SEALS = Buffers((1 << 42,), (SEAL_BYTES,), (10 * SEAL_BYTES,))
+MHA = Model(
+    (
+        Cache("k", (0, 1), (Units(4, 8),), rows=4),
+        Cache("v", (0, 1), (Units(4, 8),), rows=4),
+        Cache("window", (0,), (Units(1, 6),), state=0),
+    ),
+    layers=2,
+    states=("swa", "ring"),
+)
 
 
-def layout(base: int, items: tuple[int, ...], pages: int, **changes: object) -> Layout:
-    """KV buffers one after the other from `base`, with item lengths of their own."""
-    addresses = [base + sum(items[:i]) * pages for i in range(len(items))]
-    made = Layout(
-        page_size=4,
-        dtype="bfloat16",
-        kv_layout=None,
-        is_mla=False,
-        layer_ids=(),
-        kv=Buffers(tuple(addresses), items, tuple(item * pages for item in items)),
-        aux=AUX,
-        seals=SEALS,
-    )
+def layout(at: Place = ALONE, model: Model = MHA, items: int = 4, **changes: object) -> Layout:
+    made = RankMemory(model, at, items, full=False).layout(address=1)
     return msgspec.structs.replace(made, **changes)
 
 
-def apply(blocks: te.Blocks, source: np.ndarray, target: np.ndarray) -> None:
-    """What a transfer does, with addresses as offsets + 1 into the arrays."""
-    for src, dst, nbytes in blocks.array.tolist():
-        target[dst - 1 : dst - 1 + nbytes] = source[src - 1 : src - 1 + nbytes]
-
-
-@given(
-    items=st.lists(st.integers(1, 40), min_size=1, max_size=5).map(tuple),
-    pairs=st.lists(
-        st.tuples(st.integers(0, 11), st.integers(0, 15)), max_size=12, unique_by=lambda p: p[1]
-    ),
-)
-def test_pages_go_where_they_belong_and_nowhere_else(items, pairs):
-    source = np.random.default_rng(0).integers(0, 256, 12 * sum(items), dtype=np.uint8)
-    target = np.zeros(16 * sum(items), dtype=np.uint8)
-    plan = Plan(layout(1, items, 12), layout(1, items, 16))
-    sources = np.array([p[0] for p in pairs], dtype=np.int64)
-    targets = np.array([p[1] for p in pairs], dtype=np.int64)
-    blocks = plan.kv(sources, targets)
-    assert blocks.total_nbytes == len(pairs) * sum(items)
-    apply(blocks, source, target)
-
-    expected = np.zeros_like(target)
-    for b, item in enumerate(items):
-        begin_s, begin_t = sum(items[:b]) * 12, sum(items[:b]) * 16
-        for s, t in pairs:
-            expected[begin_t + t * item : begin_t + (t + 1) * item] = source[
-                begin_s + s * item : begin_s + (s + 1) * item
-            ]
-    np.testing.assert_array_equal(target, expected)
+def with_component(number: int, **changes: object) -> Layout:
+    made = layout()
+    components = list(made.components)
+    components[number] = msgspec.structs.replace(components[number], **changes)
+    return msgspec.structs.replace(made, components=tuple(components))
 
 
 def test_runs_of_pages_become_one_block_per_buffer():
-    plan = Plan(layout(1, (32, 32), 100), layout(1, (32, 32), 100))
-    assert len(plan.kv(np.arange(10, 60), np.arange(40, 90))) == 2
+    plan = Plan(layout(items=100), layout(items=100))
+    assert len(plan.kv(np.arange(10, 60), np.arange(40, 90))) == 4
+    shuffled = np.random.default_rng(0).permutation(50)
+    assert len(plan.kv(shuffled + 10, shuffled + 40)) == 4
+
+
+def test_heads_of_another_tp_size_are_slices_of_each_token():
+    plan = Plan(layout(place(2, 1)), layout(place(4, 3)), place(2, 1), place(4, 3))
+    k = layout(place(2, 1)).components[0].buffers.addresses[0]
+    there = layout(place(4, 3)).components[0].buffers.addresses[0]
+    first = plan.kv(np.array([1]), np.array([2])).array[:4].tolist()
+    assert first == [(k + 64 + token * 16 + 8, there + 64 + token * 8, 8) for token in range(4)]
 
 
 def test_metadata_and_seal_go_to_their_slots():
-    plan = Plan(layout(1, (32,), 4), layout(1, (32,), 4))
+    plan = Plan(layout(), layout())
     assert plan.aux(2, 5).array.tolist() == [
         ((1 << 40) + 128, (1 << 40) + 320, 64),
         ((1 << 41) + 16, (1 << 41) + 40, 8),
@@ -91,7 +76,10 @@ def test_metadata_and_seal_go_to_their_slots():
     [
         (lambda plan: plan.kv(np.array([4]), np.array([0])), "prefill page outside 0..3"),
         (lambda plan: plan.kv(np.array([0]), np.array([-1])), "decode page outside 0..3"),
-        (lambda plan: plan.kv(np.array([0, 1]), np.array([0])), "length"),
+        (lambda plan: plan.kv(np.array([0, 1]), np.array([0])), "prefill names 2 and decode 1"),
+        (lambda plan: plan.kv(np.array([0.5]), np.array([0])), "must be integers, not float64"),
+        (lambda plan: plan.state([[4]], [[0]]), "prefill swa outside 0..3"),
+        (lambda plan: plan.state([[0], [], []], [[0]]), "3 state lists; the model has"),
         (lambda plan: plan.aux(10, 0), "prefill metadata slot outside 0..9"),
         (lambda plan: plan.aux(0, 10), "decode metadata slot outside 0..9"),
         (lambda plan: plan.seal(1, 10), "seal slot outside 0..9"),
@@ -99,7 +87,16 @@ def test_metadata_and_seal_go_to_their_slots():
 )
 def test_indices_outside_the_buffers_are_refused(call, says):
     with pytest.raises(ValueError, match=says):
-        call(Plan(layout(1, (32,), 4), layout(1, (32,), 4)))
+        call(Plan(layout(), layout()))
+
+
+def test_state_without_a_list_moves_nothing():
+    plan = Plan(layout(), layout())
+    assert plan.sends_state
+    assert len(plan.state([None], [[1]])) == len(plan.state([], [])) == 0
+    assert plan.state([[2], None], [[1], None]).total_nbytes == 6
+    # SGLang's only Mamba index comes as a list of an array.
+    assert plan.state([[np.array([2])]], [[np.array([1])]]).total_nbytes == 6
 
 
 @pytest.mark.parametrize(
@@ -108,25 +105,140 @@ def test_indices_outside_the_buffers_are_refused(call, says):
         ({"page_size": 16}, ("4", "16", "--page-size")),
         ({"dtype": "fp8_e4m3"}, ("bfloat16", "fp8_e4m3", "--kv-cache-dtype")),
         ({"kv_layout": "hnd"}, ("None", "hnd")),
-        ({"is_mla": True}, ("False", "True", "model")),
-        ({"layer_ids": (0, 1)}, ("()", "(0, 1)")),
-        ({"aux": Buffers((1,), (8,), (80,))}, ("(64, 8)", "(8,)", "SGLang")),
+        ({"states": ("swa", "dsa")}, ("swa, ring", "swa, dsa", "model")),
+        ({"aux": Buffers((1,), (8,), (80,))}, ("64, 8", "8", "SGLang")),
+        ({"components": ()}, ("k, v, window", "none", "model")),
     ],
 )
 def test_what_differs_is_named_with_both_values_and_the_remedy(changes, parts):
     with pytest.raises(LayoutMismatch) as refused:
-        Plan(layout(1, (32,), 4), layout(1, (32,), 4, **changes))
+        Plan(layout(), layout(**changes))
     for part in parts:
         assert part in str(refused.value)
 
 
-def test_kv_buffers_of_other_sizes_or_number_are_refused():
-    with pytest.raises(LayoutMismatch, match=r"\[32\].*\[64\].*--tp-size"):
-        Plan(layout(1, (32,), 4), layout(1, (64,), 4))
-    with pytest.raises(LayoutMismatch, match="2, the decode server has 1"):
-        Plan(layout(1, (32, 32), 4), layout(1, (32,), 4))
-    with pytest.raises(LayoutMismatch, match="order"):
-        Plan(layout(1, (32, 64), 4), layout(1, (64, 32), 4))
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        ({"layers": (0, 3)}, "k: prefill has layers 1, which decode has not"),
+        ({"cuts": (Units(8, 4),)}, "4 rows of 4 units of 8 bytes, decode 4 rows of 8 units of 4"),
+        ({"rows": 1}, "prefill stores 4 rows of .* decode 1 rows of"),
+        ({"state": 1}, "state list None, decode by 1"),
+        ({"segments": True}, "state list None"),
+        ({"numbered": False, "elided": (7,)}, "k of 2 layers on prefill .* and 3 on decode"),
+    ],
+)
+def test_caches_that_do_not_fit_are_refused(theirs, says):
+    with pytest.raises(LayoutMismatch, match=says):
+        Plan(layout(), with_component(0, **theirs))
+
+
+def test_a_decode_rank_with_layers_that_prefill_lacks_is_refused():
+    with pytest.raises(LayoutMismatch, match="k: decode has layers 7, which prefill has not"):
+        Plan(layout(), with_component(0, elided=(7,)))
+
+
+def test_bytes_that_do_not_add_up_are_refused_when_ranks_meet():
+    odd = with_component(0, buffers=Buffers((1, 1000), (127, 127), (508, 508)))
+    with pytest.raises(LayoutMismatch, match="k: an item on decode TP rank 0 of 1 has 127 bytes"):
+        Plan(layout(), odd)
+    with pytest.raises(LayoutMismatch, match="k: an item on prefill TP rank 0 of 1 has 127 bytes"):
+        Plan(odd, layout())
+    with pytest.raises(LayoutMismatch, match=r"4 units of k cannot be laid out over .* of 3"):
+        Plan(layout(), layout(), ALONE, place(3, 0))
+
+
+def test_layers_without_numbers_go_by_position():
+    ours = with_component(0, numbered=False, layers=(40, 41))
+    plan = Plan(ours, with_component(0, numbered=False))
+    alike = Plan(layout(), layout())
+    assert np.array_equal(
+        plan.kv(np.array([1]), np.array([2])).array, alike.kv(np.array([1]), np.array([2])).array
+    )
+    with pytest.raises(LayoutMismatch, match=r"stage \(0, 2\)\) and 2 on decode .*--pp-size"):
+        Plan(ours, layout(), place(1, 0, 2, 0))
+
+
+def test_elided_layers_move_nothing():
+    ours = with_component(0, layers=(0, 1), elided=(2,))
+    theirs = with_component(0, layers=(0, 2), elided=(1,))
+    assert len(Plan(ours, theirs).kv(np.array([1]), np.array([2]))) == 1 + 2
+
+
+def test_a_draft_model_on_one_side_alone_moves_nothing():
+    draft = msgspec.structs.replace(layout().components[0], kind="draft k")
+    both = layout(components=(*layout().components, draft))
+    moved = [
+        len(Plan(*sides).kv(np.array([1]), np.array([2])))
+        for sides in ((both, layout()), (layout(), both), (both, both))
+    ]
+    assert moved == [4, 4, 6]
+    stages = [
+        Plan(both, both, place(1, 0, 2, at)).kv(np.array([1]), np.array([2])) for at in (0, 1)
+    ]
+    assert [len(blocks) for blocks in stages] == [4, 6]
+
+
+RING = Model((Cache("tail", (0, 1), (Units(1, 24),), state=0),), layers=2, states=("dsa_tail",))
+
+
+def ring(slots: int, items: int = 3) -> Layout:
+    made = layout(model=RING, items=items)
+    tail = msgspec.structs.replace(made.components[0], segments=True, cuts=(Units(1, 8 * slots),))
+    buffers = Buffers(
+        tail.buffers.addresses, (8 * slots,) * 2, tuple(items * 8 * slots for _ in range(2))
+    )
+    return msgspec.structs.replace(
+        made, components=(msgspec.structs.replace(tail, buffers=buffers),)
+    )
+
+
+def test_live_slots_move_between_rings_of_other_lengths():
+    """Four slots, oldest at 3 of a ring of 5 on prefill, at 1 of a ring of 6 on decode."""
+    ours, theirs = ring(5), ring(6)
+    blocks = Plan(ours, theirs).state([[2, 3, 2, 0, 2, 5]], [[1, 1, 4, 0, 0, 6]])
+    src, dst = (side.components[0].buffers.addresses[0] for side in (ours, theirs))
+    assert blocks.array[:2].tolist() == [
+        (src + (2 * 5 + 3) * 8, dst + (6 + 1) * 8, 16),
+        (src + 2 * 5 * 8, dst + (6 + 3) * 8, 16),
+    ]
+    assert len(blocks) == 4
+    assert len(Plan(ours, theirs).state([[]], [[]])) == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "says"),
+    [
+        ([2, 3, 2, 0, 2, 5], [1, 1, 3, 0, 0, 6], "prefill has 4 live slots, decode 3"),
+        ([2, 3, 2, 0, 2, 5], [1, 1, 4, 0, 0, 5], "with 5 slots on prefill, .* with 5 slots"),
+        ([3, 0, 1, 0, 0, 5], [1, 0, 1, 0, 0, 6], "row 3 of 3"),
+        ([0, 4, 2, 0, 0, 5], [1, 0, 2, 0, 0, 6], "2 slots from 4 on leave a ring of 5"),
+        ([0, 0, 1], [1, 0, 2, 0, 0, 6], "3 numbers"),
+    ],
+)
+def test_parts_of_rings_that_do_not_fit_are_refused(source, target, says):
+    with pytest.raises(ValueError, match=says):
+        Plan(ring(5), ring(6)).state([source], [target])
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: with_component(0, layers=(0,)), "k: 1 layers for 2 buffers"),
+        (lambda: with_component(0, elided=(1,)), "a layer comes twice"),
+        (lambda: with_component(0, cuts=()), "no regular tensor"),
+        (
+            lambda: with_component(0, buffers=Buffers((1, 9), (8, 4), (8, 4))),
+            r"items of \[4, 8\] bytes",
+        ),
+        (lambda: with_component(2, state=2), "window wants state list 2 of 2"),
+        (lambda: layout(page_size=0), "a page of 0 tokens"),
+        (lambda: Units(0, 8), "no piece of a cache"),
+    ],
+)
+def test_descriptions_that_contradict_themselves_are_refused(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
 
 
 @given(*[st.integers(0, 2**64 - 1)] * 3)

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bootstrap_server import Topology
+from bootstrap_server.matching import PageShare
 from sglang_mooncake import messages
-from sglang_mooncake.layout import Buffers, Layout
+from sglang_mooncake.layout import ALONE, Buffers, Component, Layout, Place, Units
 from sglang_mooncake.messages import (
     PROTOCOL_VERSION,
     Hello,
@@ -20,47 +22,84 @@ from sglang_mooncake.messages import (
     RoomAbort,
     RoomFailed,
     RoomRequest,
+    Target,
     VersionMismatch,
 )
 
+LAYOUT = Layout(1, "float32", None, (), *[Buffers((), (), ())] * 2)
 u64 = st.integers(0, 2**64 - 1)
 rooms = st.integers(0, 2**63 - 1)
 text = st.text(max_size=50)
 
 
+indices = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(
+    lambda values: messages.indices_to_bytes(np.array(values, dtype=np.int64))
+)
+shares = st.integers(0, 64).flatmap(
+    lambda of: st.builds(PageShare, st.integers(0, max(of - 1, 0)), st.just(of))
+)
+
+
 @st.composite
-def requests(draw: st.DrawFn) -> RoomRequest:
-    pages = draw(st.lists(st.integers(0, 2**31 - 1), max_size=20))
-    return RoomRequest(
-        room=draw(rooms),
-        generation=draw(rooms),
+def targets(draw: st.DrawFn) -> Target:
+    pages = draw(indices)
+    return Target(
         tag=draw(st.integers(1, 2**64 - 1)),
-        num_pages=len(pages),
-        pages=messages.pages_to_bytes(np.array(pages, dtype=np.int64)),
-        aux_slot=draw(st.integers(0, 10_000)),
+        num_pages=len(pages) // 4,
+        pages=pages,
+        share=draw(shares),
+        states=tuple(draw(st.lists(indices, max_size=3))),
+        aux_slot=draw(st.none() | st.integers(0, 10_000)),
         seal_slot=draw(st.integers(0, 10_000)),
-        decode_prefix_len=draw(st.integers(0, 1_000_000)),
-        destinations=draw(st.integers(1, 64)),
     )
 
 
+requests = st.builds(
+    RoomRequest,
+    room=rooms,
+    generation=rooms,
+    decode_prefix_len=st.integers(0, 1_000_000),
+    destinations=st.integers(1, 64),
+    target=st.none() | targets(),
+)
+places = st.builds(Topology, *[st.integers(1, 8)] * 4).flatmap(
+    lambda topology: st.builds(Place, st.just(topology), st.sampled_from(list(topology.coords())))
+)
 buffers = st.lists(
     st.tuples(st.integers(1, 2**63), st.integers(1, 1000), st.integers(1000, 10_000)), max_size=4
 ).map(lambda rows: Buffers(*map(tuple, zip(*rows, strict=True))) if rows else Buffers((), (), ()))
+
+
+@st.composite
+def components(draw: st.DrawFn) -> Component:
+    layers = draw(st.lists(st.integers(0, 200), max_size=5, unique=True))
+    cut = max(len(layers) - 2, 0)
+    return Component(
+        kind=draw(text),
+        layers=tuple(layers[:cut]),
+        buffers=Buffers((1 << 40,) * cut, (8,) * cut, (80,) * cut),
+        cuts=(Units(draw(st.integers(1, 128)), draw(st.integers(1, 1 << 20))),),
+        rows=draw(st.integers(1, 64)),
+        numbered=draw(st.booleans()),
+        elided=tuple(layers[cut:]),
+        state=draw(st.none() | st.integers(0, 1)),
+        segments=draw(st.booleans()),
+    )
+
+
 layouts = st.builds(
     Layout,
     page_size=st.integers(1, 1024),
     dtype=text,
     kv_layout=st.none() | text,
-    is_mla=st.booleans(),
-    layer_ids=st.lists(st.integers(0, 200), max_size=5).map(tuple),
-    kv=buffers,
+    components=st.lists(components(), max_size=3).map(tuple),
     aux=buffers,
     seals=buffers,
+    states=st.tuples(text, text),
 )
 any_message = st.one_of(
-    requests(),
-    st.builds(Hello, rank=text, card=st.binary(max_size=50), layout=layouts),
+    requests,
+    st.builds(Hello, rank=text, place=places, card=st.binary(max_size=50), layout=layouts),
     st.builds(HelloReply, refused=st.none() | text),
     st.builds(RoomAbort, room=rooms, generation=rooms, reason=text),
     st.builds(RoomFailed, room=rooms, generation=rooms, reason=text),
@@ -75,14 +114,14 @@ def test_a_message_comes_back_as_it_went(message):
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=50))
 def test_pages_come_back_as_they_went(pages):
-    packed = messages.pages_to_bytes(np.array(pages, dtype=np.int64))
-    assert messages.pages_from_bytes(packed).tolist() == pages
+    packed = messages.indices_to_bytes(np.array(pages, dtype=np.int64))
+    assert messages.indices_from_bytes(packed).tolist() == pages
 
 
 @pytest.mark.parametrize("page", [-1, 2**31])
 def test_a_page_that_is_no_index_is_refused(page):
     with pytest.raises(ValueError, match=str(page)):
-        messages.pages_to_bytes(np.array([page]))
+        messages.indices_to_bytes(np.array([page]))
 
 
 @given(any_message, st.integers(0, 2**16 - 1).filter(lambda v: v != PROTOCOL_VERSION))
@@ -101,24 +140,33 @@ def test_garbage_is_refused_with_a_sentence(garbage):
         messages.decode(header + b"\xc1" + garbage)
 
 
-@given(requests(), st.data())
+@given(requests, st.data())
 def test_a_request_that_contradicts_itself_is_refused(request, data):
-    field, value = data.draw(
-        st.sampled_from(
-            [
-                ("num_pages", request.num_pages + 1),
-                ("tag", 0),
-                ("generation", -1),
-                ("aux_slot", -1),
-                ("seal_slot", -1),
-                ("destinations", 0),
-                ("decode_prefix_len", -1),
-            ]
-        )
-    )
-    body = msgspec.to_builtins(request, builtin_types=(bytes,)) | {field: value}
+    fields = [("generation", -1), ("destinations", 0), ("decode_prefix_len", -1)]
+    inner = [
+        ("num_pages", -1),
+        ("tag", 0),
+        ("aux_slot", -1),
+        ("seal_slot", -1),
+        ("states", [b"abc"]),
+        ("share", {"index": 3, "of": 3}),
+    ]
+    body = msgspec.to_builtins(request, builtin_types=(bytes,))
+    if request.target is not None and data.draw(st.booleans()):
+        body["target"] |= [data.draw(st.sampled_from(inner))]
+    else:
+        body |= [data.draw(st.sampled_from(fields))]
     frame = messages.encode(request)[:6] + msgspec.msgpack.encode(body)
     with pytest.raises(MessageError):
+        messages.decode(frame)
+
+
+def test_a_place_outside_its_topology_is_refused():
+    hello = Hello("", ALONE, b"", LAYOUT)
+    body = msgspec.to_builtins(hello, builtin_types=(bytes,))
+    body["place"]["coords"]["tp"] = 1
+    frame = messages.encode(hello)[:6] + msgspec.msgpack.encode(body)
+    with pytest.raises(MessageError, match="tp rank 1 does not exist"):
         messages.decode(frame)
 
 

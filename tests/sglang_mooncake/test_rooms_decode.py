@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -26,6 +27,7 @@ from sglang_mooncake.rooms.decode import (
     Over,
     PagesNamed,
     PeerFailed,
+    RoomSource,
     SourcesChosen,
     Tell,
     Tick,
@@ -33,6 +35,9 @@ from sglang_mooncake.rooms.decode import (
 from sglang_mooncake.rooms.states import ENDS, RoomState, RoomView
 
 SLOTS = 4
+P0, P1 = RoomSource("p0"), RoomSource("p1", destinations=2)
+P1B = RoomSource("p1", aux=False)
+IDLE = RoomSource("p1", sends=False, aux=False)
 DEADLINES = DecodeDeadlines(bootstrap_s=10.0, waiting_s=20.0)
 
 
@@ -43,28 +48,39 @@ def new_rooms() -> DecodeRooms:
 def requested(rooms: DecodeRooms, room: int = 1, link: str = "p0") -> RoomView:
     view = RoomView(room, 0.0)
     rooms.handle(Opened(view), 0)
-    rooms.handle(SourcesChosen(view, (link,), 1), 0)
+    rooms.handle(SourcesChosen(view, (RoomSource(link),)), 0)
     rooms.handle(LinkUp(link), 0)
     rooms.handle(PagesNamed(view, np.array([4, 5]), 2, 8), 0)
     assert view.state is RoomState.REQUESTED
     return view
 
 
+def asked(instruction: object) -> RoomRequest:
+    assert isinstance(instruction, Tell)
+    assert isinstance(instruction.message, RoomRequest)
+    return instruction.message
+
+
 def test_a_room_goes_from_open_to_done_and_gives_its_seal_slots_back():
     rooms, view = new_rooms(), RoomView(1, 0.0)
     rooms.handle(Opened(view), 0)
-    assert rooms.handle(SourcesChosen(view, ("p0", "p1"), 3), 0) == [OpenLink("p0"), OpenLink("p1")]
+    chosen = SourcesChosen(view, (RoomSource("p0", 3), RoomSource("p1", 2, aux=False, state=False)))
+    assert rooms.handle(chosen, 0) == [OpenLink("p0"), OpenLink("p1")]
     rooms.handle(LinkUp("p0"), 0)
     assert view.state is RoomState.OPEN
     rooms.handle(LinkUp("p1"), 0)
     assert view.state is RoomState.READY
-    instructions = rooms.handle(PagesNamed(view, np.array([4, 5]), 2, 8), 0)
-    assert [type(i) for i in instructions] == [Expect, Expect, Tell, Tell]
-    tell = instructions[2]
-    assert isinstance(tell, Tell)
-    assert isinstance(tell.message, RoomRequest)
-    assert (tell.message.num_pages, tell.message.destinations) == (2, 3)
-    assert (tell.message.tag, tell.message.seal_slot) == view.seals[0]
+    named = PagesNamed(view, np.array([4, 5]), 2, 8, states=(np.array([7]),))
+    expect, other, *tells = rooms.handle(named, 0)
+    assert [type(expect), type(other)] == [Expect, Expect]
+    first, second = (asked(tell) for tell in tells)
+    assert (first.destinations, second.destinations) == (3, 2)
+    assert first.target is not None
+    assert second.target is not None
+    assert [(t.tag, t.seal_slot) for t in (first.target, second.target)] == list(view.seals)
+    assert (first.target.num_pages, first.target.aux_slot) == (2, 2)
+    assert [len(indices) for indices in first.target.states] == [4]
+    assert (second.target.aux_slot, second.target.states) == (None, ())
     assert rooms.free_seal_slots == SLOTS - 2
     (fence,) = rooms.handle(Arrived(view), 0)
     assert isinstance(fence, Fence)
@@ -80,7 +96,7 @@ def test_a_link_is_opened_once_for_many_rooms():
     requested(rooms, 1)
     view = RoomView(2, 0.0)
     rooms.handle(Opened(view), 0)
-    assert rooms.handle(SourcesChosen(view, ("p0",), 1), 0) == []
+    assert rooms.handle(SourcesChosen(view, (RoomSource("p0"),)), 0) == []
     assert view.state is RoomState.READY
 
 
@@ -111,7 +127,7 @@ def test_a_lost_link_fails_its_rooms_and_is_opened_again_by_the_next():
     assert (view.state, view.reason) == (RoomState.FAILED, "prefill rank died")
     again = RoomView(2, 0.0)
     rooms.handle(Opened(again), 0)
-    assert rooms.handle(SourcesChosen(again, ("p0",), 1), 0) == [OpenLink("p0")]
+    assert rooms.handle(SourcesChosen(again, (RoomSource("p0"),)), 0) == [OpenLink("p0")]
 
 
 def test_the_prefill_sides_failure_ends_the_room_it_names_and_no_other():
@@ -144,11 +160,74 @@ def test_without_a_free_seal_slot_the_room_fails_and_the_others_go_on():
     views = [requested(rooms, room) for room in range(1, SLOTS + 1)]
     late = RoomView(99, 0.0)
     rooms.handle(Opened(late), 0)
-    rooms.handle(SourcesChosen(late, ("p0",), 1), 0)
+    rooms.handle(SourcesChosen(late, (RoomSource("p0"),)), 0)
     rooms.handle(PagesNamed(late, np.array([1]), 0, 0), 0)
     assert late.state is RoomState.FAILED
     assert "seal slots" in (late.reason or "")
     assert all(view.state is RoomState.REQUESTED for view in views)
+
+
+def two_sources(rooms: DecodeRooms, other: RoomSource) -> RoomView:
+    """A requested room, from `p0` and another one."""
+    view = RoomView(1, 0.0)
+    rooms.handle(Opened(view), 0)
+    rooms.handle(SourcesChosen(view, (RoomSource("p0"), other)), 0)
+    for link in ("p0", other.link):
+        rooms.handle(LinkUp(link), 0)
+    rooms.handle(PagesNamed(view, np.array([4, 5]), 2, 8), 0)
+    assert view.state is RoomState.REQUESTED
+    return view
+
+
+def test_a_source_that_sends_nothing_is_asked_and_not_waited_for():
+    rooms, view = new_rooms(), RoomView(1, 0.0)
+    rooms.handle(Opened(view), 0)
+    rooms.handle(SourcesChosen(view, (IDLE, P0)), 0)
+    rooms.handle(LinkUp("p0"), 0)
+    assert view.state is RoomState.OPEN, "it must be reachable, too"
+    rooms.handle(LinkUp("p1"), 0)
+    expect, first, second = rooms.handle(PagesNamed(view, np.array([4]), 2, 8), 0)
+    assert isinstance(expect, Expect)
+    assert asked(first).target is None
+    assert asked(second).target is not None
+    assert asked(first).generation == asked(second).generation == view.generation
+    assert view.seals == ((expect.tag, expect.slot),)
+    assert rooms.free_seal_slots == SLOTS - 1
+
+
+@pytest.mark.parametrize("other", [P1B, IDLE], ids=["sends", "sends nothing"])
+def test_a_source_that_fails_fails_the_room_and_the_others_are_told(other):
+    rooms = new_rooms()
+    view = two_sources(rooms, other)
+    message = RoomFailed(1, view.generation, "out of memory")
+    fence, tell = rooms.handle(PeerFailed("p1", message), 0)
+    assert isinstance(fence, Fence)
+    assert fence.tags == tuple(tag for tag, _ in view.seals), "all sources are fenced"
+    assert tell == Tell("p0", RoomAbort(1, view.generation, "out of memory"))
+
+
+def test_a_stranger_cannot_fail_a_room():
+    rooms = new_rooms()
+    view = requested(rooms)
+    assert rooms.handle(PeerFailed("p9", RoomFailed(1, view.generation, "no")), 0) == []
+    assert view.state is RoomState.REQUESTED
+
+
+@pytest.mark.parametrize("sources", [(), (IDLE,), (P0, P0), (RoomSource("p0", sends=False),)])
+def test_a_room_has_exactly_one_source_of_metadata(sources):
+    with pytest.raises(ValueError, match="one source of a room sends its metadata"):
+        SourcesChosen(RoomView(1, 0.0), sources)
+
+
+def test_pages_that_are_no_indices_change_nothing():
+    rooms = new_rooms()
+    view = RoomView(1, 0.0)
+    rooms.handle(Opened(view), 0)
+    rooms.handle(SourcesChosen(view, (P0,)), 0)
+    rooms.handle(LinkUp("p0"), 0)
+    with pytest.raises(ValueError, match="-1"):
+        rooms.handle(PagesNamed(view, np.array([-1]), 0, 0), 0)
+    assert (view.state, rooms.free_seal_slots) == (RoomState.READY, SLOTS)
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -173,19 +252,20 @@ class AnyOrder(RuleBasedStateMachine):
                 self.open_tags.add(instruction.tag)
                 self.all_tags.add(instruction.tag)
             if isinstance(instruction, Tell) and isinstance(instruction.message, RoomRequest):
-                assert instruction.message.tag in self.open_tags, "told before it was open"
+                target = instruction.message.target
+                assert target is None or target.tag in self.open_tags, "told before it was open"
             if isinstance(instruction, Over):
                 self.over.append(instruction.view)
             if isinstance(instruction, Fence):
                 self.open_tags -= set(instruction.tags)
                 self.unfenced.append(instruction.view)
 
-    @rule(room=st.integers(1, 3), links=st.sampled_from([("p0",), ("p1",), ("p0", "p1")]))
-    def open(self, room, links):
+    @rule(room=st.integers(1, 3), sources=st.sampled_from([(P0,), (P1,), (P0, P1B), (P0, IDLE)]))
+    def open(self, room, sources):
         view = RoomView(room, self.now_s)
         self.views.append(view)
         self.do(Opened(view))
-        self.do(SourcesChosen(view, links, 1))
+        self.do(SourcesChosen(view, sources))
 
     @rule(link=st.sampled_from(["p0", "p1"]), up=st.booleans())
     def link(self, link, up):

@@ -9,9 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from sglang_mooncake.messages import RoomAbort, RoomRequest
+from bootstrap_server.matching import ALL_PAGES, PageShare
+from sglang_mooncake.messages import RoomAbort, RoomRequest, Target
+from sglang_mooncake.rooms.early import EARLY_ROOMS_MAX
 from sglang_mooncake.rooms.prefill import (
-    EARLY_ROOMS_MAX,
     Aborted,
     CancelWrites,
     Chunk,
@@ -33,18 +34,25 @@ from sglang_mooncake.rooms.states import ENDS, RoomState, RoomView
 TIMEOUT_S = 10.0
 
 
-def request(room: int, generation: int = 1, pages: int = 2, destinations: int = 1) -> RoomRequest:
-    return RoomRequest(
-        room=room,
-        generation=generation,
-        tag=generation,
-        num_pages=pages,
-        pages=np.arange(pages, dtype="<i4").tobytes(),
-        aux_slot=0,
-        seal_slot=0,
-        decode_prefix_len=3,
-        destinations=destinations,
-    )
+def target(tag: int = 1, pages: int = 2, share: PageShare = ALL_PAGES) -> Target:
+    indices = np.arange(pages, dtype="<i4").tobytes()
+    return Target(tag, pages, indices, share, states=(), aux_slot=0, seal_slot=0)
+
+
+def request(
+    room: int,
+    generation: int = 1,
+    pages: int = 2,
+    destinations: int = 1,
+    share: PageShare = ALL_PAGES,
+    prefix: int = 3,
+) -> RoomRequest:
+    wanted = target(generation, pages, share)
+    return RoomRequest(room, generation, prefix, destinations, wanted)
+
+
+def nothing_wanted(room: int, generation: int = 1, destinations: int = 1) -> RoomRequest:
+    return RoomRequest(room, generation, 3, destinations, target=None)
 
 
 def chunk(pages: int, first: int = 0, last: bool = True) -> Chunk:
@@ -100,6 +108,113 @@ def test_decode_ranks_that_disagree_on_their_number_fail_the_room():
     assert [i.peer for i in tells if isinstance(i, Tell)] == ["a", "b"]
     assert view.state is RoomState.FAILED
     assert "[2, 3]" in (view.reason or "")
+
+
+def test_decode_ranks_that_hold_different_prefixes_fail_the_room():
+    rooms = PrefillRooms(TIMEOUT_S)
+    view = opened(rooms)
+    rooms.handle(Requested("a", request(1, destinations=2, prefix=0)), 0)
+    tells = rooms.handle(Requested("b", request(1, destinations=2, prefix=16)), 0)
+    assert [i.peer for i in tells if isinstance(i, Tell)] == ["a", "b"]
+    assert view.state is RoomState.FAILED
+    assert "[0, 16]" in (view.reason or "")
+
+
+def test_a_decode_rank_too_many_is_left_for_the_next_use_of_the_room_number():
+    rooms = PrefillRooms(TIMEOUT_S)
+    view = opened(rooms)
+    for peer in "ab":
+        rooms.handle(Requested(peer, request(1, destinations=2)), 0)
+    assert rooms.handle(Requested("c", request(1, destinations=1)), 0) == []
+    assert view.state is RoomState.READY
+    writes = rooms.handle(ChunkSent(view, chunk(2)), 0)
+    assert [write.peer for write in writes if isinstance(write, Write)] == ["a", "b"]
+    again = opened(rooms)
+    assert again.state is RoomState.READY
+
+
+def test_a_rank_that_sends_no_byte_is_done_with_its_last_chunk():
+    rooms = PrefillRooms(TIMEOUT_S)
+    view = opened(rooms)
+    rooms.handle(Requested("a", nothing_wanted(1)), 0)
+    assert view.state is RoomState.READY
+    assert view.decode_prefix_len == 3
+    assert rooms.handle(ChunkSent(view, chunk(1, last=False)), 0) == []
+    assert view.state is RoomState.SENDING
+    assert rooms.handle(ChunkSent(view, chunk(4, first=1)), 0) == [Over(view)]
+    assert view.state is RoomState.DONE
+
+
+def test_a_rank_writes_to_those_alone_who_want_something_of_it():
+    rooms = PrefillRooms(TIMEOUT_S)
+    view = opened(rooms)
+    rooms.handle(Requested("a", nothing_wanted(1, destinations=2)), 0)
+    assert view.state is RoomState.OPEN
+    rooms.handle(Requested("b", request(1, destinations=2)), 0)
+    (write,) = rooms.handle(ChunkSent(view, chunk(2)), 0)
+    assert isinstance(write, Write)
+    assert write.peer == "b"
+    rooms.handle(WriteEnded(view, None), 0)
+    assert view.state is RoomState.DONE
+
+
+def test_a_rank_with_a_share_of_the_pages_writes_these_and_counts_only_its_own_writes():
+    rooms = PrefillRooms(TIMEOUT_S)
+    view = opened(rooms)
+    rooms.handle(Requested("a", request(1, pages=6, share=PageShare(1, 3))), 0)
+    spans = []
+    for first, last in ((0, False), (2, False), (4, True)):
+        for write in rooms.handle(ChunkSent(view, chunk(2, first, last)), 0):
+            assert isinstance(write, Write)
+            spans.append((write.span, write.writes))
+    assert spans == [(range(2, 4), 1), (range(4, 4), 2)], "the last one carries the seal"
+
+
+def test_a_decode_rank_that_is_lost_fails_the_room_for_the_others_too():
+    rooms = PrefillRooms(TIMEOUT_S)
+    view = opened(rooms)
+    for peer in "ab":
+        rooms.handle(Requested(peer, request(1, destinations=2)), 0)
+    rooms.handle(ChunkSent(view, chunk(2)), 0)
+    tell, cancel = rooms.handle(PeerLost("a", "gone"), 0)
+    assert isinstance(tell, Tell)
+    assert tell.peer == "b"
+    assert cancel == CancelWrites(view)
+    rooms.handle(WriteEnded(view, "cancelled"), 0)
+    assert view.state is RoomState.ENDING, "one write still reads the pages"
+    rooms.handle(WriteEnded(view, None), 0)
+    assert view.state is RoomState.FAILED
+
+
+def test_a_room_that_some_asked_for_times_out_with_their_number():
+    rooms = PrefillRooms(TIMEOUT_S)
+    view = opened(rooms)
+    rooms.handle(Requested("a", request(1, destinations=4)), 0)
+    (tell, _) = rooms.handle(Tick(), TIMEOUT_S)
+    assert isinstance(tell, Tell)
+    assert "1 of 4 decode ranks asked for room 1" in (view.reason or "")
+
+
+def test_an_early_abort_of_one_rank_outlives_the_early_request_of_another():
+    rooms = PrefillRooms(TIMEOUT_S)
+    rooms.handle(RoomAborted("b", RoomAbort(1, 0, "no link to its other source")), 0)
+    rooms.handle(Requested("a", request(1, generation=9, destinations=2)), 0)
+    view = RoomView(1, 0.0)
+    (tell, _) = rooms.handle(Opened(view), 0)
+    assert view.state is RoomState.ABORTED
+    assert isinstance(tell, Tell)
+    assert (tell.peer, tell.message.generation) == ("a", 9)
+
+
+def test_a_lost_peer_takes_its_early_request_along_and_leaves_that_of_others():
+    rooms = PrefillRooms(TIMEOUT_S)
+    for peer in "ab":
+        rooms.handle(Requested(peer, request(1, destinations=2)), 0)
+    rooms.handle(PeerLost("a", "gone"), 0)
+    view = opened(rooms)
+    assert view.state is RoomState.OPEN
+    rooms.handle(Requested("c", request(1, destinations=2)), 0)
+    assert view.state is RoomState.READY
 
 
 def test_an_early_request_is_kept_for_its_room():
@@ -243,10 +358,19 @@ class AnyOrder(RuleBasedStateMachine):
         self.views.append(view)
         self.do(Opened(view))
 
-    @rule(room=st.integers(1, 3), peer=st.sampled_from("ab"), destinations=st.integers(1, 2))
-    def ask(self, room, peer, destinations):
+    @rule(
+        room=st.integers(1, 3),
+        peer=st.sampled_from("ab"),
+        destinations=st.integers(1, 2),
+        share=st.sampled_from([None, ALL_PAGES, PageShare(0, 2), PageShare(1, 2)]),
+    )
+    def ask(self, room, peer, destinations, share):
         self.generation += 1
-        self.do(Requested(peer, request(room, self.generation, destinations=destinations)))
+        if share is None:
+            self.do(Requested(peer, nothing_wanted(room, self.generation, destinations)))
+        else:
+            asked = request(room, self.generation, destinations=destinations, share=share)
+            self.do(Requested(peer, asked))
 
     @rule(data=st.data(), pages=st.integers(0, 2), first=st.integers(0, 2), last=st.booleans())
     def send(self, data, pages, first, last):

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test support: lets the unmodified SGLang run on a machine without a GPU.
 
-This directory stands first on PYTHONPATH of every server process. Three gaps are closed, each when
+This directory stands first on PYTHONPATH of every server process. Four gaps are closed, each when
 the module it concerns is imported and not otherwise:
 
 - PyPI's torchvision is built for CUDA; beside a CPU torch its C extension does not load and the
   import fails for want of two op schemas, which are declared here.
 - With DP attention an idle rank asks its attention backend for a fill value that only the AMX
   backend knows; the torch-native one gets the same answer.
+- The torch-native backend writes the KV of sliding-window layers into their own pool, and reads it
+  at the indices of the other pool. It is given those of the right one.
 - DeepSeek's MLA has an absorbed form (one latent per token, as the KV pool stores it) that the
   torch-native backend computes correctly. SGLang's dispatch has no rule for that backend and would
   pick the form with a key per head, which does not fit the pool. The rule is added.
@@ -20,7 +22,7 @@ import sys
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
@@ -37,8 +39,26 @@ def _declare_torchvision_ops() -> None:
         _keep_alive.append(library)
 
 
-def _teach_idle_ranks(module: ModuleType) -> None:
-    module.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _self: 1
+def _mend_torch_native(module: ModuleType) -> None:
+    backend = module.TorchNativeAttnBackend
+    backend.get_cpu_graph_seq_len_fill_value = lambda _self: 1
+    for name in ("forward_extend", "forward_decode"):
+        setattr(backend, name, _reading_windows(getattr(backend, name)))
+
+
+def _reading_windows(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(backend: Any, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        pool, tokens = backend.token_to_kv_pool, backend.req_to_token_pool
+        if not backend.use_sliding_window_kv_pool or not pool.layers_mapping[layer.layer_id][1]:
+            return forward(backend, q, k, v, layer, *args, **kwargs)
+        indices = pool.translate_loc_from_full_to_swa(tokens.req_to_token)
+        backend.req_to_token_pool = SimpleNamespace(req_to_token=indices)
+        try:
+            return forward(backend, q, k, v, layer, *args, **kwargs)
+        finally:
+            backend.req_to_token_pool = tokens
+
+    return wrapped
 
 
 def _dispatch_to_absorbed_mla(module: ModuleType) -> None:
@@ -49,7 +69,7 @@ def _dispatch_to_absorbed_mla(module: ModuleType) -> None:
 _keep_alive: list[Any] = []
 _BEFORE_SUBMODULES_OF = {"torchvision": _declare_torchvision_ops}
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
-    "sglang.srt.layers.attention.torch_native_backend": _teach_idle_ranks,
+    "sglang.srt.layers.attention.torch_native_backend": _mend_torch_native,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _dispatch_to_absorbed_mla,
 }
 

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds that aiohttp leaves open: for clients that do not go on, and for idle connections.
+
+aiohttp limits neither how long a client takes to send the head of its first request, nor how
+long it takes to read an answer. Each connection's protocol is wrapped in one that does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, cast
+
+__all__ = ["HEAD_DEADLINE_S", "KEPT_MAX", "READ_DEADLINE_S", "ConnectionWatch"]
+
+#: A request's head is a few hundred bytes: one packet.
+HEAD_DEADLINE_S: Final = 10.0
+#: With more connections than this, none is kept open for another request: each costs about 10 kB,
+#: and opening one again when a rank renews costs less than a tenth of a millisecond.
+KEPT_MAX: Final = 1024
+#: The longest answer is some MB, and most of it fits into socket buffers.
+READ_DEADLINE_S: Final = 20.0
+
+_TOO_SLOW: Final = (
+    "HTTP/1.1 408 Request Timeout\r\nContent-Type: text/plain; charset=utf-8\r\n"
+    "Content-Length: {length}\r\nConnection: close\r\n\r\n{sentence}"
+)
+
+
+class ConnectionWatch:
+    """Makes watched protocols; is told (`heard`) of every request whose head has come."""
+
+    def __init__(self) -> None:
+        #: Connections that have not sent a whole head yet, and when they came; oldest first.
+        self._silent: dict[asyncio.BaseTransport, float] = {}
+        self._open = 0
+
+    @property
+    def crowded(self) -> bool:
+        """Whether connections should be closed after their answer."""
+        return self._open > KEPT_MAX
+
+    def factory(self, inner: Callable[[], asyncio.Protocol]) -> Callable[[], asyncio.Protocol]:
+        """A protocol factory for `loop.create_server` around another one."""
+        return lambda: _Watched(inner(), self)
+
+    def heard(self, transport: asyncio.BaseTransport | None) -> None:
+        """The head of a request has come on `transport`."""
+        if transport is not None:
+            self._silent.pop(transport, None)
+
+    def opened(self, transport: asyncio.Transport) -> None:
+        """A client has connected."""
+        self._open += 1
+        self._silent[transport] = asyncio.get_running_loop().time()
+
+    def closed(self, transport: asyncio.Transport) -> None:
+        """The connection is gone."""
+        self._open -= 1
+        self.heard(transport)
+
+    def stuck(self, transport: asyncio.Transport) -> asyncio.TimerHandle:
+        """An answer waits for `transport`'s client to read; cancel the timer when it goes on."""
+        return asyncio.get_running_loop().call_later(READ_DEADLINE_S, transport.abort)
+
+    def sweep(self) -> None:
+        """Turn away who has been connected for too long without asking; to be called regularly."""
+        late_s = asyncio.get_running_loop().time() - HEAD_DEADLINE_S
+        while self._silent:
+            transport, opened_s = next(iter(self._silent.items()))
+            if opened_s > late_s:
+                return
+            del self._silent[transport]
+            sentence = f"no complete request has arrived within {HEAD_DEADLINE_S:g} s"
+            text = _TOO_SLOW.format(length=len(sentence), sentence=sentence)
+            cast(asyncio.Transport, transport).write(text.encode("ascii"))
+            transport.close()
+
+
+class _Watched(asyncio.Protocol):
+    """Passes everything on to the protocol of aiohttp."""
+
+    __slots__ = ("_inner", "_stuck", "_transport", "_watch", "data_received")
+
+    def __init__(self, inner: asyncio.Protocol, watch: ConnectionWatch) -> None:
+        self._inner = inner
+        self._watch = watch
+        self._transport: asyncio.Transport | None = None
+        self._stuck: asyncio.TimerHandle | None = None
+        #: Called for every packet, so that it costs no attribute of this object.
+        self.data_received = inner.data_received  # type: ignore[method-assign]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports have the methods, but not the class.
+        self._transport = cast(asyncio.Transport, transport)
+        self._watch.opened(self._transport)
+        self._inner.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        assert self._transport is not None
+        self._watch.closed(self._transport)
+        self._writing_goes_on()
+        self._inner.connection_lost(exc)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        assert self._transport is not None
+        self._stuck = self._watch.stuck(self._transport)
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._writing_goes_on()
+        self._inner.resume_writing()
+
+    def _writing_goes_on(self) -> None:
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all routes share: reading a body, refusing with a sentence, answering."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from typing import Final, TypeVar
+
+import msgspec
+from aiohttp import web
+
+__all__ = [
+    "BODY_BYTES_MAX",
+    "RefusalError",
+    "Snapshot",
+    "error_response",
+    "json_response",
+    "read_body",
+]
+
+BODY_BYTES_MAX: Final = 1 << 20
+#: A body of at most 1 MiB needs far less; a slow client must not hold a connection for ever.
+BODY_DEADLINE_S: Final = 10.0
+#: The descriptions of ranks differ in few bytes: this makes about a fifteenth of them.
+GZIP_LEVEL: Final = 1
+
+_T = TypeVar("_T")
+
+
+class RefusalError(Exception):
+    """A request that gets a 4xx: status, sentence, and further fields of a JSON answer."""
+
+    def __init__(self, status: int, sentence: str, **details: object) -> None:
+        super().__init__(sentence)
+        self.status = status
+        self.details = details
+
+
+async def read_body(request: web.Request, kind: type[_T]) -> _T:
+    """The request's body as a `kind`; `RefusalError` when it is too large, too slow or not one."""
+    what = f"{request.method} {request.path}"
+    too_large = RefusalError(413, f"{what}: the body is larger than {BODY_BYTES_MAX} bytes")
+    # Asked before reading, so that a client that says so is not listened to at all.
+    if request.content_length is not None and request.content_length > BODY_BYTES_MAX:
+        raise too_large
+    try:
+        async with asyncio.timeout(BODY_DEADLINE_S):
+            data = await request.read()
+    except TimeoutError as error:
+        sentence = f"{what}: the body did not arrive within {BODY_DEADLINE_S:g} s"
+        raise RefusalError(408, sentence) from error
+    except web.HTTPRequestEntityTooLarge as error:
+        raise too_large from error
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RefusalError(400, f"{what}: bad body: {error}") from error
+
+
+def json_response(value: object, status: int = 200) -> web.Response:
+    """`value`, encoded by msgspec."""
+    return web.Response(
+        body=msgspec.json.encode(value), status=status, content_type="application/json"
+    )
+
+
+def error_response(request: web.Request, refusal: RefusalError) -> web.Response:
+    """A refusal as the routes have it: ours as JSON, SGLang's as plain text."""
+    if request.path.startswith("/v"):
+        return json_response({"error": str(refusal), **refusal.details}, refusal.status)
+    return web.Response(text=str(refusal), status=refusal.status)
+
+
+class Snapshot:
+    """An answer that many ask for at once: encoded once, and sent as the same bytes to all."""
+
+    def __init__(self, value: object) -> None:
+        self._plain = msgspec.json.encode(value)
+        self._gzipped = gzip.compress(self._plain, GZIP_LEVEL)
+
+    def response(self, request: web.Request) -> web.Response:
+        """The answer, compressed for clients that say they take that."""
+        takes_gzip = "gzip" in request.headers.get("Accept-Encoding", "")
+        response = web.Response(
+            body=self._gzipped if takes_gzip else self._plain, content_type="application/json"
+        )
+        if takes_gzip:
+            response.headers["Content-Encoding"] = "gzip"
+        return response

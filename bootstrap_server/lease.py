@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's place in its registry, kept for as long as the rank lives."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final, Self
+
+from bootstrap_server.client import BootstrapClient
+from bootstrap_server.errors import BootstrapError, LeaseLost
+from bootstrap_server.records import DEFAULT_INSTANCE, RankRecord
+
+__all__ = ["RENEWALS_PER_LEASE", "RankLease"]
+
+logger = logging.getLogger(__name__)
+
+#: Two renewals in a row may come late or not at all before the lease lapses.
+RENEWALS_PER_LEASE: Final = 3
+_CLOSE_DEADLINE_S: Final = 5.0
+
+
+class RankLease:
+    """Registers a rank and keeps it registered, from a thread of its own, until closed.
+
+    The constructor waits until the registry has taken the rank (see `BootstrapClient.register`:
+    `deadline_s`, and the errors that it raises); no later call waits for the registry, except
+    `close()`, for a few seconds at most.
+
+    What comes later is healed here: a registry that was restarted, or forgot the rank while this
+    process was held, gets the rank again at the next renewal; one that cannot be reached, or has
+    given the place to another life, is asked again each time. `problem` says what is wrong in
+    that case, None when all is well; it is logged whenever it changes.
+
+    A manager uses it as follows::
+
+        lease = RankLease(bootstrap_address, record, deadline_s=60.0)   # instead of register()
+        ...
+        lease.close()                                                    # in its own close()
+    """
+
+    def __init__(
+        self,
+        address: str,
+        record: RankRecord,
+        *,
+        instance: str = DEFAULT_INSTANCE,
+        deadline_s: float = 60.0,
+        make_client: Callable[..., BootstrapClient] = BootstrapClient,
+    ) -> None:
+        self._record = record
+        self._client = make_client(address, instance=instance)
+        self._closing = threading.Event()
+        #: Why the registry does not show this rank, or may soon cease to; None when it does.
+        self.problem: str | None = None
+        try:
+            self._lease_s = self._client.register(record, deadline_s)
+        except BaseException:
+            self._client.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="bootstrap-lease", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the place back, so that a restarted rank gets it at once. Idempotent."""
+        self._closing.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_DEADLINE_S)
+
+    def _run(self) -> None:
+        with self._client:
+            while not self._closing.wait(self._lease_s / RENEWALS_PER_LEASE):
+                self.renew()
+            try:
+                self._client.release(self._record.rank)
+            except BootstrapError as error:
+                # The lease ends by itself.
+                logger.debug("%s", error)
+
+    def renew(self) -> None:
+        """One renewal, as the thread makes it; sets `problem`."""
+        rank = self._record.rank
+        try:
+            try:
+                self._lease_s = self._client.renew(rank)
+            except LeaseLost as lost:
+                logger.warning("registering again: %s", lost)
+                self._lease_s = self._client.try_register(self._record)
+        except BootstrapError as error:
+            self._say(
+                f"rank {rank.coords} is not, or soon no longer, known to its registry at "
+                f"{self._client.address}: {error}"
+            )
+        else:
+            self._say(None)
+
+    def _say(self, problem: str | None) -> None:
+        if problem is not None and self.problem is None:
+            logger.error("%s", problem)
+        elif problem is None and self.problem is not None:
+            logger.warning("rank %s is registered again", self._record.rank.coords)
+        self.problem = problem

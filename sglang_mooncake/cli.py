@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `sglang-mooncake`. It needs neither SGLang nor torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from bootstrap_server import MismatchError
+from sglang_mooncake.dry_run.flags import FlagError, ServerFlags, parse_flags
+from sglang_mooncake.dry_run.models import KNOWN, ModelError, load_model
+from sglang_mooncake.dry_run.pairs import Server, plan_pairs
+from sglang_mooncake.dry_run.report import Report
+from sglang_mooncake.layout import LayoutMismatch
+
+__all__ = ["main"]
+
+EXIT_REFUSED = 2
+#: What most of SGLang's GPU attention backends choose or allow; its own default is theirs to set.
+PAGE_SIZE = 64
+#: One NIC of today's GPU servers per GPU.
+RAIL_GBIT = 400.0
+
+_PLAN = """\
+Says who would send what to whom between two SGLang servers, how many bytes in how many pieces, and
+whether the hand-over would serve them at all (exit status 2 and the reason if not).
+
+  sglang-mooncake plan --model deepseek-v3 --prefill "tp=16 dp=4 ep=16" --decode "tp=32 dp=32"
+  sglang-mooncake plan --prefill "--model-path /models/m --tp 8" --decode "--tp 4 --pp-size 1"
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """One sentence on an error, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_REFUSED, f"{self.prog}: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status of the command."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        report = _plan(parsed)
+    except (FlagError, ModelError, MismatchError, LayoutMismatch) as error:
+        sys.stderr.write(f"sglang-mooncake plan: {error}\n")
+        return EXIT_REFUSED
+    text = json.dumps(report.as_json()) if parsed.json else report.text()
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def _plan(parsed: argparse.Namespace) -> Report:
+    prefill, decode = _flags("--prefill", parsed.prefill), _flags("--decode", parsed.decode)
+    model = parsed.model or prefill.model or decode.model
+    if model is None:
+        raise ModelError("name a model: --model, or --model-path in one of the command lines")
+    servers = [
+        Server(
+            load_model(model).with_dtype(flags.kv_cache_dtype),
+            flags.topology,
+            flags.page_size or parsed.page_size,
+        )
+        for flags in (prefill, decode)
+    ]
+    pairs = list(plan_pairs(servers[0], servers[1], all_cp_ranks=parsed.all_cp_ranks))
+    return Report(servers[0], servers[1], pairs, parsed.rail_gbit)
+
+
+def _flags(option: str, text: str) -> ServerFlags:
+    try:
+        return parse_flags(text)
+    except FlagError as error:
+        raise FlagError(f"{option}: {error}") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="sglang-mooncake", description="KV-cache hand-over between servers.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser(
+        "plan",
+        help="who would send what to whom, without a server",
+        description=_PLAN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = plan.add_argument
+    add("--model", metavar="M", help=f"{', '.join(KNOWN)}, or a config.json or its directory")
+    add("--prefill", required=True, metavar="FLAGS", help="words like 'tp=8 dp=2', or SGLang flags")
+    add("--decode", required=True, metavar="FLAGS", help="the same for the decode server")
+    add(
+        "--page-size",
+        type=_positive,
+        default=PAGE_SIZE,
+        metavar="N",
+        help=f"tokens a page, where the flags do not say ({PAGE_SIZE})",
+    )
+    add(
+        "--rail-gbit",
+        type=_rate,
+        default=RAIL_GBIT,
+        metavar="G",
+        help=f"what one rank can send or receive, in Gbit/s ({RAIL_GBIT:g})",
+    )
+    add(
+        "--all-cp-ranks",
+        action="store_true",
+        help="as with SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER on both servers",
+    )
+    add("--json", action="store_true", help="one JSON object with every pair of ranks")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if not 1 <= value <= 65_536:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 65536")
+    return value
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.001 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate between 0.001 and 1000000 Gbit/s")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a server is laid out, from SGLang's command line or from a few words like `tp=16 dp=4`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from dataclasses import dataclass
+from typing import NoReturn
+
+from bootstrap_server import Topology
+
+__all__ = ["FlagError", "ServerFlags", "parse_flags"]
+
+
+class FlagError(ValueError):
+    """A layout that no SGLang server can have; the sentence names the flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFlags:
+    """page_size, kv_cache_dtype, model: None where nothing was said of them."""
+
+    topology: Topology
+    ep_size: int = 1
+    page_size: int | None = None
+    kv_cache_dtype: str | None = None
+    model: str | None = None
+
+
+#: Word of the short form → SGLang's flags for it (sglang/srt/arg_groups/fields/parallel.py).
+_FLAGS: dict[str, tuple[str, ...]] = {
+    "tp": ("--tp-size", "--tp", "--tensor-parallel-size"),
+    "dp": ("--attn-dp-size", "--attention-data-parallel-size"),
+    "replicas": ("--dp-size", "--dp", "--data-parallel-size"),
+    "pp": ("--pp-size", "--pp", "--pipeline-parallel-size"),
+    "cp": ("--attn-cp-size", "--attention-context-parallel-size"),
+    "ep": ("--ep-size", "--ep", "--expert-parallel-size"),
+    "page": ("--page-size",),
+    "dtype": ("--kv-cache-dtype",),
+}
+_TEXTS = {"dtype"}
+
+
+def parse_flags(text: str) -> ServerFlags:
+    """A server's layout.
+
+    Args:
+        text: SGLang's command line (other flags are passed over), or words of the form
+            `tp=16 dp=4 pp=1 cp=1 ep=16 page=64 dtype=bfloat16`. `tp` is the width of one replica,
+            of which `dp` attention groups and `cp` take parts, as with SGLang's flags; `replicas`
+            is SGLang's `--dp-size` without DP attention.
+
+    Raises:
+        FlagError: not to be understood, or sizes that do not fit each other.
+    """
+    given = _from_command_line(text) if "--" in text else _from_words(text)
+    model, dtype = given.pop("model", None), given.pop("dtype", None)
+    sizes = {name: _size(name, value) for name, value in given.items() if value is not None}
+    page_size = sizes.pop("page", None)
+    return ServerFlags(_topology(sizes), sizes.get("ep", 1), page_size, dtype, model)
+
+
+def _from_words(text: str) -> dict[str, str | None]:
+    given: dict[str, str | None] = {}
+    for word in text.replace(",", " ").split():
+        name, equals, value = word.partition("=")
+        if not equals or name not in _FLAGS:
+            raise FlagError(
+                f"{word!r} is not understood: give words like tp=16 dp=4 "
+                f"({', '.join(_FLAGS)}), or SGLang's own flags"
+            )
+        if name in given:
+            raise FlagError(f"{name} is given twice")
+        given[name] = value
+    return given
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise FlagError(message)
+
+
+def _from_command_line(text: str) -> dict[str, str | None]:
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    for name, flags in _FLAGS.items():
+        parser.add_argument(*flags, dest=name)
+    parser.add_argument("--model-path", "--model", dest="model")
+    parser.add_argument("--enable-dp-attention", action="store_true")
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise FlagError(f"{text!r} is no command line: {error}") from error
+    known, _ = parser.parse_known_args(words)
+    given: dict[str, str | None] = vars(known)
+    if given.pop("enable_dp_attention"):
+        # Deprecated in SGLang 0.5.23, where it still turns --dp-size into --attn-dp-size
+        # (sglang/srt/arg_groups/parallel_hook.py).
+        if given["dp"] is not None and given["replicas"] is not None:
+            raise FlagError("--enable-dp-attention with both --dp-size and --attn-dp-size")
+        given["dp"] = given["dp"] or given["replicas"]
+        given["replicas"] = None
+    return given
+
+
+def _size(name: str, value: str) -> int:
+    number = int(value) if value.isdecimal() else 0
+    if not 1 <= number <= 65_536:
+        raise FlagError(f"{name}={value} ({_FLAGS[name][0]}): give a number from 1 to 65536")
+    return number
+
+
+def _topology(sizes: dict[str, int]) -> Topology:
+    tp, dp, cp = sizes.get("tp", 1), sizes.get("dp", 1), sizes.get("cp", 1)
+    replicas = sizes.get("replicas", 1)
+    if dp > 1 and replicas > 1:
+        raise FlagError(
+            f"--attn-dp-size {dp} and --dp-size {replicas}: SGLang runs no DP attention inside "
+            "replicas, one of the two must be 1"
+        )
+    if tp % (dp * cp):
+        raise FlagError(
+            f"--tp-size {tp} cannot be split into --attn-dp-size {dp} times --attn-cp-size {cp} "
+            "equal groups"
+        )
+    try:
+        return Topology(dp * replicas, cp, tp // (dp * cp), sizes.get("pp", 1))
+    except ValueError as error:
+        raise FlagError(str(error)) from error

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model keeps of each token: from a name that we know, or from its config.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+__all__ = ["KNOWN", "ModelError", "ModelShape", "load_model"]
+
+_CONFIG_BYTES_MAX = 16 << 20
+_DTYPE_NBYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "bf16": 2,
+    "float16": 2,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+}
+#: Members of a config.json whose models keep something that is not one entry per token and layer.
+_STATEFUL = ("index_topk", "linear_attn_config", "mamba_d_state", "mamba_state_size", "ssm_cfg")
+
+
+class ModelError(ValueError):
+    """No model, or one whose cache a dry run cannot describe; the sentence says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """heads: KV heads over all ranks; None for MLA, which keeps one latent per token and layer.
+    width: numbers per head and token, of K and of V (or of the latent, and 0)."""
+
+    name: str
+    layers: int
+    heads: int | None
+    width: tuple[int, int]
+    dtype: str
+
+    @property
+    def dtype_nbytes(self) -> int:
+        return _DTYPE_NBYTES[self.dtype]
+
+    @property
+    def token_nbytes(self) -> int:
+        """Of all layers and heads."""
+        return self.layers * (self.heads or 1) * sum(self.width) * self.dtype_nbytes
+
+    @property
+    def text(self) -> str:
+        if self.heads is None:
+            what = f"one MLA latent of {self.width[0]} numbers"
+        else:
+            widths = " + ".join(str(width) for width in self.width)
+            what = f"{self.heads} KV heads of {widths} numbers"
+        return f"{self.name}: {self.layers} layers of {what}, {self.dtype}"
+
+    def with_dtype(self, dtype: str | None) -> ModelShape:
+        """The same with another `--kv-cache-dtype`; None and `auto` leave the model's own."""
+        if dtype is None or dtype == "auto":
+            return self
+        return replace(self, dtype=_checked_dtype(dtype))
+
+
+#: Widths and layer counts as in these models' published config.json.
+KNOWN: dict[str, ModelShape] = {
+    "deepseek-v3": ModelShape("deepseek-v3", 61, None, (512 + 64, 0), "bfloat16"),
+    "llama-70b": ModelShape("llama-70b", 80, 8, (128, 128), "bfloat16"),
+    "qwen3-235b": ModelShape("qwen3-235b", 94, 4, (128, 128), "bfloat16"),
+}
+
+
+def load_model(model: str) -> ModelShape:
+    """A known model by its name, or the one that a config.json (or its directory) describes.
+
+    Raises:
+        ModelError: neither, or a cache that is not one entry per token and layer.
+    """
+    if model in KNOWN:
+        return KNOWN[model]
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        if path.stat().st_size > _CONFIG_BYTES_MAX:
+            raise ModelError(f"{path} is larger than any config.json")
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(
+            f"{model!r} is neither a model that we know ({', '.join(KNOWN)}) nor a config.json: "
+            f"{error.strerror}"
+        ) from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is no config.json: it holds no JSON object")
+    return _shape(path, config)
+
+
+def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
+    config = config.get("text_config") or config  # multimodal models
+    _check_plain(path, config)
+    layers = _number(path, config, "num_hidden_layers")
+    dtype = _checked_dtype(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"))
+    name = str(config.get("model_type") or path.parent.name)
+    if config.get("kv_lora_rank"):
+        latent = _number(path, config, "kv_lora_rank") + _number(path, config, "qk_rope_head_dim")
+        return ModelShape(name, layers, None, (latent, 0), dtype)
+    all_heads = _number(path, config, "num_attention_heads")
+    heads = _number(path, config, "num_key_value_heads") if "num_key_value_heads" in config else 0
+    if config.get("head_dim"):
+        width = _number(path, config, "head_dim")
+    else:
+        width = _number(path, config, "hidden_size") // all_heads
+    v_width = _number(path, config, "v_head_dim") if config.get("v_head_dim") else width
+    return ModelShape(name, layers, heads or all_heads, (width, v_width), dtype)
+
+
+def _check_plain(path: Path, config: dict[str, Any]) -> None:
+    kinds = {str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"}
+    kinds |= {name for name in _STATEFUL if config.get(name)}
+    if kinds:
+        raise ModelError(
+            f"{path} describes a model with {', '.join(sorted(kinds))}: a dry run knows full "
+            "attention (MHA, GQA, MLA) alone, whose cache is one entry per token and layer"
+        )
+
+
+def _number(path: Path, config: dict[str, Any], name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or not 1 <= value <= 1 << 24:
+        raise ModelError(f"{path}: {name} is {value!r}, not a positive number")
+    return value
+
+
+def _checked_dtype(dtype: str) -> str:
+    if dtype not in _DTYPE_NBYTES:
+        raise ModelError(f"a KV cache of {dtype} is not known here: {', '.join(_DTYPE_NBYTES)}")
+    return dtype

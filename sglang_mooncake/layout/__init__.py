@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the caches of a rank lie in memory, and which bytes of them go where on another rank.
+
+A `Layout` is a plain description that travels in the hello between ranks: components, each of
+them one kind of cached tensor with a buffer per layer. `Plan` is the intersection of two layouts,
+made once per pair of ranks; each request then only applies its index lists to it. There are no
+cases: equal layouts come out as whole pages, other TP sizes as slices of heads, pipeline stages as
+a choice of layers, replicas as a choice of one rank among several.
+"""
+
+from sglang_mooncake.layout.description import (
+    ALONE,
+    SEAL_BYTES,
+    Buffers,
+    Component,
+    Layout,
+    LayoutMismatch,
+    Place,
+    Seal,
+    Units,
+    seal_bytes,
+)
+from sglang_mooncake.layout.plan import Plan
+
+__all__ = [
+    "ALONE",
+    "SEAL_BYTES",
+    "Buffers",
+    "Component",
+    "Layout",
+    "LayoutMismatch",
+    "Place",
+    "Plan",
+    "Seal",
+    "Units",
+    "seal_bytes",
+]

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank says about its memory: plain values that travel between ranks."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import msgspec
+
+from bootstrap_server import RankCoords, Topology
+from bootstrap_server.matching import holding
+
+__all__ = [
+    "ALONE",
+    "SEAL_BYTES",
+    "Buffers",
+    "Component",
+    "Layout",
+    "LayoutMismatch",
+    "Place",
+    "Seal",
+    "Units",
+    "seal_bytes",
+]
+
+
+class LayoutMismatch(ValueError):
+    """Two ranks whose caches cannot be copied into each other; names both values and the flag."""
+
+
+class Buffers(msgspec.Struct, frozen=True):
+    """Buffers of equal role, each an array of equally long items.
+
+    addresses, item_nbytes, nbytes: one entry per buffer; item i of buffer b lies at
+    addresses[b] + i * item_nbytes[b], and must end before addresses[b] + nbytes[b].
+    """
+
+    addresses: tuple[int, ...]
+    item_nbytes: tuple[int, ...]
+    nbytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.addresses) == len(self.item_nbytes) == len(self.nbytes):
+            raise ValueError(
+                f"{len(self.addresses)} addresses, {len(self.item_nbytes)} item lengths and "
+                f"{len(self.nbytes)} lengths describe no list of buffers"
+            )
+        for address, item, nbytes in zip(
+            self.addresses, self.item_nbytes, self.nbytes, strict=True
+        ):
+            if address <= 0 or item <= 0 or nbytes < item:
+                raise ValueError(
+                    f"a buffer of {nbytes} bytes at {address:#x} holds no item of {item} bytes"
+                )
+
+    @property
+    def items(self) -> int:
+        """How many items every buffer holds: an index below this is inside all of them."""
+        return min(
+            (n // item for n, item in zip(self.nbytes, self.item_nbytes, strict=True)), default=0
+        )
+
+
+class Units(msgspec.Struct, frozen=True):
+    """`total` equal pieces of `nbytes` bytes, numbered over all TP ranks, which TP deals out: KV
+    heads, channels of a convolution. What every rank stores as a whole is one unit."""
+
+    total: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        if self.total < 1 or self.nbytes < 1:
+            raise ValueError(f"{self.total} units of {self.nbytes} bytes are no piece of a cache")
+
+
+class Component(msgspec.Struct, frozen=True):
+    """One kind of cached tensor (K, MLA latent, indexer …): a buffer per layer, all alike.
+
+    A buffer is an array of items; an item is what one index names: a page of KV, a request's slot
+    of Mamba state, a row of a ring. It consists of `rows` equal rows (the tokens of a page), and a
+    row, for each of `cuts`, of the units that this rank holds, in ascending order. So unit u of cut
+    c in row r of item i of a layer has one address, which is all that a plan needs.
+
+    kind: components of both sides with the same kind and layer are the same tensor.
+    layers: the layer of each buffer. With `numbered` these are numbers in the model; otherwise
+        positions on this rank, which mean something only beside a rank of the same pipeline stage.
+    elided: layers of the model that have no buffer of this kind here, on purpose.
+    state: which of a request's lists of state indices names the items; None: its KV pages.
+    slack: by how many items the lists of both sides may differ in length; the longer one's last
+        ones are left out. SGLang's own counts differ by a page at times.
+    segments: the indices name live parts of one row of a ring, not items (see `indices.py`).
+    """
+
+    kind: str
+    layers: tuple[int, ...]
+    buffers: Buffers
+    cuts: tuple[Units, ...]
+    rows: int = 1
+    numbered: bool = True
+    elided: tuple[int, ...] = ()
+    state: int | None = None
+    slack: int = 0
+    segments: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.layers) != len(self.buffers.addresses):
+            raise ValueError(
+                f"{self.kind}: {len(self.layers)} layers for {len(self.buffers.addresses)} buffers"
+            )
+        if len({*self.layers, *self.elided}) != len(self.layers) + len(self.elided):
+            raise ValueError(f"{self.kind}: a layer comes twice in {self.layers}")
+        if self.rows < 1 or not self.cuts or len(set(self.buffers.item_nbytes)) > 1:
+            raise ValueError(
+                f"{self.kind}: {self.rows} rows of {len(self.cuts)} cuts in items of "
+                f"{sorted(set(self.buffers.item_nbytes))} bytes are no regular tensor"
+            )
+
+    @property
+    def item_nbytes(self) -> int:
+        """Bytes of one item, in every layer; 0 when there is no buffer."""
+        return self.buffers.item_nbytes[0] if self.buffers.item_nbytes else 0
+
+    def held_nbytes(self, tp_size: int, tp: int) -> int:
+        """What an item must have when TP rank `tp` of `tp_size` stores it.
+
+        Raises:
+            MismatchError: the units cannot be dealt out to so many ranks.
+        """
+        return self.rows * sum(
+            len(holding(cut.total, tp_size, tp, f"units of {self.kind}")) * cut.nbytes
+            for cut in self.cuts
+        )
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """One rank's memory, as far as the hand-over touches it.
+
+    components: all caches of the model; order does not matter.
+    states: the kinds of SGLang's state index lists, in their order.
+    aux: SGLang's metadata of a request (first token, logprobs, …); items are metadata slots.
+    seals: see `Seal`; the decode side alone has them.
+    """
+
+    page_size: int  # tokens
+    dtype: str
+    kv_layout: str | None
+    components: tuple[Component, ...]
+    aux: Buffers
+    seals: Buffers
+    states: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ValueError(f"a page of {self.page_size} tokens")
+        for component in self.components:
+            if component.state is not None and not 0 <= component.state < len(self.states):
+                raise ValueError(
+                    f"{component.kind} wants state list {component.state} of {len(self.states)}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which rank of which instance holds a layout."""
+
+    topology: Topology
+    coords: RankCoords
+
+    def __post_init__(self) -> None:
+        self.topology.check(self.coords)
+
+    @property
+    def stage(self) -> tuple[int, int]:
+        """(pipeline rank, pipeline size)"""
+        return self.coords.pp, self.topology.pp_size
+
+
+#: The only rank of its instance.
+ALONE = Place(Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0))
+
+
+#: generation, number of transfers that belong to the room, pages: little-endian u64 each
+_SEAL = struct.Struct("<QQQ")
+SEAL_BYTES = _SEAL.size
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The last bytes of a room. The sender writes them with the last chunk, so that the destination
+    learns from the data path itself how many transfers make the room complete: the room has arrived
+    when the engine has counted that many for the room's tag."""
+
+    generation: int
+    writes: int
+    pages: int
+
+    @staticmethod
+    def unpack(data: bytes) -> Seal:
+        return Seal(*_SEAL.unpack(data))
+
+
+def seal_bytes(seal: Seal) -> bytes:
+    return _SEAL.pack(seal.generation, seal.writes, seal.pages)

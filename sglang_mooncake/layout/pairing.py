@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which buffers of two layouts are the same tensor, and every reason why they cannot be."""
+
+from __future__ import annotations
+
+from bootstrap_server import MismatchError
+from sglang_mooncake.layout.description import Component, Layout, LayoutMismatch, Place
+
+__all__ = ["DRAFT", "Pair", "pair_buffers"]
+
+#: Kinds of the draft model's caches begin so. One side may have a draft model and the other not:
+#: what it caches is of use to the draft model of the other side alone.
+DRAFT = "draft "
+
+_Buffer = tuple[Component, int]
+#: (source component, its buffer, target component, its buffer)
+Pair = tuple[Component, int, Component, int]
+
+
+def pair_buffers(source: Layout, target: Layout, prefill: Place, decode: Place) -> list[Pair]:
+    """The buffers that `source` and `target` have in common.
+
+    Raises:
+        LayoutMismatch: the two cannot be copied into each other.
+    """
+    _check_alike(source, target)
+    here, there = _kinds(source), _kinds(target)
+    if not here <= there or (_is_whole(prefill, decode) and here != there):
+        _differ("caches of the model", sorted(here), sorted(there), "use the same model")
+    pairs: list[Pair] = []
+    kinds = dict.fromkeys(c.kind for c in (*source.components, *target.components))
+    for kind in kinds:
+        ours, theirs = _of_kind(source, kind), _of_kind(target, kind)
+        if kind.startswith(DRAFT) and not (ours and theirs and _has_drafter(prefill, decode)):
+            continue
+        pairs += _pair_kind(kind, ours, theirs, prefill, decode)
+    for component, _, counterpart, _ in pairs:
+        _check_cuts(component, counterpart)
+    _check_sizes(source, prefill, "prefill")
+    _check_sizes(target, decode, "decode")
+    return pairs
+
+
+def _has_drafter(prefill: Place, decode: Place) -> bool:
+    """The last stage runs the draft model; a decode rank of one stage hears from it alone."""
+    rank, size = prefill.stage
+    return prefill.stage == decode.stage or rank == size - 1
+
+
+def _of_kind(layout: Layout, kind: str) -> list[Component]:
+    return [component for component in layout.components if component.kind == kind]
+
+
+def _pair_kind(
+    kind: str, ours: list[Component], theirs: list[Component], prefill: Place, decode: Place
+) -> list[Pair]:
+    src_layers, dst_layers = _layers(ours), _layers(theirs)
+    if not all(component.numbered for component in (*ours, *theirs)):
+        if prefill.stage == decode.stage and len(src_layers) == len(dst_layers):
+            return _by_position(ours, theirs)
+        raise LayoutMismatch(
+            f"{kind} of {len(src_layers)} layers on prefill (stage {prefill.stage}) and "
+            f"{len(dst_layers)} on decode (stage {decode.stage}): SGLang does not say which layers "
+            "of the model these are, so use the same model and --pp-size on both servers"
+        )
+    unknown = sorted(src_layers - dst_layers)
+    if unknown:
+        raise LayoutMismatch(
+            f"{kind}: prefill has layers {_short(unknown)}, which decode has not; "
+            "use the same model on both servers, and the --pp-size of prefill or 1 on decode"
+        )
+    missing = sorted(dst_layers - src_layers)
+    if missing and _is_whole(prefill, decode):
+        raise LayoutMismatch(
+            f"{kind}: decode has layers {_short(missing)}, which prefill has not; "
+            "use the same model and --pp-size on both servers"
+        )
+    return _by_number(_places(ours), _places(theirs))
+
+
+def _by_number(ours: dict[int, _Buffer], theirs: dict[int, _Buffer]) -> list[Pair]:
+    """Layers that either side has elided move nothing."""
+    return [(*ours[layer], *theirs[layer]) for layer in ours if layer in theirs]
+
+
+def _by_position(ours: list[Component], theirs: list[Component]) -> list[Pair]:
+    """The n-th layer here is the n-th there."""
+    places = []
+    for side in (ours, theirs):
+        order = {layer: at for at, layer in enumerate(sorted(_layers(side)))}
+        places.append({order[layer]: buffer for layer, buffer in _places(side).items()})
+    return _by_number(*places)
+
+
+def _places(components: list[Component]) -> dict[int, _Buffer]:
+    return {
+        layer: (component, at)
+        for component in components
+        for at, layer in enumerate(component.layers)
+    }
+
+
+def _layers(components: list[Component]) -> set[int]:
+    return {layer for component in components for layer in (*component.layers, *component.elided)}
+
+
+def _short(numbers: list[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:8])
+    return shown + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+
+
+def _check_alike(source: Layout, target: Layout) -> None:
+    same = "use the same {} on both servers".format
+    _differ("page size", source.page_size, target.page_size, same("--page-size"))
+    _differ(
+        "KV cache dtype",
+        source.dtype,
+        target.dtype,
+        same("--kv-cache-dtype, or --dtype where that is auto"),
+    )
+    _differ("KV layout", source.kv_layout, target.kv_layout, same("--attention-backend"))
+    both = min(len(source.states), len(target.states))
+    _differ("state of a request", source.states[:both], target.states[:both], same("model"))
+    _differ(
+        "bytes per request of metadata buffers",
+        source.aux.item_nbytes,
+        target.aux.item_nbytes,
+        same("version of SGLang and the same model"),
+    )
+
+
+def _kinds(layout: Layout) -> set[str]:
+    return {c.kind for c in layout.components if not c.kind.startswith(DRAFT)}
+
+
+def _is_whole(prefill: Place, decode: Place) -> bool:
+    """Whether one prefill rank has all layers of the decode rank. With fewer stages on decode, or
+    layers dealt out over CP ranks, the rest comes from other prefill ranks."""
+    return prefill.topology.pp_size == decode.topology.pp_size and prefill.topology.cp_size == 1
+
+
+def _differ(what: str, ours: object, theirs: object, remedy: str) -> None:
+    if ours != theirs:
+        raise LayoutMismatch(
+            f"{what}: the prefill server has {_told(ours)}, the decode server has "
+            f"{_told(theirs)}: {remedy}"
+        )
+
+
+def _told(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(str(part) for part in value) or "none"
+    return str(value)
+
+
+def _check_cuts(ours: Component, theirs: Component) -> None:
+    if (ours.state, ours.segments) != (theirs.state, theirs.segments):
+        raise LayoutMismatch(
+            f"{ours.kind}: prefill names its items by state list {ours.state}, decode by "
+            f"{theirs.state}: use the same model and version of SGLang on both servers"
+        )
+    # Rings may be of different length; their slots are compared when a request names them.
+    if not ours.segments and (ours.rows, ours.cuts) != (theirs.rows, theirs.cuts):
+        raise LayoutMismatch(
+            f"{ours.kind}: prefill stores {_cuts(ours)}, decode {_cuts(theirs)}: use the same "
+            "model, and the same --tp-size and --dp-size where it cannot be cut otherwise"
+        )
+
+
+def _cuts(component: Component) -> str:
+    units = " + ".join(f"{cut.total} units of {cut.nbytes} bytes" for cut in component.cuts)
+    return f"{component.rows} rows of {units}"
+
+
+def _check_sizes(layout: Layout, place: Place, role: str) -> None:
+    tp_size, tp = place.topology.tp_size, place.coords.tp
+    for component in layout.components:
+        try:
+            expected = component.held_nbytes(tp_size, tp)
+        except MismatchError as error:
+            raise LayoutMismatch(f"{role}: {error}") from error
+        if component.layers and component.item_nbytes != expected:
+            raise LayoutMismatch(
+                f"{component.kind}: an item on {role} TP rank {tp} of {tp_size} has "
+                f"{component.item_nbytes} bytes, but {_cuts(component)} make {expected}"
+            )

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can happen to rooms on the decode side, and what is to be done about it (`decode.py`).
+
+A link, the way to one prefill rank, is whatever the shell names it by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bootstrap_server.matching import ALL_PAGES, PageShare
+from sglang_mooncake.messages import RoomAbort, RoomFailed, RoomRequest
+from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
+from sglang_mooncake.rooms.states import RoomView
+
+__all__ = [
+    "Arrived",
+    "Event",
+    "Expect",
+    "Fence",
+    "Fenced",
+    "Instruction",
+    "LinkDown",
+    "LinkRefused",
+    "LinkUp",
+    "NotServed",
+    "OpenLink",
+    "PagesNamed",
+    "PeerFailed",
+    "RoomSource",
+    "SourcesChosen",
+    "Tell",
+]
+
+
+# --- events: what happened ---
+
+
+@dataclass(frozen=True, slots=True)
+class RoomSource:
+    """A prefill rank that this rank must ask for a room.
+
+    destinations: how many decode ranks ask it for this room.
+    sends: False for one that has no byte for this rank: it is asked, but nothing arrives from it.
+    aux: it sends the request's metadata; one source of a room does.
+    state: it sends what the model keeps beside its KV cache.
+    share: the pages that it sends.
+    """
+
+    link: Hashable
+    destinations: int = 1
+    sends: bool = True
+    aux: bool = True
+    state: bool = True
+    share: PageShare = ALL_PAGES
+
+
+@dataclass(frozen=True, slots=True)
+class SourcesChosen:
+    """Which prefill ranks this rank asks for a room.
+
+    Raises:
+        ValueError: not exactly one of them sends the metadata, or one does without sending.
+    """
+
+    view: RoomView
+    sources: tuple[RoomSource, ...]
+
+    def __post_init__(self) -> None:
+        senders = [source for source in self.sources if source.aux]
+        if len(senders) != 1 or not senders[0].sends:
+            raise ValueError(f"one source of a room sends its metadata, not these: {senders}")
+
+
+@dataclass(frozen=True, slots=True)
+class NotServed:
+    """The prefill ranks behind `links` hold this request, but cannot serve this rank: they are
+    told, so that none waits for its deadline."""
+
+    view: RoomView
+    links: tuple[Hashable, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PagesNamed:
+    """`states`: a list of indices or None for each of the model's kinds of state."""
+
+    view: RoomView
+    pages: npt.NDArray[np.integer]
+    aux_slot: int
+    decode_prefix_len: int
+    states: tuple[npt.NDArray[np.integer] | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """`poll()` saw every seal: the scheduler has taken the room."""
+
+    view: RoomView
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """No write of this room can land any more."""
+
+    view: RoomView
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUp:
+    link: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDown:
+    link: Hashable
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRefused:
+    """The prefill rank answered the hello with a no; it can still be told."""
+
+    link: Hashable
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailed:
+    link: Hashable
+    message: RoomFailed
+
+
+Event = (
+    Opened
+    | SourcesChosen
+    | NotServed
+    | PagesNamed
+    | Arrived
+    | Aborted
+    | Broken
+    | Closed
+    | Fenced
+    | LinkUp
+    | LinkDown
+    | LinkRefused
+    | PeerFailed
+    | Tick
+)
+
+
+# --- instructions: what to do about it ---
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLink:
+    link: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """Clear the seal slot, then open this tag for writing, before anybody is told of it."""
+
+    tag: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    link: Hashable
+    message: RoomRequest | RoomAbort
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Close these tags, then hand in `Fenced(view)`."""
+
+    view: RoomView
+    tags: tuple[int, ...]
+
+
+Instruction = OpenLink | Expect | Tell | Fence | Over

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks' own HTTP against servers that behave as servers do."""
+
+from __future__ import annotations
+
+import gzip
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from bootstrap_server import BootstrapError, Unreachable, http_client
+from bootstrap_server.http_client import HttpClient
+
+
+@contextmanager
+def script(*connections: list[bytes]) -> Iterator[str]:
+    """A server that answers the n-th connection's requests with these bytes, then closes it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for answers in connections:
+                connection, _ = listener.accept()
+                with connection:
+                    for answer in answers:
+                        asked = b""
+                        while b"\r\n\r\n" not in asked:
+                            part = connection.recv(65536)
+                            assert part
+                            asked += part
+                        connection.sendall(answer)
+
+        listener.settimeout(10)
+        with ThreadPoolExecutor(1) as pool:
+            served = pool.submit(serve)
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+            served.result(timeout=10)
+
+
+def answer(body: bytes, *headers: str, length: int | None = None) -> bytes:
+    lines = [f"Content-Length: {len(body) if length is None else length}", *headers]
+    return "\r\n".join(["HTTP/1.1 200 OK", *lines, "", ""]).encode() + body
+
+
+def test_a_connection_is_kept_and_opened_again_when_the_server_closed_it() -> None:
+    with script([answer(b"one"), answer(b"two")], [answer(b"three")]) as address:
+        client = HttpClient(address, 5)
+        assert [client.request("GET", "/") for _ in range(3)] == [
+            (200, b"one"),
+            (200, b"two"),
+            (200, b"three"),
+        ]
+        client.close()
+        client.close()
+
+
+def test_a_connection_that_the_server_announces_to_close_is_not_asked_again() -> None:
+    with script([answer(b"one", "Connection: close")], [answer(b"two")]) as address:
+        client = HttpClient(address, 5)
+        assert [client.request("PUT", "/", b"{}")[1] for _ in range(2)] == [b"one", b"two"]
+        client.close()
+
+
+def test_compressed_answers() -> None:
+    body = b"x" * 300_000
+    packed = answer(gzip.compress(body), "Content-Encoding: gzip")
+    with script([packed, answer(b"plain")]) as address:
+        client = HttpClient(address, 5)
+        assert client.request("GET", "/") == (200, body)
+        assert client.request("GET", "/") == (200, b"plain")
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (answer(b"half", length=10), "IncompleteRead"),
+        (answer(gzip.compress(b"x" * 99)[:-9], "Content-Encoding: gzip"), "IncompleteRead"),
+        (answer(b"not gzip", "Content-Encoding: gzip"), "incorrect header"),
+        (b"\x00\x00\x00\r\n\r\n", "\\\\x00"),
+        (b"", "closed connection"),
+    ],
+)
+def test_answers_that_break_off_are_unreachable_and_harm_no_later_one(
+    broken: bytes, words: str
+) -> None:
+    with script([broken], [answer(b"whole")]) as address:
+        client = HttpClient(address, 5)
+        with pytest.raises(Unreachable, match=words) as caught:
+            client.request("GET", "/")
+        assert address in str(caught.value)
+        assert client.request("GET", "/") == (200, b"whole")
+        client.close()
+
+
+def test_a_small_answer_that_unpacks_into_a_large_one_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_client, "ANSWER_BYTES_MAX", 1 << 17)
+    bomb = answer(gzip.compress(bytes(1 << 24)), "Content-Encoding: gzip")
+    with script([bomb]) as address:
+        client = HttpClient(address, 5)
+        with pytest.raises(BootstrapError, match="more than 131072 bytes"):
+            client.request("GET", "/")
+
+
+def test_a_server_that_says_nothing_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = HttpClient(f"127.0.0.1:{listener.getsockname()[1]}", 0.05)
+        with pytest.raises(Unreachable, match="timed out"):
+            client.request("GET", "/", wait_s=0.05)

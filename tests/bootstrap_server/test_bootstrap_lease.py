@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's lease: kept by its thread over a real server, and healed after all kinds of harm."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import ANY
+
+import msgspec
+import pytest
+import requests
+
+import bootstrap_server
+from bootstrap_server import (
+    BootstrapClient,
+    BootstrapServer,
+    NotReady,
+    PlaceTaken,
+    RankCoords,
+    RankLease,
+    RankRecord,
+    Topology,
+)
+
+MakeRecord = Callable[..., RankRecord]
+
+ONE = Topology(1, 1, 1, 1)
+FIRST = RankCoords(0, 0, 0, 0)
+#: Short enough that tests are quick; renewed each 0.1 s.
+LEASE_S = 0.3
+
+
+@pytest.fixture
+def quick_server() -> Iterator[BootstrapServer]:
+    with BootstrapServer("127.0.0.1", 0, lease_s=LEASE_S) as server:
+        yield server
+
+
+def address(server: BootstrapServer) -> str:
+    return f"127.0.0.1:{server.port}"
+
+
+class CountingClient(BootstrapClient):
+    """Tells when a renewal has come through."""
+
+    renewed = threading.Semaphore(0)
+
+    def renew(self, *arguments: object) -> float:
+        lease_s = super().renew(*arguments)  # type: ignore[arg-type]
+        self.renewed.release()
+        return lease_s
+
+
+def test_a_lease_is_kept_from_a_thread_and_given_back(
+    quick_server: BootstrapServer, make_record: MakeRecord
+) -> None:
+    where, record = address(quick_server), make_record(ONE, FIRST)
+    with BootstrapClient(where) as client:
+        with RankLease(where, record, make_client=CountingClient) as lease:
+            for _ in range(6):  # two lengths of the lease
+                assert CountingClient.renewed.acquire(timeout=10)
+            assert client.instance(wait_s=10).ranks == (record.rank,)
+            assert lease.problem is None
+        # Another one gets the place at once.
+        client.try_register(make_record(ONE, FIRST, epoch=2, port=5))
+        lease.close()  # once more does no harm
+        assert client.instance().ranks[0].epoch == 2
+    assert "bootstrap-lease" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_rank_that_cannot_register_leaves_nothing_behind(make_record: MakeRecord) -> None:
+    with (
+        BootstrapServer("127.0.0.1", 0) as server,
+        RankLease(address(server), make_record(ONE, FIRST)),
+        pytest.raises(PlaceTaken),
+    ):
+        RankLease(address(server), make_record(ONE, FIRST, 2, port=5), deadline_s=0.01)
+    assert "bootstrap-lease" not in {thread.name for thread in threading.enumerate()}
+
+
+@contextmanager
+def by_hand(where: str, record: RankRecord) -> Iterator[RankLease]:
+    """A lease whose thread sleeps: the test renews."""
+    lease = RankLease(where, record)
+    lease._closing.set()
+    lease._thread.join(10)
+    # The thread gave the lease back when it ended.
+    lease._client = BootstrapClient(where)
+    lease.renew()
+    try:
+        yield lease
+    finally:
+        lease._client.close()
+
+
+def test_a_registry_that_was_restarted_or_forgot_gets_the_rank_again(
+    make_record: MakeRecord, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = make_record(ONE, FIRST)
+    server = BootstrapServer("127.0.0.1", 0)
+    with by_hand(address(server), record) as lease, BootstrapClient(address(server)) as client:
+        client.release(record.rank)  # as after a lapse
+        lease.renew()
+        first = client.instance()
+        assert (first.ranks, lease.problem) == ((record.rank,), None)
+        server.close()
+        with caplog.at_level(logging.WARNING, "bootstrap_server.lease"):
+            for _ in range(3):
+                lease.renew()
+        assert lease.problem is not None
+        for words in ("dp 0 cp 0 tp 0 pp 0", address(server), "refused"):
+            assert words in lease.problem
+        assert sum("soon no longer" in line for line in caplog.messages) == 1
+        with BootstrapServer("127.0.0.1", server.port):
+            lease.renew()
+            assert (client.instance().ranks, lease.problem) == ((record.rank,), None)
+            # A revision of the former server's is never above one of this one's.
+            assert client.instance().revision > first.revision
+    assert "rank dp 0 cp 0 tp 0 pp 0 is registered again" in caplog.messages
+
+
+def test_a_rank_whose_place_was_taken_says_so_and_comes_back(make_record: MakeRecord) -> None:
+    record, other = make_record(ONE, FIRST), make_record(ONE, FIRST, epoch=2, port=5)
+    with (
+        BootstrapServer("127.0.0.1", 0) as server,
+        by_hand(address(server), record) as lease,
+        BootstrapClient(address(server)) as client,
+    ):
+        client.release(record.rank)
+        client.register(other)
+        lease.renew()
+        assert "alive at 127.0.0.1 port 5 and not replaced" in str(lease.problem)
+        client.release(other.rank)
+        lease.renew()
+        assert (client.instance().ranks, lease.problem) == ((record.rank,), None)
+
+
+_RANK = """
+import sys
+from bootstrap_server import *
+import msgspec
+record = msgspec.json.decode(sys.argv[2], type=RankRecord)
+RankLease(sys.argv[1], record)
+print("registered", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def rank_process(where: str, record: RankRecord) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _RANK, where, msgspec.json.encode(record).decode()],
+        cwd=Path(bootstrap_server.__file__).parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "registered\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+@pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_died_or_froze_is_forgotten_and_its_restart_taken(
+    quick_server: BootstrapServer, make_record: MakeRecord, harm: signal.Signals
+) -> None:
+    where = address(quick_server)
+    with (
+        BootstrapClient(where) as client,
+        rank_process(where, make_record(ONE, FIRST)) as process,
+    ):
+        assert client.instance(wait_s=10).ranks[0].epoch == 1
+        os.kill(process.pid, harm)
+        # Asked again until the lease ends: were it never to end, this would be refused.
+        client.register(make_record(ONE, FIRST, epoch=2, port=5))
+        assert client.instance().ranks[0].epoch == 2
+
+
+def test_a_vanished_rank_is_forgotten_though_nobody_asks(
+    quick_server: BootstrapServer, make_record: MakeRecord
+) -> None:
+    with BootstrapClient(address(quick_server)) as client:
+        client.register(make_record(ONE, FIRST))
+        give_up_at_s = time.monotonic() + 10
+        counts = {"registered": 1}
+        while counts["registered"] and time.monotonic() < give_up_at_s:
+            # The list of instances ends no leases itself.
+            counts = requests.get(f"http://{client.address}/v1/instances", timeout=5).json()[
+                "default"
+            ]
+        with pytest.raises(NotReady, match=r"port 10000 and has not renewed its lease of 0\.3 s"):
+            client.instance()
+    assert counts == {"registered": 0, "expected": 1, "generation": 1, "revision": ANY}

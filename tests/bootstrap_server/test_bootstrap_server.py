@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the server listens, how it ends, and the one in a process of its own."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import bootstrap_server
+from bootstrap_server import (
+    BootstrapClient,
+    BootstrapError,
+    BootstrapServer,
+    NotReady,
+    RankCoords,
+    RankRecord,
+    Topology,
+    Unreachable,
+)
+
+MakeRecord = Callable[..., RankRecord]
+
+ONE = Topology(1, 1, 1, 1)
+FIRST = RankCoords(0, 0, 0, 0)
+PORT_FLAG = "--disaggregation-bootstrap-port"
+
+
+def has_ipv6_loopback() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("localhost", "localhost"),
+        ("0.0.0.0", "0.0.0.0"),
+        ("::1", "[::1]"),
+        ("[::1]", "[::1]"),
+        ("::", "[::]"),
+    ],
+)
+def test_hosts_of_all_kinds(host: str, address: str) -> None:
+    if ":" in host and not has_ipv6_loopback():
+        with pytest.raises(BootstrapError, match="cannot listen"):
+            BootstrapServer(host=host, port=0)
+        return
+    with (
+        BootstrapServer(host=host, port=0) as server,
+        BootstrapClient(f"{address}:{server.port}") as client,
+        pytest.raises(NotReady),
+    ):
+        client.instance()
+
+
+def test_a_taken_port_is_one_clear_sentence(server: BootstrapServer) -> None:
+    with pytest.raises(BootstrapError) as caught:
+        BootstrapServer(host="127.0.0.1", port=server.port)
+    taken = os.strerror(errno.EADDRINUSE)
+    for words in ("127.0.0.1", f"port {server.port}", taken, PORT_FLAG):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "words"),
+    [
+        ("127.0.0.1", 65_536, "outside 0..65535"),
+        ("127.0.0.1", -1, "outside 0..65535"),
+        ("", 0, "host is empty"),
+        ("no.such.host.invalid", 0, "cannot resolve"),
+        ("x" * 300, 0, "cannot resolve"),
+        ("192.0.2.1", 0, "cannot listen on 192.0.2.1"),
+    ],
+)
+def test_places_where_nobody_can_listen(host: str, port: int, words: str) -> None:
+    with pytest.raises(BootstrapError, match=words):
+        BootstrapServer(host=host, port=port)
+
+
+def test_close_frees_the_port_and_may_be_repeated() -> None:
+    server = BootstrapServer(host="127.0.0.1", port=0)
+    with BootstrapClient(f"127.0.0.1:{server.port}") as client:
+        with pytest.raises(NotReady):
+            client.instance()  # leaves an idle connection open
+        server.close()
+        server.close()
+        with pytest.raises(Unreachable):
+            client.instance()
+    assert "bootstrap-server" not in {thread.name for thread in threading.enumerate()}
+    BootstrapServer(host="127.0.0.1", port=server.port).close()
+
+
+@contextmanager
+def standalone(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bootstrap_server", *arguments],
+        cwd=Path(bootstrap_server.__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_standalone_serves_until_it_is_told_to_stop(number: signal.Signals) -> None:
+    with standalone("--host", "127.0.0.1", "--port", "0", "--log-level", "info") as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("bootstrap server listens on 127.0.0.1 port ")
+        with BootstrapClient(f"127.0.0.1:{line.split()[-1]}") as client, pytest.raises(NotReady):
+            client.instance()
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=10)
+        assert (process.returncode, output) == (0, "")
+        assert "Traceback" not in errors
+
+
+def test_standalone_refuses_leases_that_do_not_last() -> None:
+    with standalone("--port", "0", "--lease-s", "0") as process:
+        output, errors = process.communicate(timeout=10)
+        assert (process.returncode, output) == (1, "")
+        assert errors.count("\n") == 1
+        assert "lease_s is 0" in errors
+
+
+def test_standalone_says_in_one_line_that_the_port_is_taken(server: BootstrapServer) -> None:
+    with standalone("--port", str(server.port)) as process:
+        output, errors = process.communicate(timeout=10)
+        assert (process.returncode, output) == (1, "")
+        assert errors.count("\n") == 1
+        assert os.strerror(errno.EADDRINUSE) in errors

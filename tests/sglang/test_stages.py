@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pipeline stage 0 learns of the rooms of the other stages, over SGLang's own store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_mooncake.rooms.states import RoomView
+
+pytestmark = [
+    pytest.mark.sglang,
+    # SGLang's own imports warn on a machine without a GPU; they are not ours to mend.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+ROOM = 1 << 62
+WAIT_S = 20.0
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def boards(monkeypatch) -> Iterator[list]:
+    """The boards of two stages; the group that joins them hands one object from stage 0 to 1."""
+    from sglang_mooncake import seam
+
+    passed: list[object] = []
+
+    def broadcast_object(value: object, src: int) -> object:
+        passed.append(value)
+        return passed[0]
+
+    made = []
+    for rank in range(2):
+        group = SimpleNamespace(broadcast_object=broadcast_object)
+        parallel = SimpleNamespace(pp_size=2, pp_rank=rank, pp_group=group)
+        monkeypatch.setattr(seam, "get_parallel", lambda parallel=parallel: parallel)
+        made.append(seam.StageBoard())
+    yield made
+    for board in reversed(made):
+        board.close()
+
+
+def test_stage_0_waits_for_the_other_stage_and_learns_of_its_failure(boards):
+    from sglang_mooncake.seam import KVPoll
+
+    first, second = boards
+    ready = KVPoll.WaitingForInput
+    assert first.consensus(ROOM, ready) == KVPoll.Bootstrapping
+    view = RoomView(ROOM, 0.0)
+    second.ready(view)
+    until(lambda: first.consensus(ROOM, ready) == ready)
+    assert first.consensus(ROOM, KVPoll.Bootstrapping) == KVPoll.Bootstrapping
+    second.failed(view)
+    until(lambda: first.consensus(ROOM, ready) == KVPoll.Failed)
+    second.forget(view)
+    until(lambda: first.consensus(ROOM, ready) == KVPoll.Bootstrapping)
+
+
+def test_a_newer_use_of_a_room_number_outlives_the_words_of_the_former(boards):
+    from sglang_mooncake.seam import KVPoll
+
+    first, second = boards
+    former, newer = RoomView(ROOM, 0.0), RoomView(ROOM, 1.0)
+    second.ready(newer)
+    second.failed(former)
+    second.forget(former)
+    marker = RoomView(ROOM + 1, 1.0)
+    second.ready(marker)  # in order: when this has come, so has everything before it
+    until(lambda: first.consensus(ROOM + 1, KVPoll.WaitingForInput) == KVPoll.WaitingForInput)
+    assert first.consensus(ROOM, KVPoll.WaitingForInput) == KVPoll.WaitingForInput
+
+
+@pytest.mark.parametrize(("tp", "pp", "asks"), [(0, 0, True), (1, 0, False), (0, 1, False)])
+def test_one_rank_of_all_stages_has_a_retracted_request_computed_again(tp, pp, asks):
+    from bootstrap_server import RankCoords
+    from sglang_mooncake.manager import KVManager
+
+    failures: list[str] = []
+    rank = SimpleNamespace(
+        context=SimpleNamespace(coords=RankCoords(0, 0, tp, pp)), prefill_info_table={}
+    )
+    receiver = SimpleNamespace(bootstrap_addr="127.0.0.1:9", fail=failures.append)
+    KVManager.submit_prefill_recompute(rank, receiver, {})
+    # The one that asks finds that it does not know whom, and says so.
+    assert ["127.0.0.1:9" in failure for failure in failures] == [True] * asks
