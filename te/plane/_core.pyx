@@ -125,6 +125,7 @@ cdef class Engine:
         free(p)
 
     def work(self, u32 index):
+        name_thread(f"te-worker-{index}".encode())
         with nogil:
             worker_run(&self.p.workers[index])
 

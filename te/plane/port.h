@@ -9,10 +9,13 @@
 #define _GNU_SOURCE
 #endif
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -66,8 +69,28 @@ static inline void futex_wake_all(uint32_t *p) {
     syscall(SYS_futex, p, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
 
-/* Has the calling thread go on on another processor, if it may use one. It may use the same ones
- * as before afterwards: the kernel only moves threads apart by itself after milliseconds. */
+/* What top -H and debuggers call the calling thread: up to 15 characters. */
+static inline void name_thread(const char *name) { prctl(PR_SET_NAME, name, 0, 0, 0); }
+
+/* Whether more threads of this machine want to run than it has processors (proc_loadavg(5)). */
+static inline int is_crowded(void) {
+    char text[64];
+    int running = INT_MAX, fd = open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
+    if (fd >= 0) {
+        ssize_t n = read(fd, text, sizeof text - 1);
+        close(fd);
+        text[n > 0 ? n : 0] = 0;
+        if (sscanf(text, "%*s %*s %*s %d/", &running) != 1)
+            running = INT_MAX;
+    }
+    return running > sysconf(_SC_NPROCESSORS_ONLN);
+}
+
+/* Has the calling thread go on on another processor, if it may use one and one is free. It may use
+ * the same ones as before afterwards: the kernel only moves threads apart by itself after
+ * milliseconds. Never onto a busy one: where each session has a share of its own (sched(7),
+ * autogroup; likewise control groups) a thread that is put onto a processor that another session
+ * fills was seen to wait for up to 4.5 s, runnable, beside two SGLang servers. */
 static inline void change_processor(void) {
     cpu_set_t may, others;
     int here = sched_getcpu();
@@ -75,7 +98,7 @@ static inline void change_processor(void) {
         return;
     others = may;
     CPU_CLR(here, &others);
-    if (CPU_COUNT(&others) && !sched_setaffinity(0, sizeof others, &others))
+    if (CPU_COUNT(&others) && !is_crowded() && !sched_setaffinity(0, sizeof others, &others))
         sched_setaffinity(0, sizeof may, &may);
 }
 

@@ -105,9 +105,13 @@ cdef ssize_t copy_foreign(Rail *r) noexcept nogil:
 cdef void spread(Worker *w) noexcept nogil:
     """Has the workers copy on different processors: woken up by one source they start on one."""
     cdef u32 here = <u32>(sched_getcpu() + 1), i
+    cdef u64 now = now_ns()
     store32(&w.processor, here)
+    if now < w.spin.moved_ns + MOVE_NS:
+        return
     for i in range(w.index):
         if load32(&w.plane.workers[i].processor) == here:
+            w.spin.moved_ns = now
             change_processor()
             store32(&w.processor, <u32>(sched_getcpu() + 1))
             return

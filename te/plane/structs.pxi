@@ -41,6 +41,7 @@ cdef extern from "port.h" nogil:
     int last_errno()
     void change_processor()
     u32 times_displaced()
+    void name_thread(const char *name)
     ctypedef int pid_t
 
 cdef extern from "../verbs/abi.h" nogil:
