@@ -18,7 +18,8 @@ import te
 PENDING = te.Status.PENDING
 TIMEOUT_S = 20.0
 MANY_BYTES = 64 << 20
-FAR_COPIES = 8
+#: Enough that a test whose thread loses its core for a while still catches them under way.
+FAR_COPIES = 64
 
 Far = Callable[..., FarEngine]
 
