@@ -31,7 +31,7 @@ __all__ = [
     "version_mismatch",
 ]
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 """Version of the card, the greetings and the frames. Engines talk only to their own."""
 
 CARD_BYTES_MAX: Final = 1 << 20
@@ -104,23 +104,26 @@ class RailOffer(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     near_nic: Annotated[int, msgspec.Meta(ge=0, lt=NICS_LIMIT)]
     far_nic: Annotated[int, msgspec.Meta(ge=0, lt=NICS_LIMIT)]
-    #: Number of the queue pair, and of its first packet.
-    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
-    psn: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
-    lid: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
-    mtu: Annotated[int, msgspec.Meta(ge=1, le=5)]
     #: Address of my end, and index of the address of yours; empty and 0 where the LID is enough.
     gid: Annotated[bytes, msgspec.Meta(max_length=16)]
     far_gid_index: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
+    #: Number of the queue pair, and of its first packet; as all that follows not of iWARP.
+    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
+    psn: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
+    lid: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)] = 0
+    mtu: Annotated[int, msgspec.Meta(ge=1, le=5)] = 1
 
 
 class RailAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """My end, which is ready to receive."""
+    """My end, which is ready to receive; or of iWARP, ready to be dialled."""
 
-    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
-    psn: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
+    psn: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
     #: How often this link's rails have been fenced; send nothing before you know of that many.
-    fences: Unsigned
+    fences: Unsigned = 0
+    #: Where I listen, at the address that was asked for, and what to say there.
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    token: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):

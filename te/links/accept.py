@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from te.config import Config
@@ -21,8 +22,9 @@ from te.handshake import (
     encode,
 )
 from te.links import samehost
+from te.links.cm import CmAcceptor
 from te.links.dial import address_text
-from te.links.direct import accept_rail
+from te.links.direct import accept_rail, far_nic
 from te.links.greeting import GreetingKind, encode_greeting
 from te.links.incoming import Greeted, Incoming
 from te.links.local import Local
@@ -73,6 +75,7 @@ class Acceptor:
         if "samehost" in local.config.transports:
             self._listen_samehost()
         self.loop = IoLoop(name, self._on_tick, self._on_end)
+        self._cm = CmAcceptor(local, self._watch)
         for fd in self._listeners:
             self.loop.watch(fd, READABLE, lambda _, fd=fd: self._on_ready(fd))  # type: ignore[misc]
         self.loop.watch(local.plane.events_fd, READABLE, self._on_events)
@@ -132,6 +135,8 @@ class Acceptor:
         if link is None or not link.is_direct:
             return "no such link"
         try:
+            if far_nic(self.local, offer).family == "iwarp":
+                return self._cm.expect(link.handle, offer)
             return accept_rail(self.local, link.handle, offer)
         except OSError as exc:
             return exc.strerror or str(exc)
@@ -159,6 +164,9 @@ class Acceptor:
         except OSError as exc:
             return f"cannot map {hello.shared.nbytes} bytes: {exc.strerror}"
         return None
+
+    def _watch(self, fd: int, handler: Callable[[int], None]) -> None:
+        self.loop.call(lambda: self.loop.watch(fd, READABLE, handler))
 
     # -- loop's thread
 

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rails over RDMA: making both ends of one."""
+"""Rails over RDMA: making both ends of one.
+
+Queue pairs of InfiniBand and RoCE are connected with what the greetings say of them. Those of iWARP
+need a connection by rdma_cm first: the destination listens (``te.links.cm``), the source dials.
+"""
 
 from __future__ import annotations
 
+import errno
 import secrets
+import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +23,7 @@ from te.topology import Gid, gid_pairs
 from te.verbs._core import QueuePair
 from te.verbs.fabric import Nic
 
-__all__ = ["Path", "accept_rail", "build_rail", "paths"]
+__all__ = ["BUILD_TIMEOUT_S", "Path", "accept_rail", "build_rail", "far_nic", "hand_over", "paths"]
 
 SEND_DEPTH = 512
 # ibv_modify_qp(3): 4.096 us x 2^14 = 67 ms until a packet is sent again, so many times. Seven means
@@ -24,6 +31,14 @@ SEND_DEPTH = 512
 ACK_TIMEOUT = 14
 RETRIES = 5
 PSN_BITS = 24
+
+BUILD_TIMEOUT_S = 4.0
+"""Making a rail blocks for a round trip, or until this deadline if the peer is gone; and while the
+kernel looks for a hardware address, which takes a second if an ARP request is lost."""
+
+
+FENCES = struct.Struct("<Q")
+"""What the destination says with its part of a connection by rdma_cm."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +90,9 @@ def build_rail(
 ) -> None:
     """Makes this side's end, has the destination make its own, connects them and hands this one to
     the plane, which probes it. ``OSError``, ``te.ConnectError``."""
+    if path.near.family == "iwarp":
+        _dial_rail(link, rail, epoch, path, greet)
+        return
     near, far = path.near, card.nics[path.far]
     queue_pair = near.device.queue_pair(near.port, SEND_DEPTH, 1, near.max_message_bytes)
     psn = secrets.randbits(PSN_BITS)
@@ -105,15 +123,45 @@ def build_rail(
         RETRIES,
         local.config.traffic_class,
     )
-    _hand_over(queue_pair, link, offer, near.index, path.far, answer.fences)
+    hand_over(queue_pair, link, offer, near.index, path.far, answer.fences)
+
+
+def _dial_rail(
+    link: LinkHandle, rail: int, epoch: int, path: Path, greet: Callable[[RailOffer], Welcome]
+) -> None:
+    """``build_rail`` by rdma_cm: the answer says where to dial, and the destination's part of the
+    connection how often the link was fenced before it."""
+    deadline_s = time.monotonic() + BUILD_TIMEOUT_S
+    near = path.near
+    assert path.gids is not None
+    offer = RailOffer(
+        rail=rail,
+        epoch=epoch,
+        near_nic=near.index,
+        far_nic=path.far,
+        gid=path.gids[0].raw,
+        far_gid_index=path.gids[1].index,
+    )
+    answer = greet(offer).rail
+    if answer is None or not answer.port:
+        raise ConnectError("the engine welcomed a rail without its end of it")
+    queue_pair, said = near.device.dial(
+        path.gids[0].raw,
+        path.gids[1].raw,
+        answer.port,
+        answer.token,
+        SEND_DEPTH,
+        near.max_message_bytes,
+        deadline_s - time.monotonic(),
+    )
+    if len(said) < FENCES.size:
+        raise ConnectError("the engine answered rdma_connect without its fences")
+    hand_over(queue_pair, link, offer, near.index, path.far, FENCES.unpack_from(said)[0])
 
 
 def accept_rail(local: Local, link: LinkHandle, offer: RailOffer) -> RailAnswer:
     """The destination's part of ``build_rail``; ``OSError``."""
-    nics = () if local.fabric is None else local.fabric.nics
-    if offer.far_nic >= len(nics):
-        raise OSError(19, f"there is no device {offer.far_nic} here, but {len(nics)}")
-    nic = nics[offer.far_nic]
+    nic = far_nic(local, offer)
     queue_pair = nic.device.queue_pair(nic.port, 1, RECEIVE_DEPTH, nic.max_message_bytes)
     psn = secrets.randbits(PSN_BITS)
     queue_pair.connect(
@@ -129,13 +177,22 @@ def accept_rail(local: Local, link: LinkHandle, offer: RailOffer) -> RailAnswer:
         local.config.traffic_class,
     )
     number = queue_pair.number
-    _hand_over(queue_pair, link, offer, offer.far_nic, offer.near_nic, 0)
+    hand_over(queue_pair, link, offer, offer.far_nic, offer.near_nic, 0)
     # Read last: a fence that came before this rail was there must be known before it is used.
     return RailAnswer(number=number, psn=psn, fences=link.fences)
 
 
-def _hand_over(
+def far_nic(local: Local, offer: RailOffer) -> Nic:
+    """The destination's device that a source wants; ``OSError``."""
+    nics = () if local.fabric is None else local.fabric.nics
+    if offer.far_nic >= len(nics):
+        raise OSError(errno.ENODEV, f"there is no device {offer.far_nic} here, but {len(nics)}")
+    return nics[offer.far_nic]
+
+
+def hand_over(
     queue_pair: QueuePair, link: LinkHandle, offer: RailOffer, near: int, far: int, fences: int
 ) -> None:
+    """Gives a queue pair to the plane; ``OSError``."""
     link.add_pair(queue_pair.address, offer.rail, offer.epoch, near, far, fences)
     queue_pair.disown()

@@ -17,20 +17,17 @@ from dataclasses import dataclass, field
 
 from te.errors import Error
 from te.handshake import Card, RailOffer, Welcome
-from te.links.direct import Path, build_rail
+from te.links.direct import BUILD_TIMEOUT_S, Path, build_rail
 from te.links.local import Local
 from te.plane._core import LinkHandle
 from te.plane.reasons import Reason, rail_sentence
 from te.rails import Event, Instruction, Rail, State, Timing
 
-__all__ = ["BUILD_TIMEOUT_S", "DirectLink", "Keeper", "RailView"]
+__all__ = ["DirectLink", "Keeper", "RailView"]
 
 logger = logging.getLogger(__name__)
 
-# Making a rail blocks for a round trip, or until a deadline if the peer is gone; and while the
-# kernel looks for a hardware address, which takes a second if an ARP request is lost.
 BUILDERS = 8
-BUILD_TIMEOUT_S = 4.0
 
 
 @dataclass(frozen=True)

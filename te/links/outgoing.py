@@ -18,8 +18,8 @@ from te.errors import ConnectError, Error
 from te.handshake import Card, Hello, RailOffer, Shared, Welcome
 from te.links import samehost
 from te.links.dial import Dialled, TransportRefused, address_text, blame, greet, tune
-from te.links.direct import paths
-from te.links.keeper import BUILD_TIMEOUT_S, DirectLink
+from te.links.direct import BUILD_TIMEOUT_S, paths
+from te.links.keeper import DirectLink
 from te.links.local import Local, SharedMemory
 from te.plane._core import RAILS_LIMIT, LinkHandle
 from te.plane.reasons import Reason

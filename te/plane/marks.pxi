@@ -18,7 +18,7 @@ cdef int post_receives(Pair *q, u32 n) noexcept nogil:
         wrs[i].next = &wrs[i + 1] if i + 1 < n else NULL
         wrs[i].num_sge = 0
         wrs[i].sg_list = &sges[i]
-        if not q.e.has_imm:
+        if q.e.is_iwarp:
             sges[i].addr = <u64>(q.e.scratch + 8 * slot)
             sges[i].length = 8
             sges[i].lkey = q.e.scratch_lkey
@@ -171,7 +171,7 @@ cdef void marks_arrived(Pair *q, VWc *wc, int n) noexcept nogil:
             broken = True
             continue
         mark = wc[i].imm_data
-        if not q.e.has_imm:
+        if q.e.is_iwarp:
             memcpy(&mark, q.e.scratch + 8 * wc[i].wr_id, sizeof(mark))
         q.marks_seen += 1
         good &= land_mark(r, ntohl(mark))
@@ -180,7 +180,7 @@ cdef void marks_arrived(Pair *q, VWc *wc, int n) noexcept nogil:
     if broken and q.state == PAIR_UP:
         queue_broken(r, q.index, q.epoch)
         pair_drain(q)
-    elif q.marks_seen - q.marks_told >= RECEIVES / 4:
+    elif q.marks_seen - q.marks_told >= (1 if q.e.is_iwarp else RECEIVES / 4):
         q.marks_told = q.marks_seen
         memset(&h, 0, sizeof(h))
         h.kind = CREDIT

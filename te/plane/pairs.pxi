@@ -52,6 +52,7 @@ cdef int pair_new(
     q.index, q.epoch, q.near_nic, q.far_nic, q.fences = index, epoch, near_nic, far_nic, fences
     q.progress_ns = now_ns()
     q.credit = RECEIVES
+    q.confirmed = 0 if e.is_iwarp else <u64>-1
     if link.is_incoming:
         q.state = PAIR_UP
         errnum = post_receives(q, RECEIVES)
@@ -103,6 +104,11 @@ cdef void pairs_adopt(Worker *w) noexcept nogil:
             if old != NULL:
                 pair_end(old)
             q.link.pairs[q.index] = q
+            # Only now: a fence that comes from here on finds it, and those before are told.
+            if q.e.accept != NULL and q.e.accept(q.e, q.link.fences):
+                pair_end(q)
+                q = next
+                continue
             if q.state == PAIR_PROBE:
                 post_probe(q)
             store32(&q.kick, 1)
@@ -409,6 +415,8 @@ cdef bint pair_turn(Pair *q) noexcept nogil:
         store32(&q.worker.kicked, 1)
     if q.e == NULL:
         return busy
+    if not q.link.is_incoming:
+        busy |= pieces_done(q)
     if q.state == PAIR_DRAIN:
         if q.receives == 0 or now_ns() > q.drain_until:
             pair_drained(q)
@@ -464,7 +472,8 @@ cdef void pairs_check(Worker *w, u64 now) noexcept nogil:
     cdef bint late
     while q != NULL:
         if q.e != NULL and not q.link.is_incoming:
-            late = q.sequence != q.completed and now > q.progress_ns + q.plane.rail_ns
+            late = q.sequence != q.completed or q.marks > q.confirmed
+            late = late and now > q.progress_ns + q.plane.rail_ns
             if late and q.suspect:
                 pair_fail(q, NO_COMPLETION, 0)
             q.suspect = late

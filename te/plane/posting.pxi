@@ -273,7 +273,7 @@ cdef void build_mark(Pair *q, u32 mark) noexcept nogil:
     w.num_sge = 0
     w.remote_addr = 0
     w.rkey = 0
-    if not q.e.has_imm:
+    if q.e.is_iwarp:
         w.opcode = WR_SEND
         w.send_flags |= SEND_INLINE
         w.num_sge = 1
@@ -354,7 +354,7 @@ cdef bint hand_over(Pair *q) noexcept nogil:
     cdef int errnum
     if q.built_at == q.built_n:
         return True
-    if q.completed == q.sequence - (q.built_n - q.built_at):
+    if q.ring_n <= 1 and q.completed == q.sequence - (q.built_n - q.built_at):
         q.progress_ns = now_ns()  # Nothing was under way: its time begins now.
     q.wrs[q.built_n - 1].next = NULL
     errnum = q.e.post_send(q.e.qp, &q.wrs[q.built_at], &bad)
@@ -392,6 +392,7 @@ cdef bint post_pieces(Pair *q) noexcept nogil:
         if build(q):
             last = &q.ring[(q.ring_first + q.ring_n - 1) % POSTED_MAX]
             last.sequence = q.sequence
+            last.mark = 0 if last.transfer.kind == READ_DIRECT else q.marks
             q.building = NULL
     return busy
 
@@ -399,26 +400,41 @@ cdef bint post_pieces(Pair *q) noexcept nogil:
 # -- what comes back
 
 cdef void writes_done(Pair *q, VWc *wc, int n) noexcept nogil:
-    cdef Rail *r
-    cdef Transfer *t
-    cdef Posted *one
     cdef int i
-    cdef u64 sent = 0
     for i in range(n):
         if wc[i].status != WC_SUCCESS:
             pair_fail(q, BAD_STATUS, wc[i].status)
             return
         q.completed = wc[i].wr_id
-    q.progress_ns = now_ns()
-    if q.state == PAIR_PROBE:
+    if not q.e.is_iwarp:
+        q.progress_ns = now_ns()
+        q.link.has_outlasted = False
+
+
+cdef inline bint is_done(Pair *q) noexcept nogil:
+    """Whether the first piece under way has left this side for good."""
+    cdef Posted *one = &q.ring[q.ring_first]
+    return q.ring_n != 0 and one.sequence <= q.completed and one.mark <= q.confirmed
+
+
+cdef bint pieces_done(Pair *q) noexcept nogil:
+    """After completions or a word of the destination; whether anything was done by them."""
+    cdef Rail *r
+    cdef Transfer *t
+    cdef Posted *one
+    cdef u64 sent = 0
+    if q.state == PAIR_PROBE and q.completed and q.confirmed:
         q.state = PAIR_UP
+        q.progress_ns = now_ns()
+        q.link.has_outlasted = False
         tell(q.plane, q.link, q.index, q.epoch, RAIL_UP, 0)
+    if not is_done(q):
+        return False
+    q.progress_ns = now_ns()
     q.link.has_outlasted = False
-    if q.ring_n == 0 or q.ring[q.ring_first].sequence > q.completed:
-        return
     store64(&q.link.progress_ns, q.progress_ns)
     r = control_lock(q.link)
-    while q.ring_n and q.ring[q.ring_first].sequence <= q.completed:
+    while is_done(q):
         one = &q.ring[q.ring_first]
         q.ring_first = (q.ring_first + 1) % POSTED_MAX
         q.ring_n -= 1
@@ -431,10 +447,12 @@ cdef void writes_done(Pair *q, VWc *wc, int n) noexcept nogil:
         advance_transfer(r, t)
     control_unlock(r)
     add64(&q.plane.bytes_sent, sent)
+    return True
 
 
 cdef void on_credit(Rail *r, Header *h) noexcept nogil:
     cdef Pair *q = r.link.pairs[h.transfer] if h.transfer < RAILS_MAX else NULL
     if q != NULL and q.epoch == h.tag and q.e != NULL:
         q.credit = max(q.credit, h.total + RECEIVES)
+        q.confirmed = max(q.confirmed, h.total)
         kick_pairs(r.link)

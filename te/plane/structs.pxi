@@ -69,7 +69,7 @@ cdef extern from "../verbs/abi.h" nogil:
         void *qp
         void *cq
         int fd
-        u32 send_depth, receive_depth, has_imm, max_msg_bytes, scratch_lkey
+        u32 send_depth, receive_depth, max_msg_bytes, scratch_lkey, is_iwarp
         uint8_t *scratch
         int (*post_send)(void *qp, VSendWr *first, VSendWr **bad) noexcept nogil
         int (*post_recv)(void *qp, VRecvWr *first, VRecvWr **bad) noexcept nogil
@@ -77,6 +77,7 @@ cdef extern from "../verbs/abi.h" nogil:
         int (*req_notify_cq)(void *cq, int solicited_only) noexcept nogil
         void (*take_events)(Endpoint *e) noexcept nogil
         int (*to_error)(Endpoint *e) noexcept nogil
+        int (*accept)(Endpoint *e, u64 word) noexcept nogil
         void (*release)(Endpoint *e) noexcept nogil
     enum:
         WR_RDMA_WRITE, WR_RDMA_WRITE_WITH_IMM, WR_SEND, WR_RDMA_READ, SEND_SIGNALED, SEND_INLINE
@@ -403,6 +404,7 @@ cdef struct Posted:
     Transfer *transfer
     u32 piece
     u64 sequence, nbytes  # of the work request that ends it
+    u64 mark  # which of the pair's marks; 0 of a read, which has none
 
 # A connected RDMA queue pair of a link: one rail. Only the link's worker touches it, except for
 # what is atomic.
@@ -432,6 +434,7 @@ cdef struct Pair:
     u32 building_piece
     u64 at_block, at_offset, at_left
     u64 marks, credit  # marks posted since it was connected, and how many may be
+    u64 confirmed  # how many the destination has seen; all of them where a completion says that
     u64 fences  # nothing is sent before the link has heard of that many
     Far *far_key  # where the last block went, and came from
     Key *near_key

@@ -3,11 +3,13 @@
 
 ``machine`` reads what the kernel says below a root directory, ``locality`` ranks NICs per memory
 location (or takes the user's word for it), ``gids`` lists the addresses of a port and the order in
-which to try them with a peer. ``report`` is ``te topology``.
+which to try them with a peer, ``addresses`` those of an iWARP device. ``report`` is
+``te topology``.
 """
 
 from __future__ import annotations
 
+from te.topology.addresses import read_addresses
 from te.topology.gids import Gid, GidKind, gid_pairs, read_gids
 from te.topology.locality import (
     Link,
@@ -34,6 +36,7 @@ __all__ = [
     "gid_pairs",
     "parse_override",
     "rank",
+    "read_addresses",
     "read_gids",
     "read_machine",
 ]

@@ -44,6 +44,22 @@ class Device:
         """With a completion queue and channel of its own; not connected yet. Nobody gives it
         messages of more than ``message_bytes``."""
 
+    def dial(
+        self,
+        near: bytes,
+        far: bytes,
+        far_port: int,
+        token: bytes,
+        send_depth: int,
+        message_bytes: int,
+        timeout_s: float,
+    ) -> tuple[QueuePair, bytes]:
+        """A connected QueuePair, by rdma_cm(7), and what the other side said with its answer.
+
+        ``near`` and ``far``: 16 bytes, of an IPv6 address or of an IPv4 address mapped to one.
+        ``token``: at most 64 bytes, for the ``CmRequest``. A device may block in here for longer
+        than ``timeout_s``, but never succeeds after it. ``OSError``."""
+
 class MemoryRegion:
     @property
     def lkey(self) -> int: ...
@@ -79,3 +95,31 @@ class QueuePair:
     ) -> None:
         """To the ready-to-send state; ibv_modify_qp(3). ``far_gid`` is empty within an InfiniBand
         subnet. ``OSError``."""
+
+class CmListener:
+    """Takes connections by rdma_cm(7) at one address of this host, 16 bytes as in ``dial``."""
+
+    def __init__(self, address: bytes) -> None:
+        """``OSError``."""
+
+    @property
+    def fd(self) -> int:
+        """Readable when ``requests`` has some."""
+
+    @property
+    def port(self) -> int:
+        """Chosen by the kernel."""
+
+    def requests(self) -> list[CmRequest]:
+        """Those that wait."""
+
+class CmRequest:
+    """Somebody dials. Rejected with its last reference, unless a queue pair was made of it."""
+
+    @property
+    def token(self) -> bytes:
+        """What the other side gave to ``Device.dial``."""
+
+    def queue_pair(self, device: Device, receive_depth: int, message_bytes: int) -> QueuePair:
+        """Once, for the device that has the address; the data plane accepts it as soon as it has
+        posted receives. ``OSError``."""

@@ -33,7 +33,6 @@ def device_list():
 cdef class Device:
     cdef VContext *context
     cdef void *pd
-    cdef bint uses_cm
     cdef VDeviceAttr attr
     cdef readonly str name
     cdef readonly bint is_iwarp
@@ -176,6 +175,13 @@ cdef class Device:
         return q
 
 
+    def dial(
+        self, bytes near, bytes far, uint16_t far_port, bytes token, uint32_t send_depth,
+        uint32_t message_bytes, double timeout_s
+    ):
+        return cm_dial(self, near, far, far_port, token, send_depth, message_bytes, timeout_s)
+
+
 cdef class MemoryRegion:
     cdef VMr *mr
     cdef Device device  # It must outlive the region.
@@ -219,7 +225,8 @@ cdef class QueuePair:
 
     def __dealloc__(self):
         if self.e != NULL:
-            self.e.release(self.e)
+            with nogil:  # One that was only half connected may take its device seconds.
+                self.e.release(self.e)
 
     @property
     def number(self):

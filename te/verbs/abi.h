@@ -194,24 +194,30 @@ typedef struct {
 _Static_assert(sizeof(VCmEvent) == 80, "struct rdma_cm_event");
 enum {
     CM_ADDR_RESOLVED = 0, CM_ROUTE_RESOLVED = 2, CM_CONNECT_REQUEST = 4, CM_ESTABLISHED = 9,
-    CM_DISCONNECTED = 10, CM_PS_TCP = 0x106,
+    CM_PS_TCP = 0x106,
 };
 
 /* One connected queue pair with what belongs to it: made by te/verbs, used by the data plane
  * through these pointers alone, whose names say which verb they are. All return 0 or an errno
  * unless they say otherwise. */
 typedef struct Endpoint {
-    void *qp, *cq, *channel, *cm, *scratch_mr;
+    void *qp, *cq, *channel, *cm, *cm_channel, *scratch_mr;
     int32_t fd; /* of the completion channel, non-blocking */
-    uint32_t qp_num, send_depth, receive_depth, has_imm, max_msg_bytes, scratch_lkey;
-    uint8_t *scratch; /* where trailing sends land on devices without immediate data */
+    uint32_t qp_num, send_depth, receive_depth, max_msg_bytes, scratch_lkey;
+    /* No write with immediate data; and a send or write is done when it is on its way, not when it
+     * is there: a completion says nothing of the other side. */
+    uint32_t is_iwarp;
+    uint8_t *scratch; /* iWARP: where trailing sends land */
     int (*post_send)(void *qp, VSendWr *first, VSendWr **bad);
     int (*post_recv)(void *qp, VRecvWr *first, VRecvWr **bad);
     int (*poll_cq)(void *cq, int n, VWc *wc); /* completions found, or below 0 */
     int (*req_notify_cq)(void *cq, int solicited_only);
     void (*take_events)(struct Endpoint *e); /* empties the channel */
     int (*to_error)(struct Endpoint *e);     /* after its flushes nothing lands through it */
-    void (*release)(struct Endpoint *e);     /* destroys all of it, and `e` */
+    /* The last step of one that another side dialled: tells it the word, after which it may send.
+     * NULL for one that is connected. */
+    int (*accept)(struct Endpoint *e, uint64_t word);
+    void (*release)(struct Endpoint *e); /* destroys all of it, and `e` */
 } Endpoint;
 
 #endif

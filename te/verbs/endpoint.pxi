@@ -24,6 +24,8 @@ cdef void endpoint_release(Endpoint *e) noexcept nogil:
             lib.destroy_qp(e.qp)
     if e.cm != NULL:
         lib.cm_destroy_id(e.cm)
+    if e.cm_channel != NULL:
+        lib.cm_destroy_event_channel(e.cm_channel)
     if e.cq != NULL:
         endpoint_take_events(e)
         lib.destroy_cq(e.cq)
@@ -42,7 +44,7 @@ cdef Endpoint *endpoint_new(Device device, uint32_t send_depth, uint32_t receive
         raise MemoryError
     e.send_depth = send_depth
     e.receive_depth = receive_depth
-    e.has_imm = not device.is_iwarp
+    e.is_iwarp = device.is_iwarp
     e.take_events = endpoint_take_events
     e.to_error = endpoint_to_error
     e.release = endpoint_release
@@ -74,7 +76,7 @@ cdef int endpoint_create_cq(Endpoint *e, Device device) except -1:
     (<void **>&e.post_recv)[0] = ops[OPS_POST_RECV]
     (<void **>&e.poll_cq)[0] = ops[OPS_POLL_CQ]
     (<void **>&e.req_notify_cq)[0] = ops[OPS_REQ_NOTIFY_CQ]
-    if e.has_imm:
+    if not e.is_iwarp:
         return 0
     e.scratch = <uint8_t *>calloc(1, SCRATCH_BYTES)
     if e.scratch == NULL:
@@ -94,7 +96,7 @@ cdef void fill_init(Endpoint *e, VQpInitAttr *a) noexcept:
     a.max_send_wr = e.send_depth
     a.max_recv_wr = e.receive_depth
     a.max_send_sge = a.max_recv_sge = 1
-    a.max_inline_data = 0 if e.has_imm else INLINE_BYTES_MAX
+    a.max_inline_data = INLINE_BYTES_MAX if e.is_iwarp else 0
     a.qp_type = QPT_RC
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from te.errors import DeviceError, RegistrationError
 from te.plane._core import NICS_LIMIT
-from te.topology import Gid, choose_nics, read_machine
+from te.topology import Gid, choose_nics, read_addresses, read_machine
 from te.topology import Nic as MachineNic
 from te.topology.gids import parse_gid
 from te.verbs import _core as verbs
@@ -51,6 +51,7 @@ class Nic:
     device: verbs.Device
     #: ``"ib"``, ``"roce"`` or ``"iwarp"``: what it can be connected with.
     family: str
+    #: Of iWARP the IP addresses of its interface, by their position here.
     gids: tuple[Gid, ...]
     #: InfiniBand's local address of the port; 0 elsewhere.
     lid: int
@@ -169,7 +170,7 @@ def _open(index: int, one: MachineNic, is_iwarp: bool) -> Nic:
     try:
         device = verbs.Device(one.device)
         state, mtu, lid, is_ethernet, _, max_message = device.port(one.port)
-        gids = _gids(one, device)
+        gids = read_addresses(one.netdev) if is_iwarp else _gids(one, device)
     except OSError as exc:
         raise DeviceError(f"{one.name}: {exc.strerror}") from exc
     if state != PORT_ACTIVE:
@@ -179,6 +180,8 @@ def _open(index: int, one: MachineNic, is_iwarp: bool) -> Nic:
         )
     if is_ethernet and not is_iwarp and not any(gid.roce == 2 for gid in gids):
         raise DeviceError(f"{one.name}: no RoCE v2 GID; give {one.netdev or 'it'} an IP address")
+    if is_iwarp and not gids:
+        raise DeviceError(f"{one.name}: no IP address; give {one.netdev or 'it'} one")
     return Nic(
         index=index,
         name=one.name,

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # The two shared libraries, opened at run time.
 
-from libc.errno cimport EAGAIN, EINTR, ENODEV, ENOMEM, ENOSYS, errno
-from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.errno cimport ECONNREFUSED, EINTR, ENODEV, ENOSYS, ETIMEDOUT, errno
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 import os
+import time
 
 cdef extern from "abi.h" nogil:
     ctypedef struct VSge:
@@ -69,11 +70,9 @@ cdef extern from "abi.h" nogil:
         VQp *qp
     ctypedef struct VCmParam:
         const void *private_data
-        uint8_t private_data_len, responder_resources, initiator_depth, retry_count
-        uint8_t rnr_retry_count
+        uint8_t private_data_len, responder_resources, initiator_depth
     ctypedef struct VCmEvent:
         VCmId *id
-        VCmId *listen_id
         int32_t event, status
         VCmParam param
     ctypedef struct Endpoint:
@@ -81,9 +80,10 @@ cdef extern from "abi.h" nogil:
         void *cq
         void *channel
         void *cm
+        void *cm_channel
         void *scratch_mr
         int32_t fd
-        uint32_t qp_num, send_depth, receive_depth, has_imm, max_msg_bytes, scratch_lkey
+        uint32_t qp_num, send_depth, receive_depth, is_iwarp, max_msg_bytes, scratch_lkey
         uint8_t *scratch
         int (*post_send)(void *, VSendWr *, VSendWr **) noexcept nogil
         int (*post_recv)(void *, VRecvWr *, VRecvWr **) noexcept nogil
@@ -91,6 +91,7 @@ cdef extern from "abi.h" nogil:
         int (*req_notify_cq)(void *, int) noexcept nogil
         void (*take_events)(Endpoint *) noexcept nogil
         int (*to_error)(Endpoint *) noexcept nogil
+        int (*accept)(Endpoint *, uint64_t) noexcept nogil
         void (*release)(Endpoint *) noexcept nogil
     enum:
         OPS_POLL_CQ, OPS_REQ_NOTIFY_CQ, OPS_POST_SEND, OPS_POST_RECV, TRANSPORT_IWARP
@@ -111,7 +112,35 @@ cdef extern from "<fcntl.h>" nogil:
     int fcntl(int fd, int command, ...)
     enum: F_GETFL, F_SETFL, O_NONBLOCK
 
+cdef extern from "<poll.h>" nogil:
+    struct pollfd:
+        int fd
+        short events
+    int poll(pollfd *fds, unsigned long n, int timeout_ms)
+    enum: POLLIN
+
+cdef extern from "<netinet/in.h>" nogil:
+    struct in_addr:
+        pass
+    struct in6_addr:
+        pass
+    struct sockaddr_storage:
+        pass
+    struct sockaddr_in:
+        uint16_t sin_family, sin_port
+        in_addr sin_addr
+    struct sockaddr_in6:
+        uint16_t sin6_family, sin6_port
+        in6_addr sin6_addr
+    uint16_t htons(uint16_t v)
+    uint16_t ntohs(uint16_t v)
+    enum: AF_INET, AF_INET6
+
 cdef enum:
+    BACKLOG = 128
+    # The kernel misses an ARP reply that comes at once (ib_core's addr.c), and only looks again when
+    # this is over.
+    RESOLVE_MS = 500
     READS_MAX = 16  # RDMA reads of a queue pair that are under way at once; every device has them
     INLINE_BYTES_MAX = 16
     GIDS_MAX = 2047  # the kernel counts the bytes of an answer in 16 bits
@@ -160,6 +189,8 @@ cdef struct Lib:
     int (*cm_reject)(void *, const void *, uint8_t) noexcept nogil
     int (*cm_get_event)(void *, VCmEvent **) noexcept nogil
     int (*cm_ack_event)(VCmEvent *) noexcept nogil
+    int (*cm_migrate_id)(void *, void *) noexcept nogil
+    const char *(*cm_event_text)(int) noexcept nogil
     uint16_t (*cm_get_src_port)(void *) noexcept nogil
 
 cdef Lib lib
@@ -252,6 +283,8 @@ cdef int load_cm() except -1:
     (<void **>&lib.cm_reject)[0] = symbol(v, b"rdma_reject")
     (<void **>&lib.cm_get_event)[0] = symbol(v, b"rdma_get_cm_event")
     (<void **>&lib.cm_ack_event)[0] = symbol(v, b"rdma_ack_cm_event")
+    (<void **>&lib.cm_migrate_id)[0] = symbol(v, b"rdma_migrate_id")
+    (<void **>&lib.cm_event_text)[0] = symbol(v, b"rdma_event_str")
     (<void **>&lib.cm_get_src_port)[0] = symbol(v, b"rdma_get_src_port")
     lib.has_cm = True
     return 0

@@ -18,8 +18,7 @@ from testbed_nics import Nic, cut, run, shaped, wait_for
 import te
 from te.rails import State
 
-# Devices of the iWARP family need connections by rdma_cm, which te does not have yet.
-pytestmark = [pytest.mark.rdma, pytest.mark.driver("rxe")]
+pytestmark = pytest.mark.rdma
 
 STALL_S = 3.0
 BACK_S = 5.0

@@ -16,8 +16,7 @@ from testbed_nics import Nic, shaped
 import te
 from te.rails import State
 
-# Devices of the iWARP family need connections by rdma_cm, which te does not have yet.
-pytestmark = [pytest.mark.rdma, pytest.mark.driver("rxe")]
+pytestmark = pytest.mark.rdma
 
 STALL_S = 2.0
 NBYTES = 8 << 20
@@ -61,7 +60,7 @@ def test_a_peer_that_is_gone_fails_in_time_and_disturbs_no_other(
 
 
 def test_memory_gone_from_one_device_fails_nothing(rdma_nics: tuple[Nic, ...]) -> None:
-    """Its rail breaks with a remote access error, and the others carry the rest."""
+    """Its rail breaks, and the others carry the rest."""
     count = min(4, len(rdma_nics) // 2)
     near, far = rdma_nics[:count], rdma_nics[count : 2 * count]
     with two_engines(near, far) as engines, Stream(*engines) as stream:
@@ -70,7 +69,9 @@ def test_memory_gone_from_one_device_fails_nothing(rdma_nics: tuple[Nic, ...]) -
         assert registration is not None
         registration.regions[0].close()
         stream.go_on()
-        assert "access" in rail_of(stream.peer, near[0]).reason
+        # An iWARP device only sees the stream end.
+        wanted = "access" if near[0].driver == "rxe" else "flushed"
+        assert wanted in rail_of(stream.peer, near[0]).reason
     assert stream.failures == []
 
 

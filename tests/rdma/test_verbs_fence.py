@@ -16,7 +16,7 @@ from testbed_nics import Nic, shaped
 
 import te
 
-pytestmark = [pytest.mark.rdma, pytest.mark.driver("rxe")]
+pytestmark = pytest.mark.rdma
 
 MIB = 1 << 20
 NBYTES = 64 * MIB

@@ -13,7 +13,7 @@ from te.bench.pattern import check, fill
 from te.bench.shapes import SHAPES, plan
 from te.rails import State
 
-pytestmark = [pytest.mark.rdma, pytest.mark.driver("rxe")]
+pytestmark = pytest.mark.rdma
 
 MIB = 1 << 20
 SCALES = {"kv": 1 / 16, "s256": 1 / 8, "s2k": 1 / 8, "big": 1 / 8, "lat": 1 / 40, "thr8": 1 / 16}

@@ -201,7 +201,8 @@ def test_hello_of_another_version(target: Target) -> None:
         refuse = msgspec.msgpack.decode(greeting.body, type=Refuse)
         assert greeting.kind == GreetingKind.REFUSE
         assert refuse.code == "version"
-        assert "speaks te protocol 5, this engine speaks 4" in refuse.reason
+        said = f"speaks te protocol {PROTOCOL_VERSION + 1}, this engine speaks {PROTOCOL_VERSION}"
+        assert said in refuse.reason
         assert sock.recv(1) == b""
     target.assert_serves()
 
@@ -369,7 +370,11 @@ def connected_to_raw(
 @pytest.mark.parametrize(
     ("answer", "error", "says"),
     [
-        (welcome(version=9), te.VersionError, "speaks te protocol 9, this engine speaks 4"),
+        (
+            welcome(version=9),
+            te.VersionError,
+            f"speaks te protocol 9, this engine speaks {PROTOCOL_VERSION}",
+        ),
         (welcome(id="cd" * 16), te.ConnectError, "is the engine cdcd.*restarted"),
         (welcome(epoch=2), te.ConnectError, "restarted"),
         (b"HTTP/1.1 400 Bad Request\r\n", te.HandshakeError, "not a te engine"),

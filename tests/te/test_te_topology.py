@@ -21,9 +21,11 @@ from te.topology import (
     gid_pairs,
     parse_override,
     rank,
+    read_addresses,
     read_gids,
     read_machine,
 )
+from te.topology.addresses import parse_inet6
 from te.topology.gids import parse_gid
 from te.topology.locality import link
 
@@ -287,3 +289,21 @@ def test_the_command_names_what_is_wrong(
 def test_no_device_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "--root", str(tmp_path)]) == 1
     assert "No RDMA devices" in capsys.readouterr().out
+
+
+def test_addresses_of_an_interface() -> None:
+    found = read_addresses("lo")
+    assert [gid.index for gid in found] == list(range(len(found)))
+    assert (found[0].text, found[0].kind) == ("::ffff:127.0.0.1", GidKind.IPV4)
+    assert found[0].raw == bytes(10) + b"\xff\xff\x7f\0\0\x01"
+    assert read_addresses("no-such-link") == ()
+
+
+def test_global_addresses_in_the_kernels_table() -> None:
+    table = (
+        "fe800000000000000000000000000001 02 40 20 80     eth0\n"
+        "20010db8000000000000000000000007 02 40 00 80     eth0\n"
+        "20010db8000000000000000000000008 03 40 00 80     eth1\n"
+    )
+    assert parse_inet6(table, "eth0") == ["2001:db8::7"]
+    assert parse_inet6("", "eth0") == []

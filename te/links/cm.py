@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rails of iWARP, the destination's side: listens by rdma_cm where a source was told to dial."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from te.handshake import RailAnswer, RailOffer
+from te.links.direct import BUILD_TIMEOUT_S, far_nic, hand_over
+from te.links.local import Local
+from te.plane._core import RECEIVE_DEPTH, LinkHandle
+from te.verbs._core import CmListener, CmRequest
+from te.verbs.fabric import Nic
+
+__all__ = ["CmAcceptor"]
+
+logger = logging.getLogger(__name__)
+
+# Number of the link, its rail, and a secret.
+TOKEN = struct.Struct("<QI16s")
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """A source that was told to dial."""
+
+    token: bytes
+    link: LinkHandle
+    offer: RailOffer
+    nic: Nic
+    until_s: float
+
+
+class CmAcceptor:
+    """One listener for each address that a source has asked for. Any thread may call anything."""
+
+    def __init__(self, local: Local, watch: Callable[[int, Callable[[int], None]], None]) -> None:
+        """``watch(fd, handler)`` has the handler called on some thread whenever ``fd`` is
+        readable, until that is closed with this object's last reference."""
+        self._local = local
+        self._watch = watch
+        self._lock = threading.Lock()
+        #: By device and address; under the lock, as the next.
+        self._listeners: dict[tuple[int, int], CmListener] = {}
+        #: By link and rail: an offer replaces the one before it.
+        self._expected: dict[tuple[int, int], _Expected] = {}
+
+    def expect(self, link: LinkHandle, offer: RailOffer) -> RailAnswer:
+        """Where the source shall dial; ``OSError``."""
+        nic = far_nic(self._local, offer)
+        index = offer.far_gid_index
+        if index >= len(nic.gids):
+            raise OSError(
+                errno.EADDRNOTAVAIL, f"{nic.name} has no address {index} here, but {len(nic.gids)}"
+            )
+        token = TOKEN.pack(link.number, offer.rail, secrets.token_bytes(16))
+        now_s = time.monotonic()
+        with self._lock:
+            listener = self._listeners.get((nic.index, index))
+            if listener is None:
+                listener = CmListener(nic.gids[index].raw)
+                self._listeners[nic.index, index] = listener
+                self._watch(listener.fd, lambda _, one=listener: self._on_ready(one))  # type: ignore[misc]
+            self._expected = {k: one for k, one in self._expected.items() if one.until_s > now_s}
+            self._expected[link.number, offer.rail] = _Expected(
+                token, link, offer, nic, now_s + BUILD_TIMEOUT_S
+            )
+        return RailAnswer(port=listener.port, token=token)
+
+    def _on_ready(self, listener: CmListener) -> None:
+        for request in listener.requests():
+            # Making a queue pair may take a device milliseconds.
+            self._local.keeper.run(lambda one=request: self._take(one))  # type: ignore[misc]
+
+    def _take(self, request: CmRequest) -> None:
+        """Makes this side's end; the request is rejected as it is dropped if nobody expects it."""
+        expected = self._known(request.token)
+        if expected is None:
+            logger.warning("rejected a connection by rdma_cm that nobody expects any more")
+            return
+        nic, offer = expected.nic, expected.offer
+        try:
+            queue_pair = request.queue_pair(nic.device, RECEIVE_DEPTH, nic.max_message_bytes)
+            hand_over(queue_pair, expected.link, offer, offer.far_nic, offer.near_nic, 0)
+        except OSError as exc:
+            logger.warning("rejected rail %d by %s: %s", offer.rail, nic.name, exc.strerror)
+
+    def _known(self, token: bytes) -> _Expected | None:
+        if len(token) < TOKEN.size:
+            return None
+        number, rail, _ = TOKEN.unpack_from(token)
+        with self._lock:
+            expected = self._expected.get((number, rail))
+            if expected is None or time.monotonic() > expected.until_s:
+                return None
+            # A device may pad what the other side said.
+            if not secrets.compare_digest(expected.token, token[: TOKEN.size]):
+                return None
+            return self._expected.pop((number, rail))
