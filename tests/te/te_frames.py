@@ -21,6 +21,8 @@ class Kind(enum.IntEnum):
     ACK = 19
     PULL = 20
     READ = 21
+    ASK = 22
+    TABLE = 23
 
 
 class AckStatus(enum.IntEnum):
@@ -28,6 +30,7 @@ class AckStatus(enum.IntEnum):
     REFUSED = 1
     ABANDONED = 2
     PROGRESS = 3
+    GRANTED = 4
 
 
 @dataclass(frozen=True)

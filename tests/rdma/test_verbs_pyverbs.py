@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An independent peer: engines exchange data with a queue pair that Debian's pyverbs made.
+
+The words between the two sides are said by hand here (``te_frames``), the bytes and their marks by
+pyverbs (``pyverbs_far``).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import select
+import socket
+import struct
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+from te_frames import HEADER, AckStatus, Kind, ack, header
+from te_raw import RAW_ID, RawSource, dial, hello, raw_destination, read_greeting, welcome
+from testbed_nics import Nic
+
+import te
+from te.handshake import (
+    CardNic,
+    Hello,
+    RailAnswer,
+    RailOffer,
+    Welcome,
+    decode_body,
+    decode_card,
+    encode,
+)
+from te.plane._core import NICS_LIMIT
+from te.topology import Gid, GidKind
+
+pytestmark = [pytest.mark.rdma, pytest.mark.driver("rxe")]
+
+PYTHON = "/usr/bin/python3"  # for which Debian has built pyverbs
+GID_INDEX = 1  # rxe's address of IPv4
+NBYTES = 3 << 20
+PAGE = 4 << 10
+MTU_1024 = 3
+TABLE_FIRST = 1  # flag: what was told before is void
+TIMEOUT_S = 30.0
+FAR_KEYS = struct.Struct(f"<QQ{NICS_LIMIT}I")
+
+
+class PyverbsFar:
+    """``far.op(**arguments)`` runs ``Far.op`` of ``pyverbs_far`` in a process of its own."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [PYTHON, Path(__file__).with_name("pyverbs_far.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={},
+            text=True,
+        )
+
+    def __getattr__(self, op: str) -> Callable[..., Any]:
+        def call(**arguments: Any) -> Any:
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            print(json.dumps([op, arguments]), file=self._process.stdin, flush=True)
+            ready, _, _ = select.select([self._process.stdout], [], [], 2 * TIMEOUT_S)
+            assert ready, f"pyverbs does not answer {op}"
+            value, error = json.loads(self._process.stdout.readline())
+            assert error is None, f"{op}: {error}"
+            return value
+
+        return call
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture
+def far() -> Iterator[PyverbsFar]:
+    made = PyverbsFar()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def engine(rdma_nics: tuple[Nic, ...]) -> Iterator[te.Engine]:
+    with te.Engine(te.Config(transports=("rdma",), nics=(rdma_nics[0].device,))) as made:
+        yield made
+
+
+def take(sock: Any, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        more = sock.recv(nbytes - len(data))
+        assert more, "the engine closed the connection"
+        data += more
+    return data
+
+
+def take_frame(sock: Any, kind: int) -> tuple[Any, ...]:
+    """The next frame's header, which must be of that kind."""
+    found = HEADER.unpack(take(sock, HEADER.size))
+    assert found[0] == kind, found
+    return found
+
+
+def test_pyverbs_writes_into_an_engine(
+    rdma_nics: tuple[Nic, ...], engine: te.Engine, far: PyverbsFar
+) -> None:
+    dst = np.zeros(NBYTES, np.uint8)
+    engine.register(dst)
+    engine.expect(7)
+    card = engine.card()
+    number, gid, _, _ = far.open(
+        device=rdma_nics[1].device, gid_index=GID_INDEX, nbytes=NBYTES, seed=3
+    )
+    source = RawSource(card, link=1 << 40, is_direct=True)
+    with closing(source.sock):
+        near = next(one for one in decode_card(card).nics[0].gids if one.index == GID_INDEX)
+        offer = RailOffer(
+            rail=0, epoch=1, near_nic=0, far_nic=0, number=number, psn=11, lid=0, mtu=MTU_1024,
+            gid=bytes.fromhex(gid), far_gid_index=GID_INDEX,
+        )  # fmt: skip
+        with dial(card) as sock:
+            sock.sendall(hello(card, link=1 << 40, is_direct=True, rail=offer))
+            greeting = read_greeting(sock)
+            assert greeting is not None
+            rail = decode_body(greeting.body, Welcome).rail
+        assert rail is not None
+        far.connect(number=rail.number, psn=rail.psn, near_psn=11, gid=near.raw.hex(), mtu=MTU_1024)
+
+        source.send(header(Kind.ASK, count=1, transfer=1, tag=7, total=NBYTES))
+        table = take_frame(source.sock, Kind.TABLE)
+        start, end, rkey, *_ = FAR_KEYS.unpack(take(source.sock, table[3] * FAR_KEYS.size))
+        assert (start, end) == (dst.ctypes.data, dst.ctypes.data + NBYTES)
+        granted = take_frame(source.sock, Kind.ACK)
+        assert granted[1] == AckStatus.GRANTED
+
+        far.write(address=start, rkey=rkey, nbytes=NBYTES)
+        assert dst.tobytes() == random.Random(3).randbytes(NBYTES)
+        assert engine.arrived(7) == 0
+        far.mark(word=socket.htonl(granted[5]))
+        done = source.ack()
+        assert (done.transfer, done.status) == (1, AckStatus.LANDED)
+        assert engine.arrived(7) == 1
+
+
+def test_an_engine_writes_into_pyverbs(
+    rdma_nics: tuple[Nic, ...], engine: te.Engine, far: PyverbsFar
+) -> None:
+    src = np.random.default_rng(5).integers(0, 256, NBYTES, np.uint8)
+    engine.register(src)
+    number, gid, address, rkey = far.open(
+        device=rdma_nics[1].device, gid_index=GID_INDEX, nbytes=NBYTES, seed=None
+    )
+    nic = CardNic(
+        name="pyverbs", family="roce", lid=0, mtu=MTU_1024,
+        gids=[Gid(index=GID_INDEX, text=f"::ffff:{rdma_nics[1].address}", kind=GidKind.IPV4,
+                  roce=2, netdev="")],
+    )  # fmt: skip
+    assert nic.gids[0].raw.hex() == gid
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        listener, plain = stack.enter_context(raw_destination())
+        card = decode_card(plain)
+        card = structs.replace(card, transports=["rdma"], nics=[nic])
+        connected = pool.submit(engine.connect, encode(card), TIMEOUT_S)
+        control = stack.enter_context(listener.accept()[0])
+        greeting = read_greeting(control)
+        assert greeting is not None
+        assert decode_body(greeting.body, Hello).is_direct
+        control.sendall(welcome())
+        with listener.accept()[0] as sock:
+            greeting = read_greeting(sock)
+            assert greeting is not None
+            offer = decode_body(greeting.body, Hello).rail
+            assert offer is not None
+            far.connect(
+                number=offer.number, psn=offer.psn, near_psn=12, gid=offer.gid.hex(),
+                mtu=offer.mtu,
+            )  # fmt: skip
+            sock.sendall(welcome(rail=RailAnswer(number=number, psn=12, fences=0)))
+        peer = connected.result(TIMEOUT_S)
+        assert (peer.id, peer.transport, peer.rails) == (RAW_ID, "rdma", 1)
+        assert far.marks(count=1) == [0]  # the probe
+
+        at = np.arange(0, NBYTES, PAGE, dtype=np.uint64)
+        blocks = te.Blocks.of(at + np.uint64(src.ctypes.data), at[::-1] + np.uint64(address), PAGE)
+        transfer = peer.write(blocks, tag=9)
+        asked = take_frame(control, Kind.ASK)
+        _, _, _, pieces, name, tag, _, total = asked
+        assert (tag, total) == (9, NBYTES)
+        control.sendall(
+            header(Kind.TABLE, flags=TABLE_FIRST, count=1, transfer=0)
+            + FAR_KEYS.pack(address, address + NBYTES, rkey, *[0] * (NICS_LIMIT - 1))
+            + header(Kind.ACK, status=AckStatus.GRANTED, transfer=name, tag=0x2A010000)
+        )
+        marks = [socket.ntohl(word) for word in far.marks(count=pieces)]
+        landed = base64.b64decode(far.read(nbytes=NBYTES))
+        assert sorted(marks) == [0x2A010000 + i for i in range(pieces)]
+        pages = src.reshape(-1, PAGE)[::-1]
+        assert landed == pages.tobytes()
+        assert transfer.poll() is te.Status.PENDING
+        control.sendall(ack(name, AckStatus.LANDED))
+        assert transfer.wait(TIMEOUT_S) is te.Status.DONE
