@@ -13,10 +13,6 @@ class Device:
 
     def __init__(self, name: str) -> None: ...
     @property
-    def async_fd(self) -> int:
-        """Readable when ``async_events`` has some."""
-
-    @property
     def limits(self) -> tuple[int, int, int, int, int]:
         """max_mr_size, max_qp_wr, max_cqe, max_mr, ports; ibv_query_device(3)."""
 
@@ -28,15 +24,9 @@ class Device:
         """(port, index, GID as 16 bytes, 0 InfiniBand or 1 or 2 for RoCE, number of the interface)
         of each valid entry, in one call: files in sysfs take 10 ms for each of up to 1024."""
 
-    def async_events(self) -> list[int]:
-        """Types of waiting events, ``enum ibv_event_type``."""
-
     def register(self, address: int, nbytes: int, relaxed: bool) -> MemoryRegion:
         """ibv_reg_mr(3): local and remote writes and remote reads; with relaxed ordering if asked
         and the library has it. Also of CUDA memory, if the peer-memory module is loaded."""
-
-    def register_dmabuf(self, fd: int, offset: int, address: int, nbytes: int) -> MemoryRegion:
-        """ibv_reg_dmabuf_mr(3): memory that another device has exported."""
 
     def queue_pair(
         self, port: int, send_depth: int, receive_depth: int, message_bytes: int

@@ -52,7 +52,6 @@ cdef class Device:
             self.pd = lib.alloc_pd(self.context)
         if self.pd == NULL:
             fail(f"ibv_alloc_pd of {name}", last_errno())
-        set_nonblocking(self.context.async_fd)
 
     cdef int open_context(self, bytes name) except -1:
         cdef int n = 0, i
@@ -82,10 +81,6 @@ cdef class Device:
         # Contexts of librdmacm are its own, and live as long as the process.
         if self.context != NULL and not self.is_iwarp:
             lib.close_device(self.context)
-
-    @property
-    def async_fd(self):
-        return self.context.async_fd
 
     @property
     def limits(self):
@@ -123,15 +118,6 @@ cdef class Device:
             fail(f"ibv_query_gid_table of {self.name}", -n)
         return found
 
-    def async_events(self):
-        """Types of the events that wait, as numbers; `async_fd` says when there are some."""
-        cdef VAsyncEvent event
-        found = []
-        while lib.get_async_event(self.context, &event) == 0:
-            found.append(event.event_type)
-            lib.ack_async_event(&event)
-        return found
-
     def register(self, uint64_t address, uint64_t nbytes, bint relaxed):
         """A MemoryRegion of host memory, or of CUDA memory through the peer-memory module."""
         cdef int access = ACCESS_LOCAL_WRITE | ACCESS_REMOTE_WRITE | ACCESS_REMOTE_READ
@@ -146,20 +132,6 @@ cdef class Device:
             errnum = last_errno()
         if mr == NULL:
             fail(f"ibv_reg_mr of {nbytes} bytes at {address:#x} on {self.name}", errnum)
-        return wrap_mr(self, <VMr *>mr)
-
-    def register_dmabuf(self, int fd, uint64_t offset, uint64_t address, uint64_t nbytes):
-        """A MemoryRegion of memory that another device has exported."""
-        cdef int access = ACCESS_LOCAL_WRITE | ACCESS_REMOTE_WRITE | ACCESS_REMOTE_READ
-        cdef void *mr
-        cdef int errnum
-        if lib.reg_dmabuf_mr == NULL:
-            raise OSError(ENOSYS, "this libibverbs has no ibv_reg_dmabuf_mr: it is older than 34")
-        with nogil:
-            mr = lib.reg_dmabuf_mr(self.pd, offset, nbytes, address, fd, access)
-            errnum = last_errno()
-        if mr == NULL:
-            fail(f"ibv_reg_dmabuf_mr of {nbytes} bytes on {self.name}", errnum)
         return wrap_mr(self, <VMr *>mr)
 
     def queue_pair(

@@ -166,12 +166,6 @@ typedef struct {
 _Static_assert(sizeof(VGidEntry) == 32, "struct ibv_gid_entry");
 
 typedef struct {
-    void *element;
-    int32_t event_type;
-} VAsyncEvent;
-_Static_assert(sizeof(VAsyncEvent) == 16, "struct ibv_async_event");
-
-typedef struct {
     VContext *verbs;
     void *channel, *context;
     VQp *qp;

@@ -22,7 +22,6 @@ cdef extern from "abi.h" nogil:
     ctypedef struct VContext:
         void *device
         void **ops
-        int32_t cmd_fd, async_fd
     ctypedef struct VQp:
         VContext *context
         uint32_t qp_num
@@ -63,8 +62,6 @@ cdef extern from "abi.h" nogil:
     ctypedef struct VGidEntry:
         uint8_t gid[16]
         uint32_t index, port, type, netdev
-    ctypedef struct VAsyncEvent:
-        int32_t event_type
     ctypedef struct VCmId:
         VContext *verbs
         VQp *qp
@@ -155,13 +152,10 @@ cdef struct Lib:
     int (*query_device)(VContext *, VDeviceAttr *) noexcept nogil
     int (*query_port)(VContext *, uint8_t, VPortAttr *) noexcept nogil
     ssize_t (*query_gid_table)(VContext *, VGidEntry *, size_t, uint32_t, size_t) noexcept nogil
-    int (*get_async_event)(VContext *, VAsyncEvent *) noexcept nogil
-    void (*ack_async_event)(VAsyncEvent *) noexcept nogil
     void *(*alloc_pd)(VContext *) noexcept nogil
     int (*dealloc_pd)(void *) noexcept nogil
     void *(*reg_mr)(void *, void *, size_t, int) noexcept nogil
     void *(*reg_mr_iova2)(void *, void *, size_t, uint64_t, unsigned int) noexcept nogil
-    void *(*reg_dmabuf_mr)(void *, uint64_t, size_t, uint64_t, int, int) noexcept nogil
     int (*dereg_mr)(void *) noexcept nogil
     VChannel *(*create_comp_channel)(VContext *) noexcept nogil
     int (*destroy_comp_channel)(void *) noexcept nogil
@@ -236,8 +230,6 @@ cdef int load_library() except -1:
     (<void **>&lib.close_device)[0] = symbol(v, b"ibv_close_device")
     (<void **>&lib.query_device)[0] = symbol(v, b"ibv_query_device")
     (<void **>&lib.query_port)[0] = symbol(v, b"ibv_query_port")
-    (<void **>&lib.get_async_event)[0] = symbol(v, b"ibv_get_async_event")
-    (<void **>&lib.ack_async_event)[0] = symbol(v, b"ibv_ack_async_event")
     (<void **>&lib.alloc_pd)[0] = symbol(v, b"ibv_alloc_pd")
     (<void **>&lib.dealloc_pd)[0] = symbol(v, b"ibv_dealloc_pd")
     (<void **>&lib.reg_mr)[0] = symbol(v, b"ibv_reg_mr")
@@ -253,9 +245,8 @@ cdef int load_library() except -1:
     (<void **>&lib.destroy_qp)[0] = symbol(v, b"ibv_destroy_qp")
     # What ibv_query_gid_table(3), an inline function, calls.
     (<void **>&lib.query_gid_table)[0] = symbol(v, b"_ibv_query_gid_table")
-    # Younger than the rest: rdma-core 27 and 34.
+    # Younger than the rest: rdma-core 27.
     (<void **>&lib.reg_mr_iova2)[0] = dlsym(v, b"ibv_reg_mr_iova2")
-    (<void **>&lib.reg_dmabuf_mr)[0] = dlsym(v, b"ibv_reg_dmabuf_mr")
     lib.is_open = True
     return 0
 
