@@ -78,7 +78,7 @@ class Engine:
             config.segment_bytes,
             config.segment_blocks,
         )
-        self._fabric, self._fabric_problem = _open_fabric(config)
+        self._fabric, fabric_problem = _open_fabric(config)
         self._memory = RegionTable(self._plane, self._fabric)
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, int], Peer] = {}
@@ -86,7 +86,14 @@ class Engine:
         short_id = self._id[:8]
         self._keeper = Keeper(f"te-rails-{short_id}")
         self._local = Local(
-            self._id, self._epoch, config, self._plane, self._shared, self._fabric, self._keeper
+            self._id,
+            self._epoch,
+            config,
+            self._plane,
+            self._shared,
+            self._fabric,
+            fabric_problem,
+            self._keeper,
         )
         self._acceptor = Acceptor(f"te-accept-{short_id}", self._local)
         self._notifier = Notifier(f"te-notify-{short_id}", self._plane)

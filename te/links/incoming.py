@@ -141,7 +141,7 @@ class Incoming:
                 return
             nonce = self._acceptor.nonce
         if hello.is_direct and self._local.fabric is None:
-            self._refuse(Refusal.TRANSPORT, "this engine has no RDMA device")
+            self._refuse(Refusal.TRANSPORT, self._local.fabric_problem)
             return
         config = self._local.config
         if not self._is_samehost:

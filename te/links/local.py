@@ -38,4 +38,6 @@ class Local:
     shared: Callable[[], tuple[SharedMemory, ...]]
     #: RDMA devices; None without any.
     fabric: Fabric | None
+    #: Why there are none.
+    fabric_problem: str
     keeper: Keeper

@@ -47,14 +47,16 @@ def open_link(local: Local, card: Card, timeout_s: float) -> Opened:
     """Blocks for at most ``timeout_s``; ``te.ConnectError``, ``te.VersionError``,
     ``te.HandshakeError``."""
     deadline_s = time.monotonic() + timeout_s
-    names = [name for name in local.config.transports if name in card.transports]
-    if not names:
+    if not set(local.config.transports) & set(card.transports):
         raise ConnectError(
             f"no common transport: the engine {card.id} offers {', '.join(card.transports)},"
             f" this one {', '.join(local.config.transports)}"
         )
     reasons: list[str] = []
-    for name in names:
+    for name in local.config.transports:
+        if name not in card.transports:
+            reasons.append(f"{name}: the other engine does not offer it")
+            continue
         try:
             opened = _OPENERS[name](local, card, deadline_s, timeout_s)
         except TransportRefused as exc:
@@ -121,12 +123,14 @@ def _open_samehost(local: Local, card: Card, deadline_s: float, timeout_s: float
 
 def _open_rdma(local: Local, card: Card, deadline_s: float, timeout_s: float) -> Opened:
     where = address_text(card.host, card.port)
-    nics = () if local.fabric is None else local.fabric.nics
+    if local.fabric is None:
+        raise TransportRefused(local.fabric_problem)
+    nics = local.fabric.nics
     ways = paths(nics, card.nics, RAILS_LIMIT)
     if not ways:
         raise TransportRefused(
             f"no device of one side can be connected with one of the other: here"
-            f" {', '.join(f'{one.name} ({one.family})' for one in nics) or 'none'}, there"
+            f" {', '.join(f'{one.name} ({one.family})' for one in nics)}, there"
             f" {', '.join(f'{one.name} ({one.family})' for one in card.nics) or 'none'}"
         )
     number = secrets.randbits(62)

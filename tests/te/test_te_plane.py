@@ -10,12 +10,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from msgspec import structs
 from te_far import pattern, wait_until
 from te_frames import Kind, descriptors
 from te_raw import RawSource
 from te_transports import TRANSPORTS
 
 import te
+from te.handshake import decode_card, encode
 
 TIMEOUT_S = 20.0
 NBYTES = 8 << 20
@@ -233,6 +235,9 @@ def test_allocate_says_what_it_gives() -> None:
 # -- how a transport is chosen
 
 
+NO_RDMA_THERE = "rdma: the other engine does not offer it"
+
+
 def test_the_same_host_is_noticed_and_tcp_is_the_way_out() -> None:
     with (
         te.Engine() as source,
@@ -241,14 +246,16 @@ def test_the_same_host_is_noticed_and_tcp_is_the_way_out() -> None:
     ):
         near, far = source.connect(target.card()), source.connect(plain.card())
         assert (near.transport, near.transport_reason) == ("samehost", "")
-        assert (far.transport, far.transport_reason) == ("tcp", "")
+        not_there = f"samehost: the other engine does not offer it; {NO_RDMA_THERE}"
+        assert (far.transport, far.transport_reason) == ("tcp", not_there)
         assert source.stats().peer_transports == {
-            target.id: ("samehost", ""), plain.id: ("tcp", "")
+            target.id: ("samehost", ""), plain.id: ("tcp", not_there)
         }  # fmt: skip
 
 
 def test_why_the_same_host_is_not_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    with te.Engine() as source, te.Engine() as target:
+    config = te.Config(transports=("samehost", "tcp"))
+    with te.Engine(config) as source, te.Engine() as target:
         monkeypatch.setattr("te.links.samehost.cannot_read", lambda pid, nonce: "not today")
         peer = source.connect(target.card())
         assert (peer.transport, peer.transport_reason) == ("tcp", "samehost: not today")
@@ -257,6 +264,19 @@ def test_why_the_same_host_is_not_used_is_kept(monkeypatch: pytest.MonkeyPatch) 
             pytest.raises(te.ConnectError, match=r"no transport to .* samehost: not today"),
         ):
             strict.connect(target.card())
+
+
+def test_why_rdma_is_not_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_fabric(patterns: tuple[str, ...]) -> None:
+        raise te.DeviceError("the cable is out")
+
+    with monkeypatch.context() as without:
+        without.setattr("te.engine.open_fabric", open_fabric)
+        source = te.Engine(te.Config(transports=("rdma", "tcp")))
+    with source, te.Engine() as target:
+        card = structs.replace(decode_card(target.card()), transports=["rdma", "tcp"])
+        peer = source.connect(encode(card))
+        assert (peer.transport, peer.transport_reason) == ("tcp", "rdma: the cable is out")
 
 
 def test_a_pull_on_tcp_and_a_read_of_nothing_registered_are_no_way_in() -> None:
