@@ -29,6 +29,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 from aiohttp import web
+from msgspec.json import Decoder
 
 from bootstrap_server.connections import ConnectionWatch
 from bootstrap_server.errors import (
@@ -62,6 +63,12 @@ from bootstrap_server.waiting import WAIT_MAX_S, Waiting
 __all__ = ["log_lapsed", "make_app"]
 
 logger = logging.getLogger(__name__)
+
+_RECORD = Decoder(RankRecord)
+_LIFE = Decoder(RankLife)
+_ROUTE = Decoder(RouteBody)
+_ROOM = Decoder(RoomBody)
+_QUERY = Decoder(QueryBody)
 
 #: Query parameters of `GET /route`, in the order of `RankCoords`.
 _ROUTE_PARAMETERS: Final = (
@@ -139,12 +146,12 @@ class _Handlers:
     # --- ranks ---
 
     async def put_rank(self, request: web.Request) -> web.Response:
-        record = await read_body(request, RankRecord)
+        record = await read_body(request, _RECORD)
         self._register(_name(request), record, refused_status=409, leased=True)
         return json_response({"lease_s": self._registry.lease_s})
 
     async def put_route(self, request: web.Request) -> web.Response:
-        body = await read_body(request, RouteBody)
+        body = await read_body(request, _ROUTE)
         try:
             record = body.record()
         except ValueError as error:
@@ -186,7 +193,7 @@ class _Handlers:
             self._waiting.wake(name)
 
     async def renew(self, request: web.Request) -> web.Response:
-        life = await read_body(request, RankLife)
+        life = await read_body(request, _LIFE)
         try:
             self._table(_name(request)).renew(life.coords, life.epoch, self._clock())
         except LeaseLost as error:
@@ -194,7 +201,7 @@ class _Handlers:
         return json_response({"lease_s": self._registry.lease_s})
 
     async def release(self, request: web.Request) -> web.Response:
-        life = await read_body(request, RankLife)
+        life = await read_body(request, _LIFE)
         try:
             self._table(_name(request)).release(life.coords, life.epoch, self._clock())
         except LeaseLost as error:
@@ -272,7 +279,7 @@ class _Handlers:
         return json_response(rank_answer(_stock_rank(table, coords)))
 
     async def register_dp_rank(self, request: web.Request) -> web.Response:
-        body = await read_body(request, RoomBody)
+        body = await read_body(request, _ROOM)
         config = self._table(body.instance).config
         dp_size = RANKS_MAX if config is None else config.topology.dp_size
         if not 0 <= body.dp_rank < dp_size:
@@ -281,7 +288,7 @@ class _Handlers:
         return web.Response(text="OK")
 
     async def query_dp_ranks(self, request: web.Request) -> web.Response:
-        body = await read_body(request, QueryBody)
+        body = await read_body(request, _QUERY)
         found = self._rooms.query(body.bootstrap_rooms, self._clock())
         return json_response({str(room): dp_rank for room, dp_rank in found.items()})
 

@@ -64,6 +64,15 @@ class _LeaseBody(msgspec.Struct, frozen=True):
     lease_s: float
 
 
+# Made by the one thread that imports this: msgspec crashes when two threads decode a type for the
+# first time at once.
+_INSTANCE = msgspec.json.Decoder(Instance)
+_NOT_READY = msgspec.json.Decoder(_NotReadyBody)
+_ROOMS = msgspec.json.Decoder(dict[int, int])
+_LEASE = msgspec.json.Decoder(_LeaseBody)
+_ERROR = msgspec.json.Decoder(_ErrorBody)
+
+
 class BootstrapClient:
     """Talks to the bootstrap server at `address` (`host:port`, IPv6 as `[host]:port`) about one
     of its instances; the one that SGLang serves is `default`.
@@ -181,9 +190,9 @@ class BootstrapClient:
         what = f"GET {self._path}"
         try:
             if status == 200:
-                return msgspec.json.decode(answer, type=Instance)
+                return _INSTANCE.decode(answer)
             if status == 503:
-                absent = msgspec.json.decode(answer, type=_NotReadyBody)
+                absent = _NOT_READY.decode(answer)
                 raise NotReady(
                     absent.registered, absent.expected, absent.missing, absent.note, absent.instance
                 )
@@ -210,7 +219,7 @@ class BootstrapClient:
             if status != 200:
                 raise self._stranger("POST /query_dp_ranks", status, answer)
             try:
-                found |= msgspec.json.decode(answer, type=dict[int, int])
+                found |= _ROOMS.decode(answer)
             except msgspec.DecodeError as error:
                 raise self._stranger("POST /query_dp_ranks", status, answer) from error
         return found
@@ -222,7 +231,7 @@ class BootstrapClient:
 
     def _lease_s(self, what: str, status: int, answer: bytes) -> float:
         try:
-            lease_s = msgspec.json.decode(answer, type=_LeaseBody).lease_s
+            lease_s = _LEASE.decode(answer).lease_s
         except msgspec.DecodeError as error:
             raise self._stranger(what, status, answer) from error
         if status != 200 or not 0 < lease_s < math.inf:
@@ -247,7 +256,7 @@ class BootstrapClient:
     @staticmethod
     def _error_of(answer: bytes) -> _ErrorBody | None:
         try:
-            return msgspec.json.decode(answer, type=_ErrorBody)
+            return _ERROR.decode(answer)
         except msgspec.DecodeError:
             return None
 

@@ -37,8 +37,8 @@ class RefusalError(Exception):
         self.details = details
 
 
-async def read_body(request: web.Request, kind: type[_T]) -> _T:
-    """The request's body as a `kind`; `RefusalError` when it is too large, too slow or not one."""
+async def read_body(request: web.Request, decoder: msgspec.json.Decoder[_T]) -> _T:
+    """The request's body, decoded; `RefusalError` when it is too large, too slow or not one."""
     what = f"{request.method} {request.path}"
     too_large = RefusalError(413, f"{what}: the body is larger than {BODY_BYTES_MAX} bytes")
     # Asked before reading, so that a client that says so is not listened to at all.
@@ -53,7 +53,7 @@ async def read_body(request: web.Request, kind: type[_T]) -> _T:
     except web.HTTPRequestEntityTooLarge as error:
         raise too_large from error
     try:
-        return msgspec.json.decode(data, type=kind)
+        return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
         raise RefusalError(400, f"{what}: bad body: {error}") from error
 

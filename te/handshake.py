@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -174,6 +174,12 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True):
 
 _Body = TypeVar("_Body", Hello, Welcome, Refuse)
 
+# Made by the one thread that imports this: msgspec looks a type over when it first decodes one, and
+# crashes when two threads do so at once, as the workers of a server with two new peers did.
+_DECODERS: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (_AnyCard, Card, Hello, Welcome, Refuse)
+}
+
 
 def encode(message: Card | Hello | Welcome | Refuse) -> bytes:
     """The message as MessagePack."""
@@ -185,9 +191,10 @@ def decode_card(data: bytes) -> Card:
     if len(data) > CARD_BYTES_MAX:
         raise HandshakeError(f"a card of {len(data)} bytes; at most {CARD_BYTES_MAX} are accepted")
     try:
-        protocol = msgspec.msgpack.decode(data, type=_AnyCard).protocol
+        protocol = _DECODERS[_AnyCard].decode(data).protocol
         if protocol == PROTOCOL_VERSION:
-            return msgspec.msgpack.decode(data, type=Card)
+            card: Card = _DECODERS[Card].decode(data)
+            return card
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise HandshakeError(f"these {len(data)} bytes are not a te card: {exc}") from None
     raise VersionError(version_mismatch("the card", protocol))
@@ -196,7 +203,8 @@ def decode_card(data: bytes) -> Card:
 def decode_body(data: bytes, message: type[_Body]) -> _Body:
     """Raises ``HandshakeError`` for bytes that are not such a message."""
     try:
-        return msgspec.msgpack.decode(data, type=message)
+        body: _Body = _DECODERS[message].decode(data)
+        return body
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise HandshakeError(f"not a te {message.__name__} message: {exc}") from None
 

@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -79,3 +83,28 @@ def test_any_bytes_are_a_card_or_a_handshake_error(data: bytes) -> None:
     for decode in (decode_card, lambda body: decode_body(body, Hello)):
         with contextlib.suppress(te.HandshakeError):
             decode(data)
+
+
+FIRST_CARDS = """
+import sys, threading
+from te.handshake import PROTOCOL_VERSION, Card, decode_card, encode
+
+sys.setswitchinterval(1e-6)
+card = encode(Card(
+    protocol=PROTOCOL_VERSION, id="0" * 32, epoch=1, host="h", port=1,
+    transports=["tcp"], regions=[],
+))
+start = threading.Barrier(8)
+threads = [
+    threading.Thread(target=lambda: (start.wait(), decode_card(card))) for _ in range(8)
+]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+def test_the_first_cards_of_a_process_may_come_at_once() -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(te.__file__).parents[1])}
+    # Every second such process crashed when msgspec looked the types over only then.
+    for _ in range(8):
+        subprocess.run([sys.executable, "-c", FIRST_CARDS], env=environment, check=True, timeout=60)
