@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The part of libibverbs' and librdmacm's binary interface that te uses, declared here so that the
  * package builds without their headers. Layouts are those of the IBVERBS_1.x and RDMACM_1.x
- * symbols on 64-bit Linux, which may only grow at their ends; sizes and offsets are checked below.
+ * symbols on 64-bit Linux, which may only grow at their ends; sizes and offsets are checked below,
+ * and all of it against the headers in tests/testbed.
  * Source: the manual pages ibv_post_send(3), ibv_poll_cq(3), ibv_modify_qp(3), rdma_cm(7). */
 #ifndef TE_VERBS_ABI_H
 #define TE_VERBS_ABI_H
