@@ -102,8 +102,10 @@ class Peer:
         before a byte moves); its regions cannot be deregistered until there is an outcome.
         Destination ranges are checked by the destination, segment by segment, against what is
         registered there at that time; a range outside fails the transfer, and nothing of its
-        segment lands. With a ``tag`` other than 0 the destination must have opened it with
-        ``expect`` and counts the arrival. No blocks at all is a transfer too: it counts.
+        segment lands. Over RDMA all of them are looked up in what the destination has told once it
+        lets the transfer begin: then nothing of it lands. With a ``tag`` other than 0 the
+        destination must have opened it with ``expect`` and counts the arrival. No blocks at all is
+        a transfer too: it counts.
 
         Transfers to one peer are sent in the order of submission, but share its rails, so that a
         later one may end first. Raises ``te.QueueFull`` when too many have no outcome,

@@ -5,8 +5,9 @@ them.
 ``_core`` is compiled from ``_core.pyx`` and the ``.pxi`` files beside it, one per concern:
 ``structs`` (what there is), ``tables`` (who may write where), ``source`` and ``landing`` (the two
 sides of a transfer), ``pull`` (same host), ``channel`` (a socket, or rings), ``rails`` (one
-connection), ``worker`` (the threads) and ``handles`` (what Python holds). ``reasons`` makes
-sentences of the plane's codes.
+connection), ``worker`` (the threads) and ``handles`` (what Python holds). Over RDMA: ``posting``
+and ``far`` (the source's side), ``marks`` (the destination's), ``pairs`` (the life of a rail).
+``reasons`` makes sentences of the plane's codes.
 """
 
 from __future__ import annotations

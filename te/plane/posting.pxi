@@ -82,6 +82,8 @@ cdef void grant(Rail *r, Transfer *t, u64 mark) noexcept nogil:
     t.mark = <u32>mark
     store64(&r.link.progress_ns, now_ns())
     if not is_given_up(t):
+        check_far(r.link, t)
+    if not is_given_up(t):
         put_ready(r.link, t)
         kick_pairs(r.link)
 
@@ -127,25 +129,6 @@ cdef void fill_ask(Rail *r, Transfer *t) noexcept nogil:
     r.out_n = 2
     r.out_payload = r.out_tail = 0
     store_pointer(&t.rail, r)
-
-
-cdef void on_table(Rail *r, Header *h) noexcept nogil:
-    """The destination's memory anew, or the rest of it."""
-    cdef Link *link = r.link
-    cdef Pair *q = link.worker.pairs
-    if h.flags & TABLE_FIRST:
-        link.table_n = 0
-    if link.table_n + h.count > link.table_room:
-        link.table_room = 2 * (link.table_n + h.count)
-        link.table = <Far *>realloc(link.table, link.table_room * sizeof(Far))
-        if link.table == NULL:
-            abort()
-    memcpy(link.table + link.table_n, r.body, h.count * sizeof(Far))
-    link.table_n += h.count
-    while q != NULL:
-        if q.link == link:
-            q.far_key = NULL
-        q = q.next
 
 
 # -- choosing
@@ -212,22 +195,6 @@ cdef bint next_piece(Pair *q) noexcept nogil:
 
 # -- building
 
-cdef inline Far *far_key(Pair *q, u64 address) noexcept nogil:
-    cdef Far *table = q.link.table
-    cdef u32 low = 0, high = q.link.table_n, middle
-    if q.far_key != NULL and q.far_key.start <= address < q.far_key.end:
-        return q.far_key
-    while low < high:
-        middle = (low + high) >> 1
-        if table[middle].start <= address:
-            low = middle + 1
-        else:
-            high = middle
-    if low == 0 or address >= table[low - 1].end:
-        return NULL
-    q.far_key = &table[low - 1]
-    return q.far_key
-
 
 cdef inline Key *near_key(Pair *q, Transfer *t, u64 address) noexcept nogil:
     """A transfer's own blocks lie in regions that it holds."""
@@ -284,26 +251,18 @@ cdef void build_mark(Pair *q, u32 mark) noexcept nogil:
 
 
 cdef void refuse_here(Pair *q, u64 address, u64 nbytes) noexcept nogil:
-    """The destination has no such memory."""
-    cdef Link *link = q.link
+    """The other side has such memory no longer."""
     cdef Transfer *t = q.building
-    cdef Rail *r
-    cdef char *text = <char *>need(TEXT_MAX)
-    cdef int n = snprintf(
-        text, TEXT_MAX, b"the destination: %llu bytes at 0x%llx lie outside the registered memory;"
-        b" it has %u ranges", <unsigned long long>nbytes, <unsigned long long>address, link.table_n)
-    r = control_lock(link)
+    cdef Rail *r = control_lock(q.link)
     if t.text == NULL and t.verdict == 0:
-        t.text = text
+        t.text = text_outside(q.link, t, address, nbytes)
         t.verdict = WAS_REFUSED
-    else:
-        free(text)
     control_unlock(r)
 
 
 cdef bint build(Pair *q) noexcept nogil:
     """Work requests for the piece under way, as many as the queue takes; whether the piece is
-    complete. What cannot be written is given up, its mark is not sent."""
+    complete. What has lost its place since it was granted is given up, its mark is not sent."""
     cdef Transfer *t = q.building
     cdef Block b
     cdef Far *far

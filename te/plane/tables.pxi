@@ -193,30 +193,42 @@ cdef bint is_registered(
     return False
 
 
-cdef void say_outside(Snapshot *s, u64 address, u64 nbytes, char *text) noexcept nogil:
-    """The sentence for a range that is not registered; te.memory says the same of a source."""
-    cdef u32 i, near = 0
-    cdef u64 distance, least = <u64>-1
+cdef inline u64 gap(u64 start, u64 end, u64 address) noexcept nogil:
+    """How far the address lies from the range."""
+    if address < start:
+        return start - address
+    return address - end if address >= end else 0
+
+
+cdef void say_nearest(
+    char *text, u64 address, u64 nbytes, u32 count, u64 start, u64 end
+) noexcept nogil:
+    """The sentence for a range that is not registered, of which [start, end) is the nearest of
+    `count`; te.memory says the same of a source. It fits into half a text."""
     cdef int n = snprintf(
-        text, TEXT_MAX, b"%llu bytes at 0x%llx lie outside the registered memory; ",
+        text, TEXT_MAX // 2, b"%llu bytes at 0x%llx lie outside the registered memory; ",
         <unsigned long long>nbytes, <unsigned long long>address)
-    if s.count == 0:
-        snprintf(text + n, TEXT_MAX - n, b"nothing is registered")
+    if count == 0:
+        snprintf(text + n, TEXT_MAX // 2 - n, b"nothing is registered")
         return
-    for i in range(s.count):
-        distance = 0
-        if address < s.regions[i].start:
-            distance = s.regions[i].start - address
-        elif address >= s.regions[i].end:
-            distance = address - s.regions[i].end
-        if distance < least:
-            least = distance
-            near = i
     snprintf(
-        text + n, TEXT_MAX - n, b"the nearest of %u regions is [0x%llx, 0x%llx) of %llu bytes",
-        s.count, <unsigned long long>s.regions[near].start,
-        <unsigned long long>s.regions[near].end,
-        <unsigned long long>(s.regions[near].end - s.regions[near].start))
+        text + n, TEXT_MAX // 2 - n, b"the nearest of %u regions is [0x%llx, 0x%llx) of %llu bytes",
+        count, <unsigned long long>start, <unsigned long long>end,
+        <unsigned long long>(end - start))
+
+
+cdef void say_outside(Snapshot *s, u64 address, u64 nbytes, char *text) noexcept nogil:
+    cdef Region *near = NULL
+    cdef u32 i
+    for i in range(s.count):
+        if near == NULL or gap(s.regions[i].start, s.regions[i].end, address) < gap(
+            near.start, near.end, address
+        ):
+            near = s.regions[i]
+    if near == NULL:
+        say_nearest(text, address, nbytes, 0, 0, 0)
+    else:
+        say_nearest(text, address, nbytes, s.count, near.start, near.end)
 
 
 # -- tags

@@ -99,6 +99,27 @@ def test_memory_that_is_registered_later_and_deregistered(rdma_nics: tuple[Nic, 
         assert pair.peer.write(pair.blocks([0], [0], MIB)).wait(TIMEOUT_S) is te.Status.DONE
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_nothing_of_a_refused_transfer_lands(rdma_nics: tuple[Nic, ...], is_read: bool) -> None:
+    """Also not of the pieces that lie before the block without a place, on whichever rail."""
+    page, count = 4096, 4096
+    with rdma_pair(rdma_nics, 2, page * count) as pair:
+        here, there = pair.src.ctypes.data, pair.dst.ctypes.data
+        near, far = here + np.arange(count) * page, there + np.arange(count) * page
+        far[-1] = there + page * count - 100
+        before = pair.src.copy()
+        if is_read:
+            transfer, where = pair.peer.read(te.Blocks.of(far, near, page)), "source"
+        else:
+            transfer, where = pair.peer.write(te.Blocks.of(near, far, page)), "destination"
+        says = rf"the {where}: {page} bytes at {far[-1]:#x} lie outside .* the nearest of 1 regions"
+        with pytest.raises(te.TransferFailed, match=says):
+            transfer.wait(TIMEOUT_S)
+        assert (pair.src == before).all()
+        assert (pair.dst == 0xEE).all()
+        assert pair.peer.write(pair.blocks([0], [0], page)).wait(TIMEOUT_S) is te.Status.DONE
+
+
 def test_a_tag_that_is_not_open_is_refused(rdma_nics: tuple[Nic, ...]) -> None:
     with rdma_pair(rdma_nics, 1, MIB) as pair:
         with pytest.raises(te.TransferFailed, match="not open here"):

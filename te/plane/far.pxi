@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+# RDMA, the source's side: the other side's memory, as it has told.
+
+cdef void on_table(Rail *r, Header *h) noexcept nogil:
+    """The destination's memory anew, or the rest of it."""
+    cdef Link *link = r.link
+    cdef Pair *q = link.worker.pairs
+    if h.flags & TABLE_FIRST:
+        link.table_n = 0
+    if link.table_n + h.count > link.table_room:
+        link.table_room = 2 * (link.table_n + h.count)
+        link.table = <Far *>realloc(link.table, link.table_room * sizeof(Far))
+        if link.table == NULL:
+            abort()
+    memcpy(link.table + link.table_n, r.body, h.count * sizeof(Far))
+    link.table_n += h.count
+    while q != NULL:
+        if q.link == link:
+            q.far_key = NULL
+        q = q.next
+
+
+cdef inline u32 far_above(Link *link, u64 address) noexcept nogil:
+    """Index of the first range that starts above the address."""
+    cdef u32 low = 0, high = link.table_n, middle
+    while low < high:
+        middle = (low + high) >> 1
+        if link.table[middle].start <= address:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+cdef inline Far *far_key(Pair *q, u64 address) noexcept nogil:
+    cdef u32 above
+    if q.far_key != NULL and q.far_key.start <= address < q.far_key.end:
+        return q.far_key
+    above = far_above(q.link, address)
+    if above == 0 or address >= q.link.table[above - 1].end:
+        return NULL
+    q.far_key = &q.link.table[above - 1]
+    return q.far_key
+
+
+cdef char *text_outside(Link *link, Transfer *t, u64 address, u64 nbytes) noexcept nogil:
+    """Why the other side would refuse it."""
+    cdef char *text = <char *>need(TEXT_MAX)
+    cdef u32 i, near = 0
+    cdef int n = snprintf(
+        text, TEXT_MAX, b"the %s: ", b"source" if t.kind == READ_DIRECT else b"destination")
+    for i in range(link.table_n):
+        if gap(link.table[i].start, link.table[i].end, address) < gap(
+            link.table[near].start, link.table[near].end, address
+        ):
+            near = i
+    if link.table_n:
+        say_nearest(
+            text + n, address, nbytes, link.table_n, link.table[near].start, link.table[near].end)
+    else:
+        say_nearest(text + n, address, nbytes, 0, 0, 0)
+    return text
+
+
+cdef void check_far(Link *link, Transfer *t) noexcept nogil:
+    """Gives a transfer up before a byte of it moves, if one of its blocks has no place at the other
+    side. Under the rail's lock, which keeps the table as it is, and the link's: 1 to 4 ns a block,
+    25 where each lies in another of 61 ranges."""
+    cdef Far *table = link.table
+    cdef Block *b
+    cdef u64 i, address, start = 0, end = 0  # of ranges that touch, as far as was looked
+    cdef u32 above = 0
+    cdef bint is_read = t.kind == READ_DIRECT
+    for i in range(t.n):
+        b = &t.blocks[i]
+        address = b.src if is_read else b.dst
+        if not start <= address < end:
+            above = far_above(link, address)
+            if above:
+                start, end = table[above - 1].start, table[above - 1].end
+        while start <= address < end < address + b.nbytes and (
+            above < link.table_n and table[above].start == end
+        ):
+            end = table[above].end
+            above += 1
+        if not start <= address < end or address + b.nbytes > end:
+            t.text = text_outside(link, t, address, b.nbytes)
+            t.verdict = WAS_REFUSED
+            return
