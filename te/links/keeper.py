@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Final
 
 from te.errors import Error
 from te.handshake import Card, RailOffer, Welcome
@@ -23,11 +24,12 @@ from te.plane._core import LinkHandle
 from te.plane.reasons import Reason, rail_sentence
 from te.rails import Event, Instruction, Rail, State, Timing
 
-__all__ = ["DirectLink", "Keeper", "RailView"]
+__all__ = ["BUILDERS", "DirectLink", "Keeper", "RailView"]
 
 logger = logging.getLogger(__name__)
 
-BUILDERS = 8
+BUILDERS: Final = 8
+"""Threads of an engine for what blocks: making rails, and answering those who make them."""
 
 
 @dataclass(frozen=True)
