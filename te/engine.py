@@ -78,7 +78,7 @@ class Engine:
             config.segment_bytes,
             config.segment_blocks,
         )
-        self._fabric, fabric_problem = _open_fabric(config)
+        self._fabric, fabric_problem = self._open_fabric()
         self._memory = RegionTable(self._plane, self._fabric)
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, int], Peer] = {}
@@ -291,6 +291,21 @@ class Engine:
             peer_transports={one.id: (one.transport, one.transport_reason) for one in alive},
         )
 
+    def _open_fabric(self) -> tuple[Fabric | None, str]:
+        """The RDMA devices, or why there are none; ``te.DeviceError`` if there is no other choice.
+
+        Of its own, so that ``te bench --null-post`` can have devices that move nothing.
+        """
+        config = self._config
+        if "rdma" not in config.transports:
+            return None, "not among Config.transports"
+        try:
+            return open_fabric(config.nics), ""
+        except DeviceError as exc:
+            if config.transports == ("rdma",):
+                raise
+            return None, str(exc)
+
     def _transports(self) -> tuple[str, ...]:
         """What peers can be offered."""
         return tuple(
@@ -318,15 +333,3 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the engine {self._id} was closed")
-
-
-def _open_fabric(config: Config) -> tuple[Fabric | None, str]:
-    """The RDMA devices, or why there are none; ``te.DeviceError`` if there is no other choice."""
-    if "rdma" not in config.transports:
-        return None, "not among Config.transports"
-    try:
-        return open_fabric(config.nics), ""
-    except DeviceError as exc:
-        if config.transports == ("rdma",):
-            raise
-        return None, str(exc)

@@ -6,11 +6,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from te.bench import plot, tables
+from te.bench import machine, null_post, plot, tables
 from te.bench.bars import BAR_CASES
 from te.bench.contenders import VARIANTS, floor
 from te.bench.contenders.te_engine import engine_memory_offered
@@ -18,6 +19,7 @@ from te.bench.progress import ProgressBar
 from te.bench.report import CaseResult, as_json
 from te.bench.runner import Case, run_case
 from te.bench.shapes import SHAPES, Shape
+from te.errors import Error
 
 __all__ = ["UsageError", "add_arguments", "run"]
 
@@ -53,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--deadline", type=float, default=120.0, metavar="S", help="of a step, seconds"
     )
 
+    how.add_argument(
+        "--null-post",
+        action="store_true",
+        help="with --transport rdma: no devices, what te itself costs a block (needs none)",
+    )
+
     beside = parser.add_argument_group("beside whom")
     beside.add_argument("--peers", default="", help="of mooncake, nixl, floor, MODULE:CLASS")
     beside.add_argument("--floors", default="fit", help="fit, all, or names such as vm_writev-2")
@@ -72,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """The exit status: 0, or 1 if te failed or anybody left a wrong byte."""
+    if arguments.null_post:
+        return _run_null_post(arguments)
     cases = _cases(arguments)
     if arguments.plot is not None and not plot.available():
         raise UsageError("--plot needs matplotlib, which is not installed here")
@@ -92,6 +102,30 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if all(result.ok for result in results) else 1
 
 
+def _run_null_post(arguments: argparse.Namespace) -> int:
+    """``run`` with devices that move nothing."""
+    _check_null_post(arguments)
+    try:
+        shapes = [shape.scaled(arguments.count_scale) for shape in _shapes(arguments)]
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    for shape in shapes:
+        bar = ProgressBar(sys.stderr, f"{shape.name} null post")
+        try:
+            result = null_post.measure(shape, arguments.rounds, arguments.seed, bar)
+        except (null_post.NullPostError, Error) as error:
+            bar.done()
+            sys.stderr.write(f"te bench: {error}\n")
+            return 1
+        bar.done()
+        out = json.dumps(result.as_json()) if arguments.json else null_post.text(result)
+        sys.stdout.write(out.rstrip("\n") + "\n")
+    if not arguments.json:
+        about = machine.describe()
+        sys.stdout.write(f"{_where(about)}; load {about['load_1min']}\n")
+    return 0
+
+
 def _output(arguments: argparse.Namespace, result: CaseResult) -> str:
     if arguments.json:
         return json.dumps(as_json(result), ensure_ascii=False)
@@ -102,10 +136,16 @@ def _footer(results: Sequence[CaseResult]) -> str:
     about = results[0].machine
     loads = [result.machine["load_1min_after"] for result in results]
     return (
-        f"{about['date']}; {about['cpus']} CPUs {about['cpu']}, {about['memory_gib']} GiB,"
-        f" Linux {about['kernel']}, Python {about['python']};"
+        f"{_where(about)};"
         f" load {about['load_1min']} before, {min(loads)} to {max(loads)} after each case;"
         f" {tables.versions(results)}\n"
+    )
+
+
+def _where(about: Mapping[str, Any]) -> str:
+    return (
+        f"{about['date']}; {about['cpus']} CPUs {about['cpu']}, {about['memory_gib']} GiB,"
+        f" Linux {about['kernel']}, Python {about['python']}"
     )
 
 
@@ -162,6 +202,15 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
         if name not in SHAPES:
             raise UsageError(f"no shape {name!r}; there are {', '.join(SHAPES)}, or all")
     return [SHAPES[name] for name in names]
+
+
+def _check_null_post(arguments: argparse.Namespace) -> None:
+    _check(arguments)
+    if arguments.transport != "rdma":
+        raise UsageError("--null-post goes with --transport rdma")
+    for name in ("peers", "busy", "bars", "plot", "sync", "markdown"):
+        if getattr(arguments, name):
+            raise UsageError(f"--null-post measures te alone: leave out --{name}")
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -118,6 +118,23 @@ def test_a_contender_that_hangs_is_given_up_at_the_deadline():
     assert reason == "the source's transfer took more than 3 s"
 
 
+def test_null_posts_hand_over_every_byte_and_land_every_transfer():
+    """The engines and all their words are real, only the devices are not: no device is needed."""
+    status, result, err = bench(
+        *("--shape", "kv", "--count-scale", "0.05", "--rounds", "2"),
+        *("--transport", "rdma", "--null-post"),
+    )
+    assert status == 0, err
+    assert (result["shape"], result["blocks"], result["rails"]) == ("kv", 195, 4)
+    # A work request for each block, and a mark for each MiB.
+    assert result["requests"] == pytest.approx(1 + 73_728 / (1 << 20), rel=0.1)
+    parts = [result[f"{name}_ns"] for name in ("describe", "submit", "post")]
+    assert min(parts) > 0
+    assert result["own_ns"] == pytest.approx(sum(parts))
+    assert 0 < result["floor_ns"] < result["own_ns"]
+    assert result["total_ns"] > result["describe_ns"] + result["submit_ns"]
+
+
 def children(pid: int) -> list[int]:
     try:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -159,6 +176,8 @@ def test_workers_end_with_the_runner_even_when_hung():
         (["--deadline", "0"], "--deadline 0 must be above 0"),
         (["--count-scale", "2"], "a scale of 2.0 must be"),
         (["--bars", "--busy"], "--bars brings its own"),
+        (["--null-post"], "--null-post goes with --transport rdma"),
+        (["--null-post", "--transport", "rdma", "--busy"], "leave out --busy"),
         (["--json", "--markdown"], "not allowed with"),
         (["--frobnicate"], "unrecognized arguments"),
     ],
