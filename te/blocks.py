@@ -9,6 +9,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from te import _blocks
+
 __all__ = ["BLOCK", "U64", "Blocks", "Integers"]
 
 BLOCK: Final = np.dtype([("src", "<u8"), ("dst", "<u8"), ("nbytes", "<u8")])
@@ -36,13 +38,21 @@ class Blocks:
             raise ValueError(
                 f"blocks need shape (n,) and dtype {BLOCK}, not {array.shape} and {array.dtype}"
             )
-        _check_side("src", array["src"], array["nbytes"])
-        _check_side("dst", array["dst"], array["nbytes"])
-        total = float(array["nbytes"].sum(dtype=np.float64))
-        _check_total(total)
-        self._array = array.copy()
+        self._take(array.copy())
+
+    def _take(self, array: npt.NDArray[np.void]) -> None:
+        """Checks and takes over a contiguous ``array`` that nobody else keeps."""
+        total_nbytes = _blocks.checked_total(array)
+        if total_nbytes < 0:
+            _complain(array)
+        self._array, self._total_nbytes = array, total_nbytes
         self._array.flags.writeable = False
-        self._total_nbytes = int(array["nbytes"].sum(dtype=np.uint64))
+
+    @classmethod
+    def _checked(cls, array: npt.NDArray[np.void]) -> Blocks:
+        self = cls.__new__(cls)
+        self._take(array)
+        return self
 
     @classmethod
     def _valid(cls, array: npt.NDArray[np.void], total_nbytes: int) -> Blocks:
@@ -64,7 +74,7 @@ class Blocks:
             raise ValueError(f"src, dst and nbytes must have one length, not {sizes}")
         array = np.empty(lengths.pop() if lengths else 1, BLOCK)
         array["src"], array["dst"], array["nbytes"] = columns
-        return cls(array)
+        return cls._checked(array)
 
     @classmethod
     def pages(
@@ -108,7 +118,7 @@ class Blocks:
         array["src"] = _strided("src", layered["src"], src_index, layered["src_stride"])
         array["dst"] = _strided("dst", layered["dst"], dst_index, layered["dst_stride"])
         array["nbytes"] = layered["nbytes"].reshape(-1, 1)
-        return cls(array.reshape(-1))
+        return cls._checked(array.reshape(-1))
 
     @classmethod
     def grid(
@@ -218,6 +228,8 @@ def _u64(name: str, value: Integers) -> U64:
         raise ValueError(f"{name} must be a number or 1-d, not of shape {array.shape}")
     if array.size == 0:
         return np.empty(0, np.uint64)
+    if array.dtype == np.uint64:
+        return array
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be integers that fit 64 bits, not {value!r:.80}")
     if int(array.min()) < 0:
@@ -258,6 +270,13 @@ def _check_reach(side: str, base: U64, offset: U64, nbytes: U64) -> None:
             f"{side}: {int(nbytes[far.argmax()])} bytes {int(offset[far.argmax()])} bytes from "
             f"{int(base.max()):#x} end beyond 2**63"
         )
+
+
+def _complain(array: npt.NDArray[np.void]) -> None:
+    """``ValueError`` with what makes ``checked_total`` refuse the blocks."""
+    for side in ("src", "dst"):
+        _check_side(side, array[side], array["nbytes"])
+    _check_total(sum(array["nbytes"].tolist()))
 
 
 def _check_side(name: str, address: U64, nbytes: U64) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from te import _blocks
 from te.blocks import BLOCK
 
 __all__ = [
@@ -147,17 +148,15 @@ def stripe(
         raise ValueError(f"weights must not be negative, and not all 0: {weights}")
     if not len(array):
         return Stripes(array, np.zeros(len(sums) + 1, np.int64))
-    ends = np.cumsum(array["nbytes"].view(np.int64))
-    total = int(ends[-1])
+    total = _blocks.total(array)
     # The last rail with a weight takes all that is left: none for those behind it.
     wanted = [
         total if one == sums[-1] else min(round(one / sums[-1] * total), total) for one in sums
     ]
-    blocks = ends.searchsorted(wanted).tolist()
     bounds = [0]
     cuts: list[tuple[int, int]] = []
-    for at, block in zip(wanted, blocks, strict=True):
-        end, nbytes = int(ends[block]), int(array["nbytes"][block])
+    for at, (block, end) in zip(wanted, _blocks.locate(array, wanted), strict=True):
+        nbytes = int(array["nbytes"][block])
         offset = at - end + nbytes
         if offset == nbytes or (nbytes < split_nbytes and 2 * offset >= nbytes):
             bounds.append(block + len(cuts) + 1)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from te._blocks import total
 from te.links.keeper import DirectLink
 from te.links.pieces import cut
 from te.rails import usable
@@ -34,7 +35,7 @@ def divide(
     direct.turn += 1
     weights[list(rails)] = shares(
         lanes([1.0] * len(rails), [float(flows[i][1]) for i in rails]),
-        int(blocks["nbytes"].sum()),
+        total(blocks),
         direct.turn,
     )
     stripes = stripe(blocks, weights)

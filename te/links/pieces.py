@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from te import _blocks
 from te.plane._core import PIECES_LIMIT
 
 __all__ = ["PIECE", "PIECE_BLOCKS", "PIECE_BYTES", "cut"]
@@ -37,22 +38,9 @@ def cut(blocks: npt.NDArray[np.void], bounds: npt.NDArray[Any]) -> npt.NDArray[n
     """Pieces of blocks, shape (n,), dtype ``te.blocks.BLOCK``; rail r has the blocks
     [bounds[r], bounds[r + 1]). Every byte is in one piece; no piece is empty.
     """
-    ends = np.cumsum(blocks["nbytes"])
-    total = int(ends[-1])
+    total = _blocks.total(blocks)
     piece_nbytes = min(PIECE_BYTES, -(-total * PIECE_BLOCKS // len(blocks)))
     piece_nbytes = max(piece_nbytes, -(-total // (PIECES_LIMIT - len(bounds))), 1)
-    parts = []
-    for rail in range(len(bounds) - 1):
-        low, high = int(bounds[rail]), int(bounds[rail + 1])
-        if low == high:
-            continue
-        begin, end = int(ends[low] - blocks["nbytes"][low]), int(ends[high - 1])
-        starts = np.arange(begin, end, piece_nbytes, dtype=np.uint64)
-        part = np.zeros(len(starts), PIECE)
-        part["first"] = np.searchsorted(ends, starts, side="right")
-        first = part["first"].astype(np.int64)
-        part["offset"] = starts - (ends[first] - blocks["nbytes"][first])
-        part["nbytes"] = np.minimum(piece_nbytes, end - starts)
-        part["rail"] = rail
-        parts.append(part)
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    pieces_max = -(-total // piece_nbytes) + len(bounds)
+    found = _blocks.cut(blocks, np.asarray(bounds, np.int64), piece_nbytes, pieces_max)
+    return np.frombuffer(found, PIECE)

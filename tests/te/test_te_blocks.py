@@ -85,6 +85,23 @@ def test_a_grid_is_every_base_with_every_offset(
     assert blocks.total_nbytes == sum(row[2] for row in expected)
 
 
+EDGES = st.sampled_from([0, 1, 2, 2**62, 2**63 - 2, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1])
+
+
+@given(st.lists(st.tuples(EDGES, EDGES, EDGES), max_size=4))
+def test_blocks_at_the_edges_of_64_bits_are_valid_or_refused(rows: list[tuple[int, ...]]) -> None:
+    array = np.array(rows, BLOCK) if rows else np.empty(0, BLOCK)
+    valid = sum(row[2] for row in rows) < 2**63 and all(
+        nbytes >= 1 and max(src, dst) < 2**63 and max(src, dst) + nbytes <= 2**63
+        for src, dst, nbytes in rows
+    )
+    if valid:
+        assert Blocks(array).total_nbytes == sum(row[2] for row in rows)
+    else:
+        with pytest.raises(ValueError, match=r"block \d+: |in total"):
+            Blocks(array)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
