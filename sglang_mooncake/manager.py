@@ -168,9 +168,8 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         except te.RegistrationError as error:
             self.deregister_buffer_to_engine()
             raise HandoverUnavailable(
-                f"cannot register the KV cache with the transfer engine: {error}. Its transports "
-                f"({','.join(self.engine.stats().transports)}) move host memory alone: a server "
-                "whose KV cache is in GPU memory needs another --disaggregation-transfer-backend"
+                f"cannot register the KV cache with the transfer engine: {error}. A KV cache in "
+                "GPU memory needs SGLANG_MOONCAKE_TRANSPORTS=rdma"
             ) from error
 
     def deregister_buffer_to_engine(self) -> None:

@@ -79,7 +79,7 @@ class Engine:
             config.segment_blocks,
         )
         self._fabric, fabric_problem = self._open_fabric()
-        self._memory = RegionTable(self._plane, self._fabric)
+        self._memory = RegionTable(self._plane, self._fabric, config.transports == ("rdma",))
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, int], Peer] = {}
         self._closed = False
@@ -157,6 +157,9 @@ class Engine:
         address must stay mapped until ``deregister``. Raises ``te.RegistrationError`` for nothing,
         a null address, an overlap with another region, or memory that is not mapped readable and
         writable; then nothing was registered.
+
+        The address may be of CUDA memory if RDMA is the engine's only transport: each device takes
+        it as a dma-buf, or through the peer-memory module nvidia-peermem.
         """
         self._check_open()
         region = self._memory.register(buffer_or_address, nbytes)

@@ -13,14 +13,18 @@ import numpy as np
 
 from te.blocks import ADDRESS_LIMIT
 from te.buffers import Buffer
+from te.cuda import cuda_of
 from te.errors import FenceTimeout, RegistrationError
 from te.plane._core import Engine as Plane
 from te.verbs.fabric import Fabric, Registration
 
-__all__ = ["HOST", "Region", "RegionTable", "late"]
+__all__ = ["CUDA", "HOST", "Region", "RegionTable", "late"]
 
 HOST: Final = "host"
 """Kind of a region of ordinary process memory."""
+
+CUDA: Final = "cuda"
+"""Kind of a region of GPU memory, which only RDMA devices reach."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +35,7 @@ class Region:
     address: int
     #: Size in bytes, at least 1.
     nbytes: int
-    #: What the memory is; ``"host"`` in this build.
+    #: What the memory is: ``"host"`` or ``"cuda"``.
     kind: str
     #: Rises with each registration, so that a range registered twice is two regions.
     serial: int
@@ -55,9 +59,11 @@ class RegionTable:
     """The regions of an engine; the plane has its own picture of them. Any thread may call
     anything."""
 
-    def __init__(self, plane: Plane, fabric: Fabric | None) -> None:
+    def __init__(self, plane: Plane, fabric: Fabric | None, only_rdma: bool = False) -> None:
+        """``only_rdma``: no peer is reached in another way."""
         self._plane = plane
         self._fabric = fabric
+        self._only_rdma = only_rdma
         self._lock = threading.Lock()
         self._serials = itertools.count(1)
         #: Sorted by address; replaced, never changed.
@@ -70,7 +76,14 @@ class RegionTable:
             raise RegistrationError(f"a region needs at least one byte, not {nbytes}")
         if not 0 < address < ADDRESS_LIMIT or nbytes > ADDRESS_LIMIT - address:
             raise RegistrationError(f"{nbytes} bytes at {address:#x} are not an address range")
-        _check_mapped(address, nbytes)
+        cuda = cuda_of(address)
+        if cuda is None:
+            _check_mapped(address, nbytes)
+        elif self._fabric is None or not self._only_rdma:
+            raise RegistrationError(
+                f"{nbytes} bytes at {address:#x} are CUDA memory, which only RDMA can move; give"
+                " the engine no other transport: Config(transports=('rdma',))"
+            )
         with self._lock:
             other = self._overlapping(address, nbytes)
             if other is not None:
@@ -79,8 +92,9 @@ class RegionTable:
                     f" overlaps the registered region {other}"
                 )
             fd = buffer_or_address.fd if isinstance(buffer_or_address, Buffer) else None
-            known = None if self._fabric is None else self._fabric.register(address, nbytes)
-            region = Region(address, nbytes, HOST, next(self._serials), owner, fd, known)
+            known = None if self._fabric is None else self._fabric.register(address, nbytes, cuda)
+            kind = HOST if cuda is None else CUDA
+            region = Region(address, nbytes, kind, next(self._serials), owner, fd, known)
             keys = b"" if known is None else known.keys
             self._plane.add_region(region.address, region.end, region.serial, fd is not None, keys)
             self.regions = tuple(sorted((*self.regions, region), key=lambda one: one.address))

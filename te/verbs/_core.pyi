@@ -28,6 +28,11 @@ class Device:
         """ibv_reg_mr(3): local and remote writes and remote reads; with relaxed ordering if asked
         and the library has it. Also of CUDA memory, if the peer-memory module is loaded."""
 
+    def register_dma_buf(self, fd: int, offset: int, address: int, nbytes: int) -> MemoryRegion:
+        """ibv_reg_dmabuf_mr(3): memory of another device, which lies at ``offset`` of the file and
+        is called by ``address``; the same rights, with relaxed ordering. The file is not needed
+        afterwards."""
+
     def queue_pair(
         self, port: int, send_depth: int, receive_depth: int, message_bytes: int
     ) -> QueuePair:

@@ -134,6 +134,19 @@ cdef class Device:
             fail(f"ibv_reg_mr of {nbytes} bytes at {address:#x} on {self.name}", errnum)
         return wrap_mr(self, <VMr *>mr)
 
+    def register_dma_buf(self, int fd, uint64_t offset, uint64_t address, uint64_t nbytes):
+        cdef int access = (
+            ACCESS_LOCAL_WRITE | ACCESS_REMOTE_WRITE | ACCESS_REMOTE_READ | ACCESS_RELAXED_ORDERING)
+        cdef void *mr = NULL
+        cdef int errnum = ENOSYS
+        if lib.reg_dmabuf_mr != NULL:
+            with nogil:
+                mr = lib.reg_dmabuf_mr(self.pd, offset, nbytes, address, fd, access)
+                errnum = last_errno()
+        if mr == NULL:
+            fail(f"ibv_reg_dmabuf_mr of {nbytes} bytes at {address:#x} on {self.name}", errnum)
+        return wrap_mr(self, <VMr *>mr)
+
     def queue_pair(
         self, int port, uint32_t send_depth, uint32_t receive_depth, uint32_t message_bytes
     ):

@@ -8,12 +8,15 @@ import errno
 import ipaddress
 import logging
 import mmap
+import os
 import socket
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from te.cuda import Cuda
 from te.errors import DeviceError, RegistrationError
 from te.plane._core import NICS_LIMIT
 from te.topology import Gid, choose_nics, read_addresses, read_machine
@@ -21,7 +24,7 @@ from te.topology import Nic as MachineNic
 from te.topology.gids import parse_gid
 from te.verbs import _core as verbs
 
-__all__ = ["KEY", "Fabric", "Nic", "Registration", "open_fabric"]
+__all__ = ["KEY", "Fabric", "Nic", "Registration", "first_that_works", "open_fabric"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,19 +91,23 @@ class Fabric:
         """``open_fabric`` makes it."""
         self.nics = nics
 
-    def register(self, address: int, nbytes: int) -> Registration:
-        """With every device or with none; ``te.RegistrationError`` names the verb that failed."""
+    def register(self, address: int, nbytes: int, cuda: Cuda | None = None) -> Registration:
+        """With every device or with none; ``te.RegistrationError`` names the verb that failed.
+
+        ``cuda``: it is this one's memory. A device takes that as a dma-buf, or through the kernel's
+        peer-memory module (nvidia-peermem).
+        """
         limit = min(nic.max_region_bytes for nic in self.nics)
         part_bytes = max(limit - limit % mmap.PAGESIZE, mmap.PAGESIZE)
         starts = range(address, address + nbytes, part_bytes)
         keys = np.zeros(len(starts), KEY)
         regions: list[verbs.MemoryRegion] = []
-        with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as undo, _ways(address, nbytes, cuda) as ways:
             for i, start in enumerate(starts):
                 end = min(start + part_bytes, address + nbytes)
                 keys[i]["start"], keys[i]["end"] = start, end
                 for nic in self.nics:
-                    region = _register(nic, start, end - start)
+                    region = first_that_works(ways, nic, start, end - start)
                     undo.callback(region.close)
                     regions.append(region)
                     keys[i]["near"][nic.index] = region.lkey
@@ -109,14 +116,56 @@ class Fabric:
         return Registration(keys.tobytes(), tuple(regions))
 
 
-def _register(nic: Nic, address: int, nbytes: int) -> verbs.MemoryRegion:
-    try:
+Way = Callable[[Nic, int, int], verbs.MemoryRegion]
+"""Registers bytes at an address with a device; ``OSError``."""
+
+
+def first_that_works(
+    ways: Sequence[Way], nic: Nic, address: int, nbytes: int
+) -> verbs.MemoryRegion:
+    """Tries one after the other; ``te.RegistrationError`` with what failed in each."""
+    problems = []
+    for way in ways:
+        try:
+            region = way(nic, address, nbytes)
+        except OSError as exc:
+            problems.append(str(exc.strerror))
+            if exc.errno == errno.ENOMEM:
+                problems[-1] += "; raise the limit of locked memory"
+                problems[-1] += " (ulimit -l unlimited, LimitMEMLOCK=infinity)"
+        else:
+            if problems:
+                logger.info("registered by another way than the first: %s", "; ".join(problems))
+            return region
+    raise RegistrationError("; ".join(problems))
+
+
+@contextlib.contextmanager
+def _ways(address: int, nbytes: int, cuda: Cuda | None) -> Iterator[tuple[Way, ...]]:
+    """How the memory may be registered, the preferred way first."""
+
+    def plainly(nic: Nic, address: int, nbytes: int) -> verbs.MemoryRegion:
         return nic.device.register(address, nbytes, relaxed=True)
-    except OSError as exc:
-        hint = ""
-        if exc.errno == errno.ENOMEM:
-            hint = "; raise the limit of locked memory (ulimit -l unlimited, LimitMEMLOCK=infinity)"
-        raise RegistrationError(f"{exc.strerror}{hint}") from exc
+
+    if cuda is None:
+        yield (plainly,)
+        return
+    start = address - address % mmap.PAGESIZE  # A dma-buf is whole pages.
+    end = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    with contextlib.ExitStack() as undo:
+        fd, problem = -1, None
+        try:
+            fd = cuda.export(start, end - start)
+            undo.callback(os.close, fd)
+        except OSError as exc:
+            problem = exc
+
+        def as_dma_buf(nic: Nic, address: int, nbytes: int) -> verbs.MemoryRegion:
+            if problem is not None:
+                raise problem
+            return nic.device.register_dma_buf(fd, address - start, address, nbytes)
+
+        yield as_dma_buf, plainly
 
 
 def open_fabric(patterns: tuple[str, ...]) -> Fabric:

@@ -156,6 +156,7 @@ cdef struct Lib:
     int (*dealloc_pd)(void *) noexcept nogil
     void *(*reg_mr)(void *, void *, size_t, int) noexcept nogil
     void *(*reg_mr_iova2)(void *, void *, size_t, uint64_t, unsigned int) noexcept nogil
+    void *(*reg_dmabuf_mr)(void *, uint64_t, size_t, uint64_t, int, int) noexcept nogil
     int (*dereg_mr)(void *) noexcept nogil
     VChannel *(*create_comp_channel)(VContext *) noexcept nogil
     int (*destroy_comp_channel)(void *) noexcept nogil
@@ -245,8 +246,9 @@ cdef int load_library() except -1:
     (<void **>&lib.destroy_qp)[0] = symbol(v, b"ibv_destroy_qp")
     # What ibv_query_gid_table(3), an inline function, calls.
     (<void **>&lib.query_gid_table)[0] = symbol(v, b"_ibv_query_gid_table")
-    # Younger than the rest: rdma-core 27.
+    # Younger than the rest: rdma-core 27 and 34.
     (<void **>&lib.reg_mr_iova2)[0] = dlsym(v, b"ibv_reg_mr_iova2")
+    (<void **>&lib.reg_dmabuf_mr)[0] = dlsym(v, b"ibv_reg_dmabuf_mr")
     lib.is_open = True
     return 0
 

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA memory on real devices. The soft ones take no dma-buf, so that the peer-memory way is gone
+for real; the memory is the host's, and only said to be a GPU's."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rdma_pair import TIMEOUT_S, RdmaPair, rdma_pair
+from te_cuda import fake_cuda
+from testbed_nics import Nic
+
+import te
+
+pytestmark = pytest.mark.rdma
+
+PAGE = mmap.PAGESIZE
+NBYTES = 5 * PAGE + 700
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def write_and_check(pair: RdmaPair, there: np.ndarray) -> None:
+    blocks = te.Blocks.of(pair.src.ctypes.data, there.ctypes.data, len(there))
+    assert pair.peer.write(blocks).wait(TIMEOUT_S) is te.Status.DONE
+    assert (there == pair.src[: len(there)]).all()
+
+
+@pytest.mark.parametrize("refusal", [0, 801])
+def test_without_dma_buf_it_goes_the_peer_memory_way(
+    rdma_nics: tuple[Nic, ...], refusal: int
+) -> None:
+    with rdma_pair(rdma_nics, 2, 8 * PAGE) as pair:
+        whole = np.zeros(NBYTES + 300, np.uint8)
+        there = whole[300:]
+        address = there.ctypes.data
+        open_before = descriptors()
+        with fake_cuda(address, NBYTES, refusal) as cuda:
+            region = pair.target.register(address, NBYTES)
+            if not refusal:
+                start, nbytes = cuda.exported()
+                assert start <= address < start + PAGE
+                assert start + nbytes - PAGE < address + NBYTES <= start + nbytes
+        assert descriptors() == open_before
+        assert region.kind == "cuda"
+        write_and_check(pair, there)
+        pair.target.deregister(region)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "first"),
+    [
+        (0, r"ibv_reg_dmabuf_mr of \d+ bytes at 0x\w+ on \w+: Operation not supported"),
+        (801, r"cuMemGetHandleForAddressRange of \d+ bytes at 0x\w+: CUDA error 801"),
+    ],
+    ids=["the device", "CUDA"],
+)
+def test_what_failed_both_ways_is_said(
+    rdma_nics: tuple[Nic, ...], refusal: int, first: str
+) -> None:
+    with rdma_pair(rdma_nics, 2, 8 * PAGE) as pair:
+        # As CUDA keeps its addresses: taken, and nobody's to touch.
+        room = mmap.mmap(-1, NBYTES, prot=0)
+        address = int(np.frombuffer(room, np.uint8).ctypes.data)
+        says = rf"^{first}; ibv_reg_mr of \d+ bytes at 0x\w+ on \w+: Bad address$"
+        with fake_cuda(address, NBYTES, refusal), pytest.raises(te.RegistrationError, match=says):
+            pair.target.register(address, NBYTES)
+        there = np.zeros(NBYTES, np.uint8)
+        pair.target.register(there)
+        write_and_check(pair, there)
