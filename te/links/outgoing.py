@@ -179,17 +179,17 @@ _OPENERS: dict[str, Callable[[Local, Card, float, float], Opened]] = {
 def _add_rails(link: LinkHandle, first: Dialled, dial: Callable[[], Dialled], rails: int) -> None:
     """Adds the first rail, and as many more as both sides want."""
     dialled = [first]
-    with contextlib.ExitStack() as undo:
-        undo.callback(first.close)
+    try:
         while len(dialled) < min(rails, first.welcome.rails):
             dialled.append(dial())
-            undo.callback(dialled[-1].close)
-        undo.pop_all()
-    for one in dialled:
-        if link.add_rail(one.sock.fileno(), one.rings_fd):
-            one.sock.detach()
-        else:
-            one.close()  # The link has died already, and has the reason.
+        while dialled:
+            if link.add_rail(dialled[0].sock.fileno(), dialled[0].rings_fd):
+                dialled.pop(0).sock.detach()
+            else:
+                dialled.pop(0).close()  # The link has died already, and has the reason.
+    finally:
+        for one in dialled:
+            one.close()
 
 
 def share(local: Local, card: Card, number: int, memory: SharedMemory) -> bool:
