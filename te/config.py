@@ -52,6 +52,9 @@ class Config:
     #: A rail over RDMA on which nothing completes for so long is given up, and made anew: a device
     #: may try for ever.
     rail_timeout_s: float = 2.0
+    #: Longest time between two attempts to make a rail over RDMA anew. A port that gets its link
+    #: back is tried at once; what is broken behind a switch has to be tried for.
+    rail_backoff_max_s: float = 1.0
     #: Traffic class of packets over RDMA (ibv_modify_qp(3)); networks map it to priorities.
     traffic_class: int = 0
     #: Unfinished transfers a peer may have; one more raises ``te.QueueFull``.
@@ -83,6 +86,7 @@ class Config:
         _check_timeout("connect_timeout_s", self.connect_timeout_s)
         _check_timeout("stall_timeout_s", self.stall_timeout_s)
         _check_timeout("rail_timeout_s", self.rail_timeout_s)
+        _check_timeout("rail_backoff_max_s", self.rail_backoff_max_s)
         _check_range("traffic_class", self.traffic_class, 0, 255)
 
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a rail that can die and come back: a table; events in, instructions out.
+"""The life of a rail that can die and come back, as a table.
 
-    UP ──quiet──▶ SUSPECT ──stuck, broken──▶ DOWN ──back-off over──▶ REBUILD ──▶ PROBE ──▶ UP
-     ◀──moves again──┘                        ▲ ◀── refused, broken, no answer ──┴──┘
+    UP ──quiet──▶ SUSPECT ──broken──▶ DOWN ──back-off over──▶ REBUILD ──▶ PROBE ──▶ UP
+     ◀──moves again──┘   └──────────▶  ▲ ◀── refused, broken, no answer ──┴──┘
 
-Pure: the caller brings the time and does what it is told. Its own deadlines decide, not the
-device's: a device may retry for ever without a completion. A rail that failed always gets a new
-queue pair, since one that was in the error state has lost its place in the stream.
+Who finds what: the data plane, which sees every completion, tells that a rail is quiet, moves again
+or is broken, and has moved its work elsewhere by then (``te/plane/pairs.pxi``). Devices tell that a
+link is back. The times between attempts, and those that attempts may take, are kept here.
+
+Pure: the caller brings the time. A rail that failed always gets a new queue pair, since one that
+was in the error state has lost its place in the stream.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["TRANSITIONS", "Event", "Instruction", "Rail", "State", "Timing", "usable"]
+__all__ = ["TRANSITIONS", "Event", "Rail", "State", "Timing", "usable"]
 
 
 class State(enum.Enum):
@@ -26,7 +29,7 @@ class State(enum.Enum):
 
     #: Takes work.
     UP = "up"
-    #: Has work that does not move; takes more only when no rail is UP.
+    #: Has work that does not move; gets more only when no rail is UP.
     SUSPECT = "suspect"
     #: Waits for its back-off to be over.
     DOWN = "down"
@@ -39,11 +42,14 @@ class State(enum.Enum):
 class Event(enum.Enum):
     """What happened to a rail."""
 
-    #: Something completed that it was given.
+    #: Nothing that it was given completed for a while.
+    QUIET = "quiet"
+    #: Something did.
     MOVED = "moved"
-    #: A completion with an error, an event of the device, or word from the peer: it is broken.
+    #: Nothing completed for too long; or a completion with an error, an event of the device, or
+    #: word from the peer: its queue pair is gone.
     BROKEN = "broken"
-    #: The port has its link again.
+    #: The port has its link again, or another address.
     LINK_UP = "link up"
     #: Both sides have the new queue pair.
     BUILT = "built"
@@ -51,48 +57,25 @@ class Event(enum.Enum):
     REFUSED = "refused"
     #: The probe arrived.
     ANSWERED = "answered"
-    #: Nothing moved for ``suspect_after_s``. (``Rail.tick`` finds this one and the next two.)
-    QUIET = "quiet"
-    #: Nothing moved for ``down_after_s``, or a rebuild or a probe took too long.
+    #: A rebuild or a probe took too long. (``Rail.tick`` finds this one and the next.)
     STUCK = "stuck"
     #: The back-off is over.
     DUE = "due"
 
 
-class Instruction(enum.Enum):
-    """What the caller has to do, in the order given."""
-
-    #: Give it no new work while another rail is UP.
-    HOLD = "hold"
-    #: Give it work.
-    USE = "use"
-    #: Move its queue pair to the error state and reap what it had.
-    BREAK = "break"
-    #: Write what it had not finished again, on the rails that are left.
-    REPLAN = "replan"
-    #: Make a new queue pair here and at the peer; tell BUILT or REFUSED.
-    BUILD = "build"
-    #: Write a few bytes over it; tell ANSWERED, or BROKEN.
-    PROBE = "probe"
-
-
-_FAILED = (Instruction.HOLD, Instruction.BREAK, Instruction.REPLAN)
-
-TRANSITIONS: Final[dict[tuple[State, Event], tuple[State, tuple[Instruction, ...]]]] = {
-    (State.UP, Event.QUIET): (State.SUSPECT, (Instruction.HOLD,)),
-    (State.UP, Event.STUCK): (State.DOWN, _FAILED),
-    (State.UP, Event.BROKEN): (State.DOWN, _FAILED),
-    (State.SUSPECT, Event.MOVED): (State.UP, (Instruction.USE,)),
-    (State.SUSPECT, Event.STUCK): (State.DOWN, _FAILED),
-    (State.SUSPECT, Event.BROKEN): (State.DOWN, _FAILED),
-    (State.DOWN, Event.DUE): (State.REBUILD, (Instruction.BUILD,)),
-    (State.REBUILD, Event.BUILT): (State.PROBE, (Instruction.PROBE,)),
-    (State.REBUILD, Event.REFUSED): (State.DOWN, (Instruction.BREAK,)),
-    (State.REBUILD, Event.BROKEN): (State.DOWN, (Instruction.BREAK,)),
-    (State.REBUILD, Event.STUCK): (State.DOWN, (Instruction.BREAK,)),
-    (State.PROBE, Event.ANSWERED): (State.UP, (Instruction.USE,)),
-    (State.PROBE, Event.BROKEN): (State.DOWN, (Instruction.BREAK,)),
-    (State.PROBE, Event.STUCK): (State.DOWN, (Instruction.BREAK,)),
+TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
+    (State.UP, Event.QUIET): State.SUSPECT,
+    (State.UP, Event.BROKEN): State.DOWN,
+    (State.SUSPECT, Event.MOVED): State.UP,
+    (State.SUSPECT, Event.BROKEN): State.DOWN,
+    (State.DOWN, Event.DUE): State.REBUILD,
+    (State.REBUILD, Event.BUILT): State.PROBE,
+    (State.REBUILD, Event.REFUSED): State.DOWN,
+    (State.REBUILD, Event.BROKEN): State.DOWN,
+    (State.REBUILD, Event.STUCK): State.DOWN,
+    (State.PROBE, Event.ANSWERED): State.UP,
+    (State.PROBE, Event.BROKEN): State.DOWN,
+    (State.PROBE, Event.STUCK): State.DOWN,
 }
 """What is not in here changes nothing: late news of a queue pair that is gone already."""
 
@@ -101,35 +84,29 @@ TRANSITIONS: Final[dict[tuple[State, Event], tuple[State, tuple[Instruction, ...
 class Timing:
     """Deadlines and back-off, in seconds.
 
-    Raises ``ValueError`` for one that is not positive, or when being suspect comes after being
-    down.
+    Raises ``ValueError`` for one that is not positive, or a maximum below its minimum.
     """
 
-    #: A rail with work and no completion for so long is SUSPECT, for longer still DOWN. Longer
-    #: than the device's own retries, which tell the reason (timeout 14, retry 3: 0.3 s on rxe).
-    suspect_after_s: float = 0.1
-    down_after_s: float = 1.0
     #: Both sides must have the new queue pair, and the probe must be there, in this time each.
     rebuild_timeout_s: float = 1.0
     probe_timeout_s: float = 1.0
     #: From a failure to the rebuild: this long at first, twice as long with each failure more,
     #: never longer than the maximum. Shortened by up to a half, at random: the rails of many peers
-    #: that fail together shall not come back together. The maximum counts when a link returns in
-    #: the middle of an attempt: that one fails after 2.5 s, this passes, the next one succeeds.
+    #: that fail together shall not come back together. The maximum counts where nobody tells that a
+    #: link is back (a switch in between): an attempt fails, this passes, the next one succeeds.
     backoff_s: float = 0.05
     backoff_max_s: float = 1.0
-    #: A rail that was UP for so long has its former failures forgiven.
+    #: A rail that carried for so long has its former failures forgiven.
     steady_s: float = 10.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value} must be a positive number of seconds")
-        for less, more in (("suspect_after_s", "down_after_s"), ("backoff_s", "backoff_max_s")):
-            if getattr(self, less) > getattr(self, more):
-                raise ValueError(
-                    f"{less}={getattr(self, less)} must not be above {more}={getattr(self, more)}"
-                )
+        if self.backoff_s > self.backoff_max_s:
+            raise ValueError(
+                f"backoff_s={self.backoff_s} must not be above backoff_max_s={self.backoff_max_s}"
+            )
 
 
 class Rail:
@@ -143,6 +120,7 @@ class Rail:
         self._random = random.Random(seed)
         self._state = state
         self._since_s = now_s
+        self._up_since_s = now_s
         self._due_s = now_s
         self._failures = 0
         self._generation = 0
@@ -178,8 +156,7 @@ class Rail:
 
     @property
     def due_s(self) -> float:
-        """When ``tick`` has something to do by itself; while there is work to watch, it is called
-        at least every ``suspect_after_s``."""
+        """When ``tick`` has something to do."""
         match self._state:
             case State.DOWN:
                 return self._due_s
@@ -191,71 +168,47 @@ class Rail:
 
     def handle(
         self, event: Event, now_s: float, generation: int | None = None, reason: str = ""
-    ) -> tuple[Instruction, ...]:
-        """Takes an event of the queue pair ``generation`` (None: of whatever there is now).
+    ) -> bool:
+        """Takes an event of the queue pair ``generation`` (None: of whatever there is now); whether
+        the state changed.
 
         News of a former queue pair is ignored.
         """
         if generation is not None and generation != self._generation:
-            return ()
+            return False
         if event is Event.LINK_UP:
             self._hurry(now_s)
-            return ()
-        step = TRANSITIONS.get((self._state, event))
-        if step is None:
-            return ()
-        before, (self._state, instructions) = self._state, step
-        if self._state is State.DOWN:
+            return False
+        after = TRANSITIONS.get((self._state, event))
+        if after is None:
+            return False
+        before, self._state = self._state, after
+        if after is State.DOWN:
             self._fail(before, now_s, reason or event.value)
-        if self._state is State.REBUILD:
+        if after is State.REBUILD:
             self._generation += 1
+        if event is Event.ANSWERED:
+            self._up_since_s = now_s
         self._since_s = now_s
-        return instructions
+        return True
 
-    def tick(
-        self, now_s: float, waiting_since_s: float | None = None, backlog_s: float = 0.0
-    ) -> tuple[Instruction, ...]:
-        """Looks at the clock.
-
-        ``waiting_since_s``: since when nothing has completed although there is work, None without
-        work. ``backlog_s``: how long the work given to the rail takes at its measured rate; a slow
-        rail may be silent for longer.
-        """
-        if self._state in (State.UP, State.SUSPECT):
-            event = self._silence(now_s, waiting_since_s, backlog_s)
-        elif now_s >= self.due_s:
-            event = Event.DUE if self._state is State.DOWN else Event.STUCK
-        else:
-            return ()
-        if event is None:
-            return ()
-        waited = 0.0 if waiting_since_s is None else now_s - waiting_since_s
-        return self.handle(event, now_s, reason=self._late(event, waited))
-
-    def _silence(
-        self, now_s: float, waiting_since_s: float | None, backlog_s: float
-    ) -> Event | None:
-        if waiting_since_s is None:
-            return Event.MOVED  # all of it has completed
-        silent_s = now_s - waiting_since_s - backlog_s
-        if silent_s >= self._timing.down_after_s:
-            return Event.STUCK
-        if silent_s >= self._timing.suspect_after_s:
-            return Event.QUIET
-        return Event.MOVED
-
-    def _late(self, event: Event, waited_s: float) -> str:
-        if event is not Event.STUCK:
-            return ""
+    def tick(self, now_s: float) -> bool:
+        """Looks at the clock; whether the state changed. One that is REBUILD by it is to be built
+        now."""
+        if now_s < self.due_s:
+            return False
         match self._state:
+            case State.DOWN:
+                return self.handle(Event.DUE, now_s)
             case State.REBUILD:
-                return f"no new queue pair within {self._timing.rebuild_timeout_s:g} s"
-            case State.PROBE:
-                return f"the probe did not arrive within {self._timing.probe_timeout_s:g} s"
-        return f"no completion for {waited_s:.2f} s"
+                late = f"no new queue pair within {self._timing.rebuild_timeout_s:g} s"
+            case _:
+                late = f"the probe did not arrive within {self._timing.probe_timeout_s:g} s"
+        return self.handle(Event.STUCK, now_s, reason=late)
 
     def _fail(self, before: State, now_s: float, reason: str) -> None:
-        if before is State.UP and now_s - self._since_s >= self._timing.steady_s:
+        was_up = before in (State.UP, State.SUSPECT)
+        if was_up and now_s - self._up_since_s >= self._timing.steady_s:
             self._failures = 0
         self._failures += 1
         self._reason = reason

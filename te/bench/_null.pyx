@@ -47,7 +47,7 @@ cdef extern from "../verbs/abi.h" nogil:
         void (*take_events)(Endpoint *) noexcept nogil
         int (*to_error)(Endpoint *) noexcept nogil
         void (*release)(Endpoint *) noexcept nogil
-    enum: WR_RDMA_WRITE_WITH_IMM, SEND_SIGNALED, WC_SUCCESS, WC_RECV
+    enum: WR_RDMA_WRITE_WITH_IMM, SEND_SIGNALED, WC_SUCCESS, WC_RECV, PORT_ACTIVE
 
 cdef extern from "<sys/eventfd.h>" nogil:
     int eventfd(unsigned int value, int flags)
@@ -203,9 +203,23 @@ cdef class Wire:
 
 cdef class Device:
     cdef Wires wires
+    cdef readonly int events_fd
 
     def __init__(self, Wires wires):
         self.wires = wires
+        self.events_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
+        if self.events_fd < 0:
+            raise OSError("no descriptor for the events of a device")
+
+    def __dealloc__(self):
+        if self.events_fd > 0:
+            close(self.events_fd)
+
+    def events(self):
+        return []
+
+    def port(self, int number):
+        return PORT_ACTIVE, 0, 0, False, 0, 0
 
     def register(self, u64 address, u64 nbytes, bint relaxed):
         return MemoryRegion()

@@ -23,6 +23,7 @@ from te.handshake import (
 )
 from te.links import samehost
 from te.links.cm import CmAcceptor
+from te.links.devices import DeviceWatch
 from te.links.dial import address_text
 from te.links.direct import accept_rail, far_nic
 from te.links.greeting import GreetingKind, encode_greeting
@@ -79,6 +80,9 @@ class Acceptor:
         for fd in self._listeners:
             self.loop.watch(fd, READABLE, lambda _, fd=fd: self._on_ready(fd))  # type: ignore[misc]
         self.loop.watch(local.plane.events_fd, READABLE, self._on_events)
+        for nic in () if local.fabric is None else local.fabric.nics:
+            watch = DeviceWatch(local, nic)
+            self.loop.watch(nic.device.events_fd, READABLE, watch.on_ready)
         self.loop.start()
 
     def fence(self, engine_id: str, timeout_s: float) -> int | None:
@@ -135,9 +139,10 @@ class Acceptor:
         if link is None or not link.is_direct:
             return "no such link"
         try:
-            if far_nic(self.local, offer).family == "iwarp":
-                return self._cm.expect(link.handle, offer)
-            return accept_rail(self.local, link.handle, offer)
+            nic = far_nic(self.local, offer)
+            if nic.family == "iwarp":
+                return self._cm.expect(link.handle, offer, nic)
+            return accept_rail(self.local, link.handle, offer, nic)
         except OSError as exc:
             return exc.strerror or str(exc)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from te.handshake import RailAnswer, RailOffer
-from te.links.direct import BUILD_TIMEOUT_S, far_nic, hand_over
+from te.links.direct import BUILD_TIMEOUT_S, hand_over
 from te.links.local import Local
 from te.plane._core import RECEIVE_DEPTH, LinkHandle
 from te.verbs._core import CmListener, CmRequest
@@ -52,9 +52,8 @@ class CmAcceptor:
         #: By link and rail: an offer replaces the one before it.
         self._expected: dict[tuple[int, int], _Expected] = {}
 
-    def expect(self, link: LinkHandle, offer: RailOffer) -> RailAnswer:
+    def expect(self, link: LinkHandle, offer: RailOffer, nic: Nic) -> RailAnswer:
         """Where the source shall dial; ``OSError``."""
-        nic = far_nic(self._local, offer)
         index = offer.far_gid_index
         if index >= len(nic.gids):
             raise OSError(

@@ -32,9 +32,11 @@ ACK_TIMEOUT = 14
 RETRIES = 5
 PSN_BITS = 24
 
-BUILD_TIMEOUT_S = 4.0
+BUILD_TIMEOUT_S = 2.0
 """Making a rail blocks for a round trip, or until this deadline if the peer is gone; and while the
-kernel looks for a hardware address, which takes a second if an ARP request is lost."""
+kernel looks for a hardware address, which takes a second if an ARP request is lost. An attempt that
+began before a link was back may have to end before one succeeds: siw dials with the kernel's
+TCP, which sends after 1, 3, 7 s."""
 
 
 FENCES = struct.Struct("<Q")
@@ -90,6 +92,7 @@ def build_rail(
 ) -> None:
     """Makes this side's end, has the destination make its own, connects them and hands this one to
     the plane, which probes it. ``OSError``, ``te.ConnectError``."""
+    path.near.check_port()
     if path.near.family == "iwarp":
         _dial_rail(link, rail, epoch, path, greet)
         return
@@ -159,9 +162,8 @@ def _dial_rail(
     hand_over(queue_pair, link, offer, near.index, path.far, FENCES.unpack_from(said)[0])
 
 
-def accept_rail(local: Local, link: LinkHandle, offer: RailOffer) -> RailAnswer:
+def accept_rail(local: Local, link: LinkHandle, offer: RailOffer, nic: Nic) -> RailAnswer:
     """The destination's part of ``build_rail``; ``OSError``."""
-    nic = far_nic(local, offer)
     queue_pair = nic.device.queue_pair(nic.port, 1, RECEIVE_DEPTH, nic.max_message_bytes)
     psn = secrets.randbits(PSN_BITS)
     queue_pair.connect(
@@ -183,10 +185,11 @@ def accept_rail(local: Local, link: LinkHandle, offer: RailOffer) -> RailAnswer:
 
 
 def far_nic(local: Local, offer: RailOffer) -> Nic:
-    """The destination's device that a source wants; ``OSError``."""
+    """The destination's device that a source wants, if its port has a link; ``OSError``."""
     nics = () if local.fabric is None else local.fabric.nics
     if offer.far_nic >= len(nics):
         raise OSError(errno.ENODEV, f"there is no device {offer.far_nic} here, but {len(nics)}")
+    nics[offer.far_nic].check_port()
     return nics[offer.far_nic]
 
 

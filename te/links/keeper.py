@@ -22,14 +22,23 @@ from te.links.direct import BUILD_TIMEOUT_S, Path, build_rail
 from te.links.local import Local
 from te.plane._core import LinkHandle
 from te.plane.reasons import Reason, rail_sentence
-from te.rails import Event, Instruction, Rail, State, Timing
+from te.rails import Event, Rail, State, Timing
 
 __all__ = ["BUILDERS", "DirectLink", "Keeper", "RailView"]
 
 logger = logging.getLogger(__name__)
 
-BUILDERS: Final = 8
+BUILDERS: Final = 16
 """Threads of an engine for what blocks: making rails, and answering those who make them."""
+
+ATTEMPTS_MAX = 2  # of one rail at a time: a device may block in one for longer than its deadline
+PROBE_TIMEOUT_S = 2.0
+
+_EVENTS: Final = {
+    Reason.RAIL_UP: Event.ANSWERED,
+    Reason.RAIL_SUSPECT: Event.QUIET,
+    Reason.RAIL_MOVED: Event.MOVED,
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,8 @@ class _Kept:
     #: Whether this way has ever worked.
     has_worked: bool = False
     tries: int = 0
+    #: Attempts that have not ended, also those that are too late.
+    attempts: int = 0
 
 
 @dataclass(eq=False)
@@ -117,7 +128,9 @@ class Keeper:
         now_s = time.monotonic()
         timing = Timing(
             rebuild_timeout_s=BUILD_TIMEOUT_S + 0.5,
-            probe_timeout_s=local.config.rail_timeout_s + 0.5,
+            probe_timeout_s=min(local.config.rail_timeout_s, PROBE_TIMEOUT_S) + 0.5,
+            backoff_s=min(Timing.backoff_s, local.config.rail_backoff_max_s),
+            backoff_max_s=local.config.rail_backoff_max_s,
         )
         direct.rails = [
             _Kept(Rail(hash((local.id, direct.link.number, i)), now_s, timing, State.DOWN), one)
@@ -146,6 +159,10 @@ class Keeper:
         """What the plane tells of a link (rail -1: it has died) or a rail. Any thread."""
         self._calls.put(lambda: self._heard(number, rail, epoch, code, errnum))
 
+    def on_link_up(self, nic: int) -> None:
+        """A device's port has its link again, or another address. Any thread."""
+        self._calls.put(lambda: self._link_up(nic))
+
     def stop(self, timeout_s: float) -> None:
         """Ends the thread; rails under construction come to nothing."""
         with self._lock:
@@ -164,7 +181,11 @@ class Keeper:
             now_s = time.monotonic()
             for direct in tuple(self._links.values()):
                 for i, kept in enumerate(direct.rails):
-                    self._do(local, direct, i, kept.rail.tick(now_s))
+                    before = kept.rail.state
+                    if kept.rail.tick(now_s):
+                        self._noted(direct, i, before)
+                        if kept.rail.state is State.REBUILD:
+                            self._begin(local, direct, i)
             due_s = min(
                 (kept.rail.due_s for one in self._links.values() for kept in one.rails),
                 default=now_s + 3600,
@@ -179,48 +200,59 @@ class Keeper:
         if rail < 0:
             del self._links[number]
             return
-        event = Event.ANSWERED if code == Reason.RAIL_UP else Event.BROKEN
+        event = _EVENTS.get(Reason(code), Event.BROKEN)
         if event is Event.ANSWERED:  # The plane can be faster than the thread that made the rail.
             self._handle(direct, rail, Event.BUILT, epoch)
-        reason = "" if event is Event.ANSWERED else rail_sentence(code, errnum, self._timeout_s)
+        reason = rail_sentence(code, errnum, self._timeout_s) if event is Event.BROKEN else ""
         self._handle(direct, rail, event, epoch, reason)
+
+    def _link_up(self, nic: int) -> None:
+        for direct in self._links.values():
+            for kept in direct.rails:
+                if kept.ways[kept.way].near.index == nic:
+                    kept.rail.handle(Event.LINK_UP, time.monotonic())
 
     def _handle(
         self, direct: DirectLink, index: int, event: Event, epoch: int, reason: str = ""
     ) -> None:
         kept = direct.rails[index]
         before = kept.rail.state
-        kept.rail.handle(event, time.monotonic(), epoch, reason)
-        self._noted(direct, index, before)
+        if kept.rail.handle(event, time.monotonic(), epoch, reason):
+            self._noted(direct, index, before)
 
     def _noted(self, direct: DirectLink, index: int, before: State) -> None:
-        """After a rail's state may have changed."""
+        """After a rail's state has changed."""
         kept = direct.rails[index]
-        if kept.rail.state is before:
-            return
-        if kept.rail.state is State.UP:
+        if kept.rail.state is State.SUSPECT:
+            logger.info(
+                "rail %d to %s does not move: the others get its work", index, direct.card.id
+            )
+        elif before is State.SUSPECT and kept.rail.state is State.UP:
+            logger.info("rail %d to %s moves again", index, direct.card.id)
+        elif kept.rail.state is State.UP:
             logger.info("rail %d to %s is up: %s", index, direct.card.id, kept.ways[kept.way])
             kept.has_worked = True
         elif kept.rail.state is State.DOWN:
-            logger.warning(
+            carried = before in (State.UP, State.SUSPECT)
+            logger.log(
+                logging.WARNING if carried or not kept.tries else logging.INFO,
                 "rail %d to %s by %s is down: %s",
                 index, direct.card.id, kept.ways[kept.way], kept.rail.reason,
             )  # fmt: skip
             kept.tries += 1
-            if before is not State.UP and not kept.has_worked:
+            if not kept.has_worked:
                 kept.way = (kept.way + 1) % len(kept.ways)
         with direct.changed:
             direct.changed.notify_all()
 
-    def _do(
-        self, local: Local, direct: DirectLink, index: int, instructions: tuple[Instruction, ...]
-    ) -> None:
+    def _begin(self, local: Local, direct: DirectLink, index: int) -> None:
         kept = direct.rails[index]
-        if Instruction.BUILD in instructions:
-            epoch, path = kept.rail.generation, kept.ways[kept.way]
-            self.run(lambda: self._build(local, direct, index, epoch, path))
-        elif instructions:  # It gave up waiting: the plane's end, if there is one, goes too.
-            self._noted(direct, index, State.PROBE)
+        epoch, path = kept.rail.generation, kept.ways[kept.way]
+        if kept.attempts == ATTEMPTS_MAX:
+            why = f"{kept.attempts} attempts still wait in the device"
+            self._handle(direct, index, Event.REFUSED, epoch, why)
+        elif self.run(lambda: self._build(local, direct, index, epoch, path)):
+            kept.attempts += 1
 
     def _build(self, local: Local, direct: DirectLink, index: int, epoch: int, path: Path) -> None:
         reason = ""
@@ -228,5 +260,9 @@ class Keeper:
             build_rail(local, direct.link, direct.card, index, epoch, path, direct.greet)
         except (OSError, Error) as exc:
             reason = (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
+        self._calls.put(lambda: self._built(direct, index, epoch, reason))
+
+    def _built(self, direct: DirectLink, index: int, epoch: int, reason: str) -> None:
+        direct.rails[index].attempts -= 1
         event = Event.REFUSED if reason else Event.BUILT
-        self._calls.put(lambda: self._handle(direct, index, event, epoch, reason))
+        self._handle(direct, index, event, epoch, reason)

@@ -69,6 +69,12 @@ class Engine:
     ) -> LinkHandle:
         """A link without rails yet. Direct: its one connection carries words about RDMA."""
 
+    def nic_failed(self, nic: int, code: int) -> None:
+        """Has every rail by that RDMA device given up for the reason ``code``, at either side."""
+
+    def look_at_pairs(self) -> None:
+        """After events of devices: has the workers look for queue pairs that are broken."""
+
     @property
     def events_fd(self) -> int:
         """Readable when ``events`` has something."""

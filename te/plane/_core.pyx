@@ -74,6 +74,7 @@ cdef class Engine:
         p.workers_n = workers
         p.stall_ns = <u64>(stall_s * 1e9)
         p.rail_ns = <u64>(rail_s * 1e9)
+        p.suspect_ns = min(p.rail_ns / 4, <u64>SUSPECT_NS)
         p.spin_ns = <u64>(spin_s * 1e9)
         p.segment_bytes = segment_bytes
         p.segment_blocks = segment_blocks
@@ -261,6 +262,18 @@ cdef class Engine:
         handle.k = k
         handle.engine = self
         return handle
+
+    def nic_failed(self, u32 nic, u32 code):
+        """Has every rail by the device given up, for that reason, both those that come and go."""
+        store32(&self.p.nic_reasons[nic], code)
+        add32(&self.p.nic_faults[nic], 1)
+        self.look_at_pairs()
+
+    def look_at_pairs(self):
+        cdef u32 i
+        add32(&self.p.kicks, 1)
+        for i in range(self.p.workers_n):
+            wake(&self.p.workers[i])
 
     @property
     def events_fd(self):

@@ -178,7 +178,7 @@ cdef void marks_arrived(Pair *q, VWc *wc, int n) noexcept nogil:
     if q.state == PAIR_UP and not broken:
         broken = post_receives(q, RECEIVES - q.receives) != 0
     if broken and q.state == PAIR_UP:
-        queue_broken(r, q.index, q.epoch)
+        queue_broken(r, q.index, q.epoch, NO_REASON)
         pair_drain(q)
     elif q.marks_seen - q.marks_told >= (1 if q.e.is_iwarp else RECEIVES / 4):
         q.marks_told = q.marks_seen
@@ -222,7 +222,7 @@ cdef void check_direct(Rail *r, Header *h, char *text) noexcept nogil:
     cdef bint from_source = h.kind == ASK or h.kind == RAIL_LOST
     if from_source != r.link.is_incoming:
         snprintf(text, TEXT_MAX, b"a frame of kind %d is not expected here", <int>h.kind)
-    elif h.status or h.nbytes or (h.flags and h.kind != TABLE):
+    elif (h.status and h.kind != RAIL_BROKEN) or h.nbytes or (h.flags and h.kind != TABLE):
         snprintf(text, TEXT_MAX, b"reserved fields of a frame of kind %d are not zero", <int>h.kind)
     elif h.kind == ASK and h.count > PIECES_MAX:
         snprintf(text, TEXT_MAX, b"a transfer of %u pieces; at most %d are allowed", h.count,

@@ -50,6 +50,7 @@ cdef int pair_new(
     q.worker = w
     q.e = e
     q.index, q.epoch, q.near_nic, q.far_nic, q.fences = index, epoch, near_nic, far_nic, fences
+    q.faults_seen = load32(&link.plane.nic_faults[near_nic])
     q.progress_ns = now_ns()
     q.credit = RECEIVES
     q.confirmed = 0 if e.is_iwarp else <u64>-1
@@ -95,7 +96,7 @@ cdef void pairs_adopt(Worker *w) noexcept nogil:
         else:
             old = q.link.pairs[q.index]
             if old != NULL and old.ring_n:  # It must be closed by the destination first.
-                store32(&old.doomed, 1)
+                store32(&old.doomed, PEER_BROKE)
                 store32(&old.kick, 1)
                 tell(q.plane, q.link, q.index, q.epoch, PEER_BROKE, 0)
                 pair_end(q)
@@ -245,7 +246,8 @@ cdef void on_broken(Rail *r, Header *h) noexcept nogil:
         if (h.transfer == ANY_RAIL and q.fences < h.total) or (
             h.transfer == i and h.tag == q.epoch
         ):
-            store32(&q.doomed, 1)  # The rail's lock is held here: `pair_fail` takes it.
+            # The rail's lock is held here: `pair_fail` takes it.
+            store32(&q.doomed, <u32>h.status << 8 | PEER_BROKE)
             store32(&q.kick, 1)
     store32(&link.worker.kicked, 1)
     kick_pairs(link)
@@ -362,7 +364,7 @@ cdef void break_link(Link *link) noexcept nogil:
                 continue
             i += 1
         if link.is_incoming:
-            queue_broken(r, ANY_RAIL, 0)
+            queue_broken(r, ANY_RAIL, 0, NO_REASON)
         control_unlock(r)
     for k in range(RAILS_MAX):
         q = link.pairs[k]
@@ -372,10 +374,11 @@ cdef void break_link(Link *link) noexcept nogil:
         futex_wake_all(&link.breaking)
 
 
-cdef void queue_broken(Rail *r, u64 rail, u64 epoch) noexcept nogil:
+cdef void queue_broken(Rail *r, u64 rail, u64 epoch, u32 why) noexcept nogil:
     cdef Header h
     memset(&h, 0, sizeof(h))
     h.kind = RAIL_BROKEN
+    h.status = <uint8_t>why
     h.transfer = rail
     h.tag = epoch
     h.total = r.link.fences
@@ -401,6 +404,23 @@ cdef bint pair_poll(Pair *q) noexcept nogil:
     return n > 0
 
 
+cdef void pair_doomed(Pair *q) noexcept nogil:
+    """What its other completions do not tell: the peer or its device says that it is broken."""
+    cdef Rail *r
+    cdef u32 code = load32(&q.doomed), fault = load32(&q.e.fault)
+    if not code and fault:
+        code = fault << 8 | PAIR_EVENT
+    if not code or q.state == PAIR_DRAIN:
+        return
+    if not q.link.is_incoming:
+        pair_fail(q, code & 0xFF, code >> 8)
+        return
+    r = control_lock(q.link)
+    queue_broken(r, q.index, q.epoch, code & 0xFF)
+    pair_drain(q)
+    control_unlock(r)
+
+
 cdef bint pair_turn(Pair *q) noexcept nogil:
     """Whatever the pair can do now; whether something moved."""
     cdef bint busy = False
@@ -417,11 +437,10 @@ cdef bint pair_turn(Pair *q) noexcept nogil:
         return busy
     if not q.link.is_incoming:
         busy |= pieces_done(q)
+    pair_doomed(q)
     if q.state == PAIR_DRAIN:
         if q.receives == 0 or now_ns() > q.drain_until:
             pair_drained(q)
-    elif not q.link.is_incoming and load32(&q.doomed):
-        pair_fail(q, PEER_BROKE, 0)
     elif q.state == PAIR_UP and not q.link.is_incoming:
         busy |= post_pieces(q)
     return busy
@@ -430,10 +449,15 @@ cdef bint pair_turn(Pair *q) noexcept nogil:
 cdef bint pairs_turn(Worker *w) noexcept nogil:
     """Pairs that were kicked, and those whose completions no event will tell of."""
     cdef Pair *q = w.pairs
-    cdef u32 kicks
+    cdef u32 kicks, faults
     cdef bint busy = False
     while q != NULL:
-        kicks = load32(&q.link.kicks)
+        faults = load32(&w.plane.nic_faults[q.near_nic])
+        if faults != q.faults_seen:
+            q.faults_seen = faults
+            store32(&q.doomed, load32(&w.plane.nic_reasons[q.near_nic]))
+            store32(&q.kick, 1)
+        kicks = load32(&q.link.kicks) + load32(&w.plane.kicks)
         if kicks != q.kicks_seen:
             q.kicks_seen = kicks
             store32(&q.kick, 1)
@@ -465,16 +489,31 @@ cdef void pair_event(Pair *q) noexcept nogil:
         q.armed = False
 
 
+cdef void pair_moved(Pair *q, u64 now) noexcept nogil:
+    """Something came back."""
+    q.progress_ns = now
+    q.link.has_outlasted = False
+    if q.suspect:
+        q.suspect = False
+        tell(q.plane, q.link, q.index, q.epoch, RAIL_MOVED, 0)
+
+
 cdef void pairs_check(Worker *w, u64 now) noexcept nogil:
-    """Gives up rails on which nothing came back for too long: a device may try for ever. As with
-    stalls, only silence after one more look counts."""
+    """Suspects rails on which nothing came back for a while, and gives them up after too long: a
+    device may try for ever. As with stalls, only silence after one more look counts."""
     cdef Pair *q = w.pairs
-    cdef bint late
+    cdef bint late, overdue
     while q != NULL:
         if q.e != NULL and not q.link.is_incoming:
             late = q.sequence != q.completed or q.marks > q.confirmed
-            late = late and now > q.progress_ns + q.plane.rail_ns
-            if late and q.suspect:
+            overdue = late and now > q.progress_ns + q.plane.rail_ns
+            late = late and now > q.progress_ns + q.plane.suspect_ns
+            if overdue and q.overdue:
                 pair_fail(q, NO_COMPLETION, 0)
-            q.suspect = late
+            elif late and q.late and q.state == PAIR_UP and not q.suspect:
+                q.suspect = True
+                tell(q.plane, q.link, q.index, q.epoch, RAIL_SUSPECT, 0)
+                kick_pairs(q.link)
+            q.late = late
+            q.overdue = overdue
         q = q.next

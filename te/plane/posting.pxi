@@ -133,18 +133,29 @@ cdef void fill_ask(Rail *r, Transfer *t) noexcept nogil:
 
 # -- choosing
 
-cdef inline bint is_rail_up(Link *link, u32 rail) noexcept nogil:
-    return link.pairs[rail] != NULL and link.pairs[rail].state == PAIR_UP
+cdef inline bint is_rail_well(Link *link, u32 rail) noexcept nogil:
+    cdef Pair *q = link.pairs[rail]
+    return q != NULL and q.state == PAIR_UP and not q.suspect
+
+
+cdef bint is_held_back(Pair *q) noexcept nogil:
+    """It is suspect, and another rail is well: that one takes what is left."""
+    cdef u32 i
+    if q.suspect:
+        for i in range(RAILS_MAX):
+            if is_rail_well(q.link, i):
+                return True
+    return False
 
 
 cdef u32 choose_rail(Pair *q, Transfer *t) noexcept nogil:
-    """Whose next piece the pair takes: its own; or a dead rail's; or, when it has nothing at all to
-    do, one of a rail that has several."""
+    """Whose next piece the pair takes: its own; or one of a rail that is dead or suspect; or, when
+    it has nothing at all to do, one of a rail that has several."""
     cdef u32 i
     if t.heads[q.index]:
         return q.index
     for i in range(RAILS_MAX):
-        if t.heads[i] and not is_rail_up(q.link, i):
+        if t.heads[i] and not is_rail_well(q.link, i):
             return i
     if q.ring_n == 0:
         for i in range(RAILS_MAX):
@@ -343,7 +354,7 @@ cdef bint post_pieces(Pair *q) noexcept nogil:
         if q.building == NULL:
             if q.ring_n == POSTED_MAX or (q.ring_n and q.ring_bytes >= POSTED_BYTES):
                 return busy
-            if q.marks >= q.credit or not next_piece(q):
+            if q.marks >= q.credit or is_held_back(q) or not next_piece(q):
                 return busy
         busy = True
         if q.sequence - q.completed + 1 >= q.e.send_depth:
@@ -366,8 +377,7 @@ cdef void writes_done(Pair *q, VWc *wc, int n) noexcept nogil:
             return
         q.completed = wc[i].wr_id
     if not q.e.is_iwarp:
-        q.progress_ns = now_ns()
-        q.link.has_outlasted = False
+        pair_moved(q, now_ns())
 
 
 cdef inline bint is_done(Pair *q) noexcept nogil:
@@ -384,13 +394,11 @@ cdef bint pieces_done(Pair *q) noexcept nogil:
     cdef u64 sent = 0
     if q.state == PAIR_PROBE and q.completed and q.confirmed:
         q.state = PAIR_UP
-        q.progress_ns = now_ns()
-        q.link.has_outlasted = False
+        pair_moved(q, now_ns())
         tell(q.plane, q.link, q.index, q.epoch, RAIL_UP, 0)
     if not is_done(q):
         return False
-    q.progress_ns = now_ns()
-    q.link.has_outlasted = False
+    pair_moved(q, now_ns())
     store64(&q.link.progress_ns, q.progress_ns)
     r = control_lock(q.link)
     while is_done(q):

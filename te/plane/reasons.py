@@ -31,6 +31,12 @@ class Reason(enum.IntEnum):
     POST_FAILED = 23
     POLL_FAILED = 24
     PEER_BROKE = 25
+    PORT_DOWN = 26
+    DEVICE_FATAL = 27
+    PAIR_EVENT = 28
+    # Of a rail that is not given up.
+    RAIL_SUSPECT = 29
+    RAIL_MOVED = 30
 
 
 _STATUSES = (
@@ -64,8 +70,17 @@ def rail_sentence(code: int, errnum: int, rail_timeout_s: float) -> str:
             return f"ibv_post_send: {os.strerror(errnum)}"
         case Reason.POLL_FAILED:
             return f"ibv_poll_cq: {os.strerror(errnum)}"
+        case Reason.PEER_BROKE if errnum:
+            cause = rail_sentence(errnum, 0, rail_timeout_s)
+            return f"the destination broke its end: {cause}"
         case Reason.PEER_BROKE:
             return "the destination broke its end"
+        case Reason.PORT_DOWN:
+            return "the port has lost its link"
+        case Reason.DEVICE_FATAL:
+            return "the device has failed as a whole"
+        case Reason.PAIR_EVENT:
+            return f"the device reports an error of the queue pair (event {errnum})"
         case Reason.FENCED:
             return "broken to end a cancelled read"
         case _:

@@ -79,6 +79,7 @@ cdef extern from "../verbs/abi.h" nogil:
         int (*to_error)(Endpoint *e) noexcept nogil
         int (*accept)(Endpoint *e, u64 word) noexcept nogil
         void (*release)(Endpoint *e) noexcept nogil
+        u32 fault
     enum:
         WR_RDMA_WRITE, WR_RDMA_WRITE_WITH_IMM, WR_SEND, WR_RDMA_READ, SEND_SIGNALED, SEND_INLINE
         WC_SUCCESS, WC_WR_FLUSH_ERR, WC_RECV
@@ -212,6 +213,11 @@ cdef enum:  # why a link died or a transfer failed; te/plane/reasons.py makes th
     POST_FAILED = 23
     POLL_FAILED = 24
     PEER_BROKE = 25
+    PORT_DOWN = 26
+    DEVICE_FATAL = 27
+    PAIR_EVENT = 28
+    RAIL_SUSPECT = 29
+    RAIL_MOVED = 30
 
 cdef enum:  # status of a transfer; te.transfers.Status in this order
     PENDING = 0
@@ -261,6 +267,9 @@ cdef enum:
     SIGNAL_EVERY = 64  # work requests: returns send credits in the middle of long pieces
     POLLED_MAX = 32  # completions of one look
     DRAIN_NS = 200000000
+    # A rail is suspect after a quarter of the time in which it is given up, and no later than this: a
+    # piece of 1 MiB takes 84 ms at 100 Mbit/s.
+    SUSPECT_NS = 250000000
     UNREAD_NS = 300000000
     RECEIVES = 256  # marks that a pair takes before the destination says that there is room again
     TABLE_MAX = 500  # entries of a frame
@@ -416,9 +425,11 @@ cdef struct Pair:
     Endpoint *e
     PairState state
     u32 index, epoch, near_nic, far_nic
-    u32 kick, doomed  # atomic
-    u32 kicks_seen
-    bint armed, suspect
+    u32 kick  # atomic
+    u32 doomed  # atomic: a reason to give it up; above 8 bits, what the peer gives as its own
+    u32 kicks_seen, faults_seen
+    bint armed, late, overdue
+    bint suspect  # has work that does not move: the rest of it is for other rails
     u64 progress_ns
     int code, errnum  # why it is lost
     # The source's end: kept work requests, of which [built_at, built_n) are not handed over yet.
@@ -584,7 +595,7 @@ cdef struct Worker:
 
 cdef struct Plane:
     u32 workers_n, stop
-    u64 stall_ns, rail_ns, spin_ns, segment_bytes
+    u64 stall_ns, rail_ns, suspect_ns, spin_ns, segment_bytes
     u32 segment_blocks
     Worker workers[WORKERS_MAX]
     Snapshot *regions  # atomic pointer
@@ -599,6 +610,10 @@ cdef struct Plane:
     u32 events_first, events_n, events_lost
     int events_eventfd
     uint8_t *zeros
+    # Atomic: how often each RDMA device has failed as a whole, and why the last time.
+    u32 nic_faults[NICS_MAX]
+    u32 nic_reasons[NICS_MAX]
+    u32 kicks  # atomic: counts calls to look at all pairs
     u64 links, turn
     u64 bytes_sent, bytes_received, rails_in, rails_out
     u64 outcomes[4]

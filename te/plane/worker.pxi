@@ -148,7 +148,7 @@ cdef void worker_run(Worker *w) noexcept nogil:
     cdef epoll_event events[64]
     cdef Rail *r
     cdef u64 now = now_ns(), active = 0, check_at = 0, value
-    cdef u64 check_ns = min(max(p.stall_ns / 4, <u64>5000000), <u64>250000000)
+    cdef u64 check_ns = min(max(min(p.stall_ns / 4, p.suspect_ns / 2), <u64>5000000), <u64>250000000)
     cdef int i, n, timeout_ms
     cdef bint busy, slept, stopping, waiting = False
     while True:

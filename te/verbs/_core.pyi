@@ -16,6 +16,15 @@ class Device:
     def limits(self) -> tuple[int, int, int, int, int]:
         """max_mr_size, max_qp_wr, max_cqe, max_mr, ports; ibv_query_device(3)."""
 
+    @property
+    def events_fd(self) -> int:
+        """Readable when ``events`` has some."""
+
+    def events(self) -> list[tuple[int, int]]:
+        """(``enum ibv_event_type``, port, or 0 where it is about none) of each event that waits. An
+        error of a queue pair is also set in its ``Endpoint``, for the data plane. Of the iWARP
+        family only events of the device and its ports come here."""
+
     def port(self, number: int) -> tuple[int, int, int, bool, int, int]:
         """State (4 is active), active MTU as its enum, LID, whether it is Ethernet, GIDs, longest
         message in bytes; ibv_query_port(3)."""

@@ -32,6 +32,7 @@ def device_list():
 
 cdef class Device:
     cdef VContext *context
+    cdef VContext *watched  # whose events are read
     cdef void *pd
     cdef VDeviceAttr attr
     cdef readonly str name
@@ -65,22 +66,47 @@ cdef class Device:
                 found = devices[i]
         if found != NULL:
             self.is_iwarp = found.transport_type == TRANSPORT_IWARP
-            if not self.is_iwarp:
-                self.context = lib.open_device(found)
-                errnum = last_errno()
+            self.watched = lib.open_device(found)
+            errnum = last_errno()
         lib.free_device_list(devices)
-        if found != NULL and self.context == NULL and not self.is_iwarp:
+        if found == NULL:
+            return 0
+        if self.watched == NULL:
             fail(f"ibv_open_device of {self.name}", errnum)
-        if self.is_iwarp:
-            self.context = cm_context(name)
+        # librdmacm's context serves the whole process: what one engine read there, another missed.
+        self.context = cm_context(name) if self.is_iwarp else self.watched
+        set_nonblocking(self.watched.async_fd)
         return 0
 
     def __dealloc__(self):
         if self.pd != NULL:
             lib.dealloc_pd(self.pd)
         # Contexts of librdmacm are its own, and live as long as the process.
-        if self.context != NULL and not self.is_iwarp:
-            lib.close_device(self.context)
+        if self.watched != NULL:
+            lib.close_device(self.watched)
+
+    @property
+    def events_fd(self):
+        return self.watched.async_fd
+
+    def events(self):
+        """(type, port or 0) of each event that waits; one that breaks a queue pair is told to its
+        endpoint."""
+        cdef VAsyncEvent event
+        cdef Endpoint *broken
+        cdef int port
+        found = []
+        while lib.get_async_event(self.watched, &event) == 0:
+            port = 0
+            if event.event_type in (EVENT_QP_FATAL, EVENT_QP_REQ_ERR, EVENT_QP_ACCESS_ERR):
+                # It is not destroyed before the event is acknowledged.
+                broken = <Endpoint *>(<VQp *>event.element).qp_context
+                store32(&broken.fault, event.event_type)
+            elif event.event_type in (EVENT_PORT_ACTIVE, EVENT_PORT_ERR):
+                port = (<int32_t *>&event.element)[0]
+            lib.ack_async_event(&event)
+            found.append((event.event_type, port))
+        return found
 
     @property
     def limits(self):

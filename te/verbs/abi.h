@@ -167,6 +167,16 @@ typedef struct {
 _Static_assert(sizeof(VGidEntry) == 32, "struct ibv_gid_entry");
 
 typedef struct {
+    void *element; /* by the type a VQp *, or in its first four bytes the number of a port */
+    int32_t event_type;
+} VAsyncEvent;
+_Static_assert(sizeof(VAsyncEvent) == 16, "struct ibv_async_event");
+enum {
+    EVENT_QP_FATAL = 1, EVENT_QP_REQ_ERR = 2, EVENT_QP_ACCESS_ERR = 3, EVENT_PORT_ACTIVE = 9,
+    EVENT_PORT_ERR = 10,
+};
+
+typedef struct {
     VContext *verbs;
     void *channel, *context;
     VQp *qp;
@@ -213,6 +223,7 @@ typedef struct Endpoint {
      * NULL for one that is connected. */
     int (*accept)(struct Endpoint *e, uint64_t word);
     void (*release)(struct Endpoint *e); /* destroys all of it, and `e` */
+    uint32_t fault; /* atomic: the type of an event of the device that says that it is broken */
 } Endpoint;
 
 #endif

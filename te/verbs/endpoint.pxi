@@ -92,6 +92,7 @@ cdef int endpoint_create_cq(Endpoint *e, Device device) except -1:
 
 cdef void fill_init(Endpoint *e, VQpInitAttr *a) noexcept:
     memset(a, 0, sizeof(a[0]))
+    a.qp_context = e
     a.send_cq = a.recv_cq = e.cq
     a.max_send_wr = e.send_depth
     a.max_recv_wr = e.receive_depth

@@ -66,6 +66,12 @@ class Nic:
     #: The network interface behind it; empty if there is none.
     netdev: str
 
+    def check_port(self) -> None:
+        """``OSError`` if the port has no link now: connecting over it would take its time to fail,
+        and miss the link's return."""
+        if self.device.port(self.port)[0] != PORT_ACTIVE:
+            raise OSError(errno.ENETDOWN, f"the port {self.port} of {self.name} has no link")
+
 
 @dataclass(frozen=True)
 class Registration:

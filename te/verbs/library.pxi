@@ -22,8 +22,10 @@ cdef extern from "abi.h" nogil:
     ctypedef struct VContext:
         void *device
         void **ops
+        int32_t cmd_fd, async_fd
     ctypedef struct VQp:
         VContext *context
+        void *qp_context
         uint32_t qp_num
     ctypedef struct VCq:
         VContext *context
@@ -45,6 +47,7 @@ cdef extern from "abi.h" nogil:
         uint16_t lid
         uint8_t link_layer
     ctypedef struct VQpInitAttr:
+        void *qp_context
         void *send_cq
         void *recv_cq
         uint32_t max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, max_inline_data
@@ -62,6 +65,9 @@ cdef extern from "abi.h" nogil:
     ctypedef struct VGidEntry:
         uint8_t gid[16]
         uint32_t index, port, type, netdev
+    ctypedef struct VAsyncEvent:
+        void *element
+        int32_t event_type
     ctypedef struct VCmId:
         VContext *verbs
         VQp *qp
@@ -90,7 +96,9 @@ cdef extern from "abi.h" nogil:
         int (*to_error)(Endpoint *) noexcept nogil
         int (*accept)(Endpoint *, uint64_t) noexcept nogil
         void (*release)(Endpoint *) noexcept nogil
+        uint32_t fault
     enum:
+        EVENT_QP_FATAL, EVENT_QP_REQ_ERR, EVENT_QP_ACCESS_ERR, EVENT_PORT_ACTIVE, EVENT_PORT_ERR
         OPS_POLL_CQ, OPS_REQ_NOTIFY_CQ, OPS_POST_SEND, OPS_POST_RECV, TRANSPORT_IWARP
         LINK_LAYER_ETHERNET, QPT_RC, QPS_INIT, QPS_RTR, QPS_RTS, QPS_ERR
         QP_STATE, QP_ACCESS_FLAGS, QP_PKEY_INDEX, QP_PORT, QP_AV, QP_PATH_MTU, QP_TIMEOUT
@@ -98,6 +106,9 @@ cdef extern from "abi.h" nogil:
         QP_MAX_DEST_RD_ATOMIC, QP_DEST_QPN
         ACCESS_LOCAL_WRITE, ACCESS_REMOTE_WRITE, ACCESS_REMOTE_READ, ACCESS_RELAXED_ORDERING
         CM_ADDR_RESOLVED, CM_ROUTE_RESOLVED, CM_CONNECT_REQUEST, CM_ESTABLISHED, CM_PS_TCP
+
+cdef extern from "../plane/port.h" nogil:
+    void store32(uint32_t *p, uint32_t v)
 
 cdef extern from "<dlfcn.h>" nogil:
     void *dlopen(const char *name, int flags)
@@ -152,6 +163,8 @@ cdef struct Lib:
     int (*query_device)(VContext *, VDeviceAttr *) noexcept nogil
     int (*query_port)(VContext *, uint8_t, VPortAttr *) noexcept nogil
     ssize_t (*query_gid_table)(VContext *, VGidEntry *, size_t, uint32_t, size_t) noexcept nogil
+    int (*get_async_event)(VContext *, VAsyncEvent *) noexcept nogil
+    void (*ack_async_event)(VAsyncEvent *) noexcept nogil
     void *(*alloc_pd)(VContext *) noexcept nogil
     int (*dealloc_pd)(void *) noexcept nogil
     void *(*reg_mr)(void *, void *, size_t, int) noexcept nogil
@@ -231,6 +244,8 @@ cdef int load_library() except -1:
     (<void **>&lib.close_device)[0] = symbol(v, b"ibv_close_device")
     (<void **>&lib.query_device)[0] = symbol(v, b"ibv_query_device")
     (<void **>&lib.query_port)[0] = symbol(v, b"ibv_query_port")
+    (<void **>&lib.get_async_event)[0] = symbol(v, b"ibv_get_async_event")
+    (<void **>&lib.ack_async_event)[0] = symbol(v, b"ibv_ack_async_event")
     (<void **>&lib.alloc_pd)[0] = symbol(v, b"ibv_alloc_pd")
     (<void **>&lib.dealloc_pd)[0] = symbol(v, b"ibv_dealloc_pd")
     (<void **>&lib.reg_mr)[0] = symbol(v, b"ibv_reg_mr")

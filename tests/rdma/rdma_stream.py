@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from testbed_nics import Nic, wait_for
@@ -27,13 +27,16 @@ RATE = ("netem", "rate", "100mbit", "limit", "20000")
 
 
 @contextmanager
-def engine(nics: Sequence[Nic], stall_timeout_s: float = 10.0) -> Iterator[te.Engine]:
+def engine(
+    nics: Sequence[Nic], stall_timeout_s: float = 10.0, **changes: Any
+) -> Iterator[te.Engine]:
     """One that can use these devices and no other transport."""
     config = te.Config(
         transports=("rdma",),
         nics=tuple(nic.device for nic in nics),
         rails=len(nics),
         stall_timeout_s=stall_timeout_s,
+        **changes,
     )
     with te.Engine(config) as made:
         yield made
@@ -41,10 +44,13 @@ def engine(nics: Sequence[Nic], stall_timeout_s: float = 10.0) -> Iterator[te.En
 
 @contextmanager
 def two_engines(
-    near: Sequence[Nic], far: Sequence[Nic], stall_timeout_s: float = 10.0
+    near: Sequence[Nic], far: Sequence[Nic], stall_timeout_s: float = 10.0, **changes: Any
 ) -> Iterator[tuple[te.Engine, te.Engine]]:
     """A source and a destination."""
-    with engine(near, stall_timeout_s) as source, engine(far, stall_timeout_s) as target:
+    with (
+        engine(near, stall_timeout_s, **changes) as source,
+        engine(far, stall_timeout_s, **changes) as target,
+    ):
         yield source, target
 
 

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from te.rails import TRANSITIONS, Event, Instruction, Rail, State, Timing, usable
+from te.rails import TRANSITIONS, Event, Rail, State, Timing, usable
 
 TIMING = Timing()
-BY_CLOCK = (Event.QUIET, Event.STUCK, Event.DUE)
+BY_CLOCK = (Event.STUCK, Event.DUE)
 
 
 def down(now_s: float = 0.0, failures: int = 1) -> Rail:
@@ -25,40 +27,39 @@ def down(now_s: float = 0.0, failures: int = 1) -> Rail:
     return rail
 
 
-def test_an_error_breaks_replans_and_leads_back_over_a_probe() -> None:
+def test_an_error_leads_back_over_a_new_queue_pair_and_a_probe() -> None:
     rail = Rail(1, 0.0)
-    told = rail.handle(Event.BROKEN, 5.0, 0, "RETRY_EXC_ERR")
-    assert told == (Instruction.HOLD, Instruction.BREAK, Instruction.REPLAN)
+    assert rail.handle(Event.BROKEN, 5.0, 0, "RETRY_EXC_ERR")
     assert (rail.state, rail.reason) == (State.DOWN, "RETRY_EXC_ERR")
-    assert rail.tick(rail.due_s - 1e-6) == ()
-    assert rail.tick(rail.due_s) == (Instruction.BUILD,)
-    assert rail.generation == 1
-    assert rail.handle(Event.BUILT, 5.2, 1) == (Instruction.PROBE,)
-    assert rail.handle(Event.ANSWERED, 5.3, 1) == (Instruction.USE,)
+    assert not rail.tick(rail.due_s - 1e-6)
+    assert rail.tick(rail.due_s)
+    assert (rail.state, rail.generation) == (State.REBUILD, 1)
+    assert rail.handle(Event.BUILT, 5.2, 1)
+    assert rail.state is State.PROBE
+    assert rail.handle(Event.ANSWERED, 5.3, 1)
     assert rail.state is State.UP
 
 
-def test_silence_makes_suspect_then_down_and_movement_clears_it() -> None:
+def test_quiet_makes_suspect_and_movement_clears_it() -> None:
     rail = Rail(1, 0.0)
-    assert rail.tick(0.05, 0.0) == ()
-    assert rail.tick(0.15, 0.0) == (Instruction.HOLD,)
-    assert rail.tick(0.20, 0.0) == ()
-    assert rail.tick(0.25, 0.24) == (Instruction.USE,)
-    assert rail.tick(0.40, 0.24) == (Instruction.HOLD,)
-    assert Instruction.REPLAN in rail.tick(1.24, 0.24)
-    assert rail.reason == "no completion for 1.00 s"
+    assert rail.handle(Event.QUIET, 1.0)
+    assert rail.state is State.SUSPECT
+    assert not rail.handle(Event.QUIET, 1.1)
+    assert rail.handle(Event.MOVED, 1.2)
+    assert (rail.state, rail.reason) == (State.UP, "")
+    assert rail.handle(Event.QUIET, 2.0)
+    assert rail.handle(Event.BROKEN, 3.0, reason="no completion for 2 s")
+    assert (rail.state, rail.reason) == (State.DOWN, "no completion for 2 s")
 
 
-def test_a_rail_without_work_is_never_suspected() -> None:
+@pytest.mark.parametrize("event", [None, Event.QUIET])
+def test_a_rail_that_carries_has_nothing_to_do_by_the_clock(event: Event | None) -> None:
     rail = Rail(1, 0.0)
-    assert rail.tick(1000.0) == ()
-    assert rail.state is State.UP
-
-
-def test_a_slow_rail_has_the_time_its_work_takes() -> None:
-    rail = Rail(1, 0.0)
-    assert rail.tick(3.0, 0.0, backlog_s=3.0) == ()
-    assert rail.tick(3.2, 0.0, backlog_s=3.0) == (Instruction.HOLD,)
+    if event is not None:
+        rail.handle(event, 0.0)
+    before = rail.state
+    assert not rail.tick(1000.0)
+    assert rail.state is before
 
 
 def test_news_of_a_former_queue_pair_is_ignored() -> None:
@@ -67,7 +68,7 @@ def test_news_of_a_former_queue_pair_is_ignored() -> None:
     assert rail.generation == 1
     for event in Event:
         if event not in (Event.BUILT, Event.REFUSED):
-            assert rail.handle(event, 1.0, 0) == ()
+            assert not rail.handle(event, 1.0, 0)
     assert rail.state is State.REBUILD
 
 
@@ -77,8 +78,8 @@ def test_rebuild_and_probe_have_deadlines(state: State) -> None:
     rail.tick(rail.due_s)
     if state is State.PROBE:
         rail.handle(Event.BUILT, rail.since_s)
-    assert rail.tick(rail.due_s - 1e-6) == ()
-    assert rail.tick(rail.due_s) == (Instruction.BREAK,)
+    assert not rail.tick(rail.due_s - 1e-6)
+    assert rail.tick(rail.due_s)
     assert rail.state is State.DOWN
     assert "within 1 s" in rail.reason
 
@@ -110,11 +111,14 @@ def test_the_link_coming_back_ends_a_long_back_off() -> None:
     assert rail.state is State.DOWN
 
 
-def test_a_steady_rail_has_its_failures_forgiven() -> None:
+@pytest.mark.parametrize("is_suspect", [False, True])
+def test_a_steady_rail_has_its_failures_forgiven(is_suspect: bool) -> None:
     rail = down(failures=6)
     rail.tick(rail.due_s)
     rail.handle(Event.BUILT, 10.0)
     rail.handle(Event.ANSWERED, 10.0)
+    if is_suspect:
+        rail.handle(Event.QUIET, 9.9 + TIMING.steady_s)
     rail.handle(Event.BROKEN, 10.0 + TIMING.steady_s)
     assert rail.failures == 1
 
@@ -146,16 +150,16 @@ def test_back_in_use_within_five_seconds_of_its_return() -> None:
     assert now_s - returned_s < 5.0
 
 
-def test_every_state_is_left_by_a_deadline_or_by_work() -> None:
-    """No state of the table is a dead end, and work never goes where no probe went."""
+def test_no_state_is_a_dead_end_and_work_goes_only_where_a_probe_went() -> None:
     for state in State:
         assert any(before is state for before, _ in TRANSITIONS)
-    into_up = {before for (before, _), (after, _) in TRANSITIONS.items() if after is State.UP}
-    assert into_up == {State.SUSPECT, State.PROBE}
-    for (before, _), (after, told) in TRANSITIONS.items():
-        assert (Instruction.REPLAN in told) == (
-            after is State.DOWN and before in (State.UP, State.SUSPECT)
-        )
+    into_up = {key for key, after in TRANSITIONS.items() if after is State.UP}
+    assert into_up == {(State.SUSPECT, Event.MOVED), (State.PROBE, Event.ANSWERED)}
+    into_suspect = {before for (before, _), after in TRANSITIONS.items() if after is State.SUSPECT}
+    assert into_suspect == {State.UP}
+    for state in State:
+        if state is not State.DOWN:
+            assert TRANSITIONS[state, Event.BROKEN] is State.DOWN
 
 
 @pytest.mark.parametrize(
@@ -176,7 +180,7 @@ def test_usable(states: list[State], expected: tuple[int, ...]) -> None:
     [
         ({"backoff_s": 0.0}, "backoff_s=0.0 must be a positive"),
         ({"probe_timeout_s": float("inf")}, "probe_timeout_s=inf"),
-        ({"suspect_after_s": 2.0}, "suspect_after_s=2.0 must not be above down_after_s=1.0"),
+        ({"backoff_s": 2.0}, "backoff_s=2.0 must not be above backoff_max_s=1.0"),
     ],
 )
 def test_bad_timing_is_named(values: dict[str, float], says: str) -> None:
@@ -185,63 +189,59 @@ def test_bad_timing_is_named(values: dict[str, float], says: str) -> None:
 
 
 class Life(RuleBasedStateMachine):
-    """Any events in any order: what is told is always something that can be done."""
+    """Any events in any order, beside a queue pair that is made, probed and broken."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rail = Rail(11, 0.0)
         self.now_s = 0.0
-        self.held = False
-        self.has_queue_pair = True
-        self.is_building = False
 
-    def obey(self, told: tuple[Instruction, ...]) -> None:
-        for instruction in told:
-            match instruction:
-                case Instruction.HOLD:
-                    self.held = True
-                case Instruction.USE:
-                    assert self.has_queue_pair
-                    self.held = False
-                case Instruction.BREAK:
-                    self.has_queue_pair = self.is_building = False
-                case Instruction.REPLAN:
-                    assert not self.has_queue_pair
-                case Instruction.BUILD:
-                    assert not self.has_queue_pair
-                    assert not self.is_building
-                    self.is_building = True
-                case Instruction.PROBE:
-                    assert self.is_building
-                    self.is_building = False
-                    self.has_queue_pair = True
+    def follow(self, before: State, changed: bool, number: int) -> None:
+        """What may have become of it."""
+        assert changed == (self.rail.state is not before)
+        if changed:
+            assert self.rail.since_s == self.now_s
+            assert self.rail.state in {
+                after for (state, _), after in TRANSITIONS.items() if state is before
+            }
+        built = changed and self.rail.state is State.REBUILD
+        assert self.rail.generation == number + built
 
     @rule(
         event=st.sampled_from([event for event in Event if event not in BY_CLOCK]),
         behind=st.integers(0, 1),
     )
     def something_happens(self, event: Event, behind: int) -> None:
-        generation = self.rail.generation - behind
-        self.obey(self.rail.handle(event, self.now_s, generation))
+        before, number = self.rail.state, self.rail.generation
+        changed = self.rail.handle(event, self.now_s, number - behind)
+        assert not (changed and behind)
+        self.follow(before, changed, number)
 
-    @rule(step_s=st.floats(0.001, 3.0), silent=st.booleans())
-    def time_passes(self, step_s: float, silent: bool) -> None:
-        before_s = self.now_s
+    @rule(step_s=st.floats(0.001, 3.0))
+    def time_passes(self, step_s: float) -> None:
         self.now_s += step_s
-        waits = silent and self.rail.state in (State.UP, State.SUSPECT)
-        self.obey(self.rail.tick(self.now_s, before_s if waits else None))
+        before, number = self.rail.state, self.rail.generation
+        is_due = self.rail.due_s <= self.now_s
+        changed = self.rail.tick(self.now_s)
+        assert changed == is_due
+        self.follow(before, changed, number)
+
+    @rule()
+    def the_link_comes_back(self) -> None:
+        before_s = self.rail.due_s
+        self.rail.handle(Event.LINK_UP, self.now_s)
+        assert self.rail.due_s <= before_s
+        if self.rail.state is State.DOWN:
+            assert self.rail.due_s <= self.now_s + TIMING.backoff_s
 
     @invariant()
-    def work_goes_where_a_queue_pair_is(self) -> None:
-        if self.rail.state in (State.UP, State.SUSPECT):
-            assert self.has_queue_pair
-        assert self.held == (self.rail.state is not State.UP)
+    def whatever_waits_has_a_deadline(self) -> None:
+        carries = self.rail.state in (State.UP, State.SUSPECT)
+        assert carries == math.isinf(self.rail.due_s)
 
     @invariant()
-    def it_is_always_due_when_it_is_not_in_use(self) -> None:
-        idle = self.rail.state in (State.UP, State.SUSPECT)
-        longest_s = max(TIMING.backoff_max_s, TIMING.rebuild_timeout_s, TIMING.probe_timeout_s)
-        assert idle or self.rail.due_s <= self.now_s + longest_s
+    def a_rail_that_failed_has_a_reason(self) -> None:
+        assert bool(self.rail.reason) == (self.rail.failures > 0 or self.rail.generation > 0)
 
 
-test_life = Life.TestCase
+TestLife = Life.TestCase

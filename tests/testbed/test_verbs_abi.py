@@ -37,6 +37,7 @@ STRUCTS = {
     "VQpInitAttr": "struct ibv_qp_init_attr",
     "VAh": "struct ibv_ah_attr",
     "VQpAttr": "struct ibv_qp_attr",
+    "VAsyncEvent": "struct ibv_async_event",
     "VGidEntry": "struct ibv_gid_entry",
     "VCmId": "struct rdma_cm_id",
     "VCmParam": "struct rdma_conn_param",
