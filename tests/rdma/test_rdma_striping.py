@@ -9,12 +9,19 @@ from pathlib import Path
 
 import pytest
 from rdma_stream import Stream, rail_of, two_engines
-from testbed_nics import Nic, shaped
+from testbed_nics import Nic, shaped, wait_for
+
+import te
 
 pytestmark = pytest.mark.rdma
 
 TRANSFERS = 3
 RUNS = 4
+WINDOW_S = 3.0
+#: For each rail: transfers that last longer than the window, at 1.5 a second.
+FILL = 8
+#: Once so much has passed, a link that may send 0.5 MB at once does not any more.
+SPENT_NBYTES = 2 << 20
 # A soft device has up to half a megabyte under way, which the queue must hold; and a testbed that
 # has to wait for a CPU of its host loses no capacity of its links in a burst (40 ms) of that size.
 TBF = ("tbf", "rate", "100mbit", "burst", "512kb", "latency", "400ms")
@@ -75,15 +82,21 @@ def test_slow_rails_add_up(rdma_nics: tuple[Nic, ...]) -> None:
 
 
 def rate(nics: tuple[Nic, ...], count: int) -> float:
-    """Bytes per second over so many rails, each slowed, with work for a while."""
+    """Bytes per second over so many rails, each slowed, while all of them have work: what it takes
+    them to begin and to end together is not the links' rate."""
     near, far = nics[:count], nics[count : 2 * count]
     with ExitStack() as stack:
         for nic in near:
             stack.enter_context(shaped(nic.netdev, *TBF))
-        stream = Stream(*stack.enter_context(two_engines(near, far)))
-        stream.once(1)
-        transfers = [stream.begin(tag) for tag in range(2, 2 + count * TRANSFERS)]
-        began_s = time.monotonic()
-        for transfer in transfers:
-            transfer.wait(60)
-        return len(transfers) * stream.nbytes / (time.monotonic() - began_s)
+        stream = Stream(*stack.enter_context(two_engines(near, far, stall_timeout_s=60.0)))
+
+        def carried() -> int:
+            return sum(view.done_nbytes for view in stream.peer.rail_views)
+
+        transfers = [stream.begin(tag) for tag in range(1, 1 + count * FILL)]
+        wait_for(lambda: carried() >= count * SPENT_NBYTES, 60, "what a burst lets through")
+        before, began_s = carried(), time.monotonic()
+        time.sleep(WINDOW_S)
+        nbytes, ended_s = carried() - before, time.monotonic()
+        assert transfers[-1].poll() is te.Status.PENDING, "there was not enough to carry"
+        return nbytes / (ended_s - began_s)
