@@ -226,26 +226,15 @@ cdef inline Key *near_key(Pair *q, Transfer *t, u64 address) noexcept nogil:
     return q.near_key
 
 
-cdef inline VSendWr *new_request(Pair *q, int opcode) noexcept nogil:
+cdef void build_mark(Pair *q, u32 mark) noexcept nogil:
+    """The trailing write of a piece, or a probe: it lands behind everything before it."""
     cdef VSendWr *w = &q.wrs[q.built_n]
     q.built_n += 1
     q.sequence += 1
-    q.since_signal += 1
-    w.wr_id = q.sequence
-    w.opcode = opcode
-    w.num_sge = 1
-    w.send_flags = 0
-    if q.since_signal == SIGNAL_EVERY:
-        q.since_signal = 0
-        w.send_flags = SEND_SIGNALED
-    return w
-
-
-cdef void build_mark(Pair *q, u32 mark) noexcept nogil:
-    """The trailing write of a piece, or a probe: it lands behind everything before it."""
-    cdef VSendWr *w = new_request(q, WR_RDMA_WRITE_WITH_IMM)
-    w.send_flags = SEND_SIGNALED
     q.since_signal = 0
+    w.wr_id = q.sequence
+    w.opcode = WR_RDMA_WRITE_WITH_IMM
+    w.send_flags = SEND_SIGNALED
     q.marks += 1
     w.imm_data = htonl(mark)
     w.num_sge = 0
@@ -275,39 +264,60 @@ cdef bint build(Pair *q) noexcept nogil:
     """Work requests for the piece under way, as many as the queue takes; whether the piece is
     complete. What has lost its place since it was granted is given up, its mark is not sent."""
     cdef Transfer *t = q.building
-    cdef Block b
-    cdef Far *far
-    cdef Key *near
-    cdef VSendWr *w
+    # All of it in registers: through `q`, each request would load and store it again.
+    cdef Block *b = t.blocks + q.at_block
+    cdef VSendWr *w = q.wrs + q.built_n
+    cdef Far *far = NULL
+    cdef Key *near = NULL
+    cdef u64 offset = q.at_offset, left = q.at_left, sequence = q.sequence
     cdef u64 n, near_at, far_at, room = q.e.send_depth - (q.sequence - q.completed)
-    cdef bint is_read = t.kind == READ_DIRECT
+    cdef u32 since_signal = q.since_signal
+    cdef bint is_read = t.kind == READ_DIRECT, lost = False
     cdef u32 near_nic = q.near_nic, far_nic = q.far_nic, most = q.e.max_msg_bytes
     room = min(room, <u64>(q.e.send_depth - q.built_n))
-    while q.at_left and room > 1:
-        b = t.blocks[q.at_block]
-        near_at = (b.dst if is_read else b.src) + q.at_offset
-        far_at = (b.src if is_read else b.dst) + q.at_offset
-        far = far_key(q, far_at)
-        if far == NULL:
-            refuse_here(q, far_at, b.nbytes - q.at_offset)
-            q.at_left = 0
-            build_mark(q, 0)  # A completion for what was built; the destination ignores it.
-            return True
-        near = near_key(q, t, near_at)
-        n = min(min(b.nbytes - q.at_offset, q.at_left), min(far.end - far_at, near.end - near_at))
+    while left and room > 1:
+        near_at = (b.dst if is_read else b.src) + offset
+        far_at = (b.src if is_read else b.dst) + offset
+        if far == NULL or far_at < far.start or far_at >= far.end:
+            far = far_key(q, far_at)
+            lost = far == NULL
+            if lost:
+                break
+        if near == NULL or near_at < near.start or near_at >= near.end:
+            near = near_key(q, t, near_at)
+        n = min(min(b.nbytes - offset, left), min(far.end - far_at, near.end - near_at))
         n = min(n, <u64>most)
-        w = new_request(q, WR_RDMA_READ if is_read else WR_RDMA_WRITE)
+        sequence += 1
+        since_signal += 1
+        w.wr_id = sequence
+        w.opcode = WR_RDMA_READ if is_read else WR_RDMA_WRITE
+        w.num_sge = 1
+        w.send_flags = 0
+        if since_signal == SIGNAL_EVERY:
+            since_signal = 0
+            w.send_flags = SEND_SIGNALED
         w.remote_addr = far_at
         w.rkey = far.keys[far_nic]
         w.sg_list.addr = near_at
         w.sg_list.length = <u32>n
         w.sg_list.lkey = near.near[near_nic]
+        w += 1
         room -= 1
-        q.at_left -= n
-        q.at_offset += n
-        if q.at_offset == b.nbytes:
-            q.at_block += 1
-            q.at_offset = 0
+        left -= n
+        offset += n
+        if offset == b.nbytes:
+            b += 1
+            offset = 0
+    q.built_n = <u32>(w - q.wrs)
+    q.sequence = sequence
+    q.since_signal = since_signal
+    q.at_block = b - t.blocks
+    q.at_offset = offset
+    q.at_left = 0 if lost else left
+    if lost:
+        refuse_here(q, far_at, b.nbytes - offset)
+        build_mark(q, 0)  # A completion for what was built; the destination ignores it.
+        return True
     if q.at_left or room == 0:
         return False
     if is_read:
