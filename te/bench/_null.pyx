@@ -18,6 +18,7 @@ cdef extern from "../plane/port.h" nogil:
     void store32(u32 *p, u32 v)
     u32 swap32(u32 *p, u32 v)
     u32 add32(u32 *p, u32 v)
+    u64 now_ns()
 
 cdef extern from "../verbs/abi.h" nogil:
     ctypedef struct VSge:
@@ -85,10 +86,16 @@ cdef struct Queue:
     u32 armed, refs
     pthread_mutex_t lock  # of `fd` alone
     int fd
-    u64 requests, nbytes  # of the source's work requests so far
+
+# What was posted since `expect`, by one thread.
+cdef struct Posted:
+    u64 requests, nbytes, expected
+    u64 first_requests  # of the first chain, which was built before the time begins
+    u64 begun_ns, ended_ns
 
 cdef struct End:
     Endpoint e  # the first: whoever has its address has the end's
+    Posted *posted
     Queue *near
     Queue *far
 
@@ -116,8 +123,11 @@ cdef inline int queue_put(Queue *c, u64 wr_id, int opcode, u32 imm_data) noexcep
 cdef int null_post_send(void *qp, VSendWr *first, VSendWr **bad) noexcept nogil:
     cdef End *end = <End *>qp
     cdef VSendWr *w = first
+    cdef Posted *p = end.posted
     cdef u64 requests = 0, nbytes = 0
     cdef int errnum = 0
+    if p.requests == 0:
+        p.begun_ns = now_ns()
     while w != NULL and errnum == 0:
         requests += 1
         if w.num_sge:
@@ -128,8 +138,12 @@ cdef int null_post_send(void *qp, VSendWr *first, VSendWr **bad) noexcept nogil:
             errnum = queue_put(end.near, w.wr_id, 0, 0)
         bad[0] = w
         w = w.next
-    store64(&end.near.requests, end.near.requests + requests)
-    store64(&end.near.nbytes, end.near.nbytes + nbytes)
+    if p.requests == 0:
+        p.first_requests = requests
+    p.requests += requests
+    p.nbytes += nbytes
+    if p.nbytes == p.expected:
+        p.ended_ns = now_ns()
     return errnum
 
 
@@ -181,17 +195,18 @@ cdef class Wires:
     """The queue pairs of both sides, by number."""
 
     cdef dict known
+    cdef Posted p
 
     def __cinit__(self):
         self.known = {}
 
-    def counts(self):
-        cdef Wire wire
-        cdef u64 requests = 0, nbytes = 0
-        for wire in self.known.values():
-            requests += load64(&wire.c.requests)
-            nbytes += load64(&wire.c.nbytes)
-        return requests, nbytes
+    def expect(self, u64 nbytes):
+        memset(&self.p, 0, sizeof(Posted))
+        self.p.expected = nbytes
+
+    def posted(self):
+        return (self.p.requests, self.p.nbytes, self.p.first_requests,
+                self.p.ended_ns - self.p.begun_ns)
 
 
 cdef class Wire:
@@ -236,6 +251,7 @@ cdef class Device:
         wire.c.refs = 2
         wire.c.fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
         end.near = wire.c
+        end.posted = &self.wires.p
         q.wires = self.wires
         q.end = end
         fill(&end.e, send_depth, receive_depth, message_bytes)
@@ -243,7 +259,7 @@ cdef class Device:
         end.e.fd = wire.c.fd
         self.wires.known[end.e.qp_num] = wire
         if end.e.fd < 0:
-            raise OSError(f"no descriptor for a completion channel")
+            raise OSError("no descriptor for a completion channel")
         return q
 
 

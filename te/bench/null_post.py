@@ -58,9 +58,11 @@ class NullPost:
     describe_ns: float
     #: ``peer.write``: checks, the division over the rails, asking the destination.
     submit_ns: float
-    #: Processor time of the source's worker: building and handing over work requests, completions,
-    #: and its part of the words with the destination.
+    #: In the source's worker, from the first chain to the last: building work requests and handing
+    #: them over, completions.
     post_ns: float
+    #: All processor time of that worker: waking up and the words with the destination, too.
+    worker_ns: float
     #: A bare C loop that builds as many requests and hands them over to nobody.
     floor_ns: float
     #: From before ``te.Blocks`` until ``wait`` has returned.
@@ -136,6 +138,7 @@ class _Round:
     describe_ns: float
     submit_ns: float
     post_ns: float
+    worker_ns: float
     floor_ns: float
     total_ns: float
     requests: float
@@ -193,10 +196,11 @@ def _bench(laid_out: Plan) -> Iterator[_Bench]:
 
 def _round(bench: _Bench) -> _Round:
     clock, _ = bench.source.worker_ids
-    describe, submit, total = [], [], []
-    requests_before, bytes_before = bench.wires.counts()
+    shape = bench.plan.shape
+    spent: list[tuple[float, ...]] = []
     cpu_before = time.clock_gettime_ns(clock)
     for _ in range(CALLS):
+        bench.wires.expect(shape.total_nbytes)
         begun = time.perf_counter_ns()
         blocks = bench.blocks()
         made = time.perf_counter_ns()
@@ -204,27 +208,26 @@ def _round(bench: _Bench) -> _Round:
         submitted = time.perf_counter_ns()
         _await(transfer)
         ended = time.perf_counter_ns()
-        describe.append(made - begun)
-        submit.append(submitted - made)
-        total.append(ended - begun)
-    cpu_ns = time.clock_gettime_ns(clock) - cpu_before
-    requests, nbytes = (
-        after - before
-        for after, before in zip(bench.wires.counts(), (requests_before, bytes_before), strict=True)
-    )
-    shape = bench.plan.shape
-    if nbytes != CALLS * shape.total_nbytes:
-        raise NullPostError(f"{nbytes} bytes handed over, not {CALLS * shape.total_nbytes}")
+        requests, nbytes, first, post_ns = bench.wires.posted()
+        if nbytes != shape.total_nbytes:
+            raise NullPostError(f"{nbytes} bytes handed over, not {shape.total_nbytes}")
+        # The first call's requests were built before the time began.
+        post_all_ns = post_ns * requests / max(requests - first, 1)
+        spent.append((made - begun, submitted - made, post_all_ns, ended - begun, requests))
+    cpu_ns = (time.clock_gettime_ns(clock) - cpu_before) / CALLS
     bounds = np.linspace(0, shape.blocks, RAILS + 1).astype(np.int64)
-    array = bench.blocks().array
-    floor = [post(array, bounds) for _ in range(CALLS)]
+    floor_ns = statistics.median(post(bench.blocks().array, bounds) for _ in range(CALLS))
+    describe, submit, posting, total, requests_of_all = (
+        statistics.median(column) / shape.blocks for column in zip(*spent, strict=True)
+    )
     return _Round(
-        describe_ns=statistics.median(describe) / shape.blocks,
-        submit_ns=statistics.median(submit) / shape.blocks,
-        post_ns=cpu_ns / CALLS / shape.blocks,
-        floor_ns=statistics.median(floor) / shape.blocks,
-        total_ns=statistics.median(total) / shape.blocks,
-        requests=requests / CALLS / shape.blocks,
+        describe_ns=describe,
+        submit_ns=submit,
+        post_ns=posting,
+        worker_ns=cpu_ns / shape.blocks,
+        floor_ns=floor_ns / shape.blocks,
+        total_ns=total,
+        requests=requests_of_all,
     )
 
 
@@ -253,6 +256,7 @@ def text(result: NullPost) -> str:
         ("worker: work requests built and handed over", result.post_ns),
         ("all of these", result.own_ns),
         ("a bare C loop that builds and hands over", result.floor_ns),
+        ("the worker's processor time, with its waking up", result.worker_ns),
         ("from te.Blocks to the outcome, with the words between the engines", result.total_ns),
     ]
     width = max(len(what) for what, _ in rows)
