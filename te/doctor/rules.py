@@ -7,6 +7,8 @@ first thing that blocks is told where the rest follows from it.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from typing import Final
 
@@ -113,9 +115,15 @@ def _port_trouble(port: Port) -> str:
     """Why it carries nothing; empty if it may."""
     nic = port.nic
     if port.problem:
+        is_absent = port.problem == os.strerror(errno.ENOENT)
         return (
             f"{nic.name}: /dev/infiniband/{nic.uverbs or 'uverbs*'} cannot be opened"
-            f" ({port.problem}); give this user read and write permission for it"
+            f" ({port.problem}); "
+            + (
+                "in a container start it with --device=/dev/infiniband"
+                if is_absent
+                else "give this user read and write permission for it"
+            )
         )
     if not nic.is_active:
         if nic.state == "INIT" and nic.link_layer == "InfiniBand":

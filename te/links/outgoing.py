@@ -23,6 +23,8 @@ from te.links.keeper import DirectLink
 from te.links.local import Local, SharedMemory
 from te.plane._core import RAILS_LIMIT, LinkHandle
 from te.plane.reasons import Reason
+from te.topology import GidKind
+from te.verbs.fabric import Nic
 
 __all__ = ["Opened", "open_link", "share", "unshare"]
 
@@ -151,8 +153,20 @@ def _open_rdma(local: Local, card: Card, deadline_s: float, timeout_s: float) ->
     problem = direct.await_rails(deadline_s)
     if problem is not None:
         link.die(Reason.PEER_CLOSED)
-        raise TransportRefused(f"no rail to {where} works: {problem}")
+        raise TransportRefused(f"no rail to {where} works: {problem}{_lacking(nics, card)}")
     return Opened(link, number, "rdma", "", direct)
+
+
+def _lacking(nics: tuple[Nic, ...], card: Card) -> str:
+    """Which devices have no address that a network would carry, and the fix."""
+    sides = [(one.name, one.netdev, one.gids) for one in nics]
+    sides += [(f"{one.name} there", "its interface", tuple(one.gids)) for one in card.nics]
+    return "".join(
+        f"; {name} has a link-local address alone: give {netdev or 'its interface'} one of the"
+        " network (ip address add …)"
+        for name, netdev, gids in sides
+        if gids and all(gid.kind is GidKind.LINK_LOCAL for gid in gids)
+    )
 
 
 def _dial_tcp(

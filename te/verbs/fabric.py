@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -193,7 +194,7 @@ def open_fabric(patterns: tuple[str, ...]) -> Fabric:
     problems: list[str] = []
     for one in chosen:
         if one.device not in known:
-            problems.append(f"{one.name}: libibverbs does not know it; install its provider")
+            problems.append(f"{one.name}: {_unknown(one)}")
         elif len(nics) == NICS_LIMIT:
             problems.append(f"{one.name}: an engine uses {NICS_LIMIT} devices")
         else:
@@ -206,6 +207,16 @@ def open_fabric(patterns: tuple[str, ...]) -> Fabric:
     for problem in problems:
         logger.warning("not used: %s", problem)
     return Fabric(tuple(nics))
+
+
+def _unknown(one: MachineNic) -> str:
+    """Why the kernel has the device and libibverbs does not."""
+    path = Path("/dev/infiniband") / one.uverbs
+    if not path.exists():
+        return f"there is no {path}; in a container start it with --device=/dev/infiniband"
+    if not os.access(path, os.R_OK | os.W_OK):
+        return f"{path} may not be opened; give this user read and write permission for it"
+    return "libibverbs does not know it; install its provider (apt-get install ibverbs-providers)"
 
 
 def _gids(one: MachineNic, device: verbs.Device) -> tuple[Gid, ...]:

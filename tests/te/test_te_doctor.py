@@ -105,6 +105,7 @@ NIC_TROUBLES = [
     ),
     ({"gids": []}, "mlx5_1: its port has no GID; give its interface an address"),
     ({"problem": "Permission denied"}, "uverbs1 cannot be opened (Permission denied); give"),
+    ({"problem": "No such file or directory"}, "(No such file or directory); in a container start"),
 ]
 
 

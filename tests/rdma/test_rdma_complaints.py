@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a machine lacks for RDMA is said in one sentence, with the fix: by the engine that wanted it
+and by ``te doctor``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+from rdma_pair import rdma_pair
+from testbed_nics import Nic, cut, run, wait_for
+
+import te
+
+pytestmark = pytest.mark.rdma
+
+MIB = 1 << 20
+ENGINE = """
+import sys
+import te
+try:
+    with te.Engine(te.Config(transports=("rdma",), nics=(sys.argv[1],))) as engine:
+        engine.register(bytearray(1 << 20))
+except te.Error as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+def complaint(nic: Nic, *within: str) -> str:
+    """What an engine says that should use the device, in a process started by ``within``."""
+    return said([*within, sys.executable, "-c", ENGINE, nic.device])
+
+
+def doctor(*within: str) -> str:
+    return said([*within, sys.executable, "-m", "te.cli", "doctor", "--transport", "rdma"])
+
+
+def said(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_port_that_is_down(rdma_nics: tuple[Nic, ...]) -> None:
+    nic = rdma_nics[0]
+    with cut(nic.netdev):
+        wait_for(lambda: nic.state() == "DOWN", 5, "its state")
+        told = complaint(nic)
+    assert told.startswith("DeviceError: "), told
+    assert f"bring its link up (ip link set {nic.netdev} up)" in told
+    wait_for(lambda: nic.state() == "ACTIVE", 5, "its state")
+
+
+HIDDEN = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs t /dev/infiniband; exec "$@"', "sh")
+
+
+def test_no_dev_infiniband(rdma_nics: tuple[Nic, ...]) -> None:
+    told = complaint(rdma_nics[0], *HIDDEN)
+    assert told.startswith("DeviceError: "), told
+    for one in (told, doctor(*HIDDEN)):
+        assert "in a container start it with --device=/dev/infiniband" in one
+
+
+LIMITED = (
+    *("prlimit", "--memlock=65536:65536"),
+    *("setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"),
+)
+
+
+def test_too_little_locked_memory(rdma_nics: tuple[Nic, ...]) -> None:
+    told = complaint(rdma_nics[0], *LIMITED)
+    assert told.startswith("RegistrationError: "), told
+    assert "ulimit -l unlimited" in told
+    assert "this process may lock 64 KiB of memory" in doctor(*LIMITED)
+
+
+@contextmanager
+def without_address(nic: Nic) -> Iterator[None]:
+    ipv6 = f"/proc/sys/net/ipv6/conf/{nic.netdev}/disable_ipv6"
+    run("sh", "-c", f"echo 1 >{ipv6}; ip addr flush dev {nic.netdev}")
+    try:
+        yield
+    finally:
+        run("sh", "-c", f"echo 0 >{ipv6}; ip addr add {nic.address}/24 dev {nic.netdev}")
+        with cut(nic.netdev):  # Its routes come back with its link.
+            pass
+        wait_for(lambda: nic.state() == "ACTIVE", 5, "its state")
+
+
+@pytest.mark.driver("rxe")
+def test_a_gid_that_no_network_carries(rdma_nics: tuple[Nic, ...]) -> None:
+    with without_address(rdma_nics[0]):
+        says = f"give {rdma_nics[0].netdev} one of the network"
+        with pytest.raises(te.ConnectError, match=says), rdma_pair(rdma_nics, 1, MIB):
+            pass
+
+
+@pytest.mark.driver("siw")
+def test_a_device_without_an_address(rdma_nics: tuple[Nic, ...]) -> None:
+    with without_address(rdma_nics[0]):
+        told = complaint(rdma_nics[0])
+        assert told.startswith("DeviceError: "), told
+        assert f"no IP address; give {rdma_nics[0].netdev} one" in told
