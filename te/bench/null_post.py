@@ -117,6 +117,7 @@ def _nic(index: int, wires: Wires) -> Nic:
         max_message_bytes=1 << 30,
         max_region_bytes=1 << 62,
         netdev="",
+        bytes_per_s=0.0,
     )
 
 

@@ -12,7 +12,7 @@ from te._blocks import total
 from te.links.keeper import DirectLink
 from te.links.pieces import cut
 from te.rails import usable
-from te.striping import lanes, shares, stripe
+from te.striping import lanes, levelled, shares, stripe
 
 __all__ = ["divide"]
 
@@ -30,11 +30,12 @@ def divide(
     if len(rails) == 1:
         bounds[rails[0] + 1 :] = len(blocks)
         return blocks, cut(blocks, bounds)
-    flows = direct.link.rail_bytes()
+    flows = direct.link.rail_flows()
+    rates = direct.meter.rates(flows)
     weights = np.zeros(len(direct.rails))
     direct.turn += 1
     weights[list(rails)] = shares(
-        lanes([1.0] * len(rails), [float(flows[i][1]) for i in rails]),
+        lanes(levelled([rates[i] for i in rails]), [float(flows[i][1]) for i in rails]),
         total(blocks),
         direct.turn,
     )

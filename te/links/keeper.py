@@ -20,6 +20,7 @@ from te.errors import Error
 from te.handshake import Card, RailOffer, Welcome
 from te.links.direct import BUILD_TIMEOUT_S, Path, build_rail
 from te.links.local import Local
+from te.links.meter import Meter
 from te.plane._core import LinkHandle
 from te.plane.reasons import Reason, rail_sentence
 from te.rails import Event, Rail, State, Timing
@@ -51,6 +52,8 @@ class RailView:
     #: Payload that it has carried, and that it has to carry, in bytes.
     done_nbytes: int
     in_flight_nbytes: int
+    #: What it is believed to carry: measured, at first the speed of its port.
+    bytes_per_s: float
     #: Why it was last given up; empty if it never was.
     reason: str
 
@@ -81,12 +84,20 @@ class DirectLink:
     #: Set whenever a rail has come up or gone down.
     changed: threading.Condition = field(default_factory=threading.Condition)
     turn: int = 0
+    meter: Meter = field(default_factory=lambda: Meter([]))
 
     def views(self) -> tuple[RailView, ...]:
         """Every rail."""
-        flows = self.link.rail_bytes()
+        flows = self.link.rail_flows()
+        rates = self.meter.rates(flows)
         return tuple(
-            RailView(kept.ways[kept.way].near.name, kept.rail.state, *flows[i], kept.rail.reason)
+            RailView(
+                kept.ways[kept.way].near.name,
+                kept.rail.state,
+                *flows[i][:2],
+                rates[i],
+                kept.rail.reason,
+            )
             for i, kept in enumerate(self.rails)
         )
 
@@ -136,6 +147,7 @@ class Keeper:
             _Kept(Rail(hash((local.id, direct.link.number, i)), now_s, timing, State.DOWN), one)
             for i, one in enumerate(ways)
         ]
+        direct.meter = Meter([one[0].near.bytes_per_s for one in ways])
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(

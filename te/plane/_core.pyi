@@ -134,8 +134,9 @@ class LinkHandle:
     def fences(self) -> int:
         """How often a destination has broken all rails of the link."""
 
-    def rail_bytes(self) -> list[tuple[int, int]]:
-        """Bytes done and under way, for each possible rail over RDMA."""
+    def rail_flows(self) -> list[tuple[int, int, int, float]]:
+        """For each possible rail over RDMA: bytes done and under way; and of the times that it was
+        measured, always with work under way, the bytes done in them and their seconds."""
 
     def has_grants_of_closed_tags(self) -> bool:
         """Whether something may still be written over RDMA that no tag allows any more."""

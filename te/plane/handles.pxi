@@ -112,9 +112,15 @@ cdef class LinkHandle:
         pthread_mutex_unlock(&self.k.lock)
         return fences
 
-    def rail_bytes(self):
-        return [(load64(&self.k.rail_bytes[i]), load64(&self.k.rail_flying[i]))
-                for i in range(RAILS_MAX)]
+    def rail_flows(self):
+        cdef u64 moved[RAILS_MAX]
+        cdef u64 busy_ns[RAILS_MAX]
+        pthread_mutex_lock(&self.k.lock)
+        memcpy(moved, self.k.rail_moved, sizeof(moved))
+        memcpy(busy_ns, self.k.rail_busy_ns, sizeof(busy_ns))
+        pthread_mutex_unlock(&self.k.lock)
+        return [(load64(&self.k.rail_bytes[i]), load64(&self.k.rail_flying[i]),
+                 moved[i], busy_ns[i] * 1e-9) for i in range(RAILS_MAX)]
 
     def has_grants_of_closed_tags(self):
         cdef Arriving *a

@@ -197,6 +197,9 @@ cdef bint next_piece(Pair *q) noexcept nogil:
         one = &q.ring[(q.ring_first + q.ring_n) % POSTED_MAX]
         one.transfer, one.piece, one.nbytes = t, q.building_piece, p.nbytes
         one.sequence = <u64>-1  # not known before its last work request is built
+        if q.ring_n == 0:
+            q.busy_since = now_ns()
+            q.busy_bytes = 0
         q.ring_n += 1
         q.ring_bytes += p.nbytes
         add64(&link.rail_flying[q.index], p.nbytes)
@@ -396,6 +399,18 @@ cdef inline bint is_done(Pair *q) noexcept nogil:
     return q.ring_n != 0 and one.sequence <= q.completed and one.mark <= q.confirmed
 
 
+cdef void measure(Pair *q, u64 nbytes) noexcept nogil:
+    """Notes what the pair moved while there always was something under way. Under the link's
+    lock."""
+    q.busy_bytes += nbytes
+    if q.busy_bytes < MEASURED_BYTES:
+        return
+    q.link.rail_moved[q.index] += q.busy_bytes
+    q.link.rail_busy_ns[q.index] += q.progress_ns - q.busy_since
+    q.busy_since = q.progress_ns
+    q.busy_bytes = 0
+
+
 cdef bint pieces_done(Pair *q) noexcept nogil:
     """After completions or a word of the destination; whether anything was done by them."""
     cdef Rail *r
@@ -422,6 +437,7 @@ cdef bint pieces_done(Pair *q) noexcept nogil:
         add64(&q.link.rail_bytes[q.index], one.nbytes)
         add64(&q.link.rail_flying[q.index], -<int64_t>one.nbytes)
         advance_transfer(r, t)
+    measure(q, sent)
     control_unlock(r)
     add64(&q.plane.bytes_sent, sent)
     return True

@@ -264,6 +264,8 @@ cdef enum:
     PIECES_MAX = 1 << 16  # of a transfer: the immediate data has 16 bits for it
     POSTED_MAX = 64  # pieces of a pair under way at once
     POSTED_BYTES = 8 << 20  # and their bytes, of which the last piece may exceed it
+    # Of a measurement of a pair's rate: what is over sooner tells of the way there and back instead.
+    MEASURED_BYTES = 128 << 10
     SIGNAL_EVERY = 64  # work requests: returns send credits in the middle of long pieces
     POLLED_MAX = 32  # completions of one look
     DRAIN_NS = 200000000
@@ -441,6 +443,7 @@ cdef struct Pair:
     Posted ring[POSTED_MAX]
     u32 ring_first, ring_n
     u64 ring_bytes
+    u64 busy_since, busy_bytes  # of the measurement under way: never idle since, done since
     Transfer *building
     u32 building_piece
     u64 at_block, at_offset, at_left
@@ -563,6 +566,9 @@ cdef struct Link:
     bint has_outlasted
     u64 rail_bytes[RAILS_MAX]  # atomic, as the next one: done, by rail
     u64 rail_flying[RAILS_MAX]  # handed over and not done
+    # Under the link's lock: what rails have moved in measurements, and how long these took.
+    u64 rail_moved[RAILS_MAX]
+    u64 rail_busy_ns[RAILS_MAX]
 
 # A PULL that waits: its header, then as iovecs the ranges here and there.
 cdef struct Job:

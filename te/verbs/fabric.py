@@ -66,6 +66,8 @@ class Nic:
     max_region_bytes: int
     #: The network interface behind it; empty if there is none.
     netdev: str
+    #: Speed of the port; 0 if it is not known.
+    bytes_per_s: float
 
     def check_port(self) -> None:
         """``OSError`` if the port has no link now: connecting over it would take its time to fail,
@@ -260,4 +262,5 @@ def _open(index: int, one: MachineNic, is_iwarp: bool) -> Nic:
         max_message_bytes=max_message,
         max_region_bytes=device.limits[0],
         netdev=one.netdev,
+        bytes_per_s=one.rate_gbps * 1e9 / 8,
     )

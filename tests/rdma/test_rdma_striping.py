@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,8 @@ from rdma_stream import Stream, rail_of, two_engines
 from testbed_nics import Nic, shaped, wait_for
 
 import te
+
+from te.striping import levelled
 
 pytestmark = pytest.mark.rdma
 
@@ -25,6 +28,11 @@ SPENT_NBYTES = 2 << 20
 # A soft device has up to half a megabyte under way, which the queue must hold; and a testbed that
 # has to wait for a CPU of its host loses no capacity of its links in a burst (40 ms) of that size.
 TBF = ("tbf", "rate", "100mbit", "burst", "512kb", "latency", "400ms")
+
+
+# A tenth of what a soft device carries beside three others.
+SLOW = ("tbf", "rate", "20mbit", "burst", "256kb", "latency", "400ms")
+LEARNING = 12  # transfers that it may take to find that out
 
 
 def lo_bytes() -> int:
@@ -79,6 +87,55 @@ def test_slow_rails_add_up(rdma_nics: tuple[Nic, ...]) -> None:
     while len(rates) < RUNS and max(rates, default=0.0) < 0.9 * count * one:
         rates.append(rate(rdma_nics, count))
     assert max(rates) >= 0.9 * count * one, f"{rates} over {count} rails, {one} over one"
+
+
+def test_a_slow_rail_gets_what_it_carries(rdma_nics: tuple[Nic, ...]) -> None:
+    """Bytes go by measured rates; the first transfer, before any, divides them equally.
+
+    The best of a few later ones: the testbed has one CPU, which a busy host lends to others.
+    """
+    count = min(4, len(rdma_nics) // 2)
+    near, far = rdma_nics[:count], rdma_nics[count : 2 * count]
+    with shaped(near[0].netdev, *SLOW), two_engines(near, far) as engines:
+        stream = Stream(*engines)
+        equal_s = duration_s(stream, 1)
+        assert done(stream, near) == pytest.approx([stream.nbytes / count] * count, rel=0.15)
+        tags = itertools.count(2)
+        while not is_slow(stream, near):
+            tag = next(tags)
+            assert tag < LEARNING, stream.peer.rail_views
+            stream.begin(tag).wait(60)
+        later_s = []
+        for tag in itertools.islice(tags, RUNS):
+            rates = [rail_of(stream.peer, nic).bytes_per_s for nic in near]
+            before, wire = done(stream, near), near[0].wire_bytes("tx")
+            later_s.append(duration_s(stream, tag))
+            taken = [new - old for new, old in zip(done(stream, near), before, strict=True)]
+            weights = levelled(rates)
+            assert taken == pytest.approx(
+                [stream.nbytes * one / sum(weights) for one in weights], abs=0.05 * stream.nbytes
+            )
+            assert taken[0] < 0.6 * stream.nbytes / count
+            assert near[0].wire_bytes("tx") - wire == pytest.approx(taken[0], rel=0.2)
+        assert min(later_s) < 0.6 * equal_s
+
+
+def is_slow(stream: Stream, nics: tuple[Nic, ...]) -> bool:
+    """Whether the first rail was found to be slower than the others."""
+    level = levelled([rail_of(stream.peer, nic).bytes_per_s for nic in nics])
+    return level[0] < max(level)
+
+
+def duration_s(stream: Stream, tag: int) -> float:
+    """How long one transfer takes."""
+    began_s = time.monotonic()
+    stream.begin(tag).wait(60)
+    return time.monotonic() - began_s
+
+
+def done(stream: Stream, nics: tuple[Nic, ...]) -> list[int]:
+    """Bytes that have left by each device."""
+    return [rail_of(stream.peer, nic).done_nbytes for nic in nics]
 
 
 def rate(nics: tuple[Nic, ...], count: int) -> float:

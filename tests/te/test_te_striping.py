@@ -10,14 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from te import BLOCK
+from te.links.meter import Meter
 from te.striping import (
     CUT_ALIGN,
     GRAIN_NBYTES,
     PENALTY,
     RATE_FLOOR,
+    RATE_LEVEL,
     SPLIT_NBYTES,
     lanes,
+    levelled,
     measured,
+    nominal,
     pairs,
     partners,
     shares,
@@ -159,18 +163,68 @@ def test_far_rails_help_little() -> None:
     assert near / far == pytest.approx(PENALTY[1])
 
 
-@given(RATES, RATES, st.floats(1e-6, 10))
-def test_measured_rate_moves_towards_what_was_seen(old: float, seen: float, busy_s: float) -> None:
-    new = float(measured(old, seen * busy_s, busy_s))
-    assert min(old, seen) * 0.999 <= new <= max(old, seen) * 1.001
-    assert float(measured(old, 0, 0)) == old
+@given(st.lists(st.tuples(RATES, st.floats(1e-6, 10)), max_size=20), RATES)
+def test_measured_rate_lies_between_what_was_seen(
+    seen: list[tuple[float, float]], port: float
+) -> None:
+    (pace,) = nominal([port])
+    low = high = port
+    for rate, busy_s in seen:
+        before = pace.rate
+        pace = measured(pace, rate * busy_s, busy_s)
+        low, high = min(low, rate), max(high, rate)
+        # Never away from what was seen last, and never farther than anything ever seen.
+        assert abs(pace.rate - rate) <= abs(before - rate) * 1.001 + 1 / busy_s
+        assert low * 0.999 <= pace.rate <= high * 1.001 + 1 / busy_s
 
 
-def test_measured_rate_follows_in_a_second() -> None:
-    rate = 1e9
-    for _ in range(10):
-        rate = float(measured(rate, 2e6, 0.1))
-    assert rate == pytest.approx(2e7, rel=0.01)
+@given(RATES)
+def test_no_time_changes_no_rate(rate: float) -> None:
+    (pace,) = nominal([rate])
+    assert measured(pace, 0, 0) is pace
+
+
+@given(st.floats(0.01, 10))
+def test_a_rail_that_moved_nothing_still_has_a_rate(busy_s: float) -> None:
+    (pace,) = nominal([1e9])
+    for _ in range(1000):
+        pace = measured(pace, 0, busy_s)
+    assert pace.rate > 0
+
+
+def test_measured_rate_follows_in_seconds() -> None:
+    pace = measured(nominal([1e9])[0], 1e9, 1.0)
+    for _ in range(50):
+        pace = measured(pace, 2e6, 0.1)
+    assert pace.rate == pytest.approx(2e7, rel=0.02)
+
+
+def test_the_speed_of_a_port_holds_until_something_was_measured() -> None:
+    assert [pace.rate for pace in nominal([0, 5e9, 2e9])] == [5e9, 5e9, 2e9]
+    one, other = nominal([0, 0])
+    assert one.rate == other.rate > 0
+    assert measured(one, 1e6, 0.01).rate == pytest.approx(one.rate, rel=0.05)
+
+
+@given(st.lists(RATES, min_size=1, max_size=16))
+def test_rates_near_the_fastest_count_as_equal(rates: list[float]) -> None:
+    level = levelled(rates)
+    for rate, believed in zip(rates, level, strict=True):
+        assert believed == (max(rates) if rate * RATE_LEVEL >= max(rates) else rate)
+    assert levelled(level) == level
+
+
+FLOWS = st.lists(st.tuples(st.integers(1, 1 << 40), st.floats(1e-6, 10)), min_size=1, max_size=10)
+
+
+@given(FLOWS, RATES)
+def test_a_meter_counts_each_measurement_once(steps: list[tuple[int, float]], port: float) -> None:
+    meter, (pace,), moved, total_s = Meter([port]), nominal([port]), 0, 0.0
+    for nbytes, busy_s in steps:
+        before, (moved, total_s) = (moved, total_s), (moved + nbytes, total_s + busy_s)
+        pace = measured(pace, moved - before[0], total_s - before[1])
+        flows = [(0, 0, moved, total_s), (9, 9, 9, 9.0)]  # the plane tells of all possible rails
+        assert meter.rates(flows) == meter.rates(flows) == [pace.rate]
 
 
 @given(st.integers(1, 16), st.integers(1, 16))
