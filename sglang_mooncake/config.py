@@ -32,6 +32,8 @@ class Config:
         te's). With one alone, not getting it is an error.
     NICS: RDMA devices to use, patterns separated by commas, `!` before those to leave out
         (default: those of --disaggregation-ib-device, else all).
+    TOPOLOGY: JSON file that says which RDMA devices memory uses, instead of NICS and of what is
+        found (te.Config.topology; Mooncake's MC_CUSTOM_TOPO_JSON).
     STATS_DIR: directory for one JSON file per scheduler process (default: none are written).
     TEST_SUPPRESS_PAYLOAD: 1 leaves the KV bytes out of every hand-over, and only them. For the
         negative control of the tests: outputs must become wrong.
@@ -43,6 +45,7 @@ class Config:
     stall_timeout_s: float = 5.0
     transports: tuple[str, ...] = TRANSPORTS
     nics: tuple[str, ...] = ()
+    topology: Path | None = None
     stats_dir: Path | None = None
     test_suppress_payload: bool = False
 
@@ -57,7 +60,7 @@ class Config:
         suppress = given.pop("TEST_SUPPRESS_PAYLOAD", "0")
         if suppress not in ("0", "1"):
             raise ConfigError(f"{_PREFIX}TEST_SUPPRESS_PAYLOAD={suppress!r}: give 0 or 1")
-        stats_dir = given.pop("STATS_DIR", "")
+        stats_dir, topology = given.pop("STATS_DIR", ""), given.pop("TOPOLOGY", "")
         config = Config(
             host=given.pop("HOST", "") or None,
             register_timeout_s=_seconds(given, "REGISTER_TIMEOUT_S", 60.0),
@@ -65,9 +68,14 @@ class Config:
             stall_timeout_s=_seconds(given, "STALL_TIMEOUT_S", 5.0),
             transports=_transports(given.pop("TRANSPORTS", "")),
             nics=_names(given.pop("NICS", "")),
+            topology=Path(topology) if topology else None,
             stats_dir=Path(stats_dir) if stats_dir else None,
             test_suppress_payload=suppress == "1",
         )
+        if config.topology is not None and config.nics:
+            raise ConfigError(
+                f"{_PREFIX}TOPOLOGY is complete: {_PREFIX}NICS cannot be given beside it"
+            )
         if given:
             unknown = ", ".join(sorted(_PREFIX + name for name in given))
             raise ConfigError(f"unknown variable {unknown}: see sglang_mooncake/config.py")

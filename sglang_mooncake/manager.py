@@ -87,7 +87,8 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             te.Config(
                 host=self.context.host,
                 transports=self.config.transports,
-                nics=self.config.nics or rdma_devices(args),
+                nics=() if self.config.topology else self.config.nics or rdma_devices(args),
+                topology=self.config.topology,
                 stall_timeout_s=self.config.stall_timeout_s,
                 max_queued_transfers=_TRANSFERS_MAX,
             )

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from te.bench import command as bench
 from te.doctor import report as doctor
-from te.topology import TopologyError
+from te.errors import TopologyError
 from te.topology import report as topology
 
 __all__ = ["main"]

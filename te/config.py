@@ -6,6 +6,7 @@ from __future__ import annotations
 import ipaddress
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from te.plane._core import FRAME_BLOCKS_MAX, RAILS_LIMIT, WORKERS_LIMIT
 
@@ -49,6 +50,11 @@ class Config:
     #: RDMA devices to use: ``fnmatch`` patterns, ``!`` before those to leave out; all active ones
     #: when there are none.
     nics: tuple[str, ...] = ()
+    #: JSON file that says which RDMA devices memory uses first, and which then:
+    #: ``{"cuda:0": [["mlx5_0"], ["mlx5_1"]], "*": [["mlx5_0", "mlx5_1"]]}``, for the locations of
+    #: ``Engine.register``. It is complete: no other device is used. ``te topology --override``
+    #: shows it.
+    topology: Path | None = None
     #: A rail over RDMA on which nothing completes for so long is given up, and made anew: a device
     #: may try for ever.
     rail_timeout_s: float = 2.0
@@ -88,6 +94,11 @@ class Config:
         _check_timeout("rail_timeout_s", self.rail_timeout_s)
         _check_timeout("rail_backoff_max_s", self.rail_backoff_max_s)
         _check_range("traffic_class", self.traffic_class, 0, 255)
+        if self.topology is not None and self.nics:
+            raise ValueError(
+                f"topology={str(self.topology)!r} is complete:"
+                f" nics={self.nics} cannot be given beside it"
+            )
 
 
 def _check_host(host: str) -> None:

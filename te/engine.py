@@ -65,7 +65,9 @@ class Engine:
     """
 
     def __init__(self, config: Config | None = None) -> None:
-        """Listens and starts the threads; ``te.ListenError`` when the address cannot be had."""
+        """Listens and starts the threads; ``te.ListenError`` when the address cannot be had,
+        ``te.DeviceError`` without RDMA devices if nothing else is wanted, ``te.TopologyError`` when
+        ``Config.nics`` or ``Config.topology`` name devices that are not there."""
         self._config = Config() if config is None else config
         self._id = secrets.token_hex(16)
         self._epoch = time.time_ns()
@@ -149,20 +151,25 @@ class Engine:
 
     # -- memory
 
-    def register(self, buffer_or_address: Any, nbytes: int | None = None) -> Region:
+    def register(
+        self, buffer_or_address: Any, nbytes: int | None = None, location: str | None = None
+    ) -> Region:
         """Lets this engine read, and its peers write, a range of memory.
 
         Takes an object with a writable, contiguous buffer (of which ``nbytes`` limits the part)
         or an address with ``nbytes``. The region keeps the buffer alive; memory behind a bare
-        address must stay mapped until ``deregister``. Raises ``te.RegistrationError`` for nothing,
-        a null address, an overlap with another region, or memory that is not mapped readable and
-        writable; then nothing was registered.
+        address must stay mapped until ``deregister``. ``location`` says what RDMA devices it is
+        near to: ``"cpu:0"``, a NUMA node, ``"cuda:3"``, or ``"*"`` for none in particular; without
+        it host memory is taken to be on the node of its first page. Raises
+        ``te.RegistrationError`` for nothing, a null address, an overlap with another region,
+        another location, or memory that is not mapped readable and writable; then nothing was
+        registered.
 
         The address may be of CUDA memory if RDMA is the engine's only transport: each device takes
         it as a dma-buf, or through the peer-memory module nvidia-peermem.
         """
         self._check_open()
-        region = self._memory.register(buffer_or_address, nbytes)
+        region = self._memory.register(buffer_or_address, nbytes, location)
         if region.fd is not None:
             memory = SharedMemory(region.address, region.nbytes, region.fd)
             for peer in self._live_peers():
@@ -295,7 +302,8 @@ class Engine:
         )
 
     def _open_fabric(self) -> tuple[Fabric | None, str]:
-        """The RDMA devices, or why there are none; ``te.DeviceError`` if there is no other choice.
+        """The RDMA devices, or why there are none; ``te.DeviceError`` if there is no other choice,
+        ``te.TopologyError``.
 
         Of its own, so that ``te bench --null-post`` can have devices that move nothing.
         """
@@ -303,7 +311,7 @@ class Engine:
         if "rdma" not in config.transports:
             return None, "not among Config.transports"
         try:
-            return open_fabric(config.nics), ""
+            return open_fabric(config.nics, config.topology), ""
         except DeviceError as exc:
             if config.transports == ("rdma",):
                 raise

@@ -15,6 +15,7 @@ __all__ = [
     "ProtocolViolation",
     "QueueFull",
     "RegistrationError",
+    "TopologyError",
     "TransferFailed",
     "VersionError",
     "WaitTimeout",
@@ -50,6 +51,10 @@ class ListenError(Error):
 
 class DeviceError(Error):
     """An RDMA device cannot be used; the message says what is missing, or which verb failed."""
+
+
+class TopologyError(Error, ValueError):
+    """A filter or an override names something that is not there, or is not well-formed."""
 
 
 # The far side, or the way to it, is not as it should be.

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import re
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,7 @@ from te.buffers import Buffer
 from te.cuda import cuda_of
 from te.errors import FenceTimeout, RegistrationError
 from te.plane._core import Engine as Plane
+from te.topology import ANYWHERE
 from te.verbs.fabric import Fabric, Registration
 
 __all__ = ["CUDA", "HOST", "Region", "RegionTable", "late"]
@@ -25,6 +28,8 @@ HOST: Final = "host"
 
 CUDA: Final = "cuda"
 """Kind of a region of GPU memory, which only RDMA devices reach."""
+
+LOCATION: Final = re.compile(r"\*|(cpu|cuda):\d+")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +50,8 @@ class Region:
     fd: int | None = field(default=None, repr=False)
     #: What RDMA devices call it; None without such devices.
     registration: Registration | None = field(default=None, repr=False)
+    #: ``"cpu:0"``, or as the caller said; ``"*"`` if it is not known, or there are no RDMA devices.
+    location: str = ANYWHERE
 
     @property
     def end(self) -> int:
@@ -69,8 +76,14 @@ class RegionTable:
         #: Sorted by address; replaced, never changed.
         self.regions: tuple[Region, ...] = ()
 
-    def register(self, buffer_or_address: Any, nbytes: int | None) -> Region:
+    def register(
+        self, buffer_or_address: Any, nbytes: int | None, location: str | None = None
+    ) -> Region:
         """Adds a region; see ``Engine.register``."""
+        if location is not None and not LOCATION.fullmatch(location):
+            raise RegistrationError(
+                f"location={location!r} is no place of memory; give cpu:0, cuda:0 or *"
+            )
         address, nbytes, owner = _describe(buffer_or_address, nbytes)
         if nbytes < 1:
             raise RegistrationError(f"a region needs at least one byte, not {nbytes}")
@@ -94,7 +107,10 @@ class RegionTable:
             fd = buffer_or_address.fd if isinstance(buffer_or_address, Buffer) else None
             known = None if self._fabric is None else self._fabric.register(address, nbytes, cuda)
             kind = HOST if cuda is None else CUDA
-            region = Region(address, nbytes, kind, next(self._serials), owner, fd, known)
+            if location is None:
+                location = self._location(address, kind)
+            serial = next(self._serials)
+            region = Region(address, nbytes, kind, serial, owner, fd, known, location)
             keys = b"" if known is None else known.keys
             self._plane.add_region(region.address, region.end, region.serial, fd is not None, keys)
             self.regions = tuple(sorted((*self.regions, region), key=lambda one: one.address))
@@ -117,6 +133,14 @@ class RegionTable:
         if readers < 0:
             raise FenceTimeout(late(timeout_s))
 
+    def distances(self, address: int) -> tuple[int | None, ...]:
+        """By RDMA device, how far it is from the region of an address; see ``te.striping.LANE``."""
+        assert self._fabric is not None
+        regions = self.regions
+        i = bisect.bisect_right(regions, address, key=lambda region: region.address)
+        # Before the first region there is nothing registered: the plane will refuse it.
+        return self._fabric.distances(regions[i - 1].location if i else ANYWHERE)
+
     def complaint(self, address: int, nbytes: int) -> str:
         """The sentence for a range that is not registered."""
         text = f"{nbytes} bytes at {address:#x} lie outside the registered memory"
@@ -125,6 +149,12 @@ class RegionTable:
             return f"{text}; nothing is registered"
         near = min(regions, key=lambda region: _distance(region, address))
         return f"{text}; the nearest of {len(regions)} regions is {near}"
+
+    def _location(self, address: int, kind: str) -> str:
+        """Of memory that the devices have pinned: it has pages."""
+        if self._fabric is None or kind == CUDA:
+            return ANYWHERE
+        return self._fabric.location(address)
 
     def _overlapping(self, address: int, nbytes: int) -> Region | None:
         for region in self.regions:

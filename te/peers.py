@@ -148,14 +148,16 @@ class Peer:
 
     def _submit(self, blocks: Blocks, tag: int, kind: int) -> Transfer:
         limit = self._config.max_queued_transfers
-        array, pieces = blocks.array, None
+        side = "src" if kind == KIND_WRITE else "dst"
+        array, pieces, least = blocks.array, None, b""
         if self._opened.direct is not None and len(array):
-            array, pieces = divide(self._opened.direct, array)
-        result = self._link.submit(array, blocks.total_nbytes, tag, kind, limit, pieces)
+            # Of all that it touches, the first region counts: a pool lies on one node or GPU.
+            distances = self._memory.distances(int(array[side][0]))
+            array, pieces, least = divide(self._opened.direct, array, distances)
+        result = self._link.submit(array, blocks.total_nbytes, tag, kind, limit, pieces, least)
         if result is None:
             raise QueueFull(f"{self._label} has {limit} unfinished transfers")
         if isinstance(result, int):
             block = array[result]
-            side = "src" if kind == KIND_WRITE else "dst"
             raise BoundsError(self._memory.complaint(int(block[side]), int(block["nbytes"])))
         return Transfer(result, blocks.total_nbytes, self._notifier, self.describe)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -35,6 +35,8 @@ __all__ = [
     "nominal",
     "pairs",
     "partners",
+    "patience",
+    "reachable",
     "shares",
     "stripe",
 ]
@@ -245,6 +247,24 @@ def levelled(rates: Sequence[float]) -> list[float]:
     """Rates with those not far below the fastest (``RATE_LEVEL``) raised to it."""
     fastest = max(rates, default=0.0)
     return [fastest if rate * RATE_LEVEL >= fastest else rate for rate in rates]
+
+
+def reachable(rails: Iterable[int], distances: Sequence[int | None]) -> tuple[list[int], list[int]]:
+    """Those of ``rails`` that memory uses, and their distances; all of them, as far ones, if it
+    should use none: better by another way than not at all. ``distances`` are by rail, None of one
+    that is not to be used."""
+    table = list(rails)
+    used = [(i, far) for i in table if (far := distances[i]) is not None]
+    if not used:
+        return table, [len(PENALTY) - 1] * len(table)
+    return [i for i, _ in used], [far for _, far in used]
+
+
+def patience(distances: Sequence[int | None]) -> bytes:
+    """By rail, how many pieces another must have waiting before this one, when it has nothing to
+    do, takes one of them: two, and more in proportion to ``PENALTY`` the farther it is. 0 of a rail
+    that is not to be used while another is there."""
+    return bytes(0 if far is None else int(2 * PENALTY[far]) for far in distances)
 
 
 def pairs(local_nics: int, remote_nics: int) -> Integers:

@@ -26,6 +26,7 @@ from te.bench._null import Device, Wires
 from te.bench.shapes import Plan, Shape, plan
 from te.bench.system_calls import CountError, counted
 from te.peers import Peer
+from te.topology import ANYWHERE, Locality, Topology
 from te.verbs import _core as verbs
 from te.verbs.fabric import Fabric, Nic
 
@@ -93,7 +94,9 @@ class _Engine(te.Engine):
         super().__init__(te.Config(transports=("rdma",), workers=1, spin_s=spin_s))
 
     def _open_fabric(self) -> tuple[Fabric | None, str]:
-        return Fabric(tuple(_nic(i, self._wires) for i in range(RAILS))), ""
+        nics = tuple(_nic(i, self._wires) for i in range(RAILS))
+        anywhere = Locality(tuple(nic.name for nic in nics))
+        return Fabric(nics, Topology((), {ANYWHERE: anywhere}, gpus={}, far={}), (0,)), ""
 
     @property
     def worker_ids(self) -> tuple[int, int]:

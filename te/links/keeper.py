@@ -84,6 +84,8 @@ class DirectLink:
     #: Set whenever a rail has come up or gone down.
     changed: threading.Condition = field(default_factory=threading.Condition)
     turn: int = 0
+    #: By rail, which local device it leaves by, and how fast they are.
+    near: list[int] = field(default_factory=list)
     meter: Meter = field(default_factory=lambda: Meter([]))
 
     def views(self) -> tuple[RailView, ...]:
@@ -147,6 +149,7 @@ class Keeper:
             _Kept(Rail(hash((local.id, direct.link.number, i)), now_s, timing, State.DOWN), one)
             for i, one in enumerate(ways)
         ]
+        direct.near = [one[0].near.index for one in ways]
         direct.meter = Meter([one[0].near.bytes_per_s for one in ways])
         with self._lock:
             if self._thread is None:

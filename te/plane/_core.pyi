@@ -17,6 +17,10 @@ RECEIVE_DEPTH: Final[int]
 def read_process(pid: int, address: int, nbytes: int) -> bytes:
     """process_vm_readv(2); ``OSError``."""
 
+def numa_node(address: int) -> int:
+    """Where the page is that the address lies on; -1 if there is none yet, or the kernel does not
+    tell."""
+
 class Engine:
     """Regions, tags, links and workers of one engine.
 
@@ -153,9 +157,12 @@ class LinkHandle:
         kind: int,
         unfinished_max: int,
         pieces: npt.NDArray[np.void] | None = None,
+        least: bytes = b"",
     ) -> TransferHandle | int | None:
         """Begins a transfer of blocks, shape (n,), dtype ``te.blocks.BLOCK``. Over RDMA, unless
-        there are none, with the ``pieces`` for the rails, dtype ``te.links.pieces.PIECE``.
+        there are none, with the ``pieces`` for the rails, dtype ``te.links.pieces.PIECE``, and for
+        each rail how many of them another must have waiting ``least`` before it helps; 0 if it
+        shall not carry any while another can.
 
         Instead of a handle: the index of the first block whose local side is not registered, or
         None when the link has ``unfinished_max`` unfinished transfers.

@@ -59,6 +59,10 @@ def read_process(int pid, u64 address, size_t nbytes):
     return bytes(room)
 
 
+def numa_node(u64 address):
+    return max(page_node(address), -1)
+
+
 cdef class Engine:
     cdef Plane *p
 

@@ -142,7 +142,8 @@ cdef class LinkHandle:
         return done
 
     def submit(
-        self, object blocks, u64 total, u64 tag, int kind, u32 unfinished_max, object pieces=None
+        self, object blocks, u64 total, u64 tag, int kind, u32 unfinished_max, object pieces=None,
+        bytes least=b"",
     ):
         """A TransferHandle; or the index of the first block whose local side is not registered;
         or None when too many are unfinished."""
@@ -156,7 +157,7 @@ cdef class LinkHandle:
                 PyObject_GetBuffer(pieces, &cuts, PyBUF_SIMPLE)
             return self.submit_blocks(
                 <Block *>view.buf, view.len / sizeof(Block), total, tag, kind, unfinished_max,
-                <Piece *>cuts.buf, <u32>(cuts.len / sizeof(Piece)))
+                <Piece *>cuts.buf, <u32>(cuts.len / sizeof(Piece)), least)
         finally:
             PyBuffer_Release(&view)
             if cuts.buf != NULL:
@@ -164,7 +165,7 @@ cdef class LinkHandle:
 
     cdef object submit_blocks(
         self, Block *blocks, u64 n, u64 total, u64 tag, int kind, u32 unfinished_max,
-        Piece *pieces, u32 pieces_n
+        Piece *pieces, u32 pieces_n, bytes least
     ):
         cdef Plane *p = self.k.plane
         cdef Link *k = self.k
@@ -199,11 +200,11 @@ cdef class LinkHandle:
             free(scan.touched)
             free(scan.out)
             return scan.bad
-        return self.enqueue(&scan, total, tag, kind, unfinished_max, pieces, pieces_n)
+        return self.enqueue(&scan, total, tag, kind, unfinished_max, pieces, pieces_n, least)
 
     cdef object enqueue(
         self, Scan *scan, u64 total, u64 tag, int kind, u32 unfinished_max,
-        Piece *pieces, u32 pieces_n
+        Piece *pieces, u32 pieces_n, bytes least
     ):
         cdef Link *k = self.k
         cdef Snapshot *s = scan.snapshot
@@ -233,6 +234,7 @@ cdef class LinkHandle:
             t.pieces = <Piece *>need(pieces_n * sizeof(Piece))
             memcpy(t.pieces, pieces, pieces_n * sizeof(Piece))
             t.pieces_n = pieces_n
+            memcpy(t.least, <char *>least, min(<size_t>len(least), sizeof(t.least)))
             line_up(t)
         pthread_mutex_lock(&k.lock)
         alive = not load32(&k.dead) and k.rails_alive

@@ -131,4 +131,13 @@ typedef struct {
 } Landing;
 _Static_assert(sizeof(struct iovec) == sizeof(Landing), "64-bit machines only");
 
+/* The NUMA node that the page of the address lies on, or -errno; move_pages(2) without moving. */
+static inline int page_node(uint64_t address) {
+    void *page = (void *)(uintptr_t)(address & ~(uint64_t)(sysconf(_SC_PAGESIZE) - 1));
+    int node = -ENOENT;
+    if (syscall(SYS_move_pages, 0, 1ul, &page, NULL, &node, 0) < 0)
+        return -errno;
+    return node;
+}
+
 #endif

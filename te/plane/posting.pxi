@@ -148,18 +148,37 @@ cdef bint is_held_back(Pair *q) noexcept nogil:
     return False
 
 
+cdef bint has_waiting(Transfer *t, u32 rail, u32 least) noexcept nogil:
+    cdef u32 one = t.heads[rail]
+    while one and least > 1:
+        one = t.pieces[one - 1].next
+        least -= 1
+    return one != 0
+
+
+cdef bint has_rail(Link *link, Transfer *t) noexcept nogil:
+    cdef u32 i
+    for i in range(RAILS_MAX):
+        if t.least[i] and is_rail_well(link, i):
+            return True
+    return False
+
+
 cdef u32 choose_rail(Pair *q, Transfer *t) noexcept nogil:
     """Whose next piece the pair takes: its own; or one of a rail that is dead or suspect; or, when
-    it has nothing at all to do, one of a rail that has several."""
-    cdef u32 i
+    it has nothing at all to do, one of a rail that has so many that even one that is farther from
+    the memory helps."""
+    cdef u32 i, least = t.least[q.index]
     if t.heads[q.index]:
         return q.index
+    if least == 0 and has_rail(q.link, t):
+        return ANY_RAIL
     for i in range(RAILS_MAX):
         if t.heads[i] and not is_rail_well(q.link, i):
             return i
     if q.ring_n == 0:
         for i in range(RAILS_MAX):
-            if t.heads[i] and t.pieces[t.heads[i] - 1].next:
+            if has_waiting(t, i, max(least, <u32>2)):
                 return i
     return ANY_RAIL
 

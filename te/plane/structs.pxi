@@ -42,6 +42,7 @@ cdef extern from "port.h" nogil:
     void change_processor()
     u32 times_displaced()
     void name_thread(const char *name)
+    int page_node(u64 address)
     ctypedef int pid_t
 
 cdef extern from "../verbs/abi.h" nogil:
@@ -369,6 +370,9 @@ cdef struct Transfer:
     Piece *pieces
     u32 pieces_n, waiting
     u32 heads[RAILS_MAX]
+    # By rail, how many pieces another one must have waiting before this one takes one of them; 0 of
+    # a rail that is not to carry any of it while another can.
+    uint8_t least[RAILS_MAX]
     u32 mark  # of its trailing writes; the index of a piece is added
     bint granted, is_ready
     int verdict  # the reason it is given up for, unless that is a cancellation

@@ -10,6 +10,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from te.errors import TopologyError
 from te.topology.machine import NUMA_UNKNOWN, Gpu, Machine, Nic
 
 __all__ = [
@@ -17,7 +18,6 @@ __all__ = [
     "Link",
     "Locality",
     "Topology",
-    "TopologyError",
     "choose_nics",
     "link",
     "parse_override",
@@ -29,10 +29,6 @@ ANYWHERE: Final = "*"
 
 # Bridges between a device and the upstream port of its switch: the switch's downstream port.
 _SWITCH_BRIDGES: Final = 1
-
-
-class TopologyError(ValueError):
-    """A filter or an override names something that is not there, or is not well-formed."""
 
 
 class Link(enum.IntEnum):

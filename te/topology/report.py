@@ -11,8 +11,10 @@ from typing import Any
 
 import msgspec
 
+from te.errors import TopologyError
+from te.topology.choice import choose_topology
 from te.topology.gids import Gid, read_gids
-from te.topology.locality import Topology, TopologyError, choose_nics, parse_override, rank
+from te.topology.locality import Topology
 from te.topology.machine import NUMA_UNKNOWN, Machine, read_machine
 
 __all__ = ["add_arguments", "describe", "run", "tables"]
@@ -49,13 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """The exit status: 1 when there is no device."""
     machine = read_machine(arguments.root)
-    if arguments.override is None:
-        patterns = [pattern for pattern in arguments.nics.split(",") if pattern]
-        topology = rank(machine, choose_nics(machine.nics, patterns))
-    elif arguments.nics:
+    if arguments.override is not None and arguments.nics:
         raise TopologyError("--override is complete: --nics cannot be given beside it")
-    else:
-        topology = parse_override(_read(arguments.override), machine)
+    patterns = [pattern for pattern in arguments.nics.split(",") if pattern]
+    topology = choose_topology(machine, patterns, arguments.override)
     gids = {nic.name: read_gids(nic, arguments.root) for nic in topology.nics}
     if arguments.json:
         text = msgspec.json.encode(describe(machine, topology, gids))
@@ -125,10 +124,3 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for row in (header, *rows)
     ]
     return "\n".join(lines) + "\n"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError as exc:
-        raise TopologyError(f"cannot read {path}: {exc.strerror}") from None

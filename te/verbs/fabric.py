@@ -19,8 +19,15 @@ import numpy as np
 
 from te.cuda import Cuda
 from te.errors import DeviceError, RegistrationError
-from te.plane._core import NICS_LIMIT
-from te.topology import Gid, choose_nics, read_addresses, read_machine
+from te.plane._core import NICS_LIMIT, numa_node
+from te.topology import (
+    ANYWHERE,
+    Gid,
+    Topology,
+    choose_topology,
+    read_addresses,
+    read_machine,
+)
 from te.topology import Nic as MachineNic
 from te.topology.gids import parse_gid
 from te.verbs import _core as verbs
@@ -96,9 +103,29 @@ class Registration:
 class Fabric:
     """All devices of an engine. Any thread may call anything."""
 
-    def __init__(self, nics: tuple[Nic, ...]) -> None:
+    def __init__(self, nics: tuple[Nic, ...], topology: Topology, nodes: tuple[int, ...]) -> None:
         """``open_fabric`` makes it."""
         self.nics = nics
+        self._topology = topology
+        self._nodes = nodes
+        self._distances: dict[str, tuple[int | None, ...]] = {}
+
+    def distances(self, location: str) -> tuple[int | None, ...]:
+        """By device, how far it is from the memory: ``te.topology.Topology.distance``."""
+        found = self._distances.get(location)
+        if found is None:
+            found = tuple(self._topology.distance(location, nic.name) for nic in self.nics)
+            self._distances[location] = found
+        return found
+
+    def location(self, address: int) -> str:
+        """Where registered memory is: ``cpu:0``, or ``*`` when the kernel does not tell.
+
+        By its first page: a pool is usually bound to one node, or filled by threads of one.
+        """
+        # Containers often forbid to ask (Docker's seccomp profile does without CAP_SYS_NICE).
+        node = self._nodes[0] if len(self._nodes) == 1 else numa_node(address)
+        return ANYWHERE if node < 0 else f"cpu:{node}"
 
     def register(self, address: int, nbytes: int, cuda: Cuda | None = None) -> Registration:
         """With every device or with none; ``te.RegistrationError`` names the verb that failed.
@@ -177,12 +204,16 @@ def _ways(address: int, nbytes: int, cuda: Cuda | None) -> Iterator[tuple[Way, .
         yield as_dma_buf, plainly
 
 
-def open_fabric(patterns: tuple[str, ...]) -> Fabric:
-    """Opens the active devices whose names match one of the ``fnmatch`` patterns; all if there are
-    none.
+def open_fabric(patterns: tuple[str, ...], override: Path | None) -> Fabric:
+    """Opens the active devices that the file ``override`` names; without one those whose names
+    match one of the ``fnmatch`` patterns; all if there are none.
 
-    Raises ``te.DeviceError`` that says what is missing when there is not a single one.
+    Raises ``te.DeviceError`` that says what is missing when there is not a single one,
+    ``te.TopologyError`` for a bad file or pattern.
     """
+    machine = read_machine()
+    # A file is read before anything else: it is wrong even where there are no devices.
+    wanted = None if override is None else choose_topology(machine, (), override)
     try:
         verbs.load()
         known = dict(verbs.device_list())
@@ -191,10 +222,10 @@ def open_fabric(patterns: tuple[str, ...]) -> Fabric:
         if exc.errno == errno.ENOSYS and "ibv_" in str(text):
             text = "the kernel has no RDMA drivers: load those of the device (rdma_ucm, ib_uverbs)"
         raise DeviceError(f"no RDMA device: {text}") from exc
-    chosen = choose_nics(read_machine().nics, patterns) if patterns else read_machine().nics
+    topology = wanted or choose_topology(machine, patterns, None)
     nics: list[Nic] = []
     problems: list[str] = []
-    for one in chosen:
+    for one in topology.nics:
         if one.device not in known:
             problems.append(f"{one.name}: {_unknown(one)}")
         elif len(nics) == NICS_LIMIT:
@@ -208,7 +239,7 @@ def open_fabric(patterns: tuple[str, ...]) -> Fabric:
         raise DeviceError(f"no RDMA device: {'; '.join(problems) or 'this host has none'}")
     for problem in problems:
         logger.warning("not used: %s", problem)
-    return Fabric(tuple(nics))
+    return Fabric(tuple(nics), topology, machine.nodes)
 
 
 def _unknown(one: MachineNic) -> str:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -28,12 +29,16 @@ RATE = ("netem", "rate", "100mbit", "limit", "20000")
 
 @contextmanager
 def engine(
-    nics: Sequence[Nic], stall_timeout_s: float = 10.0, **changes: Any
+    nics: Sequence[Nic],
+    stall_timeout_s: float = 10.0,
+    topology: Path | None = None,
+    **changes: Any,
 ) -> Iterator[te.Engine]:
-    """One that can use these devices and no other transport."""
+    """One that can use these devices, or those of the topology, and no other transport."""
     config = te.Config(
         transports=("rdma",),
-        nics=tuple(nic.device for nic in nics),
+        nics=() if topology else tuple(nic.device for nic in nics),
+        topology=topology,
         rails=len(nics),
         stall_timeout_s=stall_timeout_s,
         **changes,
@@ -44,11 +49,15 @@ def engine(
 
 @contextmanager
 def two_engines(
-    near: Sequence[Nic], far: Sequence[Nic], stall_timeout_s: float = 10.0, **changes: Any
+    near: Sequence[Nic],
+    far: Sequence[Nic],
+    stall_timeout_s: float = 10.0,
+    topology: Path | None = None,
+    **changes: Any,
 ) -> Iterator[tuple[te.Engine, te.Engine]]:
-    """A source and a destination."""
+    """A source, maybe with a topology of its own, and a destination."""
     with (
-        engine(near, stall_timeout_s, **changes) as source,
+        engine(near, stall_timeout_s, topology, **changes) as source,
         engine(far, stall_timeout_s, **changes) as target,
     ):
         yield source, target
@@ -64,11 +73,11 @@ class Stream:
     """Transfers of scattered pages one after the other, each with bytes of its own, each checked
     on arrival: also that nothing of an earlier one lands late."""
 
-    def __init__(self, source: te.Engine, target: te.Engine) -> None:
+    def __init__(self, source: te.Engine, target: te.Engine, location: str | None = None) -> None:
         self._random = np.random.default_rng(4)
         self._src = np.zeros(PAGES * PAGE, np.uint8)
         self._dst = np.zeros(PAGES * PAGE, np.uint8)
-        self._source_region = source.register(self._src)
+        self._source_region = source.register(self._src, location=location)
         self.target_region = target.register(self._dst)
         self.nbytes = self._dst.size
         self._target = target

@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from rdma_stream import Stream, rail_of, two_engines
-from testbed_nics import Nic, shaped, wait_for
+from testbed_nics import Nic, cut, shaped, wait_for
 
 import te
-
 from te.striping import levelled
 
 pytestmark = pytest.mark.rdma
@@ -28,8 +28,6 @@ SPENT_NBYTES = 2 << 20
 # A soft device has up to half a megabyte under way, which the queue must hold; and a testbed that
 # has to wait for a CPU of its host loses no capacity of its links in a burst (40 ms) of that size.
 TBF = ("tbf", "rate", "100mbit", "burst", "512kb", "latency", "400ms")
-
-
 # A tenth of what a soft device carries beside three others.
 SLOW = ("tbf", "rate", "20mbit", "burst", "256kb", "latency", "400ms")
 LEARNING = 12  # transfers that it may take to find that out
@@ -118,6 +116,54 @@ def test_a_slow_rail_gets_what_it_carries(rdma_nics: tuple[Nic, ...]) -> None:
             assert taken[0] < 0.6 * stream.nbytes / count
             assert near[0].wire_bytes("tx") - wire == pytest.approx(taken[0], rel=0.2)
         assert min(later_s) < 0.6 * equal_s
+
+
+@pytest.mark.parametrize("location", ["*", None])
+def test_memory_uses_the_devices_of_its_location(
+    rdma_nics: tuple[Nic, ...], tmp_path: Path, location: str | None
+) -> None:
+    """Where it is not told, this machine has one node. With no device of the location left, the
+    others carry on."""
+    count = len(rdma_nics) // 2
+    near, far = rdma_nics[:count], rdma_nics[count : 2 * count]
+    used, unused = near[: count // 2], near[count // 2 :]
+    names = {"*": [nic.device for nic in used], "cpu:0": [nic.device for nic in unused]}
+    if location is None:
+        used, unused = unused, used
+    file = tmp_path / "topology.json"
+    file.write_text(json.dumps({place: [row] for place, row in names.items()}))
+    with two_engines(near, far, topology=file) as engines:
+        stream = Stream(*engines, location=location)
+        wire = [nic.wire_bytes("tx") for nic in unused]
+        for tag in range(1, TRANSFERS + 1):
+            stream.once(tag)
+        assert done(stream, unused) == [0] * len(unused)
+        for nic, old in zip(unused, wire, strict=True):
+            assert nic.wire_bytes("tx") - old < stream.nbytes / 100
+        assert sum(done(stream, used)) == TRANSFERS * stream.nbytes
+        with ExitStack() as stack:
+            for nic in used:
+                stack.enter_context(cut(nic.netdev))
+            for tag in range(TRANSFERS + 1, TRANSFERS + 3):
+                stream.once(tag)
+            assert sum(done(stream, unused)) > stream.nbytes
+
+
+def test_a_topology_names_the_devices_of_an_engine(
+    rdma_nics: tuple[Nic, ...], tmp_path: Path
+) -> None:
+    count = len(rdma_nics) // 2
+    near, far = rdma_nics[:count], rdma_nics[count : 2 * count]
+    used, unused = near[1:], near[:1]
+    file = tmp_path / "topology.json"
+    file.write_text(json.dumps({"*": [[nic.device for nic in used]]}))
+    with two_engines(near, far, topology=file) as engines:
+        stream = Stream(*engines)
+        wire = [nic.wire_bytes("tx") for nic in unused]
+        stream.once(1)
+        assert {view.nic for view in stream.peer.rail_views} == {nic.device for nic in used}
+        for nic, old in zip(unused, wire, strict=True):
+            assert nic.wire_bytes("tx") - old < stream.nbytes / 100
 
 
 def is_slow(stream: Stream, nics: tuple[Nic, ...]) -> bool:

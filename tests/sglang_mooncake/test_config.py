@@ -12,6 +12,13 @@ def test_nothing_given_means_the_defaults():
     assert Config.from_environment({"PATH": "/bin", "SGLANG_HOST_IP": "::1"}) == Config()
 
 
+def test_a_topology_takes_the_place_of_the_devices():
+    given = {"SGLANG_MOONCAKE_TOPOLOGY": "/etc/topology.json"}
+    assert Config.from_environment(given) == Config(topology=Path("/etc/topology.json"))
+    with pytest.raises(ConfigError, match="TOPOLOGY is complete: SGLANG_MOONCAKE_NICS cannot"):
+        Config.from_environment({**given, "SGLANG_MOONCAKE_NICS": "mlx5_0"})
+
+
 def test_every_variable_is_taken():
     assert Config.from_environment(
         {

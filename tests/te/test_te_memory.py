@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import mmap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from te import BLOCK, RegistrationError
 from te.memory import HOST, Region, RegionTable
-from te.plane._core import KIND_WRITE
+from te.plane._core import KIND_WRITE, numa_node
 from te.plane._core import Engine as Plane
+from te.topology import Locality, Topology, read_machine
+from te.verbs.fabric import Fabric
 
 EDGES = [0, 1, 99, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 WILD = st.one_of(st.integers(0, 120), st.sampled_from(EDGES))
@@ -84,6 +87,47 @@ def test_buffers_and_addresses(make: object) -> None:
     again = table.register(region.address, 100)
     assert (again.address, again.nbytes, again.kind) == (region.address, 100, "host")
     assert again.serial != region.serial
+
+
+def test_where_memory_is() -> None:
+    table = a_table()
+    assert table.register(bytearray(100), None).location == "*"
+    assert table.register(bytearray(100), None, "cuda:3").location == "cuda:3"
+    for location in ("", "gpu:0", "cpu", "cuda:-1", "cpu:0 "):
+        with pytest.raises(RegistrationError, match=f"location='{location}' is no place of memory"):
+            table.register(bytearray(100), None, location)
+
+
+def test_a_page_has_a_node_once_it_is_there() -> None:
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    address = np.frombuffer(page, np.uint8).ctypes.data
+    assert numa_node(address) == -1
+    page[0] = 1
+    assert numa_node(address + 100) in read_machine().nodes
+    assert numa_node(0) == -1
+
+
+@given(
+    st.dictionaries(st.sampled_from(["*", "cpu:0", "cuda:1"]), st.integers(0, 6), min_size=1),
+    st.lists(st.sampled_from(["*", "cpu:0", "cuda:0", "cuda:1"]), min_size=1, max_size=6),
+)
+def test_distances_are_those_of_the_region(rows: dict[str, int], places: list[str]) -> None:
+    """Also at its first and last byte, whatever else is registered."""
+    names = ["a", "b", "c"]
+    localities = {
+        place: Locality((names[kind % 3],), (names[(kind + 1) % 3],) * (kind // 3))
+        for place, kind in rows.items()
+    }
+    topology = Topology(nics=(), localities=localities, gpus={}, far={})
+    nics = [SimpleNamespace(name=name) for name in names]
+    table = RegionTable(a_plane(), Fabric(tuple(nics), topology, (0,)))  # type: ignore[arg-type]
+    table.regions = tuple(
+        Region(100 * (i + 1), 100, HOST, i, None, location=place) for i, place in enumerate(places)
+    )
+    for region in table.regions:
+        expected = tuple(topology.distance(region.location, name) for name in names)
+        assert table.distances(region.address) == expected
+        assert table.distances(region.end - 1) == expected
 
 
 def test_registered_buffers_cannot_be_resized() -> None:

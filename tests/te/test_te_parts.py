@@ -41,6 +41,10 @@ from te.handshake import PROTOCOL_VERSION, Card, Hello, decode_body, decode_card
         ({"segment_bytes": 0}, "segment_bytes=0"),
         ({"max_connections": 0}, "max_connections=0"),
         ({"socket_buffer_bytes": -1}, "socket_buffer_bytes=-1"),
+        (
+            {"topology": Path("/t.json"), "nics": ("mlx5_0",)},
+            r"topology='/t.json' is complete: nics=\('mlx5_0',\) cannot be given beside it",
+        ),
     ],
 )
 def test_config_refuses(changes: dict[str, object], says: str) -> None:

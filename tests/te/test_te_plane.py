@@ -7,6 +7,7 @@ import contextlib
 import resource
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -268,7 +269,7 @@ def test_why_the_same_host_is_not_used_is_kept(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_why_rdma_is_not_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_fabric(patterns: tuple[str, ...]) -> None:
+    def open_fabric(patterns: tuple[str, ...], override: Path | None) -> None:
         raise te.DeviceError("the cable is out")
 
     with monkeypatch.context() as without:
@@ -278,6 +279,25 @@ def test_why_rdma_is_not_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         card = structs.replace(decode_card(target.card()), transports=["rdma", "tcp"])
         peer = source.connect(encode(card))
         assert (peer.transport, peer.transport_reason) == ("tcp", "rdma: the cable is out")
+
+
+@pytest.mark.parametrize("transports", [te.Config.transports, ("rdma",)])
+def test_a_topology_that_cannot_be_used_stops_the_engine(
+    tmp_path: Path, transports: tuple[str, ...]
+) -> None:
+    file = tmp_path / "topology.json"
+    config = te.Config(topology=file, transports=transports)
+    with pytest.raises(te.TopologyError, match=r"cannot read .*topology.json: No such file"):
+        te.Engine(config)
+    file.write_bytes(b"\xff")
+    with pytest.raises(te.TopologyError, match=r"cannot read .*topology.json: 'utf-8'"):
+        te.Engine(config)
+    file.write_text("[]")
+    with pytest.raises(te.TopologyError, match="is not JSON of the form"):
+        te.Engine(config)
+    file.write_text('{"*": [["no_such_device"]]}')
+    with pytest.raises(te.TopologyError, match=r"gives \* the NIC 'no_such_device'; there are"):
+        te.Engine(config)
 
 
 def test_a_pull_on_tcp_and_a_read_of_nothing_registered_are_no_way_in() -> None:

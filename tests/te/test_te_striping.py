@@ -24,6 +24,8 @@ from te.striping import (
     nominal,
     pairs,
     partners,
+    patience,
+    reachable,
     shares,
     stripe,
 )
@@ -212,6 +214,33 @@ def test_rates_near_the_fastest_count_as_equal(rates: list[float]) -> None:
     for rate, believed in zip(rates, level, strict=True):
         assert believed == (max(rates) if rate * RATE_LEVEL >= max(rates) else rate)
     assert levelled(level) == level
+
+
+DISTANCES = st.lists(st.none() | st.integers(0, len(PENALTY) - 1), min_size=1, max_size=8)
+
+
+@given(DISTANCES, st.data())
+def test_memory_uses_its_rails_and_others_only_without_them(
+    distances: list[int | None], data: st.DataObject
+) -> None:
+    alive = data.draw(st.sets(st.integers(0, len(distances) - 1), min_size=1).map(sorted))
+    rails, far = reachable(alive, distances)
+    if any(distances[i] is not None for i in alive):
+        assert rails == [i for i in alive if distances[i] is not None]
+        assert far == [distances[i] for i in rails]
+    else:
+        assert rails == alive
+        assert set(far) == {len(PENALTY) - 1}
+    assert len(shares(lanes([1.0] * len(rails), 0, far), 1)) == len(rails)
+
+
+@given(DISTANCES)
+def test_rails_help_the_sooner_the_nearer_they_are(distances: list[int | None]) -> None:
+    least = patience(distances)
+    assert [one == 0 for one in least] == [far is None for far in distances]
+    for one, far in zip(least, distances, strict=True):
+        if far is not None:
+            assert one == 2 * PENALTY[far]
 
 
 FLOWS = st.lists(st.tuples(st.integers(1, 1 << 40), st.floats(1e-6, 10)), min_size=1, max_size=10)

@@ -11,12 +11,12 @@ import pytest
 from te_sysfs import V1, V2, Sysfs, dgx_h100, one_socket, two_sockets
 
 from te.cli import main
+from te.errors import TopologyError
 from te.topology import (
     Gid,
     GidKind,
     Link,
     Locality,
-    TopologyError,
     choose_nics,
     gid_pairs,
     parse_override,
