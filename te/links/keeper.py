@@ -29,10 +29,13 @@ __all__ = ["BUILDERS", "DirectLink", "Keeper", "RailView"]
 
 logger = logging.getLogger(__name__)
 
-BUILDERS: Final = 16
-"""Threads of an engine for what blocks: making rails, and answering those who make them."""
+BUILDERS: Final = 48
+"""Threads of an engine for what blocks: making rails, and answering those who make them. They begin
+when they are needed."""
 
-ATTEMPTS_MAX = 2  # of one rail at a time: a device may block in one for longer than its deadline
+# Of one rail at a time: siw dials inside the kernel, which goes on after our deadline until TCP
+# hears something, or the neighbour is known to be gone; by then, after 10 s, four have begun.
+ATTEMPTS_MAX = 5
 PROBE_TIMEOUT_S = 2.0
 
 _EVENTS: Final = {
@@ -270,8 +273,10 @@ class Keeper:
             kept.attempts += 1
 
     def _build(self, local: Local, direct: DirectLink, index: int, epoch: int, path: Path) -> None:
-        reason = ""
+        reason, rail = "", direct.rails[index].rail
         try:
+            if (rail.generation, rail.state) != (epoch, State.REBUILD):
+                raise TimeoutError(None, "its time was over before a thread was free")
             build_rail(local, direct.link, direct.card, index, epoch, path, direct.greet)
         except (OSError, Error) as exc:
             reason = (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
