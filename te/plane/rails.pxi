@@ -371,7 +371,8 @@ cdef bint rail_turn(Rail *r, bint rung) noexcept nogil:
             busy = True
         else:
             set_interest(r)
-            busy = load64(&r.link.progress_ns) != before
+            # The next word of how far copies are comes in a millisecond: too long to spin for.
+            busy = load64(&r.link.progress_ns) != before and not r.is_bulk
     pthread_mutex_unlock(&r.lock)
     return busy
 

@@ -293,6 +293,7 @@ cdef bint answered(Rail *r, Header *h, uint8_t *reason) noexcept nogil:
     pthread_mutex_lock(&link.lock)
     cdef Transfer *t = <Transfer *>map_get(&link.by_id, h.transfer)
     store64(&link.progress_ns, now_ns())
+    r.is_bulk = h.status == PROGRESS
     if h.status == PROGRESS:
         if t != NULL:
             t.confirmed += h.nbytes

@@ -491,6 +491,7 @@ cdef struct Rail:
     uint8_t lead[56]
     uint8_t tail[64]
     bint drained  # the kernel had no more behind the payload
+    bint is_bulk  # the last answer told how far a long copy is
     uint8_t *body
     iovec *near
     iovec *far
