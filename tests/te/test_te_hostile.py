@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other side is broken, of another version, late or lying; written with raw sockets."""
+"""Sources that are broken, of another version, late or lying, written with raw sockets."""
 
 from __future__ import annotations
 
@@ -8,28 +8,25 @@ import ctypes
 import logging
 import mmap
 import socket
-import threading
 from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
 import pytest
 from te_far import wait_until
-from te_frames import HEADER, LANDING, AckStatus, Kind, abandon, ack, end, header, segment, trailer
+from te_frames import HEADER, AckStatus, Kind, abandon, ack, end, header, segment, trailer
 from te_raw import (
     RAW_ID,
     TIMEOUT_S,
     RawSource,
     dial,
     hello,
-    raw_destination,
     read_greeting,
-    welcome,
 )
 
 import te
 from te.handshake import PROTOCOL_VERSION, Refuse, decode_card, encode
-from te.links.greeting import MAGIC, GreetingKind, encode_greeting
+from te.links.greeting import MAGIC, GreetingKind
 
 NBYTES = 1 << 20
 
@@ -344,126 +341,6 @@ def test_a_source_that_reads_no_acknowledgements_is_not_read_from(target: Target
                 sent, data = sent + taken, data[taken:]
         assert sent < 64 << 20, "the engine took everything and kept its answers in memory"
         target.assert_serves()
-
-
-# -- destinations that misbehave
-
-
-@contextlib.contextmanager
-def connected_to_raw(
-    config: te.Config,
-) -> Iterator[tuple[te.Engine, te.Peer, socket.socket]]:
-    """A real source that believes to be connected to an engine."""
-    with raw_destination() as (listener, card), te.Engine(config) as source:
-        peers: list[te.Peer] = []
-        thread = threading.Thread(target=lambda: peers.append(source.connect(card)))
-        thread.start()
-        sock, _ = listener.accept()
-        with sock:
-            sock.settimeout(TIMEOUT_S)
-            assert read_greeting(sock) is not None
-            sock.sendall(welcome())
-            thread.join(TIMEOUT_S)
-            yield source, peers[0], sock
-
-
-@pytest.mark.parametrize(
-    ("answer", "error", "says"),
-    [
-        (
-            welcome(version=9),
-            te.VersionError,
-            f"speaks te protocol 9, this engine speaks {PROTOCOL_VERSION}",
-        ),
-        (welcome(id="cd" * 16), te.ConnectError, "is the engine cdcd.*restarted"),
-        (welcome(epoch=2), te.ConnectError, "restarted"),
-        (b"HTTP/1.1 400 Bad Request\r\n", te.HandshakeError, "not a te engine"),
-        (
-            encode_greeting(GreetingKind.WELCOME, PROTOCOL_VERSION, b"?"),
-            te.HandshakeError,
-            "Welcome",
-        ),
-        (encode_greeting(GreetingKind.HELLO, PROTOCOL_VERSION, b"?"), te.HandshakeError, "kind 1"),
-        (b"", te.ConnectError, "closed the connection instead of a welcome"),
-    ],
-)
-def test_answers_to_a_hello(answer: bytes, error: type[te.Error], says: str) -> None:
-    with raw_destination() as (listener, card), te.Engine() as source:
-
-        def answer_once() -> None:
-            sock, _ = listener.accept()
-            with sock:
-                read_greeting(sock)
-                sock.sendall(answer)
-
-        thread = threading.Thread(target=answer_once)
-        thread.start()
-        with pytest.raises(error, match=says):
-            source.connect(card)
-        thread.join(TIMEOUT_S)
-
-
-def test_no_answer_and_nobody_there() -> None:
-    with raw_destination() as (listener, card), te.Engine() as source:
-        with pytest.raises(te.ConnectError, match=r"no welcome .* within 0.05 s"):
-            source.connect(card, timeout_s=0.05)
-        where = f"127.0.0.1:{listener.getsockname()[1]}"
-        listener.close()
-        with pytest.raises(te.ConnectError, match=f"{where}: Connection refused"):
-            source.connect(card)
-
-
-def test_the_queue_is_bounded() -> None:
-    with connected_to_raw(te.Config(max_queued_transfers=3)) as (source, peer, _):
-        region = source.register(bytearray(10))
-        blocks = te.Blocks.of(region.address, 1, 10)
-        transfers = [peer.write(blocks) for _ in range(3)]
-        with pytest.raises(te.QueueFull, match="3 unfinished transfers"):
-            peer.write(blocks)
-        peer.close()
-        for transfer in transfers:
-            with pytest.raises(te.TransferFailed):
-                transfer.wait(TIMEOUT_S)
-        source.deregister(region)
-
-
-def test_cancel_before_the_first_byte_and_without_confirmation() -> None:
-    with connected_to_raw(te.Config(stall_timeout_s=0.5)) as (source, peer, _):
-        buffer = np.zeros(64 << 20, np.uint8)
-        region = source.register(buffer)
-        big = peer.write(te.Blocks.of(region.address, 1, region.nbytes))
-        small = peer.write(te.Blocks.of(region.address, 1, 1))
-        small.cancel()
-        assert small.wait(TIMEOUT_S) is te.Status.CANCELLED
-        big.cancel()
-        says = r"cancelling could not be confirmed: .* no progress for 0.5 s"
-        with pytest.raises(te.TransferFailed, match=says):
-            big.wait(TIMEOUT_S)
-        assert not peer.alive
-
-
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        (ack(77, AckStatus.LANDED), "transfer 77, acknowledged as LANDED"),
-        (ack(1, AckStatus.LANDED) * 2, "transfer 1, acknowledged as LANDED"),
-        (end(1), "kind 17 is not expected"),
-        (b"", "closed the connection"),
-    ],
-)
-def test_wrong_acknowledgements(answer: bytes, says: str) -> None:
-    with connected_to_raw(te.Config()) as (source, peer, sock):
-        region = source.register(bytearray(10))
-        first = peer.write(te.Blocks.of(region.address, 1, 10))
-        second = peer.write(te.Blocks.of(region.address, 1, 10))
-        wanted = 2 * (HEADER.size + LANDING.itemsize + 10 + len(trailer()))
-        while wanted:
-            wanted -= len(sock.recv(wanted))
-        sock.sendall(answer)
-        sock.shutdown(socket.SHUT_WR)
-        with pytest.raises(te.TransferFailed, match=says):
-            second.wait(TIMEOUT_S)
-        assert first.poll() is not te.Status.PENDING
 
 
 @contextlib.contextmanager
