@@ -7,7 +7,8 @@ class Wires:
 
     def posted(self) -> tuple[int, int, int, int]:
         """Work requests since then and the bytes they name; those of the first call, and the ns
-        from that call until the one that made the expected bytes full."""
+        from that call until the one that made the expected bytes full, without those that it took
+        to wake whom a device would interrupt."""
 
 class Device:
     """Stands for ``te.verbs._core.Device``: takes every work request and moves nothing."""

@@ -92,6 +92,7 @@ cdef struct Posted:
     u64 requests, nbytes, expected
     u64 first_requests  # of the first chain, which was built before the time begins
     u64 begun_ns, ended_ns
+    u64 interrupts_ns  # of that, what waking the threads took that a device would interrupt
 
 cdef struct End:
     Endpoint e  # the first: whoever has its address has the end's
@@ -105,18 +106,22 @@ cdef void queue_drop(Queue *c) noexcept nogil:
         free(c)
 
 
-cdef inline int queue_put(Queue *c, u64 wr_id, int opcode, u32 imm_data) noexcept nogil:
-    cdef u64 head = c.head
+cdef inline int queue_put(
+    Queue *c, Posted *p, u64 wr_id, int opcode, u32 imm_data
+) noexcept nogil:
+    cdef u64 head = c.head, begun
     cdef Done *item = &c.items[head % QUEUE]
     if head - load64(&c.tail) == QUEUE:
         return ENOMEM
     item.wr_id, item.opcode, item.imm_data = wr_id, opcode, imm_data
     store64(&c.head, head + 1)
     if swap32(&c.armed, 0):
+        begun = now_ns()
         pthread_mutex_lock(&c.lock)
         if c.fd >= 0:
             eventfd_write(c.fd, 1)
         pthread_mutex_unlock(&c.lock)
+        p.interrupts_ns += now_ns() - begun
     return 0
 
 
@@ -133,9 +138,9 @@ cdef int null_post_send(void *qp, VSendWr *first, VSendWr **bad) noexcept nogil:
         if w.num_sge:
             nbytes += w.sg_list.length
         if w.opcode == WR_RDMA_WRITE_WITH_IMM:
-            errnum = queue_put(end.far, 0, WC_RECV, w.imm_data)
+            errnum = queue_put(end.far, p, 0, WC_RECV, w.imm_data)
         if w.send_flags & SEND_SIGNALED and errnum == 0:
-            errnum = queue_put(end.near, w.wr_id, 0, 0)
+            errnum = queue_put(end.near, p, w.wr_id, 0, 0)
         bad[0] = w
         w = w.next
     if p.requests == 0:
@@ -206,7 +211,7 @@ cdef class Wires:
 
     def posted(self):
         return (self.p.requests, self.p.nbytes, self.p.first_requests,
-                self.p.ended_ns - self.p.begun_ns)
+                self.p.ended_ns - self.p.begun_ns - self.p.interrupts_ns)
 
 
 cdef class Wire:

@@ -47,14 +47,9 @@ class NullPostError(Exception):
 
 
 @dataclass(frozen=True)
-class NullPost:
-    """Medians over the rounds, in ns a block unless they say otherwise."""
+class Costs:
+    """Of a round or, as medians, of all of them; in ns a block unless they say otherwise."""
 
-    shape: str
-    blocks: int
-    nbytes: int
-    rails: int
-    rounds: int
     #: Making ``te.Blocks`` from arrays of addresses.
     describe_ns: float
     #: ``peer.write``: checks, the division over the rails, asking the destination.
@@ -70,15 +65,26 @@ class NullPost:
     total_ns: float
     #: Work requests for each block, with the marks.
     requests: float
-    #: Of all threads of the source, or why they were not counted.
-    system_calls: float | None
-    system_calls_problem: str
-    machine: dict[str, Any]
 
     @property
     def own_ns(self) -> float:
         """What the bar is about."""
         return self.describe_ns + self.submit_ns + self.post_ns
+
+
+@dataclass(frozen=True)
+class NullPost(Costs):
+    """What ``measure`` found."""
+
+    shape: str
+    blocks: int
+    nbytes: int
+    rails: int
+    rounds: int
+    #: Of all threads of the source, or why they were not counted.
+    system_calls: float | None
+    system_calls_problem: str
+    machine: dict[str, Any]
 
     def as_json(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -137,17 +143,6 @@ class _Bench:
         return te.Blocks.of(self.src, self.dst, self.plan.shape.nbytes)
 
 
-@dataclass(frozen=True)
-class _Round:
-    describe_ns: float
-    submit_ns: float
-    post_ns: float
-    worker_ns: float
-    floor_ns: float
-    total_ns: float
-    requests: float
-
-
 def measure(
     shape: Shape, rounds: int, seed: int, progress: Callable[[float, str], None]
 ) -> NullPost:
@@ -161,15 +156,15 @@ def measure(
             found.append(_round(bench))
         calls, problem = _system_calls(bench)
     return NullPost(
+        **{
+            name: statistics.median(getattr(one, name) for one in found)
+            for name in Costs.__dataclass_fields__
+        },
         shape=shape.name,
         blocks=shape.blocks,
         nbytes=shape.nbytes,
         rails=RAILS,
         rounds=rounds,
-        **{
-            name: statistics.median(getattr(one, name) for one in found)
-            for name in _Round.__dataclass_fields__
-        },
         system_calls=calls,
         system_calls_problem=problem,
         machine=about,
@@ -198,7 +193,7 @@ def _bench(laid_out: Plan) -> Iterator[_Bench]:
         )
 
 
-def _round(bench: _Bench) -> _Round:
+def _round(bench: _Bench) -> Costs:
     clock, _ = bench.source.worker_ids
     shape = bench.plan.shape
     spent: list[tuple[float, ...]] = []
@@ -224,7 +219,7 @@ def _round(bench: _Bench) -> _Round:
     describe, submit, posting, total, requests_of_all = (
         statistics.median(column) / shape.blocks for column in zip(*spent, strict=True)
     )
-    return _Round(
+    return Costs(
         describe_ns=describe,
         submit_ns=submit,
         post_ns=posting,
