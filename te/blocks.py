@@ -38,21 +38,15 @@ class Blocks:
             raise ValueError(
                 f"blocks need shape (n,) and dtype {BLOCK}, not {array.shape} and {array.dtype}"
             )
-        self._take(array.copy())
+        array = array.copy()
+        self._take(array, _blocks.checked_total(array))
 
-    def _take(self, array: npt.NDArray[np.void]) -> None:
-        """Checks and takes over a contiguous ``array`` that nobody else keeps."""
-        total_nbytes = _blocks.checked_total(array)
-        if total_nbytes < 0:
+    def _take(self, array: npt.NDArray[np.void], checked_total: int) -> None:
+        """Takes over an ``array`` that nobody else keeps, unless the check has said -1."""
+        if checked_total < 0:
             _complain(array)
-        self._array, self._total_nbytes = array, total_nbytes
+        self._array, self._total_nbytes = array, checked_total
         self._array.flags.writeable = False
-
-    @classmethod
-    def _checked(cls, array: npt.NDArray[np.void]) -> Blocks:
-        self = cls.__new__(cls)
-        self._take(array)
-        return self
 
     @classmethod
     def _valid(cls, array: npt.NDArray[np.void], total_nbytes: int) -> Blocks:
@@ -73,8 +67,9 @@ class Blocks:
             sizes = ", ".join(str(column.size) for column in columns)
             raise ValueError(f"src, dst and nbytes must have one length, not {sizes}")
         array = np.empty(lengths.pop() if lengths else 1, BLOCK)
-        array["src"], array["dst"], array["nbytes"] = columns
-        return cls._checked(array)
+        self = cls.__new__(cls)
+        self._take(array, _blocks.fill(array, *map(np.ascontiguousarray, columns)))
+        return self
 
     @classmethod
     def pages(
@@ -118,7 +113,10 @@ class Blocks:
         array["src"] = _strided("src", layered["src"], src_index, layered["src_stride"])
         array["dst"] = _strided("dst", layered["dst"], dst_index, layered["dst_stride"])
         array["nbytes"] = layered["nbytes"].reshape(-1, 1)
-        return cls._checked(array.reshape(-1))
+        blocks = array.reshape(-1)
+        self = cls.__new__(cls)
+        self._take(blocks, _blocks.checked_total(blocks))
+        return self
 
     @classmethod
     def grid(

@@ -134,7 +134,7 @@ class RegionTable:
             raise FenceTimeout(late(timeout_s))
 
     def distances(self, address: int) -> tuple[int | None, ...]:
-        """By RDMA device, how far it is from the region of an address; see ``te.striping.LANE``."""
+        """By RDMA device, how far it is from the region of an address; see ``te.striping.Lane``."""
         assert self._fabric is not None
         regions = self.regions
         i = bisect.bisect_right(regions, address, key=lambda region: region.address)

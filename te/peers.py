@@ -149,11 +149,11 @@ class Peer:
     def _submit(self, blocks: Blocks, tag: int, kind: int) -> Transfer:
         limit = self._config.max_queued_transfers
         side = "src" if kind == KIND_WRITE else "dst"
-        array, pieces, least = blocks.array, None, b""
+        array, pieces, least = blocks.array, b"", b""
         if self._opened.direct is not None and len(array):
             # Of all that it touches, the first region counts: a pool lies on one node or GPU.
             distances = self._memory.distances(int(array[side][0]))
-            array, pieces, least = divide(self._opened.direct, array, distances)
+            pieces, least = divide(self._opened.direct, blocks, distances)
         result = self._link.submit(array, blocks.total_nbytes, tag, kind, limit, pieces, least)
         if result is None:
             raise QueueFull(f"{self._label} has {limit} unfinished transfers")

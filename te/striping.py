@@ -1,35 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rail carries which bytes: pure, vectorised over blocks and rails.
+"""Which rail carries which bytes: pure.
 
 A transfer is divided once, when it is submitted: ``shares`` says how many bytes each rail takes so
-that all of them end at the same time, ``stripe`` cuts the blocks accordingly. What a dead rail
-leaves behind is a transfer like any other and is divided again over those that live.
+that all of them end at the same time, ``stripe`` where in the blocks each rail begins. Numbers for
+the few rails there are, where a call of numpy costs more than all of the arithmetic; a compiled
+pass over the many blocks.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from te import _blocks
-from te.blocks import BLOCK
+from te.blocks import Blocks
 
 __all__ = [
     "GRAIN_NBYTES",
-    "LANE",
     "PENALTY",
     "RATE_FLOOR",
     "RATE_LEVEL",
     "SPLIT_NBYTES",
+    "Lane",
+    "Mark",
     "Pace",
-    "Stripes",
-    "lanes",
     "levelled",
     "measured",
     "nominal",
@@ -41,12 +41,8 @@ __all__ = [
     "stripe",
 ]
 
-Floats: TypeAlias = npt.NDArray[np.float64]
-Integers: TypeAlias = npt.NDArray[np.int64]
-
-LANE: Final = np.dtype([("rate", "<f8"), ("in_flight", "<f8"), ("distance", "<i8")])
-"""A rail that can take work: bytes per second, bytes it still has to move, and how far its NIC is
-from the memory (0 near, 1 the same NUMA node, 2 another: ``topology.Distance``)."""
+Mark: TypeAlias = tuple[int, int]
+"""A place in a list of blocks: the index of one, and an offset within it in bytes."""
 
 PENALTY: Final = (1.0, 4.0, 16.0)
 """By distance, how many times longer a byte is taken to need: far NICs help out when near ones
@@ -83,8 +79,7 @@ RATE_UNKNOWN: Final = 1e9
 """Speed of ports that do not tell it: any will do, as long as it is the same for all."""
 
 
-@dataclass(frozen=True)
-class Pace:
+class Pace(NamedTuple):
     """What a rail moved lately, older measurements counting for less; ``rate`` is what it says."""
 
     nbytes: float
@@ -96,61 +91,50 @@ class Pace:
         return self.nbytes / self.busy_s
 
 
-@dataclass(frozen=True)
-class Stripes:
-    """Blocks in the order given, cut so that each rail has a run of whole ones."""
+class Lane(NamedTuple):
+    """A rail that can take work."""
 
-    #: Shape (pieces,), dtype ``BLOCK``: the same copies.
-    blocks: npt.NDArray[np.void]
-    #: Shape (rails + 1,): rail r takes ``blocks[bounds[r]:bounds[r + 1]]``, maybe none.
-    bounds: Integers
-
-    def of(self, rail: int) -> npt.NDArray[np.void]:
-        """The blocks of one rail."""
-        return self.blocks[self.bounds[rail] : self.bounds[rail + 1]]
-
-
-def lanes(rate: Any, in_flight: Any = 0.0, distance: Any = 0) -> npt.NDArray[np.void]:
-    """Lanes from columns: scalars, or sequences of one length (rails,).
-
-    Raises ``ValueError`` for a rate that is not positive and finite, negative bytes in flight, or
-    an unknown distance.
-    """
-    array = np.empty(np.size(rate), LANE)
-    array["rate"], array["in_flight"], array["distance"] = rate, in_flight, distance
-    for one_rate, work, far in array.tolist():
-        if not 0 < one_rate < math.inf:
-            raise ValueError(f"rates must be positive bytes per second, not {one_rate}")
-        if not work >= 0:
-            raise ValueError(f"bytes in flight must not be negative: {work}")
-        if not 0 <= far < len(PENALTY):
-            raise ValueError(f"distances must be 0 to {len(PENALTY) - 1}, not {far}")
-    return array
+    #: Bytes per second.
+    rate: float
+    #: Bytes it still has to move.
+    in_flight: float = 0.0
+    #: How far its NIC is from the memory: 0 near, 1 the same NUMA node, 2 another.
+    distance: int = 0
 
 
 def shares(
-    rails: npt.NDArray[np.void], total_nbytes: int, turn: int = 0, grain_nbytes: int = GRAIN_NBYTES
-) -> Floats:
-    """Bytes for each of ``rails``, shape (rails,), dtype ``LANE``; the sum is ``total_nbytes``.
+    rails: Sequence[Lane], total_nbytes: int, turn: int = 0, grain_nbytes: int = GRAIN_NBYTES
+) -> list[float]:
+    """Bytes for each of ``rails``; the sum is ``total_nbytes``.
 
     All rails that get something are expected to end at the same time, and one that gets nothing
     has work for longer than that. At most one rail per ``grain_nbytes`` is used. Among equals
     the one at ``turn`` modulo their number is first, so that a counter of transfers makes small
-    ones go round. ``ValueError`` when there are no rails.
+    ones go round. ``ValueError`` when there are no rails, for a rate that is not positive and
+    finite, negative bytes in flight, or an unknown distance.
     """
-    # Numbers, not arrays: for the few rails there are, a numpy call costs more than all of this.
-    table = rails.tolist()
-    count = len(table)
+    count = len(rails)
     if not count:
         raise ValueError("there is no rail to share the bytes")
-    floor = max(rate for rate, _, _ in table) * RATE_FLOOR
-    speed = [max(rate, floor) / PENALTY[far] for rate, _, far in table]
-    work = [one[1] for one in table]
-    grain = min(total_nbytes, grain_nbytes)
-    # The rails that would be first to end a grain of their own, and of those the idlest first.
-    order = sorted(range(count), key=lambda i: ((work[i] + grain) / speed[i], (i - turn) % count))
-    chosen = order[: max(1, -(-total_nbytes // grain_nbytes))]
-    chosen.sort(key=lambda i: work[i] / speed[i])
+    floor = max(rails)[0] * RATE_FLOOR
+    speed, work = [], []
+    for rate, in_flight, far in rails:
+        if not 0 < rate < math.inf:
+            raise ValueError(f"rates must be positive bytes per second, not {rate}")
+        if not in_flight >= 0:
+            raise ValueError(f"bytes in flight must not be negative: {in_flight}")
+        if not 0 <= far < len(PENALTY):
+            raise ValueError(f"distances must be 0 to {len(PENALTY) - 1}, not {far}")
+        speed.append(max(rate, floor) / PENALTY[far])
+        work.append(in_flight)
+    chosen: Sequence[int] = range(count)
+    most = max(1, -(-total_nbytes // grain_nbytes))
+    if most < count:  # Those that would be first to end a grain, and of those the idlest.
+        grain = min(total_nbytes, grain_nbytes)
+        ends = [(work[i] + grain) / speed[i] for i in chosen]
+        chosen = sorted(chosen, key=lambda i: (ends[i], (i - turn) % count))[:most]
+    if any(work):
+        chosen = sorted(chosen, key=lambda i: work[i] / speed[i])
     # As water fills a vessel of steps: the level, in seconds, rises over one rail more as long as
     # that one would be done before.
     depth, width, used = float(total_nbytes), 0.0, 0
@@ -158,68 +142,42 @@ def shares(
         if used and work[i] / speed[i] * width >= depth:
             break
         depth, width, used = depth + work[i], width + speed[i], used + 1
-    result = np.zeros(count)
+    result = [0.0] * count
     for i in chosen[:used]:
         result[i] = max(depth / width * speed[i] - work[i], 0.0)
     first = chosen[0]
-    result[first] = max(result[first] + total_nbytes - result.sum(), 0.0)  # what rounding left
+    result[first] = max(result[first] + total_nbytes - sum(result), 0.0)  # what rounding left
     return result
 
 
 def stripe(
-    array: npt.NDArray[np.void], weights: Floats, split_nbytes: int = SPLIT_NBYTES
-) -> Stripes:
-    """Divides blocks, shape (n,), dtype ``BLOCK``, in proportion to ``weights``, shape (rails,).
+    blocks: Blocks, weights: Sequence[float], split_nbytes: int = SPLIT_NBYTES
+) -> list[Mark]:
+    """Divides blocks in proportion to ``weights``, one of each rail: rail r has the bytes from mark
+    r to mark r + 1, maybe none; every byte goes to one rail.
 
-    Every byte goes to exactly one rail; a rail of weight 0 gets none. Blocks of less than
-    ``split_nbytes`` are not cut, so that a rail is off its part by less than ``split_nbytes`` at
-    either end of its run. ``ValueError`` for weights that are negative or all 0.
+    A rail of weight 0 gets none. Blocks of less than ``split_nbytes`` go to one rail whole, so that
+    a rail is off its part by less than ``split_nbytes`` at either end of its run. ``ValueError``
+    for weights that are negative or all 0.
     """
-    if array.dtype != BLOCK:
-        raise ValueError(f"blocks need dtype {BLOCK}, not {array.dtype}")
-    sums = list(itertools.accumulate(map(float, weights)))
+    sums = list(itertools.accumulate(weights))
     if not sums or not sums[-1] > 0 or not min(weights) >= 0:
         raise ValueError(f"weights must not be negative, and not all 0: {weights}")
-    if not len(array):
-        return Stripes(array, np.zeros(len(sums) + 1, np.int64))
-    total = _blocks.total(array)
+    if not len(blocks):
+        return [(0, 0)] * (len(sums) + 1)
     # The last rail with a weight takes all that is left: none for those behind it.
-    wanted = [
-        total if one == sums[-1] else min(round(one / sums[-1] * total), total) for one in sums
-    ]
-    bounds = [0]
-    cuts: list[tuple[int, int]] = []
-    for at, (block, end) in zip(wanted, _blocks.locate(array, wanted), strict=True):
-        nbytes = int(array["nbytes"][block])
+    total, last = blocks.total_nbytes, sums[-1]
+    wanted = [total if one == last else min(round(one / last * total), total) for one in sums]
+    marks = [(0, 0)]
+    for at, (block, end, nbytes) in zip(wanted, _blocks.locate(blocks.array, wanted), strict=True):
         offset = at - end + nbytes
         if offset == nbytes or (nbytes < split_nbytes and 2 * offset >= nbytes):
-            bounds.append(block + len(cuts) + 1)
-            continue
-        offset -= offset % CUT_ALIGN
-        if nbytes >= split_nbytes and offset and (block, offset) not in cuts[-1:]:
-            cuts.append((block, offset))
-        bounds.append(block + len(cuts))
-    pieces = _cut(array, cuts) if cuts else array
-    return Stripes(pieces, np.array(bounds, np.int64))
-
-
-def _cut(array: npt.NDArray[np.void], cuts: list[tuple[int, int]]) -> npt.NDArray[np.void]:
-    """Cuts blocks in two at (block, offset from its start), ascending."""
-    pieces = np.empty(len(array) + len(cuts), BLOCK)
-    copied = 0
-    for i, (block, _) in enumerate(cuts):
-        pieces[copied + i : block + i + 1] = array[copied : block + 1]
-        copied = block
-    pieces[copied + len(cuts) :] = array[copied:]
-    before = (-1, 0)
-    for i, (block, offset) in enumerate(cuts):
-        gone = before[1] if before[0] == block else 0
-        pieces["nbytes"][block + i] = offset - gone
-        for name in ("src", "dst"):
-            pieces[name][block + i + 1] = array[name][block] + np.uint64(offset)
-        pieces["nbytes"][block + i + 1] = array["nbytes"][block] - np.uint64(offset)
-        before = (block, offset)
-    return pieces
+            marks.append((block + 1, 0))
+        elif nbytes < split_nbytes:
+            marks.append((block, 0))
+        else:
+            marks.append((block, offset - offset % CUT_ALIGN))
+    return marks
 
 
 def nominal(rates: Sequence[float]) -> list[Pace]:
@@ -260,14 +218,15 @@ def reachable(rails: Iterable[int], distances: Sequence[int | None]) -> tuple[li
     return [i for i, _ in used], [far for _, far in used]
 
 
-def patience(distances: Sequence[int | None]) -> bytes:
+@functools.lru_cache
+def patience(distances: tuple[int | None, ...]) -> bytes:
     """By rail, how many pieces another must have waiting before this one, when it has nothing to
     do, takes one of them: two, and more in proportion to ``PENALTY`` the farther it is. 0 of a rail
     that is not to be used while another is there."""
     return bytes(0 if far is None else int(2 * PENALTY[far]) for far in distances)
 
 
-def pairs(local_nics: int, remote_nics: int) -> Integers:
+def pairs(local_nics: int, remote_nics: int) -> npt.NDArray[np.int64]:
     """Local and remote NIC of each rail, shape (rails, 2), as many rails as the larger side has.
 
     With equal numbers NIC i goes with NIC i, the pair that rail-only fabrics connect; otherwise

@@ -4,44 +4,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from te._blocks import total
+from te.blocks import Blocks
 from te.links.keeper import DirectLink
 from te.links.pieces import cut
 from te.rails import usable
-from te.striping import lanes, levelled, patience, reachable, shares, stripe
+from te.striping import Lane, levelled, patience, reachable, shares, stripe
 
 __all__ = ["divide"]
 
 
 def divide(
-    direct: DirectLink, blocks: npt.NDArray[np.void], distances: Sequence[int | None]
-) -> tuple[npt.NDArray[np.void], npt.NDArray[Any], bytes]:
-    """The blocks, shape (n,), dtype ``te.blocks.BLOCK``, maybe cut where rails meet; the pieces of
-    them for the rails; and how many another rail must have waiting before each helps it.
+    direct: DirectLink, blocks: Blocks, distances: Sequence[int | None]
+) -> tuple[bytes, bytes]:
+    """The pieces of the blocks for the rails, as ``te.links.pieces.cut`` gives them; and by rail
+    how many another must have waiting before it helps that one.
 
     ``distances`` are those of the local devices from the memory. Without a rail that works all of
-    them get a part, and whichever is back first takes it.
+    them get a part, and whichever is back first takes it. There is at least one block.
     """
-    far = [distances[nic] for nic in direct.near]
+    far = tuple(distances[nic] for nic in direct.near)
     rails, ways = reachable(usable(direct.states()) or range(len(far)), far)
-    least = patience(far)
-    bounds = np.zeros(len(far) + 1, np.int64)
-    if len(rails) == 1:
-        bounds[rails[0] + 1 :] = len(blocks)
-        return blocks, cut(blocks, bounds), least
-    flows = direct.link.rail_flows()
+    flows = direct.link.rail_flows(len(far))
     rates = direct.meter.rates(flows)
-    weights = np.zeros(len(far))
+    level = levelled([rates[i] for i in rails])
+    lanes = [Lane(level[k], flows[i][1], ways[k]) for k, i in enumerate(rails)]
+    weights = [0.0] * len(far)
     direct.turn += 1
-    weights[rails] = shares(
-        lanes(levelled([rates[i] for i in rails]), [float(flows[i][1]) for i in rails], ways),
-        total(blocks),
-        direct.turn,
-    )
-    stripes = stripe(blocks, weights)
-    return stripes.blocks, cut(stripes.blocks, stripes.bounds), least
+    for i, share in zip(rails, shares(lanes, blocks.total_nbytes, direct.turn), strict=True):
+        weights[i] = share
+    return cut(blocks, stripe(blocks, weights)), patience(far)

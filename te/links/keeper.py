@@ -93,7 +93,7 @@ class DirectLink:
 
     def views(self) -> tuple[RailView, ...]:
         """Every rail."""
-        flows = self.link.rail_flows()
+        flows = self.link.rail_flows(len(self.rails))
         rates = self.meter.rates(flows)
         return tuple(
             RailView(

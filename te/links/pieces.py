@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cutting a transfer over RDMA into what its rails carry between two marks. Pure."""
+"""Cutting a transfer over RDMA into what its rails carry as a whole. Pure."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from te import _blocks
+from te.blocks import Blocks
 from te.plane._core import PIECES_LIMIT
+from te.striping import Mark
 
 __all__ = ["PIECE", "PIECE_BLOCKS", "PIECE_BYTES", "cut"]
 
@@ -34,13 +35,12 @@ PIECE_BLOCKS: Final = 256
 """Blocks of a piece on the average: a mark costs as much as a block."""
 
 
-def cut(blocks: npt.NDArray[np.void], bounds: npt.NDArray[Any]) -> npt.NDArray[np.void]:
-    """Pieces of blocks, shape (n,), dtype ``te.blocks.BLOCK``; rail r has the blocks
-    [bounds[r], bounds[r + 1]). Every byte is in one piece; no piece is empty.
+def cut(blocks: Blocks, marks: list[Mark]) -> bytes:
+    """Pieces of blocks, of which there is at least one; rail r has the bytes from mark r to mark
+    r + 1. An array of ``PIECE``. Every byte is in one piece; no piece is empty.
     """
-    total = _blocks.total(blocks)
+    rails, total = len(marks) - 1, blocks.total_nbytes
     piece_nbytes = min(PIECE_BYTES, -(-total * PIECE_BLOCKS // len(blocks)))
-    piece_nbytes = max(piece_nbytes, -(-total // (PIECES_LIMIT - len(bounds))), 1)
-    pieces_max = -(-total // piece_nbytes) + len(bounds)
-    found = _blocks.cut(blocks, np.asarray(bounds, np.int64), piece_nbytes, pieces_max)
-    return np.frombuffer(found, PIECE)
+    piece_nbytes = max(piece_nbytes, -(-total // (PIECES_LIMIT - rails)), 1)
+    pieces_max = -(-total // piece_nbytes) + rails
+    return _blocks.cut(blocks.array, marks, piece_nbytes, pieces_max)

@@ -138,9 +138,10 @@ class LinkHandle:
     def fences(self) -> int:
         """How often a destination has broken all rails of the link."""
 
-    def rail_flows(self) -> list[tuple[int, int, int, float]]:
-        """For each possible rail over RDMA: bytes done and under way; and of the times that it was
-        measured, always with work under way, the bytes done in them and their seconds."""
+    def rail_flows(self, count: int) -> list[tuple[int, int, int, float]]:
+        """For each of the first ``count`` rails over RDMA: bytes done and under way; and of the
+        times that it was measured, always with work under way, the bytes done in them and their
+        seconds."""
 
     def has_grants_of_closed_tags(self) -> bool:
         """Whether something may still be written over RDMA that no tag allows any more."""
@@ -156,11 +157,11 @@ class LinkHandle:
         tag: int,
         kind: int,
         unfinished_max: int,
-        pieces: npt.NDArray[np.void] | None = None,
+        pieces: bytes = b"",
         least: bytes = b"",
     ) -> TransferHandle | int | None:
         """Begins a transfer of blocks, shape (n,), dtype ``te.blocks.BLOCK``. Over RDMA, unless
-        there are none, with the ``pieces`` for the rails, dtype ``te.links.pieces.PIECE``, and for
+        there are none, with the ``pieces`` for the rails, ``te.links.pieces.PIECE`` each, and for
         each rail how many of them another must have waiting ``least`` before it helps; 0 if it
         shall not carry any while another can.
 

@@ -112,7 +112,7 @@ cdef class LinkHandle:
         pthread_mutex_unlock(&self.k.lock)
         return fences
 
-    def rail_flows(self):
+    def rail_flows(self, u32 count):
         cdef u64 moved[RAILS_MAX]
         cdef u64 busy_ns[RAILS_MAX]
         pthread_mutex_lock(&self.k.lock)
@@ -120,7 +120,7 @@ cdef class LinkHandle:
         memcpy(busy_ns, self.k.rail_busy_ns, sizeof(busy_ns))
         pthread_mutex_unlock(&self.k.lock)
         return [(load64(&self.k.rail_bytes[i]), load64(&self.k.rail_flying[i]),
-                 moved[i], busy_ns[i] * 1e-9) for i in range(RAILS_MAX)]
+                 moved[i], busy_ns[i] * 1e-9) for i in range(min(count, <u32>RAILS_MAX))]
 
     def has_grants_of_closed_tags(self):
         cdef Arriving *a
@@ -142,26 +142,19 @@ cdef class LinkHandle:
         return done
 
     def submit(
-        self, object blocks, u64 total, u64 tag, int kind, u32 unfinished_max, object pieces=None,
+        self, object blocks, u64 total, u64 tag, int kind, u32 unfinished_max, bytes pieces=b"",
         bytes least=b"",
     ):
         """A TransferHandle; or the index of the first block whose local side is not registered;
         or None when too many are unfinished."""
         cdef Py_buffer view
-        cdef Py_buffer cuts
-        cuts.buf = NULL
-        cuts.len = 0
         PyObject_GetBuffer(blocks, &view, PyBUF_SIMPLE)
         try:
-            if pieces is not None:
-                PyObject_GetBuffer(pieces, &cuts, PyBUF_SIMPLE)
             return self.submit_blocks(
                 <Block *>view.buf, view.len / sizeof(Block), total, tag, kind, unfinished_max,
-                <Piece *>cuts.buf, <u32>(cuts.len / sizeof(Piece)), least)
+                <Piece *><char *>pieces, <u32>(len(pieces) / sizeof(Piece)), least)
         finally:
             PyBuffer_Release(&view)
-            if cuts.buf != NULL:
-                PyBuffer_Release(&cuts)
 
     cdef object submit_blocks(
         self, Block *blocks, u64 n, u64 total, u64 tag, int kind, u32 unfinished_max,
@@ -177,7 +170,7 @@ cdef class LinkHandle:
             s = p.regions
             scan.snapshot = s
             scan.touched = <uint8_t *>need(s.count + 1)
-            scan.out = <Block *>malloc((n + 1) * sizeof(Block))
+            scan.out = blocks_new(k, n)
             if scan.out == NULL:
                 free(scan.touched)
                 raise MemoryError(f"no memory for the descriptors of {n} blocks")
@@ -195,10 +188,10 @@ cdef class LinkHandle:
                 break
             snapshot_free(s)
             free(scan.touched)
-            free(scan.out)
+            blocks_free(k, scan.out)
         if scan.bad < n:
             free(scan.touched)
-            free(scan.out)
+            blocks_free(k, scan.out)
             return scan.bad
         return self.enqueue(&scan, total, tag, kind, unfinished_max, pieces, pieces_n, least)
 
@@ -279,7 +272,7 @@ cdef void discard_transfer(Transfer *t) noexcept:
         add32(&t.held[i].readers, -1)
         region_drop(t.held[i])
     free(t.held)
-    free(t.blocks)
+    blocks_free(t.link, t.blocks)
     free(t.pieces)
     transfer_drop(t)
 

@@ -30,6 +30,9 @@ static inline void store64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __A
 static inline void store_pointer(void *p, void *v) {
     __atomic_store_n((void **)p, v, __ATOMIC_SEQ_CST);
 }
+static inline void *swap_pointer(void *p, void *v) {
+    return __atomic_exchange_n((void **)p, v, __ATOMIC_SEQ_CST);
+}
 static inline uint32_t swap32(uint32_t *p, uint32_t v) {
     return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);
 }

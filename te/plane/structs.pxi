@@ -30,6 +30,7 @@ cdef extern from "port.h" nogil:
     void store32(u32 *p, u32 v)
     void store64(u64 *p, u64 v)
     void store_pointer(void *p, void *v)
+    void *swap_pointer(void *p, void *v)
     u32 swap32(u32 *p, u32 v)
     u32 swap_if(u32 *p, u32 old, u32 v)
     u32 add32(u32 *p, u32 v)
@@ -97,6 +98,9 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_lock(pthread_mutex_t *m)
     int pthread_mutex_trylock(pthread_mutex_t *m)
     int pthread_mutex_unlock(pthread_mutex_t *m)
+
+cdef extern from "<malloc.h>" nogil:
+    size_t malloc_usable_size(void *p)
 
 cdef extern from "<sys/socket.h>" nogil:
     struct msghdr:
@@ -537,6 +541,7 @@ cdef struct Link:
     Rail *rails[RAILS_MAX]
     u32 rails_n, rails_alive, turn
     Spin spin  # of callers that wait; only they touch it, with the interpreter lock
+    Block *spare  # atomic: see `blocks_new`
     u64 progress_ns
     # Submitted and unfinished, in this order; `issue` is the first that is not all issued.
     Transfer *first

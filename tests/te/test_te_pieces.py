@@ -7,35 +7,37 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from te.blocks import BLOCK
-from te.links.pieces import PIECE_BYTES, cut
+from te import Blocks
+from te.links.pieces import PIECE, PIECE_BYTES, cut
 
 
 @given(
     st.lists(st.integers(1, 3 * PIECE_BYTES), min_size=1, max_size=40),
-    st.lists(st.integers(0, 40), max_size=5),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3 * PIECE_BYTES)), max_size=5),
 )
-def test_every_byte_is_in_one_piece_of_its_rail(sizes: list[int], cuts: list[int]) -> None:
-    blocks = np.zeros(len(sizes), BLOCK)
-    blocks["nbytes"] = sizes
-    bounds = np.array([0, *sorted(min(one, len(sizes)) for one in cuts), len(sizes)])
-    pieces = cut(blocks, bounds)
-    ends = np.cumsum(sizes)
-    starts = ends - sizes
-    rail_of = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+def test_every_byte_is_in_one_piece_of_its_rail(
+    sizes: list[int], cuts: list[tuple[int, int]]
+) -> None:
+    blocks = Blocks.of(0, 0, sizes)
+    ends = [0, *np.cumsum(sizes).tolist()]
+    inside = sorted(
+        (block, offset % sizes[block]) if block < len(sizes) else (len(sizes), 0)
+        for block, offset in cuts
+    )
+    marks = [(0, 0), *inside, (len(sizes), 0)]
     reached = 0
-    for piece in pieces:
+    for piece in np.frombuffer(cut(blocks, marks), PIECE):
         first, offset, nbytes = int(piece["first"]), int(piece["offset"]), int(piece["nbytes"])
         assert 0 < nbytes <= PIECE_BYTES
         assert 0 <= offset < sizes[first]
-        assert starts[first] + offset == reached
-        last = int(np.searchsorted(ends, reached + nbytes - 1, side="right"))
-        assert set(rail_of[first : last + 1]) == {piece["rail"]}
+        assert ends[first] + offset == reached
         reached += nbytes
+        (before, at), (behind, until) = marks[piece["rail"]], marks[piece["rail"] + 1]
+        assert ends[before] + at <= reached - nbytes
+        assert reached <= ends[behind] + until
     assert reached == ends[-1]
 
 
 def test_many_small_blocks_make_pieces_of_some_hundred() -> None:
-    blocks = np.zeros(32_768, BLOCK)
-    blocks["nbytes"] = 256
-    assert 100 <= len(cut(blocks, np.array([0, 32_768]))) <= 200
+    pieces = cut(Blocks.of(0, 0, [256] * 32_768), [(0, 0), (32_768, 0)])
+    assert 100 <= len(np.frombuffer(pieces, PIECE)) <= 200
