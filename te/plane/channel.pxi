@@ -43,6 +43,28 @@ cdef inline void ring_bell(Rail *r, u32 *asleep) noexcept nogil:
         send(r.fd, &byte, 1, MSG_DONTWAIT | MSG_NOSIGNAL)
 
 
+cdef inline void ring_later(Rail *r) noexcept nogil:
+    """After something was put in for a reader that sleeps, by a worker that will not for a while.
+    Mostly a thread is on its way to look by itself, as one that calls wait() after write(); a bell
+    would only wake its worker up, on its processor, and it would take that for a busy machine."""
+    if r.bell_due_ns == 0 and load32(&r.ring_out.reader_asleep):
+        r.bell_due_ns = now_ns() + BELL_NS
+
+
+cdef inline bint ring_owes(Rail *r, bint at_once) noexcept nogil:
+    """Rings a bell that is due; whether there is still one to ring."""
+    if r.bell_due_ns == 0:
+        return False
+    if not r.gone and load32(&r.ring_out.reader_asleep) and (
+        load64(&r.ring_out.tail) != load64(&r.out_head)
+    ):
+        if not at_once and now_ns() < r.bell_due_ns:
+            return True
+        ring_bell(r, &r.ring_out.reader_asleep)
+    r.bell_due_ns = 0
+    return False
+
+
 cdef void answer_bell(Rail *r) noexcept nogil:
     cdef uint8_t bells[64]
     cdef ssize_t n = recv(r.fd, bells, sizeof(bells), MSG_DONTWAIT)
@@ -179,7 +201,10 @@ cdef ssize_t ring_send(Rail *r, iovec *v, u32 n, bint own) noexcept nogil:
     if moved > 0:
         store64(&r.out_head, r.out_head + moved)
         store64(&r.ring_out.head, r.out_head)
-        ring_bell(r, &r.ring_out.reader_asleep)
+        if r.is_patient:
+            ring_later(r)
+        else:
+            ring_bell(r, &r.ring_out.reader_asleep)
     return moved
 
 

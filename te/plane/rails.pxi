@@ -332,14 +332,15 @@ cdef void rail_retire(Rail *r) noexcept nogil:
         link_ended(link)
 
 
-cdef bint rail_turn(Rail *r, bint rung) noexcept nogil:
+cdef bint rail_turn(Rail *r, bint rung, bint is_patient) noexcept nogil:
     """Whatever the rail can do now, within bounds so that others get their turn; whether bytes
-    moved. `rung`: its descriptor is ready."""
+    moved. `rung`: its descriptor is ready. `is_patient`: a bell may wait for the next turn."""
     cdef int i
     cdef Moved state = MOVED
     cdef u64 before
     cdef bint busy = False, again, hurried = False
     pthread_mutex_lock(&r.lock)
+    r.is_patient = is_patient
     if not r.gone:
         if rung and r.rings != NULL:
             answer_bell(r)
@@ -373,6 +374,7 @@ cdef bint rail_turn(Rail *r, bint rung) noexcept nogil:
             set_interest(r)
             # The next word of how far copies are comes in a millisecond: too long to spin for.
             busy = load64(&r.link.progress_ns) != before and not r.is_bulk
+    r.is_patient = False
     pthread_mutex_unlock(&r.lock)
     return busy
 

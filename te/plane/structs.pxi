@@ -246,6 +246,7 @@ cdef enum:
     EVENTS_MAX = 256
     READS_PER_TURN = 32
     SENDS_PER_TURN = 8
+    BELL_NS = 10000  # from the return of write() to the look that wait() takes
     YIELD_NS = 8000  # one that takes longer has let somebody do real work; alone it takes 0.5 us
     SHARED_TURNS = 4
     MOVE_NS = 100000000
@@ -487,6 +488,8 @@ cdef struct Rail:
     int rings_fd
     bint hung_up
     bint napping  # a caller waits for the bell
+    bint is_patient  # its worker's turn, who rings bells later
+    u64 bell_due_ns  # the worker's alone; 0: no bell is owed
     # Receiving.
     Place place
     Header head
@@ -607,6 +610,7 @@ cdef struct Worker:
     Pair *adopted_pairs
     Pair *pairs
     u32 draining
+    bint owes  # a bell
     uint8_t *scratch
 
 cdef struct Plane:

@@ -105,20 +105,23 @@ cdef bint arm_rings(Worker *w) noexcept nogil:
     cdef Rail *r = w.rails
     cdef bint moved = False
     while r != NULL:
+        ring_owes(r, True)
         moved |= ring_arm(r)
         r = r.next
     return moved
 
 
-cdef bint serve_rings(Worker *w, bint disarm) noexcept nogil:
+cdef bint serve_rings(Worker *w, bint disarm, bint is_patient) noexcept nogil:
     """Turns of the rails that can use one; whether bytes moved."""
     cdef Rail *r = w.rails
     cdef bint busy = False
+    w.owes = False
     while r != NULL:
         if disarm:
             ring_disarm(r)
         if ring_moved(r):
-            busy |= rail_turn(r, False)
+            busy |= rail_turn(r, False, is_patient)
+        w.owes |= ring_owes(r, False)
         r = r.next
     return busy
 
@@ -150,7 +153,7 @@ cdef void worker_run(Worker *w) noexcept nogil:
     cdef u64 now = now_ns(), active = 0, check_at = 0, value
     cdef u64 check_ns = min(max(min(p.stall_ns / 4, p.suspect_ns / 2), <u64>5000000), <u64>250000000)
     cdef int i, n, timeout_ms
-    cdef bint busy, slept, stopping, waiting = False
+    cdef bint busy, slept, stopping, is_patient, waiting = False
     while True:
         timeout_ms = 0
         slept = not may_spin(&w.spin, active, now) and not pairs_arm(w)
@@ -159,19 +162,20 @@ cdef void worker_run(Worker *w) noexcept nogil:
             store32(&w.sleeping, 1)
             if not arm_rings(w) and not load32(&w.kicked) and now < check_at:
                 timeout_ms = 1 if w.draining else <int>((check_at - now) / 1000000) + 1
-        elif waiting and not look_at_rings(w):
+        elif waiting and not look_at_rings(w) and not w.owes:
             give_way(&w.spin, now)
         n = epoll_wait(w.epoll, events, 64, timeout_ms)
         store32(&w.sleeping, 0)
         busy = False
+        is_patient = now >= w.spin.resume_ns
         for i in range(n):
             if events[i].data.ptr == NULL:
                 eventfd_read(w.eventfd, &value)
             elif <u64>events[i].data.ptr & 1:
                 pair_event(<Pair *>(<u64>events[i].data.ptr - 1))
             else:
-                busy |= rail_turn(<Rail *>events[i].data.ptr, True)
-        busy |= serve_rings(w, slept)
+                busy |= rail_turn(<Rail *>events[i].data.ptr, True, is_patient)
+        busy |= serve_rings(w, slept, is_patient)
         stopping = load32(&p.stop)
         if swap32(&w.kicked, 0) or stopping:
             adopt(w)
@@ -181,7 +185,7 @@ cdef void worker_run(Worker *w) noexcept nogil:
                 if stopping and not r.gone:
                     link_die(r.link, ENGINE_CLOSED, 0, NULL)
                 if swap32(&r.kick, 0) or stopping:
-                    busy |= rail_turn(r, False)
+                    busy |= rail_turn(r, False, is_patient)
                 if load32(&r.link.breaking) and not r.gone:
                     break_link(r.link)
                 r = r.next

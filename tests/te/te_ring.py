@@ -100,6 +100,15 @@ class RingSocket:
     def bell(self) -> None:
         self._sock.send(b"\0")
 
+    def sleep(self) -> None:
+        """Asks for a bell, as a reader that goes to sleep."""
+        struct.pack_into("<I", self.rings, IN + READER_ASLEEP, 1)
+
+    def await_bell(self) -> None:
+        """``TimeoutError`` if none comes."""
+        self._sock.settimeout(TIMEOUT_S)
+        assert self._sock.recv(64) == b"\0"
+
     def _ring(self, asleep: int) -> None:
         if struct.unpack_from("<I", self.rings, asleep)[0]:
             struct.pack_into("<I", self.rings, asleep, 0)

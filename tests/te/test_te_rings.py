@@ -96,6 +96,20 @@ def test_a_stream_many_times_as_long_as_its_ring() -> None:
         assert (memory == data).all()
 
 
+@pytest.mark.parametrize("spin_s", [0.0, 50e-6, 0.1])
+def test_a_reader_that_sleeps_is_woken_up_by_each_answer(spin_s: float) -> None:
+    """Once, however long the engine looks for what comes next before it sleeps itself."""
+    with te.Engine(te.Config(spin_s=spin_s)) as engine:
+        source = RawSource(engine.card(), "samehost")
+        assert isinstance(source.sock, RingSocket)
+        with source.sock:
+            for i in range(1, 200):
+                source.sock.sleep()
+                source.send(end(i))
+                source.sock.await_bell()
+                assert source.ack().status is AckStatus.LANDED
+
+
 def test_what_was_sent_before_the_end_still_lands() -> None:
     memory = np.zeros(1000, np.uint8)
     with te.Engine() as engine:
