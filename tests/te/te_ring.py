@@ -65,10 +65,12 @@ class RingSocket:
         """There is nothing to set."""
 
     def get(self, at: int) -> int:
-        return int(struct.unpack_from("<Q", self.rings, at)[0])
+        return int(struct.unpack_from("@Q", self.rings, at)[0])
 
     def put(self, at: int, value: int) -> None:
-        struct.pack_into("<Q", self.rings, at, value % (1 << 64))
+        # In native mode a number is written at once; with "<" byte by byte, and the engine, which
+        # looks all the time, finds positions that never were.
+        struct.pack_into("@Q", self.rings, at, value % (1 << 64))
 
     def sendall(self, data: bytes) -> None:
         while data:
@@ -102,7 +104,7 @@ class RingSocket:
 
     def sleep(self) -> None:
         """Asks for a bell, as a reader that goes to sleep."""
-        struct.pack_into("<I", self.rings, IN + READER_ASLEEP, 1)
+        struct.pack_into("@I", self.rings, IN + READER_ASLEEP, 1)
 
     def await_bell(self) -> None:
         """``TimeoutError`` if none comes."""
@@ -110,8 +112,8 @@ class RingSocket:
         assert self._sock.recv(64) == b"\0"
 
     def _ring(self, asleep: int) -> None:
-        if struct.unpack_from("<I", self.rings, asleep)[0]:
-            struct.pack_into("<I", self.rings, asleep, 0)
+        if struct.unpack_from("@I", self.rings, asleep)[0]:
+            struct.pack_into("@I", self.rings, asleep, 0)
             self.bell()
 
     def _wait(self, asleep: int, ready: object) -> bool:
@@ -119,7 +121,7 @@ class RingSocket:
         assert callable(ready)
         give_up_s = time.monotonic() + TIMEOUT_S
         while time.monotonic() < give_up_s:
-            struct.pack_into("<I", self.rings, asleep, 1)
+            struct.pack_into("@I", self.rings, asleep, 1)
             if ready():
                 return True
             if select.select([self._sock], [], [], 0.05 if self._blocking else 0)[0]:
