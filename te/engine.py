@@ -159,8 +159,9 @@ class Engine:
         Takes an object with a writable, contiguous buffer (of which ``nbytes`` limits the part)
         or an address with ``nbytes``. The region keeps the buffer alive; memory behind a bare
         address must stay mapped until ``deregister``. ``location`` says what RDMA devices it is
-        near to: ``"cpu:0"``, a NUMA node, ``"cuda:3"``, or ``"*"`` for none in particular; without
-        it host memory is taken to be on the node of its first page. Raises
+        near to: ``"cpu:0"``, a NUMA node, ``"cuda:3"``, a GPU counted by PCI address, or ``"*"``
+        for none in particular; without it that is the node of the first page, or the GPU that the
+        driver tells. Raises
         ``te.RegistrationError`` for nothing, a null address, an overlap with another region,
         another location, or memory that is not mapped readable and writable; then nothing was
         registered.

@@ -15,7 +15,7 @@ import numpy as np
 
 from te.blocks import ADDRESS_LIMIT
 from te.buffers import Buffer
-from te.cuda import cuda_of
+from te.cuda import Cuda, cuda_of
 from te.errors import FenceTimeout, RegistrationError
 from te.plane._core import Engine as Plane
 from te.topology import ANYWHERE
@@ -108,7 +108,7 @@ class RegionTable:
             known = None if self._fabric is None else self._fabric.register(address, nbytes, cuda)
             kind = HOST if cuda is None else CUDA
             if location is None:
-                location = self._location(address, kind)
+                location = self._location(address, cuda)
             serial = next(self._serials)
             region = Region(address, nbytes, kind, serial, owner, fd, known, location)
             keys = b"" if known is None else known.keys
@@ -150,11 +150,9 @@ class RegionTable:
         near = min(regions, key=lambda region: _distance(region, address))
         return f"{text}; the nearest of {len(regions)} regions is {near}"
 
-    def _location(self, address: int, kind: str) -> str:
+    def _location(self, address: int, cuda: Cuda | None) -> str:
         """Of memory that the devices have pinned: it has pages."""
-        if self._fabric is None or kind == CUDA:
-            return ANYWHERE
-        return self._fabric.location(address)
+        return ANYWHERE if self._fabric is None else self._fabric.location(address, cuda)
 
     def _overlapping(self, address: int, nbytes: int) -> Region | None:
         for region in self.regions:

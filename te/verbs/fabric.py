@@ -118,11 +118,14 @@ class Fabric:
             self._distances[location] = found
         return found
 
-    def location(self, address: int) -> str:
-        """Where registered memory is: ``cpu:0``, or ``*`` when the kernel does not tell.
+    def location(self, address: int, cuda: Cuda | None = None) -> str:
+        """Where registered memory is: ``cpu:0``, or ``*`` when the kernel does not tell; if it is
+        ``cuda``'s, ``cuda:0``, the GPU by its place among all of the machine.
 
         By its first page: a pool is usually bound to one node, or filled by threads of one.
         """
+        if cuda is not None:
+            return self._topology.gpus.get(cuda.pci_address(address), ANYWHERE)
         # Containers often forbid to ask (Docker's seccomp profile does without CAP_SYS_NICE).
         node = self._nodes[0] if len(self._nodes) == 1 else numa_node(address)
         return ANYWHERE if node < 0 else f"cpu:{node}"

@@ -18,13 +18,23 @@ __all__ = ["FakeCuda", "fake_cuda"]
 SOURCE = r"""
 #define _GNU_SOURCE
 #include <stdint.h>
+#include <stdio.h>
 #include <sys/mman.h>
 uint64_t owned_start, owned_end, exported_start, exported_nbytes;
 int refusal;
 int cuPointerGetAttribute(void *data, int attribute, uint64_t address) {
-    if (attribute != 2 || address < owned_start || address >= owned_end) return 1;
-    *(unsigned *)data = 2;
+    if (address < owned_start || address >= owned_end) return 1;
+    if (attribute != 2 && attribute != 9) return 1;
+    *(unsigned *)data = attribute == 2 ? 2 : 5;
     return 0;
+}
+int cuDeviceGet(int *device, int ordinal) {
+    if (ordinal != 5) return 101;
+    *device = 50;
+    return 0;
+}
+int cuDeviceGetPCIBusId(char *text, int nbytes, int device) {
+    return device != 50 || snprintf(text, nbytes, "0000:3B:00.0") >= nbytes;
 }
 int cuMemGetHandleForAddressRange(
     void *handle, uint64_t address, uint64_t nbytes, int kind, unsigned long long flags) {

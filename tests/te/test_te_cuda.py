@@ -14,7 +14,8 @@ from te_cuda import fake_cuda
 
 import te
 from te.cuda import cuda_of
-from te.verbs.fabric import first_that_works
+from te.topology import Topology
+from te.verbs.fabric import Fabric, first_that_works
 
 NBYTES = 10_000
 
@@ -28,6 +29,20 @@ def test_memory_of_a_gpu_is_told_from_the_hosts() -> None:
         assert cuda_of(address + NBYTES - 1) is not None
         assert cuda_of(address + NBYTES) is None
     assert cuda_of(address) is None
+
+
+def test_memory_of_a_gpu_is_where_the_driver_says() -> None:
+    """The sixth GPU that this process may use is ``cuda:1`` of the machine by its PCI address."""
+    memory = np.zeros(NBYTES, np.uint8)
+    address = memory.ctypes.data
+    fabric = Fabric((), Topology((), {}, gpus={"0000:3b:00.0": "cuda:1"}, far={}), (0,))
+    elsewhere = Fabric((), Topology((), {}, gpus={"0000:1b:00.0": "cuda:1"}, far={}), (0,))
+    with fake_cuda(address, NBYTES):
+        cuda = cuda_of(address)
+        assert fabric.location(address, cuda) == "cuda:1"
+        assert fabric.location(address) == "cpu:0"
+        assert elsewhere.location(address, cuda) == "*"
+    assert fabric.location(address, cuda) == "*"  # freed meanwhile: the driver knows it no longer
 
 
 def test_engines_that_may_use_other_transports_refuse_it() -> None:
