@@ -71,7 +71,7 @@ def group_sources(
 
 
 @given(st.data(), pairs(), st.sampled_from(CPTransfer), st.integers(0, 5))
-@settings(max_examples=600)
+@settings(max_examples=1500)
 def test_each_piece_of_a_decode_rank_is_sent_by_exactly_one_source(
     data: st.DataObject, pair: tuple[Topology, Topology], cp: CPTransfer, pages: int
 ) -> None:
