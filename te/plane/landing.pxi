@@ -408,9 +408,7 @@ cdef void serve_read(Rail *r) noexcept nogil:
     leave(r.worker)
     free(touched)
     if good:
-        blocks = blocks_new(link, r.near_n)
-        if blocks == NULL:
-            abort()
+        blocks = <Block *>need(r.near_n * sizeof(Block))
         memcpy(blocks, r.body, r.near_n * sizeof(Block))
         t = transfer_new(
             link, PULL if link.is_pull else SEGMENT, r.head.transfer, blocks, r.near_n,

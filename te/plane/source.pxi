@@ -20,6 +20,7 @@ cdef Block *blocks_new(Link *link, u64 n) noexcept nogil:
 
 
 cdef void blocks_free(Link *link, Block *blocks) noexcept nogil:
+    """Of `blocks_new`, or malloc's own."""
     cdef size_t room = 0 if blocks == NULL else malloc_usable_size(blocks)
     if SPARE_NBYTES <= room < 2 * SPARE_NBYTES:
         blocks = <Block *>swap_pointer(&link.spare, blocks)
@@ -31,7 +32,7 @@ cdef void blocks_free(Link *link, Block *blocks) noexcept nogil:
 cdef Transfer *transfer_new(
     Link *link, uint8_t kind, u64 tag, Block *blocks, u64 n, u64 total, Region **held, u32 held_n
 ) noexcept nogil:
-    """Takes over `blocks`, of `blocks_new`, and `held`; has one reference, the caller's."""
+    """Takes over `blocks` and `held`; has one reference, the caller's."""
     cdef Transfer *t = <Transfer *>need(sizeof(Transfer))
     add32(&link.refs, 1)
     t.link = link
