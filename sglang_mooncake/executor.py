@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries out what a room table decides: one event at a time, each instruction on its own.
+
+The rules (`rooms/`) turn an event into instructions, and carrying an instruction out may cause
+further events: a write that the engine refuses at once, a fence that is confirmed at once. Such an
+event waits in a queue until the instructions of the event before it have all been carried out, so
+the rules never see an event in the middle of another one's consequences.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+__all__ = ["Executor"]
+
+logger = logging.getLogger(__name__)
+
+Event = TypeVar("Event")
+Instruction = TypeVar("Instruction")
+
+
+class Executor(Generic[Event, Instruction]):
+    """Not thread-safe: the loop thread alone uses it.
+
+    Args:
+        handle: the rules: an event and the time in seconds to instructions.
+        perform: carries one instruction out; may call `submit`.
+        failed: the event that tells the rules of an event or instruction that raised; None when
+            there is nobody to tell. It must return None for the events that it makes itself, so
+            that a failure in the handling of a failure ends.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        handle: Callable[[Event, float], Iterable[Instruction]],
+        perform: Callable[[Instruction], None],
+        failed: Callable[[Event | Instruction, Exception], Event | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._handle, self._perform, self._failed, self._clock = handle, perform, failed, clock
+        self._events: deque[Event] = deque()
+        self._running = False
+
+    def submit(self, event: Event) -> None:
+        """Handles the event, and every event that this causes, before it returns. When called by
+        `perform`, it leaves the event for the call of `submit` that is under way."""
+        self._events.append(event)
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._events:
+                self._handle_one(self._events.popleft())
+        finally:
+            self._running = False
+
+    def _handle_one(self, event: Event) -> None:
+        try:
+            instructions = self._handle(event, self._clock())
+        except Exception as error:
+            logger.exception("the hand-over could not handle %r", event)
+            self._tell(event, error)
+            return
+        for instruction in instructions:
+            try:
+                self._perform(instruction)
+            except Exception as error:
+                # The others of the batch are still carried out: they may be what ends a room.
+                logger.exception("the hand-over could not carry out %r", instruction)
+                self._tell(instruction, error)
+
+    def _tell(self, cause: Event | Instruction, error: Exception) -> None:
+        event = self._failed(cause, error)
+        if event is not None:
+            self._events.append(event)
