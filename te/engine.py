@@ -261,6 +261,13 @@ class Engine:
         """Transfers with this tag that have landed completely; 0 if the tag is not open."""
         return self._plane.arrived(tag) if 0 < tag < TAG_LIMIT else 0
 
+    def arrived_nbytes(self, tag: int) -> int:
+        """Payload in bytes of the transfers that ``arrived(tag)`` counts; 0 if it is not open.
+
+        Read the count first: then the bytes of every transfer that it counts are in this.
+        """
+        return self._plane.arrived_nbytes(tag) if 0 < tag < TAG_LIMIT else 0
+
     def fence(self, tag: int) -> int:
         """Closes a tag: after it returns no write of it can land, whatever its source does.
 

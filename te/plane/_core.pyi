@@ -64,6 +64,9 @@ class Engine:
     def arrived(self, value: int) -> int:
         """Transfers that have landed under the open tag; 0 if it is not open."""
 
+    def arrived_nbytes(self, value: int) -> int:
+        """Payload of those transfers in bytes; 0 if the tag is not open."""
+
     def close_tag(self, value: int, timeout_s: float) -> tuple[int, int]:
         """Closes and quiesces; the last count, or -1 when a landing did not end in time, and the
         number of transfers that may still be written over RDMA."""

@@ -231,6 +231,16 @@ cdef class Engine:
         pthread_mutex_unlock(&self.p.tags_lock)
         return count
 
+    def arrived_nbytes(self, u64 value):
+        cdef Opening *o
+        cdef u64 nbytes = 0
+        pthread_mutex_lock(&self.p.tags_lock)
+        o = <Opening *>map_get(&self.p.tags, value)
+        if o != NULL:
+            nbytes = load64(&o.nbytes)
+        pthread_mutex_unlock(&self.p.tags_lock)
+        return nbytes
+
     def close_tag(self, u64 value, double timeout_s):
         cdef Opening *o
         cdef bint done

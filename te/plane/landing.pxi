@@ -153,6 +153,7 @@ cdef void finish(Rail *r, Arriving *a) noexcept nogil:
             enter(r.worker)
             revoked = is_revoked(r, a, reason)
             if not revoked and a.opening != NULL:
+                add64(&a.opening.nbytes, a.total)
                 add64(&a.opening.count, 1)
             leave(r.worker)
             if revoked:

@@ -323,6 +323,7 @@ cdef struct Snapshot:
 # One opening of a tag: a transfer keeps the opening it began under.
 cdef struct Opening:
     u64 value, count
+    u64 nbytes  # atomic: of the transfers counted; added first, so that it is never too few
     u32 is_open, refs
     u32 granted  # unfinished transfers over RDMA that may be writing under it
 

@@ -155,6 +155,24 @@ def test_tags_that_are_not_open_are_refused(pair: Pair) -> None:
         pair.peer.write(pair.blocks(0, 0, 1), tag=-1)
 
 
+def test_the_bytes_that_arrived_are_those_of_the_transfers_counted(pair: Pair) -> None:
+    assert pair.target.arrived_nbytes(5) == 0
+    pair.target.expect(5)
+    pair.target.expect(6)
+    sizes = (1, 100, 70_000, 3 << 20, 0)
+    for nbytes in sizes:
+        blocks = pair.blocks(0, 0, nbytes) if nbytes else te.Blocks.of([], [], [])
+        pair.peer.write(blocks, tag=5).wait(TIMEOUT_S)
+    outside = te.Blocks.concat([pair.blocks(0, 0, 64), pair.blocks(0, len(pair.dst) - 10, 11)])
+    with pytest.raises(te.TransferFailed, match="refused"):
+        pair.peer.write(outside, tag=5).wait(TIMEOUT_S)
+    assert (pair.target.arrived(5), pair.target.arrived_nbytes(5)) == (len(sizes), sum(sizes))
+    assert (pair.target.arrived(6), pair.target.arrived_nbytes(6)) == (0, 0)
+    pair.target.fence(5)
+    assert pair.target.arrived_nbytes(5) == 0
+    assert pair.target.arrived_nbytes(-1) == pair.target.arrived_nbytes(1 << 64) == 0
+
+
 def test_one_peer_per_engine_until_it_dies(pair: Pair) -> None:
     assert pair.source.connect(pair.target.card()) is pair.peer
     assert pair.source.stats().peers == 1
