@@ -15,18 +15,12 @@ import numpy.typing as npt
 import zmq
 
 import te
-from bootstrap_server import (
-    BootstrapClient,
-    BootstrapError,
-    Instance,
-    MismatchError,
-    Rank,
-    matching,
-)
+from bootstrap_server import Instance, MismatchError, Rank, matching
 from sglang_mooncake import messages
 from sglang_mooncake.config import Config
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop, open_dealer
+from sglang_mooncake.instances import PrefillInstances
 from sglang_mooncake.layout import SEAL_BYTES, Buffers, Layout, Seal
 from sglang_mooncake.messages import Hello, HelloReply, LinkReset, MessageError, RoomFailed
 from sglang_mooncake.rooms import decode as rooms
@@ -35,17 +29,12 @@ from sglang_mooncake.side import Side
 from sglang_mooncake.sources import sources_of
 from sglang_mooncake.stats import Recorder
 
-__all__ = ["DecodeSide", "PrefillInfo", "SealBuffer"]
+__all__ = ["DecodeSide", "SealBuffer"]
 
 logger = logging.getLogger(__name__)
 
 #: Rooms × sources that may be open on one rank at once.
 SEAL_SLOTS = 16_384
-#: Clients name registry addresses, so what is kept of bad ones must be bounded.
-PROBLEMS_MAX = 1_024
-#: A registry whose instance lacks ranks answers when they come, or after this long: shorter than
-#: the 15 s for which SGLang's scheduler goes on asking us, so that we can say who was missing.
-LOOKUP_WAIT_S = 3.0
 #: A rank that has refused us is still told which rooms it need not wait for.
 FAREWELL_MS = 1_000
 
@@ -66,15 +55,6 @@ class SealBuffer:
         """Zeroes a slot for its next room: a seal counts once its generation and its number of
         writes are there, and neither may come from the slot's former room."""
         self._memory[slot * SEAL_BYTES : (slot + 1) * SEAL_BYTES] = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillInfo:
-    """What SGLang's decode scheduler reads of a prefill instance (`prefill_info_table`)."""
-
-    dp_size: int
-    follow_bootstrap_room: bool
-    prefill_http_port: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +86,9 @@ class _Sources:
     by_dp_rank: dict[int, tuple[rooms.RoomSource, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Fetched:
-    address: str
-    result: Instance | str
-
-
 class DecodeSide(Side):
-    """See `control.Handler`. `prefill_info`, `ensure_instance` and the calls on rooms are for the
-    scheduler thread: they cost microseconds and never wait."""
+    """See `control.Handler`. `instances` and the calls on rooms are for the scheduler thread: they
+    cost microseconds and never wait."""
 
     def __init__(
         self,
@@ -132,37 +106,25 @@ class DecodeSide(Side):
             SEAL_SLOTS,
             first_tag=secrets.randbits(62) + 1,
         )
-        self._instances: dict[str, Instance] = {}
+        self.instances = PrefillInstances()
         self._sources_of: dict[str, _Sources] = {}  # of the scheduler thread alone
-        self._fetching: set[str] = set()
         self._links: dict[_LinkKey, _Link] = {}
         self._loop = ControlLoop("kv-decode", self)
-        #: Read by SGLang's decode scheduler; an address is in it once its instance is known.
-        self.prefill_info: dict[str, PrefillInfo] = {}
-        #: Why an instance is not known (yet), by registry address.
-        self.instance_problems: dict[str, str] = {}
 
     # --- for the manager and the scheduler ---
 
     def start(self) -> None:
         self._loop.start()
 
-    def ensure_instance(self, address: str) -> bool:
-        """Whether the prefill instance behind this registry is known; if not, asks in a worker."""
-        if address in self.prefill_info:
-            return True
-        if address not in self._fetching:
-            self._fetching.add(address)
-            self._loop.work(
-                lambda: _fetch_instance(address), lambda result: _Fetched(address, result)
-            )
-        return False
+    def close(self) -> None:
+        super().close()
+        self.instances.close()
 
     def choose_sources(self, view: RoomView, address: str, prefill_dp_rank: int) -> None:
         """Finds the prefill ranks that feed this rank for this room, and has them linked."""
-        instance = self._instances.get(address)
+        instance = self.instances.get(address)
         if instance is None:
-            known = self.instance_problems.get(address, "it has not answered yet")
+            known = self.instances.problem(address) or "it has not answered yet"
             self.fail(view, f"prefill instance at {address} is not known: {known}")
             return
         try:
@@ -249,10 +211,7 @@ class DecodeSide(Side):
             _close_sockets(link)
 
     def on_stimulus(self, stimulus: Any, now_s: float) -> None:
-        if isinstance(stimulus, _Fetched):
-            self._fetched(stimulus)
-        else:
-            self._apply(stimulus, now_s)
+        self._apply(stimulus, now_s)
 
     def on_tick(self, now_s: float) -> None:
         self._apply(rooms.Tick(), now_s)
@@ -266,25 +225,6 @@ class DecodeSide(Side):
                 )
         self._recorder.open_rooms(len(self._rooms))
         self._recorder.write_if_due(now_s)
-
-    # --- instances ---
-
-    def _fetched(self, fetched: _Fetched) -> None:
-        address, result = fetched.address, fetched.result
-        self._fetching.discard(address)
-        if isinstance(result, str):
-            self.instance_problems.pop(address, None)
-            if len(self.instance_problems) >= PROBLEMS_MAX:
-                del self.instance_problems[next(iter(self.instance_problems))]
-            self.instance_problems[address] = result
-            return
-        self.instance_problems.pop(address, None)
-        self._instances[address] = result
-        self.prefill_info[address] = PrefillInfo(
-            dp_size=result.config.topology.dp_size,
-            follow_bootstrap_room=result.config.follow_bootstrap_room,
-            prefill_http_port=result.ranks[0].prefill_http_port,
-        )
 
     # --- links ---
 
@@ -349,8 +289,7 @@ class DecodeSide(Side):
         logger.warning("%s", reason)
         self._close_link(key)
         if forget_instance:
-            self._instances.pop(key.address, None)
-            self.prefill_info.pop(key.address, None)
+            self.instances.forget(key.address)
         self._apply(rooms.LinkDown(key, reason), time.monotonic())
 
     def _close_link(self, key: _LinkKey) -> None:
@@ -377,16 +316,6 @@ class DecodeSide(Side):
                     self._apply(rooms.Fenced(view), now_s)
                 case rooms.Over(view):
                     self._recorder.room_over(view)
-
-
-def _fetch_instance(address: str) -> Instance | str:
-    client = BootstrapClient(address)
-    try:
-        return client.instance(wait_s=LOOKUP_WAIT_S)
-    except BootstrapError as error:
-        return str(error)
-    finally:
-        client.close()
 
 
 def _close_sockets(link: _Link) -> None:

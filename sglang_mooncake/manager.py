@@ -18,7 +18,8 @@ import requests
 import te
 from bootstrap_server import Rank, RankLease, RankRecord
 from sglang_mooncake.config import Config
-from sglang_mooncake.decode_side import DecodeSide, PrefillInfo, SealBuffer
+from sglang_mooncake.decode_side import DecodeSide, SealBuffer
+from sglang_mooncake.instances import PrefillInfo
 from sglang_mooncake.kv_args import KVArgsLike, layout_from_kv_args, memory_ranges
 from sglang_mooncake.layout import Buffers, Layout
 from sglang_mooncake.prefill_side import PrefillSide
@@ -183,12 +184,12 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
     @property
     def prefill_info_table(self) -> dict[str, PrefillInfo]:
         """Known prefill instances by registry address; read by SGLang's decode scheduler."""
-        return self.decode_side.prefill_info if self.decode_side is not None else {}
+        return self.decode_side.instances.infos if self.decode_side is not None else {}
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether the instance is known. Never waits: asking goes on in a worker."""
         assert self.decode_side is not None
-        return self.decode_side.ensure_instance(bootstrap_addr)
+        return self.decode_side.instances.ensure(bootstrap_addr)
 
     # --- decode: pages of failed requests ---
 

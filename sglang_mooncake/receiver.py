@@ -54,7 +54,7 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         self._view: RoomView = self._side.new_room(self.bootstrap_room)
         mgr.track(self._view)
         # So that the answer is likely there when the scheduler asks for it.
-        self._side.ensure_instance(bootstrap_addr)
+        self._side.instances.ensure(bootstrap_addr)
 
     def init(self, prefill_dp_rank: int) -> None:
         """SGLang knows which DP rank of the prefill instance has the request."""
@@ -132,7 +132,7 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         return self._view.over
 
     def abort(self) -> None:
-        problem = self._side.instance_problems.get(self.bootstrap_addr)
+        problem = self._side.instances.problem(self.bootstrap_addr)
         if self._view.state is RoomState.OPEN and problem is not None:
             # SGLang gives up on an instance that it cannot get to know; say why it could not.
             self._side.fail(self._view, f"prefill instance at {self.bootstrap_addr}: {problem}")

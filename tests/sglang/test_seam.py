@@ -109,7 +109,7 @@ def test_our_objects_have_every_member_that_sglang_reads(members, kind):
 
 
 def test_prefill_info_has_every_field_that_sglang_reads(members):
-    from sglang_mooncake.decode_side import PrefillInfo
+    from sglang_mooncake.instances import PrefillInfo
 
     assert members["prefill_info"]
     assert members["prefill_info"] <= set(PrefillInfo.__dataclass_fields__)

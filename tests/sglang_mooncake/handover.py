@@ -151,7 +151,7 @@ class DecodeRank:
         self.side.start()
 
     def know(self, address: str) -> None:
-        until(lambda: self.side.ensure_instance(address), "the instance is known")
+        until(lambda: self.side.instances.ensure(address), "the instance is known")
 
     def close(self) -> None:
         self.side.close()

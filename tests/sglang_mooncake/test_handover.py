@@ -173,7 +173,7 @@ def test_a_dead_prefill_rank_fails_its_rooms_and_the_next_one_serves(pair):
     until(lambda: target.over, "the decode room failed")
     assert target.state is RoomState.FAILED
     assert "lost the connection to prefill rank" in (target.reason or "")
-    until(lambda: pair.address not in pair.decode.side.prefill_info, "the instance is forgotten")
+    until(lambda: pair.address not in pair.decode.side.instances.infos, "the instance is forgotten")
 
 
 def test_a_suppressed_payload_leaves_the_pages_alone_and_completes():
@@ -217,9 +217,9 @@ def test_rooms_that_nobody_asks_for_time_out_and_say_so():
 def test_an_unknown_registry_is_named_with_the_reason():
     with handover() as pair:
         address = "127.0.0.1:9"  # discard: nothing listens there
-        assert not pair.decode.side.ensure_instance(address)
-        until(lambda: address in pair.decode.side.instance_problems, "the problem is known")
-        assert address in pair.decode.side.instance_problems[address]
+        assert not pair.decode.side.instances.ensure(address)
+        until(lambda: pair.decode.side.instances.problem(address), "the problem is known")
+        assert address in str(pair.decode.side.instances.problem(address))
 
 
 def register(
@@ -245,9 +245,9 @@ def decode_alone() -> Iterator[tuple[str, DecodeRank]]:
 def test_a_rank_that_never_registers_is_named():
     with decode_alone() as (address, decode):
         register(address, Topology(1, 1, 2, 1), RankCoords(0, 0, 0, 0), 1, PROTOCOL_VERSION)
-        assert not decode.side.ensure_instance(address)
-        until(lambda: address in decode.side.instance_problems, "the problem is known")
-        problem = decode.side.instance_problems[address]
+        assert not decode.side.instances.ensure(address)
+        until(lambda: decode.side.instances.problem(address), "the problem is known")
+        problem = str(decode.side.instances.problem(address))
         assert "1 of 2 ranks" in problem
         assert "dp 0 cp 0 tp 1 pp 0" in problem
 
