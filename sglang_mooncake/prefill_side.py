@@ -7,8 +7,9 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,6 +67,14 @@ class _Connected:
 
 
 @dataclass(frozen=True, slots=True)
+class _Outgoing:
+    """What one room has under way, and the payload that it has had for each decode rank."""
+
+    transfers: list[te.Transfer] = field(default_factory=list)
+    nbytes: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
 class _TransferEnded:
     view: RoomView
     write: rooms.Write
@@ -98,7 +107,7 @@ class PrefillSide(Side):
         self._layout, self._recorder, self._stages = layout, recorder, stages
         self._rooms = rooms.PrefillRooms(context.deadlines.bootstrap_s)
         self._destinations: dict[str, _Destination] = {}
-        self._transfers: dict[int, list[te.Transfer]] = {}
+        self._outgoing: dict[int, _Outgoing] = {}  # by serial of the room
         self._seals = np.zeros(SEAL_SLOTS * SEAL_BYTES, dtype=np.uint8)
         self._seal_region = engine.register(self._seals)
         self._free_seals = list(range(SEAL_SLOTS))
@@ -294,7 +303,7 @@ class PrefillSide(Side):
                 case rooms.Write():
                     self._write(instruction, now_s)
                 case rooms.CancelWrites(view):
-                    for transfer in self._transfers.get(view.serial, ()):
+                    for transfer in self._outgoing[view.serial].transfers:
                         transfer.cancel()
                 case rooms.Tell(peer, message):
                     self._reply(bytes.fromhex(peer), message)
@@ -302,6 +311,7 @@ class PrefillSide(Side):
                     if self._stages is not None:
                         self._stages.ready(view)
                 case rooms.Over(view):
+                    self._outgoing.pop(view.serial, None)
                     self._recorder.room_over(view)
                     if self._stages is not None:
                         self._tell_stages(view)
@@ -318,11 +328,14 @@ class PrefillSide(Side):
 
     def _write(self, write: rooms.Write, now_s: float) -> None:
         seal_slot = None
+        outgoing = self._outgoing.setdefault(write.view.serial, _Outgoing())
         try:
             destination = self._destinations[write.peer]
+            blocks = self._blocks(write, destination.plan)
             if write.chunk.is_last:
                 seal_slot = self._free_seals.pop()
-            blocks = self._blocks(write, destination.plan, seal_slot)
+                nbytes = outgoing.nbytes[write.peer] + blocks.total_nbytes
+                blocks = self._sealed(write, destination.plan, blocks, nbytes, seal_slot)
             transfer = destination.peer.write(blocks, tag=write.target.tag)
         except (KeyError, IndexError, ValueError, te.Error) as error:
             if seal_slot is not None:
@@ -330,13 +343,14 @@ class PrefillSide(Side):
             reason = f"could not hand {len(write.chunk.pages)} pages to the engine: {error!r}"
             self._apply(rooms.WriteEnded(write.view, reason), now_s)
             return
-        self._transfers.setdefault(write.view.serial, []).append(transfer)
+        outgoing.transfers.append(transfer)
+        outgoing.nbytes[write.peer] += blocks.total_nbytes
         self._recorder.transfer_began(now_s)
         transfer.add_done_callback(
             lambda ended: self._loop.post(_TransferEnded(write.view, write, ended, seal_slot))
         )
 
-    def _blocks(self, write: rooms.Write, plan: Plan, seal_slot: int | None) -> te.Blocks:
+    def _blocks(self, write: rooms.Write, plan: Plan) -> te.Blocks:
         chunk, target, span = write.chunk, write.target, write.span
         ours = chunk.pages[span.start - chunk.first : span.stop - chunk.first]
         theirs = messages.indices_from_bytes(target.pages[4 * span.start : 4 * span.stop])
@@ -347,21 +361,33 @@ class PrefillSide(Side):
             parts.clear()
         if chunk.aux_slot is not None and target.aux_slot is not None:
             parts.append(plan.aux(chunk.aux_slot, target.aux_slot))
-        if seal_slot is not None:
-            seal = Seal(write.generation, write.writes, target.num_pages)
-            begin = seal_slot * SEAL_BYTES
-            self._seals[begin : begin + SEAL_BYTES] = np.frombuffer(seal_bytes(seal), np.uint8)
-            parts.append(plan.seal(self._seal_region.address + begin, target.seal_slot))
         return te.Blocks.concat(parts)
+
+    def _sealed(
+        self, write: rooms.Write, plan: Plan, blocks: te.Blocks, nbytes: int, seal_slot: int
+    ) -> te.Blocks:
+        """The blocks of a last chunk with the seal behind them. `nbytes`: the payload that the
+        destination has had, with these blocks and without the seal."""
+        target = write.target
+        lists = zip(write.chunk.states, target.states, strict=False)
+        seal = Seal(
+            write.generation,
+            write.sent.writes,
+            write.sent.pages,
+            states=sum(ours is not None and theirs is not None for ours, theirs in lists),
+            aux=int(target.aux_slot is not None),
+            nbytes=nbytes + SEAL_BYTES,
+        )
+        begin = seal_slot * SEAL_BYTES
+        self._seals[begin : begin + SEAL_BYTES] = np.frombuffer(seal_bytes(seal), np.uint8)
+        place = plan.seal(self._seal_region.address + begin, target.seal_slot)
+        return te.Blocks.concat([blocks, place])
 
     def _transfer_ended(self, ended: _TransferEnded, now_s: float) -> None:
         view, transfer = ended.view, ended.transfer
         if ended.seal_slot is not None:
             self._free_seals.append(ended.seal_slot)
-        transfers = self._transfers[view.serial]
-        transfers.remove(transfer)
-        if not transfers:
-            del self._transfers[view.serial]
+        self._outgoing[view.serial].transfers.remove(transfer)
         self._recorder.transfer_ended(transfer.nbytes, now_s)
         failure = None
         if transfer.poll() is not te.Status.DONE:

@@ -180,20 +180,32 @@ class Place:
 ALONE = Place(Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0))
 
 
-#: generation, number of transfers that belong to the room, pages: little-endian u64 each
-_SEAL = struct.Struct("<QQQ")
+#: The fields of `Seal` in their order, little-endian u64 each.
+_SEAL = struct.Struct("<6Q")
 SEAL_BYTES = _SEAL.size
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The last bytes of a room. The sender writes them with the last chunk, so that the destination
-    learns from the data path itself how many transfers make the room complete: the room has arrived
-    when the engine has counted that many for the room's tag."""
+    """The last bytes of a room, which say what was sent for it. The sender writes them with the
+    last chunk, so that the destination learns from the data path itself when the room is complete:
+    when the engine has counted that many transfers and bytes under the room's tag. What was sent
+    must be what the destination has asked for.
+
+    generation: that of the request.
+    writes: transfers into this target, the one with the seal included.
+    pages: that were written into this target in all.
+    states: lists of state indices that were followed.
+    aux: 1 when the request's metadata was written, else 0.
+    nbytes: payload of all these transfers, that of the seal included.
+    """
 
     generation: int
     writes: int
     pages: int
+    states: int
+    aux: int
+    nbytes: int
 
     @staticmethod
     def unpack(data: bytes) -> Seal:
@@ -201,4 +213,4 @@ class Seal:
 
 
 def seal_bytes(seal: Seal) -> bytes:
-    return _SEAL.pack(seal.generation, seal.writes, seal.pages)
+    return _SEAL.pack(seal.generation, seal.writes, seal.pages, seal.states, seal.aux, seal.nbytes)

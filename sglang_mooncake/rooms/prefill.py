@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,6 +38,7 @@ __all__ = [
     "PrefillRooms",
     "Requested",
     "RoomAborted",
+    "Sent",
     "Tell",
     "Tick",
     "Write",
@@ -121,12 +121,24 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
+class Sent:
+    """What one target of a room has been sent."""
+
+    writes: int = 0
+    pages: int = 0
+
+    def with_write(self, span: range) -> Sent:
+        """With one more write, of these pages."""
+        return Sent(self.writes + 1, self.pages + len(span))
+
+
+@dataclass(frozen=True, slots=True)
 class Write:
     """Write a part of one chunk into the target of one request.
 
     span: the pages of it, as positions in the room (`Chunk.first` is that of the chunk).
-    writes: how many this request has had so far, with this one; with the last chunk it is the
-        number of transfers that the destination must have seen arrive.
+    sent: what this request has had so far, with this write; with the last chunk that is what the
+        destination must have seen arrive.
     """
 
     view: RoomView
@@ -135,7 +147,7 @@ class Write:
     target: Target
     chunk: Chunk
     span: range
-    writes: int
+    sent: Sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +175,7 @@ Instruction = Met | Write | CancelWrites | Tell | Over
 class _Room:
     view: RoomView
     requests: dict[str, RoomRequest] = field(default_factory=dict)
-    writes: Counter[str] = field(default_factory=Counter)  # begun so far, by peer
+    sent: dict[str, Sent] = field(default_factory=dict)  # by peer
     outstanding: int = 0
 
 
@@ -247,9 +259,10 @@ class PrefillRooms:
                 continue
             span = request.target.share.within(chunk.span, request.target.num_pages)
             if span or chunk.is_last:  # the last one carries the seal, with or without pages
-                room.writes[peer] += 1
-                count, generation = room.writes[peer], request.generation
-                writes.append(Write(view, peer, generation, request.target, chunk, span, count))
+                sent = room.sent[peer] = room.sent.get(peer, Sent()).with_write(span)
+                writes.append(
+                    Write(view, peer, request.generation, request.target, chunk, span, sent)
+                )
         room.outstanding += len(writes)
         if chunk.is_last and room.outstanding == 0:
             return self._quiet(room)  # none of those who asked wants a byte from this rank

@@ -144,10 +144,10 @@ class PrefillRank:
 class DecodeRank:
     def __init__(self, context: RankContext, config: Config, memory: Memory) -> None:
         self.engine = _engine(memory, config)
-        seals = SealBuffer(self.engine)
-        layout = memory.layout(seals.buffers)
+        self.seals = SealBuffer(self.engine)
+        layout = memory.layout(self.seals.buffers)
         recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
-        self.side = DecodeSide(context, config, self.engine, layout, seals, recorder)
+        self.side = DecodeSide(context, config, self.engine, layout, self.seals, recorder)
         self.side.start()
 
     def know(self, address: str) -> None:

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import zmq
 from handover import (
+    AUX_BYTES,
     CANARY,
     HOST,
+    LAYERS,
+    PAGE_BYTES,
     PAGE_SIZE,
     PAGES,
     DecodeRank,
@@ -36,6 +39,7 @@ from bootstrap_server import (
 from sglang_mooncake.config import Config
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.control import open_dealer, open_router
+from sglang_mooncake.layout import SEAL_BYTES, Seal
 from sglang_mooncake.messages import PROTOCOL_VERSION, HelloReply, LinkReset, encode
 from sglang_mooncake.messages import decode as decode_message
 from sglang_mooncake.rooms.states import RoomState
@@ -81,6 +85,21 @@ def test_chunks_arrive_as_one_room(pair):
     pair.prefill.send(source, [4, 5], 4, aux_slot=1)
     until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
     assert_copied(pair, list(range(6)), list(range(10, 16)))
+
+
+def test_the_seal_says_what_was_sent_and_the_engine_has_counted_that(pair):
+    source, target = pair.open_both(8)
+    pair.name_pages(target, list(range(10, 15)), aux=0)
+    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    pair.prefill.send(source, [0, 1], 0, None)
+    pair.prefill.send(source, [2], 2, None)
+    pair.prefill.send(source, [4, 5], 3, aux_slot=1)
+    until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
+    ((tag, slot),) = target.seals
+    nbytes = 5 * LAYERS * PAGE_BYTES + AUX_BYTES + SEAL_BYTES
+    sent = Seal(target.generation, writes=3, pages=5, states=0, aux=1, nbytes=nbytes)
+    assert pair.decode.seals.read(slot) == sent
+    assert pair.decode.engine.arrived_nbytes(tag) == nbytes
 
 
 def test_a_fully_cached_prompt_hands_over_its_metadata_alone(pair):

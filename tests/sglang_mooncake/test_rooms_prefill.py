@@ -80,7 +80,7 @@ def test_a_room_goes_from_open_to_done():
     (second,) = rooms.handle(ChunkSent(view, chunk(1, first=1)), 0)
     assert isinstance(first, Write)
     assert isinstance(second, Write)
-    assert (first.writes, second.writes) == (1, 2)
+    assert (first.sent.writes, second.sent.writes) == (1, 2)
     assert view.state is RoomState.SEALED
     assert rooms.handle(WriteEnded(view, None), 0) == []
     assert view.state is RoomState.SEALED
@@ -166,7 +166,7 @@ def test_a_rank_with_a_share_of_the_pages_writes_these_and_counts_only_its_own_w
     for first, last in ((0, False), (2, False), (4, True)):
         for write in rooms.handle(ChunkSent(view, chunk(2, first, last)), 0):
             assert isinstance(write, Write)
-            spans.append((write.span, write.writes))
+            spans.append((write.span, write.sent.writes))
     assert spans == [(range(2, 4), 1), (range(4, 4), 2)], "the last one carries the seal"
 
 
