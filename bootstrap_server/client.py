@@ -77,7 +77,7 @@ class BootstrapClient:
     """Talks to the bootstrap server at `address` (`host:port`, IPv6 as `[host]:port`) about one
     of its instances; the one that SGLang serves is `default`.
 
-    Waits `timeout_s` at most to connect, and again for each packet of an answer. Raises
+    A request takes `timeout_s` at most, plus the time for which the server is asked to wait. Raises
     `BootstrapError` with a sentence, and `Unreachable`, a kind of it, when asking again later
     can help. Keeps one connection open and must be used from one thread. `sleep` and `clock`
     are for tests. What a rank needs all its life is `RankLease`.

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import http.client
 import re
+import socket
+import time
 import zlib
-from typing import Final
+from typing import Any, Final
 
 from bootstrap_server.errors import BootstrapError, Unreachable
 
@@ -28,11 +30,65 @@ _ADDRESS: Final = re.compile(
 _LOOPBACK_OF_WILDCARD: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
+class _DeadlineSocket(socket.socket):
+    """No call waits beyond `deadline_s`, however the other side deals out its bytes."""
+
+    #: Of the monotonic clock.
+    deadline_s = 0.0
+
+    def recv_into(self, *args: Any) -> int:
+        self._allow_what_is_left()
+        return super().recv_into(*args)
+
+    def sendall(self, *args: Any) -> None:
+        self._allow_what_is_left()
+        super().sendall(*args)
+
+    def _allow_what_is_left(self) -> None:
+        self.settimeout(_left_s(self.deadline_s))
+
+
+class _DeadlineConnection(http.client.HTTPConnection):
+    """One connection whose requests each have one deadline for all that they are made of: to
+    connect, to send, and for the answer's headers and body. (The resolver of names has limits of
+    its own.)"""
+
+    #: Of the monotonic clock, for the request under way.
+    deadline_s = 0.0
+
+    def connect(self) -> None:
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        problem: OSError | None = None
+        for tried, (family, kind, protocol, _, address) in enumerate(found):
+            sock = _DeadlineSocket(family, kind, protocol)
+            try:
+                # One address that does not answer leaves time for the others.
+                sock.settimeout(_left_s(self.deadline_s) / (len(found) - tried))
+                sock.connect(address)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            except OSError as error:
+                sock.close()
+                problem = error
+                continue
+            sock.deadline_s = self.deadline_s
+            self.sock = sock
+            return
+        assert problem is not None  # getaddrinfo never returns an empty list
+        raise problem
+
+    def begin(self, deadline_s: float) -> None:
+        """The next request has to be over by then."""
+        self.deadline_s = deadline_s
+        if isinstance(self.sock, _DeadlineSocket):
+            self.sock.deadline_s = deadline_s
+
+
 class HttpClient:
     """Requests to `address` (`host:port`, IPv6 as `[host]:port`), from one thread.
 
-    Follows no redirection and uses no proxy: ranks talk to each other directly. Waits
-    `timeout_s` at most to connect, and again for each packet of an answer.
+    Follows no redirection and uses no proxy: ranks talk to each other directly. A request takes
+    `timeout_s` at most, from connecting to the last byte of the answer, plus the time for which
+    the server was asked to wait.
     """
 
     def __init__(self, address: str, timeout_s: float) -> None:
@@ -44,7 +100,7 @@ class HttpClient:
         self._host = _LOOPBACK_OF_WILDCARD.get(host, host)
         self._port = int(match["port"])
         self._timeout_s = timeout_s
-        self._connection: http.client.HTTPConnection | None = None
+        self._connection: _DeadlineConnection | None = None
 
     def close(self) -> None:
         """Close the connection. Idempotent; a later request opens it again."""
@@ -81,30 +137,16 @@ class HttpClient:
         self, method: str, path: str, body: bytes | None, wait_s: float
     ) -> http.client.HTTPResponse:
         """Send on the open connection; on a new one when the server has closed it meanwhile."""
+        deadline_s = time.monotonic() + self._timeout_s + wait_s
         kept = self._connection
         if kept is not None:
             try:
-                return self._send_on(kept, method, path, body, wait_s)
+                return _send_on(kept, method, path, body, deadline_s)
             except (ConnectionError, http.client.RemoteDisconnected):
                 self.close()
-        fresh = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        fresh = _DeadlineConnection(self._host, self._port)
         self._connection = fresh
-        return self._send_on(fresh, method, path, body, wait_s)
-
-    def _send_on(
-        self,
-        connection: http.client.HTTPConnection,
-        method: str,
-        path: str,
-        body: bytes | None,
-        wait_s: float,
-    ) -> http.client.HTTPResponse:
-        headers = {"Accept-Encoding": "gzip"}
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        connection.request(method, path, body, headers)
-        connection.sock.settimeout(self._timeout_s + wait_s)
-        return connection.getresponse()
+        return _send_on(fresh, method, path, body, deadline_s)
 
     def _read(self, response: http.client.HTTPResponse) -> bytes:
         gzipped = response.getheader("Content-Encoding", "") == "gzip"
@@ -125,3 +167,22 @@ class HttpClient:
         if response.length or (unpack is not None and not unpack.eof):
             raise http.client.IncompleteRead(b"".join(parts[-1:]), response.length)
         return b"".join(parts)
+
+
+def _send_on(
+    connection: _DeadlineConnection, method: str, path: str, body: bytes | None, deadline_s: float
+) -> http.client.HTTPResponse:
+    headers = {"Accept-Encoding": "gzip"}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    connection.begin(deadline_s)
+    connection.request(method, path, body, headers)
+    return connection.getresponse()
+
+
+def _left_s(deadline_s: float) -> float:
+    """Raises TimeoutError when nothing is left."""
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("timed out")
+    return left_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -111,3 +112,35 @@ def test_a_server_that_says_nothing_is_given_up() -> None:
         client = HttpClient(f"127.0.0.1:{listener.getsockname()[1]}", 0.05)
         with pytest.raises(Unreachable, match="timed out"):
             client.request("GET", "/", wait_s=0.05)
+
+
+HEADERS = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"
+
+
+@pytest.mark.parametrize("at_once", [b"HTTP", HEADERS], ids=["headers", "body"])
+def test_an_answer_in_drops_is_given_up_at_the_deadline(at_once: bytes) -> None:
+    """Each byte comes well within the timeout; they would go on for hours."""
+    given_up = threading.Event()
+
+    def drip(connection: socket.socket) -> None:
+        connection.sendall(at_once)
+        try:
+            while not given_up.wait(0.01):
+                connection.sendall(b"x")
+        except OSError:
+            pass  # the client has hung up
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as pool:
+        accepted = pool.submit(listener.accept)
+        client = HttpClient(f"127.0.0.1:{listener.getsockname()[1]}", 0.1)
+        asked = pool.submit(client.request, "GET", "/", wait_s=0.1)
+        connection, _ = accepted.result(timeout=10)
+        dripping = threading.Thread(target=drip, args=(connection,))
+        dripping.start()
+        try:
+            with pytest.raises(Unreachable, match="timed out"):
+                asked.result(timeout=30)
+        finally:
+            given_up.set()
+            dripping.join()
+            connection.close()
