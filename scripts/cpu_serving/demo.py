@@ -21,8 +21,9 @@ from cpu_serving.options import DemoOptions, parse
 from cpu_serving.pools import leaked_pages
 from cpu_serving.processes import ServingError
 from cpu_serving.progress import Step
+from cpu_serving.reference import read_reference, write_reference
 from cpu_serving.report import Report
-from cpu_serving.servers import Fleet, Pair, ServerOptions, wait_ready
+from cpu_serving.servers import Fleet, Pair, Server, ServerOptions, wait_ready
 from te.topology import Nic
 
 __all__ = ["main"]
@@ -30,6 +31,7 @@ __all__ = ["main"]
 EXIT_DIFFERENT = 1
 EXIT_BROKEN = 3
 EXIT_INTERRUPTED = 130
+ORDINARY = "requests to the ordinary server"
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,9 @@ def _run(options: DemoOptions, run_dir: Path) -> int:
     devices = Devices.halves() if options.transport == "rdma" else None
     model = make_model(options.model)
     requests = traffic.make_requests(options.requests, options.max_prompt_tokens, seed=options.seed)
+    if options.write_reference:
+        _write_reference(options, options.write_reference, run_dir, model, requests)
+        return 0
     with Fleet(run_dir) as fleet:
         expected, pair = _start(options, fleet, model, requests, devices)
         before = devices.sent_bytes() if devices else 0
@@ -80,6 +85,21 @@ def _run(options: DemoOptions, run_dir: Path) -> int:
     return 0 if report.good else EXIT_DIFFERENT
 
 
+def _write_reference(
+    options: DemoOptions,
+    path: Path,
+    run_dir: Path,
+    model: Path,
+    requests: Sequence[traffic.Request],
+) -> None:
+    with Fleet(run_dir) as fleet:
+        single = fleet.server("single", ServerOptions(model))
+        with Step("starting one ordinary server") as step:
+            wait_ready([single], tick=step.tick)
+        timed = _timed(ORDINARY, single.url, requests, options)
+    write_reference(path, options.model, requests, timed.answers, timed.elapsed_s)
+
+
 def _start(
     options: DemoOptions,
     fleet: Fleet,
@@ -88,29 +108,40 @@ def _start(
     devices: Devices | None,
 ) -> tuple[Timed, Pair]:
     """What one ordinary server answers, and the pair, ready."""
+    if options.reference:
+        expected = Timed(*read_reference(options.reference, options.model, requests))
+        return expected, _start_pair(options, fleet, model, devices, ())
     single = fleet.server("single", ServerOptions(model))
-    title = "requests to the ordinary server"
     if len(os.sched_getaffinity(0)) == 1:  # all at once would be late there
         with Step("starting one ordinary server") as step:
             wait_ready([single], tick=step.tick)
-        expected = _timed(title, single.url, requests, options)
+        expected = _timed(ORDINARY, single.url, requests, options)
         single.stop()
+        return expected, _start_pair(options, fleet, model, devices, ())
+    pair = _start_pair(options, fleet, model, devices, [single])
+    expected = _timed(ORDINARY, single.url, requests, options)
+    single.process.ask_to_end()
+    return expected, pair
+
+
+def _start_pair(
+    options: DemoOptions,
+    fleet: Fleet,
+    model: Path,
+    devices: Devices | None,
+    others: Sequence[Server],
+) -> Pair:
+    """The pair, ready, and so are the others."""
     pair = fleet.pair(
         _layout(
             options, model, options.prefill_tp, options.prefill_pp, devices and devices.prefill
         ),
         _layout(options, model, options.decode_tp, options.decode_pp, devices and devices.decode),
     )
-    started = [pair.prefill, pair.decode, pair.router]
-    if single.process.alive():
-        with Step("starting one ordinary server, prefill, decode and router") as step:
-            wait_ready([single, *started], tick=step.tick)
-        expected = _timed(title, single.url, requests, options)
-        single.process.ask_to_end()
-    else:
-        with Step("starting prefill, decode and router") as step:
-            wait_ready(started, tick=step.tick)
-    return expected, pair
+    title = "starting one ordinary server, " if others else "starting "
+    with Step(f"{title}prefill, decode and router") as step:
+        wait_ready([*others, pair.prefill, pair.decode, pair.router], tick=step.tick)
+    return pair
 
 
 def _layout(

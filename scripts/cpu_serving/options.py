@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from cpu_serving.model import ARCHITECTURES, HEADS, LAYERS, MAX_POSITIONS
@@ -32,6 +33,9 @@ class DemoOptions:
     seed: int
     keep: bool
     json: bool
+    #: A file of what one ordinary server answered, to compare with or to write.
+    reference: Path | None
+    write_reference: Path | None
 
     @property
     def layout(self) -> str:
@@ -76,6 +80,8 @@ def parse(argv: Sequence[str]) -> DemoOptions:
         seed=args.seed,
         keep=args.keep,
         json=args.json,
+        reference=args.reference,
+        write_reference=args.write_reference,
     )
     problem = _problem(options)
     if problem:
@@ -118,6 +124,18 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
     add("--keep", action="store_true", help="leave the servers up until Ctrl-C")
     add("--json", action="store_true", help="last line of stdout is one JSON object")
+    add(
+        "--write-reference",
+        type=Path,
+        metavar="FILE",
+        help="only ask the ordinary server, and keep its answers",
+    )
+    add(
+        "--reference",
+        type=Path,
+        metavar="FILE",
+        help="compare with the answers in this file; start no ordinary server",
+    )
     return parser
 
 
@@ -152,6 +170,8 @@ def _problem(options: DemoOptions) -> str | None:
             f"--chunked-prefill-size {options.chunked_prefill_size} is no multiple of "
             f"--page-size {options.page_size}"
         )
+    if options.reference and options.write_reference:
+        return "--reference and --write-reference together: one reads what the other writes"
     if options.seed < 0:
         return f"--seed {options.seed} is negative"
     return None

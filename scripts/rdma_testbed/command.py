@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -112,7 +113,9 @@ def _run(kernel: Path, parsed: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="rdma-testbed.", ignore_cleanup_errors=True) as name:
         files = Path(name)
         guest = Guest(parsed.nics, parsed.driver, parsed.command, Path.cwd())
-        write_files(files, guest, os.environ)
+        busybox = shutil.which("busybox")
+        assert busybox is not None, "ensure_programs has seen it"
+        write_files(files, guest, os.environ, busybox)
         stopped = boot(kernel, files, parsed.memory, parsed.timeout)
         code = exit_code(files) if stopped is None else stopped
         if code is None:

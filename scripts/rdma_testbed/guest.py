@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from rdma_testbed.errors import SetupError
 
 __all__ = ["DRIVERS", "Guest", "exit_code", "write_files"]
 
@@ -111,11 +108,11 @@ class Guest:
     directory: Path
 
 
-def write_files(files: Path, guest: Guest, environment: Mapping[str, str]) -> None:
-    """Writes what the guest reads at its start into ``files``, which only we may read."""
-    busybox = shutil.which("busybox")
-    if busybox is None:
-        raise SetupError("busybox is not on the path; install busybox-static")
+def write_files(files: Path, guest: Guest, environment: Mapping[str, str], busybox: str) -> None:
+    """Writes what the guest reads at its start into ``files``, which only we may read.
+
+    ``busybox`` is the path of one that needs no shared library.
+    """
     exports = "".join(
         f"export {name}={shlex.quote(value)}\n"
         for name, value in environment.items()

@@ -64,7 +64,7 @@ def test_the_environment_and_the_command_reach_the_guest_unharmed(tmp_path: Path
     """Whatever the shell could misread."""
     value, argument = "a 'b' \"c\" $HOME `d`\n", "x; exit 3 # '"
     guest = Guest(1, "rxe", ["printf", "%s", argument], tmp_path)
-    write_files(tmp_path, guest, {"ODD": value, "not an identifier": "1"})
+    write_files(tmp_path, guest, {"ODD": value, "not an identifier": "1"}, "/bin/busybox")
     done = subprocess.run(
         ["/bin/sh", "-c", f". {tmp_path}/run.sh"], capture_output=True, text=True, check=False
     )

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lanes side by side: the steps of each one after the other, each lane's output in one piece.
+
+A lane that fails ends the run: the others are interrupted as by Ctrl-C, so that pytest and the
+emulated machines end what they have started, and killed when they do not follow.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO
+
+__all__ = ["Lane", "Step", "run_lanes"]
+
+#: How long a step may take to end after an interrupt, and after SIGTERM.
+GRACE_S = 30.0
+POLL_S = 0.1
+
+_printing = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of a lane."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    #: Exit statuses that are no failure.
+    good: frozenset[int] = frozenset({0})
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Steps, one after the other; the first that fails is the last."""
+
+    name: str
+    steps: Sequence[Step]
+
+
+def run_lanes(lanes: Sequence[Lane], log_dir: Path) -> int:
+    """Runs all lanes at once, each with the log ``log_dir/NAME.log``, which is printed when the
+    lane ends. Returns the exit status of the first step that failed, else 0.
+
+    SIGTERM and Ctrl-C end every lane, and are raised again as ``KeyboardInterrupt``.
+    """
+    ended: SimpleQueue[_Running] = SimpleQueue()
+    running = [_Running(lane, log_dir / f"{lane.name}.log", ended) for lane in lanes]
+    # A signal with a handler is at its default in what is started here; an ignored one, as Ctrl-C
+    # in what a shell starts in the background, would be ignored there, too.
+    caught = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, _interrupt) for number in caught]
+    code = 0
+    try:
+        for one in running:
+            one.thread.start()
+        for _ in running:
+            lane = ended.get()
+            lane.print_log()
+            if lane.code and not code:
+                code = lane.code
+                for other in running:
+                    other.stop()
+    finally:
+        for one in running:
+            one.stop()
+        for one in running:
+            if one.thread.ident is not None:
+                one.thread.join()
+        for number, handler in zip(caught, before, strict=True):
+            signal.signal(number, handler)
+    return code
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+class _Running:
+    """A lane in a thread of its own, which starts one process group after the other."""
+
+    def __init__(self, lane: Lane, log: Path, ended: SimpleQueue[_Running]) -> None:
+        self.lane = lane
+        #: The exit status of the step that failed, else 0.
+        self.code = 0
+        self._log = log
+        self._ended = ended
+        self._stopped = threading.Event()
+        self._began_s = time.monotonic()
+        self._summary: list[str] = []
+        self.thread = threading.Thread(target=self._run, name=f"lane {lane.name}")
+
+    def stop(self) -> None:
+        """Interrupts the step under way, and begins no other. Returns at once."""
+        self._stopped.set()
+
+    def print_log(self) -> None:
+        """All that the lane's steps have written, then a line for each of them."""
+        _say(f"lane {self.lane.name}: all of its output")
+        with _printing, self._log.open("rb") as log:
+            shutil.copyfileobj(log, sys.stdout.buffer)
+            sys.stdout.flush()
+        for line in self._summary:
+            _say(line)
+
+    def _run(self) -> None:
+        try:
+            with self._log.open("wb") as log:
+                for step in self.lane.steps:
+                    if self._stopped.is_set():
+                        self._tell(f"{step.name}: left out, since another lane has failed")
+                        continue
+                    self.code = self._step(step, log)
+                    if self.code and not self._stopped.is_set():
+                        break
+        except OSError as error:
+            self.code = 1
+            self._tell(f"cannot be run: {error}")
+        finally:
+            self._ended.put(self)
+
+    def _step(self, step: Step, log: IO[bytes]) -> int:
+        _say(f"lane {self.lane.name}: {step.name} ...")
+        log.write(f"\n### {step.name}\n".encode())
+        log.flush()
+        began_s = time.monotonic()
+        process = subprocess.Popen(
+            list(step.argv),
+            env={**os.environ, **step.env},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        code, cpu_s = self._wait(process)
+        took = f"{time.monotonic() - began_s:.0f} s, {cpu_s:.0f} CPU-seconds"
+        if code in step.good:
+            self._tell(f"{step.name}: ok after {took}")
+            return 0
+        if self._stopped.is_set():
+            self._tell(f"{step.name}: stopped after {took}")
+        else:
+            self._tell(f"{step.name}: FAILED with exit status {code} after {took}")
+        return code or 1
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> tuple[int, float]:
+        """The exit status, as a shell would tell it, and the CPU time of all that it waited for."""
+        signals = iter((signal.SIGINT, signal.SIGTERM, signal.SIGKILL))
+        due_s = 0.0
+        while True:
+            pid, status, used = os.wait4(process.pid, os.WNOHANG)
+            if pid:
+                break
+            if self._stopped.is_set() and time.monotonic() >= due_s:
+                os.killpg(process.pid, next(signals, signal.SIGKILL))
+                due_s = time.monotonic() + GRACE_S
+            time.sleep(POLL_S)
+        code = os.waitstatus_to_exitcode(status)
+        process.returncode = code  # so that Popen does not wait again
+        with suppress(ProcessLookupError):  # what the step left behind in its group
+            os.killpg(process.pid, signal.SIGKILL)
+        return (128 - code if code < 0 else code), used.ru_utime + used.ru_stime
+
+    def _tell(self, what: str) -> None:
+        line = f"lane {self.lane.name}: {what}"
+        self._summary.append(line)
+        _say(line)
+
+
+def _say(line: str) -> None:
+    with _printing:
+        print(f"test: {line}", flush=True)
