@@ -13,6 +13,7 @@ from bootstrap_server.errors import (
     RegistrationRefused,
     Unreachable,
 )
+from bootstrap_server.http_client import HttpClient, split_address
 from bootstrap_server.lease import RankLease
 from bootstrap_server.matching import (
     CPTransfer,
@@ -44,6 +45,7 @@ __all__ = [
     "BootstrapError",
     "BootstrapServer",
     "CPTransfer",
+    "HttpClient",
     "Instance",
     "InstanceConfig",
     "KVFormat",
@@ -69,4 +71,5 @@ __all__ = [
     "prefill_dp_rank",
     "sending",
     "sources",
+    "split_address",
 ]

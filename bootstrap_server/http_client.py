@@ -16,11 +16,12 @@ from typing import Any, Final
 
 from bootstrap_server.errors import BootstrapError, Unreachable
 
-__all__ = ["ANSWER_BYTES_MAX", "HttpClient"]
+__all__ = ["ANSWER_BYTES_MAX", "HttpClient", "split_address"]
 
 #: An instance of 65,536 ranks, the most a registry takes, makes about 10 MB of JSON.
 ANSWER_BYTES_MAX: Final = 64 << 20
 REASON_CHARS: Final = 200
+ADDRESS_CHARS: Final = 300
 PORT_MAX: Final = 65_535
 _PART_BYTES: Final = 1 << 16
 _ADDRESS: Final = re.compile(
@@ -28,6 +29,16 @@ _ADDRESS: Final = re.compile(
 )
 #: Addresses that a server may listen on but nobody can be told to call.
 _LOOPBACK_OF_WILDCARD: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `host:port`, IPv6 as `[host]:port`; `BootstrapError` for anything else."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match["port"]) <= PORT_MAX:
+        raise BootstrapError(
+            f"bootstrap address {address[:ADDRESS_CHARS]!r} is not of the form host:port"
+        )
+    return match["v6"] or match["name"], int(match["port"])
 
 
 class _DeadlineSocket(socket.socket):
@@ -88,17 +99,15 @@ class HttpClient:
 
     Follows no redirection and uses no proxy: ranks talk to each other directly. A request takes
     `timeout_s` at most, from connecting to the last byte of the answer, plus the time for which
-    the server was asked to wait.
+    the server was asked to wait. `server` is what errors call the other side.
     """
 
-    def __init__(self, address: str, timeout_s: float) -> None:
-        match = _ADDRESS.fullmatch(address)
-        if match is None or not 0 < int(match["port"]) <= PORT_MAX:
-            raise BootstrapError(f"bootstrap address {address!r} is not of the form host:port")
-        host = match["v6"] or match["name"]
-        self._address = address
+    def __init__(
+        self, address: str, timeout_s: float, server: str = "the bootstrap server"
+    ) -> None:
+        self._address, self._server = address, server
+        host, self._port = split_address(address)
         self._host = _LOOPBACK_OF_WILDCARD.get(host, host)
-        self._port = int(match["port"])
         self._timeout_s = timeout_s
         self._connection: _DeadlineConnection | None = None
 
@@ -114,7 +123,7 @@ class HttpClient:
         """Status and body of one request, which must be one that may be made twice.
 
         `wait_s` is how long the server was asked to take over it. Raises `Unreachable` when there
-        is no complete answer, `BootstrapError` when it is longer than any of a bootstrap server.
+        is no complete answer, `BootstrapError` when it is longer than any that is expected.
         """
         try:
             response = self._send(method, path, body, wait_s)
@@ -127,7 +136,7 @@ class HttpClient:
             # An HTTPException may hold anything that a stranger has sent.
             reason = (str(error) if isinstance(error, OSError) else repr(error))[:REASON_CHARS]
             raise Unreachable(
-                f"the bootstrap server at {self._address} cannot be reached: {reason}"
+                f"{self._server} at {self._address} cannot be reached: {reason}"
             ) from error
         except BaseException:
             self.close()
@@ -161,7 +170,7 @@ class HttpClient:
             if size_bytes > ANSWER_BYTES_MAX:
                 raise BootstrapError(
                     f"{self._address} answers with more than {ANSWER_BYTES_MAX} bytes, so it is "
-                    "no bootstrap server (--disaggregation-bootstrap-port)"
+                    f"not {self._server} (--disaggregation-bootstrap-port)"
                 )
         # Reading in parts, http.client takes a connection that breaks off for the end.
         if response.length or (unpack is not None and not unpack.eof):

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from sglang_mooncake.registries import Registries
 from te.config import TRANSPORTS
 
 __all__ = ["Config", "ConfigError"]
@@ -34,6 +35,9 @@ class Config:
         (default: those of --disaggregation-ib-device, else all).
     TOPOLOGY: JSON file that says which RDMA devices memory uses, instead of NICS and of what is
         found (te.Config.topology; Mooncake's MC_CUSTOM_TOPO_JSON).
+    REGISTRIES: registries (`bootstrap_host` and `bootstrap_port` of a request) that a decode rank
+        asks: names, addresses or networks, with or without a port, separated by commas
+        (`Registries`; default: any).
     STATS_DIR: directory for one JSON file per scheduler process (default: none are written).
     TEST_SUPPRESS_PAYLOAD: 1 leaves the KV bytes out of every hand-over, and only them. For the
         negative control of the tests: outputs must become wrong.
@@ -46,6 +50,7 @@ class Config:
     transports: tuple[str, ...] = TRANSPORTS
     nics: tuple[str, ...] = ()
     topology: Path | None = None
+    registries: Registries = field(default_factory=Registries)
     stats_dir: Path | None = None
     test_suppress_payload: bool = False
 
@@ -69,6 +74,7 @@ class Config:
             transports=_transports(given.pop("TRANSPORTS", "")),
             nics=_names(given.pop("NICS", "")),
             topology=Path(topology) if topology else None,
+            registries=_registries(given.pop("REGISTRIES", "")),
             stats_dir=Path(stats_dir) if stats_dir else None,
             test_suppress_payload=suppress == "1",
         )
@@ -88,6 +94,13 @@ def _transports(text: str) -> tuple[str, ...]:
         known = ", ".join(TRANSPORTS)
         raise ConfigError(f"{_PREFIX}TRANSPORTS={text!r}: give some of {known}, each once")
     return names
+
+
+def _registries(text: str) -> Registries:
+    try:
+        return Registries(_names(text))
+    except ValueError as error:
+        raise ConfigError(f"{_PREFIX}REGISTRIES={text!r}: {error}") from error
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -106,7 +106,7 @@ class DecodeSide(Side):
             SEAL_SLOTS,
             first_tag=secrets.randbits(62) + 1,
         )
-        self.instances = PrefillInstances()
+        self.instances = PrefillInstances(config.registries)
         self._sources_of: dict[str, _Sources] = {}  # of the scheduler thread alone
         self._links: dict[_LinkKey, _Link] = {}
         self._loop = ControlLoop("kv-decode", self)

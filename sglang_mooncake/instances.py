@@ -6,22 +6,31 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from bootstrap_server import BootstrapClient, BootstrapError, Instance
+from bootstrap_server import BootstrapClient, BootstrapError, Instance, split_address
+from sglang_mooncake.fair_queue import FairQueue, Work
+from sglang_mooncake.registries import Registries
 
-__all__ = ["PrefillInfo", "PrefillInstances"]
+__all__ = ["PrefillInfo", "PrefillInstances", "fetch_instance"]
 
 logger = logging.getLogger(__name__)
 
-#: Clients name registry addresses, so what is kept of bad ones must be bounded.
+#: Clients name registry addresses, so what is kept of them must be bounded.
 PROBLEMS_MAX = 1_024
+KNOWN_MAX = 1_024
+WAITING_MAX = 1_024
 #: A registry whose instance lacks ranks answers when they come, or after this long: shorter than
 #: the 15 s for which SGLang's scheduler goes on asking us, so that we can say who was missing.
 LOOKUP_WAIT_S = 3.0
-_WORKERS = 8
+#: A registry that does not answer holds a worker for 8 s: one host may hold a quarter of them.
+WORKERS = 16
+WORKERS_OF_ONE_HOST = 4
+#: After that SGLang has given up the requests that a look-up was for.
+WAITING_MAX_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +60,59 @@ class PrefillInstances:
     """Which prefill instances are known, why others are not, and what is being looked up, all by
     the address of their registry. Any thread may call; no call waits."""
 
-    def __init__(self, fetch: Callable[[str], Instance] = fetch_instance) -> None:
-        self._fetch = fetch
+    def __init__(
+        self,
+        registries: Registries,
+        fetch: Callable[[str], Instance] = fetch_instance,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registries, self._fetch, self._clock = registries, fetch, clock
         self._lock = threading.Lock()  # held for a few dictionary accesses
         self._known: dict[str, Instance] = {}
         self._problems: dict[str, str] = {}
-        self._fetching: set[str] = set()
-        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="kv-lookup")
+        self._looked_up: set[str] = set()  # at work, or waiting in the queue
+        self._queue: FairQueue[str] = FairQueue(WORKERS, WORKERS_OF_ONE_HOST, WAITING_MAX)
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="kv-lookup")
+        self._closed = False
         #: Read by SGLang's decode scheduler; an address is in it once its instance is known.
         self.infos: dict[str, PrefillInfo] = {}
+
+    def refusal(self, address: str) -> str | None:
+        """Why this registry is never asked; None when it may be."""
+        try:
+            host, port = split_address(address)
+        except BootstrapError as error:
+            return str(error)
+        if self._registries.allows(host, port):
+            return None
+        allowed = ", ".join(self._registries.patterns)
+        return (
+            f"the request names the registry {address}, which SGLANG_MOONCAKE_REGISTRIES of this "
+            f"decode server does not allow ({allowed})"
+        )
 
     def ensure(self, address: str) -> bool:
         """Whether the instance behind this registry is known; if not, has it looked up."""
         if address in self.infos:
             return True
+        refusal = self.refusal(address)
         with self._lock:
-            if address not in self._fetching:
-                self._fetching.add(address)
-                self._workers.submit(self._look_up, address)
+            if refusal is not None:
+                self._note_problem(address, refusal)
+            elif address not in self._looked_up and not self._closed:
+                host, _ = split_address(address)
+                if self._queue.add(host, address, self._clock()):
+                    self._looked_up.add(address)
+                    self._begin_what_may()
+                else:
+                    self._note_problem(
+                        address, f"{WAITING_MAX} look-ups of other prefill instances wait already"
+                    )
         return False
+
+    def looks_up(self, address: str) -> bool:
+        """Whether an answer about it is still to come."""
+        return address in self._looked_up
 
     def get(self, address: str) -> Instance | None:
         return self._known.get(address)
@@ -85,9 +128,47 @@ class PrefillInstances:
             self.infos.pop(address, None)
 
     def close(self) -> None:
+        with self._lock:
+            self._closed = True
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-    def _look_up(self, address: str) -> None:
+    # --- under the lock ---
+
+    def _begin_what_may(self) -> None:
+        while not self._closed and (work := self._queue.take()) is not None:
+            if self._clock() - work.queued_s < WAITING_MAX_S:
+                self._workers.submit(self._look_up, work)
+                continue
+            self._queue.done(work)
+            self._looked_up.discard(work.item)
+            self._note_problem(
+                work.item,
+                f"its look-up waited {WAITING_MAX_S:g} s behind those of other prefill instances",
+            )
+
+    def _note_problem(self, address: str, problem: str) -> None:
+        self._problems.pop(address, None)
+        if len(self._problems) >= PROBLEMS_MAX:
+            del self._problems[next(iter(self._problems))]
+        self._problems[address] = problem
+
+    def _note_known(self, address: str, instance: Instance) -> None:
+        self._problems.pop(address, None)
+        self._known.pop(address, None)
+        if len(self._known) >= KNOWN_MAX:
+            oldest = next(iter(self._known))
+            del self._known[oldest], self.infos[oldest]
+        self._known[address] = instance
+        self.infos[address] = PrefillInfo(
+            dp_size=instance.config.topology.dp_size,
+            follow_bootstrap_room=instance.config.follow_bootstrap_room,
+            prefill_http_port=instance.ranks[0].prefill_http_port,
+        )
+
+    # --- in a worker ---
+
+    def _look_up(self, work: Work[str]) -> None:
+        address = work.item
         try:
             result: Instance | str = self._fetch(address)
         except BootstrapError as error:
@@ -96,16 +177,10 @@ class PrefillInstances:
             logger.exception("the look-up of the prefill instance at %s failed", address)
             result = f"internal error in the look-up: {error!r}"
         with self._lock:
-            self._fetching.discard(address)
-            self._problems.pop(address, None)
+            self._queue.done(work)
+            self._looked_up.discard(address)
             if isinstance(result, Instance):
-                self._known[address] = result
-                self.infos[address] = PrefillInfo(
-                    dp_size=result.config.topology.dp_size,
-                    follow_bootstrap_room=result.config.follow_bootstrap_room,
-                    prefill_http_port=result.ranks[0].prefill_http_port,
-                )
-                return
-            if len(self._problems) >= PROBLEMS_MAX:
-                del self._problems[next(iter(self._problems))]
-            self._problems[address] = result
+                self._note_known(address, result)
+            else:
+                self._note_problem(address, result)
+            self._begin_what_may()

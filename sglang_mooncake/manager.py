@@ -13,8 +13,6 @@ import concurrent.futures
 import logging
 from typing import Any
 
-import requests
-
 import te
 from bootstrap_server import Rank, RankLease, RankRecord
 from sglang_mooncake.config import Config
@@ -23,6 +21,7 @@ from sglang_mooncake.instances import PrefillInfo
 from sglang_mooncake.kv_args import KVArgsLike, layout_from_kv_args, memory_ranges
 from sglang_mooncake.layout import Buffers, Layout
 from sglang_mooncake.prefill_side import PrefillSide
+from sglang_mooncake.recompute import Recompute
 from sglang_mooncake.rooms.states import RoomView
 from sglang_mooncake.seam import (
     BaseKVManager,
@@ -32,7 +31,7 @@ from sglang_mooncake.seam import (
     kv_heads,
     rank_context,
     rdma_devices,
-    recompute_url,
+    recompute_address,
     stage_board,
 )
 from sglang_mooncake.stats import Recorder
@@ -42,8 +41,8 @@ __all__ = ["HandoverUnavailable", "KVManager"]
 logger = logging.getLogger(__name__)
 
 _NO_SEALS = Buffers((), (), ())
-#: SGLang asks registries and prefill servers for things through this pool.
-_HTTP_WORKERS = 16
+#: Threads in which SGLang's decode scheduler asks registries for DP ranks.
+_QUERY_WORKERS = 8
 #: Chunks on their way to one decode rank; far more than requests that a prefill rank can hold.
 _TRANSFERS_MAX = 16_384
 
@@ -104,7 +103,8 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self._lease: RankLease | None = None
         self.stages: StageBoard | None = None
         self._views: dict[int, RoomView] = {}  # decode: rooms whose pages SGLang may ask about
-        self._http: concurrent.futures.ThreadPoolExecutor | None = None
+        self._queries: concurrent.futures.ThreadPoolExecutor | None = None
+        self._recompute: Recompute | None = None
         if self.context.role == "prefill":
             self._start_prefill(self._layout(_NO_SEALS))
         else:
@@ -214,12 +214,13 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
     # --- decode: recomputing a retracted request ---
 
     def _ensure_prefill_recompute_executor(self) -> concurrent.futures.ThreadPoolExecutor:
-        """The pool in which SGLang's decode scheduler runs its own HTTP queries, too."""
-        if self._http is None:
-            self._http = concurrent.futures.ThreadPoolExecutor(
-                _HTTP_WORKERS, thread_name_prefix="kv-http"
+        """SGLang's name for the pool in which its decode scheduler queries registries for the DP
+        ranks of rooms. Recomputing has threads of its own: it takes minutes."""
+        if self._queries is None:
+            self._queries = concurrent.futures.ThreadPoolExecutor(
+                _QUERY_WORKERS, thread_name_prefix="kv-query"
             )
-        return self._http
+        return self._queries
 
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
         """Has the prefill server compute a retracted request's KV again (SGLang's
@@ -234,21 +235,11 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
                 f"cannot recompute: the HTTP port of prefill server {address} is not known"
             )
             return
-        url = recompute_url(address, info.prefill_http_port) + "/generate"
-
-        def ask() -> None:
-            try:
-                answer = requests.post(url, json=payload, timeout=self.context.deadlines.waiting_s)
-            except requests.RequestException as error:
-                kv_receiver.fail(f"cannot recompute: POST {url} failed: {error}")
-                return
-            if answer.status_code >= 400:
-                kv_receiver.fail(
-                    f"cannot recompute: POST {url} answered {answer.status_code}: "
-                    f"{answer.text[:200]}"
-                )
-
-        self._ensure_prefill_recompute_executor().submit(ask)
+        if self._recompute is None:
+            self._recompute = Recompute(self.context.deadlines.waiting_s)
+        self._recompute.ask(
+            recompute_address(address, info.prefill_http_port), payload, kv_receiver.fail
+        )
 
     def close(self) -> None:
         """Ends all threads and connections. Idempotent."""
@@ -259,8 +250,10 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
                 side.close()
         if self.stages is not None:
             self.stages.close()
-        if self._http is not None:
-            self._http.shutdown(wait=False, cancel_futures=True)
+        if self._queries is not None:
+            self._queries.shutdown(wait=False, cancel_futures=True)
+        if self._recompute is not None:
+            self._recompute.close()
         self.engine.close()
 
 

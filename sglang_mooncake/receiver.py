@@ -53,8 +53,12 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         self.bootstrap_infos: list[Any] = []
         self._view: RoomView = self._side.new_room(self.bootstrap_room)
         mgr.track(self._view)
-        # So that the answer is likely there when the scheduler asks for it.
-        self._side.instances.ensure(bootstrap_addr)
+        refusal = self._side.instances.refusal(bootstrap_addr)
+        if refusal is not None:
+            self._side.fail(self._view, refusal)
+        else:
+            # So that the answer is likely there when the scheduler asks for it.
+            self._side.instances.ensure(bootstrap_addr)
 
     def init(self, prefill_dp_rank: int) -> None:
         """SGLang knows which DP rank of the prefill instance has the request."""

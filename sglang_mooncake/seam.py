@@ -54,7 +54,7 @@ __all__ = [
     "kv_heads",
     "rank_context",
     "rdma_devices",
-    "recompute_url",
+    "recompute_address",
     "stage_board",
 ]
 
@@ -287,7 +287,7 @@ def deferred_release_enabled() -> bool:
     return bool(envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get())
 
 
-def recompute_url(bootstrap_address: str, http_port: int) -> str:
-    """The prefill server's HTTP API, on the host of its registry."""
+def recompute_address(bootstrap_address: str, http_port: int) -> str:
+    """Where the prefill server's HTTP API is, on the host of its registry."""
     host = NetworkAddress.parse(bootstrap_address).host
-    return str(NetworkAddress(host, http_port).to_url())
+    return str(NetworkAddress(host, http_port).to_host_port_str())

@@ -93,3 +93,31 @@ def test_one_rank_of_all_stages_has_a_retracted_request_computed_again(tp, pp, a
     KVManager.submit_prefill_recompute(rank, receiver, {})
     # The one that asks finds that it does not know whom, and says so.
     assert ["127.0.0.1:9" in failure for failure in failures] == [True] * asks
+
+
+def test_recomputing_takes_none_of_the_threads_for_queries_of_dp_ranks():
+    """Each of those requests takes as long as a prefill: up to minutes (finding B13)."""
+    import socket
+    import threading
+
+    from bootstrap_server import RankCoords
+    from sglang_mooncake.manager import KVManager
+
+    with socket.create_server(("127.0.0.1", 0), backlog=256) as silent:
+        port = silent.getsockname()[1]
+        info = SimpleNamespace(prefill_http_port=port)
+        rank = SimpleNamespace(
+            context=SimpleNamespace(
+                coords=RankCoords(0, 0, 0, 0), deadlines=SimpleNamespace(waiting_s=60.0)
+            ),
+            prefill_info_table={"127.0.0.1:9": info},
+            _queries=None,
+            _recompute=None,
+        )
+        receiver = SimpleNamespace(bootstrap_addr="127.0.0.1:9", fail=lambda reason: None)
+        for _ in range(64):
+            KVManager.submit_prefill_recompute(rank, receiver, {})
+        queries = KVManager._ensure_prefill_recompute_executor(rank)
+        assert queries.submit(threading.get_ident).result(timeout=20)
+        rank._recompute.close()
+        queries.shutdown()

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look-ups of prefill instances: bounded, fair, and each comes to an end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+from handover import ALONE, FIRST, until
+
+from bootstrap_server import BootstrapError, Instance, InstanceConfig, KVFormat, Rank
+from sglang_mooncake import instances
+from sglang_mooncake.instances import PrefillInstances
+from sglang_mooncake.registries import Registries
+
+HOST_A, HOST_B = "10.0.0.1", "10.0.0.2"
+
+
+def instance(port: int = 1) -> Instance:
+    config = InstanceConfig(topology=ALONE, format=KVFormat(1, "bfloat16", None))
+    return Instance(config, 1, (Rank(FIRST, "127.0.0.1", port),))
+
+
+class Gate:
+    """A `fetch` whose calls wait until they are let go."""
+
+    def __init__(self) -> None:
+        self.began: list[str] = []
+        self.free = threading.Semaphore(0)
+
+    def __call__(self, address: str) -> Instance:
+        self.began.append(address)
+        assert self.free.acquire(timeout=60)
+        return instance()
+
+
+@contextmanager
+def lookups(fetch, registries: Registries | None = None, clock=lambda: 0.0) -> Iterator:
+    with closing(PrefillInstances(registries or Registries(), fetch, clock)) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    "address", ["", "no-port", "host:0", "host:99999", "a b:1", "[::1:1", "ho\udcffst:1"]
+)
+def test_a_malformed_address_is_refused_and_not_looked_up_for_ever(address):
+    with closing(PrefillInstances(Registries())) as known:
+        for _ in range(2):
+            assert not known.ensure(address)
+            until(lambda: known.problem(address), "the problem is known")
+            until(lambda: not known.looks_up(address), "its look-up is over")
+
+
+def test_a_registry_that_the_list_does_not_name_is_not_asked():
+    gate = Gate()
+    with lookups(gate, Registries((HOST_A,))) as known:
+        assert not known.ensure(f"{HOST_B}:8998")
+        assert "SGLANG_MOONCAKE_REGISTRIES" in str(known.problem(f"{HOST_B}:8998"))
+        assert known.refusal(f"{HOST_A}:8998") is None
+        known.ensure(f"{HOST_A}:8998")
+        until(lambda: gate.began == [f"{HOST_A}:8998"], "the allowed one is asked")
+        gate.free.release()
+
+
+def test_registries_of_one_host_do_not_hold_those_of_others():
+    gate = Gate()
+    with lookups(gate) as known:
+        slow = [f"{HOST_A}:{port}" for port in range(1, 2 * instances.WORKERS)]
+        for address in slow:
+            known.ensure(address)
+        known.ensure(f"{HOST_B}:8998")
+        until(lambda: f"{HOST_B}:8998" in gate.began, "the other host is asked")
+        assert len(gate.began) == instances.WORKERS_OF_ONE_HOST + 1
+        gate.free.release(len(slow) + 1)
+        until(lambda: all(known.ensure(a) for a in slow), "the others have their turns")
+
+
+def test_eight_registries_that_drip_do_not_hold_a_ninth():
+    """Real registries: eight that never finish their answer, on one host."""
+    with closing(PrefillInstances(Registries())) as known:
+        listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(8)]
+        try:
+            for listener in listeners:
+                known.ensure(f"127.0.0.1:{listener.getsockname()[1]}")
+            refused = "[::1]:1"
+            known.ensure(refused)
+            until(lambda: known.problem(refused), "the ninth was asked")
+        finally:
+            for listener in listeners:
+                listener.close()
+
+
+def test_what_waited_too_long_is_not_looked_up_any_more():
+    gate, now_s = Gate(), [0.0]
+    with lookups(gate, clock=lambda: now_s[0]) as known:
+        first = [f"{HOST_A}:{port}" for port in range(1, instances.WORKERS_OF_ONE_HOST + 1)]
+        for address in [*first, f"{HOST_A}:77"]:
+            known.ensure(address)
+        now_s[0] = instances.WAITING_MAX_S
+        gate.free.release(len(first))
+        until(lambda: known.problem(f"{HOST_A}:77"), "it was given up")
+        assert "waited 15 s" in str(known.problem(f"{HOST_A}:77"))
+        assert sorted(gate.began) == first
+
+
+def test_what_is_kept_is_bounded(monkeypatch):
+    for bound in ("KNOWN_MAX", "PROBLEMS_MAX", "WAITING_MAX"):
+        monkeypatch.setattr(instances, bound, 3)
+    gate = Gate()
+    with lookups(gate) as known:
+        some = [f"10.0.1.{number}:1" for number in range(9)]
+        for address in some:
+            known.ensure(address)
+            gate.free.release()
+            until(lambda a=address: known.ensure(a), "it is known")
+        assert list(known.infos) == some[-3:]
+        assert known.get(some[0]) is None
+        for address in (f"{HOST_A}:{port}" for port in range(1, 30)):
+            known.ensure(address)
+        assert "3 look-ups of other prefill instances wait" in str(known.problem(f"{HOST_A}:29"))
+        gate.free.release(30)
+
+
+def test_an_exception_that_nobody_foresaw_is_a_problem_and_not_the_end_of_look_ups():
+    def broken(address: str) -> Instance:
+        raise RecursionError("unforeseen")
+
+    with lookups(broken) as known:
+        for _ in range(2):
+            known.ensure(f"{HOST_A}:1")
+            until(lambda: known.problem(f"{HOST_A}:1"), "the problem is known")
+        assert "unforeseen" in str(known.problem(f"{HOST_A}:1"))
+
+
+def test_a_look_up_that_failed_is_made_again_when_asked():
+    answers: list[Instance | None] = [None, instance()]
+
+    def fetch(address: str) -> Instance:
+        answer = answers.pop(0)
+        if answer is None:
+            raise BootstrapError("not yet")
+        return answer
+
+    with lookups(fetch) as known:
+        until(lambda: known.ensure(f"{HOST_A}:1"), "it is known")
+        assert known.problem(f"{HOST_A}:1") is None
+        known.forget(f"{HOST_A}:1")
+        assert known.get(f"{HOST_A}:1") is None

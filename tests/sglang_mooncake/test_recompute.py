@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asking prefill servers to compute KV again, over real sockets."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from handover import until
+
+from sglang_mooncake import recompute
+from sglang_mooncake.recompute import Recompute
+
+
+@contextmanager
+def prefill_server(status: int, free: threading.Event) -> Iterator[tuple[str, list[object]]]:
+    """Answers POST /generate with `status` once `free`; its address, and what it was asked."""
+    asked: list[object] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append((self.path, json.loads(body)))
+            assert free.wait(60)
+            self.send_response(status)
+            self.send_header("Content-Length", "4")
+            self.end_headers()
+            self.wfile.write(b"oops")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}", asked
+    finally:
+        free.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(("status", "says"), [(200, None), (503, "answered 503: oops")])
+def test_the_prefill_server_is_asked_and_its_refusal_told(status, says):
+    free, failures = threading.Event(), queue.Queue()
+    free.set()
+    with prefill_server(status, free) as (address, asked), closing(Recompute(5.0)) as requests:
+        requests.ask(address, {"rid": "a"}, failures.put)
+        if says is None:
+            until(lambda: requests.open == 0, "the request is over")
+            assert failures.empty()
+        else:
+            assert says in failures.get(timeout=20)
+        assert asked == [("/generate", {"rid": "a"})]
+
+
+def test_a_server_that_is_not_there_is_told():
+    failures: queue.Queue[str] = queue.Queue()
+    with closing(Recompute(5.0)) as requests:
+        requests.ask("127.0.0.1:1", {}, failures.put)
+        assert "the prefill server at 127.0.0.1:1 cannot be reached" in failures.get(timeout=20)
+
+
+def test_what_cannot_be_sent_ends_its_room():
+    failures: queue.Queue[str] = queue.Queue()
+    with closing(Recompute(5.0)) as requests:
+        requests.ask("127.0.0.1:1", {"no json": object()}, failures.put)
+        assert "internal error" in failures.get(timeout=20)
+
+
+def test_requests_are_bounded_in_number_and_in_threads(monkeypatch):
+    monkeypatch.setattr(recompute, "REQUESTS_MAX", recompute.WORKERS + 2)
+    free, failures = threading.Event(), queue.Queue()
+    with prefill_server(200, free) as (address, asked), closing(Recompute(60.0)) as requests:
+        for number in range(recompute.WORKERS + 3):
+            requests.ask(address, {"number": number}, failures.put)
+        assert f"{recompute.WORKERS + 2} retracted requests wait" in failures.get_nowait()
+        until(lambda: len(asked) == recompute.WORKERS, "all threads are taken")
+        free.set()
+        until(lambda: requests.open == 0, "all are over")
+        assert failures.empty()
+        assert len(asked) == recompute.WORKERS + 2
