@@ -18,6 +18,7 @@ from cpu_serving import stats, traffic
 from cpu_serving.devices import Devices
 from cpu_serving.model import make_model
 from cpu_serving.options import DemoOptions, parse
+from cpu_serving.overlap import Overlap, read_counts
 from cpu_serving.pools import leaked_pages
 from cpu_serving.processes import ServingError
 from cpu_serving.progress import Step
@@ -66,7 +67,8 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 def _run(options: DemoOptions, run_dir: Path) -> int:
     devices = Devices.halves() if options.transport == "rdma" else None
     model = make_model(options.model)
-    requests = traffic.make_requests(options.requests, options.max_prompt_tokens, seed=options.seed)
+    make = traffic.make_shared_requests if options.overlap else traffic.make_requests
+    requests = make(options.requests, options.max_prompt_tokens, seed=options.seed)
     if options.write_reference:
         _write_reference(options, options.write_reference, run_dir, model, requests)
         return 0
@@ -160,6 +162,7 @@ def _layout(
         page_size=options.page_size,
         chunked_prefill_size=options.chunked_prefill_size,
         extra_env=env,
+        overlap=Overlap(seed=options.seed) if options.overlap else None,
     )
 
 
@@ -194,6 +197,7 @@ def _report(
         handover=handover,
         transport=options.transport,
         carried_bytes=carried,
+        overlap=read_counts(pair.prefill.stats_dir) if options.overlap else None,
         single_s=expected.elapsed_s,
         disaggregated_s=got.elapsed_s,
     )

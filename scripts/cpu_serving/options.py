@@ -15,6 +15,9 @@ from te.config import TRANSPORTS
 
 __all__ = ["DemoOptions", "parse"]
 
+#: Most prompts are longer: their chunks are sent as cached prefixes of the next ones.
+OVERLAP_CHUNK = 256
+
 
 @dataclass(frozen=True)
 class DemoOptions:
@@ -28,6 +31,7 @@ class DemoOptions:
     page_size: int
     chunked_prefill_size: int | None
     transport: str | None
+    overlap: bool
     model: str
     max_prompt_tokens: int
     seed: int
@@ -44,6 +48,8 @@ class DemoOptions:
         pages = f"page size {self.page_size}"
         if self.chunked_prefill_size:
             pages += f", chunks of {self.chunked_prefill_size}"
+        if self.overlap:
+            pages += ", overlap scheduling"
         return f"{self.model}: prefill {prefill} -> decode {decode}, {pages}"
 
     def dp_attention_on(self, tp: int) -> bool:
@@ -73,8 +79,9 @@ def parse(argv: Sequence[str]) -> DemoOptions:
         decode_pp=args.decode_pp,
         dp_attention=args.dp_attention,
         page_size=args.page_size,
-        chunked_prefill_size=args.chunked_prefill_size,
+        chunked_prefill_size=args.chunked_prefill_size or (OVERLAP_CHUNK if args.overlap else None),
         transport=args.transport,
+        overlap=args.overlap,
         model=args.model or ("qwen3" if args.dp_attention else "llama"),
         max_prompt_tokens=args.max_prompt_tokens,
         seed=args.seed,
@@ -110,6 +117,12 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     add("--page-size", type=_positive, default=1, metavar="P", help="tokens per KV page (1)")
     add("--chunked-prefill-size", type=_positive, metavar="N", help="prefill in chunks of N tokens")
+    add(
+        "--overlap",
+        action="store_true",
+        help="overlap scheduling on prefill, with events that happen late, prompts that share "
+        f"prefixes, and chunks of {OVERLAP_CHUNK} unless told otherwise",
+    )
     add("--transport", choices=TRANSPORTS, help="this one or none (default: the best that works)")
     add(
         "--model", choices=sorted(ARCHITECTURES), help="tiny model (llama; qwen3 with DP attention)"
@@ -162,6 +175,8 @@ def _problem(options: DemoOptions) -> str | None:
         return f"--dp-attention: SGLang has it for qwen3 and deepseek, not for {options.model}"
     if options.dp_attention and max(options.prefill_tp, options.decode_tp) < 2:
         return "--dp-attention needs 2 ranks on one of the servers (--prefill-tp, --decode-tp)"
+    if options.overlap and options.prefill_pp > 1:
+        return "--overlap: SGLang has no overlap scheduling with pipeline stages (--prefill-pp)"
     longest = MAX_POSITIONS - NEW_TOKENS
     if options.max_prompt_tokens > longest:
         return f"--max-prompt-tokens {options.max_prompt_tokens}: the tiny models hold {longest}"

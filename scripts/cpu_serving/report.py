@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from cpu_serving.overlap import OverlapCounts
 from cpu_serving.stats import Handover
 
 __all__ = ["Report"]
@@ -26,6 +27,8 @@ class Report:
     transport: str | None
     #: Bytes that the RDMA devices say they sent, at most; None when they were not asked.
     carried_bytes: int | None
+    #: What the stand-in for a GPU's streams counted on the prefill server, if there was one.
+    overlap: OverlapCounts | None
     single_s: float
     disaggregated_s: float
 
@@ -41,6 +44,7 @@ class Report:
             and self.leaked_pages == 0
             and self.transport in (None, self.handover.transport)
             and (self.carried_bytes is None or self.carried_bytes >= self.handover.bytes)
+            and (self.overlap is None or self.overlap.taken)
         )
 
     def table(self) -> str:
@@ -57,6 +61,7 @@ class Report:
             ("rate while moving", f"{handover.gb_per_s:.3f} GB/s"),
             ("transport", f"{handover.transport}, {handover.rails} rail(s)"),
             *self._carried(),
+            *self._overlapped(),
             ("scheduler send() p99", _figure(handover.send_p99_us, "us")),
             ("scheduler poll() p99", _figure(handover.poll_p99_us, "us")),
             ("leaked pages", f"{self.leaked_pages}"),
@@ -71,6 +76,15 @@ class Report:
             return []
         enough = "" if self.carried_bytes >= self.handover.bytes else ": NOT THE PATH TAKEN"
         return [("sent by RDMA devices", f"up to {self.carried_bytes:,} bytes{enough}")]
+
+    def _overlapped(self) -> list[tuple[str, str]]:
+        if self.overlap is None:
+            return []
+        seen = "" if self.overlap.taken else ": NOT THE WAY TAKEN"
+        return [
+            ("early prefix sends", f"{self.overlap.early_prefixes}{seen}"),
+            ("waits for an event", f"{self.overlap.waits} of {self.overlap.events} events{seen}"),
+        ]
 
     def json_line(self) -> str:
         handover = self.handover
@@ -87,6 +101,7 @@ class Report:
                 "transport": handover.transport,
                 "rails": handover.rails,
                 "carried_bytes": self.carried_bytes,
+                "overlap": asdict(self.overlap) if self.overlap else None,
                 "scheduler_call_us": {
                     "send_p99": handover.send_p99_us,
                     "poll_p99": handover.poll_p99_us,

@@ -13,6 +13,7 @@ from typing import Literal, Self
 
 import requests
 
+from cpu_serving.overlap import Overlap
 from cpu_serving.processes import ManagedProcess, ServingError, free_port_block, signals_deferred
 from cpu_serving.progress import no_tick
 
@@ -25,6 +26,8 @@ SHIM = Path(__file__).parent / "shim"
 # A pair starts in about 25 s on two idle cores; a loaded machine may need many times that.
 READY_TIMEOUT_S = 400.0 if len(os.sched_getaffinity(0)) > 1 else 1200.0
 POLL_S = 0.2
+# A server that generates a token for it says so after 1 s at the earliest.
+HEALTH_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,9 @@ class ServerOptions:
     max_running_requests: int = 64
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
+    #: With overlap scheduling on a prefill server, warm-up and health requests, on a stand-in for a
+    #: GPU's streams.
+    overlap: Overlap | None = None
 
     @property
     def ranks(self) -> int:
@@ -101,14 +107,16 @@ class Server:
             flags["--dp-size"] = options.tp
         if options.chunked_prefill_size is not None:
             flags["--chunked-prefill-size"] = options.chunked_prefill_size
-        switches = ["--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle"]
+        switches = ["--disable-cuda-graph", "--sleep-on-idle"]
+        if options.overlap is None:
+            switches.append("--skip-server-warmup")
         if options.dp_attention:
             switches.append("--enable-dp-attention")
         if self.role != "single":
             flags["--disaggregation-mode"] = self.role
             flags["--disaggregation-transfer-backend"] = "mooncake"
             flags["--disaggregation-bootstrap-port"] = self.bootstrap_port
-        if self.role == "prefill":
+        if self.role == "prefill" and options.overlap is None:
             # With overlap a prefix hit makes SGLang's prefill loop create a CUDA event.
             switches.append("--disable-overlap-schedule")
         if self.role == "decode":
@@ -128,6 +136,8 @@ class Server:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
                 str(cores[rank % len(cores)]) for rank in range(self.options.ranks)
             )
+        if self.options.overlap is not None:
+            env |= self.options.overlap.environment(self.role, self.stats_dir)
         return env | dict(self.options.extra_env)
 
 
@@ -273,6 +283,6 @@ def _base_environment() -> dict[str, str]:
 
 def _answers(url: str) -> bool:
     try:
-        return requests.get(url, timeout=2).ok
+        return requests.get(url, timeout=HEALTH_TIMEOUT_S).ok
     except requests.RequestException:
         return False

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import aiohttp
@@ -21,6 +21,7 @@ __all__ = [
     "compare",
     "gather_answers",
     "make_requests",
+    "make_shared_requests",
     "run",
     "send",
     "send_all",
@@ -64,6 +65,24 @@ def make_requests(
         Request(tuple(rng.integers(FIRST_PLAIN_TOKEN, VOCAB_SIZE, n).tolist()), new_tokens)
         for n in lengths
     ]
+
+
+def make_shared_requests(
+    count: int, max_prompt_tokens: int, *, seed: int = 0, new_tokens: int = NEW_TOKENS
+) -> list[Request]:
+    """The same, but three of four prompts begin with the first half of the fourth: they hit the
+    prefix cache, some while that prefix is still being computed."""
+    requests = make_requests(count, max_prompt_tokens, seed=seed, new_tokens=new_tokens)
+    shared = []
+    for begin in range(0, count, 4):
+        group = requests[begin : begin + 4]
+        prefix = max(group, key=lambda request: len(request.input_ids)).input_ids
+        prefix = prefix[: len(prefix) // 2]
+        shared += [
+            replace(request, input_ids=(prefix + request.input_ids)[:max_prompt_tokens])
+            for request in group
+        ]
+    return shared
 
 
 async def send(session: aiohttp.ClientSession, url: str, request: Request) -> Answer:

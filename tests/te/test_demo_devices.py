@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from cpu_serving import demo, devices
+from cpu_serving.overlap import OverlapCounts
 from cpu_serving.report import Report
 from cpu_serving.stats import Handover
 from te_sysfs import Sysfs
@@ -31,13 +33,7 @@ def test_asking_for_rdma_without_two_devices_is_an_error_that_says_so(
     assert "scripts/rdma-testbed" in said
 
 
-@pytest.mark.parametrize(
-    ("transport", "carried_bytes", "good"),
-    [("rdma", 1000, True), ("rdma", 999, False), ("rdma", 0, False), ("tcp", 1000, False)],
-)
-def test_a_demo_over_rdma_fails_unless_its_devices_have_carried_it(
-    transport: str, carried_bytes: int, good: bool
-) -> None:
+def report(transport: str, carried_bytes: int | None, overlap: OverlapCounts | None) -> Report:
     handover = Handover(
         bytes=1000,
         gb_per_s=1.0,
@@ -49,7 +45,7 @@ def test_a_demo_over_rdma_fails_unless_its_devices_have_carried_it(
         rails=1,
         rooms={},
     )
-    report = Report(
+    return Report(
         layout="x",
         requests=1,
         failed=0,
@@ -59,8 +55,29 @@ def test_a_demo_over_rdma_fails_unless_its_devices_have_carried_it(
         handover=handover,
         transport="rdma",
         carried_bytes=carried_bytes,
+        overlap=overlap,
         single_s=1.0,
         disaggregated_s=1.0,
     )
-    assert report.good is good
-    assert ("NOT THE PATH TAKEN" in report.table()) is (carried_bytes < handover.bytes)
+
+
+@pytest.mark.parametrize(
+    ("transport", "carried_bytes", "good"),
+    [("rdma", 1000, True), ("rdma", 999, False), ("rdma", 0, False), ("tcp", 1000, False)],
+)
+def test_a_demo_over_rdma_fails_unless_its_devices_have_carried_it(
+    transport: str, carried_bytes: int, good: bool
+) -> None:
+    got = report(transport, carried_bytes, None)
+    assert got.good is good
+    assert ("NOT THE PATH TAKEN" in got.table()) is (carried_bytes < got.handover.bytes)
+
+
+@pytest.mark.parametrize("counts", [(9, 0, 3, 9), (9, 2, 0, 9), (9, 2, 3, 0), (9, 2, 3, 9)])
+def test_a_demo_of_overlap_fails_unless_sends_came_before_their_events(
+    counts: tuple[int, int, int, int],
+) -> None:
+    got = report("rdma", None, OverlapCounts(*counts))
+    assert got.good is all(counts)
+    assert ("NOT THE WAY TAKEN" in got.table()) is not all(counts)
+    assert json.loads(got.json_line())["overlap"]["early_prefixes"] == counts[2]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test support: lets the unmodified SGLang run on a machine without a GPU.
 
-This directory stands first on PYTHONPATH of every server process. Four gaps are closed, each when
+This directory stands first on PYTHONPATH of every server process. Five gaps are closed, each when
 the module it concerns is imported and not otherwise:
 
 - PyPI's torchvision is built for CUDA; beside a CPU torch its C extension does not load and the
@@ -13,6 +13,8 @@ the module it concerns is imported and not otherwise:
 - DeepSeek's MLA has an absorbed form (one latent per token, as the KV pool stores it) that the
   torch-native backend computes correctly. SGLang's dispatch has no rule for that backend and would
   pick the form with a key per head, which does not fit the pool. The rule is added.
+- Overlap scheduling of a prefill server needs the streams and events of a GPU. A server that is to
+  run it gets a stand-in, see `cpu_overlap.py`.
 """
 
 from __future__ import annotations
@@ -66,9 +68,16 @@ def _dispatch_to_absorbed_mla(module: ModuleType) -> None:
     module.AttentionBackendRegistry.register("torch_native", lambda _attn, _batch: method)
 
 
+def _stand_in_for_a_gpu(torch_module: ModuleType) -> None:
+    import cpu_overlap
+
+    _AFTER.update(cpu_overlap.install(torch_module))
+
+
 _keep_alive: list[Any] = []
 _BEFORE_SUBMODULES_OF = {"torchvision": _declare_torchvision_ops}
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "torch": _stand_in_for_a_gpu,
     "sglang.srt.layers.attention.torch_native_backend": _mend_torch_native,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _dispatch_to_absorbed_mla,
 }

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Overlap scheduling on a CPU: what a forward writes is there later, as on a GPU.
+
+SGLang computes a forward on the spot. With this stand-in, nobody outside may see that:
+
+- `torch.cuda` and `torch.cpu` have the streams and events of `cpu_streams`.
+- On a prefill server the KV pool tells the hand-over the addresses of *published* copies of its
+  buffers. A write of KV fills the published slots with garbage at once, and with what was written
+  when its stream gets there. Forwards read the pool itself and are right in any case.
+- Pinned memory is ordinary memory into which a non-blocking copy writes when its stream gets there.
+
+So who reads a page, or a pinned array, before its event has happened gets garbage. Set up by the
+JSON of `CPU_SERVING_STREAMS`, see `Settings`; what was seen is counted in a file (`Counts`).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import cpu_streams
+import torch
+
+__all__ = ["COUNTED", "GARBAGE", "Counts", "PinnedTensor", "Settings", "install", "publish"]
+
+VARIABLE = "CPU_SERVING_STREAMS"
+#: Of an ordinary size: it must change tokens, not overflow.
+GARBAGE = 7
+#: What `Counts` counts, in this order.
+COUNTED = ("events", "waits", "early_prefixes", "garbled_slots")
+
+
+class Settings(NamedTuple):
+    """delay_ms: longest time of one piece of work on a stream.
+    published: whether the KV pool's addresses are those of published copies (prefill servers).
+    ignore_waits: the negative control: outside of the scheduler's thread no event is waited for,
+        and pinned memory is filled at once, so that KV alone may be read too early.
+    counts: directory for the file of counts.
+    """
+
+    delay_ms: float
+    seed: int
+    published: bool
+    ignore_waits: bool
+    counts: str
+
+    @classmethod
+    def from_environment(cls) -> Settings | None:
+        text = os.environ.get(VARIABLE)
+        return cls(**json.loads(text)) if text else None
+
+
+class Counts:
+    """Little-endian u64 per name of `COUNTED`, in a file that is mapped: it may be read at any
+    time. The file is made with the first count."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f"{os.getpid()}.counts"
+        self._lock = threading.Lock()
+        self._map: mmap.mmap | None = None
+
+    def add(self, name: str, number: int = 1) -> None:
+        with self._lock:
+            if self._map is None:
+                size = 8 * len(COUNTED)
+                self._path.write_bytes(bytes(size))
+                with self._path.open("r+b") as file:
+                    self._map = mmap.mmap(file.fileno(), size)
+            at = 8 * COUNTED.index(name)
+            (before,) = struct.unpack_from("<Q", self._map, at)
+            struct.pack_into("<Q", self._map, at, before + number)
+
+
+class PinnedTensor(torch.Tensor):
+    """Host memory that a device copies into: see the module."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001
+    #: Whether it is filled without delay.
+    at_once = False
+
+    def is_pinned(self, *_args: Any) -> bool:
+        return True
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> PinnedTensor:
+        plain = self.as_subclass(torch.Tensor)
+        if not non_blocking or self.at_once:
+            plain.copy_(source)
+            return self
+        value = source.clone()
+        plain.zero_()  # a valid index, and a wrong one
+
+        def arrive() -> None:
+            plain.copy_(value)
+
+        cpu_streams.current_stream().launch(arrive)
+        return self
+
+
+class _Publisher:
+    """The published copies of the buffers of one pool."""
+
+    def __init__(self, buffers: list[torch.Tensor], counts: Counts | None) -> None:
+        self.copies = {buffer.data_ptr(): torch.full_like(buffer, GARBAGE) for buffer in buffers}
+        self._counts = counts
+
+    def written(self, buffer: torch.Tensor, slots: torch.Tensor) -> None:
+        """The forward has written these slots of a buffer, as far as it can see."""
+        copy = self.copies[buffer.data_ptr()]
+        value, where = buffer[slots].clone(), slots.clone()
+        copy[where] = GARBAGE
+        if self._counts is not None:
+            self._counts.add("garbled_slots", len(where))
+
+        def arrive() -> None:
+            copy[where] = value
+
+        cpu_streams.current_stream().launch(arrive)
+
+
+def publish(
+    pool_class: type,
+    write: str,
+    buffers_of: Callable[[Any], list[torch.Tensor]],
+    written: Callable[..., tuple[list[torch.Tensor], torch.Tensor]],
+    counts: Counts | None = None,
+) -> None:
+    """Patches a class of pools.
+
+    write: name of the method that writes the KV of one layer.
+    buffers_of: the pool's buffers in the order of `get_contiguous_buf_infos`.
+    written: given what `write` is given, the buffers that it wrote to and the slots.
+    """
+    infos, original = pool_class.get_contiguous_buf_infos, getattr(pool_class, write)
+
+    def get_contiguous_buf_infos(pool: Any) -> Any:
+        addresses, *rest = infos(pool)
+        if not hasattr(pool, "publisher"):
+            pool.publisher = _Publisher(buffers_of(pool), counts)
+        return [pool.publisher.copies[address].data_ptr() for address in addresses], *rest
+
+    def writing(pool: Any, *args: Any, **kwargs: Any) -> None:
+        original(pool, *args, **kwargs)
+        if hasattr(pool, "publisher"):
+            buffers, slots = written(pool, *args, **kwargs)
+            for buffer in buffers:
+                pool.publisher.written(buffer, slots)
+
+    pool_class.get_contiguous_buf_infos = get_contiguous_buf_infos
+    setattr(pool_class, write, writing)
+
+
+def install(torch_module: ModuleType) -> dict[str, Callable[[ModuleType], None]]:
+    """To be called once torch is imported; returns what to do with which of SGLang's modules then.
+
+    Nothing happens unless `CPU_SERVING_STREAMS` is set.
+    """
+    settings = Settings.from_environment()
+    if settings is None:
+        return {}
+    counts = Counts(Path(settings.counts))
+    _give_streams(torch_module, settings, counts)
+    patches = {
+        "sglang.srt.disaggregation.prefill": lambda module: _count_early_sends(module, counts)
+    }
+    if settings.published:
+        patches["sglang.srt.mem_cache.memory_pool"] = lambda module: _publish_pools(module, counts)
+    return patches
+
+
+def _give_streams(torch_module: ModuleType, settings: Settings, counts: Counts) -> None:
+    cpu_streams.reset(cpu_streams.Device(settings.delay_ms / 1000, settings.seed))
+    PinnedTensor.at_once = settings.ignore_waits
+
+    class CountedEvent(cpu_streams.Event):
+        def record(self, stream: cpu_streams.Stream | None = None) -> None:
+            counts.add("events")
+            super().record(stream)
+
+    def observe(pending: bool) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            return True  # SGLang's own waits, which its scheduler needs
+        if pending:
+            counts.add("waits")
+        return not settings.ignore_waits
+
+    CountedEvent.observe = staticmethod(observe)
+    for module in (torch_module.cuda, torch_module.cpu):
+        module.Event, module.Stream = CountedEvent, cpu_streams.Stream
+        module.StreamContext = module.stream = cpu_streams.StreamContext
+        module.current_stream = cpu_streams.current_stream
+        module.synchronize = lambda _device=None: cpu_streams.device().wait_all()
+    torch_module.empty = _pinning(torch_module.empty)
+
+
+def _pinning(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def wrapped(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        plain = empty(*args, **kwargs)
+        return plain.as_subclass(PinnedTensor) if pin_memory else plain
+
+    return wrapped
+
+
+def _count_early_sends(module: ModuleType, counts: Counts) -> None:
+    mixin = module.SchedulerDisaggregationPrefillMixin
+    original = mixin.maybe_send_cached_prefix_chunk
+
+    def counting(scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+        before = req.start_send_idx
+        original(scheduler, req, *args, **kwargs)
+        if req.start_send_idx > before:
+            counts.add("early_prefixes")
+
+    mixin.maybe_send_cached_prefix_chunk = counting
+
+
+def _publish_pools(module: ModuleType, counts: Counts) -> None:
+    def mha_written(
+        pool: Any, layer: int, slots: torch.Tensor, *_kv: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        return [pool.k_buffer[layer], pool.v_buffer[layer]], slots
+
+    def mla_written(
+        pool: Any, layer: Any, where: Any, *_kv: Any, layer_id_override: int | None = None
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        number = layer.layer_id if layer_id_override is None else layer_id_override
+        return [pool.kv_buffer[number - pool.start_layer]], module.unwrap_write_loc(where)[0]
+
+    publish(
+        module.MHATokenToKVPool,
+        "_store_kv_layer",
+        lambda pool: pool.k_buffer + pool.v_buffer,
+        mha_written,
+        counts,
+    )
+    publish(
+        module.MLATokenToKVPool,
+        "set_kv_buffer",
+        lambda pool: list(pool.kv_buffer),
+        mla_written,
+        counts,
+    )

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stand-in for a GPU's streams, with which CPU servers run overlap scheduling."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cpu_serving.overlap import OverlapCounts, read_counts
+from cpu_serving.servers import SHIM
+
+pytestmark = pytest.mark.sglang
+
+BOUND_S = 30.0
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """The modules of the shim, as in a server process."""
+    monkeypatch.syspath_prepend(str(SHIM))
+    import cpu_overlap
+    import cpu_streams
+
+    before = cpu_streams.device()
+    cpu_streams.reset(cpu_streams.Device(delay_s=0.002, seed=1))
+    yield SimpleNamespace(overlap=cpu_overlap, **vars(cpu_streams))
+    cpu_streams.device().wait_all()
+    cpu_streams.reset(before)
+    for name in ("cpu_overlap", "cpu_streams"):
+        sys.modules.pop(name)
+
+
+class Gate:
+    """Work on a stream that lasts until it is opened."""
+
+    def __init__(self, stream) -> None:
+        self._opened = threading.Event()
+        stream.launch(self._pass)
+
+    def _pass(self) -> None:
+        assert self._opened.wait(BOUND_S)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+def test_an_event_happens_when_its_stream_gets_there(streams):
+    stream, seen = streams.Stream(), []
+    gate = Gate(stream)
+    for number in range(20):
+        stream.launch(lambda number=number: seen.append(number))
+    event = stream.record_event()
+    stream.launch(lambda: seen.append("behind the event"))
+    assert not event.query()
+    assert seen == []
+    gate.open()
+    event.synchronize()
+    assert event.query()
+    assert seen[:20] == list(range(20))
+    stream.synchronize()
+    assert seen[20:] == ["behind the event"]
+
+
+def test_an_event_that_was_never_recorded_has_happened(streams):
+    event = streams.Event()
+    event.synchronize()
+    assert event.query()
+
+
+def test_a_stream_waits_for_another_one_when_told_and_not_otherwise(streams):
+    first, second, third = streams.Stream(), streams.Stream(), streams.Stream()
+    gate = Gate(first)
+    done = first.record_event()
+    second.wait_event(done)
+    third.wait_stream(second)  # which has nothing of its own to do
+    behind = third.record_event()
+    free = streams.Stream()
+    waiting = streams.Event()
+    waiting.record(free)
+    free.wait_event(done)
+    assert not behind.query()
+    gate.open()
+    behind.synchronize()
+    assert done.query()
+    waiting.synchronize()
+
+
+def test_the_current_stream_is_that_of_the_thread(streams):
+    stream, seen = streams.Stream(), []
+    with streams.StreamContext(stream), streams.StreamContext(None):
+        assert streams.current_stream() is stream
+        thread = threading.Thread(target=lambda: seen.append(streams.current_stream()))
+        thread.start()
+        thread.join()
+    assert seen == [streams.current_stream()]
+    assert streams.current_stream() is not stream
+
+
+def test_who_waits_is_told_when_a_piece_of_work_failed(streams):
+    device = streams.Device()
+    streams.reset(device)
+    stream = streams.Stream()
+    stream.launch(lambda: 1 / 0)
+    event = stream.record_event()
+    with pytest.raises(RuntimeError, match="failed"):
+        event.synchronize()
+    streams.reset(streams.Device())
+
+
+def test_pinned_memory_is_filled_when_the_stream_gets_there(streams):
+    stream = streams.Stream()
+    gate = Gate(stream)
+    source = torch.arange(1, 6)
+    pinned = torch.empty(5, dtype=torch.int64).as_subclass(streams.overlap.PinnedTensor)
+    assert pinned.is_pinned()
+    with streams.StreamContext(stream):
+        pinned.copy_(source, non_blocking=True)
+        event = streams.Event()
+        event.record()
+    source.zero_()  # its memory is used anew
+    assert pinned.numpy().tolist() == [0] * 5
+    gate.open()
+    event.synchronize()
+    assert pinned.numpy().tolist() == [1, 2, 3, 4, 5]
+
+
+class Pool:
+    """As much of an MHA pool as is patched."""
+
+    def __init__(self) -> None:
+        self.buffers = [torch.zeros(8, 2), torch.zeros(8, 2)]
+
+    def get_contiguous_buf_infos(self):
+        return [b.data_ptr() for b in self.buffers], [b.nbytes for b in self.buffers], [8, 8]
+
+    def write(self, layer: int, slots: torch.Tensor, value: float) -> None:
+        self.buffers[layer][slots] = value
+
+
+@pytest.fixture
+def pool(streams) -> Pool:
+    class Patched(Pool):
+        pass
+
+    def written(pool, layer, slots, _value):
+        return [pool.buffers[layer]], slots
+
+    streams.overlap.publish(Patched, "write", lambda pool: pool.buffers, written)
+    return Patched()
+
+
+def published(pool: Pool, layer: int) -> list[float]:
+    """What a reader finds at the address that the pool gives out, in the first column."""
+    addresses, sizes, _items = pool.get_contiguous_buf_infos()
+    assert addresses != [b.data_ptr() for b in pool.buffers]
+    assert sizes == [b.nbytes for b in pool.buffers]
+    copy = pool.publisher.copies[pool.buffers[layer].data_ptr()]
+    assert copy.data_ptr() == addresses[layer]
+    return copy[:, 0].tolist()
+
+
+def test_readers_find_garbage_until_the_event_and_forwards_find_the_truth(streams, pool):
+    junk, stream = float(streams.overlap.GARBAGE), streams.Stream()
+    assert published(pool, 1) == [junk] * 8
+    slots = torch.tensor([2, 5])
+    with streams.StreamContext(stream):
+        gate = Gate(stream)
+        pool.write(1, slots, 1.0)
+        first = stream.record_event()
+        second_gate = Gate(stream)
+        pool.write(1, torch.tensor([5]), 2.0)
+        second = stream.record_event()
+    slots.zero_()
+    assert pool.buffers[1][:, 0].tolist() == [0, 0, 1, 0, 0, 2, 0, 0], "the next forward's reads"
+    assert published(pool, 1) == [junk] * 8
+    gate.open()
+    first.synchronize()
+    assert published(pool, 1)[2] == 1.0
+    second_gate.open()
+    second.synchronize()
+    assert published(pool, 1) == [junk, junk, 1, junk, junk, 2, junk, junk]
+    assert published(pool, 0) == [junk] * 8
+
+
+def test_a_pool_that_nobody_asked_for_its_addresses_is_left_alone(streams, pool):
+    pool.write(0, torch.tensor([1]), 3.0)
+    assert not hasattr(pool, "publisher")
+
+
+def test_counts_are_summed_over_processes_and_read_while_they_run(streams, tmp_path):
+    counts = streams.overlap.Counts(tmp_path)
+    counts.add("events", 5)
+    counts.add("waits", 2)
+    (file,) = tmp_path.glob("*.counts")
+    (tmp_path / "another.counts").write_bytes(file.read_bytes())
+    counts.add("early_prefixes")
+    counts.add("garbled_slots", 7)
+    got = read_counts(tmp_path)
+    assert got == OverlapCounts(events=10, waits=4, early_prefixes=1, garbled_slots=7)
+    assert got.taken
+    assert not OverlapCounts(10, 0, 1, 7).taken
