@@ -17,6 +17,7 @@ from te.blocks import ADDRESS_LIMIT
 from te.buffers import Buffer
 from te.cuda import Cuda, cuda_of
 from te.errors import FenceTimeout, RegistrationError
+from te.plane._core import RANGES_LIMIT
 from te.plane._core import Engine as Plane
 from te.topology import ANYWHERE
 from te.verbs.fabric import Fabric, Registration
@@ -106,6 +107,8 @@ class RegionTable:
                 )
             fd = buffer_or_address.fd if isinstance(buffer_or_address, Buffer) else None
             known = None if self._fabric is None else self._fabric.register(address, nbytes, cuda)
+            if known is not None:
+                self._check_ranges(address, nbytes, known)
             kind = HOST if cuda is None else CUDA
             if location is None:
                 location = self._location(address, cuda)
@@ -115,6 +118,17 @@ class RegionTable:
             self._plane.add_region(region.address, region.end, region.serial, fd is not None, keys)
             self.regions = tuple(sorted((*self.regions, region), key=lambda one: one.address))
             return region
+
+    def _check_ranges(self, address: int, nbytes: int, new: Registration) -> None:
+        """A peer takes no more from anybody (``on_table`` in ``te/plane/far.pxi``)."""
+        known = [one.registration for one in self.regions if one.registration is not None]
+        count = sum(one.ranges for one in (*known, new))
+        if count > RANGES_LIMIT:
+            new.close()
+            raise RegistrationError(
+                f"with {nbytes} bytes at {address:#x} the devices would have {count} ranges of"
+                f" memory; at most {RANGES_LIMIT} are allowed: register fewer and larger regions"
+            )
 
     def deregister(self, region: Region, timeout_s: float) -> None:
         """Takes a region away; after it returns nothing lands there. See ``Engine.deregister``."""

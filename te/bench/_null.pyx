@@ -1,7 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 # A device that takes every work request and moves nothing: what is left is what te itself costs.
-# Completions are there at once, and so are the marks at the other end, which is in this process.
+# Completions are there at once, and so are the marks at the other end, which is in this process. A
+# queue pair can be broken, be held back, and be driven by hand: what tests need of a device.
 
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
@@ -15,6 +16,7 @@ ctypedef uint32_t u32
 cdef extern from "../plane/port.h" nogil:
     u64 load64(const u64 *p)
     void store64(u64 *p, u64 v)
+    u32 load32(const u32 *p)
     void store32(u32 *p, u32 v)
     u32 swap32(u32 *p, u32 v)
     u32 add32(u32 *p, u32 v)
@@ -31,7 +33,7 @@ cdef extern from "../verbs/abi.h" nogil:
         int num_sge, opcode
         u32 send_flags, imm_data
     ctypedef struct VRecvWr:
-        pass
+        VRecvWr *next
     ctypedef struct VWc:
         u64 wr_id
         int status, opcode
@@ -48,13 +50,18 @@ cdef extern from "../verbs/abi.h" nogil:
         void (*take_events)(Endpoint *) noexcept nogil
         int (*to_error)(Endpoint *) noexcept nogil
         void (*release)(Endpoint *) noexcept nogil
-    enum: WR_RDMA_WRITE_WITH_IMM, SEND_SIGNALED, WC_SUCCESS, WC_RECV, PORT_ACTIVE
+    enum:
+        WR_RDMA_WRITE_WITH_IMM, SEND_SIGNALED, WC_SUCCESS, WC_WR_FLUSH_ERR, WC_RECV, PORT_ACTIVE
 
 cdef extern from "<sys/eventfd.h>" nogil:
     int eventfd(unsigned int value, int flags)
     int eventfd_read(int fd, u64 *value)
     int eventfd_write(int fd, u64 value)
     enum: EFD_NONBLOCK, EFD_CLOEXEC
+
+cdef extern from "<arpa/inet.h>" nogil:
+    u32 htonl(u32 v)
+    u32 ntohl(u32 v)
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_mutex_t:
@@ -69,11 +76,14 @@ cdef extern from "<unistd.h>" nogil:
 cdef enum:
     QUEUE = 1024  # a power of two, above the depth of any send or receive queue of te
     ENOMEM = 12
+    KEYS = 1 << 16  # that memory is known by; a power of two
+    WC_LOC_PROT_ERR = 4  # ibv_poll_cq(3)
+    WC_RETRY_EXC_ERR = 12
 
 cdef struct Done:
     u64 wr_id
     u32 imm_data
-    int opcode
+    int opcode, status
 
 # Completions of one queue pair, from one thread to one thread: of a source, its own worker's; of a
 # destination, what the source's worker puts in. It lives until both ends have let go of it.
@@ -84,6 +94,8 @@ cdef struct Queue:
     u64 tail_line[7]
     Done items[QUEUE]
     u32 armed, refs
+    u32 receives  # the reader's alone
+    u32 broken  # atomic: in the error state
     pthread_mutex_t lock  # of `fd` alone
     int fd
 
@@ -93,10 +105,12 @@ cdef struct Posted:
     u64 first_requests  # of the first chain, which was built before the time begins
     u64 begun_ns, ended_ns
     u64 interrupts_ns  # of that, what waking the threads took that a device would interrupt
+    u32 held  # atomic: no completion is given out
 
 cdef struct End:
     Endpoint e  # the first: whoever has its address has the end's
     Posted *posted
+    u32 *keys  # which there are now; NULL of a device that does not ask
     Queue *near
     Queue *far
 
@@ -107,13 +121,13 @@ cdef void queue_drop(Queue *c) noexcept nogil:
 
 
 cdef inline int queue_put(
-    Queue *c, Posted *p, u64 wr_id, int opcode, u32 imm_data
+    Queue *c, Posted *p, u64 wr_id, int opcode, u32 imm_data, int status
 ) noexcept nogil:
     cdef u64 head = c.head, begun
     cdef Done *item = &c.items[head % QUEUE]
     if head - load64(&c.tail) == QUEUE:
         return ENOMEM
-    item.wr_id, item.opcode, item.imm_data = wr_id, opcode, imm_data
+    item.wr_id, item.opcode, item.imm_data, item.status = wr_id, opcode, imm_data, status
     store64(&c.head, head + 1)
     if swap32(&c.armed, 0):
         begun = now_ns()
@@ -130,17 +144,22 @@ cdef int null_post_send(void *qp, VSendWr *first, VSendWr **bad) noexcept nogil:
     cdef VSendWr *w = first
     cdef Posted *p = end.posted
     cdef u64 requests = 0, nbytes = 0
-    cdef int errnum = 0
+    cdef int errnum = 0, status
     if p.requests == 0:
         p.begun_ns = now_ns()
     while w != NULL and errnum == 0:
         requests += 1
         if w.num_sge:
             nbytes += w.sg_list.length
-        if w.opcode == WR_RDMA_WRITE_WITH_IMM:
-            errnum = queue_put(end.far, p, 0, WC_RECV, w.imm_data)
-        if w.send_flags & SEND_SIGNALED and errnum == 0:
-            errnum = queue_put(end.near, p, w.wr_id, 0, 0)
+        status = WC_SUCCESS
+        if end.keys != NULL and w.num_sge and not load32(&end.keys[w.sg_list.lkey % KEYS]):
+            status = WC_LOC_PROT_ERR
+        elif load32(&end.far.broken):
+            status = WC_RETRY_EXC_ERR
+        elif w.opcode == WR_RDMA_WRITE_WITH_IMM:
+            errnum = queue_put(end.far, p, 0, WC_RECV, w.imm_data, WC_SUCCESS)
+        if (w.send_flags & SEND_SIGNALED or status != WC_SUCCESS) and errnum == 0:
+            errnum = queue_put(end.near, p, w.wr_id, 0, 0, status)
         bad[0] = w
         w = w.next
     if p.requests == 0:
@@ -153,21 +172,37 @@ cdef int null_post_send(void *qp, VSendWr *first, VSendWr **bad) noexcept nogil:
 
 
 cdef int null_post_recv(void *qp, VRecvWr *first, VRecvWr **bad) noexcept nogil:
+    while first != NULL:
+        (<End *>qp).near.receives += 1
+        first = first.next
     return 0
 
 
 cdef int null_poll_cq(void *cq, int n, VWc *wc) noexcept nogil:
     cdef Queue *c = (<End *>cq).near
     cdef u64 tail = c.tail, head = load64(&c.head)
+    cdef Done *item
     cdef int found = 0
+    cdef bint broken = load32(&c.broken) != 0
+    if not broken and load32(&(<End *>cq).posted.held):
+        return 0
     while found < n and tail + found < head:
-        wc[found].wr_id = c.items[(tail + found) % QUEUE].wr_id
-        wc[found].opcode = c.items[(tail + found) % QUEUE].opcode
-        wc[found].imm_data = c.items[(tail + found) % QUEUE].imm_data
-        wc[found].status = WC_SUCCESS
+        item = &c.items[(tail + found) % QUEUE]
+        if item.opcode & WC_RECV and c.receives == 0:
+            break
+        c.receives -= 1 if item.opcode & WC_RECV else 0
+        wc[found].wr_id = item.wr_id
+        wc[found].opcode = item.opcode
+        wc[found].imm_data = item.imm_data
+        wc[found].status = item.status
         found += 1
     if found:
         store64(&c.tail, tail + found)
+    while broken and found < n and c.receives:
+        c.receives -= 1
+        wc[found].opcode = WC_RECV
+        wc[found].status = WC_WR_FLUSH_ERR
+        found += 1
     return found
 
 
@@ -182,11 +217,13 @@ cdef void null_take_events(Endpoint *e) noexcept nogil:
 
 
 cdef int null_to_error(Endpoint *e) noexcept nogil:
+    store32(&(<End *>e).near.broken, 1)
     return 0
 
 
 cdef void null_release(Endpoint *e) noexcept nogil:
     cdef End *end = <End *>e
+    store32(&end.near.broken, 1)
     pthread_mutex_lock(&end.near.lock)
     close(end.near.fd)
     end.near.fd = -1
@@ -200,10 +237,19 @@ cdef class Wires:
     """The queue pairs of both sides, by number."""
 
     cdef dict known
+    cdef u32 made, keys_made
     cdef Posted p
+    cdef u32 *keys
 
-    def __cinit__(self):
+    def __cinit__(self, bint checks_keys=False):
         self.known = {}
+        if checks_keys:
+            self.keys = <u32 *>calloc(KEYS, sizeof(u32))
+            if self.keys == NULL:
+                raise MemoryError
+
+    def __dealloc__(self):
+        free(self.keys)
 
     def expect(self, u64 nbytes):
         memset(&self.p, 0, sizeof(Posted))
@@ -212,6 +258,24 @@ cdef class Wires:
     def posted(self):
         return (self.p.requests, self.p.nbytes, self.p.first_requests,
                 self.p.ended_ns - self.p.begun_ns - self.p.interrupts_ns)
+
+    def hold(self, bint held):
+        cdef Wire wire
+        store32(&self.p.held, held)
+        for wire in self.known.values():
+            pthread_mutex_lock(&wire.c.lock)
+            if wire.c.fd >= 0:
+                eventfd_write(wire.c.fd, 1)
+            pthread_mutex_unlock(&wire.c.lock)
+
+    cdef u32 add(self, Wire wire):
+        """A number for it; forgets those whose ends have been released."""
+        self.known = {
+            number: one for number, one in self.known.items() if (<Wire>one).c.fd >= 0
+        }
+        self.made += 1
+        self.known[self.made] = wire
+        return self.made
 
 
 cdef class Wire:
@@ -242,7 +306,8 @@ cdef class Device:
         return PORT_ACTIVE, 0, 0, False, 0, 0
 
     def register(self, u64 address, u64 nbytes, bint relaxed):
-        return MemoryRegion()
+        self.wires.keys_made = self.wires.keys_made % (KEYS - 1) + 1
+        return MemoryRegion(self.wires, self.wires.keys_made)
 
     def queue_pair(self, int port, u32 send_depth, u32 receive_depth, u32 message_bytes):
         cdef QueuePair q = QueuePair.__new__(QueuePair)
@@ -257,14 +322,14 @@ cdef class Device:
         wire.c.fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
         end.near = wire.c
         end.posted = &self.wires.p
+        end.keys = self.wires.keys
         q.wires = self.wires
         q.end = end
         fill(&end.e, send_depth, receive_depth, message_bytes)
-        end.e.qp_num = <u32>len(self.wires.known) + 1
         end.e.fd = wire.c.fd
-        self.wires.known[end.e.qp_num] = wire
         if end.e.fd < 0:
             raise OSError("no descriptor for a completion channel")
+        end.e.qp_num = self.wires.add(wire)
         return q
 
 
@@ -280,12 +345,19 @@ cdef void fill(Endpoint *e, u32 send_depth, u32 receive_depth, u32 message_bytes
     e.release = null_release
 
 
-class MemoryRegion:
-    lkey = 1
-    rkey = 1
+cdef class MemoryRegion:
+    cdef Wires wires
+    cdef readonly u32 lkey, rkey
+
+    def __init__(self, Wires wires, u32 key):
+        self.wires = wires
+        self.lkey = self.rkey = key
+        if wires.keys != NULL:
+            store32(&wires.keys[key], 1)
 
     def close(self):
-        """There is nothing to take back."""
+        if self.wires.keys != NULL:
+            store32(&self.wires.keys[self.lkey], 0)
 
 
 cdef class QueuePair:
@@ -311,3 +383,29 @@ cdef class QueuePair:
         cdef Wire far = self.wires.known[far_number]
         add32(&far.c.refs, 1)
         self.end.far = far.c
+
+    def receive(self, u32 count):
+        """Room for so many more marks."""
+        self.end.near.receives += count
+
+    def send_marks(self, marks):
+        """Whether the other end took all of them; it need not have agreed to any."""
+        cdef VSendWr w
+        cdef VSendWr *bad = NULL
+        memset(&w, 0, sizeof(w))
+        w.opcode = WR_RDMA_WRITE_WITH_IMM
+        for mark in marks:
+            w.imm_data = htonl(<u32>mark)
+            if null_post_send(self.end, &w, &bad):
+                return False
+        return True
+
+    def poll(self):
+        """What has completed: pairs of a status and the mark of a receive, or None of a send."""
+        cdef VWc wc[64]
+        cdef int i, n = null_poll_cq(self.end, 64, wc)
+        return [(wc[i].status, ntohl(wc[i].imm_data) if wc[i].opcode & WC_RECV else None)
+                for i in range(n)]
+
+    def to_error(self):
+        null_to_error(&self.end.e)

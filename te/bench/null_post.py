@@ -30,7 +30,7 @@ from te.topology import ANYWHERE, Locality, Topology
 from te.verbs import _core as verbs
 from te.verbs.fabric import Fabric, Nic
 
-__all__ = ["BAR_NS", "RAILS", "NullPost", "NullPostError", "measure", "text"]
+__all__ = ["BAR_NS", "RAILS", "NullPost", "NullPostError", "measure", "null_fabric", "text"]
 
 RAILS: Final = 4
 CALLS: Final = 20
@@ -100,9 +100,7 @@ class _Engine(te.Engine):
         super().__init__(te.Config(transports=("rdma",), workers=1, spin_s=spin_s))
 
     def _open_fabric(self) -> tuple[Fabric | None, str]:
-        nics = tuple(_nic(i, self._wires) for i in range(RAILS))
-        anywhere = Locality(tuple(nic.name for nic in nics))
-        return Fabric(nics, Topology((), {ANYWHERE: anywhere}, gpus={}, far={}), (0,)), ""
+        return null_fabric(self._wires, RAILS), ""
 
     @property
     def worker_ids(self) -> tuple[int, int]:
@@ -113,7 +111,14 @@ class _Engine(te.Engine):
         return time.pthread_getcpuclockid(worker.ident), worker.native_id
 
 
-def _nic(index: int, wires: Wires) -> Nic:
+def null_fabric(wires: Wires, nics: int, region_bytes_max: int = 1 << 62) -> Fabric:
+    """Devices that move nothing, for an engine of this process."""
+    found = tuple(_nic(i, wires, region_bytes_max) for i in range(nics))
+    anywhere = Locality(tuple(nic.name for nic in found))
+    return Fabric(found, Topology((), {ANYWHERE: anywhere}, gpus={}, far={}), (0,))
+
+
+def _nic(index: int, wires: Wires, region_bytes_max: int) -> Nic:
     return Nic(
         index=index,
         name=f"null{index}",
@@ -124,7 +129,7 @@ def _nic(index: int, wires: Wires) -> Nic:
         lid=index + 1,
         mtu=IB_MTU_4096,
         max_message_bytes=1 << 30,
-        max_region_bytes=1 << 62,
+        max_region_bytes=region_bytes_max,
         netdev="",
         bytes_per_s=0.0,
     )

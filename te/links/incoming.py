@@ -134,6 +134,8 @@ class Incoming:
         nonce = None
         if self._is_samehost and not self._fds:
             raise ProtocolViolation("a rail on the same host without memory for its rings")
+        if self._is_samehost and hello.is_direct:
+            raise ProtocolViolation("a link over RDMA through the socket for the same host")
         if self._is_samehost and hello.nonce is not None:
             problem = samehost.cannot_read(samehost.peer_pid(self._sock), hello.nonce)
             if problem is not None:

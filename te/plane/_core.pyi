@@ -13,6 +13,7 @@ RINGS_NBYTES: Final[int]
 NICS_LIMIT: Final[int]
 PIECES_LIMIT: Final[int]
 RECEIVE_DEPTH: Final[int]
+RANGES_LIMIT: Final[int]
 
 def read_process(pid: int, address: int, nbytes: int) -> bytes:
     """process_vm_readv(2); ``OSError``."""

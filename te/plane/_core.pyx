@@ -30,6 +30,7 @@ RINGS_NBYTES = RINGS_BYTES
 NICS_LIMIT = NICS_MAX
 PIECES_LIMIT = PIECES_MAX
 RECEIVE_DEPTH = RECEIVES
+RANGES_LIMIT = TABLE_RANGES_MAX
 
 cdef enum:
     # Above it checking and copying blocks (5 ns each) takes so long that others get the interpreter

@@ -1,23 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 # RDMA, the source's side: the other side's memory, as it has told.
 
-cdef void on_table(Rail *r, Header *h) noexcept nogil:
-    """The destination's memory anew, or the rest of it."""
+cdef bint on_table(Rail *r, Header *h) noexcept nogil:
+    """The destination's memory anew, or the rest of it: ranges that rise and do not overlap. False
+    after a violation."""
     cdef Link *link = r.link
-    cdef Pair *q = link.worker.pairs
-    if h.flags & TABLE_FIRST:
-        link.table_n = 0
-    if link.table_n + h.count > link.table_room:
-        link.table_room = 2 * (link.table_n + h.count)
-        link.table = <Far *>realloc(link.table, link.table_room * sizeof(Far))
-        if link.table == NULL:
-            abort()
-    memcpy(link.table + link.table_n, r.body, h.count * sizeof(Far))
-    link.table_n += h.count
-    while q != NULL:
-        if q.link == link:
-            q.far_key = NULL
-        q = q.next
+    cdef Far *items = <Far *>r.body
+    cdef Far *table
+    cdef u32 i, first = 0 if h.flags & TABLE_FIRST else link.table_n
+    cdef u64 end = link.table[first - 1].end if first else 0
+    if first + h.count > TABLE_RANGES_MAX:
+        violate(r, b"more ranges of registered memory than an engine can have")
+        return False
+    for i in range(h.count):
+        if items[i].start < end or items[i].end <= items[i].start:
+            violate(r, b"ranges of registered memory that are empty, or not in their order")
+            return False
+        end = items[i].end
+    if first + h.count > link.table_room:
+        table = <Far *>realloc(link.table, 2 * (first + h.count) * sizeof(Far))
+        if table == NULL:
+            link_die(link, BROKE, ENOMEM, NULL)
+            return False
+        link.table = table
+        link.table_room = 2 * (first + h.count)
+    memcpy(link.table + first, items, h.count * sizeof(Far))
+    link.table_n = first + h.count
+    return True
 
 
 cdef inline u32 far_above(Link *link, u64 address) noexcept nogil:
@@ -32,15 +41,12 @@ cdef inline u32 far_above(Link *link, u64 address) noexcept nogil:
     return low
 
 
-cdef inline Far *far_key(Pair *q, u64 address) noexcept nogil:
-    cdef u32 above
-    if q.far_key != NULL and q.far_key.start <= address < q.far_key.end:
-        return q.far_key
-    above = far_above(q.link, address)
-    if above == 0 or address >= q.link.table[above - 1].end:
+cdef inline Far *far_key(Link *link, u64 address) noexcept nogil:
+    """The range that has the address; NULL if there is none."""
+    cdef u32 above = far_above(link, address)
+    if above == 0 or address >= link.table[above - 1].end:
         return NULL
-    q.far_key = &q.link.table[above - 1]
-    return q.far_key
+    return &link.table[above - 1]
 
 
 cdef char *text_outside(Link *link, Transfer *t, u64 address, u64 nbytes) noexcept nogil:

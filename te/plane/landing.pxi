@@ -195,7 +195,9 @@ cdef bint check_head(Rail *r) noexcept nogil:
     r.body_have = r.body_want = 0
     if r.link.is_direct and h.kind >= ASK and h.kind <= CREDIT:
         check_direct(r, h, text)
-    elif h.kind < SEGMENT or h.kind > READ or (h.kind == PULL and not r.link.is_pull):
+    elif h.kind < SEGMENT or h.kind > READ or (h.kind == PULL and not r.link.is_pull) or (
+        r.link.is_direct and (h.kind == SEGMENT or h.kind >= PULL or h.flags)
+    ):
         snprintf(text, TEXT_MAX, b"a frame of kind %d is not expected here", <int>h.kind)
     elif h.flags > (FLAG_REPLY if not r.link.is_incoming else 0) and h.kind != ACK:
         snprintf(text, TEXT_MAX, b"reserved fields of a frame of kind %d are not zero", <int>h.kind)
@@ -212,7 +214,7 @@ cdef bint check_head(Rail *r) noexcept nogil:
                      TEXT_MAX - 1)
         r.body_want = h.count
     elif h.kind == END or h.kind == ABANDON:
-        if h.count or h.nbytes or (h.kind == END and h.total):
+        if h.count or h.nbytes or (h.total and (h.kind == END or r.link.is_direct)):
             snprintf(text, TEXT_MAX, b"a frame of kind %d with blocks or bytes", <int>h.kind)
     elif not 1 <= h.count <= BLOCKS_MAX:
         snprintf(text, TEXT_MAX, b"a segment of %u blocks; at most %d are allowed", h.count,
@@ -299,6 +301,10 @@ cdef bint on_frame(Rail *r) noexcept nogil:
     if h.kind == ABANDON and r.link.is_direct and map_get(&r.link.arriving, h.transfer) == NULL:
         pthread_mutex_unlock(&r.link.lock)
         return True  # It has been refused, and the answer crossed this.
+    if h.kind == END and map_get(&r.link.arriving, h.transfer) != NULL:
+        violate_locked(r, b"a transfer without blocks that has begun with some")
+        pthread_mutex_unlock(&r.link.lock)
+        return False
     a = begin(r, h)
     if a != NULL and h.kind == ABANDON:
         if h.total < a.announced or h.total > a.total:
@@ -371,6 +377,8 @@ cdef bint on_answer(Rail *r) noexcept nogil:
         name = b"ABANDONED"
     elif r.head.status == REFUSED:
         name = b"REFUSED"
+    elif r.head.status == GRANTED:
+        name = b"GRANTED"
     snprintf(text, TEXT_MAX, b"transfer %llu, acknowledged as %s, is not waiting for it",
              <unsigned long long>r.head.transfer, name)
     violate(r, text)

@@ -44,6 +44,7 @@ cdef void ungrant(Link *link, Arriving *a) noexcept nogil:
     if a.bits == NULL:
         return
     link.slots[a.slot] = NULL
+    link.slots_taken -= 1
     free(a.bits)
     a.bits = NULL
     if a.opening != NULL:
@@ -75,6 +76,8 @@ cdef bint on_ask(Rail *r, Header *h) noexcept nogil:
         tell_table(r)
         queue_grant(r, h.transfer, 0)
         return True
+    if not may_ask(r, h):
+        return False
     a = begin(r, h)
     if a == NULL:
         return False
@@ -86,9 +89,10 @@ cdef bint on_ask(Rail *r, Header *h) noexcept nogil:
         forget(link, a)
         return True
     slot = link.slots_turn
-    while link.slots[slot] != NULL:  # BEGUN_MAX bounds those under way, too.
+    while link.slots[slot] != NULL:  # One is free: `may_ask`.
         slot = (slot + 1) % BEGUN_MAX
     link.slots_turn = (slot + 1) % BEGUN_MAX
+    link.slots_taken += 1
     link.generations[slot] += 1
     if link.generations[slot] == 0:  # Which is the probes'.
         link.generations[slot] = 1
@@ -99,6 +103,24 @@ cdef bint on_ask(Rail *r, Header *h) noexcept nogil:
     tell_table(r)
     queue_grant(r, a.id, slot << 24 | <u32>link.generations[slot] << 16)
     return True
+
+
+cdef bint may_ask(Rail *r, Header *h) noexcept nogil:
+    """Whether a source may ask for that; False after a violation. Each transfer is asked for once,
+    and all that have a slot are unfinished at the source, which has BEGUN_MAX of those at most."""
+    cdef char text[TEXT_MAX]
+    if map_get(&r.link.arriving, h.transfer) != NULL:
+        snprintf(text, TEXT_MAX, b"transfer %llu is asked for twice",
+                 <unsigned long long>h.transfer)
+    elif h.total < h.count:
+        snprintf(text, TEXT_MAX, b"a transfer of %llu bytes in %u pieces",
+                 <unsigned long long>h.total, h.count)
+    elif r.link.slots_taken == BEGUN_MAX:
+        snprintf(text, TEXT_MAX, b"more than %d unfinished transfers are asked for", BEGUN_MAX)
+    else:
+        return True
+    violate_locked(r, text)
+    return False
 
 
 cdef void queue_grant(Rail *r, u64 number, u64 mark) noexcept nogil:
@@ -222,7 +244,9 @@ cdef void check_direct(Rail *r, Header *h, char *text) noexcept nogil:
     cdef bint from_source = h.kind == ASK or h.kind == RAIL_LOST
     if from_source != r.link.is_incoming:
         snprintf(text, TEXT_MAX, b"a frame of kind %d is not expected here", <int>h.kind)
-    elif (h.status and h.kind != RAIL_BROKEN) or h.nbytes or (h.flags and h.kind != TABLE):
+    elif (h.status and h.kind != RAIL_BROKEN) or h.nbytes or (
+        h.flags > (TABLE_FIRST if h.kind == TABLE else 0)
+    ):
         snprintf(text, TEXT_MAX, b"reserved fields of a frame of kind %d are not zero", <int>h.kind)
     elif h.kind == ASK and h.count > PIECES_MAX:
         snprintf(text, TEXT_MAX, b"a transfer of %u pieces; at most %d are allowed", h.count,
@@ -247,7 +271,7 @@ cdef bint on_direct(Rail *r, Header *h) noexcept nogil:
     elif h.kind == RAIL_CLOSED:
         on_closed(r, h)
     elif h.kind == TABLE:
-        on_table(r, h)
+        good = on_table(r, h)
     elif h.kind == RAIL_BROKEN:
         on_broken(r, h)
     else:

@@ -288,10 +288,10 @@ cdef void answer_lost(Rail *r, u64 index, u64 epoch, Landing *items, u32 n) noex
     cdef Arriving *a
     cdef u32 i, k = 0
     for i in range(n):
+        # Checked by `has_asked`: the number of a transfer is never used again, so it has ended
+        # since, or is still the same one.
         a = <Arriving *>map_get(&r.link.arriving, items[i].dst)
-        if a == NULL or a.bits == NULL or a.bits[items[i].nbytes >> 6] >> (
-            items[i].nbytes & 63
-        ) & 1:
+        if a == NULL or a.bits[items[i].nbytes >> 6] >> (items[i].nbytes & 63) & 1:
             landed[k] = items[i]
             k += 1
     q.index = <u32>index
@@ -300,21 +300,27 @@ cdef void answer_lost(Rail *r, u64 index, u64 epoch, Landing *items, u32 n) noex
     queue_rail(r, RAIL_CLOSED, &q, 0, landed, k)
 
 
+cdef bint has_asked(Rail *r, Landing *item) noexcept nogil:
+    """Whether the source can have posted such a piece: of a transfer that it has asked for, and
+    that has so many pieces if it is unfinished. Under the link's lock."""
+    cdef Arriving *a = <Arriving *>map_get(&r.link.arriving, item.dst)
+    return item.dst <= r.last_id and item.nbytes < (PIECES_MAX if a == NULL else a.pieces)
+
+
 cdef bint on_lost(Rail *r, Header *h) noexcept nogil:
     """The source has given up its end of a rail."""
     cdef Link *link = r.link
     cdef Landing *items = <Landing *>r.body
-    cdef Arriving *a
     cdef Pair *q
     cdef u32 i
     cdef bint good = h.transfer < RAILS_MAX and h.count <= POSTED_MAX
     pthread_mutex_lock(&link.lock)
     for i in range(h.count if good else 0):
-        a = <Arriving *>map_get(&link.arriving, items[i].dst)
-        if a != NULL and a.bits != NULL and items[i].nbytes >= a.pieces:
-            good = False
+        good &= has_asked(r, &items[i])
     q = link.pairs[h.transfer] if good else NULL
-    if q != NULL and q.epoch == h.tag and (q.state == PAIR_UP or q.state == PAIR_DRAIN):
+    if q != NULL and q.epoch == h.tag and q.lost_asked:
+        good = False
+    elif q != NULL and q.epoch == h.tag and (q.state == PAIR_UP or q.state == PAIR_DRAIN):
         q.lost = <Landing *>need((h.count + 1) * sizeof(Landing))
         memcpy(q.lost, items, h.count * sizeof(Landing))
         q.lost_n = h.count

@@ -74,10 +74,13 @@ cdef void advance_transfer(Rail *r, Transfer *t) noexcept nogil:
     conclude(r.link, t)
 
 
+cdef bint may_grant(Transfer *t) noexcept nogil:
+    """Whether the destination was asked for it, and has not answered."""
+    return t.kind >= WRITE_DIRECT and t.begun and not t.granted
+
+
 cdef void grant(Rail *r, Transfer *t, u64 mark) noexcept nogil:
     """The destination lets it be written. Under the link's lock."""
-    if t.granted:
-        return
     t.granted = True
     t.mark = <u32>mark
     store64(&r.link.progress_ns, now_ns())
@@ -229,12 +232,10 @@ cdef bint next_piece(Pair *q) noexcept nogil:
 # -- building
 
 
-cdef inline Key *near_key(Pair *q, Transfer *t, u64 address) noexcept nogil:
-    """A transfer's own blocks lie in regions that it holds."""
+cdef inline Key *near_key(Transfer *t, u64 address) noexcept nogil:
+    """A transfer's own blocks lie in regions that it holds, and that may go with it."""
     cdef u32 low = 0, high = t.held_n, middle
     cdef Region *region
-    if q.near_key != NULL and q.near_key.start <= address < q.near_key.end:
-        return q.near_key
     while low < high:
         middle = (low + high) >> 1
         if t.held[middle].start <= address:
@@ -244,8 +245,8 @@ cdef inline Key *near_key(Pair *q, Transfer *t, u64 address) noexcept nogil:
     region = t.held[low - 1]
     for low in range(region.keys_n):
         if region.keys[low].start <= address < region.keys[low].end:
-            q.near_key = &region.keys[low]
-    return q.near_key
+            return &region.keys[low]
+    return NULL
 
 
 cdef void build_mark(Pair *q, u32 mark) noexcept nogil:
@@ -301,12 +302,12 @@ cdef bint build(Pair *q) noexcept nogil:
         near_at = (b.dst if is_read else b.src) + offset
         far_at = (b.src if is_read else b.dst) + offset
         if far == NULL or far_at < far.start or far_at >= far.end:
-            far = far_key(q, far_at)
+            far = far_key(q.link, far_at)
             lost = far == NULL
             if lost:
                 break
         if near == NULL or near_at < near.start or near_at >= near.end:
-            near = near_key(q, t, near_at)
+            near = near_key(t, near_at)
         n = min(min(b.nbytes - offset, left), min(far.end - far_at, near.end - near_at))
         n = min(n, <u64>most)
         sequence += 1

@@ -323,7 +323,9 @@ cdef bint answered(Rail *r, Header *h, uint8_t *reason) noexcept nogil:
         if t != NULL:
             t.confirmed += h.nbytes
     elif h.status == GRANTED:
-        if t != NULL and t.kind >= WRITE_DIRECT:
+        # One that was given up is granted late.
+        known = h.transfer <= link.next_id if t == NULL else may_grant(t)
+        if known and t != NULL:
             grant(r, t, h.tag)
     elif t == NULL or t.answer != NO_ANSWER:
         # A refusal can be late: the pieces of a read are refused one by one.

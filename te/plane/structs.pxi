@@ -281,6 +281,7 @@ cdef enum:
     UNREAD_NS = 300000000
     RECEIVES = 256  # marks that a pair takes before the destination says that there is room again
     TABLE_MAX = 500  # entries of a frame
+    TABLE_RANGES_MAX = 1 << 16  # of registered memory, as devices take it: 48 bytes each
     TABLE_FIRST = 1  # flag: what was told before is void
     ANY_RAIL = 255
 
@@ -460,8 +461,6 @@ cdef struct Pair:
     u64 marks, credit  # marks posted since it was connected, and how many may be
     u64 confirmed  # how many the destination has seen; all of them where a completion says that
     u64 fences  # nothing is sent before the link has heard of that many
-    Far *far_key  # where the last block went, and came from
-    Key *near_key
     # The destination's end.
     u32 receives, receives_turn
     u64 marks_seen, marks_told, drain_until
@@ -571,7 +570,7 @@ cdef struct Link:
     u64 table_told  # version of the regions that the source was told of
     void *slots[BEGUN_MAX]  # Arriving; their generations
     uint8_t generations[BEGUN_MAX]
-    u32 slots_turn
+    u32 slots_turn, slots_taken
     u64 fences
     u32 breaking  # atomic: a fence waits until every pair is drained
     u32 kicks  # atomic: counts calls to look for something to send

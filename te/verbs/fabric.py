@@ -91,6 +91,11 @@ class Registration:
     keys: bytes
     regions: tuple[verbs.MemoryRegion, ...]
 
+    @property
+    def ranges(self) -> int:
+        """How many parts it is in."""
+        return len(self.keys) // KEY.itemsize
+
     def close(self) -> None:
         """After it returns nothing lands there through any device. ``te.RegistrationError``."""
         for region in self.regions:

@@ -23,6 +23,10 @@ class Kind(enum.IntEnum):
     READ = 21
     ASK = 22
     TABLE = 23
+    RAIL_LOST = 24
+    RAIL_CLOSED = 25
+    RAIL_BROKEN = 26
+    CREDIT = 27
 
 
 class AckStatus(enum.IntEnum):

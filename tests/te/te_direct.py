@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links over RDMA by hand, on devices that move nothing: what a peer on the wire can say and do."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from te_frames import HEADER, AckStatus, Kind, header
+from te_raw import RAW_ID, TIMEOUT_S, dial, hello, read_greeting, welcome
+
+import te
+from te.bench._null import Device, QueuePair, Wires
+from te.bench.null_post import null_fabric
+from te.handshake import (
+    PROTOCOL_VERSION,
+    Card,
+    CardNic,
+    Hello,
+    RailAnswer,
+    RailOffer,
+    Welcome,
+    decode_body,
+    encode,
+)
+from te.links.greeting import GreetingKind
+from te.plane._core import RECEIVE_DEPTH
+from te.verbs.fabric import Fabric
+
+__all__ = [
+    "FAR",
+    "Frame",
+    "NullEngine",
+    "RawDirectDestination",
+    "RawDirectSource",
+    "ask",
+    "raw_direct_destination",
+    "table",
+    "word",
+]
+
+FAR = np.dtype([("start", "<u8"), ("end", "<u8"), ("keys", "<u4", (8,))])
+_links = itertools.count(1 << 40)
+
+
+class NullEngine(te.Engine):
+    """An engine whose RDMA devices move nothing."""
+
+    def __init__(
+        self, wires: Wires, nics: int = 2, region_bytes_max: int = 1 << 62, **config: Any
+    ) -> None:
+        self._null_fabric = null_fabric(wires, nics, region_bytes_max)
+        super().__init__(te.Config(**{"transports": ("rdma",), "workers": 1} | config))
+
+    def _open_fabric(self) -> tuple[Fabric | None, str]:
+        return self._null_fabric, ""
+
+
+class Frame(NamedTuple):
+    """One that the engine has sent."""
+
+    kind: Kind
+    status: int
+    flags: int
+    transfer: int
+    tag: int
+    total: int
+    body: bytes
+
+
+def ask(transfer: int, pieces: int, total: int = 1 << 20, tag: int = 0) -> bytes:
+    return header(Kind.ASK, transfer=transfer, count=pieces, total=total, tag=tag)
+
+
+def word(kind: Kind, rail: int, epoch: int, items: list[tuple[int, int]], **fields: int) -> bytes:
+    """RAIL_LOST, RAIL_CLOSED, RAIL_BROKEN or CREDIT, with transfers and pieces."""
+    head = header(kind, transfer=rail, tag=epoch, count=len(items), **fields)
+    return head + np.array(items, "<u8").tobytes()
+
+
+def table(ranges: list[tuple[int, int]], first: bool = True, key: int = 1) -> bytes:
+    items = np.zeros(len(ranges), FAR)
+    items["start"] = [start for start, _ in ranges]
+    items["end"] = [end for _, end in ranges]
+    items["keys"] = key
+    return header(Kind.TABLE, flags=int(first), count=len(ranges)) + items.tobytes()
+
+
+class _Control:
+    """The connection of a link, in frames."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(TIMEOUT_S)
+        self.sock = sock
+
+    def send(self, *parts: bytes) -> None:
+        self.sock.sendall(b"".join(parts))
+
+    def frame(self) -> Frame | None:
+        """The next one; None at the end of the stream."""
+        data = self._exactly(HEADER.size)
+        if data is None:
+            return None
+        kind, status, flags, count, transfer, tag, _, total = HEADER.unpack(data)
+        width = {Kind.TABLE: FAR.itemsize, Kind.ASK: 0, Kind.ACK: 1}.get(kind, 16)
+        body = self._exactly(count * width)
+        return (
+            None if body is None else Frame(Kind(kind), status, flags, transfer, tag, total, body)
+        )
+
+    def await_frame(self, kind: Kind) -> Frame:
+        """The next of that kind; what comes before is dropped."""
+        while True:
+            frame = self.frame()
+            assert frame is not None, f"no {kind.name} but the end"
+            if frame.kind is kind:
+                return frame
+
+    def granted(self) -> int:
+        """The mark of the next transfer that is granted."""
+        frame = self.await_frame(Kind.ACK)
+        assert frame.status == AckStatus.GRANTED, frame
+        return frame.tag
+
+    def closed(self) -> bool:
+        """Waits until the engine has closed the connection."""
+        while self.frame() is not None:
+            pass
+        return True
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def _exactly(self, nbytes: int) -> bytes | None:
+        data = b""
+        while len(data) < nbytes:
+            try:
+                more = self.sock.recv(nbytes - len(data))
+            except ConnectionResetError:
+                return None
+            if not more:
+                return None
+            data += more
+        return data
+
+
+class RawDirectSource(_Control):
+    """A welcomed link to an engine on null devices, without rails at first."""
+
+    def __init__(self, card: bytes, wires: Wires) -> None:
+        self._card, self._wires = card, wires
+        self._link = next(_links)
+        sock = dial(card)
+        super().__init__(sock)
+        self.send(hello(card, link=self._link, is_direct=True))
+        greeting = read_greeting(sock)
+        assert greeting is not None
+        assert greeting.kind == GreetingKind.WELCOME
+
+    def rail(self, index: int = 0, epoch: int = 1) -> QueuePair | None:
+        """This side's end of a new rail; None when the engine wants none."""
+        pair = Device(self._wires).queue_pair(1, 512, 1, 1 << 30)
+        offer = RailOffer(
+            rail=index, epoch=epoch, near_nic=0, far_nic=0, gid=b"", far_gid_index=0,
+            number=pair.number,
+        )  # fmt: skip
+        with dial(self._card) as sock:
+            sock.sendall(hello(self._card, link=self._link, is_direct=True, rail=offer))
+            greeting = read_greeting(sock)
+        if greeting is None or greeting.kind != GreetingKind.WELCOME:
+            return None
+        answer = decode_body(greeting.body, Welcome).rail
+        assert answer is not None
+        with contextlib.suppress(KeyError):  # The engine may have given its end up already.
+            pair.connect(answer.number)
+            return pair
+        return None
+
+
+class RawDirectDestination(_Control):
+    """What a source on null devices believes to be an engine."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        #: This side's ends of the rails, by (rail, epoch).
+        self.rails: dict[tuple[int, int], QueuePair] = {}
+
+
+@contextlib.contextmanager
+def raw_direct_destination(
+    wires: Wires, engine: te.Engine, nics: int = 1
+) -> Iterator[tuple[te.Peer, RawDirectDestination]]:
+    """The engine connected to a destination by hand, which takes every rail that it is offered."""
+    ready = threading.Event()
+    controls: list[RawDirectDestination] = []
+    early: dict[tuple[int, int], QueuePair] = {}
+
+    def serve(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = listener.accept()
+                sock.settimeout(TIMEOUT_S)
+                greeting = read_greeting(sock)
+                if greeting is None:
+                    sock.close()
+                    continue
+                said = decode_body(greeting.body, Hello)
+                if said.rail is None:
+                    controls.append(RawDirectDestination(sock))
+                    controls[0].rails = early
+                    sock.sendall(welcome())
+                    ready.set()
+                    continue
+                with sock:
+                    sock.sendall(welcome(rail=_answer(wires, said.rail, early)))
+
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        card = Card(
+            protocol=PROTOCOL_VERSION,
+            id=RAW_ID,
+            epoch=1,
+            host="127.0.0.1",
+            port=listener.getsockname()[1],
+            transports=["rdma"],
+            regions=[],
+            nics=[
+                CardNic(name=f"null{i}", family="ib", lid=i + 1, mtu=5, gids=[])
+                for i in range(nics)
+            ],
+        )
+        thread = threading.Thread(target=serve, args=[listener])
+        thread.start()
+        try:
+            peer = engine.connect(encode(card))
+            assert ready.wait(TIMEOUT_S)
+            yield peer, controls[0]
+        finally:
+            for one in controls:
+                one.close()
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(TIMEOUT_S)
+
+
+def _answer(wires: Wires, offer: RailOffer, rails: dict[tuple[int, int], QueuePair]) -> RailAnswer:
+    pair = Device(wires).queue_pair(1, 1, RECEIVE_DEPTH, 1 << 30)
+    pair.connect(offer.number)
+    pair.receive(RECEIVE_DEPTH)
+    for key in [key for key in rails if key[0] == offer.rail]:
+        del rails[key]
+    rails[offer.rail, offer.epoch] = pair
+    return RailAnswer(number=pair.number)
+
+
+def marks_of(pair: QueuePair) -> list[int]:
+    """The marks that have come."""
+    return [cast(int, mark) for status, mark in pair.poll() if status == 0 and mark is not None]
