@@ -20,6 +20,7 @@ from sglang_mooncake.decode_side import DecodeSide, SealBuffer
 from sglang_mooncake.instances import PrefillInfo
 from sglang_mooncake.kv_args import KVArgsLike, layout_from_kv_args, memory_ranges
 from sglang_mooncake.layout import Buffers, Layout
+from sglang_mooncake.plugin import hook_decode_queue, serving_classes
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.recompute import Recompute
 from sglang_mooncake.rooms.states import RoomView
@@ -108,6 +109,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         if self.context.role == "prefill":
             self._start_prefill(self._layout(_NO_SEALS))
         else:
+            hook_decode_queue()
             seals = SealBuffer(self.engine)
             layout = self._layout(seals.buffers)
             self.decode_side = DecodeSide(
@@ -259,6 +261,4 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
 
 def _serving_classes() -> dict[str, str]:
     """Which classes SGLang constructs for the backend name `mooncake` in this process."""
-    from sglang_mooncake.plugin import serving_classes
-
     return {role: f"{cls.__module__}.{cls.__qualname__}" for role, cls in serving_classes().items()}

@@ -8,19 +8,24 @@ over fails, `register` ends the process with one sentence; a server that comes u
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-__all__ = ["register", "serving_classes"]
+__all__ = ["hook_decode_queue", "register", "serving_classes"]
 
 _GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
 _SHARED_ENGINE = (
     "sglang.srt.distributed.device_communicators.mooncake_transfer_engine."
     "maybe_init_shared_mooncake_transfer_engine"
 )
+_ENSURE = "_ensure_prefill_info"
+#: When SGLang last asked `try_ensure_parallel_info`, by registry address.
+_LAST_ATTEMPTS = "_ensure_last_attempt_time"
 _EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
 
@@ -75,6 +80,38 @@ def _init_shared_engine(original: Callable[..., Any], *args: Any, **kwargs: Any)
     return None
 
 
+def hook_decode_queue() -> None:
+    """For the manager of a decode rank: an instance that was looked up is taken at once.
+
+    SGLang asks `try_ensure_parallel_info`, and after a "not yet" not again for a second; our
+    look-up goes on beside it and takes milliseconds. SGLang's hook registry applies hooks before
+    the roles of processes are known, and only to modules that this makes it import.
+
+    Raises:
+        LookupError: this SGLang has another decode queue.
+    """
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+
+    from sglang_mooncake.manager import KVManager
+
+    original = getattr(DecodePreallocQueue, _ENSURE, None)
+    if getattr(original, "of_sglang_mooncake", False):
+        return
+    code = getattr(inspect.unwrap(original), "__code__", None) if callable(original) else None
+    if original is None or code is None or _LAST_ATTEMPTS not in code.co_names:
+        raise LookupError(_missing(f"DecodePreallocQueue.{_ENSURE} that uses {_LAST_ATTEMPTS}"))
+
+    @functools.wraps(original)
+    def ensure_prefill_info(queue: Any, addr_to_reqs: dict[str, Any]) -> Any:
+        if isinstance(queue.kv_manager, KVManager):
+            for address in queue.kv_manager.prefill_info_table.keys() & addr_to_reqs.keys():
+                getattr(queue, _LAST_ATTEMPTS).pop(address, None)
+        return original(queue, addr_to_reqs)
+
+    ensure_prefill_info.of_sglang_mooncake = True  # type: ignore[attr-defined]
+    setattr(DecodePreallocQueue, _ENSURE, ensure_prefill_info)
+
+
 def _check_targets() -> None:
     """A hook on a name that no longer exists would be dropped with a log line: look first."""
     import importlib
@@ -82,11 +119,15 @@ def _check_targets() -> None:
     for target in (_GET_KV_CLASS, _SHARED_ENGINE):
         module, _, name = target.rpartition(".")
         if not callable(getattr(importlib.import_module(module), name, None)):
-            raise LookupError(
-                f"this version of SGLang has no {target}: sglang-mooncake needs SGLang 0.5.22 or "
-                "newer, and a release of its own for each newer series"
-            )
+            raise LookupError(_missing(target))
     serving_classes()  # all our modules import, so that a broken installation shows here
+
+
+def _missing(target: str) -> str:
+    return (
+        f"this version of SGLang has no {target}: sglang-mooncake needs SGLang 0.5.22 or newer, "
+        "and a release of its own for each newer series"
+    )
 
 
 def _stop(error: Exception) -> NoReturn:

@@ -88,6 +88,7 @@ def test_eight_registries_that_drip_do_not_hold_a_ninth():
             refused = "[::1]:1"
             known.ensure(refused)
             until(lambda: known.problem(refused), "the ninth was asked")
+            assert all(known.looks_up(f"127.0.0.1:{s.getsockname()[1]}") for s in listeners)
         finally:
             for listener in listeners:
                 listener.close()
