@@ -31,7 +31,8 @@ __all__ = ["Engine", "Stats"]
 
 logger = logging.getLogger(__name__)
 
-# A landing is one non-blocking call of at most a few MiB: milliseconds, even on a busy machine.
+# A landing is one call of at most a few MiB: milliseconds, even on a busy machine, unless it waits
+# for pages of another process that the kernel has to fetch.
 QUIESCE_TIMEOUT_S: Final = 0.9
 CLOSE_TIMEOUT_S: Final = 5.0
 
@@ -247,18 +248,25 @@ class Engine:
     # -- the destination's side
 
     def expect(self, tag: int) -> None:
-        """Opens a tag, 1 to 2**64 - 1, for writes; ``ValueError`` if it is open already.
+        """Opens a tag, 1 to 2**64 - 1, for writes; ``ValueError`` if it is open already, or a fence
+        of it has not been confirmed.
 
         Choose a value never used before: writes that a frozen source submitted under an earlier
         use of it and has not begun to send would count as new ones.
         """
         self._check_open()
         check_tag(tag)
-        if not self._plane.open_tag(tag):
+        is_new, is_open = self._plane.open_tag(tag)
+        if not is_open:
+            raise ValueError(
+                f"tag {tag:#x} is being fenced; call fence until it returns, or choose a new tag"
+            )
+        if not is_new:
             raise ValueError(f"tag {tag:#x} is open already")
 
     def arrived(self, tag: int) -> int:
-        """Transfers with this tag that have landed completely; 0 if the tag is not open."""
+        """Transfers with this tag that have landed completely; 0 if the tag is not open, and no
+        fence of it is waiting for confirmation."""
         return self._plane.arrived(tag) if 0 < tag < TAG_LIMIT else 0
 
     def arrived_nbytes(self, tag: int) -> int:
@@ -272,15 +280,22 @@ class Engine:
         """Closes a tag: after it returns no write of it can land, whatever its source does.
 
         Returns the last ``arrived(tag)`` and forgets it; 0 if the tag was not open. Raises
-        ``te.FenceTimeout`` if a landing under way did not end within a second.
+        ``te.FenceTimeout`` if a landing under it did not end within a second: then the memory must
+        not be reused, the tag stays closed, and ``fence`` is to be called again. Several threads
+        may fence a tag at once; each returns when it is confirmed.
         """
         check_tag(tag)
-        count, granted = self._plane.close_tag(tag, QUIESCE_TIMEOUT_S)
-        if granted and not self._acceptor.break_closed_tags(QUIESCE_TIMEOUT_S):
-            count = -1
-        if count < 0:
-            raise FenceTimeout(late(QUIESCE_TIMEOUT_S))
-        return count
+        until_s = time.monotonic() + QUIESCE_TIMEOUT_S
+        revocation = self._plane.revoke_tag(tag)
+        if revocation is None:
+            return 0
+        confirmed = revocation.await_landings(QUIESCE_TIMEOUT_S)
+        if confirmed and revocation.granted:
+            self._acceptor.break_grants(revocation)
+            confirmed = revocation.await_grants(until_s - time.monotonic())
+        if not confirmed:
+            raise FenceTimeout(f"tag {tag:#x}: {late(QUIESCE_TIMEOUT_S)}; call fence again")
+        return revocation.forget()
 
     def fence_peer(self, engine_id: str) -> int:
         """Drops the links of that engine into this one; returns how many there were.

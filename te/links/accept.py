@@ -30,7 +30,7 @@ from te.links.greeting import GreetingKind, encode_greeting
 from te.links.incoming import Greeted, Incoming
 from te.links.local import Local
 from te.links.loop import READABLE, IoLoop
-from te.plane._core import LinkHandle
+from te.plane._core import LinkHandle, Revocation
 from te.plane.reasons import Reason, sentence
 
 __all__ = ["Acceptor"]
@@ -90,14 +90,16 @@ class Acceptor:
         with self._lock:
             fenced = [
                 one for one in self._links.values() if one.engine_id == engine_id
-                and one.handle.alive
+                and not one.handle.ended
             ]  # fmt: skip
         for one in fenced:
             one.handle.fence()
-        if not self.local.plane.quiesce(timeout_s):
-            return None
-        if not all(one.handle.break_pairs(timeout_s) for one in fenced if one.is_direct):
-            return None
+        until_s = time.monotonic() + timeout_s
+        for one in fenced:
+            if not one.handle.quiesce(max(until_s - time.monotonic(), 0.0)):
+                return None
+            if one.is_direct and not one.handle.break_pairs(until_s - time.monotonic()):
+                return None
         for one in fenced:
             one.handle.die(Reason.FENCED)
         return len(fenced)
@@ -146,13 +148,14 @@ class Acceptor:
         except OSError as exc:
             return exc.strerror or str(exc)
 
-    def break_closed_tags(self, timeout_s: float) -> bool:
-        """Ends what peers may still be writing over RDMA under tags that were closed; False when a
-        device did not confirm it in time."""
+    def break_grants(self, revocation: Revocation) -> None:
+        """Has the rails end over which peers may still be writing under a tag that was revoked; the
+        revocation says when they have."""
         with self._lock:
             links = [one.handle for one in self._links.values() if one.is_direct]
-        hit = [one for one in links if one.has_grants_of_closed_tags()]
-        return all(one.break_pairs(timeout_s) for one in hit)
+        for one in links:
+            if one.has_grant(revocation):
+                one.break_pairs(0.0)
 
     def map_shared(self, hello: Hello, fd: int | None) -> str | None:
         """Maps a source's memory for its link, or unmaps it when there is no descriptor; or why

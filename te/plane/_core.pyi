@@ -56,21 +56,19 @@ class Engine:
         -1 when a landing did not end in time.
         """
 
-    def quiesce(self, timeout_s: float) -> bool:
-        """Waits, without the lock, until each landing under way has ended; False if one did not."""
-
-    def open_tag(self, value: int) -> bool:
-        """False if it is open already."""
+    def open_tag(self, value: int) -> tuple[bool, bool]:
+        """Opens it; whether it was not known, and whether it is open. Known and not open: it was
+        revoked, and that is not confirmed yet."""
 
     def arrived(self, value: int) -> int:
-        """Transfers that have landed under the open tag; 0 if it is not open."""
+        """Transfers that have landed under the tag; 0 if it is not known."""
 
     def arrived_nbytes(self, value: int) -> int:
-        """Payload of those transfers in bytes; 0 if the tag is not open."""
+        """Payload of those transfers in bytes; 0 if the tag is not known."""
 
-    def close_tag(self, value: int, timeout_s: float) -> tuple[int, int]:
-        """Closes and quiesces; the last count, or -1 when a landing did not end in time, and the
-        number of transfers that may still be written over RDMA."""
+    def revoke_tag(self, value: int) -> Revocation | None:
+        """Closes it: no landing begins any more, and nothing is granted. None if it is not known.
+        It stays known until ``Revocation.forget``; each call says the same."""
 
     def link(
         self, is_incoming: bool, is_pull: bool, pid: int, is_direct: bool = False
@@ -100,6 +98,23 @@ class Engine:
     def counters(self) -> tuple[int, int, int, int, int, int, int]:
         """Bytes sent and received, rails out and in, transfers done, failed and cancelled."""
 
+class Revocation:
+    """A tag that was revoked; it is confirmed once both waits have returned True."""
+
+    def await_landings(self, timeout_s: float) -> bool:
+        """Waits, without the lock, for landings under the tag; False when one did not end."""
+
+    @property
+    def granted(self) -> int:
+        """Transfers that may still be written over RDMA; it only falls once no landing is under
+        way."""
+
+    def await_grants(self, timeout_s: float) -> bool:
+        """Waits, without the lock, until there are none."""
+
+    def forget(self) -> int:
+        """Confirmed: the tag may be opened anew. The last count of arrivals."""
+
 class LinkHandle:
     """All rails between two engines that one side opened. The link ends with its last handle."""
 
@@ -124,7 +139,15 @@ class LinkHandle:
         """Asks the workers to close its rails."""
 
     def fence(self) -> None:
-        """Marks it: nothing lands from it once ``quiesce`` has returned."""
+        """Marks it: nothing lands from it once ``quiesce`` has returned True."""
+
+    def quiesce(self, timeout_s: float) -> bool:
+        """Waits, without the lock, for landings of the link under way; False if one did not end."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether all its connections are closed: nothing lands from it any more. A link that is
+        not alive may still be in the middle of a landing."""
 
     def add_mapping(self, start: int, fd: int, nbytes: int) -> None:
         """Maps memory of the source, read-only, so that it is copied from directly. ``OSError``."""
@@ -147,8 +170,8 @@ class LinkHandle:
         times that it was measured, always with work under way, the bytes done in them and their
         seconds."""
 
-    def has_grants_of_closed_tags(self) -> bool:
-        """Whether something may still be written over RDMA that no tag allows any more."""
+    def has_grant(self, revocation: Revocation) -> bool:
+        """Whether its peer may still write over RDMA under the tag that was revoked."""
 
     def break_pairs(self, timeout_s: float) -> bool:
         """Ends what is under way over RDMA, without the lock: when it returns True, nothing that

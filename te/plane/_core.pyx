@@ -5,6 +5,7 @@
 
 include "structs.pxi"
 include "tables.pxi"
+include "fences.pxi"
 include "source.pxi"
 include "landing.pxi"
 include "pull.pxi"
@@ -189,7 +190,7 @@ cdef class Engine:
         new.count = n
         snapshot_publish(self.p, new)
         with nogil:
-            done = quiesce(self.p, <u64>(timeout_s * 1e9))
+            done = quiesce(self.p, NULL, NULL, <u64>(max(timeout_s, 0.0) * 1e9))
         readers = load32(&r.readers)
         if readers:  # A peer's read began in between: it looked before the region was gone.
             self.insert(r)
@@ -204,59 +205,43 @@ cdef class Engine:
         new.regions = <Region **>need((count + 1) * sizeof(Region *))
         return new
 
-    def quiesce(self, double timeout_s):
-        cdef bint done
-        with nogil:
-            done = quiesce(self.p, <u64>(timeout_s * 1e9))
-        return done
-
     # -- tags
 
     def open_tag(self, u64 value):
         cdef Plane *p = self.p
+        cdef Opening *o
         cdef bint is_new
         pthread_mutex_lock(&p.tags_lock)
-        is_new = map_get(&p.tags, value) == NULL
+        o = <Opening *>map_get(&p.tags, value)
+        is_new = o == NULL
         if is_new:
-            map_put(&p.tags, value, opening_new(value))
+            o = opening_new(value)
+            map_put(&p.tags, value, o)
+        is_open = load32(&o.is_open) != 0
         pthread_mutex_unlock(&p.tags_lock)
-        return is_new
+        return is_new, is_open
 
     def arrived(self, u64 value):
-        cdef Opening *o
-        cdef u64 count = 0
-        pthread_mutex_lock(&self.p.tags_lock)
-        o = <Opening *>map_get(&self.p.tags, value)
-        if o != NULL:
-            count = load64(&o.count)
-        pthread_mutex_unlock(&self.p.tags_lock)
+        cdef Opening *o = opening_get(self.p, value)
+        cdef u64 count = 0 if o == NULL else load64(&o.count)
+        opening_drop(o)
         return count
 
     def arrived_nbytes(self, u64 value):
-        cdef Opening *o
-        cdef u64 nbytes = 0
-        pthread_mutex_lock(&self.p.tags_lock)
-        o = <Opening *>map_get(&self.p.tags, value)
-        if o != NULL:
-            nbytes = load64(&o.nbytes)
-        pthread_mutex_unlock(&self.p.tags_lock)
+        cdef Opening *o = opening_get(self.p, value)
+        cdef u64 nbytes = 0 if o == NULL else load64(&o.nbytes)
+        opening_drop(o)
         return nbytes
 
-    def close_tag(self, u64 value, double timeout_s):
-        cdef Opening *o
-        cdef bint done
-        cdef u64 count
-        pthread_mutex_lock(&self.p.tags_lock)
-        o = <Opening *>map_take(&self.p.tags, value)
-        pthread_mutex_unlock(&self.p.tags_lock)
-        if o != NULL:
-            store32(&o.is_open, 0)
-        with nogil:
-            done = quiesce(self.p, <u64>(timeout_s * 1e9))
-        count = 0 if o == NULL else load64(&o.count)
-        granted = 0 if o == NULL else load32(&o.granted)
-        opening_drop(o)
-        return count if done else -1, granted
+    def revoke_tag(self, u64 value):
+        cdef Opening *o = opening_get(self.p, value)
+        if o == NULL:
+            return None
+        store32(&o.is_open, 0)
+        cdef Revocation revocation = Revocation.__new__(Revocation)
+        revocation.o = o
+        revocation.engine = self
+        return revocation
 
     # -- links, and what happens to them
 
@@ -328,6 +313,38 @@ cdef class Engine:
             load64(&p.rails_out), load64(&p.rails_in),
             load64(&p.outcomes[DONE]), load64(&p.outcomes[FAILED]), load64(&p.outcomes[CANCELLED]),
         )
+
+
+cdef class Revocation:
+    cdef Opening *o
+    cdef Engine engine
+
+    def __dealloc__(self):
+        opening_drop(self.o)
+
+    def await_landings(self, double timeout_s):
+        cdef bint done
+        with nogil:
+            done = quiesce(self.engine.p, NULL, self.o, <u64>(max(timeout_s, 0.0) * 1e9))
+        return done
+
+    @property
+    def granted(self):
+        return load32(&self.o.granted)
+
+    def await_grants(self, double timeout_s):
+        cdef u64 until = now_ns() + <u64>(max(timeout_s, 0.0) * 1e9)
+        cdef timespec pause
+        pause.tv_sec = 0
+        pause.tv_nsec = 200000
+        with nogil:
+            while load32(&self.o.granted) and now_ns() < until:
+                nanosleep(&pause, NULL)
+        return load32(&self.o.granted) == 0
+
+    def forget(self):
+        opening_forget(self.engine.p, self.o)
+        return load64(&self.o.count)
 
 
 cdef void *take_notice(Plane *p) noexcept:

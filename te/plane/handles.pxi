@@ -82,7 +82,7 @@ cdef class LinkHandle:
             return True
         store_pointer(&self.k.mappings if before == NULL else &before.next, m.next)
         with nogil:
-            done = quiesce(self.k.plane, QUIESCE_NS)
+            done = quiesce(self.k.plane, self.k, NULL, QUIESCE_NS)
         if done:
             munmap(m.near, m.mapped)
             free(m)
@@ -93,6 +93,17 @@ cdef class LinkHandle:
 
     def fence(self):
         store32(&self.k.dropped, 1)
+
+    def quiesce(self, double timeout_s):
+        cdef bint done
+        with nogil:
+            done = quiesce(self.k.plane, self.k, NULL, <u64>(max(timeout_s, 0.0) * 1e9))
+        return done
+
+    @property
+    def ended(self):
+        return load32(&self.k.has_ended) != 0 or (
+            load32(&self.k.dead) != 0 and self.k.rails_n == 0)
 
     # -- over RDMA
 
@@ -122,15 +133,10 @@ cdef class LinkHandle:
         return [(load64(&self.k.rail_bytes[i]), load64(&self.k.rail_flying[i]),
                  moved[i], busy_ns[i] * 1e-9) for i in range(min(count, <u32>RAILS_MAX))]
 
-    def has_grants_of_closed_tags(self):
-        cdef Arriving *a
-        cdef u64 i
-        cdef bint found = False
+    def has_grant(self, Revocation revocation):
+        cdef bint found
         pthread_mutex_lock(&self.k.lock)
-        for i in range(self.k.arriving.size):
-            a = <Arriving *>self.k.arriving.values[i]
-            if a != NULL and a.bits != NULL and a.opening != NULL:
-                found |= not load32(&a.opening.is_open)
+        found = has_grant(self.k, revocation.o)
         pthread_mutex_unlock(&self.k.lock)
         return found
 
@@ -138,7 +144,7 @@ cdef class LinkHandle:
         cdef Link *k = self.k
         cdef bint done
         with nogil:
-            done = break_pairs(k, now_ns() + <u64>(timeout_s * 1e9))
+            done = break_pairs(k, now_ns() + <u64>(max(timeout_s, 0.0) * 1e9))
         return done
 
     def submit(
@@ -345,7 +351,7 @@ cdef class TransferHandle:
 
     def wait(self, double timeout_s):
         cdef Transfer *t = self.t
-        cdef u64 until = now_ns() + <u64>(min(timeout_s, 1e9) * 1e9), now
+        cdef u64 until = now_ns() + <u64>(min(max(timeout_s, 0.0), 1e9) * 1e9), now
         if load32(&t.status) == PENDING and t.total <= INLINE_BYTES:
             # Taking the interpreter lock back costs up to 5 ms beside a busy thread; an answer to
             # a small write comes in less time than anybody else would be let in.

@@ -150,12 +150,12 @@ cdef void finish(Rail *r, Arriving *a) noexcept nogil:
                 returned(r, a, False)
         else:
             # Inside the mark: no arrival is counted after a fence has returned.
-            enter(r.worker)
+            enter(r, a.opening)
             revoked = is_revoked(r, a, reason)
             if not revoked and a.opening != NULL:
                 add64(&a.opening.nbytes, a.total)
                 add64(&a.opening.count, 1)
-            leave(r.worker)
+            leave(r)
             if revoked:
                 refuse(r, a, reason)
             else:
@@ -269,7 +269,7 @@ cdef bint check_ranges(Rail *r, char *reason) noexcept nogil:
     """Whether the ranges that a frame is to be written to are all registered now."""
     cdef u32 i, n
     cdef bint good = True
-    enter(r.worker)
+    enter(r, NULL)
     cdef Snapshot *s = <Snapshot *>load_pointer(&r.plane.regions)
     r.version = s.version
     r.newest = s.newest
@@ -279,7 +279,7 @@ cdef bint check_ranges(Rail *r, char *reason) noexcept nogil:
             say_outside(s, <u64>r.near[i].iov_base, r.near[i].iov_len, reason + n)
             good = False
             break
-    leave(r.worker)
+    leave(r)
     return good
 
 
@@ -396,7 +396,7 @@ cdef void serve_read(Rail *r) noexcept nogil:
     cdef u32 i, n = 0
     cdef bint good = True
     cdef char reason[TEXT_MAX]
-    enter(r.worker)
+    enter(r, NULL)
     s = <Snapshot *>load_pointer(&r.plane.regions)
     touched = <uint8_t *>need(s.count + 1)
     for i in range(r.near_n):
@@ -414,7 +414,7 @@ cdef void serve_read(Rail *r) noexcept nogil:
                 add32(&held[n].refs, 1)
                 add32(&held[n].readers, 1)
                 n += 1
-    leave(r.worker)
+    leave(r)
     free(touched)
     if good:
         blocks = <Block *>need(r.near_n * sizeof(Block))

@@ -365,7 +365,7 @@ cdef void break_link(Link *link) noexcept nogil:
             if a != NULL and a.opening != NULL and not load32(&a.opening.is_open):
                 snprintf(reason, TEXT_MAX, b"the tag 0x%llx was fenced", <unsigned long long>a.tag)
                 refuse(r, a, reason)
-                forget(link, a)
+                forget_when_drained(link, a)
                 i = 0  # What comes behind may have moved up.
                 continue
             i += 1
@@ -376,6 +376,10 @@ cdef void break_link(Link *link) noexcept nogil:
         q = link.pairs[k]
         if q != NULL and q.state != PAIR_LOST and q.state != PAIR_GONE:
             done = False
+    if done:
+        pthread_mutex_lock(&link.lock)
+        forget_drained(link)
+        pthread_mutex_unlock(&link.lock)
     if done and swap32(&link.breaking, 0):
         futex_wake_all(&link.breaking)
 

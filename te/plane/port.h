@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * What Cython cannot say: atomics, the processor's pause, futex, and the two structs on the wire.
- * Every atomic is sequentially consistent: the protocols of the plane (mark, then look) need the
+ * Every atomic but one is sequentially consistent: the protocols of the plane (mark, then look) need the
  * store-load order, and at one per call to the kernel its cost is not seen. */
 #ifndef TE_PLANE_PORT_H
 #define TE_PLANE_PORT_H
@@ -29,6 +29,10 @@ static inline void store32(uint32_t *p, uint32_t v) { __atomic_store_n(p, v, __A
 static inline void store64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }
 static inline void store_pointer(void *p, void *v) {
     __atomic_store_n((void **)p, v, __ATOMIC_SEQ_CST);
+}
+/* Seen by whoever sees what the writer does next. */
+static inline void note_pointer(void *p, void *v) {
+    __atomic_store_n((void **)p, v, __ATOMIC_RELAXED);
 }
 static inline void *swap_pointer(void *p, void *v) {
     return __atomic_exchange_n((void **)p, v, __ATOMIC_SEQ_CST);

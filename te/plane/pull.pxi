@@ -136,13 +136,13 @@ cdef Moved pull(Rail *r) noexcept nogil:
         return MOVED
     if r.payload_left >= SPREAD_BYTES:
         spread(r.worker)
-    enter(r.worker)
+    enter(r, r.arriving.opening)
     revoked = is_revoked(r, r.arriving, reason)
     if not revoked:
         n = copy_mapped(r)
         if n == 0:
             n = copy_foreign(r)
-    leave(r.worker)
+    leave(r)
     if not revoked and n <= 0:
         revoked = True
         say_fault(r, last_errno(), reason)

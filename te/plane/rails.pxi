@@ -173,11 +173,11 @@ cdef Moved land(Rail *r) noexcept nogil:
     cdef bint revoked
     r.near[r.near_n].iov_base = r.tail
     r.near[r.near_n].iov_len = sizeof(r.tail)
-    enter(r.worker)
+    enter(r, r.arriving.opening)
     revoked = is_revoked(r, r.arriving, reason)
     if not revoked:
         n = channel_land(r, r.near + r.near_at, r.near_n + 1 - r.near_at)
-    leave(r.worker)
+    leave(r)
     if n == -EFAULT:
         revoked = True
         snprintf(reason, TEXT_MAX, b"registered memory cannot be written: Bad address")
@@ -321,7 +321,6 @@ cdef void rail_retire(Rail *r) noexcept nogil:
     close(r.fd)  # Which also ends the watch.
     r.fd = -1
     frame_sent(r)
-    add64(&r.plane.rails_in if link.is_incoming else &r.plane.rails_out, -1)
     pthread_mutex_lock(&link.lock)
     link.rails_alive -= 1
     left = link.rails_alive
@@ -330,6 +329,7 @@ cdef void rail_retire(Rail *r) noexcept nogil:
         pairs_end(link)
     if left == 0:
         link_ended(link)
+    add64(&r.plane.rails_in if link.is_incoming else &r.plane.rails_out, -1)
 
 
 cdef bint rail_turn(Rail *r, bint rung, bint is_patient) noexcept nogil:

@@ -370,7 +370,7 @@ cdef void cancel(Transfer *t) noexcept nogil:
         return
     if t.opening != NULL:
         store32(&t.opening.is_open, 0)
-        quiesce(link.plane, QUIESCE_NS)
+        quiesce(link.plane, NULL, t.opening, QUIESCE_NS)
     pthread_mutex_lock(&link.lock)
     if t.is_listed:
         if not t.begun:
@@ -443,10 +443,12 @@ cdef void link_ended(Link *link) noexcept nogil:
             opening_drop(a.opening)
             free(a)
     map_free(&link.arriving)
+    forget_drained(link)
     while link.jobs != NULL:
         job = link.jobs
         link.jobs = job.next
         free(job)
     store32(&link.jobs_n, 0)
     pthread_mutex_unlock(&link.lock)
+    store32(&link.has_ended, 1)
     tell(link.plane, link, -1, 0, link.code, link.errnum)

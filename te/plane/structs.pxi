@@ -30,6 +30,7 @@ cdef extern from "port.h" nogil:
     void store32(u32 *p, u32 v)
     void store64(u64 *p, u64 v)
     void store_pointer(void *p, void *v)
+    void note_pointer(void *p, void *v)
     void *swap_pointer(void *p, void *v)
     u32 swap32(u32 *p, u32 v)
     u32 swap_if(u32 *p, u32 old, u32 v)
@@ -321,12 +322,14 @@ cdef struct Snapshot:
     Snapshot *older  # retired before this one, and not yet free
     u64 seen[WORKERS_MAX]  # where the workers stood when it was retired
 
-# One opening of a tag: a transfer keeps the opening it began under.
+# One opening of a tag: a transfer keeps the opening it began under. It is open until a fence revokes
+# it, and stays in the table of tags until that fence is confirmed: no section lands under it, and
+# nothing is granted.
 cdef struct Opening:
     u64 value, count
     u64 nbytes  # atomic: of the transfers counted; added first, so that it is never too few
     u32 is_open, refs
-    u32 granted  # unfinished transfers over RDMA that may be writing under it
+    u32 granted  # transfers over RDMA that may be writing under it
 
 # From u64 to a pointer that is not NULL: open addressing, at most half full.
 cdef struct Map:
@@ -394,6 +397,7 @@ cdef struct Arriving:
     u32 refused  # atomic: other rails look at it without the lock
     bint abandoned, spoiled
     uint16_t flags
+    Arriving *next  # of those that wait for rails to be drained
 
 ctypedef enum Place:
     AT_HEAD
@@ -568,6 +572,7 @@ cdef struct Link:
     Far *table  # the destination's memory, as it has told; the worker's alone
     u32 table_n, table_room
     u64 table_told  # version of the regions that the source was told of
+    Arriving *undrained  # fenced, but the rails they were granted are not closed yet
     void *slots[BEGUN_MAX]  # Arriving; their generations
     uint8_t generations[BEGUN_MAX]
     u32 slots_turn, slots_taken
@@ -575,7 +580,7 @@ cdef struct Link:
     u32 breaking  # atomic: a fence waits until every pair is drained
     u32 kicks  # atomic: counts calls to look for something to send
     u32 hopeless  # atomic: without a rail for too long
-    u32 has_ended  # atomic: its pairs are gone
+    u32 has_ended  # atomic: its pairs and connections are gone
     bint has_outlasted
     u64 rail_bytes[RAILS_MAX]  # atomic, as the next one: done, by rail
     u64 rail_flying[RAILS_MAX]  # handed over and not done
@@ -603,7 +608,9 @@ cdef struct Worker:
     int epoll, eventfd
     u32 sleeping, kicked
     u32 processor  # atomic: the one it copies on, plus 1; 0 while it does not copy
-    u64 inside  # odd while it writes registered memory
+    u64 inside  # odd while it writes registered memory, of which link and under which opening
+    Link *inside_link
+    Opening *inside_opening
     pthread_mutex_t lock
     Rail *adopted
     Rail *rails

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Who may write where: maps, marked sections, regions, tags. And what is told to Python.
+# What the plane keeps books of: maps and regions. And what is told to Python.
 
 cdef void *need(size_t nbytes) noexcept nogil:
     """Zeroed memory for bookkeeping. Without a few hundred bytes nothing can go on."""
@@ -77,36 +77,6 @@ cdef void map_free(Map *m) noexcept nogil:
     free(m.keys)
     free(m.values)
     memset(m, 0, sizeof(Map))
-
-
-# -- marked sections: mark as revoked, then wait for those who may not have seen it
-
-cdef inline void enter(Worker *w) noexcept nogil:
-    add64(&w.inside, 1)
-
-
-cdef inline void leave(Worker *w) noexcept nogil:
-    add64(&w.inside, 1)
-
-
-cdef bint quiesce(Plane *p, u64 timeout_ns) noexcept nogil:
-    """Returns once each section under way at the call has ended; False when one did not in time."""
-    cdef u64 give_up = now_ns() + timeout_ns, seen
-    cdef timespec pause
-    cdef u32 i, looks = 0
-    for i in range(p.workers_n):
-        seen = load64(&p.workers[i].inside)
-        while seen & 1 and load64(&p.workers[i].inside) == seen:
-            looks += 1
-            if looks < 200:
-                relax()
-                continue
-            if now_ns() >= give_up:
-                return False
-            pause.tv_sec = 0
-            pause.tv_nsec = 20000
-            nanosleep(&pause, NULL)
-    return True
 
 
 # -- regions
@@ -229,30 +199,6 @@ cdef void say_outside(Snapshot *s, u64 address, u64 nbytes, char *text) noexcept
         say_nearest(text, address, nbytes, 0, 0, 0)
     else:
         say_nearest(text, address, nbytes, s.count, near.start, near.end)
-
-
-# -- tags
-
-cdef void opening_drop(Opening *o) noexcept nogil:
-    if o != NULL and add32(&o.refs, -1) == 0:
-        free(o)
-
-
-cdef Opening *opening_new(u64 value) noexcept nogil:
-    cdef Opening *o = <Opening *>need(sizeof(Opening))
-    o.value = value
-    o.is_open = o.refs = 1
-    return o
-
-
-cdef Opening *opening_find(Plane *p, u64 value) noexcept nogil:
-    """With a reference for the caller; NULL when the tag is not open."""
-    pthread_mutex_lock(&p.tags_lock)
-    cdef Opening *o = <Opening *>map_get(&p.tags, value)
-    if o != NULL:
-        add32(&o.refs, 1)
-    pthread_mutex_unlock(&p.tags_lock)
-    return o
 
 
 # -- what Python is told

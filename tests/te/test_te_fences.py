@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fences whose landings do not end in time: they say so each time, until they are confirmed."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import numpy as np
+import pytest
+from te_far import pattern, wait_until
+from te_frames import HEADER, Ack, AckStatus, Kind, header
+from te_frozen import FrozenMemory, frozen_memory
+from te_raw import RawSource
+
+import te
+from te.bench._null import Device, Wires
+from te.topology import ANYWHERE, Locality, Topology
+from te.verbs import _core as verbs
+from te.verbs.fabric import Fabric, Nic
+
+TIMEOUT_S = 20.0
+NBYTES = 1 << 16
+SAMEHOST = te.Config(transports=("samehost",))
+
+
+class NullEngine(te.Engine):
+    """With an RDMA device that moves nothing."""
+
+    def _open_fabric(self) -> tuple[Fabric | None, str]:
+        nic = Nic(
+            index=0,
+            name="null0",
+            port=1,
+            device=cast(verbs.Device, Device(Wires())),
+            family="ib",
+            gids=(),
+            lid=1,
+            mtu=5,
+            max_message_bytes=1 << 30,
+            max_region_bytes=1 << 62,
+            netdev="",
+            bytes_per_s=0.0,
+        )
+        topology = Topology((), {ANYWHERE: Locality((nic.name,))}, gpus={}, far={})
+        return Fabric((nic,), topology, (0,)), ""
+
+
+class Frozen:
+    """A write under `TAG`, from a source on this host, that waits for a page of the source."""
+
+    TAG = 7
+
+    def __init__(self, target: te.Engine, source: te.Engine, memory: FrozenMemory) -> None:
+        self.target, self.source, self.memory = target, source, memory
+        self.content = pattern(3, memory.nbytes)
+        self.dst = np.full(memory.nbytes, 0xEE, np.uint8)
+        source.register(memory.address, memory.nbytes)
+        self.region = target.register(self.dst)
+        self.peer = source.connect(target.card())
+        wait_until(lambda: target.stats().rails >= self.peer.rails, "all rails are accepted")
+        target.expect(self.TAG)
+        blocks = te.Blocks.of(memory.address, self.region.address, memory.nbytes)
+        self.transfer = self.peer.write(blocks, tag=self.TAG)
+        memory.wait_until_touched()
+
+    def serve(self) -> None:
+        self.memory.serve(self.content)
+
+
+@contextlib.contextmanager
+def frozen_write(target: te.Engine) -> Iterator[Frozen]:
+    with te.Engine(SAMEHOST) as source, frozen_memory(NBYTES) as memory:
+        yield Frozen(target, source, memory)
+
+
+def answer(source: RawSource) -> Ack:
+    """The next acknowledgement to a source over RDMA: words about its rails come in between."""
+    while True:
+        data = source.sock.recv(HEADER.size, socket.MSG_WAITALL)
+        kind, status, _, count, transfer, _, _, _ = HEADER.unpack(data)
+        size = {Kind.ACK: count, Kind.TABLE: 48 * count}.get(kind, 0)
+        body = source.sock.recv(size, socket.MSG_WAITALL) if size else b""
+        if kind == Kind.ACK:
+            return Ack(transfer, AckStatus(status), body.decode())
+
+
+def test_a_fence_that_is_not_confirmed_says_so_each_time() -> None:
+    with te.Engine(SAMEHOST) as target, frozen_write(target) as frozen:
+        for _ in range(2):
+            with pytest.raises(te.FenceTimeout, match=r"tag 0x7: .* call fence again"):
+                target.fence(7)
+            with pytest.raises(ValueError, match="tag 0x7 is being fenced"):
+                target.expect(7)
+        frozen.serve()
+        assert target.fence(7) == 0
+        frozen.dst[:] = 0xCA
+        with pytest.raises(te.TransferFailed, match="the tag 0x7 was fenced"):
+            frozen.transfer.wait(TIMEOUT_S)
+        assert (frozen.dst == 0xCA).all()
+        assert target.fence(7) == 0
+        target.expect(7)
+        blocks = te.Blocks.of(frozen.memory.address, frozen.region.address, NBYTES)
+        assert frozen.peer.write(blocks, tag=7).wait(TIMEOUT_S) is te.Status.DONE
+        assert (frozen.dst == frozen.content).all()
+        assert target.fence(7) == 1
+
+
+def fences_of_two_threads(target: te.Engine, serve: Callable[[], None]) -> list[int]:
+    """Has them fence the tag 7 until both have heard that it is not confirmed; then has it
+    confirmed. What they return: never before that."""
+    served = threading.Event()
+    timeouts: list[int] = []
+    counts: list[int] = []
+
+    def fence(number: int) -> None:
+        while True:
+            try:
+                count = target.fence(7)
+            except te.FenceTimeout:
+                timeouts.append(number)
+                continue
+            assert served.is_set(), "the fence returned before it was confirmed"
+            counts.append(count)
+            return
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(fence, number) for number in range(2)]
+        wait_until(lambda: set(timeouts) == {0, 1} or any(one.done() for one in done), "timeouts")
+        served.set()
+        serve()
+        for one in done:
+            one.result(TIMEOUT_S)
+    return counts
+
+
+def test_threads_that_fence_one_tag_all_wait_for_its_landing() -> None:
+    with te.Engine(SAMEHOST) as target, frozen_write(target) as frozen:
+        assert fences_of_two_threads(target, frozen.serve) == [0, 0]
+
+
+def test_a_source_whose_page_is_frozen_holds_up_its_own_fence_alone() -> None:
+    with (
+        te.Engine(SAMEHOST) as target,
+        te.Engine(te.Config(transports=("tcp",))) as other,
+        frozen_write(target) as frozen,
+    ):
+        target.expect(8)
+        assert target.fence(8) == 0
+        assert target.fence_peer(other.id) == 0
+        with pytest.raises(te.FenceTimeout):
+            target.fence(frozen.TAG)
+        frozen.serve()
+        assert target.fence(frozen.TAG) == 0
+
+
+def test_other_peers_fences_go_on_beside_a_frozen_page() -> None:
+    config = te.Config(transports=("samehost", "tcp"))
+    with te.Engine(config) as target, te.Engine(config) as other:
+        src, dst = pattern(1, NBYTES), np.zeros(NBYTES, np.uint8)
+        near, far = other.register(src), target.register(dst)
+        peer = other.connect(target.card())
+        target.expect(8)
+        blocks = te.Blocks.of(near.address, far.address, NBYTES)
+        assert peer.write(blocks, tag=8).wait(TIMEOUT_S) is te.Status.DONE
+        with frozen_write(target) as frozen:
+            assert target.fence(8) == 1
+            assert target.fence_peer(other.id) == 1
+            frozen.serve()
+
+
+def test_a_link_that_has_died_in_the_middle_of_a_landing_is_fenced_too() -> None:
+    with te.Engine(SAMEHOST) as target, frozen_write(target) as frozen:
+        frozen.peer.close()
+        # One of its connections is in the hands of a worker that waits for the page.
+        wait_until(lambda: target.stats().rails == 1, "the others are closed")
+        for _ in range(2):
+            with pytest.raises(te.FenceTimeout):
+                target.fence_peer(frozen.source.id)
+        frozen.serve()
+        wait_until(lambda: target.stats().rails == 0, "all are closed")
+        assert target.fence_peer(frozen.source.id) == 0
+
+
+@contextlib.contextmanager
+def worker_that_waits(engine: te.Engine) -> Iterator[Callable[[], None]]:
+    """The engine's only worker reads a frozen page that it is to send, which is no landing; the
+    function serves the page."""
+    with te.Engine(te.Config(transports=("tcp",))) as far, frozen_memory(4 * NBYTES) as memory:
+        dst = np.zeros(memory.nbytes, np.uint8)
+        region = far.register(dst)
+        engine.register(memory.address, memory.nbytes)
+        blocks = te.Blocks.of(memory.address, region.address, memory.nbytes)
+        transfer = engine.connect(far.card()).write(blocks)
+        memory.wait_until_touched()
+        yield lambda: memory.serve(pattern(1, memory.nbytes))
+        assert transfer.wait(TIMEOUT_S) is te.Status.DONE
+
+
+def test_a_grant_over_rdma_holds_the_fence_until_its_rails_are_broken() -> None:
+    with NullEngine(te.Config(transports=("rdma", "tcp"), workers=1)) as target:
+        source = RawSource(target.card(), is_direct=True)
+        with source.sock:
+            assert isinstance(source.sock, socket.socket)
+            target.expect(9)
+            source.send(header(Kind.ASK, count=1, transfer=1, tag=9, total=100))
+            assert answer(source).status is AckStatus.GRANTED
+            with worker_that_waits(target) as serve:
+                for _ in range(2):
+                    with pytest.raises(te.FenceTimeout):
+                        target.fence(9)
+                    with pytest.raises(ValueError, match="tag 0x9 is being fenced"):
+                        target.expect(9)
+                serve()
+                assert target.fence(9) == 0
+                target.expect(9)
+            assert "fenced" in answer(source).reason
+
+
+def test_threads_that_fence_a_granted_tag_all_wait_for_its_rails() -> None:
+    with NullEngine(te.Config(transports=("rdma", "tcp"), workers=1)) as target:
+        source = RawSource(target.card(), is_direct=True)
+        with source.sock:
+            assert isinstance(source.sock, socket.socket)
+            target.expect(7)
+            source.send(header(Kind.ASK, count=1, transfer=1, tag=7, total=100))
+            assert answer(source).status is AckStatus.GRANTED
+            with worker_that_waits(target) as serve:
+                assert fences_of_two_threads(target, serve) == [0, 0]
