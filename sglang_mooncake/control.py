@@ -141,18 +141,7 @@ class ControlLoop:
     def _empty_inbox(self) -> None:
         while self._inbox:
             stimulus = self._inbox.popleft()
-            try:
-                self._handler.on_stimulus(stimulus, time.monotonic())
-            except Exception as error:
-                logger.exception("the hand-over could not handle %r", stimulus)
-                self._fail_room_of(stimulus, error)
-
-    def _fail_room_of(self, stimulus: Any, error: Exception) -> None:
-        """A bug in the handling of one room must end that room, not hang it and not the loop."""
-        broken = getattr(self._handler, "broken_room", None)
-        view = getattr(stimulus, "view", None)
-        if broken is not None and view is not None:
-            self._guard(lambda: broken(view, f"internal error: {error!r}"))
+            self._guard(lambda: self._handler.on_stimulus(stimulus, time.monotonic()))  # noqa: B023
 
     def _guard(self, call: Callable[[], None]) -> None:
         try:

@@ -19,6 +19,8 @@ __all__ = ["Executor"]
 
 logger = logging.getLogger(__name__)
 
+_LOGGED_CHARS_MAX = 500
+
 Event = TypeVar("Event")
 Instruction = TypeVar("Instruction")
 
@@ -63,7 +65,7 @@ class Executor(Generic[Event, Instruction]):
         try:
             instructions = self._handle(event, self._clock())
         except Exception as error:
-            logger.exception("the hand-over could not handle %r", event)
+            logger.exception("the hand-over could not handle %s", _short(event))
             self._tell(event, error)
             return
         for instruction in instructions:
@@ -71,10 +73,16 @@ class Executor(Generic[Event, Instruction]):
                 self._perform(instruction)
             except Exception as error:
                 # The others of the batch are still carried out: they may be what ends a room.
-                logger.exception("the hand-over could not carry out %r", instruction)
+                logger.exception("the hand-over could not carry out %s", _short(instruction))
                 self._tell(instruction, error)
 
     def _tell(self, cause: Event | Instruction, error: Exception) -> None:
         event = self._failed(cause, error)
         if event is not None:
             self._events.append(event)
+
+
+def _short(what: object) -> str:
+    """For the log: an instruction may hold the indices of a whole prompt, megabytes of them."""
+    text = repr(what)
+    return text if len(text) <= _LOGGED_CHARS_MAX else f"{text[:_LOGGED_CHARS_MAX]} …"

@@ -4,15 +4,13 @@ engine. What is to be done is decided in `rooms/prefill.py`; here it is done, on
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
-import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import zmq
 
 import te
@@ -21,7 +19,9 @@ from sglang_mooncake import messages
 from sglang_mooncake.config import Config
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop, open_router
-from sglang_mooncake.layout import SEAL_BYTES, Layout, LayoutMismatch, Plan, Seal, seal_bytes
+from sglang_mooncake.destinations import Destination, Destinations
+from sglang_mooncake.executor import Executor
+from sglang_mooncake.layout import Layout, LayoutMismatch, Plan
 from sglang_mooncake.messages import (
     Hello,
     HelloReply,
@@ -29,31 +29,25 @@ from sglang_mooncake.messages import (
     Message,
     MessageError,
     RoomAbort,
+    RoomFailed,
     RoomRequest,
 )
+from sglang_mooncake.outgoing import Outgoing, TransferEnded
 from sglang_mooncake.rooms import prefill as rooms
 from sglang_mooncake.rooms.states import RoomState, RoomView
-from sglang_mooncake.side import Side
+from sglang_mooncake.side import Side, broken
 from sglang_mooncake.stats import Recorder
+from sglang_mooncake.stream_order import StreamEvent, StreamOrder, Waited
 
 __all__ = ["PrefillSide"]
 
 logger = logging.getLogger(__name__)
 
-#: One seal is needed per transfer of a last chunk that is under way.
-SEAL_SLOTS = 16_384
 _START_TIMEOUT_S = 10.0
 #: A peer that floods us must not keep the loop from everybody else's rooms.
 MESSAGES_PER_TURN = 256
-
-
-@dataclass(frozen=True, slots=True)
-class _Destination:
-    """A decode rank that said hello, and to which a data path stands."""
-
-    name: str
-    peer: te.Peer
-    plan: Plan
+#: Hellos whose data path is being made.
+GREETINGS_MAX = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +55,17 @@ class _Connected:
     """A worker's result: the data path to a decode rank, or why there is none."""
 
     identity: bytes
-    name: str
+    rank: str
     plan: Plan
     peer: te.Peer | str
 
 
 @dataclass(frozen=True, slots=True)
-class _Outgoing:
-    """What one room has under way, and the payload that it has had for each decode rank."""
+class _SentAfter:
+    """A chunk whose pages the GPU has yet to fill."""
 
-    transfers: list[te.Transfer] = field(default_factory=list)
-    nbytes: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(frozen=True, slots=True)
-class _TransferEnded:
-    view: RoomView
-    write: rooms.Write
-    transfer: te.Transfer
-    seal_slot: int | None
+    sent: rooms.ChunkSent
+    events: Sequence[StreamEvent]
 
 
 class Stages(Protocol):
@@ -105,13 +91,23 @@ class PrefillSide(Side):
     ) -> None:
         self._context, self._config, self._engine = context, config, engine
         self._layout, self._recorder, self._stages = layout, recorder, stages
-        self._rooms = rooms.PrefillRooms(context.deadlines.bootstrap_s)
-        self._destinations: dict[str, _Destination] = {}
-        self._outgoing: dict[int, _Outgoing] = {}  # by serial of the room
-        self._seals = np.zeros(SEAL_SLOTS * SEAL_BYTES, dtype=np.uint8)
-        self._seal_region = engine.register(self._seals)
-        self._free_seals = list(range(SEAL_SLOTS))
+        self._rooms = rooms.PrefillRooms(
+            context.deadlines.bootstrap_s, 2 * context.deadlines.waiting_s
+        )
+        self._executor = Executor(self._rooms.handle, self._perform, self._failed)
+        self._destinations = Destinations()
+        self._greeting: set[bytes] = set()
+        self._next_probe_s = 0.0
         self._loop = ControlLoop("kv-prefill", self)
+        self._outgoing = Outgoing(
+            engine, recorder, lambda ended: self._loop.post(ended), config.test_suppress_payload
+        )
+        self._order = StreamOrder(
+            self._executor.submit,
+            lambda view, reason: self._executor.submit(rooms.Broken(view, reason)),
+            lambda waited: self._loop.post(waited),
+            context.deadlines.waiting_s,
+        )
         self._router: zmq.Socket[bytes] | None = None
         self._port: queue.Queue[int | Exception] = queue.Queue(1)
         #: Rooms (by serial) that the scheduler polls in every step. Its thread alone uses this.
@@ -125,6 +121,7 @@ class PrefillSide(Side):
         Raises:
             zmq.ZMQError: the address of this rank cannot be bound.
         """
+        self._order.start()
         self._loop.start()
         port = self._port.get(timeout=_START_TIMEOUT_S)
         if isinstance(port, Exception):
@@ -142,12 +139,18 @@ class PrefillSide(Side):
             )
         return view
 
-    def send_chunk(self, view: RoomView, chunk: rooms.Chunk) -> None:
+    def send_chunk(
+        self, view: RoomView, chunk: rooms.Chunk, events: Sequence[StreamEvent] = ()
+    ) -> None:
         """Leaves the chunk for the loop. Waking the loop is a system call, and one at which a
         crowded kernel takes the core from the scheduler (on two cores with four schedulers, 11 of
         14 calls that took over 1 ms lost it there). SGLang sends the chunks of a whole batch in a
-        row and then polls: one wake-up in `polled` serves them all, unless nothing is polled."""
-        self._loop.leave(rooms.ChunkSent(view, chunk))
+        row and then polls: one wake-up in `polled` serves them all, unless nothing is polled.
+
+        events: nothing of the chunk is read before these have happened. Chunks keep their order.
+        """
+        sent = rooms.ChunkSent(view, chunk)
+        self._loop.leave(_SentAfter(sent, events) if events else sent)
         if chunk.is_last:
             self._polled.add(view.serial)
         if not self._polled:
@@ -160,12 +163,6 @@ class PrefillSide(Side):
         if view.over or (view.state is not RoomState.OPEN and not sent):
             self._polled.discard(view.serial)
 
-    def send_chunk_after(
-        self, wait: Callable[[], None], view: RoomView, chunk: rooms.Chunk
-    ) -> None:
-        """The same once `wait()` (an event on a GPU stream) has returned, in a worker."""
-        self._loop.work(wait, lambda _: rooms.ChunkSent(view, chunk))
-
     def abort(self, view: RoomView, reason: str) -> None:
         self._polled.discard(view.serial)
         super().abort(view, reason)
@@ -173,6 +170,10 @@ class PrefillSide(Side):
     def close_room(self, view: RoomView) -> None:
         self._polled.discard(view.serial)
         super().close_room(view)
+
+    def close(self) -> None:
+        super().close()
+        self._order.close()
 
     # --- control.Handler ------------------------------------------------------------------------
 
@@ -195,18 +196,33 @@ class PrefillSide(Side):
         match stimulus:
             case None:
                 pass  # a worker that went well and has nothing to say
+            case _SentAfter(sent, events):
+                self._order.submit(sent.view, sent, events)
+            case rooms.ChunkSent(view):
+                self._order.submit(view, stimulus)
+            case Waited():
+                self._order.waited(stimulus)
+            case rooms.Closed(view):
+                self._executor.submit(stimulus)
+                if self._stages is not None:
+                    self._stages.forget(view)
             case _Connected():
                 self._connected(stimulus)
-            case _TransferEnded():
+            case TransferEnded():
                 self._transfer_ended(stimulus, now_s)
             case _:
-                self._apply(stimulus, now_s)
+                self._executor.submit(stimulus)
 
     def on_tick(self, now_s: float) -> None:
-        self._apply(rooms.Tick(), now_s)
-        for key, destination in list(self._destinations.items()):
+        self._executor.submit(rooms.Tick())
+        for ended in self._outgoing.overlooked():
+            self._transfer_ended(ended, now_s)
+        for destination in self._destinations:
             if not destination.peer.alive:
-                self._lose(key, destination, now_s)
+                self._reset(destination, f"lost the data path to {destination.rank}")
+        if now_s >= self._next_probe_s:
+            self._next_probe_s = now_s + self._context.deadlines.heartbeat_s
+            self._probe(self._destinations)
         self._recorder.open_rooms(len(self._rooms))
         self._recorder.write_if_due(now_s)
 
@@ -230,20 +246,26 @@ class PrefillSide(Side):
             self._take(identity, message)
 
     def _take(self, identity: bytes, message: Message) -> None:
-        key, now_s = identity.hex(), time.monotonic()
+        key = identity.hex()
         match message:
             case Hello():
                 self._greet(identity, message)
             case RoomAbort():  # welcome from strangers too: a refused rank gives its rooms up
-                self._apply(rooms.RoomAborted(key, message), now_s)
+                self._executor.submit(rooms.RoomAborted(key, message))
             case RoomRequest() if key in self._destinations:
-                self._apply(rooms.Requested(key, message), now_s)
+                self._executor.submit(rooms.Requested(key, message))
             case RoomRequest():
                 self._reply(identity, LinkReset(f"{self._context.name} has no data path to you"))
             case _:
                 logger.warning("%s sent a %s to a prefill rank", key, type(message).__name__)
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
+        if identity in self._greeting:
+            return  # it will be answered
+        if len(self._greeting) >= GREETINGS_MAX:
+            reason = f"{GREETINGS_MAX} decode ranks are being connected: say hello again later"
+            self._reply(identity, HelloReply(refused=f"{self._context.name}: {reason}"))
+            return
         try:
             plan = Plan(self._layout, hello.layout, self._context.place, hello.place)
         except LayoutMismatch as error:
@@ -256,34 +278,55 @@ class PrefillSide(Side):
                 return self._engine.connect(hello.card)
             except te.Error as error:
                 return f"{self._context.name} cannot reach the engine of {hello.rank}: {error}"
+            except Exception as error:  # the card is the peer's, who waits for an answer
+                logger.exception("the hello of %s", hello.rank)
+                return f"{self._context.name} cannot connect {hello.rank}: {error!r}"
 
+        self._greeting.add(identity)
         self._loop.work(connect, lambda peer: _Connected(identity, hello.rank, plan, peer))
 
     def _connected(self, result: _Connected) -> None:
+        self._greeting.discard(result.identity)
         if isinstance(result.peer, str):
             logger.error("%s", result.peer)
             self._reply(result.identity, HelloReply(refused=result.peer))
             return
-        self._destinations[result.identity.hex()] = _Destination(
-            result.name, result.peer, result.plan
-        )
-        self._reply(result.identity, HelloReply(refused=None))
+        made = Destination(result.identity.hex(), result.rank, result.peer, result.plan)
+        for former in self._destinations.add(made):
+            self._reset(former, f"has too many links to {former.rank}")
+        # First the others: this hello may be the end of one of them.
+        self._probe([one for one in self._destinations.of_engine(made) if one is not made])
+        self._probe([made])
+
+    def _probe(self, destinations: Iterable[Destination]) -> None:
+        """Says that the data path stands. Whoever cannot be told has gone, or has said hello again
+        over another connection: nothing else tells us that a control connection has ended."""
+        for destination in destinations:
+            self._reply(bytes.fromhex(destination.key), HelloReply(refused=None))
 
     def _reply(self, identity: bytes, message: Message) -> None:
         assert self._router is not None
         try:
             self._router.send_multipart([identity, messages.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            # The peer is gone (EHOSTUNREACH) or takes nothing in (EAGAIN): it has deadlines of its
-            # own, and its next hello starts afresh.
-            logger.warning("cannot tell %s: %s (%s)", identity.hex(), message, error)
+            # EAGAIN: it takes nothing in; it has deadlines of its own.
+            destination = self._destinations.get(identity.hex())
+            if error.errno != errno.EHOSTUNREACH or destination is None:
+                logger.warning("cannot tell %s: %s (%s)", identity.hex(), message, error)
+            else:
+                self._lose(destination, f"lost the control connection to {destination.rank}")
 
-    def _lose(self, key: str, destination: _Destination, now_s: float) -> None:
-        reason = f"{self._context.name} lost the data path to {destination.name}"
-        logger.warning("%s", reason)
-        del self._destinations[key]
-        self._apply(rooms.PeerLost(key, reason), now_s)
-        self._reply(bytes.fromhex(key), LinkReset(reason))
+    def _lose(self, destination: Destination, what: str) -> None:
+        """It is no destination any more: its rooms end."""
+        self._destinations.remove(destination.key)
+        logger.warning("%s %s", self._context.name, what)
+        self._executor.submit(rooms.PeerLost(destination.key, f"{self._context.name} {what}"))
+
+    def _reset(self, destination: Destination, what: str) -> None:
+        """The same for one that is there still: it is to say hello again."""
+        self._lose(destination, what)
+        reason = f"{self._context.name} {what}"
+        self._reply(bytes.fromhex(destination.key), LinkReset(reason))
 
     def _register_dp_rank(self, room: int) -> str | None:
         client = BootstrapClient(self._context.bootstrap_address)
@@ -297,26 +340,36 @@ class PrefillSide(Side):
 
     # --- rooms ---
 
-    def _apply(self, event: rooms.Event, now_s: float) -> None:
-        for instruction in self._rooms.handle(event, now_s):
-            match instruction:
-                case rooms.Write():
-                    self._write(instruction, now_s)
-                case rooms.CancelWrites(view):
-                    for transfer in self._outgoing[view.serial].transfers:
-                        transfer.cancel()
-                case rooms.Tell(peer, message):
-                    self._reply(bytes.fromhex(peer), message)
-                case rooms.Met(view):
-                    if self._stages is not None:
-                        self._stages.ready(view)
-                case rooms.Over(view):
-                    self._outgoing.pop(view.serial, None)
-                    self._recorder.room_over(view)
-                    if self._stages is not None:
-                        self._tell_stages(view)
-        if self._stages is not None and isinstance(event, rooms.Closed):
-            self._stages.forget(event.view)
+    def _perform(self, instruction: rooms.Instruction) -> None:
+        match instruction:
+            case rooms.Write(peer=key):
+                destination = self._destinations[key]
+                self._outgoing.begin(instruction, destination.peer, destination.plan)
+            case rooms.CancelWrites(view):
+                self._outgoing.cancel(view)
+            case rooms.Tell(peer, message):
+                self._reply(bytes.fromhex(peer), message)
+            case rooms.Met(view):
+                if self._stages is not None:
+                    self._stages.ready(view)
+            case rooms.Over(view):
+                self._outgoing.forget(view)
+                self._recorder.room_over(view)
+                if self._stages is not None:
+                    self._tell_stages(view)
+
+    def _failed(
+        self, cause: rooms.Event | rooms.Instruction, error: Exception
+    ) -> rooms.Event | None:
+        match cause:
+            case rooms.Write():
+                return Outgoing.refused(cause, error)
+            case rooms.Requested(peer, request):
+                message = RoomFailed(request.room, request.generation, f"internal error: {error!r}")
+                self._reply(bytes.fromhex(peer), message)
+                return None
+            case _:
+                return broken(cause, error)
 
     def _tell_stages(self, view: RoomView) -> None:
         """A room is over. One that a newer use has replaced says nothing of that one."""
@@ -326,72 +379,10 @@ class PrefillSide(Side):
         elif view.state is not RoomState.DONE:
             self._stages.failed(view)
 
-    def _write(self, write: rooms.Write, now_s: float) -> None:
-        seal_slot = None
-        outgoing = self._outgoing.setdefault(write.view.serial, _Outgoing())
-        try:
-            destination = self._destinations[write.peer]
-            blocks = self._blocks(write, destination.plan)
-            if write.chunk.is_last:
-                seal_slot = self._free_seals.pop()
-                nbytes = outgoing.nbytes[write.peer] + blocks.total_nbytes
-                blocks = self._sealed(write, destination.plan, blocks, nbytes, seal_slot)
-            transfer = destination.peer.write(blocks, tag=write.target.tag)
-        except (KeyError, IndexError, ValueError, te.Error) as error:
-            if seal_slot is not None:
-                self._free_seals.append(seal_slot)
-            reason = f"could not hand {len(write.chunk.pages)} pages to the engine: {error!r}"
-            self._apply(rooms.WriteEnded(write.view, reason), now_s)
+    def _transfer_ended(self, ended: TransferEnded, now_s: float) -> None:
+        outcome = self._outgoing.outcome(ended)
+        if outcome is None:
             return
-        outgoing.transfers.append(transfer)
-        outgoing.nbytes[write.peer] += blocks.total_nbytes
-        self._recorder.transfer_began(now_s)
-        transfer.add_done_callback(
-            lambda ended: self._loop.post(_TransferEnded(write.view, write, ended, seal_slot))
-        )
-
-    def _blocks(self, write: rooms.Write, plan: Plan) -> te.Blocks:
-        chunk, target, span = write.chunk, write.target, write.span
-        ours = chunk.pages[span.start - chunk.first : span.stop - chunk.first]
-        theirs = messages.indices_from_bytes(target.pages[4 * span.start : 4 * span.stop])
-        parts = [plan.kv(ours, theirs)]
-        if chunk.is_last:
-            parts.append(plan.state(chunk.states, messages.states_from_bytes(target.states)))
-        if self._config.test_suppress_payload:
-            parts.clear()
-        if chunk.aux_slot is not None and target.aux_slot is not None:
-            parts.append(plan.aux(chunk.aux_slot, target.aux_slot))
-        return te.Blocks.concat(parts)
-
-    def _sealed(
-        self, write: rooms.Write, plan: Plan, blocks: te.Blocks, nbytes: int, seal_slot: int
-    ) -> te.Blocks:
-        """The blocks of a last chunk with the seal behind them. `nbytes`: the payload that the
-        destination has had, with these blocks and without the seal."""
-        target = write.target
-        lists = zip(write.chunk.states, target.states, strict=False)
-        seal = Seal(
-            write.generation,
-            write.sent.writes,
-            write.sent.pages,
-            states=sum(ours is not None and theirs is not None for ours, theirs in lists),
-            aux=int(target.aux_slot is not None),
-            nbytes=nbytes + SEAL_BYTES,
-        )
-        begin = seal_slot * SEAL_BYTES
-        self._seals[begin : begin + SEAL_BYTES] = np.frombuffer(seal_bytes(seal), np.uint8)
-        place = plan.seal(self._seal_region.address + begin, target.seal_slot)
-        return te.Blocks.concat([blocks, place])
-
-    def _transfer_ended(self, ended: _TransferEnded, now_s: float) -> None:
-        view, transfer = ended.view, ended.transfer
-        if ended.seal_slot is not None:
-            self._free_seals.append(ended.seal_slot)
-        self._outgoing[view.serial].transfers.remove(transfer)
-        self._recorder.transfer_ended(transfer.nbytes, now_s)
-        failure = None
-        if transfer.poll() is not te.Status.DONE:
-            failure = f"a transfer was {transfer.poll().value}: {transfer.reason}"
-        self._apply(rooms.WriteEnded(view, failure), now_s)
-        if view.state is RoomState.DONE:
+        self._executor.submit(outcome)
+        if outcome.view.state is RoomState.DONE:
             self._recorder.handed_over(now_s - ended.write.chunk.sent_s)

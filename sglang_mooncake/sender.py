@@ -111,10 +111,7 @@ class KVSender(BaseKVSender):  # type: ignore[misc]
                 states=state_lists(state_indices),
             )
             event, self._early_send_wait_event = self._early_send_wait_event, None
-            if event is None:
-                self._side.send_chunk(self._view, chunk)
-            else:
-                self._side.send_chunk_after(event.synchronize, self._view, chunk)
+            self._side.send_chunk(self._view, chunk, () if event is None else (event,))
 
     def poll(self) -> int:
         with self.kv_mgr.recorder.scheduler_call("poll"):

@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
 from sglang_mooncake.control import ControlLoop
+from sglang_mooncake.executor import Executor
 from sglang_mooncake.layout.indices import Indices, as_indices
-from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened
+from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over
 from sglang_mooncake.rooms.states import RoomView
 
-__all__ = ["Side", "state_lists"]
+__all__ = ["Side", "broken", "state_lists"]
 
 
 def state_lists(state_indices: Iterable[Any] | None) -> tuple[Indices | None, ...]:
@@ -23,10 +23,12 @@ def state_lists(state_indices: Iterable[Any] | None) -> tuple[Indices | None, ..
     )
 
 
-class Side(ABC):
+class Side:
     """The public calls are for the scheduler thread: they cost microseconds and never wait."""
 
     _loop: ControlLoop
+    #: Of the loop thread alone.
+    _executor: Executor[Any, Any]
 
     def new_room(self, room: int) -> RoomView:
         """A room for one use of this number, known to the loop."""
@@ -50,10 +52,11 @@ class Side(ABC):
         """Ends the loop, its sockets and its workers. Idempotent."""
         self._loop.close()
 
-    def broken_room(self, view: RoomView, reason: str) -> None:
-        """For the loop, whose handling of the room failed."""
-        self._apply(Broken(view, reason), time.monotonic())
 
-    @abstractmethod
-    def _apply(self, event: Any, now_s: float) -> None:
-        """Carries out what the room table makes of an event. Loop thread only."""
+def broken(cause: Any, error: Exception) -> Broken | None:
+    """What the rules are told of an event or instruction that raised: a bug in the handling of one
+    room must end that room, not hang it. None where that would not end, or names no room."""
+    view = getattr(cause, "view", None)
+    if view is None or isinstance(cause, Broken | Over):
+        return None
+    return Broken(view, f"internal error: {error!r}")

@@ -177,6 +177,8 @@ class _Room:
     requests: dict[str, RoomRequest] = field(default_factory=dict)
     sent: dict[str, Sent] = field(default_factory=dict)  # by peer
     outstanding: int = 0
+    next_page: int = 0  # where the next chunk must begin
+    moved_s: float = 0.0  # when its decode ranks had asked, or the latest chunk came
 
 
 class PrefillRooms:
@@ -184,10 +186,12 @@ class PrefillRooms:
 
     Args:
         bootstrap_timeout_s: how long a room waits for its decode ranks, and a request for its room.
+        chunk_timeout_s: how long a room waits for its scheduler's next chunk. Long before, a decode
+            rank gives up and says so; this is for one whose word never comes.
     """
 
-    def __init__(self, bootstrap_timeout_s: float) -> None:
-        self._bootstrap_timeout_s = bootstrap_timeout_s
+    def __init__(self, bootstrap_timeout_s: float, chunk_timeout_s: float) -> None:
+        self._bootstrap_timeout_s, self._chunk_timeout_s = bootstrap_timeout_s, chunk_timeout_s
         self._rooms: dict[int, _Room] = {}  # by serial: a room number may be in use twice
         self._current: dict[int, _Room] = {}  # by room number: the newest use
         self._early = EarlyRooms(bootstrap_timeout_s)
@@ -202,7 +206,7 @@ class PrefillRooms:
             case Opened(view):
                 return self._open(view, now_s)
             case ChunkSent(view, chunk):
-                return self._chunk(view, chunk)
+                return self._chunk(view, chunk, now_s)
             case Aborted(view, reason):
                 return self._end(view, RoomState.ABORTED, reason)
             case Broken(view, reason):
@@ -244,25 +248,28 @@ class PrefillRooms:
             instructions += self._end(view, RoomState.ABORTED, _peer_gave_up(abort))
         return instructions
 
-    def _chunk(self, view: RoomView, chunk: Chunk) -> list[Instruction]:
+    def _chunk(self, view: RoomView, chunk: Chunk, now_s: float) -> list[Instruction]:
         room = self._rooms.get(view.serial)
         if room is None or view.state is RoomState.ENDING:
             return []  # the scheduler had not yet seen the end when it sent this
         if problem := _chunk_problem(room, chunk):
             return self._end(view, RoomState.FAILED, problem)
-        view.exposed = True
-        step = Step.LAST_CHUNK if chunk.is_last else Step.CHUNK
-        advance(view, step, TRANSITIONS_PREFILL)
         writes: list[Instruction] = []
         for peer, request in room.requests.items():
             if request.target is None:
                 continue
             span = request.target.share.within(chunk.span, request.target.num_pages)
             if span or chunk.is_last:  # the last one carries the seal, with or without pages
-                sent = room.sent[peer] = room.sent.get(peer, Sent()).with_write(span)
+                sent = room.sent.get(peer, Sent()).with_write(span)
                 writes.append(
                     Write(view, peer, request.generation, request.target, chunk, span, sent)
                 )
+        # From here on nothing can raise: what is counted is also written.
+        view.exposed = True
+        step = Step.LAST_CHUNK if chunk.is_last else Step.CHUNK
+        advance(view, step, TRANSITIONS_PREFILL)
+        room.next_page, room.moved_s = chunk.span.stop, now_s
+        room.sent |= {write.peer: write.sent for write in writes if isinstance(write, Write)}
         room.outstanding += len(writes)
         if chunk.is_last and room.outstanding == 0:
             return self._quiet(room)  # none of those who asked wants a byte from this rank
@@ -273,7 +280,7 @@ class PrefillRooms:
     def _request(self, peer: str, request: RoomRequest, now_s: float) -> list[Instruction]:
         room = self._current.get(request.room)
         if room is not None and room.view.state is RoomState.OPEN:
-            return self._meet(room, peer, request)
+            return self._meet(room, peer, request, now_s)
         known = room.requests.get(peer) if room is not None else None
         if known is not None and known.generation >= request.generation:
             return []  # a repetition
@@ -283,12 +290,15 @@ class PrefillRooms:
         self._early.request(peer, request, now_s)
         return self._refuse_early(now_s)
 
-    def _meet(self, room: _Room, peer: str, request: RoomRequest) -> list[Instruction]:
+    def _meet(
+        self, room: _Room, peer: str, request: RoomRequest, now_s: float
+    ) -> list[Instruction]:
         room.requests[peer] = request
         if problem := _disagreement(room):
             return self._end(room.view, RoomState.FAILED, problem)
         if len(room.requests) == request.destinations:
             room.view.decode_prefix_len = request.decode_prefix_len
+            room.moved_s = now_s
             advance(room.view, Step.MET, TRANSITIONS_PREFILL)
             return [Met(room.view)]
         return []
@@ -332,15 +342,28 @@ class PrefillRooms:
     def _tick(self, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
         for room in list(self._rooms.values()):
-            waited_s = now_s - room.view.opened_s
-            if room.view.state is RoomState.OPEN and waited_s >= self._bootstrap_timeout_s:
-                instructions += self._end(
-                    room.view,
-                    RoomState.TIMED_OUT,
-                    f"{_who_asked(room)} for room {room.view.room} within {waited_s:.0f} s "
-                    "(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)",
-                )
+            if late := self._late(room, now_s):
+                instructions += self._end(room.view, RoomState.TIMED_OUT, late)
         return instructions + self._refuse_early(now_s)
+
+    def _late(self, room: _Room, now_s: float) -> str | None:
+        match room.view.state:
+            case RoomState.OPEN:
+                waited_s = now_s - room.view.opened_s
+                if waited_s >= self._bootstrap_timeout_s:
+                    return (
+                        f"{_who_asked(room)} for room {room.view.room} within {waited_s:.0f} s "
+                        "(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)"
+                    )
+            case RoomState.READY | RoomState.SENDING:
+                waited_s = now_s - room.moved_s
+                if waited_s >= self._chunk_timeout_s:
+                    return (
+                        f"the scheduler sent nothing after page {room.next_page} of room "
+                        f"{room.view.room} for {waited_s:.0f} s "
+                        "(twice SGLANG_DISAGGREGATION_WAITING_TIMEOUT)"
+                    )
+        return None
 
     def _refuse_early(self, now_s: float) -> list[Instruction]:
         return [
@@ -411,6 +434,12 @@ def _chunk_problem(room: _Room, chunk: Chunk) -> str | None:
     """A chunk must continue where the last one ended, and end where the destination's pages do."""
     if room.view.state is RoomState.OPEN:
         return "the scheduler sent pages before a decode rank had asked for them"
+    if chunk.first != room.next_page or room.view.state is RoomState.SEALED:
+        return (
+            f"the prefill server sends pages {chunk.first}..{chunk.span.stop} after pages "
+            f"0..{room.next_page}{' and the last chunk' * (room.view.state is RoomState.SEALED)}: "
+            "a chunk was lost or overtaken on its way"
+        )
     after = chunk.span.stop
     for peer, request in room.requests.items():
         if request.target is None:

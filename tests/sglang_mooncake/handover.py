@@ -5,7 +5,7 @@ numpy memory filled from an oracle."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,6 +33,7 @@ from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rooms.prefill import Chunk
 from sglang_mooncake.rooms.states import RoomState, RoomView
 from sglang_mooncake.stats import Recorder
+from sglang_mooncake.stream_order import StreamEvent
 
 HOST = "127.0.0.1"
 PAGES, PAGE_SIZE, PAGE_BYTES, LAYERS = 64, 4, 512, 3
@@ -128,11 +129,17 @@ class PrefillRank:
         record = RankRecord(context.config, rank)
         self.lease = RankLease(context.bootstrap_address, record, deadline_s=WAIT_S)
 
-    def send(self, view: RoomView, pages: list[int], first: int, aux_slot: int | None) -> None:
+    def send(
+        self,
+        view: RoomView,
+        pages: list[int],
+        first: int,
+        aux_slot: int | None,
+        events: Sequence[StreamEvent] = (),
+    ) -> None:
         """One chunk, and the poll that SGLang's scheduler makes after it."""
-        self.side.send_chunk(
-            view, Chunk(np.array(pages, np.int64), first, aux_slot, time.monotonic())
-        )
+        chunk = Chunk(np.array(pages, np.int64), first, aux_slot, time.monotonic())
+        self.side.send_chunk(view, chunk, events)
         self.side.polled(view, sent=aux_slot is not None)
 
     def close(self) -> None:

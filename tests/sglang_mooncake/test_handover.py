@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -100,6 +101,55 @@ def test_the_seal_says_what_was_sent_and_the_engine_has_counted_that(pair):
     sent = Seal(target.generation, writes=3, pages=5, states=0, aux=1, nbytes=nbytes)
     assert pair.decode.seals.read(slot) == sent
     assert pair.decode.engine.arrived_nbytes(tag) == nbytes
+
+
+class Filling:
+    """An event of a GPU stream that fills pages: they are wrong until it has happened."""
+
+    def __init__(self, memory, pages: list[int]) -> None:
+        self._memory, self._pages = memory, pages
+        self._right = memory[:, pages].copy()
+        memory[:, pages] = 0xBB
+        self._happened = threading.Event()
+
+    def happen(self) -> None:
+        self._memory[:, self._pages] = self._right
+        self._happened.set()
+
+    def query(self) -> bool:
+        return self._happened.is_set()
+
+
+def test_a_last_chunk_waits_for_the_cached_prefix_that_the_gpu_still_fills(pair):
+    source, target = pair.open_both(8)
+    pair.name_pages(target, [10, 11, 12, 13], aux=0)
+    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    event = Filling(pair.source.kv, [0, 1])
+    pair.prefill.send(source, [0, 1], 0, None, (event,))
+    pair.prefill.send(source, [2, 3], 2, aux_slot=1)
+    bystander, its_target = pair.open_both(9)
+    pair.name_pages(its_target, [], aux=5)
+    until(lambda: bystander.state is RoomState.READY, "another room is ready")
+    assert source.state is RoomState.READY, "no chunk was handed to the engine"
+    event.happen()
+    until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
+    assert_copied(pair, [0, 1, 2, 3], [10, 11, 12, 13])
+    until(lambda: source.state is RoomState.DONE, "the prefill side knows")
+
+
+def test_an_event_that_fails_ends_the_room_on_both_sides(pair):
+    class Failing:
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    source, target = pair.open_both(8)
+    pair.name_pages(target, [10, 11], aux=0)
+    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    pair.prefill.send(source, [0], 0, None, (Failing(),))
+    pair.prefill.send(source, [1], 1, aux_slot=1)
+    until(lambda: source.over and target.over, "both sides let go of the room")
+    assert "device-side assert" in (target.reason or "")
+    assert not pair.decode.side.has_arrived(target)
 
 
 def test_a_fully_cached_prompt_hands_over_its_metadata_alone(pair):

@@ -31,7 +31,7 @@ from sglang_mooncake.rooms.prefill import (
 )
 from sglang_mooncake.rooms.states import ENDS, RoomState, RoomView
 
-TIMEOUT_S = 10.0
+TIMEOUT_S, CHUNK_TIMEOUT_S = 10.0, 40.0
 
 
 def target(tag: int = 1, pages: int = 2, share: PageShare = ALL_PAGES) -> Target:
@@ -73,7 +73,7 @@ def ready(rooms: PrefillRooms, room: int = 1) -> RoomView:
 
 
 def test_a_room_goes_from_open_to_done():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = ready(rooms)
     assert view.decode_prefix_len == 3
     (first,) = rooms.handle(ChunkSent(view, chunk(1, last=False)), 0)
@@ -91,7 +91,7 @@ def test_a_room_goes_from_open_to_done():
 
 
 def test_a_room_with_several_decode_ranks_waits_for_all_and_writes_to_each():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=2)), 0)
     assert view.state is RoomState.OPEN
@@ -101,7 +101,7 @@ def test_a_room_with_several_decode_ranks_waits_for_all_and_writes_to_each():
 
 
 def test_decode_ranks_that_disagree_on_their_number_fail_the_room():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=3)), 0)
     tells = rooms.handle(Requested("b", request(1, destinations=2)), 0)
@@ -111,7 +111,7 @@ def test_decode_ranks_that_disagree_on_their_number_fail_the_room():
 
 
 def test_decode_ranks_that_hold_different_prefixes_fail_the_room():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=2, prefix=0)), 0)
     tells = rooms.handle(Requested("b", request(1, destinations=2, prefix=16)), 0)
@@ -121,7 +121,7 @@ def test_decode_ranks_that_hold_different_prefixes_fail_the_room():
 
 
 def test_a_decode_rank_too_many_is_left_for_the_next_use_of_the_room_number():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     for peer in "ab":
         rooms.handle(Requested(peer, request(1, destinations=2)), 0)
@@ -134,7 +134,7 @@ def test_a_decode_rank_too_many_is_left_for_the_next_use_of_the_room_number():
 
 
 def test_a_rank_that_sends_no_byte_is_done_with_its_last_chunk():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     rooms.handle(Requested("a", nothing_wanted(1)), 0)
     assert view.state is RoomState.READY
@@ -146,7 +146,7 @@ def test_a_rank_that_sends_no_byte_is_done_with_its_last_chunk():
 
 
 def test_a_rank_writes_to_those_alone_who_want_something_of_it():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     rooms.handle(Requested("a", nothing_wanted(1, destinations=2)), 0)
     assert view.state is RoomState.OPEN
@@ -159,7 +159,7 @@ def test_a_rank_writes_to_those_alone_who_want_something_of_it():
 
 
 def test_a_rank_with_a_share_of_the_pages_writes_these_and_counts_only_its_own_writes():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     rooms.handle(Requested("a", request(1, pages=6, share=PageShare(1, 3))), 0)
     spans = []
@@ -171,7 +171,7 @@ def test_a_rank_with_a_share_of_the_pages_writes_these_and_counts_only_its_own_w
 
 
 def test_a_decode_rank_that_is_lost_fails_the_room_for_the_others_too():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     for peer in "ab":
         rooms.handle(Requested(peer, request(1, destinations=2)), 0)
@@ -187,7 +187,7 @@ def test_a_decode_rank_that_is_lost_fails_the_room_for_the_others_too():
 
 
 def test_a_room_that_some_asked_for_times_out_with_their_number():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=4)), 0)
     (tell, _) = rooms.handle(Tick(), TIMEOUT_S)
@@ -196,7 +196,7 @@ def test_a_room_that_some_asked_for_times_out_with_their_number():
 
 
 def test_an_early_abort_of_one_rank_outlives_the_early_request_of_another():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(RoomAborted("b", RoomAbort(1, 0, "no link to its other source")), 0)
     rooms.handle(Requested("a", request(1, generation=9, destinations=2)), 0)
     view = RoomView(1, 0.0)
@@ -207,7 +207,7 @@ def test_an_early_abort_of_one_rank_outlives_the_early_request_of_another():
 
 
 def test_a_lost_peer_takes_its_early_request_along_and_leaves_that_of_others():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     for peer in "ab":
         rooms.handle(Requested(peer, request(1, destinations=2)), 0)
     rooms.handle(PeerLost("a", "gone"), 0)
@@ -218,13 +218,13 @@ def test_a_lost_peer_takes_its_early_request_along_and_leaves_that_of_others():
 
 
 def test_an_early_request_is_kept_for_its_room():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(Requested("a", request(1)), 0)
     assert opened(rooms).state is RoomState.READY
 
 
 def test_an_early_request_is_refused_when_its_room_never_comes():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(Requested("a", request(1, generation=5)), 0)
     assert rooms.handle(Tick(), TIMEOUT_S - 0.1) == []
     (tell,) = rooms.handle(Tick(), TIMEOUT_S)
@@ -234,7 +234,7 @@ def test_an_early_request_is_refused_when_its_room_never_comes():
 
 
 def test_early_rooms_are_bounded_and_the_oldest_is_told():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     for room in range(EARLY_ROOMS_MAX):
         assert rooms.handle(Requested("a", request(room, pages=0)), 0) == []
     (tell,) = rooms.handle(Requested("a", request(EARLY_ROOMS_MAX, pages=0)), 0)
@@ -243,7 +243,7 @@ def test_early_rooms_are_bounded_and_the_oldest_is_told():
 
 
 def test_an_early_abort_ends_the_room_as_soon_as_it_opens():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(RoomAborted("a", RoomAbort(1, 4, "client gone")), 0)
     view = opened(rooms)
     assert view.state is RoomState.ABORTED
@@ -251,21 +251,21 @@ def test_an_early_abort_ends_the_room_as_soon_as_it_opens():
 
 
 def test_an_abort_that_overtook_its_request_wins():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(RoomAborted("a", RoomAbort(1, 4, "client gone")), 0)
     rooms.handle(Requested("a", request(1, generation=4)), 0)
     assert opened(rooms).state is RoomState.ABORTED
 
 
 def test_a_newer_request_outlives_an_older_abort():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(RoomAborted("a", RoomAbort(1, 4, "client gone")), 0)
     rooms.handle(Requested("a", request(1, generation=5)), 0)
     assert opened(rooms).state is RoomState.READY
 
 
 def test_an_abort_with_writes_under_way_waits_until_they_have_ended():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = ready(rooms)
     rooms.handle(ChunkSent(view, chunk(2)), 0)
     told = rooms.handle(Aborted(view, "client gone"), 0)
@@ -277,7 +277,7 @@ def test_an_abort_with_writes_under_way_waits_until_they_have_ended():
 
 
 def test_a_failed_write_fails_the_room_and_tells_the_decode_rank():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = ready(rooms)
     rooms.handle(ChunkSent(view, chunk(2)), 0)
     (tell, *_) = rooms.handle(WriteEnded(view, "peer frozen"), 0)
@@ -287,7 +287,7 @@ def test_a_failed_write_fails_the_room_and_tells_the_decode_rank():
 
 
 def test_a_lost_peer_fails_its_rooms_and_is_not_told():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view, other = ready(rooms), opened(rooms, 2)
     assert rooms.handle(PeerLost("a", "gone"), 0) == [Over(view)]
     assert view.state is RoomState.FAILED
@@ -295,7 +295,7 @@ def test_a_lost_peer_fails_its_rooms_and_is_not_told():
 
 
 def test_opening_a_room_number_again_supersedes_its_former_use():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     former = ready(rooms)
     again = opened(rooms)
     assert former.state is RoomState.SUPERSEDED
@@ -305,25 +305,56 @@ def test_opening_a_room_number_again_supersedes_its_former_use():
 
 
 def test_a_repeated_request_changes_nothing():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = ready(rooms)
     assert rooms.handle(Requested("a", request(1)), 0) == []
     assert view.state is RoomState.READY
 
 
-@pytest.mark.parametrize(
-    "bad", [chunk(3), chunk(1), chunk(2, first=1), chunk(3, last=False)], ids=str
-)
+@pytest.mark.parametrize("bad", [chunk(3), chunk(1), chunk(3, last=False)], ids=str)
 def test_chunks_that_do_not_fit_the_request_fail_the_room(bad):
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = ready(rooms)
     rooms.handle(ChunkSent(view, bad), 0)
     assert view.state is RoomState.FAILED
     assert "--page-size" in (view.reason or "")
 
 
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [chunk(1, first=1)],
+        [chunk(1, last=False), chunk(0, first=2)],
+        [chunk(1, last=False), chunk(1, first=0, last=False)],
+        [chunk(2), chunk(0, first=2)],
+    ],
+    ids=["overtakes", "misses a page", "comes twice", "follows the last"],
+)
+def test_a_chunk_that_does_not_follow_the_one_before_fails_the_room_and_all_are_told(chunks):
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    view = ready(rooms)
+    for one in chunks[:-1]:
+        rooms.handle(ChunkSent(view, one), 0)
+    tell, *_ = rooms.handle(ChunkSent(view, chunks[-1]), 0)
+    assert isinstance(tell, Tell)
+    assert "a chunk was lost or overtaken" in tell.message.reason
+    assert view.end is RoomState.FAILED
+
+
+def test_a_scheduler_that_sends_nothing_more_ends_the_room():
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    idle, started = ready(rooms, 1), ready(rooms, 2)
+    rooms.handle(ChunkSent(started, chunk(1, last=False)), 5)
+    rooms.handle(WriteEnded(started, None), 6)
+    rooms.handle(Tick(), CHUNK_TIMEOUT_S)
+    assert (idle.state, started.state) == (RoomState.TIMED_OUT, RoomState.SENDING)
+    assert "sent nothing after page 0 of room 1" in (idle.reason or "")
+    rooms.handle(Tick(), CHUNK_TIMEOUT_S + 5)
+    assert started.state is RoomState.TIMED_OUT
+
+
 def test_pages_before_any_request_fail_the_room():
-    rooms = PrefillRooms(TIMEOUT_S)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     rooms.handle(ChunkSent(view, chunk(2)), 0)
     assert view.state is RoomState.FAILED
@@ -334,7 +365,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize()
     def start(self):
-        self.rooms = PrefillRooms(TIMEOUT_S)
+        self.rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
         self.now_s = 0.0
         self.views: list[RoomView] = []
         self.outstanding: dict[int, int] = {}

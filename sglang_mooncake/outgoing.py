@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transfers of a prefill rank's rooms: begun, sealed, cancelled, and what became of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import te
+from sglang_mooncake import messages
+from sglang_mooncake.layout import SEAL_BYTES, Plan, Seal, seal_bytes
+from sglang_mooncake.rooms.prefill import Write, WriteEnded
+from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.stats import Recorder
+
+__all__ = ["SEAL_SLOTS", "Outgoing", "TransferEnded"]
+
+logger = logging.getLogger(__name__)
+
+#: One seal is needed per transfer of a last chunk that is under way.
+SEAL_SLOTS = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnded:
+    """A transfer that `begin` began has an outcome; `Outgoing.outcome` says which."""
+
+    write: Write
+    transfer: te.Transfer
+    seal_slot: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What one room has under way, and the payload that it has had for each decode rank."""
+
+    transfers: list[te.Transfer] = field(default_factory=list)
+    nbytes: Counter[str] = field(default_factory=Counter)
+
+
+class Outgoing:
+    """Every call is made on the loop thread. For each `Write` there is exactly one `WriteEnded`:
+    from `refused` when `begin` raised, else from `outcome`.
+
+    Args:
+        post: hands a `TransferEnded` to the loop thread, from any thread.
+        suppress_payload: leave the KV out, for a negative control of the tests.
+    """
+
+    def __init__(
+        self,
+        engine: te.Engine,
+        recorder: Recorder,
+        post: Callable[[TransferEnded], None],
+        suppress_payload: bool,
+    ) -> None:
+        self._recorder, self._post = recorder, post
+        self._suppress_payload = suppress_payload
+        self._rooms: dict[int, _Room] = {}  # by serial
+        self._seals = np.zeros(SEAL_SLOTS * SEAL_BYTES, dtype=np.uint8)
+        self._seal_region = engine.register(self._seals)
+        self._free_seals = list(range(SEAL_SLOTS))
+        self._unwatched: list[TransferEnded] = []
+
+    def begin(self, write: Write, peer: te.Peer, plan: Plan) -> None:
+        """Hands a write to the engine.
+
+        Raises:
+            ValueError, te.Error, and what else may go wrong: no byte of it has moved or will move.
+        """
+        room = self._rooms.setdefault(write.view.serial, _Room())
+        blocks, seal_slot = self._blocks(write, plan), None
+        try:
+            if write.chunk.is_last:
+                seal_slot = self._take_seal_slot()
+                nbytes = room.nbytes[write.peer] + blocks.total_nbytes
+                blocks = self._sealed(write, plan, blocks, nbytes, seal_slot)
+            transfer = peer.write(blocks, tag=write.target.tag)
+        except Exception:
+            self._give_back(seal_slot)
+            raise
+        room.transfers.append(transfer)
+        room.nbytes[write.peer] += blocks.total_nbytes
+        self._recorder.transfer_began(time.monotonic())
+        ended = TransferEnded(write, transfer, seal_slot)
+        try:
+            transfer.add_done_callback(lambda _: self._post(ended))
+        except Exception:  # no thread could be started, say; but the write is under way
+            logger.exception("nobody tells when the %r of room %d ends", transfer, write.view.room)
+            self._unwatched.append(ended)
+
+    def cancel(self, view: RoomView) -> None:
+        """Asks all transfers of a room to stop; each still has its outcome, asked or not."""
+        for transfer in self._rooms[view.serial].transfers:
+            try:
+                transfer.cancel()
+            except Exception:  # the others are to stop all the same
+                logger.exception("%r of room %d takes no cancel", transfer, view.room)
+
+    def overlooked(self) -> list[TransferEnded]:
+        """Transfers with an outcome of which `post` could not be told."""
+        ended = [one for one in self._unwatched if one.transfer.poll() is not te.Status.PENDING]
+        self._unwatched = [one for one in self._unwatched if one not in ended]
+        return ended
+
+    def outcome(self, ended: TransferEnded) -> WriteEnded | None:
+        """What became of a transfer, which is forgotten here; None if that was said before."""
+        view, transfer = ended.write.view, ended.transfer
+        room = self._rooms.get(view.serial)
+        if room is None or transfer not in room.transfers:
+            return None
+        room.transfers.remove(transfer)
+        self._give_back(ended.seal_slot)
+        self._recorder.transfer_ended(transfer.nbytes, time.monotonic())
+        status = transfer.poll()
+        if status is te.Status.DONE:
+            return WriteEnded(view, None)
+        return WriteEnded(view, f"a transfer was {status.value}: {transfer.reason}")
+
+    @staticmethod
+    def refused(write: Write, error: Exception) -> WriteEnded:
+        """What `begin` raised."""
+        pages = len(write.span)
+        return WriteEnded(write.view, f"could not hand {pages} pages to the engine: {error!r}")
+
+    def forget(self, view: RoomView) -> None:
+        """The room is over: all its writes have ended."""
+        self._rooms.pop(view.serial, None)
+
+    def _take_seal_slot(self) -> int:
+        if not self._free_seals:
+            raise te.QueueFull(f"{SEAL_SLOTS} last chunks are under way")
+        return self._free_seals.pop()
+
+    def _give_back(self, seal_slot: int | None) -> None:
+        if seal_slot is not None:
+            self._free_seals.append(seal_slot)
+
+    def _blocks(self, write: Write, plan: Plan) -> te.Blocks:
+        chunk, target, span = write.chunk, write.target, write.span
+        ours = chunk.pages[span.start - chunk.first : span.stop - chunk.first]
+        theirs = messages.indices_from_bytes(target.pages[4 * span.start : 4 * span.stop])
+        parts = [plan.kv(ours, theirs)]
+        if chunk.is_last:
+            parts.append(plan.state(chunk.states, messages.states_from_bytes(target.states)))
+        if self._suppress_payload:
+            parts.clear()
+        if chunk.aux_slot is not None and target.aux_slot is not None:
+            parts.append(plan.aux(chunk.aux_slot, target.aux_slot))
+        return te.Blocks.concat(parts)
+
+    def _sealed(
+        self, write: Write, plan: Plan, blocks: te.Blocks, nbytes: int, seal_slot: int
+    ) -> te.Blocks:
+        """The blocks of a last chunk with the seal behind them. `nbytes`: the payload that the
+        destination has had, with these blocks and without the seal."""
+        target = write.target
+        lists = zip(write.chunk.states, target.states, strict=False)
+        seal = Seal(
+            write.generation,
+            write.sent.writes,
+            write.sent.pages,
+            states=sum(ours is not None and theirs is not None for ours, theirs in lists),
+            aux=int(target.aux_slot is not None),
+            nbytes=nbytes + SEAL_BYTES,
+        )
+        begin = seal_slot * SEAL_BYTES
+        self._seals[begin : begin + SEAL_BYTES] = np.frombuffer(seal_bytes(seal), np.uint8)
+        place = plan.seal(self._seal_region.address + begin, target.seal_slot)
+        return te.Blocks.concat([blocks, place])

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One outcome for each write, whatever goes wrong around it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fleet import Model, Ranks, ranks
+from handover import HOST, Pool, handover, make_context, until
+
+import te
+from bootstrap_server import Topology
+from bootstrap_server.matching import ALL_PAGES
+from sglang_mooncake.context import Deadlines
+from sglang_mooncake.layout import SEAL_BYTES, Buffers, Plan
+from sglang_mooncake.messages import Target
+from sglang_mooncake.outgoing import SEAL_SLOTS, Outgoing
+from sglang_mooncake.prefill_side import PrefillSide
+from sglang_mooncake.rooms.prefill import Chunk, Sent, Write
+from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.stats import Recorder
+
+
+class Transfer:
+    """What an engine gives for a write, on a bad day."""
+
+    def __init__(self, raises=()):
+        self.raises, self.cancelled, self.status = raises, False, te.Status.PENDING
+        self.nbytes, self.reason = 1, None
+
+    def poll(self):
+        return self.status
+
+    def add_done_callback(self, callback):
+        if "callback" in self.raises:
+            raise RuntimeError("can't start new thread")
+
+    def cancel(self):
+        if "cancel" in self.raises:
+            raise OSError("no memory")
+        self.cancelled = True
+
+
+class Peer:
+    def __init__(self, *transfers):
+        self.transfers = list(transfers)
+
+    def write(self, blocks, tag):
+        if not self.transfers:
+            raise MemoryError("a bug")
+        return self.transfers.pop(0)
+
+
+@pytest.fixture
+def outgoing():
+    with te.Engine(te.Config(host=HOST)) as engine:
+        recorder = Recorder(
+            make_context("prefill", f"{HOST}:1", Deadlines()), {}, engine.stats, None
+        )
+        yield Outgoing(engine, recorder, posted.append, suppress_payload=False)
+        posted.clear()
+
+
+posted: list[object] = []
+SEALS = Buffers((1 << 42,), (SEAL_BYTES,), (10 * SEAL_BYTES,))
+MEMORY = Pool(seed=1)
+PLAN = Plan(MEMORY.layout(Buffers((), (), ())), MEMORY.layout(SEALS))
+
+
+def write(view):
+    chunk = Chunk(np.array([1]), 0, 0, 0.0)
+    target = Target(1, 1, b"\1\0\0\0", ALL_PAGES, (), 0, 0)
+    return Write(view, "a", 1, target, chunk, range(1), Sent(1, 1))
+
+
+def test_a_write_that_cannot_begin_keeps_no_seal_slot(outgoing):
+    view = RoomView(1, 0.0)
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="a bug"):
+            outgoing.begin(write(view), Peer(), PLAN)
+        assert len(outgoing._free_seals) == SEAL_SLOTS
+    outside = write(view)
+    outside = replace(outside, chunk=replace(outside.chunk, aux_slot=999))
+    with pytest.raises(ValueError, match="prefill metadata slot outside"):
+        outgoing.begin(outside, Peer(), PLAN)
+
+
+def test_a_write_of_which_nobody_can_be_told_is_found_by_the_next_tick(outgoing):
+    view, transfer = RoomView(1, 0.0), Transfer(raises={"callback"})
+    outgoing.begin(write(view), Peer(transfer), PLAN)
+    assert outgoing.overlooked() == []
+    transfer.status = te.Status.DONE
+    (ended,) = outgoing.overlooked()
+    outcome = outgoing.outcome(ended)
+    assert outcome is not None
+    assert (outcome.view, outcome.failure) == (view, None)
+    assert outgoing.overlooked() == []
+    assert outgoing.outcome(ended) is None, "said twice"
+    assert len(outgoing._free_seals) == SEAL_SLOTS
+
+
+def test_a_transfer_that_takes_no_cancel_keeps_no_other_from_it(outgoing, caplog):
+    view, transfers = RoomView(1, 0.0), (Transfer(), Transfer(raises={"cancel"}), Transfer())
+    peer = Peer(*transfers)
+    for _ in transfers:
+        outgoing.begin(write(view), peer, PLAN)
+    outgoing.cancel(view)
+    assert [transfer.cancelled for transfer in transfers] == [True, False, True]
+    assert "takes no cancel" in caplog.text
+
+
+def test_a_bug_in_the_writing_of_a_chunk_ends_the_room_on_both_sides():
+    with handover() as pair:
+        pair.decode.know(pair.address)
+        source, target = pair.open_both(7)
+        pair.name_pages(target, [1], aux=0)
+        until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+        chunk = Chunk(np.array([1]), 0, 0, 0.0, states=None)  # type: ignore[arg-type]
+        pair.prefill.side.send_chunk(source, chunk)
+        until(lambda: source.over and target.over, "both sides let go of the room")
+        for view in (source, target):
+            assert view.state is RoomState.FAILED
+            assert "could not hand 1 pages to the engine: TypeError" in (view.reason or "")
+        pair.complete(8, [1], [2], aux=0)
+
+
+def test_a_write_that_fails_leaves_the_others_of_its_chunk_to_their_own_end(monkeypatch):
+    begin, begun = Outgoing.begin, []
+
+    def begin_but_the_first(self, write, peer, plan):
+        begun.append(write)
+        if len(begun) == 1:
+            raise RuntimeError("a bug")
+        begin(self, write, peer, plan)
+
+    monkeypatch.setattr(Outgoing, "begin", begin_but_the_first)
+    topology = Topology(1, 1, 1, 1), Topology(1, 1, 2, 1)
+    with ranks(Model(heads=4), *topology) as instance:
+        handed = _asked(instance)
+        (coords,) = handed.sources
+        instance.send(handed, coords, [4])
+        for one in handed.views:
+            until(lambda one=one: one.over, "every rank lets go of the room")
+            assert one.state is RoomState.FAILED
+            assert "a bug" in (one.reason or "")
+        assert len(begun) == 2, "the second one was begun all the same"
+        side = instance.prefill[coords].side
+        assert isinstance(side, PrefillSide)
+        assert len(side._outgoing._free_seals) == SEAL_SLOTS
+        assert not side._outgoing._rooms
+        assert len(side._rooms) == 0
+
+
+def _asked(instance: Ranks):
+    handed = instance.open(1)
+    instance.name_pages(handed, 4)
+    for view in handed.sources.values():
+        until(lambda view=view: view.state is RoomState.READY, "the rank was asked")
+    return handed

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What waits for the GPU: in order, with a deadline, and at nobody else's cost."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+from handover import WAIT_S, until
+
+from sglang_mooncake import stream_order
+from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.stream_order import StreamOrder
+
+
+class Event:
+    """Happens when the test says so; counts how often it was asked."""
+
+    def __init__(self, happened=False):
+        self.happened, self.asked = threading.Event(), 0
+        if happened:
+            self.happened.set()
+
+    def query(self):
+        self.asked += 1
+        return self.happened.is_set()
+
+
+class BrokenEvent:
+    def query(self):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+class Loop:
+    """The test's own thread in the place of the loop's."""
+
+    def __init__(self, timeout_s):
+        self.delivered, self.failed = [], []
+        self.inbox = queue.SimpleQueue()
+        self.order = StreamOrder(
+            self.delivered.append,
+            lambda view, reason: self.failed.append((view, reason)),
+            self.inbox.put,
+            timeout_s,
+        )
+        self.order.start()
+
+    def turn(self, times=1):
+        for _ in range(times):
+            self.order.waited(self.inbox.get(timeout=WAIT_S))
+
+
+@pytest.fixture(params=[WAIT_S])
+def loop(request):
+    made = Loop(request.param)
+    yield made
+    made.order.close()
+    assert not made.order._thread.is_alive()
+
+
+def view(room=1):
+    return RoomView(room, 0.0)
+
+
+def test_what_waits_for_nothing_goes_at_once(loop):
+    loop.order.submit(view(), "a")
+    loop.order.submit(view(), "b")
+    assert loop.delivered == ["a", "b"]
+
+
+def test_nothing_overtakes_what_waits(loop):
+    first, second = Event(), Event(happened=True)
+    loop.order.submit(view(), "cached prefix", (first,))
+    loop.order.submit(view(), "last chunk")
+    loop.order.submit(view(2), "another room's", (second,))
+    loop.order.submit(view(2), "its last chunk")
+    until(lambda: first.asked > 3, "the thread waits")
+    assert loop.delivered == []
+    assert loop.inbox.empty()
+    first.happened.set()
+    loop.turn()
+    assert loop.delivered == ["cached prefix", "last chunk"]
+    loop.turn()
+    assert loop.delivered == ["cached prefix", "last chunk", "another room's", "its last chunk"]
+    loop.order.submit(view(), "later")
+    assert loop.delivered[-1] == "later"
+
+
+def test_all_events_of_one_submission_must_happen(loop):
+    first, second = Event(happened=True), Event()
+    loop.order.submit(view(), "a", (first, second))
+    until(lambda: second.asked, "the thread waits for the second one")
+    assert loop.inbox.empty()
+    second.happened.set()
+    loop.turn()
+    assert loop.delivered == ["a"]
+
+
+def test_an_event_that_raises_fails_its_room_and_the_next_goes_on(loop):
+    failing = view(1)
+    loop.order.submit(failing, "a", (BrokenEvent(),))
+    loop.order.submit(view(2), "b", (Event(happened=True),))
+    loop.turn(2)
+    ((room, reason),) = loop.failed
+    assert room is failing
+    assert "the event before the pages of room 1 failed on the GPU" in reason
+    assert "illegal memory access" in reason
+    assert loop.delivered == ["b"]
+
+
+@pytest.mark.parametrize("loop", [0.05], indirect=True)
+def test_an_event_that_never_happens_fails_its_room_and_the_next_goes_on(loop):
+    stuck = view(1)
+    loop.order.submit(stuck, "a", (Event(),))
+    loop.order.submit(view(2), "b", (Event(happened=True),))
+    loop.order.submit(view(3), "c")
+    loop.turn(2)
+    ((room, reason),) = loop.failed
+    assert room is stuck
+    assert "the GPU did not fill the pages that were sent for room 1 within 0 s" in reason
+    assert loop.delivered == ["b", "c"]
+
+
+@pytest.mark.parametrize("state", [RoomState.ENDING, RoomState.ABORTED])
+def test_a_room_that_ends_is_waited_for_no_more(loop, state):
+    stuck, event = view(1), Event()
+    loop.order.submit(stuck, "a", (event,))
+    loop.order.submit(view(2), "b")
+    until(lambda: event.asked, "the thread waits")
+    stuck.state = state
+    loop.turn()
+    assert loop.delivered == ["a", "b"], "the rules drop the first"
+
+
+def test_what_waits_is_bounded(loop, monkeypatch):
+    monkeypatch.setattr(stream_order, "WAITING_MAX", 2)
+    first, event = view(1), Event()
+    for _ in range(2):
+        loop.order.submit(first, "a", (event,))
+    crowd = view(2)
+    loop.order.submit(crowd, "b")
+    ((room, reason),) = loop.failed
+    assert room is crowd
+    assert "2 chunks wait for the GPU already" in reason
+
+
+def test_closing_waits_for_no_event(loop):
+    event = Event()
+    loop.order.submit(view(), "a", (event,))
+    until(lambda: event.asked, "the thread waits")
+    loop.order.close()
+    assert not loop.order._thread.is_alive()
