@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -18,7 +19,7 @@ from cpu_serving import stats, traffic
 from cpu_serving.devices import Devices
 from cpu_serving.model import make_model
 from cpu_serving.options import DemoOptions, parse
-from cpu_serving.overlap import Overlap, read_counts
+from cpu_serving.overlap import Overlap, events_ignored, read_counts
 from cpu_serving.pools import leaked_pages
 from cpu_serving.processes import ServingError
 from cpu_serving.progress import Step
@@ -75,7 +76,8 @@ def _run(options: DemoOptions, run_dir: Path) -> int:
     with Fleet(run_dir) as fleet:
         expected, pair = _start(options, fleet, model, requests, devices)
         before = devices.sent_bytes() if devices else 0
-        got = _timed("requests through the router", pair.router.url, requests, options)
+        with events_ignored(pair.prefill.stats_dir) if options.ignore_events else nullcontext():
+            got = _timed("requests through the router", pair.router.url, requests, options)
         carried = devices.sent_bytes() - before if devices else None
         report = _report(options, pair, expected, got, carried)
         print(report.table())

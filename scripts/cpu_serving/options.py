@@ -32,6 +32,7 @@ class DemoOptions:
     chunked_prefill_size: int | None
     transport: str | None
     overlap: bool
+    ignore_events: bool
     model: str
     max_prompt_tokens: int
     seed: int
@@ -82,6 +83,7 @@ def parse(argv: Sequence[str]) -> DemoOptions:
         chunked_prefill_size=args.chunked_prefill_size or (OVERLAP_CHUNK if args.overlap else None),
         transport=args.transport,
         overlap=args.overlap,
+        ignore_events=args.ignore_events,
         model=args.model or ("qwen3" if args.dp_attention else "llama"),
         max_prompt_tokens=args.max_prompt_tokens,
         seed=args.seed,
@@ -122,6 +124,11 @@ def _build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="overlap scheduling on prefill, with events that happen late, prompts that share "
         f"prefixes, and chunks of {OVERLAP_CHUNK} unless told otherwise",
+    )
+    add(
+        "--ignore-events",
+        action="store_true",
+        help="with --overlap, the negative control: sends wait for no event, so tokens must differ",
     )
     add("--transport", choices=TRANSPORTS, help="this one or none (default: the best that works)")
     add(
@@ -175,6 +182,8 @@ def _problem(options: DemoOptions) -> str | None:
         return f"--dp-attention: SGLang has it for qwen3 and deepseek, not for {options.model}"
     if options.dp_attention and max(options.prefill_tp, options.decode_tp) < 2:
         return "--dp-attention needs 2 ranks on one of the servers (--prefill-tp, --decode-tp)"
+    if options.ignore_events and not options.overlap:
+        return "--ignore-events: there are no events without --overlap"
     if options.overlap and options.prefill_pp > 1:
         return "--overlap: SGLang has no overlap scheduling with pipeline stages (--prefill-pp)"
     longest = MAX_POSITIONS - NEW_TOKENS

@@ -83,7 +83,7 @@ class Report:
         seen = "" if self.overlap.taken else ": NOT THE WAY TAKEN"
         return [
             ("early prefix sends", f"{self.overlap.early_prefixes}{seen}"),
-            ("waits for an event", f"{self.overlap.waits} of {self.overlap.events} events{seen}"),
+            ("sends that waited", f"for {self.overlap.waits} events{seen}"),
         ]
 
     def json_line(self) -> str:

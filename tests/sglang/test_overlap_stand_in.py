@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cpu_serving.overlap import OverlapCounts, read_counts
+from cpu_serving.overlap import Overlap, OverlapCounts, read_counts
 from cpu_serving.servers import SHIM
 
 pytestmark = pytest.mark.sglang
@@ -200,6 +202,52 @@ def test_counts_are_summed_over_processes_and_read_while_they_run(streams, tmp_p
     counts.add("early_prefixes")
     counts.add("garbled_slots", 7)
     got = read_counts(tmp_path)
-    assert got == OverlapCounts(events=10, waits=4, early_prefixes=1, garbled_slots=7)
+    assert got == OverlapCounts(
+        events=10, waits=4, early_prefixes=1, pinned_copies=0, garbled_slots=7
+    )
     assert got.taken
-    assert not OverlapCounts(10, 0, 1, 7).taken
+
+
+SCRIPT = """
+import threading
+import sitecustomize, torch, cpu_streams
+from pathlib import Path
+torch.cuda.synchronize()
+opened = threading.Event()
+stream = torch.cuda.Stream()
+stream.launch(opened.wait)
+event = torch.cuda.Event()
+event.record(stream)
+with torch.cuda.stream(stream):
+    assert torch.cpu.current_stream() is torch.cuda.current_stream() is stream
+    late = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)
+    late.copy_(torch.tensor([3, 4]), non_blocking=True)
+found = []
+def look():
+    event.query() or event.query()
+    (Path(FOLDER) / "ignore-events").touch()
+    event.synchronize()
+    found.append(event.query())
+thread = threading.Thread(target=look)
+thread.start()
+thread.join()
+assert found == [True], "the control ignores events"
+assert not event.query(), "but not those that the scheduler waits for"
+assert late.numpy().tolist() == [0, 0]
+with torch.cuda.stream(stream):
+    again = torch.empty(1, pin_memory=True)
+    again.copy_(torch.ones(1), non_blocking=True)
+assert again.item() == 1.0
+opened.set()
+event.synchronize()
+torch.cpu.synchronize()
+assert late.numpy().tolist() == [3, 4]
+"""
+
+
+def test_a_process_with_the_shim_has_streams_events_and_pinned_memory(tmp_path):
+    env = {**os.environ, **Overlap().environment("prefill", tmp_path), "PYTHONPATH": str(SHIM)}
+    script = SCRIPT.replace("FOLDER", repr(str(tmp_path)))
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=BOUND_S)
+    got = read_counts(tmp_path)
+    assert (got.events, got.waits, got.pinned_copies) == (1, 1, 2)

@@ -73,9 +73,11 @@ def test_a_demo_over_rdma_fails_unless_its_devices_have_carried_it(
     assert ("NOT THE PATH TAKEN" in got.table()) is (carried_bytes < got.handover.bytes)
 
 
-@pytest.mark.parametrize("counts", [(9, 0, 3, 9), (9, 2, 0, 9), (9, 2, 3, 0), (9, 2, 3, 9)])
+@pytest.mark.parametrize(
+    "counts", [(9, 0, 3, 1, 9), (9, 2, 0, 1, 9), (9, 2, 3, 1, 0), (9, 2, 3, 1, 9)]
+)
 def test_a_demo_of_overlap_fails_unless_sends_came_before_their_events(
-    counts: tuple[int, int, int, int],
+    counts: tuple[int, int, int, int, int],
 ) -> None:
     got = report("rdma", None, OverlapCounts(*counts))
     assert got.good is all(counts)

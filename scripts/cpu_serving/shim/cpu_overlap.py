@@ -34,22 +34,22 @@ VARIABLE = "CPU_SERVING_STREAMS"
 #: Of an ordinary size: it must change tokens, not overflow.
 GARBAGE = 7
 #: What `Counts` counts, in this order.
-COUNTED = ("events", "waits", "early_prefixes", "garbled_slots")
+COUNTED = ("events", "waits", "early_prefixes", "pinned_copies", "garbled_slots")
+#: While the folder of the counts holds a file of this name, nobody but SGLang's scheduler waits for
+#: events, and pinned memory is filled at once, so that KV alone may be read too early.
+CONTROL = "ignore-events"
 
 
 class Settings(NamedTuple):
-    """delay_ms: longest time of one piece of work on a stream.
+    """delay_ms: time of a long piece of work on a stream.
     published: whether the KV pool's addresses are those of published copies (prefill servers).
-    ignore_waits: the negative control: outside of the scheduler's thread no event is waited for,
-        and pinned memory is filled at once, so that KV alone may be read too early.
-    counts: directory for the file of counts.
+    folder: of the file of counts, and of the file that begins a negative control (`CONTROL`).
     """
 
     delay_ms: float
     seed: int
     published: bool
-    ignore_waits: bool
-    counts: str
+    folder: str
 
     @classmethod
     def from_environment(cls) -> Settings | None:
@@ -82,15 +82,15 @@ class PinnedTensor(torch.Tensor):
     """Host memory that a device copies into: see the module."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001
-    #: Whether it is filled without delay.
-    at_once = False
+    #: Told of each non-blocking copy; says whether it happens without delay.
+    copies_at_once: Callable[[], bool] = staticmethod(lambda: False)
 
     def is_pinned(self, *_args: Any) -> bool:
         return True
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> PinnedTensor:
         plain = self.as_subclass(torch.Tensor)
-        if not non_blocking or self.at_once:
+        if not non_blocking or type(self).copies_at_once():
             plain.copy_(source)
             return self
         value = source.clone()
@@ -110,16 +110,19 @@ class _Publisher:
         self.copies = {buffer.data_ptr(): torch.full_like(buffer, GARBAGE) for buffer in buffers}
         self._counts = counts
 
-    def written(self, buffer: torch.Tensor, slots: torch.Tensor) -> None:
-        """The forward has written these slots of a buffer, as far as it can see."""
-        copy = self.copies[buffer.data_ptr()]
-        value, where = buffer[slots].clone(), slots.clone()
-        copy[where] = GARBAGE
+    def written(self, buffers: list[torch.Tensor], slots: torch.Tensor) -> None:
+        """The forward has written these slots of the buffers, as far as it can see."""
+        where = slots.clone()
+        values = [buffer[where].clone() for buffer in buffers]
+        copies = [self.copies[buffer.data_ptr()] for buffer in buffers]
+        for copy in copies:
+            copy[where] = GARBAGE
         if self._counts is not None:
-            self._counts.add("garbled_slots", len(where))
+            self._counts.add("garbled_slots", len(where) * len(copies))
 
         def arrive() -> None:
-            copy[where] = value
+            for copy, value in zip(copies, values, strict=True):
+                copy[where] = value
 
         cpu_streams.current_stream().launch(arrive)
 
@@ -149,8 +152,7 @@ def publish(
         original(pool, *args, **kwargs)
         if hasattr(pool, "publisher"):
             buffers, slots = written(pool, *args, **kwargs)
-            for buffer in buffers:
-                pool.publisher.written(buffer, slots)
+            pool.publisher.written(buffers, slots)
 
     pool_class.get_contiguous_buf_infos = get_contiguous_buf_infos
     setattr(pool_class, write, writing)
@@ -164,7 +166,7 @@ def install(torch_module: ModuleType) -> dict[str, Callable[[ModuleType], None]]
     settings = Settings.from_environment()
     if settings is None:
         return {}
-    counts = Counts(Path(settings.counts))
+    counts = Counts(Path(settings.folder))
     _give_streams(torch_module, settings, counts)
     patches = {
         "sglang.srt.disaggregation.prefill": lambda module: _count_early_sends(module, counts)
@@ -176,21 +178,37 @@ def install(torch_module: ModuleType) -> dict[str, Callable[[ModuleType], None]]
 
 def _give_streams(torch_module: ModuleType, settings: Settings, counts: Counts) -> None:
     cpu_streams.reset(cpu_streams.Device(settings.delay_ms / 1000, settings.seed))
-    PinnedTensor.at_once = settings.ignore_waits
+    control = Path(settings.folder) / CONTROL
 
     class CountedEvent(cpu_streams.Event):
+        """Counts the waits of others than SGLang, and has none of them in a negative control."""
+
+        _was_counted = False
+
         def record(self, stream: cpu_streams.Stream | None = None) -> None:
             counts.add("events")
             super().record(stream)
 
-    def observe(pending: bool) -> bool:
-        if threading.current_thread() is threading.main_thread():
-            return True  # SGLang's own waits, which its scheduler needs
-        if pending:
-            counts.add("waits")
-        return not settings.ignore_waits
+        def query(self) -> bool:
+            return super().query() or self._is_ignored()
 
-    CountedEvent.observe = staticmethod(observe)
+        def synchronize(self) -> None:
+            if not self.query():
+                super().synchronize()
+
+        def _is_ignored(self) -> bool:
+            if threading.current_thread() is threading.main_thread():
+                return False  # SGLang's scheduler
+            if not self._was_counted:
+                self._was_counted = True
+                counts.add("waits")
+            return control.exists()
+
+    def copies_at_once() -> bool:
+        counts.add("pinned_copies")
+        return control.exists()
+
+    PinnedTensor.copies_at_once = staticmethod(copies_at_once)
     for module in (torch_module.cuda, torch_module.cpu):
         module.Event, module.Stream = CountedEvent, cpu_streams.Stream
         module.StreamContext = module.stream = cpu_streams.StreamContext
