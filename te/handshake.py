@@ -8,12 +8,14 @@ from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
+from te import nesting
 from te.errors import HandshakeError, VersionError
 from te.plane._core import NICS_LIMIT, RAILS_LIMIT
 from te.topology import Gid
 
 __all__ = [
     "PROTOCOL_VERSION",
+    "REASON_CHARS_MAX",
     "Card",
     "CardNic",
     "CardRegion",
@@ -190,6 +192,9 @@ def decode_card(data: bytes) -> Card:
     """Raises ``VersionError`` for another version's card, ``HandshakeError`` for anything else."""
     if len(data) > CARD_BYTES_MAX:
         raise HandshakeError(f"a card of {len(data)} bytes; at most {CARD_BYTES_MAX} are accepted")
+    problem = nesting.complaint(data)
+    if problem is not None:
+        raise HandshakeError(f"these {len(data)} bytes are not a te card: {problem}")
     try:
         protocol = _DECODERS[_AnyCard].decode(data).protocol
         if protocol == PROTOCOL_VERSION:
@@ -202,6 +207,9 @@ def decode_card(data: bytes) -> Card:
 
 def decode_body(data: bytes, message: type[_Body]) -> _Body:
     """Raises ``HandshakeError`` for bytes that are not such a message."""
+    problem = nesting.complaint(data)
+    if problem is not None:
+        raise HandshakeError(f"not a te {message.__name__} message: {problem}")
     try:
         body: _Body = _DECODERS[message].decode(data)
         return body

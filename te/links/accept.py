@@ -12,24 +12,17 @@ from dataclasses import dataclass
 
 from te.config import Config
 from te.errors import ListenError
-from te.handshake import (
-    PROTOCOL_VERSION,
-    Hello,
-    RailAnswer,
-    RailOffer,
-    Refusal,
-    Refuse,
-    encode,
-)
+from te.handshake import Hello, RailAnswer, RailOffer
 from te.links import samehost
+from te.links.admission import Admission, HalfOpen
 from te.links.cm import CmAcceptor
 from te.links.devices import DeviceWatch
 from te.links.dial import address_text
 from te.links.direct import accept_rail, far_nic
-from te.links.greeting import GreetingKind, encode_greeting
 from te.links.incoming import Greeted, Incoming
 from te.links.local import Local
 from te.links.loop import READABLE, IoLoop
+from te.links.throttle import Throttle
 from te.plane._core import LinkHandle, Revocation
 from te.plane.reasons import Reason, sentence
 
@@ -37,9 +30,13 @@ __all__ = ["Acceptor"]
 
 logger = logging.getLogger(__name__)
 
-LISTEN_BACKLOG = 128
-# After accept(2) failed for want of descriptors or memory.
+LISTEN_BACKLOG = 1024
+# In a row: a flood of connections must not keep those from being read that are there.
+ACCEPTS_PER_TURN = 64
+# After accept(2) failed for want of descriptors or memory, and nothing could be closed for it.
 ACCEPT_PAUSE_S = 1.0
+# Connections that wait for their end of a rail: the threads that make them are fewer.
+BUILDING_MAX = 256
 
 
 @dataclass(frozen=True)
@@ -49,6 +46,7 @@ class _Link:
     handle: LinkHandle
     engine_id: str
     where: str
+    is_samehost: bool
     is_direct: bool
 
 
@@ -62,7 +60,9 @@ class Acceptor:
         #: By the source's id and the number in its greetings; under the lock.
         self._links: dict[tuple[str, int, int], _Link] = {}
         self._greeting: set[Incoming] = set()
-        self._paused: dict[int, float] = {}
+        self._admission = Admission()
+        self._half_open: dict[HalfOpen, Incoming] = {}
+        self._throttle = Throttle()
         listener = _listen(local.config)
         host, port = listener.getsockname()[:2]
         #: Numeric host and port this engine listens on.
@@ -104,25 +104,51 @@ class Acceptor:
             one.handle.die(Reason.FENCED)
         return len(fenced)
 
+    def log(self, level: int, message: str, *values: object) -> None:
+        """A line about a stranger, unless there were too many of late. Loop's thread only."""
+        if logger.isEnabledFor(level) and self._throttle.admits(time.monotonic()):
+            dropped = self._throttle.take_dropped()
+            logger.log(level, message, *values)
+            if dropped:
+                logger.log(level, "%d more such lines were left out", dropped)
+
+    def introduced(self, half_open: HalfOpen) -> None:
+        """A connection's hello is whole, or it was closed. Loop's thread only."""
+        self._admission.leave(half_open)
+        self._half_open.pop(half_open, None)
+
     def forget(self, incoming: Incoming) -> None:
         """A connection was closed or handed over. Loop's thread only."""
         self._greeting.discard(incoming)
 
+    def limit(self) -> str | None:
+        """Why no more connections become rails; None if they may."""
+        limit = self.local.config.max_connections
+        rails_in = self.local.plane.counters()[3]
+        return f"{limit} connections are open already" if rails_in >= limit else None
+
+    def misfit(self, hello: Hello, is_samehost: bool) -> str | None:
+        """Why a connection cannot be a rail of the link that its hello names; None if it can."""
+        with self._lock:
+            link = self._links.get((hello.id, hello.epoch, hello.link))
+        if link is None:
+            return None
+        if (link.is_samehost, link.is_direct) != (is_samehost, hello.is_direct):
+            return "the link that it names is over another transport"
+        rails = 1 if link.is_direct else self.local.config.rails
+        return None if link.handle.rails < rails else f"{link.handle.rails} rails are open already"
+
     def greeted(self, greeted: Greeted) -> str | None:
-        """Takes a connection whose hello was good into its link; or why that cannot be."""
+        """Takes a connection whose hello was good, and its rings, into its link; or why that cannot
+        be (then nothing was taken)."""
         hello, plane = greeted.hello, self.local.plane
         key = (hello.id, hello.epoch, hello.link)
         with self._lock:
             link = self._links.get(key)
-            if link is None:
-                pid = samehost.peer_pid(greeted.sock) if greeted.is_samehost else 0
-                handle = plane.link(True, greeted.is_samehost, pid, hello.is_direct)
-                if len(self._links) > 2 * self.local.config.max_connections:
-                    # The plane tells of each that ends, but loses what is not listened to.
-                    self._links = {key: one for key, one in self._links.items() if one.handle.alive}
-                link = self._links[key] = _Link(handle, hello.id, greeted.where, hello.is_direct)
-        if link.handle.rails >= (1 if link.is_direct else self.local.config.rails):
-            return f"{link.handle.rails} rails are open already"
+        if link is None:
+            pid = samehost.peer_pid(greeted.sock) if greeted.is_samehost else 0
+            handle = plane.link(True, greeted.is_samehost, pid, hello.is_direct)
+            link = _Link(handle, hello.id, greeted.where, greeted.is_samehost, hello.is_direct)
         try:
             added = link.handle.add_rail(greeted.sock.fileno(), greeted.rings_fd)
         except OSError as exc:
@@ -131,7 +157,21 @@ class Acceptor:
         if not added:
             return "the link has ended"
         greeted.sock.detach()
+        with self._lock:
+            if len(self._links) > 2 * self.local.config.max_connections:
+                # The plane tells of each that ends, but loses what is not listened to.
+                self._links = {key: one for key, one in self._links.items() if one.handle.alive}
+            self._links[key] = link
         return None
+
+    def begin_rail(self, hello: Hello) -> str | None:
+        """Whether a rail over RDMA may be made for a link; or why that cannot be."""
+        with self._lock:
+            link = self._links.get((hello.id, hello.epoch, hello.link))
+        if link is None or not link.is_direct:
+            return "no such link"
+        building = len(self._greeting) - len(self._admission)
+        return f"{building} rails are being made" if building > BUILDING_MAX else None
 
     def make_rail(self, hello: Hello, offer: RailOffer) -> RailAnswer | str:
         """This side's end of a rail over RDMA; or why that cannot be. Any thread; blocks while the
@@ -190,7 +230,7 @@ class Acceptor:
 
     def _on_ready(self, fd: int) -> None:
         listener = self._listeners[fd]
-        while True:
+        for _ in range(ACCEPTS_PER_TURN):
             try:
                 sock, peer = listener.accept()
             except BlockingIOError:
@@ -198,41 +238,52 @@ class Acceptor:
             except ConnectionError:
                 continue  # It gave up while it waited in the backlog; accept(2).
             except OSError as exc:
-                logger.warning("cannot accept connections, pausing: %s", exc.strerror)
-                self.loop.rewatch(fd, 0)
-                self._paused[fd] = time.monotonic() + ACCEPT_PAUSE_S
+                if self._give_up_one(str(exc)):
+                    continue
+                self.log(logging.WARNING, "cannot accept connections, pausing: %s", exc.strerror)
+                self.loop.pause(fd, ACCEPT_PAUSE_S)
                 return
-            is_samehost = sock.family == socket.AF_UNIX
-            if is_samehost:
-                where = f"process {samehost.peer_pid(sock)}"
-            else:
-                where = address_text(peer[0], peer[1])
-            self._admit(sock, where, is_samehost)
+            try:
+                self._admit(sock, peer)
+            except Exception:
+                sock.close()
+                raise
 
-    def _admit(self, sock: socket.socket, where: str, is_samehost: bool) -> None:
+    def _admit(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         sock.setblocking(False)
-        limit = self.local.config.max_connections
-        rails_in = self.local.plane.counters()[3]
-        if len(self._greeting) + rails_in >= limit:
-            logger.warning("%s refused: %d incoming connections are open", where, limit)
-            refuse = Refuse(code=Refusal.LIMIT, reason=f"{limit} connections are open already")
-            with sock:
-                # A new connection's empty buffer takes it whole.
-                sock.send(encode_greeting(GreetingKind.REFUSE, PROTOCOL_VERSION, encode(refuse)))
-            return
-        incoming = Incoming(self, sock, where, is_samehost)
+        is_samehost = sock.family == socket.AF_UNIX
+        if is_samehost:
+            where = source = f"process {samehost.peer_pid(sock)}"
+        else:
+            where, source = address_text(peer[0], peer[1]), peer[0]
+        timeout_s = self.local.config.connect_timeout_s
+        half_open = self._admission.enter(source, time.monotonic(), timeout_s)
+        incoming = Incoming(self, sock, where, is_samehost, half_open)
+        self._half_open[half_open] = incoming
         self._greeting.add(incoming)
         self.loop.watch(sock.fileno(), READABLE, incoming.on_ready)
+        # Mostly its hello is here already: it is not half-open for longer than this.
+        incoming.on_ready(READABLE)
+        while (surplus := self._admission.surplus()) is not None:
+            self._give_up(surplus, "too many connections say nothing")
+
+    def _give_up(self, half_open: HalfOpen, reason: str) -> None:
+        """Closes a connection for others, unless it has said something by now."""
+        incoming, had_spoken = self._half_open[half_open], half_open.has_spoken
+        incoming.on_ready(READABLE)
+        if half_open in self._half_open and half_open.has_spoken == had_spoken:
+            incoming.close(reason)
+
+    def _give_up_one(self, reason: str) -> bool:
+        """After accept(2) failed for that reason; whether there is one connection less."""
+        before = len(self._admission)
+        sacrifice = self._admission.sacrifice()
+        if sacrifice is not None:
+            self._give_up(sacrifice, reason)
+        return len(self._admission) < before
 
     def _on_tick(self, now_s: float) -> float | None:
-        times = []
-        for fd, until_s in tuple(self._paused.items()):
-            if now_s >= until_s:
-                del self._paused[fd]
-                self.loop.rewatch(fd, READABLE)
-            else:
-                times.append(until_s)
-        times += [incoming.check_deadline(now_s) for incoming in tuple(self._greeting)]
+        times = [incoming.check_deadline(now_s) for incoming in tuple(self._greeting)]
         return min(times, default=None)
 
     def _on_events(self, _events: int) -> None:

@@ -11,20 +11,25 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["READABLE", "WRITABLE", "IoLoop"]
+from te.links.throttle import Throttle
+
+__all__ = ["READABLE", "IoLoop"]
 
 logger = logging.getLogger(__name__)
 
 READABLE = select.EPOLLIN
-WRITABLE = select.EPOLLOUT
+
+# A descriptor whose handler has failed, and a tick that has, are left alone for so long: most would
+# fail again at once.
+FAILED_PAUSE_S = 1.0
 
 
 class IoLoop:
     """Runs handlers of sockets, calls from other threads and deadlines, all on its own thread.
 
-    Handlers must not block, and must deal with the errors they expect: one that gets out is a
-    bug, is logged, and ends the loop (``on_end`` runs, so that nobody waits for it in vain; it
-    gets the reason).
+    Handlers must not block, and must deal with the errors they expect. One that gets out is a bug,
+    and is logged; whatever it was about, the others go on. ``on_end`` runs when the loop ends, so
+    that nobody waits for it in vain; it gets the reason.
     """
 
     def __init__(
@@ -41,6 +46,10 @@ class IoLoop:
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._eventfd, READABLE)
         self._handlers: dict[int, Callable[[int], None]] = {}
+        #: Of what is watched, what is waited for; of what is not for a while, until when.
+        self._events: dict[int, int] = {}
+        self._paused: dict[int, float] = {}
+        self._throttle = Throttle()
         self._calls: deque[Callable[[], None]] = deque()
         # Guards the eventfd against use after close.
         self._lock = threading.Lock()
@@ -67,16 +76,26 @@ class IoLoop:
     def watch(self, fd: int, events: int, handler: Callable[[int], None]) -> None:
         """Calls ``handler(ready events)`` whenever ``fd`` is ready. Loop's thread only."""
         self._epoll.register(fd, events)
+        self._events[fd] = events
         self._handlers[fd] = handler
 
     def rewatch(self, fd: int, events: int) -> None:
         """Changes what is waited for. Loop's thread only."""
-        self._epoll.modify(fd, events)
+        self._events[fd] = events
+        if fd not in self._paused:
+            self._epoll.modify(fd, events)
+
+    def pause(self, fd: int, pause_s: float) -> None:
+        """Does not look at it for a while. Loop's thread only."""
+        if fd not in self._paused:
+            self._epoll.unregister(fd)
+        self._paused[fd] = time.monotonic() + pause_s
 
     def forget(self, fd: int) -> None:
         """Ends a watch; before the descriptor is closed. Loop's thread only."""
-        self._epoll.unregister(fd)
-        del self._handlers[fd]
+        del self._handlers[fd], self._events[fd]
+        if self._paused.pop(fd, None) is None:
+            self._epoll.unregister(fd)
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the loop and waits for its thread; False when it did not end in time."""
@@ -106,7 +125,15 @@ class IoLoop:
             os.close(self._eventfd)
 
     def _turn(self) -> None:
-        next_s = self._on_tick(time.monotonic())
+        now_s = time.monotonic()
+        times = [self._tick(now_s)]
+        for fd, until_s in tuple(self._paused.items()):
+            if now_s >= until_s:
+                del self._paused[fd]
+                self._epoll.register(fd, self._events[fd])
+            else:
+                times.append(until_s)
+        next_s = min((one for one in times if one is not None), default=None)
         timeout_s = -1.0 if next_s is None else max(next_s - time.monotonic(), 0.0)
         for fd, events in self._epoll.poll(timeout_s):
             if fd == self._eventfd:
@@ -114,7 +141,34 @@ class IoLoop:
                 continue
             # An earlier handler of this turn may have closed it.
             handler = self._handlers.get(fd)
-            if handler is not None:
+            if handler is None or fd in self._paused:
+                continue
+            try:
                 handler(events)
+            except Exception as exc:  # noqa: BLE001 - reported; the others must go on
+                self._report(f"the handler of descriptor {fd}", exc)
+                if self._handlers.get(fd) is handler:
+                    self.pause(fd, FAILED_PAUSE_S)
         for _ in range(len(self._calls)):
-            self._calls.popleft()()
+            try:
+                self._calls.popleft()()
+            except Exception as exc:  # noqa: BLE001 - reported; the others must go on
+                self._report("a call from another thread", exc)
+
+    def _tick(self, now_s: float) -> float | None:
+        try:
+            return self._on_tick(now_s)
+        except Exception as exc:  # noqa: BLE001 - reported; the others must go on
+            self._report("a deadline", exc)
+            return now_s + FAILED_PAUSE_S
+
+    def _report(self, what: str, exc: Exception) -> None:
+        if self._throttle.admits(time.monotonic()):
+            dropped = self._throttle.take_dropped()
+            logger.error(
+                "the thread %s goes on after a bug in %s%s",
+                self._thread.name,
+                what,
+                f" ({dropped} more were not logged)" if dropped else "",
+                exc_info=exc,
+            )

@@ -97,11 +97,11 @@ def _open_samehost(local: Local, card: Card, deadline_s: float, timeout_s: float
 
     def dial(nonce: bool = False) -> Dialled:
         left_s = max(deadline_s - time.monotonic(), 0.001)
-        try:
-            sock = samehost.dial(card, left_s)
-        except (ConnectionRefusedError, PermissionError):
-            raise TransportRefused(f"no engine {card.id} on this host") from None
         with contextlib.ExitStack() as undo, blame(card, where, timeout_s):
+            try:
+                sock = samehost.dial(card, left_s)
+            except (ConnectionRefusedError, PermissionError):
+                raise TransportRefused(f"no engine {card.id} on this host") from None
             undo.callback(sock.close)
             rings_fd = samehost.make_rings()
             undo.callback(os.close, rings_fd)

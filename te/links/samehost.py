@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _UCRED = struct.Struct("iII")
+_TIMEVAL = struct.Struct("@ll")
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -58,8 +59,15 @@ def dial(card: Card, timeout_s: float) -> socket.socket:
     """A connection to the card's engine; ``OSError`` when it is not on this host."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.settimeout(timeout_s)
+        # Of a non-blocking connect(2) a full backlog is the end at once, not something to wait for.
+        whole_s = int(timeout_s)
+        timeout = _TIMEVAL.pack(whole_s, max(int((timeout_s - whole_s) * 1e6), 1))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         sock.connect(_name(card.id))
+        sock.settimeout(timeout_s)
+    except BlockingIOError:
+        sock.close()
+        raise TimeoutError from None
     except OSError:
         sock.close()
         raise

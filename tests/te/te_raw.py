@@ -25,6 +25,13 @@ def dial(card: bytes) -> socket.socket:
     return socket.create_connection((decoded.host, decoded.port), TIMEOUT_S)
 
 
+def dial_unix(card: bytes) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect(f"\0te-{decode_card(card).id}")  # With a timeout it would not wait for a place.
+    sock.settimeout(TIMEOUT_S)
+    return sock
+
+
 def read_greeting(sock: socket.socket) -> Greeting | None:
     """None at the end of the stream."""
     reader = GreetingReader()

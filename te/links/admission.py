@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of the connections that have not introduced themselves may stay. Pure: time is passed in.
+
+Whoever can reach an engine can open connections and say nothing. None of them is refused for that:
+when there are too many, the one goes that has been silent for longest, of the source that has the
+most. So an engine that says hello as soon as it is connected finds a place however many are silent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["HALF_OPEN_MAX", "HALF_OPEN_OF_SOURCE_MAX", "Admission", "HalfOpen"]
+
+HALF_OPEN_MAX: Final = 256
+"""Connections without a whole hello, over all sources. Far below what a process may have open
+(1,024 descriptors where nobody has raised it)."""
+
+HALF_OPEN_OF_SOURCE_MAX: Final = 128
+"""Of one source address, or of one process of this host."""
+
+FIRST_BYTE_TIMEOUT_S: Final = 2.0
+"""An engine speaks first, at once; this is for one whose interpreter is busy."""
+
+
+@dataclass(eq=False)
+class HalfOpen:
+    """A connection that has yet to introduce itself."""
+
+    source: str
+    #: When it must have said something, and when everything.
+    first_byte_until_s: float
+    until_s: float
+    has_spoken: bool = False
+
+    @property
+    def due_s(self) -> float:
+        """When it is given up."""
+        return self.until_s if self.has_spoken else min(self.first_byte_until_s, self.until_s)
+
+
+class Admission:
+    """The half-open connections of an engine, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._half_open: dict[HalfOpen, None] = {}
+        self._of_source: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._half_open)
+
+    def enter(self, source: str, now_s: float, hello_timeout_s: float) -> HalfOpen:
+        """A connection came. ``victim`` says whether another has to go for it."""
+        one = HalfOpen(source, now_s + FIRST_BYTE_TIMEOUT_S, now_s + hello_timeout_s)
+        self._half_open[one] = None
+        self._of_source[source] = self._of_source.get(source, 0) + 1
+        return one
+
+    def leave(self, one: HalfOpen) -> None:
+        """It has introduced itself, or was closed; idempotent."""
+        if one not in self._half_open:
+            return
+        del self._half_open[one]
+        left = self._of_source[one.source] - 1
+        if left:
+            self._of_source[one.source] = left
+        else:
+            del self._of_source[one.source]
+
+    def surplus(self) -> HalfOpen | None:
+        """Which connection has to go because there are too many; None if there are not."""
+        fullest = max(self._of_source, key=self._of_source.__getitem__, default=None)
+        if fullest is None:
+            return None
+        if self._of_source[fullest] > HALF_OPEN_OF_SOURCE_MAX:
+            return self._oldest(fullest)
+        return self._oldest(fullest) if len(self._half_open) > HALF_OPEN_MAX else None
+
+    def sacrifice(self) -> HalfOpen | None:
+        """Which connection has to go because there are no descriptors; None if there is none."""
+        fullest = max(self._of_source, key=self._of_source.__getitem__, default=None)
+        return None if fullest is None else self._oldest(fullest)
+
+    def _oldest(self, source: str) -> HalfOpen:
+        """Of a source that has some: the oldest silent one, or if all have begun, the oldest."""
+        of_source = [one for one in self._half_open if one.source == source]
+        return next((one for one in of_source if not one.has_spoken), of_source[0])

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greetings that are deep, reset, strange or carry descriptors: each costs its own connection and
+nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from te_far import wait_until
+from te_raw import RAW_ID, TIMEOUT_S, RawSource, dial, dial_unix, hello, read_greeting
+from te_ring import make_rings
+
+import te
+from te import nesting
+from te.handshake import PROTOCOL_VERSION, Hello, Refuse, decode_body, decode_card
+from te.links.greeting import GREETING, GREETING_BODY_MAX, GreetingKind, encode_greeting
+from te.links.loop import READABLE, IoLoop
+from te.links.throttle import BURST, Throttle
+
+RESET = struct.pack("ii", 1, 0)
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[te.Engine]:
+    with te.Engine(te.Config(connect_timeout_s=1.0)) as engine:
+        yield engine
+
+
+def assert_accepts(engine: te.Engine) -> None:
+    """A new engine finds in, by each transport."""
+    for transport in ("tcp", "samehost"):
+        with te.Engine(te.Config(transports=(transport,))) as friend:
+            assert friend.connect(engine.card()).alive
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - pathlib keeps one open itself
+
+
+def in_loop(engine: te.Engine) -> contextlib.AbstractContextManager[None]:
+    """Keeps the engine's accepting thread busy for the length of the block."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert go_on.wait(TIMEOUT_S)
+
+    @contextlib.contextmanager
+    def block() -> Iterator[None]:
+        engine._acceptor.loop.call(wait)
+        assert begun.wait(TIMEOUT_S)
+        try:
+            yield
+        finally:
+            go_on.set()
+
+    return block()
+
+
+# -- B1: nothing that a stranger says ends the accepting thread
+
+DEEP = [
+    b"\x91" * GREETING_BODY_MAX,
+    b"\x81\xa1x" + b"\x91" * (GREETING_BODY_MAX - 3),
+    b"\x81\xa1x" * (GREETING_BODY_MAX // 3),
+    b"\x81" * GREETING_BODY_MAX,
+    b"\xdc\x00\x02\xc0" * (GREETING_BODY_MAX // 4),
+]
+
+
+@pytest.mark.parametrize("body", DEEP)
+def test_a_deep_greeting_costs_its_own_connection_alone(
+    target: te.Engine, body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), dial(target.card()) as sock:
+        sock.sendall(encode_greeting(GreetingKind.HELLO, PROTOCOL_VERSION, body))
+        assert read_greeting(sock) is None
+    assert "not a te Hello message: values nested more than" in caplog.text
+    assert_accepts(target)
+
+
+@pytest.mark.parametrize("body", DEEP)
+def test_a_deep_card_is_refused(body: bytes) -> None:
+    with pytest.raises(te.HandshakeError, match="nested more than"):
+        decode_card(body)
+
+
+def test_a_card_of_too_many_values_is_refused() -> None:
+    many = msgspec.msgpack.encode({"regions": [0] * nesting.ITEMS_MAX})
+    with pytest.raises(te.HandshakeError, match="more than 131072 values"):
+        decode_card(many)
+
+
+def depth(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + max((depth(one) for one in value.values()), default=0)
+    if isinstance(value, list):
+        return 1 + max((depth(one) for one in value), default=0)
+    return 0
+
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=300)
+    | st.binary(max_size=300)
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(), inner, max_size=20),
+    max_leaves=60,
+)
+
+
+@given(VALUES, st.integers(0, 30))
+def test_depth_is_what_it_is(value: object, levels: int) -> None:
+    for _ in range(levels):
+        value = [value]
+    says = nesting.complaint(msgspec.msgpack.encode(value))
+    # What is inside an empty array or map is not a level.
+    assert (says is None) == (depth(value) - _has_empty_leaf(value) <= nesting.DEPTH_MAX)
+
+
+def _has_empty_leaf(value: object) -> int:
+    """1 if all of the deepest containers are empty."""
+    deepest = depth(value)
+
+    def reaches(one: object, level: int) -> bool:
+        """Whether a container with something in it lies at that level."""
+        inside = list(one.values()) if isinstance(one, dict) else one
+        if not isinstance(inside, list):
+            return False
+        if level == 1:
+            return bool(inside)
+        return any(reaches(each, level - 1) for each in inside)
+
+    return int(deepest > 0 and not reaches(value, deepest))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_hello_or_a_handshake_error(data: bytes) -> None:
+    for body in (data, b"\x91" * 1000 + data, data * 20):
+        with contextlib.suppress(te.HandshakeError):
+            decode_body(body, Hello)
+
+
+@st.composite
+def greetings(draw: st.DrawFn) -> bytes:
+    """Mostly a good header and version; a body of any MessagePack, or a hello with changes."""
+    kind = draw(st.sampled_from([1, 1, 1, 1, 2, 3, 9]))
+    version = draw(st.sampled_from([PROTOCOL_VERSION] * 6 + [0, 65535]))
+    body = draw(
+        st.one_of(
+            VALUES.map(msgspec.msgpack.encode),
+            st.binary(max_size=300),
+            st.sampled_from(DEEP),
+        )
+    )[:GREETING_BODY_MAX]
+    claimed = draw(st.sampled_from([len(body)] * 6 + [0, GREETING_BODY_MAX, 1 << 31]))
+    return GREETING.pack(b"te-wire\0", version, kind, claimed) + body
+
+
+HELLO_CHANGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "peer_epoch": st.sampled_from([1, 2**64 - 1]),
+        "link": st.sampled_from([5, 6, 2**64 - 1]),
+        "nonce": st.tuples(st.sampled_from([0, 1, 2**64 - 1]), st.binary(min_size=1, max_size=64)),
+        "shared": st.tuples(
+            st.sampled_from([0, 1, 2**64 - 1]), st.sampled_from([1, 2**40, 2**64 - 1])
+        ),
+        "is_direct": st.booleans(),
+    },
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(greetings(), HELLO_CHANGES, st.booleans(), st.integers(0, 4), st.booleans(), st.booleans())
+def test_greetings_of_any_kind(
+    target: te.Engine,
+    strange: bytes,
+    changes: dict[str, object],
+    is_hello: bool,
+    fds_n: int,
+    over_unix: bool,
+    resets: bool,
+) -> None:
+    card = target.card()
+    fields = {"nonce": None, "shared": None} | changes
+    data = hello(card, **fields) if is_hello else strange
+    sock = dial_unix(card) if over_unix else dial(card)
+    # It may have closed the connection at any of these.
+    with sock, contextlib.suppress(OSError):
+        if over_unix:
+            fd = make_rings()
+            try:
+                socket.send_fds(sock, [data], [fd] * fds_n)
+            finally:
+                os.close(fd)
+        else:
+            sock.sendall(data)
+        if resets:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        else:
+            sock.shutdown(socket.SHUT_WR)
+            read_greeting(sock)
+
+
+def test_after_all_these_greetings(target: te.Engine) -> None:
+    wait_until(lambda: not target._acceptor._greeting, "no greeting is left")
+    assert_accepts(target)
+
+
+def test_a_reset_at_the_limit_of_connections(caplog: pytest.LogCaptureFixture) -> None:
+    with te.Engine(te.Config(max_connections=1)) as engine, caplog.at_level(logging.WARNING):
+        card = engine.card()
+        first = RawSource(card)
+        with in_loop(engine):
+            for _ in range(50):
+                with dial(card) as sock:
+                    sock.sendall(hello(card))
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        with dial(card) as sock:
+            sock.sendall(hello(card))
+            refuse = decode_body(read_greeting(sock).body, Refuse)
+            assert refuse.reason == "1 connections are open already"
+        first.sock.close()
+        wait_until(lambda: engine.stats().rails == 0, "the first is gone")
+        with te.Engine(te.Config(transports=("tcp",), rails=1)) as friend:
+            assert friend.connect(card).alive
+
+
+def test_a_bug_in_one_greeting_is_logged_and_costs_that_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bug(*_: object) -> None:
+        raise RuntimeError("made up")
+
+    with te.Engine() as engine, caplog.at_level(logging.ERROR):
+        with monkeypatch.context() as patch:
+            patch.setattr("te.links.accept.Acceptor.limit", bug)
+            with dial(engine.card()) as sock:
+                sock.sendall(hello(engine.card()))
+                assert read_greeting(sock) is None
+        assert "a bug in greeting" in caplog.text
+        assert "RuntimeError: made up" in caplog.text
+        assert_accepts(engine)
+
+
+def test_a_loop_goes_on_after_bugs_of_any_kind(caplog: pytest.LogCaptureFixture) -> None:
+    ticks: list[float] = []
+
+    def on_tick(now_s: float) -> float | None:
+        ticks.append(now_s)
+        if len(ticks) == 1:
+            raise RuntimeError("tick")
+        return None
+
+    def bug(_: int = 0) -> None:
+        raise RuntimeError("made up")
+
+    served = threading.Event()
+    with caplog.at_level(logging.ERROR):
+        loop = IoLoop("test-loop", on_tick, lambda reason: None)
+        here, there = socket.socketpair()
+        good, better = socket.socketpair()
+        with here, there, good, better:
+            loop.start()
+            there.send(b"x")
+            better.send(b"x")
+            loop.call(lambda: loop.watch(here.fileno(), READABLE, bug))
+            loop.call(bug)
+            loop.call(lambda: loop.watch(good.fileno(), READABLE, lambda _: served.set()))
+            assert served.wait(TIMEOUT_S)
+            wait_until(lambda: caplog.text.count("goes on after a bug") >= 3, "all were logged")
+            assert loop.stop(TIMEOUT_S)
+    for what in ("a deadline", "a call from another thread", "the handler of descriptor"):
+        assert f"goes on after a bug in {what}" in caplog.text
+
+
+def test_lines_about_strangers_are_limited() -> None:
+    throttle = Throttle()
+    assert [throttle.admits(0.0) for _ in range(BURST + 5)] == [True] * BURST + [False] * 5
+    assert throttle.admits(1.5)
+    assert not throttle.admits(1.5)
+    assert throttle.take_dropped() == 6
+    assert throttle.take_dropped() == 0
+
+
+# -- B5: descriptors
+
+
+def test_a_greeting_brings_one_descriptor_at_most(caplog: pytest.LogCaptureFixture) -> None:
+    with te.Engine() as engine, caplog.at_level(logging.WARNING):
+        card = engine.card()
+        before = descriptors()
+        with dial_unix(card) as sock:
+            fd = make_rings()
+            with contextlib.suppress(ConnectionError):
+                for byte in hello(card):
+                    socket.send_fds(sock, [bytes([byte])], [fd])
+            os.close(fd)
+            assert read_greeting(sock) is None
+            assert "a hello with more than one descriptor" in caplog.text
+        assert descriptors() == before
+
+
+@pytest.mark.parametrize("transport", ["tcp", "samehost"])
+def test_a_connection_of_another_transport_joins_no_link(target: te.Engine, transport: str) -> None:
+    card = target.card()
+    source = RawSource(card, transport, link=4711)
+    before = descriptors()
+    with source.sock:
+        other = dial_unix(card) if transport == "tcp" else dial(card)
+        with other:
+            if transport == "tcp":
+                fd = make_rings()
+                socket.send_fds(other, [hello(card, link=4711)], [fd])
+                os.close(fd)
+            else:
+                other.sendall(hello(card, link=4711))
+            refuse = decode_body(read_greeting(other).body, Refuse)
+            assert refuse.reason == "the link that it names is over another transport"
+        wait_until(lambda: descriptors() == before, "nothing was kept")
+        source.send(b"")
+        assert target.stats().rails >= 1
+    wait_until(lambda: target.stats().rails == 0, "the link has ended")
+
+
+def test_rings_that_cannot_be_used_are_given_back(target: te.Engine) -> None:
+    card = target.card()
+    before = descriptors()
+    for _ in range(5):
+        with dial_unix(card) as sock:
+            fd = make_rings(4096)
+            socket.send_fds(sock, [hello(card)], [fd])
+            os.close(fd)
+            read_greeting(sock)
+            with contextlib.suppress(ConnectionError):
+                sock.recv(1)
+    wait_until(lambda: descriptors() == before, "nothing was kept")
+    assert not any(key[0] == RAW_ID for key in target._acceptor._links)
+
+
+def test_the_memory_of_an_engine_that_was_greeted_badly_is_as_it_was() -> None:
+    memory = np.zeros(100, np.uint8)
+    with te.Engine() as engine, te.Engine() as friend:
+        here, there = friend.register(np.ones(100, np.uint8)), engine.register(memory)
+        peer = friend.connect(engine.card())
+        for body in DEEP:
+            with dial(engine.card()) as sock:
+                sock.sendall(encode_greeting(GreetingKind.HELLO, PROTOCOL_VERSION, body))
+                assert read_greeting(sock) is None
+        assert not memory.any()
+        blocks = te.Blocks.of(here.address, there.address, 100)
+        assert peer.write(blocks).wait(TIMEOUT_S) is te.Status.DONE

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections that say nothing, or too little: however many there are, engines find in."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import resource
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from te_far import FarEngine, wait_until
+from te_raw import TIMEOUT_S, dial, dial_unix, hello, raw_destination, read_greeting, welcome
+
+import te
+from te.links.admission import (
+    FIRST_BYTE_TIMEOUT_S,
+    HALF_OPEN_MAX,
+    HALF_OPEN_OF_SOURCE_MAX,
+    Admission,
+    HalfOpen,
+)
+
+MANY = 1200
+
+
+@pytest.fixture
+def descriptors_enough() -> Iterator[None]:
+    """The silent ends are in this process, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4 * MANY)), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+DIALLERS = {"tcp": dial, "samehost": dial_unix}
+
+
+@pytest.mark.usefixtures("descriptors_enough")
+@pytest.mark.parametrize("transport", ["tcp", "samehost"])
+@pytest.mark.parametrize("said", [0, 1, 15])
+def test_silent_connections_lock_nobody_out(transport: str, said: int) -> None:
+    """``said`` bytes of a hello, and then nothing; new ones come while an engine connects."""
+    config = te.Config(connect_timeout_s=60.0)
+    with contextlib.ExitStack() as undo:
+        engine = undo.enter_context(te.Engine(config))
+        friend = undo.enter_context(te.Engine(te.Config(transports=(transport,))))
+        card = engine.card()
+        beginning = hello(card)[:said]
+        enough, stop = threading.Event(), threading.Event()
+
+        def annoy() -> None:
+            count = 0
+            while not stop.is_set():
+                sock = undo.enter_context(DIALLERS[transport](card))
+                with contextlib.suppress(ConnectionError):
+                    sock.sendall(beginning)
+                count += 1
+                if count == MANY:
+                    enough.set()
+                if count >= 2 * MANY:
+                    return
+
+        thread = threading.Thread(target=annoy)
+        thread.start()
+        try:
+            assert enough.wait(60.0)
+            assert friend.connect(card, timeout_s=20.0).alive
+        finally:
+            stop.set()
+            thread.join(60.0)
+        assert len(engine._acceptor._admission) <= HALF_OPEN_OF_SOURCE_MAX
+        assert len(engine._acceptor._half_open) == len(engine._acceptor._admission)
+
+
+def test_a_peer_that_drips_has_one_deadline_for_its_whole_hello() -> None:
+    with te.Engine(te.Config(connect_timeout_s=1.0)) as engine:
+        data = hello(engine.card())
+        with dial(engine.card()) as sock:
+            sock.settimeout(0.05)
+            for byte in data[:-1] * 10:
+                try:
+                    sock.send(bytes([byte]))
+                    if sock.recv(1) == b"":
+                        break
+                except TimeoutError:
+                    continue
+                except ConnectionError:
+                    break
+            else:
+                pytest.fail("it may drip for as long as it likes")
+        assert not engine._acceptor._greeting
+
+
+def test_the_end_of_descriptors_is_no_end_of_connections() -> None:
+    """Silent connections are closed for one that can be accepted only then."""
+    with te.Engine() as engine:
+        card = engine.card()
+        far = FarEngine(transports=["tcp"])
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        silent = [dial(card) for _ in range(40)]
+        try:
+            wait_until(lambda: len(engine._acceptor._admission) == 40, "all are accepted")
+            used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - pathlib keeps one open
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, hard))
+            assert far.connect(card=base64.b64encode(card).decode()) == engine.id
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for sock in silent:
+                sock.close()
+            far.end()
+
+
+# -- the other way round: who answers an engine that dials
+
+
+def served(serve: Callable[[socket.socket], None]) -> contextlib.AbstractContextManager[bytes]:
+    """The card of a destination whose connections are handed to ``serve``."""
+
+    @contextlib.contextmanager
+    def block() -> Iterator[bytes]:
+        with raw_destination() as (listener, card):
+
+            def run() -> None:
+                with contextlib.suppress(OSError):
+                    while True:
+                        sock, _ = listener.accept()
+                        with sock, contextlib.suppress(ConnectionError):
+                            serve(sock)
+
+            thread = threading.Thread(target=run, daemon=True)
+            thread.start()
+            try:
+                yield card
+            finally:
+                with contextlib.suppress(OSError):
+                    listener.shutdown(socket.SHUT_RDWR)
+                thread.join(TIMEOUT_S)
+
+    return block()
+
+
+def test_connecting_to_a_peer_that_drips_has_a_deadline() -> None:
+    dripped = 0
+
+    def drip(sock: socket.socket) -> None:
+        nonlocal dripped
+        sock.settimeout(0.05)
+        # A welcome that would take a minute and a half.
+        for byte in welcome(nonce=None, rails=1).ljust(2000, b"\0"):
+            sock.send(bytes([byte]))
+            dripped += 1
+            with contextlib.suppress(TimeoutError):
+                while sock.recv(1 << 16):
+                    pass
+                return
+
+    with (
+        served(drip) as card,
+        te.Engine() as engine,
+        pytest.raises(te.ConnectError, match=r"no welcome .* within 0.5 s"),
+    ):
+        engine.connect(card, timeout_s=0.5)
+    assert 0 < dripped < len(welcome())
+
+
+# -- the rule
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=600))
+def test_who_stays(events: list[tuple[int, bool]]) -> None:
+    """The bounds hold, and a connection that has just come is never the one that goes, unless all
+    of its source have begun to speak."""
+    admission = Admission()
+    here: list[HalfOpen] = []
+    for number, (source, speaks) in enumerate(events):
+        one = admission.enter(str(source), float(number), 5.0)
+        here.append(one)
+        one.has_spoken = speaks
+        while (gone := admission.surplus()) is not None:
+            older = [each for each in here if each.source == gone.source]
+            silent = [each for each in older if not each.has_spoken]
+            assert gone is (silent or older)[0]
+            here.remove(gone)
+            admission.leave(gone)
+            admission.leave(gone)
+        assert len(admission) == len(here) <= HALF_OPEN_MAX
+        for name in {each.source for each in here}:
+            assert sum(each.source == name for each in here) <= HALF_OPEN_OF_SOURCE_MAX
+
+
+def test_one_loud_source_costs_no_other_its_place() -> None:
+    admission = Admission()
+    quiet = [admission.enter(f"host {i}", 0.0, 5.0) for i in range(100)]
+    for i in range(10 * HALF_OPEN_MAX):
+        admission.enter("loud", float(i), 5.0)
+        while (gone := admission.surplus()) is not None:
+            assert gone.source == "loud"
+            admission.leave(gone)
+    assert len(admission) == len(quiet) + HALF_OPEN_OF_SOURCE_MAX
+
+
+def test_deadlines_of_the_first_byte_and_of_all() -> None:
+    admission = Admission()
+    one = admission.enter("a", 10.0, 60.0)
+    assert one.due_s == 10.0 + FIRST_BYTE_TIMEOUT_S
+    one.has_spoken = True
+    assert one.due_s == 70.0
+    assert admission.enter("a", 10.0, 0.5).due_s == 10.5
+    assert admission.sacrifice() is not None
+    assert Admission().sacrifice() is None
+    assert Admission().surplus() is None
+
+
+def test_silent_ones_are_told_by_the_first_byte_deadline() -> None:
+    """Far before ``connect_timeout_s``."""
+    with te.Engine(te.Config(connect_timeout_s=600.0)) as engine, dial(engine.card()) as sock:
+        assert read_greeting(sock) is None
