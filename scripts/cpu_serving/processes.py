@@ -8,11 +8,14 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+
+from cpu_serving.nursery import ForkedProcess, Nursery
 
 __all__ = ["ManagedProcess", "ServingError", "free_port_block", "signals_deferred"]
 
@@ -32,12 +35,25 @@ class ServingError(Exception):
 class ManagedProcess:
     """One child in its own session, so that ending its group ends its workers and nothing else."""
 
-    def __init__(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        nursery: Nursery | None = None,
+    ) -> None:
+        """Starts ``python -m argv[0] argv[1:]``, forked from the nursery if it fits there."""
         self.name = name
         self.log = log
+        if nursery is not None and nursery.fits(env):
+            self._popen: subprocess.Popen[bytes] | ForkedProcess = nursery.start(
+                argv[0], argv[1:], env, log
+            )
+            return
         with log.open("wb") as out:
             self._popen = subprocess.Popen(
-                list(argv),
+                [sys.executable, "-m", *argv],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=out,

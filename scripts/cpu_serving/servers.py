@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,11 +12,21 @@ from typing import Literal, Self
 
 import requests
 
+from cpu_serving.nursery import Nursery
 from cpu_serving.overlap import Overlap
 from cpu_serving.processes import ManagedProcess, ServingError, free_port_block, signals_deferred
 from cpu_serving.progress import no_tick
 
-__all__ = ["HOST", "Fleet", "Pair", "Router", "Server", "ServerOptions", "wait_ready"]
+__all__ = [
+    "HOST",
+    "Fleet",
+    "Pair",
+    "Router",
+    "Server",
+    "ServerOptions",
+    "base_environment",
+    "wait_ready",
+]
 
 Role = Literal["single", "prefill", "decode"]
 
@@ -65,6 +74,7 @@ class Server:
         port: int,
         bootstrap_port: int | None = None,
         name: str | None = None,
+        nursery: Nursery | None = None,
     ) -> None:
         self.role = role
         self.options = options
@@ -73,9 +83,10 @@ class Server:
         self.bootstrap_port = bootstrap_port or port + 1
         self.stats_dir = run_dir / f"stats-{name or role}"
         self.stats_dir.mkdir(parents=True)
-        argv = [sys.executable, "-m", "sglang.launch_server", *self._flags()]
+        argv = ["sglang.launch_server", *self._flags()]
+        log = run_dir / f"{name or role}.log"
         self.process = ManagedProcess(
-            f"{name or role} server", argv, self._environment(), run_dir / f"{name or role}.log"
+            f"{name or role} server", argv, self._environment(), log, nursery
         )
 
     def ready(self) -> bool:
@@ -129,7 +140,7 @@ class Server:
         return [*pairs, *switches, *options.extra_args]
 
     def _environment(self) -> dict[str, str]:
-        env = _base_environment()
+        env = base_environment()
         env["SGLANG_MOONCAKE_STATS_DIR"] = str(self.stats_dir)
         if self.options.ranks > 1:
             cores = sorted(os.sched_getaffinity(0))
@@ -153,16 +164,19 @@ class Router:
         name: str = "router",
         mini_lb: bool = True,
         metrics_port: int | None = None,
+        nursery: Nursery | None = None,
     ) -> None:
         self.url = f"http://{HOST}:{port}"
-        argv = [sys.executable, "-m", "sglang_router.launch_router"]
+        argv = ["sglang_router.launch_router"]
         argv += ["--pd-disaggregation", "--host", HOST, "--port", str(port)]
         if mini_lb:
             argv += ["--mini-lb"]
         if metrics_port is not None:
             argv += ["--prometheus-port", str(metrics_port)]
         argv += ["--prefill", prefill.url, str(prefill.bootstrap_port), "--decode", decode.url]
-        self.process = ManagedProcess(name, argv, _base_environment(), run_dir / f"{name}.log")
+        self.process = ManagedProcess(
+            name, argv, base_environment(), run_dir / f"{name}.log", nursery
+        )
 
     def ready(self) -> bool:
         self.process.check_alive()
@@ -187,8 +201,10 @@ class Pair:
 class Fleet:
     """Everything started for one run; all of it is ended when the context is left."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, nursery: Nursery | None = None) -> None:
+        """Servers that fit it are forked from the `nursery`, all others start as programs."""
         self.run_dir = run_dir
+        self._nursery = nursery
         self._ports: list[int] = []
         self._started: list[Server | Router] = []
 
@@ -210,7 +226,7 @@ class Fleet:
         """Start one; `name` tells several of one role apart, ports are picked unless given."""
         port = port or self._port()
         with signals_deferred():
-            server = Server(role, options, self.run_dir, port, bootstrap_port, name)
+            server = Server(role, options, self.run_dir, port, bootstrap_port, name, self._nursery)
             self._started.append(server)
         return server
 
@@ -220,8 +236,9 @@ class Fleet:
         with signals_deferred():
             metrics_port = None if mini_lb else self._port()
             router = Router(
-                prefill, decode, self.run_dir, self._port(), name, mini_lb, metrics_port
-            )
+                prefill, decode, self.run_dir, self._port(), name, mini_lb, metrics_port,
+                self._nursery,
+            )  # fmt: skip
             self._started.append(router)
         return router
 
@@ -262,7 +279,8 @@ def wait_ready(
         time.sleep(POLL_S)
 
 
-def _base_environment() -> dict[str, str]:
+def base_environment() -> dict[str, str]:
+    """What every server and router has."""
     env = dict(os.environ)
     inherited = env.get("PYTHONPATH")
     env["PYTHONPATH"] = f"{SHIM}:{inherited}" if inherited else str(SHIM)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real SGLang servers, shared by all tests of a module: starting a pair costs half a minute.
+"""Real SGLang servers, shared by all tests of a module: starting a pair costs seconds.
 
 A module says with a module-scoped fixture `layout` what its pair looks like.
 """
@@ -10,20 +10,39 @@ from collections.abc import Iterator
 
 import pytest
 from cpu_serving.expectations import Layout, Reference, Serving
-from cpu_serving.servers import Fleet
+from cpu_serving.nursery import Nursery
+from cpu_serving.servers import Fleet, base_environment
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
-    with Fleet(tmp_path_factory.mktemp("reference")) as fleet:
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Where servers are forked: one that starts as a program needs ten times the CPU time."""
+    log = tmp_path_factory.mktemp("nursery") / "nursery.log"
+    with Nursery(base_environment(), log) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def origin(nursery: Nursery) -> Nursery | None:
+    """Where the module's pair comes from; a module whose servers shall start as a user's do has
+    one that is None."""
+    return nursery
+
+
+@pytest.fixture(scope="session")
+def reference(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    with Fleet(tmp_path_factory.mktemp("reference"), nursery) as fleet:
         yield Reference(fleet)
 
 
 @pytest.fixture(scope="module")
 def running(
-    layout: Layout, reference: Reference, tmp_path_factory: pytest.TempPathFactory
+    layout: Layout,
+    origin: Nursery | None,
+    reference: Reference,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Serving]:
-    with Fleet(tmp_path_factory.mktemp(layout.name)) as fleet:
+    with Fleet(tmp_path_factory.mktemp(layout.name), origin) as fleet:
         pair = fleet.pair(layout.prefill, layout.decode)
         pair.wait_ready()
         yield Serving(pair, layout.model, reference)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cpu_serving.model import make_model
+from cpu_serving.nursery import Nursery
 from cpu_serving.pools import leaked_pages
 from cpu_serving.servers import HOST, Fleet, Pair, Server, ServerOptions, wait_ready
 from cpu_serving.traffic import make_requests, send_all
@@ -20,8 +21,8 @@ START_BOUND_S = 400.0
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with Fleet(tmp_path_factory.mktemp("mismatch")) as fleet:
+def fleet(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with Fleet(tmp_path_factory.mktemp("mismatch"), nursery) as fleet:
         yield fleet
 
 
@@ -63,8 +64,10 @@ def test_mismatch_fails_the_request_with_a_sentence(
     decode.stop()
 
 
-def test_taken_bootstrap_port_stops_the_server_with_a_sentence(tmp_path: Path) -> None:
-    with socket.create_server((HOST, 0)) as squatter, Fleet(tmp_path) as fleet:
+def test_taken_bootstrap_port_stops_the_server_with_a_sentence(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    with socket.create_server((HOST, 0)) as squatter, Fleet(tmp_path, nursery) as fleet:
         port = squatter.getsockname()[1]
         options = ServerOptions(make_model("llama"))
         server = fleet.server("prefill", options, bootstrap_port=port)

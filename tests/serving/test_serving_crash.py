@@ -14,6 +14,7 @@ import pytest
 import requests as http
 from cpu_serving.expectations import Reference, Serving
 from cpu_serving.model import make_model
+from cpu_serving.nursery import Nursery
 from cpu_serving.pools import leaked_pages
 from cpu_serving.servers import HOST, Fleet, Pair, ServerOptions
 from cpu_serving.traffic import Answer, Request, make_requests, run, send
@@ -25,8 +26,8 @@ rooms = itertools.count(1 << 41)
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with Fleet(tmp_path_factory.mktemp("crash")) as fleet:
+def fleet(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with Fleet(tmp_path_factory.mktemp("crash"), nursery) as fleet:
         yield fleet
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from cpu_serving.model import make_model
+from cpu_serving.nursery import Nursery
 from cpu_serving.pools import leaked_pages
 from cpu_serving.servers import HOST, Fleet, Server, ServerOptions, wait_ready
 from cpu_serving.traffic import make_requests, send_all
@@ -32,8 +33,8 @@ rooms = itertools.count(1 << 42)
 
 
 @pytest.fixture(scope="module")
-def decode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Fleet(tmp_path_factory.mktemp("registry")) as fleet:
+def decode(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Fleet(tmp_path_factory.mktemp("registry"), nursery) as fleet:
         server = fleet.server("decode", ServerOptions(make_model("llama")))
         wait_ready([server])
         yield server

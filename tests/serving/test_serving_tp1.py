@@ -28,6 +28,11 @@ def layout() -> Layout:
     return Layout.equal("tp1")
 
 
+@pytest.fixture(scope="module")
+def origin() -> None:
+    """These servers start as a user's do."""
+
+
 def direct(serving: Serving, request: Request, **fields: object) -> Request:
     """The request as the router would send it to both servers."""
     where = {

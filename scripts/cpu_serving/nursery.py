@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's servers and routers forked from a process that has imported SGLang.
+
+Of the 23 CPU-seconds that a server takes to start 21 are imports, in each of its processes. A
+nursery has done them once; what is forked from it goes on from there. Everything else is as after
+``python -m MODULE``: arguments, environment, a session and a log of its own, plugins.
+The processes that SGLang spawns are forked, too, each from an image in which nothing has run yet
+but imports, and handed what multiprocessing would hand to a new interpreter.
+
+What SGLang reads of the environment as it is imported is the nursery's: `fits` says which servers
+may come from here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import gc
+import importlib
+import json
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import spawn, util
+from pathlib import Path
+from typing import Any, Self
+
+__all__ = ["ForkedProcess", "Nursery"]
+
+PRELOAD = (
+    "sglang.launch_server",
+    "sglang_router.launch_router",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.data_parallel_controller",
+    "sglang.srt.models.registry",
+)
+#: Names, or their beginnings, of variables that nothing reads before a server runs.
+READ_LATER = ("SGLANG_MOONCAKE_", "SGLANG_CPU_OMP_THREADS_BIND", "PYTEST_")
+MESSAGE_BYTES = 1 << 17
+MAX_FDS = 64
+# Above what a process of SGLang's has open as it spawns another.
+HIGH_FD = 512
+START_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 10.0
+POLL_S = 0.02
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None)
+
+
+class ForkedProcess:
+    """As much of `subprocess.Popen` as a caller of `Nursery.start` needs."""
+
+    def __init__(self, name: str, pid: int) -> None:
+        self._name = name
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """The exit status; subprocess.TimeoutExpired."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while (code := self.poll()) is None:
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                raise subprocess.TimeoutExpired(self._name, timeout_s or 0.0)
+            time.sleep(POLL_S)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends it unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class Nursery:
+    """A process that has imported SGLang, with one environment."""
+
+    def __init__(self, env: Mapping[str, str], log: Path) -> None:
+        self._env = dict(env)
+        # What is forked becomes this process's child once the one between them has ended.
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with far, log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "cpu_serving.nursery", str(far.fileno()), str(os.getpid())],
+                env={**self._env, "PYTHONPATH": _python_path(self._env)},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                pass_fds=[far.fileno()],
+                start_new_session=True,
+            )
+        self._log = log
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._socket.close()
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def fits(self, env: Mapping[str, str]) -> bool:
+        """Whether a server with this environment may be forked here."""
+        names = {n for n in {*env, *self._env} if env.get(n) != self._env.get(n)}
+        return all(name.startswith(READ_LATER) for name in names)
+
+    def start(
+        self, module: str, arguments: Sequence[str], env: Mapping[str, str], log: Path
+    ) -> ForkedProcess:
+        """What ``python -m module`` would start with these arguments, in a session of its own.
+
+        The first one waits until SGLang is imported. Raises RuntimeError if that failed.
+        """
+        with log.open("wb") as out:
+            message = {
+                "module": module,
+                "arguments": list(arguments),
+                "env": dict(env),
+                "parent": os.getpid(),
+            }
+            self._socket.settimeout(START_TIMEOUT_S)
+            try:
+                return ForkedProcess(module, _ask(self._socket, message, [out.fileno()]))
+            except OSError as error:
+                said = self._log.read_text(errors="replace")[-4000:]
+                raise RuntimeError(f"the nursery of servers failed: {error!r}\n{said}") from error
+
+
+def _python_path(env: Mapping[str, str]) -> str:
+    """Where this module is found, too."""
+    here = str(Path(__file__).parents[1])
+    return ":".join([*filter(None, [env.get("PYTHONPATH")]), here])
+
+
+def _ask(template: socket.socket, message: Mapping[str, Any], fds: Sequence[int]) -> int:
+    """The process id of what a template has forked; OSError."""
+    socket.send_fds(template, [json.dumps(message).encode()], list(fds))
+    answer = template.recv(MESSAGE_BYTES)
+    if not answer:
+        raise EOFError("it has ended")
+    return int(answer)
+
+
+def _serve(requests: socket.socket) -> Callable[[], object]:
+    """The loop of a template, which forks and does nothing else. Returns what to do in a child."""
+    while True:
+        data, fds, _flags, _address = socket.recv_fds(requests, MESSAGE_BYTES, MAX_FDS)
+        if not data:
+            os._exit(0)
+        reader, writer = os.pipe()
+        between = os.fork()
+        if not between:
+            child = os.fork()
+            if not child:
+                os.close(reader)
+                os.close(writer)
+                requests.close()
+                return _born(json.loads(data), fds)
+            os.write(writer, str(child).encode())
+            os._exit(0)
+        os.waitpid(between, 0)
+        os.close(writer)
+        requests.send(os.read(reader, 32))
+        for fd in (reader, *fds):
+            os.close(fd)
+
+
+def _born(message: Mapping[str, Any], fds: Sequence[int]) -> Callable[[], object]:
+    """In a child: its parent, environment and files, and a template for its own children.
+
+    Returns what to do in it, or in a child of that template.
+    """
+    while os.getppid() != message["parent"]:
+        if os.getppid() == 1:
+            os._exit(1)
+        time.sleep(0.001)
+    os.environ.clear()
+    os.environ.update(message["env"])
+    # Out of the way of the numbers that they shall have.
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH_FD) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    if "module" in message:
+        os.setsid()
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        for number in (1, 2):
+            os.dup2(high[0], number)
+    template, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not os.fork():
+        template.close()
+        for fd in high:
+            os.close(fd)
+        return _serve(far)
+    far.close()
+    _fork_what_is_spawned(template)
+    if "module" in message:
+        os.close(high[0])
+        return functools.partial(_run_module, message["module"], message["arguments"])
+    for fd, number in zip(high, message["numbers"], strict=True):
+        os.dup2(fd, number)
+        os.set_inheritable(number, False)
+        os.close(fd)
+    return functools.partial(_run_spawned, message["spawned"])
+
+
+def _fork_what_is_spawned(template: socket.socket) -> None:
+    """Has multiprocessing's method "spawn" fork from the template.
+
+    multiprocessing hands descriptors over by number and the rest through one of them, to a command
+    line that names it; other programs, as its resource tracker, are started as ever.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    ordinary = util.spawnv_passfds
+    high = socket.socket(fileno=fcntl.fcntl(template.detach(), fcntl.F_DUPFD_CLOEXEC, HIGH_FD))
+    one_at_a_time = threading.Lock()
+
+    def start(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+        if not spawn.is_forking(["", args[-1]]):
+            return ordinary(path, args, passfds)
+        handles = dict(re.findall(r"(\w+)=(\d+)", str(args[-2])))
+        message = {
+            "spawned": {name: int(number) for name, number in handles.items()},
+            "numbers": list(passfds),
+            "env": dict(os.environ),
+            "parent": os.getpid(),
+        }
+        with one_at_a_time:
+            return _ask(high, message, passfds)
+
+    util.spawnv_passfds = start
+
+
+def _run_module(module: str, arguments: Sequence[str]) -> None:
+    sys.modules.pop(module)  # to be run as a program
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _run_spawned(handles: Mapping[str, int]) -> None:
+    sys.argv = ["-c", "--multiprocessing-fork"]
+    spawn.spawn_main(**handles)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0):
+        raise OSError(f"prctl({option}, {value}) failed")
+
+
+def _main(fd: int, parent: int) -> Callable[[], object]:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the process that wanted a nursery has ended")
+    for name in PRELOAD:
+        importlib.import_module(name)
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads > 1:
+        sys.exit(f"{threads} threads run after importing SGLang: nothing can be forked safely")
+    gc.collect()
+    gc.freeze()  # else collections in the children write to every page
+    return _serve(socket.socket(fileno=fd))
+
+
+if __name__ == "__main__":
+    # Out here nothing of the nursery is left on the stack of what it forks.
+    _main(int(sys.argv[1]), int(sys.argv[2]))()
