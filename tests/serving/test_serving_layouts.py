@@ -3,67 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from cpu_serving.expectations import Layout, Serving
-from cpu_serving.model import LAYERS, make_model
-from cpu_serving.servers import ServerOptions
+from cpu_serving.model import LAYERS
 from cpu_serving.traffic import make_requests
+from serving_layouts import LAYOUTS, Case
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
-CHUNK = 128
-BY_QUERY = ("--load-balance-method", "round_robin")
-DECODE_RADIX = ("--disaggregation-decode-enable-radix-cache",)
-Options = dict[str, Any]
+PARAMS = [
+    pytest.param(case, id=name, marks=() if case.each_run else pytest.mark.matrix)
+    for name, case in LAYOUTS.items()
+]
 
 
-def _pair(model: str, prefill: Options, decode: Options, **both: Any) -> Callable[[], Layout]:
-    def make() -> Layout:
-        path = make_model(model)
-        servers = [ServerOptions(path, **(both | options)) for options in (prefill, decode)]
-        return Layout("pair", model, *servers)
-
-    return make
-
-
-TP2: Options = {"tp": 2}
-PP2: Options = {"pp": 2}
-DP2: Options = {"tp": 2, "dp_attention": True}
-CHUNKED: Options = {"chunked_prefill_size": CHUNK}
-
-LAYOUTS: dict[str, Callable[[], Layout]] = {
-    "page16-chunked": _pair("llama", {}, {}, page_size=16, **CHUNKED),
-    "chunked-decode-radix": _pair("llama", {}, {"extra_args": DECODE_RADIX}, **CHUNKED),
-    "tp2": _pair("llama", TP2, TP2),
-    "dp-attention-by-room": _pair("qwen3", DP2, DP2),
-    "dp-attention-by-query": _pair("qwen3", DP2 | {"extra_args": BY_QUERY}, DP2),
-    "mla": _pair("deepseek", {}, {}, page_size=16, **CHUNKED),
-    "mla-tp2": _pair("deepseek", TP2, TP2),
-    # Heads are sliced, both ways.
-    "tp2-tp1-page64": _pair("llama", TP2, {}, page_size=64, **CHUNKED),
-    "tp1-tp2-decode-radix": _pair("llama", {}, TP2 | {"extra_args": DECODE_RADIX}),
-    # One KV head, which both ranks of the wider server store.
-    "replicated-tp2-tp1": _pair("llama-mqa", TP2, {}, page_size=16, **CHUNKED),
-    "replicated-tp1-tp2": _pair("llama-mqa", {}, TP2),
-    "dp2-tp1": _pair("qwen3", DP2, {}, page_size=16),
-    "tp2-dp2": _pair("qwen3", TP2, DP2, **CHUNKED),
-    "pp2-pp1": _pair("llama", PP2, {}, page_size=16, **CHUNKED),
-    "pp2-pp2": _pair("llama", PP2, PP2),
-    # One latent, which one of the two ranks sends while the other is only asked.
-    "mla-tp2-tp1-page64": _pair("deepseek", TP2, {}, page_size=64, **CHUNKED),
-    "mla-tp1-tp2": _pair("deepseek", {}, TP2),
-    # Sliding windows: state beside the KV pages, handed over with the last chunk.
-    "windows-tp2-tp1": _pair("mellum", TP2, {}, page_size=16, **CHUNKED),
-}
-
-
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=PARAMS)
 def layout(request: pytest.FixtureRequest) -> Layout:
-    return LAYOUTS[request.param]()
+    case: Case = request.param
+    return case.layout()
 
 
 def test_the_pool_is_the_one_meant(serving: Serving) -> None:
