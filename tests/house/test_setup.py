@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/setup gets torch from where a user's machine has it: the order, with stand-ins for pip
+and uv that write down how they were called and answer what a test has told them."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PIN = next(
+    line
+    for line in (ROOT / "scripts/constraints.txt").read_text().splitlines()
+    if line.startswith("torch==")
+)
+ORDINARY = PIN.removesuffix("+cpu")
+GIGABYTES = "several gigabytes"
+
+# Called as .venv/bin/python: pip, or the program that looks at what is installed.
+PYTHON = """#!/bin/sh
+if [ "$1" = - ]; then
+  exec {real} -S -E -c 'import sys; sys.path.insert(0, "{site}"); exec(sys.stdin.read())' "$2"
+fi
+shift 2
+echo "pip $*" >>{calls}
+for word in "$@"; do last=$word; done
+[ "$last" = uv ] && cp {uv} {venv}/bin/uv
+grep -c '{gigabytes}' {said} >>{said_before} || true
+! grep -qxF -e "$last" {missing}
+"""
+UV = """#!/bin/sh
+echo "uv $*" >>{calls}
+for word in "$@"; do last=$word; done
+! grep -qxF -e "uv:$last" {missing}
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A project directory whose .venv has the stand-ins."""
+
+    root: Path
+
+    @property
+    def site(self) -> Path:
+        """What is installed."""
+        return self.root / "site"
+
+    def has(self, name: str, cuda: str | None = None) -> None:
+        """A distribution is installed."""
+        info = self.site / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (self.site / f"{name}.py").write_text(
+            f"class version:\n    cuda = {cuda!r}\n__version__ = '1.0'\n"
+        )
+
+    def setup(self, *missing: str, uv_on_path: bool = True) -> tuple[int, list[str], str]:
+        """Exit status, calls but for those after torch, and what it said. ``missing``: wheels that
+        pip does not find; with ``uv:`` before them those of uv."""
+        (self.root / "missing").write_text("".join(f"{name}\n" for name in missing))
+        path = [str(self.root / "path")] if uv_on_path else []
+        with (self.root / "said").open("wb") as said:
+            done = subprocess.run(
+                ["/bin/bash", self.root / "scripts/setup", "serving"],
+                env={"PATH": ":".join([*path, "/usr/bin", "/bin"])},
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                check=False,
+                timeout=60,
+            )
+        calls = [
+            call
+            for call in (self.root / "calls").read_text().splitlines()
+            if " -r " not in call and "--editable" not in call
+        ]
+        return done.returncode, calls, (self.root / "said").read_text()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    for name in ("path", "site", "scripts", ".venv/bin"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("scripts/setup", "scripts/constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "te").symlink_to(ROOT / "te")
+    names = {
+        "real": shlex.quote(sys.executable),
+        "gigabytes": GIGABYTES,
+        "uv": tmp_path / "path/uv",
+        "venv": tmp_path / ".venv",
+        **{name: tmp_path / name for name in ("site", "calls", "said", "said_before", "missing")},
+    }
+    for path, text in ((tmp_path / ".venv/bin/python", PYTHON), (tmp_path / "path/uv", UV)):
+        path.write_text(text.format(**names))
+        path.chmod(0o755)
+    return Machine(tmp_path)
+
+
+PIP = "pip install --disable-pip-version-check "
+
+
+def uv_call(machine: Machine) -> str:
+    python = machine.root / ".venv/bin/python"
+    return f"uv pip install --python {python} --torch-backend cpu --no-deps {ORDINARY}"
+
+
+def test_a_cpu_build_where_pip_looks_is_taken(machine: Machine) -> None:
+    machine.has("torch")
+    code, calls, said = machine.setup()
+    assert (code, calls) == (0, [f"{PIP}--no-deps {PIN}"]), said
+    assert "uv" not in said
+
+
+def test_then_uv_is_asked_which_knows_the_index_of_cpu_builds(machine: Machine) -> None:
+    machine.has("torch")
+    code, calls, said = machine.setup(PIN)
+    assert (code, calls) == (0, [f"{PIP}--no-deps {PIN}", uv_call(machine)]), said
+    assert GIGABYTES not in said
+
+
+def test_a_uv_that_is_not_there_comes_from_pip(machine: Machine) -> None:
+    machine.has("torch")
+    code, calls, said = machine.setup(PIN, uv_on_path=False)
+    assert (code, calls) == (0, [f"{PIP}--no-deps {PIN}", f"{PIP}uv", uv_call(machine)]), said
+
+
+@pytest.mark.parametrize("uv_is_missing", [False, True])
+def test_the_ordinary_torch_is_the_last_resort_and_said_before(
+    machine: Machine, uv_is_missing: bool
+) -> None:
+    machine.has("torch", cuda="13.0")
+    machine.has("nvidia-cublas-cu13")
+    missing = [PIN, "uv" if uv_is_missing else f"uv:{ORDINARY}"]
+    code, calls, said = machine.setup(*missing, uv_on_path=not uv_is_missing)
+    assert code == 0, said
+    asked_uv = f"{PIP}uv" if uv_is_missing else uv_call(machine)
+    assert calls == [f"{PIP}--no-deps {PIN}", asked_uv, PIP + ORDINARY]
+    before = (machine.root / "said_before").read_text().split()
+    assert before[calls.index(PIP + ORDINARY) - (not uv_is_missing)] == "1", "said too late"
+    again, _, said = machine.setup(*missing, uv_on_path=not uv_is_missing)
+    assert again == 0, said
+
+
+def test_without_any_torch_it_stops_with_a_sentence(machine: Machine) -> None:
+    code, _, said = machine.setup(PIN, f"uv:{ORDINARY}", ORDINARY)
+    assert code == 1
+    assert f"setup: pip did not get {ORDINARY} either" in said
+
+
+def test_no_other_package_asks_for_torch_again(machine: Machine) -> None:
+    """The pin is of the CPU build, which the last resort is not."""
+    machine.has("torch", cuda="13.0")
+    machine.setup(PIN, f"uv:{ORDINARY}")
+    pins = (machine.root / ".venv/pins.txt").read_text().splitlines()
+    assert "sglang" in {pin.partition("==")[0] for pin in pins}
+    assert not [pin for pin in pins if pin.startswith("torch==")]
+
+
+def test_a_cuda_build_that_nobody_asked_for_is_refused(machine: Machine) -> None:
+    machine.has("torch", cuda="13.0")
+    code, _, said = machine.setup()
+    assert code == 1
+    assert "setup: torch 1.0 is built for CUDA 13.0" in said
+    assert not (machine.root / ".venv/setup-serving.stamp").exists()
+
+
+@pytest.mark.parametrize(("name", "missing"), [
+    ("nvidia-cublas-cu13", ()),
+    ("mooncake-transfer-engine", ()),
+    ("mooncake-transfer-engine", (PIN, f"uv:{ORDINARY}")),
+])  # fmt: skip
+def test_packages_that_must_not_be_there_are_named(
+    machine: Machine, name: str, missing: tuple[str, ...]
+) -> None:
+    machine.has("torch")
+    machine.has(name)
+    code, _, said = machine.setup(*missing)
+    assert code == 1
+    assert f"setup: found packages that must not be here: {name}" in said
