@@ -21,7 +21,7 @@ __all__ = ["RATE", "Stream", "engine", "rail_of", "two_engines"]
 
 PAGE = 16 << 10
 PAGES = 512
-WAIT_S = 30.0
+WAIT_S = 60.0
 #: Of each link: transfers take long enough for a fault to meet them on their way. Soft devices
 #: drop what they cannot queue, so the queue holds more packets than are ever under way.
 RATE = ("netem", "rate", "100mbit", "limit", "20000")
@@ -82,7 +82,7 @@ class Stream:
         self.nbytes = self._dst.size
         self._target = target
         self.peer = source.connect(target.card())
-        wait_for(self._all_up, WAIT_S, "every rail is up")
+        wait_for(lambda: self.rails_up() == len(self.peer.rail_views), WAIT_S, "every rail is up")
         self.done = 0
         #: Why transfers failed.
         self.failures: list[str] = []
@@ -109,6 +109,10 @@ class Stream:
             WAIT_S,
             f"{count} more transfers; failed: {self.failures}",
         )
+
+    def rails_up(self) -> int:
+        """How many rails carry, or would."""
+        return sum(view.state is State.UP for view in self.peer.rail_views)
 
     def begin(self, tag: int) -> te.Transfer:
         """A transfer of all pages, in a random order."""
@@ -147,6 +151,3 @@ class Stream:
                     time.sleep(0.05)  # a dead rail refuses at once
         except BaseException as exc:  # noqa: BLE001 - told by __exit__
             self._error = exc
-
-    def _all_up(self) -> bool:
-        return all(view.state is State.UP for view in self.peer.rail_views)
