@@ -12,9 +12,19 @@ from pathlib import Path
 from sglang_mooncake.registries import Registries
 from te.config import TRANSPORTS
 
-__all__ = ["Config", "ConfigError"]
+__all__ = ["SGLANGS_OWN", "Config", "ConfigError"]
 
 _PREFIX = "SGLANG_MOONCAKE_"
+#: SGLang's own variables that begin like ours. They tune the engine of the mooncake package or its
+#: memory and mean nothing to the hand-over, but must not stop a server whose recipe sets them.
+SGLANGS_OWN = frozenset(
+    {
+        "SGLANG_MOONCAKE_CUSTOM_MEM_POOL",
+        "SGLANG_MOONCAKE_EP_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
+        "SGLANG_MOONCAKE_MAX_TRANSFER_BATCH_INDICES",
+        "SGLANG_MOONCAKE_SEND_AUX_TCP",
+    }
+)
 
 
 class ConfigError(ValueError):
@@ -29,8 +39,11 @@ class Config:
     REGISTER_TIMEOUT_S: how long a prefill rank tries to reach the bootstrap server at start-up.
     LINK_TIMEOUT_S: how long a decode rank waits for a prefill rank's answer to its hello.
     STALL_TIMEOUT_S: a transfer without progress this long fails.
-    TRANSPORTS: transports to use, the preferred one first, separated by commas (default: all of
-        te's). With one alone, not getting it is an error.
+    TRANSPORTS: transports to use, the preferred one first, separated by commas (default: those that
+        can move the KV cache, which is all of te's for host memory and RDMA alone for a GPU's).
+        With one alone, not getting it is an error. Without it a wish for TCP that is Mooncake's is
+        heard: MC_FORCE_TCP=1 (SGLang sets it for the backend mooncake_tcp), MOONCAKE_PROTOCOL=tcp.
+        `transports_by` is what asked for them.
     NICS: RDMA devices to use, patterns separated by commas, `!` before those to leave out
         (default: those of --disaggregation-ib-device, else all).
     TOPOLOGY: JSON file that says which RDMA devices memory uses, instead of NICS and of what is
@@ -47,7 +60,8 @@ class Config:
     register_timeout_s: float = 60.0
     link_timeout_s: float = 10.0
     stall_timeout_s: float = 5.0
-    transports: tuple[str, ...] = TRANSPORTS
+    transports: tuple[str, ...] = ()
+    transports_by: str = ""
     nics: tuple[str, ...] = ()
     topology: Path | None = None
     registries: Registries = field(default_factory=Registries)
@@ -65,13 +79,17 @@ class Config:
         suppress = given.pop("TEST_SUPPRESS_PAYLOAD", "0")
         if suppress not in ("0", "1"):
             raise ConfigError(f"{_PREFIX}TEST_SUPPRESS_PAYLOAD={suppress!r}: give 0 or 1")
+        transports, by = _transports(given.pop("TRANSPORTS", ""), environment)
+        for name in SGLANGS_OWN:
+            given.pop(name.removeprefix(_PREFIX), None)
         stats_dir, topology = given.pop("STATS_DIR", ""), given.pop("TOPOLOGY", "")
         config = Config(
             host=given.pop("HOST", "") or None,
             register_timeout_s=_seconds(given, "REGISTER_TIMEOUT_S", 60.0),
             link_timeout_s=_seconds(given, "LINK_TIMEOUT_S", 10.0),
             stall_timeout_s=_seconds(given, "STALL_TIMEOUT_S", 5.0),
-            transports=_transports(given.pop("TRANSPORTS", "")),
+            transports=transports,
+            transports_by=by,
             nics=_names(given.pop("NICS", "")),
             topology=Path(topology) if topology else None,
             registries=_registries(given.pop("REGISTRIES", "")),
@@ -88,12 +106,19 @@ class Config:
         return config
 
 
-def _transports(text: str) -> tuple[str, ...]:
-    names = _names(text) or TRANSPORTS
+def _transports(text: str, environment: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
+    """Which, and who asked for them; none if nobody did."""
+    names = _names(text)
+    if not names:
+        wishes = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}
+        for name, value in wishes.items():
+            if environment.get(name, "").strip().lower() == value:
+                return ("tcp",), f"{name}={value}"
+        return (), ""
     if len(set(names)) != len(names) or not set(names) <= set(TRANSPORTS):
         known = ", ".join(TRANSPORTS)
         raise ConfigError(f"{_PREFIX}TRANSPORTS={text!r}: give some of {known}, each once")
-    return names
+    return names, f"{_PREFIX}TRANSPORTS"
 
 
 def _registries(text: str) -> Registries:

@@ -36,27 +36,22 @@ from sglang_mooncake.seam import (
     stage_board,
 )
 from sglang_mooncake.stats import Recorder
+from sglang_mooncake.transports import open_engine, register
 
-__all__ = ["HandoverUnavailable", "KVManager"]
+__all__ = ["KVManager"]
 
 logger = logging.getLogger(__name__)
 
 _NO_SEALS = Buffers((), (), ())
 #: Threads in which SGLang's decode scheduler asks registries for DP ranks.
 _QUERY_WORKERS = 8
-#: Chunks on their way to one decode rank; far more than requests that a prefill rank can hold.
-_TRANSFERS_MAX = 16_384
-
-
-class HandoverUnavailable(RuntimeError):
-    """This rank cannot take part in the hand-over; the sentence says why and what to do."""
 
 
 class KVManager(BaseKVManager):  # type: ignore[misc]
     """One per scheduler process. `prefill_side` or `decode_side` is set, after SGLang's mode.
 
     Raises:
-        HandoverUnavailable: memory that no transport can move.
+        transports.HandoverUnavailable: memory that no transport can move.
         BootstrapError: the registry was not reached in time, or refused this rank.
         seam.UnsupportedServer, kv_args.UnsupportedPool, config.ConfigError: what they say.
     """
@@ -84,15 +79,8 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self.enable_staging = False
         self.enable_deferred_decode_kv_release = deferred_release_enabled()
 
-        self.engine = te.Engine(
-            te.Config(
-                host=self.context.host,
-                transports=self.config.transports,
-                nics=() if self.config.topology else self.config.nics or rdma_devices(args),
-                topology=self.config.topology,
-                stall_timeout_s=self.config.stall_timeout_s,
-                max_queued_transfers=_TRANSFERS_MAX,
-            )
+        self.engine = open_engine(
+            self.config, self.context.host, rdma_devices(args), memory_ranges(args)
         )
         self.recorder = Recorder(
             self.context, _serving_classes(), self.engine.stats, self.config.stats_dir
@@ -166,15 +154,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
 
     def register_buffer_to_engine(self) -> None:
         """Registers caches and metadata buffers (again, after SGLang has taken memory back)."""
-        try:
-            for address, nbytes in memory_ranges(self.kv_args):
-                self._regions.append(self.engine.register(address, nbytes))
-        except te.RegistrationError as error:
-            self.deregister_buffer_to_engine()
-            raise HandoverUnavailable(
-                f"cannot register the KV cache with the transfer engine: {error}. A KV cache in "
-                "GPU memory needs SGLANG_MOONCAKE_TRANSPORTS=rdma"
-            ) from error
+        self._regions += register(self.engine, memory_ranges(self.kv_args))
 
     def deregister_buffer_to_engine(self) -> None:
         """SGLang is about to unmap the buffers; nothing lands in them after this returns."""

@@ -7,6 +7,7 @@ import ast
 import importlib.util
 import inspect
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import distributions
@@ -208,3 +209,15 @@ def test_devices_given_to_sglang_are_those_of_the_engine(given, expected):
     from sglang_mooncake import seam
 
     assert seam.rdma_devices(SimpleNamespace(ib_device=given, gpu_id=1)) == expected
+
+
+def test_the_variables_of_sglang_that_begin_like_ours_are_known(srt):
+    """Each one that a recipe may set, wherever SGLang reads it."""
+    from sglang_mooncake.config import SGLANGS_OWN
+
+    found = {
+        name
+        for path in srt.rglob("*.py")
+        for name in re.findall("SGLANG_MOONCAKE_[A-Z0-9_]+", path.read_text())
+    }
+    assert found == SGLANGS_OWN

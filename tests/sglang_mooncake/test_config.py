@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_mooncake.config import Config, ConfigError
+from sglang_mooncake.config import SGLANGS_OWN, Config, ConfigError
+from sglang_mooncake.registries import Registries
 
 
 def test_nothing_given_means_the_defaults():
@@ -28,6 +29,7 @@ def test_every_variable_is_taken():
             "SGLANG_MOONCAKE_STALL_TIMEOUT_S": "3.5",
             "SGLANG_MOONCAKE_TRANSPORTS": "tcp, samehost",
             "SGLANG_MOONCAKE_NICS": "mlx5_*,!mlx5_1",
+            "SGLANG_MOONCAKE_REGISTRIES": "prefill-*, 10.0.0.0/8:8998",
             "SGLANG_MOONCAKE_STATS_DIR": "/stats",
             "SGLANG_MOONCAKE_TEST_SUPPRESS_PAYLOAD": "1",
         }
@@ -37,7 +39,9 @@ def test_every_variable_is_taken():
         2.0,
         3.5,
         transports=("tcp", "samehost"),
+        transports_by="SGLANG_MOONCAKE_TRANSPORTS",
         nics=("mlx5_*", "!mlx5_1"),
+        registries=Registries(("prefill-*", "10.0.0.0/8:8998")),
         stats_dir=Path("/stats"),
         test_suppress_payload=True,
     )
@@ -52,6 +56,7 @@ def test_every_variable_is_taken():
         ("STALL_TIMEOUT_S", "nan"),
         ("TRANSPORTS", "carrier pigeon"),
         ("TRANSPORTS", "tcp,tcp"),
+        ("REGISTRIES", "10.0.0.1/8"),
         ("TEST_SUPPRESS_PAYLOAD", "yes"),
         ("STAL_TIMEOUT_S", "1"),
     ],
@@ -59,3 +64,27 @@ def test_every_variable_is_taken():
 def test_a_value_or_name_that_we_cannot_use_is_named(name, value):
     with pytest.raises(ConfigError, match=f"SGLANG_MOONCAKE_{name}"):
         Config.from_environment({f"SGLANG_MOONCAKE_{name}": value})
+
+
+@pytest.mark.parametrize("name", sorted(SGLANGS_OWN))
+def test_variables_of_sglang_that_begin_like_ours_do_not_stop_a_server(name):
+    assert Config.from_environment({name: "1"}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("given", "transports", "by"),
+    [
+        ({"MC_FORCE_TCP": "1"}, ("tcp",), "MC_FORCE_TCP=1"),
+        ({"MOONCAKE_PROTOCOL": "tcp"}, ("tcp",), "MOONCAKE_PROTOCOL=tcp"),
+        ({"MOONCAKE_PROTOCOL": "TCP"}, ("tcp",), "MOONCAKE_PROTOCOL=tcp"),
+        ({"MC_FORCE_TCP": "0", "MOONCAKE_PROTOCOL": "rdma"}, (), ""),
+        (
+            {"MC_FORCE_TCP": "1", "SGLANG_MOONCAKE_TRANSPORTS": "rdma,tcp"},
+            ("rdma", "tcp"),
+            "SGLANG_MOONCAKE_TRANSPORTS",
+        ),
+    ],
+)
+def test_mooncakes_wishes_for_tcp_are_heard_where_no_transport_is_named(given, transports, by):
+    config = Config.from_environment(given)
+    assert (config.transports, config.transports_by) == (transports, by)
