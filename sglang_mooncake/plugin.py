@@ -70,14 +70,28 @@ def _get_kv_class(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _init_shared_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """SGLang makes a Mooncake engine in every process of a PD server whose backend is called
-    mooncake. Our manager has an engine of its own, so for PD alone there is nothing to make; for
-    HiCache and the encoder SGLang's own code goes on (and needs the mooncake package)."""
-    from sglang.srt.runtime_context import get_memory
-
-    if get_memory().hicache_storage_backend == "mooncake":
+    """SGLang makes one engine of the mooncake package per process, for PD and for others: HiCache,
+    the encoder, elastic EP, expert backup. PD has our manager's own engine; whether one of the
+    others wants Mooncake's is SGLang's to decide, as for a server without PD."""
+    names = inspect.unwrap(original).__globals__
+    get_disagg = names["get_disagg"]
+    names["get_disagg"] = lambda: _WithoutPD(get_disagg())
+    try:
         return original(*args, **kwargs)
-    return None
+    finally:
+        names["get_disagg"] = get_disagg
+
+
+class _WithoutPD:
+    """SGLang's settings for disaggregation, with prefill and decode in one server."""
+
+    disaggregation_mode = "null"
+
+    def __init__(self, disagg: Any) -> None:
+        self._disagg = disagg
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._disagg, name)
 
 
 def hook_decode_queue() -> None:
@@ -118,8 +132,11 @@ def _check_targets() -> None:
 
     for target in (_GET_KV_CLASS, _SHARED_ENGINE):
         module, _, name = target.rpartition(".")
-        if not callable(getattr(importlib.import_module(module), name, None)):
+        found = getattr(importlib.import_module(module), name, None)
+        if not callable(found):
             raise LookupError(_missing(target))
+        if target == _SHARED_ENGINE and "get_disagg" not in inspect.unwrap(found).__code__.co_names:
+            raise LookupError(_missing(f"{target} that asks get_disagg()"))
     serving_classes()  # all our modules import, so that a broken installation shows here
 
 

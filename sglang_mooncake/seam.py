@@ -52,6 +52,7 @@ __all__ = [
     "deferred_release_enabled",
     "dp_rank_conflict",
     "kv_heads",
+    "own_address",
     "rank_context",
     "rdma_devices",
     "recompute_address",
@@ -67,6 +68,10 @@ ABSENT_MEMBERS: dict[str, str] = {
     "_prefetch_staging_reqs": "the same",
     "transfer_infos": "the same",
 }
+
+
+#: A wildcard can be listened on, but not called.
+_LOOPBACK_OF_WILDCARD = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class UnsupportedServer(RuntimeError):
@@ -100,7 +105,7 @@ def rank_context(
             dsv41_spec_layout=get_dsv41_spec_layout(kv_args),
             protocol=PROTOCOL_VERSION,
         ),
-        host=host or get_local_ip_auto(),
+        host=host or own_address(),
         bootstrap_address=_bootstrap_address() if role == "prefill" else "",
         prefill_http_port=int(serving.port) if role == "prefill" else None,
         register_dp_rank=role == "prefill" and parallel.num_dp_ranks > 1 and not _follows_room(),
@@ -118,6 +123,25 @@ def rank_context(
             or getattr(kv_args, "is_hybrid_mla_backend", False)
         ),
     )
+
+
+def own_address() -> str:
+    """The address of this host that others can reach: SGLang's answer, or where it finds none (a
+    host without a default route) the one that the server was told to listen on.
+
+    Raises:
+        UnsupportedServer: neither is there.
+    """
+    try:
+        return str(get_local_ip_auto())
+    except ValueError as error:
+        host = str(get_serving().host).removeprefix("[").removesuffix("]")
+        if host and host not in _LOOPBACK_OF_WILDCARD:
+            return host
+        raise UnsupportedServer(
+            "SGLang finds no address of this host that others can reach (it has no default route): "
+            f"give it in the environment as SGLANG_HOST_IP, or as --host instead of {host!r}"
+        ) from error
 
 
 def _kv_dtype(kv_args: KVArgsLike, server_args: Any) -> str:
@@ -192,8 +216,7 @@ def _bootstrap_address() -> str:
     parallel, port = get_parallel(), int(get_disagg().disaggregation_bootstrap_port)
     if not parallel.dist_init_addr:
         host = str(get_serving().host)
-        # A wildcard can be listened on, but not called.
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        host = _LOOPBACK_OF_WILDCARD.get(host, host)
         return str(NetworkAddress(host, port).to_host_port_str())
     host = NetworkAddress.parse(parallel.dist_init_addr).resolved().host
     if parallel.nnodes > 1:
@@ -266,7 +289,15 @@ class StageBoard:
 
 def stage_board() -> StageBoard | None:
     """For a prefill server of several stages; every stage must call it once."""
-    return StageBoard() if get_parallel().pp_size > 1 else None
+    if get_parallel().pp_size == 1:
+        return None
+    try:
+        return StageBoard()
+    except ValueError as error:
+        raise UnsupportedServer(
+            f"SGLang's store for pipeline stages does not start: {error}. Where the host has no "
+            "default route, give its address in the environment as SGLANG_HOST_IP"
+        ) from error
 
 
 def dp_rank_conflict(context: RankContext, room: int, chosen_by_request: bool) -> str | None:

@@ -168,6 +168,60 @@ def test_the_plugin_takes_over_mooncake_and_leaves_the_others(monkeypatch):
     assert kv_args.__module__.startswith("sglang.")
 
 
+NULL_MOE = SimpleNamespace(
+    enable_elastic_expert_backup=False, elastic_ep_backend=None, mooncake_ib_device=None
+)
+NULL_MEMORY = SimpleNamespace(enable_hierarchical_cache=False, hicache_storage_backend=None)
+
+
+@pytest.mark.parametrize(
+    ("disagg", "memory", "moe", "made"),
+    [
+        ({}, {}, {}, False),
+        ({"encoder_only": True, "encoder_transfer_backend": "mooncake"}, {}, {}, True),
+        ({"language_only": True, "encoder_transfer_backend": "mooncake"}, {}, {}, True),
+        ({}, {"enable_hierarchical_cache": True, "hicache_storage_backend": "mooncake"}, {}, True),
+        ({}, {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}, {}, False),
+        (
+            {},
+            {},
+            {"enable_elastic_expert_backup": True, "elastic_ep_backend": "nixl"},
+            True,
+        ),
+    ],
+    ids=["PD", "encoder", "language", "HiCache in Mooncake", "HiCache in files", "expert backup"],
+)
+def test_mooncakes_own_engine_is_made_for_whoever_else_wants_it(
+    monkeypatch, disagg, memory, moe, made
+):
+    """On a PD server with the backend mooncake, by SGLang's own conditions."""
+    from sglang.srt.distributed.device_communicators import mooncake_transfer_engine as module
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    pd = {
+        "disaggregation_mode": "decode",
+        "disaggregation_transfer_backend": "mooncake",
+        "disaggregation_ib_device": "mlx5_7",
+        "encoder_only": False,
+        "language_only": False,
+        "encoder_transfer_backend": None,
+    }
+    asked: list[str] = []
+    monkeypatch.setattr(module, "get_disagg", lambda: SimpleNamespace(**pd | disagg))
+    monkeypatch.setattr(module, "get_memory", lambda: SimpleNamespace(**vars(NULL_MEMORY) | memory))
+    merged = SimpleNamespace(moe=SimpleNamespace(**vars(NULL_MOE) | moe))
+    monkeypatch.setattr(module, "get_exec", lambda: merged)
+    monkeypatch.setattr(
+        module, "init_mooncake_transfer_engine", lambda **given: asked.append(given["ib_device"])
+    )
+    monkeypatch.setenv("SGLANG_HOST_IP", "127.0.0.1")
+    before = module.get_disagg
+    module.maybe_init_shared_mooncake_transfer_engine(gpu_id=0)
+    assert asked == ["mlx5_7"] * made
+    assert module.get_disagg is before
+
+
 def test_no_mooncake_package_is_installed():
     names = {str(d.metadata["Name"]).lower() for d in distributions()}
     assert not {name for name in names if name.startswith("mooncake")}
