@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import zmq
 
-__all__ = ["ControlLoop", "Handler", "open_dealer", "open_router"]
+__all__ = ["ControlLoop", "Handler"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,9 @@ _TICK_S = 0.1
 #: A frozen or dead peer must not block another one's HTTP or connect.
 _WORKERS = 8
 _CLOSE_TIMEOUT_S = 5.0
-#: Control messages that wait for one peer; beyond it the peer counts as unreachable.
-_QUEUE_MESSAGES_MAX = 10_000
+#: A link takes three sockets, of which zmq allows 1,023 unless told otherwise: a decode rank could
+#: not reach its 342nd prefill rank. This is the most that zmq has (ZMQ_SOCKET_LIMIT).
+_ZMQ_SOCKETS_MAX = 65_535
 
 # eventfd_write on a non-blocking eventfd cannot block, so it keeps the interpreter lock (PyDLL):
 # os.eventfd_write would release it, and beside a busy thread wait up to 5 ms to get it back,
@@ -53,6 +54,7 @@ class ControlLoop:
 
     def __init__(self, name: str, handler: Handler) -> None:
         self.zmq_context = zmq.Context(io_threads=1)
+        self.zmq_context.set(zmq.MAX_SOCKETS, _ZMQ_SOCKETS_MAX)
         self._handler = handler
         self._inbox: deque[Any] = deque()
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -150,55 +152,3 @@ class ControlLoop:
             # The loop serves every room of this rank: it must outlive a bug in one of them. Nothing
             # is hidden: the traceback is logged, and the rooms concerned run into their deadlines.
             logger.exception("the hand-over's control loop hit an unexpected error")
-
-
-def open_router(
-    context: zmq.Context[zmq.Socket[bytes]], host: str, message_bytes_max: int
-) -> tuple[zmq.Socket[bytes], int]:
-    """A bound ROUTER socket and its port; peers connect with `open_dealer`.
-
-    Raises:
-        zmq.ZMQError: the address cannot be bound.
-    """
-    socket = context.socket(zmq.ROUTER)
-    _bound(socket, host, message_bytes_max)
-    # A send to a peer that is gone raises instead of vanishing; a peer that connects again under
-    # its old identity takes the place of its former connection.
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    port = socket.bind_to_random_port(_tcp(host))
-    return socket, port
-
-
-def open_dealer(
-    context: zmq.Context[zmq.Socket[bytes]],
-    host: str,
-    port: int,
-    heartbeat_s: float,
-    heartbeat_failures_max: int,
-    message_bytes_max: int,
-) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """A DEALER socket to a ROUTER, and the socket that reports when its connection breaks.
-
-    zmq's own heartbeats run in its I/O thread, so a busy interpreter on either side is not mistaken
-    for a dead peer, while a frozen process is found after heartbeat_s × heartbeat_failures_max.
-    """
-    socket = context.socket(zmq.DEALER)
-    _bound(socket, host, message_bytes_max)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, int(heartbeat_s * 1000))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(heartbeat_s * heartbeat_failures_max * 1000))
-    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    socket.connect(f"{_tcp(host)}:{port}")
-    return socket, monitor
-
-
-def _bound(socket: zmq.Socket[bytes], host: str, message_bytes_max: int) -> None:
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.IPV6, int(":" in host))
-    socket.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES_MAX)
-    socket.setsockopt(zmq.RCVHWM, _QUEUE_MESSAGES_MAX)
-    socket.setsockopt(zmq.MAXMSGSIZE, message_bytes_max)
-
-
-def _tcp(host: str) -> str:
-    return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"

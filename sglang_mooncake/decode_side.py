@@ -1,42 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode side at work: instances and links to their prefill ranks, pages opened for writing,
-fences. What is to be done is decided in `rooms/decode.py`; here it is done, on the loop thread."""
+"""The decode side at work: pages opened for writing, prefill ranks asked, arrival seen. What is to
+be done is decided in `rooms/decode.py`; here it is done, on the loop thread, and by `links.py` and
+`fences.py`."""
 
 from __future__ import annotations
 
-import logging
 import secrets
-import time
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import zmq
 
 import te
-from bootstrap_server import Instance, MismatchError, Rank, matching
-from sglang_mooncake import messages
+from bootstrap_server import Instance, MismatchError, matching
 from sglang_mooncake.config import Config
 from sglang_mooncake.context import RankContext
-from sglang_mooncake.control import ControlLoop, open_dealer
+from sglang_mooncake.control import ControlLoop
+from sglang_mooncake.executor import Executor
+from sglang_mooncake.fences import Fencer
 from sglang_mooncake.instances import PrefillInstances
 from sglang_mooncake.layout import SEAL_BYTES, Buffers, Layout, Seal
-from sglang_mooncake.messages import Hello, HelloReply, LinkReset, MessageError, RoomFailed
+from sglang_mooncake.layout.pairing import DRAFT
+from sglang_mooncake.links import LinkKey, Links
+from sglang_mooncake.messages import Hello
 from sglang_mooncake.rooms import decode as rooms
+from sglang_mooncake.rooms.arrival import SealDisagrees, has_arrived
 from sglang_mooncake.rooms.states import RoomView
 from sglang_mooncake.side import Side
 from sglang_mooncake.sources import sources_of
 from sglang_mooncake.stats import Recorder
 
-__all__ = ["DecodeSide", "SealBuffer"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["FENCE_NOW_TIMEOUT_S", "DecodeSide", "SealBuffer"]
 
 #: Rooms × sources that may be open on one rank at once.
 SEAL_SLOTS = 16_384
-#: A rank that has refused us is still told which rooms it need not wait for.
-FAREWELL_MS = 1_000
+#: SGLang keeps the pages of a failed request for 30 s before it uses them again unasked; with that
+#: switched off, its scheduler waits for us this long before it does.
+FENCE_NOW_TIMEOUT_S = 5.0
 
 
 class SealBuffer:
@@ -55,27 +57,6 @@ class SealBuffer:
         """Zeroes a slot for its next room: a seal counts once its generation and its number of
         writes are there, and neither may come from the slot's former room."""
         self._memory[slot * SEAL_BYTES : (slot + 1) * SEAL_BYTES] = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _LinkKey:
-    """One life of one prefill rank; `address` is that of its instance's registry."""
-
-    address: str
-    rank: Rank
-
-    def __str__(self) -> str:
-        return f"prefill rank ({self.rank.coords}) at {self.rank.host}:{self.rank.port}"
-
-
-@dataclass(slots=True, eq=False)
-class _Link:
-    """A connection to one prefill rank."""
-
-    dealer: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
-    opened_s: float
-    up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +89,47 @@ class DecodeSide(Side):
         )
         self.instances = PrefillInstances(config.registries)
         self._sources_of: dict[str, _Sources] = {}  # of the scheduler thread alone
-        self._links: dict[_LinkKey, _Link] = {}
+        self._optional_states = _optional_states(layout)
+        self._executor: Executor[rooms.Event, rooms.Instruction] = Executor(
+            self._rooms.handle, self._perform, rooms.after_failure
+        )
         self._loop = ControlLoop("kv-decode", self)
+        self._links = Links(
+            self._loop,
+            self._hello,
+            context.deadlines,
+            config.link_timeout_s,
+            self._executor.submit,
+            self.instances.forget,
+        )
+        self._fencer = Fencer(
+            engine.fence, lambda view: self._loop.post(rooms.Fenced(view)), "kv-decode-fences"
+        )
+        #: By serial, for schedulers that wait until a room is over.
+        self._waiters: dict[int, threading.Event] = {}
 
     # --- for the manager and the scheduler ---
 
     def start(self) -> None:
+        self._fencer.start()
         self._loop.start()
 
     def close(self) -> None:
         super().close()
+        self._fencer.close()
         self.instances.close()
+
+    def abort(self, view: RoomView, reason: str) -> None:
+        view.withdrawn = True
+        super().abort(view, reason)
+
+    def fail(self, view: RoomView, reason: str) -> None:
+        view.withdrawn = True
+        super().fail(view, reason)
+
+    def close_room(self, view: RoomView) -> None:
+        view.withdrawn = True
+        super().close_room(view)
 
     def choose_sources(self, view: RoomView, address: str, prefill_dp_rank: int) -> None:
         """Finds the prefill ranks that feed this rank for this room, and has them linked."""
@@ -131,7 +142,7 @@ class DecodeSide(Side):
             sources = self._sources(address, instance, prefill_dp_rank)
         except MismatchError as error:
             coords = [c for c in instance.config.topology.coords() if c.dp == prefill_dp_rank]
-            links = tuple(_LinkKey(address, instance.rank(c)) for c in coords)
+            links = tuple(LinkKey(address, instance.rank(c)) for c in coords)
             reason = f"the prefill server at {address} does not fit this one: {error}"
             self._loop.post(rooms.NotServed(view, links, reason))
             return
@@ -160,16 +171,25 @@ class DecodeSide(Side):
             )
             found = known.by_dp_rank[prefill_dp_rank] = tuple(
                 rooms.RoomSource(
-                    _LinkKey(address, instance.rank(source.coords)),
+                    LinkKey(address, instance.rank(source.coords)),
                     source.destinations,
                     sends,
                     source.aux,
                     source.state,
                     source.pages,
+                    self._required_states(instance) if source.state else frozenset(),
                 )
                 for source, sends in asked
             )
         return found
+
+    def _required_states(self, instance: Instance) -> frozenset[int]:
+        """The state lists that a source follows without fail: with pipeline stages of another
+        number, a stage may lack a kind of state that others have."""
+        theirs, ours = instance.config.topology, self._context.config.topology
+        if (theirs.pp_size, theirs.cp_size) != (ours.pp_size, 1):
+            return frozenset()
+        return frozenset(range(len(self._layout.states))) - self._optional_states
 
     def name_pages(
         self,
@@ -179,27 +199,39 @@ class DecodeSide(Side):
         decode_prefix_len: int,
         states: tuple[npt.NDArray[np.integer] | None, ...] = (),
     ) -> None:
+        view.named = True  # before the loop can hear of it: see `RoomView.named`
         self._loop.post(rooms.PagesNamed(view, pages, aux_slot, decode_prefix_len, states))
 
     def has_arrived(self, view: RoomView) -> bool:
-        """Whether every source's seal is there, and every transfer that the seals count."""
-        for tag, slot in view.seals:
-            arrived = self._engine.arrived(tag)
-            if not arrived:
+        """Whether all is here that every source was asked for. A room of which a source has ended
+        with something else fails at once."""
+        arrived = bool(view.awaited)
+        for awaited in view.awaited:
+            writes = self._engine.arrived(awaited.tag)
+            if not writes:
+                arrived = False
+                continue
+            nbytes = self._engine.arrived_nbytes(awaited.tag)
+            try:
+                is_here = has_arrived(awaited, self._seals.read(awaited.slot), writes, nbytes)
+            except SealDisagrees as error:
+                self.fail(view, str(error))
                 return False
-            seal = self._seals.read(slot)
-            if seal.generation != view.generation or not 0 < seal.writes <= arrived:
-                return False
-        return bool(view.seals)
+            arrived = arrived and is_here
+        return arrived
 
     def arrived(self, view: RoomView) -> None:
         """The scheduler takes the room: its tags can be closed."""
         self._loop.post(rooms.Arrived(view))
 
-    def fence_now(self, view: RoomView) -> None:
-        """For a scheduler that frees pages at once: after this nothing of the room can land."""
-        for tag, _ in view.seals:
-            self._engine.fence(tag)
+    def wait_until_safe(self, view: RoomView, timeout_s: float) -> bool:
+        """For a scheduler that uses the pages of a room that has been aborted again at once: waits
+        until nothing can land in them; False if that is not known after `timeout_s`."""
+        safe = self._waiters.setdefault(view.serial, threading.Event())
+        try:
+            return view.safe or safe.wait(timeout_s)
+        finally:
+            self._waiters.pop(view.serial, None)
 
     # --- control.Handler ------------------------------------------------------------------------
 
@@ -207,118 +239,47 @@ class DecodeSide(Side):
         pass
 
     def stopped(self) -> None:
-        for link in self._links.values():
-            _close_sockets(link)
+        self._links.close()
 
     def on_stimulus(self, stimulus: Any, now_s: float) -> None:
-        self._apply(stimulus, now_s)
+        del now_s
+        self._executor.submit(stimulus)
 
     def on_tick(self, now_s: float) -> None:
-        self._apply(rooms.Tick(), now_s)
-        for key, link in list(self._links.items()):
-            if not link.up and now_s - link.opened_s >= self._config.link_timeout_s:
-                self._drop_link(
-                    key,
-                    f"{key} did not answer the hello within {self._config.link_timeout_s:g} s"
-                    " (SGLANG_MOONCAKE_LINK_TIMEOUT_S)",
-                    forget_instance=True,
-                )
+        self._executor.submit(rooms.Tick())
+        self._links.tick(now_s)
+        self._fencer.retry()
         self._recorder.open_rooms(len(self._rooms))
         self._recorder.write_if_due(now_s)
 
-    # --- links ---
-
-    def _open_link(self, key: _LinkKey) -> None:
-        deadlines = self._context.deadlines
-        dealer, monitor = open_dealer(
-            self._loop.zmq_context,
-            key.rank.host,
-            key.rank.port,
-            deadlines.heartbeat_s,
-            deadlines.heartbeat_failures_max,
-            messages.MESSAGE_BYTES_MAX,
-        )
-        self._links[key] = _Link(dealer, monitor, time.monotonic())
-        self._loop.add_reader(dealer, lambda: self._read_link(key))
-        self._loop.add_reader(monitor, lambda: self._lost_link(key))
-        hello = Hello(self._context.name, self._context.place, self._engine.card(), self._layout)
-        self._send(key, hello)
-
-    def _send(self, key: _LinkKey, message: messages.Message) -> None:
-        link = self._links.get(key)
-        if link is None:
-            return  # its rooms have just been told
-        try:
-            link.dealer.send(messages.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            self._drop_link(key, f"{key} takes no messages in", forget_instance=True)
-
-    def _read_link(self, key: _LinkKey) -> None:
-        while (link := self._links.get(key)) is not None:
-            try:
-                frame = link.dealer.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                message = messages.decode(frame)
-            except MessageError as error:
-                self._drop_link(key, f"{key}: {error}", forget_instance=True)
-                return
-            match message:
-                case HelloReply(refused=None):
-                    link.up = True
-                    self._apply(rooms.LinkUp(key), time.monotonic())
-                case HelloReply(refused=reason):
-                    self._apply(
-                        rooms.LinkRefused(key, f"{key} refused: {reason}"), time.monotonic()
-                    )
-                    self._close_link(key)
-                case LinkReset(reason):
-                    self._drop_link(key, f"{key}: {reason}", forget_instance=False)
-                case RoomFailed():
-                    self._apply(rooms.PeerFailed(key, message), time.monotonic())
-                case _:
-                    logger.warning("%s sent a %s", key, type(message).__name__)
-
-    def _lost_link(self, key: _LinkKey) -> None:
-        self._drop_link(key, f"lost the connection to {key}", forget_instance=True)
-
-    def _drop_link(self, key: _LinkKey, reason: str, forget_instance: bool) -> None:
-        """Closes a link; the next room opens it again, after a fresh look at the registry when the
-        rank may have been restarted elsewhere."""
-        logger.warning("%s", reason)
-        self._close_link(key)
-        if forget_instance:
-            self.instances.forget(key.address)
-        self._apply(rooms.LinkDown(key, reason), time.monotonic())
-
-    def _close_link(self, key: _LinkKey) -> None:
-        link = self._links.pop(key)
-        self._loop.remove_reader(link.dealer)
-        self._loop.remove_reader(link.monitor)
-        _close_sockets(link)
-
-    # --- rooms ---
-
     def _apply(self, event: rooms.Event, now_s: float) -> None:
-        for instruction in self._rooms.handle(event, now_s):
-            match instruction:
-                case rooms.OpenLink(_LinkKey() as key):
-                    self._open_link(key)
-                case rooms.Expect(tag, slot):
-                    self._seals.clear(slot)
-                    self._engine.expect(tag)
-                case rooms.Tell(_LinkKey() as key, message):
-                    self._send(key, message)
-                case rooms.Fence(view, tags):
-                    for tag in tags:
-                        self._engine.fence(tag)
-                    self._apply(rooms.Fenced(view), now_s)
-                case rooms.Over(view):
-                    self._recorder.room_over(view)
+        del now_s
+        self._executor.submit(event)
+
+    # --- on the loop thread ---
+
+    def _hello(self) -> Hello:
+        return Hello(self._context.name, self._context.place, self._engine.card(), self._layout)
+
+    def _perform(self, instruction: rooms.Instruction) -> None:
+        match instruction:
+            case rooms.OpenLink(LinkKey() as key):
+                self._links.open(key)
+            case rooms.Expect(_, tag, slot):
+                self._seals.clear(slot)
+                self._engine.expect(tag)
+            case rooms.Tell(LinkKey() as key, message):
+                self._links.send(key, message)
+            case rooms.Fence(view, tags):
+                self._fencer.close_tags(view, tags)
+            case rooms.Over(view):
+                waiter = self._waiters.get(view.serial)
+                if waiter is not None:
+                    waiter.set()
+                self._recorder.room_over(view)
 
 
-def _close_sockets(link: _Link) -> None:
-    link.dealer.disable_monitor()
-    link.monitor.close(linger=0)
-    link.dealer.close(linger=FAREWELL_MS)
+def _optional_states(layout: Layout) -> frozenset[int]:
+    """The state lists of the draft model alone: a prefill server without one does not have them."""
+    needed = {one.state for one in layout.components if not one.kind.startswith(DRAFT)}
+    return frozenset(range(len(layout.states))) - needed

@@ -91,7 +91,9 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self.decode_side: DecodeSide | None = None
         self._lease: RankLease | None = None
         self.stages: StageBoard | None = None
-        self._views: dict[int, RoomView] = {}  # decode: rooms whose pages SGLang may ask about
+        #: Decode: rooms whose pages SGLang may ask about, by number. A number may be in use again
+        #: while the pages of its former use are still held.
+        self._views: dict[int, list[RoomView]] = {}
         self._queries: concurrent.futures.ThreadPoolExecutor | None = None
         self._recompute: Recompute | None = None
         if self.context.role == "prefill":
@@ -176,18 +178,20 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
     # --- decode: pages of failed requests ---
 
     def track(self, view: RoomView) -> None:
-        self._views[view.room] = view
+        self._views.setdefault(view.room, []).append(view)
 
     def untrack(self, view: RoomView) -> None:
-        if self._views.get(view.room) is view:
-            del self._views[view.room]
+        views = self._views.get(view.room, [])
+        if view in views:
+            views.remove(view)
+        if not views:
+            self._views.pop(view.room, None)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether no write can reach the pages of a failed room any more. Needs no peer's word
         (`required_acks`): our own engine has closed the room's tags."""
         del required_acks
-        view = self._views.get(bootstrap_room)
-        return view is None or view.over
+        return all(view.releasable for view in self._views.get(bootstrap_room, ()))
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
         """SGLang has released the pages of a failed room; its `clear()` of the receiver follows,

@@ -18,10 +18,11 @@ from bootstrap_server import BootstrapClient, BootstrapError
 from sglang_mooncake import messages
 from sglang_mooncake.config import Config
 from sglang_mooncake.context import RankContext
-from sglang_mooncake.control import ControlLoop, open_router
+from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.destinations import Destination, Destinations
 from sglang_mooncake.executor import Executor
 from sglang_mooncake.layout import Layout, LayoutMismatch, Plan
+from sglang_mooncake.links import open_router
 from sglang_mooncake.messages import (
     Hello,
     HelloReply,

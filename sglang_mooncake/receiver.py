@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sglang_mooncake.decode_side import FENCE_NOW_TIMEOUT_S
 from sglang_mooncake.manager import KVManager
 from sglang_mooncake.rooms.states import RoomState, RoomView
 from sglang_mooncake.seam import (
@@ -19,6 +21,8 @@ from sglang_mooncake.seam import (
 from sglang_mooncake.side import state_lists
 
 __all__ = ["KVReceiver"]
+
+logger = logging.getLogger(__name__)
 
 _POLL = {
     RoomState.OPEN: KVPoll.Bootstrapping,
@@ -53,6 +57,8 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         self.bootstrap_infos: list[Any] = []
         self._view: RoomView = self._side.new_room(self.bootstrap_room)
         mgr.track(self._view)
+        #: What the log names when SGLang takes pages back that are not safe.
+        self._pages: npt.NDArray[np.int64] | None = None
         refusal = self._side.instances.refusal(bootstrap_addr)
         if refusal is not None:
             self._side.fail(self._view, refusal)
@@ -82,9 +88,12 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         if aux_index is None:
             self._side.fail(self._view, "the scheduler named no metadata slot for the request")
             return
+        pages = np.array(kv_indices, dtype=np.int64)
+        if not self.kv_mgr.enable_deferred_decode_kv_release:
+            self._pages = pages
         self._side.name_pages(
             self._view,
-            np.array(kv_indices, dtype=np.int64),
+            pages,
             aux_index,
             decode_prefix_len or 0,
             state_lists(state_indices),
@@ -108,32 +117,47 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         """Raises the reason.
 
         With SGLang's deferred release (the default) the pages stay reserved until
-        `KVManager.is_abort_release_safe`. Without it SGLang frees them right after this call, so
-        the room is fenced here first; the engine bounds that wait.
+        `KVManager.is_abort_release_safe`, and this does not wait. Without it SGLang uses them again
+        right after this call, so it waits until nothing can land in them: as a rule less than a
+        millisecond, at most `FENCE_NOW_TIMEOUT_S`. If a write is stuck in the middle for longer
+        than that, an error in the log names the pages, which SGLang uses all the same: it leaves
+        no way to hold them back. The write that is stuck can still land in them, no other can.
         """
         self.conclude_state = KVPoll.Failed
-        view = self._view
-        if not self.kv_mgr.enable_deferred_decode_kv_release:
-            self._side.fence_now(view)
+        view, reason = self._view, self._view.reason
         self._side.abort(view, "another rank of the decode server failed")
+        if not self.kv_mgr.enable_deferred_decode_kv_release and view.named:
+            self._wait_for_fence()
         raise KVTransferError(
             self.bootstrap_room,
-            view.reason or "another rank of the group failed",
-            is_from_another_rank=view.reason is None,
+            reason or "another rank of the group failed",
+            is_from_another_rank=reason is None,
         )
+
+    def _wait_for_fence(self) -> None:
+        if not self._side.wait_until_safe(self._view, FENCE_NOW_TIMEOUT_S):
+            logger.critical(
+                "room %d: a write into its pages has not ended within %g s, and SGLang uses them "
+                "again now: what other requests cache there may be overwritten. Pages: %s. Without "
+                "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0 they would stay reserved",
+                self.bootstrap_room,
+                FENCE_NOW_TIMEOUT_S,
+                self._pages,
+            )
 
     @property
     def abort_notified(self) -> bool:
-        """SGLang: whether the pages of this failed request must be kept until they are safe."""
-        return self._view.exposed
+        """SGLang: whether the pages of this failed request must be kept until they are safe. Those
+        that the loop has not published yet count, too: it may be about to."""
+        return not self._view.releasable
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """SGLang calls this for failed rooms that were not exposed; ending them is all there is."""
+        """SGLang calls this for failed rooms that need not be kept; ending them is all there is."""
         del force_arm
         self._side.abort(self._view, "another rank of the decode server failed")
 
     def is_abort_release_safe(self) -> bool:
-        return self._view.over
+        return self._view.releasable
 
     def abort(self) -> None:
         problem = self._side.instances.problem(self.bootstrap_addr)

@@ -2,15 +2,17 @@
 """Rooms on the decode side: when pages are open for writing, what arrival is, when they are free.
 
 `DecodeRooms.handle(event)` returns instructions; see `states.py` for the rules of this package.
-Arrival itself is no event: the scheduler's `poll()` reads the engine's counters (`RoomView.seals`),
-so that it never waits for the loop thread.
+Arrival itself is no event: the scheduler's `poll()` compares seals with the engine's counters
+(`RoomView.awaited`, `arrival.py`), so that it never waits for the loop thread.
+
+The table keeps no books of links. A room asks for those it needs (`OpenLink`), is told of each
+(`LinkUp`), and ends when one of them goes (`LinkDown`).
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang_mooncake.messages import (
     RoomAbort,
@@ -20,6 +22,7 @@ from sglang_mooncake.messages import (
     indices_to_bytes,
     states_to_bytes,
 )
+from sglang_mooncake.rooms.arrival import Awaited
 from sglang_mooncake.rooms.decode_events import (
     Arrived,
     Event,
@@ -37,6 +40,7 @@ from sglang_mooncake.rooms.decode_events import (
     RoomSource,
     SourcesChosen,
     Tell,
+    after_failure,
 )
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
 from sglang_mooncake.rooms.states import (
@@ -72,28 +76,33 @@ __all__ = [
     "SourcesChosen",
     "Tell",
     "Tick",
+    "after_failure",
 ]
 
 
-class _Link(enum.Enum):
-    OPENING = "opening"
-    UP = "up"
+#: The scheduler may keep a request waiting for free memory much longer than any other deadline
+#: allows; this one only ends what it has forgotten.
+READY_S = 3_600.0
 
 
 @dataclass(slots=True, eq=False)
 class _Room:
     view: RoomView
     sources: tuple[RoomSource, ...] = ()
-    published_s: float | None = None
+    #: Links of these sources that have not been heard to stand.
+    unlinked: set[Hashable] = field(default_factory=set)
+    since_s: float = 0.0  # in its present state; counted for READY and REQUESTED
     slots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeDeadlines:
-    """`bootstrap_s`: until the prefill ranks are known; `waiting_s`: until the KV has arrived."""
+    """`bootstrap_s`: until the prefill ranks are known; `ready_s`: until the scheduler names pages;
+    `waiting_s`: until the KV has arrived."""
 
     bootstrap_s: float
     waiting_s: float
+    ready_s: float = READY_S
 
 
 class DecodeRooms:
@@ -107,7 +116,6 @@ class DecodeRooms:
     def __init__(self, deadlines: DecodeDeadlines, seal_slots: int, first_tag: int) -> None:
         self._deadlines = deadlines
         self._rooms: dict[int, _Room] = {}  # by serial
-        self._links: dict[Hashable, _Link] = {}
         self._free_slots = list(range(seal_slots - 1, -1, -1))
         self._next_tag = first_tag
 
@@ -141,7 +149,7 @@ class DecodeRooms:
             case Fenced(view):
                 return self._fenced(view)
             case LinkUp(link):
-                return self._link_up(link)
+                return self._link_up(link, now_s)
             case LinkDown(link, reason):
                 return self._link_down(link, reason)
             case LinkRefused(link, reason):
@@ -158,9 +166,8 @@ class DecodeRooms:
         if room is None or view.state is not RoomState.OPEN:
             return []
         room.sources = sources
-        instructions = self._open_links(source.link for source in sources)
-        self._meet_if_linked(room)
-        return instructions
+        room.unlinked = {source.link for source in sources}
+        return _open_links(source.link for source in sources)
 
     def _not_served(
         self, view: RoomView, links: tuple[Hashable, ...], reason: str
@@ -169,61 +176,40 @@ class DecodeRooms:
         if room is None or view.state is not RoomState.OPEN:
             return []
         room.sources = tuple(RoomSource(link, sends=False, aux=False) for link in links)
-        return self._open_links(links) + self._end(view, RoomState.FAILED, reason)
-
-    def _open_links(self, links: Iterable[Hashable]) -> list[Instruction]:
-        missing = [link for link in links if link not in self._links]
-        self._links |= dict.fromkeys(missing, _Link.OPENING)
-        return [OpenLink(link) for link in missing]
-
-    def _meet_if_linked(self, room: _Room) -> None:
-        if room.view.state is not RoomState.OPEN or not room.sources:
-            return
-        if all(self._links.get(source.link) is _Link.UP for source in room.sources):
-            advance(room.view, Step.MET, TRANSITIONS_DECODE)
+        return _open_links(links) + self._end(view, RoomState.FAILED, reason)
 
     def _publish(self, view: RoomView, named: PagesNamed, now_s: float) -> list[Instruction]:
         room = self._rooms.get(view.serial)
         if room is None or view.state is not RoomState.READY:
             return []  # it ended between the scheduler's poll and its pages
-        pages = indices_to_bytes(named.pages)
-        states = states_to_bytes(named.states)
-        sending = sum(source.sends for source in room.sources)
-        if len(self._free_slots) < sending:
+        if view.withdrawn:
+            return []  # the event that ends it follows; its pages stay what they are
+        targets = _Targets(named)
+        sending = [source for source in room.sources if source.sends]
+        if len(self._free_slots) < len(sending):
             return self._end(
                 view,
                 RoomState.FAILED,
                 f"all seal slots are in use ({len(self._rooms)} rooms are open on this rank)",
             )
-        room.slots = tuple(self._free_slots.pop() for _ in range(sending))
-        tags = tuple(range(self._next_tag, self._next_tag + sending))
-        self._next_tag += sending
-        room.published_s = now_s
+        room.slots = tuple(self._free_slots.pop() for _ in sending)
+        room.since_s = now_s
         # The generation tells this use of the room number from any other; tags are never reused.
-        view.generation = tags[0]
-        view.seals = tuple(zip(tags, room.slots, strict=True))
+        view.generation = self._next_tag
+        view.awaited = tuple(
+            targets.awaited(source, view.generation, view.generation + nth, slot)
+            for nth, (source, slot) in enumerate(zip(sending, room.slots, strict=True))
+        )
+        self._next_tag += len(sending)
         view.exposed = True
         advance(view, Step.PUBLISHED, TRANSITIONS_DECODE)
-        instructions: list[Instruction] = [Expect(tag, slot) for tag, slot in view.seals]
-        seals = iter(view.seals)
-        for source in room.sources:
-            target = None
-            if source.sends:
-                tag, slot = next(seals)
-                target = Target(
-                    tag,
-                    len(named.pages),
-                    pages,
-                    source.share,
-                    states if source.state else (),
-                    named.aux_slot if source.aux else None,
-                    slot,
-                )
-            request = RoomRequest(
-                view.room, view.generation, named.decode_prefix_len, source.destinations, target
-            )
-            instructions.append(Tell(source.link, request))
-        return instructions
+        expect = [Expect(view, awaited.tag, awaited.slot) for awaited in view.awaited]
+        by_link = dict(zip((source.link for source in sending), view.awaited, strict=True))
+        tell = [
+            Tell(source.link, targets.request(source, view, by_link.get(source.link)))
+            for source in room.sources
+        ]
+        return [*expect, *tell]
 
     def _arrive(self, view: RoomView) -> list[Instruction]:
         room = self._rooms.get(view.serial)
@@ -231,7 +217,7 @@ class DecodeRooms:
             return []  # a failure was faster in the books, but the scheduler has its KV: both fine
         advance(view, Step.QUIET, TRANSITIONS_DECODE)
         # Everything has landed, so this only closes the tags; nothing waits for it.
-        return [Fence(view, tuple(tag for tag, _ in view.seals))]
+        return [_fence(view)]
 
     # --- the ways down ---
 
@@ -247,7 +233,7 @@ class DecodeRooms:
         ]
         if view.exposed:
             # First the fence: it alone makes the pages safe, and it needs no peer.
-            instructions.insert(0, Fence(view, tuple(tag for tag, _ in view.seals)))
+            instructions.insert(0, _fence(view))
         else:
             advance(view, Step.QUIET, TRANSITIONS_DECODE)
             instructions += self._forget(room)
@@ -266,19 +252,21 @@ class DecodeRooms:
     def _forget(self, room: _Room) -> list[Instruction]:
         """The end. The scheduler still has the view; the table needs the room no more."""
         del self._rooms[room.view.serial]
+        room.view.safe = True
         return [Over(room.view)]
 
     # --- peers and the clock ---
 
-    def _link_up(self, link: Hashable) -> list[Instruction]:
-        if self._links.get(link) is _Link.OPENING:
-            self._links[link] = _Link.UP
-            for room in self._rooms.values():
-                self._meet_if_linked(room)
+    def _link_up(self, link: Hashable, now_s: float) -> list[Instruction]:
+        for room in self._rooms.values():
+            if room.view.state is RoomState.OPEN and link in room.unlinked:
+                room.unlinked.discard(link)
+                if not room.unlinked:
+                    room.since_s = now_s
+                    advance(room.view, Step.MET, TRANSITIONS_DECODE)
         return []
 
     def _link_down(self, link: Hashable, reason: str) -> list[Instruction]:
-        self._links.pop(link, None)
         instructions: list[Instruction] = []
         for room in list(self._rooms.values()):
             if _leave_out(room, link):
@@ -286,7 +274,6 @@ class DecodeRooms:
         return instructions
 
     def _link_refused(self, link: Hashable, reason: str) -> list[Instruction]:
-        self._links.pop(link, None)
         instructions: list[Instruction] = []
         for room in list(self._rooms.values()):
             if any(source.link == link for source in room.sources):
@@ -305,24 +292,78 @@ class DecodeRooms:
     def _tick(self, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
         for room in list(self._rooms.values()):
-            view = room.view
-            if view.state is RoomState.OPEN:
-                waited_s, limit_s = now_s - view.opened_s, self._deadlines.bootstrap_s
-                what = "no data path to its prefill ranks stood"
-                variable = "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"
-            elif view.state is RoomState.REQUESTED and room.published_s is not None:
-                waited_s, limit_s = now_s - room.published_s, self._deadlines.waiting_s
-                what = "its KV cache did not arrive"
-                variable = "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"
-            else:
-                continue
-            if waited_s >= limit_s:
-                instructions += self._end(
-                    view,
-                    RoomState.TIMED_OUT,
-                    f"room {view.room}: {what} within {waited_s:.0f} s ({variable})",
-                )
+            late = _late(room, self._deadlines, now_s)
+            if late is not None:
+                reason = f"room {room.view.room}: {late}"
+                instructions += self._end(room.view, RoomState.TIMED_OUT, reason)
         return instructions
+
+
+def _late(room: _Room, deadlines: DecodeDeadlines, now_s: float) -> str | None:
+    """Which deadline the room has missed; None when it has not."""
+    match room.view.state:
+        case RoomState.OPEN:
+            waited_s, limit_s = now_s - room.view.opened_s, deadlines.bootstrap_s
+            what = "no data path to its prefill ranks stood within {} s "
+            what += "(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)"
+        case RoomState.READY:
+            waited_s, limit_s = now_s - room.since_s, deadlines.ready_s
+            what = "the scheduler of the decode server named no pages for it within {} s"
+        case RoomState.REQUESTED:
+            waited_s, limit_s = now_s - room.since_s, deadlines.waiting_s
+            what = "its KV cache did not arrive within {} s (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)"
+        case _:
+            return None
+    return what.format(f"{waited_s:.0f}") if waited_s >= limit_s else None
+
+
+def _open_links(links: Iterable[Hashable]) -> list[Instruction]:
+    return [OpenLink(link) for link in dict.fromkeys(links)]
+
+
+def _fence(view: RoomView) -> Fence:
+    return Fence(view, tuple(awaited.tag for awaited in view.awaited))
+
+
+class _Targets:
+    """What the sources of one room are asked for, encoded once for all of them.
+
+    Raises:
+        ValueError: an index is no int32 above -1.
+    """
+
+    def __init__(self, named: PagesNamed) -> None:
+        self._named = named
+        self._pages = indices_to_bytes(named.pages)
+        self._states = states_to_bytes(named.states)
+
+    def awaited(self, source: RoomSource, generation: int, tag: int, slot: int) -> Awaited:
+        lists = [indices is not None for indices in self._states] if source.state else []
+        least = sum(given for at, given in enumerate(lists) if at in source.required_states)
+        return Awaited(
+            tag,
+            slot,
+            generation,
+            pages=len(source.share.bounds(len(self._named.pages))),
+            states=range(least, sum(lists) + 1),
+            aux=int(source.aux),
+        )
+
+    def request(self, source: RoomSource, view: RoomView, awaited: Awaited | None) -> RoomRequest:
+        """`awaited`: None for a source that sends nothing."""
+        target = None
+        if awaited is not None:
+            target = Target(
+                awaited.tag,
+                len(self._named.pages),
+                self._pages,
+                source.share,
+                self._states if source.state else (),
+                self._named.aux_slot if source.aux else None,
+                awaited.slot,
+            )
+        prefix_len = self._named.decode_prefix_len
+        return RoomRequest(view.room, view.generation, prefix_len, source.destinations, target)
 
 
 def _leave_out(room: _Room, link: Hashable) -> bool:

@@ -34,6 +34,7 @@ __all__ = [
     "RoomSource",
     "SourcesChosen",
     "Tell",
+    "after_failure",
 ]
 
 
@@ -49,6 +50,8 @@ class RoomSource:
     aux: it sends the request's metadata; one source of a room does.
     state: it sends what the model keeps beside its KV cache.
     share: the pages that it sends.
+    required_states: which state lists it follows without fail. It may lack others: those of a
+        draft model that the prefill server does not run.
     """
 
     link: Hashable
@@ -57,6 +60,7 @@ class RoomSource:
     aux: bool = True
     state: bool = True
     share: PageShare = ALL_PAGES
+    required_states: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +117,15 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
+    """It stands. Said when it comes up, and again to each room that asks for one that stands."""
+
     link: Hashable
 
 
 @dataclass(frozen=True, slots=True)
 class LinkDown:
+    """It was lost, or could not be opened; the next `OpenLink` opens it afresh."""
+
     link: Hashable
     reason: str
 
@@ -159,6 +167,9 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class OpenLink:
+    """A room needs this link: open it unless that has been done, and hand in `LinkUp` when it
+    stands, or `LinkDown` when it does not."""
+
     link: Hashable
 
 
@@ -166,6 +177,7 @@ class OpenLink:
 class Expect:
     """Clear the seal slot, then open this tag for writing, before anybody is told of it."""
 
+    view: RoomView
     tag: int
     slot: int
 
@@ -178,10 +190,27 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Close these tags, then hand in `Fenced(view)`."""
+    """Close these tags, however long it takes, then hand in `Fenced(view)`."""
 
     view: RoomView
     tags: tuple[int, ...]
 
 
 Instruction = OpenLink | Expect | Tell | Fence | Over
+
+
+def after_failure(cause: Event | Instruction, error: Exception) -> Event | None:
+    """What an event that could not be handled, or an instruction that could not be carried out,
+    comes to: a bug in one room ends that room, one in a link the rooms that use it. None when
+    nobody is left to end: the log has it all."""
+    reason = f"internal error: {error!r}"
+    match cause:
+        case OpenLink(link):
+            return LinkDown(link, reason)
+        case Tell(link, RoomRequest(room=room, generation=generation)):
+            return PeerFailed(link, RoomFailed(room, generation, reason))
+        case Broken() | Tell():
+            return None
+        case _:
+            view = getattr(cause, "view", None)
+            return None if view is None else Broken(view, reason)

@@ -18,6 +18,8 @@ import enum
 import itertools
 from dataclasses import dataclass, field
 
+from sglang_mooncake.rooms.arrival import Awaited
+
 __all__ = [
     "ENDS",
     "TRANSITIONS_DECODE",
@@ -106,7 +108,8 @@ _serial = itertools.count(1)
 
 @dataclass(slots=True, eq=False)
 class RoomView:
-    """One use of a room number, seen by the scheduler thread and written by the loop thread alone.
+    """One use of a room number, written by the loop thread, except for what the scheduler thread
+    has to say at once.
 
     The scheduler reads single attributes (each read is atomic), and never waits for the loop.
     """
@@ -121,12 +124,26 @@ class RoomView:
     end: RoomState | None = None
     #: Prefill: tokens the decode server already holds (its radix cache), so they are not sent.
     decode_prefix_len: int = 0
-    #: Decode: what arrival looks like; set once before `state` becomes `REQUESTED`.
-    seals: tuple[tuple[int, int], ...] = ()  # (tag, seal slot) for each source
+    #: Decode: what each source was asked for; set once before `state` becomes `REQUESTED`.
+    awaited: tuple[Awaited, ...] = ()
     generation: int = 0
     #: True from the moment a peer may write to (decode) or is sent (prefill) this room's pages.
     exposed: bool = False
+    #: Decode, written by the scheduler thread before it tells the loop: it has named its pages, so
+    #: a peer may be asked to write into them at any moment from now on.
+    named: bool = False
+    #: Decode, written by the scheduler thread before it tells the loop: the request is given up.
+    #: A room whose pages are not exposed by then never exposes them.
+    withdrawn: bool = False
+    #: Decode: no write can land in this room's pages, now or later: they were never exposed, or
+    #: the fence is confirmed. Until then pages that were named must not be used for anything else.
+    safe: bool = False
     serial: int = field(default_factory=lambda: next(_serial))
+
+    @property
+    def releasable(self) -> bool:
+        """Decode: whether the pages of this room, given up, may be used for something else."""
+        return self.safe or not self.named
 
     @property
     def over(self) -> bool:

@@ -39,8 +39,8 @@ from bootstrap_server import (
 )
 from sglang_mooncake.config import Config
 from sglang_mooncake.context import Deadlines
-from sglang_mooncake.control import open_dealer, open_router
 from sglang_mooncake.layout import SEAL_BYTES, Seal
+from sglang_mooncake.links import open_dealer, open_router
 from sglang_mooncake.messages import PROTOCOL_VERSION, HelloReply, LinkReset, encode
 from sglang_mooncake.messages import decode as decode_message
 from sglang_mooncake.rooms.states import RoomState
@@ -96,11 +96,11 @@ def test_the_seal_says_what_was_sent_and_the_engine_has_counted_that(pair):
     pair.prefill.send(source, [2], 2, None)
     pair.prefill.send(source, [4, 5], 3, aux_slot=1)
     until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
-    ((tag, slot),) = target.seals
+    (awaited,) = target.awaited
     nbytes = 5 * LAYERS * PAGE_BYTES + AUX_BYTES + SEAL_BYTES
     sent = Seal(target.generation, writes=3, pages=5, states=0, aux=1, nbytes=nbytes)
-    assert pair.decode.seals.read(slot) == sent
-    assert pair.decode.engine.arrived_nbytes(tag) == nbytes
+    assert pair.decode.seals.read(awaited.slot) == sent
+    assert pair.decode.engine.arrived_nbytes(awaited.tag) == nbytes
 
 
 class Filling:

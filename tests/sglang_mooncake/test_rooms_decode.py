@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode rooms: the cases that matter by name, then anything at all in any order."""
+"""Decode rooms: the cases that matter by name. Anything at all in any order is in
+`test_rooms_decode_any_order.py`."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from sglang_mooncake.messages import RoomAbort, RoomFailed, RoomRequest
 from sglang_mooncake.rooms.decode import (
@@ -32,7 +30,7 @@ from sglang_mooncake.rooms.decode import (
     Tell,
     Tick,
 )
-from sglang_mooncake.rooms.states import ENDS, RoomState, RoomView
+from sglang_mooncake.rooms.states import RoomState, RoomView
 
 SLOTS = 4
 P0, P1 = RoomSource("p0"), RoomSource("p1", destinations=2)
@@ -53,6 +51,10 @@ def requested(rooms: DecodeRooms, room: int = 1, link: str = "p0") -> RoomView:
     rooms.handle(PagesNamed(view, np.array([4, 5]), 2, 8), 0)
     assert view.state is RoomState.REQUESTED
     return view
+
+
+def tags_of(view: RoomView) -> tuple[int, ...]:
+    return tuple(awaited.tag for awaited in view.awaited)
 
 
 def asked(instruction: object) -> RoomRequest:
@@ -77,27 +79,80 @@ def test_a_room_goes_from_open_to_done_and_gives_its_seal_slots_back():
     assert (first.destinations, second.destinations) == (3, 2)
     assert first.target is not None
     assert second.target is not None
-    assert [(t.tag, t.seal_slot) for t in (first.target, second.target)] == list(view.seals)
+    asked_for = [(t.tag, t.seal_slot) for t in (first.target, second.target)]
+    assert asked_for == [(awaited.tag, awaited.slot) for awaited in view.awaited]
     assert (first.target.num_pages, first.target.aux_slot) == (2, 2)
     assert [len(indices) for indices in first.target.states] == [4]
     assert (second.target.aux_slot, second.target.states) == (None, ())
     assert rooms.free_seal_slots == SLOTS - 2
     (fence,) = rooms.handle(Arrived(view), 0)
     assert isinstance(fence, Fence)
-    assert fence.tags == tuple(tag for tag, _ in view.seals)
+    assert fence.tags == tags_of(view)
     assert view.state is RoomState.DONE
     rooms.handle(Closed(view), 0)
     rooms.handle(Fenced(view), 0)
     assert (len(rooms), rooms.free_seal_slots) == (0, SLOTS)
 
 
-def test_a_link_is_opened_once_for_many_rooms():
+def test_every_room_asks_for_its_links_and_is_told_of_each():
     rooms = new_rooms()
-    requested(rooms, 1)
+    first = requested(rooms, 1)
     view = RoomView(2, 0.0)
     rooms.handle(Opened(view), 0)
-    assert rooms.handle(SourcesChosen(view, (RoomSource("p0"),)), 0) == []
+    assert rooms.handle(SourcesChosen(view, (P0, P1B)), 0) == [OpenLink("p0"), OpenLink("p1")]
+    assert rooms.handle(LinkUp("p0"), 0) == rooms.handle(LinkUp("p0"), 0) == []
+    assert view.state is RoomState.OPEN, "said twice is said once"
+    rooms.handle(LinkUp("p1"), 0)
     assert view.state is RoomState.READY
+    assert first.state is RoomState.REQUESTED
+
+
+def test_a_link_that_cannot_be_opened_fails_its_room_at_once():
+    rooms, view = new_rooms(), RoomView(1, 0.0)
+    rooms.handle(Opened(view), 0)
+    rooms.handle(SourcesChosen(view, (P0,)), 0)
+    assert rooms.handle(LinkDown("p0", "too many open files"), 0) == [Over(view)]
+    assert (view.state, view.reason) == (RoomState.FAILED, "too many open files")
+
+
+def test_pages_that_were_withdrawn_before_the_loop_published_them_are_never_exposed():
+    rooms, view = new_rooms(), RoomView(1, 0.0)
+    rooms.handle(Opened(view), 0)
+    rooms.handle(SourcesChosen(view, (P0,)), 0)
+    rooms.handle(LinkUp("p0"), 0)
+    view.named = view.withdrawn = True  # both on the scheduler's thread, in one step
+    assert not view.releasable
+    assert rooms.handle(PagesNamed(view, np.array([4, 5]), 2, 0), 0) == []
+    assert not view.exposed
+    tell, over = rooms.handle(Aborted(view, "another rank failed"), 0)
+    assert isinstance(tell, Tell)
+    assert over == Over(view)
+    assert view.releasable
+    assert rooms.handle(PagesNamed(view, np.array([4, 5]), 2, 0), 0) == []
+    assert not view.exposed
+
+
+def test_named_pages_are_not_released_before_the_fence_is_confirmed():
+    rooms = new_rooms()
+    view = requested(rooms)
+    view.named = True
+    rooms.handle(Arrived(view), 0)
+    assert view.over
+    assert not view.releasable, "its tag is still open"
+    rooms.handle(Fenced(view), 0)
+    assert view.releasable
+
+
+def test_a_scheduler_that_never_names_pages_holds_the_room_for_an_hour_at_most():
+    rooms, view = new_rooms(), RoomView(1, 0.0)
+    rooms.handle(Opened(view), 0)
+    rooms.handle(SourcesChosen(view, (P0,)), 0)
+    rooms.handle(LinkUp("p0"), 5.0)
+    rooms.handle(Tick(), 5.0 + DEADLINES.ready_s - 1)
+    assert view.state is RoomState.READY, "it may wait long for free memory"
+    rooms.handle(Tick(), 5.0 + DEADLINES.ready_s)
+    assert view.state is RoomState.TIMED_OUT
+    assert "named no pages for it within 3600 s" in (view.reason or "")
 
 
 def test_an_aborted_room_is_fenced_before_it_is_over_and_before_anybody_is_told():
@@ -161,6 +216,7 @@ def test_without_a_free_seal_slot_the_room_fails_and_the_others_go_on():
     late = RoomView(99, 0.0)
     rooms.handle(Opened(late), 0)
     rooms.handle(SourcesChosen(late, (RoomSource("p0"),)), 0)
+    rooms.handle(LinkUp("p0"), 0)
     rooms.handle(PagesNamed(late, np.array([1]), 0, 0), 0)
     assert late.state is RoomState.FAILED
     assert "seal slots" in (late.reason or "")
@@ -191,7 +247,7 @@ def test_a_source_that_sends_nothing_is_asked_and_not_waited_for():
     assert asked(first).target is None
     assert asked(second).target is not None
     assert asked(first).generation == asked(second).generation == view.generation
-    assert view.seals == ((expect.tag, expect.slot),)
+    assert [(awaited.tag, awaited.slot) for awaited in view.awaited] == [(expect.tag, expect.slot)]
     assert rooms.free_seal_slots == SLOTS - 1
 
 
@@ -202,7 +258,7 @@ def test_a_source_that_fails_fails_the_room_and_the_others_are_told(other):
     message = RoomFailed(1, view.generation, "out of memory")
     fence, tell = rooms.handle(PeerFailed("p1", message), 0)
     assert isinstance(fence, Fence)
-    assert fence.tags == tuple(tag for tag, _ in view.seals), "all sources are fenced"
+    assert fence.tags == tags_of(view), "all sources are fenced"
     assert tell == Tell("p0", RoomAbort(1, view.generation, "out of memory"))
 
 
@@ -228,98 +284,3 @@ def test_pages_that_are_no_indices_change_nothing():
     with pytest.raises(ValueError, match="-1"):
         rooms.handle(PagesNamed(view, np.array([-1]), 0, 0), 0)
     assert (view.state, rooms.free_seal_slots) == (RoomState.READY, SLOTS)
-
-
-class AnyOrder(RuleBasedStateMachine):
-    """Whatever comes in whatever order: pages are safe at every end, slots never leak, tags never
-    repeat."""
-
-    @initialize()
-    def start(self):
-        self.rooms = new_rooms()
-        self.now_s = 0.0
-        self.views: list[RoomView] = []
-        self.open_tags: set[int] = set()
-        self.all_tags: set[int] = set()
-        self.ends: dict[int, tuple[RoomState, str | None]] = {}
-        self.over: list[RoomView] = []
-        self.unfenced: list[RoomView] = []
-
-    def do(self, event):
-        for instruction in self.rooms.handle(event, self.now_s):
-            if isinstance(instruction, Expect):
-                assert instruction.tag not in self.all_tags
-                self.open_tags.add(instruction.tag)
-                self.all_tags.add(instruction.tag)
-            if isinstance(instruction, Tell) and isinstance(instruction.message, RoomRequest):
-                target = instruction.message.target
-                assert target is None or target.tag in self.open_tags, "told before it was open"
-            if isinstance(instruction, Over):
-                self.over.append(instruction.view)
-            if isinstance(instruction, Fence):
-                self.open_tags -= set(instruction.tags)
-                self.unfenced.append(instruction.view)
-
-    @rule(room=st.integers(1, 3), sources=st.sampled_from([(P0,), (P1,), (P0, P1B), (P0, IDLE)]))
-    def open(self, room, sources):
-        view = RoomView(room, self.now_s)
-        self.views.append(view)
-        self.do(Opened(view))
-        self.do(SourcesChosen(view, sources))
-
-    @rule(link=st.sampled_from(["p0", "p1"]), up=st.booleans())
-    def link(self, link, up):
-        self.do(LinkUp(link) if up else LinkDown(link, "lost"))
-
-    @rule(data=st.data(), what=st.sampled_from(["pages", "arrive", "abort", "close", "peer"]))
-    def step(self, data, what):
-        if not self.views:
-            return
-        view = data.draw(st.sampled_from(self.views))
-        if what == "pages":
-            self.do(PagesNamed(view, np.array([1]), 0, 0))
-        elif what == "arrive":
-            self.do(Arrived(view))
-        elif what == "abort":
-            self.do(Aborted(view, "gone"))
-        elif what == "peer":
-            self.do(PeerFailed("p0", RoomFailed(view.room, view.generation, "failed")))
-        else:
-            self.do(Closed(view))
-
-    @rule(data=st.data())
-    def fence_ends(self, data):
-        if self.unfenced:
-            view = data.draw(st.sampled_from(self.unfenced))
-            self.unfenced.remove(view)
-            self.do(Fenced(view))
-
-    @rule(elapsed_s=st.floats(0, 30))
-    def tick(self, elapsed_s):
-        self.now_s += elapsed_s
-        self.do(Tick())
-
-    @invariant()
-    def ends_are_final_and_safe(self):
-        for view in self.views:
-            if view.state in ENDS:
-                assert not self.open_tags & {tag for tag, _ in view.seals}
-                end = (view.state, view.reason)
-                assert self.ends.setdefault(view.serial, end) == end
-                assert (view.reason is None) == (view.state is RoomState.DONE)
-
-    @invariant()
-    def slots_are_held_by_live_or_unfenced_rooms_alone(self):
-        held = sum(len(v.seals) for v in self.views if v in self.unfenced or v.state not in ENDS)
-        assert self.rooms.free_seal_slots == SLOTS - held
-
-    @invariant()
-    def the_table_holds_live_and_unfenced_rooms_alone(self):
-        alive = [v for v in self.views if not v.over or v in self.unfenced]
-        assert len(self.rooms) == len(alive)
-        assert {v.serial for v in self.over} == {v.serial for v in self.views if v not in alive}
-        assert len(self.over) == len({view.serial for view in self.over})
-
-
-AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
-test_any_order = AnyOrder.TestCase

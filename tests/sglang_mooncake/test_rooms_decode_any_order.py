@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode rooms: anything at all in any order, through the executor of the decode side, with links
+that break, instructions that raise, fences that are late, and a scheduler that is ahead of the
+loop."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sglang_mooncake.executor import Executor
+from sglang_mooncake.messages import RoomFailed, RoomRequest
+from sglang_mooncake.rooms.decode import (
+    Aborted,
+    Arrived,
+    Broken,
+    Closed,
+    DecodeDeadlines,
+    DecodeRooms,
+    Expect,
+    Fence,
+    Fenced,
+    LinkDown,
+    LinkRefused,
+    LinkUp,
+    Opened,
+    OpenLink,
+    Over,
+    PagesNamed,
+    PeerFailed,
+    RoomSource,
+    SourcesChosen,
+    Tell,
+    Tick,
+    after_failure,
+)
+from sglang_mooncake.rooms.states import ENDS, RoomState, RoomView
+
+SLOTS = 4
+LINKS = ("p0", "p1")
+P0, P1 = RoomSource("p0"), RoomSource("p1", destinations=2)
+P1B = RoomSource("p1", aux=False)
+IDLE = RoomSource("p1", sends=False, aux=False)
+DEADLINES = DecodeDeadlines(bootstrap_s=10.0, waiting_s=20.0, ready_s=30.0)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Pages are safe at every end, slots never leak, tags never repeat, and every room ends."""
+
+    @initialize()
+    def start(self):
+        self.rooms = DecodeRooms(DEADLINES, SLOTS, first_tag=100)
+        self.now_s = 0.0
+        self.executor = Executor(self.handle, self.perform, after_failure, lambda: self.now_s)
+        self.inbox: deque = deque()  # what the scheduler has posted and the loop not seen
+        self.views: list[RoomView] = []
+        self.links: dict[str, bool] = {}  # up?
+        self.raises: dict[type, Exception] = {}  # by instruction, the next time
+        self.open_tags: set[int] = set()
+        self.all_tags: set[int] = set()
+        self.refused_tags: set[int] = set()
+        self.unconfirmed: list[Fence] = []
+        self.ends: dict[int, tuple[RoomState, str | None]] = {}
+        self.over: list[RoomView] = []
+
+    # --- the shell ---
+
+    def handle(self, event, now_s):
+        before = {view.serial: view.exposed for view in self.views}
+        given_up = {view.serial for view in self.views if view.withdrawn}
+        instructions = self.rooms.handle(event, now_s)
+        for view in self.views:
+            if view.exposed and not before[view.serial]:
+                assert view.serial not in given_up, "exposed after it was given up"
+                assert view.named, "exposed before it was named"
+        return instructions
+
+    def perform(self, instruction):
+        if (error := self.raises.pop(type(instruction), None)) is not None:
+            if isinstance(instruction, Expect):
+                self.refused_tags.add(instruction.tag)
+            raise error
+        match instruction:
+            case OpenLink(link):
+                if self.links.setdefault(link, False):
+                    self.executor.submit(LinkUp(link))
+            case Expect(_, tag, _):
+                assert tag not in self.all_tags
+                self.open_tags.add(tag)
+                self.all_tags.add(tag)
+            case Tell(_, RoomRequest(target=target)) if target is not None:
+                # An engine that could not open a tag refuses what is written under it.
+                assert target.tag in self.open_tags | self.refused_tags, "told before it was open"
+            case Fence():
+                self.unconfirmed.append(instruction)
+            case Over(view):
+                self.over.append(view)
+
+    # --- the scheduler: its flags are seen at once, its events later ---
+
+    @rule(room=st.integers(1, 3), sources=st.sampled_from([(P0,), (P1,), (P0, P1B), (P0, IDLE)]))
+    def open(self, room, sources):
+        view = RoomView(room, self.now_s)
+        self.views.append(view)
+        self.inbox += [Opened(view), SourcesChosen(view, sources)]
+
+    @rule(room=st.integers(1, 3), sources=st.sampled_from([(P0,), (P0, P1B)]))
+    def open_and_meet(self, room, sources):
+        """What mostly happens, so that the rare things happen at every stage of it."""
+        self.open(room, sources)
+        self.loop_catches_up(len(self.inbox))
+        for source in sources:
+            self.link(source.link, "up")
+
+    @property
+    def ready(self):
+        return [view for view in self.views if view.state is RoomState.READY and not view.named]
+
+    @precondition(lambda self: self.ready)
+    @rule(data=st.data(), given_up=st.sampled_from([None, None, Aborted, Broken]))
+    def name_pages(self, data, given_up):
+        """At the right time, and perhaps given up in the same step of the scheduler."""
+        view = data.draw(st.sampled_from(self.ready))
+        view.named = True
+        self.inbox.append(PagesNamed(view, np.array([1]), 0, 0))
+        if given_up is not None:
+            view.withdrawn = True
+            self.inbox.append(given_up(view, "another rank failed"))
+
+    @precondition(lambda self: self.views)
+    @rule(data=st.data(), what=st.sampled_from(["pages", "arrive", "abort", "break", "close"]))
+    def scheduler(self, data, what):
+        alive = [view for view in self.views if not view.over]
+        view = data.draw(st.sampled_from(alive or self.views))
+        if what == "pages":
+            view.named = True
+            self.inbox.append(PagesNamed(view, np.array([1]), 0, 0))
+        elif what == "arrive":
+            self.inbox.append(Arrived(view))
+        else:
+            view.withdrawn = True
+            events = {"abort": Aborted(view, "gone"), "break": Broken(view, "disagrees")}
+            self.inbox.append(events.get(what, Closed(view)))
+
+    @precondition(lambda self: self.inbox)
+    @rule(count=st.integers(1, 4))
+    def loop_catches_up(self, count):
+        for _ in range(min(count, len(self.inbox))):
+            self.executor.submit(self.inbox.popleft())
+
+    # --- everybody else ---
+
+    @rule(link=st.sampled_from(LINKS), how=st.sampled_from(["up", "up", "down", "refused"]))
+    def link(self, link, how):
+        if how == "up":
+            if link in self.links:
+                self.links[link] = True
+                self.executor.submit(LinkUp(link))
+        elif self.links.pop(link, None) is not None:
+            event = LinkDown(link, "lost") if how == "down" else LinkRefused(link, "refused")
+            self.executor.submit(event)
+
+    @precondition(lambda self: self.views)
+    @rule(data=st.data(), link=st.sampled_from(LINKS))
+    def peer_fails(self, data, link):
+        view = data.draw(st.sampled_from(self.views))
+        self.executor.submit(PeerFailed(link, RoomFailed(view.room, view.generation, "failed")))
+
+    @rule(what=st.sampled_from([OpenLink, Expect, Tell, Over]))
+    def next_one_raises(self, what):
+        self.raises[what] = OSError(f"{what.__name__} failed")
+
+    @precondition(lambda self: self.unconfirmed)
+    @rule(data=st.data())
+    def fence_is_confirmed(self, data):
+        self.confirm(data.draw(st.sampled_from(self.unconfirmed)))
+
+    def confirm(self, fence):
+        self.unconfirmed.remove(fence)
+        self.open_tags -= set(fence.tags)
+        self.executor.submit(Fenced(fence.view))
+
+    @rule(elapsed_s=st.floats(0, 6))
+    def tick(self, elapsed_s):
+        self.now_s += elapsed_s
+        self.executor.submit(Tick())
+
+    # --- what holds at any time ---
+
+    @invariant()
+    def released_pages_are_never_writable(self):
+        for view in self.views:
+            if view.releasable and (view.named or view.over):
+                assert not self.open_tags & {awaited.tag for awaited in view.awaited}
+                assert not (view.exposed and not view.over)
+
+    @invariant()
+    def ends_are_final(self):
+        for view in self.views:
+            if view.state in ENDS:
+                end = (view.state, view.reason)
+                assert self.ends.setdefault(view.serial, end) == end
+                assert (view.reason is None) == (view.state is RoomState.DONE)
+
+    @invariant()
+    def slots_are_held_by_rooms_that_are_not_safe(self):
+        held = sum(len(view.awaited) for view in self.views if not view.safe)
+        assert self.rooms.free_seal_slots == SLOTS - held
+
+    @invariant()
+    def a_room_is_over_once(self):
+        assert len(self.over) == len({view.serial for view in self.over})
+
+    def teardown(self):
+        """Every room ends once nothing more happens than that time passes and fences end."""
+        if not hasattr(self, "rooms"):
+            return
+        while self.inbox:
+            self.executor.submit(self.inbox.popleft())
+        self.now_s += 1_000.0
+        self.executor.submit(Tick())
+        while self.unconfirmed:
+            self.confirm(self.unconfirmed[0])
+        assert all(view.safe and view.over for view in self.views)
+        assert (len(self.rooms), self.rooms.free_seal_slots) == (0, SLOTS)
+        assert not self.open_tags & {a.tag for view in self.views for a in view.awaited}
+
+
+AnyOrder.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
+test_any_order = AnyOrder.TestCase
