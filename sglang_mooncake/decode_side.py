@@ -252,10 +252,6 @@ class DecodeSide(Side):
         self._recorder.open_rooms(len(self._rooms))
         self._recorder.write_if_due(now_s)
 
-    def _apply(self, event: rooms.Event, now_s: float) -> None:
-        del now_s
-        self._executor.submit(event)
-
     # --- on the loop thread ---
 
     def _hello(self) -> Hello:

@@ -5,7 +5,6 @@ second when that is stuck, and everybody else's rooms must not wait with it."""
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +17,9 @@ __all__ = ["Fencer"]
 
 logger = logging.getLogger(__name__)
 
+#: For one try. Nearly all are confirmed at once; a landing that is stuck must not keep the fences
+#: of others waiting, so it is looked at again later.
+_TRY_S = 0.1
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -32,61 +34,82 @@ class _Job:
 
 class Fencer:
     """A fence that is not confirmed, for whatever reason, is tried again until it is: nobody else
-    can say that pages are safe. Its tags stay closed meanwhile.
+    can say that pages are safe. Its tags stay closed meanwhile. `close_tags` and `retry` never
+    wait; both are bounded by the rooms, each of which comes once.
 
     Args:
-        fence: closes a tag; raises `te.FenceTimeout` when a write of it may still be landing.
+        fence: closes a tag within so many seconds; raises `te.FenceTimeout` when a write of it may
+            still be landing.
         confirmed: called in the thread once no write of the room can land any more.
     """
 
     def __init__(
-        self, fence: Callable[[int], object], confirmed: Callable[[RoomView], None], name: str
+        self,
+        fence: Callable[[int, float], object],
+        confirmed: Callable[[RoomView], None],
+        name: str,
     ) -> None:
         self._fence, self._confirmed = fence, confirmed
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._late: deque[_Job] = deque()
+        self._changed = threading.Condition()
+        self._new: deque[_Job] = deque()  # each is tried once before any other is tried again
+        self._due: deque[_Job] = deque()
+        self._late: deque[_Job] = deque()  # until the next `retry`
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def close_tags(self, view: RoomView, tags: tuple[int, ...]) -> None:
-        """Has the tags closed; never waits. Bounded by the rooms, each of which comes once."""
-        self._jobs.put(_Job(view, tags))
+        """Has the tags closed."""
+        with self._changed:
+            self._new.append(_Job(view, tags))
+            self._changed.notify()
 
     def retry(self) -> None:
-        """Has those tried again that were not confirmed; never waits."""
-        while self._late:
-            self._jobs.put(self._late.popleft())
+        """Has those tried again that were not confirmed."""
+        with self._changed:
+            if self._late:
+                self._due += self._late
+                self._late.clear()
+                self._changed.notify()
 
     def close(self) -> None:
-        """Ends the thread, after what it has been given so far. Idempotent."""
-        self._jobs.put(None)
+        """Ends the thread. The engine, which is closed after it, lets nothing land. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next()) is not None:
             job.tags = tuple(tag for tag in job.tags if not self._is_closed(job, tag))
             if job.tags:
                 job.tries += 1
-                self._late.append(job)
+                with self._changed:
+                    self._late.append(job)
                 continue
             if job.tries:
                 logger.warning(
-                    "room %d: its fence is confirmed at last, at try %d",
-                    job.view.room,
-                    job.tries + 1,
+                    "room %d: its fence is confirmed, at try %d", job.view.room, job.tries + 1
                 )
             self._confirmed(job.view)
 
+    def _next(self) -> _Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._new or self._due or self._closed)
+            if self._closed:
+                return None
+            return self._new.popleft() if self._new else self._due.popleft()
+
     def _is_closed(self, job: _Job, tag: int) -> bool:
         try:
-            self._fence(tag)
+            self._fence(tag, _TRY_S)
         except Exception as error:
-            if not job.tries:  # once per room: the next ones come every second or faster
+            if not job.tries:  # once per room: a next try follows within tenths of a second
                 logger.error(
-                    "room %d: cannot confirm that nothing lands in its pages any more (tag %#x), "
+                    "room %d: it is not known that nothing lands in its pages any more (tag %#x), "
                     "so they stay reserved, and the fence is tried again: %s",
                     job.view.room,
                     tag,

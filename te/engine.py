@@ -276,25 +276,25 @@ class Engine:
         """
         return self._plane.arrived_nbytes(tag) if 0 < tag < TAG_LIMIT else 0
 
-    def fence(self, tag: int) -> int:
+    def fence(self, tag: int, timeout_s: float = QUIESCE_TIMEOUT_S) -> int:
         """Closes a tag: after it returns no write of it can land, whatever its source does.
 
         Returns the last ``arrived(tag)`` and forgets it; 0 if the tag was not open. Raises
-        ``te.FenceTimeout`` if a landing under it did not end within a second: then the memory must
+        ``te.FenceTimeout`` if a landing under it did not end in time: then the memory must
         not be reused, the tag stays closed, and ``fence`` is to be called again. Several threads
         may fence a tag at once; each returns when it is confirmed.
         """
         check_tag(tag)
-        until_s = time.monotonic() + QUIESCE_TIMEOUT_S
+        until_s = time.monotonic() + timeout_s
         revocation = self._plane.revoke_tag(tag)
         if revocation is None:
             return 0
-        confirmed = revocation.await_landings(QUIESCE_TIMEOUT_S)
+        confirmed = revocation.await_landings(timeout_s)
         if confirmed and revocation.granted:
             self._acceptor.break_grants(revocation)
             confirmed = revocation.await_grants(until_s - time.monotonic())
         if not confirmed:
-            raise FenceTimeout(f"tag {tag:#x}: {late(QUIESCE_TIMEOUT_S)}; call fence again")
+            raise FenceTimeout(f"tag {tag:#x}: {late(timeout_s)}; call fence again")
         return revocation.forget()
 
     def fence_peer(self, engine_id: str) -> int:
