@@ -250,7 +250,6 @@ class DecodeSide(Side):
         self._links.tick(now_s)
         self._fencer.retry()
         self._recorder.open_rooms(len(self._rooms))
-        self._recorder.write_if_due(now_s)
 
     # --- on the loop thread ---
 

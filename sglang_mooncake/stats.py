@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 STATS_VERSION = 1
 _SAMPLES_MAX = 10_000
 _WRITE_INTERVAL_S = 1.0
+_WRITE_TIMEOUT_S = 2.0
 
 
 class Recorder:
@@ -59,11 +60,13 @@ class Recorder:
         self._calls_us: dict[str, deque[float]] = {
             name: deque(maxlen=_SAMPLES_MAX) for name in ("send", "poll")
         }
-        self._next_write_s = 0.0
-        self._write_lock = threading.Lock()  # the loop thread and the one that exits
+        self._write_lock = threading.Lock()  # the thread that writes and the one that exits
+        self._closing = threading.Event()
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            atexit.register(self.write)
+            atexit.register(self.close)
+            # A disk or a file server may take its time: nobody else's thread waits for it.
+            threading.Thread(target=self._keep_file, name="kv-stats", daemon=True).start()
 
     @contextmanager
     def scheduler_call(self, name: str) -> Iterator[None]:
@@ -125,19 +128,27 @@ class Recorder:
             "scheduler_call_us": {name: list(calls) for name, calls in self._calls_us.items()},
         }
 
-    def write_if_due(self, now_s: float) -> None:
-        if self._path is not None and now_s >= self._next_write_s:
-            self._next_write_s = now_s + _WRITE_INTERVAL_S
-            self.write()
+    def close(self) -> None:
+        """Writes the file once more, and then no more. Idempotent."""
+        if self._path is not None and not self._closing.is_set():
+            self._closing.set()
+            self._write()
 
-    def write(self) -> None:
+    def _keep_file(self) -> None:
+        while not self._closing.wait(_WRITE_INTERVAL_S):
+            self._write()
+
+    def _write(self) -> None:
         """Replaces the file in one step, so that a reader never sees half of it."""
-        if self._path is None:
+        assert self._path is not None
+        if not self._write_lock.acquire(timeout=_WRITE_TIMEOUT_S):
+            logger.warning("%s is being written for over %g s", self._path, _WRITE_TIMEOUT_S)
             return
-        with self._write_lock:
+        try:
             temporary = self._path.with_suffix(".tmp")
-            try:
-                temporary.write_bytes(msgspec.json.encode(self.snapshot()))
-                temporary.replace(self._path)
-            except OSError as error:
-                logger.warning("cannot write %s: %s", self._path, error)
+            temporary.write_bytes(msgspec.json.encode(self.snapshot()))
+            temporary.replace(self._path)
+        except OSError as error:
+            logger.warning("cannot write %s: %s", self._path, error)
+        finally:
+            self._write_lock.release()

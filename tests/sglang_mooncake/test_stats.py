@@ -7,7 +7,7 @@ import os
 
 import msgspec
 import pytest
-from handover import make_context
+from handover import make_context, until
 
 import te
 from sglang_mooncake.context import Deadlines
@@ -23,16 +23,17 @@ ENGINE = te.Stats(
 )
 
 
+def make_recorder(directory):
+    context = make_context("prefill", "127.0.0.1:1", Deadlines())
+    return Recorder(context, {"manager": "a.B"}, lambda: ENGINE, directory)
+
+
 @pytest.fixture
 def recorder(tmp_path):
-    made = Recorder(
-        make_context("prefill", "127.0.0.1:1", Deadlines()),
-        {"manager": "a.B"},
-        lambda: ENGINE,
-        tmp_path / "new",
-    )
+    made = make_recorder(tmp_path / "new")
     made.path = tmp_path / "new" / f"prefill-{os.getpid()}.json"
-    return made
+    yield made
+    made.close()
 
 
 def test_overlapping_transfers_count_their_time_once(recorder):
@@ -53,24 +54,42 @@ def test_rooms_are_counted_by_their_end(recorder):
     assert recorder.snapshot()["rooms"] == {"done": 1, "failed": 1, "aborted": 2, "open": 3}
 
 
-def test_the_file_is_whole_and_written_once_a_second(recorder):
+def test_the_file_is_whole_and_kept_by_a_thread_of_its_own(recorder):
     with recorder.scheduler_call("send"):
         pass
     recorder.handed_over(0.25)
-    recorder.write_if_due(10.0)
-    first = recorder.path.stat().st_mtime_ns
-    recorder.write_if_due(10.5)
-    assert recorder.path.stat().st_mtime_ns == first
-    written = msgspec.json.decode(recorder.path.read_bytes())
-    assert written["handover_ms"] == [250.0]
-    assert written["rank"] == {"dp": 0, "cp": 0, "tp": 0, "pp": 0}
-    assert (written["transport"], written["rails"]) == ("tcp", 2)
-    assert len(written["scheduler_call_us"]["send"]) == 1
-    assert written["classes"] == {"manager": "a.B"}
-    assert [path.name for path in recorder.path.parent.iterdir()] == [recorder.path.name]
+
+    def written():
+        return msgspec.json.decode(recorder.path.read_bytes())
+
+    until(lambda: recorder.path.exists() and written()["handover_ms"] == [250.0], "it is written")
+    assert written()["rank"] == {"dp": 0, "cp": 0, "tp": 0, "pp": 0}
+    assert (written()["transport"], written()["rails"]) == ("tcp", 2)
+    assert len(written()["scheduler_call_us"]["send"]) == 1
+    assert written()["classes"] == {"manager": "a.B"}
     recorder.handed_over(0.5)
-    recorder.write_if_due(11.5)
-    assert msgspec.json.decode(recorder.path.read_bytes())["handover_ms"] == [250.0, 500.0]
+    until(lambda: written()["handover_ms"] == [250.0, 500.0], "it is written again")
+    recorder.close()
+    assert [path.name for path in recorder.path.parent.iterdir()] == [recorder.path.name]
+
+
+def test_the_last_figures_are_in_the_file_that_a_rank_leaves(recorder):
+    recorder.handed_over(0.25)
+    recorder.close()
+    assert msgspec.json.decode(recorder.path.read_bytes())["handover_ms"] == [250.0]
+
+
+def test_a_file_that_cannot_be_written_in_time_holds_up_nobody(tmp_path):
+    made = make_recorder(tmp_path)
+    path = tmp_path / f"prefill-{os.getpid()}.tmp"
+    os.mkfifo(path)  # a write to it waits for a reader, as one to a file server that hangs
+    until(made._write_lock.locked, "the thread waits for the file")
+    made.handed_over(0.25)
+    made.open_rooms(3)
+    made.close()
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    until(lambda: not made._write_lock.locked(), "the thread goes on")
+    os.close(reader)
 
 
 def test_a_call_that_raises_is_measured_and_raises(recorder):
