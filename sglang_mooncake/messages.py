@@ -42,6 +42,10 @@ __all__ = [
 PROTOCOL_VERSION = 4
 #: A million-token context at page size 1 is 4 MB of indices; nothing we send is longer than this.
 MESSAGE_BYTES_MAX = 64 << 20
+#: SGLang counts a prompt's tokens in 32 bits.
+TOKENS_MAX = (1 << 31) - 1
+#: A reason is one sentence. What it quotes may be long, and it is kept and passed on.
+REASON_CHARS_MAX = 1_000
 _MAGIC = b"SGMK"
 _HEADER_BYTES = len(_MAGIC) + 2
 
@@ -67,7 +71,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class HelloReply(msgspec.Struct, frozen=True, tag="hello_reply"):
-    """prefill → decode: the data path stands (refused is None), or why not."""
+    """prefill → decode: the data path stands (refused is None), or why not. A prefill rank repeats
+    the former as long as that is so, to learn of links that have ended."""
 
     refused: str | None
 
@@ -117,26 +122,49 @@ class RoomRequest(msgspec.Struct, frozen=True, tag="room_request"):
     target: Target | None
 
     def __post_init__(self) -> None:
-        if self.decode_prefix_len < 0 or self.generation < 0:
-            raise ValueError("negative count")
+        if not 0 <= self.decode_prefix_len <= TOKENS_MAX:
+            raise ValueError(
+                f"decode_prefix_len {self.decode_prefix_len}: no prompt has more than {TOKENS_MAX} "
+                "tokens"
+            )
+        if self.generation < 0:
+            raise ValueError(f"generation {self.generation}")
         if not 1 <= self.destinations <= 65_536:
             raise ValueError(f"{self.destinations} destinations")
 
 
 class RoomAbort(msgspec.Struct, frozen=True, tag="room_abort"):
-    """decode → prefill: nobody wants this room any more."""
+    """decode → prefill: nobody wants this room any more.
+
+    reason: one beyond REASON_CHARS_MAX is cut.
+    """
 
     room: int
     generation: int
     reason: str
+
+    def __post_init__(self) -> None:
+        if len(self.reason) > REASON_CHARS_MAX:
+            msgspec.structs.force_setattr(
+                self, "reason", f"{self.reason[: REASON_CHARS_MAX - 2]} …"
+            )
 
 
 class RoomFailed(msgspec.Struct, frozen=True, tag="room_failed"):
-    """prefill → decode: this room will never arrive."""
+    """prefill → decode: this room will never arrive.
+
+    reason: one beyond REASON_CHARS_MAX is cut.
+    """
 
     room: int
     generation: int
     reason: str
+
+    def __post_init__(self) -> None:
+        if len(self.reason) > REASON_CHARS_MAX:
+            msgspec.structs.force_setattr(
+                self, "reason", f"{self.reason[: REASON_CHARS_MAX - 2]} …"
+            )
 
 
 class LinkReset(msgspec.Struct, frozen=True, tag="link_reset"):

@@ -225,7 +225,6 @@ class PrefillSide(Side):
             self._next_probe_s = now_s + self._context.deadlines.heartbeat_s
             self._probe(self._destinations)
         self._recorder.open_rooms(len(self._rooms))
-        self._recorder.write_if_due(now_s)
 
     # --- peers ---
 

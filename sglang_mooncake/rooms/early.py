@@ -2,7 +2,7 @@
 """What decode ranks say of a room before the prefill scheduler opens it: the last word of each.
 
 Pure, like the rest of this package. Bounded: peers that name rooms which no request ever uses must
-not fill our memory.
+not fill our memory, nor crowd out those of others.
 """
 
 from __future__ import annotations
@@ -11,70 +11,143 @@ from dataclasses import dataclass, field
 
 from sglang_mooncake.messages import RoomAbort, RoomRequest
 
-__all__ = ["EARLY_ROOMS_MAX", "EarlyRoom", "EarlyRooms"]
+__all__ = ["EARLY_BYTES_MAX", "EARLY_PEER_BYTES_MAX", "Early", "EarlyRooms"]
 
-EARLY_ROOMS_MAX = 65_536
+#: A decode rank that asks for its whole pool of 16 million pages in advance fills its share.
+EARLY_PEER_BYTES_MAX = 64 << 20
+EARLY_BYTES_MAX = 256 << 20
+#: What a message takes beside its indices and its reason, our tables included.
+_OVERHEAD_BYTES = 1_024
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyRoom:
-    """One room number. A peer is in at most one of the two."""
+class Early:
+    """A peer's last word on a room that is not open."""
 
+    peer: str
+    message: RoomRequest | RoomAbort
     since_s: float
-    requests: dict[str, RoomRequest] = field(default_factory=dict)
-    aborts: dict[str, RoomAbort] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """About what it takes in memory."""
+        if isinstance(self.message, RoomAbort):
+            return _OVERHEAD_BYTES + 4 * len(self.message.reason)
+        target = self.message.target
+        if target is None:
+            return _OVERHEAD_BYTES
+        states = sum(len(indices or b"") for indices in target.states)
+        return _OVERHEAD_BYTES + len(target.pages) + states
+
+
+@dataclass(slots=True)
+class _Peer:
+    """The messages of one peer by room, the one that waits longest first."""
+
+    nbytes: int = 0
+    messages: dict[int, Early] = field(default_factory=dict)
 
 
 class EarlyRooms:
-    """Rooms that are not open yet, by number, the one that waits longest first."""
+    """Rooms that are not open yet."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._rooms: dict[int, EarlyRoom] = {}
+        self._peers: dict[str, _Peer] = {}
+        #: Who has said something of a room. It is in `_peers`.
+        self._rooms: dict[int, dict[str, None]] = {}
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """About what all of them take in memory."""
+        return self._nbytes
 
     def request(self, peer: str, request: RoomRequest, now_s: float) -> None:
-        """Keeps a request, unless its own abort has overtaken it."""
-        room = self._room(request.room, now_s)
-        abort = room.aborts.get(peer)
-        if abort is None or abort.generation < request.generation:
-            room.aborts.pop(peer, None)
-            room.requests[peer] = request
+        """Keeps a request, unless its own abort has overtaken it, or a newer one."""
+        known = self._known(peer, request.room)
+        if known is None or known.generation < request.generation:
+            self._keep(Early(peer, request, now_s))
 
     def abort(self, peer: str, abort: RoomAbort, now_s: float) -> None:
         """Keeps an abort, unless the peer has asked again since: that is another use."""
-        room = self._room(abort.room, now_s)
-        request = room.requests.get(peer)
-        if request is None or request.generation <= abort.generation:
-            room.requests.pop(peer, None)
-            room.aborts[peer] = abort
+        known = self._known(peer, abort.room)
+        if known is None or known.generation <= abort.generation:
+            self._keep(Early(peer, abort, now_s))
 
-    def take(self, number: int) -> EarlyRoom | None:
+    def take(self, room: int) -> list[Early]:
         """What is known of a room that opens now; it is early no more."""
-        return self._rooms.pop(number, None)
+        names = list(self._rooms.get(room, ()))
+        found = [self._drop(self._peers[name].messages[room]) for name in names]
+        return sorted(found, key=lambda early: early.since_s)
 
     def lose(self, peer: str) -> None:
         """Forgets the requests of a peer that cannot be written to any more."""
-        for number, room in list(self._rooms.items()):
-            room.requests.pop(peer, None)
-            if not room.requests and not room.aborts:
-                del self._rooms[number]
+        known = self._peers.get(peer)
+        for early in list(known.messages.values()) if known else ():
+            if isinstance(early.message, RoomRequest):
+                self._drop(early)
 
-    def overdue(self, now_s: float) -> list[tuple[int, EarlyRoom, str]]:
-        """Takes out what waited too long or is too much: number, room, why."""
-        late = (
+    def late(self, now_s: float) -> list[tuple[Early, str]]:
+        """Takes out what waited too long, and says why."""
+        reason = (
             f"no request with this room reached the prefill server within {self._timeout_s:.0f} s "
             "(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)"
         )
-        crowd = f"{EARLY_ROOMS_MAX} rooms are waiting for a request of the prefill server"
-        found: list[tuple[int, EarlyRoom, str]] = []
-        while self._rooms:
-            number, room = next(iter(self._rooms.items()))
-            is_late = now_s - room.since_s >= self._timeout_s
-            if not is_late and len(self._rooms) <= EARLY_ROOMS_MAX:
-                break
-            del self._rooms[number]
-            found.append((number, room, late if is_late else crowd))
+        found = []
+        for name in list(self._peers):
+            while (oldest := self._oldest(name)) and now_s - oldest.since_s >= self._timeout_s:
+                found.append((self._drop(oldest), reason))
         return found
 
-    def _room(self, number: int, now_s: float) -> EarlyRoom:
-        return self._rooms.setdefault(number, EarlyRoom(now_s))
+    def crowd(self, peer: str) -> list[tuple[Early, str]]:
+        """Takes out what is too much after a message of this peer, and says why."""
+        found = []
+        while (oldest := self._oldest(peer)) and self._peers[peer].nbytes > EARLY_PEER_BYTES_MAX:
+            found.append(self._drop(oldest))
+        while self._nbytes > EARLY_BYTES_MAX:
+            # Who has the most gives way, so that nobody can crowd out the others.
+            most = max(self._peers, key=lambda name: self._peers[name].nbytes)
+            oldest = self._oldest(most)
+            assert oldest is not None
+            found.append(self._drop(oldest))
+        reason = (
+            "decode ranks ask for more rooms, or name more pages, than the prefill server keeps "
+            f"before their requests reach it ({EARLY_PEER_BYTES_MAX >> 20} MiB of each rank, "
+            f"{EARLY_BYTES_MAX >> 20} MiB in all)"
+        )
+        return [(early, reason) for early in found]
+
+    def _oldest(self, name: str) -> Early | None:
+        peer = self._peers.get(name)
+        return next(iter(peer.messages.values())) if peer else None
+
+    def _known(self, peer: str, room: int) -> RoomRequest | RoomAbort | None:
+        known = self._peers.get(peer)
+        early = known.messages.get(room) if known else None
+        return early.message if early else None
+
+    def _keep(self, early: Early) -> None:
+        room = early.message.room
+        known = self._peers.get(early.peer)
+        if known is not None and room in known.messages:
+            self._drop(known.messages[room])
+        peer = self._peers.setdefault(early.peer, _Peer())
+        peer.messages[room] = early
+        peer.nbytes += early.nbytes
+        self._nbytes += early.nbytes
+        self._rooms.setdefault(room, {})[early.peer] = None
+
+    def _drop(self, early: Early) -> Early:
+        name, room = early.peer, early.message.room
+        peer = self._peers[name]
+        del peer.messages[room]
+        peer.nbytes -= early.nbytes
+        self._nbytes -= early.nbytes
+        if not peer.messages:
+            del self._peers[name]
+        names = self._rooms[room]
+        del names[name]
+        if not names:
+            del self._rooms[room]
+        return early

@@ -8,12 +8,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
-from sglang_mooncake.messages import RoomAbort, RoomFailed, RoomRequest, Target
-from sglang_mooncake.rooms.early import EarlyRooms
+from sglang_mooncake.messages import RoomAbort, RoomFailed, RoomRequest
+from sglang_mooncake.rooms.early import Early, EarlyRooms
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
+from sglang_mooncake.rooms.prefill_events import (
+    CancelWrites,
+    Chunk,
+    ChunkSent,
+    Event,
+    Instruction,
+    Met,
+    PeerLost,
+    Requested,
+    RoomAborted,
+    Sent,
+    Tell,
+    Write,
+    WriteEnded,
+)
 from sglang_mooncake.rooms.states import (
     TRANSITIONS_PREFILL,
     RoomState,
@@ -47,135 +59,20 @@ __all__ = [
 
 #: Rooms that ended badly are remembered, so that a decode rank which asks later is told at once.
 ENDED_ROOMS_MAX = 4_096
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Pages of one `send()`: `pages[i]` goes to the destination's page `first + i`. How many there
-    are is known at once, but which: only when the room's rules are told of the chunk."""
-
-    pages: npt.NDArray[np.integer]
-    first: int
-    aux_slot: int | None  # set with the last chunk alone
-    sent_s: float
-    #: A list of indices or None for each of the model's kinds of state; with the last chunk alone.
-    states: tuple[npt.NDArray[np.int64] | None, ...] = ()
-
-    @property
-    def is_last(self) -> bool:
-        return self.aux_slot is not None
-
-    @property
-    def span(self) -> range:
-        """Its pages as positions in the room."""
-        return range(self.first, self.first + len(self.pages))
-
-
-# --- events: what happened ---
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkSent:
-    view: RoomView
-    chunk: Chunk
-
-
-@dataclass(frozen=True, slots=True)
-class Requested:
-    peer: str
-    request: RoomRequest
-
-
-@dataclass(frozen=True, slots=True)
-class RoomAborted:
-    peer: str
-    message: RoomAbort
-
-
-@dataclass(frozen=True, slots=True)
-class WriteEnded:
-    view: RoomView
-    failure: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLost:
-    peer: str
-    reason: str
-
-
-Event = (
-    Opened
-    | ChunkSent
-    | Aborted
-    | Broken
-    | Closed
-    | Requested
-    | RoomAborted
-    | WriteEnded
-    | PeerLost
-    | Tick
-)
-
-
-# --- instructions: what to do about it ---
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """What one target of a room has been sent."""
-
-    writes: int = 0
-    pages: int = 0
-
-    def with_write(self, span: range) -> Sent:
-        """With one more write, of these pages."""
-        return Sent(self.writes + 1, self.pages + len(span))
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """Write a part of one chunk into the target of one request.
-
-    span: the pages of it, as positions in the room (`Chunk.first` is that of the chunk).
-    sent: what this request has had so far, with this write; with the last chunk that is what the
-        destination must have seen arrive.
-    """
-
-    view: RoomView
-    peer: str
-    generation: int
-    target: Target
-    chunk: Chunk
-    span: range
-    sent: Sent
-
-
-@dataclass(frozen=True, slots=True)
-class Met:
-    """All decode ranks of the room have asked: its pages can be sent."""
-
-    view: RoomView
-
-
-@dataclass(frozen=True, slots=True)
-class CancelWrites:
-    view: RoomView
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    peer: str
-    message: RoomFailed
-
-
-Instruction = Met | Write | CancelWrites | Tell | Over
+#: Requests that were met or refused are remembered, so that what is said of them late ends no later
+#: use of the same room number.
+ANSWERED_MAX = 65_536
+#: An abort whose request never came is of the room's present use or of a former one. The request of
+#: the present use decides; it comes within milliseconds, or, if this was its abort, never.
+ABORT_GRACE_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
 class _Room:
     view: RoomView
     requests: dict[str, RoomRequest] = field(default_factory=dict)
+    #: By peers that have not asked; since when.
+    aborts: dict[str, tuple[RoomAbort, float]] = field(default_factory=dict)
     sent: dict[str, Sent] = field(default_factory=dict)  # by peer
     outstanding: int = 0
     next_page: int = 0  # where the next chunk must begin
@@ -197,6 +94,7 @@ class PrefillRooms:
         self._current: dict[int, _Room] = {}  # by room number: the newest use
         self._early = EarlyRooms(bootstrap_timeout_s)
         self._ended: dict[int, str] = {}  # room number → why it ended badly
+        self._answered: dict[tuple[str, int], int] = {}  # (peer, room number) → newest generation
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -240,13 +138,11 @@ class PrefillRooms:
         self._rooms[view.serial] = room
         self._current[view.room] = room
         self._ended.pop(view.room, None)
-        early = self._early.take(view.room)
-        if early is None:
-            return instructions
-        for peer, request in early.requests.items():
-            instructions += self._request(peer, request, now_s)
-        for abort in early.aborts.values():
-            instructions += self._end(view, RoomState.ABORTED, _peer_gave_up(abort))
+        for early in self._early.take(view.room):
+            if isinstance(early.message, RoomRequest):
+                instructions += self._request(early.peer, early.message, now_s)
+            else:
+                instructions += self._peer_abort(early.peer, early.message, now_s)
         return instructions
 
     def _chunk(self, view: RoomView, chunk: Chunk, now_s: float) -> list[Instruction]:
@@ -279,44 +175,58 @@ class PrefillRooms:
     # --- events of peers ---
 
     def _request(self, peer: str, request: RoomRequest, now_s: float) -> list[Instruction]:
-        room = self._current.get(request.room)
-        if room is not None and room.view.state is RoomState.OPEN:
-            return self._meet(room, peer, request, now_s)
-        known = room.requests.get(peer) if room is not None else None
-        if known is not None and known.generation >= request.generation:
+        if request.generation <= self._answered.get((peer, request.room), -1):
             return []  # a repetition
+        room = self._current.get(request.room)
+        if room is not None and room.view.state is RoomState.OPEN and peer not in room.requests:
+            return self._meet(room, peer, request, now_s)
         ended = self._ended.get(request.room)
         if ended is not None:
+            self._remember(peer, request)
             return [Tell(peer, RoomFailed(request.room, request.generation, ended))]
         self._early.request(peer, request, now_s)
-        return self._refuse_early(now_s)
+        return self._refuse(self._early.crowd(peer))
 
     def _meet(
         self, room: _Room, peer: str, request: RoomRequest, now_s: float
     ) -> list[Instruction]:
+        view = room.view
+        self._remember(peer, request)
+        abort, _ = room.aborts.pop(peer, (None, 0.0))
+        if abort is not None and abort.generation >= request.generation:
+            return self._end(view, RoomState.ABORTED, _peer_gave_up(abort))
         room.requests[peer] = request
         if problem := _disagreement(room):
-            return self._end(room.view, RoomState.FAILED, problem)
+            return self._end(view, RoomState.FAILED, problem)
         if len(room.requests) == request.destinations:
-            room.view.decode_prefix_len = request.decode_prefix_len
+            view.decode_prefix_len = request.decode_prefix_len
             room.moved_s = now_s
-            advance(room.view, Step.MET, TRANSITIONS_PREFILL)
-            return [Met(room.view)]
+            advance(view, Step.MET, TRANSITIONS_PREFILL)
+            return [Met(view)]
         return []
+
+    def _remember(self, peer: str, request: RoomRequest) -> None:
+        key = peer, request.room
+        self._answered.pop(key, None)
+        self._answered[key] = request.generation
+        if len(self._answered) > ANSWERED_MAX:
+            del self._answered[next(iter(self._answered))]
 
     def _peer_abort(self, peer: str, message: RoomAbort, now_s: float) -> list[Instruction]:
         room = self._current.get(message.room)
-        if room is None:
-            self._early.abort(peer, message, now_s)
-            return self._refuse_early(now_s)
-        request = room.requests.get(peer)
-        if request is not None and request.generation == message.generation:
+        request = room.requests.get(peer) if room is not None else None
+        if room is not None and request is not None and request.generation == message.generation:
             del room.requests[peer]  # it knows: no need to tell it
             return self._end(room.view, RoomState.ABORTED, _peer_gave_up(message))
-        if room.view.state is RoomState.OPEN:
-            # The decode rank gave up before it named its pages: nobody will come for this room.
-            return self._end(room.view, RoomState.ABORTED, _peer_gave_up(message))
-        return []
+        # A rank that gave up before it named its pages says 0: that can be of no former use which
+        # had been asked for.
+        if 0 < message.generation <= self._answered.get((peer, message.room), -1):
+            return []
+        if room is not None and request is None and room.view.state is RoomState.OPEN:
+            room.aborts[peer] = message, now_s
+            return []
+        self._early.abort(peer, message, now_s)
+        return self._refuse(self._early.crowd(peer))
 
     def _peer_lost(self, peer: str, reason: str) -> list[Instruction]:
         self._early.lose(peer)
@@ -343,9 +253,11 @@ class PrefillRooms:
     def _tick(self, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
         for room in list(self._rooms.values()):
-            if late := self._late(room, now_s):
+            if abort := _abort_of_nobody_else(room, now_s):
+                instructions += self._end(room.view, RoomState.ABORTED, _peer_gave_up(abort))
+            elif late := self._late(room, now_s):
                 instructions += self._end(room.view, RoomState.TIMED_OUT, late)
-        return instructions + self._refuse_early(now_s)
+        return instructions + self._refuse(self._early.late(now_s))
 
     def _late(self, room: _Room, now_s: float) -> str | None:
         match room.view.state:
@@ -366,12 +278,15 @@ class PrefillRooms:
                     )
         return None
 
-    def _refuse_early(self, now_s: float) -> list[Instruction]:
-        return [
-            Tell(peer, RoomFailed(number, request.generation, reason))
-            for number, early, reason in self._early.overdue(now_s)
-            for peer, request in early.requests.items()
-        ]
+    def _refuse(self, overdue: list[tuple[Early, str]]) -> list[Instruction]:
+        instructions: list[Instruction] = []
+        for early, reason in overdue:
+            request = early.message
+            if isinstance(request, RoomRequest):
+                self._remember(early.peer, request)
+                failed = RoomFailed(request.room, request.generation, reason)
+                instructions.append(Tell(early.peer, failed))
+        return instructions
 
     # --- ends ---
 
@@ -401,6 +316,14 @@ class PrefillRooms:
         if self._current.get(room.view.room) is room:
             del self._current[room.view.room]
         return [Over(room.view)]
+
+
+def _abort_of_nobody_else(room: _Room, now_s: float) -> RoomAbort | None:
+    """The abort that ends an open room, because no request has shown that it was of another use."""
+    if room.view.state is not RoomState.OPEN:
+        return None
+    old = (abort for abort, since_s in room.aborts.values() if now_s - since_s >= ABORT_GRACE_S)
+    return next(old, None)
 
 
 def _peer_gave_up(message: RoomAbort) -> str:

@@ -142,7 +142,12 @@ def test_garbage_is_refused_with_a_sentence(garbage):
 
 @given(requests, st.data())
 def test_a_request_that_contradicts_itself_is_refused(request, data):
-    fields = [("generation", -1), ("destinations", 0), ("decode_prefix_len", -1)]
+    fields = [
+        ("generation", -1),
+        ("destinations", 0),
+        ("decode_prefix_len", -1),
+        ("decode_prefix_len", 10**15),
+    ]
     inner = [
         ("num_pages", -1),
         ("tag", 0),
@@ -159,6 +164,16 @@ def test_a_request_that_contradicts_itself_is_refused(request, data):
     frame = messages.encode(request)[:6] + msgspec.msgpack.encode(body)
     with pytest.raises(MessageError):
         messages.decode(frame)
+
+
+@pytest.mark.parametrize("kind", [RoomAbort, RoomFailed])
+def test_a_reason_is_cut_by_who_says_it_and_by_who_hears_it(kind):
+    assert len(kind(1, 2, "x" * 2_000_000).reason) == messages.REASON_CHARS_MAX
+    body = {"type": kind.__struct_config__.tag, "room": 1, "generation": 2, "reason": "x" * 5_000}
+    frame = messages.encode(kind(1, 2, ""))[:6] + msgspec.msgpack.encode(body)
+    heard = messages.decode(frame)
+    assert isinstance(heard, kind)
+    assert len(heard.reason) == messages.REASON_CHARS_MAX
 
 
 def test_a_place_outside_its_topology_is_refused():

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prefill rank keeps of decode ranks lasts as long as their control connections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import zmq
+from handover import Handover, handover, until
+
+import te
+from sglang_mooncake.context import Deadlines
+from sglang_mooncake.destinations import PER_ENGINE_MAX, Destination, Destinations, NoDataPath
+from sglang_mooncake.layout import ALONE, Buffers
+from sglang_mooncake.messages import Hello, HelloReply, LinkReset, Message, encode
+from sglang_mooncake.messages import decode as decode_message
+from sglang_mooncake.prefill_side import PrefillSide
+from sglang_mooncake.rooms.states import RoomState
+
+
+@pytest.fixture
+def pair() -> Iterator[Handover]:
+    with handover(deadlines=Deadlines(heartbeat_s=0.05, heartbeat_failures_max=400)) as ranks:
+        ranks.decode.know(ranks.address)
+        yield ranks
+
+
+def heard(dealer: zmq.Socket[bytes]) -> Message:
+    assert dealer.poll(20_000), "the prefill rank answers"
+    return decode_message(dealer.recv())
+
+
+class Link:
+    """A decode rank's control connection, of which the rank may have several."""
+
+    def __init__(self, pair: Handover, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.dealer = context.socket(zmq.DEALER)
+        self.dealer.setsockopt(zmq.LINGER, 0)
+        self.dealer.connect(f"tcp://127.0.0.1:{pair.prefill.port}")
+        layout = pair.target.layout(Buffers((), (), ()))
+        self.dealer.send(encode(Hello("a rank", ALONE, pair.decode.engine.card(), layout)))
+        assert heard(self.dealer) == HelloReply(refused=None)
+
+
+@pytest.fixture
+def links(pair: Handover) -> Iterator[list[Link]]:
+    with ExitStack() as stack:
+        context = stack.enter_context(zmq.Context())
+        made: list[Link] = []
+        stack.callback(lambda: [link.dealer.close() for link in made])
+        made += [Link(pair, context) for _ in range(PER_ENGINE_MAX)]
+        yield made
+
+
+def destinations(pair: Handover) -> Destinations:
+    side = pair.prefill.side
+    assert isinstance(side, PrefillSide)
+    return side._destinations
+
+
+def test_a_decode_rank_that_connects_again_and_again_takes_the_place_of_one(pair):
+    with zmq.Context() as context:
+        for _ in range(30):
+            Link(pair, context).dealer.close()
+        assert len(destinations(pair)) <= PER_ENGINE_MAX
+        last = Link(pair, context)
+        until(lambda: len(destinations(pair)) == 1, "only the last one is kept")
+        last.dealer.close()
+        until(lambda: len(destinations(pair)) == 0, "nothing is kept of one that has gone")
+
+
+def test_links_that_stand_are_kept_up_to_a_bound_and_the_oldest_says_hello_again(pair, links):
+    assert len(destinations(pair)) == PER_ENGINE_MAX
+    with zmq.Context() as context:
+        more = Link(pair, context)
+        while (message := heard(links[0].dealer)) == HelloReply(refused=None):
+            pass
+        more.dealer.close()
+    assert isinstance(message, LinkReset)
+    assert "has too many links to a rank" in message.reason
+
+
+def test_rooms_of_a_decode_rank_whose_control_connection_goes_end(pair):
+    source, target = pair.open_both(7)
+    pair.name_pages(target, [1], aux=0)
+    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    pair.decode.side.close()  # its engine lives on
+    until(lambda: source.over, "the prefill room does not wait for a word that cannot come")
+    assert "lost the control connection" in (source.reason or "")
+
+
+def test_a_card_that_no_engine_could_have_made_is_refused(pair):
+    with zmq.Context() as context:
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(f"tcp://127.0.0.1:{pair.prefill.port}")
+        layout = pair.target.layout(Buffers((), (), ()))
+        for card in (b"", b"\x93" * 4_000):
+            dealer.send(encode(Hello("a rank", ALONE, card, layout)))
+            answer = heard(dealer)
+            assert isinstance(answer, HelloReply)
+            assert answer.refused is not None
+        dealer.close(linger=0)
+
+
+def test_a_destination_that_has_gone_is_named():
+    with pytest.raises(NoDataPath, match="connection 00ab stands any more"):
+        Destinations()["00ab"]
+
+
+def test_what_the_same_connection_says_takes_the_place_of_what_it_said():
+    with te.Engine(te.Config(host="127.0.0.1")) as a, te.Engine(te.Config(host="127.0.0.1")) as b:
+        peer, known = a.connect(b.card()), Destinations()
+        first, second = (Destination("ab", name, peer, None) for name in "12")  # type: ignore[arg-type]
+        assert known.add(first) == known.add(second) == []
+        assert list(known) == [second]
+        assert known.remove("ab") is second
+        assert known.remove("ab") is None
