@@ -69,7 +69,18 @@ def layout_from_kv_args(
         aux=aux.buffers(),
         seals=seals,
         states=state_names(kv_args),
+        draft_aux=_draft_aux(len(aux)),
     )
+
+
+def _draft_aux(buffers: int) -> int | None:
+    """Which of so many metadata buffers has the hidden states that a draft model continues from
+    (`MetadataBuffers.get_buf_infos`, disaggregation/utils.py). Its size follows from the draft
+    model; without one it is a placeholder. Behind it come the seeds of sparse attention (perhaps),
+    the room, and a checksum (perhaps); three buffers for sampling masks (perhaps) come before."""
+    if 10 <= buffers <= 12:
+        return 8
+    return 11 if 13 <= buffers <= 15 else None
 
 
 def memory_ranges(kv_args: KVArgsLike) -> list[tuple[int, int]]:

@@ -139,6 +139,8 @@ class Layout(msgspec.Struct, frozen=True):
     components: all caches of the model; order does not matter.
     states: the kinds of SGLang's state index lists, in their order.
     aux: SGLang's metadata of a request (first token, logprobs, …); items are metadata slots.
+    draft_aux: which of `aux` holds what the draft model continues from; a server without one has a
+        buffer of another size there, and nothing in it. None where SGLang's order is not known.
     seals: see `Seal`; the decode side alone has them.
     """
 
@@ -149,6 +151,7 @@ class Layout(msgspec.Struct, frozen=True):
     aux: Buffers
     seals: Buffers
     states: tuple[str, ...] = ()
+    draft_aux: int | None = None
 
     def __post_init__(self) -> None:
         if self.page_size < 1:

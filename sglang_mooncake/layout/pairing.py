@@ -6,7 +6,7 @@ from __future__ import annotations
 from bootstrap_server import MismatchError
 from sglang_mooncake.layout.description import Component, Layout, LayoutMismatch, Place
 
-__all__ = ["DRAFT", "Pair", "pair_buffers"]
+__all__ = ["DRAFT", "Pair", "aux_buffers", "pair_buffers"]
 
 #: Kinds of the draft model's caches begin so. One side may have a draft model and the other not:
 #: what it caches is of use to the draft model of the other side alone.
@@ -121,12 +121,25 @@ def _check_alike(source: Layout, target: Layout) -> None:
     _differ("KV layout", source.kv_layout, target.kv_layout, same("--attention-backend"))
     both = min(len(source.states), len(target.states))
     _differ("state of a request", source.states[:both], target.states[:both], same("model"))
-    _differ(
-        "bytes per request of metadata buffers",
-        source.aux.item_nbytes,
-        target.aux.item_nbytes,
-        same("version of SGLang and the same model"),
-    )
+    if aux_buffers(source, target) is None:
+        _differ(
+            "bytes per request of metadata buffers",
+            source.aux.item_nbytes,
+            target.aux.item_nbytes,
+            same("version of SGLang and the same model"),
+        )
+
+
+def aux_buffers(source: Layout, target: Layout) -> list[int] | None:
+    """Which metadata buffers move: all that are of one size. What a draft model continues from may
+    differ, as one side may have none; then there is nothing to move. None when others differ."""
+    ours, theirs = source.aux.item_nbytes, target.aux.item_nbytes
+    if len(ours) != len(theirs):
+        return None
+    alike = [at for at, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one == other]
+    unlike = set(range(len(ours))) - set(alike)
+    drafts = {source.draft_aux, target.draft_aux}
+    return alike if not unlike or (len(drafts) == 1 and unlike == drafts) else None
 
 
 def _kinds(layout: Layout) -> set[str]:

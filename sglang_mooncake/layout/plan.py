@@ -24,7 +24,7 @@ from sglang_mooncake.layout.indices import (
     in_runs,
     ring_slots,
 )
-from sglang_mooncake.layout.pairing import Pair, pair_buffers
+from sglang_mooncake.layout.pairing import Pair, aux_buffers, pair_buffers
 from sglang_mooncake.layout.pieces import pieces
 
 __all__ = ["Plan"]
@@ -106,6 +106,11 @@ class Plan:
         """`prefill` and `decode` say which ranks have these layouts: by default the only ones."""
         self._source, self._target = source, target
         pairs = pair_buffers(source, target, prefill, decode)
+        moves = aux_buffers(source, target) or []
+        self._aux = tuple(
+            np.array(of_all, dtype=np.uint64)[moves]
+            for of_all in (source.aux.addresses, target.aux.addresses, source.aux.item_nbytes)
+        )
         self._kv = _index(None, pairs, source, target, prefill, decode)
         self._states = tuple(
             _index(state, pairs, source, target, prefill, decode)
@@ -159,10 +164,10 @@ class Plan:
         source, target = self._source.aux, self._target.aux
         check_indices("prefill metadata slot", np.array([source_slot]), source.items)
         check_indices("decode metadata slot", np.array([target_slot]), target.items)
-        item = np.array(source.item_nbytes, dtype=np.uint64)
+        source_addresses, target_addresses, item = self._aux
         return te.Blocks.of(
-            np.array(source.addresses, dtype=np.uint64) + item * np.uint64(source_slot),
-            np.array(target.addresses, dtype=np.uint64) + item * np.uint64(target_slot),
+            source_addresses + item * np.uint64(source_slot),
+            target_addresses + item * np.uint64(target_slot),
             item,
         )
 

@@ -71,6 +71,37 @@ def test_metadata_and_seal_go_to_their_slots():
     assert plan.seal(77, 3).array.tolist() == [(77, (1 << 42) + 3 * SEAL_BYTES, SEAL_BYTES)]
 
 
+def aux(*item_nbytes: int) -> Buffers:
+    """Ten slots in each of these buffers, far from each other."""
+    addresses = tuple((at + 1) << 40 for at in range(len(item_nbytes)))
+    return Buffers(addresses, item_nbytes, tuple(10 * nbytes for nbytes in item_nbytes))
+
+
+def test_what_a_draft_model_continues_from_stays_where_one_side_has_none():
+    """And the other metadata goes to its own slots (finding D3)."""
+    without, with_drafts = aux(64, 64, 8), aux(64, 14_336, 8)
+    for ours, theirs in ((without, with_drafts), (with_drafts, without)):
+        plan = Plan(layout(aux=ours, draft_aux=1), layout(aux=theirs, draft_aux=1))
+        assert plan.aux(2, 5).array.tolist() == [
+            ((1 << 40) + 128, (1 << 40) + 320, 64),
+            ((3 << 40) + 16, (3 << 40) + 40, 8),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "known"),
+    [
+        (aux(64, 64, 8), aux(64, 14_336, 8), (None, None)),
+        (aux(64, 64, 8), aux(64, 14_336, 8), (1, 0)),
+        (aux(64, 64, 8), aux(64, 14_336, 16), (1, 1)),
+        (aux(64, 64, 8), aux(64, 64), (1, 1)),
+    ],
+)
+def test_metadata_that_differs_otherwise_is_refused(ours, theirs, known):
+    with pytest.raises(LayoutMismatch, match="bytes per request of metadata buffers"):
+        Plan(layout(aux=ours, draft_aux=known[0]), layout(aux=theirs, draft_aux=known[1]))
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
