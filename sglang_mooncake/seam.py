@@ -27,7 +27,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     get_ib_devices_for_gpu,
 )
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving, get_spec
+from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel, get_serving, get_spec
 from sglang.srt.utils import is_hip
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
@@ -49,6 +49,7 @@ __all__ = [
     "KVTransferMetric",
     "StageBoard",
     "UnsupportedServer",
+    "check_supported",
     "deferred_release_enabled",
     "dp_rank_conflict",
     "kv_heads",
@@ -60,7 +61,7 @@ __all__ = [
 ]
 
 #: Members that SGLang probes for with getattr or hasattr, or reads only in modes which
-#: `_check_supported` refuses. We leave them out on purpose; each with the reason.
+#: `check_supported` refuses. We leave them out on purpose; each with the reason.
 ABSENT_MEMBERS: dict[str, str] = {
     "supports_host_tensor_indices": "makes the scheduler pin CUDA memory; we take host indices",
     "set_kv_buffer_tensors": "GPU staging of head slices (SGLANG_DISAGG_STAGING_BUFFER), refused",
@@ -87,7 +88,7 @@ def rank_context(
         UnsupportedServer: a mode that would give wrong bytes or hang later.
     """
     parallel, disagg, serving = get_parallel(), get_disagg(), get_serving()
-    _check_supported()
+    check_supported(kv_args, mode)
     role: Role = "prefill" if mode == DisaggregationMode.PREFILL else "decode"
     topology, coords = _place(kv_args)
     return RankContext(
@@ -229,8 +230,11 @@ def _bootstrap_address() -> str:
     return str(NetworkAddress(host, port).to_host_port_str())
 
 
-def _check_supported() -> None:
+def check_supported(kv_args: KVArgsLike, mode: DisaggregationMode) -> None:
+    """Raises UnsupportedServer for a mode that would fail at a request, or give wrong bytes."""
     parallel, disagg = get_parallel(), get_disagg()
+    # Then pages of two pools, on the host and on the device, are named for one request.
+    hisparse = mode == DisaggregationMode.DECODE and bool(get_memory().enable_hisparse)
     refused = {
         "--enable-cp-tp-group-sharing": bool(parallel.enable_cp_tp_group_sharing),
         "--dcp-size above 1": parallel.attn_dcp_size > 1,
@@ -238,6 +242,8 @@ def _check_supported() -> None:
         "--disaggregation-decode-allocation-policy prefill_complete": (
             disagg.disaggregation_decode_allocation_policy != "early"
         ),
+        "--enable-hisparse with a draft model": hisparse and bool(kv_args.num_draft_entries),
+        "--enable-hisparse with DeepSeek-V4": hisparse and bool(kv_args.mla_compression_ratios),
         "SGLANG_DISAGG_STAGING_BUFFER": bool(envs.SGLANG_DISAGG_STAGING_BUFFER.get()),
     }
     for what, given in refused.items():

@@ -38,7 +38,8 @@ def layout_of(metadata) -> Layout:
     pointers, lens, item_lens = metadata.get_buf_infos()
     kv_args = SimpleNamespace(
         kv_data_ptrs=[], kv_data_lens=[], kv_item_lens=[], kv_layer_ids=[], kv_layout=None,
-        num_draft_entries=0, page_size=1, is_hybrid_mla_backend=False, swa_kv_cache_layout=None, mla_compression_ratios=None,
+        num_draft_entries=0, page_size=1, is_hybrid_mla_backend=False, swa_kv_cache_layout=None,
+        mla_compression_ratios=None,
         aux_data_ptrs=pointers, aux_data_lens=lens, aux_item_lens=item_lens,
         state_types=[], state_data_ptrs=[], state_data_lens=[], state_item_lens=[],
     )  # fmt: skip

@@ -251,6 +251,37 @@ def test_a_plugin_that_cannot_take_over_stops_the_process(broken, says):
 
 
 @pytest.mark.parametrize(
+    ("hisparse", "drafts", "ratios", "mode", "says"),
+    [
+        (True, 2, None, "DECODE", "--enable-hisparse with a draft model"),
+        (True, 0, [4, 128], "DECODE", "--enable-hisparse with DeepSeek-V4"),
+        (True, 0, None, "DECODE", None),
+        (False, 2, [4, 128], "DECODE", None),
+        (True, 2, None, "PREFILL", None),
+    ],
+)
+def test_hisparse_that_would_fail_at_the_first_request_stops_the_server(
+    monkeypatch, hisparse, drafts, ratios, mode, says
+):
+    from sglang_mooncake import seam
+
+    parallel = SimpleNamespace(
+        enable_cp_tp_group_sharing=False, attn_dcp_size=1, enable_kv_cache_sharding=False
+    )
+    disagg = SimpleNamespace(disaggregation_decode_allocation_policy="early")
+    monkeypatch.setattr(seam, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(seam, "get_disagg", lambda: disagg)
+    monkeypatch.setattr(seam, "get_memory", lambda: SimpleNamespace(enable_hisparse=hisparse))
+    kv_args = SimpleNamespace(num_draft_entries=drafts, mla_compression_ratios=ratios)
+    mode = seam.DisaggregationMode[mode]
+    if says is None:
+        seam.check_supported(kv_args, mode)
+    else:
+        with pytest.raises(seam.UnsupportedServer, match=says):
+            seam.check_supported(kv_args, mode)
+
+
+@pytest.mark.parametrize(
     ("given", "expected"),
     [
         (None, ()),
