@@ -20,6 +20,30 @@ settings.register_profile(
 settings.load_profile("house")
 
 
+def _leaves_frozen_out() -> bool:
+    from te_frozen import is_allowed
+
+    return os.environ.get("CI") != "true" and not is_allowed()
+
+
+def pytest_report_header() -> str | None:
+    """What is left out must be said."""
+    if not _leaves_frozen_out():
+        return None
+    return (
+        "userfaultfd(2) is refused to this user: the tests that freeze memory are left out; run as"
+        " root, or after: sysctl vm.unprivileged_userfaultfd=1"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what the kernel lets only root do; in CI it fails instead."""
+    frozen = [item for item in items if item.get_closest_marker("userfaultfd")]
+    if frozen and _leaves_frozen_out():
+        items[:] = [item for item in items if item not in frozen]
+        config.hook.pytest_deselected(items=frozen)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

@@ -16,10 +16,11 @@ from te.rails import State
 pytestmark = pytest.mark.rdma
 
 MIB = 1 << 20
+FOUR = pytest.param(4, marks=pytest.mark.devices(8))
 SCALES = {"kv": 1 / 16, "s256": 1 / 8, "s2k": 1 / 8, "big": 1 / 8, "lat": 1 / 40, "thr8": 1 / 16}
 
 
-@pytest.mark.parametrize("rails", [1, 2, 4])
+@pytest.mark.parametrize("rails", [1, 2, FOUR])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_lands_exactly(rdma_nics: tuple[Nic, ...], name: str, rails: int) -> None:
     shape = SHAPES[name].scaled(SCALES[name])
@@ -53,7 +54,7 @@ def test_every_shape_lands_exactly(rdma_nics: tuple[Nic, ...], name: str, rails:
         assert pair.peer.transport == "rdma"
 
 
-@pytest.mark.parametrize("rails", [2, 4])
+@pytest.mark.parametrize("rails", [2, FOUR])
 def test_rails_carry_equal_parts(rdma_nics: tuple[Nic, ...], rails: int) -> None:
     nbytes, page = 32 * MIB, 64 << 10
     with rdma_pair(rdma_nics, rails, nbytes) as pair:

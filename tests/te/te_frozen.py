@@ -21,6 +21,21 @@ UFFDIO_API, UFFDIO_REGISTER, UFFDIO_COPY = 0xC018AA3F, 0xC020AA00, 0xC028AA03
 API, MODE_MISSING = 0xAA, 1
 
 
+def is_allowed() -> bool:
+    """Whether this process may freeze memory."""
+    fd = _userfaultfd()
+    if fd >= 0:
+        os.close(fd)
+    return fd >= 0
+
+
+def _userfaultfd() -> int:
+    """A descriptor, or -1 with errno set."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd: int = libc.syscall(SYS_USERFAULTFD, os.O_CLOEXEC | os.O_NONBLOCK)
+    return fd
+
+
 class FrozenMemory:
     """Private pages, frozen until `serve`."""
 
@@ -29,8 +44,7 @@ class FrozenMemory:
         self._map = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._export = (ctypes.c_char * nbytes).from_buffer(self._map)
         self.address, self.nbytes = ctypes.addressof(self._export), nbytes
-        libc = ctypes.CDLL(None, use_errno=True)
-        self._fd = libc.syscall(SYS_USERFAULTFD, os.O_CLOEXEC | os.O_NONBLOCK)
+        self._fd = _userfaultfd()
         assert self._fd >= 0, f"userfaultfd: {os.strerror(ctypes.get_errno())}"
         self._call(UFFDIO_API, struct.pack("<QQQ", API, 0, 0))
         self._call(UFFDIO_REGISTER, struct.pack("<QQQQ", self.address, nbytes, MODE_MISSING, 0))

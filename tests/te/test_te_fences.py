@@ -23,6 +23,8 @@ from te.topology import ANYWHERE, Locality, Topology
 from te.verbs import _core as verbs
 from te.verbs.fabric import Fabric, Nic
 
+pytestmark = pytest.mark.userfaultfd
+
 TIMEOUT_S = 20.0
 NBYTES = 1 << 16
 SAMEHOST = te.Config(transports=("samehost",))
