@@ -45,7 +45,8 @@ class Config:
     source_host: str | None = None
     #: Longest time for a connection and its greetings, on both sides.
     connect_timeout_s: float = 5.0
-    #: A transfer fails when its connection makes no progress for so long.
+    #: A connection ends, and its transfers fail, when the first of them that is unfinished makes
+    #: no progress for so long.
     stall_timeout_s: float = 5.0
     #: RDMA devices to use: ``fnmatch`` patterns, ``!`` before those to leave out; all active ones
     #: when there are none.

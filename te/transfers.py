@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Final
 
-from te.errors import TransferFailed, WaitTimeout
+from te.errors import FenceTimeout, TransferFailed, WaitTimeout
 from te.plane._core import Engine as Plane
 from te.plane._core import TransferHandle
 from te.plane.reasons import Reason
@@ -30,7 +30,7 @@ class Status(enum.Enum):
     #: ``Transfer.reason`` says why. Blocks may have landed, and unless the destination itself
     #: refused the transfer, some may still: only its fence can rule that out.
     FAILED = "failed"
-    #: The destination has confirmed that nothing of it will land any more.
+    #: Nothing of it will land any more: the destination has confirmed it.
     CANCELLED = "cancelled"
 
 
@@ -158,13 +158,21 @@ class Transfer:
         return self._outcome()
 
     def cancel(self) -> None:
-        """Asks that the transfer stop; returns at once.
+        """Asks that the transfer stop; for a write it returns at once.
 
         The outcome of a write is ``CANCELLED`` once the destination has confirmed that nothing of
         it can land any more, ``DONE`` when it was too late, ``FAILED`` when no confirmation came.
-        A read needs no confirmation: when this returns, nothing of it lands any more.
+
+        A read needs no confirmation of the other side: when this returns, nothing of it lands any
+        more, also if it had failed before. Raises ``te.FenceTimeout`` if a landing did not end
+        within seconds: then the memory must not be reused, the read is not ``CANCELLED`` yet, and
+        ``cancel`` is to be called again.
         """
-        self._handle.cancel()
+        if not self._handle.cancel():
+            raise FenceTimeout(
+                f"{self!r}: a landing of the read did not end in time; the memory must not be"
+                " reused; call cancel again"
+            )
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         """Calls ``callback(self)`` once there is an outcome: now, if there is one already.

@@ -210,8 +210,9 @@ class TransferHandle:
     def subscribe(self) -> bool:
         """True if there is an outcome; False if ``Engine.wait_notices`` will name it."""
 
-    def cancel(self) -> None:
-        """Asks that it stop. For a read it waits, without the lock, for landings under way."""
+    def cancel(self) -> bool:
+        """Asks that it stop. For a read it waits, without the lock, for landings under way; False
+        when one did not end in time. Always True for a write."""
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for an outcome, at first with the lock if it is small; False if none came."""

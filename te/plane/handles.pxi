@@ -210,7 +210,7 @@ cdef class LinkHandle:
         cdef Region **held = NULL
         cdef u32 i, n = 0
         cdef Transfer *t
-        cdef bint alive, full = False, is_shared = True
+        cdef bint alive, full = False, listed = False, is_shared = True
         held = <Region **>need((s.count + 1) * sizeof(Region *))
         if pieces_n:
             kind = READ_DIRECT if kind == READ else WRITE_DIRECT
@@ -239,15 +239,18 @@ cdef class LinkHandle:
         alive = not load32(&k.dead) and k.rails_alive
         if alive and k.unfinished >= unfinished_max:
             full = True
-        elif alive:
-            enlist(k, t)
-        else:
+        elif not alive:
             settle(t, FAILED, LINK_DIED)
+        elif kind == READ and t.n == 0:
+            settle(t, DONE, NO_REASON)  # There is nothing to ask the other side for.
+        else:
+            enlist(k, t)
+            listed = True
         pthread_mutex_unlock(&k.lock)
         if full:
             discard_transfer(t)
             return None
-        if alive:
+        if listed:
             if kind == PULL:
                 send_inline(k, SENDS_PER_TURN)
             elif kind != READ and (total <= INLINE_BYTES or k.is_direct):
@@ -342,12 +345,13 @@ cdef class TransferHandle:
         return not subscribe(self.t)
 
     def cancel(self):
+        cdef bint done = True
         if self.t.kind == READ or self.t.kind == READ_DIRECT:
             with nogil:
-                cancel(self.t)
-                await_unread(self.t)
+                done = cancel_read(self.t)
         else:
             cancel(self.t)
+        return done
 
     def wait(self, double timeout_s):
         cdef Transfer *t = self.t
@@ -387,16 +391,28 @@ cdef bint break_pairs(Link *k, u64 until_ns) noexcept nogil:
     return stage == 0
 
 
-cdef void await_unread(Transfer *t) noexcept nogil:
-    """A cancelled read over RDMA ends with its last request; after a while by breaking its
-    rails."""
+cdef bint cancel_read(Transfer *t) noexcept nogil:
+    """Ends a read, also one that has an outcome, and sees that nothing of it lands any more; False
+    when that was not so in time. Each call looks anew."""
+    cdef Link *link = t.link
     cdef u64 until = now_ns() + UNREAD_NS
-    if t.kind != READ_DIRECT:
-        return
-    while load32(&t.status) == PENDING and now_ns() < until:
-        futex_wait(&t.status, PENDING, 1000000)
+    if t.kind == READ_DIRECT:
+        # It ends with its last request; after a while by breaking its rails.
+        cancel(t)
+        while load32(&t.status) == PENDING and now_ns() < until:
+            futex_wait(&t.status, PENDING, 1000000)
+        return load32(&t.status) != PENDING or break_pairs(link, now_ns() + QUIESCE_NS)
+    store32(&t.opening.is_open, 0)
     if load32(&t.status) == PENDING:
-        break_pairs(t.link, now_ns() + QUIESCE_NS)
+        store32(&t.cancel, 1)
+    if not quiesce(link.plane, NULL, t.opening, QUIESCE_NS):
+        return False
+    pthread_mutex_lock(&link.lock)
+    t.is_quiet = True
+    if t.is_listed:
+        stop(t)
+    pthread_mutex_unlock(&link.lock)
+    return True
 
 
 cdef bint subscribe(Transfer *t) noexcept:

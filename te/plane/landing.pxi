@@ -166,6 +166,12 @@ cdef void finish(Rail *r, Arriving *a) noexcept nogil:
     free(a)
 
 
+cdef inline void read_moved(Rail *r) noexcept nogil:
+    """Bytes have landed, perhaps of what a read here has asked for."""
+    if r.arriving.flags & FLAG_REPLY:
+        store64(&r.arriving.opening.progress_ns, load64(&r.link.progress_ns))
+
+
 cdef void frame_landed(Rail *r, bint is_whole) noexcept nogil:
     """The payload of a frame has landed, or was thrown away."""
     cdef Arriving *a = r.arriving
@@ -379,6 +385,8 @@ cdef bint on_answer(Rail *r) noexcept nogil:
         name = b"REFUSED"
     elif r.head.status == GRANTED:
         name = b"GRANTED"
+    elif r.head.status == PROGRESS:
+        name = b"PROGRESS"
     snprintf(text, TEXT_MAX, b"transfer %llu, acknowledged as %s, is not waiting for it",
              <unsigned long long>r.head.transfer, name)
     violate(r, text)

@@ -84,6 +84,7 @@ cdef void grant(Rail *r, Transfer *t, u64 mark) noexcept nogil:
     t.granted = True
     t.mark = <u32>mark
     store64(&r.link.progress_ns, now_ns())
+    store64(&t.progress_ns, load64(&r.link.progress_ns))
     if not is_given_up(t):
         check_far(r.link, t)
     if not is_given_up(t):
@@ -454,6 +455,7 @@ cdef bint pieces_done(Pair *q) noexcept nogil:
         sent += one.nbytes
         t = one.transfer
         t.in_flight -= 1
+        store64(&t.progress_ns, q.progress_ns)
         add64(&q.link.rail_bytes[q.index], one.nbytes)
         add64(&q.link.rail_flying[q.index], -<int64_t>one.nbytes)
         advance_transfer(r, t)

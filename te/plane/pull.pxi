@@ -151,6 +151,7 @@ cdef Moved pull(Rail *r) noexcept nogil:
         return MOVED
     add64(&r.plane.bytes_received, n)
     store64(&r.link.progress_ns, now_ns())
+    read_moved(r)
     r.payload_left -= n
     if r.payload_left:
         advance(r.far, r.near_at, n)

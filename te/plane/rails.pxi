@@ -117,6 +117,8 @@ cdef Moved rail_send(Rail *r, int turns) noexcept nogil:
         r.progress_ns = now_ns()
         if not r.link.is_direct:  # There it carries words about rails alone, also dead ones.
             store64(&r.link.progress_ns, r.progress_ns)
+        if r.out_transfer != NULL:
+            store64(&r.out_transfer.progress_ns, r.progress_ns)
         before = payload_of(r, r.out_left)
         r.out_left -= moved
         add64(&r.plane.bytes_sent, payload_of(r, r.out_left) - before)
@@ -170,6 +172,7 @@ cdef Moved land(Rail *r) noexcept nogil:
     cdef char reason[TEXT_MAX]
     cdef ssize_t n = 0
     cdef u64 landed, wanted = r.payload_left + sizeof(r.tail)
+    cdef Moved state
     cdef bint revoked
     r.near[r.near_n].iov_base = r.tail
     r.near[r.near_n].iov_len = sizeof(r.tail)
@@ -189,14 +192,15 @@ cdef Moved land(Rail *r) noexcept nogil:
     landed = min(<u64>n, r.payload_left)
     add64(&r.plane.bytes_received, landed)
     r.payload_left -= landed
+    state = on_received(r, n, wanted)
+    read_moved(r)
     if r.payload_left:
         r.near_at = advance(r.near, r.near_at, landed)
-    else:
-        r.place = AT_TRAILER
-        r.tail_have = <u32>(n - landed)
-        r.drained = on_received(r, n, wanted) == WAITING
-        return MOVED
-    return on_received(r, n, wanted)
+        return state
+    r.place = AT_TRAILER
+    r.tail_have = <u32>(n - landed)
+    r.drained = state == WAITING
+    return MOVED
 
 
 cdef Moved read_trailer(Rail *r) noexcept nogil:

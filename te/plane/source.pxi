@@ -90,7 +90,9 @@ cdef void settle(Transfer *t, u32 status, int code) noexcept nogil:
 
 
 cdef void unlist(Link *link, Transfer *t, u32 status, int code) noexcept nogil:
-    """Ends a listed transfer and drops the list's reference."""
+    """Ends a listed transfer and drops the list's reference. The one behind it has its whole time
+    from now on."""
+    cdef Transfer *after = t.after
     if t.before == NULL:
         link.first = t.after
     else:
@@ -114,6 +116,8 @@ cdef void unlist(Link *link, Transfer *t, u32 status, int code) noexcept nogil:
     if t.kind == READ:
         link.reads_asked -= <u32>t.outstanding
     settle(t, status, code)
+    if after != NULL:
+        store64(&after.progress_ns, t.settled_ns)
     transfer_drop(t)
 
 
@@ -135,9 +139,8 @@ cdef void enlist(Link *link, Transfer *t) noexcept nogil:
     if t.flags & FLAG_REPLY:
         link.reads_served += 1
     else:
-        if link.unfinished == 0:
-            store64(&link.progress_ns, now_ns())
         link.unfinished += 1
+    store64(&t.progress_ns, t.submitted_ns)
     # Small transfers of several segments are spread too, but not below 256 KiB a segment.
     cdef u64 share = t.total / (4 * link.rails_n) if link.rails_n else t.total
     t.segment_bytes = min(max(share, <u64>(256 << 10)), link.plane.segment_bytes)
@@ -156,7 +159,7 @@ cdef void conclude(Link *link, Transfer *t) noexcept nogil:
             unlist(link, t, FAILED, SOURCE_FAULT)
         elif t.verdict:
             unlist(link, t, FAILED, t.verdict)
-        else:
+        elif t.kind != READ or t.is_quiet:  # `cancel_read` sees first that nothing lands.
             unlist(link, t, CANCELLED, NO_REASON)
     elif t.kind == READ and t.returned == t.total and t.issued == t.total:
         unlist(link, t, DONE, NO_REASON)
@@ -320,8 +323,11 @@ cdef bint answered(Rail *r, Header *h, uint8_t *reason) noexcept nogil:
     store64(&link.progress_ns, now_ns())
     r.is_bulk = h.status == PROGRESS
     if h.status == PROGRESS:
-        if t != NULL:
+        # One that is late, of a transfer that has ended, says nothing.
+        known = t == NULL or (t.kind == PULL and 0 < h.nbytes <= t.issued - t.confirmed)
+        if known and t != NULL:
             t.confirmed += h.nbytes
+            store64(&t.progress_ns, load64(&link.progress_ns))
     elif h.status == GRANTED:
         # One that was given up is granted late.
         known = h.transfer <= link.next_id if t == NULL else may_grant(t)
@@ -359,30 +365,33 @@ cdef bint answered(Rail *r, Header *h, uint8_t *reason) noexcept nogil:
     return known
 
 
-cdef void cancel(Transfer *t) noexcept nogil:
-    """Asks that a transfer stop. One of which nothing was issued ends at once."""
+cdef void stop(Transfer *t) noexcept nogil:
+    """Ends a listed transfer that was cancelled: at once if nothing of it was issued. Under the
+    link's lock."""
     cdef Link *link = t.link
     cdef u32 i
+    if not t.begun:
+        unlist(link, t, CANCELLED, NO_REASON)
+    elif t.kind == READ and t.closed:
+        if t.answer == NO_ANSWER:
+            t.answer = ABANDONED
+        conclude(link, t)
+    else:
+        for i in range(link.rails_n):
+            kick(link.rails[i])
+
+
+cdef void cancel(Transfer *t) noexcept nogil:
+    """Asks that a transfer stop."""
     if load32(&t.status) or swap32(&t.cancel, 1):
         return
     if t.kind >= WRITE_DIRECT:
         cancel_direct(t)
         return
-    if t.opening != NULL:
-        store32(&t.opening.is_open, 0)
-        quiesce(link.plane, NULL, t.opening, QUIESCE_NS)
-    pthread_mutex_lock(&link.lock)
+    pthread_mutex_lock(&t.link.lock)
     if t.is_listed:
-        if not t.begun:
-            unlist(link, t, CANCELLED, NO_REASON)
-        elif t.kind == READ and t.closed:
-            if t.answer == NO_ANSWER:
-                t.answer = ABANDONED
-            conclude(link, t)
-        else:
-            for i in range(link.rails_n):
-                kick(link.rails[i])
-    pthread_mutex_unlock(&link.lock)
+        stop(t)
+    pthread_mutex_unlock(&t.link.lock)
 
 
 # -- links

@@ -328,6 +328,7 @@ cdef struct Snapshot:
 cdef struct Opening:
     u64 value, count
     u64 nbytes  # atomic: of the transfers counted; added first, so that it is never too few
+    u64 progress_ns  # atomic: of a read, when bytes last landed
     u32 is_open, refs
     u32 granted  # transfers over RDMA that may be writing under it
 
@@ -363,6 +364,7 @@ cdef struct Transfer:
     u64 index, offset, issued, confirmed, segment_bytes
     u32 in_flight  # rails that are sending a frame of it
     bint begun, stopped, closed, is_listed
+    bint is_quiet  # of a READ: it was cancelled, and nothing lands any more
     uint8_t answer
     int fault  # errno: the source memory cannot be read
     char *text
@@ -373,6 +375,9 @@ cdef struct Transfer:
     # Atomic.
     u32 cancel, status, waiters, notify, refs
     u64 submitted_ns, settled_ns
+    # When it last moved on, or the one before it was over: the first of a link is judged by it. What
+    # moves of others must not keep its memory in use.
+    u64 progress_ns
     int code
     Rail *rail  # that sent the last frame
     Transfer *next_notice
@@ -549,7 +554,7 @@ cdef struct Link:
     u32 rails_n, rails_alive, turn
     Spin spin  # of callers that wait; only they touch it, with the interpreter lock
     Block *spare  # atomic: see `blocks_new`
-    u64 progress_ns
+    u64 progress_ns  # when anything moved: whoever moved it looks again
     # Submitted and unfinished, in this order; `issue` is the first that is not all issued.
     Transfer *first
     Transfer *last

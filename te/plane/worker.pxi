@@ -38,7 +38,10 @@ cdef bint outlasts_stall(Link *link) noexcept nogil:
         if link.pairs[i] != NULL and link.pairs[i].state != PAIR_PROBE:
             return False
     link.has_outlasted = True
-    store64(&link.progress_ns, now_ns())
+    pthread_mutex_lock(&link.lock)
+    if link.first != NULL:
+        store64(&link.first.progress_ns, now_ns())
+    pthread_mutex_unlock(&link.lock)
     store32(&link.hopeless, 1)  # The rail's lock is held here: `give_up_all` takes it.
     return True
 
@@ -51,8 +54,17 @@ cdef void check_hope(Worker *w) noexcept nogil:
         r = r.next
 
 
+cdef bint is_stalled(Link *link, u64 since_ns) noexcept nogil:
+    """Whether its first transfer has not moved since then. Those behind it wait their turn, so what
+    moves of them says nothing of it; and each is the first in the end. Under the link's lock."""
+    cdef Transfer *t = link.first
+    return t != NULL and load64(&t.progress_ns) < since_ns and (
+        t.kind != READ or load64(&t.opening.progress_ns) < since_ns)
+
+
 cdef bint check_stalls(Worker *w, u64 now) noexcept nogil:
-    """Ends links on which nothing moved for too long; whether one is suspected.
+    """Ends links with a transfer, or a connection, on which nothing moved for too long; whether one
+    is suspected.
 
     This process itself may have been frozen: only silence after one more look at every socket
     counts.
@@ -65,7 +77,7 @@ cdef bint check_stalls(Worker *w, u64 now) noexcept nogil:
         link = r.link
         pthread_mutex_lock(&r.lock)
         pthread_mutex_lock(&link.lock)
-        stalled = link.unfinished != 0 and now > load64(&link.progress_ns) + limit
+        stalled = now > limit and is_stalled(link, now - limit)
         pthread_mutex_unlock(&link.lock)
         stalled |= r.out_left != 0 and now > r.progress_ns + limit
         if stalled and r.suspect and not outlasts_stall(link):

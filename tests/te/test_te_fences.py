@@ -233,3 +233,29 @@ def test_threads_that_fence_a_granted_tag_all_wait_for_its_rails() -> None:
             assert answer(source).status is AckStatus.GRANTED
             with worker_that_waits(target) as serve:
                 assert fences_of_two_threads(target, serve) == [0, 0]
+
+
+def test_a_cancelled_read_is_not_over_while_something_of_it_lands() -> None:
+    config = te.Config(transports=("samehost",), stall_timeout_s=60.0)
+    with (
+        te.Engine(config) as reader,
+        te.Engine(config) as far,
+        frozen_memory(NBYTES) as memory,
+    ):
+        dst = np.full(NBYTES, 0xEE, np.uint8)
+        region = reader.register(dst)
+        far.register(memory.address, NBYTES)
+        peer = reader.connect(far.card())
+        read = peer.read(te.Blocks.of(memory.address, region.address, NBYTES))
+        memory.wait_until_touched()
+        for _ in range(2):
+            with pytest.raises(te.FenceTimeout, match="call cancel again"):
+                read.cancel()
+            assert read.poll() is te.Status.PENDING
+        memory.serve(pattern(3, NBYTES))
+        read.cancel()
+        dst[:] = 0xCA
+        assert read.wait(TIMEOUT_S) is te.Status.CANCELLED
+        again = peer.read(te.Blocks.of(memory.address, region.address, 1))
+        assert again.wait(TIMEOUT_S) is te.Status.DONE
+        assert (dst[1:] == 0xCA).all()

@@ -14,7 +14,19 @@ import msgspec
 import numpy as np
 import pytest
 from te_far import wait_until
-from te_frames import HEADER, AckStatus, Kind, abandon, ack, end, header, segment, trailer
+from te_frames import (
+    HEADER,
+    LANDING,
+    AckStatus,
+    Kind,
+    abandon,
+    ack,
+    descriptors,
+    end,
+    header,
+    segment,
+    trailer,
+)
 from te_raw import (
     RAW_ID,
     TIMEOUT_S,
@@ -393,3 +405,17 @@ def test_target_memory_that_vanished_fails_only_its_transfer(target: Target) -> 
         assert "cannot be written: Bad address" in answer.reason
         source.send(trailer(), end(2))
         assert source.ack().status is AckStatus.LANDED
+
+
+def test_a_reader_that_acknowledges_nothing_does_not_keep_memory_in_use() -> None:
+    with te.Engine(te.Config(stall_timeout_s=0.5)) as target:
+        region = target.register(bytearray(100))
+        source = RawSource(target.card())
+        with source.sock:
+            source.send(descriptors(Kind.READ, 1, [(region.address, 1, 100)]))
+            reply = HEADER.size + LANDING.itemsize + 100 + len(trailer())
+            assert isinstance(source.sock, socket.socket)
+            assert len(source.sock.recv(reply, socket.MSG_WAITALL)) == reply
+            assert source.closed()
+        wait_until(lambda: target.stats().rails == 0, "the link has ended")
+        target.deregister(region)

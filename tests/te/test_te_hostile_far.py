@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from te_frames import HEADER, LANDING, AckStatus, ack, end, trailer
+from te_far import wait_until
+from te_frames import HEADER, LANDING, AckStatus, Kind, ack, end, header, trailer
 from te_raw import TIMEOUT_S, raw_destination, read_greeting, welcome
 
 import te
@@ -111,11 +113,49 @@ def test_cancel_before_the_first_byte_and_without_confirmation() -> None:
         assert not peer.alive
 
 
+def test_words_of_progress_do_not_keep_memory_in_use() -> None:
+    """A destination that takes a transfer, never answers it, and goes on to speak of others."""
+    with connected_to_raw(te.Config(stall_timeout_s=0.5)) as (source, peer, sock):
+        region = source.register(bytearray(10))
+        transfer = peer.write(te.Blocks.of(region.address, 1, 10))
+        ends_s = time.monotonic() + TIMEOUT_S
+        with contextlib.suppress(OSError):
+            while transfer.poll() is te.Status.PENDING and time.monotonic() < ends_s:
+                sock.sendall(header(Kind.ACK, status=AckStatus.PROGRESS, transfer=77, nbytes=1))
+        wait_until(lambda: not peer.alive, "its link has ended")
+        assert time.monotonic() < ends_s
+        with pytest.raises(te.TransferFailed, match=r"no progress for 0.5 s"):
+            transfer.wait(TIMEOUT_S)
+        source.deregister(region)
+
+
+def test_the_progress_of_later_transfers_does_not_keep_an_earlier_one_waiting() -> None:
+    with connected_to_raw(te.Config(stall_timeout_s=0.5)) as (source, peer, sock):
+        region = source.register(bytearray(10))
+        blocks = te.Blocks.of(region.address, 1, 10)
+        first = peer.write(blocks)
+        number, ends_s = 1, time.monotonic() + TIMEOUT_S
+        wanted = HEADER.size + LANDING.itemsize + 10 + len(trailer())
+        with contextlib.suppress(OSError):
+            while first.poll() is te.Status.PENDING and time.monotonic() < ends_s:
+                number += 1
+                peer.write(blocks)
+                if not sock.recv(wanted, socket.MSG_WAITALL):
+                    break
+                if number > 2:
+                    sock.sendall(ack(number - 1, AckStatus.LANDED))
+        wait_until(lambda: not peer.alive, "its link has ended")
+        assert time.monotonic() < ends_s
+        with pytest.raises(te.TransferFailed, match=r"no progress for 0.5 s"):
+            first.wait(TIMEOUT_S)
+
+
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
         (ack(77, AckStatus.LANDED), "transfer 77, acknowledged as LANDED"),
         (ack(1, AckStatus.LANDED) * 2, "transfer 1, acknowledged as LANDED"),
+        (header(Kind.ACK, status=AckStatus.PROGRESS, nbytes=1), "transfer 1, acknowledged as PROG"),
         (end(1), "kind 17 is not expected"),
         (b"", "closed the connection"),
     ],

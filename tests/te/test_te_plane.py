@@ -147,6 +147,18 @@ def test_reads_are_checked_on_both_sides(pair: Two) -> None:
     assert pair.peer.read(te.Blocks.of([], [], [])).wait(TIMEOUT_S) is te.Status.DONE
 
 
+def test_a_read_of_nothing_is_done_and_leaves_its_link_alone(pair: Two) -> None:
+    for _ in range(3):
+        transfer = pair.peer.read(te.Blocks.of([], [], []))
+        assert transfer.wait(TIMEOUT_S) is te.Status.DONE
+        transfer.cancel()
+    # An answer that nobody waits for would end the link here.
+    assert pair.peer.write(pair.blocks(0, 0, 10)).wait(TIMEOUT_S) is te.Status.DONE
+    assert pair.peer.write(pair.blocks(0, 0, 10)).wait(TIMEOUT_S) is te.Status.DONE
+    assert pair.peer.alive
+    assert pair.source.stats().transfers_done == 5
+
+
 def test_cancelled_reads_land_nothing_more(pair: Two) -> None:
     for delay in range(12):
         pair.src[:] = 0
