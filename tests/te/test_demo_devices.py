@@ -15,6 +15,8 @@ from te_sysfs import Sysfs
 
 from te.topology import read_machine
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize("names", [(), ("rxe0",)])
 def test_asking_for_rdma_without_two_devices_is_an_error_that_says_so(

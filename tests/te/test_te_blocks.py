@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from te import BLOCK, Blocks
 
+pytestmark = pytest.mark.pure
+
 
 def mapping(blocks: Blocks) -> list[tuple[int, int]]:
     """(src, dst) address of each byte, in order: the oracle."""

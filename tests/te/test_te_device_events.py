@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from te.links.devices import DeviceEvent, Meaning, describe, meaning
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("event", "port", "expected"),

@@ -17,6 +17,8 @@ from te.doctor.facts import UNLIMITED
 from te.doctor.rules import possible, usable_nics
 from te.topology import read_gids, read_machine
 
+pytestmark = pytest.mark.pure
+
 MIB = 1 << 20
 
 

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 import te
 from te.handshake import PROTOCOL_VERSION, Card, Hello, decode_body, decode_card, encode
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("changes", "says"),

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from te import Blocks
 from te.links.pieces import PIECE, PIECE_BYTES, cut
+
+pytestmark = pytest.mark.pure
 
 
 @given(

@@ -12,6 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from te.rails import TRANSITIONS, Event, Rail, State, Timing, usable
 
+pytestmark = pytest.mark.pure
+
 TIMING = Timing()
 BY_CLOCK = (Event.STUCK, Event.DUE)
 

@@ -31,6 +31,8 @@ from te.striping import (
     stripe,
 )
 
+pytestmark = pytest.mark.pure
+
 RATES = st.floats(1e6, 50e9)
 
 

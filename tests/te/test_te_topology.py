@@ -29,6 +29,8 @@ from te.topology.addresses import parse_inet6
 from te.topology.gids import parse_gid
 from te.topology.locality import link
 
+pytestmark = pytest.mark.pure
+
 # NVIDIA's DGX H100 user guide, table of network modules: the NIC of each GPU.
 DGX_PAIRS = (
     "mlx5_0",
