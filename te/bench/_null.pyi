@@ -26,7 +26,7 @@ class QueuePair:
         """By which the other end finds it."""
 
     def connect(self, far_number: int, *_of_the_wire: object) -> None:
-        """What is sent goes to the queue pair with that number; ``KeyError`` if it has gone."""
+        """What is sent goes to the queue pair with that number; ``OSError`` if it has gone."""
 
     def receive(self, count: int) -> None:
         """Makes room for so many marks, in addition."""

@@ -76,6 +76,7 @@ cdef extern from "<unistd.h>" nogil:
 cdef enum:
     QUEUE = 1024  # a power of two, above the depth of any send or receive queue of te
     ENOMEM = 12
+    ENOTCONN = 107
     KEYS = 1 << 16  # that memory is known by; a power of two
     WC_LOC_PROT_ERR = 4  # ibv_poll_cq(3)
     WC_RETRY_EXC_ERR = 12
@@ -380,7 +381,9 @@ cdef class QueuePair:
         self.end = NULL
 
     def connect(self, u32 far_number, *_of_the_wire):
-        cdef Wire far = self.wires.known[far_number]
+        cdef Wire far = self.wires.known.get(far_number)
+        if far is None:
+            raise OSError(ENOTCONN, f"the queue pair {far_number} has been released")
         add32(&far.c.refs, 1)
         self.end.far = far.c
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
+import select
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from te_frames import HEADER, AckStatus, Kind, header
@@ -37,6 +39,7 @@ __all__ = [
     "Frame",
     "NullEngine",
     "RawDirectDestination",
+    "RawDirectListener",
     "RawDirectSource",
     "ask",
     "raw_direct_destination",
@@ -91,12 +94,17 @@ def table(ranges: list[tuple[int, int]], first: bool = True, key: int = 1) -> by
     return header(Kind.TABLE, flags=int(first), count=len(ranges)) + items.tobytes()
 
 
+def _width(kind: int) -> int:
+    return {Kind.TABLE: FAR.itemsize, Kind.ASK: 0, Kind.ACK: 1}.get(kind, 16)  # type: ignore[call-overload,no-any-return]
+
+
 class _Control:
     """The connection of a link, in frames."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(TIMEOUT_S)
         self.sock = sock
+        self._come = bytearray()
 
     def send(self, *parts: bytes) -> None:
         self.sock.sendall(b"".join(parts))
@@ -107,8 +115,7 @@ class _Control:
         if data is None:
             return None
         kind, status, flags, count, transfer, tag, _, total = HEADER.unpack(data)
-        width = {Kind.TABLE: FAR.itemsize, Kind.ASK: 0, Kind.ACK: 1}.get(kind, 16)
-        body = self._exactly(count * width)
+        body = self._exactly(count * _width(kind))
         return (
             None if body is None else Frame(Kind(kind), status, flags, transfer, tag, total, body)
         )
@@ -132,6 +139,24 @@ class _Control:
         while self.frame() is not None:
             pass
         return True
+
+    def drain(self) -> list[Frame] | None:
+        """All that has come by now; None at the end of the stream. Instead of the others."""
+        while select.select([self.sock], [], [], 0)[0]:
+            more = self.sock.recv(1 << 16)
+            if not more:
+                return None
+            self._come += more
+        found = []
+        while len(self._come) >= HEADER.size:
+            kind, status, flags, count, transfer, tag, _, total = HEADER.unpack_from(self._come)
+            end = HEADER.size + count * _width(kind)
+            if len(self._come) < end:
+                break
+            body = bytes(self._come[HEADER.size : end])
+            found.append(Frame(Kind(kind), status, flags, transfer, tag, total, body))
+            del self._come[:end]
+        return found
 
     def close(self) -> None:
         self.sock.close()
@@ -176,7 +201,7 @@ class RawDirectSource(_Control):
             return None
         answer = decode_body(greeting.body, Welcome).rail
         assert answer is not None
-        with contextlib.suppress(KeyError):  # The engine may have given its end up already.
+        with contextlib.suppress(OSError):  # The engine may have given its end up already.
             pair.connect(answer.number)
             return pair
         return None
@@ -185,47 +210,30 @@ class RawDirectSource(_Control):
 class RawDirectDestination(_Control):
     """What a source on null devices believes to be an engine."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(
+        self, sock: socket.socket, number: int, rails: dict[tuple[int, int], QueuePair]
+    ) -> None:
         super().__init__(sock)
+        self.number = number
         #: This side's ends of the rails, by (rail, epoch).
-        self.rails: dict[tuple[int, int], QueuePair] = {}
+        self.rails = rails
 
 
-@contextlib.contextmanager
-def raw_direct_destination(
-    wires: Wires, engine: te.Engine, nics: int = 1
-) -> Iterator[tuple[te.Peer, RawDirectDestination]]:
-    """The engine connected to a destination by hand, which takes every rail that it is offered."""
-    ready = threading.Event()
-    controls: list[RawDirectDestination] = []
-    early: dict[tuple[int, int], QueuePair] = {}
+class RawDirectListener:
+    """Behind a card: takes every link and every rail that it is offered."""
 
-    def serve(listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                sock, _ = listener.accept()
-                sock.settimeout(TIMEOUT_S)
-                greeting = read_greeting(sock)
-                if greeting is None:
-                    sock.close()
-                    continue
-                said = decode_body(greeting.body, Hello)
-                if said.rail is None:
-                    controls.append(RawDirectDestination(sock))
-                    controls[0].rails = early
-                    sock.sendall(welcome())
-                    ready.set()
-                    continue
-                with sock:
-                    sock.sendall(welcome(rail=_answer(wires, said.rail, early)))
-
-    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+    def __init__(self, wires: Wires, nics: int = 1) -> None:
+        self._wires = wires
+        self._links: queue.SimpleQueue[RawDirectDestination] = queue.SimpleQueue()
+        #: This side's ends, by the number of the link.
+        self._rails: dict[int, dict[tuple[int, int], QueuePair]] = {}
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         card = Card(
             protocol=PROTOCOL_VERSION,
             id=RAW_ID,
             epoch=1,
             host="127.0.0.1",
-            port=listener.getsockname()[1],
+            port=self._listener.getsockname()[1],
             transports=["rdma"],
             regions=[],
             nics=[
@@ -233,29 +241,74 @@ def raw_direct_destination(
                 for i in range(nics)
             ],
         )
-        thread = threading.Thread(target=serve, args=[listener])
-        thread.start()
+        self._card = encode(card)
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(TIMEOUT_S)
+        self._listener.close()
+
+    def connect(self, engine: te.Engine) -> tuple[te.Peer, RawDirectDestination]:
+        """A new link of the engine's; the one before must have ended."""
+        peer = engine.connect(self._card)
+        return peer, self._links.get(timeout=TIMEOUT_S)
+
+    def forget(self, link: RawDirectDestination) -> None:
+        """It has ended."""
+        link.close()
+        del self._rails[link.number]
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            with contextlib.suppress(OSError):
+                self._take(sock)
+
+    def _take(self, sock: socket.socket) -> None:
+        sock.settimeout(TIMEOUT_S)
+        greeting = read_greeting(sock)
+        if greeting is None:
+            sock.close()
+            return
+        said = decode_body(greeting.body, Hello)
+        if said.rail is None:
+            rails = self._rails[said.link] = {}
+            sock.sendall(welcome())
+            self._links.put(RawDirectDestination(sock, said.link, rails))
+            return
+        with sock:
+            known = self._rails.get(said.link)
+            if known is not None:
+                sock.sendall(welcome(rail=_answer(self._wires, said.rail, known)))
+
+
+@contextlib.contextmanager
+def raw_direct_destination(
+    wires: Wires, engine: te.Engine
+) -> Iterator[tuple[te.Peer, RawDirectDestination]]:
+    """The engine connected to a destination by hand."""
+    with RawDirectListener(wires) as listener:
+        peer, raw = listener.connect(engine)
         try:
-            peer = engine.connect(encode(card))
-            assert ready.wait(TIMEOUT_S)
-            yield peer, controls[0]
+            yield peer, raw
         finally:
-            for one in controls:
-                one.close()
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join(TIMEOUT_S)
+            raw.close()
 
 
 def _answer(wires: Wires, offer: RailOffer, rails: dict[tuple[int, int], QueuePair]) -> RailAnswer:
     pair = Device(wires).queue_pair(1, 1, RECEIVE_DEPTH, 1 << 30)
-    pair.connect(offer.number)
+    with contextlib.suppress(OSError):  # The engine may have given its end up already.
+        pair.connect(offer.number)
     pair.receive(RECEIVE_DEPTH)
     for key in [key for key in rails if key[0] == offer.rail]:
         del rails[key]
     rails[offer.rail, offer.epoch] = pair
     return RailAnswer(number=pair.number)
-
-
-def marks_of(pair: QueuePair) -> list[int]:
-    """The marks that have come."""
-    return [cast(int, mark) for status, mark in pair.poll() if status == 0 and mark is not None]
