@@ -46,6 +46,8 @@ MESSAGE_BYTES_MAX = 64 << 20
 TOKENS_MAX = (1 << 31) - 1
 #: A reason is one sentence. What it quotes may be long, and it is kept and passed on.
 REASON_CHARS_MAX = 1_000
+#: Indices travel as int32.
+INDEX_MAX = (1 << 31) - 1
 _MAGIC = b"SGMK"
 _HEADER_BYTES = len(_MAGIC) + 2
 
@@ -209,9 +211,11 @@ def decode(frame: bytes) -> Message:
 
 def indices_to_bytes(indices: npt.NDArray[np.integer]) -> bytes:
     """Indices as the wire carries them. Raises ValueError when one is no int32 above -1."""
-    if len(indices) and (int(indices.min()) < 0 or int(indices.max()) > np.iinfo(np.int32).max):
+    wide = np.ascontiguousarray(indices, dtype=np.int64)
+    # Negative ones are among the largest when read without a sign: one pass finds both.
+    if len(wide) and int(np.maximum.reduce(wide.view(np.uint64))) > INDEX_MAX:
         raise ValueError(f"index outside 0..2^31: {indices.min()}..{indices.max()}")
-    return np.ascontiguousarray(indices, dtype="<i4").tobytes()
+    return wide.astype("<i4").tobytes()
 
 
 def indices_from_bytes(data: bytes) -> npt.NDArray[np.int64]:
