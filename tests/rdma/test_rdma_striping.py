@@ -29,8 +29,9 @@ SPENT_NBYTES = 2 << 20
 # A soft device has up to half a megabyte under way, which the queue must hold; and a testbed that
 # has to wait for a CPU of its host loses no capacity of its links in a burst (80 ms) of that size.
 TBF = ("tbf", "rate", "50mbit", "burst", "512kb", "latency", "800ms")
-# A twentieth of what a soft device carries beside three others on an idle host.
-SLOW = ("tbf", "rate", "10mbit", "burst", "256kb", "latency", "800ms")
+# A tenth of what a soft device carries beside three others on an idle host: less than a third on a
+# busy one, too, where rates begin to count, and more than the sixteenth that is the least.
+SLOW = ("tbf", "rate", "20mbit", "burst", "256kb", "latency", "400ms")
 LEARNING = 12  # transfers that it may take to find that out
 
 

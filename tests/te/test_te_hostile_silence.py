@@ -74,7 +74,10 @@ def test_silent_connections_lock_nobody_out(transport: str, said: int) -> None:
         finally:
             stop.set()
             thread.join(60.0)
-        assert len(engine._acceptor._admission) <= HALF_OPEN_OF_SOURCE_MAX
+        # One may just have come, for which another is about to go.
+        wait_until(
+            lambda: len(engine._acceptor._admission) <= HALF_OPEN_OF_SOURCE_MAX, "few are kept"
+        )
         assert len(engine._acceptor._half_open) == len(engine._acceptor._admission)
 
 
