@@ -43,6 +43,8 @@ _EVENTS: Final = {
     Reason.RAIL_SUSPECT: Event.QUIET,
     Reason.RAIL_MOVED: Event.MOVED,
 }
+# All that a rail which carries something tells; of several the plane keeps the last.
+_ALIVE: Final = frozenset(_EVENTS.values())
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,11 @@ class Keeper:
         self._timeout_s = local.config.rail_timeout_s
         while not self._stopping:
             now_s = time.monotonic()
-            for direct in tuple(self._links.values()):
+            for number, direct in tuple(self._links.items()):
+                if not direct.link.alive:
+                    # It may have died before it was added: nobody tells of that again.
+                    del self._links[number]
+                    continue
                 for i, kept in enumerate(direct.rails):
                     before = kept.rail.state
                     if kept.rail.tick(now_s):
@@ -216,11 +222,11 @@ class Keeper:
         if direct is None:
             return
         if rail < 0:
-            del self._links[number]
-            return
+            return  # Woken up by this, the thread sees that the link is not alive.
         event = _EVENTS.get(Reason(code), Event.BROKEN)
-        if event is Event.ANSWERED:  # The plane can be faster than the thread that made the rail.
+        if event in _ALIVE:  # The plane can be faster than the thread that made the rail.
             self._handle(direct, rail, Event.BUILT, epoch)
+            self._handle(direct, rail, Event.ANSWERED, epoch)
         reason = rail_sentence(code, errnum, self._timeout_s) if event is Event.BROKEN else ""
         self._handle(direct, rail, event, epoch, reason)
 

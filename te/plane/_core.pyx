@@ -85,7 +85,6 @@ cdef class Engine:
         p.segment_bytes = segment_bytes
         p.segment_blocks = segment_blocks
         p.zeros = <uint8_t *>need(SCRATCH_BYTES)
-        p.events = <Event *>need(EVENTS_MAX * sizeof(Event))
         pthread_mutex_init(&p.tags_lock, NULL)
         pthread_mutex_init(&p.notices_lock, NULL)
         pthread_mutex_init(&p.events_lock, NULL)
@@ -121,6 +120,7 @@ cdef class Engine:
             pthread_mutex_destroy(&p.workers[i].lock)
         while p.notices != NULL:
             take_notice(p)
+        self.events()
         snapshot_publish(p, <Snapshot *>need(sizeof(Snapshot)))
         snapshot_free(p.regions)
         for k in range(p.tags.size):
@@ -128,7 +128,6 @@ cdef class Engine:
         map_free(&p.tags)
         close(p.events_eventfd)
         close(p.notices_eventfd)
-        free(p.events)
         free(p.zeros)
         free(p)
 
@@ -281,18 +280,31 @@ cdef class Engine:
 
     def events(self):
         cdef u64 value
-        cdef Event *e
+        cdef u32 i
+        cdef Link *k
+        cdef News news[RAILS_MAX]
+        cdef bint has_died
         cdef list found = []
         eventfd_read(self.p.events_eventfd, &value)
-        pthread_mutex_lock(&self.p.events_lock)
-        while self.p.events_n:
-            e = &self.p.events[self.p.events_first]
-            text = (<bytes>e.text).decode("ascii", "replace")
-            found.append((e.link, e.rail, e.epoch, e.code, e.errnum, text))
-            self.p.events_first = (self.p.events_first + 1) % EVENTS_MAX
-            self.p.events_n -= 1
-        pthread_mutex_unlock(&self.p.events_lock)
-        return found
+        while True:
+            pthread_mutex_lock(&self.p.events_lock)
+            k = self.p.news
+            if k != NULL:
+                self.p.news = k.next_news
+                memcpy(news, k.news, sizeof(news))
+                memset(k.news, 0, sizeof(news))
+                has_died = k.has_died
+                k.has_news = k.has_died = False
+            pthread_mutex_unlock(&self.p.events_lock)
+            if k == NULL:
+                return found
+            for i in range(RAILS_MAX):
+                if news[i].is_new:
+                    found.append((k.number, i, news[i].epoch, news[i].code, news[i].errnum, ""))
+            if has_died:
+                text = (<bytes>k.text).decode("ascii", "replace")
+                found.append((k.number, -1, 0, k.code, k.errnum, text))
+            link_drop(k)
 
     def wait_notices(self):
         cdef u64 value

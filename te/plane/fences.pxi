@@ -121,6 +121,7 @@ cdef void forget_when_drained(Link *link, Arriving *a) noexcept nogil:
         free(a)
         return
     link.slots[a.slot] = NULL
+    link.slots_taken -= 1
     free(a.bits)
     a.bits = NULL
     a.next = link.undrained

@@ -378,17 +378,15 @@ cdef class TransferHandle:
 cdef bint break_pairs(Link *k, u64 until_ns) noexcept nogil:
     """Has the link's worker drain every pair; False when that was not done in time."""
     cdef u64 now = now_ns()
-    cdef u32 stage
-    store32(&k.breaking, 1)
-    if load32(&k.has_ended):
-        return True
+    cdef u32 mine = add32(&k.breaks_asked, 1), done = load32(&k.breaks_done)
     wake(k.worker)
-    stage = load32(&k.breaking)
-    while stage and now < until_ns:
-        futex_wait(&k.breaking, stage, min(until_ns - now, <u64>10000000))
-        stage = load32(&k.breaking)
+    while not load32(&k.has_ended) and mine - done - 1 < <u32>1 << 31:  # `done` is below `mine`.
+        if now >= until_ns:
+            return False
+        futex_wait(&k.breaks_done, done, min(until_ns - now, <u64>10000000))
+        done = load32(&k.breaks_done)
         now = now_ns()
-    return stage == 0
+    return True
 
 
 cdef bint cancel_read(Transfer *t) noexcept nogil:

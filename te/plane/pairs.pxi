@@ -150,8 +150,7 @@ cdef void pairs_end(Link *link) noexcept nogil:
         if link.pairs[i] != NULL:
             pair_end(link.pairs[i])
     store32(&link.has_ended, 1)
-    if swap32(&link.breaking, 0):
-        futex_wake_all(&link.breaking)
+    futex_wake_all(&link.breaks_done)
 
 
 cdef void queue_rail(Rail *r, uint8_t kind, Pair *q, u64 total, Landing *items, u32 n) noexcept nogil:
@@ -336,9 +335,14 @@ cdef bint on_lost(Rail *r, Header *h) noexcept nogil:
     return good
 
 
+cdef inline bint is_breaking(Link *link) noexcept nogil:
+    return load32(&link.breaks_asked) != load32(&link.breaks_done)
+
+
 cdef void break_link(Link *link) noexcept nogil:
-    """For a fence: drains every pair, refuses what was granted under closed tags, tells the source.
-    Called again until there is nothing left to drain."""
+    """For fences: drains every pair, refuses what was granted under closed tags, tells the source.
+    Called again until there is nothing left to drain. A fence that comes after the pairs were looked
+    at has them looked at again."""
     cdef Rail *r
     cdef Arriving *a
     cdef Pair *q
@@ -346,8 +350,8 @@ cdef void break_link(Link *link) noexcept nogil:
     cdef u32 k
     cdef bint done = True
     cdef char reason[TEXT_MAX]
-    if load32(&link.breaking) == 1:
-        store32(&link.breaking, 2)
+    if load32(&link.breaks_asked) != link.breaks_begun:
+        link.breaks_begun = load32(&link.breaks_asked)
         # In this order: whoever adds a pair reads the number behind it.
         pthread_mutex_lock(&link.lock)
         link.fences += link.is_incoming
@@ -380,8 +384,8 @@ cdef void break_link(Link *link) noexcept nogil:
         pthread_mutex_lock(&link.lock)
         forget_drained(link)
         pthread_mutex_unlock(&link.lock)
-    if done and swap32(&link.breaking, 0):
-        futex_wake_all(&link.breaking)
+        store32(&link.breaks_done, link.breaks_begun)
+        futex_wake_all(&link.breaks_done)
 
 
 cdef void queue_broken(Rail *r, u64 rail, u64 epoch, u32 why) noexcept nogil:
@@ -473,7 +477,7 @@ cdef bint pairs_turn(Worker *w) noexcept nogil:
             store32(&q.kick, 1)
         if swap32(&q.kick, 0) or not q.armed or q.state == PAIR_DRAIN:
             busy |= pair_turn(q)
-        if load32(&q.link.breaking):
+        if is_breaking(q.link):
             break_link(q.link)
         q = q.next
     return busy

@@ -244,7 +244,6 @@ cdef enum:
     READS_ASKED_MAX = 32
     ACK_BACKLOG_BYTES = 256 << 10  # a source that reads no acknowledgements is not read from
     SCRATCH_BYTES = 256 << 10
-    EVENTS_MAX = 256
     READS_PER_TURN = 32
     SENDS_PER_TURN = 8
     BELL_NS = 10000  # from the return of write() to the look that wait() takes
@@ -338,12 +337,11 @@ cdef struct Map:
     void **values
     u64 size, count
 
-cdef struct Event:
-    u64 link
-    int rail  # of a pair; -1 for the link
+# The last that became of a pair, until Python has read it.
+cdef struct News:
+    bint is_new
     u32 epoch
     int code, errnum
-    char text[TEXT_MAX]
 
 # What one rail carries of a transfer over RDMA between two marks.
 cdef struct Piece:
@@ -582,11 +580,17 @@ cdef struct Link:
     uint8_t generations[BEGUN_MAX]
     u32 slots_turn, slots_taken
     u64 fences
-    u32 breaking  # atomic: a fence waits until every pair is drained
+    # Atomic: how many fences have asked that every pair be drained, and for how many they are.
+    u32 breaks_asked, breaks_done
+    u32 breaks_begun  # the worker's alone
     u32 kicks  # atomic: counts calls to look for something to send
     u32 hopeless  # atomic: without a rail for too long
     u32 has_ended  # atomic: its pairs and connections are gone
     bint has_outlasted
+    # Under the plane's lock of events.
+    News news[RAILS_MAX]
+    bint has_died, has_news
+    Link *next_news
     u64 rail_bytes[RAILS_MAX]  # atomic, as the next one: done, by rail
     u64 rail_flying[RAILS_MAX]  # handed over and not done
     # Under the link's lock: what rails have moved in measurements, and how long these took.
@@ -638,8 +642,7 @@ cdef struct Plane:
     Transfer *notices
     int notices_eventfd
     pthread_mutex_t events_lock
-    Event *events
-    u32 events_first, events_n, events_lost
+    Link *news  # links of which Python has not read all, each with a reference
     int events_eventfd
     uint8_t *zeros
     # Atomic: how often each RDMA device has failed as a whole, and why the last time.

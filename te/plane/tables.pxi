@@ -204,21 +204,22 @@ cdef void say_outside(Snapshot *s, u64 address, u64 nbytes, char *text) noexcept
 # -- what Python is told
 
 cdef void tell(Plane *p, Link *link, int rail, u32 epoch, int code, int errnum) noexcept nogil:
-    """That a link has died, or what became of a pair. Bounded: what Python has not read in time is
-    counted and lost."""
-    cdef Event *e
+    """That a link has died (rail -1; why is in the link), or what became of a pair. Of each rail only
+    the last is kept, which is where it stands, so that nothing can be lost."""
+    cdef News *news
     pthread_mutex_lock(&p.events_lock)
-    if p.events_n == EVENTS_MAX:
-        p.events_lost += 1
+    if rail < 0:
+        link.has_died = True
     else:
-        e = &p.events[(p.events_first + p.events_n) % EVENTS_MAX]
-        p.events_n += 1
-        e.link = link.number
-        e.rail = rail
-        e.epoch = epoch
-        e.code = code
-        e.errnum = errnum
-        memcpy(e.text, link.text, TEXT_MAX)
+        news = &link.news[rail]
+        if not news.is_new or news.epoch <= epoch:
+            news.is_new = True
+            news.epoch, news.code, news.errnum = epoch, code, errnum
+    if not link.has_news:
+        link.has_news = True
+        add32(&link.refs, 1)
+        link.next_news = p.news
+        p.news = link
         eventfd_write(p.events_eventfd, 1)
     pthread_mutex_unlock(&p.events_lock)
 

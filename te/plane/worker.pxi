@@ -198,7 +198,7 @@ cdef void worker_run(Worker *w) noexcept nogil:
                     link_die(r.link, ENGINE_CLOSED, 0, NULL)
                 if swap32(&r.kick, 0) or stopping:
                     busy |= rail_turn(r, False, is_patient)
-                if load32(&r.link.breaking) and not r.gone:
+                if is_breaking(r.link) and not r.gone:
                     break_link(r.link)
                 r = r.next
             sweep(w)

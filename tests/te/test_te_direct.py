@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links over RDMA on devices that move nothing: keys, fences and what the plane tells, in cases
+that real devices do not give at will."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+
+import numpy as np
+import pytest
+from te_direct import NullEngine, RawDirectSource, ask, raw_direct_destination, table, word
+from te_far import wait_until
+from te_frames import AckStatus, Kind, ack
+
+import te
+from te.bench._null import Wires
+from te.links.keeper import DirectLink, Keeper
+from te.plane._core import Engine as Plane
+from te.plane._core import LinkHandle
+from te.plane.reasons import Reason
+
+TIMEOUT_S = 20.0
+PAGE = 4096
+
+
+def incoming(engine: te.Engine) -> list[LinkHandle]:
+    return [one.handle for one in engine._acceptor._links.values()]
+
+
+def test_keys_of_a_region_are_not_used_after_it() -> None:
+    """The second part's keys lay in the middle of a block that is free by now, and still say what
+    they said. (Under AddressSanitizer it is the read that fails.)"""
+    wires = Wires(checks_keys=True)
+    with (
+        NullEngine(wires, nics=1, region_bytes_max=PAGE) as source,
+        NullEngine(wires, nics=1) as target,
+    ):
+        near, far = np.zeros(2 * PAGE, np.uint8), np.zeros(PAGE, np.uint8)
+        landing = target.register(far)
+        peer = source.connect(target.card())
+        for _ in range(3):
+            region = source.register(near)
+            write = peer.write(te.Blocks.of(region.address + PAGE, landing.address, PAGE))
+            assert write.wait(TIMEOUT_S)
+            assert peer.rail_views[0].reason == ""
+            source.deregister(region)
+
+
+def test_a_fence_that_comes_during_another_one_is_not_forgotten() -> None:
+    """Each fence of a link breaks its rails anew, and counts. Of so many at random distances some
+    come at the end of another one."""
+    wires = Wires()
+    with NullEngine(wires, nics=1) as source, NullEngine(wires, nics=1) as target:
+        source.connect(target.card())
+        (link,) = incoming(target)
+        forgotten = []
+
+        def fence(seed: int) -> None:
+            rng = random.Random(seed)
+            for _ in range(5000):
+                for _ in range(rng.randrange(200)):
+                    pass
+                before = link.fences
+                assert link.break_pairs(TIMEOUT_S)
+                if link.fences == before:
+                    forgotten.append(before)
+
+        threads = [threading.Thread(target=fence, args=[i]) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not forgotten
+
+
+def test_no_end_of_a_link_is_lost_however_late_it_is_read() -> None:
+    plane = Plane(1, 20.0, 1.0, 0.0, 1 << 20, 64)
+    worker = threading.Thread(target=plane.work, args=[0])
+    worker.start()
+    links = []
+    for _ in range(600):
+        link = plane.link(True, False, 0)
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        assert link.add_rail(near.detach(), -1)
+        links.append(link)
+        far.close()
+    told: set[int] = set()
+    wait_until(lambda: plane.counters()[3] == 0, "all connections are closed")
+
+    def read() -> bool:
+        told.update(number for number, rail, *_ in plane.events() if rail < 0)
+        return told == {link.number for link in links}
+
+    wait_until(read, "each end was told")
+    plane.stop()
+    worker.join()
+
+
+def test_a_rail_that_breaks_behind_a_flood_of_events_comes_back() -> None:
+    wires = Wires()
+    with contextlib.ExitStack() as undo:
+        engine = undo.enter_context(NullEngine(wires, nics=1))
+        peer, raw = undo.enter_context(raw_direct_destination(wires, engine))
+        strangers = [RawDirectSource(engine.card(), wires) for _ in range(300)]
+        wait_until(lambda: engine.stats().rails == 1 + len(strangers), "all are taken in")
+        gate, reached = threading.Event(), threading.Event()
+
+        def stand_still() -> None:
+            reached.set()
+            gate.wait(TIMEOUT_S)
+
+        engine._acceptor.loop.call(stand_still)
+        assert reached.wait(TIMEOUT_S)
+        try:
+            for stranger in strangers:
+                stranger.close()
+            wait_until(lambda: engine.stats().rails == 1, "all have ended")
+            memory = np.zeros(PAGE, np.uint8)
+            region = engine.register(memory)
+            write = peer.write(te.Blocks.of(region.address, 1 << 20, PAGE))
+            number = raw.await_frame(Kind.ASK).transfer
+            raw.send(word(Kind.RAIL_BROKEN, 0, 1, []))
+            assert raw.await_frame(Kind.RAIL_LOST).tag == 1
+            raw.send(word(Kind.RAIL_CLOSED, 0, 1, []), table([]))
+            raw.send(ack(number, AckStatus.GRANTED))
+            raw.await_frame(Kind.ABANDON)  # It has read what was sent before, too.
+            raw.send(ack(number, AckStatus.ABANDONED))
+            with pytest.raises(te.TransferFailed, match="nothing is registered"):
+                write.wait(TIMEOUT_S)
+        finally:
+            gate.set()
+        wait_until(lambda: (0, 2) in raw.rails and peer.rails == 1, "the rail is back")
+
+
+def test_news_of_a_rail_that_moves_say_that_it_was_built() -> None:
+    """The plane keeps the last word of each rail: that it is up may be behind a later one."""
+    wires = Wires()
+    with NullEngine(wires, nics=1) as source, NullEngine(wires, nics=1) as target:
+        peer = source.connect(target.card())
+        direct = peer._opened.direct
+        assert direct is not None
+        rail, keeper, number = direct.rails[0].rail, source._keeper, direct.link.number
+        for code in (Reason.RAIL_MOVED, Reason.RAIL_SUSPECT):
+            generation = rail.generation
+            keeper.on_event(number, 0, generation, Reason.PEER_BROKE, 0)
+            wait_until(lambda before=generation: rail.generation > before, "it is made anew")  # type: ignore[misc]
+            keeper.on_event(number, 0, rail.generation, code, 0)
+            wait_until(lambda: rail.state.value in ("up", "suspect"), "it is taken for alive")
+
+
+def test_a_link_that_died_before_it_was_kept_is_let_go() -> None:
+    wires = Wires()
+    with NullEngine(wires, nics=1) as engine, raw_direct_destination(wires, engine) as (peer, _):
+        kept = peer._opened.direct
+        assert kept is not None
+        peer.close()
+        wait_until(lambda: not peer.alive, "it is dead")
+        keeper = Keeper("late")
+        late = DirectLink(kept.link, kept.card, kept.greet)
+        keeper.add(engine._local, late, [one.ways for one in kept.rails])
+        wait_until(lambda: keeper._thread is not None and keeper._calls.empty(), "it was added")
+        wait_until(lambda: not keeper._links, "it is let go")
+        keeper.stop(TIMEOUT_S)
+        assert late.rails[0].rail.generation == 0
+
+
+def test_a_fence_ends_what_was_granted_and_never_written() -> None:
+    """A source that asks and then does nothing: the rails are broken, the slot is free again."""
+    wires = Wires()
+    with NullEngine(wires, nics=1) as engine, contextlib.closing(
+        RawDirectSource(engine.card(), wires)
+    ) as source:  # fmt: skip
+        pair = source.rail()
+        assert pair is not None
+        for tag in range(1, 4):
+            engine.expect(tag)
+            source.send(ask(tag, 2, tag=tag))
+            mark = source.granted()
+            assert pair.send_marks([mark])
+            assert engine.fence(tag) == 0
+            refused = source.await_frame(Kind.ACK)
+            assert (refused.transfer, refused.status) == (tag, AckStatus.REFUSED)
+            pair = source.rail(epoch=1 + tag)
+            assert pair is not None
+            pair.send_marks([mark + 1])
+        engine.expect(9)
+        source.send(ask(9, 1, tag=9))
+        assert pair.send_marks([source.granted()])
+        wait_until(lambda: engine.arrived(9) == 1, "the last one has landed")
