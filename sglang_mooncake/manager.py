@@ -30,6 +30,7 @@ from sglang_mooncake.seam import (
     StageBoard,
     deferred_release_enabled,
     kv_heads,
+    pins_host_memory,
     rank_context,
     rdma_devices,
     recompute_address,
@@ -78,6 +79,8 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self.enable_all_cp_ranks_for_transfer = False
         self.enable_staging = False
         self.enable_deferred_decode_kv_release = deferred_release_enabled()
+        #: For the senders.
+        self.pins_host_memory = self.context.role == "prefill" and pins_host_memory()
 
         self.engine = open_engine(
             self.config, self.context.host, rdma_devices(args), memory_ranges(args)

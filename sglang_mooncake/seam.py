@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.disaggregation.base.conn import (
@@ -54,6 +55,7 @@ __all__ = [
     "dp_rank_conflict",
     "kv_heads",
     "own_address",
+    "pins_host_memory",
     "rank_context",
     "rdma_devices",
     "recompute_address",
@@ -63,7 +65,6 @@ __all__ = [
 #: Members that SGLang probes for with getattr or hasattr, or reads only in modes which
 #: `check_supported` refuses. We leave them out on purpose; each with the reason.
 ABSENT_MEMBERS: dict[str, str] = {
-    "supports_host_tensor_indices": "makes the scheduler pin CUDA memory; we take host indices",
     "set_kv_buffer_tensors": "GPU staging of head slices (SGLANG_DISAGG_STAGING_BUFFER), refused",
     "_staging_handler": "the same",
     "_prefetch_staging_reqs": "the same",
@@ -322,6 +323,17 @@ def dp_rank_conflict(context: RankContext, room: int, chosen_by_request: bool) -
 def deferred_release_enabled() -> bool:
     """Whether the decode scheduler keeps a failed request's pages until we call them safe."""
     return bool(envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get())
+
+
+def pins_host_memory() -> bool:
+    """Whether SGLang's prefill scheduler can copy page numbers into pinned memory, with an event
+    behind the copy: it does so as is done here, and only CUDA's torch (or ROCm's) can."""
+    try:
+        torch.empty(1, device="cpu", pin_memory=True)
+        torch.cuda.Event().record(torch.cuda.current_stream())
+    except (RuntimeError, AssertionError):
+        return False
+    return True
 
 
 def recompute_address(bootstrap_address: str, http_port: int) -> str:

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sglang_mooncake.manager import KVManager
 from sglang_mooncake.rooms.prefill import Chunk
@@ -20,6 +19,7 @@ from sglang_mooncake.seam import (
     dp_rank_conflict,
 )
 from sglang_mooncake.side import state_lists
+from sglang_mooncake.stream_order import StreamEvent
 
 __all__ = ["KVSender"]
 
@@ -48,6 +48,9 @@ class KVSender(BaseKVSender):  # type: ignore[misc]
         self.kv_mgr = mgr
         self.bootstrap_addr = bootstrap_addr
         self.bootstrap_room = bootstrap_room
+        #: Read by the scheduler: whether it may name pages in pinned memory that its stream fills
+        #: later. Otherwise the scheduler waits for its stream before every `send`.
+        self.supports_host_tensor_indices = mgr.pins_host_memory
         #: Written by the scheduler: an event of the GPU stream that fills the pages of the next
         #: `send()`. Nothing may be read before it has happened.
         self._early_send_wait_event: Any = None
@@ -87,12 +90,17 @@ class KVSender(BaseKVSender):  # type: ignore[misc]
 
     def send(
         self,
-        kv_indices: npt.NDArray[np.int32],
+        kv_indices: Any,
         state_indices: list[Any] | None = None,
         num_kv_tokens: int | None = None,
+        indices_event: StreamEvent | None = None,
     ) -> None:
         """Hands pages to the loop. The last chunk is the one that completes the announced number
-        of pages; SGLang passes `state_indices` with it, and with it alone."""
+        of pages; SGLang passes `state_indices` with it, and with it alone.
+
+        kv_indices: page numbers, of shape (pages,): an array, or with `indices_event` a tensor in
+            pinned memory of its own, which holds them once that event has happened.
+        """
         del num_kv_tokens
         with self.kv_mgr.recorder.scheduler_call("send"):
             now_s = time.monotonic()
@@ -108,16 +116,17 @@ class KVSender(BaseKVSender):  # type: ignore[misc]
                     f"{'last' if is_last else 'not yet last'} chunk",
                 )
                 return
+            events = [e for e in (self._early_send_wait_event, indices_event) if e is not None]
+            self._early_send_wait_event = None
             chunk = Chunk(
-                # The scheduler may reuse its array.
-                pages=np.array(kv_indices, dtype=np.int64),
+                # The scheduler may reuse its array. The tensor is seen, not read: its numbers come.
+                pages=np.array(kv_indices) if indices_event is None else kv_indices.numpy(),
                 first=first,
                 aux_slot=self._aux_slot if is_last else None,
                 sent_s=now_s,
                 states=state_lists(state_indices),
             )
-            event, self._early_send_wait_event = self._early_send_wait_event, None
-            self._side.send_chunk(self._view, chunk, () if event is None else (event,))
+            self._side.send_chunk(self._view, chunk, events)
 
     def poll(self) -> int:
         with self.kv_mgr.recorder.scheduler_call("poll"):

@@ -31,9 +31,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Pages of one `send()`: `pages[i]` goes to the destination's page `first + i`."""
+    """Pages of one `send()`: `pages[i]` goes to the destination's page `first + i`. How many there
+    are is known at once, but which: only when the room's rules are told of the chunk."""
 
-    pages: npt.NDArray[np.int64]
+    pages: npt.NDArray[np.integer]
     first: int
     aux_slot: int | None  # set with the last chunk alone
     sent_s: float

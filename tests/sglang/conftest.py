@@ -18,7 +18,12 @@ runpy.run_path(str(SHIM / "sitecustomize.py"))
 
 
 # The fast environment has no torch, which these need to be read at all.
-NEED_TORCH = ["test_overlap_stand_in.py", "test_planning.py", "test_pools.py"]
+NEED_TORCH = [
+    "test_overlap_stand_in.py",
+    "test_planning.py",
+    "test_pools.py",
+    "test_page_numbers.py",
+]
 collect_ignore = [] if importlib.util.find_spec("torch") else NEED_TORCH
 
 

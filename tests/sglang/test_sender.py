@@ -41,7 +41,11 @@ def sender_and_view(pair, room: int, prefix: int = 0, pages: int = 3):
 
     side = pair.prefill.side
     manager = SimpleNamespace(
-        prefill_side=side, context=side._context, recorder=side._recorder, stages=None
+        prefill_side=side,
+        context=side._context,
+        recorder=side._recorder,
+        pins_host_memory=False,
+        stages=None,
     )
     sender = KVSender(manager, pair.address, room, req_has_disagg_prefill_dp_rank=True)
     target = pair.decode.side.new_room(room)
