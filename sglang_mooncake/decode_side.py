@@ -248,6 +248,7 @@ class DecodeSide(Side):
     def on_tick(self, now_s: float) -> None:
         self._executor.submit(rooms.Tick())
         self._links.tick(now_s)
+        self.instances.tick()
         self._fencer.retry()
         self._recorder.open_rooms(len(self._rooms))
 

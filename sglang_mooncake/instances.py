@@ -31,6 +31,11 @@ WORKERS = 16
 WORKERS_OF_ONE_HOST = 4
 #: After that SGLang has given up the requests that a look-up was for.
 WAITING_MAX_S = 15.0
+#: An instance whose rank was lost is asked for beside all that, by workers of its own, until it is
+#: there again or this long: a server with a large model starts for minutes.
+RETURN_WORKERS = 2
+RETURN_FIRST_S, RETURN_MAX_S = 0.1, 5.0
+RETURN_GIVEN_UP_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,17 @@ class PrefillInfo:
     dp_size: int
     follow_bootstrap_room: bool
     prefill_http_port: int | None
+
+
+@dataclass(slots=True, eq=False)
+class _Return:
+    """The wait for an instance to come back."""
+
+    former: Instance
+    next_s: float
+    give_up_s: float
+    pause_s: float = RETURN_FIRST_S
+    at_work: bool = False
 
 
 def fetch_instance(address: str) -> Instance:
@@ -73,6 +89,8 @@ class PrefillInstances:
         self._looked_up: set[str] = set()  # at work, or waiting in the queue
         self._queue: FairQueue[str] = FairQueue(WORKERS, WORKERS_OF_ONE_HOST, WAITING_MAX)
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="kv-lookup")
+        self._returns: dict[str, _Return] = {}
+        self._return_workers = ThreadPoolExecutor(RETURN_WORKERS, thread_name_prefix="kv-return")
         self._closed = False
         #: Read by SGLang's decode scheduler; an address is in it once its instance is known.
         self.infos: dict[str, PrefillInfo] = {}
@@ -122,15 +140,41 @@ class PrefillInstances:
         return self._problems.get(address)
 
     def forget(self, address: str) -> None:
-        """A rank of it may have been restarted elsewhere: the next `ensure` looks it up afresh."""
+        """A rank of it may have been restarted elsewhere: the next `ensure` looks it up afresh.
+        Once the registry tells of another life, it is known before anybody asks; until then its
+        word may be that of a rank whose lease has not ended yet."""
         with self._lock:
-            self._known.pop(address, None)
+            former = self._known.pop(address, None)
             self.infos.pop(address, None)
+            if former is not None:
+                if len(self._returns) >= KNOWN_MAX:
+                    del self._returns[next(iter(self._returns))]
+                now_s = self._clock()
+                self._returns[address] = _Return(former, now_s, now_s + RETURN_GIVEN_UP_S)
+
+    @property
+    def returning(self) -> int:
+        """How many instances are expected to come back."""
+        return len(self._returns)
+
+    def tick(self) -> None:
+        """Asks for instances that are to come back, where that is due."""
+        if not self._returns:
+            return
+        now_s = self._clock()
+        with self._lock:
+            for address, one in list(self._returns.items()):
+                if now_s >= one.give_up_s:
+                    del self._returns[address]
+                elif now_s >= one.next_s and not one.at_work and not self._closed:
+                    one.at_work = True
+                    self._return_workers.submit(self._look_for_return, address, one)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._workers, self._return_workers):
+            workers.shutdown(wait=False, cancel_futures=True)
 
     # --- under the lock ---
 
@@ -153,8 +197,8 @@ class PrefillInstances:
         self._problems[address] = problem
 
     def _note_known(self, address: str, instance: Instance) -> None:
-        self._problems.pop(address, None)
-        self._known.pop(address, None)
+        for kept in (self._problems, self._returns, self._known):
+            kept.pop(address, None)
         if len(self._known) >= KNOWN_MAX:
             oldest = next(iter(self._known))
             del self._known[oldest], self.infos[oldest]
@@ -167,15 +211,29 @@ class PrefillInstances:
 
     # --- in a worker ---
 
-    def _look_up(self, work: Work[str]) -> None:
-        address = work.item
+    def _ask(self, address: str) -> Instance | str:
+        """The instance, or why it is not known."""
         try:
-            result: Instance | str = self._fetch(address)
+            return self._fetch(address)
         except BootstrapError as error:
-            result = str(error)
+            return str(error)
         except Exception as error:
             logger.exception("the look-up of the prefill instance at %s failed", address)
-            result = f"internal error in the look-up: {error!r}"
+            return f"internal error in the look-up: {error!r}"
+
+    def _look_for_return(self, address: str, one: _Return) -> None:
+        found = self._ask(address)
+        with self._lock:
+            one.at_work = False
+            one.next_s = self._clock() + one.pause_s
+            one.pause_s = min(2 * one.pause_s, RETURN_MAX_S)
+            awaited = self._returns.get(address) is one
+            if awaited and isinstance(found, Instance) and found != one.former:
+                self._note_known(address, found)
+
+    def _look_up(self, work: Work[str]) -> None:
+        address = work.item
+        result = self._ask(address)
         with self._lock:
             self._queue.done(work)
             self._looked_up.discard(address)

@@ -150,3 +150,48 @@ def test_a_look_up_that_failed_is_made_again_when_asked():
         assert known.problem(f"{HOST_A}:1") is None
         known.forget(f"{HOST_A}:1")
         assert known.get(f"{HOST_A}:1") is None
+
+
+def test_an_instance_that_was_restarted_is_known_before_it_is_asked_for():
+    """Not while its registry still tells of the life that was lost."""
+    address, now_s, asked = f"{HOST_A}:1", [0.0], threading.Semaphore(0)
+    answers: list[Instance | None] = [instance(1)]
+
+    def fetch(_: str) -> Instance:
+        answer = answers[0]
+        asked.release()
+        if answer is None:
+            raise BootstrapError("cannot be reached")
+        return answer
+
+    def is_asked_again(known) -> bool:
+        now_s[0] += instances.RETURN_MAX_S
+        known.tick()
+        return asked.acquire(timeout=1)
+
+    with lookups(fetch, clock=lambda: now_s[0]) as known:
+        until(lambda: known.ensure(address), "it is known")
+        assert asked.acquire(timeout=20)
+        known.forget(address)
+        for still_the_former_or_nobody in (instance(1), None):
+            answers[0] = still_the_former_or_nobody
+            for _ in range(2):  # so that the first one's answer has been taken in
+                until(lambda: is_asked_again(known), "the registry is asked")
+            assert known.get(address) is None
+        answers[0] = instance(2)
+        until(lambda: is_asked_again(known) and address in known.infos, "it is known again")
+        assert known.get(address) == instance(2)
+        now_s[0] += instances.RETURN_MAX_S
+        known.tick()  # nobody is looked for any more
+        assert not asked.acquire(timeout=0)
+
+
+def test_an_instance_that_does_not_come_back_is_given_up():
+    address, now_s = f"{HOST_A}:1", [0.0]
+    with lookups(lambda _: instance(), clock=lambda: now_s[0]) as known:
+        until(lambda: known.ensure(address), "it is known")
+        known.forget(address)
+        assert known.returning == 1
+        now_s[0] = instances.RETURN_GIVEN_UP_S
+        known.tick()
+        assert known.returning == 0
