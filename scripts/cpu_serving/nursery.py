@@ -45,7 +45,14 @@ PRELOAD = (
     "sglang.srt.models.registry",
 )
 #: Names, or their beginnings, of variables that nothing reads before a server runs.
-READ_LATER = ("SGLANG_MOONCAKE_", "SGLANG_CPU_OMP_THREADS_BIND", "PYTEST_")
+READ_LATER = (
+    "CPU_SERVING_",
+    "PYTEST_",
+    "SGLANG_CPU_OMP_THREADS_BIND",
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION",
+    "SGLANG_ENABLE_WAR_BARRIER",
+    "SGLANG_MOONCAKE_",
+)
 MESSAGE_BYTES = 1 << 17
 MAX_FDS = 64
 # Above what a process of SGLang's has open as it spawns another.
@@ -253,14 +260,21 @@ def _fork_what_is_spawned(template: socket.socket) -> None:
 
 
 def _run_module(module: str, arguments: Sequence[str]) -> None:
+    _apply_shim()
     sys.modules.pop(module)  # to be run as a program
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _run_spawned(handles: Mapping[str, int]) -> None:
+    _apply_shim()
     sys.argv = ["-c", "--multiprocessing-fork"]
     spawn.spawn_main(**handles)
+
+
+def _apply_shim() -> None:
+    """What the shim does as torch is imported depends on the environment, which is another here."""
+    importlib.import_module("sitecustomize").stand_in_for_a_gpu()
 
 
 def _prctl(option: int, value: int) -> None:

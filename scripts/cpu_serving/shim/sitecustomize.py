@@ -15,11 +15,15 @@ the module it concerns is imported and not otherwise:
   pick the form with a key per head, which does not fit the pool. The rule is added.
 - Overlap scheduling of a prefill server needs the streams and events of a GPU. A server that is to
   run it gets a stand-in, see `cpu_overlap.py`.
+
+With `CPU_SERVING_WITHOUT_KV=1` a prefill server hands over everything but KV and state: that is the
+negative control of all comparisons of tokens.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
@@ -68,18 +72,34 @@ def _dispatch_to_absorbed_mla(module: ModuleType) -> None:
     module.AttentionBackendRegistry.register("torch_native", lambda _attn, _batch: method)
 
 
-def _stand_in_for_a_gpu(torch_module: ModuleType) -> None:
+def stand_in_for_a_gpu(torch_module: ModuleType | None = None) -> None:
+    """As the environment says. Called once torch is imported, and again by a process that has been
+    forked since and has an environment of its own."""
     import cpu_overlap
 
-    _AFTER.update(cpu_overlap.install(torch_module))
+    for name, patch in cpu_overlap.install(torch_module or sys.modules["torch"]).items():
+        if name in sys.modules:
+            patch(sys.modules[name])
+        else:
+            _AFTER[name] = patch
+
+
+def _leave_kv_out(module: ModuleType) -> None:
+    if os.environ.get("CPU_SERVING_WITHOUT_KV") != "1":
+        return
+    import te
+
+    nothing = te.Blocks.concat([])
+    module.Plan.kv = module.Plan.state = lambda *_indices: nothing
 
 
 _keep_alive: list[Any] = []
 _BEFORE_SUBMODULES_OF = {"torchvision": _declare_torchvision_ops}
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
-    "torch": _stand_in_for_a_gpu,
+    "torch": stand_in_for_a_gpu,
     "sglang.srt.layers.attention.torch_native_backend": _mend_torch_native,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _dispatch_to_absorbed_mla,
+    "sglang_mooncake.layout.plan": _leave_kv_out,
 }
 
 
