@@ -52,8 +52,6 @@ class Config:
         asks: names, addresses or networks, with or without a port, separated by commas
         (`Registries`; default: any).
     STATS_DIR: directory for one JSON file per scheduler process (default: none are written).
-    TEST_SUPPRESS_PAYLOAD: 1 leaves the KV bytes out of every hand-over, and only them. For the
-        negative control of the tests: outputs must become wrong.
     """
 
     host: str | None = None
@@ -66,7 +64,6 @@ class Config:
     topology: Path | None = None
     registries: Registries = field(default_factory=Registries)
     stats_dir: Path | None = None
-    test_suppress_payload: bool = False
 
     @staticmethod
     def from_environment(environment: Mapping[str, str] = os.environ) -> Config:
@@ -76,9 +73,6 @@ class Config:
             for name, value in environment.items()
             if name.startswith(_PREFIX)
         }
-        suppress = given.pop("TEST_SUPPRESS_PAYLOAD", "0")
-        if suppress not in ("0", "1"):
-            raise ConfigError(f"{_PREFIX}TEST_SUPPRESS_PAYLOAD={suppress!r}: give 0 or 1")
         transports, by = _transports(given.pop("TRANSPORTS", ""), environment)
         for name in SGLANGS_OWN:
             given.pop(name.removeprefix(_PREFIX), None)
@@ -94,7 +88,6 @@ class Config:
             topology=Path(topology) if topology else None,
             registries=_registries(given.pop("REGISTRIES", "")),
             stats_dir=Path(stats_dir) if stats_dir else None,
-            test_suppress_payload=suppress == "1",
         )
         if config.topology is not None and config.nics:
             raise ConfigError(

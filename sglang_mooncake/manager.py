@@ -133,7 +133,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
     def _start_prefill(self, layout: Layout) -> None:
         self.stages = stage_board()
         self.prefill_side = PrefillSide(
-            self.context, self.config, self.engine, layout, self.recorder, self.stages
+            self.context, self.engine, layout, self.recorder, self.stages
         )
         self._control_port = self.prefill_side.start()
         self.register_to_bootstrap()

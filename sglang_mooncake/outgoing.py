@@ -49,7 +49,6 @@ class Outgoing:
 
     Args:
         post: hands a `TransferEnded` to the loop thread, from any thread.
-        suppress_payload: leave the KV out, for a negative control of the tests.
     """
 
     def __init__(
@@ -57,10 +56,8 @@ class Outgoing:
         engine: te.Engine,
         recorder: Recorder,
         post: Callable[[TransferEnded], None],
-        suppress_payload: bool,
     ) -> None:
         self._recorder, self._post = recorder, post
-        self._suppress_payload = suppress_payload
         self._rooms: dict[int, _Room] = {}  # by serial
         self._seals = np.zeros(SEAL_SLOTS * SEAL_BYTES, dtype=np.uint8)
         self._seal_region = engine.register(self._seals)
@@ -148,8 +145,6 @@ class Outgoing:
         parts = [plan.kv(ours, theirs)]
         if chunk.is_last:
             parts.append(plan.state(chunk.states, messages.states_from_bytes(target.states)))
-        if self._suppress_payload:
-            parts.clear()
         if chunk.aux_slot is not None and target.aux_slot is not None:
             parts.append(plan.aux(chunk.aux_slot, target.aux_slot))
         return te.Blocks.concat(parts)

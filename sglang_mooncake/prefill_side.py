@@ -16,7 +16,6 @@ import zmq
 import te
 from bootstrap_server import BootstrapClient, BootstrapError
 from sglang_mooncake import messages
-from sglang_mooncake.config import Config
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.destinations import Destination, Destinations
@@ -84,13 +83,12 @@ class PrefillSide(Side):
     def __init__(
         self,
         context: RankContext,
-        config: Config,
         engine: te.Engine,
         layout: Layout,
         recorder: Recorder,
         stages: Stages | None = None,
     ) -> None:
-        self._context, self._config, self._engine = context, config, engine
+        self._context, self._engine = context, engine
         self._layout, self._recorder, self._stages = layout, recorder, stages
         self._rooms = rooms.PrefillRooms(
             context.deadlines.bootstrap_s, 2 * context.deadlines.waiting_s
@@ -100,9 +98,7 @@ class PrefillSide(Side):
         self._greeting: set[bytes] = set()
         self._next_probe_s = 0.0
         self._loop = ControlLoop("kv-prefill", self)
-        self._outgoing = Outgoing(
-            engine, recorder, lambda ended: self._loop.post(ended), config.test_suppress_payload
-        )
+        self._outgoing = Outgoing(engine, recorder, lambda ended: self._loop.post(ended))
         self._order = StreamOrder(
             self._executor.submit,
             lambda view, reason: self._executor.submit(rooms.Broken(view, reason)),

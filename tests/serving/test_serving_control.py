@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def layout() -> Layout:
-    return Layout.equal("suppressed", extra_env={"SGLANG_MOONCAKE_TEST_SUPPRESS_PAYLOAD": "1"})
+    return Layout.equal("suppressed", extra_env={"CPU_SERVING_WITHOUT_KV": "1"})
 
 
 def test_without_the_payload_the_tokens_differ(serving: Serving) -> None:

@@ -123,7 +123,7 @@ class PrefillRank:
         self.engine = _engine(memory, config)
         layout = memory.layout(Buffers((), (), ()))
         recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
-        self.side = PrefillSide(context, config, self.engine, layout, recorder)
+        self.side = PrefillSide(context, self.engine, layout, recorder)
         self.port = self.side.start()
         rank = Rank(context.coords, HOST, self.port, self.engine.epoch)
         record = RankRecord(context.config, rank)

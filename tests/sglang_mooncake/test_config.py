@@ -31,7 +31,6 @@ def test_every_variable_is_taken():
             "SGLANG_MOONCAKE_NICS": "mlx5_*,!mlx5_1",
             "SGLANG_MOONCAKE_REGISTRIES": "prefill-*, 10.0.0.0/8:8998",
             "SGLANG_MOONCAKE_STATS_DIR": "/stats",
-            "SGLANG_MOONCAKE_TEST_SUPPRESS_PAYLOAD": "1",
         }
     ) == Config(
         "10.0.0.1",
@@ -43,7 +42,6 @@ def test_every_variable_is_taken():
         nics=("mlx5_*", "!mlx5_1"),
         registries=Registries(("prefill-*", "10.0.0.0/8:8998")),
         stats_dir=Path("/stats"),
-        test_suppress_payload=True,
     )
 
 
@@ -57,7 +55,6 @@ def test_every_variable_is_taken():
         ("TRANSPORTS", "carrier pigeon"),
         ("TRANSPORTS", "tcp,tcp"),
         ("REGISTRIES", "10.0.0.1/8"),
-        ("TEST_SUPPRESS_PAYLOAD", "yes"),
         ("STAL_TIMEOUT_S", "1"),
     ],
 )

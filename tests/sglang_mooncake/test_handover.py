@@ -245,17 +245,6 @@ def test_a_dead_prefill_rank_fails_its_rooms_and_the_next_one_serves(pair):
     until(lambda: pair.address not in pair.decode.side.instances.infos, "the instance is forgotten")
 
 
-def test_a_suppressed_payload_leaves_the_pages_alone_and_completes():
-    with handover(prefill_config=Config(test_suppress_payload=True)) as pair:
-        pair.decode.know(pair.address)
-        source, target = pair.open_both(18)
-        pair.name_pages(target, [1], aux=0)
-        until(lambda: source.state is RoomState.READY, "the prefill room is ready")
-        pair.prefill.send(source, [1], 0, aux_slot=0)
-        until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
-        assert_copied(pair, [], [])
-
-
 def test_different_page_sizes_are_refused_with_both_values_and_the_flag():
     with handover(decode_page_size=16) as pair:
         pair.decode.know(pair.address)

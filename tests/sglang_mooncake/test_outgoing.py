@@ -59,7 +59,7 @@ def outgoing():
         recorder = Recorder(
             make_context("prefill", f"{HOST}:1", Deadlines()), {}, engine.stats, None
         )
-        yield Outgoing(engine, recorder, posted.append, suppress_payload=False)
+        yield Outgoing(engine, recorder, posted.append)
         posted.clear()
 
 

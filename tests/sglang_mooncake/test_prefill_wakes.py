@@ -8,7 +8,6 @@ import pytest
 from handover import HOST, Pool, make_context
 
 import te
-from sglang_mooncake.config import Config
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import Buffers
 from sglang_mooncake.prefill_side import PrefillSide
@@ -42,7 +41,7 @@ def side():
     with te.Engine(te.Config(host=HOST)) as engine:
         layout = memory.layout(Buffers((), (), ()))
         recorder = Recorder(context, {}, engine.stats, None)
-        made = PrefillSide(context, Config(), engine, layout, recorder)
+        made = PrefillSide(context, engine, layout, recorder)
         made._loop.close()
         made._loop = LoopLog()
         yield made
