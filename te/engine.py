@@ -19,6 +19,7 @@ from te.links.accept import Acceptor
 from te.links.keeper import Keeper
 from te.links.local import Local, SharedMemory
 from te.links.outgoing import open_link
+from te.links.sharing import Sharing
 from te.memory import Region, RegionTable, late
 from te.peers import Peer
 from te.plane._core import Engine as Plane
@@ -88,12 +89,13 @@ class Engine:
         self._closed = False
         short_id = self._id[:8]
         self._keeper = Keeper(f"te-rails-{short_id}")
+        self._sharing = Sharing(self._shared)
         self._local = Local(
             self._id,
             self._epoch,
             config,
             self._plane,
-            self._shared,
+            self._sharing,
             self._fabric,
             fabric_problem,
             self._keeper,
@@ -173,9 +175,7 @@ class Engine:
         self._check_open()
         region = self._memory.register(buffer_or_address, nbytes, location)
         if region.fd is not None:
-            memory = SharedMemory(region.address, region.nbytes, region.fd)
-            for peer in self._live_peers():
-                peer.share(self._local, memory)
+            self._sharing.add(_shared_memory(region), self._config.connect_timeout_s)
         return region
 
     def deregister(self, region: Region) -> None:
@@ -184,10 +184,11 @@ class Engine:
         Raises ``te.RegistrationError`` if it is not registered or unfinished transfers read from
         it, ``te.FenceTimeout`` if a landing under way did not end (do not free the memory then).
         """
-        self._memory.deregister(region, QUIESCE_TIMEOUT_S)
-        if region.fd is not None:
-            for peer in self._live_peers():
-                peer.unshare(self._local, SharedMemory(region.address, region.nbytes, region.fd))
+        try:
+            self._memory.deregister(region, QUIESCE_TIMEOUT_S)
+        finally:  # Also where it is gone, but a landing under way did not end.
+            if region.fd is not None and region not in self._memory.regions:
+                self._sharing.remove(_shared_memory(region), self._config.connect_timeout_s)
 
     # -- peers
 
@@ -349,9 +350,7 @@ class Engine:
     def _shared(self) -> tuple[SharedMemory, ...]:
         """Memory that peers on this host may map."""
         return tuple(
-            SharedMemory(region.address, region.nbytes, region.fd)
-            for region in self._memory.regions
-            if region.fd is not None
+            _shared_memory(region) for region in self._memory.regions if region.fd is not None
         )
 
     def _live_peers(self) -> list[Peer]:
@@ -367,3 +366,8 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the engine {self._id} was closed")
+
+
+def _shared_memory(region: Region) -> SharedMemory:
+    assert region.fd is not None
+    return SharedMemory(region.serial, region.address, region.nbytes, region.fd)

@@ -33,7 +33,7 @@ __all__ = [
     "version_mismatch",
 ]
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 """Version of the card, the greetings and the frames. Engines talk only to their own."""
 
 CARD_BYTES_MAX: Final = 1 << 20
@@ -92,10 +92,15 @@ class Nonce(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Shared(msgspec.Struct, frozen=True, array_like=True):
-    """Memory of the sender whose descriptor comes with the greeting: address, size in bytes."""
+    """Memory of the sender: to be mapped if its descriptor comes with the greeting, else to be
+    unmapped. Address, size in bytes, serial of the region."""
 
     address: Unsigned
     nbytes: Annotated[int, msgspec.Meta(ge=1)]
+    serial: Unsigned
+    #: Rises with each such greeting of a link. One that comes behind a later one counts no more: it
+    #: was given up, and its memory may be another region's.
+    number: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class RailOffer(msgspec.Struct, frozen=True, kw_only=True):

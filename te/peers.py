@@ -10,8 +10,7 @@ from te.handshake import Card, CardRegion
 from te.links.dial import address_text
 from te.links.divide import divide
 from te.links.keeper import RailView
-from te.links.local import Local, SharedMemory
-from te.links.outgoing import Opened, share, unshare
+from te.links.outgoing import Opened
 from te.memory import RegionTable
 from te.plane._core import KIND_READ, KIND_WRITE
 from te.plane.reasons import Reason, sentence
@@ -128,19 +127,6 @@ class Peer:
     def close(self) -> None:
         """Drops the connections; unfinished transfers fail. Returns at once, idempotent."""
         self._link.die(Reason.PEER_CLOSED)
-
-    def share(self, local: Local, memory: SharedMemory) -> None:
-        """For the engine: lets a peer on this host map memory. It works without, only slower."""
-        if self.transport == "samehost":
-            share(local, self._card, self._opened.greeting, memory)
-
-    def unshare(self, local: Local, memory: SharedMemory) -> None:
-        """For the engine: the memory is about to become something else."""
-        if self.transport != "samehost":
-            return
-        if not unshare(local, self._card, self._opened.greeting, memory):
-            # It might copy out of the old mapping for blocks of new memory at this address.
-            self._link.die(Reason.PEER_CLOSED)
 
     def describe(self, code: int, errnum: int, text: str) -> str:
         """The sentence for what the plane reports of this peer."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ from te.links.direct import accept_rail, far_nic
 from te.links.incoming import Greeted, Incoming
 from te.links.local import Local
 from te.links.loop import READABLE, IoLoop
+from te.links.process import Process, peer_pid
 from te.links.throttle import Throttle
 from te.plane._core import LinkHandle, Revocation
 from te.plane.reasons import Reason, sentence
@@ -39,15 +41,18 @@ ACCEPT_PAUSE_S = 1.0
 BUILDING_MAX = 256
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Link:
     """Rails that one source opened together."""
 
     handle: LinkHandle
     engine_id: str
     where: str
-    is_samehost: bool
+    #: On the same host, the process whose memory is copied; else 0.
+    pid: int
     is_direct: bool
+    #: The highest number of a greeting about memory.
+    shared_number: int = 0
 
 
 class Acceptor:
@@ -127,14 +132,18 @@ class Acceptor:
         rails_in = self.local.plane.counters()[3]
         return f"{limit} connections are open already" if rails_in >= limit else None
 
-    def misfit(self, hello: Hello, is_samehost: bool) -> str | None:
-        """Why a connection cannot be a rail of the link that its hello names; None if it can."""
+    def misfit(self, hello: Hello, process: Process | None) -> str | None:
+        """Why a connection, on the same host of that process, cannot be a rail of the link that its
+        hello names; None if it can."""
+        pid = 0 if process is None else process.pid
         with self._lock:
             link = self._links.get((hello.id, hello.epoch, hello.link))
         if link is None:
-            return None
-        if (link.is_samehost, link.is_direct) != (is_samehost, hello.is_direct):
+            return "a link whose process is not known" if pid and hello.nonce is None else None
+        if (bool(link.pid), link.is_direct) != (bool(pid), hello.is_direct):
             return "the link that it names is over another transport"
+        if link.pid != pid:
+            return f"the link that it names is of process {link.pid}"
         rails = 1 if link.is_direct else self.local.config.rails
         return None if link.handle.rails < rails else f"{link.handle.rails} rails are open already"
 
@@ -146,9 +155,11 @@ class Acceptor:
         with self._lock:
             link = self._links.get(key)
         if link is None:
-            pid = samehost.peer_pid(greeted.sock) if greeted.is_samehost else 0
-            handle = plane.link(True, greeted.is_samehost, pid, hello.is_direct)
-            link = _Link(handle, hello.id, greeted.where, greeted.is_samehost, hello.is_direct)
+            pid, pidfd = 0, -1
+            if greeted.process is not None:
+                pid, pidfd = greeted.process.pid, os.dup(greeted.process.pidfd)
+            handle = plane.link(True, pid > 0, pid, hello.is_direct, pidfd)
+            link = _Link(handle, hello.id, greeted.where, pid, hello.is_direct)
         try:
             added = link.handle.add_rail(greeted.sock.fileno(), greeted.rings_fd)
         except OSError as exc:
@@ -197,21 +208,19 @@ class Acceptor:
             if one.has_grant(revocation):
                 one.break_pairs(0.0)
 
-    def map_shared(self, hello: Hello, fd: int | None) -> str | None:
-        """Maps a source's memory for its link, or unmaps it when there is no descriptor; or why
-        that cannot be. Does not close the descriptor."""
+    def begin_shared(self, hello: Hello, pid: int) -> _Link | str:
+        """The link whose memory a greeting of the process ``pid`` is about; or why it counts
+        nothing. Loop's thread only."""
         with self._lock:
             link = self._links.get((hello.id, hello.epoch, hello.link))
-        if link is None or hello.shared is None:
+        if link is None or not link.pid or hello.shared is None:
             return "no such link"
-        try:
-            if fd is not None:
-                link.handle.add_mapping(hello.shared.address, fd, hello.shared.nbytes)
-            elif not link.handle.remove_mapping(hello.shared.address):
-                return "a copy out of it did not end"
-        except OSError as exc:
-            return f"cannot map {hello.shared.nbytes} bytes: {exc.strerror}"
-        return None
+        if link.pid != pid:
+            return f"the link that it names is of process {link.pid}"
+        if hello.shared.number <= link.shared_number:
+            return "a later greeting about memory came first"
+        link.shared_number = hello.shared.number
+        return link
 
     def _watch(self, fd: int, handler: Callable[[int], None]) -> None:
         self.loop.call(lambda: self.loop.watch(fd, READABLE, handler))
@@ -225,7 +234,6 @@ class Acceptor:
             self.samehost_problem = f"cannot listen on an abstract socket: {exc.strerror}"
             logger.warning("%s", self.samehost_problem)
             return
-        samehost.allow_readers()
         self._listeners[listener.fileno()] = listener
 
     def _on_ready(self, fd: int) -> None:
@@ -253,7 +261,7 @@ class Acceptor:
         sock.setblocking(False)
         is_samehost = sock.family == socket.AF_UNIX
         if is_samehost:
-            where = source = f"process {samehost.peer_pid(sock)}"
+            where = source = f"process {peer_pid(sock)}"
         else:
             where, source = address_text(peer[0], peer[1]), peer[0]
         timeout_s = self.local.config.connect_timeout_s

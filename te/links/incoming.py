@@ -20,6 +20,7 @@ from te.handshake import (
     RailOffer,
     Refusal,
     Refuse,
+    Shared,
     Welcome,
     decode_body,
     encode,
@@ -29,6 +30,8 @@ from te.links import samehost
 from te.links.admission import HalfOpen
 from te.links.dial import tune
 from te.links.greeting import Greeting, GreetingKind, GreetingReader, encode_greeting
+from te.links.process import Process, peer_pid, peer_process
+from te.plane._core import LinkHandle
 
 if TYPE_CHECKING:
     from te.links.accept import Acceptor
@@ -44,9 +47,9 @@ class Greeted:
 
     sock: socket.socket
     where: str
-    is_samehost: bool
     hello: Hello
-    #: Same host only: memory file of the rail.
+    #: Same host only: who it is, and memory file of the rail.
+    process: Process | None
     rings_fd: int
 
 
@@ -71,6 +74,8 @@ class Incoming:
         self._reader = GreetingReader()
         #: The descriptor that came with the hello, if any.
         self._fds: list[int] = []
+        #: Same host only, once its hello is whole.
+        self._process: Process | None = None
         self._is_released = False
 
     def check_deadline(self, now_s: float) -> float:
@@ -88,6 +93,11 @@ class Incoming:
                 logging.INFO, "closing the connection from %s: %s", self._where, reason
             )
         self._release()
+        while self._fds:
+            os.close(self._fds.pop())
+        if self._process is not None:
+            self._process.close()
+            self._process = None
         self._sock.close()
 
     def on_ready(self, _events: int) -> None:
@@ -115,8 +125,6 @@ class Incoming:
             self._acceptor.introduced(self._half_open)
             self._acceptor.forget(self)
             self._acceptor.loop.forget(self._fd)
-        while self._fds:
-            os.close(self._fds.pop())
 
     def _take(self) -> None:
         greeting = self._read()
@@ -159,7 +167,7 @@ class Incoming:
         elif not self._is_samehost and (hello.nonce is not None or hello.shared is not None):
             raise ProtocolViolation("a hello about memory of this host over TCP")
         elif hello.shared is not None:
-            self._map(hello)
+            self._share(hello, hello.shared)
         elif hello.rail is not None:
             self._make_rail(hello, hello.rail)
         else:
@@ -172,16 +180,15 @@ class Incoming:
         if limit is not None:
             self._refuse(Refusal.LIMIT, limit)
             return
-        problem = self._acceptor.misfit(hello, self._is_samehost)
+        problem = self._check_process(hello) if self._is_samehost else None
+        if problem is None:
+            problem = self._acceptor.misfit(hello, self._process)
         if problem is None and hello.is_direct and self._local.fabric is None:
             problem = self._local.fabric_problem
-        nonce = None
-        if problem is None and self._is_samehost and hello.nonce is not None:
-            problem = samehost.cannot_read(samehost.peer_pid(self._sock), hello.nonce)
-            nonce = self._acceptor.nonce
         if problem is not None:
             self._refuse(Refusal.TRANSPORT, problem)
             return
+        nonce = None if hello.nonce is None else self._acceptor.nonce
         config = self._local.config
         if not self._is_samehost:
             tune(self._sock, config.stall_timeout_s)
@@ -189,37 +196,66 @@ class Incoming:
             GreetingKind.WELCOME,
             Welcome(id=self._local.id, epoch=self._local.epoch, rails=config.rails, nonce=nonce),
         )
-        rings_fds, self._fds = self._fds, []
         self._release()
-        self._fds = rings_fds
-        rings_fd = rings_fds[0] if rings_fds else -1
+        rings_fd = self._fds[0] if self._fds else -1
         problem = self._acceptor.greeted(
-            Greeted(self._sock, self._where, self._is_samehost, hello, rings_fd)
+            Greeted(self._sock, self._where, hello, self._process, rings_fd)
         )
         if problem is None:
             self._fds.clear()
-        else:
-            self.close(problem)
+        self.close(problem or "")
+
+    def _check_process(self, hello: Hello) -> str | None:
+        """Why the memory of the process behind it is not copied from; None if it may be."""
+        process = peer_process(self._sock)
+        if isinstance(process, str):
+            return process
+        self._process = process
+        if hello.nonce is None:
+            return None  # Then the link that it names has to be of the same process.
+        problem = samehost.cannot_read(process, hello.nonce)
+        return samehost.READERS.allow(process.pid) if problem is None else problem
 
     def _make_rail(self, hello: Hello, offer: RailOffer) -> None:
         problem = self._acceptor.begin_rail(hello)
-        if problem is not None:
+        if problem is None:
+            self._later(f"making rail {offer.rail}", lambda: self._acceptor.make_rail(hello, offer))
+        else:
             self._refuse(Refusal.TRANSPORT, problem)
-            return
 
-        def make() -> None:
+    def _share(self, hello: Hello, shared: Shared) -> None:
+        link = self._acceptor.begin_shared(hello, peer_pid(self._sock))
+        if isinstance(link, str):
+            self._refuse(Refusal.TRANSPORT, link)
+        elif self._fds:
             try:
-                answer = self._acceptor.make_rail(hello, offer)
+                handle, fd = link.handle, self._fds[0]
+                handle.add_mapping(shared.serial, shared.address, fd, shared.nbytes)
+            except OSError as exc:
+                self._refuse(Refusal.TRANSPORT, f"cannot map {shared.nbytes} bytes: {exc.strerror}")
+            else:
+                self._answer("mapping memory", None)
+        else:
+            # A copy out of it may have to be waited for.
+            self._later("unmapping memory", lambda: _unmap(link.handle, shared.serial))
+
+    def _later(self, what: str, work: Callable[[], RailAnswer | str | None]) -> None:
+        """Welcomes it when ``work``, which may block, has done what it asked for, or says why it
+        has not."""
+
+        def run() -> None:
+            try:
+                answer = work()
             except Exception as exc:
-                logger.exception("a bug in making rail %d for %s", offer.rail, self._where)
+                logger.exception("a bug in %s for %s", what, self._where)
                 answer = f"a bug of this engine: {exc!r}"
-            self._acceptor.loop.call(lambda: self._guard(lambda: self._answer_rail(answer)))
+            self._acceptor.loop.call(lambda: self._guard(lambda: self._answer(what, answer)))
 
         self._acceptor.loop.rewatch(self._fd, 0)  # There is nothing to read before the answer.
-        if not self._local.keeper.run(make):
+        if not self._local.keeper.run(run):
             self.close("this engine was closed")
 
-    def _answer_rail(self, answer: RailAnswer | str) -> None:
+    def _answer(self, what: str, answer: RailAnswer | str | None) -> None:
         if self._sock.fileno() < 0:
             return  # It took too long.
         if isinstance(answer, str):
@@ -227,16 +263,7 @@ class Incoming:
             return
         welcome = Welcome(id=self._local.id, epoch=self._local.epoch, rails=1, rail=answer)
         self._say(GreetingKind.WELCOME, welcome)
-        self.close("its rail is made")
-
-    def _map(self, hello: Hello) -> None:
-        problem = self._acceptor.map_shared(hello, self._fds[0] if self._fds else None)
-        if problem is not None:
-            self._refuse(Refusal.TRANSPORT, problem)
-            return
-        welcome = Welcome(id=self._local.id, epoch=self._local.epoch, rails=1)
-        self._say(GreetingKind.WELCOME, welcome)
-        self.close("its memory is mapped or unmapped as it asked")
+        self.close(f"it asked for {what}, and that is done")
 
     def _refuse(self, code: Refusal, reason: str) -> None:
         self._acceptor.log(logging.WARNING, "%s refused: %s", self._where, reason)
@@ -246,3 +273,7 @@ class Incoming:
     def _say(self, kind: GreetingKind, body: Welcome | Refuse) -> None:
         # A new connection's empty buffer takes it whole.
         self._sock.send(encode_greeting(kind, PROTOCOL_VERSION, encode(body)))
+
+
+def _unmap(handle: LinkHandle, serial: int) -> str | None:
+    return None if handle.remove_mapping(serial) else "a copy out of it did not end"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from te.verbs.fabric import Fabric
 
 if TYPE_CHECKING:
     from te.links.keeper import Keeper
+    from te.links.sharing import Sharing
 
 __all__ = ["Local", "SharedMemory"]
 
@@ -21,6 +21,8 @@ __all__ = ["Local", "SharedMemory"]
 class SharedMemory:
     """Memory that the engine allocated, which peers on this host may map."""
 
+    #: Of its region: another one at the same address has another.
+    serial: int
     address: int
     nbytes: int
     fd: int
@@ -34,8 +36,8 @@ class Local:
     epoch: int
     config: Config
     plane: Plane
-    #: Present allocations.
-    shared: Callable[[], tuple[SharedMemory, ...]]
+    #: Who has mapped what of it.
+    sharing: Sharing
     #: RDMA devices; None without any.
     fabric: Fabric | None
     #: Why there are none.

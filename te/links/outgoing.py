@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import socket
@@ -21,14 +20,14 @@ from te.links.dial import Dialled, TransportRefused, address_text, blame, greet,
 from te.links.direct import BUILD_TIMEOUT_S, paths
 from te.links.keeper import DirectLink
 from te.links.local import Local, SharedMemory
+from te.links.process import peer_pid, peer_process
+from te.links.sharing import Say, Shares
 from te.plane._core import RAILS_LIMIT, LinkHandle
 from te.plane.reasons import Reason
 from te.topology import GidKind
 from te.verbs.fabric import Nic
 
-__all__ = ["Opened", "open_link", "share", "unshare"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Opened", "open_link"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,6 @@ class Opened:
     """A link with all its rails."""
 
     link: LinkHandle
-    #: Number in the greetings.
-    greeting: int
     transport: str
     #: Why no preferred transport was taken; empty when the first choice works.
     reason: str
@@ -86,14 +83,13 @@ def _open_tcp(local: Local, card: Card, deadline_s: float, timeout_s: float) -> 
 
     link = local.plane.link(False, False, 0)
     _add_rails(link, dial(), dial, local.config.rails)
-    return Opened(link, number, "tcp", "")
+    return Opened(link, "tcp", "")
 
 
 def _open_samehost(local: Local, card: Card, deadline_s: float, timeout_s: float) -> Opened:
     where = f"the abstract socket of {card.id}"
     number, memory = secrets.randbits(62), samehost.NonceMemory()
     hello = _hello(local, card, number)
-    samehost.allow_readers()
 
     def dial(nonce: bool = False) -> Dialled:
         left_s = max(deadline_s - time.monotonic(), 0.001)
@@ -103,6 +99,9 @@ def _open_samehost(local: Local, card: Card, deadline_s: float, timeout_s: float
             except (ConnectionRefusedError, PermissionError):
                 raise TransportRefused(f"no engine {card.id} on this host") from None
             undo.callback(sock.close)
+            problem = samehost.READERS.allow(peer_pid(sock))
+            if problem is not None:
+                raise TransportRefused(problem)
             rings_fd = samehost.make_rings()
             undo.callback(os.close, rings_fd)
             said = structs.replace(hello, nonce=memory.nonce) if nonce else hello
@@ -111,16 +110,20 @@ def _open_samehost(local: Local, card: Card, deadline_s: float, timeout_s: float
             return replace(dialled, rings_fd=rings_fd)
 
     first = dial(nonce=True)
-    pid = samehost.peer_pid(first.sock)
-    problem = samehost.cannot_read(pid, first.welcome.nonce)
-    if problem is not None:
-        first.close()
-        raise TransportRefused(problem)
-    link = local.plane.link(False, True, pid)
+    with contextlib.ExitStack() as undo, blame(card, where, timeout_s):
+        undo.callback(first.close)
+        process = peer_process(first.sock)
+        if isinstance(process, str):
+            raise TransportRefused(process)
+        undo.callback(process.close)
+        problem = samehost.cannot_read(process, first.welcome.nonce)
+        if problem is not None:
+            raise TransportRefused(problem)
+        link = local.plane.link(False, True, process.pid, False, process.pidfd)
+        undo.pop_all()
     _add_rails(link, first, dial, local.config.rails)
-    for one in local.shared():
-        share(local, card, number, one)
-    return Opened(link, number, "samehost", "")
+    local.sharing.attach(Shares(link, _about_memory(local, card, number)), deadline_s)
+    return Opened(link, "samehost", "")
 
 
 def _open_rdma(local: Local, card: Card, deadline_s: float, timeout_s: float) -> Opened:
@@ -154,7 +157,7 @@ def _open_rdma(local: Local, card: Card, deadline_s: float, timeout_s: float) ->
     if problem is not None:
         link.die(Reason.PEER_CLOSED)
         raise TransportRefused(f"no rail to {where} works: {problem}{_lacking(nics, card)}")
-    return Opened(link, number, "rdma", "", direct)
+    return Opened(link, "rdma", "", direct)
 
 
 def _lacking(nics: tuple[Nic, ...], card: Card) -> str:
@@ -206,29 +209,20 @@ def _add_rails(link: LinkHandle, first: Dialled, dial: Callable[[], Dialled], ra
             one.close()
 
 
-def share(local: Local, card: Card, number: int, memory: SharedMemory) -> bool:
-    """Has the engine map memory that was allocated here, for the link with the number; whether it
-    does. The link works without, only slower. Logs why not."""
-    return _about_memory(local, card, number, memory, [memory.fd])
-
-
-def unshare(local: Local, card: Card, number: int, memory: SharedMemory) -> bool:
-    """Has the engine unmap it; False if it may still copy out of it. Logs why."""
-    return _about_memory(local, card, number, memory, [])
-
-
-def _about_memory(
-    local: Local, card: Card, number: int, memory: SharedMemory, fds: list[int]
-) -> bool:
-    timeout_s = local.config.connect_timeout_s
-    shared = Shared(memory.address, memory.nbytes)
-    hello = structs.replace(_hello(local, card, number), shared=shared)
+def _about_memory(local: Local, card: Card, number: int) -> Say:
+    """Tells the engine about memory that was allocated here, for the link with that number."""
     where = f"the abstract socket of {card.id}"
-    try:
-        with blame(card, where, timeout_s), samehost.dial(card, timeout_s) as sock:
-            greet(sock, hello, card, where, time.monotonic() + timeout_s, fds)
-    except Error as exc:
-        action = "map" if fds else "unmap"
-        logger.warning("%s does not %s %d bytes: %s", card.id, action, memory.nbytes, exc)
-        return False
-    return True
+
+    def say(memory: SharedMemory, turn: int, is_mapped: bool, deadline_s: float) -> str | None:
+        timeout_s = max(deadline_s - time.monotonic(), 0.001)
+        shared = Shared(memory.address, memory.nbytes, memory.serial, turn)
+        hello = structs.replace(_hello(local, card, number), shared=shared)
+        fds = [memory.fd] if is_mapped else []
+        try:
+            with blame(card, where, timeout_s), samehost.dial(card, timeout_s) as sock:
+                greet(sock, hello, card, where, deadline_s, fds)
+        except Error as exc:
+            return str(exc)
+        return None
+
+    return say

@@ -15,27 +15,26 @@ import os
 import secrets
 import socket
 import struct
-from pathlib import Path
+from typing import Final
 
 from te.handshake import Card, Nonce
+from te.links.process import Process, Readers
 from te.plane._core import RINGS_NBYTES, read_process
 
 __all__ = [
+    "READERS",
     "NonceMemory",
-    "allow_readers",
     "cannot_read",
     "dial",
     "listen",
     "make_rings",
-    "peer_pid",
 ]
 
-_UCRED = struct.Struct("iII")
 _TIMEVAL = struct.Struct("@ll")
-_PR_SET_PTRACER = 0x59616D61
-_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
-_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _NONCE_BYTES = 16
+
+READERS: Final = Readers()
+"""Of this process: Yama counts by process, whatever engines it has."""
 
 
 def _name(engine_id: str) -> str:
@@ -74,12 +73,6 @@ def dial(card: Card, timeout_s: float) -> socket.socket:
     return sock
 
 
-def peer_pid(sock: socket.socket) -> int:
-    """Process id of the other side as seen from here; 0 if it cannot be seen."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    return int(_UCRED.unpack(raw)[0])
-
-
 def make_rings() -> int:
     """The descriptor of a memory file for the two rings of a rail; ``OSError``."""
     fd = os.memfd_create("te-rings", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -93,16 +86,6 @@ def make_rings() -> int:
     return fd
 
 
-def allow_readers() -> None:
-    """Under Yama's restricted mode lets processes of this user read this one's memory."""
-    try:
-        restricted = _YAMA.read_text().strip() == "1"
-    except OSError:
-        return  # No Yama.
-    if restricted:
-        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
-
-
 class NonceMemory:
     """Random bytes at a known address of this process."""
 
@@ -111,16 +94,15 @@ class NonceMemory:
         self.nonce = Nonce(ctypes.addressof(self._buffer), self._buffer.raw)
 
 
-def cannot_read(pid: int, nonce: Nonce | None) -> str | None:
+def cannot_read(process: Process, nonce: Nonce | None) -> str | None:
     """Why the memory of the process cannot be read from here; None if it can."""
     if nonce is None:
         return "the other side gave nothing to try reading its memory with"
-    if pid <= 0:
-        return "the other process is not visible from here (another pid namespace)"
+    pid = process.pid
     try:
         found = read_process(pid, nonce.address, len(nonce.data))
     except OSError as exc:
         return f"process_vm_readv of process {pid}: {exc.strerror}"
-    if found != nonce.data:
+    if found != nonce.data or not process.lives():
         return f"process {pid} is not the one that it should be"
     return None

@@ -71,9 +71,16 @@ class Engine:
         It stays known until ``Revocation.forget``; each call says the same."""
 
     def link(
-        self, is_incoming: bool, is_pull: bool, pid: int, is_direct: bool = False
+        self,
+        is_incoming: bool,
+        is_pull: bool,
+        pid: int,
+        is_direct: bool = False,
+        pidfd: int = -1,
     ) -> LinkHandle:
-        """A link without rails yet. Direct: its one connection carries words about RDMA."""
+        """A link without rails yet. Direct: its one connection carries words about RDMA. Pull: the
+        memory of the process ``pid`` is copied for as long as ``pidfd`` (pidfd_open(2), taken over)
+        says that it lives; the link dies with it."""
 
     def nic_failed(self, nic: int, code: int) -> None:
         """Has every rail by that RDMA device given up for the reason ``code``, at either side."""
@@ -149,11 +156,13 @@ class LinkHandle:
         """Whether all its connections are closed: nothing lands from it any more. A link that is
         not alive may still be in the middle of a landing."""
 
-    def add_mapping(self, start: int, fd: int, nbytes: int) -> None:
-        """Maps memory of the source, read-only, so that it is copied from directly. ``OSError``."""
+    def add_mapping(self, serial: int, start: int, fd: int, nbytes: int) -> None:
+        """Maps memory of the source, read-only, so that it is copied from directly. ``OSError``,
+        also for a range that touches one which is mapped, and for too many."""
 
-    def remove_mapping(self, start: int) -> bool:
-        """Unmaps what begins there, if anything; False when a copy out of it did not end."""
+    def remove_mapping(self, serial: int) -> bool:
+        """Unmaps it, if it is mapped; False when a copy out of it did not end: then it is no longer
+        copied from, and is unmapped with the link. Waits without the lock."""
 
     def add_pair(
         self, endpoint: int, index: int, epoch: int, near_nic: int, far_nic: int, fences: int

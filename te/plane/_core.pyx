@@ -244,7 +244,11 @@ cdef class Engine:
 
     # -- links, and what happens to them
 
-    def link(self, bint is_incoming, bint is_pull, int pid, bint is_direct=False):
+    def link(
+        self, bint is_incoming, bint is_pull, int pid, bint is_direct=False, int pidfd=-1
+    ):
+        if is_pull and pidfd < 0:
+            raise ValueError(f"a link that copies from process {pid} needs its descriptor")
         cdef Link *k = <Link *>need(sizeof(Link))
         pthread_mutex_init(&k.lock, NULL)
         self.p.links += 1
@@ -256,6 +260,7 @@ cdef class Engine:
         k.is_direct = is_direct
         k.worker = &self.p.workers[k.number % self.p.workers_n]
         k.pid = pid
+        k.pidfd = pidfd
         k.refs = 1
         cdef LinkHandle handle = LinkHandle.__new__(LinkHandle)
         handle.k = k

@@ -8,10 +8,21 @@
 # application goes in and out by pwritev(2) and preadv(2) on the ring's file, for the same reason
 # that it goes to a socket by sendmsg(2): where it has vanished that is an error, not a crash.
 
+cdef u64 file_bytes(int fd) noexcept nogil:
+    """Size of a memory file that can never shrink; 0 if it is none: touching what another process
+    has cut off is a SIGBUS. Ordinary files have no seals at all, -1."""
+    cdef int seals = fcntl(fd, F_GET_SEALS)
+    cdef int64_t nbytes
+    if seals < 0 or not seals & F_SEAL_SHRINK:
+        return 0
+    nbytes = lseek(fd, 0, SEEK_END)
+    return <u64>nbytes if nbytes > 0 else 0
+
+
 cdef int ring_open(Rail *r, int fd) noexcept nogil:
     """Maps the rings in a memory file of RINGS_BYTES, whose side that dialled writes the first;
     0, or an errno. Takes over the descriptor when that works."""
-    if fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK == 0 or lseek(fd, 0, SEEK_END) < RINGS_BYTES:
+    if file_bytes(fd) < RINGS_BYTES:
         return EINVAL
     cdef uint8_t *base = <uint8_t *>mmap(
         NULL, RINGS_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)

@@ -9,14 +9,6 @@ cdef int best_kind(u64 total, u64 n, bint is_shared) noexcept nogil:
     return PULL if is_shared or total >= n * PULL_BLOCK_BYTES else SEGMENT
 
 
-cdef u64 file_bytes(int fd) noexcept:
-    """Size of a memory file that can never shrink; 0 if it is none."""
-    cdef int seals = fcntl(fd, F_GET_SEALS)
-    if seals < 0 or not seals & F_SEAL_SHRINK:
-        return 0
-    return <u64>lseek(fd, 0, SEEK_END)
-
-
 cdef class LinkHandle:
     cdef Link *k
     cdef Engine engine  # The plane must outlive the link.
@@ -58,24 +50,40 @@ cdef class LinkHandle:
             wake(self.k.rails[self.k.rails_n - 1].worker)
         return not full
 
-    def add_mapping(self, u64 start, int fd, u64 nbytes):
-        cdef Mapping *m
-        cdef u64 mapped = file_bytes(fd)
-        if mapped < nbytes:  # Reading behind the end of a file is a SIGBUS.
+    def add_mapping(self, u64 serial, u64 start, int fd, u64 nbytes):
+        cdef Mapping *m = self.k.mappings
+        cdef u32 count = 0
+        cdef u64 mapped = file_bytes(fd), total = mapped
+        if nbytes == 0 or mapped < nbytes:
             raise OSError(EFAULT, "the memory file is too short, or can be made so")
+        if start + nbytes < start:
+            raise OSError(EINVAL, f"{nbytes} bytes at {start:#x} are not an address range")
+        while m != NULL:
+            count += 1
+            total += m.mapped
+            if m.serial == serial or (m.start < start + nbytes and start < m.end):
+                raise OSError(EINVAL, f"{nbytes} bytes at {start:#x} are mapped already")
+            m = m.next
+        if count >= MAPPINGS_MAX or total > <u64>MAPPED_GIB_MAX << 30:
+            raise OSError(ENOMEM, f"{count} mappings and {total} bytes are too many for a link")
+        total = load64(&self.k.plane.mapped_bytes) + mapped
+        if total > <u64>PLANE_MAPPED_GIB_MAX << 30:
+            raise OSError(ENOMEM, f"{total} bytes of all peers are too many to be mapped")
         cdef void *near = mmap(NULL, mapped, PROT_READ, MAP_SHARED, fd, 0)
         if near == MAP_FAILED:
             raise OSError(last_errno(), os.strerror(last_errno()))
         m = <Mapping *>need(sizeof(Mapping))
-        m.start, m.end, m.mapped, m.near = start, start + nbytes, mapped, <uint8_t *>near
+        add64(&self.k.plane.mapped_bytes, mapped)
+        m.serial, m.start, m.end, m.mapped = serial, start, start + nbytes, mapped
+        m.near = <uint8_t *>near
         m.next = self.k.mappings
         store_pointer(&self.k.mappings, m)
 
-    def remove_mapping(self, u64 start):
+    def remove_mapping(self, u64 serial):
         cdef Mapping *m = self.k.mappings
         cdef Mapping *before = NULL
         cdef bint done
-        while m != NULL and m.start != start:
+        while m != NULL and m.serial != serial:
             before = m
             m = m.next
         if m == NULL:
@@ -84,8 +92,10 @@ cdef class LinkHandle:
         with nogil:
             done = quiesce(self.k.plane, self.k, NULL, QUIESCE_NS)
         if done:
-            munmap(m.near, m.mapped)
-            free(m)
+            unmap(self.k.plane, m)
+        else:  # Somebody still copies out of it; nobody does once the rails have gone.
+            m.next = self.k.unlinked
+            self.k.unlinked = m
         return done
 
     def die(self, int code):

@@ -117,20 +117,33 @@ cdef void spread(Worker *w) noexcept nogil:
             return
 
 
-cdef bint source_lives(Rail *r) noexcept nogil:
-    """Whether the source has kept the rail open until now, and so its memory as it was."""
+cdef bint process_gone(Link *link) noexcept nogil:
+    """Whether the process whose memory is copied has ended: from then on its number may be another
+    one's, while somebody else may have kept its connection (fork(2))."""
     cdef pollfd p
-    p.fd = r.fd
-    p.events = POLLRDHUP
+    p.fd = link.pidfd
+    p.events = POLLIN
     p.revents = 0
-    return poll(&p, 1, 0) == 0
+    return poll(&p, 1, 0) != 0
+
+
+cdef bint source_lives(Rail *r) noexcept nogil:
+    """Whether the source has lived and kept the rail open until now, and so its memory as it
+    was."""
+    cdef pollfd p[2]
+    p[0].fd = r.fd
+    p[0].events = POLLRDHUP
+    p[1].fd = r.link.pidfd
+    p[1].events = POLLIN
+    p[0].revents = p[1].revents = 0
+    return poll(p, 2, 0) == 0
 
 
 cdef Moved pull(Rail *r) noexcept nogil:
     """One copy, inside the mark, if that is still allowed."""
     cdef char reason[TEXT_MAX]
     cdef ssize_t n = 0
-    cdef bint revoked
+    cdef bint revoked, gone = False
     if load32(&r.arriving.refused):
         throw_away(r)
         return MOVED
@@ -141,8 +154,13 @@ cdef Moved pull(Rail *r) noexcept nogil:
     if not revoked:
         n = copy_mapped(r)
         if n == 0:
-            n = copy_foreign(r)
+            gone = process_gone(r.link)
+            if not gone:
+                n = copy_foreign(r)
     leave(r)
+    if gone:
+        link_die(r.link, PROCESS_GONE, 0, NULL)
+        return LOST
     if not revoked and n <= 0:
         revoked = True
         say_fault(r, last_errno(), reason)

@@ -24,6 +24,7 @@ class Reason(enum.IntEnum):
     REFUSED = 9
     SOURCE_FAULT = 10
     NO_RAIL = 11
+    PROCESS_GONE = 12
     # Of a rail over RDMA.
     RAIL_UP = 20
     BAD_STATUS = 21
@@ -108,6 +109,8 @@ def sentence(who: str, code: int, errnum: int, text: str, stall_s: float) -> str
             return f"{who} refused: {text}"
         case Reason.NO_RAIL:
             return f"no rail to {who} worked for {stall_s} s"
+        case Reason.PROCESS_GONE:
+            return f"{who} closed the connection: its process has ended"
         case Reason.SOURCE_FAULT:
             return f"the source memory cannot be read: {os.strerror(errnum)}"
         case _:

@@ -396,18 +396,30 @@ cdef void cancel(Transfer *t) noexcept nogil:
 
 # -- links
 
+cdef void unmap(Plane *p, Mapping *m) noexcept nogil:
+    munmap(m.near, m.mapped)
+    add64(&p.mapped_bytes, -m.mapped)
+    free(m)
+
+
+cdef void unmap_all(Plane *p, Mapping *first) noexcept nogil:
+    cdef Mapping *next
+    while first != NULL:
+        next = first.next
+        unmap(p, first)
+        first = next
+
+
 cdef void link_drop(Link *link) noexcept nogil:
     cdef u32 i
-    cdef Mapping *m
     if add32(&link.refs, -1):
         return
     for i in range(link.rails_n):
         rail_free(link.rails[i])
-    while link.mappings != NULL:
-        m = link.mappings
-        link.mappings = m.next
-        munmap(m.near, m.mapped)
-        free(m)
+    unmap_all(link.plane, link.mappings)
+    unmap_all(link.plane, link.unlinked)
+    if link.pidfd >= 0:
+        close(link.pidfd)
     map_free(&link.by_id)
     map_free(&link.arriving)
     free(link.table)

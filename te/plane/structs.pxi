@@ -213,6 +213,7 @@ cdef enum:  # why a link died or a transfer failed; te/plane/reasons.py makes th
     WAS_REFUSED = 9
     SOURCE_FAULT = 10
     NO_RAIL = 11
+    PROCESS_GONE = 12
     RAIL_UP = 20
     BAD_STATUS = 21
     NO_COMPLETION = 22
@@ -261,6 +262,9 @@ cdef enum:
     PULL_BYTES = 4 << 20  # of one marked section
     SPREAD_BYTES = 256 << 10  # smaller copies are over before another thread has woken up
     JOBS_MAX = 64
+    MAPPINGS_MAX = 1024  # of a link; each may be looked through for each block
+    MAPPED_GIB_MAX = 1 << 12  # of a link
+    PLANE_MAPPED_GIB_MAX = 1 << 15  # of all; a process has 2 ** 17 to give
     PULL_BLOCK_BYTES = 2048  # smaller blocks go through the ring
     RING_BYTES = 128 << 10
     RINGS_HEAD_BYTES = 4096
@@ -544,6 +548,7 @@ cdef struct Link:
     u64 number
     bint is_incoming, is_pull
     pid_t pid
+    int pidfd  # of the process whose memory is copied; -1 where there is none
     pthread_mutex_t lock
     u32 refs, dropped, dead
     int code, errnum
@@ -562,6 +567,7 @@ cdef struct Link:
     u32 unfinished, begun, reads_asked, reads_served
     Map arriving
     Mapping *mappings
+    Mapping *unlinked  # could not be unmapped, as somebody copied out of them
     # PULLs that any rail's worker may take up, in this order.
     Job *jobs
     Job *jobs_last
@@ -606,7 +612,7 @@ cdef struct Job:
 
 # Memory of the source that this process has mapped too: `near` is where `start` lies here.
 cdef struct Mapping:
-    u64 start, end, mapped
+    u64 serial, start, end, mapped
     uint8_t *near
     Mapping *next
 
@@ -651,4 +657,5 @@ cdef struct Plane:
     u32 kicks  # atomic: counts calls to look at all pairs
     u64 links, turn
     u64 bytes_sent, bytes_received, rails_in, rails_out
+    u64 mapped_bytes  # atomic: of peers' memory
     u64 outcomes[4]

@@ -79,6 +79,8 @@ cdef bint check_stalls(Worker *w, u64 now) noexcept nogil:
         pthread_mutex_lock(&link.lock)
         stalled = now > limit and is_stalled(link, now - limit)
         pthread_mutex_unlock(&link.lock)
+        if link.is_pull and process_gone(link):
+            link_die(link, PROCESS_GONE, 0, NULL)
         stalled |= r.out_left != 0 and now > r.progress_ns + limit
         if stalled and r.suspect and not outlasts_stall(link):
             link_die(link, STALLED, 0, NULL)

@@ -14,9 +14,12 @@ from te_ring import RingSocket
 
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, Hello, Welcome, decode_card, encode
 from te.links.greeting import Greeting, GreetingKind, GreetingReader, encode_greeting
+from te.links.samehost import NonceMemory
 
 TIMEOUT_S = 10.0
 RAW_ID = "ab" * 16
+#: What every same-host link begins with: bytes of this process.
+NONCE = NonceMemory()
 _numbers = itertools.count(1)
 
 
@@ -61,6 +64,7 @@ class RawSource:
         self.sock: socket.socket | RingSocket
         if transport == "samehost":
             self.sock = RingSocket(card)
+            changes = {"nonce": NONCE.nonce} | changes
             greeting = read_greeting(self.sock.greet(hello(card, **changes)))
         else:
             self.sock = dial(card)

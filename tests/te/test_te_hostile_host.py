@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same host: memory files that get shorter, processes that end, and mappings that are late."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from te_far import wait_until
+from te_frames import AckStatus, Kind, descriptors, end
+from te_raw import (
+    NONCE,
+    TIMEOUT_S,
+    RawSource,
+    dial_unix,
+    hello,
+    read_greeting,
+)
+from te_ring import RINGS_BYTES, make_rings
+
+import te
+from te.handshake import (
+    Refuse,
+    Shared,
+    decode_body,
+    decode_card,
+)
+from te.links.greeting import GreetingKind
+from te.links.process import Readers, common_ancestor, parent_of, peer_process
+from te.plane._core import Engine as Plane
+from te.plane.reasons import Reason, sentence
+
+PAGE = 4096
+MARK = b"only for its owner" * 10
+
+
+def refusal(sock: socket.socket) -> str:
+    greeting = read_greeting(sock)
+    assert greeting is not None
+    assert greeting.kind == GreetingKind.REFUSE
+    return decode_body(greeting.body, Refuse).reason
+
+
+def say(card: bytes, shared: Shared, fd: int | None, link: int) -> str | None:
+    """A word about memory; why it was refused, or None."""
+    with dial_unix(card) as sock:
+        socket.send_fds(sock, [hello(card, shared=shared, link=link)], [] if fd is None else [fd])
+        greeting = read_greeting(sock)
+        assert greeting is not None
+        if greeting.kind == GreetingKind.WELCOME:
+            return None
+        return decode_body(greeting.body, Refuse).reason
+
+
+# -- B6: files that a peer can make shorter
+
+
+def ordinary_file(directory: Path, nbytes: int) -> int:
+    path = directory / "file"
+    path.write_bytes(bytes(nbytes))
+    return os.open(path, os.O_RDWR)
+
+
+def unsealed(_: Path, nbytes: int) -> int:
+    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    return fd
+
+
+def unsealable(_: Path, nbytes: int) -> int:
+    fd = os.memfd_create("unsealable")
+    os.ftruncate(fd, nbytes)
+    return fd
+
+
+def pipe(_: Path, nbytes: int) -> int:
+    reader, writer = os.pipe()
+    os.close(writer)
+    return reader
+
+
+SHORTENABLE = pytest.mark.parametrize("make", [ordinary_file, unsealed, unsealable, pipe])
+
+
+@SHORTENABLE
+def test_rings_in_a_file_that_can_get_shorter_are_refused(
+    make: Callable[[Path, int], int], tmp_path: Path
+) -> None:
+    with te.Engine() as engine, dial_unix(engine.card()) as sock:
+        fd = make(tmp_path, RINGS_BYTES)
+        socket.send_fds(sock, [hello(engine.card(), nonce=NONCE.nonce)], [fd])
+        read_greeting(sock)
+        assert sock.recv(1) == b""  # Closed, before anybody touches them.
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)
+        os.close(fd)
+        assert engine.stats().rails == 0
+
+
+@SHORTENABLE
+def test_memory_in_a_file_that_can_get_shorter_is_not_mapped(
+    make: Callable[[Path, int], int], tmp_path: Path
+) -> None:
+    with te.Engine() as engine:
+        card = engine.card()
+        source = RawSource(card, "samehost", link=1)
+        with source.sock:
+            fd = make(tmp_path, PAGE)
+            problem = say(card, Shared(PAGE, PAGE, 1, 1), fd, 1)
+            os.close(fd)
+            assert problem is not None
+            assert "can be made so" in problem
+            source.send(end(1))
+            assert source.ack().status is AckStatus.LANDED
+
+
+# -- B5: how much a peer may have mapped
+
+
+def test_mappings_are_bounded_and_do_not_overlap() -> None:
+    with te.Engine() as engine:
+        card = engine.card()
+        source = RawSource(card, "samehost", link=2)
+        with source.sock:
+            fd = make_rings(PAGE)
+            for i in range(1, 1025):
+                assert say(card, Shared(i * PAGE, PAGE, i, i), fd, 2) is None
+            too_many = say(card, Shared(2000 * PAGE, PAGE, 2000, 1025), fd, 2)
+            assert too_many is not None
+            assert "too many for a link" in too_many
+            assert say(card, Shared(PAGE, PAGE, 1, 1026), None, 2) is None
+            assert say(card, Shared(PAGE, PAGE, 1, 1027), fd, 2) is None
+            assert say(card, Shared(2 * PAGE, PAGE, 2, 1028), None, 2) is None
+            for overlapping in (Shared(PAGE + 1, PAGE, 3000, 1029), Shared(1, PAGE, 3001, 1030)):
+                problem = say(card, overlapping, fd, 2)
+                assert problem is not None
+                assert "mapped already" in problem
+            wraps = say(card, Shared(2**64 - 1, PAGE, 3002, 1031), fd, 2)
+            assert wraps is not None
+            assert "not an address range" in wraps
+            os.close(fd)
+            huge = os.memfd_create("huge", os.MFD_ALLOW_SEALING)
+            os.ftruncate(huge, 1 << 43)
+            fcntl.fcntl(huge, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            problem = say(card, Shared(2 * PAGE, PAGE, 2, 1032), huge, 2)
+            os.close(huge)
+            assert problem is not None
+            assert "too many for a link" in problem
+        wait_until(lambda: engine.stats().rails == 0, "the link has ended")
+
+
+def test_a_word_about_memory_that_comes_late_counts_nothing() -> None:
+    with te.Engine() as engine:
+        card = engine.card()
+        source = RawSource(card, "samehost", link=4)
+        with source.sock:
+            fd = make_rings(PAGE)
+            assert say(card, Shared(PAGE, PAGE, 7, 2), None, 4) is None
+            late = "a later greeting about memory came first"
+            assert say(card, Shared(PAGE, PAGE, 7, 1), fd, 4) == late
+            assert say(card, Shared(PAGE, PAGE, 7, 2), fd, 4) == late
+            assert say(card, Shared(PAGE, PAGE, 8, 3), fd, 4) is None
+            # Of an earlier region at that address: not this mapping.
+            assert say(card, Shared(PAGE, PAGE, 7, 4), None, 4) is None
+            problem = say(card, Shared(PAGE, PAGE, 9, 5), fd, 4)
+            assert problem is not None
+            assert "mapped already" in problem
+            os.close(fd)
+
+
+# -- B7: whose memory is copied
+
+
+def test_a_link_of_this_host_begins_with_a_look_into_its_process() -> None:
+    with te.Engine() as engine, dial_unix(engine.card()) as sock:
+        fd = make_rings()
+        socket.send_fds(sock, [hello(engine.card())], [fd])
+        os.close(fd)
+        assert refusal(sock) == "a link whose process is not known"
+
+
+def test_a_rail_of_another_process_joins_no_link() -> None:
+    with te.Engine() as engine:
+        card = engine.card()
+        source = RawSource(card, "samehost", link=3)
+        with source.sock, dial_in_child(hello(card, link=3), card) as (_, answer):
+            assert b"the link that it names is of process" in answer
+            with dial_in_child(hello(card, link=3, shared=Shared(1, 1, 1, 1)), card) as (_, answer):
+                assert b"the link that it names is of process" in answer
+
+
+CHILD = """
+import os, socket, sys
+data, name = bytes.fromhex(sys.argv[1]), sys.argv[2]
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+sock.connect("\\0" + name)
+fd = os.memfd_create("rings", os.MFD_ALLOW_SEALING)
+os.ftruncate(fd, int(sys.argv[3]))
+import fcntl
+fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+socket.send_fds(sock, [data], [fd])
+sys.stdout.buffer.write(sock.recv(4096))
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def dial_in_child(data: bytes, card: bytes) -> Iterator[tuple[subprocess.Popen[bytes], bytes]]:
+    """Another process that says ``data`` with rings; and what it was answered."""
+    arguments = [data.hex(), f"te-{decode_card(card).id}", str(RINGS_BYTES)]
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        try:
+            yield child, os.read(child.stdout.fileno(), 4096)
+        finally:
+            child.kill()
+
+
+#: A source that tells where its nonce and its data are, connects, leaves the connection to a child
+#: of its own, and ends: its number is free from when it is waited for.
+FORKING = """
+import ctypes, os, sys, time
+sys.path[:0] = sys.argv[1].split(":")
+import te_raw
+from te_frames import Kind, descriptors
+card = bytes.fromhex(sys.argv[2])
+secret = ctypes.create_string_buffer(bytes.fromhex(sys.argv[4]))
+source = te_raw.RawSource(card, "samehost")
+if os.fork():
+    os._exit(0)
+os.setsid()
+print(os.getppid(), ctypes.addressof(secret), flush=True)
+assert sys.stdin.readline() == "go\\n"
+source.send(descriptors(Kind.PULL, 1, [(ctypes.addressof(secret), int(sys.argv[3]), 100)]))
+print(source.closed(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_link_dies_with_its_process_although_a_child_keeps_the_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory = np.zeros(100, np.uint8)
+    paths = ":".join([str(Path(te.__file__).parents[1]), str(Path(__file__).parent)])
+    with te.Engine() as engine, caplog.at_level(logging.INFO):
+        engine.register(memory)
+        arguments = [paths, engine.card().hex(), str(memory.ctypes.data), MARK.hex()]
+        with subprocess.Popen(
+            [sys.executable, "-c", FORKING, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as parent:
+            assert parent.stdin is not None
+            assert parent.stdout is not None
+            try:
+                parent.stdout.readline()
+                wait_until(lambda: engine.stats().rails == 0, "the link has ended")
+                parent.stdin.write("go\n")
+                parent.stdin.flush()
+                assert parent.stdout.readline() == "True\n"
+            finally:
+                parent.stdin.close()  # The child ends with it.
+        wait_until(lambda: "its process has ended" in caplog.text, "the log says why")
+        assert not memory.any()
+
+
+def test_nothing_is_copied_from_a_number_whose_process_has_ended() -> None:
+    """Before any worker has looked for the end of the process by itself: the copy looks."""
+    plane = Plane(1, 1000.0, 1000.0, 0.0, 1 << 20, 100)
+    memory = np.zeros(len(MARK), np.uint8)
+    start = int(memory.ctypes.data)
+    plane.add_region(start, start + len(MARK), 1, False)
+    secret = np.frombuffer(MARK, np.uint8).copy()
+    ended = subprocess.Popen(["true"])
+    pidfd = os.pidfd_open(ended.pid)
+    ended.wait()
+    # The number of a stranger, as if it had been given out again: this process.
+    link = plane.link(True, True, os.getpid(), False, pidfd)
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    fd = make_rings()
+    with there:
+        assert link.add_rail(here.fileno(), fd)
+        here.detach()
+        rings = mmap.mmap(fd, RINGS_BYTES)
+        frame = descriptors(Kind.PULL, 1, [(int(secret.ctypes.data), start, len(MARK))])
+        rings[PAGE : PAGE + len(frame)] = frame
+        rings[0:8] = len(frame).to_bytes(8, "little")
+        worker = threading.Thread(target=plane.work, args=[0])
+        worker.start()
+        wait_until(lambda: not link.alive, "the link has ended")
+        plane.stop()
+        worker.join(TIMEOUT_S)
+        rings.close()
+    assert link.death[0] == Reason.PROCESS_GONE
+    assert "its process has ended" in sentence("it", *link.death, 1.0)
+    assert not memory.any()
+
+
+def test_a_pull_link_needs_the_descriptor_of_its_process() -> None:
+    plane = Plane(1, 1.0, 1.0, 0.0, 1 << 20, 100)
+    with pytest.raises(ValueError, match="needs its descriptor"):
+        plane.link(True, True, os.getpid())
+
+
+def test_the_process_of_a_peer() -> None:
+    with te.Engine() as engine, dial_unix(engine.card()) as sock:
+        process = peer_process(sock)
+        assert not isinstance(process, str)
+        assert process.pid == os.getpid()
+        assert process.lives()
+        process.close()
+
+
+# -- Yama's one exception
+
+#: A first process, two servers below a shell, and their ranks.
+PARENTS = {10: 1, 20: 10, 21: 20, 22: 20, 30: 10, 31: 30, 40: 1, 41: 40}
+
+
+@pytest.mark.parametrize(
+    ("pids", "ancestor"),
+    [
+        ([21], 21),
+        ([21, 21], 21),
+        ([21, 22], 20),
+        ([21, 20], 20),
+        ([21, 31], 10),
+        ([21, 22, 31], 10),
+        ([21, 41], None),
+        ([1], None),
+        ([21, 99], None),
+    ],
+)
+def test_who_stands_for_several_processes(pids: list[int], ancestor: int | None) -> None:
+    assert common_ancestor(pids, lambda pid: PARENTS.get(pid, 0)) == ancestor
+
+
+def test_readers_are_let_in_one_by_one_and_only_where_yama_asks(tmp_path: Path) -> None:
+    scope, told = tmp_path / "ptrace_scope", list[int]()
+    readers = Readers(scope, told.append)
+    with contextlib.ExitStack() as undo:
+        children = []
+        for _ in range(2):
+            child = undo.enter_context(subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL))
+            undo.callback(child.kill)
+            children.append(child)
+        one, two = (child.pid for child in children)
+        assert readers.allow(one) is None  # There is no Yama.
+        scope.write_text("0\n")
+        assert readers.allow(one) is None
+        assert told == []
+        scope.write_text("1\n")
+        assert readers.allow(os.getpid()) is None
+        assert readers.allow(one) is None
+        assert readers.allow(one) is None
+        assert told == [one, one]
+        assert readers.allow(two) is None
+        assert told[2:] == [os.getpid()]  # The one that both descend from.
+        children[0].send_signal(signal.SIGKILL)
+        children[0].wait()
+        assert readers.allow(two) is None
+        assert told[3:] == [two]
+    assert parent_of(one) == 0
+
+
+def test_a_reader_that_cannot_be_let_in_is_refused_with_the_cure(tmp_path: Path) -> None:
+    scope = tmp_path / "ptrace_scope"
+    scope.write_text("1\n")
+    problem = Readers(scope, lambda _: None).allow(1)
+    assert problem is not None
+    assert "sysctl kernel.yama.ptrace_scope=0" in problem
+
+    def refuse(_: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+    problem = Readers(scope, refuse).allow(os.getppid())
+    assert problem is not None
+    assert "Invalid argument" in problem or "shares" in problem

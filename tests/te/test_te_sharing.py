@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that peers on this host have mapped, while links, registrations and their ends race."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from te_far import wait_until
+from te_raw import NONCE, RAW_ID, TIMEOUT_S
+
+import te
+from te.handshake import PROTOCOL_VERSION, Card, Hello, Welcome, decode_body, encode
+from te.links.greeting import GreetingKind, encode_greeting
+
+PAGE = 4096
+
+
+class HeldDestination:
+    """An engine by hand, on this host: it welcomes a link, and keeps words about memory waiting."""
+
+    def __init__(self) -> None:
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(f"\0te-{RAW_ID}")
+        self.listener.listen(16)
+        #: (serial, number, whether it is to be mapped), in the order in which they came.
+        self.words: list[tuple[int, int, bool]] = []
+        self.may_answer = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._kept: list[socket.socket] = []
+        self._answering: list[threading.Thread] = []
+        self._thread.start()
+
+    def card(self) -> bytes:
+        return encode(
+            Card(
+                protocol=PROTOCOL_VERSION,
+                id=RAW_ID,
+                epoch=1,
+                host="127.0.0.1",
+                port=1,
+                transports=["samehost"],
+                regions=[],
+            )
+        )
+
+    def close(self) -> None:
+        self.may_answer.set()
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(TIMEOUT_S)
+        for thread in self._answering:
+            thread.join(TIMEOUT_S)
+        for sock in (self.listener, *self._kept):
+            sock.close()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self.listener.accept()
+                self._take(sock)
+
+    def _take(self, sock: socket.socket) -> None:
+        data, fds, _, _ = socket.recv_fds(sock, 1 << 16, 4)
+        for fd in fds:
+            os.close(fd)
+        said = decode_body(data[16:], Hello)
+        if said.shared is None:
+            self._kept.append(sock)
+            self._welcome(sock)
+            return
+        self.words.append((said.shared.serial, said.shared.number, bool(fds)))
+        self._answering.append(threading.Thread(target=self._answer, args=[sock]))
+        self._answering[-1].start()
+
+    def _answer(self, sock: socket.socket) -> None:
+        with sock, contextlib.suppress(OSError):
+            if self.may_answer.wait(TIMEOUT_S):
+                self._welcome(sock)
+
+    def _welcome(self, sock: socket.socket) -> None:
+        body = encode(Welcome(id=RAW_ID, epoch=1, rails=1, nonce=NONCE.nonce))
+        sock.sendall(encode_greeting(GreetingKind.WELCOME, PROTOCOL_VERSION, body))
+
+
+@contextlib.contextmanager
+def running(function: Callable[[], object]) -> Iterator[threading.Thread]:
+    thread = threading.Thread(target=function)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.join(TIMEOUT_S)
+
+
+@pytest.fixture
+def held() -> Iterator[HeldDestination]:
+    destination = HeldDestination()
+    yield destination
+    destination.close()
+
+
+def test_memory_deregistered_while_a_link_is_being_made_is_unmapped(
+    held: HeldDestination,
+) -> None:
+    with te.Engine(te.Config(transports=("samehost",))) as engine:
+        region = engine.register(te.allocate(PAGE))
+        with running(lambda: engine.connect(held.card())) as connecting:
+            wait_until(lambda: held.words, "the peer is told to map it")
+            # The engine has no peer yet, but there is one that may have it mapped.
+            with running(lambda: engine.deregister(region)) as deregistering:
+                wait_until(lambda: not engine._memory.regions, "it is taken away")
+                assert deregistering.is_alive()
+                held.may_answer.set()
+            assert not deregistering.is_alive()
+        assert not connecting.is_alive()
+    assert held.words == [(region.serial, 1, True), (region.serial, 2, False)]
+
+
+def test_memory_deregistered_while_it_is_being_shared_with_a_peer_is_unmapped(
+    held: HeldDestination,
+) -> None:
+    with te.Engine(te.Config(transports=("samehost",))) as engine:
+        engine.connect(held.card())
+        memory = te.allocate(PAGE)
+        with running(lambda: engine.register(memory)):
+            wait_until(lambda: held.words, "the peer is told to map it")
+            region = engine._memory.regions[0]
+            with running(lambda: engine.deregister(region)):
+                wait_until(lambda: not engine._memory.regions, "it is taken away")
+                held.may_answer.set()
+    assert held.words == [(region.serial, 1, True), (region.serial, 2, False)]
+
+
+def test_a_peer_that_does_not_confirm_loses_its_link(held: HeldDestination) -> None:
+    with te.Engine(te.Config(transports=("samehost",), connect_timeout_s=0.3)) as engine:
+        region = engine.register(te.allocate(PAGE))
+        peer = engine.connect(held.card())
+        assert peer.alive  # Without the mapping it works, only slower.
+        engine.deregister(region)
+        assert not peer.alive
+    # It was asked nevertheless: it may have done what it did not confirm.
+    assert held.words == [(region.serial, 1, True), (region.serial, 2, False)]
+
+
+def test_a_region_at_the_address_of_an_earlier_one_is_copied_from_its_own_memory() -> None:
+    """Register, write, deregister, register another at once, beside a thread that connects."""
+    landing = np.zeros(PAGE, np.uint8)
+    with te.Engine() as source, te.Engine() as target:
+        there = target.register(landing)
+        for turn in range(1, 30):
+            memory = te.allocate(PAGE)
+            with running(lambda: source.connect(target.card())):
+                region = source.register(memory)
+            memory[:] = bytes([turn]) * PAGE
+            peer = source.connect(target.card())
+            blocks = te.Blocks.of(region.address, there.address, PAGE)
+            assert peer.write(blocks).wait(TIMEOUT_S) is te.Status.DONE
+            assert (landing == turn).all()
+            source.deregister(region)
+            del memory, region
+            if turn % 3 == 0:
+                peer.close()
