@@ -31,8 +31,8 @@ def pytest_report_header() -> str | None:
     if not _leaves_frozen_out():
         return None
     return (
-        "userfaultfd(2) is refused to this user: the tests that freeze memory are left out; run as"
-        " root, or after: sysctl vm.unprivileged_userfaultfd=1"
+        "userfaultfd(2) is refused here: the tests that freeze memory are left out (root may, and"
+        " everybody after: sysctl vm.unprivileged_userfaultfd=1)"
     )
 
 

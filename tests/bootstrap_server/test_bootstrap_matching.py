@@ -71,7 +71,7 @@ def group_sources(
 
 
 @given(st.data(), pairs(), st.sampled_from(CPTransfer), st.integers(0, 5))
-@settings(max_examples=1500)
+@settings(max_examples=500)
 def test_each_piece_of_a_decode_rank_is_sent_by_exactly_one_source(
     data: st.DataObject, pair: tuple[Topology, Topology], cp: CPTransfer, pages: int
 ) -> None:
@@ -127,7 +127,7 @@ def loads(units: int, prefill_tp: int, decode: Topology) -> list[int]:
 
 
 @given(st.data(), tp_sizes(), tp_sizes(), st.integers(1, 20))
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_replicas_of_a_unit_are_loaded_alike(
     data: st.DataObject, prefill_tp: int, decode_tp: int, decode_dp: int
 ) -> None:
