@@ -60,6 +60,8 @@ GATE = {ADDRESS: threading.Event(), OTHER: threading.Event()}
 
 @pytest.fixture(autouse=True)
 def gates():
+    for gate in GATE.values():
+        gate.clear()
     yield
     for gate in GATE.values():
         gate.set()
@@ -101,3 +103,29 @@ def test_a_decode_queue_that_the_hook_does_not_fit_stops_the_server(another, mon
     monkeypatch.setattr(decode, "DecodePreallocQueue", another)
     with pytest.raises(LookupError, match=r"has no DecodePreallocQueue\._ensure_prefill_info"):
         hook_decode_queue()
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [(OTHER, "SGLANG_MOONCAKE_REGISTRIES"), ("no port", "is not of the form host:port")],
+)
+def test_a_request_that_names_a_registry_in_vain_fails_at_once(address, says):
+    """SGLang would ask for it fifteen times, a second apart."""
+    from sglang_mooncake.instances import PrefillInstances
+    from sglang_mooncake.receiver import KVReceiver
+    from sglang_mooncake.registries import Registries
+
+    failures: list[str] = []
+    instances = PrefillInstances(Registries((ADDRESS,)), fetch())
+    side = SimpleNamespace(
+        instances=instances,
+        new_room=lambda room: SimpleNamespace(room=room),
+        fail=lambda view, reason: failures.append(reason),
+    )
+    manager = SimpleNamespace(decode_side=side, track=lambda view: None)
+    KVReceiver(manager, address, 1)
+    KVReceiver(manager, ADDRESS, 2)
+    GATE[ADDRESS].set()
+    instances.close()
+    assert len(failures) == 1
+    assert says in failures[0]
