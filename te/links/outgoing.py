@@ -152,10 +152,13 @@ def _open_rdma(local: Local, card: Card, deadline_s: float, timeout_s: float) ->
         return dialled.welcome
 
     direct = DirectLink(link, card, greet_rail)
-    local.keeper.add(local, direct, ways)
-    problem = direct.await_rails(deadline_s)
+    with contextlib.ExitStack() as undo:
+        undo.callback(link.die, Reason.PEER_CLOSED)  # The keeper would keep it for ever.
+        local.keeper.add(local, direct, ways)
+        problem = direct.await_rails(deadline_s)
+        if problem is None:
+            undo.pop_all()
     if problem is not None:
-        link.die(Reason.PEER_CLOSED)
         raise TransportRefused(f"no rail to {where} works: {problem}{_lacking(nics, card)}")
     return Opened(link, "rdma", "", direct)
 
@@ -178,12 +181,23 @@ def _dial_tcp(
     where, config = address_text(card.host, card.port), local.config
     left_s = max(deadline_s - time.monotonic(), 0.001)
     source = None if config.source_host is None else (config.source_host, 0)
-    with blame(card, where, timeout_s):
+    try:
+        socket.getaddrinfo(card.host, card.port, flags=socket.AI_NUMERICHOST)
+    except OSError:
+        # Looking a name up knows no deadline, and connecting to each of its addresses several.
+        raise ConnectError(
+            f"the card of the engine {card.id} has the host {card.host!r}, which is no numeric"
+            " address; engines put nothing else on their cards"
+        ) from None
+    with blame(card, where, timeout_s), contextlib.ExitStack() as undo:
         sock = socket.create_connection((card.host, card.port), left_s, source)
+        undo.callback(sock.close)
         tune(sock, config.stall_timeout_s)
         if config.socket_buffer_bytes:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.socket_buffer_bytes)
-        return greet(sock, hello, card, where, deadline_s)
+        dialled = greet(sock, hello, card, where, deadline_s)
+        undo.pop_all()
+        return dialled
 
 
 _OPENERS: dict[str, Callable[[Local, Card, float, float], Opened]] = {

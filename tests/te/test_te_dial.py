@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dialling that fails halfway: nothing is left behind, and nothing outlasts its deadline."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import warnings
+
+import pytest
+from msgspec import structs
+from te_raw import TIMEOUT_S, raw_destination, read_greeting, welcome
+
+import te
+from te.handshake import decode_card, encode
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - pathlib keeps one open itself
+
+
+def test_a_second_rail_that_cannot_be_dialled_leaves_nothing_behind() -> None:
+    with raw_destination() as (listener, card), te.Engine() as engine:
+        before = descriptors()
+        ended: list[bytes] = []
+
+        def serve() -> None:
+            first, _ = listener.accept()
+            with first:
+                read_greeting(first)
+                first.sendall(welcome(rails=2))
+                second, _ = listener.accept()
+                second.close()
+                first.settimeout(TIMEOUT_S)
+                ended.append(first.recv(1))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(te.ConnectError, match="cannot connect"):
+            engine.connect(card)
+        thread.join(TIMEOUT_S)
+        assert ended == [b""]
+        assert descriptors() == before
+        assert engine.stats().rails == 0
+
+
+def test_a_connection_that_cannot_be_set_up_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(92, "Protocol not available")
+
+    with raw_destination() as (_, card), te.Engine() as engine:
+        monkeypatch.setattr("te.links.outgoing.tune", refuse)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with pytest.raises(te.ConnectError, match="Protocol not available"):
+                engine.connect(card)
+        assert not [one for one in caught if issubclass(one.category, ResourceWarning)]
+
+
+def test_a_name_on_a_card_is_not_looked_up() -> None:
+    with raw_destination() as (listener, card), te.Engine() as engine:
+        named = encode(structs.replace(decode_card(card), host="localhost"))
+        with pytest.raises(te.ConnectError, match="'localhost', which is no numeric address"):
+            engine.connect(named)
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def test_the_cards_of_engines_have_numeric_addresses() -> None:
+    with te.Engine(te.Config(host="localhost")) as engine, te.Engine() as other:
+        host = decode_card(engine.card()).host
+        assert socket.getaddrinfo(host, 1, flags=socket.AI_NUMERICHOST)
+        assert other.connect(engine.card()).alive
