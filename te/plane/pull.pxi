@@ -118,25 +118,32 @@ cdef void spread(Worker *w) noexcept nogil:
 
 
 cdef bint process_gone(Link *link) noexcept nogil:
-    """Whether the process whose memory is copied has ended: from then on its number may be another
-    one's, while somebody else may have kept its connection (fork(2))."""
+    """Whether the process whose memory is copied has ended: its number may be another one's soon,
+    while somebody else may have kept its connection (fork(2))."""
+    cdef u64 now = now_ns()
     cdef pollfd p
     p.fd = link.pidfd
     p.events = POLLIN
     p.revents = 0
-    return poll(&p, 1, 0) != 0
+    if poll(&p, 1, 0) != 0:
+        return True
+    store64(&link.alive_ns, now)
+    return False
+
+
+cdef inline bint may_be_gone(Link *link) noexcept nogil:
+    """The same, without a call to the kernel where the number cannot be another's yet."""
+    return now_ns() > load64(&link.alive_ns) + ALIVE_NS and process_gone(link)
 
 
 cdef bint source_lives(Rail *r) noexcept nogil:
     """Whether the source has lived and kept the rail open until now, and so its memory as it
     was."""
-    cdef pollfd p[2]
-    p[0].fd = r.fd
-    p[0].events = POLLRDHUP
-    p[1].fd = r.link.pidfd
-    p[1].events = POLLIN
-    p[0].revents = p[1].revents = 0
-    return poll(p, 2, 0) == 0
+    cdef pollfd p
+    p.fd = r.fd
+    p.events = POLLRDHUP
+    p.revents = 0
+    return poll(&p, 1, 0) == 0 and not may_be_gone(r.link)
 
 
 cdef Moved pull(Rail *r) noexcept nogil:
@@ -154,7 +161,7 @@ cdef Moved pull(Rail *r) noexcept nogil:
     if not revoked:
         n = copy_mapped(r)
         if n == 0:
-            gone = process_gone(r.link)
+            gone = may_be_gone(r.link)
             if not gone:
                 n = copy_foreign(r)
     leave(r)

@@ -96,6 +96,7 @@ def test_a_deep_card_is_refused(body: bytes) -> None:
         decode_card(body)
 
 
+@pytest.mark.pure
 def test_a_card_of_too_many_values_is_refused() -> None:
     many = msgspec.msgpack.encode({"regions": [0] * nesting.ITEMS_MAX})
     with pytest.raises(te.HandshakeError, match="more than 131072 values"):
@@ -125,6 +126,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.pure
 @given(VALUES, st.integers(0, 30))
 def test_depth_is_what_it_is(value: object, levels: int) -> None:
     for _ in range(levels):
@@ -150,6 +152,7 @@ def _has_empty_leaf(value: object) -> int:
     return int(deepest > 0 and not reaches(value, deepest))
 
 
+@pytest.mark.pure
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_hello_or_a_handshake_error(data: bytes) -> None:
     for body in (data, b"\x91" * 1000 + data, data * 20):
@@ -294,6 +297,7 @@ def test_a_loop_goes_on_after_bugs_of_any_kind(caplog: pytest.LogCaptureFixture)
         assert f"goes on after a bug in {what}" in caplog.text
 
 
+@pytest.mark.pure
 def test_lines_about_strangers_are_limited() -> None:
     throttle = Throttle()
     assert [throttle.admits(0.0) for _ in range(BURST + 5)] == [True] * BURST + [False] * 5

@@ -334,6 +334,7 @@ def test_the_process_of_a_peer() -> None:
 PARENTS = {10: 1, 20: 10, 21: 20, 22: 20, 30: 10, 31: 30, 40: 1, 41: 40}
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("pids", "ancestor"),
     [

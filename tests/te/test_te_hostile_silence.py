@@ -175,6 +175,7 @@ def test_connecting_to_a_peer_that_drips_has_a_deadline() -> None:
 # -- the rule
 
 
+@pytest.mark.pure
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=600))
 def test_who_stays(events: list[tuple[int, bool]]) -> None:
     """The bounds hold, and a connection that has just come is never the one that goes, unless all
@@ -197,6 +198,7 @@ def test_who_stays(events: list[tuple[int, bool]]) -> None:
             assert sum(each.source == name for each in here) <= HALF_OPEN_OF_SOURCE_MAX
 
 
+@pytest.mark.pure
 def test_one_loud_source_costs_no_other_its_place() -> None:
     admission = Admission()
     quiet = [admission.enter(f"host {i}", 0.0, 5.0) for i in range(100)]
@@ -208,6 +210,7 @@ def test_one_loud_source_costs_no_other_its_place() -> None:
     assert len(admission) == len(quiet) + HALF_OPEN_OF_SOURCE_MAX
 
 
+@pytest.mark.pure
 def test_deadlines_of_the_first_byte_and_of_all() -> None:
     admission = Admission()
     one = admission.enter("a", 10.0, 60.0)
