@@ -164,7 +164,9 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
     def deregister_buffer_to_engine(self) -> None:
         """SGLang is about to unmap the buffers; nothing lands in them after this returns."""
         while self._regions:
-            self.engine.deregister(self._regions.pop())
+            # A transfer that was aborted reads until its destination has answered, or stalls.
+            self.engine.deregister(self._regions[-1], 2 * self.config.stall_timeout_s)
+            self._regions.pop()
 
     # --- decode: prefill instances ---
 

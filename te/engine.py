@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -60,6 +61,12 @@ class Stats:
     peer_transports: dict[str, tuple[str, str]]
 
 
+def _work(plane: Plane, index: int, memory: RegionTable) -> None:
+    """A worker's thread. ``memory``: the buffers are kept for as long as it may write to them."""
+    plane.work(index)
+    del memory
+
+
 class Engine:
     """Registers memory, writes to peers, and lets peers write here. Any thread may call anything.
 
@@ -69,7 +76,8 @@ class Engine:
     def __init__(self, config: Config | None = None) -> None:
         """Listens and starts the threads; ``te.ListenError`` when the address cannot be had,
         ``te.DeviceError`` without RDMA devices if nothing else is wanted, ``te.TopologyError`` when
-        ``Config.nics`` or ``Config.topology`` name devices that are not there."""
+        ``Config.nics`` or ``Config.topology`` name devices that are not there, ``OSError`` and
+        ``RuntimeError`` without descriptors or threads. Then nothing of it is left."""
         self._config = Config() if config is None else config
         self._id = secrets.token_hex(16)
         self._epoch = time.time_ns()
@@ -100,16 +108,20 @@ class Engine:
             fabric_problem,
             self._keeper,
         )
-        self._acceptor = Acceptor(f"te-accept-{short_id}", self._local)
         self._notifier = Notifier(f"te-notify-{short_id}", self._plane)
-        self._workers = [
-            threading.Thread(
-                target=self._plane.work, args=[i], name=f"te-worker-{short_id}-{i}", daemon=True
-            )
-            for i in range(min(config.workers, os.cpu_count() or 1))
-        ]
-        for worker in self._workers:
-            worker.start()
+        self._workers: list[threading.Thread] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._keeper.stop, CLOSE_TIMEOUT_S)
+            self._acceptor = Acceptor(f"te-accept-{short_id}", self._local)
+            undo.callback(self._acceptor.loop.stop, CLOSE_TIMEOUT_S)
+            undo.callback(self._end_workers)
+            for i in range(min(config.workers, os.cpu_count() or 1)):
+                name = f"te-worker-{short_id}-{i}"
+                arguments = [self._plane, i, self._memory]
+                worker = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
+                worker.start()
+                self._workers.append(worker)
+            undo.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -139,18 +151,29 @@ class Engine:
     def close(self) -> None:
         """Fails unfinished transfers, closes connections, ends the threads. Idempotent.
 
-        After it returns nothing lands in this engine's memory any more.
+        After it returns nothing lands in this engine's memory any more. Raises ``te.FenceTimeout``
+        if a worker did not end within seconds, because it is in the middle of a landing: then the
+        memory must not be reused or unmapped; registered buffers are kept until it ends. Calling it
+        again waits again.
         """
         self._closed = True
-        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         self._keeper.stop(CLOSE_TIMEOUT_S)
         self._acceptor.loop.stop(CLOSE_TIMEOUT_S)
+        alive = self._end_workers()
+        self._notifier.stop(CLOSE_TIMEOUT_S)
+        if alive:
+            raise FenceTimeout(
+                f"{self!r}: {', '.join(alive)} did not end within {CLOSE_TIMEOUT_S} s and may"
+                " still write; the engine's memory must not be reused; call close again"
+            )
+
+    def _end_workers(self) -> list[str]:
+        """Ends the threads that move bytes; the names of those that did not end in time."""
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         self._plane.stop()
         for worker in self._workers:
             worker.join(max(deadline_s - time.monotonic(), 0.0))
-            if worker.is_alive():
-                logger.error("a worker did not end within %s s", CLOSE_TIMEOUT_S)
-        self._notifier.stop(max(deadline_s - time.monotonic(), 0.0))
+        return [worker.name for worker in self._workers if worker.is_alive()]
 
     # -- memory
 
@@ -178,14 +201,17 @@ class Engine:
             self._sharing.add(_shared_memory(region), self._config.connect_timeout_s)
         return region
 
-    def deregister(self, region: Region) -> None:
-        """Takes the right back: after it returns nothing can land in the region.
+    def deregister(self, region: Region, timeout_s: float = QUIESCE_TIMEOUT_S) -> None:
+        """Takes the right back: after it returns nothing can land in the region, or be read.
 
-        Raises ``te.RegistrationError`` if it is not registered or unfinished transfers read from
-        it, ``te.FenceTimeout`` if a landing under way did not end (do not free the memory then).
+        Waits for up to ``timeout_s`` for transfers that read from it, as those that were cancelled
+        do until their destination has answered, and for landings under way. Raises
+        ``te.RegistrationError`` if it is not registered, or transfers still read from it (then
+        nothing was changed), ``te.FenceTimeout`` if a landing did not end: then nothing new lands,
+        but the memory must not be freed yet; call it again.
         """
         try:
-            self._memory.deregister(region, QUIESCE_TIMEOUT_S)
+            self._memory.deregister(region, timeout_s)
         finally:  # Also where it is gone, but a landing under way did not end.
             if region.fd is not None and region not in self._memory.regions:
                 self._sharing.remove(_shared_memory(region), self._config.connect_timeout_s)

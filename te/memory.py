@@ -74,6 +74,8 @@ class RegionTable:
         self._only_rdma = only_rdma
         self._lock = threading.Lock()
         self._serials = itertools.count(1)
+        # Taken away, but a landing has not ended: kept so that nobody gets that memory.
+        self._leaving: set[Region] = set()
         #: Sorted by address; replaced, never changed.
         self.regions: tuple[Region, ...] = ()
 
@@ -133,19 +135,22 @@ class RegionTable:
     def deregister(self, region: Region, timeout_s: float) -> None:
         """Takes a region away; after it returns nothing lands there. See ``Engine.deregister``."""
         with self._lock:
-            if region not in self.regions:
+            if region not in self.regions and region not in self._leaving:
                 raise RegistrationError(f"the region {region} is not registered with this engine")
             readers = self._plane.remove_region(region.serial, timeout_s)
             if readers > 0:
                 raise RegistrationError(
-                    f"{readers} unfinished transfers read from the region {region};"
-                    " wait for them or cancel them first"
+                    f"{readers} unfinished transfers read from the region {region}, after"
+                    f" {timeout_s} s; cancel them, or wait until each has an outcome"
                 )
             self.regions = tuple(one for one in self.regions if one is not region)
+            self._leaving.discard(region)
+            if readers < 0:
+                self._leaving.add(region)
         if region.registration is not None:
             region.registration.close()
         if readers < 0:
-            raise FenceTimeout(late(timeout_s))
+            raise FenceTimeout(f"the region {region}: {late(timeout_s)}; call deregister again")
 
     def distances(self, address: int) -> tuple[int | None, ...]:
         """By RDMA device, how far it is from the region of an address; see ``te.striping.Lane``."""
@@ -169,7 +174,7 @@ class RegionTable:
         return ANYWHERE if self._fabric is None else self._fabric.location(address, cuda)
 
     def _overlapping(self, address: int, nbytes: int) -> Region | None:
-        for region in self.regions:
+        for region in (*self.regions, *self._leaving):
             if region.address < address + nbytes and address < region.end:
                 return region
         return None

@@ -50,10 +50,11 @@ class Engine:
         array of ``te.verbs.fabric.KEY`` that covers the region, for links over RDMA."""
 
     def remove_region(self, serial: int, timeout_s: float) -> int:
-        """Takes it away and waits, without the lock, for landings under way; 0.
+        """Waits, without the lock, for transfers that read from it, takes it away, and waits for
+        landings under way; 0.
 
         Or the number of unfinished transfers that read from it, and then it was not taken away; or
-        -1 when a landing did not end in time.
+        -1 when a landing did not end in time: it was taken away, and the next call waits again.
         """
 
     def open_tag(self, value: int) -> tuple[bool, bool]:

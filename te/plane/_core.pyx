@@ -65,6 +65,18 @@ def numa_node(u64 address):
     return max(page_node(address), -1)
 
 
+cdef int descriptor(int fd) except -1:
+    """What a call returned that makes one."""
+    if fd < 0:
+        raise OSError(last_errno(), f"no descriptor for an engine: {os.strerror(last_errno())}")
+    return fd
+
+
+cdef void close_open(int fd) noexcept:
+    if fd >= 0:
+        close(fd)
+
+
 cdef class Engine:
     cdef Plane *p
 
@@ -77,6 +89,11 @@ cdef class Engine:
         cdef epoll_event e
         cdef u32 i
         self.p = p
+        # Before anything that can fail: what is not open must not be closed.
+        p.events_eventfd = p.notices_eventfd = -1
+        for i in range(workers):
+            p.workers[i].epoll = p.workers[i].eventfd = -1
+            pthread_mutex_init(&p.workers[i].lock, NULL)
         p.workers_n = workers
         p.stall_ns = <u64>(stall_s * 1e9)
         p.rail_ns = <u64>(rail_s * 1e9)
@@ -88,24 +105,23 @@ cdef class Engine:
         pthread_mutex_init(&p.tags_lock, NULL)
         pthread_mutex_init(&p.notices_lock, NULL)
         pthread_mutex_init(&p.events_lock, NULL)
-        p.events_eventfd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
-        p.notices_eventfd = eventfd(0, EFD_CLOEXEC)
         p.regions = <Snapshot *>need(sizeof(Snapshot))
         p.regions.version = 1
+        p.events_eventfd = descriptor(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC))
+        p.notices_eventfd = descriptor(eventfd(0, EFD_CLOEXEC))
         for i in range(workers):
             w = &p.workers[i]
             w.plane = p
             w.index = i
             w.spin.most_ns = p.spin_ns
             w.spin.may_move = True
-            pthread_mutex_init(&w.lock, NULL)
             w.scratch = <uint8_t *>need(SCRATCH_BYTES)
-            w.epoll = epoll_create1(EPOLL_CLOEXEC)
-            w.eventfd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
+            w.epoll = descriptor(epoll_create1(EPOLL_CLOEXEC))
+            w.eventfd = descriptor(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC))
             e.events = EPOLLIN
             e.data.ptr = NULL
             if epoll_ctl(w.epoll, EPOLL_CTL_ADD, w.eventfd, &e) < 0:
-                raise OSError(last_errno(), "no descriptors for the engine's threads")
+                descriptor(-1)
 
     def __dealloc__(self):
         cdef Plane *p = self.p
@@ -114,8 +130,8 @@ cdef class Engine:
         if p == NULL:
             return
         for i in range(p.workers_n):
-            close(p.workers[i].epoll)
-            close(p.workers[i].eventfd)
+            close_open(p.workers[i].epoll)
+            close_open(p.workers[i].eventfd)
             free(p.workers[i].scratch)
             pthread_mutex_destroy(&p.workers[i].lock)
         while p.notices != NULL:
@@ -123,11 +139,13 @@ cdef class Engine:
         self.events()
         snapshot_publish(p, <Snapshot *>need(sizeof(Snapshot)))
         snapshot_free(p.regions)
+        while p.leaving != NULL:
+            self.forget_leaving(p.leaving)
         for k in range(p.tags.size):
             opening_drop(<Opening *>p.tags.values[k])
         map_free(&p.tags)
-        close(p.events_eventfd)
-        close(p.notices_eventfd)
+        close_open(p.events_eventfd)
+        close_open(p.notices_eventfd)
         free(p.zeros)
         free(p)
 
@@ -169,17 +187,52 @@ cdef class Engine:
         snapshot_publish(self.p, new)
 
     def remove_region(self, u64 serial, double timeout_s):
+        cdef u64 until = now_ns() + <u64>(max(timeout_s, 0.0) * 1e9)
+        cdef Region *r = self.region_of(serial)
+        cdef bint done, is_first = r != NULL and not r.is_leaving
+        if r == NULL:
+            return 0
+        with nogil:
+            await_readers(r, until)
+        if load32(&r.readers):
+            return load32(&r.readers)
+        self.take_out(r)
+        with nogil:
+            done = quiesce(self.p, NULL, NULL, until - min(until, now_ns()))
+            if done:  # A peer's read may have begun: it looked before the region was gone.
+                await_readers(r, until)
+        if not done:
+            return -1
+        readers = load32(&r.readers)
+        if readers and not is_first:
+            return readers
+        if readers:
+            self.insert(r)
+        self.forget_leaving(r)
+        return readers
+
+    cdef Region *region_of(self, u64 serial):
+        """The region, also one that is leaving; NULL if there is none."""
+        cdef Region *r = self.p.leaving
+        cdef u32 i
+        while r != NULL and r.serial != serial:
+            r = r.next
+        for i in range(self.p.regions.count if r == NULL else 0):
+            if self.p.regions.regions[i].serial == serial:
+                r = self.p.regions.regions[i]
+        return r
+
+    cdef void take_out(self, Region *r):
+        """Nothing begins in it any more. It is leaving until that is all that is left of it."""
         cdef Snapshot *old = self.p.regions
-        cdef Region *r = NULL
-        cdef u32 i, n = 0, readers
-        cdef bint done
         cdef Snapshot *new
-        for i in range(old.count):
-            if old.regions[i].serial == serial:
-                r = old.regions[i]
-        if r == NULL or load32(&r.readers):
-            return -1 if r == NULL else load32(&r.readers)
+        cdef u32 i, n = 0
+        if r.is_leaving:
+            return
+        r.is_leaving = True
         add32(&r.refs, 1)
+        r.next = self.p.leaving
+        self.p.leaving = r
         new = self.copy_regions(old.count)
         for i in range(old.count):
             if old.regions[i] != r:
@@ -188,13 +241,15 @@ cdef class Engine:
                 n += 1
         new.count = n
         snapshot_publish(self.p, new)
-        with nogil:
-            done = quiesce(self.p, NULL, NULL, <u64>(max(timeout_s, 0.0) * 1e9))
-        readers = load32(&r.readers)
-        if readers:  # A peer's read began in between: it looked before the region was gone.
-            self.insert(r)
-        region_drop(r)
-        return readers if readers or done else -1
+
+    cdef void forget_leaving(self, Region *r):
+        cdef Region **at = &self.p.leaving
+        while at[0] != NULL and at[0] != r:
+            at = &at[0].next
+        if at[0] == r:
+            at[0] = r.next
+            r.is_leaving = False
+            region_drop(r)
 
     cdef Snapshot *copy_regions(self, u32 count):
         cdef Snapshot *new = <Snapshot *>need(sizeof(Snapshot))

@@ -317,6 +317,8 @@ cdef struct Region:
     bint is_shared  # peers on this host may map it
     u32 readers  # unfinished transfers that read from it
     u32 refs
+    bint is_leaving
+    Region *next  # of those that leave
     Key *keys  # for each device, and for each part of it that a device takes at once
     u32 keys_n
 
@@ -646,6 +648,7 @@ cdef struct Plane:
     Worker workers[WORKERS_MAX]
     Snapshot *regions  # atomic pointer
     Snapshot *retired
+    Region *leaving  # taken out, but a landing or a read may be under way there
     pthread_mutex_t tags_lock
     Map tags
     pthread_mutex_t notices_lock

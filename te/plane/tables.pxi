@@ -87,6 +87,15 @@ cdef void region_drop(Region *r) noexcept nogil:
         free(r)
 
 
+cdef void await_readers(Region *r, u64 until_ns) noexcept nogil:
+    """Returns when no transfer reads from it any more, or the time is over."""
+    cdef timespec pause
+    pause.tv_sec = 0
+    pause.tv_nsec = 200000
+    while load32(&r.readers) and now_ns() < until_ns:
+        nanosleep(&pause, NULL)
+
+
 cdef void snapshot_free(Snapshot *s) noexcept nogil:
     cdef u32 i
     for i in range(s.count):

@@ -4,8 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import re
+import resource
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +19,7 @@ from te_raw import raw_destination, read_greeting, welcome
 from te_transports import TRANSPORTS
 
 import te
+from te.plane._core import Engine as Plane
 
 TIMEOUT_S = 20.0
 
@@ -337,6 +343,52 @@ def test_threads_end_with_the_engine(pair: Pair) -> None:
     assert names <= {thread.name for thread in threading.enumerate()}
     pair.target.close()
     assert not names & {thread.name for thread in threading.enumerate()}
+
+
+def descriptors() -> set[int]:
+    """Those that this process has open."""
+    found = {int(path.name) for path in Path("/proc/self/fd").iterdir()}
+    return {fd for fd in found if os.path.lexists(f"/proc/self/fd/{fd}")}
+
+
+def test_an_engine_that_cannot_start_a_thread_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if re.fullmatch(r"te-worker-\w+-1", thread.name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    gc.collect()
+    threads, before = set(threading.enumerate()), descriptors()
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", refuse)
+        without.setattr("os.cpu_count", lambda: 2)
+        with pytest.raises(RuntimeError, match="can't start"):
+            te.Engine()
+    assert set(threading.enumerate()) <= threads
+    gc.collect()
+    assert descriptors() <= before
+
+
+@pytest.mark.parametrize("spare", range(8))
+def test_a_plane_without_descriptors_closes_none_that_is_not_its_own(spare: int) -> None:
+    """Descriptor 0 is this process's standard input."""
+    gc.collect()
+    before, standard_input = descriptors(), os.fstat(0)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = sorted(set(range(max(before) + 10)) - before)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[spare], limits[1]))
+    try:
+        with pytest.raises(OSError, match="no descriptor for an engine"):
+            Plane(4, 1.0, 1.0, 0.0, 1 << 20, 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    gc.collect()
+    assert os.path.samestat(os.fstat(0), standard_input)
+    assert descriptors() <= before
 
 
 def test_a_callback_may_close_the_engine(pair: Pair) -> None:

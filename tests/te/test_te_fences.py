@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import gc
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import cast
 
@@ -259,3 +261,43 @@ def test_a_cancelled_read_is_not_over_while_something_of_it_lands() -> None:
         again = peer.read(te.Blocks.of(memory.address, region.address, 1))
         assert again.wait(TIMEOUT_S) is te.Status.DONE
         assert (dst[1:] == 0xCA).all()
+
+
+def test_memory_in_which_a_landing_has_not_ended_leaves_when_it_has() -> None:
+    with te.Engine(SAMEHOST) as target, frozen_write(target) as frozen:
+        for _ in range(2):
+            with pytest.raises(te.FenceTimeout, match="call deregister again"):
+                target.deregister(frozen.region)
+            with pytest.raises(te.RegistrationError, match="overlaps the registered region"):
+                target.register(frozen.dst)
+        frozen.serve()
+        target.deregister(frozen.region)
+        frozen.dst[:] = 0xCA
+        assert frozen.transfer.wait(TIMEOUT_S) is te.Status.DONE  # It landed before.
+        assert (frozen.dst == 0xCA).all()
+        with pytest.raises(te.RegistrationError, match="is not registered"):
+            target.deregister(frozen.region)
+        target.register(frozen.dst)
+
+
+def test_an_engine_is_not_closed_while_a_worker_may_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("te.engine.CLOSE_TIMEOUT_S", 0.5)
+    target = te.Engine(SAMEHOST)
+    with te.Engine(SAMEHOST) as source, frozen_memory(NBYTES) as memory:
+        frozen = Frozen(target, source, memory)
+        kept = np.zeros(10, np.uint8)
+        is_kept = weakref.ref(kept)
+        target.register(kept)
+        with pytest.raises(te.FenceTimeout, match=r"te-worker-.* may still write"):
+            target.close()
+        del frozen.target, target, kept
+        gc.collect()
+        assert is_kept() is not None, "freed under a worker that may write to it"
+        frozen.serve()
+        wait_until(lambda: gc.collect() >= 0 and is_kept() is None, "the worker has ended")
+    target = te.Engine(SAMEHOST)
+    with frozen_write(target) as frozen:
+        with pytest.raises(te.FenceTimeout, match="call close again"):
+            target.close()
+        frozen.serve()
+        target.close()

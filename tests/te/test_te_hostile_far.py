@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import socket
 import threading
@@ -111,6 +112,27 @@ def test_cancel_before_the_first_byte_and_without_confirmation() -> None:
         with pytest.raises(te.TransferFailed, match=says):
             big.wait(TIMEOUT_S)
         assert not peer.alive
+
+
+def test_deregistration_waits_for_a_cancelled_transfer() -> None:
+    """As SGLang takes memory back right after it has aborted what is sent from there."""
+    with (
+        connected_to_raw(te.Config()) as (source, peer, sock),
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        region = source.register(bytearray(10))
+        transfer = peer.write(te.Blocks.of(region.address, 1, 10))
+        assert sock.recv(HEADER.size + LANDING.itemsize + 10 + len(trailer()), socket.MSG_WAITALL)
+        transfer.cancel()
+        with pytest.raises(te.RegistrationError, match="1 unfinished transfers read from"):
+            source.deregister(region, timeout_s=0.01)
+        left = pool.submit(source.deregister, region, TIMEOUT_S)
+        lock = source._memory._lock
+        wait_until(lambda: lock.locked() or left.done(), "it waits")
+        sock.sendall(ack(1, AckStatus.LANDED))
+        left.result(TIMEOUT_S)
+        with pytest.raises(te.RegistrationError, match="is not registered"):
+            source.deregister(region)
 
 
 def test_words_of_progress_do_not_keep_memory_in_use() -> None:
