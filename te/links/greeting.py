@@ -16,7 +16,7 @@ the same host through the rings whose descriptor came with the hello, no more th
               then a trailer u64: 0, or the errno that kept the source from reading its memory
     PULL      count x (src u64, dst u64, nbytes u64) follow: the destination copies by itself
     END       a transfer without blocks
-    ABANDON   the source gave a transfer up after ``total`` bytes
+    ABANDON   the source gave a transfer up after ``total`` bytes; over RDMA after so many pieces
     ACK       destination to source: ``status``, and a reason of ``count`` bytes of ASCII; with
               the status PROGRESS, that it has copied ``nbytes`` more of a transfer by PULL
     READ      like PULL, but asks the other side to write ``src`` (its own) to ``dst``

@@ -120,10 +120,7 @@ cdef void forget_when_drained(Link *link, Arriving *a) noexcept nogil:
         opening_drop(a.opening)
         free(a)
         return
-    link.slots[a.slot] = NULL
-    link.slots_taken -= 1
-    free(a.bits)
-    a.bits = NULL
+    give_slot_back(link, a)
     a.next = link.undrained
     link.undrained = a
 

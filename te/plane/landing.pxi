@@ -220,7 +220,7 @@ cdef bint check_head(Rail *r) noexcept nogil:
                      TEXT_MAX - 1)
         r.body_want = h.count
     elif h.kind == END or h.kind == ABANDON:
-        if h.count or h.nbytes or (h.total and (h.kind == END or r.link.is_direct)):
+        if h.count or h.nbytes or (h.total and h.kind == END):
             snprintf(text, TEXT_MAX, b"a frame of kind %d with blocks or bytes", <int>h.kind)
     elif not 1 <= h.count <= BLOCKS_MAX:
         snprintf(text, TEXT_MAX, b"a segment of %u blocks; at most %d are allowed", h.count,
@@ -303,10 +303,9 @@ cdef bint on_frame(Rail *r) noexcept nogil:
     if h.kind == READ:
         serve_read(r)
         return True
+    if h.kind == ABANDON and r.link.is_direct:
+        return on_stop(r, h)
     pthread_mutex_lock(&r.link.lock)
-    if h.kind == ABANDON and r.link.is_direct and map_get(&r.link.arriving, h.transfer) == NULL:
-        pthread_mutex_unlock(&r.link.lock)
-        return True  # It has been refused, and the answer crossed this.
     if h.kind == END and map_get(&r.link.arriving, h.transfer) != NULL:
         violate_locked(r, b"a transfer without blocks that has begun with some")
         pthread_mutex_unlock(&r.link.lock)

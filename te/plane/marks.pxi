@@ -40,13 +40,19 @@ cdef void forget(Link *link, Arriving *a) noexcept nogil:
     free(a)
 
 
+cdef void give_slot_back(Link *link, Arriving *a) noexcept nogil:
+    link.slots[a.slot] = NULL
+    link.slots_taken -= 1
+    if a.refused:
+        link.revoked -= 1
+    free(a.bits)
+    a.bits = NULL
+
+
 cdef void ungrant(Link *link, Arriving *a) noexcept nogil:
     if a.bits == NULL:
         return
-    link.slots[a.slot] = NULL
-    link.slots_taken -= 1
-    free(a.bits)
-    a.bits = NULL
+    give_slot_back(link, a)
     if a.opening != NULL:
         add32(&a.opening.granted, -1)
 
@@ -82,14 +88,16 @@ cdef bint on_ask(Rail *r, Header *h) noexcept nogil:
     if a == NULL:
         return False
     r.last_id = max(r.last_id, h.transfer)
-    if not a.refused and not may_begin(r, a):
+    if not a.refused and link.slots_taken == BEGUN_MAX:
+        refuse(r, a, b"the destination still waits for the ends of transfers that were fenced")
+    elif not a.refused and not may_begin(r, a):
         snprintf(reason, TEXT_MAX, b"the tag 0x%llx was fenced", <unsigned long long>a.tag)
         refuse(r, a, reason)
     if a.refused:
         forget(link, a)
         return True
     slot = link.slots_turn
-    while link.slots[slot] != NULL:  # One is free: `may_ask`.
+    while link.slots[slot] != NULL:  # One is free, as seen above.
         slot = (slot + 1) % BEGUN_MAX
     link.slots_turn = (slot + 1) % BEGUN_MAX
     link.slots_taken += 1
@@ -107,7 +115,8 @@ cdef bint on_ask(Rail *r, Header *h) noexcept nogil:
 
 cdef bint may_ask(Rail *r, Header *h) noexcept nogil:
     """Whether a source may ask for that; False after a violation. Each transfer is asked for once,
-    and all that have a slot are unfinished at the source, which has BEGUN_MAX of those at most."""
+    and all that have a slot and were not fenced are unfinished at the source, which has BEGUN_MAX of
+    those at most."""
     cdef char text[TEXT_MAX]
     if map_get(&r.link.arriving, h.transfer) != NULL:
         snprintf(text, TEXT_MAX, b"transfer %llu is asked for twice",
@@ -115,7 +124,7 @@ cdef bint may_ask(Rail *r, Header *h) noexcept nogil:
     elif h.total < h.count:
         snprintf(text, TEXT_MAX, b"a transfer of %llu bytes in %u pieces",
                  <unsigned long long>h.total, h.count)
-    elif r.link.slots_taken == BEGUN_MAX:
+    elif r.link.slots_taken - r.link.revoked == BEGUN_MAX:
         snprintf(text, TEXT_MAX, b"more than %d unfinished transfers are asked for", BEGUN_MAX)
     else:
         return True
@@ -234,7 +243,34 @@ cdef bint land_mark(Rail *r, u32 mark) noexcept nogil:
         ungrant(link, a)
         a.arrived = a.total
         finish(r, a)
+    else:
+        end_if_stopped(r, a)
     return True
+
+
+cdef void end_if_stopped(Rail *r, Arriving *a) noexcept nogil:
+    """Nothing more of it can land once the marks of all pieces that were written have come."""
+    if a.abandoned and a.landed >= a.announced:
+        finish(r, a)
+
+
+cdef bint on_stop(Rail *r, Header *h) noexcept nogil:
+    """The source has given a transfer up and writes no more of it: `total` of its pieces are
+    written. False after a violation."""
+    cdef Arriving *a
+    cdef bint good = True
+    pthread_mutex_lock(&r.link.lock)
+    a = <Arriving *>map_get(&r.link.arriving, h.transfer)
+    if a != NULL:  # Else it has been refused, and the answer crossed this.
+        good = a.tag == h.tag and not a.abandoned and h.total <= a.pieces
+        if good:
+            a.abandoned = True
+            a.announced = h.total
+            end_if_stopped(r, a)
+        else:
+            violate_locked(r, b"it gives a transfer up that it cannot have written so much of")
+    pthread_mutex_unlock(&r.link.lock)
+    return good
 
 
 # -- frames

@@ -149,6 +149,9 @@ cdef void pairs_end(Link *link) noexcept nogil:
     for i in range(RAILS_MAX):
         if link.pairs[i] != NULL:
             pair_end(link.pairs[i])
+    if link.is_breaking:
+        link.is_breaking = False
+        link.worker.draining -= 1
     store32(&link.has_ended, 1)
     futex_wake_all(&link.breaks_done)
 
@@ -335,57 +338,116 @@ cdef bint on_lost(Rail *r, Header *h) noexcept nogil:
     return good
 
 
-cdef inline bint is_breaking(Link *link) noexcept nogil:
+cdef inline bint has_to_break(Link *link) noexcept nogil:
     return load32(&link.breaks_asked) != load32(&link.breaks_done)
 
 
 cdef void break_link(Link *link) noexcept nogil:
-    """For fences: drains every pair, refuses what was granted under closed tags, tells the source.
-    Called again until there is nothing left to drain. A fence that comes after the pairs were looked
-    at has them looked at again."""
-    cdef Rail *r
-    cdef Arriving *a
-    cdef Pair *q
-    cdef u64 i
-    cdef u32 k
-    cdef bint done = True
-    cdef char reason[TEXT_MAX]
-    if load32(&link.breaks_asked) != link.breaks_begun:
-        link.breaks_begun = load32(&link.breaks_asked)
-        # In this order: whoever adds a pair reads the number behind it.
-        pthread_mutex_lock(&link.lock)
-        link.fences += link.is_incoming
-        pthread_mutex_unlock(&link.lock)
-        pairs_adopt(link.worker)
-        for k in range(RAILS_MAX):
-            if link.pairs[k] != NULL and link.is_incoming:
-                pair_drain(link.pairs[k])
-            elif link.pairs[k] != NULL:
-                pair_fail(link.pairs[k], FENCED, 0)
-        r = control_lock(link)
-        i = 0
-        while i < link.arriving.size:
-            a = <Arriving *>link.arriving.values[i]
-            if a != NULL and a.opening != NULL and not load32(&a.opening.is_open):
-                snprintf(reason, TEXT_MAX, b"the tag 0x%llx was fenced", <unsigned long long>a.tag)
-                refuse(r, a, reason)
-                forget_when_drained(link, a)
-                i = 0  # What comes behind may have moved up.
-                continue
-            i += 1
-        if link.is_incoming:
-            queue_broken(r, ANY_RAIL, 0, NO_REASON)
-        control_unlock(r)
-    for k in range(RAILS_MAX):
-        q = link.pairs[k]
-        if q != NULL and q.state != PAIR_LOST and q.state != PAIR_GONE:
-            done = False
-    if done:
-        pthread_mutex_lock(&link.lock)
-        forget_drained(link)
-        pthread_mutex_unlock(&link.lock)
+    """For fences, until all that were asked for are done. A source is asked to stop what was granted
+    under closed tags, and the rails go on; if it has not for too long, or was fenced as a whole,
+    the rails are drained. A fence that comes in the middle has all of it looked at again."""
+    cdef u32 asked = load32(&link.breaks_asked)
+    if load32(&link.has_ended):
+        return
+    if not link.is_breaking:
+        link.is_breaking = True
+        link.worker.draining += 1
+    if asked != link.breaks_begun:
+        link.breaks_begun = asked
+        link.must_drain = not link.is_incoming or load32(&link.dropped)
+        revoke_closed(link)
+    if link.is_draining and not are_drained(link):
+        return
+    if link.must_drain or is_overdue(link):
+        link.must_drain = False
+        drain_all(link)
+        if not are_drained(link):
+            return
+    if link.revoked == 0:
+        link.is_breaking = False
+        link.worker.draining -= 1
         store32(&link.breaks_done, link.breaks_begun)
         futex_wake_all(&link.breaks_done)
+
+
+cdef void revoke_closed(Link *link) noexcept nogil:
+    """Refuses what was granted under tags that are closed by now."""
+    cdef Rail *r = control_lock(link)
+    cdef Arriving *a
+    cdef u64 i, now = now_ns()
+    cdef char reason[TEXT_MAX]
+    for i in range(link.arriving.size):
+        a = <Arriving *>link.arriving.values[i]
+        if a == NULL or a.bits == NULL or a.refused or a.opening == NULL:
+            continue
+        if not load32(&a.opening.is_open):
+            snprintf(reason, TEXT_MAX, b"the tag 0x%llx was fenced", <unsigned long long>a.tag)
+            refuse(r, a, reason)
+            a.revoked_ns = now
+            link.revoked += 1
+    control_unlock(r)
+
+
+cdef bint is_overdue(Link *link) noexcept nogil:
+    """Whether the source has not stopped what was revoked for as long as makes a rail suspect; or
+    cannot say so, without a rail."""
+    cdef Arriving *a
+    cdef u64 i, now = now_ns()
+    cdef bint overdue = False, has_rail = False
+    if link.revoked == 0:
+        return False
+    for i in range(RAILS_MAX):
+        has_rail |= link.pairs[i] != NULL and link.pairs[i].state == PAIR_UP
+    pthread_mutex_lock(&link.lock)
+    for i in range(link.arriving.size):
+        a = <Arriving *>link.arriving.values[i]
+        if a != NULL and a.refused and now > a.revoked_ns + link.plane.suspect_ns:
+            overdue = True
+    pthread_mutex_unlock(&link.lock)
+    return overdue or not has_rail
+
+
+cdef void drain_all(Link *link) noexcept nogil:
+    """Nothing lands any more once every rail of now is drained; the source is told to make new
+    ones."""
+    cdef Rail *r
+    cdef Arriving *a
+    cdef u64 i = 0
+    cdef u32 k
+    # In this order: whoever adds a pair reads the number behind it.
+    pthread_mutex_lock(&link.lock)
+    link.fences += link.is_incoming
+    pthread_mutex_unlock(&link.lock)
+    pairs_adopt(link.worker)
+    for k in range(RAILS_MAX):
+        if link.pairs[k] != NULL and link.is_incoming:
+            pair_drain(link.pairs[k])
+        elif link.pairs[k] != NULL:
+            pair_fail(link.pairs[k], FENCED, 0)
+    r = control_lock(link)
+    while i < link.arriving.size:
+        a = <Arriving *>link.arriving.values[i]
+        if a != NULL and a.refused and a.bits != NULL:
+            forget_when_drained(link, a)
+            i = 0  # What comes behind may have moved up.
+            continue
+        i += 1
+    if link.is_incoming:
+        queue_broken(r, ANY_RAIL, 0, NO_REASON)
+    control_unlock(r)
+    link.is_draining = True
+
+
+cdef bint are_drained(Link *link) noexcept nogil:
+    cdef u32 k
+    for k in range(RAILS_MAX):
+        if link.pairs[k] != NULL and link.pairs[k].state == PAIR_DRAIN:
+            return False
+    link.is_draining = False
+    pthread_mutex_lock(&link.lock)
+    forget_drained(link)
+    pthread_mutex_unlock(&link.lock)
+    return True
 
 
 cdef void queue_broken(Rail *r, u64 rail, u64 epoch, u32 why) noexcept nogil:
@@ -477,10 +539,16 @@ cdef bint pairs_turn(Worker *w) noexcept nogil:
             store32(&q.kick, 1)
         if swap32(&q.kick, 0) or not q.armed or q.state == PAIR_DRAIN:
             busy |= pair_turn(q)
-        if is_breaking(q.link):
-            break_link(q.link)
         q = q.next
     return busy
+
+
+cdef void breaks_turn(Worker *w) noexcept nogil:
+    cdef Rail *r = w.rails
+    while r != NULL:
+        if has_to_break(r.link) and not r.gone:
+            break_link(r.link)
+        r = r.next
 
 
 cdef bint pairs_arm(Worker *w) noexcept nogil:

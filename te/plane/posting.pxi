@@ -56,16 +56,19 @@ cdef void line_up(Transfer *t) noexcept nogil:
 
 cdef void advance_transfer(Rail *r, Transfer *t) noexcept nogil:
     """After whatever may have ended it."""
+    if t.answer == REFUSED and t.granted and not t.stopped:
+        t.closed = False  # The destination waits to hear that nothing more is written.
     if is_given_up(t) and not t.closed:
         take_ready(r.link, t)
         t.stopped = True
         if t.in_flight:
             return
-        if t.answer == REFUSED or t.kind == READ_DIRECT:
+        if (t.answer == REFUSED and not t.granted) or t.kind == READ_DIRECT:
             t.closed = True
             if t.answer == NO_ANSWER:
                 t.answer = ABANDONED
         elif t.begun:
+            t.issued = t.pieces_n - t.waiting - t.unmarked
             give_up(r, t)
     elif t.kind == READ_DIRECT and t.granted and t.waiting == 0 and t.in_flight == 0:
         t.closed = True
@@ -281,6 +284,8 @@ cdef void refuse_here(Pair *q, u64 address, u64 nbytes) noexcept nogil:
     if t.text == NULL and t.verdict == 0:
         t.text = text_outside(q.link, t, address, nbytes)
         t.verdict = WAS_REFUSED
+    t.unmarked += 1
+    t.closed = False  # It cannot land as a whole any more.
     control_unlock(r)
 
 

@@ -396,6 +396,7 @@ cdef struct Transfer:
     # a rail that is not to carry any of it while another can.
     uint8_t least[RAILS_MAX]
     u32 mark  # of its trailing writes; the index of a piece is added
+    u32 unmarked  # pieces of which something may be written, but no mark
     bint granted, is_ready
     int verdict  # the reason it is given up for, unless that is a cancellation
     Transfer *next_ready
@@ -406,6 +407,7 @@ cdef struct Arriving:
     Opening *opening
     u64 *bits  # over RDMA, once granted: which pieces have landed
     u32 slot, pieces, landed
+    u64 revoked_ns  # over RDMA: when it was refused after it had been granted
     u32 refused  # atomic: other rails look at it without the lock
     bint abandoned, spoiled
     uint16_t flags
@@ -594,7 +596,9 @@ cdef struct Link:
     u64 fences
     # Atomic: how many fences have asked that every pair be drained, and for how many they are.
     u32 breaks_asked, breaks_done
-    u32 breaks_begun  # the worker's alone
+    u32 breaks_begun  # the worker's alone, as all that follows of breaking
+    bint is_breaking, is_draining, must_drain
+    u32 revoked  # granted transfers whose tags were closed since
     u32 kicks  # atomic: counts calls to look for something to send
     u32 hopeless  # atomic: without a rail for too long
     u32 has_ended  # atomic: its pairs and connections are gone

@@ -200,13 +200,14 @@ cdef void worker_run(Worker *w) noexcept nogil:
                     link_die(r.link, ENGINE_CLOSED, 0, NULL)
                 if swap32(&r.kick, 0) or stopping:
                     busy |= rail_turn(r, False, is_patient)
-                if is_breaking(r.link) and not r.gone:
-                    break_link(r.link)
                 r = r.next
             sweep(w)
+            breaks_turn(w)
         if w.pairs != NULL:
             busy |= pairs_turn(w)
             pairs_sweep(w)
+        if w.draining:
+            breaks_turn(w)
         if stopping and w.rails == NULL:
             return
         now = now_ns()

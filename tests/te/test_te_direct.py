@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from te_direct import NullEngine, RawDirectSource, ask, raw_direct_destination, table, word
 from te_far import wait_until
-from te_frames import AckStatus, Kind, ack
+from te_frames import AckStatus, Kind, abandon, ack
 
 import te
 from te.bench._null import Wires
@@ -56,6 +56,7 @@ def test_a_fence_that_comes_during_another_one_is_not_forgotten() -> None:
     with NullEngine(wires, nics=1) as source, NullEngine(wires, nics=1) as target:
         source.connect(target.card())
         (link,) = incoming(target)
+        link.fence()
         forgotten = []
 
         def fence(seed: int) -> None:
@@ -191,3 +192,68 @@ def test_a_fence_ends_what_was_granted_and_never_written() -> None:
         source.send(ask(9, 1, tag=9))
         assert pair.send_marks([source.granted()])
         wait_until(lambda: engine.arrived(9) == 1, "the last one has landed")
+
+
+def test_a_fence_leaves_the_rails_of_a_source_that_stops() -> None:
+    """It has posted what has not completed when the tag is closed. A machine that stands still for
+    a quarter of a second may cost rails, but not each time."""
+    wires = Wires()
+    with NullEngine(wires, nics=1) as source, NullEngine(wires, nics=1) as target:
+        near, far = np.zeros(64 * PAGE, np.uint8), np.zeros(64 * PAGE, np.uint8)
+        regions = source.register(near), target.register(far)
+        peer = source.connect(target.card())
+        direct = peer._opened.direct
+        assert direct is not None
+        kept = 0
+        for tag in range(1, 11):
+            wait_until(lambda: peer.rails == 1, "a rail")
+            generation = direct.rails[0].rail.generation
+            target.expect(tag)
+            wires.hold(True)
+            write = peer.write(te.Blocks.of(regions[0].address, regions[1].address, len(near)), tag)
+            wait_until(lambda: peer.rail_views[0].in_flight_nbytes, "it is posted")
+            fence = threading.Thread(target=target.fence, args=[tag])
+            fence.start()
+            wait_until(lambda: is_being_fenced(target, tag), "the tag is closed")  # noqa: B023
+            wires.hold(False)
+            fence.join()
+            with pytest.raises(te.TransferFailed, match=f"the tag {tag:#x} was fenced"):
+                write.wait(TIMEOUT_S)
+            target.expect(tag + 100)
+            assert peer.write(
+                te.Blocks.of(regions[0].address, regions[1].address, 9), tag + 100
+            ).wait(TIMEOUT_S)
+            kept += direct.rails[0].rail.generation == generation
+        assert kept > 5
+
+
+def is_being_fenced(engine: te.Engine, tag: int) -> bool:
+    revocation = engine._plane.revoke_tag(tag)
+    return revocation is None or not engine._plane.open_tag(tag)[1]
+
+
+def test_a_fence_waits_for_the_last_mark_of_what_was_stopped() -> None:
+    wires = Wires()
+    with NullEngine(wires, nics=1) as engine, contextlib.closing(
+        RawDirectSource(engine.card(), wires)
+    ) as source:  # fmt: skip
+        pair, epoch, kept = source.rail(), 1, 0
+        for tag in range(1, 11):
+            assert pair is not None
+            engine.expect(tag)
+            source.send(ask(tag, 4, tag=tag))
+            mark = source.granted()
+            fence = threading.Thread(target=engine.fence, args=[tag])
+            fence.start()
+            refused = source.await_frame(Kind.ACK)
+            assert (refused.transfer, refused.status) == (tag, AckStatus.REFUSED)
+            pair.send_marks([mark])
+            source.send(abandon(tag, tag, 2))
+            pair.send_marks([mark + 1])
+            fence.join()
+            if any(status for status, _ in pair.poll()) or not pair.send_marks([0]):
+                epoch += 1
+                pair = source.rail(epoch=epoch)
+                continue
+            kept += 1
+        assert kept > 5

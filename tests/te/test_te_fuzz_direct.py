@@ -121,7 +121,11 @@ class Source:
             return end(self.number, tag)
         if kind < 0.75:
             number = self._known()
-            sent = rng.choice([0, 0, 0, 1, 2, 5]) if self.lies else 0
+            sent = (
+                rng.choice([0, 1, 2, 5, 1 << 40])
+                if self.lies
+                else rng.randrange(self.asked.get(number, 0) + 1)
+            )
             return abandon(number, self.tags.get(number, tag), sent)
         if kind < 0.95:
             index = rng.choice([*self.rails, 0])
