@@ -177,11 +177,15 @@ class Keeper:
 
     def on_event(self, number: int, rail: int, epoch: int, code: int, errnum: int) -> None:
         """What the plane tells of a link (rail -1: it has died) or a rail. Any thread."""
-        self._calls.put(lambda: self._heard(number, rail, epoch, code, errnum))
+        self._call(lambda: self._heard(number, rail, epoch, code, errnum))
 
     def on_link_up(self, nic: int) -> None:
         """A device's port has its link again, or another address. Any thread."""
-        self._calls.put(lambda: self._link_up(nic))
+        self._call(lambda: self._link_up(nic))
+
+    def _call(self, function: Callable[[], None]) -> None:
+        if self._thread is not None:  # Else there is no link of ours, and nobody to take it.
+            self._calls.put(function)
 
     def stop(self, timeout_s: float) -> None:
         """Ends the thread; rails under construction come to nothing."""

@@ -24,7 +24,8 @@ cdef bint on_table(Rail *r, Header *h) noexcept nogil:
             return False
         link.table = table
         link.table_room = 2 * (first + h.count)
-    memcpy(link.table + first, items, h.count * sizeof(Far))
+    if h.count:
+        memcpy(link.table + first, items, h.count * sizeof(Far))
     link.table_n = first + h.count
     return True
 

@@ -257,3 +257,13 @@ def test_a_fence_waits_for_the_last_mark_of_what_was_stopped() -> None:
                 continue
             kept += 1
         assert kept > 5
+
+
+def test_an_engine_that_only_receives_keeps_nothing_of_links_that_ended() -> None:
+    wires = Wires()
+    with NullEngine(wires, nics=1) as engine:
+        for _ in range(3):
+            RawDirectSource(engine.card(), wires).close()
+        wait_until(lambda: engine.stats().rails == 0, "all have ended")
+        wait_until(lambda: not engine._acceptor._links, "their ends were told")
+        assert engine._keeper._calls.empty()
