@@ -1,0 +1,632 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small world around the real room tables, of which every interleaving can be looked at.
+
+One room: a decode rank and one or two prefill ranks, each of which sends the room's two pages in
+two chunks. Between them is a link that delays everything by any time and may, a bounded number of
+times, reorder chunks, say or send something twice, lose it, or break; and schedulers that may
+abort. A state of the world is a value (`World`); the tables in it are numbers of local states, and
+what an event does to a table is worked out by the real rules, once (`Automaton`).
+
+`Model.explore` goes through all states breadth first and checks what must hold in each of them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from sglang_mooncake.executor import Executor
+from sglang_mooncake.layout import Seal
+from sglang_mooncake.messages import RoomAbort, RoomFailed, RoomRequest
+from sglang_mooncake.rooms import decode, prefill
+from sglang_mooncake.rooms.arrival import Awaited, SealDisagrees, has_arrived
+from sglang_mooncake.rooms.events import Aborted, Broken, Opened, Tick
+from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.side import broken
+
+__all__ = ["FAULTS", "Found", "Model"]
+
+ROOM, PAGES, PAGE_NBYTES, SEAL_NBYTES = 1, 2, 10, 1
+FOREVER_S = 1e9
+DECODE_RANK = "d"
+NO_SEAL = Seal(0, 0, 0, 0, 0, 0)
+CHUNKS = (
+    prefill.Chunk(np.array([0]), 0, None, 0.0),
+    prefill.Chunk(np.array([1]), 1, 0, 0.0),
+)
+#: What may happen once each, besides delay: to chunks between a prefill scheduler and its loop, to
+#: messages, to transfers, and by a scheduler's doing.
+FAULTS = frozenset({"reorder", "twice", "drop", "loss", "failure", "decode abort", "prefill abort"})
+
+Token = tuple[Any, ...]
+
+
+# --- the room tables, as automata ---
+
+
+@dataclass
+class Local:
+    """A room table with its one room."""
+
+    rooms: Any
+    view: RoomView
+
+
+def _frozen(value: Any) -> Any:
+    """A value to compare states by. Sentences, which decide nothing, are all alike."""
+    if isinstance(value, str):
+        return value if len(value) <= 3 else "…"
+    if isinstance(value, dict):
+        return frozenset((_frozen(key), _frozen(entry)) for key, entry in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    if isinstance(value, set | frozenset):
+        return frozenset(map(_frozen, value))
+    if isinstance(value, msgspec.Struct):
+        return type(value).__name__, _frozen(msgspec.structs.astuple(value))
+    if is_dataclass(value):
+        return tuple(_frozen(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, int | float | bytes | range | Enum | None):
+        return value
+    return _frozen(vars(value))
+
+
+class Automaton:
+    """A room table whose states are numbers; 0 is the first one.
+
+    Args:
+        event: makes the rules' event of a token, for a room.
+        output: makes a token of an instruction.
+        failed: what the rules are told of an event or instruction that raised.
+    """
+
+    def __init__(
+        self,
+        first: Local,
+        event: Callable[[Token, RoomView], Any],
+        output: Callable[[Any], Token | None],
+        failed: Callable[[Any, Exception], Any],
+    ) -> None:
+        self._event, self._output, self._failed = event, output, failed
+        self._numbers: dict[Any, int] = {}
+        self._states: list[bytes] = []
+        self._add(first)
+        # Each is worked out once, for all states of the world in which it happens.
+        self.step = cache(self._step)
+        self.view = cache(lambda state: self._local(state).view)
+        self.rooms = cache(lambda state: len(self._local(state).rooms))
+
+    def _local(self, state: int) -> Local:
+        local: Local = pickle.loads(self._states[state])
+        return local
+
+    def _add(self, local: Local) -> int:
+        key = _frozen(local)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._states)
+            self._states.append(pickle.dumps(local))
+        return self._numbers[key]
+
+    def _step(self, state: int, token: Token) -> tuple[int, tuple[Token, ...]]:
+        """The state after an event, and what the rules want done."""
+        local = self._local(state)
+        outputs: list[Token] = []
+
+        def perform(instruction: Any) -> None:
+            output = self._output(instruction)
+            if output is not None:
+                outputs.append(output)
+
+        now_s = token[1] if token[0] == "tick" else 0.0
+        executor: Executor[Any, Any] = Executor(
+            local.rooms.handle, perform, self._failed, clock=lambda: now_s
+        )
+        event = self._event(token, local.view)
+        if event is not None:
+            executor.submit(event)
+        return self._add(local), tuple(outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class Heard:
+    """A message. There is one object of each, so that states are compared quickly."""
+
+    message: RoomRequest | RoomAbort | RoomFailed
+
+
+_heard = cache(Heard)
+
+
+def _unworded(message: Any) -> Heard:
+    """Reasons make no difference to the rules."""
+    if isinstance(message, RoomAbort | RoomFailed):
+        message = msgspec.structs.replace(message, reason="")
+    return _heard(message)
+
+
+def _decode_event(token: Token, view: RoomView) -> Any:
+    match token:
+        case ("name",):  # the scheduler's own thread, before the loop can hear of it
+            view.named = True
+        case ("withdraw",):
+            view.withdrawn = True
+        case ("named",):
+            return decode.PagesNamed(view, np.arange(PAGES), 0, 0)
+        case ("aborted",):
+            return Aborted(view, "")
+        case ("broken",):
+            return Broken(view, "")
+        case ("arrived",):
+            return decode.Arrived(view)
+        case ("fenced",):
+            return decode.Fenced(view)
+        case ("link down", link):
+            return decode.LinkDown(link, "")
+        case ("failed", link, heard):
+            return decode.PeerFailed(link, heard.message)
+        case ("tick", _):
+            return Tick()
+        case _:
+            raise ValueError(token)
+    return None
+
+
+def _decode_output(instruction: Any) -> Token | None:
+    match instruction:
+        case decode.Expect(tag=tag, slot=slot):
+            return "expect", tag, slot
+        case decode.Tell(link, message):
+            return "tell", link, _unworded(message)
+        case decode.Fence(_, tags):
+            return "fence", tags
+    return None
+
+
+def _prefill_event(token: Token, view: RoomView) -> Any:
+    match token:
+        case ("open",):
+            return Opened(view)
+        case ("chunk", number):
+            return prefill.ChunkSent(view, CHUNKS[number])
+        case ("aborted",):
+            return Aborted(view, "")
+        case ("message", Heard(RoomRequest() as message)):
+            return prefill.Requested(DECODE_RANK, message)
+        case ("message", heard):
+            return prefill.RoomAborted(DECODE_RANK, heard.message)
+        case ("ended", is_done):
+            return prefill.WriteEnded(view, None if is_done else "")
+        case ("lost",):
+            return prefill.PeerLost(DECODE_RANK, "")
+        case ("tick", _):
+            return Tick()
+    raise ValueError(token)
+
+
+def _prefill_output(instruction: Any) -> Token | None:
+    match instruction:
+        case prefill.Write(generation=generation, target=target, chunk=chunk, span=span, sent=sent):
+            seal = None
+            if chunk.is_last:
+                aux = int(target.aux_slot is not None)
+                seal = Seal(generation, sent.writes, sent.pages, 0, aux, 0)
+            return "write", target.tag, tuple(span), seal, target.seal_slot
+        case prefill.CancelWrites():
+            return ("cancel",)
+        case prefill.Tell(_, message):
+            return "tell", _unworded(message)
+    return None
+
+
+def _decode_automaton(links: tuple[str, ...]) -> Automaton:
+    rooms = decode.DecodeRooms(decode.DecodeDeadlines(10.0, 20.0), 2 * len(links), first_tag=100)
+    view = RoomView(ROOM, 0.0, serial=1)
+    sources = tuple(decode.RoomSource(link, aux=not nth) for nth, link in enumerate(links))
+    rooms.handle(Opened(view), 0.0)
+    rooms.handle(decode.SourcesChosen(view, sources), 0.0)
+    for link in links:
+        rooms.handle(decode.LinkUp(link), 0.0)
+    assert view.state is RoomState.READY
+    return Automaton(Local(rooms, view), _decode_event, _decode_output, decode.after_failure)
+
+
+def _prefill_automaton() -> Automaton:
+    local = Local(prefill.PrefillRooms(10.0, 40.0), RoomView(ROOM, 0.0, serial=1))
+    return Automaton(local, _prefill_event, _prefill_output, broken)
+
+
+# --- the world around them ---
+
+
+class Transfer(NamedTuple):
+    """One write of a source. `begun`: some of its bytes may be landing."""
+
+    tag: int
+    pages: tuple[int, ...]
+    nbytes: int
+    seal: Seal | None
+    slot: int
+    begun: bool = False
+    cancelled: bool = False
+
+
+class Source(NamedTuple):
+    """A prefill rank and the way to it and from it."""
+
+    table: int = 0
+    opened: bool = False
+    #: Chunks that the scheduler sends, or has sent, and that are still on their way to the loop.
+    chunks: tuple[int, ...] = (0, 1)
+    asked: tuple[Heard, ...] = ()  # messages to it
+    told: tuple[Heard, ...] = ()  # messages from it
+    transfers: tuple[Transfer, ...] = ()
+    nbytes: int = 0  # payload handed to the engine
+    landed: frozenset[int] = frozenset()  # pages
+    link_up: bool = True
+    knows_loss: bool = False
+    decode_knows_loss: bool = False
+
+
+class World(NamedTuple):
+    faults: frozenset[str]
+    budget: int
+    sources: tuple[Source, ...]
+    table: int = 0  # of the decode rank
+    inbox: tuple[Token, ...] = ()  # of its loop
+    tags: tuple[tuple[int, int, int], ...] = ()  # open ones: tag, transfers, bytes
+    seals: tuple[Seal, ...] = ()  # by slot
+    fences: tuple[tuple[int, ...], ...] = ()  # to be confirmed
+    given_up: bool = False  # by the decode scheduler
+    done: bool = False  # its poll() said so
+
+
+Step = tuple[str, World]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an exploration came through.
+
+    ends: how often both sides were in these states when nothing could happen any more.
+    problems: what must never be and can be, each with the shortest way to it.
+    """
+
+    states: int
+    ends: Counter[tuple[str, str]]
+    problems: dict[str, list[str]]
+
+
+class Model:
+    """
+    Args:
+        sources: prefill ranks.
+        faults: what may go wrong, `budget` times in all, each kind once.
+        lands_at_once: a transfer's bytes land in one step, so that no fence ever waits. The world
+            is a third as large.
+        compare_seals: False looks at the number of transfers alone (finding A1).
+        drop_after_fence: True fences in the loop, and a fence that does not end drops the other
+            instructions of its batch (finding A4).
+    """
+
+    def __init__(
+        self,
+        sources: int,
+        faults: frozenset[str] = FAULTS,
+        budget: int = 1,
+        lands_at_once: bool = False,
+        compare_seals: bool = True,
+        drop_after_fence: bool = False,
+    ) -> None:
+        self.links = tuple(f"p{nth}" for nth in range(sources))
+        self.decode = _decode_automaton(self.links)
+        self.prefill = _prefill_automaton()
+        self._lands_at_once = lands_at_once
+        self._compare_seals, self._drop_after_fence = compare_seals, drop_after_fence
+        self.first = World(faults, budget, (Source(),) * sources, seals=(NO_SEAL,) * 2 * sources)
+        self._decode_ends = cache(self._decode_ends_uncached)
+        self._prefill_ends = cache(self._prefill_ends_uncached)
+
+    def explore(self) -> Found:
+        """Goes through all states, breadth first."""
+        came_from: dict[World, tuple[World, str] | None] = {self.first: None}
+        ends: Counter[tuple[str, str]] = Counter()
+        problems: dict[str, list[str]] = {}
+        waiting = deque([self.first])
+        while waiting:
+            world = waiting.popleft()
+            steps = list(self.steps(world))
+            for label, after in steps:
+                if after in came_from:
+                    continue
+                came_from[after] = world, label
+                waiting.append(after)
+                problem = self.problem(after)
+                if problem and problem not in problems:
+                    problems[problem] = _way(came_from, after)
+            if not steps:
+                ends[self._ends(world)] += 1
+        return Found(len(came_from), ends, problems)
+
+    def _ends(self, world: World) -> tuple[str, str]:
+        sources = "/".join(self.prefill.view(one.table).state.value for one in world.sources)
+        return self.decode.view(world.table).state.value, sources
+
+    # --- what must hold ---
+
+    def problem(self, world: World) -> str | None:
+        """What is wrong with a state of the world."""
+        view = self.decode.view(world.table)
+        flying = [transfer for one in world.sources for transfer in one.transfers]
+        if world.done or view.state is RoomState.DONE:
+            if any(len(one.landed) < PAGES for one in world.sources):
+                return "the decode room is done with a page missing"
+            if flying:
+                return "the decode room is done while something of it moves"
+        failed = view.over and view.state is not RoomState.DONE
+        if (failed or world.given_up) and view.releasable:
+            if world.tags:
+                return "pages can be released while they are open for writing"
+            if any(transfer.begun for transfer in flying):
+                return "pages can be released while a transfer lands in them"
+        if not self._decode_ends(world.table, world.inbox, world.fences):
+            return "the decode room never ends"
+        for one in world.sources:
+            state = self.prefill.view(one.table).state
+            if self.prefill.view(one.table).over and one.transfers:
+                return "a prefill room is over while a transfer reads its pages"
+            if state is RoomState.DONE and len(one.landed) < PAGES:
+                return "a prefill room is done with a page missing"
+            if not self._prefill_ends(one.table, one.opened, len(one.transfers)):
+                return "a prefill room never ends"
+        return None
+
+    def _decode_ends_uncached(
+        self, table: int, inbox: tuple[Token, ...], fences: tuple[tuple[int, ...], ...]
+    ) -> bool:
+        """Whether the room ends, and is forgotten, when nobody says anything any more."""
+        world = self.first._replace(table=table, inbox=inbox, fences=fences, tags=())
+        for _ in range(3):
+            while world.inbox or world.fences:
+                token = world.inbox[0] if world.inbox else ("fenced",)
+                left = world.inbox[1:], world.fences if world.inbox else world.fences[1:]
+                world = self._to_decode(world._replace(inbox=left[0], fences=left[1]), token)
+            world = self._to_decode(world, ("tick", FOREVER_S))
+        return self.decode.view(world.table).over and not self.decode.rooms(world.table)
+
+    def _prefill_ends_uncached(self, table: int, opened: bool, transfers: int) -> bool:
+        """The same for a prefill room: its transfers have outcomes, for the engine bounds them."""
+        for token in [*[("ended", False)] * transfers, ("tick", FOREVER_S)]:
+            table, _ = self.prefill.step(table, token)
+        return not opened or (self.prefill.view(table).over and not self.prefill.rooms(table))
+
+    # --- what can happen ---
+
+    def steps(self, world: World) -> Iterator[Step]:
+        """All states that can follow, each with what led there."""
+        yield from self._decode_steps(world)
+        for nth in range(len(world.sources)):
+            for label, after in self._source_steps(world, nth):
+                yield f"{self.links[nth]}: {label}", after
+
+    def _decode_steps(self, world: World) -> Iterator[Step]:
+        view = self.decode.view(world.table)
+        idle = not (world.given_up or world.done)
+        if view.state is RoomState.READY and not view.named and idle:
+            named = self._to_decode(world, ("name",))
+            yield "names its pages", named._replace(inbox=(*named.inbox, ("named",)))
+        if idle and (after := _spend(world, "decode abort")):
+            yield "decode aborts", self._give_up(after, ("aborted",))
+        if world.inbox:
+            rest = world._replace(inbox=world.inbox[1:])
+            yield f"decode loop: {world.inbox[0]}", self._to_decode(rest, world.inbox[0])
+        if view.state is RoomState.REQUESTED and idle:
+            yield from self._poll(world, view)
+        for job in world.fences[:1]:
+            closed = _without_tags(world, job)
+            if not _landing(world, job):
+                closed = closed._replace(fences=world.fences[1:], inbox=(*world.inbox, ("fenced",)))
+            if closed != world:
+                yield "fence", closed
+
+    def _poll(self, world: World, view: RoomView) -> Iterator[Step]:
+        try:
+            if all(self._has_arrived(world, awaited) for awaited in view.awaited):
+                inbox = (*world.inbox, ("arrived",))
+                yield "poll: success", world._replace(done=True, inbox=inbox)
+        except SealDisagrees:
+            yield "poll: the seal disagrees", self._give_up(world, ("broken",))
+
+    def _has_arrived(self, world: World, awaited: Awaited) -> bool:
+        writes, nbytes = next(
+            (count, nbytes) for tag, count, nbytes in world.tags if tag == awaited.tag
+        )
+        seal = world.seals[awaited.slot]
+        if not self._compare_seals:
+            return seal.generation == awaited.generation and 0 < seal.writes <= writes
+        return writes > 0 and has_arrived(awaited, seal, writes, nbytes)
+
+    def _give_up(self, world: World, token: Token) -> World:
+        after = self._to_decode(world, ("withdraw",))
+        return after._replace(given_up=True, inbox=(*after.inbox, token))
+
+    def _source_steps(self, world: World, nth: int) -> Iterator[Step]:
+        one = world.sources[nth]
+        state = self.prefill.view(one.table).state
+        if not one.opened:
+            yield "opens", self._to_prefill(_with(world, nth, opened=True), nth, ("open",))
+        elif not self.prefill.view(one.table).over:
+            if after := _spend(world, "prefill abort"):
+                yield "aborts", self._to_prefill(after, nth, ("aborted",))
+            if state is RoomState.OPEN:
+                waited = self._to_prefill(world, nth, ("tick", prefill.ABORT_GRACE_S))
+                if waited != world:
+                    yield "no newer request came", waited
+        if one.opened and state is not RoomState.OPEN:
+            yield from self._chunk_steps(world, nth, one.chunks)
+        yield from self._message_steps(world, nth, one)
+        for at in range(len(one.transfers)):
+            yield from self._transfer_steps(world, nth, at)
+
+    def _chunk_steps(self, world: World, nth: int, chunks: tuple[int, ...]) -> Iterator[Step]:
+        for at, number in enumerate(chunks):
+            rest = _with(world, nth, chunks=chunks[:at] + chunks[at + 1 :])
+            in_order = rest if at == 0 else _spend(rest, "reorder")
+            if in_order:
+                yield f"chunk {number}", self._to_prefill(in_order, nth, ("chunk", number))
+            if at == 0 and (again := _spend(world, "twice")):
+                yield f"chunk {number}, twice", self._to_prefill(again, nth, ("chunk", number))
+            if lost := _spend(rest, "drop"):
+                yield f"chunk {number} is lost", lost
+
+    def _message_steps(self, world: World, nth: int, one: Source) -> Iterator[Step]:
+        for way in ("asked", "told"):
+            queue = getattr(one, way)
+            if not queue:
+                continue
+            rest = _with(world, nth, **{way: queue[1:]})
+            name = type(queue[0].message).__name__
+            yield f"hears {way}: {name}", self._deliver(rest, nth, way, queue[0])
+            if again := _spend(world, "twice"):
+                yield f"hears {way}, twice: {name}", self._deliver(again, nth, way, queue[0])
+            if lost := _spend(rest, "drop"):
+                yield f"{way}: {name} is lost", lost
+        if one.link_up and (after := _spend(world, "loss")):
+            yield "the link breaks", _with(after, nth, link_up=False, asked=(), told=())
+        if not one.link_up and not one.knows_loss:
+            knows = _with(world, nth, knows_loss=True)
+            yield "sees the loss", self._to_prefill(knows, nth, ("lost",))
+        if not one.link_up and not one.decode_knows_loss:
+            knows = _with(world, nth, decode_knows_loss=True)
+            yield "decode sees the loss", self._to_decode(knows, ("link down", self.links[nth]))
+
+    def _deliver(self, world: World, nth: int, way: str, message: Heard) -> World:
+        if way == "asked":
+            return self._to_prefill(world, nth, ("message", message))
+        return self._to_decode(world, ("failed", self.links[nth], message))
+
+    def _transfer_steps(self, world: World, nth: int, at: int) -> Iterator[Step]:
+        one = world.sources[nth]
+        transfer = one.transfers[at]
+        others = one.transfers[:at] + one.transfers[at + 1 :]
+        gone = _with(world, nth, transfers=others)
+        is_open = any(tag == transfer.tag for tag, _, _ in world.tags)
+        if transfer.begun or (is_open and self._lands_at_once):
+            landed = _landed(gone, nth, transfer)
+            yield f"{transfer.pages} land", self._to_prefill(landed, nth, ("ended", is_open))
+        elif is_open:
+            begun = (*others, transfer._replace(begun=True))
+            yield f"{transfer.pages} begin to land", _with(world, nth, transfers=begun)
+        else:
+            yield f"{transfer.pages} are refused", self._to_prefill(gone, nth, ("ended", False))
+        if transfer.cancelled and not transfer.begun and is_open:
+            yield f"{transfer.pages} are cancelled", self._to_prefill(gone, nth, ("ended", False))
+        if after := _spend(gone, "failure"):
+            yield f"{transfer.pages} fail", self._to_prefill(after, nth, ("ended", False))
+
+    # --- events to the tables, and what they want done ---
+
+    def _to_decode(self, world: World, token: Token) -> World:
+        table, outputs = self.decode.step(world.table, token)
+        world = world._replace(table=table)
+        for output in outputs:
+            match output:
+                case ("expect", tag, slot):
+                    seals = (*world.seals[:slot], NO_SEAL, *world.seals[slot + 1 :])
+                    world = world._replace(tags=(*world.tags, (tag, 0, 0)), seals=seals)
+                case ("tell", link, message):
+                    nth = self.links.index(link)
+                    if world.sources[nth].link_up:
+                        asked = (*world.sources[nth].asked, message)
+                        world = _with(world, nth, asked=asked)
+                case ("fence", tags) if not self._drop_after_fence:
+                    world = world._replace(fences=(*world.fences, tags))
+                case ("fence", tags):
+                    is_late = _landing(world, tags)
+                    world = _without_tags(world, tags)
+                    if is_late:
+                        return world
+                    world = self._to_decode(world, ("fenced",))
+        return world
+
+    def _to_prefill(self, world: World, nth: int, token: Token) -> World:
+        one = world.sources[nth]
+        table, outputs = self.prefill.step(one.table, token)
+        if table != one.table:
+            one = one._replace(table=table)
+        for output in outputs:
+            match output:
+                case ("write", tag, pages, seal, slot):
+                    nbytes = PAGE_NBYTES * len(pages) + SEAL_NBYTES * (seal is not None)
+                    total = one.nbytes + nbytes
+                    sealed = seal and Seal(*_fields(seal)[:-1], nbytes=total)
+                    transfers = (*one.transfers, Transfer(tag, pages, nbytes, sealed, slot))
+                    one = one._replace(transfers=transfers, nbytes=total)
+                case ("cancel",):
+                    transfers = tuple(each._replace(cancelled=True) for each in one.transfers)
+                    one = one._replace(transfers=transfers)
+                case ("tell", message) if one.link_up:
+                    one = one._replace(told=(*one.told, message))
+        return _put(world, nth, one)
+
+
+def _fields(seal: Seal) -> tuple[int, ...]:
+    return seal.generation, seal.writes, seal.pages, seal.states, seal.aux, seal.nbytes
+
+
+def _with(world: World, nth: int, **changes: Any) -> World:
+    return _put(world, nth, world.sources[nth]._replace(**changes))
+
+
+def _put(world: World, nth: int, one: Source) -> World:
+    if one is world.sources[nth]:
+        return world
+    return world._replace(sources=(*world.sources[:nth], one, *world.sources[nth + 1 :]))
+
+
+def _spend(world: World, fault: str) -> World | None:
+    """The world with one fault less to come; None when this one cannot come any more."""
+    if fault not in world.faults or not world.budget:
+        return None
+    left = world.faults - {fault} if world.budget > 1 else frozenset()
+    return world._replace(faults=left, budget=world.budget - 1)
+
+
+def _landing(world: World, tags: tuple[int, ...]) -> bool:
+    return any(
+        transfer.begun and transfer.tag in tags
+        for one in world.sources
+        for transfer in one.transfers
+    )
+
+
+def _without_tags(world: World, tags: tuple[int, ...]) -> World:
+    return world._replace(tags=tuple(one for one in world.tags if one[0] not in tags))
+
+
+def _landed(world: World, nth: int, transfer: Transfer) -> World:
+    """Its bytes are in memory; they count when the tag is still open."""
+    landed = world.sources[nth].landed | frozenset(transfer.pages)
+    tags = tuple(
+        (tag, count + 1, nbytes + transfer.nbytes) if tag == transfer.tag else (tag, count, nbytes)
+        for tag, count, nbytes in world.tags
+    )
+    seals = world.seals
+    if transfer.seal is not None:
+        seals = (*seals[: transfer.slot], transfer.seal, *seals[transfer.slot + 1 :])
+    return _with(world, nth, landed=landed)._replace(tags=tags, seals=seals)
+
+
+def _way(came_from: dict[World, tuple[World, str] | None], world: World) -> list[str]:
+    labels: list[str] = []
+    while (step := came_from[world]) is not None:
+        world, label = step
+        labels.append(label)
+    return labels[::-1]
