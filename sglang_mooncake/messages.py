@@ -205,7 +205,7 @@ def decode(frame: bytes) -> Message:
         )
     try:
         return _decoder.decode(memoryview(frame)[_HEADER_BYTES:])
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (msgspec.DecodeError, RecursionError) as error:  # the latter for what nests too deep
         raise MessageError(f"malformed hand-over message: {error}") from error
 
 

@@ -140,6 +140,13 @@ def test_garbage_is_refused_with_a_sentence(garbage):
         messages.decode(header + b"\xc1" + garbage)
 
 
+def test_a_message_that_nests_without_end_is_refused():
+    header = messages.encode(LinkReset(""))[:6]
+    unknown_field = b"\x82\xa4type\xaalink_reset\xa1x" + b"\x91" * 200_000 + b"\xc0"
+    with pytest.raises(MessageError, match="malformed"):
+        messages.decode(header + unknown_field)
+
+
 @given(requests, st.data())
 def test_a_request_that_contradicts_itself_is_refused(request, data):
     fields = [
