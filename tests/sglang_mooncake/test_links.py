@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links to prefill ranks over real zmq sockets: each event once, in order, and none of a link that
+has been replaced."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from contextlib import contextmanager
+
+import pytest
+import zmq
+from handover import FIRST, HOST, Pool, make_context, until
+
+from bootstrap_server import Rank
+from sglang_mooncake.context import Deadlines
+from sglang_mooncake.control import ControlLoop
+from sglang_mooncake.layout import Buffers
+from sglang_mooncake.links import LinkKey, Links, open_dealer, open_router
+from sglang_mooncake.messages import (
+    Hello,
+    HelloReply,
+    LinkReset,
+    RoomAbort,
+    RoomFailed,
+    decode,
+    encode,
+)
+from sglang_mooncake.rooms.decode_events import LinkDown, LinkRefused, LinkUp, PeerFailed
+
+REGISTRY = "10.0.0.1:8998"
+ABORT = RoomAbort(1, 1, "gone")
+#: Of a published recipe: "never take a peer for dead".
+NEVER = Deadlines(heartbeat_failures_max=10_000_000)
+
+
+def key_of(port: int, epoch: int = 1) -> LinkKey:
+    return LinkKey(REGISTRY, Rank(FIRST, HOST, port, epoch))
+
+
+def hello() -> Hello:
+    context = make_context("decode", "", Deadlines())
+    return Hello("decode rank", context.place, b"card", Pool().layout(Buffers((), (), ())))
+
+
+class Hand:
+    """A loop that is turned by hand."""
+
+    def __init__(self, context: zmq.Context) -> None:
+        self.zmq_context = context
+        self.readers: dict[zmq.Socket, object] = {}
+        self.remove_reader = self.readers.pop
+
+    def add_reader(self, socket, readable) -> None:
+        self.readers[socket] = readable
+
+    def turn(self) -> None:
+        """Waits until something can be read, and reads it."""
+        poller = zmq.Poller()
+        for one in self.readers:
+            poller.register(one, zmq.POLLIN)
+        ready = poller.poll(20_000)
+        assert ready, "nothing came"
+        for one, _ in ready:
+            if one in self.readers:
+                self.readers[one]()
+
+
+class Bench:
+    """Links turned by hand, and a router for a prefill rank."""
+
+    def __init__(self, context: zmq.Context) -> None:
+        self.loop = Hand(context)
+        self.events, self.forgotten = [], []
+        self.links = Links(
+            self.loop, hello, Deadlines(), 10.0, self.events.append, self.forgotten.append
+        )
+        self.router, port = open_router(context, HOST, 1 << 20)
+        self.key = key_of(port)
+
+    def take(self):
+        """Who has sent what."""
+        assert self.router.poll(20_000)
+        identity, frame = self.router.recv_multipart()
+        return identity, decode(frame)
+
+    def say(self, identity: bytes, *messages) -> None:
+        for message in messages:
+            self.router.send_multipart([identity, encode(message)])
+
+    def connected(self) -> bytes:
+        """Opens the link, and has it answered."""
+        self.links.open(self.key)
+        identity, message = self.take()
+        assert isinstance(message, Hello)
+        self.say(identity, HelloReply(None))
+        self.loop.turn()
+        assert self.events.pop() == LinkUp(self.key)
+        return identity
+
+
+@pytest.fixture
+def bench():
+    with zmq.Context() as context:
+        made = Bench(context)
+        yield made
+        made.links.close()
+        made.router.close(linger=0)
+
+
+def test_a_link_is_opened_once_and_says_to_each_who_asks_that_it_stands(bench):
+    bench.links.open(bench.key)
+    bench.links.open(bench.key)
+    assert bench.events == []
+    identity, _ = bench.take()
+    bench.say(identity, HelloReply(None), HelloReply(None))
+    bench.loop.turn()
+    until(lambda: bench.events or bench.loop.turn(), "it stands")
+    assert bench.events[0] == LinkUp(bench.key)
+    bench.events.clear()
+    bench.links.open(bench.key)
+    assert bench.events == [LinkUp(bench.key)]
+    assert not bench.router.poll(0), "one hello"
+
+
+def test_a_refused_link_can_be_told_and_is_dialled_again_for_the_next_room(bench):
+    def told(event):
+        bench.events.append(event)
+        if isinstance(event, LinkRefused):
+            bench.links.send(bench.key, ABORT)
+
+    bench.links._report = told
+    bench.links.open(bench.key)
+    identity, _ = bench.take()
+    bench.say(identity, HelloReply("another page size"))
+    bench.loop.turn()
+    (refused,) = bench.events
+    assert isinstance(refused, LinkRefused)
+    assert bench.take() == (identity, ABORT)
+    assert len(bench.links) == 0
+    bench.connected()
+
+
+def test_what_a_rank_says_after_it_has_reset_the_link_is_not_heard(bench):
+    identity = bench.connected()
+    failed = RoomFailed(1, 1, "no")
+    bench.say(identity, failed, LinkReset("lost you"), LinkReset("twice"), failed, HelloReply(None))
+    until(lambda: len(bench.events) >= 2 or bench.loop.turn(), "both are heard")
+    assert bench.events == [
+        PeerFailed(bench.key, failed),
+        LinkDown(bench.key, f"{bench.key}: lost you"),
+    ]
+    assert bench.loop.readers == {}
+    assert bench.forgotten == [], "the rank lives"
+
+
+def test_a_monitor_that_fires_late_says_nothing_of_the_link_that_has_taken_the_place(bench):
+    bench.connected()
+    former = list(bench.loop.readers.values())
+    link = bench.links._links[bench.key]
+    bench.links._drop(link, "lost", forget_instance=True)
+    assert bench.events == [LinkDown(bench.key, "lost")]
+    bench.events.clear()
+    bench.connected()
+    for readable in former:
+        readable()
+    assert bench.events == []
+    bench.links.open(bench.key)
+    assert bench.events == [LinkUp(bench.key)]
+
+
+def test_a_rank_that_dies_is_found_by_its_connection_and_looked_up_afresh(bench):
+    bench.connected()
+    bench.router.close(linger=0)
+    bench.loop.turn()
+    assert bench.events == [LinkDown(bench.key, f"lost the connection to {bench.key}")]
+    assert bench.forgotten == [REGISTRY]
+    assert len(bench.links) == 0
+
+
+class Unsendable(zmq.Socket):
+    """libzmq gives no reason but a full queue while the context lives."""
+
+    def send(self, *args, **kwargs):
+        raise zmq.ZMQError(zmq.EHOSTUNREACH)
+
+
+def test_a_message_that_cannot_be_sent_takes_the_link_down_and_raises_nothing(bench):
+    """In the middle of a batch, the others of which are for other links."""
+    bench.connected()
+    bench.links._links[bench.key].dealer.__class__ = Unsendable
+    bench.links.send(bench.key, ABORT)
+    (down,) = bench.events
+    assert isinstance(down, LinkDown)
+    assert "cannot write to prefill rank" in down.reason
+    assert len(bench.links) == 0
+    bench.links.send(bench.key, ABORT)  # over a link that is gone: its rooms have been told
+    assert bench.events == [down]
+
+
+def test_a_rank_that_takes_nothing_in_loses_its_link(bench, monkeypatch):
+    monkeypatch.setattr("sglang_mooncake.links._QUEUE_MESSAGES_MAX", 2)
+    with socket.create_server((HOST, 0)) as silent:
+        key = key_of(silent.getsockname()[1])
+        bench.links.open(key)
+        for _ in range(3):
+            bench.links.send(key, ABORT)
+    assert bench.events == [LinkDown(key, f"{key} takes no messages in")]
+
+
+def test_a_link_that_cannot_be_opened_says_so_at_once_and_is_opened_for_the_next_room():
+    with zmq.Context() as context:
+        context.set(zmq.MAX_SOCKETS, 5)  # a router, and one link of three
+        bench = Bench(context)
+        bench.connected()
+        with socket.create_server((HOST, 0)) as other:
+            key = key_of(other.getsockname()[1])
+            bench.links.open(key)
+            (down,) = bench.events
+            assert isinstance(down, LinkDown)
+            assert down.link == key
+            assert down.reason == f"cannot open a link to {key}: Too many open files"
+            bench.links._drop(bench.links._links[bench.key], "lost", forget_instance=False)
+            bench.events.clear()
+            bench.links.open(key)
+            assert bench.events == []
+            assert len(bench.links) == 1
+        bench.links.close()
+        bench.router.close(linger=0)
+
+
+@pytest.mark.parametrize("deadlines", [NEVER, Deadlines(heartbeat_s=1e300)])
+def test_heartbeats_longer_than_zmq_can_count_are_never(bench, deadlines):
+    bench.links._deadlines = deadlines
+    bench.connected()
+
+
+class Peers:
+    """A handler that opens links on its loop and notes what becomes of them."""
+
+    def __init__(self, keys: list[LinkKey]) -> None:
+        self.keys = keys
+        self.up: set[LinkKey] = set()
+        self.others: list[object] = []
+        self.links: Links | None = None
+
+    def started(self, loop: ControlLoop) -> None:
+        self.links = Links(loop, hello, Deadlines(), 60.0, self.report, lambda address: None)
+        for key in self.keys:
+            self.links.open(key)
+
+    def report(self, event) -> None:
+        if isinstance(event, LinkUp):
+            self.up.add(event.link)
+        else:
+            self.others.append(event)
+
+    def on_stimulus(self, stimulus, now_s) -> None:
+        pass
+
+    def on_tick(self, now_s) -> None:
+        pass
+
+    def stopped(self) -> None:
+        self.links.close()
+
+
+@contextmanager
+def answering_router():
+    """A prefill rank that answers every hello."""
+    stop = threading.Event()
+    with zmq.Context() as context:
+        router, port = open_router(context, HOST, 1 << 20)
+
+        def answer() -> None:
+            while not stop.is_set():
+                if router.poll(20):
+                    identity, _ = router.recv_multipart()
+                    router.send_multipart([identity, encode(HelloReply(None))])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield port
+        finally:
+            stop.set()
+            thread.join()
+            router.close(linger=0)
+
+
+def test_a_decode_rank_reaches_four_hundred_prefill_ranks():
+    with answering_router() as port:
+        peers = Peers([key_of(port, epoch) for epoch in range(400)])
+        loop = ControlLoop("many", peers)
+        loop.start()
+        try:
+            until(lambda: len(peers.up) == 400 or peers.others, "all links stand")
+            assert peers.others == []
+        finally:
+            loop.close()
+
+
+# --- the other end ---
+
+
+def raw_dealer(port: int, identity: bytes) -> socket.socket:
+    """A ZMTP 3.0 peer by hand, since libzmq refuses to ask for a name that begins with 0."""
+    sock = socket.create_connection((HOST, port), 20)
+    sock.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    received = b""
+    while len(received) < 64:
+        received += sock.recv(64 - len(received))
+    ready = b"\x05READY"
+    for name, value in ((b"Socket-Type", b"DEALER"), (b"Identity", identity)):
+        ready += bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
+    sock.sendall(b"\x04" + bytes([len(ready)]) + ready)
+    return sock
+
+
+def test_nobody_takes_the_name_of_another_rank(bench):
+    identity = bench.connected()
+    with raw_dealer(bench.key.rank.port, identity) as thief:
+        frame = encode(LinkReset("from the thief"))
+        thief.sendall(bytes([0, len(frame)]) + frame)
+        # What the router does with the thief's connection is done before it hears of a later one.
+        dealer, monitor = open_dealer(bench.loop.zmq_context, HOST, bench.key.rank.port, 5, 2, 1000)
+        dealer.send(encode(LinkReset("later")))
+        heard = bench.take()
+        assert heard[0] != identity
+        bench.say(identity, RoomFailed(1, 1, "for the rank itself"))
+        bench.loop.turn()
+        assert bench.events == [PeerFailed(bench.key, RoomFailed(1, 1, "for the rank itself"))]
+        dealer.disable_monitor()
+        monitor.close(linger=0)
+        dealer.close(linger=0)
