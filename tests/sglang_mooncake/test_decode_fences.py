@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fences of the decode side that are not confirmed at once: real engines, and a source whose page
+the kernel holds back in the middle of a copy."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from handover import CANARY, PAGE_BYTES, Handover, handover, until
+from te_frozen import FrozenMemory, frozen_memory
+
+import te
+from sglang_mooncake.fences import Fencer
+from sglang_mooncake.rooms.states import RoomState, RoomView
+
+#: Of the first eight pages.
+NBYTES = 8 * PAGE_BYTES
+
+
+@pytest.fixture
+def pair() -> Iterator[Handover]:
+    with handover() as ranks:
+        ranks.decode.know(ranks.address)
+        yield ranks
+
+
+def requested(pair: Handover, room: int, pages: list[int]) -> RoomView:
+    _, target = pair.open_both(room)
+    pair.name_pages(target, pages, aux=room)
+    until(lambda: target.state is RoomState.REQUESTED, "the pages are published")
+    return target
+
+
+@dataclass
+class Frozen:
+    """A write into a room's first page that waits for a page of its source."""
+
+    memory: FrozenMemory
+    transfer: te.Transfer
+
+    def serve(self) -> None:
+        self.memory.serve(np.zeros(NBYTES, np.uint8))
+
+
+@contextmanager
+def frozen_write(pair: Handover, view: RoomView) -> Iterator[Frozen]:
+    config = te.Config(transports=("samehost",))
+    with te.Engine(config) as source, frozen_memory(NBYTES) as memory:
+        source.register(memory.address, memory.nbytes)
+        peer = source.connect(pair.decode.engine.card())
+        (awaited,) = view.awaited
+        # All pages of the room in the first layer: one block that no caller copies by itself.
+        blocks = te.Blocks.of(memory.address, pair.target.kv.ctypes.data, NBYTES)
+        transfer = peer.write(blocks, tag=awaited.tag)
+        memory.wait_until_touched()
+        yield Frozen(memory, transfer)
+
+
+def test_a_fence_that_times_out_is_tried_until_it_is_confirmed_and_holds_up_no_other(pair):
+    stuck, other = requested(pair, 1, list(range(8))), requested(pair, 2, [9])
+    side = pair.decode.side
+    with frozen_write(pair, stuck) as frozen:
+        side.abort(stuck, "client gone")
+        until(lambda: stuck.state is RoomState.ENDING, "its end is decided")
+        side.abort(other, "client gone, too")
+        until(lambda: other.releasable, "the other room does not wait")
+        until(lambda: side._fencer._late or side._fencer._due, "the fence has timed out")
+        pair.complete(3, [7], [10], aux=3)
+        assert stuck.state is RoomState.ENDING
+        assert not stuck.releasable
+        with pytest.raises(ValueError, match="is being fenced"):
+            pair.decode.engine.expect(stuck.awaited[0].tag)
+        frozen.serve()
+        until(lambda: stuck.releasable, "the fence is confirmed")
+        assert (stuck.state, stuck.reason) == (RoomState.ABORTED, "client gone")
+        pair.target.kv[0, :8] = CANARY
+        with pytest.raises(te.TransferFailed, match="was fenced"):
+            frozen.transfer.wait(20)
+    assert (pair.target.kv[0, :8] == CANARY).all()
+
+
+def test_of_several_rooms_that_one_lost_link_ends_only_the_one_that_is_stuck_waits(pair):
+    views = [requested(pair, 1, [9]), requested(pair, 2, list(range(8))), requested(pair, 3, [10])]
+    with frozen_write(pair, views[1]) as frozen:
+        pair.prefill.close()
+        until(lambda: views[0].releasable and views[2].releasable, "the others are over")
+        assert {views[0].state, views[2].state} == {RoomState.FAILED}
+        assert views[1].state is RoomState.ENDING
+        assert not views[1].releasable
+        frozen.serve()
+        until(lambda: views[1].releasable, "the last one is over")
+        assert views[1].state is RoomState.FAILED
+        assert "lost the connection to prefill rank" in (views[1].reason or "")
+
+
+def test_a_scheduler_that_waits_is_told_whether_the_pages_are_safe(pair):
+    stuck = requested(pair, 1, list(range(8)))
+    side = pair.decode.side
+    with frozen_write(pair, stuck) as frozen:
+        side.abort(stuck, "another rank failed")
+        assert not side.wait_until_safe(stuck, 0.05)
+        served = threading.Timer(0.05, frozen.serve)
+        served.start()
+        assert side.wait_until_safe(stuck, 20)
+        served.join()
+    assert side.wait_until_safe(stuck, 0), "it is over"
+    assert side._waiters == {}
+
+
+@contextmanager
+def loop_held(pair: Handover, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The loop thread does nothing meanwhile."""
+    held, gate = threading.Event(), threading.Event()
+
+    def hold(count: int) -> None:
+        held.set()
+        assert gate.wait(20)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.decode.side._recorder, "open_rooms", hold)
+        assert held.wait(20)
+        yield
+    gate.set()
+
+
+def test_pages_count_as_exposed_before_the_loop_has_published_them(pair, monkeypatch):
+    source, target = pair.open_both(1)
+    with loop_held(pair, monkeypatch):
+        pair.name_pages(target, [5], aux=0)
+        assert not target.releasable, "a write may be asked for at any moment"
+        pair.decode.side.abort(target, "another rank failed")
+        assert not target.releasable, "only the loop knows whether it has begun to publish them"
+    until(lambda: target.releasable, "the room is over")
+    assert not target.exposed
+    assert (target.state, target.awaited) == (RoomState.ABORTED, ())
+    until(lambda: source.over, "the prefill rank is told")
+    assert source.reason == "the decode server gave the request up: another rank failed"
+
+
+def test_whatever_a_fence_raises_it_is_tried_again_until_it_is_confirmed(caplog):
+    problems = [RuntimeError("a bug"), te.FenceTimeout("late"), OSError("another")]
+    tried: list[int] = []
+    confirmed: list[RoomView] = []
+
+    def fence(tag: int, timeout_s: float) -> None:
+        tried.append(tag)
+        if tag == 1 and problems:
+            raise problems.pop(0)
+
+    stuck, other = RoomView(1, 0.0), RoomView(2, 0.0)
+    fencer = Fencer(fence, confirmed.append, "fences")
+    fencer.start()
+    with caplog.at_level(logging.WARNING):
+        fencer.close_tags(stuck, (1, 2))
+        fencer.close_tags(other, (3,))
+        until(lambda: other in confirmed, "the other room is over")
+        until(lambda: fencer.retry() or stuck in confirmed, "it is over, too")
+    fencer.close()
+    assert tried == [1, 2, 3, 1, 1, 1], "what is confirmed is not fenced again"
+    assert confirmed == [other, stuck]
+    (problem, late) = caplog.records
+    assert "RuntimeError: a bug" in caplog.text
+    assert "so they stay reserved" in problem.message
+    assert late.message == "room 1: its fence is confirmed, at try 4"
