@@ -222,10 +222,12 @@ def test_a_link_that_cannot_be_opened_says_so_at_once_and_is_opened_for_the_next
             assert down.link == key
             assert down.reason == f"cannot open a link to {key}: Too many open files"
             bench.links._drop(bench.links._links[bench.key], "lost", forget_instance=False)
-            bench.events.clear()
-            bench.links.open(key)
-            assert bench.events == []
-            assert len(bench.links) == 1
+
+            def is_open() -> bool:  # once zmq has closed the former one, which it does beside us
+                bench.links.open(key)
+                return len(bench.links) == 1
+
+            until(is_open, "the link is dialled again")
         bench.links.close()
         bench.router.close(linger=0)
 

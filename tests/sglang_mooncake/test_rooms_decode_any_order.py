@@ -230,5 +230,5 @@ class AnyOrder(RuleBasedStateMachine):
         assert not self.open_tags & {a.tag for view in self.views for a in view.awaited}
 
 
-AnyOrder.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
+AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 test_any_order = AnyOrder.TestCase
