@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from cpu_serving.expectations import Reference, Serving
 from cpu_serving.model import make_model
+from cpu_serving.nursery import Nursery
 from cpu_serving.servers import SHIM, Fleet, Pair, ServerOptions
 from cpu_serving.traffic import make_requests
 
@@ -32,8 +33,8 @@ def endless(result, queue, *args, **kwargs):
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with Fleet(tmp_path_factory.mktemp("first")) as fleet:
+def fleet(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with Fleet(tmp_path_factory.mktemp("first"), nursery) as fleet:
         yield fleet
 
 
