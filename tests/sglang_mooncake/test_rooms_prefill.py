@@ -452,6 +452,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.ends: dict[int, tuple[RoomState, str | None]] = {}
         self.generation = 0
         self.over: list[RoomView] = []
+        self.asked: list[tuple[str, RoomRequest]] = []
 
     def do(self, event):
         for instruction in self.rooms.handle(event, self.now_s):
@@ -477,11 +478,16 @@ class AnyOrder(RuleBasedStateMachine):
     )
     def ask(self, room, peer, destinations, share):
         self.generation += 1
-        if share is None:
-            self.do(Requested(peer, nothing_wanted(room, self.generation, destinations)))
-        else:
+        asked = nothing_wanted(room, self.generation, destinations)
+        if share is not None:
             asked = request(room, self.generation, destinations=destinations, share=share)
-            self.do(Requested(peer, asked))
+        self.asked.append((peer, asked))
+        self.do(Requested(peer, asked))
+
+    @rule(data=st.data())
+    def ask_again(self, data):
+        if self.asked:
+            self.do(Requested(*data.draw(st.sampled_from(self.asked))))
 
     @rule(data=st.data(), pages=st.integers(0, 2), first=st.integers(0, 2), last=st.booleans())
     def send(self, data, pages, first, last):
@@ -526,6 +532,16 @@ class AnyOrder(RuleBasedStateMachine):
                 assert (view.reason is None) == (view.state is RoomState.DONE)
             if view.state is RoomState.ENDING:
                 assert self.outstanding[view.serial], "an ending that nothing will end"
+
+    @invariant()
+    def what_is_early_is_counted(self):
+        kept = [
+            early for peer in self.rooms._early._peers.values() for early in peer.messages.values()
+        ]
+        assert self.rooms._early.nbytes == sum(one.nbytes for one in kept)
+        assert {(one.peer, one.message.room) for one in kept} == {
+            (peer, room) for room, peers in self.rooms._early._rooms.items() for peer in peers
+        }
 
     @invariant()
     def the_table_holds_live_rooms_alone(self):
