@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our receiver when a request fails: which pages SGLang may use again, and when."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytestmark = [
+    pytest.mark.sglang,
+    # SGLang's own imports warn on a machine without a GPU; they are not ours to mend.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture
+def receiver():
+    """One that has named its pages, with deferred release switched off."""
+    from handover import handover, until
+
+    from sglang_mooncake.manager import KVManager
+    from sglang_mooncake.receiver import KVReceiver
+    from sglang_mooncake.rooms.states import RoomState
+
+    with handover() as pair:
+        pair.decode.know(pair.address)
+        manager = KVManager.__new__(KVManager)
+        manager.decode_side, manager._views = pair.decode.side, {}
+        manager.enable_deferred_decode_kv_release = False
+        manager.recorder = SimpleNamespace(scheduler_call=lambda name: nullcontext())
+        made = KVReceiver(manager, pair.address, 7)
+        made.init(0)
+        until(lambda: made._view.state is RoomState.READY, "it is ready")
+        made.send_metadata(np.array([4, 5], np.int32), 0, decode_prefix_len=0)
+        assert made.abort_notified
+        yield made
+
+
+def test_without_deferred_release_the_failure_comes_when_the_pages_are_safe(receiver):
+    from sglang_mooncake.seam import KVTransferError
+
+    with pytest.raises(KVTransferError) as caught:
+        receiver.failure_exception()
+    assert caught.value.is_from_another_rank
+    assert receiver._view.safe
+    assert not receiver.abort_notified
+    assert receiver.kv_mgr.is_abort_release_safe(7, 0)
+
+
+def test_a_write_that_is_stuck_does_not_hide_the_transfers_error_and_the_log_names_the_pages(
+    receiver, monkeypatch, caplog
+):
+    from handover import until
+
+    import te
+    from sglang_mooncake.rooms.states import RoomState
+    from sglang_mooncake.seam import KVTransferError
+
+    def late(tag: int, timeout_s: float) -> None:
+        raise te.FenceTimeout("stuck")
+
+    monkeypatch.setattr("sglang_mooncake.receiver.FENCE_NOW_TIMEOUT_S", 0.2)
+    until(lambda: receiver._view.exposed, "its pages are published")
+    fencer = receiver._side._fencer
+    with monkeypatch.context() as patch:
+        patch.setattr(fencer, "_fence", late)
+        receiver._side.fail(receiver._view, "out of memory")
+        until(lambda: receiver._view.state is RoomState.ENDING, "its end is decided")
+        with caplog.at_level(logging.CRITICAL), pytest.raises(KVTransferError) as caught:
+            receiver.failure_exception()
+        assert "out of memory" in str(caught.value)
+        assert "Pages: [4 5]" in caplog.text
+        assert not receiver.kv_mgr.is_abort_release_safe(7, 0)
+        receiver.clear()
+    until(lambda: receiver._view.safe, "the fence is confirmed after all")
