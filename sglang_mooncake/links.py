@@ -8,7 +8,9 @@ links reaches the rooms as events, in order, and by no other way.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +36,9 @@ LinkEvent = LinkUp | LinkDown | LinkRefused | PeerFailed
 _QUEUE_MESSAGES_MAX = 10_000
 #: zmq takes milliseconds as a C int: 24 days, which is "never" for a heartbeat.
 _ZMQ_MS_MAX = 2**31 - 1
+_srand = ctypes.PyDLL(None).srand
+_srand.argtypes = (ctypes.c_uint,)
+_srand.restype = None
 #: A rank that has refused us is still told which rooms it need not wait for.
 _FAREWELL_MS = 1_000
 
@@ -220,6 +225,10 @@ def open_router(
     Raises:
         zmq.ZMQError: the address cannot be bound.
     """
+    # A ROUTER numbers its peers from rand(), which is the same in each process unless it is seeded.
+    # libzmq 4.3.5 aborts the process when it gives out a number that a peer has claimed before, so
+    # nobody must be able to guess the next one. No option of the socket refuses such claims.
+    _srand(secrets.randbits(32))
     socket = context.socket(zmq.ROUTER)
     _bound(socket, host, message_bytes_max)
     # A send to a peer that is gone raises instead of vanishing.

@@ -4,6 +4,7 @@ has been replaced."""
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import struct
 import threading
@@ -336,3 +337,15 @@ def test_nobody_takes_the_name_of_another_rank(bench):
         dealer.disable_monitor()
         monitor.close(linger=0)
         dealer.close(linger=0)
+
+
+def test_the_names_that_a_router_will_give_cannot_be_known():
+    names = []
+    for _ in range(2):
+        ctypes.PyDLL(None).srand(1)  # as in every process that never calls it
+        with zmq.Context() as context:
+            bench = Bench(context)
+            names.append(bench.connected())
+            bench.links.close()
+            bench.router.close(linger=0)
+    assert names[0] != names[1]
