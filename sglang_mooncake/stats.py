@@ -135,6 +135,7 @@ class Recorder:
             self._write()
 
     def _keep_file(self) -> None:
+        self._write()  # at once: the file is also the proof of who serves
         while not self._closing.wait(_WRITE_INTERVAL_S):
             self._write()
 

@@ -10,6 +10,7 @@ import pytest
 from handover import make_context, until
 
 import te
+from sglang_mooncake import stats
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.rooms.states import RoomState, RoomView
 from sglang_mooncake.stats import Recorder
@@ -71,6 +72,15 @@ def test_the_file_is_whole_and_kept_by_a_thread_of_its_own(recorder):
     until(lambda: written()["handover_ms"] == [250.0, 500.0], "it is written again")
     recorder.close()
     assert [path.name for path in recorder.path.parent.iterdir()] == [recorder.path.name]
+
+
+def test_the_file_says_who_serves_from_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(stats, "_WRITE_INTERVAL_S", 600.0)
+    made = make_recorder(tmp_path)
+    path = tmp_path / f"prefill-{os.getpid()}.json"
+    until(path.exists, "it is written")
+    assert msgspec.json.decode(path.read_bytes())["classes"] == {"manager": "a.B"}
+    made.close()
 
 
 def test_the_last_figures_are_in_the_file_that_a_rank_leaves(recorder):
