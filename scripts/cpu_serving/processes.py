@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,15 +16,10 @@ from types import FrameType
 
 from cpu_serving.nursery import ForkedProcess, Nursery
 
-__all__ = ["ManagedProcess", "ServingError", "free_port_block", "signals_deferred"]
+__all__ = ["ManagedProcess", "ServingError", "signals_deferred"]
 
 TAIL_LINES = 60
 TERM_GRACE_S = 10.0
-# SGLang derives further ports from the one it is given (with DP attention up to about 250 above).
-PORT_BLOCK = 400
-PROBED_OFFSETS = (0, 1, *range(225, 245))
-FIRST_PORT = 11_000
-LAST_PORT = 31_000  # below the range the kernel gives to outgoing connections
 
 
 class ServingError(Exception):
@@ -181,24 +175,3 @@ def _live_processes() -> Iterator[tuple[int, int]]:
         state, _parent, group = text.rpartition(")")[2].split()[:3]
         if state != "Z":
             yield int(entry.parent.name), int(group)
-
-
-def free_port_block(taken: Sequence[int] = ()) -> int:
-    """First port of a block where nobody listens; `taken` are blocks given out before."""
-    blocks = range(FIRST_PORT, LAST_PORT, PORT_BLOCK)
-    start = os.getpid() % len(blocks)  # two runs side by side begin to look at different places
-    for i in range(len(blocks)):
-        base = blocks[(start + i) % len(blocks)]
-        if base not in taken and all(_is_free(base + offset) for offset in PROBED_OFFSETS):
-            return base
-    raise ServingError(f"no block of {PORT_BLOCK} free ports between {FIRST_PORT} and {LAST_PORT}")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True

@@ -14,7 +14,8 @@ import requests
 
 from cpu_serving.nursery import Nursery
 from cpu_serving.overlap import Overlap
-from cpu_serving.processes import ManagedProcess, ServingError, free_port_block, signals_deferred
+from cpu_serving.ports import HOST, PortBlock
+from cpu_serving.processes import ManagedProcess, ServingError, signals_deferred
 from cpu_serving.progress import no_tick
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
 
 Role = Literal["single", "prefill", "decode"]
 
-HOST = "127.0.0.1"
 SHIM = Path(__file__).parent / "shim"
 # A pair starts in about 25 s on two idle cores; a loaded machine may need many times that.
 READY_TIMEOUT_S = 400.0 if len(os.sched_getaffinity(0)) > 1 else 1200.0
@@ -205,7 +205,7 @@ class Fleet:
         """Servers that fit it are forked from the `nursery`, all others start as programs."""
         self.run_dir = run_dir
         self._nursery = nursery
-        self._ports: list[int] = []
+        self._ports: list[PortBlock] = []
         self._started: list[Server | Router] = []
 
     def __enter__(self) -> Self:
@@ -253,11 +253,12 @@ class Fleet:
                 started.process.ask_to_end()  # all at once: each takes seconds
             while self._started:
                 self._started.pop().stop()
+            while self._ports:
+                self._ports.pop().close()
 
     def _port(self) -> int:
-        port = free_port_block(self._ports)
-        self._ports.append(port)
-        return port
+        self._ports.append(PortBlock())
+        return self._ports[-1].first
 
 
 def wait_ready(

@@ -12,7 +12,7 @@ from dataclasses import replace
 import aiohttp
 import pytest
 from cpu_serving.expectations import Layout, Serving
-from cpu_serving.processes import free_port_block
+from cpu_serving.ports import PortBlock
 from cpu_serving.servers import HOST, Fleet, wait_ready
 from cpu_serving.traffic import Answer, Request, make_requests, run, send
 
@@ -106,13 +106,12 @@ def test_abort_in_mid_flight(serving: Serving, way: str) -> None:
 
 
 def test_wrong_bootstrap_address_fails_in_bounded_time(serving: Serving) -> None:
-    nobody = free_port_block([serving.pair.prefill.port, serving.pair.decode.port])
-    request = direct(serving, make_requests(1, 50)[0], bootstrap_port=nobody)
-
     async def ask(session: aiohttp.ClientSession) -> Answer:
         return await send(session, serving.pair.decode.url, request)
 
-    answer = run(ask, BOUND_S)
+    with PortBlock() as nobody:
+        request = direct(serving, make_requests(1, 50)[0], bootstrap_port=nobody.first)
+        answer = run(ask, BOUND_S)
     assert answer.error is not None
-    assert str(nobody) in answer.error, "the message names the address that did not answer"
+    assert str(nobody.first) in answer.error, "the message names the address that did not answer"
     serving.assert_equal(make_requests(4, 100, seed=5))
