@@ -90,9 +90,9 @@ def test_the_last_figures_are_in_the_file_that_a_rank_leaves(recorder):
 
 
 def test_a_file_that_cannot_be_written_in_time_holds_up_nobody(tmp_path):
-    made = make_recorder(tmp_path)
     path = tmp_path / f"prefill-{os.getpid()}.tmp"
     os.mkfifo(path)  # a write to it waits for a reader, as one to a file server that hangs
+    made = make_recorder(tmp_path)
     until(made._write_lock.locked, "the thread waits for the file")
     made.handed_over(0.25)
     made.open_rooms(3)
