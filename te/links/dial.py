@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from te.errors import ConnectError, HandshakeError, ProtocolViolation, VersionError
@@ -24,12 +24,14 @@ from te.handshake import (
 )
 from te.links.greeting import Greeting, GreetingKind, GreetingReader, encode_greeting
 
-__all__ = ["Dialled", "TransportRefused", "address_text", "blame", "greet", "tune"]
+__all__ = ["Dialled", "TransportRefused", "address_text", "blame", "greet", "insist", "tune"]
 
 # An idle connection to a vanished host is given up after about 5 + 3 x 2 seconds.
 KEEPALIVE_IDLE_S = 5
 KEEPALIVE_INTERVAL_S = 2
 KEEPALIVE_PROBES = 3
+DIALS_MAX = 4
+DIAL_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,21 @@ def greet(
         sock.setblocking(False)
         undo.pop_all()
         return Dialled(sock, welcome)
+
+
+def insist(dial: Callable[[], Dialled], deadline_s: float) -> Dialled:
+    """Dials again when the other side closes before its welcome: an engine to which too many
+    connect at once closes the connection that has been silent for longest, and that is ours when
+    this process was held up before its hello. Raises as ``dial`` does, at the last try or at the
+    deadline."""
+    for tries_left in reversed(range(DIALS_MAX)):
+        try:
+            return dial()
+        except ConnectionResetError:
+            if not tries_left or time.monotonic() + DIAL_PAUSE_S >= deadline_s:
+                raise
+            time.sleep(DIAL_PAUSE_S)
+    raise AssertionError("the last try returns or raises")
 
 
 def _read_greeting(sock: socket.socket, deadline_s: float) -> Greeting:

@@ -16,7 +16,7 @@ from msgspec import structs
 from te.errors import ConnectError, Error
 from te.handshake import Card, Hello, RailOffer, Shared, Welcome
 from te.links import samehost
-from te.links.dial import Dialled, TransportRefused, address_text, blame, greet, tune
+from te.links.dial import Dialled, TransportRefused, address_text, blame, greet, insist, tune
 from te.links.direct import BUILD_TIMEOUT_S, paths
 from te.links.keeper import DirectLink
 from te.links.local import Local, SharedMemory
@@ -91,9 +91,9 @@ def _open_samehost(local: Local, card: Card, deadline_s: float, timeout_s: float
     number, memory = secrets.randbits(62), samehost.NonceMemory()
     hello = _hello(local, card, number)
 
-    def dial(nonce: bool = False) -> Dialled:
+    def dial_once(nonce: bool) -> Dialled:
         left_s = max(deadline_s - time.monotonic(), 0.001)
-        with contextlib.ExitStack() as undo, blame(card, where, timeout_s):
+        with contextlib.ExitStack() as undo:
             try:
                 sock = samehost.dial(card, left_s)
             except (ConnectionRefusedError, PermissionError):
@@ -108,6 +108,10 @@ def _open_samehost(local: Local, card: Card, deadline_s: float, timeout_s: float
             dialled = greet(sock, said, card, where, deadline_s, [rings_fd])
             undo.pop_all()
             return replace(dialled, rings_fd=rings_fd)
+
+    def dial(nonce: bool = False) -> Dialled:
+        with blame(card, where, timeout_s):
+            return insist(lambda: dial_once(nonce), deadline_s)
 
     first = dial(nonce=True)
     with contextlib.ExitStack() as undo, blame(card, where, timeout_s):
@@ -179,7 +183,6 @@ def _dial_tcp(
     local: Local, card: Card, hello: Hello, deadline_s: float, timeout_s: float
 ) -> Dialled:
     where, config = address_text(card.host, card.port), local.config
-    left_s = max(deadline_s - time.monotonic(), 0.001)
     source = None if config.source_host is None else (config.source_host, 0)
     try:
         socket.getaddrinfo(card.host, card.port, flags=socket.AI_NUMERICHOST)
@@ -189,15 +192,21 @@ def _dial_tcp(
             f"the card of the engine {card.id} has the host {card.host!r}, which is no numeric"
             " address; engines put nothing else on their cards"
         ) from None
-    with blame(card, where, timeout_s), contextlib.ExitStack() as undo:
-        sock = socket.create_connection((card.host, card.port), left_s, source)
-        undo.callback(sock.close)
-        tune(sock, config.stall_timeout_s)
-        if config.socket_buffer_bytes:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.socket_buffer_bytes)
-        dialled = greet(sock, hello, card, where, deadline_s)
-        undo.pop_all()
-        return dialled
+
+    def dial() -> Dialled:
+        with contextlib.ExitStack() as undo:
+            left_s = max(deadline_s - time.monotonic(), 0.001)
+            sock = socket.create_connection((card.host, card.port), left_s, source)
+            undo.callback(sock.close)
+            tune(sock, config.stall_timeout_s)
+            if config.socket_buffer_bytes:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.socket_buffer_bytes)
+            dialled = greet(sock, hello, card, where, deadline_s)
+            undo.pop_all()
+            return dialled
+
+    with blame(card, where, timeout_s):
+        return insist(dial, deadline_s)
 
 
 _OPENERS: dict[str, Callable[[Local, Card, float, float], Opened]] = {

@@ -14,6 +14,7 @@ from te_raw import TIMEOUT_S, raw_destination, read_greeting, welcome
 
 import te
 from te.handshake import decode_card, encode
+from te.links.dial import DIALS_MAX
 
 
 def descriptors() -> int:
@@ -30,8 +31,9 @@ def test_a_second_rail_that_cannot_be_dialled_leaves_nothing_behind() -> None:
             with first:
                 read_greeting(first)
                 first.sendall(welcome(rails=2))
-                second, _ = listener.accept()
-                second.close()
+                for _ in range(DIALS_MAX):
+                    second, _ = listener.accept()
+                    second.close()
                 first.settimeout(TIMEOUT_S)
                 ended.append(first.recv(1))
 
@@ -43,6 +45,22 @@ def test_a_second_rail_that_cannot_be_dialled_leaves_nothing_behind() -> None:
         assert ended == [b""]
         assert descriptors() == before
         assert engine.stats().rails == 0
+
+
+def test_a_connection_that_is_closed_before_its_welcome_is_dialled_again() -> None:
+    """As an engine does to which too many connect at once."""
+    with raw_destination() as (listener, card), te.Engine() as engine:
+        peers: list[te.Peer] = []
+        thread = threading.Thread(target=lambda: peers.append(engine.connect(card)))
+        thread.start()
+        for _ in range(DIALS_MAX - 1):
+            listener.accept()[0].close()
+        last, _ = listener.accept()
+        with last:
+            read_greeting(last)
+            last.sendall(welcome())
+            thread.join(TIMEOUT_S)
+            assert peers[0].alive
 
 
 def test_a_connection_that_cannot_be_set_up_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

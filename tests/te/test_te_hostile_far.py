@@ -18,6 +18,7 @@ from te_raw import TIMEOUT_S, raw_destination, read_greeting, welcome
 
 import te
 from te.handshake import PROTOCOL_VERSION
+from te.links.dial import DIALS_MAX
 from te.links.greeting import GreetingKind, encode_greeting
 
 
@@ -62,13 +63,14 @@ def connected_to_raw(
 def test_answers_to_a_hello(answer: bytes, error: type[te.Error], says: str) -> None:
     with raw_destination() as (listener, card), te.Engine() as source:
 
-        def answer_once() -> None:
-            sock, _ = listener.accept()
-            with sock:
-                read_greeting(sock)
-                sock.sendall(answer)
+        def reply() -> None:
+            for _ in range(1 if answer else DIALS_MAX):
+                sock, _ = listener.accept()
+                with sock:
+                    read_greeting(sock)
+                    sock.sendall(answer)
 
-        thread = threading.Thread(target=answer_once)
+        thread = threading.Thread(target=reply)
         thread.start()
         with pytest.raises(error, match=says):
             source.connect(card)
