@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 from te_frames import HEADER, AckStatus, Kind, header
-from te_raw import RAW_ID, TIMEOUT_S, dial, hello, read_greeting, welcome
+from te_raw import RAW_ID, TIMEOUT_S, dial, hello, read_exactly, read_greeting, welcome
 
 import te
 from te.bench._null import Device, QueuePair, Wires
@@ -111,11 +111,11 @@ class _Control:
 
     def frame(self) -> Frame | None:
         """The next one; None at the end of the stream."""
-        data = self._exactly(HEADER.size)
+        data = read_exactly(self.sock, HEADER.size)
         if data is None:
             return None
         kind, status, flags, count, transfer, tag, _, total = HEADER.unpack(data)
-        body = self._exactly(count * _width(kind))
+        body = read_exactly(self.sock, count * _width(kind))
         return (
             None if body is None else Frame(Kind(kind), status, flags, transfer, tag, total, body)
         )
@@ -160,18 +160,6 @@ class _Control:
 
     def close(self) -> None:
         self.sock.close()
-
-    def _exactly(self, nbytes: int) -> bytes | None:
-        data = b""
-        while len(data) < nbytes:
-            try:
-                more = self.sock.recv(nbytes - len(data))
-            except ConnectionResetError:
-                return None
-            if not more:
-                return None
-            data += more
-        return data
 
 
 class RawDirectSource(_Control):

@@ -50,6 +50,20 @@ def read_greeting(sock: socket.socket) -> Greeting | None:
             return greeting
 
 
+def read_exactly(sock: socket.socket | RingSocket, nbytes: int) -> bytes | None:
+    """None if the stream ends before."""
+    data = b""
+    while len(data) < nbytes:
+        try:
+            more = sock.recv(nbytes - len(data))
+        except ConnectionResetError:
+            return None
+        if not more:
+            return None
+        data += more
+    return data
+
+
 def hello(card: bytes, version: int = PROTOCOL_VERSION, **changes: Any) -> bytes:
     decoded = decode_card(card)
     fields = {"id": RAW_ID, "epoch": 1, "peer_id": decoded.id, "peer_epoch": decoded.epoch}
@@ -77,29 +91,17 @@ class RawSource:
         self.sock.sendall(b"".join(parts))
 
     def ack(self) -> Ack:
-        data = self._exactly(HEADER.size)
+        data = read_exactly(self.sock, HEADER.size)
         assert data is not None, "no acknowledgement but the end"
         kind, status, _, count, transfer, _, _, _ = HEADER.unpack(data)
         assert kind == Kind.ACK
-        reason = self._exactly(count)
+        reason = read_exactly(self.sock, count)
         assert reason is not None
         return Ack(transfer, AckStatus(status), reason.decode())
 
     def closed(self) -> bool:
         """Waits until the engine has closed the connection."""
-        return self._exactly(1) is None
-
-    def _exactly(self, nbytes: int) -> bytes | None:
-        data = b""
-        while len(data) < nbytes:
-            try:
-                more = self.sock.recv(nbytes - len(data))
-            except ConnectionResetError:
-                return None
-            if not more:
-                return None
-            data += more
-        return data
+        return read_exactly(self.sock, 1) is None
 
 
 @contextlib.contextmanager
