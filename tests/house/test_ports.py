@@ -48,6 +48,8 @@ def test_processes_side_by_side_get_different_blocks(monkeypatch: pytest.MonkeyP
 
 
 def test_no_free_block_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_serving.ports, "LAST_PORT", cpu_serving.ports.FIRST_PORT + 1)
-    with PortBlock(), pytest.raises(ServingError, match="no block of 400 free ports"):
-        PortBlock()
+    with PortBlock() as ours:
+        monkeypatch.setattr(cpu_serving.ports, "FIRST_PORT", ours.first)
+        monkeypatch.setattr(cpu_serving.ports, "LAST_PORT", ours.first + 1)
+        with pytest.raises(ServingError, match="no block of 400 free ports"):
+            PortBlock()
