@@ -20,6 +20,8 @@ NO_TESTS = 5
 DURATIONS = "--durations=15"
 # Who is done early takes over from the other: a few tests are as long as hundreds of others.
 BOTH_CORES = ("-n", "2", "--dist", "worksteal")
+# With nothing beside them: half of what the fast tests take is waiting.
+WAITING = ("-n", "4", "--dist", "worksteal")
 DRIVERS = ("rxe", "siw")
 DEMO_REQUESTS = 8
 TESTBED_TIMEOUT_S = 1500
@@ -54,10 +56,10 @@ def before_lanes() -> list[Step]:
 
 def fast_step(options: Options) -> Step:
     """What needs neither SGLang nor RDMA nor minutes."""
-    marks = "not serving and not sglang and not rdma and not testbed and not sanitize"
+    marks = "not serving and not sglang and not rdma and not testbed and not sanitize and not slow"
     # tests/sglang imports torch as it is collected
     where = ("--ignore", "tests/sglang", "tests")
-    return _pytest(options, "fast tests", *BOTH_CORES, "-m", marks, *where)
+    return _pytest(options, "fast tests", *WAITING, "-m", marks, *where)
 
 
 def lanes(options: Options) -> list[Lane]:

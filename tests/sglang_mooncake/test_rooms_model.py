@@ -34,10 +34,12 @@ def test_one_prefill_rank_and_any_three_faults():
     assert_sound(Model(sources=1, faults=FAULTS, budget=3).explore(), 15_000, 1)
 
 
+@pytest.mark.slow
 def test_two_prefill_ranks_and_any_fault():
     assert_sound(Model(sources=2, faults=FAULTS, budget=1).explore(), 75_000, 2)
 
 
+@pytest.mark.slow
 def test_two_prefill_ranks_an_abort_and_the_loss_of_a_link():
     faults = frozenset({"decode abort", "loss"})
     found = Model(sources=2, faults=faults, budget=2, lands_at_once=True).explore()

@@ -60,6 +60,7 @@ def test_te_and_a_floor_through_the_command_line():
 FLOORS = ("tcp", "unix", "vmsplice", "vm_writev", "vm_readv", "mapped")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -81,6 +82,7 @@ def test_every_floor_moves_every_byte(how):
     )
 
 
+@pytest.mark.slow
 def test_contenders_that_are_not_there_or_fail_stop_nobody():
     names = ("Dying", "Raising", "Missing", "Corrupting", "Straying")
     doubles = [f"bench_doubles:{name}" for name in names]
@@ -111,6 +113,7 @@ def test_absent_peers_are_no_failure():
     assert "/no/such/python cannot be started" in result["results"]["mooncake"]["reason"]
 
 
+@pytest.mark.slow
 def test_a_contender_that_hangs_is_given_up_at_the_deadline():
     status, result, _ = bench(*TINY, "--peers", "bench_doubles:Hanging", "--deadline", "3")
     assert status == 0
@@ -142,6 +145,7 @@ def children(pid: int) -> list[int]:
         return []
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_runner_even_when_hung():
     process = start(*TINY, "--peers", "bench_doubles:Hanging")
     give_up_s = time.monotonic() + DEADLINE_S
