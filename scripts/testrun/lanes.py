@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lanes side by side: the steps of each one after the other, each lane's output in one piece.
 
-A lane that fails ends the run: the others are interrupted as by Ctrl-C, so that pytest and the
-emulated machines end what they have started, and killed when they do not follow.
+A step that fails stops nothing, so that one run shows all that is wrong. When the run itself is
+stopped, its steps are interrupted as by Ctrl-C, so that pytest and the emulated machines end what
+they have started, and killed when they do not follow.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Lane:
-    """Steps, one after the other; the first that fails is the last."""
+    """Steps, one after the other."""
 
     name: str
     steps: Sequence[Step]
@@ -68,10 +69,7 @@ def run_lanes(lanes: Sequence[Lane], log_dir: Path) -> int:
         for _ in running:
             lane = ended.get()
             lane.print_log()
-            if lane.code and not code:
-                code = lane.code
-                for other in running:
-                    other.stop()
+            code = code or lane.code
     finally:
         for one in running:
             one.stop()
@@ -92,7 +90,7 @@ class _Running:
 
     def __init__(self, lane: Lane, log: Path, ended: SimpleQueue[_Running]) -> None:
         self.lane = lane
-        #: The exit status of the step that failed, else 0.
+        #: The exit status of the first step that failed, else 0.
         self.code = 0
         self._log = log
         self._ended = ended
@@ -119,13 +117,12 @@ class _Running:
             with self._log.open("wb") as log:
                 for step in self.lane.steps:
                     if self._stopped.is_set():
-                        self._tell(f"{step.name}: left out, since another lane has failed")
+                        self._tell(f"{step.name}: left out, since the run was stopped")
                         continue
-                    self.code = self._step(step, log)
-                    if self.code and not self._stopped.is_set():
-                        break
+                    code = self._step(step, log)
+                    self.code = self.code or code
         except OSError as error:
-            self.code = 1
+            self.code = self.code or 1
             self._tell(f"cannot be run: {error}")
         finally:
             self._ended.put(self)

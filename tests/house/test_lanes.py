@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/test runs lanes side by side, shows all of each, and ends the others when one fails."""
+"""scripts/test runs lanes side by side, shows all of each, and ends them when it is stopped."""
 
 from __future__ import annotations
 
@@ -51,36 +51,21 @@ def test_a_lane_is_shown_in_one_piece(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert turns.count("one") == turns.count("other") == 1
 
 
-def test_a_failure_ends_the_other_lanes_as_by_an_interrupt(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    begun, ended, never = tmp_path / "begun", tmp_path / "ended", tmp_path / "never"
-    lasting = f"trap 'touch {ended}; exit 130' INT; touch {begun}; while :; do sleep 0.05; done"
+def test_a_failure_stops_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    failed = tmp_path / "failed"
     lanes = [
-        Lane("fails", [sh("short", f"{waits_for(begun)}; exit 7"), sh("next", f"touch {never}")]),
-        Lane("lasts", [sh("long", lasting), sh("after", f"touch {never}")]),
+        Lane(
+            "fails", [sh("short", "exit 7"), sh("worse", "exit 8"), sh("next", f"touch {failed}")]
+        ),
+        Lane("lasts", [sh("long", waits_for(failed)), sh("after", "echo after wrote")]),
     ]
     assert run_lanes(lanes, tmp_path) == 7
-    assert ended.exists()
-    assert not never.exists()
     shown = capfd.readouterr().out
     assert "lane fails: short: FAILED with exit status 7" in shown
-    assert "lane lasts: long: stopped" in shown
-    assert "lane lasts: after: left out" in shown
-
-
-def test_what_does_not_end_is_killed_with_all_of_its_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("testrun.lanes.GRACE_S", 0.2)
-    begun = tmp_path / "begun"
-    stubborn = f"trap '' INT TERM; sleep 1000 & echo $! >{begun}.tmp; mv {begun}.tmp {begun}; wait"
-    lanes = [
-        Lane("fails", [sh("short", f"{waits_for(begun)}; exit 7")]),
-        Lane("stays", [sh("long", f"{stubborn}; while :; do sleep 0.05; done")]),
-    ]
-    assert run_lanes(lanes, tmp_path) == 7
-    wait_until(lambda: not is_alive(int(begun.read_text())))
+    assert "lane fails: worse: FAILED with exit status 8" in shown
+    assert "lane fails: next: ok" in shown
+    assert "lane lasts: after: ok" in shown
+    assert "after wrote" in shown
 
 
 def test_exit_statuses_that_are_good_are_no_failure(tmp_path: Path) -> None:
@@ -95,30 +80,52 @@ def test_a_command_that_is_not_there_fails_the_run(
     assert "/no/such/command" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_run_ends_every_lane(tmp_path: Path, number: signal.Signals) -> None:
-    script = f"""
+RUN = """
 import sys
 from pathlib import Path
+import testrun.lanes
 from testrun.lanes import Lane, Step, run_lanes
-steps = [Step("long", ["/bin/sh", "-c", "echo $$ >{tmp_path}/$0; sleep 1000", n]) for n in "ab"]
-run_lanes([Lane(step.argv[-1], [step]) for step in steps], Path("{tmp_path}"))
+testrun.lanes.GRACE_S = float(sys.argv[1])
+directory, script = Path(sys.argv[2]), sys.argv[3]
+steps = {name: Step("long", ["/bin/sh", "-c", script, directory / name]) for name in "ab"}
+after = Step("after", ["/bin/sh", "-c", f"touch {directory}/never"])
+run_lanes([Lane(name, [step, after]) for name, step in steps.items()], directory)
 """
-    env = os.environ | {"PYTHONPATH": str(SCRIPTS)}
+
+
+def stopped(directory: Path, grace_s: float, script: str, number: int) -> list[Path]:
+    """Two lanes of the script, which writes a process's number into file $0, once the run has got
+    a signal and has ended; the files."""
     process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        env=env,
-        stdout=subprocess.DEVNULL,
+        [sys.executable, "-c", RUN, str(grace_s), str(directory), script],
+        env=os.environ | {"PYTHONPATH": str(SCRIPTS)},
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    files = [tmp_path / name for name in "ab"]
+    files = [directory / name for name in "ab"]
     wait_until(lambda: all(file.exists() and file.read_text().strip() for file in files))
     process.send_signal(number)
-    _, said = process.communicate(timeout=30)
+    said, error = process.communicate(timeout=30)
     assert process.returncode != 0
-    assert "KeyboardInterrupt" in said
-    wait_until(lambda: not any(is_alive(int(file.read_text())) for file in files))
+    assert "KeyboardInterrupt" in error
+    assert said.count("after: left out, since the run was stopped") == 2
+    assert not (directory / "never").exists()
+    return files
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_run_interrupts_every_lane(tmp_path: Path, number: signal.Signals) -> None:
+    polite = "trap 'touch $0.ended; exit 130' INT; echo $$ >$0; while :; do sleep 0.05; done"
+    for file in stopped(tmp_path, 30, polite, number):
+        assert file.with_name(f"{file.name}.ended").exists()
+        wait_until(lambda file=file: not is_alive(int(file.read_text())))
+
+
+def test_what_does_not_end_is_killed_with_all_of_its_group(tmp_path: Path) -> None:
+    stubborn = "trap '' INT TERM; sleep 1000 & echo $! >$0; while :; do sleep 0.05; done"
+    for file in stopped(tmp_path, 0.2, stubborn, signal.SIGTERM):
+        wait_until(lambda file=file: not is_alive(int(file.read_text())))
 
 
 def is_alive(pid: int) -> bool:
