@@ -39,7 +39,7 @@ _STATUSES: Final = (Status.PENDING, Status.DONE, Status.FAILED, Status.CANCELLED
 
 
 class Notifier:
-    """Runs done callbacks. Its thread begins with the first one that has to wait."""
+    """Runs done callbacks, in a thread that begins with the first one that has to wait."""
 
     def __init__(self, name: str, plane: Plane) -> None:
         self._plane = plane
@@ -49,17 +49,24 @@ class Notifier:
         self._thread: threading.Thread | None = None
         self._stopping = False
 
+    def start(self) -> None:
+        """Starts the thread, unless it runs. RuntimeError when there can be no more threads; the
+        next call tries again."""
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
+
     def watch(self, transfer: Transfer, handle: TransferHandle) -> bool:
-        """True if there is an outcome; False if ``transfer.notify`` will be called."""
+        """True if there is an outcome; False if ``transfer.notify`` will be called, once there is a
+        thread."""
         with self._lock:
             # Before it subscribes, so that a notice finds it. It also keeps the transfer alive.
             self._waiting[handle.name] = transfer
             settled = handle.subscribe()
             if settled:
                 del self._waiting[handle.name]
-            elif self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
         return settled
 
     def stop(self, timeout_s: float) -> None:
@@ -178,8 +185,10 @@ class Transfer:
         """Calls ``callback(self)`` once there is an outcome: now, if there is one already.
 
         It runs on the engine's thread for callbacks, so it should be quick; what it raises is
-        logged.
+        logged. Raises RuntimeError when that thread cannot be started; the callback is not kept.
         """
+        if self.poll() is Status.PENDING:
+            self._notifier.start()
         self._callbacks.append(callback)
         if self._notifier.watch(self, self._handle):
             self.notify()

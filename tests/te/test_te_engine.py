@@ -10,6 +10,7 @@ import re
 import resource
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -312,7 +313,9 @@ def test_fence_peer_drops_its_connections(pair: Pair) -> None:
     assert again.write(pair.blocks(0, 0, 10)).wait(TIMEOUT_S) is te.Status.DONE
 
 
-def test_closing_fails_what_is_unfinished_and_is_idempotent() -> None:
+@contextmanager
+def unanswered_write() -> Iterator[tuple[te.Engine, te.Peer, te.Region, te.Transfer]]:
+    """A write to a destination that says nothing after its welcome."""
     with raw_destination() as (listener, card), te.Engine() as source:
         connected: list[te.Peer] = []
         thread = threading.Thread(target=lambda: connected.append(source.connect(card)))
@@ -322,20 +325,24 @@ def test_closing_fails_what_is_unfinished_and_is_idempotent() -> None:
             assert read_greeting(sock) is not None
             sock.sendall(welcome())
             thread.join(TIMEOUT_S)
-            buffer = bytearray(100)
-            region = source.register(buffer)
+            region = source.register(bytearray(100))
             transfer = connected[0].write(te.Blocks.of(region.address, 1, 100))
-            with pytest.raises(te.RegistrationError, match="1 unfinished transfers read from"):
-                source.deregister(region)
-            source.close()
-            with pytest.raises(te.TransferFailed, match="this engine was closed"):
-                transfer.wait(TIMEOUT_S)
+            yield source, connected[0], region, transfer
+
+
+def test_closing_fails_what_is_unfinished_and_is_idempotent() -> None:
+    with unanswered_write() as (source, peer, region, transfer):
+        with pytest.raises(te.RegistrationError, match="1 unfinished transfers read from"):
             source.deregister(region)
-            source.close()
+        source.close()
+        with pytest.raises(te.TransferFailed, match="this engine was closed"):
+            transfer.wait(TIMEOUT_S)
+        source.deregister(region)
+        source.close()
     with pytest.raises(te.ClosedError):
         source.card()
     with pytest.raises(te.TransferFailed, match="this engine was closed"):
-        connected[0].write(te.Blocks.of([], [], [])).wait(TIMEOUT_S)
+        peer.write(te.Blocks.of([], [], [])).wait(TIMEOUT_S)
 
 
 def test_threads_end_with_the_engine(pair: Pair) -> None:
@@ -349,6 +356,23 @@ def descriptors() -> set[int]:
     """Those that this process has open."""
     found = {int(path.name) for path in Path("/proc/self/fd").iterdir()}
     return {fd for fd in found if os.path.lexists(f"/proc/self/fd/{fd}")}
+
+
+def test_a_callback_whose_thread_cannot_start_is_refused_and_taken_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    told: list[str] = []
+    with unanswered_write() as (source, _, _, transfer):
+        with monkeypatch.context() as without:
+            without.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start"):
+                transfer.add_done_callback(lambda _: told.append("refused"))
+        transfer.add_done_callback(lambda _: told.append("taken"))
+        source.close()
+    assert told == ["taken"]
 
 
 def test_an_engine_that_cannot_start_a_thread_leaves_nothing(
