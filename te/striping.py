@@ -9,7 +9,6 @@ pass over the many blocks.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -218,12 +217,17 @@ def reachable(rails: Iterable[int], distances: Sequence[int | None]) -> tuple[li
     return [i for i, _ in used], [far for _, far in used]
 
 
-@functools.lru_cache
-def patience(distances: tuple[int | None, ...]) -> bytes:
+def patience(distances: Sequence[int | None], rates: Sequence[float]) -> bytes:
     """By rail, how many pieces another must have waiting before this one, when it has nothing to
-    do, takes one of them: two, and more in proportion to ``PENALTY`` the farther it is. 0 of a rail
-    that is not to be used while another is there."""
-    return bytes(0 if far is None else int(2 * PENALTY[far]) for far in distances)
+    do, takes one of them: two, and more in proportion to ``PENALTY`` the farther it is and to the
+    rates the slower, or the transfer would end with that one piece. 0 of a rail that is not to be
+    used while another is there; 255 at most."""
+    fastest = max(rates)
+    floor = fastest * RATE_FLOOR
+    return bytes(
+        0 if far is None else min(255, int(2 * PENALTY[far] * fastest / max(rate, floor)))
+        for far, rate in zip(distances, rates, strict=True)
+    )
 
 
 def pairs(local_nics: int, remote_nics: int) -> npt.NDArray[np.int64]:

@@ -33,4 +33,7 @@ def divide(
     direct.turn += 1
     for i, share in zip(rails, shares(lanes, blocks.total_nbytes, direct.turn), strict=True):
         weights[i] = share
-    return cut(blocks, stripe(blocks, weights)), patience(far)
+    speeds = [max(level)] * len(far)  # of a rail that is not usable now: as if it were well
+    for i, rate in zip(rails, level, strict=True):
+        speeds[i] = rate
+    return cut(blocks, stripe(blocks, weights)), patience(far, speeds)

@@ -227,13 +227,16 @@ def test_memory_uses_its_rails_and_others_only_without_them(
     assert len(shares([Lane(1.0, 0, one) for one in far], 1)) == len(rails)
 
 
-@given(DISTANCES)
-def test_rails_help_the_sooner_the_nearer_they_are(distances: list[int | None]) -> None:
-    least = patience(tuple(distances))
+@given(st.lists(st.tuples(st.sampled_from([None, 0, 1, 2]), RATES), min_size=1, max_size=8))
+def test_rails_help_the_sooner_the_nearer_and_the_faster_they_are(
+    rails: list[tuple[int | None, float]],
+) -> None:
+    distances, rates = zip(*rails, strict=True)
+    least = patience(distances, rates)
     assert [one == 0 for one in least] == [far is None for far in distances]
-    for one, far in zip(least, distances, strict=True):
+    for one, far, rate in zip(least, distances, rates, strict=True):
         if far is not None:
-            assert one == 2 * PENALTY[far]
+            assert one == min(255, int(2 * PENALTY[far] * min(16.0, max(rates) / rate)))
 
 
 FLOWS = st.lists(st.tuples(st.integers(1, 1 << 40), st.floats(1e-6, 10)), min_size=1, max_size=10)
