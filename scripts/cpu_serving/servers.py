@@ -230,6 +230,16 @@ class Fleet:
             self._started.append(server)
         return server
 
+    def again(self, server: Server) -> Server:
+        """Start a server that has ended once more, at its ports."""
+        return self.server(
+            server.role,
+            server.options,
+            name=f"{server.role}-again",
+            port=server.port,
+            bootstrap_port=server.bootstrap_port,
+        )
+
     def router(
         self, prefill: Server, decode: Server, *, name: str = "router", mini_lb: bool = True
     ) -> Router:

@@ -98,15 +98,7 @@ def test_prefill_killed_under_load(fleet: Fleet, pair: Pair, reference: Referenc
     kill = pair.prefill.process.kill
     assert_failed_in_time(run(lambda session: interrupted(pair, kill, 32, session), BOUND_S))
     assert leaked_pages(pair.decode, timeout_s=BOUND_S) == 0
-
-    reborn = fleet.server(
-        "prefill",
-        pair.prefill.options,
-        name="prefill-reborn",
-        port=pair.prefill.port,
-        bootstrap_port=pair.prefill.bootstrap_port,
-    )
-    again = Serving(replace(pair, prefill=reborn), "llama", reference)
+    again = Serving(replace(pair, prefill=fleet.again(pair.prefill)), "llama", reference)
     again.pair.wait_ready()
     again.assert_equal(make_requests(16, 600, seed=33))
     again.assert_whole()

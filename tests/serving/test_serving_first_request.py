@@ -65,14 +65,7 @@ def test_first_requests_to_a_new_and_to_a_restarted_instance(
     assert "SGLang's retry interval never ends" in pair.decode.process.log_text()
     Serving(pair, "llama", reference).assert_equal(make_requests(4, 300, seed=71))
     pair.prefill.stop()
-    reborn = fleet.server(
-        "prefill",
-        pair.prefill.options,
-        name="prefill-reborn",
-        port=pair.prefill.port,
-        bootstrap_port=pair.prefill.bootstrap_port,
-    )
-    again = Serving(replace(pair, prefill=reborn), "llama", reference)
+    again = Serving(replace(pair, prefill=fleet.again(pair.prefill)), "llama", reference)
     again.pair.wait_ready()
     again.assert_equal(make_requests(4, 300, seed=72))
     again.assert_whole()
