@@ -7,24 +7,8 @@ version for ever, so that engines of different versions can say so:
 
     magic 8s, version u16, kind u16, body bytes u32; then a MessagePack body (te.handshake)
 
-Then come frames, which the plane reads and writes (``te/plane``), each with a 40-byte header; on
-the same host through the rings whose descriptor came with the hello, no more through the socket:
-
-    kind u8, status u8, flags u16, count u32, transfer u64, tag u64, nbytes u64, total u64
-
-    SEGMENT   count x (dst u64, nbytes u64) follow, then ``nbytes`` bytes of payload in that order,
-              then a trailer u64: 0, or the errno that kept the source from reading its memory
-    PULL      count x (src u64, dst u64, nbytes u64) follow: the destination copies by itself
-    END       a transfer without blocks
-    ABANDON   the source gave a transfer up after ``total`` bytes; over RDMA after so many pieces
-    ACK       destination to source: ``status``, and a reason of ``count`` bytes of ASCII; with
-              the status PROGRESS, that it has copied ``nbytes`` more of a transfer by PULL
-    READ      like PULL, but asks the other side to write ``src`` (its own) to ``dst``
-
-``total`` is the bytes of the whole transfer. Its frames may come on any rail of the link in any
-order; it is complete when that many have landed, and is then acknowledged on the rail that
-completed it. Ids of new transfers rise on each rail. The flag REPLY marks the transfers that answer
-a READ: their tag is the id of that read.
+Then come the frames of the plane (``te/plane/wire.h``); on the same host through the rings whose
+descriptor came with the hello, no more through the socket. docs/wire.md has all of it.
 """
 
 from __future__ import annotations

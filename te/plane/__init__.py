@@ -7,7 +7,8 @@ them.
 sides of a transfer), ``pull`` (same host), ``channel`` (a socket, or rings), ``rails`` (one
 connection), ``worker`` (the threads) and ``handles`` (what Python holds). Over RDMA: ``posting``
 and ``far`` (the source's side), ``marks`` (the destination's), ``pairs`` (the life of a rail).
-``reasons`` makes sentences of the plane's codes.
+``wire.h`` has the format of the frames, ``wire.pxi`` and ``wire`` show it to Python. ``reasons``
+makes sentences of the plane's codes.
 """
 
 from __future__ import annotations

@@ -18,6 +18,23 @@ RANGES_LIMIT: Final[int]
 def read_process(pid: int, address: int, nbytes: int) -> bytes:
     """process_vm_readv(2); ``OSError``."""
 
+def frame_rules() -> list[
+    tuple[int, str, str, int, int, int, bool, str, list[tuple[int, int, int, str]]]
+]:
+    """The table of ``wire.h``; ``te.plane.wire`` gives its parts names."""
+
+def frame_layouts() -> list[tuple[str, int, list[tuple[str, int, int, int, str]]]]:
+    """The structs of ``wire.h``, the header first: name, bytes, and for each member its name,
+    offset, bytes, length of the array, meaning."""
+
+def frame_limits() -> dict[str, int]:
+    """The limits of ``wire.h`` by their names."""
+
+def check_frame(header: bytes, over: int, from_source: bool) -> int | str:
+    """What the plane makes of a header that came over a link: how many bytes of items follow, or
+    what is wrong with it. ``over`` is a ``te.plane.wire.Over``. ``ValueError`` if these are not the
+    bytes of one header."""
+
 def numa_node(address: int) -> int:
     """Where the page is that the address lies on; -1 if there is none yet, or the kernel does not
     tell."""

@@ -4,6 +4,7 @@
 # unless they say otherwise: it is what makes callers one at a time.
 
 include "structs.pxi"
+include "wire.pxi"
 include "tables.pxi"
 include "fences.pxi"
 include "source.pxi"

@@ -121,9 +121,6 @@ cdef bint may_ask(Rail *r, Header *h) noexcept nogil:
     if map_get(&r.link.arriving, h.transfer) != NULL:
         snprintf(text, TEXT_MAX, b"transfer %llu is asked for twice",
                  <unsigned long long>h.transfer)
-    elif h.total < h.count:
-        snprintf(text, TEXT_MAX, b"a transfer of %llu bytes in %u pieces",
-                 <unsigned long long>h.total, h.count)
     elif r.link.slots_taken - r.link.revoked == BEGUN_MAX:
         snprintf(text, TEXT_MAX, b"more than %d unfinished transfers are asked for", BEGUN_MAX)
     else:
@@ -133,13 +130,9 @@ cdef bint may_ask(Rail *r, Header *h) noexcept nogil:
 
 
 cdef void queue_grant(Rail *r, u64 number, u64 mark) noexcept nogil:
-    cdef Header h
-    memset(&h, 0, sizeof(h))
-    h.kind = ACK
+    cdef Header h = header_of(ACK, number, mark, 0)
     h.status = GRANTED
-    h.transfer = number
-    h.tag = mark
-    queue_bytes(r, &h, sizeof(h))
+    queue_frame(r, &h, NULL, 0)
 
 
 cdef void tell_table(Rail *r) noexcept nogil:
@@ -177,13 +170,10 @@ cdef void tell_table(Rail *r) noexcept nogil:
 
 
 cdef void queue_table(Rail *r, Far *items, u32 n, uint16_t flags) noexcept nogil:
-    cdef Header h
-    memset(&h, 0, sizeof(h))
-    h.kind = TABLE
+    cdef Header h = header_of(TABLE, 0, 0, 0)
     h.flags = flags
     h.count = n
-    queue_bytes(r, &h, sizeof(h))
-    queue_bytes(r, items, n * sizeof(Far))
+    queue_frame(r, &h, items, n * sizeof(Far))
 
 
 # -- counting
@@ -213,10 +203,8 @@ cdef void marks_arrived(Pair *q, VWc *wc, int n) noexcept nogil:
         pair_drain(q)
     elif q.marks_seen - q.marks_told >= (1 if q.e.is_iwarp else RECEIVES / 4):
         q.marks_told = q.marks_seen
-        memset(&h, 0, sizeof(h))
-        h.kind = CREDIT
-        h.transfer, h.tag, h.total = q.index, q.epoch, q.marks_seen
-        queue_bytes(r, &h, sizeof(h))
+        h = header_of(CREDIT, q.index, q.epoch, q.marks_seen)
+        queue_frame(r, &h, NULL, 0)
     if not good:
         violate_locked(r, b"a mark of a piece that its transfer does not have")
     control_unlock(r)
@@ -274,26 +262,6 @@ cdef bint on_stop(Rail *r, Header *h) noexcept nogil:
 
 
 # -- frames
-
-cdef void check_direct(Rail *r, Header *h, char *text) noexcept nogil:
-    """Sizes of the frames that only links over RDMA have."""
-    cdef bint from_source = h.kind == ASK or h.kind == RAIL_LOST
-    if from_source != r.link.is_incoming:
-        snprintf(text, TEXT_MAX, b"a frame of kind %d is not expected here", <int>h.kind)
-    elif (h.status and h.kind != RAIL_BROKEN) or h.nbytes or (
-        h.flags > (TABLE_FIRST if h.kind == TABLE else 0)
-    ):
-        snprintf(text, TEXT_MAX, b"reserved fields of a frame of kind %d are not zero", <int>h.kind)
-    elif h.kind == ASK and h.count > PIECES_MAX:
-        snprintf(text, TEXT_MAX, b"a transfer of %u pieces; at most %d are allowed", h.count,
-                 PIECES_MAX)
-    elif h.kind == TABLE and h.count <= TABLE_MAX:
-        r.body_want = h.count * sizeof(Far)
-    elif (h.kind == RAIL_LOST or h.kind == RAIL_CLOSED) and h.count <= POSTED_MAX:
-        r.body_want = h.count * sizeof(Landing)
-    elif h.kind != ASK and h.count:
-        snprintf(text, TEXT_MAX, b"a frame of kind %d with %u items", <int>h.kind, h.count)
-
 
 cdef bint on_direct(Rail *r, Header *h) noexcept nogil:
     """A frame about RDMA; False after a violation."""

@@ -156,24 +156,20 @@ cdef void pairs_end(Link *link) noexcept nogil:
     futex_wake_all(&link.breaks_done)
 
 
-cdef void queue_rail(Rail *r, uint8_t kind, Pair *q, u64 total, Landing *items, u32 n) noexcept nogil:
+cdef void queue_pieces(
+    Rail *r, uint8_t kind, u64 rail, u64 epoch, PieceId *items, u32 n
+) noexcept nogil:
     """A word about one rail, with a list of pieces."""
-    cdef Header h
-    memset(&h, 0, sizeof(h))
-    h.kind = kind
-    h.transfer = q.index
-    h.tag = q.epoch
-    h.total = total
+    cdef Header h = header_of(kind, rail, epoch, 0)
     h.count = n
-    queue_bytes(r, &h, sizeof(h))
-    queue_bytes(r, items, n * sizeof(Landing))
+    queue_frame(r, &h, items, n * sizeof(PieceId))
 
 
 # -- the source's end
 
 cdef void pair_fail(Pair *q, int code, int errnum) noexcept nogil:
     """The source's end has failed, or is to be given up."""
-    cdef Landing items[POSTED_MAX]
+    cdef PieceId items[POSTED_MAX]
     cdef Posted *one
     cdef Rail *r
     cdef u32 i, n = 0
@@ -188,18 +184,18 @@ cdef void pair_fail(Pair *q, int code, int errnum) noexcept nogil:
     for i in range(q.ring_n):
         one = &q.ring[(q.ring_first + i) % POSTED_MAX]
         if one.transfer.kind == WRITE_DIRECT:
-            items[n].dst = one.transfer.id
-            items[n].nbytes = one.piece
+            items[n].transfer = one.transfer.id
+            items[n].piece = one.piece
             n += 1
     r = control_lock(q.link)
-    queue_rail(r, RAIL_LOST, q, 0, items, n)
+    queue_pieces(r, RAIL_LOST, q.index, q.epoch, items, n)
     control_unlock(r)
 
 
-cdef bint is_listed_in(Landing *items, u32 n, u64 number, u64 piece) noexcept nogil:
+cdef bint is_listed_in(PieceId *items, u32 n, u64 number, u64 piece) noexcept nogil:
     cdef u32 i
     for i in range(n):
-        if items[i].dst == number and items[i].nbytes == piece:
+        if items[i].transfer == number and items[i].piece == piece:
             return True
     return False
 
@@ -208,7 +204,7 @@ cdef void on_closed(Rail *r, Header *h) noexcept nogil:
     """The destination has closed its end of a lost rail: `r.body` says what had landed through it.
     The rest is written again."""
     cdef Link *link = r.link
-    cdef Pair *q = link.pairs[h.transfer] if h.transfer < RAILS_MAX else NULL
+    cdef Pair *q = link.pairs[h.transfer]
     cdef Posted *one
     cdef Transfer *t
     if q == NULL or q.epoch != h.tag or q.state != PAIR_LOST:
@@ -223,7 +219,7 @@ cdef void on_closed(Rail *r, Header *h) noexcept nogil:
         add64(&link.rail_flying[q.index], -<int64_t>one.nbytes)
         if not (
             t.kind == WRITE_DIRECT
-            and is_listed_in(<Landing *>r.body, h.count, t.id, one.piece)
+            and is_listed_in(<PieceId *>r.body, h.count, t.id, one.piece)
         ):
             requeue(link, t, one.piece)
         advance_transfer(r, t)
@@ -283,48 +279,42 @@ cdef void pair_drained(Pair *q) noexcept nogil:
         pair_end(q)
 
 
-cdef void answer_lost(Rail *r, u64 index, u64 epoch, Landing *items, u32 n) noexcept nogil:
+cdef void answer_lost(Rail *r, u64 rail, u64 epoch, PieceId *items, u32 n) noexcept nogil:
     """Says which of the pieces have landed. Under the link's lock."""
-    cdef Landing landed[POSTED_MAX]
-    cdef Pair q
+    cdef PieceId landed[POSTED_MAX]
     cdef Arriving *a
     cdef u32 i, k = 0
     for i in range(n):
         # Checked by `has_asked`: the number of a transfer is never used again, so it has ended
         # since, or is still the same one.
-        a = <Arriving *>map_get(&r.link.arriving, items[i].dst)
-        if a == NULL or a.bits[items[i].nbytes >> 6] >> (items[i].nbytes & 63) & 1:
+        a = <Arriving *>map_get(&r.link.arriving, items[i].transfer)
+        if a == NULL or a.bits[items[i].piece >> 6] >> (items[i].piece & 63) & 1:
             landed[k] = items[i]
             k += 1
-    q.index = <u32>index
-    q.epoch = <u32>epoch
     tell_table(r)
-    queue_rail(r, RAIL_CLOSED, &q, 0, landed, k)
+    queue_pieces(r, RAIL_CLOSED, rail, epoch, landed, k)
 
 
-cdef bint has_asked(Rail *r, Landing *item) noexcept nogil:
+cdef bint has_asked(Rail *r, PieceId *item) noexcept nogil:
     """Whether the source can have posted such a piece: of a transfer that it has asked for, and
     that has so many pieces if it is unfinished. Under the link's lock."""
-    cdef Arriving *a = <Arriving *>map_get(&r.link.arriving, item.dst)
-    return item.dst <= r.last_id and item.nbytes < (PIECES_MAX if a == NULL else a.pieces)
+    cdef Arriving *a = <Arriving *>map_get(&r.link.arriving, item.transfer)
+    return item.transfer <= r.last_id and item.piece < (PIECES_MAX if a == NULL else a.pieces)
 
 
 cdef bint on_lost(Rail *r, Header *h) noexcept nogil:
     """The source has given up its end of a rail."""
     cdef Link *link = r.link
-    cdef Landing *items = <Landing *>r.body
-    cdef Pair *q
+    cdef PieceId *items = <PieceId *>r.body
+    cdef Pair *q = link.pairs[h.transfer]
     cdef u32 i
-    cdef bint good = h.transfer < RAILS_MAX and h.count <= POSTED_MAX
+    cdef bint good = q == NULL or q.epoch != h.tag or not q.lost_asked
     pthread_mutex_lock(&link.lock)
-    for i in range(h.count if good else 0):
+    for i in range(h.count):
         good &= has_asked(r, &items[i])
-    q = link.pairs[h.transfer] if good else NULL
-    if q != NULL and q.epoch == h.tag and q.lost_asked:
-        good = False
-    elif q != NULL and q.epoch == h.tag and (q.state == PAIR_UP or q.state == PAIR_DRAIN):
-        q.lost = <Landing *>need((h.count + 1) * sizeof(Landing))
-        memcpy(q.lost, items, h.count * sizeof(Landing))
+    if good and q != NULL and q.epoch == h.tag and (q.state == PAIR_UP or q.state == PAIR_DRAIN):
+        q.lost = <PieceId *>need((h.count + 1) * sizeof(PieceId))
+        memcpy(q.lost, items, h.count * sizeof(PieceId))
         q.lost_n = h.count
         q.lost_asked = True
         pair_drain(q)
@@ -451,14 +441,9 @@ cdef bint are_drained(Link *link) noexcept nogil:
 
 
 cdef void queue_broken(Rail *r, u64 rail, u64 epoch, u32 why) noexcept nogil:
-    cdef Header h
-    memset(&h, 0, sizeof(h))
-    h.kind = RAIL_BROKEN
+    cdef Header h = header_of(RAIL_BROKEN, rail, epoch, r.link.fences)
     h.status = <uint8_t>why
-    h.transfer = rail
-    h.tag = epoch
-    h.total = r.link.fences
-    queue_bytes(r, &h, sizeof(h))
+    queue_frame(r, &h, NULL, 0)
 
 
 # -- the worker's turn

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What Cython cannot say: atomics, the processor's pause, futex, and the two structs on the wire.
+ * What Cython cannot say: atomics, the processor's pause, and calls to the kernel.
  * Every atomic but one is sequentially consistent: the protocols of the plane (mark, then look) need the
  * store-load order, and at one per call to the kernel its cost is not seen. */
 #ifndef TE_PLANE_PORT_H
@@ -117,26 +117,6 @@ static inline uint32_t times_displaced(void) {
 }
 
 static inline int last_errno(void) { return errno; }
-
-/* The header of every frame, little-endian; te/plane/wire.py has it as a format string. */
-typedef struct {
-    uint8_t kind, status;
-    uint16_t flags;
-    uint32_t count;
-    uint64_t transfer, tag, nbytes, total;
-} Header;
-_Static_assert(sizeof(Header) == 40, "the header of a frame is 40 bytes");
-_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire is little-endian");
-
-/* One contiguous copy; te.blocks.BLOCK. */
-typedef struct {
-    uint64_t src, dst, nbytes;
-} Block;
-/* Where the next nbytes bytes of a segment's payload go. */
-typedef struct {
-    uint64_t dst, nbytes;
-} Landing;
-_Static_assert(sizeof(struct iovec) == sizeof(Landing), "64-bit machines only");
 
 /* The NUMA node that the page of the address lies on, or -errno; move_pages(2) without moving. */
 static inline int page_node(uint64_t address) {

@@ -125,12 +125,8 @@ cdef void give_up_all(Link *link, int verdict) noexcept nogil:
 cdef void fill_ask(Rail *r, Transfer *t) noexcept nogil:
     """The rail's next frame: may this be written?"""
     cdef Header *h = <Header *>r.frame
-    memset(h, 0, sizeof(Header))
-    h.kind = ASK
+    h[0] = header_of(ASK, t.id, t.tag, t.total)
     h.count = t.pieces_n if t.kind == WRITE_DIRECT else 0
-    h.transfer = t.id
-    h.tag = t.tag
-    h.total = t.total
     r.out[1].iov_base = r.frame
     r.out[1].iov_len = r.out_left = sizeof(Header)
     r.out_n = 2
@@ -471,7 +467,7 @@ cdef bint pieces_done(Pair *q) noexcept nogil:
 
 
 cdef void on_credit(Rail *r, Header *h) noexcept nogil:
-    cdef Pair *q = r.link.pairs[h.transfer] if h.transfer < RAILS_MAX else NULL
+    cdef Pair *q = r.link.pairs[h.transfer]
     if q != NULL and q.epoch == h.tag and q.e != NULL:
         q.credit = max(q.credit, h.total + RECEIVES)
         q.confirmed = max(q.confirmed, h.total)

@@ -9,7 +9,7 @@ cdef enum Moved:
 
 # -- small things to send
 
-cdef void queue_bytes(Rail *r, void *data, u64 n) noexcept nogil:
+cdef void queue_bytes(Rail *r, const void *data, u64 n) noexcept nogil:
     """Sends bytes behind the frame under way. The rail's lock is held."""
     if r.queued_n + n > r.queued_room:
         r.queued_room = 2 * (r.queued_n + n) + 4096
@@ -20,25 +20,24 @@ cdef void queue_bytes(Rail *r, void *data, u64 n) noexcept nogil:
     r.queued_n += n
 
 
+cdef void queue_frame(Rail *r, Header *h, const void *items, u64 nbytes) noexcept nogil:
+    queue_bytes(r, h, sizeof(Header))
+    if nbytes:
+        queue_bytes(r, items, nbytes)
+
+
 cdef void queue_answer(Rail *r, u64 number, uint8_t status, const char *reason) noexcept nogil:
-    cdef Header h
-    memset(&h, 0, sizeof(h))
-    h.kind = ACK
+    cdef Header h = header_of(ACK, number, 0, 0)
     h.status = status
     h.count = <u32>strlen(reason)
-    h.transfer = number
-    queue_bytes(r, &h, sizeof(h))
-    queue_bytes(r, <void *>reason, h.count)
+    queue_frame(r, &h, reason, h.count)
 
 
 cdef void queue_progress(Rail *r, u64 number, u64 nbytes) noexcept nogil:
-    cdef Header h
-    memset(&h, 0, sizeof(h))
-    h.kind = ACK
+    cdef Header h = header_of(ACK, number, 0, 0)
     h.status = PROGRESS
-    h.transfer = number
     h.nbytes = nbytes
-    queue_bytes(r, &h, sizeof(h))
+    queue_frame(r, &h, NULL, 0)
 
 
 # -- sending
@@ -412,7 +411,7 @@ cdef int rail_new(Plane *p, Link *link, int fd, int rings_fd) noexcept nogil:
     r.fd = fd
     if link.is_pull:
         errnum = ring_open(r, rings_fd)
-    r.body = <uint8_t *>need(BLOCKS_MAX * sizeof(Block))
+    r.body = <uint8_t *>need(body_bytes_max())
     r.frame = <uint8_t *>need(sizeof(Header) + BLOCKS_MAX * sizeof(Block))
     r.near = <iovec *>need(IOV_MAX * sizeof(iovec))
     r.far = <iovec *>need(IOV_MAX * sizeof(iovec))

@@ -179,13 +179,9 @@ cdef void give_up(Rail *r, Transfer *t) noexcept nogil:
         if t.answer == NO_ANSWER:
             t.answer = ABANDONED
     else:
-        memset(&h, 0, sizeof(h))
-        h.kind = ABANDON
+        h = header_of(ABANDON, t.id, t.tag, t.issued)
         h.flags = t.flags
-        h.transfer = t.id
-        h.tag = t.tag
-        h.total = t.issued
-        queue_bytes(r, &h, sizeof(h))
+        queue_frame(r, &h, NULL, 0)
     t.closed = True
 
 
@@ -222,14 +218,10 @@ cdef void fill(Rail *r, Transfer *t) noexcept nogil:
         if t.offset == t.blocks[t.index].nbytes:
             t.index += 1
             t.offset = 0
-    memset(h, 0, sizeof(Header))
-    h.kind = t.kind if t.n else <uint8_t>END
+    h[0] = header_of(t.kind if t.n else <uint8_t>END, t.id, t.tag, t.total)
     h.flags = t.flags
     h.count = k
-    h.transfer = t.id
-    h.tag = t.tag
     h.nbytes = t.segment_bytes - left if t.n else 0
-    h.total = t.total
     t.issued += h.nbytes
     r.out[1].iov_base = r.frame
     r.out[1].iov_len = sizeof(Header) + k * (sizeof(Landing) if is_segment else sizeof(Block))

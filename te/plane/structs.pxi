@@ -15,15 +15,6 @@ cdef extern from "port.h" nogil:
     struct iovec:
         void *iov_base
         size_t iov_len
-    ctypedef struct Header:
-        uint8_t kind, status
-        uint16_t flags
-        u32 count
-        u64 transfer, tag, nbytes, total
-    ctypedef struct Block:
-        u64 src, dst, nbytes
-    ctypedef struct Landing:
-        u64 dst, nbytes
     u32 load32(const u32 *p)
     u64 load64(const u64 *p)
     void *load_pointer(void *p)
@@ -46,6 +37,33 @@ cdef extern from "port.h" nogil:
     void name_thread(const char *name)
     int page_node(u64 address)
     ctypedef int pid_t
+
+cdef extern from "wire.h" nogil:
+    ctypedef struct Header:
+        uint8_t kind, status
+        uint16_t flags
+        u32 count
+        u64 transfer, tag, nbytes, total
+    ctypedef struct Block:
+        u64 src, dst, nbytes
+    ctypedef struct Landing:
+        u64 dst, nbytes
+    ctypedef struct PieceId:
+        u64 transfer, piece
+    ctypedef struct Far:
+        u64 start, end
+        u32 keys[8]  # NICS_MAX
+    enum:
+        RAILS_MAX, NICS_MAX, BLOCKS_MAX, SEGMENT_BYTES_MAX, TRAILER_BYTES, REASON_MAX, PIECES_MAX
+        POSTED_MAX, TABLE_MAX, TABLE_RANGES_MAX, ANY_RAIL
+        SEGMENT, END, ABANDON, ACK, PULL, READ
+        ASK, TABLE, RAIL_LOST, RAIL_CLOSED, RAIL_BROKEN, CREDIT
+        LANDED, REFUSED, ABANDONED, PROGRESS, GRANTED
+        FLAG_REPLY, TABLE_FIRST
+        OVER_TCP, OVER_RINGS, OVER_RDMA
+    Header header_of(uint8_t kind, u64 transfer, u64 tag, u64 total)
+    size_t body_bytes_max()
+    int64_t check_header(const Header *h, int over, bint from_source, char *text, size_t room)
 
 cdef extern from "../verbs/abi.h" nogil:
     ctypedef struct VSge:
@@ -177,28 +195,10 @@ cdef extern from "<sys/mman.h>" nogil:
 cdef extern from "<errno.h>" nogil:
     enum: EAGAIN, EINTR, EFAULT, EINVAL, ENOMEM, EPROTO
 
-cdef enum:  # kinds of frame, and what an ACK says; te/plane/wire.py
-    SEGMENT = 16
-    END = 17
-    ABANDON = 18
-    ACK = 19
-    PULL = 20
-    READ = 21
-    ASK = 22
-    TABLE = 23
-    RAIL_LOST = 24
-    RAIL_CLOSED = 25
-    RAIL_BROKEN = 26
-    CREDIT = 27
-    WRITE_DIRECT = 30  # kinds of transfer over RDMA; nothing on the wire is called so
+cdef enum:  # beside the kinds and statuses of the wire
+    WRITE_DIRECT = 30  # kinds of transfer over RDMA
     READ_DIRECT = 31
-    LANDED = 0
-    REFUSED = 1
-    ABANDONED = 2
-    PROGRESS = 3
-    GRANTED = 4
-    NO_ANSWER = 255
-    FLAG_REPLY = 1  # the tag is the number of a read that the destination asked for
+    NO_ANSWER = 255  # of a transfer: it has no status of an ACK yet
 
 cdef enum:  # why a link died or a transfer failed; te/plane/reasons.py makes the sentences
     NO_REASON = 0
@@ -234,10 +234,7 @@ cdef enum:  # status of a transfer; te.transfers.Status in this order
 
 cdef enum:
     WORKERS_MAX = 4
-    RAILS_MAX = 8
     IOV_MAX = 1024
-    BLOCKS_MAX = 1020  # per frame; with headers, trailer and acknowledgements within IOV_MAX
-    SEGMENT_BYTES_MAX = 64 << 20
     TEXT_MAX = 512
     BEGUN_MAX = 256  # transfers a source has on the wire without an answer
     ARRIVING_MAX = 4096  # transfers a destination has begun to receive, per link
@@ -254,7 +251,6 @@ cdef enum:
     BACKOFF_LEAST_NS = 4000000
     BACKOFF_MOST_NS = 250000000
     QUIESCE_NS = 900000000
-    TRAILER_BYTES = 8
     # Frames a rail is ahead of the copying: milliseconds of it, for the copying threads may keep the
     # source off the processor; few enough that a cancel has something to stop.
     PULLS_AHEAD = 16
@@ -273,10 +269,7 @@ cdef enum:
     RINGS_HEAD_BYTES = 4096
     RINGS_BYTES = 4096 + 2 * (128 << 10)  # a file of it: the head, then the two rings
     LOOKS = 24  # at the rings for each turn of spinning
-    NICS_MAX = 8  # RDMA devices of an engine
-    PIECES_MAX = 1 << 16  # of a transfer: the immediate data has 16 bits for it
-    POSTED_MAX = 64  # pieces of a pair under way at once
-    POSTED_BYTES = 8 << 20  # and their bytes, of which the last piece may exceed it
+    POSTED_BYTES = 8 << 20  # of a pair under way at once; the last piece may exceed it
     # Of a measurement of a pair's rate: what is over sooner tells of the way there and back instead.
     MEASURED_BYTES = 128 << 10
     SIGNAL_EVERY = 64  # work requests: returns send credits in the middle of long pieces
@@ -287,10 +280,6 @@ cdef enum:
     SUSPECT_NS = 250000000
     UNREAD_NS = 300000000
     RECEIVES = 256  # marks that a pair takes before the destination says that there is room again
-    TABLE_MAX = 500  # entries of a frame
-    TABLE_RANGES_MAX = 1 << 16  # of registered memory, as devices take it: 48 bytes each
-    TABLE_FIRST = 1  # flag: what was told before is void
-    ANY_RAIL = 255
 
 cdef struct Job
 cdef struct Key
@@ -306,11 +295,6 @@ cdef struct Key:
     u64 start, end
     u32 near[NICS_MAX]  # to be named by the engine's own work requests
     u32 far[NICS_MAX]  # to be named by a peer's
-
-# The same of the destination, as a frame TABLE has it.
-cdef struct Far:
-    u64 start, end
-    u32 keys[NICS_MAX]
 
 cdef struct Region:
     u64 start, end, serial
@@ -482,7 +466,7 @@ cdef struct Pair:
     # The destination's end.
     u32 receives, receives_turn
     u64 marks_seen, marks_told, drain_until
-    Landing *lost  # what the source asks about
+    PieceId *lost  # what the source asks about
     u32 lost_n
     bint lost_asked
 

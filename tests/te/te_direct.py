@@ -91,7 +91,8 @@ def table(ranges: list[tuple[int, int]], first: bool = True, key: int = 1) -> by
     items["start"] = [start for start, _ in ranges]
     items["end"] = [end for _, end in ranges]
     items["keys"] = key
-    return header(Kind.TABLE, flags=int(first), count=len(ranges)) + items.tobytes()
+    head = header(Kind.TABLE, flags=int(first), count=len(ranges), transfer=0)
+    return head + items.tobytes()
 
 
 def _width(kind: int) -> int:
