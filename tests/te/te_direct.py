@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from te_frames import HEADER, AckStatus, Kind, header
+from te_frames import FAR, HEADER, PIECE, AckStatus, Kind, header
 from te_raw import RAW_ID, TIMEOUT_S, dial, hello, read_exactly, read_greeting, welcome
 
 import te
@@ -35,7 +35,6 @@ from te.plane._core import RECEIVE_DEPTH
 from te.verbs.fabric import Fabric
 
 __all__ = [
-    "FAR",
     "Frame",
     "NullEngine",
     "RawDirectDestination",
@@ -47,7 +46,6 @@ __all__ = [
     "word",
 ]
 
-FAR = np.dtype([("start", "<u8"), ("end", "<u8"), ("keys", "<u4", (8,))])
 _links = itertools.count(1 << 40)
 
 
@@ -83,7 +81,7 @@ def ask(transfer: int, pieces: int, total: int = 1 << 20, tag: int = 0) -> bytes
 def word(kind: Kind, rail: int, epoch: int, items: list[tuple[int, int]], **fields: int) -> bytes:
     """RAIL_LOST, RAIL_CLOSED, RAIL_BROKEN or CREDIT, with transfers and pieces."""
     head = header(kind, transfer=rail, tag=epoch, count=len(items), **fields)
-    return head + np.array(items, "<u8").tobytes()
+    return head + np.array(items, PIECE).tobytes()
 
 
 def table(ranges: list[tuple[int, int]], first: bool = True, key: int = 1) -> bytes:

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frames of te/links/greeting.py, written down a second time: what tests say on the wire."""
+"""The wire format, written down a second time: what tests say on the wire. `test_te_wire.py`
+compares it with the table in te/plane/wire.h."""
 
 from __future__ import annotations
 
 import enum
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 HEADER = struct.Struct("<BBHIQQQQ")
 LANDING = np.dtype([("dst", "<u8"), ("nbytes", "<u8")])
+BLOCK = np.dtype([("src", "<u8"), ("dst", "<u8"), ("nbytes", "<u8")])
+PIECE = np.dtype([("transfer", "<u8"), ("piece", "<u8")])
+FAR = np.dtype([("start", "<u8"), ("end", "<u8"), ("keys", "<u4", (8,))])
+REASON = np.dtype([("character", "u1")])
 REPLY = 1
 
 
@@ -35,6 +41,41 @@ class AckStatus(enum.IntEnum):
     ABANDONED = 2
     PROGRESS = 3
     GRANTED = 4
+
+
+class Told(NamedTuple):
+    """Of a frame: the links over which the source sends it, and the destination; what `count`
+    counts, if that follows; and how many there may be."""
+
+    sides: tuple[str, str]
+    item: np.dtype[np.void] | None = None
+    count: tuple[int, int] = (0, 0)
+
+
+BYTES, EACH = "TCP RINGS", "TCP RINGS RDMA"
+#: By kind, and which of its frames.
+FRAMES = {
+    (Kind.SEGMENT, ""): Told((BYTES, ""), LANDING, (1, 1020)),
+    (Kind.SEGMENT, "reply"): Told(("", BYTES), LANDING, (1, 1020)),
+    (Kind.END, ""): Told((EACH, "")),
+    (Kind.ABANDON, ""): Told((BYTES, "")),
+    (Kind.ABANDON, "over RDMA"): Told(("RDMA", "")),
+    (Kind.ABANDON, "reply"): Told(("", BYTES)),
+    (Kind.ACK, "LANDED"): Told((BYTES, EACH)),
+    (Kind.ACK, "REFUSED"): Told((BYTES, EACH), REASON, (0, 511)),
+    (Kind.ACK, "ABANDONED"): Told((BYTES, EACH)),
+    (Kind.ACK, "PROGRESS"): Told((BYTES, BYTES)),
+    (Kind.ACK, "GRANTED"): Told(("", "RDMA")),
+    (Kind.PULL, ""): Told(("RINGS", ""), BLOCK, (1, 1020)),
+    (Kind.PULL, "reply"): Told(("", "RINGS"), BLOCK, (1, 1020)),
+    (Kind.READ, ""): Told((BYTES, ""), BLOCK, (1, 1020)),
+    (Kind.ASK, ""): Told(("RDMA", ""), None, (0, 1 << 16)),
+    (Kind.TABLE, ""): Told(("", "RDMA"), FAR, (0, 500)),
+    (Kind.RAIL_LOST, ""): Told(("RDMA", ""), PIECE, (0, 64)),
+    (Kind.RAIL_CLOSED, ""): Told(("", "RDMA"), PIECE, (0, 64)),
+    (Kind.RAIL_BROKEN, ""): Told(("", "RDMA")),
+    (Kind.CREDIT, ""): Told(("", "RDMA")),
+}
 
 
 @dataclass(frozen=True)
@@ -87,7 +128,7 @@ def descriptors(kind: Kind, transfer: int, blocks: list[tuple[int, int, int]]) -
     """A whole PULL or READ."""
     nbytes = sum(one[2] for one in blocks)
     head = header(kind, count=len(blocks), transfer=transfer, nbytes=nbytes, total=nbytes)
-    return head + np.array(blocks, "<u8").tobytes()
+    return head + np.array(blocks, BLOCK).tobytes()
 
 
 def end(transfer: int, tag: int = 0) -> bytes:

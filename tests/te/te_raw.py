@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import itertools
+import secrets
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 from te_frames import HEADER, Ack, AckStatus, Kind
-from te_ring import RingSocket
+from te_ring import RingEnd, RingSocket, accept_rings
 
+import te
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, Hello, Welcome, decode_card, encode
 from te.links.greeting import Greeting, GreetingKind, GreetingReader, encode_greeting
 from te.links.samehost import NonceMemory
@@ -50,7 +53,7 @@ def read_greeting(sock: socket.socket) -> Greeting | None:
             return greeting
 
 
-def read_exactly(sock: socket.socket | RingSocket, nbytes: int) -> bytes | None:
+def read_exactly(sock: socket.socket | RingEnd, nbytes: int) -> bytes | None:
     """None if the stream ends before."""
     data = b""
     while len(data) < nbytes:
@@ -75,11 +78,11 @@ class RawSource:
     """A welcomed connection to an engine."""
 
     def __init__(self, card: bytes, transport: str = "tcp", **changes: Any) -> None:
-        self.sock: socket.socket | RingSocket
+        self.sock: socket.socket | RingEnd
         if transport == "samehost":
-            self.sock = RingSocket(card)
+            rings = self.sock = RingSocket(card)
             changes = {"nonce": NONCE.nonce} | changes
-            greeting = read_greeting(self.sock.greet(hello(card, **changes)))
+            greeting = read_greeting(rings.greet(hello(card, **changes)))
         else:
             self.sock = dial(card)
             self.sock.sendall(hello(card, **changes))
@@ -124,3 +127,45 @@ def raw_destination() -> Iterator[tuple[socket.socket, bytes]]:
 def welcome(version: int = PROTOCOL_VERSION, **changes: Any) -> bytes:
     message = Welcome(**{"id": RAW_ID, "epoch": 1, "rails": 1} | changes)
     return encode_greeting(GreetingKind.WELCOME, version, encode(message))
+
+
+class RawListener:
+    """What sources believe to be an engine, over TCP or on the same host: takes their links."""
+
+    def __init__(self, transport: str) -> None:
+        self._id, port = secrets.token_hex(16), 1
+        if transport == "samehost":
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.bind(f"\0te-{self._id}")
+            self._listener.listen()
+        else:
+            self._listener = socket.create_server(("127.0.0.1", 0))
+            port = self._listener.getsockname()[1]
+        self._listener.settimeout(TIMEOUT_S)
+        self._is_samehost = transport == "samehost"
+        self._card = encode(
+            Card(
+                protocol=PROTOCOL_VERSION, id=self._id, epoch=1, host="127.0.0.1", port=port,
+                transports=[transport], regions=[CardRegion(1, 1, "host")],
+            )
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+    def connect(self, engine: te.Engine) -> tuple[te.Peer, socket.socket | RingEnd]:
+        """A new link of the engine's with one rail; the one before must have ended."""
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            dialled = pool.submit(engine.connect, self._card)
+            sock, _ = self._listener.accept()
+            sock.settimeout(TIMEOUT_S)
+            end: socket.socket | RingEnd = sock
+            if self._is_samehost:
+                end = accept_rings(sock)
+            else:
+                assert read_greeting(sock) is not None
+            sock.sendall(welcome(id=self._id, nonce=NONCE.nonce))
+            return dialled.result(TIMEOUT_S), end

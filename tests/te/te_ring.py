@@ -29,16 +29,15 @@ def make_rings(nbytes: int = RINGS_BYTES, seals: int = fcntl.F_SEAL_SHRINK) -> i
     return fd
 
 
-class RingSocket:
-    """The dialling side; what tests use of a socket. Its stream is the rings."""
+class RingEnd:
+    """One side of a rail; what tests use of a socket. Its stream is the rings, of which ``out`` and
+    ``into`` are the heads of its own and the other's."""
 
-    def __init__(self, card: bytes) -> None:
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    def __init__(self, sock: socket.socket, fd: int, out: int, into: int) -> None:
+        self._sock = sock
         self._sock.settimeout(TIMEOUT_S)
-        self._sock.connect(f"\0te-{decode_card(card).id}")
-        fd = make_rings()
         self.rings = mmap.mmap(fd, RINGS_BYTES)
-        self._fd: int | None = fd
+        self._out, self._in = out, into
         self._blocking = True
 
     def __enter__(self) -> Self:
@@ -49,14 +48,6 @@ class RingSocket:
 
     def close(self) -> None:
         self._sock.close()
-
-    def greet(self, data: bytes) -> socket.socket:
-        """Sends the hello with the rings; the socket, for the welcome."""
-        assert self._fd is not None
-        socket.send_fds(self._sock, [data], [self._fd])
-        os.close(self._fd)
-        self._fd = None
-        return self._sock
 
     def setblocking(self, blocking: bool) -> None:
         self._blocking = blocking
@@ -74,37 +65,41 @@ class RingSocket:
 
     def sendall(self, data: bytes) -> None:
         while data:
-            head = self.get(OUT + HEAD)
+            head = self.get(self._out + HEAD)
             at = head % RING_BYTES
-            room = min(RING_BYTES - (head - self.get(OUT + TAIL)), RING_BYTES - at)
+            room = min(RING_BYTES - (head - self.get(self._out + TAIL)), RING_BYTES - at)
             part = data[:room]
-            self.rings[HEAD_BYTES + at : HEAD_BYTES + at + len(part)] = part
-            self.put(OUT + HEAD, head + len(part))
+            at += _base(self._out)
+            self.rings[at : at + len(part)] = part
+            self.put(self._out + HEAD, head + len(part))
             data = data[len(part) :]
-            self._ring(OUT + READER_ASLEEP)
+            self._ring(self._out + READER_ASLEEP)
             if data:
-                self._wait(OUT + WRITER_ASLEEP, lambda: self.get(OUT + HEAD) - self.get(OUT + TAIL)
-                           < RING_BYTES)  # fmt: skip
+                self._wait(self._out + WRITER_ASLEEP, self._has_room)
 
     def recv(self, most: int) -> bytes:
-        tail = self.get(IN + TAIL)
-        if self.get(IN + HEAD) == tail and not self._wait(
-            IN + READER_ASLEEP, lambda: self.get(IN + HEAD) != tail
+        tail = self.get(self._in + TAIL)
+        if self.get(self._in + HEAD) == tail and not self._wait(
+            self._in + READER_ASLEEP, lambda: self.get(self._in + HEAD) != tail
         ):
             return b""
         at = tail % RING_BYTES
-        nbytes = min(most, self.get(IN + HEAD) - tail, RING_BYTES - at)
-        data = self.rings[HEAD_BYTES + RING_BYTES + at : HEAD_BYTES + RING_BYTES + at + nbytes]
-        self.put(IN + TAIL, tail + nbytes)
-        self._ring(IN + WRITER_ASLEEP)
+        nbytes = min(most, self.get(self._in + HEAD) - tail, RING_BYTES - at)
+        at += _base(self._in)
+        data = self.rings[at : at + nbytes]
+        self.put(self._in + TAIL, tail + nbytes)
+        self._ring(self._in + WRITER_ASLEEP)
         return data
+
+    def _has_room(self) -> bool:
+        return self.get(self._out + HEAD) - self.get(self._out + TAIL) < RING_BYTES
 
     def bell(self) -> None:
         self._sock.send(b"\0")
 
     def sleep(self) -> None:
         """Asks for a bell, as a reader that goes to sleep."""
-        struct.pack_into("@I", self.rings, IN + READER_ASLEEP, 1)
+        struct.pack_into("@I", self.rings, self._in + READER_ASLEEP, 1)
 
     def await_bell(self) -> None:
         """``TimeoutError`` if none comes."""
@@ -128,9 +123,39 @@ class RingSocket:
                 if not self._sock.recv(64):
                     if ready():
                         return True
-                    if asleep == IN + READER_ASLEEP:
+                    if asleep == self._in + READER_ASLEEP:
                         return False
                     raise ConnectionResetError
             elif not self._blocking:
                 raise BlockingIOError
         raise TimeoutError
+
+
+def _base(ring: int) -> int:
+    """Where the bytes of a ring begin."""
+    return HEAD_BYTES if ring == OUT else HEAD_BYTES + RING_BYTES
+
+
+class RingSocket(RingEnd):
+    """The dialling side."""
+
+    def __init__(self, card: bytes) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect(f"\0te-{decode_card(card).id}")
+        self._fd = make_rings()
+        super().__init__(sock, self._fd, OUT, IN)
+
+    def greet(self, data: bytes) -> socket.socket:
+        """Sends the hello with the rings, once; the socket, for the welcome."""
+        socket.send_fds(self._sock, [data], [self._fd])
+        os.close(self._fd)
+        return self._sock
+
+
+def accept_rings(sock: socket.socket) -> RingEnd:
+    """The side that was dialled, once the hello has come with the rings."""
+    _, (fd,), _, _ = socket.recv_fds(sock, 1 << 16, 1)
+    try:
+        return RingEnd(sock, fd, IN, OUT)
+    finally:
+        os.close(fd)

@@ -11,7 +11,6 @@ import random
 import numpy as np
 import pytest
 from te_direct import (
-    FAR,
     Frame,
     NullEngine,
     RawDirectDestination,
@@ -22,7 +21,7 @@ from te_direct import (
     word,
 )
 from te_far import wait_until
-from te_frames import AckStatus, Kind, abandon, ack, descriptors, end, header, segment
+from te_frames import FAR, AckStatus, Kind, abandon, ack, descriptors, end, header, segment
 from te_steady import INPUTS, Reasons, Steady
 from test_te_fuzz import U64_EDGES, broken
 
