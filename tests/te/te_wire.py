@@ -18,8 +18,21 @@ import te
 from te.bench._null import Wires
 from te.plane.wire import HEADER, RULES, Bounds, Over, Rule
 
-__all__ = ["PATHS", "Edge", "Path", "Violations", "edges", "links", "pack", "rules_on", "smallest"]
+__all__ = [
+    "PATHS",
+    "TRANSPORTS",
+    "Edge",
+    "Path",
+    "Violations",
+    "edges",
+    "links",
+    "pack",
+    "rules_on",
+    "smallest",
+    "violations",
+]
 
+TRANSPORTS = {Over.TCP: "tcp", Over.RINGS: "samehost", Over.RDMA: "rdma"}
 WIDTHS = {one.name: one.width for one in HEADER.members}
 
 
@@ -70,11 +83,16 @@ class Edge(NamedTuple):
 
     rule: Rule
     field: str
-    fields: dict[str, int]
+    given: dict[str, int]
     is_allowed: bool
 
+    @property
+    def fields(self) -> dict[str, int]:
+        """With the least of all others."""
+        return smallest(self.rule, **self.given)
+
     def __str__(self) -> str:
-        return f"{self.rule.title} with {self.field} {self.fields[self.field]}"
+        return f"{self.rule.title} with {self.field} {self.given[self.field]}"
 
 
 def edges(rule: Rule) -> Iterator[Edge]:
@@ -84,12 +102,11 @@ def edges(rule: Rule) -> Iterator[Edge]:
             continue  # It says which of them counts.
         for value in _around(name, bounds):
             is_allowed = bounds.least <= value <= bounds.most
-            yield Edge(rule, name, smallest(rule, **{name: value}), is_allowed)
+            yield Edge(rule, name, {name: value}, is_allowed)
         if bounds.floor:
             floor = max(bounds.least + 1, 2)
             for value in (floor - 1, floor):
-                given = {bounds.floor: floor, name: value}
-                yield Edge(rule, name, smallest(rule, **given), value == floor)
+                yield Edge(rule, name, {bounds.floor: floor, name: value}, value == floor)
 
 
 def _around(name: str, bounds: Bounds) -> list[int]:
@@ -133,8 +150,7 @@ class Links:
     def __init__(self, path: Path, undo: contextlib.ExitStack) -> None:
         self._path, self._undo = path, undo
         self._wires = Wires()
-        transport = {Over.TCP: "tcp", Over.RINGS: "samehost", Over.RDMA: "rdma"}[path.over]
-        self._transport = transport
+        self._transport = transport = TRANSPORTS[path.over]
         self.engine: te.Engine = undo.enter_context(
             NullEngine(self._wires, nics=1)
             if path.over is Over.RDMA

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames with something wrong in them, seeded: whatever comes, only registered memory changes, the
-reason has a name, and everybody else goes on. TE_FUZZ_INPUTS=1000000 makes a long run of it."""
+"""Frames with something wrong in them, seeded, to destinations and to sources: whatever comes, only
+registered memory changes, the reason has a name, and everybody else goes on.
+TE_FUZZ_INPUTS=1000000 makes a long run of it."""
 
 from __future__ import annotations
 
@@ -12,14 +13,18 @@ import struct
 import numpy as np
 import pytest
 from te_far import wait_until
-from te_frames import HEADER, AckStatus, Kind, abandon, ack, descriptors, end, segment, trailer
-from te_raw import RawSource
+from te_frames import HEADER
+from te_nonsense import U64_EDGES, Nonsense
+from te_raw import RawListener, RawSource
+from te_ring import RingEnd
 from te_steady import INPUTS, Reasons, Steady
+from te_wire import PATHS, TRANSPORTS, Path
 
 import te
+from te.plane.wire import Over
 
 GUARD, OPEN = 1 << 16, 1 << 16
-U64_EDGES = [0, 1, 31, 1 << 12, (1 << 31) - 1, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
+TIMEOUT_S = 10.0
 
 
 class Arena:
@@ -44,27 +49,6 @@ def address(rng: random.Random, arena: Arena) -> int:
     return rng.choice(U64_EDGES)
 
 
-def a_frame(rng: random.Random, arena: Arena, number: int) -> bytes:
-    """A frame that is well-formed, but perhaps says what is not allowed."""
-    kind = rng.choice([Kind.SEGMENT] * 5 + list(Kind))
-    tag = rng.choice([0, 0, 0, 5, 9])
-    if kind is Kind.SEGMENT:
-        sizes = [rng.choice([1, 7, 64, 900, 4096]) for _ in range(rng.randint(1, 6))]
-        landings = [(address(rng, arena), size) for size in sizes]
-        total = sum(sizes) + rng.choice([0, 0, 0, 10, -1])
-        payload = b"\x11" * sum(sizes)
-        fault = rng.choice([0, 0, 0, 14])
-        return segment(number, tag, landings, sum(sizes), max(total, 0)) + payload + trailer(fault)
-    if kind is Kind.END:
-        return end(number, tag)
-    if kind is Kind.ABANDON:
-        return abandon(number, tag, rng.choice([0, 0, 5, 1 << 40]))
-    if kind is Kind.ACK:
-        return ack(number, rng.choice([0, 1, 2, 3, 200]), b"x" * rng.choice([0, 3, 500]))
-    blocks = [(address(rng, arena), address(rng, arena), rng.choice([1, 100, 70_000]))]
-    return descriptors(kind, number, blocks)
-
-
 def broken(rng: random.Random, data: bytes) -> bytes:
     """The frame cut, changed, repeated or replaced."""
     damage = rng.random()
@@ -85,65 +69,95 @@ def broken(rng: random.Random, data: bytes) -> bytes:
     return rng.randbytes(rng.randint(1, 200))
 
 
-def spew(rng: random.Random, source: RawSource, arena: Arena, inputs: int) -> int:
+def spew(rng: random.Random, sock: socket.socket | RingEnd, frames: Nonsense, inputs: int) -> int:
     """Sends frames until the engine has closed the connection or enough were sent."""
     number, sent = 0, 0
+    # Those with less of it come further.
+    damage, frames.at_edges = rng.choice([0.0, 0.1, 1.0]), rng.choice([0.0, 0.6, 0.6])
     with contextlib.suppress(ConnectionError, BlockingIOError):
         while sent < inputs:
-            number += rng.choice([1, 1, 1, 0, 2])
+            number += 1 if rng.random() > damage else rng.choice([1, 1, 1, 0, 2])
             sent += 1
-            data = broken(rng, a_frame(rng, arena, number))
-            if rng.random() < 0.1:
+            data = frames.frame(number)
+            if rng.random() < damage:
+                data = broken(rng, data)
+            if rng.random() < damage / 10:
                 data *= 2
-            source.sock.sendall(data)
+            sock.sendall(data)
             if rng.random() < 0.3:
-                source.sock.setblocking(False)
+                sock.setblocking(False)
                 with contextlib.suppress(BlockingIOError):
-                    if not source.sock.recv(1 << 16):
+                    if not sock.recv(1 << 16):
                         break
-                source.sock.setblocking(True)
+                sock.setblocking(True)
     return sent
 
 
+class Friend:
+    """A peer that keeps to the rules, and is served all the time."""
+
+    def __init__(self, engine: te.Engine, friend: te.Engine) -> None:
+        self._own, self._kept = np.full(64, 7, np.uint8), np.zeros(64, np.uint8)
+        friend.register(self._own)
+        engine.register(self._kept)
+        self.peer = friend.connect(engine.card())
+        self._blocks = te.Blocks.of(self._own.ctypes.data, self._kept.ctypes.data, 64)
+
+    def is_served(self) -> bool:
+        self._kept[:] = 0
+        done = self.peer.write(self._blocks).wait(TIMEOUT_S) is te.Status.DONE
+        return done and bool((self._kept == 7).all())
+
+
+def ask_for(peer: te.Peer, arena: Arena) -> list[te.Transfer]:
+    """Something for a destination to answer."""
+    found = []
+    for i in range(3):
+        found.append(peer.write(te.Blocks.of(arena.start, arena.start + i, 100), 5))
+        found.append(peer.read(te.Blocks.of(arena.start, arena.start + 100 * i, 100)))
+    return found
+
+
 @pytest.mark.timeout(0 if INPUTS > 10_000 else 60)
-@pytest.mark.parametrize("transport", ["samehost", "tcp"])
-def test_hostile_frames(transport: str) -> None:
-    rng = random.Random(20)
-    steady = Steady(INPUTS, transport)
-    with te.Engine() as engine, te.Engine() as friend_engine, Reasons() as reasons:
-        arena = Arena(engine)
-        card = engine.card()
-        own = np.full(64, 7, np.uint8)
-        kept = np.zeros(64, np.uint8)
-        friend_engine.register(own)
-        engine.register(kept)
-        friend = friend_engine.connect(card)
-        friendly = te.Blocks.of(own.ctypes.data, kept.ctypes.data, 64)
+@pytest.mark.parametrize("path", [one for one in PATHS if one.over is not Over.RDMA], ids=str)
+def test_hostile_frames(path: Path) -> None:
+    rng, inputs = random.Random(20), INPUTS // 2
+    steady, transport = Steady(inputs, str(path)), TRANSPORTS[path.over]
+    with (
+        te.Engine() as engine, te.Engine() as friend_engine, Reasons() as reasons,
+        RawListener(transport) as listener,
+    ):  # fmt: skip
+        arena, friend, card = Arena(engine), Friend(engine, friend_engine), engine.card()
+        frames = Nonsense(rng, path, lambda: address(rng, arena))
         engine.expect(5)
         sent = 0
-        while sent < INPUTS:
-            source = RawSource(card, transport)
-            source.sock.setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", rng.randint(0, 1), 0)
-            )
-            with source.sock:
-                sent += spew(rng, source, arena, rng.randint(1, 20))
+        while sent < inputs:
+            transfers: list[te.Transfer] = []
+            if path.from_source:
+                sock = RawSource(card, transport).sock
+            else:
+                peer, sock = listener.connect(engine)
+                transfers = ask_for(peer, arena)
+            linger = struct.pack("ii", rng.randint(0, 1), 0)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            with sock:
+                sent += spew(rng, sock, frames, rng.randint(1, 20))
+            for transfer in transfers:
+                with contextlib.suppress(te.TransferFailed):
+                    assert transfer.wait(TIMEOUT_S)
             assert arena.guards_hold()
-            kept[:] = 0
-            assert friend.write(friendly).wait(10.0) is te.Status.DONE
-            assert (kept == 7).all()
+            assert friend.is_served()
             steady.look(sent)
-        wait_until(lambda: engine.stats().rails == friend.rails, "only the friend is left")
+        wait_until(lambda: engine.stats().rails == friend.peer.rails, "only the friend is left")
         assert arena.guards_hold()
         steady.check()
-        assert reasons.violations.total() > INPUTS // 50
+        assert frames.rounds, "not every bound was tried"
+        assert reasons.violations.total() > inputs // 50
         assert not reasons.others
         assert len(reasons.violations) > 5
 
 
-def test_answers_are_checked_as_hard() -> None:
-    """The acknowledgements a destination could send are frames, too."""
-    assert AckStatus.PROGRESS == 3
+def test_random_bytes_instead_of_frames() -> None:
     rng = random.Random(3)
     with te.Engine() as engine:
         arena = Arena(engine)

@@ -21,12 +21,15 @@ from te_direct import (
     word,
 )
 from te_far import wait_until
-from te_frames import FAR, AckStatus, Kind, abandon, ack, descriptors, end, header, segment
+from te_frames import AckStatus, Kind, abandon, ack, end, header
+from te_nonsense import U64_EDGES, Nonsense
 from te_steady import INPUTS, Reasons, Steady
-from test_te_fuzz import U64_EDGES, broken
+from te_wire import Path
+from test_te_fuzz import broken
 
 import te
 from te.bench._null import QueuePair, Wires
+from te.plane.wire import Over
 
 TAGS = (0, 5, 6, 9)
 OPEN_TAGS = (5, 6)
@@ -41,11 +44,13 @@ def wild(rng: random.Random) -> int:
 class Source:
     """A source that knows the rules, and keeps to most of them."""
 
-    def __init__(self, rng: random.Random, raw: RawDirectSource) -> None:
-        self.rng, self.raw = rng, raw
+    def __init__(self, rng: random.Random, raw: RawDirectSource, frames: Nonsense) -> None:
+        self.rng, self.raw, self.frames = rng, raw, frames
         self.damage = rng.choice([0.0, 0.02, 0.3])
         #: One that keeps to all rules comes further.
         self.lies = self.damage > 0 or rng.random() < 0.3
+        #: How much of it is out of the table of the wire format.
+        self.nonsense = rng.choice([0.04, 0.5, 0.5]) if self.lies else 0.0
         self.number = 0
         #: Pieces of what was asked for, and the marks of what was granted.
         self.asked: dict[int, int] = {}
@@ -101,7 +106,9 @@ class Source:
 
     def _frame(self) -> bytes:
         rng = self.rng
-        kind = rng.random() * (1.0 if self.lies else 0.95)
+        if rng.random() < self.nonsense:
+            return self.frames.frame(self._known())
+        kind = rng.random()
         tag = rng.choice(TAGS)
         if kind < 0.5:
             number = self._known() if self.lies and rng.random() < 0.03 else self.number + 1
@@ -126,25 +133,16 @@ class Source:
                 else rng.randrange(self.asked.get(number, 0) + 1)
             )
             return abandon(number, self.tags.get(number, tag), sent)
-        if kind < 0.95:
-            index = rng.choice([*self.rails, 0])
-            epoch = self.rails[index][0] if index in self.rails else 1
-            if not self.lies:
-                self.rails.pop(index, None)
-            items = [
-                (number, rng.randrange(max(self.asked.get(number, 1), 1)))
-                for number in (self._known() for _ in range(rng.choice([0, 0, 1, 3])))
-                if number < 1 << 60
-            ]
-            return word(Kind.RAIL_LOST, index, epoch - (self.lies and rng.random() < 0.3), items)
-        return rng.choice([
-            segment(self._known(), tag, [(4096, 4)], 4) + bytes(12),
-            descriptors(rng.choice([Kind.PULL, Kind.READ]), self._known(), [(4096, 4096, 9)]),
-            table([(1, 5)]),
-            ack(self._known(), rng.randrange(6)),
-            word(Kind.RAIL_LOST, wild(rng) % (1 << 63), 1, [(wild(rng), wild(rng))]),
-            header(rng.choice([*Kind, 30, 200]), transfer=self._known(), count=rng.randrange(99)),
-        ])  # fmt: skip
+        index = rng.choice([*self.rails, 0])
+        epoch = self.rails[index][0] if index in self.rails else 1
+        if not self.lies:
+            self.rails.pop(index, None)
+        items = [
+            (number, rng.randrange(max(self.asked.get(number, 1), 1)))
+            for number in (self._known() for _ in range(rng.choice([0, 0, 1, 3])))
+            if number < 1 << 60
+        ]
+        return word(Kind.RAIL_LOST, index, epoch - (self.lies and rng.random() < 0.3), items)
 
 
 @pytest.mark.timeout(0 if INPUTS > 10_000 else 60)
@@ -160,10 +158,11 @@ def test_a_hostile_source() -> None:
         friendly = te.Blocks.of(near.address, region.address, MEMORY)
         for tag in OPEN_TAGS:
             engine.expect(tag)
+        frames = Nonsense(rng, Path(Over.RDMA, True), lambda: wild(rng))
         done = 0
         while done < INPUTS:
             with contextlib.closing(RawDirectSource(engine.card(), wires)) as raw:
-                source = Source(rng, raw)
+                source = Source(rng, raw, frames)
                 with contextlib.suppress(ConnectionError):
                     for _ in range(rng.randint(1, 80)):
                         done += 1
@@ -177,6 +176,7 @@ def test_a_hostile_source() -> None:
             steady.look(done)
         wait_until(lambda: engine.stats().rails == 1, "only the friend is left")
         steady.check()
+        assert frames.rounds, "not every bound was tried"
         assert reasons.violations.total() > INPUTS // 200
         assert len(reasons.violations) > 5
 
@@ -184,11 +184,15 @@ def test_a_hostile_source() -> None:
 class Destination:
     """A destination that knows the rules, and keeps to most of them."""
 
-    def __init__(self, rng: random.Random, raw: RawDirectDestination, memory: int) -> None:
-        self.rng, self.raw, self.memory = rng, raw, memory
+    def __init__(
+        self, rng: random.Random, raw: RawDirectDestination, memory: int, frames: Nonsense
+    ) -> None:
+        self.rng, self.raw, self.memory, self.frames = rng, raw, memory, frames
         self.damage = rng.choice([0.0, 0.02, 0.3])
         #: One that keeps to all rules comes further.
         self.lies = self.damage > 0 or rng.random() < 0.3
+        #: How much of it is out of the table of the wire format.
+        self.nonsense = rng.choice([0.04, 0.5, 0.5]) if self.lies else 0.0
         #: Pieces of what was asked for.
         self.asked: dict[int, int] = {}
         self.fresh: list[int] = []
@@ -228,7 +232,9 @@ class Destination:
 
     def _frame(self) -> bytes:
         rng = self.rng
-        kind = rng.random() * (1.0 if self.lies else 0.96)
+        if rng.random() < self.nonsense:
+            return self.frames.frame(self._known())
+        kind = rng.random()
         rail, epoch = rng.choice([*list(self.raw.rails), (0, 1), (7, 1)])
         if kind < 0.3 and (self.lies or self.fresh):
             self.slot = (self.slot + 1) % 256
@@ -265,15 +271,7 @@ class Destination:
                 Kind.RAIL_BROKEN, 255 if any_rail else rail, epoch, [],
                 status=rng.randrange(256), total=rng.choice([0, 1, 2, wild(rng)]),
             )  # fmt: skip
-        if kind < 0.96:
-            return word(Kind.CREDIT, rail, epoch, [], total=rng.choice([1, 64, 500, wild(rng)]))
-        return rng.choice([
-            ask(self._known(), 1),
-            segment(self._known(), 0, [(self.memory, 4)], 4, flags=1) + bytes(12),
-            word(Kind.RAIL_LOST, rail, epoch, self._items()),
-            header(Kind.TABLE, count=3) + bytes(3 * FAR.itemsize),
-            header(rng.choice([*Kind, 30, 200]), transfer=self._known(), count=rng.randrange(99)),
-        ])  # fmt: skip
+        return word(Kind.CREDIT, rail, epoch, [], total=rng.choice([1, 64, 500, wild(rng)]))
 
 
 @pytest.mark.timeout(0 if INPUTS > 10_000 else 60)
@@ -288,10 +286,11 @@ def test_a_hostile_destination() -> None:
         region, far = engine.register(memory), friend_engine.register(memory.copy())
         friend = engine.connect(friend_engine.card())
         friendly = te.Blocks.of(region.address, far.address, MEMORY)
+        frames = Nonsense(rng, Path(Over.RDMA, False), lambda: wild(rng))
         done = 0
         while done < INPUTS:
             peer, raw = listener.connect(engine)
-            destination = Destination(rng, raw, far.address)
+            destination = Destination(rng, raw, far.address, frames)
             transfers: list[te.Transfer] = []
             with contextlib.suppress(ConnectionError):
                 for _ in range(rng.randint(1, 80)):
@@ -307,6 +306,7 @@ def test_a_hostile_destination() -> None:
             assert friend.write(friendly).wait(TIMEOUT_S) is te.Status.DONE
             steady.look(done)
         steady.check()
+        assert frames.rounds, "not every bound was tried"
         assert reasons.others
         engine.deregister(region)
 

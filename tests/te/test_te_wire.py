@@ -19,7 +19,7 @@ UNKNOWN_KIND = 200
 
 def complaint(edge: Edge) -> str:
     """How the sentence about it begins."""
-    return f"{edge.rule.title} has {edge.field} {edge.fields[edge.field]}, which must be "
+    return f"{edge.rule.title} has {edge.field} {edge.given[edge.field]}, which must be "
 
 
 def unexpected(path: Path) -> list[Rule]:
