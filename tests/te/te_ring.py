@@ -37,6 +37,7 @@ class RingEnd:
         self._sock = sock
         self._sock.settimeout(TIMEOUT_S)
         self.rings = mmap.mmap(fd, RINGS_BYTES)
+        self._positions = memoryview(self.rings)[:HEAD_BYTES].cast("Q")
         self._out, self._in = out, into
         self._blocking = True
 
@@ -48,6 +49,8 @@ class RingEnd:
 
     def close(self) -> None:
         self._sock.close()
+        self._positions.release()
+        self.rings.close()
 
     def setblocking(self, blocking: bool) -> None:
         self._blocking = blocking
@@ -56,12 +59,12 @@ class RingEnd:
         """There is nothing to set."""
 
     def get(self, at: int) -> int:
-        return int(struct.unpack_from("@Q", self.rings, at)[0])
+        return self._positions[at // 8]
 
     def put(self, at: int, value: int) -> None:
-        # In native mode a number is written at once; with "<" byte by byte, and the engine, which
-        # looks all the time, finds positions that never were.
-        struct.pack_into("@Q", self.rings, at, value % (1 << 64))
+        # By one store: struct.pack_into clears the bytes first, and the engine, which looks all the
+        # time, finds positions that never were.
+        self._positions[at // 8] = value % (1 << 64)
 
     def sendall(self, data: bytes) -> None:
         while data:

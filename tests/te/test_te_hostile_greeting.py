@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from te_far import wait_until
 from te_raw import NONCE, RAW_ID, TIMEOUT_S, RawSource, dial, dial_unix, hello, read_greeting
-from te_ring import RingSocket, make_rings
+from te_ring import make_rings
 
 import te
 from te import nesting
@@ -342,8 +342,6 @@ def test_a_connection_of_another_transport_joins_no_link(target: te.Engine, tran
             refuse = decode_body(read_greeting(other).body, Refuse)
             assert refuse.reason == "the link that it names is over another transport"
         assert target.stats().rails == 1
-    if isinstance(source.sock, RingSocket):
-        source.sock.rings.close()
     wait_until(lambda: target.stats().rails == 0, "the link has ended")
     wait_until(lambda: descriptors() == before, "nothing was kept")
 
