@@ -56,9 +56,11 @@ class CardRegion(msgspec.Struct, frozen=True, array_like=True):
 class CardNic(msgspec.Struct, frozen=True, kw_only=True):
     """An RDMA device of the engine and the addresses it can be reached at."""
 
+    #: For messages.
     name: Name
     #: ``ib``, ``roce`` or ``iwarp``: devices of one family can be connected.
     family: Name
+    #: InfiniBand's address of its port; 0 of others.
     lid: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
     #: ``enum ibv_mtu``.
     mtu: Annotated[int, msgspec.Meta(ge=1, le=5)]
@@ -68,13 +70,20 @@ class CardNic(msgspec.Struct, frozen=True, kw_only=True):
 class Card(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach an engine, and which of its memory was registered when the card was made."""
 
+    #: Version of the protocol.
     protocol: Unsigned
+    #: Of the engine, made when it starts.
     id: EngineId
+    #: When it was started, in ns: a later engine has a greater one.
     epoch: Unsigned
+    #: Where it listens over TCP: a numeric address.
     host: Name
     port: Port
+    #: ``tcp``, ``samehost``, ``rdma``.
     transports: Annotated[list[Name], msgspec.Meta(min_length=1, max_length=16)]
+    #: Memory that was registered when the card was made.
     regions: list[CardRegion]
+    #: RDMA devices; offers of rails name them by their place here.
     nics: Annotated[list[CardNic], msgspec.Meta(max_length=NICS_LIMIT)] = []
 
 
@@ -106,38 +115,50 @@ class Shared(msgspec.Struct, frozen=True, array_like=True):
 class RailOffer(msgspec.Struct, frozen=True, kw_only=True):
     """My end of a rail over RDMA, for an open link; make yours and connect it to this."""
 
-    #: Of the link's rails; and how often it has been made.
+    #: Which of the link's rails.
     rail: Annotated[int, msgspec.Meta(ge=0, lt=RAILS_LIMIT)]
+    #: Rises each time that this rail is made.
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    #: My device, by its place in my list.
     near_nic: Annotated[int, msgspec.Meta(ge=0, lt=NICS_LIMIT)]
+    #: Your device, by its place on your card.
     far_nic: Annotated[int, msgspec.Meta(ge=0, lt=NICS_LIMIT)]
-    #: Address of my end, and index of the address of yours; empty and 0 where the LID is enough.
+    #: Address of my end; empty where the LID is enough.
     gid: Annotated[bytes, msgspec.Meta(max_length=16)]
+    #: Index of the address of your end; 0 where the LID is enough.
     far_gid_index: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
-    #: Number of the queue pair, and of its first packet; as all that follows not of iWARP.
+    #: Of my queue pair. This and what follows is not of iWARP.
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
+    #: Of the first packet that I send.
     psn: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
+    #: Of my port; 0 but for InfiniBand.
     lid: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)] = 0
+    #: For both ends: ``enum ibv_mtu``.
     mtu: Annotated[int, msgspec.Meta(ge=1, le=5)] = 1
 
 
 class RailAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """My end, which is ready to receive; or of iWARP, ready to be dialled."""
 
+    #: Of my queue pair; as the next not of iWARP.
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
+    #: Of the first packet that I send.
     psn: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
     #: How often this link's rails have been fenced; send nothing before you know of that many.
     fences: Unsigned = 0
-    #: Where I listen, at the address that was asked for, and what to say there.
+    #: iWARP: where I listen, at the address that was asked for.
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    #: iWARP: what to say there.
     token: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """Source to destination: who I am, and whom my card says you are."""
+    """Source to destination: who I am, and whom your card says you are."""
 
+    #: Of the source, as on its card; likewise the next.
     id: EngineId
     epoch: Unsigned
+    #: Of the destination, as on its card; likewise the next.
     peer_id: EngineId
     peer_epoch: Unsigned
     #: Connections with the same number are rails of one link.
@@ -155,20 +176,27 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     """Destination to source: you may write; this is who I am."""
 
+    #: Of the destination, as on its card; likewise the next.
     id: EngineId
     epoch: Unsigned
     #: Rails that I take for one link; the source opens no more.
     rails: Annotated[int, msgspec.Meta(ge=1)]
+    #: Where the hello had one.
     nonce: Nonce | None = None
+    #: Where the hello offered one.
     rail: RailAnswer | None = None
 
 
 class Refusal(StrEnum):
     """Why a destination does not welcome a source."""
 
+    #: It speaks another version.
     VERSION = "version"
+    #: The hello is for another engine.
     IDENTITY = "identity"
+    #: Too many connections are open.
     LIMIT = "limit"
+    #: This transport cannot be used between the two; another may.
     TRANSPORT = "transport"
 
 
@@ -176,6 +204,7 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True):
     """Destination to source: you may not, and why."""
 
     code: Refusal
+    #: A sentence for the log.
     reason: Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)]
 
 

@@ -28,7 +28,10 @@ def frame_layouts() -> list[tuple[str, int, list[tuple[str, int, int, int, str]]
     offset, bytes, length of the array, meaning."""
 
 def frame_limits() -> dict[str, int]:
-    """The limits of ``wire.h`` by their names."""
+    """The numbers of ``wire.h``, and what else of the plane a peer must keep to, by their names."""
+
+def ring_layout() -> dict[str, int]:
+    """Offsets in the head of a ring, by name."""
 
 def check_frame(header: bytes, over: int, from_source: bool) -> int | str:
     """What the plane makes of a header that came over a link: how many bytes of items follow, or

@@ -71,6 +71,21 @@ def frame_limits():
         "SEGMENT_BYTES_MAX": SEGMENT_BYTES_MAX, "TRAILER_BYTES": TRAILER_BYTES,
         "REASON_MAX": REASON_MAX, "PIECES_MAX": PIECES_MAX, "POSTED_MAX": POSTED_MAX,
         "TABLE_MAX": TABLE_MAX, "TABLE_RANGES_MAX": TABLE_RANGES_MAX, "ANY_RAIL": ANY_RAIL,
+        "TABLE_FIRST": TABLE_FIRST, "FLAG_REPLY": FLAG_REPLY,
+        "BEGUN_MAX": BEGUN_MAX, "ARRIVING_MAX": ARRIVING_MAX,
+        "READS_SERVED_MAX": READS_SERVED_MAX, "RECEIVES": RECEIVES,
+        "RING_BYTES": RING_BYTES, "RINGS_HEAD_BYTES": RINGS_HEAD_BYTES,
+        "RING_HEAD_BYTES": sizeof(Ring),
+    }
+
+
+def ring_layout():
+    cdef Ring r
+    return {
+        "head": <char *>&r.head - <char *>&r,
+        "tail": <char *>&r.tail - <char *>&r,
+        "reader_asleep": <char *>&r.reader_asleep - <char *>&r,
+        "writer_asleep": <char *>&r.writer_asleep - <char *>&r,
     }
 
 

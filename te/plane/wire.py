@@ -10,9 +10,20 @@ from __future__ import annotations
 from enum import IntFlag
 from typing import NamedTuple
 
-from te.plane._core import check_frame, frame_layouts, frame_limits, frame_rules
+from te.plane._core import check_frame, frame_layouts, frame_limits, frame_rules, ring_layout
 
-__all__ = ["HEADER", "LIMITS", "RULES", "Bounds", "Layout", "Member", "Over", "Rule", "check"]
+__all__ = [
+    "HEADER",
+    "LIMITS",
+    "RING",
+    "RULES",
+    "Bounds",
+    "Layout",
+    "Member",
+    "Over",
+    "Rule",
+    "check",
+]
 
 
 class Over(IntFlag):
@@ -120,4 +131,7 @@ HEADER, RULES = _read()
 """What every frame begins with, and the rules for each that there is."""
 
 LIMITS = frame_limits()
-"""Numbers of the format by their names in ``wire.h``."""
+"""Numbers of the format by their names in the plane."""
+
+RING = ring_layout()
+"""Offsets in the head of a ring by name: positions of 8 bytes, flags of 4."""
