@@ -30,9 +30,11 @@ class Nonsense:
         self._rules = rules_on(path)
         self._weights = [5 if one.has_payload else 1 for one in self._rules]
         kinds = {one.kind for one in self._rules}
-        #: Every bound in turn, and every kind that does not go that way.
+        strange = [one for one in RULES if one.kind not in kinds]
+        strange += [RULES[0]._replace(kind=kind) for kind in (0, RULES[0].kind - 1, 255)]
+        #: Every bound in turn, and every kind that does not go that way, or is none at all.
         self._every = [edge for rule in self._rules for edge in edges(rule)]
-        self._every += [Edge(one, "count", {}, False) for one in RULES if one.kind not in kinds]
+        self._every += [Edge(one, "count", {}, False) for one in strange]
         self._deck: list[Edge] = []
         #: How often all of them have come.
         self.rounds = 0

@@ -21,7 +21,7 @@ from te_steady import INPUTS, Reasons, Steady
 from te_wire import PATHS, TRANSPORTS, Path
 
 import te
-from te.plane.wire import Over
+from te.plane.wire import RULES, Over
 
 GUARD, OPEN = 1 << 16, 1 << 16
 TIMEOUT_S = 10.0
@@ -155,6 +155,17 @@ def test_hostile_frames(path: Path) -> None:
         assert reasons.violations.total() > inputs // 50
         assert not reasons.others
         assert len(reasons.violations) > 5
+
+
+def test_a_kind_that_is_added_to_the_table_is_fuzzed(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = RULES[0]._replace(kind=99, item=None, has_payload=False)
+    monkeypatch.setattr("te_wire.RULES", (*RULES, new))
+    frames = Nonsense(random.Random(1), PATHS[0], lambda: 0)
+    assert new.source & PATHS[0].over
+    kinds = set()
+    while not frames.rounds:
+        kinds.add(frames.frame(1)[0])
+    assert {one.kind for one in [*RULES, new]} <= kinds
 
 
 def test_random_bytes_instead_of_frames() -> None:
