@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/wire.md: the text of wire_doc.in.md, with tables made from te/plane/wire.h, from the
+"""Writes docs/wire.md: the text of wire_doc.in.md, with tables made from te/core/wire.h, from the
 greeting and from the messages of te/handshake.py. The examples are checked by the plane's rules.
 
 usage: .venv/bin/python scripts/wire_doc.py

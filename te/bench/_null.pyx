@@ -10,17 +10,7 @@ from libc.string cimport memset
 
 import os
 
-ctypedef uint64_t u64
-ctypedef uint32_t u32
-
-cdef extern from "../plane/port.h" nogil:
-    u64 load64(const u64 *p)
-    void store64(u64 *p, u64 v)
-    u32 load32(const u32 *p)
-    void store32(u32 *p, u32 v)
-    u32 swap32(u32 *p, u32 v)
-    u32 add32(u32 *p, u32 v)
-    u64 now_ns()
+from te.core.sync cimport add32, load32, load64, now_ns, store32, store64, swap32, u32, u64
 
 cdef extern from "../verbs/abi.h" nogil:
     ctypedef struct VSge:

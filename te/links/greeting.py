@@ -7,7 +7,7 @@ version for ever, so that engines of different versions can say so:
 
     magic 8s, version u16, kind u16, body bytes u32; then a MessagePack body (te.handshake)
 
-Then come the frames of the plane (``te/plane/wire.h``); on the same host through the rings whose
+Then come the frames of the plane (``te/core/wire.h``); on the same host through the rings whose
 descriptor came with the hello, no more through the socket. docs/wire.md has all of it.
 """
 

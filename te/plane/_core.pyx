@@ -5,7 +5,7 @@
 
 include "structs.pxi"
 include "wire.pxi"
-include "tables.pxi"
+include "news.pxi"
 include "fences.pxi"
 include "source.pxi"
 include "landing.pxi"
@@ -103,11 +103,13 @@ cdef class Engine:
         p.segment_bytes = segment_bytes
         p.segment_blocks = segment_blocks
         p.zeros = <uint8_t *>need(SCRATCH_BYTES)
-        pthread_mutex_init(&p.tags_lock, NULL)
+        tags_init(&p.tags)
         pthread_mutex_init(&p.notices_lock, NULL)
         pthread_mutex_init(&p.events_lock, NULL)
-        p.regions = <Snapshot *>need(sizeof(Snapshot))
-        p.regions.version = 1
+        p.sections.n = workers
+        for i in range(workers):
+            p.sections.of[i] = &p.workers[i].section
+        regions_open(&p.regions, &p.sections)
         p.events_eventfd = descriptor(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC))
         p.notices_eventfd = descriptor(eventfd(0, EFD_CLOEXEC))
         for i in range(workers):
@@ -127,7 +129,6 @@ cdef class Engine:
     def __dealloc__(self):
         cdef Plane *p = self.p
         cdef u32 i
-        cdef u64 k
         if p == NULL:
             return
         for i in range(p.workers_n):
@@ -138,13 +139,8 @@ cdef class Engine:
         while p.notices != NULL:
             take_notice(p)
         self.events()
-        snapshot_publish(p, <Snapshot *>need(sizeof(Snapshot)))
-        snapshot_free(p.regions)
-        while p.leaving != NULL:
-            self.forget_leaving(p.leaving)
-        for k in range(p.tags.size):
-            opening_drop(<Opening *>p.tags.values[k])
-        map_free(&p.tags)
+        regions_close(&p.regions)
+        tags_close(&p.tags)
         close_open(p.events_eventfd)
         close_open(p.notices_eventfd)
         free(p.zeros)
@@ -165,31 +161,13 @@ cdef class Engine:
     # -- memory
 
     def add_region(self, u64 start, u64 end, u64 serial, bint is_shared, bytes keys=b""):
-        cdef Region *r = <Region *>need(sizeof(Region))
-        r.start, r.end, r.serial, r.is_shared = start, end, serial, is_shared
-        self.keep_keys(r, keys)
-        self.insert(r)
-
-    cdef void keep_keys(self, Region *r, bytes keys):
-        r.keys_n = <u32>(len(keys) / sizeof(Key))
-        r.keys = <Key *>need(r.keys_n * sizeof(Key) + 1)
-        memcpy(r.keys, <char *>keys, r.keys_n * sizeof(Key))
-
-    cdef void insert(self, Region *r):
-        cdef Snapshot *old = self.p.regions
-        cdef u32 i, at = region_above(old, r.start)
-        cdef Snapshot *new = self.copy_regions(old.count + 1)
-        for i in range(old.count):
-            new.regions[i + (i >= at)] = old.regions[i]
-            add32(&old.regions[i].refs, 1)
-        new.regions[at] = r
-        add32(&r.refs, 1)
-        new.newest = max(old.newest, r.serial)
-        snapshot_publish(self.p, new)
+        region_put(
+            &self.p.regions,
+            region_new(start, end, serial, is_shared, <char *>keys, len(keys)))
 
     def remove_region(self, u64 serial, double timeout_s):
         cdef u64 until = now_ns() + <u64>(max(timeout_s, 0.0) * 1e9)
-        cdef Region *r = self.region_of(serial)
+        cdef Region *r = region_of(&self.p.regions, serial)
         cdef bint done, is_first = r != NULL and not r.is_leaving
         if r == NULL:
             return 0
@@ -197,9 +175,9 @@ cdef class Engine:
             await_readers(r, until)
         if load32(&r.readers):
             return load32(&r.readers)
-        self.take_out(r)
+        region_take(&self.p.regions, r)
         with nogil:
-            done = quiesce(self.p, NULL, NULL, until - min(until, now_ns()))
+            done = quiesce(&self.p.sections, NULL, NULL, until - min(until, now_ns()))
             if done:  # A peer's read may have begun: it looked before the region was gone.
                 await_readers(r, until)
         if not done:
@@ -208,88 +186,32 @@ cdef class Engine:
         if readers and not is_first:
             return readers
         if readers:
-            self.insert(r)
-        self.forget_leaving(r)
+            region_put(&self.p.regions, r)
+        else:
+            region_forget(&self.p.regions, r)
         return readers
-
-    cdef Region *region_of(self, u64 serial):
-        """The region, also one that is leaving; NULL if there is none."""
-        cdef Region *r = self.p.leaving
-        cdef u32 i
-        while r != NULL and r.serial != serial:
-            r = r.next
-        for i in range(self.p.regions.count if r == NULL else 0):
-            if self.p.regions.regions[i].serial == serial:
-                r = self.p.regions.regions[i]
-        return r
-
-    cdef void take_out(self, Region *r):
-        """Nothing begins in it any more. It is leaving until that is all that is left of it."""
-        cdef Snapshot *old = self.p.regions
-        cdef Snapshot *new
-        cdef u32 i, n = 0
-        if r.is_leaving:
-            return
-        r.is_leaving = True
-        add32(&r.refs, 1)
-        r.next = self.p.leaving
-        self.p.leaving = r
-        new = self.copy_regions(old.count)
-        for i in range(old.count):
-            if old.regions[i] != r:
-                new.regions[n] = old.regions[i]
-                add32(&old.regions[i].refs, 1)
-                n += 1
-        new.count = n
-        snapshot_publish(self.p, new)
-
-    cdef void forget_leaving(self, Region *r):
-        cdef Region **at = &self.p.leaving
-        while at[0] != NULL and at[0] != r:
-            at = &at[0].next
-        if at[0] == r:
-            at[0] = r.next
-            r.is_leaving = False
-            region_drop(r)
-
-    cdef Snapshot *copy_regions(self, u32 count):
-        cdef Snapshot *new = <Snapshot *>need(sizeof(Snapshot))
-        new.version = self.p.regions.version + 1
-        new.newest = self.p.regions.newest
-        new.count = count
-        new.regions = <Region **>need((count + 1) * sizeof(Region *))
-        return new
 
     # -- tags
 
     def open_tag(self, u64 value):
-        cdef Plane *p = self.p
-        cdef Opening *o
-        cdef bint is_new
-        pthread_mutex_lock(&p.tags_lock)
-        o = <Opening *>map_get(&p.tags, value)
-        is_new = o == NULL
-        if is_new:
-            o = opening_new(value)
-            map_put(&p.tags, value, o)
-        is_open = load32(&o.is_open) != 0
-        pthread_mutex_unlock(&p.tags_lock)
+        cdef bint is_open = False
+        cdef bint is_new = tag_open(&self.p.tags, value, &is_open)
         return is_new, is_open
 
     def arrived(self, u64 value):
-        cdef Opening *o = opening_get(self.p, value)
+        cdef Opening *o = opening_get(&self.p.tags, value)
         cdef u64 count = 0 if o == NULL else load64(&o.count)
         opening_drop(o)
         return count
 
     def arrived_nbytes(self, u64 value):
-        cdef Opening *o = opening_get(self.p, value)
+        cdef Opening *o = opening_get(&self.p.tags, value)
         cdef u64 nbytes = 0 if o == NULL else load64(&o.nbytes)
         opening_drop(o)
         return nbytes
 
     def revoke_tag(self, u64 value):
-        cdef Opening *o = opening_get(self.p, value)
+        cdef Opening *o = opening_get(&self.p.tags, value)
         if o == NULL:
             return None
         store32(&o.is_open, 0)
@@ -398,7 +320,8 @@ cdef class Revocation:
     def await_landings(self, double timeout_s):
         cdef bint done
         with nogil:
-            done = quiesce(self.engine.p, NULL, self.o, <u64>(max(timeout_s, 0.0) * 1e9))
+            done = quiesce(
+                &self.engine.p.sections, NULL, self.o, <u64>(max(timeout_s, 0.0) * 1e9))
         return done
 
     @property
@@ -416,7 +339,7 @@ cdef class Revocation:
         return load32(&self.o.granted) == 0
 
     def forget(self):
-        opening_forget(self.engine.p, self.o)
+        opening_forget(&self.engine.p.tags, self.o)
         return load64(&self.o.count)
 
 

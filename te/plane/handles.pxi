@@ -90,7 +90,7 @@ cdef class LinkHandle:
             return True
         store_pointer(&self.k.mappings if before == NULL else &before.next, m.next)
         with nogil:
-            done = quiesce(self.k.plane, self.k, NULL, QUIESCE_NS)
+            done = quiesce(&self.k.plane.sections, self.k, NULL, QUIESCE_NS)
         if done:
             unmap(self.k.plane, m)
         else:  # Somebody still copies out of it; nobody does once the rails have gone.
@@ -107,7 +107,8 @@ cdef class LinkHandle:
     def quiesce(self, double timeout_s):
         cdef bint done
         with nogil:
-            done = quiesce(self.k.plane, self.k, NULL, <u64>(max(timeout_s, 0.0) * 1e9))
+            done = quiesce(
+                &self.k.plane.sections, self.k, NULL, <u64>(max(timeout_s, 0.0) * 1e9))
         return done
 
     @property
@@ -183,7 +184,7 @@ cdef class LinkHandle:
         scan.begun_ns = now_ns()
         scan.may_merge = pieces_n == 0
         while True:
-            s = p.regions
+            s = p.regions.now
             scan.snapshot = s
             scan.touched = <uint8_t *>need(s.count + 1)
             scan.out = blocks_new(k, n)
@@ -198,9 +199,9 @@ cdef class LinkHandle:
             s = scan.snapshot = snapshot_copy(s)
             with nogil:
                 scan_blocks(&scan, blocks, n, kind == READ)
-            if s.version == p.regions.version:
+            if s.version == p.regions.now.version:
                 snapshot_free(s)
-                scan.snapshot = s = p.regions
+                scan.snapshot = s = p.regions.now
                 break
             snapshot_free(s)
             free(scan.touched)
@@ -273,17 +274,6 @@ cdef class LinkHandle:
         return handle
 
 
-cdef Snapshot *snapshot_copy(Snapshot *s) noexcept nogil:
-    cdef Snapshot *c = <Snapshot *>need(sizeof(Snapshot))
-    cdef u32 i
-    c.version, c.newest, c.count = s.version, s.newest, s.count
-    c.regions = <Region **>need((s.count + 1) * sizeof(Region *))
-    for i in range(s.count):
-        c.regions[i] = s.regions[i]
-        add32(&s.regions[i].refs, 1)
-    return c
-
-
 cdef void discard_transfer(Transfer *t) noexcept:
     """One that was never listed."""
     cdef u32 i
@@ -312,7 +302,7 @@ cdef void scan_blocks(Scan *scan, Block *blocks, u64 n, bint is_read) noexcept n
             if not is_registered(s, address, b.nbytes, s.newest, scan.touched):
                 scan.bad = i
                 return
-            hit = s.regions[region_above(s, address) - 1]
+            hit = s.regions[regions_above(s.regions, s.count, address) - 1]
         if scan.may_merge and last != NULL and last.src + last.nbytes == b.src and last.dst + last.nbytes == b.dst:
             last.nbytes += b.nbytes
             continue
@@ -413,7 +403,7 @@ cdef bint cancel_read(Transfer *t) noexcept nogil:
     store32(&t.opening.is_open, 0)
     if load32(&t.status) == PENDING:
         store32(&t.cancel, 1)
-    if not quiesce(link.plane, NULL, t.opening, QUIESCE_NS):
+    if not quiesce(&link.plane.sections, NULL, t.opening, QUIESCE_NS):
         return False
     pthread_mutex_lock(&link.lock)
     t.is_quiet = True

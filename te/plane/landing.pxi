@@ -54,7 +54,7 @@ cdef bint is_revoked(Rail *r, Arriving *a, char *reason) noexcept nogil:
         return True
     if r.place != AT_PAYLOAD and r.place != AT_PULL:
         return False
-    s = <Snapshot *>load_pointer(&r.plane.regions)
+    s = <Snapshot *>load_pointer(&r.plane.regions.now)
     if s.version == r.version:
         return False
     # Only what was registered at the frame's check and still is: the same range can have been
@@ -111,7 +111,7 @@ cdef Arriving *begin(Rail *r, Header *h) noexcept nogil:
         else:
             refuse(r, a, b"the read was given up")
     elif a.tag:
-        a.opening = opening_find(r.plane, a.tag)
+        a.opening = opening_find(&r.plane.tags, a.tag)
         if a.opening == NULL:
             snprintf(text, TEXT_MAX, b"the tag 0x%llx is not open here: never expected, or fenced",
                      <unsigned long long>a.tag)
@@ -150,12 +150,12 @@ cdef void finish(Rail *r, Arriving *a) noexcept nogil:
                 returned(r, a, False)
         else:
             # Inside the mark: no arrival is counted after a fence has returned.
-            enter(r, a.opening)
+            enter(&r.worker.section, r.link, a.opening)
             revoked = is_revoked(r, a, reason)
             if not revoked and a.opening != NULL:
                 add64(&a.opening.nbytes, a.total)
                 add64(&a.opening.count, 1)
-            leave(r)
+            leave(&r.worker.section)
             if revoked:
                 refuse(r, a, reason)
             else:
@@ -194,7 +194,7 @@ cdef void frame_landed(Rail *r, bint is_whole) noexcept nogil:
 
 cdef bint check_head(Rail *r) noexcept nogil:
     """The body that a header announces; False after a violation. All that can be said of a header
-    alone is checked here, by the table of te/plane/wire.h. What follows rests on that."""
+    alone is checked here, by the table of te/core/wire.h. What follows rests on that."""
     cdef Link *link = r.link
     cdef int over = OVER_RDMA if link.is_direct else OVER_RINGS if link.is_pull else OVER_TCP
     cdef char text[TEXT_MAX]
@@ -246,8 +246,8 @@ cdef bint check_ranges(Rail *r, char *reason) noexcept nogil:
     """Whether the ranges that a frame is to be written to are all registered now."""
     cdef u32 i, n
     cdef bint good = True
-    enter(r, NULL)
-    cdef Snapshot *s = <Snapshot *>load_pointer(&r.plane.regions)
+    enter(&r.worker.section, r.link, NULL)
+    cdef Snapshot *s = <Snapshot *>load_pointer(&r.plane.regions.now)
     r.version = s.version
     r.newest = s.newest
     for i in range(r.near_n):
@@ -256,7 +256,7 @@ cdef bint check_ranges(Rail *r, char *reason) noexcept nogil:
             say_outside(s, <u64>r.near[i].iov_base, r.near[i].iov_len, reason + n)
             good = False
             break
-    leave(r)
+    leave(&r.worker.section)
     return good
 
 
@@ -374,8 +374,8 @@ cdef void serve_read(Rail *r) noexcept nogil:
     cdef u32 i, n = 0
     cdef bint good = True
     cdef char reason[TEXT_MAX]
-    enter(r, NULL)
-    s = <Snapshot *>load_pointer(&r.plane.regions)
+    enter(&r.worker.section, r.link, NULL)
+    s = <Snapshot *>load_pointer(&r.plane.regions.now)
     touched = <uint8_t *>need(s.count + 1)
     for i in range(r.near_n):
         if not is_registered(s, <u64>r.far[i].iov_base, r.far[i].iov_len, s.newest, touched):
@@ -392,7 +392,7 @@ cdef void serve_read(Rail *r) noexcept nogil:
                 add32(&held[n].refs, 1)
                 add32(&held[n].readers, 1)
                 n += 1
-    leave(r)
+    leave(&r.worker.section)
     free(touched)
     if good:
         blocks = <Block *>need(r.near_n * sizeof(Block))

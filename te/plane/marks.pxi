@@ -60,14 +60,14 @@ cdef void ungrant(Link *link, Arriving *a) noexcept nogil:
 cdef bint may_begin(Rail *r, Arriving *a) noexcept nogil:
     """Inside the mark, so that a fence that closes the tag sees the grant, or prevents it."""
     cdef bint good = True
-    enter(r, a.opening)
+    enter(&r.worker.section, r.link, a.opening)
     if load32(&r.link.dropped):
         good = False
     elif a.opening != NULL:
         good = load32(&a.opening.is_open) != 0
         if good:
             add32(&a.opening.granted, 1)
-    leave(r)
+    leave(&r.worker.section)
     return good
 
 
@@ -142,8 +142,8 @@ cdef void tell_table(Rail *r) noexcept nogil:
     cdef Far *all = NULL
     cdef Key *key
     cdef u32 i, k, n = 0
-    enter(r, NULL)
-    s = <Snapshot *>load_pointer(&r.plane.regions)
+    enter(&r.worker.section, r.link, NULL)
+    s = <Snapshot *>load_pointer(&r.plane.regions.now)
     if s.version != link.table_told:
         link.table_told = s.version
         for i in range(s.count):
@@ -156,7 +156,7 @@ cdef void tell_table(Rail *r) noexcept nogil:
                 all[n].start, all[n].end = key.start, key.end
                 memcpy(all[n].keys, key.far, sizeof(key.far))
                 n += 1
-    leave(r)
+    leave(&r.worker.section)
     if all == NULL:
         return
     i = 0

@@ -234,18 +234,11 @@ cdef bint next_piece(Pair *q) noexcept nogil:
 
 cdef inline Key *near_key(Transfer *t, u64 address) noexcept nogil:
     """A transfer's own blocks lie in regions that it holds, and that may go with it."""
-    cdef u32 low = 0, high = t.held_n, middle
-    cdef Region *region
-    while low < high:
-        middle = (low + high) >> 1
-        if t.held[middle].start <= address:
-            low = middle + 1
-        else:
-            high = middle
-    region = t.held[low - 1]
-    for low in range(region.keys_n):
-        if region.keys[low].start <= address < region.keys[low].end:
-            return &region.keys[low]
+    cdef Region *region = t.held[regions_above(t.held, t.held_n, address) - 1]
+    cdef u32 i
+    for i in range(region.keys_n):
+        if region.keys[i].start <= address < region.keys[i].end:
+            return &region.keys[i]
     return NULL
 
 

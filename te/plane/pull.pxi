@@ -156,7 +156,7 @@ cdef Moved pull(Rail *r) noexcept nogil:
         return MOVED
     if r.payload_left >= SPREAD_BYTES:
         spread(r.worker)
-    enter(r, r.arriving.opening)
+    enter(&r.worker.section, r.link, r.arriving.opening)
     revoked = is_revoked(r, r.arriving, reason)
     if not revoked:
         n = copy_mapped(r)
@@ -164,7 +164,7 @@ cdef Moved pull(Rail *r) noexcept nogil:
             gone = may_be_gone(r.link)
             if not gone:
                 n = copy_foreign(r)
-    leave(r)
+    leave(&r.worker.section)
     if gone:
         link_die(r.link, PROCESS_GONE, 0, NULL)
         return LOST

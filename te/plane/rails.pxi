@@ -13,9 +13,7 @@ cdef void queue_bytes(Rail *r, const void *data, u64 n) noexcept nogil:
     """Sends bytes behind the frame under way. The rail's lock is held."""
     if r.queued_n + n > r.queued_room:
         r.queued_room = 2 * (r.queued_n + n) + 4096
-        r.queued = <uint8_t *>realloc(r.queued, r.queued_room)
-        if r.queued == NULL:
-            abort()
+        r.queued = <uint8_t *>need_more(r.queued, r.queued_room)
     memcpy(r.queued + r.queued_n, data, n)
     r.queued_n += n
 
@@ -175,11 +173,11 @@ cdef Moved land(Rail *r) noexcept nogil:
     cdef bint revoked
     r.near[r.near_n].iov_base = r.tail
     r.near[r.near_n].iov_len = sizeof(r.tail)
-    enter(r, r.arriving.opening)
+    enter(&r.worker.section, r.link, r.arriving.opening)
     revoked = is_revoked(r, r.arriving, reason)
     if not revoked:
         n = channel_land(r, r.near + r.near_at, r.near_n + 1 - r.near_at)
-    leave(r)
+    leave(&r.worker.section)
     if n == -EFAULT:
         revoked = True
         snprintf(reason, TEXT_MAX, b"registered memory cannot be written: Bad address")

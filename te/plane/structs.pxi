@@ -5,65 +5,17 @@
 
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdio cimport snprintf
-from libc.stdlib cimport abort, calloc, free, malloc, realloc
+from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memmove, memset, strerror, strlen
 
-ctypedef uint64_t u64
-ctypedef uint32_t u32
-
-cdef extern from "port.h" nogil:
-    struct iovec:
-        void *iov_base
-        size_t iov_len
-    u32 load32(const u32 *p)
-    u64 load64(const u64 *p)
-    void *load_pointer(void *p)
-    void store32(u32 *p, u32 v)
-    void store64(u64 *p, u64 v)
-    void store_pointer(void *p, void *v)
-    void note_pointer(void *p, void *v)
-    void *swap_pointer(void *p, void *v)
-    u32 swap32(u32 *p, u32 v)
-    u32 swap_if(u32 *p, u32 old, u32 v)
-    u32 add32(u32 *p, u32 v)
-    u64 add64(u64 *p, u64 v)
-    void relax()
-    u64 now_ns()
-    void futex_wait(u32 *p, u32 v, u64 ns)
-    void futex_wake_all(u32 *p)
-    int last_errno()
-    void change_processor()
-    u32 times_displaced()
-    void name_thread(const char *name)
-    int page_node(u64 address)
-    ctypedef int pid_t
-
-cdef extern from "wire.h" nogil:
-    ctypedef struct Header:
-        uint8_t kind, status
-        uint16_t flags
-        u32 count
-        u64 transfer, tag, nbytes, total
-    ctypedef struct Block:
-        u64 src, dst, nbytes
-    ctypedef struct Landing:
-        u64 dst, nbytes
-    ctypedef struct PieceId:
-        u64 transfer, piece
-    ctypedef struct Far:
-        u64 start, end
-        u32 keys[8]  # NICS_MAX
-    enum:
-        RAILS_MAX, NICS_MAX, BLOCKS_MAX, SEGMENT_BYTES_MAX, TRAILER_BYTES, REASON_MAX, PIECES_MAX
-        POSTED_MAX, TABLE_MAX, TABLE_RANGES_MAX, ANY_RAIL
-        SEGMENT, END, ABANDON, ACK, PULL, READ
-        ASK, TABLE, RAIL_LOST, RAIL_CLOSED, RAIL_BROKEN, CREDIT
-        LANDED, REFUSED, ABANDONED, PROGRESS, GRANTED
-        FLAG_REPLY, TABLE_FIRST
-        OVER_TCP, OVER_RINGS, OVER_RDMA
-    Header header_of(uint8_t kind, u64 transfer, u64 tag, u64 total)
-    size_t body_bytes_max()
-    int64_t check_header(const Header *h, int over, bint from_source, char *text, size_t room)
+from te.core.heap cimport need, need_more
+from te.core.maps cimport *
+from te.core.posix cimport *
+from te.core.regions cimport *
+from te.core.sections cimport *
+from te.core.sync cimport *
+from te.core.tags cimport *
+from te.core.wire cimport *
 
 cdef extern from "../verbs/abi.h" nogil:
     ctypedef struct VSge:
@@ -105,96 +57,6 @@ cdef extern from "../verbs/abi.h" nogil:
         WR_RDMA_WRITE, WR_RDMA_WRITE_WITH_IMM, WR_SEND, WR_RDMA_READ, SEND_SIGNALED, SEND_INLINE
         WC_SUCCESS, WC_WR_FLUSH_ERR, WC_RECV
 
-cdef extern from "<arpa/inet.h>" nogil:
-    u32 htonl(u32 v)
-    u32 ntohl(u32 v)
-
-cdef extern from "<pthread.h>" nogil:
-    ctypedef struct pthread_mutex_t:
-        pass
-    int pthread_mutex_init(pthread_mutex_t *m, void *attributes)
-    int pthread_mutex_destroy(pthread_mutex_t *m)
-    int pthread_mutex_lock(pthread_mutex_t *m)
-    int pthread_mutex_trylock(pthread_mutex_t *m)
-    int pthread_mutex_unlock(pthread_mutex_t *m)
-
-cdef extern from "<malloc.h>" nogil:
-    size_t malloc_usable_size(void *p)
-
-cdef extern from "<sys/socket.h>" nogil:
-    struct msghdr:
-        void *msg_name
-        unsigned int msg_namelen
-        iovec *msg_iov
-        size_t msg_iovlen
-        void *msg_control
-        size_t msg_controllen
-        int msg_flags
-    ssize_t sendmsg(int fd, const msghdr *m, int flags)
-    ssize_t recvmsg(int fd, msghdr *m, int flags)
-    ssize_t recv(int fd, void *p, size_t n, int flags)
-    ssize_t send(int fd, const void *p, size_t n, int flags)
-    enum: MSG_DONTWAIT, MSG_NOSIGNAL
-
-cdef extern from "<sys/epoll.h>" nogil:
-    ctypedef union epoll_data_t:
-        void *ptr
-    struct epoll_event:
-        u32 events
-        epoll_data_t data
-    int epoll_create1(int flags)
-    int epoll_ctl(int epoll, int op, int fd, epoll_event *event)
-    int epoll_wait(int epoll, epoll_event *events, int n, int timeout_ms)
-    enum: EPOLLIN, EPOLLOUT, EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLL_CLOEXEC
-
-cdef extern from "<sys/eventfd.h>" nogil:
-    int eventfd(unsigned int value, int flags)
-    int eventfd_read(int fd, u64 *value)
-    int eventfd_write(int fd, u64 value)
-    enum: EFD_NONBLOCK, EFD_CLOEXEC
-
-cdef extern from "<time.h>" nogil:
-    struct timespec:
-        long tv_sec, tv_nsec
-    int nanosleep(const timespec *t, timespec *left)
-
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
-    int sched_getcpu()
-
-cdef extern from "<poll.h>" nogil:
-    struct pollfd:
-        int fd
-        short events, revents
-    int poll(pollfd *fds, unsigned long n, int timeout_ms)
-    int ppoll(pollfd *fds, unsigned long n, const timespec *timeout, const void *signals)
-    enum: POLLIN, POLLRDHUP
-
-cdef extern from "<sys/uio.h>" nogil:
-    ssize_t process_vm_readv(
-        pid_t pid, const iovec *near, unsigned long near_n,
-        const iovec *far, unsigned long far_n, unsigned long flags)
-    ssize_t preadv(int fd, const iovec *v, int n, int64_t offset)
-    ssize_t pwritev(int fd, const iovec *v, int n, int64_t offset)
-
-cdef extern from "<unistd.h>" nogil:
-    int close(int fd)
-    int64_t lseek(int fd, int64_t offset, int whence)
-    enum: SEEK_END
-
-cdef extern from "<fcntl.h>" nogil:
-    int fcntl(int fd, int command, ...)
-    enum: F_GET_SEALS, F_SEAL_SHRINK
-
-cdef extern from "<sys/mman.h>" nogil:
-    void *mmap(void *address, size_t nbytes, int protection, int flags, int fd, int64_t offset)
-    int munmap(void *address, size_t nbytes)
-    void *MAP_FAILED
-    enum: PROT_READ, PROT_WRITE, MAP_SHARED
-
-cdef extern from "<errno.h>" nogil:
-    enum: EAGAIN, EINTR, EFAULT, EINVAL, ENOMEM, EPROTO
-
 cdef enum:  # beside the kinds and statuses of the wire
     WRITE_DIRECT = 30  # kinds of transfer over RDMA
     READ_DIRECT = 31
@@ -233,7 +95,6 @@ cdef enum:  # status of a transfer; te.transfers.Status in this order
     CANCELLED = 3
 
 cdef enum:
-    WORKERS_MAX = 4
     IOV_MAX = 1024
     TEXT_MAX = 512
     BEGUN_MAX = 256  # transfers a source has on the wire without an answer
@@ -282,7 +143,6 @@ cdef enum:
     RECEIVES = 256  # marks that a pair takes before the destination says that there is room again
 
 cdef struct Job
-cdef struct Key
 cdef struct Link
 cdef struct Mapping
 cdef struct Pair
@@ -290,45 +150,6 @@ cdef struct Plane
 cdef struct Rail
 cdef struct Worker
 
-# A range of registered memory as the RDMA devices of its engine call it.
-cdef struct Key:
-    u64 start, end
-    u32 near[NICS_MAX]  # to be named by the engine's own work requests
-    u32 far[NICS_MAX]  # to be named by a peer's
-
-cdef struct Region:
-    u64 start, end, serial
-    bint is_shared  # peers on this host may map it
-    u32 readers  # unfinished transfers that read from it
-    u32 refs
-    bint is_leaving
-    Region *next  # of those that leave
-    Key *keys  # for each device, and for each part of it that a device takes at once
-    u32 keys_n
-
-# The regions at one time, sorted; replaced, never changed. A worker uses one inside its mark only.
-cdef struct Snapshot:
-    u64 version, newest
-    u32 count
-    Region **regions
-    Snapshot *older  # retired before this one, and not yet free
-    u64 seen[WORKERS_MAX]  # where the workers stood when it was retired
-
-# One opening of a tag: a transfer keeps the opening it began under. It is open until a fence revokes
-# it, and stays in the table of tags until that fence is confirmed: no section lands under it, and
-# nothing is granted.
-cdef struct Opening:
-    u64 value, count
-    u64 nbytes  # atomic: of the transfers counted; added first, so that it is never too few
-    u64 progress_ns  # atomic: of a read, when bytes last landed
-    u32 is_open, refs
-    u32 granted  # transfers over RDMA that may be writing under it
-
-# From u64 to a pointer that is not NULL: open addressing, at most half full.
-cdef struct Map:
-    u64 *keys
-    void **values
-    u64 size, count
 
 # The last that became of a pair, until Python has read it.
 cdef struct News:
@@ -617,9 +438,7 @@ cdef struct Worker:
     int epoll, eventfd
     u32 sleeping, kicked
     u32 processor  # atomic: the one it copies on, plus 1; 0 while it does not copy
-    u64 inside  # odd while it writes registered memory, of which link and under which opening
-    Link *inside_link
-    Opening *inside_opening
+    Section section
     pthread_mutex_t lock
     Rail *adopted
     Rail *rails
@@ -634,11 +453,9 @@ cdef struct Plane:
     u64 stall_ns, rail_ns, suspect_ns, spin_ns, segment_bytes
     u32 segment_blocks
     Worker workers[WORKERS_MAX]
-    Snapshot *regions  # atomic pointer
-    Snapshot *retired
-    Region *leaving  # taken out, but a landing or a read may be under way there
-    pthread_mutex_t tags_lock
-    Map tags
+    Sections sections
+    Regions regions
+    Tags tags
     pthread_mutex_t notices_lock
     Transfer *notices
     int notices_eventfd

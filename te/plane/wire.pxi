@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # The table of wire.h as Python sees it: for the documentation, the fuzzers and tests.
 
-cdef extern from "wire.h" nogil:
+cdef extern from "../core/wire.h" nogil:
     ctypedef struct Bounds:
         u64 least, most
         const char *means

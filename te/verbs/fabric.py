@@ -45,7 +45,7 @@ KEY: Final = np.dtype(
     ]
 )
 """A range of memory with the keys by which each device, and peers of each device, name it; struct
-Key in ``te/plane/structs.pxi``."""
+Key in ``te/core/regions.pxd``."""
 
 PORT_ACTIVE = 4
 GID_ROCE_V2 = 2

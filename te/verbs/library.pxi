@@ -5,6 +5,7 @@ from libc.errno cimport ECONNREFUSED, EINTR, ENODEV, ENOSYS, ETIMEDOUT, errno
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
+from te.core.sync cimport store32
 
 import os
 import time
@@ -106,9 +107,6 @@ cdef extern from "abi.h" nogil:
         QP_MAX_DEST_RD_ATOMIC, QP_DEST_QPN
         ACCESS_LOCAL_WRITE, ACCESS_REMOTE_WRITE, ACCESS_REMOTE_READ, ACCESS_RELAXED_ORDERING
         CM_ADDR_RESOLVED, CM_ROUTE_RESOLVED, CM_CONNECT_REQUEST, CM_ESTABLISHED, CM_PS_TCP
-
-cdef extern from "../plane/port.h" nogil:
-    void store32(uint32_t *p, uint32_t v)
 
 cdef extern from "<dlfcn.h>" nogil:
     void *dlopen(const char *name, int flags)

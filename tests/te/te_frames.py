@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wire format, written down a second time: what tests say on the wire. `test_te_wire.py`
-compares it with the table in te/plane/wire.h."""
+compares it with the table in te/core/wire.h."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
  * What Cython cannot say: atomics, the processor's pause, and calls to the kernel.
  * Every atomic but one is sequentially consistent: the protocols of the plane (mark, then look) need the
  * store-load order, and at one per call to the kernel its cost is not seen. */
-#ifndef TE_PLANE_PORT_H
-#define TE_PLANE_PORT_H
+#ifndef TE_CORE_SYNC_H
+#define TE_CORE_SYNC_H
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE

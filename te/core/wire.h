@@ -4,8 +4,8 @@
  * plane checks every header against it (`check_header`). te/plane/wire.py gives it to Python: the
  * fuzzers take their values from it, and docs/wire.md is written from it. A change here is a change
  * of the protocol: see PROTOCOL_VERSION in te/handshake.py. */
-#ifndef TE_PLANE_WIRE_H
-#define TE_PLANE_WIRE_H
+#ifndef TE_CORE_WIRE_H
+#define TE_CORE_WIRE_H
 
 #include <stddef.h>
 #include <stdint.h>

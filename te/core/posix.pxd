@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+# What is used of Linux and of the C library.
+
+from libc.stdint cimport int64_t
+from te.core.sync cimport timespec, u32, u64
+
+cdef extern from "<sys/types.h>" nogil:
+    ctypedef int pid_t
+
+cdef extern from "<sys/uio.h>" nogil:
+    struct iovec:
+        void *iov_base
+        size_t iov_len
+    ssize_t process_vm_readv(
+        pid_t pid, const iovec *near, unsigned long near_n,
+        const iovec *far, unsigned long far_n, unsigned long flags)
+    ssize_t preadv(int fd, const iovec *v, int n, int64_t offset)
+    ssize_t pwritev(int fd, const iovec *v, int n, int64_t offset)
+
+cdef extern from "<arpa/inet.h>" nogil:
+    u32 htonl(u32 v)
+    u32 ntohl(u32 v)
+
+cdef extern from "<malloc.h>" nogil:
+    size_t malloc_usable_size(void *p)
+
+cdef extern from "<sys/socket.h>" nogil:
+    struct msghdr:
+        void *msg_name
+        unsigned int msg_namelen
+        iovec *msg_iov
+        size_t msg_iovlen
+        void *msg_control
+        size_t msg_controllen
+        int msg_flags
+    ssize_t sendmsg(int fd, const msghdr *m, int flags)
+    ssize_t recvmsg(int fd, msghdr *m, int flags)
+    ssize_t recv(int fd, void *p, size_t n, int flags)
+    ssize_t send(int fd, const void *p, size_t n, int flags)
+    enum: MSG_DONTWAIT, MSG_NOSIGNAL
+
+cdef extern from "<sys/epoll.h>" nogil:
+    ctypedef union epoll_data_t:
+        void *ptr
+    struct epoll_event:
+        u32 events
+        epoll_data_t data
+    int epoll_create1(int flags)
+    int epoll_ctl(int epoll, int op, int fd, epoll_event *event)
+    int epoll_wait(int epoll, epoll_event *events, int n, int timeout_ms)
+    enum: EPOLLIN, EPOLLOUT, EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLL_CLOEXEC
+
+cdef extern from "<sys/eventfd.h>" nogil:
+    int eventfd(unsigned int value, int flags)
+    int eventfd_read(int fd, u64 *value)
+    int eventfd_write(int fd, u64 value)
+    enum: EFD_NONBLOCK, EFD_CLOEXEC
+
+cdef extern from "<poll.h>" nogil:
+    struct pollfd:
+        int fd
+        short events, revents
+    int poll(pollfd *fds, unsigned long n, int timeout_ms)
+    int ppoll(pollfd *fds, unsigned long n, const timespec *timeout, const void *signals)
+    enum: POLLIN, POLLRDHUP
+
+cdef extern from "<unistd.h>" nogil:
+    int close(int fd)
+    int64_t lseek(int fd, int64_t offset, int whence)
+    enum: SEEK_END
+
+cdef extern from "<fcntl.h>" nogil:
+    int fcntl(int fd, int command, ...)
+    enum: F_GET_SEALS, F_SEAL_SHRINK
+
+cdef extern from "<sys/mman.h>" nogil:
+    void *mmap(void *address, size_t nbytes, int protection, int flags, int fd, int64_t offset)
+    int munmap(void *address, size_t nbytes)
+    void *MAP_FAILED
+    enum: PROT_READ, PROT_WRITE, MAP_SHARED
+
+cdef extern from "<errno.h>" nogil:
+    enum: EAGAIN, EINTR, EFAULT, EINVAL, ENOMEM, EPROTO

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+# Atomics, the clock, futexes, and the processor that a thread runs on. All atomics are sequentially
+# consistent but `note_pointer`.
+
+from libc.stdint cimport uint32_t, uint64_t
+
+ctypedef uint64_t u64
+ctypedef uint32_t u32
+
+cdef extern from "../core/sync.h" nogil:
+    u32 load32(const u32 *p)
+    u64 load64(const u64 *p)
+    void *load_pointer(void *p)
+    void store32(u32 *p, u32 v)
+    void store64(u64 *p, u64 v)
+    void store_pointer(void *p, void *v)
+    void note_pointer(void *p, void *v)
+    void *swap_pointer(void *p, void *v)
+    u32 swap32(u32 *p, u32 v)
+    u32 swap_if(u32 *p, u32 old, u32 v)
+    u32 add32(u32 *p, u32 v)
+    u64 add64(u64 *p, u64 v)
+    void relax()
+    u64 now_ns()
+    void futex_wait(u32 *p, u32 v, u64 ns)
+    void futex_wake_all(u32 *p)
+    int last_errno()
+    void change_processor()
+    u32 times_displaced()
+    void name_thread(const char *name)
+    int page_node(u64 address)
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+    int pthread_mutex_init(pthread_mutex_t *m, void *attributes)
+    int pthread_mutex_destroy(pthread_mutex_t *m)
+    int pthread_mutex_lock(pthread_mutex_t *m)
+    int pthread_mutex_trylock(pthread_mutex_t *m)
+    int pthread_mutex_unlock(pthread_mutex_t *m)
+
+cdef extern from "<time.h>" nogil:
+    struct timespec:
+        long tv_sec, tv_nsec
+    int nanosleep(const timespec *t, timespec *left)
+
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+    int sched_getcpu()
