@@ -272,7 +272,7 @@ class Acceptor:
         self.loop.watch(sock.fileno(), READABLE, incoming.on_ready)
         # Mostly its hello is here already: it is not half-open for longer than this.
         incoming.on_ready(READABLE)
-        while (surplus := self._admission.surplus()) is not None:
+        while (surplus := self._admission.surplus(time.monotonic())) is not None:
             self._give_up(surplus, "too many connections say nothing")
 
     def _give_up(self, half_open: HalfOpen, reason: str) -> None:
@@ -285,7 +285,7 @@ class Acceptor:
     def _give_up_one(self, reason: str) -> bool:
         """After accept(2) failed for that reason; whether there is one connection less."""
         before = len(self._admission)
-        sacrifice = self._admission.sacrifice()
+        sacrifice = self._admission.sacrifice(time.monotonic())
         if sacrifice is not None:
             self._give_up(sacrifice, reason)
         return len(self._admission) < before

@@ -2,8 +2,9 @@
 """Which of the connections that have not introduced themselves may stay. Pure: time is passed in.
 
 Whoever can reach an engine can open connections and say nothing. None of them is refused for that:
-when there are too many, the one goes that has been silent for longest, of the source that has the
-most. So an engine that says hello as soon as it is connected finds a place however many are silent.
+when there are too many, one goes of the source that has the most. That is one that has had time to
+speak and has not, or else the oldest. So an engine that says hello soon after it is connected finds
+a place however many are silent, or begin to speak and stop.
 """
 
 from __future__ import annotations
@@ -23,21 +24,28 @@ HALF_OPEN_OF_SOURCE_MAX: Final = 128
 FIRST_BYTE_TIMEOUT_S: Final = 2.0
 """An engine speaks first, at once; this is for one whose interpreter is busy."""
 
+SILENT_S: Final = 0.25
+"""Who is silent for so long goes before who has begun to speak. A friend is held up for less
+between its connection and its hello (5 ms for each turn of another thread in its interpreter). Else
+it would be the one to go where everybody has said a few bytes."""
+
 
 @dataclass(eq=False)
 class HalfOpen:
     """A connection that has yet to introduce itself."""
 
     source: str
-    #: When it must have said something, and when everything.
-    first_byte_until_s: float
+    since_s: float
+    #: When it must have said everything.
     until_s: float
     has_spoken: bool = False
 
     @property
     def due_s(self) -> float:
         """When it is given up."""
-        return self.until_s if self.has_spoken else min(self.first_byte_until_s, self.until_s)
+        if self.has_spoken:
+            return self.until_s
+        return min(self.since_s + FIRST_BYTE_TIMEOUT_S, self.until_s)
 
 
 class Admission:
@@ -51,8 +59,8 @@ class Admission:
         return len(self._half_open)
 
     def enter(self, source: str, now_s: float, hello_timeout_s: float) -> HalfOpen:
-        """A connection came. ``victim`` says whether another has to go for it."""
-        one = HalfOpen(source, now_s + FIRST_BYTE_TIMEOUT_S, now_s + hello_timeout_s)
+        """A connection came. ``surplus`` says whether another has to go for it."""
+        one = HalfOpen(source, now_s, now_s + hello_timeout_s)
         self._half_open[one] = None
         self._of_source[source] = self._of_source.get(source, 0) + 1
         return one
@@ -68,21 +76,23 @@ class Admission:
         else:
             del self._of_source[one.source]
 
-    def surplus(self) -> HalfOpen | None:
+    def surplus(self, now_s: float) -> HalfOpen | None:
         """Which connection has to go because there are too many; None if there are not."""
         fullest = max(self._of_source, key=self._of_source.__getitem__, default=None)
         if fullest is None:
             return None
         if self._of_source[fullest] > HALF_OPEN_OF_SOURCE_MAX:
-            return self._oldest(fullest)
-        return self._oldest(fullest) if len(self._half_open) > HALF_OPEN_MAX else None
+            return self._first_to_go(fullest, now_s)
+        return self._first_to_go(fullest, now_s) if len(self._half_open) > HALF_OPEN_MAX else None
 
-    def sacrifice(self) -> HalfOpen | None:
+    def sacrifice(self, now_s: float) -> HalfOpen | None:
         """Which connection has to go because there are no descriptors; None if there is none."""
         fullest = max(self._of_source, key=self._of_source.__getitem__, default=None)
-        return None if fullest is None else self._oldest(fullest)
+        return None if fullest is None else self._first_to_go(fullest, now_s)
 
-    def _oldest(self, source: str) -> HalfOpen:
-        """Of a source that has some: the oldest silent one, or if all have begun, the oldest."""
+    def _first_to_go(self, source: str, now_s: float) -> HalfOpen:
+        """Of a source that has some: the one that has been silent for longest, if that was for
+        ``SILENT_S``; else the oldest."""
         of_source = [one for one in self._half_open if one.source == source]
-        return next((one for one in of_source if not one.has_spoken), of_source[0])
+        silent = (one for one in of_source if not one.has_spoken)
+        return next((one for one in silent if now_s >= one.since_s + SILENT_S), of_source[0])

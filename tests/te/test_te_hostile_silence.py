@@ -22,6 +22,7 @@ from te.links.admission import (
     FIRST_BYTE_TIMEOUT_S,
     HALF_OPEN_MAX,
     HALF_OPEN_OF_SOURCE_MAX,
+    SILENT_S,
     Admission,
     HalfOpen,
 )
@@ -176,19 +177,25 @@ def test_connecting_to_a_peer_that_drips_has_a_deadline() -> None:
 
 
 @pytest.mark.pure
-@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=600))
-def test_who_stays(events: list[tuple[int, bool]]) -> None:
-    """The bounds hold, and a connection that has just come is never the one that goes, unless all
-    of its source have begun to speak."""
+@given(
+    st.sampled_from([SILENT_S / 1000, SILENT_S / 10, SILENT_S]),
+    st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=600),
+)
+def test_who_stays(pause_s: float, events: list[tuple[int, bool]]) -> None:
+    """The bounds hold, and a connection that has just come is never the one that goes."""
     admission = Admission()
     here: list[HalfOpen] = []
     for number, (source, speaks) in enumerate(events):
-        one = admission.enter(str(source), float(number), 5.0)
+        now_s = number * pause_s
+        one = admission.enter(str(source), now_s, 5.0)
         here.append(one)
         one.has_spoken = speaks
-        while (gone := admission.surplus()) is not None:
+        while (gone := admission.surplus(now_s)) is not None:
+            assert gone is not one
             older = [each for each in here if each.source == gone.source]
-            silent = [each for each in older if not each.has_spoken]
+            silent = [
+                each for each in older if not each.has_spoken and now_s >= each.since_s + SILENT_S
+            ]
             assert gone is (silent or older)[0]
             here.remove(gone)
             admission.leave(gone)
@@ -204,7 +211,7 @@ def test_one_loud_source_costs_no_other_its_place() -> None:
     quiet = [admission.enter(f"host {i}", 0.0, 5.0) for i in range(100)]
     for i in range(10 * HALF_OPEN_MAX):
         admission.enter("loud", float(i), 5.0)
-        while (gone := admission.surplus()) is not None:
+        while (gone := admission.surplus(float(i))) is not None:
             assert gone.source == "loud"
             admission.leave(gone)
     assert len(admission) == len(quiet) + HALF_OPEN_OF_SOURCE_MAX
@@ -218,9 +225,9 @@ def test_deadlines_of_the_first_byte_and_of_all() -> None:
     one.has_spoken = True
     assert one.due_s == 70.0
     assert admission.enter("a", 10.0, 0.5).due_s == 10.5
-    assert admission.sacrifice() is not None
-    assert Admission().sacrifice() is None
-    assert Admission().surplus() is None
+    assert admission.sacrifice(10.0) is not None
+    assert Admission().sacrifice(10.0) is None
+    assert Admission().surplus(10.0) is None
 
 
 def test_silent_ones_are_told_by_the_first_byte_deadline() -> None:
