@@ -17,7 +17,7 @@ cdef struct Block:  # te.blocks.BLOCK
 
 cdef struct Piece:  # te.links.pieces.PIECE
     u64 first, offset, nbytes
-    uint32_t rail, next, is_waiting
+    uint32_t rail, next
 
 
 def checked_total(object blocks):

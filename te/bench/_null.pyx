@@ -10,62 +10,12 @@ from libc.string cimport memset
 
 import os
 
-from te.core.sync cimport add32, load32, load64, now_ns, store32, store64, swap32, u32, u64
-
-cdef extern from "../verbs/abi.h" nogil:
-    ctypedef struct VSge:
-        u64 addr
-        u32 length, lkey
-    ctypedef struct VSendWr:
-        u64 wr_id
-        VSendWr *next
-        VSge *sg_list
-        int num_sge, opcode
-        u32 send_flags, imm_data
-    ctypedef struct VRecvWr:
-        VRecvWr *next
-    ctypedef struct VWc:
-        u64 wr_id
-        int status, opcode
-        u32 imm_data
-    ctypedef struct Endpoint:
-        void *qp
-        void *cq
-        int32_t fd
-        u32 qp_num, send_depth, receive_depth, max_msg_bytes
-        int (*post_send)(void *, VSendWr *, VSendWr **) noexcept nogil
-        int (*post_recv)(void *, VRecvWr *, VRecvWr **) noexcept nogil
-        int (*poll_cq)(void *, int, VWc *) noexcept nogil
-        int (*req_notify_cq)(void *, int) noexcept nogil
-        void (*take_events)(Endpoint *) noexcept nogil
-        int (*to_error)(Endpoint *) noexcept nogil
-        void (*release)(Endpoint *) noexcept nogil
-    enum:
-        WR_RDMA_WRITE_WITH_IMM, SEND_SIGNALED, WC_SUCCESS, WC_WR_FLUSH_ERR, WC_RECV, PORT_ACTIVE
-
-cdef extern from "<sys/eventfd.h>" nogil:
-    int eventfd(unsigned int value, int flags)
-    int eventfd_read(int fd, u64 *value)
-    int eventfd_write(int fd, u64 value)
-    enum: EFD_NONBLOCK, EFD_CLOEXEC
-
-cdef extern from "<arpa/inet.h>" nogil:
-    u32 htonl(u32 v)
-    u32 ntohl(u32 v)
-
-cdef extern from "<pthread.h>" nogil:
-    ctypedef struct pthread_mutex_t:
-        pass
-    int pthread_mutex_init(pthread_mutex_t *m, void *attributes)
-    int pthread_mutex_lock(pthread_mutex_t *m)
-    int pthread_mutex_unlock(pthread_mutex_t *m)
-
-cdef extern from "<unistd.h>" nogil:
-    int close(int fd)
+from te.core.posix cimport *
+from te.core.sync cimport *
+from te.verbs.abi cimport *
 
 cdef enum:
     QUEUE = 1024  # a power of two, above the depth of any send or receive queue of te
-    ENOMEM = 12
     ENOTCONN = 107
     KEYS = 1 << 16  # that memory is known by; a power of two
     WC_LOC_PROT_ERR = 4  # ibv_poll_cq(3)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 
+from te.config import TRANSPORTS
 from te.doctor.facts import Facts, gather
-from te.doctor.rules import TRANSPORTS, Finding, findings, possible, usable_nics
+from te.doctor.rules import Finding, findings, possible, usable_nics
 
 __all__ = ["add_arguments", "explain", "run", "text"]
 

@@ -17,9 +17,7 @@ import msgspec
 from te.doctor.facts import UNLIMITED, Facts, Port
 from te.topology import GidKind
 
-__all__ = ["TRANSPORTS", "Finding", "findings", "possible", "usable_nics"]
-
-TRANSPORTS: Final = ("samehost", "rdma", "tcp")
+__all__ = ["Finding", "findings", "possible", "usable_nics"]
 
 # A KV cache is tens of GiB; below this limit not even a test's pools can be registered.
 _LOCKABLE_FEW: Final = 1 << 30

@@ -21,8 +21,6 @@ PIECE: Final = np.dtype(
         ("nbytes", "<u8"),
         ("rail", "<u4"),
         ("next", "<u4"),
-        ("is_waiting", "<u4"),
-        ("padding", "<u4"),
     ]
 )
 """``nbytes`` bytes from ``offset`` of the block ``first`` on; struct Piece in

@@ -16,46 +16,7 @@ from te.core.sections cimport *
 from te.core.sync cimport *
 from te.core.tags cimport *
 from te.core.wire cimport *
-
-cdef extern from "../verbs/abi.h" nogil:
-    ctypedef struct VSge:
-        u64 addr
-        u32 length, lkey
-    ctypedef struct VSendWr:
-        u64 wr_id
-        VSendWr *next
-        VSge *sg_list
-        int num_sge, opcode
-        u32 send_flags, imm_data
-        u64 remote_addr
-        u32 rkey
-    ctypedef struct VRecvWr:
-        u64 wr_id
-        VRecvWr *next
-        VSge *sg_list
-        int num_sge
-    ctypedef struct VWc:
-        u64 wr_id
-        int status, opcode
-        u32 vendor_err, byte_len, imm_data, wc_flags
-    ctypedef struct Endpoint:
-        void *qp
-        void *cq
-        int fd
-        u32 send_depth, receive_depth, max_msg_bytes, scratch_lkey, is_iwarp
-        uint8_t *scratch
-        int (*post_send)(void *qp, VSendWr *first, VSendWr **bad) noexcept nogil
-        int (*post_recv)(void *qp, VRecvWr *first, VRecvWr **bad) noexcept nogil
-        int (*poll_cq)(void *cq, int n, VWc *wc) noexcept nogil
-        int (*req_notify_cq)(void *cq, int solicited_only) noexcept nogil
-        void (*take_events)(Endpoint *e) noexcept nogil
-        int (*to_error)(Endpoint *e) noexcept nogil
-        int (*accept)(Endpoint *e, u64 word) noexcept nogil
-        void (*release)(Endpoint *e) noexcept nogil
-        u32 fault
-    enum:
-        WR_RDMA_WRITE, WR_RDMA_WRITE_WITH_IMM, WR_SEND, WR_RDMA_READ, SEND_SIGNALED, SEND_INLINE
-        WC_SUCCESS, WC_WR_FLUSH_ERR, WC_RECV
+from te.verbs.abi cimport *
 
 cdef enum:  # beside the kinds and statuses of the wire
     WRITE_DIRECT = 30  # kinds of transfer over RDMA
@@ -161,7 +122,6 @@ cdef struct News:
 cdef struct Piece:
     u64 first, offset, nbytes  # begins at `offset` of the block `first`
     u32 rail, next
-    u32 is_waiting
 
 cdef struct Transfer:
     u64 id, tag
@@ -467,7 +427,7 @@ cdef struct Plane:
     u32 nic_faults[NICS_MAX]
     u32 nic_reasons[NICS_MAX]
     u32 kicks  # atomic: counts calls to look at all pairs
-    u64 links, turn
+    u64 links
     u64 bytes_sent, bytes_received, rails_in, rails_out
     u64 mapped_bytes  # atomic: of peers' memory
     u64 outcomes[4]

@@ -47,7 +47,7 @@ KEY: Final = np.dtype(
 """A range of memory with the keys by which each device, and peers of each device, name it; struct
 Key in ``te/core/regions.pxd``."""
 
-PORT_ACTIVE = 4
+PORT_STATE_ACTIVE = 4  # enum ibv_port_state
 GID_ROCE_V2 = 2
 
 
@@ -79,7 +79,7 @@ class Nic:
     def check_port(self) -> None:
         """``OSError`` if the port has no link now: connecting over it would take its time to fail,
         and miss the link's return."""
-        if self.device.port(self.port)[0] != PORT_ACTIVE:
+        if self.device.port(self.port)[0] != PORT_STATE_ACTIVE:
             raise OSError(errno.ENETDOWN, f"the port {self.port} of {self.name} has no link")
 
 
@@ -280,7 +280,7 @@ def _open(index: int, one: MachineNic, is_iwarp: bool) -> Nic:
         gids = read_addresses(one.netdev) if is_iwarp else _gids(one, device)
     except OSError as exc:
         raise DeviceError(f"{one.name}: {exc.strerror}") from exc
-    if state != PORT_ACTIVE:
+    if state != PORT_STATE_ACTIVE:
         raise DeviceError(
             f"{one.name}: its port {one.port} is {one.state or 'down'}, not active;"
             f" bring its link up{f' (ip link set {one.netdev} up)' if one.netdev else ''}"
