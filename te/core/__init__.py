@@ -2,8 +2,9 @@
 """What the data plane stands on, compiled: modules of one noun each, with their contracts in `.pxd`
 files. They form layers, each of which knows those before it alone: ``sync`` (atomics, the clock,
 futexes) and ``posix`` (calls to the kernel), ``heap``, ``wire`` (the format of the frames),
-``maps``, ``sections`` (what a worker is writing just now), ``regions`` (the memory that peers may
-name), ``tags`` (the rights to write it).
+``maps``, ``vectors`` (arrays of iovecs), ``channels`` (a socket, or rings in shared memory),
+``sections`` (what a worker is writing just now), ``regions`` (the memory that peers may name),
+``tags`` (the rights to write it).
 """
 
 from __future__ import annotations

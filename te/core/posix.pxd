@@ -81,3 +81,14 @@ cdef extern from "<sys/mman.h>" nogil:
 
 cdef extern from "<errno.h>" nogil:
     enum: EAGAIN, EINTR, EFAULT, EINVAL, ENOMEM, EPROTO
+
+
+cdef inline u64 file_bytes(int fd) noexcept nogil:
+    """Size of a memory file that can never shrink; 0 if it is none: touching what another process
+    has cut off is a SIGBUS. Ordinary files have no seals at all, -1."""
+    cdef int seals = fcntl(fd, F_GET_SEALS)
+    cdef int64_t nbytes
+    if seals < 0 or not seals & F_SEAL_SHRINK:
+        return 0
+    nbytes = lseek(fd, 0, SEEK_END)
+    return <u64>nbytes if nbytes > 0 else 0

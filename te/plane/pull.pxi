@@ -140,7 +140,7 @@ cdef bint source_lives(Rail *r) noexcept nogil:
     """Whether the source has lived and kept the rail open until now, and so its memory as it
     was."""
     cdef pollfd p
-    p.fd = r.fd
+    p.fd = r.channel.fd
     p.events = POLLRDHUP
     p.revents = 0
     return poll(&p, 1, 0) == 0 and not may_be_gone(r.link)

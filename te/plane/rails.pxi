@@ -38,6 +38,25 @@ cdef void queue_progress(Rail *r, u64 number, u64 nbytes) noexcept nogil:
     queue_frame(r, &h, NULL, 0)
 
 
+# -- what became of the channel
+
+cdef void channel_broke(Rail *r, int errnum) noexcept nogil:
+    if errnum == EPROTO:
+        link_die(r.link, VIOLATED, 0, b"a position in a ring that cannot be")
+    else:
+        link_die(r.link, BROKE, errnum, NULL)
+
+
+cdef inline bint rail_moved(Rail *r) noexcept nogil:
+    """Whether the rings show what the rail waits for."""
+    return not r.gone and channel_moved(&r.channel, load32(&r.interest))
+
+
+cdef inline bint rail_arm(Rail *r) noexcept nogil:
+    """Asks to be woken up; True if there is something already."""
+    return channel_arm(&r.channel, load32(&r.interest)) and not r.gone
+
+
 # -- sending
 
 cdef bint load_next(Rail *r) noexcept nogil:
@@ -99,7 +118,8 @@ cdef Moved rail_send(Rail *r, int turns) noexcept nogil:
     while turns:
         if r.out_left == 0 and not load_next(r):
             return WAITING
-        moved = channel_send(r)
+        moved = channel_send(
+            &r.channel, r.out + r.out_at, r.out_n - r.out_at, r.out_tail == 0)
         if moved < 0:
             if moved == -EAGAIN:
                 return WAITING
@@ -108,7 +128,7 @@ cdef Moved rail_send(Rail *r, int turns) noexcept nogil:
                 continue
             if moved == -EINTR:
                 continue
-            link_die(r.link, BROKE, -moved, NULL)
+            channel_broke(r, -moved)
             return LOST
         turns -= 1
         r.progress_ns = now_ns()
@@ -127,16 +147,6 @@ cdef Moved rail_send(Rail *r, int turns) noexcept nogil:
         r.out_at = advance(r.out, r.out_at, moved)
         return WAITING
     return MOVED
-
-
-cdef u32 advance(iovec *v, u32 at, u64 moved) noexcept nogil:
-    """Steps over bytes that were moved, fewer than all."""
-    while moved >= v[at].iov_len:
-        moved -= v[at].iov_len
-        at += 1
-    v[at].iov_base = <uint8_t *>v[at].iov_base + moved
-    v[at].iov_len -= moved
-    return at
 
 
 # -- receiving
@@ -159,7 +169,7 @@ cdef Moved on_received(Rail *r, ssize_t n, size_t wanted) noexcept nogil:
         return WAITING
     if n == -EINTR:
         return MOVED
-    link_die(r.link, BROKE, -n, NULL)
+    channel_broke(r, -n)
     return LOST
 
 
@@ -176,7 +186,7 @@ cdef Moved land(Rail *r) noexcept nogil:
     enter(&r.worker.section, r.link, r.arriving.opening)
     revoked = is_revoked(r, r.arriving, reason)
     if not revoked:
-        n = channel_land(r, r.near + r.near_at, r.near_n + 1 - r.near_at)
+        n = channel_land(&r.channel, r.near + r.near_at, r.near_n + 1 - r.near_at)
     leave(&r.worker.section)
     if n == -EFAULT:
         revoked = True
@@ -206,7 +216,7 @@ cdef Moved read_trailer(Rail *r) noexcept nogil:
     cdef Moved state = WAITING if r.drained else MOVED
     cdef u64 fault
     if r.tail_have < TRAILER_BYTES:
-        n = channel_receive(r, r.tail + r.tail_have, sizeof(r.tail) - r.tail_have)
+        n = channel_receive(&r.channel, r.tail + r.tail_have, sizeof(r.tail) - r.tail_have)
         state = on_received(r, n, sizeof(r.tail) - r.tail_have)
         if n <= 0:
             return state
@@ -222,7 +232,7 @@ cdef Moved read_trailer(Rail *r) noexcept nogil:
 
 cdef Moved discard(Rail *r) noexcept nogil:
     cdef u64 wanted = min(r.discard_left, <u64>SCRATCH_BYTES)
-    cdef ssize_t n = channel_receive(r, r.worker.scratch, wanted)
+    cdef ssize_t n = channel_receive(&r.channel, r.worker.scratch, wanted)
     if n > 0:
         r.discard_left -= n
         if r.discard_left == 0:
@@ -251,7 +261,7 @@ cdef Moved receive(Rail *r, bint answers_only) noexcept nogil:
             return MOVED
         if r.lead_have < sizeof(Header):
             wanted = sizeof(r.lead) - r.lead_have
-            n = channel_receive(r, r.lead + r.lead_have, wanted)
+            n = channel_receive(&r.channel, r.lead + r.lead_have, wanted)
             state = on_received(r, n, wanted)
             if n > 0:
                 r.lead_have += <u32>n
@@ -268,7 +278,7 @@ cdef Moved receive(Rail *r, bint answers_only) noexcept nogil:
         r.place = AT_BODY
     if r.body_have < r.body_want:
         wanted = r.body_want - r.body_have
-        n = channel_receive(r, r.body + r.body_have, wanted)
+        n = channel_receive(&r.channel, r.body + r.body_have, wanted)
         state = on_received(r, n, wanted)
         if n > 0:
             r.body_have += <u32>n
@@ -303,7 +313,7 @@ cdef void set_interest(Rail *r) noexcept nogil:
     if wanted == r.interest:
         return
     store32(&r.interest, wanted)
-    if r.rings == NULL:
+    if r.channel.rings == NULL:
         watch(r, wanted)
 
 
@@ -311,7 +321,7 @@ cdef void watch(Rail *r, u32 wanted) noexcept nogil:
     cdef epoll_event e
     e.events = wanted
     e.data.ptr = r
-    epoll_ctl(r.worker.epoll, EPOLL_CTL_MOD, r.fd, &e)
+    epoll_ctl(r.worker.epoll, EPOLL_CTL_MOD, r.channel.fd, &e)
 
 
 cdef void rail_retire(Rail *r) noexcept nogil:
@@ -319,8 +329,7 @@ cdef void rail_retire(Rail *r) noexcept nogil:
     cdef Link *link = r.link
     cdef u32 left
     r.gone = True
-    close(r.fd)  # Which also ends the watch.
-    r.fd = -1
+    channel_close(&r.channel)  # Which also ends the watch.
     frame_sent(r)
     pthread_mutex_lock(&link.lock)
     link.rails_alive -= 1
@@ -341,10 +350,10 @@ cdef bint rail_turn(Rail *r, bint rung, bint is_patient) noexcept nogil:
     cdef u64 before
     cdef bint busy = False, again, hurried = False
     pthread_mutex_lock(&r.lock)
-    r.is_patient = is_patient
+    r.channel.is_patient = is_patient
     if not r.gone:
-        if rung and r.rings != NULL:
-            answer_bell(r)
+        if rung and r.channel.rings != NULL:
+            answer_bell(&r.channel)
         before = load64(&r.link.progress_ns)
         for i in range(READS_PER_TURN):
             if load32(&r.link.dead) or r.queued_n > ACK_BACKLOG_BYTES:
@@ -360,7 +369,7 @@ cdef bint rail_turn(Rail *r, bint rung, bint is_patient) noexcept nogil:
                 break
             if r.queued_n and r.out_left == 0 and not hurried:
                 # Through a socket the first answer goes at once, those behind it together.
-                hurried = r.rings == NULL
+                hurried = r.channel.rings == NULL
                 rail_send(r, 1)
         again = state == MOVED
         if not load32(&r.link.dead):
@@ -375,13 +384,13 @@ cdef bint rail_turn(Rail *r, bint rung, bint is_patient) noexcept nogil:
             set_interest(r)
             # The next word of how far copies are comes in a millisecond: too long to spin for.
             busy = load64(&r.link.progress_ns) != before and not r.is_bulk
-    r.is_patient = False
+    r.channel.is_patient = False
     pthread_mutex_unlock(&r.lock)
     return busy
 
 
 cdef void rail_free(Rail *r) noexcept nogil:
-    ring_close(r)
+    channel_free(&r.channel)
     pthread_mutex_destroy(&r.lock)
     free(r.body)
     free(r.near)
@@ -406,9 +415,11 @@ cdef int rail_new(Plane *p, Link *link, int fd, int rings_fd) noexcept nogil:
     r.plane = p
     r.link = link
     r.worker = w
-    r.fd = fd
-    if link.is_pull:
-        errnum = ring_open(r, rings_fd)
+    if link.is_pull and rings_fd < 0:
+        errnum = EINVAL
+    else:
+        errnum = channel_open(
+            &r.channel, fd, rings_fd if link.is_pull else -1, not link.is_incoming)
     r.body = <uint8_t *>need(body_bytes_max())
     r.frame = <uint8_t *>need(sizeof(Header) + BLOCKS_MAX * sizeof(Block))
     r.near = <iovec *>need(IOV_MAX * sizeof(iovec))
@@ -422,7 +433,7 @@ cdef int rail_new(Plane *p, Link *link, int fd, int rings_fd) noexcept nogil:
         errnum = last_errno()
     if errnum:
         pthread_mutex_unlock(&w.lock)
-        r.rings_fd = -1  # It stays the caller's.
+        r.channel.rings_fd = -1  # It stays the caller's.
         rail_free(r)
         return errnum
     add32(&link.refs, 1)

@@ -8,6 +8,7 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memmove, memset, strerror, strlen
 
+from te.core.channels cimport *
 from te.core.heap cimport need, need_more
 from te.core.maps cimport *
 from te.core.posix cimport *
@@ -15,6 +16,7 @@ from te.core.regions cimport *
 from te.core.sections cimport *
 from te.core.sync cimport *
 from te.core.tags cimport *
+from te.core.vectors cimport *
 from te.core.wire cimport *
 from te.verbs.abi cimport *
 
@@ -66,7 +68,6 @@ cdef enum:
     SCRATCH_BYTES = 256 << 10
     READS_PER_TURN = 32
     SENDS_PER_TURN = 8
-    BELL_NS = 10000  # from the return of write() to the look that wait() takes
     YIELD_NS = 8000  # one that takes longer has let somebody do real work; alone it takes 0.5 us
     SHARED_TURNS = 4
     MOVE_NS = 100000000
@@ -87,9 +88,6 @@ cdef enum:
     MAPPED_GIB_MAX = 1 << 12  # of a link
     PLANE_MAPPED_GIB_MAX = 1 << 15  # of all; a process has 2 ** 17 to give
     PULL_BLOCK_BYTES = 2048  # smaller blocks go through the ring
-    RING_BYTES = 128 << 10
-    RINGS_HEAD_BYTES = 4096
-    RINGS_BYTES = 4096 + 2 * (128 << 10)  # a file of it: the head, then the two rings
     LOOKS = 24  # at the rings for each turn of spinning
     POSTED_BYTES = 8 << 20  # of a pair under way at once; the last piece may exceed it
     # Of a measurement of a pair's rate: what is over sooner tells of the way there and back instead.
@@ -186,18 +184,6 @@ ctypedef enum Place:
     AT_DISCARD
     AT_PULL
 
-# One direction between two processes, in memory that both have mapped: each position by itself in
-# a line of the cache. `head` is how many bytes were ever written, `tail` how many were read.
-cdef struct Ring:
-    u64 head
-    u64 head_line[7]
-    u64 tail
-    u64 tail_line[7]
-    u32 reader_asleep
-    u32 reader_line[15]
-    u32 writer_asleep
-    u32 writer_line[15]
-
 ctypedef enum PairState:
     PAIR_PROBE  # of a source: connected, but nothing has come through yet
     PAIR_UP
@@ -257,22 +243,13 @@ cdef struct Rail:
     Worker *worker
     Rail *next
     pthread_mutex_t lock
-    int fd
+    Channel channel
     u32 kick  # atomic: look for something to send
     u32 interest  # atomic: what its worker waits for, EPOLLIN and EPOLLOUT
     u32 driven
     bint gone, suspect
     u64 progress_ns
-    # On the same host: the memory file, and this side's positions (atomic).
-    uint8_t *rings
-    Ring *ring_in
-    Ring *ring_out
-    u64 in_tail, out_head, in_base, out_base
-    int rings_fd
-    bint hung_up
     bint napping  # a caller waits for the bell
-    bint is_patient  # its worker's turn, who rings bells later
-    u64 bell_due_ns  # the worker's alone; 0: no bell is owed
     # Receiving.
     Place place
     Header head

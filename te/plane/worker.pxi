@@ -106,9 +106,9 @@ cdef bint look_at_rings(Worker *w) noexcept nogil:
         has_rings = False
         r = w.rails
         while r != NULL:
-            if ring_moved(r):
+            if rail_moved(r):
                 return True
-            has_rings |= r.rings != NULL
+            has_rings |= r.channel.rings != NULL
             r = r.next
         relax()
     return False
@@ -119,8 +119,8 @@ cdef bint arm_rings(Worker *w) noexcept nogil:
     cdef Rail *r = w.rails
     cdef bint moved = False
     while r != NULL:
-        ring_owes(r, True)
-        moved |= ring_arm(r)
+        channel_owes(&r.channel, True)
+        moved |= rail_arm(r)
         r = r.next
     return moved
 
@@ -132,10 +132,10 @@ cdef bint serve_rings(Worker *w, bint disarm, bint is_patient) noexcept nogil:
     w.owes = False
     while r != NULL:
         if disarm:
-            ring_disarm(r)
-        if ring_moved(r):
+            channel_disarm(&r.channel)
+        if rail_moved(r):
             busy |= rail_turn(r, False, is_patient)
-        w.owes |= ring_owes(r, False)
+        w.owes |= channel_owes(&r.channel, False)
         r = r.next
     return busy
 
@@ -235,7 +235,7 @@ cdef bint send_from_here(Rail *r, int turns) noexcept nogil:
         if load_pointer(&r.link.issue) != NULL:
             store32(&r.kick, 1)
     pthread_mutex_unlock(&r.lock)
-    if load32(&r.kick) or (is_free and r.rings != NULL and load32(&r.interest) & EPOLLOUT):
+    if load32(&r.kick) or (is_free and r.channel.rings != NULL and load32(&r.interest) & EPOLLOUT):
         wake(r.worker)
     return is_free
 
@@ -268,7 +268,7 @@ cdef Moved take_answer(Transfer *t, Rail *r) noexcept nogil:
         if not r.driven:
             r.driven = 1
             set_interest(r)
-            ring_disarm(r)
+            channel_disarm(&r.channel)
         state = receive(r, True)
         while state == MOVED and load32(&t.status) == PENDING:
             state = receive(r, True)
@@ -281,10 +281,10 @@ cdef Moved take_answer(Transfer *t, Rail *r) noexcept nogil:
 cdef bint await_ring(Rail *r) noexcept nogil:
     """A short look at whether the other side has put something in; always False on TCP."""
     cdef int i
-    if r.rings == NULL:
+    if r.channel.rings == NULL:
         return False
     for i in range(LOOKS):
-        if load64(&r.ring_in.head) != load64(&r.in_tail):
+        if has_input(&r.channel):
             return True
         relax()
     return False
@@ -294,11 +294,11 @@ cdef void nap(Rail *r, u64 nap_ns) noexcept nogil:
     """Sleeps until the rail has something to read, or for a while."""
     cdef pollfd p
     cdef timespec most
-    cdef bint has_rings = r.rings != NULL
+    cdef bint has_rings = r.channel.rings != NULL
     most.tv_sec = 0
     most.tv_nsec = min(nap_ns, <u64>1000000)
     # If the descriptor is gone or another's by now, the answer only comes a little later.
-    p.fd = r.fd
+    p.fd = r.channel.fd
     p.events = POLLIN
     if has_rings and not r.napping:
         pthread_mutex_lock(&r.lock)
@@ -307,13 +307,12 @@ cdef void nap(Rail *r, u64 nap_ns) noexcept nogil:
             watch(r, 0)  # The bell is for this thread.
         pthread_mutex_unlock(&r.lock)
     if has_rings:
-        store32(&r.ring_in.reader_asleep, 1)
-        if load64(&r.ring_in.head) != load64(&r.in_tail):
+        if channel_arm(&r.channel, EPOLLIN):
             return
     if ppoll(&p, 1, &most, NULL) == 1 and has_rings:
         pthread_mutex_lock(&r.lock)
         if not r.gone:
-            answer_bell(r)
+            answer_bell(&r.channel)
         pthread_mutex_unlock(&r.lock)
 
 
@@ -328,7 +327,7 @@ cdef void let_go(Rail *r) noexcept nogil:
         r.napping = False
     pthread_mutex_unlock(&r.lock)
     # The worker may be asleep, and has not asked to be woken up for what this thread waited for.
-    if ring_arm(r) or load32(&r.link.jobs_n):
+    if rail_arm(r) or load32(&r.link.jobs_n):
         kick(r)
 
 

@@ -10,7 +10,18 @@ import pytest
 
 TE = Path(__file__).parents[2] / "te"
 #: Each knows those before it.
-LAYERS = ("sync", "posix", "heap", "wire", "maps", "sections", "regions", "tags")
+LAYERS = (
+    "sync",
+    "posix",
+    "heap",
+    "wire",
+    "maps",
+    "vectors",
+    "channels",
+    "sections",
+    "regions",
+    "tags",
+)
 CIMPORT = re.compile(r"^\s*(?:from\s+(te[\w.]*)\s+cimport|cimport\s+(te[\w.]*))", re.MULTILINE)
 
 
