@@ -115,10 +115,11 @@ def test_absent_peers_are_no_failure():
 
 @pytest.mark.slow
 def test_a_contender_that_hangs_is_given_up_at_the_deadline():
-    status, result, _ = bench(*TINY, "--peers", "bench_doubles:Hanging", "--deadline", "3")
+    """It is te's deadline, too, whose processes start late on a machine that has much to do."""
+    status, result, _ = bench(*TINY, "--peers", "bench_doubles:Hanging", "--deadline", "12")
     assert status == 0
     reason = result["results"]["bench_doubles:Hanging"]["reason"]
-    assert reason == "the source's transfer took more than 3 s"
+    assert reason == "the source's transfer took more than 12 s"
 
 
 def test_null_posts_hand_over_every_byte_and_land_every_transfer():
