@@ -123,9 +123,9 @@ def greet(
 
 def insist(dial: Callable[[], Dialled], deadline_s: float) -> Dialled:
     """Dials again when the other side closes before its welcome: an engine to which too many
-    connect at once closes the connection that has been silent for longest, and that is ours when
-    this process was held up before its hello. Raises as ``dial`` does, at the last try or at the
-    deadline."""
+    connect at once closes one that is silent or old (``te.links.admission``), and that may be ours
+    when this process was held up before its hello. Raises as ``dial`` does, at the last try or at
+    the deadline."""
     for _ in range(DIALS_MAX - 1):
         try:
             return dial()
