@@ -9,7 +9,7 @@
 
 from libc.stdint cimport uint8_t
 from te.core.posix cimport EPOLLIN, EPOLLOUT, iovec
-from te.core.sync cimport load32, load64, now_ns, store32, u32, u64
+from te.core.sync cimport load32, load64, store32, u32, u64
 
 cdef enum:
     RING_BYTES = 128 << 10

@@ -123,7 +123,7 @@ cdef ssize_t ring_move(
 ) noexcept nogil:
     """As much as the room allows, around the ring's end if need be."""
     cdef ssize_t first = ring_part(c, base, position, room, v, n, own, out), more
-    cdef u64 left = 0, skip
+    cdef u64 skip
     cdef u32 i
     cdef iovec cut
     if first <= 0 or (position + first) % RING_BYTES or <u64>first == room:
@@ -177,14 +177,20 @@ cdef ssize_t ring_receive(Channel *c, iovec *v, u32 n, bint own) noexcept nogil:
     return moved
 
 
+cdef inline msghdr message_of(iovec *v, u32 n) noexcept nogil:
+    cdef msghdr m
+    memset(&m, 0, sizeof(m))
+    m.msg_iov = v
+    m.msg_iovlen = n
+    return m
+
+
 cdef ssize_t channel_send(Channel *c, iovec *v, u32 n, bint own) noexcept nogil:
     cdef msghdr m
     cdef ssize_t moved
     if c.rings != NULL:
         return ring_send(c, v, n, own)
-    memset(&m, 0, sizeof(m))
-    m.msg_iov = v
-    m.msg_iovlen = n
+    m = message_of(v, n)
     moved = sendmsg(c.fd, &m, MSG_DONTWAIT | MSG_NOSIGNAL)
     return -last_errno() if moved < 0 else moved
 
@@ -194,9 +200,7 @@ cdef ssize_t channel_land(Channel *c, iovec *v, u32 n) noexcept nogil:
     cdef ssize_t moved
     if c.rings != NULL:
         return ring_receive(c, v, n, False)
-    memset(&m, 0, sizeof(m))
-    m.msg_iov = v
-    m.msg_iovlen = n
+    m = message_of(v, n)
     moved = recvmsg(c.fd, &m, MSG_DONTWAIT)
     return -last_errno() if moved < 0 else moved
 

@@ -2,7 +2,7 @@
 # Marked sections: what a worker is writing just now. A right is taken back by marking it as revoked,
 # and then waiting for the sections under way that may not have seen the mark.
 
-from te.core.sync cimport add64, load_pointer, note_pointer, u32, u64
+from te.core.sync cimport add64, note_pointer, u32, u64
 
 cdef enum:
     WORKERS_MAX = 4

@@ -5,8 +5,8 @@ from libc.stdlib cimport free
 from te.core.heap cimport need
 from te.core.maps cimport map_free, map_get, map_put, map_take
 from te.core.sync cimport (
-    add32, load32, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
-    pthread_mutex_unlock, u32, u64,
+    add32, load32, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
+    pthread_mutex_unlock, u64,
 )
 
 
