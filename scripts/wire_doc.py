@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/wire.md: the text of wire_doc.in.md, with tables made from te/core/wire.h, from the
-greeting and from the messages of te/handshake.py. The examples are checked by the plane's rules.
+greeting and from the messages of te/handshake.py and of the transports. The examples are checked by
+the rules of the plane.
 
 usage: .venv/bin/python scripts/wire_doc.py
 """
@@ -18,29 +19,35 @@ from typing import Any
 import msgspec
 
 from te import nesting
+from te.connect.greeting import GREETING, GREETING_BODY_MAX, MAGIC, GreetingKind
 from te.handshake import (
     PROTOCOL_VERSION,
     Card,
-    CardNic,
     CardRegion,
     Hello,
-    Nonce,
-    RailAnswer,
-    RailOffer,
     Refusal,
     Refuse,
-    Shared,
     Welcome,
 )
-from te.links.direct import FENCES
-from te.links.greeting import GREETING, GREETING_BODY_MAX, MAGIC, GreetingKind
 from te.plane._core import RINGS_NBYTES
 from te.plane.wire import HEADER, LIMITS, RING, RULES, Bounds, Layout, Over, Rule, check
 from te.topology.gids import Gid, GidKind
+from te.transports.rdma.direct import FENCES
+from te.transports.rdma.messages import (
+    CardNic,
+    RailAnswer,
+    RailOffer,
+    RdmaHello,
+    RdmaOffer,
+    RdmaWelcome,
+)
+from te.transports.samehost.messages import HostHello, HostWelcome, Nonce, Shared
 
 TEXT = Path(__file__).with_name("wire_doc.in.md")
 PATH = Path(__file__).resolve().parents[1] / "docs" / "wire.md"
-GREETINGS = (Hello, Nonce, Shared, RailOffer, Welcome, RailAnswer, Refuse, Refusal)
+GREETINGS = (Hello, Welcome, Refuse, Refusal)
+HOST = (HostHello, Nonce, Shared, HostWelcome)
+RDMA = (RdmaOffer, CardNic, Gid, GidKind, RdmaHello, RailOffer, RdmaWelcome, RailAnswer)
 LINKS = {Over.TCP: "TCP", Over.RINGS: "rings", Over.RDMA: "RDMA"}
 U64_MAX = (1 << 64) - 1
 
@@ -105,9 +112,11 @@ def document() -> str:
         **{f"ring_{name}": offset for name, offset in RING.items()},
     }
     parts = {
-        "card": _messages(Card, CardRegion, CardNic, Gid, GidKind),
+        "card": _messages(Card, CardRegion),
         "greeting": _greeting(),
         "greetings": _messages(*GREETINGS),
+        "host": _messages(*HOST),
+        "devices": _messages(*RDMA),
         "header": _layout(HEADER),
         "items": _items(),
         "frames": _overview(),
@@ -186,6 +195,8 @@ def _type(type_: msgspec.inspect.Type) -> str:
             return "bool"
         case msgspec.inspect.ListType(item_type=item):
             return f"array{_length(type_, '')} of {_type(item)}"
+        case msgspec.inspect.DictType(key_type=key, value_type=value):
+            return f"map{_length(type_, '')} of {_type(key)} to {_type(value)}"
         case msgspec.inspect.StructType(cls=cls) | msgspec.inspect.EnumType(cls=cls):
             return f"[{cls.__name__}](#{cls.__name__.lower()})"
         case msgspec.inspect.UnionType(types=(one, msgspec.inspect.NoneType())):

@@ -28,4 +28,4 @@ def cut(
 ) -> bytes:
     """Pieces of ``piece_nbytes`` bytes, of rail r from ``marks[r]`` to ``marks[r + 1]``, each the
     index of a block and an offset in it; the last of a rail may be smaller. An array of
-    ``te.links.pieces.PIECE``, which must not be longer than ``pieces_max``."""
+    ``te.transports.rdma.pieces.PIECE``, which must not be longer than ``pieces_max``."""

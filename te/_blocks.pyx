@@ -15,7 +15,7 @@ cdef enum: LIMIT_BITS = 63
 cdef struct Block:  # te.blocks.BLOCK
     u64 src, dst, nbytes
 
-cdef struct Piece:  # te.links.pieces.PIECE
+cdef struct Piece:  # te.transports.rdma.pieces.PIECE
     u64 first, offset, nbytes
     uint32_t rail, next
 

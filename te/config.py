@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from te.plane._core import FRAME_BLOCKS_MAX, RAILS_LIMIT, WORKERS_LIMIT
+from te.transports import registry
 
 __all__ = ["TRANSPORTS", "Config"]
 
-TRANSPORTS = ("samehost", "rdma", "tcp")
-"""Names of the transports of this build, the preferred one first."""
+TRANSPORTS = registry.BY_DEFAULT
+"""Names of the transports that an engine offers and uses by itself, the preferred one first."""
 
 SEGMENT_BYTES_MAX = 64 << 20
 # Linux takes 1024 iovecs a call (UIO_MAXIOV); headers, trailer and acknowledgements need some.
@@ -119,10 +120,10 @@ def _check_transports(names: tuple[str, ...]) -> None:
     if not names or len(set(names)) != len(names):
         raise ValueError(f"transports={names!r} must name at least one transport, each once")
     for name in names:
-        if name not in TRANSPORTS:
+        if name not in registry.NAMES:
             raise ValueError(
                 f"transport {name!r} is not available in this build;"
-                f" available: {', '.join(TRANSPORTS)}"
+                f" available: {', '.join(registry.NAMES)}"
             )
 
 

@@ -14,20 +14,19 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from te.config import Config
-from te.errors import ClosedError, DeviceError, FenceTimeout
-from te.handshake import PROTOCOL_VERSION, Card, CardNic, CardRegion, decode_card, encode
-from te.links.accept import Acceptor
-from te.links.keeper import Keeper
-from te.links.local import Local, SharedMemory
-from te.links.outgoing import open_link
-from te.links.sharing import Sharing
+from te.connect.accept import Acceptor
+from te.connect.chosen import Chosen
+from te.connect.outgoing import open_link
+from te.connect.pool import Pool
+from te.errors import ClosedError, FenceTimeout
+from te.handshake import PROTOCOL_VERSION, Card, CardRegion, decode_card, encode
 from te.memory import Region, RegionTable, late
 from te.peers import Peer
 from te.plane._core import Engine as Plane
-from te.plane.reasons import Reason
 from te.tags import TAG_LIMIT, check_tag
 from te.transfers import Notifier
-from te.verbs.fabric import Fabric, open_fabric
+from te.transports import registry
+from te.transports.base import Local, Transport
 
 __all__ = ["Engine", "Stats"]
 
@@ -75,7 +74,7 @@ class Engine:
 
     def __init__(self, config: Config | None = None) -> None:
         """Listens and starts the threads; ``te.ListenError`` when the address cannot be had,
-        ``te.DeviceError`` without RDMA devices if nothing else is wanted, ``te.TopologyError`` when
+        ``te.DeviceError`` when no transport that is wanted can be used, ``te.TopologyError`` when
         ``Config.nics`` or ``Config.topology`` name devices that are not there, ``OSError`` and
         ``RuntimeError`` without descriptors or threads. Then nothing of it is left."""
         self._config = Config() if config is None else config
@@ -90,29 +89,22 @@ class Engine:
             config.segment_bytes,
             config.segment_blocks,
         )
-        self._fabric, fabric_problem = self._open_fabric()
-        self._memory = RegionTable(self._plane, self._fabric, config.transports == ("rdma",))
+        self._chosen = Chosen([self._transport(name) for name in config.transports])
+        self._memory = RegionTable(self._plane, self._chosen.fabric, self._chosen.refusal)
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, int], Peer] = {}
         self._closed = False
         short_id = self._id[:8]
-        self._keeper = Keeper(f"te-rails-{short_id}")
-        self._sharing = Sharing(self._shared)
+        self._pool = Pool(f"te-pool-{short_id}")
         self._local = Local(
-            self._id,
-            self._epoch,
-            config,
-            self._plane,
-            self._sharing,
-            self._fabric,
-            fabric_problem,
-            self._keeper,
+            self._id, self._epoch, config, self._plane, self._memory, self._pool.run
         )
         self._notifier = Notifier(f"te-notify-{short_id}", self._plane)
         self._workers: list[threading.Thread] = []
         with contextlib.ExitStack() as undo:
-            undo.callback(self._keeper.stop, CLOSE_TIMEOUT_S)
-            self._acceptor = Acceptor(f"te-accept-{short_id}", self._local)
+            undo.callback(self._pool.stop)
+            undo.callback(self._chosen.close, CLOSE_TIMEOUT_S)
+            self._acceptor = Acceptor(f"te-accept-{short_id}", self._local, self._chosen)
             undo.callback(self._acceptor.loop.stop, CLOSE_TIMEOUT_S)
             undo.callback(self._end_workers)
             for i in range(min(config.workers, os.cpu_count() or 1)):
@@ -157,7 +149,8 @@ class Engine:
         again waits again.
         """
         self._closed = True
-        self._keeper.stop(CLOSE_TIMEOUT_S)
+        self._pool.stop()
+        self._chosen.close(CLOSE_TIMEOUT_S)
         self._acceptor.loop.stop(CLOSE_TIMEOUT_S)
         alive = self._end_workers()
         self._notifier.stop(CLOSE_TIMEOUT_S)
@@ -197,8 +190,7 @@ class Engine:
         """
         self._check_open()
         region = self._memory.register(buffer_or_address, nbytes, location)
-        if region.fd is not None:
-            self._sharing.add(_shared_memory(region), self._config.connect_timeout_s)
+        self._chosen.share(region, self._config.connect_timeout_s)
         return region
 
     def deregister(self, region: Region, timeout_s: float = QUIESCE_TIMEOUT_S) -> None:
@@ -213,8 +205,8 @@ class Engine:
         try:
             self._memory.deregister(region, timeout_s)
         finally:  # Also where it is gone, but a landing under way did not end.
-            if region.fd is not None and region not in self._memory.regions:
-                self._sharing.remove(_shared_memory(region), self._config.connect_timeout_s)
+            if region not in self._memory.regions:
+                self._chosen.unshare(region, self._config.connect_timeout_s)
 
     # -- peers
 
@@ -229,17 +221,7 @@ class Engine:
                 epoch=self._epoch,
                 host=host,
                 port=port,
-                transports=list(self._transports()),
-                nics=[
-                    CardNic(
-                        name=nic.name,
-                        family=nic.family,
-                        lid=nic.lid,
-                        mtu=nic.mtu,
-                        gids=list(nic.gids),
-                    )
-                    for nic in (() if self._fabric is None else self._fabric.nics)
-                ],
+                offers=self._chosen.offers(),
                 regions=[
                     CardRegion(region.address, region.nbytes, region.kind)
                     for region in self._memory.regions
@@ -261,7 +243,7 @@ class Engine:
         if peer is not None:
             return peer
         wait_s = self._config.connect_timeout_s if timeout_s is None else timeout_s
-        opened = open_link(self._local, decoded, wait_s)
+        opened = open_link(self._chosen, decoded, wait_s)
         with self._lock:
             peer = self._peers.get(key)
             if peer is None or not peer.alive:
@@ -269,7 +251,7 @@ class Engine:
                 self._peers[key] = peer
                 return peer
         # Another thread connected to this peer at the same time.
-        opened.link.die(Reason.PEER_CLOSED)
+        opened.link.close()
         return peer
 
     # -- the destination's side
@@ -318,7 +300,7 @@ class Engine:
             return 0
         confirmed = revocation.await_landings(timeout_s)
         if confirmed and revocation.granted:
-            self._acceptor.break_grants(revocation)
+            self._acceptor.withdraw(revocation)
             confirmed = revocation.await_grants(until_s - time.monotonic())
         if not confirmed:
             raise FenceTimeout(f"tag {tag:#x}: {late(timeout_s)}; call fence again")
@@ -347,37 +329,15 @@ class Engine:
             transfers_cancelled=cancelled,
             peers=len(alive),
             rails=rails_out + rails_in,
-            transports=self._transports(),
+            transports=self._chosen.names,
             peer_transports={one.id: (one.transport, one.transport_reason) for one in alive},
         )
 
-    def _open_fabric(self) -> tuple[Fabric | None, str]:
-        """The RDMA devices, or why there are none; ``te.DeviceError`` if there is no other choice,
-        ``te.TopologyError``.
-
-        Of its own, so that ``te bench --null-post`` can have devices that move nothing.
-        """
-        config = self._config
-        if "rdma" not in config.transports:
-            return None, "not among Config.transports"
-        try:
-            return open_fabric(config.nics, config.topology), ""
-        except DeviceError as exc:
-            if config.transports == ("rdma",):
-                raise
-            return None, str(exc)
-
-    def _transports(self) -> tuple[str, ...]:
-        """What peers can be offered."""
-        return tuple(
-            name for name in self._config.transports if name != "rdma" or self._fabric is not None
-        )
-
-    def _shared(self) -> tuple[SharedMemory, ...]:
-        """Memory that peers on this host may map."""
-        return tuple(
-            _shared_memory(region) for region in self._memory.regions if region.fd is not None
-        )
+    def _transport(self, name: str) -> Transport:
+        """``te.TopologyError``. Of its own, so that ``te bench --null-post`` can have devices that
+        move nothing."""
+        transport: Transport = registry.load(name)(self._config)
+        return transport
 
     def _live_peers(self) -> list[Peer]:
         with self._lock:
@@ -392,8 +352,3 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the engine {self._id} was closed")
-
-
-def _shared_memory(region: Region) -> SharedMemory:
-    assert region.fd is not None
-    return SharedMemory(region.serial, region.address, region.nbytes, region.fd)

@@ -7,6 +7,7 @@ import bisect
 import itertools
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +29,7 @@ HOST: Final = "host"
 """Kind of a region of ordinary process memory."""
 
 CUDA: Final = "cuda"
-"""Kind of a region of GPU memory, which only RDMA devices reach."""
+"""Kind of a region of GPU memory."""
 
 LOCATION: Final = re.compile(r"\*|(cpu|cuda):\d+")
 
@@ -67,11 +68,16 @@ class RegionTable:
     """The regions of an engine; the plane has its own picture of them. Any thread may call
     anything."""
 
-    def __init__(self, plane: Plane, fabric: Fabric | None, only_rdma: bool = False) -> None:
-        """``only_rdma``: no peer is reached in another way."""
+    def __init__(
+        self,
+        plane: Plane,
+        fabric: Fabric | None,
+        refusal: Callable[[str], str | None] = lambda _: None,
+    ) -> None:
+        """``refusal`` says why the engine cannot move memory of a kind; None if it can."""
         self._plane = plane
         self._fabric = fabric
-        self._only_rdma = only_rdma
+        self._refusal = refusal
         self._lock = threading.Lock()
         self._serials = itertools.count(1)
         # Taken away, but a landing has not ended: kept so that nobody gets that memory.
@@ -95,11 +101,8 @@ class RegionTable:
         cuda = cuda_of(address)
         if cuda is None:
             _check_mapped(address, nbytes)
-        elif self._fabric is None or not self._only_rdma:
-            raise RegistrationError(
-                f"{nbytes} bytes at {address:#x} are CUDA memory, which only RDMA can move; give"
-                " the engine no other transport: Config(transports=('rdma',))"
-            )
+        elif (problem := self._refusal(CUDA)) is not None:
+            raise RegistrationError(f"{nbytes} bytes at {address:#x} are CUDA memory, {problem}")
         with self._lock:
             other = self._overlapping(address, nbytes)
             if other is not None:
@@ -152,13 +155,11 @@ class RegionTable:
         if readers < 0:
             raise FenceTimeout(f"the region {region}: {late(timeout_s)}; call deregister again")
 
-    def distances(self, address: int) -> tuple[int | None, ...]:
-        """By RDMA device, how far it is from the region of an address; see ``te.striping.Lane``."""
-        assert self._fabric is not None
+    def location_of(self, address: int) -> str:
+        """Of the region that an address lies in; any of a range that is not registered."""
         regions = self.regions
         i = bisect.bisect_right(regions, address, key=lambda region: region.address)
-        # Before the first region there is nothing registered: the plane will refuse it.
-        return self._fabric.distances(regions[i - 1].location if i else ANYWHERE)
+        return regions[i - 1].location if i else ANYWHERE
 
     def complaint(self, address: int, nbytes: int) -> str:
         """The sentence for a range that is not registered."""

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 from te.blocks import Blocks
 from te.config import Config
+from te.connect.dial import address_text
+from te.connect.outgoing import Opened
 from te.errors import BoundsError, QueueFull
 from te.handshake import Card, CardRegion
-from te.links.dial import address_text
-from te.links.divide import divide
-from te.links.keeper import RailView
-from te.links.outgoing import Opened
 from te.memory import RegionTable
 from te.plane._core import KIND_READ, KIND_WRITE
-from te.plane.reasons import Reason, sentence
-from te.rails import State
+from te.plane.reasons import sentence
 from te.tags import check_tag
 from te.transfers import Notifier, Transfer
+from te.transports.base import RailView
 
 __all__ = ["Peer"]
 
@@ -75,18 +73,16 @@ class Peer:
     @property
     def rails(self) -> int:
         """Paths to it that work: connections, or rails over RDMA."""
-        if self._opened.direct is None:
-            return self._link.rails
-        return self._opened.direct.states().count(State.UP)
+        return self._link.rails
 
     @property
     def rail_views(self) -> tuple[RailView, ...]:
         """Each rail over RDMA as it is now; empty for other transports."""
-        return () if self._opened.direct is None else self._opened.direct.views()
+        return self._link.views
 
     @property
     def transport(self) -> str:
-        """``"samehost"``, ``"rdma"`` or ``"tcp"``."""
+        """Its name, as in ``Config.transports``."""
         return self._opened.transport
 
     @property
@@ -126,7 +122,7 @@ class Peer:
 
     def close(self) -> None:
         """Drops the connections; unfinished transfers fail. Returns at once, idempotent."""
-        self._link.die(Reason.PEER_CLOSED)
+        self._link.close()
 
     def describe(self, code: int, errnum: int, text: str) -> str:
         """The sentence for what the plane reports of this peer."""
@@ -134,16 +130,10 @@ class Peer:
 
     def _submit(self, blocks: Blocks, tag: int, kind: int) -> Transfer:
         limit = self._config.max_queued_transfers
-        side = "src" if kind == KIND_WRITE else "dst"
-        array, pieces, least = blocks.array, b"", b""
-        if self._opened.direct is not None and len(array):
-            # Of all that it touches, the first region counts: a pool lies on one node or GPU.
-            distances = self._memory.distances(int(array[side][0]))
-            pieces, least = divide(self._opened.direct, blocks, distances)
-        result = self._link.submit(array, blocks.total_nbytes, tag, kind, limit, pieces, least)
+        result = self._link.submit(blocks, tag, kind, limit)
         if result is None:
             raise QueueFull(f"{self._label} has {limit} unfinished transfers")
         if isinstance(result, int):
-            block = array[result]
+            block, side = blocks.array[result], "src" if kind == KIND_WRITE else "dst"
             raise BoundsError(self._memory.complaint(int(block[side]), int(block["nbytes"])))
         return Transfer(result, blocks.total_nbytes, self._notifier, self.describe)

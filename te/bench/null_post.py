@@ -27,6 +27,8 @@ from te.bench.shapes import Plan, Shape, plan
 from te.bench.system_calls import CountError, counted
 from te.peers import Peer
 from te.topology import ANYWHERE, Locality, Topology
+from te.transports.base import Transport
+from te.transports.rdma.transport import Rdma
 from te.verbs import _core as verbs
 from te.verbs.fabric import Fabric, Nic
 
@@ -99,8 +101,9 @@ class _Engine(te.Engine):
         # One worker: the link's, whose time is measured.
         super().__init__(te.Config(transports=("rdma",), workers=1, spin_s=spin_s))
 
-    def _open_fabric(self) -> tuple[Fabric | None, str]:
-        return null_fabric(self._wires, RAILS), ""
+    def _transport(self, name: str) -> Transport:
+        assert name == Rdma.name
+        return Rdma(self._config, null_fabric(self._wires, RAILS))
 
     @property
     def worker_ids(self) -> tuple[int, int]:

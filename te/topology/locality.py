@@ -71,7 +71,7 @@ class Topology(msgspec.Struct, frozen=True):
     def distance(self, location: str, nic: str) -> int | None:
         """0 preferred, 1 other, 2 other and beyond another socket; None: not to be used.
 
-        It is the ``distance`` of ``te.striping.Lane``.
+        It is the ``distance`` of ``te.transports.rdma.striping.Lane``.
         """
         ranked = self.locality(location)
         if nic in ranked.preferred:

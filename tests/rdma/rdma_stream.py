@@ -14,8 +14,8 @@ import numpy as np
 from testbed_nics import Nic, wait_for
 
 import te
-from te.links.keeper import RailView
-from te.rails import State
+from te.transports.base import RailView
+from te.transports.rdma.rails import State
 
 __all__ = ["RATE", "Stream", "engine", "rail_of", "two_engines"]
 

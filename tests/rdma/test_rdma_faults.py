@@ -19,7 +19,7 @@ from rdma_stream import RATE, Stream, rail_of, two_engines
 from testbed_nics import Nic, cut, run, shaped, wait_for
 
 import te
-from te.rails import State
+from te.transports.rdma.rails import State
 
 pytestmark = pytest.mark.rdma
 
@@ -145,9 +145,9 @@ def test_a_link_that_comes_back_ends_a_long_back_off(
     near, far = halves
     with two_engines(near, far, rail_backoff_max_s=NEVER_S) as engines:
         stream = Stream(*engines)
-        direct = stream.peer._opened.direct
+        direct = stream.peer._opened.link
         assert direct is not None
-        (rail,) = [kept.rail for kept in direct.rails if kept.ways[0].near.name == near[0].device]
+        (rail,) = [kept.rail for kept in direct.kept if kept.ways[0].near.name == near[0].device]
         with cut(near[0].netdev):
             wait_for(
                 lambda: time.monotonic() + LONG_S < rail.due_s < math.inf,

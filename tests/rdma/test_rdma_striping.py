@@ -16,7 +16,7 @@ from rdma_stream import Stream, rail_of, two_engines
 from testbed_nics import Nic, cut, shaped, wait_for
 
 import te
-from te.striping import levelled
+from te.transports.rdma.striping import levelled
 
 pytestmark = pytest.mark.rdma
 

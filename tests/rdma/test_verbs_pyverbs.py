@@ -24,22 +24,29 @@ import numpy as np
 import pytest
 from msgspec import structs
 from te_frames import HEADER, AckStatus, Kind, ack, header
-from te_raw import RAW_ID, RawSource, dial, hello, raw_destination, read_greeting, welcome
+from te_raw import (
+    RAW_ID,
+    RawSource,
+    dial,
+    raw_destination,
+    rdma_hello,
+    rdma_welcome,
+    read_greeting,
+)
 from testbed_nics import Nic
 
 import te
-from te.handshake import (
-    CardNic,
-    Hello,
-    RailAnswer,
-    RailOffer,
-    Welcome,
-    decode_body,
-    decode_card,
-    encode,
-)
+from te.handshake import Hello, Welcome, decode_body, decode_card, encode
 from te.plane._core import NICS_LIMIT
 from te.topology import Gid, GidKind
+from te.transports.rdma.messages import (
+    CardNic,
+    RailAnswer,
+    RailOffer,
+    RdmaHello,
+    RdmaOffer,
+    RdmaWelcome,
+)
 
 pytestmark = [pytest.mark.rdma, pytest.mark.driver("rxe")]
 
@@ -122,18 +129,22 @@ def test_pyverbs_writes_into_an_engine(
     number, gid, _, _ = far.open(
         device=rdma_nics[1].device, gid_index=GID_INDEX, nbytes=NBYTES, seed=3
     )
-    source = RawSource(card, link=1 << 40, is_direct=True)
+    source = RawSource(card, "rdma", link=1 << 40)
     with closing(source.sock):
-        near = next(one for one in decode_card(card).nics[0].gids if one.index == GID_INDEX)
+        near = next(
+            one
+            for one in decode_body(decode_card(card).offers["rdma"], RdmaOffer).nics[0].gids
+            if one.index == GID_INDEX
+        )
         offer = RailOffer(
             rail=0, epoch=1, near_nic=0, far_nic=0, number=number, psn=11, lid=0, mtu=MTU_1024,
             gid=bytes.fromhex(gid), far_gid_index=GID_INDEX,
         )  # fmt: skip
         with dial(card) as sock:
-            sock.sendall(hello(card, link=1 << 40, is_direct=True, rail=offer))
+            sock.sendall(rdma_hello(card, offer, link=1 << 40))
             greeting = read_greeting(sock)
             assert greeting is not None
-            rail = decode_body(greeting.body, Welcome).rail
+            rail = decode_body(decode_body(greeting.body, Welcome).body, RdmaWelcome).rail
         assert rail is not None
         far.connect(number=rail.number, psn=rail.psn, near_psn=11, gid=near.raw.hex(), mtu=MTU_1024)
 
@@ -171,23 +182,23 @@ def test_an_engine_writes_into_pyverbs(
         pool = stack.enter_context(ThreadPoolExecutor(1))
         listener, plain = stack.enter_context(raw_destination())
         card = decode_card(plain)
-        card = structs.replace(card, transports=["rdma"], nics=[nic])
+        card = structs.replace(card, offers={"rdma": encode(RdmaOffer(nics=[nic]))})
         connected = pool.submit(engine.connect, encode(card), TIMEOUT_S)
         control = stack.enter_context(listener.accept()[0])
         greeting = read_greeting(control)
         assert greeting is not None
-        assert decode_body(greeting.body, Hello).is_direct
-        control.sendall(welcome())
+        assert decode_body(greeting.body, Hello).transport == "rdma"
+        control.sendall(rdma_welcome())
         with listener.accept()[0] as sock:
             greeting = read_greeting(sock)
             assert greeting is not None
-            offer = decode_body(greeting.body, Hello).rail
+            offer = decode_body(decode_body(greeting.body, Hello).body, RdmaHello).rail
             assert offer is not None
             far.connect(
                 number=offer.number, psn=offer.psn, near_psn=12, gid=offer.gid.hex(),
                 mtu=offer.mtu,
             )  # fmt: skip
-            sock.sendall(welcome(rail=RailAnswer(number=number, psn=12, fences=0)))
+            sock.sendall(rdma_welcome(RailAnswer(number=number, psn=12, fences=0)))
         peer = connected.result(TIMEOUT_S)
         assert (peer.id, peer.transport, peer.rails) == (RAW_ID, "rdma", 1)
         assert far.marks(count=1) == [0]  # the probe

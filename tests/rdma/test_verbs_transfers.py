@@ -11,7 +11,7 @@ from testbed_nics import Nic
 import te
 from te.bench.pattern import check, fill
 from te.bench.shapes import SHAPES, plan
-from te.rails import State
+from te.transports.rdma.rails import State
 
 pytestmark = pytest.mark.rdma
 

@@ -14,25 +14,39 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 from te_frames import FAR, HEADER, PIECE, AckStatus, Kind, header
-from te_raw import RAW_ID, TIMEOUT_S, dial, hello, read_exactly, read_greeting, welcome
+from te_raw import (
+    RAW_ID,
+    TIMEOUT_S,
+    dial,
+    rdma_hello,
+    rdma_welcome,
+    read_exactly,
+    read_greeting,
+)
 
 import te
 from te.bench._null import Device, QueuePair, Wires
 from te.bench.null_post import null_fabric
+from te.connect.greeting import GreetingKind
 from te.handshake import (
     PROTOCOL_VERSION,
     Card,
-    CardNic,
     Hello,
-    RailAnswer,
-    RailOffer,
     Welcome,
     decode_body,
     encode,
 )
-from te.links.greeting import GreetingKind
 from te.plane._core import RECEIVE_DEPTH
-from te.verbs.fabric import Fabric
+from te.transports.base import Transport
+from te.transports.rdma.messages import (
+    CardNic,
+    RailAnswer,
+    RailOffer,
+    RdmaHello,
+    RdmaOffer,
+    RdmaWelcome,
+)
+from te.transports.rdma.transport import Rdma
 
 __all__ = [
     "Frame",
@@ -58,8 +72,10 @@ class NullEngine(te.Engine):
         self._null_fabric = null_fabric(wires, nics, region_bytes_max)
         super().__init__(te.Config(**{"transports": ("rdma",), "workers": 1} | config))
 
-    def _open_fabric(self) -> tuple[Fabric | None, str]:
-        return self._null_fabric, ""
+    def _transport(self, name: str) -> Transport:
+        if name == "rdma":
+            return Rdma(self._config, self._null_fabric)
+        return super()._transport(name)
 
 
 class Frame(NamedTuple):
@@ -169,7 +185,7 @@ class RawDirectSource(_Control):
         self._link = next(_links)
         sock = dial(card)
         super().__init__(sock)
-        self.send(hello(card, link=self._link, is_direct=True))
+        self.send(rdma_hello(card, link=self._link))
         greeting = read_greeting(sock)
         assert greeting is not None
         assert greeting.kind == GreetingKind.WELCOME
@@ -182,11 +198,11 @@ class RawDirectSource(_Control):
             number=pair.number,
         )  # fmt: skip
         with dial(self._card) as sock:
-            sock.sendall(hello(self._card, link=self._link, is_direct=True, rail=offer))
+            sock.sendall(rdma_hello(self._card, offer, link=self._link))
             greeting = read_greeting(sock)
         if greeting is None or greeting.kind != GreetingKind.WELCOME:
             return None
-        answer = decode_body(greeting.body, Welcome).rail
+        answer = decode_body(decode_body(greeting.body, Welcome).body, RdmaWelcome).rail
         assert answer is not None
         with contextlib.suppress(OSError):  # The engine may have given its end up already.
             pair.connect(answer.number)
@@ -215,18 +231,17 @@ class RawDirectListener:
         #: This side's ends, by the number of the link.
         self._rails: dict[int, dict[tuple[int, int], QueuePair]] = {}
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        nics_there = [
+            CardNic(name=f"null{i}", family="ib", lid=i + 1, mtu=5, gids=[]) for i in range(nics)
+        ]
         card = Card(
             protocol=PROTOCOL_VERSION,
             id=RAW_ID,
             epoch=1,
             host="127.0.0.1",
             port=self._listener.getsockname()[1],
-            transports=["rdma"],
+            offers={"rdma": encode(RdmaOffer(nics=nics_there))},
             regions=[],
-            nics=[
-                CardNic(name=f"null{i}", family="ib", lid=i + 1, mtu=5, gids=[])
-                for i in range(nics)
-            ],
         )
         self._card = encode(card)
         self._thread = threading.Thread(target=self._serve)
@@ -266,15 +281,16 @@ class RawDirectListener:
             sock.close()
             return
         said = decode_body(greeting.body, Hello)
-        if said.rail is None:
+        rail = decode_body(said.body, RdmaHello).rail
+        if rail is None:
             rails = self._rails[said.link] = {}
-            sock.sendall(welcome())
+            sock.sendall(rdma_welcome())
             self._links.put(RawDirectDestination(sock, said.link, rails))
             return
         with sock:
             known = self._rails.get(said.link)
             if known is not None:
-                sock.sendall(welcome(rail=_answer(self._wires, said.rail, known)))
+                sock.sendall(rdma_welcome(_answer(self._wires, rail, known)))
 
 
 @contextlib.contextmanager

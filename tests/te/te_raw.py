@@ -15,9 +15,11 @@ from te_frames import HEADER, Ack, AckStatus, Kind
 from te_ring import RingEnd, RingSocket, accept_rings
 
 import te
+from te.connect.greeting import Greeting, GreetingKind, GreetingReader, encode_greeting
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, Hello, Welcome, decode_card, encode
-from te.links.greeting import Greeting, GreetingKind, GreetingReader, encode_greeting
-from te.links.samehost import NonceMemory
+from te.transports.rdma.messages import RailAnswer, RailOffer, RdmaHello, RdmaWelcome
+from te.transports.samehost.messages import HostHello, HostWelcome, Nonce, Shared
+from te.transports.samehost.reach import NonceMemory
 
 TIMEOUT_S = 10.0
 RAW_ID = "ab" * 16
@@ -67,11 +69,24 @@ def read_exactly(sock: socket.socket | RingEnd, nbytes: int) -> bytes | None:
     return data
 
 
-def hello(card: bytes, version: int = PROTOCOL_VERSION, **changes: Any) -> bytes:
+def hello(
+    card: bytes, transport: str = "tcp", version: int = PROTOCOL_VERSION, **changes: Any
+) -> bytes:
     decoded = decode_card(card)
     fields = {"id": RAW_ID, "epoch": 1, "peer_id": decoded.id, "peer_epoch": decoded.epoch}
-    fields |= {"link": next(_numbers)}
+    fields |= {"link": next(_numbers), "transport": transport}
     return encode_greeting(GreetingKind.HELLO, version, encode(Hello(**fields | changes)))
+
+
+def host_hello(
+    card: bytes, nonce: Nonce | None = None, shared: Shared | None = None, **changes: Any
+) -> bytes:
+    """For the same host."""
+    return hello(card, "samehost", body=encode(HostHello(nonce=nonce, shared=shared)), **changes)
+
+
+def rdma_hello(card: bytes, rail: RailOffer | None = None, **changes: Any) -> bytes:
+    return hello(card, "rdma", body=encode(RdmaHello(rail=rail)), **changes)
 
 
 class RawSource:
@@ -82,10 +97,11 @@ class RawSource:
         if transport == "samehost":
             rings = self.sock = RingSocket(card)
             changes = {"nonce": NONCE.nonce} | changes
-            greeting = read_greeting(rings.greet(hello(card, **changes)))
+            greeting = read_greeting(rings.greet(host_hello(card, **changes)))
         else:
             self.sock = dial(card)
-            self.sock.sendall(hello(card, **changes))
+            say = rdma_hello if transport == "rdma" else hello
+            self.sock.sendall(say(card, **changes))
             greeting = read_greeting(self.sock)
         assert greeting is not None
         assert greeting.kind == GreetingKind.WELCOME
@@ -118,7 +134,7 @@ def raw_destination() -> Iterator[tuple[socket.socket, bytes]]:
             epoch=1,
             host="127.0.0.1",
             port=listener.getsockname()[1],
-            transports=["tcp"],
+            offers={"tcp": b""},
             regions=[CardRegion(1, 1, "host")],
         )
         yield listener, encode(card)
@@ -127,6 +143,15 @@ def raw_destination() -> Iterator[tuple[socket.socket, bytes]]:
 def welcome(version: int = PROTOCOL_VERSION, **changes: Any) -> bytes:
     message = Welcome(**{"id": RAW_ID, "epoch": 1, "rails": 1} | changes)
     return encode_greeting(GreetingKind.WELCOME, version, encode(message))
+
+
+def host_welcome(**changes: Any) -> bytes:
+    """Of the first rail on the same host."""
+    return welcome(body=encode(HostWelcome(nonce=NONCE.nonce)), **changes)
+
+
+def rdma_welcome(rail: RailAnswer | None = None) -> bytes:
+    return welcome(body=encode(RdmaWelcome(rail=rail)))
 
 
 class RawListener:
@@ -146,7 +171,7 @@ class RawListener:
         self._card = encode(
             Card(
                 protocol=PROTOCOL_VERSION, id=self._id, epoch=1, host="127.0.0.1", port=port,
-                transports=[transport], regions=[CardRegion(1, 1, "host")],
+                offers={transport: b""}, regions=[CardRegion(1, 1, "host")],
             )
         )  # fmt: skip
 
@@ -167,5 +192,5 @@ class RawListener:
                 end = accept_rings(sock)
             else:
                 assert read_greeting(sock) is not None
-            sock.sendall(welcome(id=self._id, nonce=NONCE.nonce))
+            sock.sendall(host_welcome(id=self._id) if self._is_samehost else welcome(id=self._id))
             return dialled.result(TIMEOUT_S), end

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from te.links.devices import DeviceEvent, Meaning, describe, meaning
+from te.transports.rdma.devices import DeviceEvent, Meaning, describe, meaning
 
 pytestmark = pytest.mark.pure
 

@@ -13,8 +13,8 @@ from msgspec import structs
 from te_raw import TIMEOUT_S, raw_destination, read_greeting, welcome
 
 import te
+from te.connect.dial import DIALS_MAX
 from te.handshake import decode_card, encode
-from te.links.dial import DIALS_MAX
 
 
 def descriptors() -> int:
@@ -68,7 +68,7 @@ def test_a_connection_that_cannot_be_set_up_is_closed(monkeypatch: pytest.Monkey
         raise OSError(92, "Protocol not available")
 
     with raw_destination() as (_, card), te.Engine() as engine:
-        monkeypatch.setattr("te.links.outgoing.tune", refuse)
+        monkeypatch.setattr("te.connect.dial.tune", refuse)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with pytest.raises(te.ConnectError, match="Protocol not available"):

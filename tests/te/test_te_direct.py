@@ -17,10 +17,12 @@ from te_frames import AckStatus, Kind, abandon, ack
 
 import te
 from te.bench._null import Wires
-from te.links.keeper import DirectLink, Keeper
 from te.plane._core import Engine as Plane
 from te.plane._core import LinkHandle
 from te.plane.reasons import Reason
+from te.transports.rdma.keeper import Keeper
+from te.transports.rdma.link import DirectLink
+from te.transports.rdma.transport import Rdma
 
 TIMEOUT_S = 20.0
 PAGE = 4096
@@ -28,6 +30,12 @@ PAGE = 4096
 
 def incoming(engine: te.Engine) -> list[LinkHandle]:
     return [one.handle for one in engine._acceptor._links.values()]
+
+
+def keeper_of(engine: te.Engine) -> Keeper:
+    rdma = engine._chosen.get("rdma")
+    assert isinstance(rdma, Rdma)
+    return rdma._keeper
 
 
 def test_keys_of_a_region_are_not_used_after_it() -> None:
@@ -142,9 +150,9 @@ def test_news_of_a_rail_that_moves_say_that_it_was_built() -> None:
     wires = Wires()
     with NullEngine(wires, nics=1) as source, NullEngine(wires, nics=1) as target:
         peer = source.connect(target.card())
-        direct = peer._opened.direct
-        assert direct is not None
-        rail, keeper, number = direct.rails[0].rail, source._keeper, direct.link.number
+        direct = peer._opened.link
+        assert isinstance(direct, DirectLink)
+        rail, keeper, number = direct.kept[0].rail, keeper_of(source), direct.handle.number
         for code in (Reason.RAIL_MOVED, Reason.RAIL_SUSPECT):
             generation = rail.generation
             keeper.on_event(number, 0, generation, Reason.PEER_BROKE, 0)
@@ -156,17 +164,17 @@ def test_news_of_a_rail_that_moves_say_that_it_was_built() -> None:
 def test_a_link_that_died_before_it_was_kept_is_let_go() -> None:
     wires = Wires()
     with NullEngine(wires, nics=1) as engine, raw_direct_destination(wires, engine) as (peer, _):
-        kept = peer._opened.direct
-        assert kept is not None
+        kept = peer._opened.link
+        assert isinstance(kept, DirectLink)
         peer.close()
         wait_until(lambda: not peer.alive, "it is dead")
         keeper = Keeper("late")
-        late = DirectLink(kept.link, kept.card, kept.greet)
-        keeper.add(engine._local, late, [one.ways for one in kept.rails])
+        late = DirectLink(kept.handle, kept.engine_id, kept.nics, kept.distances, kept.greet)
+        keeper.add(engine._local, late, [one.ways for one in kept.kept])
         wait_until(lambda: keeper._thread is not None and keeper._calls.empty(), "it was added")
         wait_until(lambda: not keeper._links, "it is let go")
         keeper.stop(TIMEOUT_S)
-        assert late.rails[0].rail.generation == 0
+        assert late.kept[0].rail.generation == 0
 
 
 def test_a_fence_ends_what_was_granted_and_never_written() -> None:
@@ -202,12 +210,12 @@ def test_a_fence_leaves_the_rails_of_a_source_that_stops() -> None:
         near, far = np.zeros(64 * PAGE, np.uint8), np.zeros(64 * PAGE, np.uint8)
         regions = source.register(near), target.register(far)
         peer = source.connect(target.card())
-        direct = peer._opened.direct
-        assert direct is not None
+        direct = peer._opened.link
+        assert isinstance(direct, DirectLink)
         kept = 0
         for tag in range(1, 11):
             wait_until(lambda: peer.rails == 1, "a rail")
-            generation = direct.rails[0].rail.generation
+            generation = direct.kept[0].rail.generation
             target.expect(tag)
             wires.hold(True)
             write = peer.write(te.Blocks.of(regions[0].address, regions[1].address, len(near)), tag)
@@ -223,7 +231,7 @@ def test_a_fence_leaves_the_rails_of_a_source_that_stops() -> None:
             assert peer.write(
                 te.Blocks.of(regions[0].address, regions[1].address, 9), tag + 100
             ).wait(TIMEOUT_S)
-            kept += direct.rails[0].rail.generation == generation
+            kept += direct.kept[0].rail.generation == generation
         assert kept > 5
 
 
@@ -266,4 +274,4 @@ def test_an_engine_that_only_receives_keeps_nothing_of_links_that_ended() -> Non
             RawDirectSource(engine.card(), wires).close()
         wait_until(lambda: engine.stats().rails == 0, "all have ended")
         wait_until(lambda: not engine._acceptor._links, "their ends were told")
-        assert engine._keeper._calls.empty()
+        assert keeper_of(engine)._calls.empty()

@@ -22,6 +22,8 @@ from te_raw import RawSource
 import te
 from te.bench._null import Device, Wires
 from te.topology import ANYWHERE, Locality, Topology
+from te.transports.base import Transport
+from te.transports.rdma.transport import Rdma
 from te.verbs import _core as verbs
 from te.verbs.fabric import Fabric, Nic
 
@@ -35,7 +37,9 @@ SAMEHOST = te.Config(transports=("samehost",))
 class NullEngine(te.Engine):
     """With an RDMA device that moves nothing."""
 
-    def _open_fabric(self) -> tuple[Fabric | None, str]:
+    def _transport(self, name: str) -> Transport:
+        if name != "rdma":
+            return super()._transport(name)
         nic = Nic(
             index=0,
             name="null0",
@@ -51,7 +55,7 @@ class NullEngine(te.Engine):
             bytes_per_s=0.0,
         )
         topology = Topology((), {ANYWHERE: Locality((nic.name,))}, gpus={}, far={})
-        return Fabric((nic,), topology, (0,)), ""
+        return Rdma(self._config, Fabric((nic,), topology, (0,)))
 
 
 class Frozen:
@@ -207,7 +211,7 @@ def worker_that_waits(engine: te.Engine) -> Iterator[Callable[[], None]]:
 
 def test_a_grant_over_rdma_holds_the_fence_until_its_rails_are_broken() -> None:
     with NullEngine(te.Config(transports=("rdma", "tcp"), workers=1)) as target:
-        source = RawSource(target.card(), is_direct=True)
+        source = RawSource(target.card(), "rdma")
         with source.sock:
             assert isinstance(source.sock, socket.socket)
             target.expect(9)
@@ -227,7 +231,7 @@ def test_a_grant_over_rdma_holds_the_fence_until_its_rails_are_broken() -> None:
 
 def test_threads_that_fence_a_granted_tag_all_wait_for_its_rails() -> None:
     with NullEngine(te.Config(transports=("rdma", "tcp"), workers=1)) as target:
-        source = RawSource(target.card(), is_direct=True)
+        source = RawSource(target.card(), "rdma")
         with source.sock:
             assert isinstance(source.sock, socket.socket)
             target.expect(7)

@@ -37,8 +37,8 @@ from te_raw import (
 )
 
 import te
+from te.connect.greeting import MAGIC, GreetingKind
 from te.handshake import PROTOCOL_VERSION, Refuse, decode_card, encode
-from te.links.greeting import MAGIC, GreetingKind
 
 NBYTES = 1 << 20
 
@@ -233,7 +233,7 @@ def test_connecting_with_the_card_of_a_former_engine(target: Target) -> None:
         te.Engine() as source,
         pytest.raises(te.ConnectError, match="offers smoke, this one samehost, rdma, tcp"),
     ):
-        source.connect(encode(msgspec.structs.replace(card, transports=["smoke"])))
+        source.connect(encode(msgspec.structs.replace(card, offers={"smoke": b""})))
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from te_frames import HEADER, LANDING, AckStatus, Kind, ack, end, header, traile
 from te_raw import TIMEOUT_S, raw_destination, read_greeting, welcome
 
 import te
+from te.connect.dial import DIALS_MAX
+from te.connect.greeting import GreetingKind, encode_greeting
 from te.handshake import PROTOCOL_VERSION
-from te.links.dial import DIALS_MAX
-from te.links.greeting import GreetingKind, encode_greeting
 
 
 @contextlib.contextmanager

@@ -18,15 +18,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from te_far import wait_until
-from te_raw import NONCE, RAW_ID, TIMEOUT_S, RawSource, dial, dial_unix, hello, read_greeting
+from te_raw import (
+    NONCE,
+    RAW_ID,
+    TIMEOUT_S,
+    RawSource,
+    dial,
+    dial_unix,
+    hello,
+    host_hello,
+    read_greeting,
+)
 from te_ring import make_rings
 
 import te
 from te import nesting
+from te.connect.greeting import GREETING, GREETING_BODY_MAX, GreetingKind, encode_greeting
+from te.connect.loop import READABLE, IoLoop
+from te.connect.throttle import BURST, Throttle
 from te.handshake import PROTOCOL_VERSION, Hello, Refuse, decode_body, decode_card
-from te.links.greeting import GREETING, GREETING_BODY_MAX, GreetingKind, encode_greeting
-from te.links.loop import READABLE, IoLoop
-from te.links.throttle import BURST, Throttle
 
 RESET = struct.pack("ii", 1, 0)
 
@@ -176,11 +186,9 @@ def greetings(draw: st.DrawFn) -> bytes:
     return GREETING.pack(b"te-wire\0", version, kind, claimed) + body
 
 
-HELLO_CHANGES = st.fixed_dictionaries(
+HOST_BODIES = st.fixed_dictionaries(
     {},
     optional={
-        "peer_epoch": st.sampled_from([1, 2**64 - 1]),
-        "link": st.sampled_from([5, 6, 2**64 - 1]),
         "nonce": st.tuples(st.sampled_from([0, 1, 2**64 - 1]), st.binary(min_size=1, max_size=64)),
         "shared": st.tuples(
             st.sampled_from([0, 1, 2**64 - 1]),
@@ -188,7 +196,20 @@ HELLO_CHANGES = st.fixed_dictionaries(
             st.just(1),
             st.just(1),
         ),
-        "is_direct": st.booleans(),
+        "rail": st.none(),
+    },
+)
+BODIES = HOST_BODIES.map(msgspec.msgpack.encode)
+
+HELLO_CHANGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "peer_epoch": st.sampled_from([1, 2**64 - 1]),
+        "link": st.sampled_from([5, 6, 2**64 - 1]),
+        "transport": st.sampled_from(["tcp", "samehost", "rdma", "smoke"]),
+        "body": st.binary(max_size=100)
+        | st.sampled_from(DEEP).map(lambda body: body[:2048])
+        | BODIES,
     },
 )
 
@@ -205,8 +226,7 @@ def test_greetings_of_any_kind(
     resets: bool,
 ) -> None:
     card = target.card()
-    fields = {"nonce": None, "shared": None} | changes
-    data = hello(card, **fields) if is_hello else strange
+    data = hello(card, **changes) if is_hello else strange  # type: ignore[arg-type]
     sock = dial_unix(card) if over_unix else dial(card)
     # It may have closed the connection at any of these.
     with sock, contextlib.suppress(OSError):
@@ -257,7 +277,7 @@ def test_a_bug_in_one_greeting_is_logged_and_costs_that_connection(
 
     with te.Engine() as engine, caplog.at_level(logging.ERROR):
         with monkeypatch.context() as patch:
-            patch.setattr("te.links.accept.Acceptor.limit", bug)
+            patch.setattr("te.connect.accept.Acceptor.limit", bug)
             with dial(engine.card()) as sock:
                 sock.sendall(hello(engine.card()))
                 assert read_greeting(sock) is None
@@ -317,7 +337,7 @@ def test_a_greeting_brings_one_descriptor_at_most(caplog: pytest.LogCaptureFixtu
         with dial_unix(card) as sock:
             fd = make_rings()
             with contextlib.suppress(ConnectionError):
-                for byte in hello(card):
+                for byte in host_hello(card):
                     socket.send_fds(sock, [bytes([byte])], [fd])
             os.close(fd)
             assert read_greeting(sock) is None
@@ -335,7 +355,7 @@ def test_a_connection_of_another_transport_joins_no_link(target: te.Engine, tran
         with other:
             if transport == "tcp":
                 fd = make_rings()
-                socket.send_fds(other, [hello(card, link=4711)], [fd])
+                socket.send_fds(other, [host_hello(card, link=4711)], [fd])
                 os.close(fd)
             else:
                 other.sendall(hello(card, link=4711))
@@ -352,7 +372,7 @@ def test_rings_that_cannot_be_used_are_given_back(target: te.Engine) -> None:
     for _ in range(5):
         with dial_unix(card) as sock:
             fd = make_rings(4096)
-            socket.send_fds(sock, [hello(card, nonce=NONCE.nonce)], [fd])
+            socket.send_fds(sock, [host_hello(card, NONCE.nonce)], [fd])
             os.close(fd)
             read_greeting(sock)
             with contextlib.suppress(ConnectionError):

@@ -25,22 +25,18 @@ from te_raw import (
     TIMEOUT_S,
     RawSource,
     dial_unix,
-    hello,
+    host_hello,
     read_greeting,
 )
 from te_ring import RINGS_BYTES, make_rings
 
 import te
-from te.handshake import (
-    Refuse,
-    Shared,
-    decode_body,
-    decode_card,
-)
-from te.links.greeting import GreetingKind
-from te.links.process import Readers, common_ancestor, parent_of, peer_process
+from te.connect.greeting import GreetingKind
+from te.handshake import Refuse, decode_body, decode_card
 from te.plane._core import Engine as Plane
 from te.plane.reasons import Reason, sentence
+from te.transports.samehost.messages import Shared
+from te.transports.samehost.process import Readers, common_ancestor, parent_of, peer_process
 
 PAGE = 4096
 MARK = b"only for its owner" * 10
@@ -56,7 +52,9 @@ def refusal(sock: socket.socket) -> str:
 def say(card: bytes, shared: Shared, fd: int | None, link: int) -> str | None:
     """A word about memory; why it was refused, or None."""
     with dial_unix(card) as sock:
-        socket.send_fds(sock, [hello(card, shared=shared, link=link)], [] if fd is None else [fd])
+        socket.send_fds(
+            sock, [host_hello(card, shared=shared, link=link)], [] if fd is None else [fd]
+        )
         greeting = read_greeting(sock)
         assert greeting is not None
         if greeting.kind == GreetingKind.WELCOME:
@@ -100,7 +98,7 @@ def test_rings_in_a_file_that_can_get_shorter_are_refused(
 ) -> None:
     with te.Engine() as engine, dial_unix(engine.card()) as sock:
         fd = make(tmp_path, RINGS_BYTES)
-        socket.send_fds(sock, [hello(engine.card(), nonce=NONCE.nonce)], [fd])
+        socket.send_fds(sock, [host_hello(engine.card(), NONCE.nonce)], [fd])
         read_greeting(sock)
         assert sock.recv(1) == b""  # Closed, before anybody touches them.
         with contextlib.suppress(OSError):
@@ -186,7 +184,7 @@ def test_a_word_about_memory_that_comes_late_counts_nothing() -> None:
 def test_a_link_of_this_host_begins_with_a_look_into_its_process() -> None:
     with te.Engine() as engine, dial_unix(engine.card()) as sock:
         fd = make_rings()
-        socket.send_fds(sock, [hello(engine.card())], [fd])
+        socket.send_fds(sock, [host_hello(engine.card())], [fd])
         os.close(fd)
         assert refusal(sock) == "a link whose process is not known"
 
@@ -195,9 +193,12 @@ def test_a_rail_of_another_process_joins_no_link() -> None:
     with te.Engine() as engine:
         card = engine.card()
         source = RawSource(card, "samehost", link=3)
-        with source.sock, dial_in_child(hello(card, link=3), card) as (_, answer):
+        with source.sock, dial_in_child(host_hello(card, link=3), card) as (_, answer):
             assert b"the link that it names is of process" in answer
-            with dial_in_child(hello(card, link=3, shared=Shared(1, 1, 1, 1)), card) as (_, answer):
+            with dial_in_child(host_hello(card, link=3, shared=Shared(1, 1, 1, 1)), card) as (
+                _,
+                answer,
+            ):
                 assert b"the link that it names is of process" in answer
 
 

@@ -18,7 +18,7 @@ from te_far import FarEngine, wait_until
 from te_raw import TIMEOUT_S, dial, dial_unix, hello, raw_destination, read_greeting, welcome
 
 import te
-from te.links.admission import (
+from te.connect.admission import (
     FIRST_BYTE_TIMEOUT_S,
     HALF_OPEN_MAX,
     HALF_OPEN_OF_SOURCE_MAX,
@@ -156,7 +156,7 @@ def test_connecting_to_a_peer_that_drips_has_a_deadline() -> None:
         nonlocal dripped
         sock.settimeout(0.05)
         # A welcome that would take a minute and a half.
-        for byte in welcome(nonce=None, rails=1).ljust(2000, b"\0"):
+        for byte in welcome(rails=1).ljust(2000, b"\0"):
             sock.send(bytes([byte]))
             dripped += 1
             with contextlib.suppress(TimeoutError):

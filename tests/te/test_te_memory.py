@@ -120,14 +120,15 @@ def test_distances_are_those_of_the_region(rows: dict[str, int], places: list[st
     }
     topology = Topology(nics=(), localities=localities, gpus={}, far={})
     nics = [SimpleNamespace(name=name) for name in names]
-    table = RegionTable(a_plane(), Fabric(tuple(nics), topology, (0,)))  # type: ignore[arg-type]
+    fabric = Fabric(tuple(nics), topology, (0,))  # type: ignore[arg-type]
+    table = RegionTable(a_plane(), fabric)
     table.regions = tuple(
         Region(100 * (i + 1), 100, HOST, i, None, location=place) for i, place in enumerate(places)
     )
     for region in table.regions:
         expected = tuple(topology.distance(region.location, name) for name in names)
-        assert table.distances(region.address) == expected
-        assert table.distances(region.end - 1) == expected
+        for address in (region.address, region.end - 1):
+            assert fabric.distances(table.location_of(address)) == expected
 
 
 def test_registered_buffers_cannot_be_resized() -> None:

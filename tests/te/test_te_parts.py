@@ -56,7 +56,7 @@ def test_config_refuses(changes: dict[str, object], says: str) -> None:
 
 def a_card(**changes: object) -> Card:
     fields: dict[str, object] = {"protocol": PROTOCOL_VERSION, "id": "0" * 32, "epoch": 5}
-    fields |= {"host": "h", "port": 1, "transports": ["tcp"], "regions": []}
+    fields |= {"host": "h", "port": 1, "offers": {"tcp": b""}, "regions": []}
     return Card(**fields | changes)  # type: ignore[arg-type]
 
 
@@ -75,7 +75,7 @@ def test_cards_of_other_versions_name_both() -> None:
         encode(a_card())[:-1],
         encode(a_card(id="short")),
         encode(a_card(port=0)),
-        encode(a_card(transports=[])),
+        encode(a_card(offers={f"t{i}": b"" for i in range(17)})),
         encode(a_card()) + bytes(1 << 20),
     ],
 )
@@ -98,7 +98,7 @@ from te.handshake import PROTOCOL_VERSION, Card, decode_card, encode
 sys.setswitchinterval(1e-6)
 card = encode(Card(
     protocol=PROTOCOL_VERSION, id="0" * 32, epoch=1, host="h", port=1,
-    transports=["tcp"], regions=[],
+    offers={"tcp": b""}, regions=[],
 ))
 start = threading.Barrier(8)
 threads = [

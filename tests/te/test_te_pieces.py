@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from te import Blocks
-from te.links.pieces import PIECE, PIECE_BYTES, cut
+from te.transports.rdma.pieces import PIECE, PIECE_BYTES, cut
 
 pytestmark = pytest.mark.pure
 

@@ -18,8 +18,8 @@ from te_raw import RawSource
 from te_transports import TRANSPORTS
 
 import te
+from te.connect.pool import THREADS_MAX
 from te.handshake import decode_card, encode
-from te.links.keeper import BUILDERS
 
 TIMEOUT_S = 20.0
 NBYTES = 8 << 20
@@ -270,7 +270,9 @@ def test_the_same_host_is_noticed_and_tcp_is_the_way_out() -> None:
 def test_why_the_same_host_is_not_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     config = te.Config(transports=("samehost", "tcp"))
     with te.Engine(config) as source, te.Engine() as target:
-        monkeypatch.setattr("te.links.samehost.cannot_read", lambda pid, nonce: "not today")
+        monkeypatch.setattr(
+            "te.transports.samehost.reach.cannot_read", lambda pid, nonce: "not today"
+        )
         peer = source.connect(target.card())
         assert (peer.transport, peer.transport_reason) == ("tcp", "samehost: not today")
         with (
@@ -285,10 +287,10 @@ def test_why_rdma_is_not_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         raise te.DeviceError("the cable is out")
 
     with monkeypatch.context() as without:
-        without.setattr("te.engine.open_fabric", open_fabric)
+        without.setattr("te.transports.rdma.transport.open_fabric", open_fabric)
         source = te.Engine(te.Config(transports=("rdma", "tcp")))
     with source, te.Engine() as target:
-        card = structs.replace(decode_card(target.card()), transports=["rdma", "tcp"])
+        card = structs.replace(decode_card(target.card()), offers={"rdma": b"", "tcp": b""})
         peer = source.connect(encode(card))
         assert (peer.transport, peer.transport_reason) == ("tcp", "rdma: the cable is out")
 
@@ -354,7 +356,7 @@ def test_sixty_four_peers_and_sixteen_transfers_each(transport: str) -> None:
         remotes = [target.register(dst[i]) for i, target in enumerate(targets)]
         connected = [source.connect(target.card()) for target in targets]
         if transport == "rdma":  # The threads that make rails come on top.
-            per_engine += 1 + BUILDERS
+            per_engine += 1 + THREADS_MAX
         assert threading.active_count() - threads <= per_engine * (peers + 1)
         for target in targets:
             target.expect(1)

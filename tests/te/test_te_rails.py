@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from te.rails import TRANSITIONS, Event, Rail, State, Timing, usable
+from te.transports.rdma.rails import TRANSITIONS, Event, Rail, State, Timing, usable
 
 pytestmark = pytest.mark.pure
 

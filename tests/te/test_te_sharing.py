@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from te_far import wait_until
-from te_raw import NONCE, RAW_ID, TIMEOUT_S
+from te_raw import RAW_ID, TIMEOUT_S, host_welcome
 
 import te
-from te.handshake import PROTOCOL_VERSION, Card, Hello, Welcome, decode_body, encode
-from te.links.greeting import GreetingKind, encode_greeting
+from te.handshake import PROTOCOL_VERSION, Card, Hello, decode_body, encode
+from te.transports.samehost.messages import HostHello
 
 PAGE = 4096
 
@@ -44,7 +44,7 @@ class HeldDestination:
                 epoch=1,
                 host="127.0.0.1",
                 port=1,
-                transports=["samehost"],
+                offers={"samehost": b""},
                 regions=[],
             )
         )
@@ -69,11 +69,12 @@ class HeldDestination:
         for fd in fds:
             os.close(fd)
         said = decode_body(data[16:], Hello)
-        if said.shared is None:
+        shared = decode_body(said.body, HostHello).shared
+        if shared is None:
             self._kept.append(sock)
             self._welcome(sock)
             return
-        self.words.append((said.shared.serial, said.shared.number, bool(fds)))
+        self.words.append((shared.serial, shared.number, bool(fds)))
         self._answering.append(threading.Thread(target=self._answer, args=[sock]))
         self._answering[-1].start()
 
@@ -83,8 +84,7 @@ class HeldDestination:
                 self._welcome(sock)
 
     def _welcome(self, sock: socket.socket) -> None:
-        body = encode(Welcome(id=RAW_ID, epoch=1, rails=1, nonce=NONCE.nonce))
-        sock.sendall(encode_greeting(GreetingKind.WELCOME, PROTOCOL_VERSION, body))
+        sock.sendall(host_welcome())
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from te import BLOCK, Blocks
-from te.links.meter import Meter
-from te.striping import (
+from te.transports.rdma.meter import Meter
+from te.transports.rdma.striping import (
     CUT_ALIGN,
     GRAIN_NBYTES,
     PENALTY,

@@ -56,7 +56,7 @@ def peer_process(sock: socket.socket) -> Process | str:
     """The process that connected, or listens; or why that cannot be known.
 
     Before Linux 6.5 its descriptor is found by its number, which could be another's by now: what
-    shows that it is not is a look into its memory (``te.links.samehost.cannot_read``).
+    shows that it is not is a look into its memory (``te.transports.samehost.reach.cannot_read``).
     """
     pid = peer_pid(sock)
     if pid <= 0:

@@ -21,22 +21,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from te.transports.base import RailState as State
+
 __all__ = ["TRANSITIONS", "Event", "Rail", "State", "Timing", "usable"]
-
-
-class State(enum.Enum):
-    """How a rail is."""
-
-    #: Takes work.
-    UP = "up"
-    #: Has work that does not move; gets more only when no rail is UP.
-    SUSPECT = "suspect"
-    #: Waits for its back-off to be over.
-    DOWN = "down"
-    #: Gets a new queue pair on both sides.
-    REBUILD = "rebuild"
-    #: Has one, and must carry a small write before it carries anything else.
-    PROBE = "probe"
 
 
 class Event(enum.Enum):

@@ -12,8 +12,9 @@ import enum
 import logging
 from typing import Final
 
-from te.links.local import Local
 from te.plane.reasons import Reason
+from te.transports.base import Local
+from te.transports.rdma.keeper import Keeper
 from te.verbs.fabric import Nic
 
 __all__ = ["DeviceEvent", "DeviceWatch", "Meaning", "describe", "meaning"]
@@ -89,8 +90,9 @@ def describe(kind: int, port: int) -> str:
 class DeviceWatch:
     """Acts on one device's events. Belongs to the loop's thread."""
 
-    def __init__(self, local: Local, nic: Nic) -> None:
+    def __init__(self, local: Local, keeper: Keeper, nic: Nic) -> None:
         self._local = local
+        self._keeper = keeper
         self._nic = nic
 
     def on_ready(self, _events: int) -> None:
@@ -110,4 +112,4 @@ class DeviceWatch:
             case Meaning.PAIR_BROKEN:
                 self._local.plane.look_at_pairs()
             case Meaning.LINK_UP:
-                self._local.keeper.on_link_up(self._nic.index)
+                self._keeper.on_link_up(self._nic.index)

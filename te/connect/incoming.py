@@ -8,49 +8,72 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from te.connect.admission import HalfOpen
+from te.connect.chosen import Chosen
+from te.connect.greeting import Greeting, GreetingKind, GreetingReader, encode_greeting
+from te.connect.loop import IoLoop
 from te.errors import HandshakeError, ProtocolViolation
 from te.handshake import (
     PROTOCOL_VERSION,
     REASON_CHARS_MAX,
     Hello,
-    RailAnswer,
-    RailOffer,
     Refusal,
     Refuse,
-    Shared,
     Welcome,
     decode_body,
     encode,
     version_mismatch,
 )
-from te.links import samehost
-from te.links.admission import HalfOpen
-from te.links.dial import tune
-from te.links.greeting import Greeting, GreetingKind, GreetingReader, encode_greeting
-from te.links.process import Process, peer_pid, peer_process
-from te.plane._core import LinkHandle
+from te.transports.base import (
+    Answer,
+    Call,
+    IncomingLink,
+    Join,
+    LinkKey,
+    Local,
+    Transport,
+    TransportRefused,
+    Work,
+)
 
-if TYPE_CHECKING:
-    from te.links.accept import Acceptor
-
-__all__ = ["Greeted", "Incoming"]
+__all__ = ["Incoming"]
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Greeted:
-    """A connection that has introduced itself well."""
+class Acceptor(Protocol):
+    """What a connection asks of the engine's accepting side (``te.connect.accept``), all on its
+    thread."""
 
-    sock: socket.socket
-    where: str
-    hello: Hello
-    #: Same host only: who it is, and memory file of the rail.
-    process: Process | None
-    rings_fd: int
+    local: Local
+    chosen: Chosen
+    loop: IoLoop
+
+    def introduced(self, half_open: HalfOpen) -> None:
+        """A connection's hello is whole, or it was closed."""
+
+    def forget(self, incoming: Incoming) -> None:
+        """A connection was closed or handed over."""
+
+    def log(self, level: int, message: str, *values: object) -> None:
+        """A line about a stranger."""
+
+    def limit(self) -> str | None:
+        """Why no more connections become rails."""
+
+    def link(self, key: LinkKey) -> IncomingLink | None:
+        """The open one."""
+
+    def misfit(self, link: IncomingLink) -> str | None:
+        """Why a connection cannot be one more of the link."""
+
+    def joined(self, sock: socket.socket, join: Join, link: IncomingLink | None) -> str | None:
+        """Takes a connection that was welcomed into its link."""
+
+    def check_waiting(self) -> None:
+        """``TransportRefused`` if too many connections wait for work."""
 
 
 class Incoming:
@@ -61,21 +84,24 @@ class Incoming:
         acceptor: Acceptor,
         sock: socket.socket,
         where: str,
-        is_samehost: bool,
+        owner: Transport | None,
+        takes_descriptor: bool,
         half_open: HalfOpen,
     ) -> None:
+        """``owner``: whose listener it came by, if that is one of a transport's own."""
         self._acceptor = acceptor
         self._local = acceptor.local
         self._sock = sock
         self._fd = sock.fileno()
         self._where = where
-        self._is_samehost = is_samehost
+        self._owner = owner
+        self._takes_descriptor = takes_descriptor
         self._half_open = half_open
         self._reader = GreetingReader()
         #: The descriptor that came with the hello, if any.
         self._fds: list[int] = []
-        #: Same host only, once its hello is whole.
-        self._process: Process | None = None
+        #: What its transport makes of it, once its hello is whole.
+        self._join: Join | None = None
         self._is_released = False
 
     def check_deadline(self, now_s: float) -> float:
@@ -95,9 +121,9 @@ class Incoming:
         self._release()
         while self._fds:
             os.close(self._fds.pop())
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+        if self._join is not None:
+            self._join.close()
+            self._join = None
         self._sock.close()
 
     def on_ready(self, _events: int) -> None:
@@ -134,7 +160,7 @@ class Incoming:
 
     def _read(self) -> Greeting | None:
         room = self._reader.room()
-        if self._is_samehost:
+        if self._takes_descriptor:
             data, fds, flags, _ = socket.recv_fds(self._sock, len(room), 1, socket.MSG_CMSG_CLOEXEC)
             self._fds += fds
             if len(self._fds) > 1 or flags & socket.MSG_CTRUNC:
@@ -162,108 +188,84 @@ class Incoming:
                 f"this is the engine {self._local.id}, not {hello.peer_id} of the card: it was"
                 " restarted or another one took its port; get its new card",
             )
-        elif self._is_samehost and (hello.is_direct or hello.rail is not None):
-            raise ProtocolViolation("a link over RDMA through the socket for the same host")
-        elif not self._is_samehost and (hello.nonce is not None or hello.shared is not None):
-            raise ProtocolViolation("a hello about memory of this host over TCP")
-        elif hello.shared is not None:
-            self._share(hello, hello.shared)
-        elif hello.rail is not None:
-            self._make_rail(hello, hello.rail)
+            return
+        transport = self._acceptor.chosen.get(hello.transport)
+        if transport is None:
+            self._refuse(Refusal.TRANSPORT, f"this engine does not offer {hello.transport}")
+        elif (self._owner is transport) != transport.has_listener:
+            raise ProtocolViolation(f"a hello for {transport.name} by another way than its own")
         else:
-            self._welcome(hello)
+            try:
+                self._hand_to(transport, hello)
+            except TransportRefused as exc:
+                self._refuse(Refusal.TRANSPORT, str(exc))
 
-    def _welcome(self, hello: Hello) -> None:
-        if self._is_samehost and not self._fds:
-            raise ProtocolViolation("a rail on the same host without memory for its rings")
+    def _hand_to(self, transport: Transport, hello: Hello) -> None:
+        key = LinkKey(hello.id, hello.epoch, hello.link)
+        link = self._acceptor.link(key)
+        problem = transport.probe()
+        if problem is None and link is not None and link.transport is not transport:
+            problem = "the link that it names is over another transport"
+        if problem is not None:
+            raise TransportRefused(problem)
+        accepted = transport.accept(Call(key, hello.body, self._sock, self._where, self._fds), link)
+        match accepted:
+            case Answer():
+                self._answer(accepted)
+            case Work():
+                self._acceptor.check_waiting()
+                self._later(accepted)
+            case _:
+                self._welcome(accepted, link)
+
+    def _welcome(self, join: Join, link: IncomingLink | None) -> None:
+        self._join = join
         limit = self._acceptor.limit()
         if limit is not None:
             self._refuse(Refusal.LIMIT, limit)
             return
-        problem = self._check_process(hello) if self._is_samehost else None
-        if problem is None:
-            problem = self._acceptor.misfit(hello, self._process)
-        if problem is None and hello.is_direct and self._local.fabric is None:
-            problem = self._local.fabric_problem
+        body = join.check()
+        problem = None if link is None else self._acceptor.misfit(link)
         if problem is not None:
-            self._refuse(Refusal.TRANSPORT, problem)
-            return
-        nonce = None if hello.nonce is None else self._acceptor.nonce
-        config = self._local.config
-        if not self._is_samehost:
-            tune(self._sock, config.stall_timeout_s)
-        self._say(
-            GreetingKind.WELCOME,
-            Welcome(id=self._local.id, epoch=self._local.epoch, rails=config.rails, nonce=nonce),
-        )
+            raise TransportRefused(problem)
+        self._say(GreetingKind.WELCOME, self._welcoming(self._local.config.rails, body))
         self._release()
-        rings_fd = self._fds[0] if self._fds else -1
-        problem = self._acceptor.greeted(
-            Greeted(self._sock, self._where, hello, self._process, rings_fd)
-        )
+        problem = self._acceptor.joined(self._sock, join, link)
         if problem is None:
             self._fds.clear()
         self.close(problem or "")
 
-    def _check_process(self, hello: Hello) -> str | None:
-        """Why the memory of the process behind it is not copied from; None if it may be."""
-        process = peer_process(self._sock)
-        if isinstance(process, str):
-            return process
-        self._process = process
-        if hello.nonce is None:
-            return None  # Then the link that it names has to be of the same process.
-        problem = samehost.cannot_read(process, hello.nonce)
-        return samehost.READERS.allow(process.pid) if problem is None else problem
+    def _welcoming(self, rails: int, body: bytes) -> Welcome:
+        return Welcome(id=self._local.id, epoch=self._local.epoch, rails=rails, body=body)
 
-    def _make_rail(self, hello: Hello, offer: RailOffer) -> None:
-        problem = self._acceptor.begin_rail(hello)
-        if problem is None:
-            self._later(f"making rail {offer.rail}", lambda: self._acceptor.make_rail(hello, offer))
-        else:
-            self._refuse(Refusal.TRANSPORT, problem)
-
-    def _share(self, hello: Hello, shared: Shared) -> None:
-        link = self._acceptor.begin_shared(hello, peer_pid(self._sock))
-        if isinstance(link, str):
-            self._refuse(Refusal.TRANSPORT, link)
-        elif self._fds:
-            try:
-                handle, fd = link.handle, self._fds[0]
-                handle.add_mapping(shared.serial, shared.address, fd, shared.nbytes)
-            except OSError as exc:
-                self._refuse(Refusal.TRANSPORT, f"cannot map {shared.nbytes} bytes: {exc.strerror}")
-            else:
-                self._answer("mapping memory", None)
-        else:
-            # A copy out of it may have to be waited for.
-            self._later("unmapping memory", lambda: _unmap(link.handle, shared.serial))
-
-    def _later(self, what: str, work: Callable[[], RailAnswer | str | None]) -> None:
-        """Welcomes it when ``work``, which may block, has done what it asked for, or says why it
-        has not."""
+    def _later(self, work: Work) -> None:
+        """Welcomes it when the work has been done, or says why it has not."""
 
         def run() -> None:
             try:
-                answer = work()
+                answer: Answer | str = Answer(work.what, work.run())
+            except TransportRefused as exc:
+                answer = str(exc)
+            except OSError as exc:
+                answer = exc.strerror or str(exc)
             except Exception as exc:
-                logger.exception("a bug in %s for %s", what, self._where)
+                logger.exception("a bug in %s for %s", work.what, self._where)
                 answer = f"a bug of this engine: {exc!r}"
-            self._acceptor.loop.call(lambda: self._guard(lambda: self._answer(what, answer)))
+            self._acceptor.loop.call(lambda: self._guard(lambda: self._answer(answer)))
 
         self._acceptor.loop.rewatch(self._fd, 0)  # There is nothing to read before the answer.
-        if not self._local.keeper.run(run):
+        if not self._local.run(run):
             self.close("this engine was closed")
 
-    def _answer(self, what: str, answer: RailAnswer | str | None) -> None:
+    def _answer(self, answer: Answer | str) -> None:
+        """``str``: why what it asked for was not done."""
         if self._sock.fileno() < 0:
             return  # It took too long.
         if isinstance(answer, str):
             self._refuse(Refusal.TRANSPORT, answer)
             return
-        welcome = Welcome(id=self._local.id, epoch=self._local.epoch, rails=1, rail=answer)
-        self._say(GreetingKind.WELCOME, welcome)
-        self.close(f"it asked for {what}, and that is done")
+        self._say(GreetingKind.WELCOME, self._welcoming(1, answer.body))
+        self.close(f"it asked for {answer.what}, and that is done")
 
     def _refuse(self, code: Refusal, reason: str) -> None:
         self._acceptor.log(logging.WARNING, "%s refused: %s", self._where, reason)
@@ -273,7 +275,3 @@ class Incoming:
     def _say(self, kind: GreetingKind, body: Welcome | Refuse) -> None:
         # A new connection's empty buffer takes it whole.
         self._sock.send(encode_greeting(kind, PROTOCOL_VERSION, encode(body)))
-
-
-def _unmap(handle: LinkHandle, serial: int) -> str | None:
-    return None if handle.remove_mapping(serial) else "a copy out of it did not end"

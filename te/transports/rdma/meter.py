@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from te.striping import measured, nominal
+from te.transports.rdma.striping import measured, nominal
 
 __all__ = ["Flow", "Meter"]
 

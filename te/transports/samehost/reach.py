@@ -17,9 +17,10 @@ import socket
 import struct
 from typing import Final
 
-from te.handshake import Card, Nonce
-from te.links.process import Process, Readers
+from te.handshake import Card
 from te.plane._core import RINGS_NBYTES, read_process
+from te.transports.samehost.messages import Nonce
+from te.transports.samehost.process import Process, Readers
 
 __all__ = [
     "READERS",

@@ -2,7 +2,7 @@
 """Rails over RDMA: making both ends of one.
 
 Queue pairs of InfiniBand and RoCE are connected with what the greetings say of them. Those of iWARP
-need a connection by rdma_cm first: the destination listens (``te.links.cm``), the source dials.
+need a connection by rdma_cm first: the destination listens (``cm``), the source dials.
 """
 
 from __future__ import annotations
@@ -13,17 +13,27 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from te.errors import ConnectError
-from te.handshake import Card, CardNic, RailAnswer, RailOffer, Welcome
-from te.links.local import Local
 from te.plane._core import RECEIVE_DEPTH, LinkHandle
-from te.striping import pairs, partners
 from te.topology import Gid, gid_pairs
+from te.transports.base import Local
+from te.transports.rdma.messages import CardNic, RailAnswer, RailOffer
+from te.transports.rdma.striping import pairs, partners
 from te.verbs._core import QueuePair
 from te.verbs.fabric import Nic
 
-__all__ = ["BUILD_TIMEOUT_S", "Path", "accept_rail", "build_rail", "far_nic", "hand_over", "paths"]
+__all__ = [
+    "BUILD_TIMEOUT_S",
+    "Greet",
+    "Path",
+    "accept_rail",
+    "build_rail",
+    "far_nic",
+    "hand_over",
+    "paths",
+]
 
 SEND_DEPTH = 512
 # ibv_modify_qp(3): 4.096 us x 2^14 = 67 ms until a packet is sent again, so many times. Seven means
@@ -38,6 +48,10 @@ kernel looks for a hardware address, which takes a second if an ARP request is l
 began before a link was back may have to end before one succeeds: siw dials with the kernel's
 TCP, which sends after 1, 3, 7 s."""
 
+
+Greet: TypeAlias = Callable[[RailOffer], RailAnswer]
+"""Makes a connection that offers this end of a rail, and returns the other. ``OSError``,
+``te.ConnectError``."""
 
 FENCES = struct.Struct("<Q")
 """What the destination says with its part of a connection by rdma_cm."""
@@ -84,19 +98,20 @@ def _between(near: Nic, index: int, far: CardNic) -> list[Path]:
 def build_rail(
     local: Local,
     link: LinkHandle,
-    card: Card,
+    far: CardNic,
     rail: int,
     epoch: int,
     path: Path,
-    greet: Callable[[RailOffer], Welcome],
+    greet: Greet,
 ) -> None:
     """Makes this side's end, has the destination make its own, connects them and hands this one to
-    the plane, which probes it. ``OSError``, ``te.ConnectError``."""
+    the plane, which probes it. ``far`` is the destination's device of the path. ``OSError``,
+    ``te.ConnectError``."""
     path.near.check_port()
     if path.near.family == "iwarp":
         _dial_rail(link, rail, epoch, path, greet)
         return
-    near, far = path.near, card.nics[path.far]
+    near = path.near
     queue_pair = near.device.queue_pair(near.port, SEND_DEPTH, 1, near.max_message_bytes)
     psn = secrets.randbits(PSN_BITS)
     offer = RailOffer(
@@ -111,9 +126,7 @@ def build_rail(
         gid=path.gids[0].raw if path.gids else b"",
         far_gid_index=path.gids[1].index if path.gids else 0,
     )
-    answer = greet(offer).rail
-    if answer is None:
-        raise ConnectError("the engine welcomed a rail without its end of it")
+    answer = greet(offer)
     queue_pair.connect(
         answer.number,
         answer.psn,
@@ -129,9 +142,7 @@ def build_rail(
     hand_over(queue_pair, link, offer, near.index, path.far, answer.fences)
 
 
-def _dial_rail(
-    link: LinkHandle, rail: int, epoch: int, path: Path, greet: Callable[[RailOffer], Welcome]
-) -> None:
+def _dial_rail(link: LinkHandle, rail: int, epoch: int, path: Path, greet: Greet) -> None:
     """``build_rail`` by rdma_cm: the answer says where to dial, and the destination's part of the
     connection how often the link was fenced before it."""
     deadline_s = time.monotonic() + BUILD_TIMEOUT_S
@@ -145,8 +156,8 @@ def _dial_rail(
         gid=path.gids[0].raw,
         far_gid_index=path.gids[1].index,
     )
-    answer = greet(offer).rail
-    if answer is None or not answer.port:
+    answer = greet(offer)
+    if not answer.port:
         raise ConnectError("the engine welcomed a rail without its end of it")
     queue_pair, said = near.device.dial(
         path.gids[0].raw,
@@ -184,9 +195,8 @@ def accept_rail(local: Local, link: LinkHandle, offer: RailOffer, nic: Nic) -> R
     return RailAnswer(number=number, psn=psn, fences=link.fences)
 
 
-def far_nic(local: Local, offer: RailOffer) -> Nic:
-    """The destination's device that a source wants, if its port has a link; ``OSError``."""
-    nics = () if local.fabric is None else local.fabric.nics
+def far_nic(nics: tuple[Nic, ...], offer: RailOffer) -> Nic:
+    """Which of the destination's devices a source wants, if its port has a link; ``OSError``."""
     if offer.far_nic >= len(nics):
         raise OSError(errno.ENODEV, f"there is no device {offer.far_nic} here, but {len(nics)}")
     nics[offer.far_nic].check_port()

@@ -13,14 +13,26 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from te.links.local import SharedMemory
 from te.plane._core import LinkHandle
 from te.plane.reasons import Reason
 
-__all__ = ["Say", "Shares", "Sharing"]
+__all__ = ["Say", "SharedMemory", "Shares", "Sharing"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Memory that the engine allocated, which peers on this host may map."""
+
+    #: Of its region: another one at the same address has another.
+    serial: int
+    address: int
+    nbytes: int
+    fd: int
+
 
 Say = Callable[[SharedMemory, int, bool, float], str | None]
 """Has the peer map memory (True) or unmap it: with the number of this word, until a time of the

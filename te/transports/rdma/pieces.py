@@ -10,7 +10,7 @@ import numpy as np
 from te import _blocks
 from te.blocks import Blocks
 from te.plane._core import PIECES_LIMIT
-from te.striping import Mark
+from te.transports.rdma.striping import Mark
 
 __all__ = ["PIECE", "PIECE_BLOCKS", "PIECE_BYTES", "cut"]
 

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from te.links.throttle import Throttle
+from te.connect.throttle import Throttle
 
 __all__ = ["READABLE", "IoLoop"]
 

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from te.config import Config
+from te.connect.greeting import Greeting, GreetingKind, GreetingReader, encode_greeting
 from te.errors import ConnectError, HandshakeError, ProtocolViolation, VersionError
 from te.handshake import (
     PROTOCOL_VERSION,
@@ -22,9 +24,19 @@ from te.handshake import (
     encode,
     version_mismatch,
 )
-from te.links.greeting import Greeting, GreetingKind, GreetingReader, encode_greeting
+from te.transports.base import Local, TransportRefused
 
-__all__ = ["Dialled", "TransportRefused", "address_text", "blame", "greet", "insist", "tune"]
+__all__ = [
+    "Dialled",
+    "add_rails",
+    "address_text",
+    "blame",
+    "connect",
+    "greet",
+    "hello_to",
+    "insist",
+    "tune",
+]
 
 # An idle connection to a vanished host is given up after about 5 + 3 x 2 seconds.
 KEEPALIVE_IDLE_S = 5
@@ -33,6 +45,8 @@ KEEPALIVE_PROBES = 3
 DIALS_MAX = 4
 DIAL_PAUSE_S = 0.05
 
+_Rail = TypeVar("_Rail", bound="Dialled")
+
 
 @dataclass(frozen=True)
 class Dialled:
@@ -40,18 +54,14 @@ class Dialled:
 
     sock: socket.socket
     welcome: Welcome
-    #: Same host only: memory file of the rail.
-    rings_fd: int = -1
 
     def close(self) -> None:
         """Of one that is not handed to the plane."""
         self.sock.close()
-        if self.rings_fd >= 0:
-            os.close(self.rings_fd)
 
-
-class TransportRefused(ConnectError):
-    """The engine answers, but this transport cannot be used between the two."""
+    def fileno(self) -> int:
+        """Of its socket."""
+        return self.sock.fileno()
 
 
 def address_text(host: str, port: int) -> str:
@@ -70,6 +80,19 @@ def tune(sock: socket.socket, stall_timeout_s: float) -> None:
     # above would notice. Twice the stall timeout, so that a frozen peer is called just that.
     user_timeout_ms = min(int(2000 * stall_timeout_s), 1 << 30)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, user_timeout_ms)
+
+
+def hello_to(card: Card, local: Local, transport: str, number: int, body: bytes = b"") -> Hello:
+    """For a connection to the engine of the card, about the link ``number``."""
+    return Hello(
+        id=local.id,
+        epoch=local.epoch,
+        peer_id=card.id,
+        peer_epoch=card.epoch,
+        link=number,
+        transport=transport,
+        body=body,
+    )
 
 
 @contextlib.contextmanager
@@ -121,11 +144,11 @@ def greet(
         return Dialled(sock, welcome)
 
 
-def insist(dial: Callable[[], Dialled], deadline_s: float) -> Dialled:
+def insist(dial: Callable[[], _Rail], deadline_s: float) -> _Rail:
     """Dials again when the other side closes before its welcome: an engine to which too many
-    connect at once closes one that is silent or old (``te.links.admission``), and that may be ours
-    when this process was held up before its hello. Raises as ``dial`` does, at the last try or at
-    the deadline."""
+    connect at once closes one that is silent or old (``te.connect.admission``), and that may be
+    ours when this process was held up before its hello. Raises as ``dial`` does, at the last try or
+    at the deadline."""
     for _ in range(DIALS_MAX - 1):
         try:
             return dial()
@@ -134,6 +157,57 @@ def insist(dial: Callable[[], Dialled], deadline_s: float) -> Dialled:
                 raise
             time.sleep(DIAL_PAUSE_S)
     return dial()
+
+
+def connect(
+    config: Config, card: Card, hello: Hello, deadline_s: float, timeout_s: float
+) -> Dialled:
+    """A welcomed connection to the host and port of the card; raises as ``greet``, but for
+    ``OSError``."""
+    where = address_text(card.host, card.port)
+    source = None if config.source_host is None else (config.source_host, 0)
+    try:
+        socket.getaddrinfo(card.host, card.port, flags=socket.AI_NUMERICHOST)
+    except OSError:
+        # Looking a name up knows no deadline, and connecting to each of its addresses several.
+        raise ConnectError(
+            f"the card of the engine {card.id} has the host {card.host!r}, which is no numeric"
+            " address; engines put nothing else on their cards"
+        ) from None
+
+    def dial() -> Dialled:
+        with contextlib.ExitStack() as undo:
+            left_s = max(deadline_s - time.monotonic(), 0.001)
+            sock = socket.create_connection((card.host, card.port), left_s, source)
+            undo.callback(sock.close)
+            tune(sock, config.stall_timeout_s)
+            if config.socket_buffer_bytes:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.socket_buffer_bytes)
+            dialled = greet(sock, hello, card, where, deadline_s)
+            undo.pop_all()
+            return dialled
+
+    with blame(card, where, timeout_s):
+        return insist(dial, deadline_s)
+
+
+def add_rails(
+    first: _Rail, dial: Callable[[], _Rail], rails: int, add: Callable[[_Rail], bool]
+) -> None:
+    """Has ``add`` hand the first connection to the plane, and as many more as both sides want; it
+    says whether the link took it."""
+    dialled = [first]
+    try:
+        while len(dialled) < min(rails, first.welcome.rails):
+            dialled.append(dial())
+        while dialled:
+            if add(dialled[0]):
+                dialled.pop(0).sock.detach()
+            else:
+                dialled.pop(0).close()  # The link has died already, and has the reason.
+    finally:
+        for one in dialled:
+            one.close()
 
 
 def _read_greeting(sock: socket.socket, deadline_s: float) -> Greeting:

@@ -9,13 +9,12 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from te.handshake import RailAnswer, RailOffer
-from te.links.direct import BUILD_TIMEOUT_S, hand_over
-from te.links.local import Local
 from te.plane._core import RECEIVE_DEPTH, LinkHandle
+from te.transports.base import Local, Watch
+from te.transports.rdma.direct import BUILD_TIMEOUT_S, hand_over
+from te.transports.rdma.messages import RailAnswer, RailOffer
 from te.verbs._core import CmListener, CmRequest
 from te.verbs.fabric import Nic
 
@@ -41,9 +40,8 @@ class _Expected:
 class CmAcceptor:
     """One listener for each address that a source has asked for. Any thread may call anything."""
 
-    def __init__(self, local: Local, watch: Callable[[int, Callable[[int], None]], None]) -> None:
-        """``watch(fd, handler)`` has the handler called on some thread whenever ``fd`` is
-        readable, until that is closed with this object's last reference."""
+    def __init__(self, local: Local, watch: Watch) -> None:
+        """Its listeners are watched for as long as it lives."""
         self._local = local
         self._watch = watch
         self._lock = threading.Lock()
@@ -76,7 +74,7 @@ class CmAcceptor:
     def _on_ready(self, listener: CmListener) -> None:
         for request in listener.requests():
             # Making a queue pair may take a device milliseconds.
-            self._local.keeper.run(lambda one=request: self._take(one))  # type: ignore[misc]
+            self._local.run(lambda one=request: self._take(one))  # type: ignore[misc]
 
     def _take(self, request: CmRequest) -> None:
         """Makes this side's end; the request is rejected as it is dropped if nobody expects it."""

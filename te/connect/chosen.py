@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transports of one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from te.errors import DeviceError
+from te.memory import Region
+from te.transports import registry
+from te.transports.base import Listener, Local, Transport, Watch
+from te.verbs.fabric import Fabric
+
+__all__ = ["Chosen"]
+
+
+class Chosen:
+    """Those of its configuration, the preferred one first. Any thread may call anything, but
+    ``start`` once."""
+
+    def __init__(self, transports: Collection[Transport]) -> None:
+        """``te.DeviceError`` if none of them can be used."""
+        self._all = {one.name: one for one in transports}
+        problems = [one.probe() for one in transports]
+        if None not in problems:
+            raise DeviceError("; ".join(str(problem) for problem in problems))
+        self._started: list[Transport] = []
+
+    def __iter__(self) -> Iterator[Transport]:
+        return iter(self._all.values())
+
+    def get(self, name: str) -> Transport | None:
+        """None for one that the configuration does not name."""
+        return self._all.get(name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of those that can be used."""
+        return tuple(one.name for one in self if one.probe() is None)
+
+    @property
+    def fabric(self) -> Fabric | None:
+        """The devices that memory is registered with: at most one transport has any."""
+        found = [one.fabric for one in self if one.fabric is not None]
+        assert len(found) <= 1
+        return found[0] if found else None
+
+    def refusal(self, kind: str) -> str | None:
+        """Why memory of a kind cannot be moved, as the end of a sentence; None if it can."""
+        if all(kind in one.capabilities.kinds and one.probe() is None for one in self):
+            return None
+        able = tuple(
+            name for name in registry.NAMES if kind in registry.load(name).capabilities.kinds
+        )
+        return (
+            f"which {' or '.join(able).upper()} alone can move; give the engine no other transport:"
+            f" Config(transports={able!r})"
+        )
+
+    def start(self, local: Local, watch: Watch) -> dict[Transport, tuple[Listener, ...]]:
+        """Begins all; the listeners of each."""
+        listeners = {}
+        for one in self:
+            listeners[one] = one.start(local, watch)
+            self._started.append(one)
+        return listeners
+
+    def offers(self) -> dict[str, bytes]:
+        """For the card."""
+        found = {one.name: one.offer() for one in self if one.probe() is None}
+        return {name: offer for name, offer in found.items() if offer is not None}
+
+    def share(self, region: Region, timeout_s: float) -> None:
+        """Memory was registered."""
+        for one in self:
+            one.share(region, timeout_s)
+
+    def unshare(self, region: Region, timeout_s: float) -> None:
+        """Memory is registered no more; after it returns no peer reaches it."""
+        for one in self:
+            one.unshare(region, timeout_s)
+
+    def on_event(self, number: int, rail: int, epoch: int, code: int, errnum: int) -> None:
+        """What the plane tells."""
+        for one in self:
+            one.on_event(number, rail, epoch, code, errnum)
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the threads of those that have begun."""
+        for one in self._started:
+            one.close(timeout_s)

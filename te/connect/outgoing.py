@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opening a link: by the first transport that works."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from te.connect.chosen import Chosen
+from te.connect.dial import address_text
+from te.errors import ConnectError
+from te.handshake import Card
+from te.transports.base import OutgoingLink, TransportRefused
+
+__all__ = ["Opened", "open_link"]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A link with all its rails."""
+
+    link: OutgoingLink
+    #: Name of its transport.
+    transport: str
+    #: Why no preferred transport was taken; empty when the first choice works.
+    reason: str
+
+
+def open_link(chosen: Chosen, card: Card, timeout_s: float) -> Opened:
+    """Blocks for at most ``timeout_s``; ``te.ConnectError``, ``te.VersionError``,
+    ``te.HandshakeError``."""
+    deadline_s = time.monotonic() + timeout_s
+    names = [one.name for one in chosen]
+    if not card.offers.keys() & set(names):
+        raise ConnectError(
+            f"no common transport: the engine {card.id} offers {', '.join(card.offers)},"
+            f" this one {', '.join(names)}"
+        )
+    reasons: list[str] = []
+    for one in chosen:
+        if one.name not in card.offers:
+            reasons.append(f"{one.name}: the other engine does not offer it")
+            continue
+        problem = one.probe()
+        if problem is not None:
+            reasons.append(f"{one.name}: {problem}")
+            continue
+        try:
+            link = one.open(card, card.offers[one.name], deadline_s, timeout_s)
+        except TransportRefused as exc:
+            reasons.append(f"{one.name}: {exc}")
+            continue
+        return Opened(link, one.name, "; ".join(reasons))
+    raise ConnectError(
+        f"no transport to the engine {card.id} at {address_text(card.host, card.port)}:"
+        f" {'; '.join(reasons)}"
+    )

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a transport's Python half: what ``te.connect`` and the engine ask of it.
+
+A transport is made from the configuration, looks whether it can be used (``probe``), begins
+(``start``) and puts an ``offer`` on the engine's card. The engine that dials has it ``open`` a link
+from the other's offer; at the engine that was dialled, each greeting that names the transport comes
+to its ``accept``. What the two halves say to each other meanwhile are bodies of MessagePack that
+nobody else looks into: a struct in the transport's folder, at most ``te.handshake.BODY_BYTES_MAX``.
+From then on the compiled half moves bytes.
+
+Calls into the compiled half that are particular to a transport are in its folder; what all have in
+common is in ``OutgoingLink`` and ``IncomingLink``.
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+from te.blocks import Blocks
+from te.config import Config
+from te.errors import ConnectError
+from te.handshake import Card
+from te.memory import Region, RegionTable
+from te.plane._core import Engine as Plane
+from te.plane._core import LinkHandle, Revocation, TransferHandle
+from te.plane.reasons import Reason
+from te.verbs.fabric import Fabric
+
+__all__ = [
+    "Accepted",
+    "Answer",
+    "Call",
+    "Capabilities",
+    "IncomingLink",
+    "Join",
+    "LinkKey",
+    "Listener",
+    "Local",
+    "OutgoingLink",
+    "RailState",
+    "RailView",
+    "Transport",
+    "TransportRefused",
+    "Watch",
+    "Work",
+]
+
+
+class TransportRefused(ConnectError):
+    """The engine answers, but this transport cannot be used between the two, for this reason.
+    Another may."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What callers need to know of a transport, instead of its name."""
+
+    #: Kinds of memory (``Region.kind``) that it reads and writes where they lie, without a copy.
+    kinds: frozenset[str]
+    #: Whether transfers of a link arrive in the order in which they were submitted.
+    keeps_order: bool
+    #: Whether ``Peer.read`` needs nothing of the other side's processor while bytes move.
+    reads_one_sided: bool
+    #: The most bytes that it moves as one piece, which is what is sent anew after a loss and waited
+    #: for after a cancellation; None if that depends on the transfer alone.
+    piece_nbytes_max: int | None
+    #: Rails that a link may have.
+    rails_max: int
+    #: Of those, how many may be connections that ``te.connect`` makes; other rails the transport
+    #: makes by itself, beside these.
+    connections_max: int
+
+
+@dataclass(frozen=True)
+class Local:
+    """The engine as its transports see it."""
+
+    id: str
+    epoch: int
+    config: Config
+    plane: Plane
+    memory: RegionTable
+    #: Has a function that may block run on another thread; False when the engine was closed.
+    run: Callable[[Callable[[], None]], bool]
+
+
+Watch: TypeAlias = Callable[[int, Callable[[int], None]], None]
+"""``watch(fd, handler)`` has the handler called, on the engine's accepting thread, with the ready
+events whenever the descriptor is readable, until it is closed. Any thread."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A socket by which greetings come."""
+
+    #: Listening and non-blocking.
+    sock: socket.socket
+    #: Of a connection and its address: where it is from, for the log, and who has to share a limit
+    #: of connections that say nothing.
+    describe: Callable[[socket.socket, Any], tuple[str, str]]
+    #: Whether a hello may bring a descriptor (SCM_RIGHTS in unix(7)).
+    takes_descriptor: bool = False
+
+
+class LinkKey(NamedTuple):
+    """What the greetings of one link have in common."""
+
+    engine_id: str
+    epoch: int
+    number: int
+
+
+# -- the source's side
+
+
+class RailState(enum.Enum):
+    """How a rail is that its transport makes by itself, and makes anew."""
+
+    #: Takes work.
+    UP = "up"
+    #: Has work that does not move; gets more only when no rail is UP.
+    SUSPECT = "suspect"
+    #: Waits for its back-off to be over.
+    DOWN = "down"
+    #: Gets a new queue pair on both sides.
+    REBUILD = "rebuild"
+    #: Has one, and must carry a small write before it carries anything else.
+    PROBE = "probe"
+
+
+@dataclass(frozen=True)
+class RailView:
+    """Such a rail as it is now."""
+
+    #: Name of the local device.
+    nic: str
+    state: RailState
+    #: Payload that it has carried, and that it has to carry, in bytes.
+    done_nbytes: int
+    in_flight_nbytes: int
+    #: What it is believed to carry: measured, at first the speed of its port.
+    bytes_per_s: float
+    #: Why it was last given up; empty if it never was.
+    reason: str
+
+
+@dataclass(eq=False)
+class OutgoingLink:
+    """A link that this engine opened. Any thread may call anything."""
+
+    handle: LinkHandle
+
+    @property
+    def alive(self) -> bool:
+        """Whether transfers have a chance."""
+        return self.handle.alive
+
+    @property
+    def rails(self) -> int:
+        """Rails that work."""
+        return self.handle.rails
+
+    @property
+    def views(self) -> tuple[RailView, ...]:
+        """The rails that the transport makes by itself."""
+        return ()
+
+    def submit(
+        self, blocks: Blocks, tag: int, kind: int, unfinished_max: int
+    ) -> TransferHandle | int | None:
+        """Begins a transfer of the ``kind`` KIND_WRITE or KIND_READ; see ``LinkHandle.submit``."""
+        return self.handle.submit(blocks.array, blocks.total_nbytes, tag, kind, unfinished_max)
+
+    def close(self) -> None:
+        """Drops the connections; returns at once, idempotent."""
+        self.handle.die(Reason.PEER_CLOSED)
+
+
+# -- the destination's side
+
+
+@dataclass(eq=False)
+class IncomingLink:
+    """A link that another engine opened. Any thread may call anything."""
+
+    handle: LinkHandle
+    key: LinkKey
+    transport: Transport
+    #: For the log.
+    where: str
+
+    def end_writes(self, timeout_s: float) -> bool:
+        """After the link is fenced and its landings have ended: whether nothing that was sent
+        before can land any more."""
+        return True
+
+    def withdraw(self, revocation: Revocation) -> None:
+        """A tag was revoked under which transfers had been granted: has those of this link end. The
+        revocation says when they have."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A hello that names the transport."""
+
+    key: LinkKey
+    #: As the transport's other half has made it. It is a stranger's.
+    body: bytes
+    sock: socket.socket
+    where: str
+    #: The descriptor that came with it, if any. It is closed, unless the connection becomes a rail.
+    fds: list[int] = field(default_factory=list)
+
+
+class Join(ABC):
+    """What the transport does with a connection that is to carry frames of a link."""
+
+    @abstractmethod
+    def check(self) -> bytes:
+        """The body of the welcome, once there is room for the connection; ``TransportRefused``."""
+
+    @abstractmethod
+    def begin(self) -> IncomingLink:
+        """A new link, for the first connection of one."""
+
+    @abstractmethod
+    def add(self, link: IncomingLink) -> bool:
+        """Gives the welcomed connection to the plane, with its descriptor; False when the link has
+        ended, ``OSError``: then nothing was taken."""
+
+    def close(self) -> None:
+        """Gives back what was not handed over."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The hello has been done; the connection ends with this welcome."""
+
+    what: str
+    body: bytes = b""
+
+
+@dataclass(frozen=True)
+class Work:
+    """As ``Answer``, once ``run``, which may block, has returned the body on another thread. It
+    raises ``TransportRefused`` or ``OSError``."""
+
+    what: str
+    run: Callable[[], bytes]
+
+
+Accepted: TypeAlias = Join | Answer | Work
+
+
+# -- the transport
+
+
+class Transport(ABC):
+    """One way to other engines, of one engine. Any thread may call anything, but ``start`` once."""
+
+    #: In ``Config.transports``, on cards and in greetings.
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+    #: Whether its greetings come by listeners of its own, and by no other; else over TCP.
+    has_listener: ClassVar[bool] = False
+    #: The devices that memory has to be registered with, if the transport has any.
+    fabric: Fabric | None = None
+
+    @abstractmethod
+    def __init__(self, config: Config) -> None:
+        """``te.TopologyError`` for a configuration that names what is not there. What is missing
+        otherwise is for ``probe`` to tell."""
+
+    @abstractmethod
+    def probe(self) -> str | None:
+        """Why this engine cannot use it; None if it can. Costs nothing."""
+
+    def start(self, local: Local, watch: Watch) -> tuple[Listener, ...]:
+        """Begins, before the first peer; the listeners of its own, if it has any."""
+        return ()
+
+    @abstractmethod
+    def offer(self) -> bytes | None:
+        """What peers have to know, for the card; None if there is nothing to be offered."""
+
+    @abstractmethod
+    def open(self, card: Card, offer: bytes, deadline_s: float, timeout_s: float) -> OutgoingLink:
+        """A link with its rails to the engine of the card, which offers this; blocks until
+        ``deadline_s`` of the monotonic clock at most, ``timeout_s`` from now.
+
+        ``TransportRefused`` when another transport may do it, ``te.ConnectError`` when none would,
+        ``te.VersionError``, ``te.HandshakeError``.
+        """
+
+    @abstractmethod
+    def accept(self, call: Call, link: IncomingLink | None) -> Accepted:
+        """What is to be done for a hello, whose link is open already if ``link`` is not None. On
+        the accepting thread: it must not block. ``TransportRefused`` has the reason for the peer,
+        ``te.HandshakeError`` and ``te.ProtocolViolation`` are for a body that no engine makes."""
+
+    def share(self, region: Region, timeout_s: float) -> None:
+        """Memory was registered: peers may learn of it."""
+
+    def unshare(self, region: Region, timeout_s: float) -> None:
+        """Memory is registered no more; after it returns no peer reaches it by itself."""
+
+    def on_event(self, number: int, rail: int, epoch: int, code: int, errnum: int) -> None:
+        """What the plane tells of any link (rail -1: it has died) or rail."""
+
+    def close(self, timeout_s: float) -> None:
+        """Ends its threads."""

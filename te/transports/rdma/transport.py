@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract over RDMA: devices on the card, a connection for words, queue pairs for bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+from te.config import Config
+from te.connect.dial import add_rails, address_text, connect, hello_to, tune
+from te.errors import ConnectError, DeviceError
+from te.handshake import Card, Hello, decode_body, encode
+from te.memory import CUDA, HOST
+from te.plane._core import RAILS_LIMIT, Revocation
+from te.topology import GidKind
+from te.transports.base import (
+    Accepted,
+    Call,
+    Capabilities,
+    IncomingLink,
+    Join,
+    Local,
+    OutgoingLink,
+    Transport,
+    TransportRefused,
+    Watch,
+    Work,
+)
+from te.transports.rdma.cm import CmAcceptor
+from te.transports.rdma.devices import DeviceWatch
+from te.transports.rdma.direct import BUILD_TIMEOUT_S, accept_rail, far_nic, paths
+from te.transports.rdma.keeper import Keeper
+from te.transports.rdma.link import DirectLink
+from te.transports.rdma.messages import (
+    CardNic,
+    RailAnswer,
+    RailOffer,
+    RdmaHello,
+    RdmaOffer,
+    RdmaWelcome,
+)
+from te.verbs.fabric import Fabric, Nic, open_fabric
+
+__all__ = ["Rdma"]
+
+
+class _GrantedLink(IncomingLink):
+    """A link whose source writes by itself, once it was granted that."""
+
+    def end_writes(self, timeout_s: float) -> bool:
+        """Breaks its queue pairs: nothing that was posted before gets past that."""
+        return self.handle.break_pairs(timeout_s)
+
+    def withdraw(self, revocation: Revocation) -> None:
+        """See ``IncomingLink.withdraw``."""
+        if self.handle.has_grant(revocation):
+            self.handle.break_pairs(0.0)
+
+
+class Rdma(Transport):
+    """The devices of an engine, and its links by them."""
+
+    name: ClassVar = "rdma"
+    capabilities: ClassVar = Capabilities(
+        kinds=frozenset({HOST, CUDA}),
+        keeps_order=False,
+        reads_one_sided=True,
+        piece_nbytes_max=None,
+        rails_max=RAILS_LIMIT,
+        connections_max=1,
+    )
+
+    _local: Local
+    _keeper: Keeper
+    _cm: CmAcceptor
+
+    def __init__(self, config: Config, fabric: Fabric | None = None) -> None:
+        """``fabric``: devices that are open already; else those of the machine."""
+        self.fabric = fabric
+        self._problem: str | None = None
+        if fabric is None:
+            try:
+                self.fabric = open_fabric(config.nics, config.topology)
+            except DeviceError as exc:
+                self._problem = str(exc)
+
+    def probe(self) -> str | None:
+        """Why there are no devices."""
+        return self._problem
+
+    def start(self, local: Local, watch: Watch) -> tuple[()]:
+        """Listens to the devices."""
+        self._local = local
+        self._keeper = Keeper(f"te-rails-{local.id[:8]}")
+        self._cm = CmAcceptor(local, watch)
+        for nic in self._nics:
+            watch(nic.device.events_fd, DeviceWatch(local, self._keeper, nic).on_ready)
+        return ()
+
+    def offer(self) -> bytes | None:
+        """The devices and their addresses."""
+        if self.fabric is None:
+            return None
+        return encode(
+            RdmaOffer(
+                nics=[
+                    CardNic(
+                        name=nic.name,
+                        family=nic.family,
+                        lid=nic.lid,
+                        mtu=nic.mtu,
+                        gids=list(nic.gids),
+                    )
+                    for nic in self._nics
+                ]
+            )
+        )
+
+    def on_event(self, number: int, rail: int, epoch: int, code: int, errnum: int) -> None:
+        """Has rails that were lost made anew."""
+        self._keeper.on_event(number, rail, epoch, code, errnum)
+
+    def close(self, timeout_s: float) -> None:
+        """Rails under construction come to nothing."""
+        self._keeper.stop(timeout_s)
+
+    @property
+    def _nics(self) -> tuple[Nic, ...]:
+        return () if self.fabric is None else self.fabric.nics
+
+    # -- the source's side
+
+    def open(self, card: Card, offer: bytes, deadline_s: float, timeout_s: float) -> OutgoingLink:
+        """See ``Transport.open``."""
+        local, nics, there = self._local, self._nics, decode_body(offer, RdmaOffer).nics
+        ways = paths(nics, there, RAILS_LIMIT)
+        if not ways:
+            raise TransportRefused(
+                f"no device of one side can be connected with one of the other: here"
+                f" {', '.join(f'{one.name} ({one.family})' for one in nics)}, there"
+                f" {', '.join(f'{one.name} ({one.family})' for one in there) or 'none'}"
+            )
+        number = secrets.randbits(62)
+        first = connect(local.config, card, self._hello(card, number), deadline_s, timeout_s)
+        handle = local.plane.link(False, False, 0, True)
+        add_rails(first, lambda: first, 1, lambda one: handle.add_rail(one.fileno(), -1))
+
+        def greet(rail: RailOffer) -> RailAnswer:
+            until_s = time.monotonic() + BUILD_TIMEOUT_S
+            hello = self._hello(card, number, rail)
+            dialled = connect(local.config, card, hello, until_s, BUILD_TIMEOUT_S)
+            dialled.close()
+            answer = decode_body(dialled.welcome.body, RdmaWelcome).rail
+            if answer is None:
+                raise ConnectError("the engine welcomed a rail without its end of it")
+            return answer
+
+        link = DirectLink(handle, card.id, there, self._distances, greet)
+        with contextlib.ExitStack() as undo:
+            undo.callback(link.close)  # The keeper would keep it for ever.
+            self._keeper.add(local, link, ways)
+            problem = link.await_rails(deadline_s)
+            if problem is None:
+                undo.pop_all()
+        if problem is not None:
+            where = address_text(card.host, card.port)
+            raise TransportRefused(f"no rail to {where} works: {problem}{_lacking(nics, there)}")
+        return link
+
+    def _hello(self, card: Card, number: int, rail: RailOffer | None = None) -> Hello:
+        return hello_to(card, self._local, self.name, number, encode(RdmaHello(rail=rail)))
+
+    def _distances(self, address: int) -> tuple[int | None, ...]:
+        """By device, how far it is from the region of an address; see ``striping.Lane``."""
+        assert self.fabric is not None
+        return self.fabric.distances(self._local.memory.location_of(address))
+
+    # -- the destination's side
+
+    def accept(self, call: Call, link: IncomingLink | None) -> Accepted:
+        """See ``Transport.accept``."""
+        rail = decode_body(call.body, RdmaHello).rail
+        if rail is None:
+            return _Join(self, self._local, call)
+        if link is None:
+            raise TransportRefused("no such link")
+        return Work(f"making rail {rail.rail}", lambda: self._make_rail(link, rail))
+
+    def _make_rail(self, link: IncomingLink, offer: RailOffer) -> bytes:
+        """This side's end of a rail; ``OSError``. Blocks while the kernel looks for the other
+        side's hardware address (a second, if an ARP request is lost)."""
+        nic = far_nic(self._nics, offer)
+        if nic.family == "iwarp":
+            answer = self._cm.expect(link.handle, offer, nic)
+        else:
+            answer = accept_rail(self._local, link.handle, offer, nic)
+        return encode(RdmaWelcome(rail=answer))
+
+
+@dataclass
+class _Join(Join):
+    transport: Rdma
+    local: Local
+    call: Call
+
+    def check(self) -> bytes:
+        tune(self.call.sock, self.local.config.stall_timeout_s)
+        return encode(RdmaWelcome())
+
+    def begin(self) -> IncomingLink:
+        handle = self.local.plane.link(True, False, 0, True)
+        return _GrantedLink(handle, self.call.key, self.transport, self.call.where)
+
+    def add(self, link: IncomingLink) -> bool:
+        return link.handle.add_rail(self.call.sock.fileno(), -1)
+
+
+def _lacking(nics: tuple[Nic, ...], there: list[CardNic]) -> str:
+    """Which devices have no address that a network would carry, and the fix."""
+    sides = [(one.name, one.netdev, one.gids) for one in nics]
+    sides += [(f"{one.name} there", "its interface", tuple(one.gids)) for one in there]
+    return "".join(
+        f"; {name} has a link-local address alone: give {netdev or 'its interface'} one of the"
+        " network (ip address add …)"
+        for name, netdev, gids in sides
+        if gids and all(gid.kind is GidKind.LINK_LOCAL for gid in gids)
+    )

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract on one host: who may read whom, rails with rings, and memory that peers map."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from te.config import SEGMENT_BYTES_MAX, Config
+from te.connect.dial import Dialled, add_rails, blame, greet, hello_to, insist
+from te.errors import Error, ProtocolViolation
+from te.handshake import Card, decode_body, encode
+from te.memory import HOST, Region
+from te.plane._core import RAILS_LIMIT, LinkHandle
+from te.transports.base import (
+    Accepted,
+    Answer,
+    Call,
+    Capabilities,
+    IncomingLink,
+    Join,
+    Listener,
+    Local,
+    OutgoingLink,
+    Transport,
+    TransportRefused,
+    Watch,
+    Work,
+)
+from te.transports.samehost import reach
+from te.transports.samehost.messages import HostHello, HostWelcome, Nonce, Shared
+from te.transports.samehost.process import Process, peer_pid, peer_process
+from te.transports.samehost.sharing import Say, SharedMemory, Shares, Sharing
+
+__all__ = ["SameHost"]
+
+logger = logging.getLogger(__name__)
+
+LISTEN_BACKLOG = 1024
+
+
+@dataclass(frozen=True)
+class _Rail(Dialled):
+    """A welcomed connection with the memory file of its rings."""
+
+    rings_fd: int
+
+    def close(self) -> None:
+        """Of one that is not handed to the plane."""
+        self.sock.close()
+        os.close(self.rings_fd)
+
+
+@dataclass(eq=False)
+class _HostLink(IncomingLink):
+    """A link whose bytes are copied out of a process."""
+
+    pid: int
+    #: The highest number of a greeting about memory.
+    shared_number: int = 0
+
+
+class SameHost(Transport):
+    """The destination copies; small blocks and words go through rings."""
+
+    name: ClassVar = "samehost"
+    capabilities: ClassVar = Capabilities(
+        kinds=frozenset({HOST}),
+        keeps_order=False,
+        reads_one_sided=False,
+        piece_nbytes_max=SEGMENT_BYTES_MAX,
+        rails_max=RAILS_LIMIT,
+        connections_max=RAILS_LIMIT,
+    )
+    has_listener: ClassVar = True
+
+    _local: Local
+
+    def __init__(self, config: Config) -> None:
+        """It needs nothing of the configuration before there are connections."""
+        #: What sources on this host try to read.
+        self._memory = reach.NonceMemory()
+        self._sharing = Sharing(self._shared)
+        self._listens = False
+
+    def probe(self) -> str | None:
+        """Whether a peer is on this host is not known before one is dialled."""
+        return None
+
+    def start(self, local: Local, watch: Watch) -> tuple[Listener, ...]:
+        """Listens on an abstract socket."""
+        self._local = local
+        try:
+            sock = reach.listen(local.id, LISTEN_BACKLOG)
+        except OSError as exc:
+            logger.warning("cannot listen on an abstract socket: %s", exc.strerror)
+            return ()
+        self._listens = True
+        return (Listener(sock, _describe, takes_descriptor=True),)
+
+    def offer(self) -> bytes | None:
+        """The card has the engine's id already, after which the socket is named."""
+        return b"" if self._listens else None
+
+    # -- the source's side
+
+    def open(self, card: Card, offer: bytes, deadline_s: float, timeout_s: float) -> OutgoingLink:
+        """See ``Transport.open``."""
+        number, memory = secrets.randbits(62), reach.NonceMemory()
+
+        def dial(nonce: Nonce | None = None) -> _Rail:
+            with blame(card, _where(card), timeout_s):
+                return insist(lambda: self._dial(card, number, nonce, deadline_s), deadline_s)
+
+        first = dial(memory.nonce)
+        with contextlib.ExitStack() as undo:
+            undo.callback(first.close)
+            with blame(card, _where(card), timeout_s):
+                process = peer_process(first.sock)
+                if isinstance(process, str):
+                    raise TransportRefused(process)
+                undo.callback(process.close)
+                said = decode_body(first.welcome.body, HostWelcome)
+                problem = reach.cannot_read(process, said.nonce)
+                if problem is not None:
+                    raise TransportRefused(problem)
+                link = self._local.plane.link(False, True, process.pid, False, process.pidfd)
+            undo.pop_all()
+        add_rails(
+            first,
+            dial,
+            self._local.config.rails,
+            lambda one: link.add_rail(one.fileno(), one.rings_fd),
+        )
+        self._sharing.attach(Shares(link, self._about_memory(card, number)), deadline_s)
+        return OutgoingLink(link)
+
+    def _dial(self, card: Card, number: int, nonce: Nonce | None, deadline_s: float) -> _Rail:
+        left_s = max(deadline_s - time.monotonic(), 0.001)
+        hello = hello_to(card, self._local, self.name, number, encode(HostHello(nonce=nonce)))
+        with contextlib.ExitStack() as undo:
+            try:
+                sock = reach.dial(card, left_s)
+            except (ConnectionRefusedError, PermissionError):
+                raise TransportRefused(f"no engine {card.id} on this host") from None
+            undo.callback(sock.close)
+            problem = reach.READERS.allow(peer_pid(sock))
+            if problem is not None:
+                raise TransportRefused(problem)
+            rings_fd = reach.make_rings()
+            undo.callback(os.close, rings_fd)
+            dialled = greet(sock, hello, card, _where(card), deadline_s, [rings_fd])
+            undo.pop_all()
+            return _Rail(dialled.sock, dialled.welcome, rings_fd)
+
+    # -- memory that peers map
+
+    def share(self, region: Region, timeout_s: float) -> None:
+        """Peers may map what ``te.allocate`` made."""
+        if region.fd is not None:
+            self._sharing.add(_shared_memory(region), timeout_s)
+
+    def unshare(self, region: Region, timeout_s: float) -> None:
+        """After it returns no live link has it mapped."""
+        if region.fd is not None:
+            self._sharing.remove(_shared_memory(region), timeout_s)
+
+    def _shared(self) -> tuple[SharedMemory, ...]:
+        regions = self._local.memory.regions
+        return tuple(_shared_memory(region) for region in regions if region.fd is not None)
+
+    def _about_memory(self, card: Card, number: int) -> Say:
+        """Tells the engine about memory that was allocated here, for the link ``number``."""
+
+        def say(memory: SharedMemory, turn: int, is_mapped: bool, deadline_s: float) -> str | None:
+            timeout_s = max(deadline_s - time.monotonic(), 0.001)
+            shared = Shared(memory.address, memory.nbytes, memory.serial, turn)
+            hello = hello_to(card, self._local, self.name, number, encode(HostHello(shared=shared)))
+            fds = [memory.fd] if is_mapped else []
+            where = _where(card)
+            try:
+                with blame(card, where, timeout_s), reach.dial(card, timeout_s) as sock:
+                    greet(sock, hello, card, where, deadline_s, fds)
+            except Error as exc:
+                return str(exc)
+            return None
+
+        return say
+
+    # -- the destination's side
+
+    def accept(self, call: Call, link: IncomingLink | None) -> Accepted:
+        """See ``Transport.accept``."""
+        assert link is None or isinstance(link, _HostLink)
+        said = decode_body(call.body, HostHello)
+        if said.shared is not None:
+            return _about_shared(call, link, said.shared)
+        if not call.fds:
+            raise ProtocolViolation("a rail on the same host without memory for its rings")
+        return _Join(self, self._local, self._memory.nonce, call, link, said.nonce)
+
+
+@dataclass
+class _Join(Join):
+    transport: SameHost
+    local: Local
+    #: Of this side.
+    nonce: Nonce
+    call: Call
+    link: _HostLink | None
+    #: Of the other side.
+    said: Nonce | None
+    process: Process | None = field(default=None, init=False)
+
+    def check(self) -> bytes:
+        """Whether the process may be copied from."""
+        process = peer_process(self.call.sock)
+        if isinstance(process, str):
+            raise TransportRefused(process)
+        self.process = process
+        if self.said is not None:
+            problem = reach.cannot_read(process, self.said)
+            if problem is None:
+                problem = reach.READERS.allow(process.pid)
+            if problem is not None:
+                raise TransportRefused(problem)
+        elif self.link is None:
+            raise TransportRefused("a link whose process is not known")
+        if self.link is not None:
+            _check_pid(self.link, process.pid)
+        return encode(HostWelcome(nonce=None if self.said is None else self.nonce))
+
+    def begin(self) -> IncomingLink:
+        assert self.process is not None
+        pidfd = os.dup(self.process.pidfd)
+        handle = self.local.plane.link(True, True, self.process.pid, False, pidfd)
+        key, where = self.call.key, self.call.where
+        return _HostLink(handle, key, self.transport, where, self.process.pid)
+
+    def add(self, link: IncomingLink) -> bool:
+        return link.handle.add_rail(self.call.sock.fileno(), self.call.fds[0])
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.close()
+            self.process = None
+
+
+def _about_shared(call: Call, link: _HostLink | None, shared: Shared) -> Answer | Work:
+    """Maps memory of the source, or unmaps it."""
+    if link is None:
+        raise TransportRefused("no such link")
+    _check_pid(link, peer_pid(call.sock))
+    if shared.number <= link.shared_number:
+        raise TransportRefused("a later greeting about memory came first")
+    link.shared_number = shared.number
+    if not call.fds:
+        # A copy out of it may have to be waited for.
+        return Work("unmapping memory", lambda: _unmap(link.handle, shared.serial))
+    try:
+        link.handle.add_mapping(shared.serial, shared.address, call.fds[0], shared.nbytes)
+    except OSError as exc:
+        raise TransportRefused(f"cannot map {shared.nbytes} bytes: {exc.strerror}") from exc
+    return Answer("mapping memory")
+
+
+def _unmap(handle: LinkHandle, serial: int) -> bytes:
+    if not handle.remove_mapping(serial):
+        raise TransportRefused("a copy out of it did not end")
+    return b""
+
+
+def _check_pid(link: _HostLink, pid: int) -> None:
+    if link.pid != pid:
+        raise TransportRefused(f"the link that it names is of process {link.pid}")
+
+
+def _describe(sock: socket.socket, _address: Any) -> tuple[str, str]:
+    where = f"process {peer_pid(sock)}"
+    return where, where
+
+
+def _where(card: Card) -> str:
+    return f"the abstract socket of {card.id}"
+
+
+def _shared_memory(region: Region) -> SharedMemory:
+    assert region.fd is not None
+    return SharedMemory(region.serial, region.address, region.nbytes, region.fd)
