@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import te
 from sglang_mooncake.config import Config
 from te.config import TRANSPORTS
-from te.cuda import cuda_of
+from te.memory_kinds import Reach, kind_of
 
 __all__ = ["HandoverUnavailable", "open_engine", "register"]
 
@@ -33,7 +33,7 @@ def open_engine(
         HandoverUnavailable: what the memory needs is not allowed, or not there.
         te.Error: what te says of its configuration.
     """
-    on_gpu = any(cuda_of(address) is not None for address, _ in ranges)
+    on_gpu = any(Reach.KERNEL not in kind_of(address).reach for address, _ in ranges)
     transports = config.transports or (("rdma",) if on_gpu else TRANSPORTS)
     if on_gpu and transports != ("rdma",):
         raise HandoverUnavailable(

@@ -4,32 +4,25 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from te.blocks import ADDRESS_LIMIT
-from te.buffers import Buffer
-from te.cuda import Cuda, cuda_of
 from te.errors import FenceTimeout, RegistrationError
+from te.memory_kinds import MemoryKind, Reach, kind_of
 from te.plane._core import RANGES_LIMIT
 from te.plane._core import Engine as Plane
 from te.topology import ANYWHERE
 from te.verbs.fabric import Fabric, Registration
 
-__all__ = ["CUDA", "HOST", "Region", "RegionTable", "late"]
-
-HOST: Final = "host"
-"""Kind of a region of ordinary process memory."""
-
-CUDA: Final = "cuda"
-"""Kind of a region of GPU memory."""
+__all__ = ["Region", "RegionTable", "late"]
 
 LOCATION: Final = re.compile(r"\*|(cpu|cuda):\d+")
 
@@ -42,7 +35,7 @@ class Region:
     address: int
     #: Size in bytes, at least 1.
     nbytes: int
-    #: What the memory is: ``"host"`` or ``"cuda"``.
+    #: What the memory is: ``"host"``, ``"cuda:0"``; ``te.memory_kinds.MemoryKind.name``.
     kind: str
     #: Rises with each registration, so that a range registered twice is two regions.
     serial: int
@@ -72,9 +65,9 @@ class RegionTable:
         self,
         plane: Plane,
         fabric: Fabric | None,
-        refusal: Callable[[str], str | None] = lambda _: None,
+        refusal: Callable[[Reach], str | None] = lambda _: None,
     ) -> None:
-        """``refusal`` says why the engine cannot move memory of a kind; None if it can."""
+        """``refusal`` says why the engine cannot move memory of a reach; None if it can."""
         self._plane = plane
         self._fabric = fabric
         self._refusal = refusal
@@ -98,11 +91,12 @@ class RegionTable:
             raise RegistrationError(f"a region needs at least one byte, not {nbytes}")
         if not 0 < address < ADDRESS_LIMIT or nbytes > ADDRESS_LIMIT - address:
             raise RegistrationError(f"{nbytes} bytes at {address:#x} are not an address range")
-        cuda = cuda_of(address)
-        if cuda is None:
-            _check_mapped(address, nbytes)
-        elif (problem := self._refusal(CUDA)) is not None:
-            raise RegistrationError(f"{nbytes} bytes at {address:#x} are CUDA memory, {problem}")
+        kind = kind_of(address)
+        kind.check(address, nbytes)
+        if (problem := self._refusal(kind.reach)) is not None:
+            raise RegistrationError(
+                f"{nbytes} bytes at {address:#x} are {kind.description}, {problem}"
+            )
         with self._lock:
             other = self._overlapping(address, nbytes)
             if other is not None:
@@ -110,15 +104,16 @@ class RegionTable:
                     f"[{address:#x}, {address + nbytes:#x}) of {nbytes} bytes"
                     f" overlaps the registered region {other}"
                 )
-            fd = buffer_or_address.fd if isinstance(buffer_or_address, Buffer) else None
-            known = None if self._fabric is None else self._fabric.register(address, nbytes, cuda)
+            fd = None
+            with contextlib.suppress(OSError):  # Peers on this host copy it by other ways then.
+                fd = kind.export(buffer_or_address, address, nbytes)
+            known = None if self._fabric is None else self._fabric.register(address, nbytes, kind)
             if known is not None:
                 self._check_ranges(address, nbytes, known)
-            kind = HOST if cuda is None else CUDA
             if location is None:
-                location = self._location(address, cuda)
+                location = self._location(address, kind)
             serial = next(self._serials)
-            region = Region(address, nbytes, kind, serial, owner, fd, known, location)
+            region = Region(address, nbytes, kind.name, serial, owner, fd, known, location)
             keys = b"" if known is None else known.keys
             self._plane.add_region(region.address, region.end, region.serial, fd is not None, keys)
             self.regions = tuple(sorted((*self.regions, region), key=lambda one: one.address))
@@ -170,9 +165,9 @@ class RegionTable:
         near = min(regions, key=lambda region: _distance(region, address))
         return f"{text}; the nearest of {len(regions)} regions is {near}"
 
-    def _location(self, address: int, cuda: Cuda | None) -> str:
+    def _location(self, address: int, kind: MemoryKind) -> str:
         """Of memory that the devices have pinned: it has pages."""
-        return ANYWHERE if self._fabric is None else self._fabric.location(address, cuda)
+        return ANYWHERE if self._fabric is None else self._fabric.location(address, kind)
 
     def _overlapping(self, address: int, nbytes: int) -> Region | None:
         for region in (*self.regions, *self._leaving):
@@ -213,27 +208,3 @@ def _describe(source: Any, nbytes: int | None) -> tuple[int, int, object]:
     # The array exports the buffer, so that for example a bytearray cannot be resized meanwhile.
     owner = np.asarray(view)
     return owner.ctypes.data, view.nbytes if nbytes is None else nbytes, owner
-
-
-def _check_mapped(address: int, nbytes: int) -> None:
-    """Raises unless every byte is mapped readable and writable; proc_pid_maps(5).
-
-    Asked of the kernel's list rather than by touching pages: it also knows about protection, and
-    a pool of a hundred GB costs no more than a page.
-    """
-    reached, end = address, address + nbytes
-    with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as maps:
-        for line in maps:
-            span, access = line.split(" ", 2)[:2]
-            low, high = (int(part, 16) for part in span.split("-"))
-            if high <= reached:
-                continue
-            if low > reached or not access.startswith("rw"):
-                break
-            reached = high
-            if reached >= end:
-                return
-    raise RegistrationError(
-        f"[{address:#x}, {end:#x}) of {nbytes} bytes is not readable and writable memory of this"
-        f" process from {max(reached, address):#x} on"
-    )

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 
 from te.errors import DeviceError
 from te.memory import Region
+from te.memory_kinds import Reach
 from te.transports import registry
 from te.transports.base import Listener, Local, Transport, Watch
 from te.verbs.fabric import Fabric
@@ -45,13 +46,15 @@ class Chosen:
         assert len(found) <= 1
         return found[0] if found else None
 
-    def refusal(self, kind: str) -> str | None:
-        """Why memory of a kind cannot be moved, as the end of a sentence; None if it can."""
-        if all(kind in one.capabilities.kinds and one.probe() is None for one in self):
+    def refusal(self, reach: Reach) -> str | None:
+        """Why memory of this reach cannot be moved, as the end of a sentence; None if it can."""
+        if all(one.capabilities.touches in reach for one in self if one.probe() is None):
             return None
         able = tuple(
-            name for name in registry.NAMES if kind in registry.load(name).capabilities.kinds
+            name for name in registry.NAMES if registry.load(name).capabilities.touches in reach
         )
+        if not able:
+            return "which no transport of this build can move"
         return (
             f"which {' or '.join(able).upper()} alone can move; give the engine no other transport:"
             f" Config(transports={able!r})"

@@ -80,7 +80,7 @@ cdef extern from "<sys/mman.h>" nogil:
     enum: PROT_READ, PROT_WRITE, MAP_SHARED
 
 cdef extern from "<errno.h>" nogil:
-    enum: EAGAIN, EINTR, EFAULT, EINVAL, ENOMEM, EPROTO
+    enum: E2BIG, EAGAIN, EINTR, EFAULT, EINVAL, EMSGSIZE, ENOMEM, EOPNOTSUPP, EPROTO
 
 
 cdef inline u64 file_bytes(int fd) noexcept nogil:

@@ -26,6 +26,7 @@ from te.config import Config
 from te.errors import ConnectError
 from te.handshake import Card
 from te.memory import Region, RegionTable
+from te.memory_kinds import Reach
 from te.plane._core import Engine as Plane
 from te.plane._core import LinkHandle, Revocation, TransferHandle
 from te.plane.reasons import Reason
@@ -60,8 +61,9 @@ class TransportRefused(ConnectError):
 class Capabilities:
     """What callers need to know of a transport, instead of its name."""
 
-    #: Kinds of memory (``Region.kind``) that it reads and writes where they lie, without a copy.
-    kinds: frozenset[str]
+    #: What of the machine reads and writes memory for it: it moves memory that all of that reaches
+    #: (``te.memory_kinds.MemoryKind.reach``) where it lies, without a copy.
+    touches: Reach
     #: Whether transfers of a link arrive in the order in which they were submitted.
     keeps_order: bool
     #: Whether ``Peer.read`` needs nothing of the other side's processor while bytes move.

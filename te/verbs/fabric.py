@@ -17,11 +17,10 @@ from typing import Final
 
 import numpy as np
 
-from te.cuda import Cuda
 from te.errors import DeviceError, RegistrationError
-from te.plane._core import NICS_LIMIT, numa_node
+from te.memory_kinds import MemoryKind, Reach
+from te.plane._core import NICS_LIMIT
 from te.topology import (
-    ANYWHERE,
     Gid,
     Topology,
     choose_topology,
@@ -123,30 +122,28 @@ class Fabric:
             self._distances[location] = found
         return found
 
-    def location(self, address: int, cuda: Cuda | None = None) -> str:
-        """Where registered memory is: ``cpu:0``, or ``*`` when the kernel does not tell; if it is
-        ``cuda``'s, ``cuda:0``, the GPU by its place among all of the machine.
+    def location(self, address: int, kind: MemoryKind) -> str:
+        """Where registered memory of the kind is: ``cpu:0``, ``cuda:0`` (the GPU by its place among
+        all of the machine), or ``*`` when nobody tells.
 
         By its first page: a pool is usually bound to one node, or filled by threads of one.
         """
-        if cuda is not None:
-            return self._topology.gpus.get(cuda.pci_address(address), ANYWHERE)
-        # Containers often forbid to ask (Docker's seccomp profile does without CAP_SYS_NICE).
-        node = self._nodes[0] if len(self._nodes) == 1 else numa_node(address)
-        return ANYWHERE if node < 0 else f"cpu:{node}"
+        if Reach.CPU in kind.reach and len(self._nodes) == 1:
+            return f"cpu:{self._nodes[0]}"
+        return kind.location(address, self._topology.gpus)
 
-    def register(self, address: int, nbytes: int, cuda: Cuda | None = None) -> Registration:
+    def register(self, address: int, nbytes: int, kind: MemoryKind) -> Registration:
         """With every device or with none; ``te.RegistrationError`` names the verb that failed.
 
-        ``cuda``: it is this one's memory. A device takes that as a dma-buf, or through the kernel's
-        peer-memory module (nvidia-peermem).
+        Memory that the processor does not touch a device takes as a dma-buf, or through the
+        kernel's peer-memory module (nvidia-peermem).
         """
         limit = min(nic.max_region_bytes for nic in self.nics)
         part_bytes = max(limit - limit % mmap.PAGESIZE, mmap.PAGESIZE)
         starts = range(address, address + nbytes, part_bytes)
         keys = np.zeros(len(starts), KEY)
         regions: list[verbs.MemoryRegion] = []
-        with contextlib.ExitStack() as undo, _ways(address, nbytes, cuda) as ways:
+        with contextlib.ExitStack() as undo, _ways(address, nbytes, kind) as ways:
             for i, start in enumerate(starts):
                 end = min(start + part_bytes, address + nbytes)
                 keys[i]["start"], keys[i]["end"] = start, end
@@ -185,13 +182,13 @@ def first_that_works(
 
 
 @contextlib.contextmanager
-def _ways(address: int, nbytes: int, cuda: Cuda | None) -> Iterator[tuple[Way, ...]]:
+def _ways(address: int, nbytes: int, kind: MemoryKind) -> Iterator[tuple[Way, ...]]:
     """How the memory may be registered, the preferred way first."""
 
     def plainly(nic: Nic, address: int, nbytes: int) -> verbs.MemoryRegion:
         return nic.device.register(address, nbytes, relaxed=True)
 
-    if cuda is None:
+    if Reach.CPU in kind.reach:
         yield (plainly,)
         return
     start = address - address % mmap.PAGESIZE  # A dma-buf is whole pages.
@@ -199,7 +196,7 @@ def _ways(address: int, nbytes: int, cuda: Cuda | None) -> Iterator[tuple[Way, .
     with contextlib.ExitStack() as undo:
         fd, problem = -1, None
         try:
-            fd = cuda.export(start, end - start)
+            fd = kind.dma_buf(start, end - start)
             undo.callback(os.close, fd)
         except OSError as exc:
             problem = exc

@@ -47,7 +47,7 @@ def test_without_dma_buf_it_goes_the_peer_memory_way(
                 assert start <= address < start + PAGE
                 assert start + nbytes - PAGE < address + NBYTES <= start + nbytes
         assert descriptors() == open_before
-        assert region.kind == "cuda"
+        assert region.kind == "cuda:5"
         write_and_check(pair, there)
         pair.target.deregister(region)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from te_cuda import fake_cuda
 
 import te
-from te.cuda import cuda_of
+from te.memory_kinds import HOST, Reach, kind_of
 from te.topology import Topology
 from te.verbs.fabric import Fabric, first_that_works
 
@@ -23,12 +23,16 @@ NBYTES = 10_000
 def test_memory_of_a_gpu_is_told_from_the_hosts() -> None:
     memory = np.zeros(NBYTES, np.uint8)
     address = memory.ctypes.data
-    assert cuda_of(address) is None
+    assert kind_of(address) is HOST
     with fake_cuda(address, NBYTES):
-        assert cuda_of(address) is not None
-        assert cuda_of(address + NBYTES - 1) is not None
-        assert cuda_of(address + NBYTES) is None
-    assert cuda_of(address) is None
+        kind = kind_of(address)
+        assert (kind.name, kind.reach, kind.compiled) == ("cuda:5", Reach.NIC, None)
+        assert kind_of(address + NBYTES - 1).name == "cuda:5"
+        assert kind_of(address + NBYTES) is HOST
+        kind.check(address, NBYTES)
+        with pytest.raises(te.RegistrationError, match="begins in CUDA memory, but does not end"):
+            kind.check(address, NBYTES + 1)
+    assert kind_of(address) is HOST
 
 
 def test_memory_of_a_gpu_is_where_the_driver_says() -> None:
@@ -38,11 +42,10 @@ def test_memory_of_a_gpu_is_where_the_driver_says() -> None:
     fabric = Fabric((), Topology((), {}, gpus={"0000:3b:00.0": "cuda:1"}, far={}), (0,))
     elsewhere = Fabric((), Topology((), {}, gpus={"0000:1b:00.0": "cuda:1"}, far={}), (0,))
     with fake_cuda(address, NBYTES):
-        cuda = cuda_of(address)
+        cuda = kind_of(address)
         assert fabric.location(address, cuda) == "cuda:1"
-        assert fabric.location(address) == "cpu:0"
+        assert fabric.location(address, HOST) == "cpu:0"
         assert elsewhere.location(address, cuda) == "*"
-    assert fabric.location(address, cuda) == "*"  # freed meanwhile: the driver knows it no longer
 
 
 def test_engines_that_may_use_other_transports_refuse_it() -> None:

@@ -21,6 +21,7 @@ LAYERS = (
     "sections",
     "regions",
     "tags",
+    "kinds",
 )
 CIMPORT = re.compile(r"^\s*(?:from\s+(te[\w.]*)\s+cimport|cimport\s+(te[\w.]*))", re.MULTILINE)
 

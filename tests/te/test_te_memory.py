@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from te import BLOCK, RegistrationError
-from te.memory import HOST, Region, RegionTable
+from te.memory import Region, RegionTable
 from te.plane._core import KIND_WRITE, numa_node
 from te.plane._core import Engine as Plane
 from te.topology import Locality, Topology, read_machine
@@ -50,7 +50,7 @@ def test_the_plane_agrees_with_a_loop(
     regions, end = [], 0
     for serial, (gap, nbytes) in enumerate(gaps_and_sizes, 1):
         # Gaps of one byte less, so that some regions touch.
-        regions.append(Region(end + gap - 1 or 1, nbytes, HOST, serial, None))
+        regions.append(Region(end + gap - 1 or 1, nbytes, "host", serial, None))
         end = regions[-1].end
     plane = a_plane()
     for region in reversed(regions):
@@ -70,7 +70,7 @@ def test_the_plane_agrees_with_a_loop(
 def test_complaint_names_the_nearest_region() -> None:
     table = a_table()
     assert "nothing is registered" in table.complaint(1, 1)
-    table.regions = (Region(100, 10, HOST, 1, None), Region(1000, 10, HOST, 2, None))
+    table.regions = (Region(100, 10, "host", 1, None), Region(1000, 10, "host", 2, None))
     assert "6 bytes at 0x3ed" in table.complaint(1005, 6)
     assert "2 regions is [0x3e8, 0x3f2)" in table.complaint(1005, 6)
 
@@ -123,7 +123,8 @@ def test_distances_are_those_of_the_region(rows: dict[str, int], places: list[st
     fabric = Fabric(tuple(nics), topology, (0,))  # type: ignore[arg-type]
     table = RegionTable(a_plane(), fabric)
     table.regions = tuple(
-        Region(100 * (i + 1), 100, HOST, i, None, location=place) for i, place in enumerate(places)
+        Region(100 * (i + 1), 100, "host", i, None, location=place)
+        for i, place in enumerate(places)
     )
     for region in table.regions:
         expected = tuple(topology.distance(region.location, name) for name in names)

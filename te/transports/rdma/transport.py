@@ -13,7 +13,7 @@ from te.config import Config
 from te.connect.dial import add_rails, address_text, connect, hello_to, tune
 from te.errors import ConnectError, DeviceError
 from te.handshake import Card, Hello, decode_body, encode
-from te.memory import CUDA, HOST
+from te.memory_kinds import Reach
 from te.plane._core import RAILS_LIMIT, Revocation
 from te.topology import GidKind
 from te.transports.base import (
@@ -65,7 +65,7 @@ class Rdma(Transport):
 
     name: ClassVar = "rdma"
     capabilities: ClassVar = Capabilities(
-        kinds=frozenset({HOST, CUDA}),
+        touches=Reach.NIC,
         keeps_order=False,
         reads_one_sided=True,
         piece_nbytes_max=None,

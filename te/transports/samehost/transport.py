@@ -16,7 +16,8 @@ from te.config import SEGMENT_BYTES_MAX, Config
 from te.connect.dial import Dialled, add_rails, blame, greet, hello_to, insist
 from te.errors import Error, ProtocolViolation
 from te.handshake import Card, decode_body, encode
-from te.memory import HOST, Region
+from te.memory import Region
+from te.memory_kinds import Reach
 from te.plane._core import RAILS_LIMIT, LinkHandle
 from te.transports.base import (
     Accepted,
@@ -71,7 +72,7 @@ class SameHost(Transport):
 
     name: ClassVar = "samehost"
     capabilities: ClassVar = Capabilities(
-        kinds=frozenset({HOST}),
+        touches=Reach.CPU | Reach.KERNEL,
         keeps_order=False,
         reads_one_sided=False,
         piece_nbytes_max=SEGMENT_BYTES_MAX,

@@ -11,7 +11,7 @@ from te.config import SEGMENT_BYTES_MAX, Config
 from te.connect.dial import Dialled, add_rails, connect, hello_to, tune
 from te.errors import ProtocolViolation
 from te.handshake import Card
-from te.memory import HOST
+from te.memory_kinds import Reach
 from te.plane._core import RAILS_LIMIT
 from te.transports.base import (
     Call,
@@ -32,7 +32,7 @@ class Tcp(Transport):
 
     name: ClassVar = "tcp"
     capabilities: ClassVar = Capabilities(
-        kinds=frozenset({HOST}),
+        touches=Reach.KERNEL,
         keeps_order=False,
         reads_one_sided=False,
         piece_nbytes_max=SEGMENT_BYTES_MAX,
