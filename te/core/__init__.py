@@ -4,7 +4,8 @@ files. They form layers, each of which knows those before it alone: ``sync`` (at
 futexes) and ``posix`` (calls to the kernel), ``heap``, ``wire`` (the format of the frames),
 ``maps``, ``vectors`` (arrays of iovecs), ``channels`` (a socket, or rings in shared memory),
 ``sections`` (what a worker is writing just now), ``regions`` (the memory that peers may name),
-``tags`` (the rights to write it), ``kinds`` (who can touch memory of a kind, and how it is copied).
+``tags`` (the rights to write it), ``kinds`` (who can touch memory of a kind, and how it is copied),
+``staging`` (slots of host memory between that and a byte channel).
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ LAYERS = (
     "regions",
     "tags",
     "kinds",
+    "staging",
 )
 CIMPORT = re.compile(r"^\s*(?:from\s+(te[\w.]*)\s+cimport|cimport\s+(te[\w.]*))", re.MULTILINE)
 
