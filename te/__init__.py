@@ -31,6 +31,7 @@ from te.errors import (
 )
 from te.memory import Region
 from te.peers import Peer
+from te.tags import Identity, new_tag
 from te.transfers import Status, Transfer
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Error",
     "FenceTimeout",
     "HandshakeError",
+    "Identity",
     "ListenError",
     "Peer",
     "ProtocolViolation",
@@ -60,4 +62,5 @@ __all__ = [
     "VersionError",
     "WaitTimeout",
     "allocate",
+    "new_tag",
 ]

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
+import numpy.typing as npt
+
 from te.config import Config
 from te.connect.accept import Acceptor
 from te.connect.chosen import Chosen
@@ -20,10 +22,10 @@ from te.connect.outgoing import open_link
 from te.connect.pool import Pool
 from te.errors import ClosedError, FenceTimeout
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, decode_card, encode
-from te.memory import Region, RegionTable, late
+from te.memory import Region, RegionTable, Remote, late
 from te.peers import Peer
 from te.plane._core import Engine as Plane
-from te.tags import TAG_LIMIT, check_tag
+from te.tags import TAG_LIMIT, Identified, check_tag, packed_peer, packed_ranges
 from te.transfers import Notifier
 from te.transports import registry
 from te.transports.base import Local, Transport
@@ -171,9 +173,20 @@ class Engine:
     # -- memory
 
     def register(
-        self, buffer_or_address: Any, nbytes: int | None = None, location: str | None = None
+        self,
+        buffer_or_address: Any,
+        nbytes: int | None = None,
+        location: str | None = None,
+        remote: Remote = "tagged",
     ) -> Region:
-        """Lets this engine read, and its peers write, a range of memory.
+        """Lets this engine use a range of memory, and peers as far as ``remote`` says.
+
+        ``"tagged"``: peers may write under a tag that is open (``expect``). ``"read"``: they may
+        read, and not write. ``"read-write"``: they may read and write, with a tag or without.
+        ``"none"``: they may do nothing; the memory is for this engine's own transfers, as the
+        source of writes or the destination of reads. What is not allowed fails at the peer, before
+        a byte moves, with a sentence that names the right. docs/architecture.md says what of this
+        holds over RDMA against a peer that does not keep to the protocol.
 
         Takes an object with a writable, contiguous buffer (of which ``nbytes`` limits the part)
         or an address with ``nbytes``. The region keeps the buffer alive; memory behind a bare
@@ -182,14 +195,14 @@ class Engine:
         for none in particular; without it that is the node of the first page, or the GPU that the
         driver tells. Raises
         ``te.RegistrationError`` for nothing, a null address, an overlap with another region,
-        another location, or memory that is not mapped readable and writable; then nothing was
-        registered.
+        another word for the location or for ``remote``, or memory that is not mapped readable and
+        writable; then nothing was registered.
 
         The address may be of CUDA memory if RDMA is the engine's only transport: each device takes
         it as a dma-buf, or through the peer-memory module nvidia-peermem.
         """
         self._check_open()
-        region = self._memory.register(buffer_or_address, nbytes, location)
+        region = self._memory.register(buffer_or_address, nbytes, location, remote)
         self._chosen.share(region, self._config.connect_timeout_s)
         return region
 
@@ -211,7 +224,8 @@ class Engine:
     # -- peers
 
     def card(self) -> bytes:
-        """What a peer needs to connect: identity, address, transports, present regions."""
+        """What a peer needs to connect: identity, address, transports, present regions in which
+        peers may do anything."""
         self._check_open()
         host, port = self._acceptor.address
         return encode(
@@ -225,6 +239,7 @@ class Engine:
                 regions=[
                     CardRegion(region.address, region.nbytes, region.kind)
                     for region in self._memory.regions
+                    if region.remote != "none"
                 ],
             )
         )
@@ -256,16 +271,33 @@ class Engine:
 
     # -- the destination's side
 
-    def expect(self, tag: int) -> None:
-        """Opens a tag, 1 to 2**64 - 1, for writes; ``ValueError`` if it is open already, or a fence
-        of it has not been confirmed.
+    def expect(
+        self,
+        tag: int,
+        peer: str | Identified | None = None,
+        ranges: npt.ArrayLike | None = None,
+    ) -> None:
+        """Opens a tag, 1 to 2**64 - 1, for writes; ``ValueError`` if it is open already, a fence
+        of it has not been confirmed, or an argument is not what follows.
 
-        Choose a value never used before: writes that a frozen source submitted under an earlier
-        use of it and has not begun to send would count as new ones.
+        ``peer``: only that engine may write under it: an id, for all lives of the engine, or what
+        has an id and an epoch (``te.Peer``, ``te.Identity``), for that life alone. ``ranges``,
+        shape (n, 2) of (address, bytes): only there, as far as the regions allow it too; at most
+        65,536 that are apart from each other. A write by another engine is refused as if the tag
+        were not open. One outside the ranges is refused before a byte of its segment lands, but
+        over RDMA lands in any region that allows tagged writes: a NIC knows no ranges.
+
+        Choose a value never used before (``te.new_tag`` makes one that nobody can guess): writes
+        that a frozen source submitted under an earlier use of it and has not begun to send would
+        count as new ones.
         """
         self._check_open()
         check_tag(tag)
-        is_new, is_open = self._plane.open_tag(tag)
+        is_new, is_open = self._plane.open_tag(
+            tag,
+            b"" if peer is None else packed_peer(peer),
+            None if ranges is None else packed_ranges(ranges),
+        )
         if not is_open:
             raise ValueError(
                 f"tag {tag:#x} is being fenced; call fence until it returns, or choose a new tag"

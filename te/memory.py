@@ -10,19 +10,29 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from te.blocks import ADDRESS_LIMIT
 from te.errors import FenceTimeout, RegistrationError
 from te.memory_kinds import MemoryKind, Reach, kind_of
-from te.plane._core import RANGES_LIMIT
+from te.plane._core import MAY_READ, MAY_WRITE_TAGGED, MAY_WRITE_UNTAGGED, RANGES_LIMIT
 from te.plane._core import Engine as Plane
 from te.topology import ANYWHERE
 from te.verbs.fabric import Fabric, Registration
 
-__all__ = ["Region", "RegionTable", "late"]
+__all__ = ["RIGHTS", "Region", "RegionTable", "Remote", "late"]
+
+Remote = Literal["tagged", "read", "read-write", "none"]
+
+RIGHTS: Final[dict[Remote, int]] = {
+    "tagged": MAY_WRITE_TAGGED,
+    "read": MAY_READ,
+    "read-write": MAY_READ | MAY_WRITE_TAGGED | MAY_WRITE_UNTAGGED,
+    "none": 0,
+}
+"""What peers may do in a region, by the word that registers it so."""
 
 LOCATION: Final = re.compile(r"\*|(cpu|cuda):\d+")
 
@@ -47,6 +57,8 @@ class Region:
     registration: Registration | None = field(default=None, repr=False)
     #: ``"cpu:0"``, or as the caller said; ``"*"`` if it is not known, or there are no RDMA devices.
     location: str = ANYWHERE
+    #: What peers may do there, as the caller said.
+    remote: Remote = "tagged"
 
     @property
     def end(self) -> int:
@@ -79,9 +91,15 @@ class RegionTable:
         self.regions: tuple[Region, ...] = ()
 
     def register(
-        self, buffer_or_address: Any, nbytes: int | None, location: str | None = None
+        self,
+        buffer_or_address: Any,
+        nbytes: int | None,
+        location: str | None = None,
+        remote: Remote = "tagged",
     ) -> Region:
         """Adds a region; see ``Engine.register``."""
+        if remote not in RIGHTS:
+            raise RegistrationError(f"remote={remote!r} is none of {', '.join(RIGHTS)}")
         if location is not None and not LOCATION.fullmatch(location):
             raise RegistrationError(
                 f"location={location!r} is no place of memory; give cpu:0, cuda:0 or *"
@@ -107,15 +125,18 @@ class RegionTable:
             fd = None
             with contextlib.suppress(OSError):  # Peers on this host copy it by other ways then.
                 fd = kind.export(buffer_or_address, address, nbytes)
-            known = None if self._fabric is None else self._fabric.register(address, nbytes, kind)
-            if known is not None:
+            known = None
+            if self._fabric is not None:
+                known = self._fabric.register(address, nbytes, RIGHTS[remote], kind)
                 self._check_ranges(address, nbytes, known)
             if location is None:
                 location = self._location(address, kind)
             serial = next(self._serials)
-            region = Region(address, nbytes, kind.name, serial, owner, fd, known, location)
+            region = Region(address, nbytes, kind.name, serial, owner, fd, known, location, remote)
             keys = b"" if known is None else known.keys
-            self._plane.add_region(region.address, region.end, region.serial, fd is not None, keys)
+            self._plane.add_region(
+                address, region.end, serial, RIGHTS[remote], fd is not None, keys
+            )
             self.regions = tuple(sorted((*self.regions, region), key=lambda one: one.address))
             return region
 

@@ -246,7 +246,9 @@ cdef class Device:
     def port(self, int number):
         return PORT_ACTIVE, 0, 0, False, 0, 0
 
-    def register(self, u64 address, u64 nbytes, bint relaxed):
+    def register(
+        self, u64 address, u64 nbytes, bint relaxed, bint remote_read, bint remote_write
+    ):
         self.wires.keys_made = self.wires.keys_made % (KEYS - 1) + 1
         return MemoryRegion(self.wires, self.wires.keys_made)
 

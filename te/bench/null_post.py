@@ -186,8 +186,8 @@ def _bench(laid_out: Plan) -> Iterator[_Bench]:
     # does, as always, and so is rarely asleep when a mark comes.
     with _Engine(wires, spin_s=50e-6) as target, _Engine(wires, spin_s=2e-6) as source:
         near, far = (np.empty(laid_out.memory_nbytes, np.uint8) for _ in range(2))
-        source.register(near)
-        target.register(far)
+        source.register(near, remote="none")
+        target.register(far, remote="read-write")  # The writes have no tag.
         peer = source.connect(target.card())
         if peer.rails != RAILS:
             raise NullPostError(f"{peer.rails} rails instead of {RAILS}")

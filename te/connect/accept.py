@@ -21,6 +21,7 @@ from te.connect.throttle import Throttle
 from te.errors import ListenError
 from te.plane._core import Revocation
 from te.plane.reasons import Reason, sentence
+from te.tags import Identity, packed_peer
 from te.transports.base import (
     IncomingLink,
     Join,
@@ -141,6 +142,7 @@ class Acceptor:
         that cannot be (then nothing was taken). Loop's thread only."""
         if link is None:
             link = join.begin()
+            link.handle.name_peer(packed_peer(Identity(*link.key[:2])))
         try:
             added = join.add(link)
         except OSError as exc:

@@ -9,10 +9,12 @@
 from libc.stdint cimport uint8_t
 from te.core.sections cimport Sections, WORKERS_MAX
 from te.core.sync cimport u32, u64
-from te.core.wire cimport NICS_MAX
+from te.core.wire cimport NICS_MAX, REMOTE_RIGHTS, RIGHT_TAGGED, RIGHT_UNTAGGED
 
 cdef enum:
-    SENTENCE_MAX = 256  # bytes of what `say_outside` writes
+    SENTENCE_MAX = 256  # bytes of what `say_refused` writes
+    # What this engine does itself, which every region allows. The rights of peers are the wire's.
+    OWN_USE = 8
 
 # A range of registered memory as the RDMA devices of its engine call it; te.verbs.fabric.KEY.
 cdef struct Key:
@@ -22,6 +24,7 @@ cdef struct Key:
 
 cdef struct Region:
     u64 start, end, serial
+    u32 rights  # OWN_USE, and what peers may do: bits of REMOTE_RIGHTS
     bint is_shared  # peers on this host may map it
     u32 readers  # atomic: unfinished transfers that read from it
     u32 refs  # atomic
@@ -48,7 +51,7 @@ cdef void regions_close(Regions *all) noexcept nogil  # no worker is left
 
 # One reference is the caller's.
 cdef Region *region_new(
-    u64 start, u64 end, u64 serial, bint is_shared, const void *keys, size_t keys_nbytes
+    u64 start, u64 end, u64 serial, u32 rights, bint is_shared, const void *keys, size_t keys_nbytes
 ) noexcept nogil
 cdef void region_drop(Region *r) noexcept nogil
 # The region, also one that is leaving; NULL if there is none.
@@ -78,16 +81,17 @@ cdef inline u32 regions_above(Region **sorted, u32 count, u64 address) noexcept 
 
 
 cdef inline bint is_registered(
-    Snapshot *s, u64 address, u64 nbytes, u64 newest, uint8_t *touched
+    Snapshot *s, u64 address, u64 nbytes, u64 newest, u32 rights, uint8_t *touched
 ) noexcept nogil:
-    """Whether every byte lies in regions, which may touch, with serials up to `newest`; notes the
-    indices of the regions unless `touched` is NULL. Any u64 is safe here."""
+    """Whether every byte lies in regions, which may touch, that have serials up to `newest` and allow
+    one of the `rights`; notes the indices of the regions unless `touched` is NULL. Any u64 is safe
+    here."""
     cdef u32 i = regions_above(s.regions, s.count, address)
     cdef u64 end = address + nbytes
     if i == 0 or end < address or address >= s.regions[i - 1].end:
         return False
     i -= 1
-    while s.regions[i].serial <= newest:
+    while s.regions[i].serial <= newest and s.regions[i].rights & rights:
         if touched != NULL:
             touched[i] = 1
         if end <= s.regions[i].end:
@@ -105,9 +109,18 @@ cdef inline u64 gap(u64 start, u64 end, u64 address) noexcept nogil:
     return address - end if address >= end else 0
 
 
-# Write the sentence for a range that is not registered, of up to SENTENCE_MAX bytes; te.memory says
-# the same of a source. [start, end) is the nearest of `count` ranges.
+cdef inline u32 right_to_write(u64 tag) noexcept nogil:
+    return RIGHT_TAGGED if tag else RIGHT_UNTAGGED
+
+
+# Write the sentence for a peer whose range is not registered, or not for what it wants, of up to
+# SENTENCE_MAX bytes. Regions in which peers may do nothing are not spoken of. [start, end) is the
+# nearest of `count` ranges.
 cdef void say_nearest(
     char *text, u64 address, u64 nbytes, u32 count, u64 start, u64 end
 ) noexcept nogil
+# The range is registered, without that one right.
+cdef void say_not_allowed(char *text, u64 address, u64 nbytes, u32 right) noexcept nogil
 cdef void say_outside(Snapshot *s, u64 address, u64 nbytes, char *text) noexcept nogil
+# One of the two, as it is.
+cdef void say_refused(Snapshot *s, u64 address, u64 nbytes, u32 right, char *text) noexcept nogil

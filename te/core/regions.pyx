@@ -7,6 +7,7 @@ from libc.stdlib cimport free
 from libc.string cimport memcpy
 from te.core.heap cimport need
 from te.core.sync cimport add32, load32, load64, nanosleep, now_ns, store_pointer, timespec, u32, u64
+from te.core.wire cimport REMOTE_RIGHTS, RIGHT_READ, RIGHT_UNTAGGED
 
 
 cdef void regions_open(Regions *all, Sections *sections) noexcept nogil:
@@ -26,10 +27,11 @@ cdef void regions_close(Regions *all) noexcept nogil:
 # -- one region
 
 cdef Region *region_new(
-    u64 start, u64 end, u64 serial, bint is_shared, const void *keys, size_t keys_nbytes
+    u64 start, u64 end, u64 serial, u32 rights, bint is_shared, const void *keys, size_t keys_nbytes
 ) noexcept nogil:
     cdef Region *r = <Region *>need(sizeof(Region))
     r.start, r.end, r.serial, r.is_shared = start, end, serial, is_shared
+    r.rights = OWN_USE | (rights & REMOTE_RIGHTS)
     r.refs = 1
     r.keys_n = <u32>(keys_nbytes / sizeof(Key))
     r.keys = <Key *>need(r.keys_n * sizeof(Key) + 1)
@@ -170,18 +172,34 @@ cdef void say_nearest(
         text, SENTENCE_MAX, b"%llu bytes at 0x%llx lie outside the registered memory; ",
         <unsigned long long>nbytes, <unsigned long long>address)
     if count == 0:
-        snprintf(text + n, SENTENCE_MAX - n, b"nothing is registered")
+        snprintf(text + n, SENTENCE_MAX - n, b"nothing is registered for peers")
         return
     snprintf(
-        text + n, SENTENCE_MAX - n, b"the nearest of %u regions is [0x%llx, 0x%llx) of %llu bytes",
+        text + n, SENTENCE_MAX - n,
+        b"the nearest of %u regions for peers is [0x%llx, 0x%llx) of %llu bytes",
         count, <unsigned long long>start, <unsigned long long>end,
         <unsigned long long>(end - start))
 
 
+cdef void say_not_allowed(char *text, u64 address, u64 nbytes, u32 right) noexcept nogil:
+    cdef const char *rest = b"write; register it there with remote=\"tagged\" or \"read-write\""
+    if right == RIGHT_READ:
+        rest = b"read; register it there with remote=\"read\" or \"read-write\""
+    elif right == RIGHT_UNTAGGED:
+        rest = (b"write without a tag; write under one that is expected there, or register it there"
+                b" with remote=\"read-write\"")
+    snprintf(
+        text, SENTENCE_MAX, b"%llu bytes at 0x%llx are memory that peers may not %s",
+        <unsigned long long>nbytes, <unsigned long long>address, rest)
+
+
 cdef void say_outside(Snapshot *s, u64 address, u64 nbytes, char *text) noexcept nogil:
     cdef Region *near = NULL
-    cdef u32 i
+    cdef u32 i, count = 0
     for i in range(s.count):
+        if not s.regions[i].rights & REMOTE_RIGHTS:
+            continue
+        count += 1
         if near == NULL or gap(s.regions[i].start, s.regions[i].end, address) < gap(
             near.start, near.end, address
         ):
@@ -189,4 +207,11 @@ cdef void say_outside(Snapshot *s, u64 address, u64 nbytes, char *text) noexcept
     if near == NULL:
         say_nearest(text, address, nbytes, 0, 0, 0)
     else:
-        say_nearest(text, address, nbytes, s.count, near.start, near.end)
+        say_nearest(text, address, nbytes, count, near.start, near.end)
+
+
+cdef void say_refused(Snapshot *s, u64 address, u64 nbytes, u32 right, char *text) noexcept nogil:
+    if is_registered(s, address, nbytes, s.newest, REMOTE_RIGHTS, NULL):
+        say_not_allowed(text, address, nbytes, right)
+    else:
+        say_outside(s, address, nbytes, text)

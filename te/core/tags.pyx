@@ -1,7 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
-from libc.stdlib cimport free
+from libc.stdio cimport snprintf
+from libc.stdlib cimport free, qsort
+from libc.string cimport memcmp, memcpy
 from te.core.heap cimport need
 from te.core.maps cimport map_free, map_get, map_put, map_take
 from te.core.sync cimport (
@@ -22,30 +24,47 @@ cdef void tags_close(Tags *tags) noexcept nogil:
     pthread_mutex_destroy(&tags.lock)
 
 
-cdef bint tag_open(Tags *tags, u64 value, bint *is_open) noexcept nogil:
+cdef bint tag_open(Tags *tags, Opening *new, bint *is_open) noexcept nogil:
     cdef Opening *o
-    cdef bint is_new
     pthread_mutex_lock(&tags.lock)
-    o = <Opening *>map_get(&tags.known, value)
-    is_new = o == NULL
+    o = <Opening *>map_get(&tags.known, new.value)
+    cdef bint is_new = o == NULL
     if is_new:
-        o = opening_new(value)
-        map_put(&tags.known, value, o)
+        o = new
+        map_put(&tags.known, new.value, new)
     is_open[0] = load32(&o.is_open) != 0
     pthread_mutex_unlock(&tags.lock)
+    if not is_new:
+        opening_drop(new)
     return is_new
+
+
+# -- one opening
+
+cdef Opening *opening_new(u64 value, Range *ranges, u64 ranges_n) noexcept nogil:
+    cdef Opening *o = <Opening *>need(sizeof(Opening))
+    o.value, o.ranges, o.ranges_n = value, ranges, ranges_n
+    o.is_open = o.refs = 1
+    return o
+
+
+cdef void opening_bind(Opening *o, const Identity *peer, bint is_of_life) noexcept nogil:
+    memcpy(&o.peer, peer, sizeof(Identity))
+    o.is_bound, o.is_of_life = True, is_of_life
 
 
 cdef void opening_drop(Opening *o) noexcept nogil:
     if o != NULL and add32(&o.refs, -1) == 0:
+        free(o.ranges)
         free(o)
 
 
-cdef Opening *opening_new(u64 value) noexcept nogil:
-    cdef Opening *o = <Opening *>need(sizeof(Opening))
-    o.value = value
-    o.is_open = o.refs = 1
-    return o
+cdef bint admits(Opening *o, const Identity *peer) noexcept nogil:
+    if not o.is_bound:
+        return True
+    return memcmp(o.peer.engine, peer.engine, sizeof(peer.engine)) == 0 and (
+        not o.is_of_life or o.peer.epoch == peer.epoch
+    )
 
 
 cdef Opening *opening_get(Tags *tags, u64 value) noexcept nogil:
@@ -57,9 +76,9 @@ cdef Opening *opening_get(Tags *tags, u64 value) noexcept nogil:
     return o
 
 
-cdef Opening *opening_find(Tags *tags, u64 value) noexcept nogil:
+cdef Opening *opening_find(Tags *tags, u64 value, const Identity *peer) noexcept nogil:
     cdef Opening *o = opening_get(tags, value)
-    if o != NULL and not load32(&o.is_open):
+    if o != NULL and not (load32(&o.is_open) and admits(o, peer)):
         opening_drop(o)
         return NULL
     return o
@@ -71,3 +90,71 @@ cdef void opening_forget(Tags *tags, Opening *o) noexcept nogil:
         map_take(&tags.known, o.value)
         opening_drop(o)
     pthread_mutex_unlock(&tags.lock)
+
+
+# -- ranges
+
+cdef int by_start(const void *a, const void *b) noexcept nogil:
+    cdef u64 one = (<const Range *>a).start, other = (<const Range *>b).start
+    return (one > other) - (one < other)
+
+
+cdef u64 ranges_normalise(Range *ranges, u64 n) noexcept nogil:
+    cdef u64 i, kept = 0
+    for i in range(1, n):
+        if ranges[i].start < ranges[i - 1].start:  # Mostly they rise already.
+            qsort(ranges, n, sizeof(Range), by_start)
+            break
+    for i in range(n):
+        if kept and ranges[i].start <= ranges[kept - 1].end:
+            ranges[kept - 1].end = max(ranges[kept - 1].end, ranges[i].end)
+        else:
+            ranges[kept] = ranges[i]
+            kept += 1
+    return kept
+
+
+cdef bint ranges_cover(const Range *ranges, u64 n, u64 address, u64 nbytes) noexcept nogil:
+    cdef u64 low = 0, high = n, middle, end = address + nbytes
+    while low < high:  # for the first that starts above the address
+        middle = (low + high) >> 1
+        if ranges[middle].start <= address:
+            low = middle + 1
+        else:
+            high = middle
+    return low != 0 and address <= end <= ranges[low - 1].end
+
+
+# -- sentences
+
+cdef void say_not_open(char *text, size_t room, u64 value) noexcept nogil:
+    snprintf(
+        text, room, b"the tag 0x%llx is not open here: never expected, fenced, or expected from"
+        b" another engine", <unsigned long long>value)
+
+
+cdef void say_not_covered(
+    char *text, size_t room, Opening *o, u64 address, u64 nbytes
+) noexcept nogil:
+    cdef int n = snprintf(
+        text, room, b"%llu bytes at 0x%llx lie outside the ranges that ",
+        <unsigned long long>nbytes, <unsigned long long>address)
+    if o.value:
+        snprintf(text + n, room - n, b"the tag 0x%llx was opened for; give expect() this one, too",
+                 <unsigned long long>o.value)
+    else:
+        snprintf(text + n, room - n, b"the read is for")
+
+
+# -- for tests
+
+def cover(bytes ranges, u64 address, u64 nbytes):
+    """How many ranges are left of them, which are pairs of u64 (start, end), and whether these
+    bytes may be written under a tag that was opened for them."""
+    cdef u64 n = len(ranges) // sizeof(Range)
+    cdef Range *made = <Range *>need((n + 1) * sizeof(Range))
+    memcpy(made, <char *>ranges, n * sizeof(Range))
+    n = ranges_normalise(made, n)
+    cdef bint found = ranges_cover(made, n, address, nbytes)
+    free(made)
+    return n, found

@@ -50,6 +50,13 @@ enum { LANDED, REFUSED, ABANDONED, PROGRESS, GRANTED }; /* status of an ACK */
 enum { FLAG_REPLY = 1 };  /* of a SEGMENT, PULL or ABANDON: it answers a READ */
 enum { TABLE_FIRST = 1 }; /* flag of a TABLE: what was told before is void */
 
+enum { /* what peers may do with registered memory */
+    RIGHT_READ = 1,
+    RIGHT_TAGGED = 2,   /* write it under a tag that is open */
+    RIGHT_UNTAGGED = 4, /* write it without one */
+    REMOTE_RIGHTS = 7
+};
+
 /* -- structs */
 
 typedef struct {
@@ -76,7 +83,7 @@ typedef struct {
 
 /* Registered memory of a destination, and what each of its RDMA devices calls it. */
 typedef struct {
-    uint64_t start, end;
+    uint64_t start, end, rights;
     uint32_t keys[NICS_MAX];
 } Far;
 
@@ -84,7 +91,7 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire is little-en
 _Static_assert(sizeof(struct iovec) == sizeof(Landing), "64-bit machines only");
 _Static_assert(sizeof(Header) == 40, "the header of a frame is 40 bytes");
 _Static_assert(sizeof(Block) == 24 && sizeof(Landing) == 16 && sizeof(PieceId) == 16, "no padding");
-_Static_assert(sizeof(Far) == 16 + 4 * NICS_MAX, "no padding");
+_Static_assert(sizeof(Far) == 24 + 4 * NICS_MAX, "no padding");
 
 typedef struct {
     const char *name;
@@ -127,7 +134,10 @@ static const Layout LAYOUT_TABLE[LAYOUTS] = {
     [FAR_RANGE] = {"Far", sizeof(Far), {
         MEMBER(Far, start, 1, "address of its first byte"),
         MEMBER(Far, end, 1, "address behind its last byte; ranges rise and do not overlap"),
-        MEMBER(Far, keys, NICS_MAX, "rkey for each RDMA device of the destination")}},
+        MEMBER(Far, rights, 1, "what the source may do there: 1 read it, 2 write it under a tag, 4"
+                               " write it without a tag; at least one of them"),
+        MEMBER(Far, keys, NICS_MAX, "rkey for each RDMA device of the destination; 0 as long as the"
+                                    " source has asked for nothing that the rights allow")}},
 };
 
 /* -- rules */
@@ -231,12 +241,13 @@ static const FrameRule FRAME_RULES[KINDS][VARIANTS] = {
         {FRAME(ASK, ""), .source = OVER_RDMA,
          .bounds = {NUMBER, TAGGED, [H_COUNT] = BETWEEN(0, PIECES_MAX, "pieces; 0 of a read"),
                     [H_TOTAL] = AT_LEAST(H_COUNT, 0, UINT64_MAX, "bytes of the transfer")},
-         .says = "May this transfer be written? Of a read: what memory is there?"}},
+         .says = "May this transfer be written? Of a read: what memory may be read?"}},
     KIND(TABLE) = {
         {FRAME(TABLE, ""), .destination = OVER_RDMA, .item = FAR_RANGE,
          .bounds = {[H_FLAGS] = BETWEEN(0, TABLE_FIRST, "TABLE_FIRST, or 0: it goes on"),
                     [H_COUNT] = BETWEEN(0, TABLE_MAX, "ranges")},
-         .says = "The destination's registered memory, before a grant, if it has changed."}},
+         .says = "The memory in which peers may do anything, before a grant, if it has changed or the"
+                 " grant needs other keys than were told."}},
     KIND(RAIL_LOST) = {
         {FRAME(RAIL_LOST, ""), .source = OVER_RDMA, .item = PIECE_ID,
          .bounds = {RAIL, PIECES("pieces that were under way")},

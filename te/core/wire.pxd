@@ -12,6 +12,7 @@ cdef extern from "../core/wire.h" nogil:
         ASK, TABLE, RAIL_LOST, RAIL_CLOSED, RAIL_BROKEN, CREDIT
         LANDED, REFUSED, ABANDONED, PROGRESS, GRANTED
         FLAG_REPLY, TABLE_FIRST
+        RIGHT_READ, RIGHT_TAGGED, RIGHT_UNTAGGED, REMOTE_RIGHTS
         OVER_TCP, OVER_RINGS, OVER_RDMA
     ctypedef struct Header:
         uint8_t kind, status
@@ -25,7 +26,7 @@ cdef extern from "../core/wire.h" nogil:
     ctypedef struct PieceId:
         u64 transfer, piece
     ctypedef struct Far:
-        u64 start, end
+        u64 start, end, rights
         u32 keys[NICS_MAX]
     Header header_of(uint8_t kind, u64 transfer, u64 tag, u64 total)
     size_t body_bytes_max()

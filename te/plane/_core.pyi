@@ -14,6 +14,9 @@ NICS_LIMIT: Final[int]
 PIECES_LIMIT: Final[int]
 RECEIVE_DEPTH: Final[int]
 RANGES_LIMIT: Final[int]
+MAY_READ: Final[int]
+MAY_WRITE_TAGGED: Final[int]
+MAY_WRITE_UNTAGGED: Final[int]
 
 def read_process(pid: int, address: int, nbytes: int) -> bytes:
     """process_vm_readv(2); ``OSError``."""
@@ -64,10 +67,11 @@ class Engine:
         """Asks the workers to end every link and then themselves."""
 
     def add_region(
-        self, start: int, end: int, serial: int, is_shared: bool, keys: bytes = b""
+        self, start: int, end: int, serial: int, rights: int, is_shared: bool, keys: bytes = b""
     ) -> None:
-        """Overlaps no other; serials rise. Shared: peers on this host may map it. ``keys``: an
-        array of ``te.verbs.fabric.KEY`` that covers the region, for links over RDMA."""
+        """Overlaps no other; serials rise. ``rights``: what peers may do there, bits of
+        ``te.memory.RIGHTS``. Shared: peers on this host may map it. ``keys``: an array of
+        ``te.verbs.fabric.KEY`` that covers the region, for links over RDMA."""
 
     def remove_region(self, serial: int, timeout_s: float) -> int:
         """Waits, without the lock, for transfers that read from it, takes it away, and waits for
@@ -77,9 +81,13 @@ class Engine:
         -1 when a landing did not end in time: it was taken away, and the next call waits again.
         """
 
-    def open_tag(self, value: int) -> tuple[bool, bool]:
+    def open_tag(
+        self, value: int, peer: bytes = b"", ranges: bytes | None = None
+    ) -> tuple[bool, bool]:
         """Opens it; whether it was not known, and whether it is open. Known and not open: it was
-        revoked, and that is not confirmed yet."""
+        revoked, and that is not confirmed yet. ``peer``: as ``te.tags.packed_peer`` makes it; empty
+        for all. ``ranges``: pairs of u64 (start, end), none empty, in any order; None for all that
+        the regions allow. ``ValueError`` for too many; then it is not opened."""
 
     def arrived(self, value: int) -> int:
         """Transfers that have landed under the tag; 0 if it is not known."""
@@ -150,6 +158,10 @@ class LinkHandle:
     def number(self) -> int: ...
     @property
     def alive(self) -> bool: ...
+    def name_peer(self, peer: bytes) -> None:
+        """Of an incoming link, before its first rail: the source, with its epoch, as
+        ``te.tags.packed_peer`` makes it. It is whom tags may be open for."""
+
     @property
     def rails(self) -> int:
         """Connections in use."""

@@ -32,6 +32,9 @@ NICS_LIMIT = NICS_MAX
 PIECES_LIMIT = PIECES_MAX
 RECEIVE_DEPTH = RECEIVES
 RANGES_LIMIT = TABLE_RANGES_MAX
+MAY_READ = RIGHT_READ
+MAY_WRITE_TAGGED = RIGHT_TAGGED
+MAY_WRITE_UNTAGGED = RIGHT_UNTAGGED
 
 cdef enum:
     # Above it checking and copying blocks (5 ns each) takes so long that others get the interpreter
@@ -159,10 +162,12 @@ cdef class Engine:
 
     # -- memory
 
-    def add_region(self, u64 start, u64 end, u64 serial, bint is_shared, bytes keys=b""):
+    def add_region(
+        self, u64 start, u64 end, u64 serial, u32 rights, bint is_shared, bytes keys=b""
+    ):
         region_put(
             &self.p.regions,
-            region_new(start, end, serial, is_shared, <char *>keys, len(keys)))
+            region_new(start, end, serial, rights, is_shared, <char *>keys, len(keys)))
 
     def remove_region(self, u64 serial, double timeout_s):
         cdef u64 until = now_ns() + <u64>(max(timeout_s, 0.0) * 1e9)
@@ -192,9 +197,27 @@ cdef class Engine:
 
     # -- tags
 
-    def open_tag(self, u64 value):
-        cdef bint is_open = False
-        cdef bint is_new = tag_open(&self.p.tags, value, &is_open)
+    def open_tag(self, u64 value, bytes peer=b"", ranges=None):
+        cdef bint is_open = False, is_new
+        cdef Identity identity
+        cdef Range *kept = NULL
+        cdef u64 n = 0
+        if ranges is not None:
+            n = len(<bytes>ranges) // sizeof(Range)
+            kept = <Range *>need((n + 1) * sizeof(Range))
+            memcpy(kept, <char *><bytes>ranges, n * sizeof(Range))
+            n = ranges_normalise(kept, n)
+            if n > RANGES_MAX:
+                free(kept)
+                raise ValueError(
+                    f"a tag for {n} separate ranges; at most {RANGES_MAX} are allowed: give larger"
+                    " ones, or none")
+        cdef Opening *o = opening_new(value, kept, n)
+        if peer:
+            memset(&identity, 0, sizeof(identity))
+            memcpy(&identity, <char *>peer, min(<size_t>len(peer), sizeof(identity)))
+            opening_bind(o, &identity, <size_t>len(peer) == sizeof(identity))
+        is_new = tag_open(&self.p.tags, o, &is_open)
         return is_new, is_open
 
     def arrived(self, u64 value):

@@ -16,6 +16,9 @@ cdef bint on_table(Rail *r, Header *h) noexcept nogil:
         if items[i].start < end or items[i].end <= items[i].start:
             violate(r, b"ranges of registered memory that are empty, or not in their order")
             return False
+        if not 0 < items[i].rights <= REMOTE_RIGHTS:
+            violate(r, b"registered memory with rights that there are not")
+            return False
         end = items[i].end
     if first + h.count > link.table_room:
         table = <Far *>realloc(link.table, 2 * (first + h.count) * sizeof(Far))
@@ -50,6 +53,23 @@ cdef inline Far *far_key(Link *link, u64 address) noexcept nogil:
     return &link.table[above - 1]
 
 
+cdef inline u32 right_of(Transfer *t) noexcept nogil:
+    """What a transfer over RDMA does at the other side."""
+    return RIGHT_READ if t.kind == READ_DIRECT else right_to_write(t.tag)
+
+
+cdef bint far_is_registered(Link *link, u64 address, u64 nbytes) noexcept nogil:
+    """Whether every byte lies in the other side's ranges, which may touch, whatever they allow."""
+    cdef u32 above = far_above(link, address)
+    cdef u64 end = address
+    if above:
+        end = link.table[above - 1].end
+        while above < link.table_n and link.table[above].start == end:
+            end = link.table[above].end
+            above += 1
+    return address + nbytes <= end
+
+
 cdef char *text_outside(Link *link, Transfer *t, u64 address, u64 nbytes) noexcept nogil:
     """Why the other side would refuse it."""
     cdef char *text = <char *>need(TEXT_MAX)
@@ -61,7 +81,9 @@ cdef char *text_outside(Link *link, Transfer *t, u64 address, u64 nbytes) noexce
             link.table[near].start, link.table[near].end, address
         ):
             near = i
-    if link.table_n:
+    if far_is_registered(link, address, nbytes):
+        say_not_allowed(text + n, address, nbytes, right_of(t))
+    elif link.table_n:
         say_nearest(
             text + n, address, nbytes, link.table_n, link.table[near].start, link.table[near].end)
     else:
@@ -76,17 +98,17 @@ cdef void check_far(Link *link, Transfer *t) noexcept nogil:
     cdef Far *table = link.table
     cdef Block *b
     cdef u64 i, address, start = 0, end = 0  # of ranges that touch, as far as was looked
-    cdef u32 above = 0
+    cdef u32 above = 0, right = right_of(t)
     cdef bint is_read = t.kind == READ_DIRECT
     for i in range(t.n):
         b = &t.blocks[i]
         address = b.src if is_read else b.dst
         if not start <= address < end:
             above = far_above(link, address)
-            if above:
+            if above and table[above - 1].rights & right:
                 start, end = table[above - 1].start, table[above - 1].end
         while start <= address < end < address + b.nbytes and (
-            above < link.table_n and table[above].start == end
+            above < link.table_n and table[above].start == end and table[above].rights & right
         ):
             end = table[above].end
             above += 1

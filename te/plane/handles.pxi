@@ -27,6 +27,9 @@ cdef class LinkHandle:
     def alive(self):
         return not load32(&self.k.dead)
 
+    def name_peer(self, bytes peer):
+        memcpy(&self.k.peer, <char *>peer, min(<size_t>len(peer), sizeof(Identity)))
+
     @property
     def rails(self):
         return self.k.rails_alive
@@ -239,7 +242,7 @@ cdef class LinkHandle:
         t = transfer_new(k, kind, tag, scan.out, scan.out_n, total, held, n)
         t.submitted_ns = scan.begun_ns
         if kind == READ:
-            t.opening = opening_new(0)
+            t.opening = opening_for(scan.out, scan.out_n)
         if pieces_n:
             t.pieces = <Piece *>need(pieces_n * sizeof(Piece))
             memcpy(t.pieces, pieces, pieces_n * sizeof(Piece))
@@ -274,6 +277,16 @@ cdef class LinkHandle:
         return handle
 
 
+cdef Opening *opening_for(Block *blocks, u64 n) noexcept nogil:
+    """What the replies to a read may be written under: its destinations, and nothing else."""
+    cdef Range *ranges = <Range *>need((n + 1) * sizeof(Range))
+    cdef u64 i
+    for i in range(n):
+        ranges[i].start = blocks[i].dst
+        ranges[i].end = blocks[i].dst + blocks[i].nbytes
+    return opening_new(0, ranges, ranges_normalise(ranges, n))
+
+
 cdef void discard_transfer(Transfer *t) noexcept:
     """One that was never listed."""
     cdef u32 i
@@ -299,7 +312,7 @@ cdef void scan_blocks(Scan *scan, Block *blocks, u64 n, bint is_read) noexcept n
         b = blocks[i]
         address = b.dst if is_read else b.src
         if hit == NULL or address < hit.start or address + b.nbytes > hit.end:
-            if not is_registered(s, address, b.nbytes, s.newest, scan.touched):
+            if not is_registered(s, address, b.nbytes, s.newest, OWN_USE, scan.touched):
                 scan.bad = i
                 return
             hit = s.regions[regions_above(s.regions, s.count, address) - 1]

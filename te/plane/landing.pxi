@@ -58,10 +58,10 @@ cdef bint is_revoked(Rail *r, Arriving *a, char *reason) noexcept nogil:
     if s.version == r.version:
         return False
     # Only what was registered at the frame's check and still is: the same range can have been
-    # registered anew, for something else.
+    # registered anew, for something else. What peers may do in a region never changes.
     for i in range(r.near_at, r.near_n):
         if not is_registered(
-            s, <u64>r.near[i].iov_base, r.near[i].iov_len, r.newest, NULL
+            s, <u64>r.near[i].iov_base, r.near[i].iov_len, r.newest, OWN_USE, NULL
         ):
             i = snprintf(reason, TEXT_MAX, b"deregistered meanwhile: ")
             say_outside(s, <u64>r.near[r.near_at].iov_base, r.near[r.near_at].iov_len, reason + i)
@@ -111,10 +111,9 @@ cdef Arriving *begin(Rail *r, Header *h) noexcept nogil:
         else:
             refuse(r, a, b"the read was given up")
     elif a.tag:
-        a.opening = opening_find(&r.plane.tags, a.tag)
+        a.opening = opening_find(&r.plane.tags, a.tag, &link.peer)
         if a.opening == NULL:
-            snprintf(text, TEXT_MAX, b"the tag 0x%llx is not open here: never expected, or fenced",
-                     <unsigned long long>a.tag)
+            say_not_open(text, TEXT_MAX, a.tag)
             refuse(r, a, text)
     return a
 
@@ -242,18 +241,27 @@ cdef bint load_ranges(Rail *r) noexcept nogil:
     return True
 
 
-cdef bint check_ranges(Rail *r, char *reason) noexcept nogil:
-    """Whether the ranges that a frame is to be written to are all registered now."""
+cdef bint check_ranges(Rail *r, Arriving *a, char *reason) noexcept nogil:
+    """Whether a frame may be written to its ranges: all are registered now for what the transfer is,
+    and are among those of its tag."""
     cdef u32 i, n
+    cdef u32 right = OWN_USE if a.flags & FLAG_REPLY else right_to_write(a.tag)
+    cdef u64 at, nbytes
     cdef bint good = True
     enter(&r.worker.section, r.link, NULL)
     cdef Snapshot *s = <Snapshot *>load_pointer(&r.plane.regions.now)
     r.version = s.version
     r.newest = s.newest
     for i in range(r.near_n):
-        if not is_registered(s, <u64>r.near[i].iov_base, r.near[i].iov_len, s.newest, NULL):
+        at, nbytes = <u64>r.near[i].iov_base, r.near[i].iov_len
+        if not is_registered(s, at, nbytes, s.newest, right, NULL):
             n = snprintf(reason, TEXT_MAX, b"the destination: ")
-            say_outside(s, <u64>r.near[i].iov_base, r.near[i].iov_len, reason + n)
+            say_refused(s, at, nbytes, right, reason + n)
+            good = False
+            break
+        if not opening_covers(a.opening, at, nbytes):
+            n = snprintf(reason, TEXT_MAX, b"the destination: ")
+            say_not_covered(reason + n, TEXT_MAX - n, a.opening, at, nbytes)
             good = False
             break
     leave(&r.worker.section)
@@ -314,7 +322,7 @@ cdef bint on_frame(Rail *r) noexcept nogil:
 cdef void receive_payload(Rail *r, Arriving *a) noexcept nogil:
     cdef char reason[TEXT_MAX]
     r.place = AT_PULL if r.head.kind == PULL else AT_PAYLOAD
-    if not load32(&a.refused) and not check_ranges(r, reason):
+    if not load32(&a.refused) and not check_ranges(r, a, reason):
         revoke(r, a, reason)
     elif load32(&a.refused):
         throw_away(r)
@@ -378,9 +386,11 @@ cdef void serve_read(Rail *r) noexcept nogil:
     s = <Snapshot *>load_pointer(&r.plane.regions.now)
     touched = <uint8_t *>need(s.count + 1)
     for i in range(r.near_n):
-        if not is_registered(s, <u64>r.far[i].iov_base, r.far[i].iov_len, s.newest, touched):
+        if not is_registered(
+            s, <u64>r.far[i].iov_base, r.far[i].iov_len, s.newest, RIGHT_READ, touched
+        ):
             n = snprintf(reason, TEXT_MAX, b"the source: ")
-            say_outside(s, <u64>r.far[i].iov_base, r.far[i].iov_len, reason + n)
+            say_refused(s, <u64>r.far[i].iov_base, r.far[i].iov_len, RIGHT_READ, reason + n)
             good = False
             break
     n = 0

@@ -79,7 +79,7 @@ cdef bint on_ask(Rail *r, Header *h) noexcept nogil:
     cdef char reason[TEXT_MAX]
     cdef u32 slot
     if h.count == 0:
-        tell_table(r)
+        tell_table(r, RIGHT_READ)
         queue_grant(r, h.transfer, 0)
         return True
     if not may_ask(r, h):
@@ -108,7 +108,7 @@ cdef bint on_ask(Rail *r, Header *h) noexcept nogil:
     a.slot = slot
     a.pieces = h.count
     a.bits = <u64 *>need((h.count / 64 + 1) * sizeof(u64))
-    tell_table(r)
+    tell_table(r, right_to_write(a.tag))
     queue_grant(r, a.id, slot << 24 | <u32>link.generations[slot] << 16)
     return True
 
@@ -135,26 +135,30 @@ cdef void queue_grant(Rail *r, u64 number, u64 mark) noexcept nogil:
     queue_frame(r, &h, NULL, 0)
 
 
-cdef void tell_table(Rail *r) noexcept nogil:
-    """Sends the registered memory and its keys, if they have changed since the last time."""
+cdef void tell_table(Rail *r, u32 right) noexcept nogil:
+    """Sends the memory that is registered for peers, if it has changed since the last time or the
+    source needs more keys: of regions that allow it something that it has asked for."""
     cdef Link *link = r.link
     cdef Snapshot *s
     cdef Far *all = NULL
     cdef Key *key
-    cdef u32 i, k, n = 0
+    cdef u32 i, k, rights, n = 0
     enter(&r.worker.section, r.link, NULL)
     s = <Snapshot *>load_pointer(&r.plane.regions.now)
-    if s.version != link.table_told:
+    if s.version != link.table_told or right & ~link.table_rights:
         link.table_told = s.version
+        link.table_rights |= right
         for i in range(s.count):
             n += s.regions[i].keys_n
         all = <Far *>need((n + 1) * sizeof(Far))
         n = 0
         for i in range(s.count):
-            for k in range(s.regions[i].keys_n):
+            rights = s.regions[i].rights & REMOTE_RIGHTS
+            for k in range(s.regions[i].keys_n if rights else 0):
                 key = &s.regions[i].keys[k]
-                all[n].start, all[n].end = key.start, key.end
-                memcpy(all[n].keys, key.far, sizeof(key.far))
+                all[n].start, all[n].end, all[n].rights = key.start, key.end, rights
+                if rights & link.table_rights:
+                    memcpy(all[n].keys, key.far, sizeof(key.far))
                 n += 1
     leave(&r.worker.section)
     if all == NULL:

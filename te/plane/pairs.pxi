@@ -291,7 +291,7 @@ cdef void answer_lost(Rail *r, u64 rail, u64 epoch, PieceId *items, u32 n) noexc
         if a == NULL or a.bits[items[i].piece >> 6] >> (items[i].piece & 63) & 1:
             landed[k] = items[i]
             k += 1
-    tell_table(r)
+    tell_table(r, 0)
     queue_pieces(r, RAIL_CLOSED, rail, epoch, landed, k)
 
 

@@ -291,14 +291,14 @@ cdef bint build(Pair *q) noexcept nogil:
     cdef u64 n, near_at, far_at, room = q.e.send_depth - (q.sequence - q.completed)
     cdef u32 since_signal = q.since_signal
     cdef bint is_read = t.kind == READ_DIRECT, lost = False
-    cdef u32 near_nic = q.near_nic, far_nic = q.far_nic, most = q.e.max_msg_bytes
+    cdef u32 right = right_of(t), near_nic = q.near_nic, far_nic = q.far_nic, most = q.e.max_msg_bytes
     room = min(room, <u64>(q.e.send_depth - q.built_n))
     while left and room > 1:
         near_at = (b.dst if is_read else b.src) + offset
         far_at = (b.src if is_read else b.dst) + offset
         if far == NULL or far_at < far.start or far_at >= far.end:
             far = far_key(q.link, far_at)
-            lost = far == NULL
+            lost = far == NULL or not far.rights & right
             if lost:
                 break
         if near == NULL or near_at < near.start or near_at >= near.end:

@@ -296,6 +296,7 @@ cdef struct Link:
     Plane *plane
     u64 number
     bint is_incoming, is_pull
+    Identity peer  # of an incoming link: whom tags may be opened for
     pid_t pid
     int pidfd  # of the process whose memory is copied; -1 where there is none
     u64 alive_ns  # atomic: when that process was last seen alive
@@ -331,6 +332,7 @@ cdef struct Link:
     Far *table  # the destination's memory, as it has told; the worker's alone
     u32 table_n, table_room
     u64 table_told  # version of the regions that the source was told of
+    u32 table_rights  # what it has asked for: keys of regions that allow none of it are kept back
     Arriving *undrained  # fenced, but the rails they were granted are not closed yet
     void *slots[BEGUN_MAX]  # Arriving; their generations
     uint8_t generations[BEGUN_MAX]

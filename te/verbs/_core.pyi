@@ -33,13 +33,24 @@ class Device:
         """(port, index, GID as 16 bytes, 0 InfiniBand or 1 or 2 for RoCE, number of the interface)
         of each valid entry, in one call: files in sysfs take 10 ms for each of up to 1024."""
 
-    def register(self, address: int, nbytes: int, relaxed: bool) -> MemoryRegion:
-        """ibv_reg_mr(3): local and remote writes and remote reads; with relaxed ordering if asked
-        and the library has it. Also of CUDA memory, if the peer-memory module is loaded."""
+    def register(
+        self, address: int, nbytes: int, relaxed: bool, remote_read: bool, remote_write: bool
+    ) -> MemoryRegion:
+        """ibv_reg_mr(3), for this side and, as told, for peers that have its rkey; with relaxed
+        ordering if asked and the library has it. Also of CUDA memory, if the peer-memory module is
+        loaded."""
 
-    def register_dma_buf(self, fd: int, offset: int, address: int, nbytes: int) -> MemoryRegion:
+    def register_dma_buf(
+        self,
+        fd: int,
+        offset: int,
+        address: int,
+        nbytes: int,
+        remote_read: bool,
+        remote_write: bool,
+    ) -> MemoryRegion:
         """ibv_reg_dmabuf_mr(3): memory of another device, which lies at ``offset`` of the file and
-        is called by ``address``; the same rights, with relaxed ordering. The file is not needed
+        is called by ``address``; the same, with relaxed ordering. The file is not needed
         afterwards."""
 
     def queue_pair(

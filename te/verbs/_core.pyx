@@ -144,9 +144,11 @@ cdef class Device:
             fail(f"ibv_query_gid_table of {self.name}", -n)
         return found
 
-    def register(self, uint64_t address, uint64_t nbytes, bint relaxed):
+    def register(
+        self, uint64_t address, uint64_t nbytes, bint relaxed, bint remote_read, bint remote_write
+    ):
         """A MemoryRegion of host memory, or of CUDA memory through the peer-memory module."""
-        cdef int access = ACCESS_LOCAL_WRITE | ACCESS_REMOTE_WRITE | ACCESS_REMOTE_READ
+        cdef int access = access_of(remote_read, remote_write)
         cdef void *mr
         cdef int errnum
         with nogil:
@@ -160,9 +162,11 @@ cdef class Device:
             fail(f"ibv_reg_mr of {nbytes} bytes at {address:#x} on {self.name}", errnum)
         return wrap_mr(self, <VMr *>mr)
 
-    def register_dma_buf(self, int fd, uint64_t offset, uint64_t address, uint64_t nbytes):
-        cdef int access = (
-            ACCESS_LOCAL_WRITE | ACCESS_REMOTE_WRITE | ACCESS_REMOTE_READ | ACCESS_RELAXED_ORDERING)
+    def register_dma_buf(
+        self, int fd, uint64_t offset, uint64_t address, uint64_t nbytes, bint remote_read,
+        bint remote_write
+    ):
+        cdef int access = access_of(remote_read, remote_write) | ACCESS_RELAXED_ORDERING
         cdef void *mr = NULL
         cdef int errnum = ENOSYS
         if lib.reg_dmabuf_mr != NULL:
@@ -191,6 +195,16 @@ cdef class Device:
         uint32_t message_bytes, double timeout_s
     ):
         return cm_dial(self, near, far, far_port, token, send_depth, message_bytes, timeout_s)
+
+
+cdef int access_of(bint remote_read, bint remote_write) noexcept:
+    """enum ibv_access_flags; this side itself may do everything."""
+    cdef int access = ACCESS_LOCAL_WRITE
+    if remote_read:
+        access |= ACCESS_REMOTE_READ
+    if remote_write:
+        access |= ACCESS_REMOTE_WRITE
+    return access
 
 
 cdef class MemoryRegion:

@@ -19,7 +19,7 @@ import numpy as np
 
 from te.errors import DeviceError, RegistrationError
 from te.memory_kinds import MemoryKind, Reach
-from te.plane._core import NICS_LIMIT
+from te.plane._core import MAY_READ, MAY_WRITE_TAGGED, MAY_WRITE_UNTAGGED, NICS_LIMIT
 from te.topology import (
     Gid,
     Topology,
@@ -132,18 +132,19 @@ class Fabric:
             return f"cpu:{self._nodes[0]}"
         return kind.location(address, self._topology.gpus)
 
-    def register(self, address: int, nbytes: int, kind: MemoryKind) -> Registration:
+    def register(self, address: int, nbytes: int, rights: int, kind: MemoryKind) -> Registration:
         """With every device or with none; ``te.RegistrationError`` names the verb that failed.
 
-        Memory that the processor does not touch a device takes as a dma-buf, or through the
-        kernel's peer-memory module (nvidia-peermem).
+        ``rights``: what peers may do, bits of ``te.memory.RIGHTS``. A key allows no more than that;
+        it cannot tell a write with a tag from one without. Memory that the processor does not touch
+        a device takes as a dma-buf, or through the kernel's peer-memory module (nvidia-peermem).
         """
         limit = min(nic.max_region_bytes for nic in self.nics)
         part_bytes = max(limit - limit % mmap.PAGESIZE, mmap.PAGESIZE)
         starts = range(address, address + nbytes, part_bytes)
         keys = np.zeros(len(starts), KEY)
         regions: list[verbs.MemoryRegion] = []
-        with contextlib.ExitStack() as undo, _ways(address, nbytes, kind) as ways:
+        with contextlib.ExitStack() as undo, _ways(address, nbytes, rights, kind) as ways:
             for i, start in enumerate(starts):
                 end = min(start + part_bytes, address + nbytes)
                 keys[i]["start"], keys[i]["end"] = start, end
@@ -181,12 +182,23 @@ def first_that_works(
     raise RegistrationError("; ".join(problems))
 
 
+def _access(nic: Nic, rights: int) -> tuple[bool, bool]:
+    """Whether a device shall let peers read there, and write. iWARP brings the bytes of this side's
+    own reads as writes of the peer's, so that their destination needs that right (RFC 5040, 5.2).
+    Its key is told to nobody before such a read."""
+    is_written = bool(rights & (MAY_WRITE_TAGGED | MAY_WRITE_UNTAGGED))
+    return bool(rights & MAY_READ), is_written or nic.family == "iwarp"
+
+
 @contextlib.contextmanager
-def _ways(address: int, nbytes: int, kind: MemoryKind) -> Iterator[tuple[Way, ...]]:
+def _ways(address: int, nbytes: int, rights: int, kind: MemoryKind) -> Iterator[tuple[Way, ...]]:
     """How the memory may be registered, the preferred way first."""
 
     def plainly(nic: Nic, address: int, nbytes: int) -> verbs.MemoryRegion:
-        return nic.device.register(address, nbytes, relaxed=True)
+        is_read, is_written = _access(nic, rights)
+        return nic.device.register(
+            address, nbytes, relaxed=True, remote_read=is_read, remote_write=is_written
+        )
 
     if Reach.CPU in kind.reach:
         yield (plainly,)
@@ -204,7 +216,9 @@ def _ways(address: int, nbytes: int, kind: MemoryKind) -> Iterator[tuple[Way, ..
         def as_dma_buf(nic: Nic, address: int, nbytes: int) -> verbs.MemoryRegion:
             if problem is not None:
                 raise problem
-            return nic.device.register_dma_buf(fd, address - start, address, nbytes)
+            return nic.device.register_dma_buf(
+                fd, address - start, address, nbytes, *_access(nic, rights)
+            )
 
         yield as_dma_buf, plainly
 

@@ -76,6 +76,14 @@ class Far:
         self.qp.post_send(wr)
         self._completion()
 
+    def fetch(self, address: int, rkey: int, nbytes: int) -> None:
+        """Reads into the first bytes of the memory; returns when that is complete."""
+        sge = SGE(self.memory.buf, nbytes, self.memory.lkey)
+        wr = SendWR(wr_id=3, opcode=e.IBV_WR_RDMA_READ, num_sge=1, sg=[sge])
+        wr.set_wr_rdma(rkey, address)
+        self.qp.post_send(wr)
+        self._completion()
+
     def mark(self, word: int) -> None:
         """A write of nothing, with immediate data; the word in the order of the wire."""
         opcode = e.IBV_WR_RDMA_WRITE_WITH_IMM

@@ -53,7 +53,7 @@ def rdma_pair(
     ):
         src = np.random.default_rng(rails).integers(0, 256, nbytes, np.uint8)
         dst = np.full(nbytes, 0xEE, np.uint8)
-        source.register(src)
-        target.register(dst)
+        source.register(src, remote="none")
+        target.register(dst, remote="read-write")
         peer = source.connect(target.card())
         yield RdmaPair(source, target, src, dst, peer, near, far)

@@ -77,7 +77,7 @@ class Stream:
         self._random = np.random.default_rng(4)
         self._src = np.zeros(PAGES * PAGE, np.uint8)
         self._dst = np.zeros(PAGES * PAGE, np.uint8)
-        self._source_region = source.register(self._src, location=location)
+        self._source_region = source.register(self._src, location=location, remote="none")
         self.target_region = target.register(self._dst)
         self.nbytes = self._dst.size
         self._target = target

@@ -41,7 +41,7 @@ def test_without_dma_buf_it_goes_the_peer_memory_way(
         address = there.ctypes.data
         open_before = descriptors()
         with fake_cuda(address, NBYTES, refusal) as cuda:
-            region = pair.target.register(address, NBYTES)
+            region = pair.target.register(address, NBYTES, remote="read-write")
             if not refusal:
                 start, nbytes = cuda.exported()
                 assert start <= address < start + PAGE
@@ -69,7 +69,7 @@ def test_what_failed_both_ways_is_said(
         address = int(np.frombuffer(room, np.uint8).ctypes.data)
         says = rf"^{first}; ibv_reg_mr of \d+ bytes at 0x\w+ on \w+: Bad address$"
         with fake_cuda(address, NBYTES, refusal), pytest.raises(te.RegistrationError, match=says):
-            pair.target.register(address, NBYTES)
+            pair.target.register(address, NBYTES, remote="read-write")
         there = np.zeros(NBYTES, np.uint8)
-        pair.target.register(there)
+        pair.target.register(there, remote="read-write")
         write_and_check(pair, there)

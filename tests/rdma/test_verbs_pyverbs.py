@@ -16,7 +16,7 @@ import struct
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from testbed_nics import Nic
 
 import te
 from te.handshake import Hello, Welcome, decode_body, decode_card, encode
+from te.memory import Remote
 from te.plane._core import NICS_LIMIT
 from te.topology import Gid, GidKind
 from te.transports.rdma.messages import (
@@ -57,7 +58,9 @@ PAGE = 4 << 10
 MTU_1024 = 3
 TABLE_FIRST = 1  # flag: what was told before is void
 TIMEOUT_S = 30.0
-FAR_KEYS = struct.Struct(f"<QQ{NICS_LIMIT}I")
+REM_ACCESS_ERR = 10  # enum ibv_wc_status
+FAR_KEYS = struct.Struct(f"<QQQ{NICS_LIMIT}I")
+MAY_WRITE_TAGGED = 2
 
 
 class PyverbsFar:
@@ -119,16 +122,11 @@ def take_frame(sock: Any, kind: int) -> tuple[Any, ...]:
     return found
 
 
-def test_pyverbs_writes_into_an_engine(
-    rdma_nics: tuple[Nic, ...], engine: te.Engine, far: PyverbsFar
-) -> None:
-    dst = np.zeros(NBYTES, np.uint8)
-    engine.register(dst)
-    engine.expect(7)
+@contextmanager
+def connected(engine: te.Engine, far: PyverbsFar, device: str) -> Iterator[RawSource]:
+    """A link to the engine by hand, with one rail, of which the near end is pyverbs'."""
     card = engine.card()
-    number, gid, _, _ = far.open(
-        device=rdma_nics[1].device, gid_index=GID_INDEX, nbytes=NBYTES, seed=3
-    )
+    number, gid, _, _ = far.open(device=device, gid_index=GID_INDEX, nbytes=NBYTES, seed=3)
     source = RawSource(card, "rdma", link=1 << 40)
     with closing(source.sock):
         near = next(
@@ -147,21 +145,56 @@ def test_pyverbs_writes_into_an_engine(
             rail = decode_body(decode_body(greeting.body, Welcome).body, RdmaWelcome).rail
         assert rail is not None
         far.connect(number=rail.number, psn=rail.psn, near_psn=11, gid=near.raw.hex(), mtu=MTU_1024)
+        yield source
 
-        source.send(header(Kind.ASK, count=1, transfer=1, tag=7, total=NBYTES))
-        table = take_frame(source.sock, Kind.TABLE)
-        start, end, rkey, *_ = FAR_KEYS.unpack(take(source.sock, table[3] * FAR_KEYS.size))
+
+def asked(source: RawSource, **fields: int) -> tuple[tuple[int, ...], int]:
+    """Asks for transfer 1: the one range of memory that is told, and the mark that is granted."""
+    source.send(header(Kind.ASK, transfer=1, **fields))
+    table = take_frame(source.sock, Kind.TABLE)
+    told = FAR_KEYS.unpack(take(source.sock, table[3] * FAR_KEYS.size))
+    granted = take_frame(source.sock, Kind.ACK)
+    assert granted[1] == AckStatus.GRANTED
+    return told, granted[5]
+
+
+def test_pyverbs_writes_into_an_engine(
+    rdma_nics: tuple[Nic, ...], engine: te.Engine, far: PyverbsFar
+) -> None:
+    dst = np.zeros(NBYTES, np.uint8)
+    engine.register(dst)
+    engine.expect(7)
+    with connected(engine, far, rdma_nics[1].device) as source:
+        told, mark = asked(source, count=1, tag=7, total=NBYTES)
+        start, end, rights, rkey, *_ = told
         assert (start, end) == (dst.ctypes.data, dst.ctypes.data + NBYTES)
-        granted = take_frame(source.sock, Kind.ACK)
-        assert granted[1] == AckStatus.GRANTED
-
+        assert rights == MAY_WRITE_TAGGED
         far.write(address=start, rkey=rkey, nbytes=NBYTES)
         assert dst.tobytes() == random.Random(3).randbytes(NBYTES)
         assert engine.arrived(7) == 0
-        far.mark(word=socket.htonl(granted[5]))
+        far.mark(word=socket.htonl(mark))
         done = source.ack()
         assert (done.transfer, done.status) == (1, AckStatus.LANDED)
         assert engine.arrived(7) == 1
+
+
+@pytest.mark.parametrize(("remote", "op"), [("read", "write"), ("tagged", "fetch")])
+def test_the_device_refuses_what_a_region_does_not_allow(
+    rdma_nics: tuple[Nic, ...], engine: te.Engine, far: PyverbsFar, remote: Remote, op: str
+) -> None:
+    """Whoever has its key."""
+    memory = np.full(NBYTES, 9, np.uint8)
+    engine.register(memory, remote=remote)
+    engine.expect(7)
+    with connected(engine, far, rdma_nics[1].device) as source:
+        is_read = remote == "read"
+        (start, _, _, rkey, *_), _ = asked(source, count=0 if is_read else 1, tag=7, total=NBYTES)
+        allowed = far.fetch if is_read else far.write
+        allowed(address=start, rkey=rkey, nbytes=PAGE)
+        before = memory.copy()
+        with pytest.raises(AssertionError, match=f"completion status {REM_ACCESS_ERR}"):
+            getattr(far, op)(address=start, rkey=rkey, nbytes=2 * PAGE)
+    assert (memory == before).all()
 
 
 def test_an_engine_writes_into_pyverbs(
@@ -211,7 +244,9 @@ def test_an_engine_writes_into_pyverbs(
         assert (tag, total) == (9, NBYTES)
         control.sendall(
             header(Kind.TABLE, flags=TABLE_FIRST, count=1, transfer=0)
-            + FAR_KEYS.pack(address, address + NBYTES, rkey, *[0] * (NICS_LIMIT - 1))
+            + FAR_KEYS.pack(
+                address, address + NBYTES, MAY_WRITE_TAGGED, rkey, *[0] * (NICS_LIMIT - 1)
+            )
             + header(Kind.ACK, status=AckStatus.GRANTED, transfer=name, tag=0x2A010000)
         )
         marks = [socket.ntohl(word) for word in far.marks(count=pieces)]

@@ -90,7 +90,7 @@ def test_reads_come_back_over_the_rails(rdma_nics: tuple[Nic, ...]) -> None:
 def test_memory_that_is_registered_later_and_deregistered(rdma_nics: tuple[Nic, ...]) -> None:
     with rdma_pair(rdma_nics, 2, MIB) as pair:
         more = np.zeros(MIB, np.uint8)
-        region = pair.target.register(more)
+        region = pair.target.register(more, remote="read-write")
         blocks = te.Blocks.of(pair.src.ctypes.data, more.ctypes.data, MIB)
         assert pair.peer.write(blocks).wait(TIMEOUT_S) is te.Status.DONE
         assert (more == pair.src).all()

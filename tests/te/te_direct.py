@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from te_frames import FAR, HEADER, PIECE, AckStatus, Kind, header
+from te_frames import ALL_RIGHTS, FAR, HEADER, PIECE, AckStatus, Kind, header
 from te_raw import (
     RAW_ID,
     TIMEOUT_S,
@@ -100,10 +100,13 @@ def word(kind: Kind, rail: int, epoch: int, items: list[tuple[int, int]], **fiel
     return head + np.array(items, PIECE).tobytes()
 
 
-def table(ranges: list[tuple[int, int]], first: bool = True, key: int = 1) -> bytes:
+def table(
+    ranges: list[tuple[int, int]], first: bool = True, key: int = 1, rights: int = ALL_RIGHTS
+) -> bytes:
     items = np.zeros(len(ranges), FAR)
     items["start"] = [start for start, _ in ranges]
     items["end"] = [end for _, end in ranges]
+    items["rights"] = rights
     items["keys"] = key
     head = header(Kind.TABLE, flags=int(first), count=len(ranges), transfer=0)
     return head + items.tobytes()

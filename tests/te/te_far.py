@@ -109,7 +109,7 @@ class Far:
 
     def register(self, nbytes: int, seed: int | None = None) -> int:
         buffer = np.zeros(nbytes, np.uint8) if seed is None else pattern(seed, nbytes)
-        self.engine.register(buffer)
+        self.engine.register(buffer, remote="read-write")
         self.buffers[buffer.ctypes.data] = buffer
         return int(buffer.ctypes.data)
 

@@ -15,9 +15,11 @@ HEADER = struct.Struct("<BBHIQQQQ")
 LANDING = np.dtype([("dst", "<u8"), ("nbytes", "<u8")])
 BLOCK = np.dtype([("src", "<u8"), ("dst", "<u8"), ("nbytes", "<u8")])
 PIECE = np.dtype([("transfer", "<u8"), ("piece", "<u8")])
-FAR = np.dtype([("start", "<u8"), ("end", "<u8"), ("keys", "<u4", (8,))])
+FAR = np.dtype([("start", "<u8"), ("end", "<u8"), ("rights", "<u8"), ("keys", "<u4", (8,))])
 REASON = np.dtype([("character", "u1")])
 REPLY = 1
+MAY_READ, MAY_WRITE_TAGGED, MAY_WRITE_UNTAGGED = 1, 2, 4
+ALL_RIGHTS = 7
 
 
 class Kind(enum.IntEnum):

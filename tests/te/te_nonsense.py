@@ -96,6 +96,8 @@ class Nonsense:
             for _ in range(member.length):
                 if member.name == "nbytes":
                     values.append(nbytes)
+                elif member.name == "rights":
+                    values.append(self._rng.choice([7, 7, 7, 7, 1, 2, 4, 6, 0, 8]))
                 elif member.width == 1:
                     values.append(self._rng.randrange(32, 127))
                 elif self._rng.random() < 0.98:

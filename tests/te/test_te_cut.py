@@ -107,10 +107,10 @@ def test_a_cut_rail_fails_what_is_under_way_and_nothing_else(
 ) -> None:
     source, target, relay = relayed
     data, memory, other = pattern(1, NBYTES), np.zeros(NBYTES, np.uint8), np.zeros(100, np.uint8)
-    src, dst = source.register(data), target.register(memory)
+    src, dst = source.register(data), target.register(memory, remote="read-write")
     target.expect(9)
     with te.Engine(te.Config(transports=("tcp",))) as friend:
-        friend_dst = friend.register(other)
+        friend_dst = friend.register(other, remote="read-write")
         friend_peer = source.connect(friend.card())
         peer = source.connect(relay.card)
         wait_until(lambda: len(relay.wires) == 2, "both rails are relayed")
@@ -143,7 +143,7 @@ def test_a_rail_that_goes_silent_is_found_within_the_deadline(
 ) -> None:
     source, target, relay = relayed
     data, memory = pattern(1, NBYTES), np.zeros(NBYTES, np.uint8)
-    src, dst = source.register(data), target.register(memory)
+    src, dst = source.register(data), target.register(memory, remote="read-write")
     peer = source.connect(relay.card)
     wait_until(lambda: len(relay.wires) == 2, "both rails are relayed")
     relay.wires[1].held.set()

@@ -47,7 +47,7 @@ def test_keys_of_a_region_are_not_used_after_it() -> None:
         NullEngine(wires, nics=1) as target,
     ):
         near, far = np.zeros(2 * PAGE, np.uint8), np.zeros(PAGE, np.uint8)
-        landing = target.register(far)
+        landing = target.register(far, remote="read-write")
         peer = source.connect(target.card())
         for _ in range(3):
             region = source.register(near)
@@ -208,7 +208,7 @@ def test_a_fence_leaves_the_rails_of_a_source_that_stops() -> None:
     wires = Wires()
     with NullEngine(wires, nics=1) as source, NullEngine(wires, nics=1) as target:
         near, far = np.zeros(64 * PAGE, np.uint8), np.zeros(64 * PAGE, np.uint8)
-        regions = source.register(near), target.register(far)
+        regions = source.register(near), target.register(far, remote="read-write")
         peer = source.connect(target.card())
         direct = peer._opened.link
         assert isinstance(direct, DirectLink)

@@ -32,7 +32,7 @@ class Pair:
         self.source, self.target = source, target
         self.src, self.dst = pattern(1, nbytes), np.full(nbytes, 0xEE, np.uint8)
         self.src_region = source.register(self.src)
-        self.dst_region = target.register(self.dst)
+        self.dst_region = target.register(self.dst, remote="read-write")
         self.peer = source.connect(target.card())
 
     def blocks(self, src: object, dst: object, nbytes: object) -> te.Blocks:
@@ -210,7 +210,7 @@ def test_threads_connecting_at_once_get_one_peer() -> None:
 def test_an_engine_can_write_to_itself() -> None:
     with te.Engine() as engine:
         buffer = pattern(1, 2000)
-        engine.register(buffer)
+        engine.register(buffer, remote="read-write")
         base = buffer.ctypes.data
         engine.connect(engine.card()).write(te.Blocks.of(base, base + 1000, 1000)).wait(TIMEOUT_S)
         assert (buffer[1000:] == buffer[:1000]).all()
@@ -276,7 +276,7 @@ def test_touching_regions_are_one_range_of_memory(transport: str) -> None:
         src, dst = pattern(1, 4000), np.zeros(4000, np.uint8)
         regions = [source.register(src.ctypes.data + i, 1000) for i in range(0, 4000, 1000)]
         for offset in range(0, 4000, 1000):
-            target.register(dst.ctypes.data + offset, 1000)
+            target.register(dst.ctypes.data + offset, 1000, remote="read-write")
         pages = np.arange(8)
         blocks = te.Blocks.pages(src.ctypes.data, pages, 500, dst.ctypes.data, pages, 500, 500)
         assert len(blocks.merged()) == 1
@@ -296,7 +296,7 @@ def test_deregistered_memory_is_out_of_reach(pair: Pair) -> None:
         pair.peer.write(pair.blocks(0, 0, 10)).wait(TIMEOUT_S)
     with pytest.raises(te.RegistrationError, match="not registered"):
         pair.target.deregister(pair.dst_region)
-    pair.target.register(pair.dst)
+    pair.target.register(pair.dst, remote="read-write")
     pair.peer.write(pair.blocks(0, 0, 10)).wait(TIMEOUT_S)
     pair.source.deregister(pair.src_region)
     with pytest.raises(te.BoundsError, match="nothing is registered"):

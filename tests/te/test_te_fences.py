@@ -68,7 +68,7 @@ class Frozen:
         self.content = pattern(3, memory.nbytes)
         self.dst = np.full(memory.nbytes, 0xEE, np.uint8)
         source.register(memory.address, memory.nbytes)
-        self.region = target.register(self.dst)
+        self.region = target.register(self.dst, remote="read-write")
         self.peer = source.connect(target.card())
         wait_until(lambda: target.stats().rails >= self.peer.rails, "all rails are accepted")
         target.expect(self.TAG)
@@ -170,7 +170,7 @@ def test_other_peers_fences_go_on_beside_a_frozen_page() -> None:
     config = te.Config(transports=("samehost", "tcp"))
     with te.Engine(config) as target, te.Engine(config) as other:
         src, dst = pattern(1, NBYTES), np.zeros(NBYTES, np.uint8)
-        near, far = other.register(src), target.register(dst)
+        near, far = other.register(src), target.register(dst, remote="read-write")
         peer = other.connect(target.card())
         target.expect(8)
         blocks = te.Blocks.of(near.address, far.address, NBYTES)
@@ -200,7 +200,7 @@ def worker_that_waits(engine: te.Engine) -> Iterator[Callable[[], None]]:
     function serves the page."""
     with te.Engine(te.Config(transports=("tcp",))) as far, frozen_memory(4 * NBYTES) as memory:
         dst = np.zeros(memory.nbytes, np.uint8)
-        region = far.register(dst)
+        region = far.register(dst, remote="read-write")
         engine.register(memory.address, memory.nbytes)
         blocks = te.Blocks.of(memory.address, region.address, memory.nbytes)
         transfer = engine.connect(far.card()).write(blocks)
@@ -250,7 +250,7 @@ def test_a_cancelled_read_is_not_over_while_something_of_it_lands() -> None:
     ):
         dst = np.full(NBYTES, 0xEE, np.uint8)
         region = reader.register(dst)
-        far.register(memory.address, NBYTES)
+        far.register(memory.address, NBYTES, remote="read-write")
         peer = reader.connect(far.card())
         read = peer.read(te.Blocks.of(memory.address, region.address, NBYTES))
         memory.wait_until_touched()

@@ -23,20 +23,31 @@ from te_wire import PATHS, TRANSPORTS, Path
 import te
 from te.plane.wire import RULES, Over
 
-GUARD, OPEN = 1 << 16, 1 << 16
+GUARD, OPEN, PART = 1 << 16, 1 << 16, 1 << 12
+TAG = 5
 TIMEOUT_S = 10.0
 
 
 class Arena:
-    """Registered memory between two guards, in one allocation."""
+    """Between two guards, in one allocation: memory that is open to all, some that is open under a
+    tag and in its ranges, and then, side by side, some that nobody may write: outside the ranges,
+    by its rights, and as it is not registered."""
 
     def __init__(self, engine: te.Engine) -> None:
-        self.memory = np.full(2 * GUARD + OPEN, 0xEE, np.uint8)
+        self.memory = np.full(2 * GUARD + OPEN + 4 * PART, 0xEE, np.uint8)
         self.start = int(self.memory.ctypes.data) + GUARD
-        engine.register(self.start, OPEN)
+        engine.register(self.start, OPEN, remote="read-write")
+        tagged = self.start + OPEN
+        engine.register(tagged, 2 * PART, remote="tagged")
+        engine.register(tagged + 2 * PART, PART, remote="read")
+        engine.register(tagged + 3 * PART, PART, remote="none")
+        engine.expect(TAG, ranges=[(self.start, OPEN), (tagged, PART)])
+        engine.expect(9, peer="cd" * 16)  # for nobody who sends anything
 
-    def guards_hold(self) -> bool:
-        return bool((self.memory[:GUARD] == 0xEE).all() and (self.memory[-GUARD:] == 0xEE).all())
+    def guards_hold(self, nbytes: int = OPEN + PART) -> bool:
+        """Whether only so many bytes have changed."""
+        ends = self.memory[:GUARD], self.memory[GUARD + nbytes :]
+        return all(bool((one == 0xEE).all()) for one in ends)
 
 
 def address(rng: random.Random, arena: Arena) -> int:
@@ -45,7 +56,9 @@ def address(rng: random.Random, arena: Arena) -> int:
     if kind < 0.7:
         return arena.start + rng.randrange(OPEN)
     if kind < 0.9:
-        return arena.start + rng.choice([-1, -GUARD, OPEN - 1, OPEN, OPEN + GUARD - 64])
+        return arena.start + rng.choice(
+            [-1, -GUARD, OPEN - 1, *range(OPEN, OPEN + 5 * PART, PART // 2), OPEN + GUARD - 64]
+        )
     return rng.choice(U64_EDGES)
 
 
@@ -99,7 +112,7 @@ class Friend:
     def __init__(self, engine: te.Engine, friend: te.Engine) -> None:
         self._own, self._kept = np.full(64, 7, np.uint8), np.zeros(64, np.uint8)
         friend.register(self._own)
-        engine.register(self._kept)
+        engine.register(self._kept, remote="read-write")
         self.peer = friend.connect(engine.card())
         self._blocks = te.Blocks.of(self._own.ctypes.data, self._kept.ctypes.data, 64)
 
@@ -113,7 +126,7 @@ def ask_for(peer: te.Peer, arena: Arena) -> list[te.Transfer]:
     """Something for a destination to answer."""
     found = []
     for i in range(3):
-        found.append(peer.write(te.Blocks.of(arena.start, arena.start + i, 100), 5))
+        found.append(peer.write(te.Blocks.of(arena.start, arena.start + i, 100), TAG))
         found.append(peer.read(te.Blocks.of(arena.start, arena.start + 100 * i, 100)))
     return found
 
@@ -129,7 +142,8 @@ def test_hostile_frames(path: Path) -> None:
     ):  # fmt: skip
         arena, friend, card = Arena(engine), Friend(engine, friend_engine), engine.card()
         frames = Nonsense(rng, path, lambda: address(rng, arena))
-        engine.expect(5)
+        # Of a destination, answers to `ask_for` alone land.
+        room = OPEN + PART if path.from_source else 300
         sent = 0
         while sent < inputs:
             transfers: list[te.Transfer] = []
@@ -145,11 +159,11 @@ def test_hostile_frames(path: Path) -> None:
             for transfer in transfers:
                 with contextlib.suppress(te.TransferFailed):
                     assert transfer.wait(TIMEOUT_S)
-            assert arena.guards_hold()
+            assert arena.guards_hold(room)
             assert friend.is_served()
             steady.look(sent)
         wait_until(lambda: engine.stats().rails == friend.peer.rails, "only the friend is left")
-        assert arena.guards_hold()
+        assert arena.guards_hold(room)
         steady.check()
         assert frames.rounds, "not every bound was tried"
         assert reasons.violations.total() > inputs // 50

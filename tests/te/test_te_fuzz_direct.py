@@ -21,7 +21,7 @@ from te_direct import (
     word,
 )
 from te_far import wait_until
-from te_frames import AckStatus, Kind, abandon, ack, end, header
+from te_frames import FAR, AckStatus, Kind, abandon, ack, end, header
 from te_nonsense import U64_EDGES, Nonsense
 from te_steady import INPUTS, Reasons, Steady
 from te_wire import Path
@@ -33,7 +33,9 @@ from te.plane.wire import Over
 
 TAGS = (0, 5, 6, 9)
 OPEN_TAGS = (5, 6)
-MEMORY = 1 << 16
+#: Open, but not for whom these frames come from.
+OTHERS_TAG = 9
+MEMORY, PAGE = 1 << 16, 4096
 TIMEOUT_S = 20.0
 
 
@@ -44,8 +46,12 @@ def wild(rng: random.Random) -> int:
 class Source:
     """A source that knows the rules, and keeps to most of them."""
 
-    def __init__(self, rng: random.Random, raw: RawDirectSource, frames: Nonsense) -> None:
+    def __init__(
+        self, rng: random.Random, raw: RawDirectSource, frames: Nonsense, hidden: int
+    ) -> None:
         self.rng, self.raw, self.frames = rng, raw, frames
+        #: Where memory is that no peer may be told of.
+        self.hidden = hidden
         self.damage = rng.choice([0.0, 0.02, 0.3])
         #: One that keeps to all rules comes further.
         self.lies = self.damage > 0 or rng.random() < 0.3
@@ -88,7 +94,11 @@ class Source:
             self.rails[index] = epoch, pair
 
     def _on_frame(self, frame: Frame) -> None:
-        if frame.kind is Kind.ACK and frame.status == AckStatus.GRANTED:
+        if frame.kind is Kind.TABLE:
+            assert self.hidden not in np.frombuffer(frame.body, FAR)["start"]
+        elif frame.kind is Kind.ACK and frame.status == AckStatus.GRANTED:
+            # A read is granted whatever its tag is: it has a mark of 0.
+            assert self.lies or not frame.tag or self.tags[frame.transfer] != OTHERS_TAG
             self.marks[frame.transfer] = frame.tag
         elif frame.kind is Kind.ACK:
             self.marks.pop(frame.transfer, None)
@@ -153,16 +163,20 @@ def test_a_hostile_source() -> None:
         NullEngine(wires, nics=1) as friend_engine, Reasons() as reasons,
     ):  # fmt: skip
         memory = np.zeros(MEMORY, np.uint8)
-        region, near = engine.register(memory), friend_engine.register(memory.copy())
+        region, near = engine.register(memory, remote="read-write"), friend_engine.register(memory)
+        hidden = engine.register(np.zeros(PAGE, np.uint8), remote="none")
+        for remote in ("read", "tagged"):
+            engine.register(np.zeros(PAGE, np.uint8), remote=remote)
         friend = friend_engine.connect(engine.card())
         friendly = te.Blocks.of(near.address, region.address, MEMORY)
         for tag in OPEN_TAGS:
             engine.expect(tag)
+        engine.expect(OTHERS_TAG, peer="cd" * 16)
         frames = Nonsense(rng, Path(Over.RDMA, True), lambda: wild(rng))
         done = 0
         while done < INPUTS:
             with contextlib.closing(RawDirectSource(engine.card(), wires)) as raw:
-                source = Source(rng, raw, frames)
+                source = Source(rng, raw, frames, hidden.address)
                 with contextlib.suppress(ConnectionError):
                     for _ in range(rng.randint(1, 80)):
                         done += 1
@@ -255,7 +269,9 @@ class Destination:
                 wild(rng) % (1 << 62) for _ in range(rng.choice([0, 1, 4]))
             )]  # fmt: skip
             return table(
-                rng.choice([whole, whole, whole[:1], some]), not self.lies or rng.random() < 0.8
+                rng.choice([whole, whole, whole[:1], some]),
+                not self.lies or rng.random() < 0.8,
+                rights=rng.choice([7, 7, 7, 1, 2, 6, *([0, 8] if self.lies else [])]),
             )
         if kind < 0.8:
             if self.lost and rng.random() < 0.9:
@@ -283,7 +299,8 @@ def test_a_hostile_destination() -> None:
         RawDirectListener(wires, nics=2) as listener, Reasons() as reasons,
     ):  # fmt: skip
         memory = np.zeros(MEMORY, np.uint8)
-        region, far = engine.register(memory), friend_engine.register(memory.copy())
+        landing = memory.copy()
+        region, far = engine.register(memory), friend_engine.register(landing, remote="read-write")
         friend = engine.connect(friend_engine.card())
         friendly = te.Blocks.of(region.address, far.address, MEMORY)
         frames = Nonsense(rng, Path(Over.RDMA, False), lambda: wild(rng))

@@ -51,7 +51,7 @@ class Target:
         self.engine = engine
         self.memory = np.zeros(NBYTES, np.uint8)
         self.base = int(self.memory.ctypes.data)
-        self.region = engine.register(self.memory)
+        self.region = engine.register(self.memory, remote="read-write")
         self.card = engine.card()
         self._source = np.full(8, 7, np.uint8)
         friend.register(self._source)
@@ -138,7 +138,7 @@ def test_deregister_in_the_middle_of_a_segment(target: Target) -> None:
         assert status is AckStatus.REFUSED
         assert "deregistered meanwhile" in reason
         assert not target.memory.any()
-        target.engine.register(target.memory)
+        target.engine.register(target.memory, remote="read-write")
     target.assert_serves()
 
 
@@ -147,7 +147,7 @@ def test_registered_anew_in_the_middle_of_a_segment(target: Target) -> None:
     with raw_source(target) as source:
         half_a_segment(target, source, 0)
         target.engine.deregister(target.region)
-        target.engine.register(target.memory)
+        target.engine.register(target.memory, remote="read-write")
         status, reason = finish(source, 0)
         assert (status, "deregistered meanwhile" in reason) == (AckStatus.REFUSED, True)
         assert not target.memory.any()
@@ -157,8 +157,8 @@ def test_deregister_one_of_two_touching_regions_in_the_middle_of_a_segment() -> 
     memory = np.zeros(NBYTES, np.uint8)
     base, half = int(memory.ctypes.data), NBYTES // 2
     with te.Engine() as engine:
-        engine.register(base, half)
-        upper = engine.register(base + half, half)
+        engine.register(base, half, remote="read-write")
+        upper = engine.register(base + half, half, remote="read-write")
         source = RawSource(engine.card())
         with source.sock:
             source.send(segment(1, 0, [(base, NBYTES)], NBYTES), b"\1" * 1000)
@@ -363,7 +363,7 @@ def memory_that_vanishes(engine: te.Engine, nbytes: int) -> Iterator[int]:
     """
     with mmap.mmap(-1, nbytes) as memory:
         address = int(np.frombuffer(memory, np.uint8).ctypes.data)
-        engine.register(address, nbytes)
+        engine.register(address, nbytes, remote="read-write")
         libc = ctypes.CDLL(None)
         assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), 0) == 0
         yield address
@@ -409,7 +409,7 @@ def test_target_memory_that_vanished_fails_only_its_transfer(target: Target) -> 
 
 def test_a_reader_that_acknowledges_nothing_does_not_keep_memory_in_use() -> None:
     with te.Engine(te.Config(stall_timeout_s=0.5)) as target:
-        region = target.register(bytearray(100))
+        region = target.register(bytearray(100), remote="read-write")
         source = RawSource(target.card())
         with source.sock:
             source.send(descriptors(Kind.READ, 1, [(region.address, 1, 100)]))

@@ -49,7 +49,7 @@ class Bystander:
 @contextlib.contextmanager
 def bystander(source: te.Engine, target: te.Engine) -> Iterator[Bystander]:
     near, far = np.zeros(4096, np.uint8), np.zeros(4096, np.uint8)
-    regions = source.register(near), target.register(far)
+    regions = source.register(near), target.register(far, remote="read-write")
     yield Bystander(
         source.connect(target.card()),
         te.Blocks.of(regions[0].address, regions[1].address, 4096),
@@ -178,6 +178,8 @@ def granted_twice(raw: RawDirectDestination) -> None:
         (lambda raw: raw.send(table([(5, 5)])), "empty, or not in their order"),
         (lambda raw: raw.send(table([(9, 10), (5, 6)])), "empty, or not in their order"),
         (lambda raw: raw.send(table([(9, 11), (10, 12)])), "empty, or not in their order"),
+        (lambda raw: raw.send(table([(9, 10)], rights=0)), "rights that there are not"),
+        (lambda raw: raw.send(table([(9, 10)], rights=8)), "rights that there are not"),
         (
             lambda raw: raw.send(table([(9, 11)]), table([(10, 12)], first=False)),
             "empty, or not in their order",

@@ -13,7 +13,19 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from te_far import wait_until
-from te_frames import HEADER, LANDING, AckStatus, Kind, ack, end, header, trailer
+from te_frames import (
+    BLOCK,
+    HEADER,
+    LANDING,
+    REPLY,
+    AckStatus,
+    Kind,
+    ack,
+    end,
+    header,
+    segment,
+    trailer,
+)
 from te_raw import TIMEOUT_S, raw_destination, read_greeting, welcome
 
 import te
@@ -172,6 +184,31 @@ def test_the_progress_of_later_transfers_does_not_keep_an_earlier_one_waiting() 
         assert time.monotonic() < ends_s
         with pytest.raises(te.TransferFailed, match=r"no progress for 0.5 s"):
             first.wait(TIMEOUT_S)
+
+
+def test_answers_to_a_read_land_where_it_asked_for_them_and_nowhere_else() -> None:
+    with connected_to_raw(te.Config()) as (source, peer, sock):
+        memory = np.zeros(1000, np.uint8)
+        start = source.register(memory, remote="read-write").address
+        # Two of these touch, and are one range for the answer.
+        good = te.Blocks.of([1, 1, 1], [start + 10, start, start + 500], 10)
+        for answer, at in enumerate((5, 500, 15, 490, 990), 1):
+            read = peer.read(good)
+            said = sock.recv(HEADER.size + 3 * BLOCK.itemsize, socket.MSG_WAITALL)
+            number = HEADER.unpack_from(said)[4]
+            frame = segment(answer, number, [(start + at, 10)], 10, total=30, flags=REPLY)
+            sock.sendall(frame + b"\7" * 10 + trailer())
+            if answer < 3:
+                wait_until(lambda: (memory[at : at + 10] == 7).all(), "it lands")  # noqa: B023
+                read.cancel()
+                continue
+            says = f"10 bytes at {start + at:#x} lie outside the ranges that the read is for"
+            with pytest.raises(te.TransferFailed, match=says):
+                read.wait(TIMEOUT_S)
+            refused = sock.recv(HEADER.size, socket.MSG_WAITALL)
+            sock.recv(HEADER.unpack(refused)[3], socket.MSG_WAITALL)
+        assert (np.flatnonzero(memory) == [*range(5, 15), *range(500, 510)]).all()
+        assert peer.alive
 
 
 @pytest.mark.parametrize(

@@ -384,7 +384,10 @@ def test_rings_that_cannot_be_used_are_given_back(target: te.Engine) -> None:
 def test_the_memory_of_an_engine_that_was_greeted_badly_is_as_it_was() -> None:
     memory = np.zeros(100, np.uint8)
     with te.Engine() as engine, te.Engine() as friend:
-        here, there = friend.register(np.ones(100, np.uint8)), engine.register(memory)
+        here, there = (
+            friend.register(np.ones(100, np.uint8)),
+            engine.register(memory, remote="read-write"),
+        )
         peer = friend.connect(engine.card())
         for body in DEEP:
             with dial(engine.card()) as sock:

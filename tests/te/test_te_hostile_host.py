@@ -33,6 +33,7 @@ from te_ring import RINGS_BYTES, make_rings
 import te
 from te.connect.greeting import GreetingKind
 from te.handshake import Refuse, decode_body, decode_card
+from te.plane._core import MAY_WRITE_UNTAGGED
 from te.plane._core import Engine as Plane
 from te.plane.reasons import Reason, sentence
 from te.transports.samehost.messages import Shared
@@ -259,7 +260,7 @@ def test_a_link_dies_with_its_process_although_a_child_keeps_the_connection(
     memory = np.zeros(100, np.uint8)
     paths = ":".join([str(Path(te.__file__).parents[1]), str(Path(__file__).parent)])
     with te.Engine() as engine, caplog.at_level(logging.INFO):
-        engine.register(memory)
+        engine.register(memory, remote="read-write")
         arguments = [paths, engine.card().hex(), str(memory.ctypes.data), MARK.hex()]
         with subprocess.Popen(
             [sys.executable, "-c", FORKING, *arguments],
@@ -286,7 +287,7 @@ def test_nothing_is_copied_from_a_number_whose_process_has_ended() -> None:
     plane = Plane(1, 1000.0, 1000.0, 0.0, 1 << 20, 100)
     memory = np.zeros(len(MARK), np.uint8)
     start = int(memory.ctypes.data)
-    plane.add_region(start, start + len(MARK), 1, False)
+    plane.add_region(start, start + len(MARK), 1, MAY_WRITE_UNTAGGED, False)
     secret = np.frombuffer(MARK, np.uint8).copy()
     ended = subprocess.Popen(["true"])
     pidfd = os.pidfd_open(ended.pid)

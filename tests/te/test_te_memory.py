@@ -54,7 +54,7 @@ def test_the_plane_agrees_with_a_loop(
         end = regions[-1].end
     plane = a_plane()
     for region in reversed(regions):
-        plane.add_region(region.address, region.end, region.serial, False)
+        plane.add_region(region.address, region.end, region.serial, 0, False)
     asked = [(address, nbytes) for address, nbytes in asked if nbytes]
     blocks = np.array([(address, 1, nbytes) for address, nbytes in asked], BLOCK)
     covers = [covering(regions, address, nbytes) for address, nbytes in asked]

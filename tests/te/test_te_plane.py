@@ -31,7 +31,10 @@ class Two:
     def __init__(self, source: te.Engine, target: te.Engine, nbytes: int = NBYTES) -> None:
         self.source, self.target = source, target
         self.src, self.dst = pattern(1, nbytes), np.full(nbytes, 0xEE, np.uint8)
-        self.src_region, self.dst_region = source.register(self.src), target.register(self.dst)
+        self.src_region, self.dst_region = (
+            source.register(self.src),
+            target.register(self.dst, remote="read-write"),
+        )
         self.peer = source.connect(target.card())
 
     def blocks(self, src: object, dst: object, nbytes: object) -> te.Blocks:
@@ -203,7 +206,7 @@ def test_allocated_memory_is_mapped_by_the_peer(connect_first: bool) -> None:
         src[:NBYTES] = pattern(1, NBYTES)
         if connect_first:
             source.connect(target.card())
-        region, remote = source.register(buffer), target.register(dst)
+        region, remote = source.register(buffer), target.register(dst, remote="read-write")
         peer = source.connect(target.card())
         offsets = np.random.default_rng(1).permutation(1000) * 8000
         blocks = te.Blocks.of(region.address + offsets, remote.address + offsets[::-1], 7777)
@@ -218,7 +221,7 @@ def test_the_address_of_allocated_memory_can_be_used_anew() -> None:
     """The peer must not copy out of what it had mapped there before."""
     with te.Engine() as source, te.Engine() as target:
         dst = np.zeros(4096, np.uint8)
-        remote = target.register(dst)
+        remote = target.register(dst, remote="read-write")
         peer = source.connect(target.card())
         first, second = te.allocate(4096), te.allocate(4096)
         for buffer, value in ((first, 1), (second, 2), (first, 3)):
@@ -353,7 +356,7 @@ def test_sixty_four_peers_and_sixteen_transfers_each(transport: str) -> None:
         assert per_engine <= 3
         src, dst = pattern(2, each * nbytes), np.zeros((peers, each * nbytes), np.uint8)
         region = source.register(src)
-        remotes = [target.register(dst[i]) for i, target in enumerate(targets)]
+        remotes = [target.register(dst[i], remote="read-write") for i, target in enumerate(targets)]
         connected = [source.connect(target.card()) for target in targets]
         if transport == "rdma":  # The threads that make rails come on top.
             per_engine += 1 + THREADS_MAX

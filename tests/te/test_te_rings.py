@@ -30,7 +30,7 @@ def test_a_position_that_cannot_be_ends_the_link(
 ) -> None:
     memory = np.zeros(100, np.uint8)
     with te.Engine() as engine, caplog.at_level(logging.WARNING):
-        engine.register(memory)
+        engine.register(memory, remote="read-write")
         source = RawSource(engine.card(), "samehost")
         assert isinstance(source.sock, RingSocket)
         with source.sock:
@@ -71,7 +71,7 @@ def test_a_stream_many_times_as_long_as_its_ring() -> None:
     memory, data = np.zeros(nbytes, np.uint8), pattern(1, nbytes)
     base = int(memory.ctypes.data)
     with te.Engine() as engine:
-        engine.register(memory)
+        engine.register(memory, remote="read-write")
         source = RawSource(engine.card(), "samehost")
         rng = np.random.default_rng(2)
         with source.sock:
@@ -113,7 +113,7 @@ def test_a_reader_that_sleeps_is_woken_up_by_each_answer(spin_s: float) -> None:
 def test_what_was_sent_before_the_end_still_lands() -> None:
     memory = np.zeros(1000, np.uint8)
     with te.Engine() as engine:
-        engine.register(memory)
+        engine.register(memory, remote="read-write")
         engine.expect(4)
         source = RawSource(engine.card(), "samehost")
         landings = [(int(memory.ctypes.data), 1000)]
@@ -128,7 +128,7 @@ def test_small_blocks_go_through_the_rings_both_ways() -> None:
     nbytes, count = 1 << 20, 10_000
     src, dst = pattern(3, nbytes), np.zeros(nbytes, np.uint8)
     with te.Engine() as source, te.Engine() as target:
-        here, there = source.register(src), target.register(dst)
+        here, there = source.register(src), target.register(dst, remote="read-write")
         peer = source.connect(target.card())
         assert peer.transport == "samehost"
         offsets = np.arange(count, dtype=np.uint64) * 100

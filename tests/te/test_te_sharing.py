@@ -151,7 +151,7 @@ def test_a_region_at_the_address_of_an_earlier_one_is_copied_from_its_own_memory
     """Register, write, deregister, register another at once, beside a thread that connects."""
     landing = np.zeros(PAGE, np.uint8)
     with te.Engine() as source, te.Engine() as target:
-        there = target.register(landing)
+        there = target.register(landing, remote="read-write")
         for turn in range(1, 30):
             memory = te.allocate(PAGE)
             with running(lambda: source.connect(target.card())):

@@ -52,7 +52,8 @@ class TeEngine(Contender):
         if self.setup.transport != "auto":
             config = dataclasses.replace(config, transports=(self.setup.transport,))
         self._engine = te.Engine(config)
-        self._engine.register(memory if self._allocated is None else self._allocated)
+        own = memory if self._allocated is None else self._allocated
+        self._engine.register(own, remote="read-write")  # The writes have no tag.
         self._memory = memory
         return {"card": base64.b64encode(self._engine.card()).decode()}
 
