@@ -46,7 +46,7 @@ class SealBuffer:
 
     def __init__(self, engine: te.Engine) -> None:
         self._memory = np.zeros(SEAL_SLOTS * SEAL_BYTES, dtype=np.uint8)
-        self._region = engine.register(self._memory)
+        self._region = engine.register(self._memory, remote="tagged")
         self.buffers = Buffers((self._region.address,), (SEAL_BYTES,), (SEAL_SLOTS * SEAL_BYTES,))
 
     def read(self, slot: int) -> Seal:
@@ -85,7 +85,8 @@ class DecodeSide(Side):
         self._rooms = rooms.DecodeRooms(
             rooms.DecodeDeadlines(context.deadlines.bootstrap_s, context.deadlines.waiting_s),
             SEAL_SLOTS,
-            first_tag=secrets.randbits(62) + 1,
+            first_generation=secrets.randbits(62) + 1,
+            new_tag=te.new_tag,
         )
         self.instances = PrefillInstances(config.registries)
         self._sources_of: dict[str, _Sources] = {}  # of the scheduler thread alone
@@ -261,9 +262,9 @@ class DecodeSide(Side):
         match instruction:
             case rooms.OpenLink(LinkKey() as key):
                 self._links.open(key)
-            case rooms.Expect(_, tag, slot):
+            case rooms.Expect(_, LinkKey() as key, tag, slot):
                 self._seals.clear(slot)
-                self._engine.expect(tag)
+                self._engine.expect(tag, peer=self._links.engine(key))
             case rooms.Tell(LinkKey() as key, message):
                 self._links.send(key, message)
             case rooms.Fence(view, tags):

@@ -71,7 +71,8 @@ class _Link:
     dealer: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     opened_s: float
-    up: bool = False
+    #: The engine of the prefill rank; None until its hello is answered.
+    engine: te.Identity | None = None
 
 
 class Links:
@@ -108,7 +109,7 @@ class Links:
         it stands already or cannot be opened."""
         known = self._links.get(key)
         if known is not None:
-            if known.up:
+            if known.engine is not None:
                 self._report(LinkUp(key))
             return
         try:
@@ -131,6 +132,13 @@ class Links:
         self._readers.add_reader(monitor, partial(self._lost, link))
         self._send(link, hello)
 
+    def engine(self, key: LinkKey) -> te.Identity:
+        """The engine that writes for the prefill rank; LookupError when the link does not stand."""
+        link = self._links.get(key)
+        if link is None or link.engine is None:
+            raise LookupError(f"there is no link to {key}")
+        return link.engine
+
     def send(self, key: LinkKey, message: Message) -> None:
         """Says nothing over a link that is gone: its rooms have been told, or are about to be."""
         link = self._links.get(key)
@@ -140,7 +148,7 @@ class Links:
     def tick(self, now_s: float) -> None:
         """Gives up links whose hello is not answered."""
         for link in list(self._links.values()):
-            if not link.up and now_s - link.opened_s >= self._timeout_s:
+            if link.engine is None and now_s - link.opened_s >= self._timeout_s:
                 self._drop(
                     link,
                     f"{link.key} did not answer the hello within {self._timeout_s:g} s"
@@ -179,8 +187,8 @@ class Links:
     def _take(self, link: _Link, message: Message) -> None:
         key = link.key
         match message:
-            case HelloReply(refused=None):
-                link.up = True
+            case HelloReply(None, engine_id, engine_epoch):
+                link.engine = te.Identity(engine_id, engine_epoch)
                 self._report(LinkUp(key))
             case HelloReply(refused=reason):
                 # It can be told until the link is closed; see `_FAREWELL_MS`.

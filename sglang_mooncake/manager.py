@@ -38,6 +38,7 @@ from sglang_mooncake.seam import (
 )
 from sglang_mooncake.stats import Recorder
 from sglang_mooncake.transports import open_engine, register
+from te.memory import Remote
 
 __all__ = ["KVManager"]
 
@@ -158,8 +159,10 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
     # --- memory ---
 
     def register_buffer_to_engine(self) -> None:
-        """Registers caches and metadata buffers (again, after SGLang has taken memory back)."""
-        self._regions += register(self.engine, memory_ranges(self.kv_args))
+        """Registers caches and metadata buffers (again, after SGLang has taken memory back). Peers
+        write those of decode ranks, under the tags of rooms; nobody reads any."""
+        remote: Remote = "none" if self.context.role == "prefill" else "tagged"
+        self._regions += register(self.engine, memory_ranges(self.kv_args), remote)
 
     def deregister_buffer_to_engine(self) -> None:
         """SGLang is about to unmap the buffers; nothing lands in them after this returns."""

@@ -8,6 +8,7 @@ peers of any two versions can tell each other apart, whatever became of the body
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import msgspec
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 #: Raise it with every change that an older peer would misread.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 #: A million-token context at page size 1 is 4 MB of indices; nothing we send is longer than this.
 MESSAGE_BYTES_MAX = 64 << 20
 #: SGLang counts a prompt's tokens in 32 bits.
@@ -48,6 +49,7 @@ TOKENS_MAX = (1 << 31) - 1
 REASON_CHARS_MAX = 1_000
 #: Indices travel as int32.
 INDEX_MAX = (1 << 31) - 1
+_ENGINE_ID = re.compile("[0-9a-f]{32}")
 _MAGIC = b"SGMK"
 _HEADER_BYTES = len(_MAGIC) + 2
 
@@ -74,9 +76,20 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 class HelloReply(msgspec.Struct, frozen=True, tag="hello_reply"):
     """prefill → decode: the data path stands (refused is None), or why not. A prefill rank repeats
-    the former as long as that is so, to learn of links that have ended."""
+    the former as long as that is so, to learn of links that have ended.
+
+    engine_id, engine_epoch: of te; where the data path stands, whom to expect writes from.
+    """
 
     refused: str | None
+    engine_id: str = ""
+    engine_epoch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.refused is not None:
+            return
+        if not _ENGINE_ID.fullmatch(self.engine_id) or not 0 <= self.engine_epoch < 1 << 64:
+            raise ValueError(f"engine {self.engine_id!r} of {self.engine_epoch} is none of te")
 
 
 class Target(msgspec.Struct, frozen=True):

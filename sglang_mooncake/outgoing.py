@@ -60,7 +60,7 @@ class Outgoing:
         self._recorder, self._post = recorder, post
         self._rooms: dict[int, _Room] = {}  # by serial
         self._seals = np.zeros(SEAL_SLOTS * SEAL_BYTES, dtype=np.uint8)
-        self._seal_region = engine.register(self._seals)
+        self._seal_region = engine.register(self._seals, remote="none")
         self._free_seals = list(range(SEAL_SLOTS))
         self._unwatched: list[TransferEnded] = []
 

@@ -298,7 +298,8 @@ class PrefillSide(Side):
         """Says that the data path stands. Whoever cannot be told has gone, or has said hello again
         over another connection: nothing else tells us that a control connection has ended."""
         for destination in destinations:
-            self._reply(bytes.fromhex(destination.key), HelloReply(refused=None))
+            stands = HelloReply(None, self._engine.id, self._engine.epoch)
+            self._reply(bytes.fromhex(destination.key), stands)
 
     def _reply(self, identity: bytes, message: Message) -> None:
         assert self._router is not None

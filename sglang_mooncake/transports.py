@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import te
 from sglang_mooncake.config import Config
 from te.config import TRANSPORTS
+from te.memory import Remote
 from te.memory_kinds import Reach, kind_of
 
 __all__ = ["HandoverUnavailable", "open_engine", "register"]
@@ -61,8 +62,13 @@ def open_engine(
         ) from error
 
 
-def register(engine: te.Engine, ranges: Iterable[tuple[int, int]]) -> list[te.Region]:
+def register(
+    engine: te.Engine, ranges: Iterable[tuple[int, int]], remote: Remote
+) -> list[te.Region]:
     """All of them, or none.
+
+    Args:
+        remote: what peers may do there.
 
     Raises:
         HandoverUnavailable: memory that the engine cannot move.
@@ -70,7 +76,7 @@ def register(engine: te.Engine, ranges: Iterable[tuple[int, int]]) -> list[te.Re
     regions: list[te.Region] = []
     try:
         for address, nbytes in ranges:
-            regions.append(engine.register(address, nbytes))
+            regions.append(engine.register(address, nbytes, remote=remote))
     except te.RegistrationError as error:
         while regions:
             engine.deregister(regions.pop())

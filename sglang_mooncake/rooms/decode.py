@@ -11,7 +11,7 @@ The table keeps no books of links. A room asks for those it needs (`OpenLink`), 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from sglang_mooncake.messages import (
@@ -110,14 +110,22 @@ class DecodeRooms:
 
     Args:
         seal_slots: how many seals the registered seal buffer holds; a bound on rooms × sources.
-        first_tag: tags count up from here, so that they differ from those of a former life.
+        first_generation: they count up from here, so that they differ from those of a former life.
+        new_tag: a tag that was never used, and that nobody can guess.
     """
 
-    def __init__(self, deadlines: DecodeDeadlines, seal_slots: int, first_tag: int) -> None:
+    def __init__(
+        self,
+        deadlines: DecodeDeadlines,
+        seal_slots: int,
+        first_generation: int,
+        new_tag: Callable[[], int],
+    ) -> None:
         self._deadlines = deadlines
         self._rooms: dict[int, _Room] = {}  # by serial
         self._free_slots = list(range(seal_slots - 1, -1, -1))
-        self._next_tag = first_tag
+        self._next_generation = first_generation
+        self._new_tag = new_tag
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -194,16 +202,19 @@ class DecodeRooms:
             )
         room.slots = tuple(self._free_slots.pop() for _ in sending)
         room.since_s = now_s
-        # The generation tells this use of the room number from any other; tags are never reused.
-        view.generation = self._next_tag
+        # The generation tells this use of the room number from any other.
+        view.generation = self._next_generation
+        self._next_generation += 1
         view.awaited = tuple(
-            targets.awaited(source, view.generation, view.generation + nth, slot)
-            for nth, (source, slot) in enumerate(zip(sending, room.slots, strict=True))
+            targets.awaited(source, view.generation, self._new_tag(), slot)
+            for source, slot in zip(sending, room.slots, strict=True)
         )
-        self._next_tag += len(sending)
         view.exposed = True
         advance(view, Step.PUBLISHED, TRANSITIONS_DECODE)
-        expect = [Expect(view, awaited.tag, awaited.slot) for awaited in view.awaited]
+        expect = [
+            Expect(view, source.link, awaited.tag, awaited.slot)
+            for source, awaited in zip(sending, view.awaited, strict=True)
+        ]
         by_link = dict(zip((source.link for source in sending), view.awaited, strict=True))
         tell = [
             Tell(source.link, targets.request(source, view, by_link.get(source.link)))

@@ -175,9 +175,11 @@ class OpenLink:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """Clear the seal slot, then open this tag for writing, before anybody is told of it."""
+    """Clear the seal slot, then open this tag for the engine behind the link; all before anybody is
+    told of it."""
 
     view: RoomView
+    link: Hashable
     tag: int
     slot: int
 

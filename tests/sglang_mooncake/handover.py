@@ -34,6 +34,7 @@ from sglang_mooncake.rooms.prefill import Chunk
 from sglang_mooncake.rooms.states import RoomState, RoomView
 from sglang_mooncake.stats import Recorder
 from sglang_mooncake.stream_order import StreamEvent
+from te.memory import Remote
 
 HOST = "127.0.0.1"
 PAGES, PAGE_SIZE, PAGE_BYTES, LAYERS = 64, 4, 512, 3
@@ -120,7 +121,7 @@ def make_context(
 
 class PrefillRank:
     def __init__(self, context: RankContext, config: Config, memory: Memory) -> None:
-        self.engine = _engine(memory, config)
+        self.engine = _engine(memory, config, "none")
         layout = memory.layout(Buffers((), (), ()))
         recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
         self.side = PrefillSide(context, self.engine, layout, recorder)
@@ -150,7 +151,7 @@ class PrefillRank:
 
 class DecodeRank:
     def __init__(self, context: RankContext, config: Config, memory: Memory) -> None:
-        self.engine = _engine(memory, config)
+        self.engine = _engine(memory, config, "tagged")
         self.seals = SealBuffer(self.engine)
         layout = memory.layout(self.seals.buffers)
         recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
@@ -165,10 +166,10 @@ class DecodeRank:
         self.engine.close()
 
 
-def _engine(memory: Memory, config: Config) -> te.Engine:
+def _engine(memory: Memory, config: Config, remote: Remote) -> te.Engine:
     engine = te.Engine(te.Config(host=HOST, stall_timeout_s=config.stall_timeout_s))
     for address, nbytes in memory.ranges():
-        engine.register(address, nbytes)
+        engine.register(address, nbytes, remote=remote)
     return engine
 
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from counted_tags import CountedTags
 
 from sglang_mooncake.executor import Executor
 from sglang_mooncake.layout import Seal
@@ -227,7 +228,8 @@ def _prefill_output(instruction: Any) -> Token | None:
 
 
 def _decode_automaton(links: tuple[str, ...]) -> Automaton:
-    rooms = decode.DecodeRooms(decode.DecodeDeadlines(10.0, 20.0), 2 * len(links), first_tag=100)
+    deadlines, tags = decode.DecodeDeadlines(10.0, 20.0), CountedTags(200)
+    rooms = decode.DecodeRooms(deadlines, 2 * len(links), first_generation=100, new_tag=tags)
     view = RoomView(ROOM, 0.0, serial=1)
     sources = tuple(decode.RoomSource(link, aux=not nth) for nth, link in enumerate(links))
     rooms.handle(Opened(view), 0.0)

@@ -69,8 +69,9 @@ def test_a_whole_seal_that_disagrees_is_told_with_both_figures(seal, writes, nby
     ],
 )
 def test_a_source_that_ends_with_less_than_was_asked_for_fails_the_room_at_once(change, says):
-    """The source is an engine that writes a seal and nothing else."""
-    with handover() as pair, te.Engine(te.Config()) as source:
+    """The source's engine writes a seal and nothing else."""
+    with handover() as pair:
+        source = pair.prefill.engine  # Which alone may write under the room's tag.
         pair.decode.know(pair.address)
         _, view = pair.open_both(1)
         pair.name_pages(view, [4, 5, 6], aux=0)
@@ -88,3 +89,23 @@ def test_a_source_that_ends_with_less_than_was_asked_for_fails_the_room_at_once(
             until(lambda: view.over, "the room has failed")
             assert view.state is RoomState.FAILED
             assert says in (view.reason or "")
+
+
+def test_no_other_engine_writes_under_the_tag_of_a_room():
+    """Not even one that has been told it."""
+    with handover() as pair, te.Engine(te.Config()) as stranger:
+        pair.decode.know(pair.address)
+        _, view = pair.open_both(1)
+        pair.name_pages(view, [4], aux=0)
+        until(lambda: view.state is RoomState.REQUESTED, "the pages are published")
+        (awaited,) = view.awaited
+        memory = np.full(SEAL_BYTES, 7, np.uint8)
+        stranger.register(memory, remote="none")
+        peer = stranger.connect(pair.decode.engine.card())
+        slot = pair.decode.seals.buffers.addresses[0] + awaited.slot * SEAL_BYTES
+        blocks = te.Blocks.of(memory.ctypes.data, slot, SEAL_BYTES)
+        with pytest.raises(te.TransferFailed, match=f"the tag {awaited.tag:#x} is not open here"):
+            peer.write(blocks, tag=awaited.tag).wait(20)
+        with pytest.raises(te.TransferFailed, match="peers may not write without a tag"):
+            peer.write(blocks).wait(20)
+        assert pair.decode.engine.arrived(awaited.tag) == 0

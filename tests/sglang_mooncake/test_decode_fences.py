@@ -52,9 +52,12 @@ class Frozen:
 def frozen_write(pair: Handover, view: RoomView) -> Iterator[Frozen]:
     config = te.Config(transports=("samehost",))
     with te.Engine(config) as source, frozen_memory(NBYTES) as memory:
-        source.register(memory.address, memory.nbytes)
+        source.register(memory.address, memory.nbytes, remote="none")
         peer = source.connect(pair.decode.engine.card())
         (awaited,) = view.awaited
+        # It is open for the engine of the prefill rank, which has written nothing yet.
+        pair.decode.engine.fence(awaited.tag)
+        pair.decode.engine.expect(awaited.tag, peer=source)
         # All pages of the room in the first layer: one block that no caller copies by itself.
         blocks = te.Blocks.of(memory.address, pair.target.kv.ctypes.data, NBYTES)
         transfer = peer.write(blocks, tag=awaited.tag)

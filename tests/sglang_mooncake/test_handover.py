@@ -335,7 +335,7 @@ def test_a_peer_that_speaks_another_version_is_told_apart_by_its_first_message(s
                 view = decode.side.new_room(1)
                 decode.side.choose_sources(view, address, 0)
                 identity, _hello = router.recv_multipart()
-                router.send_multipart([identity, encode(HelloReply(refused=None), other)])
+                router.send_multipart([identity, encode(HelloReply(""), other)])
                 until(lambda: view.over, "the room is refused")
                 router.close(linger=0)
                 assert f"version {other}" in (view.reason or "")

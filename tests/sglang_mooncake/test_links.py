@@ -14,6 +14,7 @@ import pytest
 import zmq
 from handover import FIRST, HOST, Pool, make_context, until
 
+import te
 from bootstrap_server import Rank
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.control import ControlLoop
@@ -32,6 +33,8 @@ from sglang_mooncake.rooms.decode_events import LinkDown, LinkRefused, LinkUp, P
 
 REGISTRY = "10.0.0.1:8998"
 ABORT = RoomAbort(1, 1, "gone")
+ENGINE = te.Identity("0a" * 16, 7)
+STANDS = HelloReply(None, *ENGINE)
 #: Of a published recipe: "never take a peer for dead".
 NEVER = Deadlines(heartbeat_failures_max=10_000_000)
 
@@ -95,9 +98,10 @@ class Bench:
         self.links.open(self.key)
         identity, message = self.take()
         assert isinstance(message, Hello)
-        self.say(identity, HelloReply(None))
+        self.say(identity, STANDS)
         self.loop.turn()
         assert self.events.pop() == LinkUp(self.key)
+        assert self.links.engine(self.key) == ENGINE
         return identity
 
 
@@ -115,7 +119,7 @@ def test_a_link_is_opened_once_and_says_to_each_who_asks_that_it_stands(bench):
     bench.links.open(bench.key)
     assert bench.events == []
     identity, _ = bench.take()
-    bench.say(identity, HelloReply(None), HelloReply(None))
+    bench.say(identity, STANDS, STANDS)
     bench.loop.turn()
     until(lambda: bench.events or bench.loop.turn(), "it stands")
     assert bench.events[0] == LinkUp(bench.key)
@@ -146,7 +150,7 @@ def test_a_refused_link_can_be_told_and_is_dialled_again_for_the_next_room(bench
 def test_what_a_rank_says_after_it_has_reset_the_link_is_not_heard(bench):
     identity = bench.connected()
     failed = RoomFailed(1, 1, "no")
-    bench.say(identity, failed, LinkReset("lost you"), LinkReset("twice"), failed, HelloReply(None))
+    bench.say(identity, failed, LinkReset("lost you"), LinkReset("twice"), failed, STANDS)
     until(lambda: len(bench.events) >= 2 or bench.loop.turn(), "both are heard")
     assert bench.events == [
         PeerFailed(bench.key, failed),
@@ -280,7 +284,7 @@ def answering_router():
             while not stop.is_set():
                 if router.poll(20):
                     identity, _ = router.recv_multipart()
-                    router.send_multipart([identity, encode(HelloReply(None))])
+                    router.send_multipart([identity, encode(STANDS)])
 
         thread = threading.Thread(target=answer)
         thread.start()

@@ -100,7 +100,8 @@ layouts = st.builds(
 any_message = st.one_of(
     requests,
     st.builds(Hello, rank=text, place=places, card=st.binary(max_size=50), layout=layouts),
-    st.builds(HelloReply, refused=st.none() | text),
+    st.builds(HelloReply, refused=text),
+    st.builds(HelloReply, st.none(), st.just("0a" * 16), st.integers(0, (1 << 64) - 1)),
     st.builds(RoomAbort, room=rooms, generation=rooms, reason=text),
     st.builds(RoomFailed, room=rooms, generation=rooms, reason=text),
     st.builds(LinkReset, reason=text),
@@ -145,6 +146,17 @@ def test_a_message_that_nests_without_end_is_refused():
     unknown_field = b"\x82\xa4type\xaalink_reset\xa1x" + b"\x91" * 200_000 + b"\xc0"
     with pytest.raises(MessageError, match="malformed"):
         messages.decode(header + unknown_field)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"engine_id": ""}, {"engine_id": "g" * 32}, {"engine_epoch": -1}]
+)
+def test_a_data_path_that_stands_is_an_engines(fields):
+    stands = HelloReply(None, "0a" * 16, 7)
+    body = msgspec.to_builtins(stands) | fields
+    frame = messages.encode(stands)[:6] + msgspec.msgpack.encode(body)
+    with pytest.raises(MessageError, match="is none of te"):
+        messages.decode(frame)
 
 
 @given(requests, st.data())

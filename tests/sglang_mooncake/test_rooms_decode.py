@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from counted_tags import CountedTags
 
 from sglang_mooncake.messages import RoomAbort, RoomFailed, RoomRequest
 from sglang_mooncake.rooms.decode import (
@@ -40,7 +41,7 @@ DEADLINES = DecodeDeadlines(bootstrap_s=10.0, waiting_s=20.0)
 
 
 def new_rooms() -> DecodeRooms:
-    return DecodeRooms(DEADLINES, SLOTS, first_tag=100)
+    return DecodeRooms(DEADLINES, SLOTS, first_generation=100, new_tag=CountedTags(200))
 
 
 def requested(rooms: DecodeRooms, room: int = 1, link: str = "p0") -> RoomView:
@@ -75,6 +76,7 @@ def test_a_room_goes_from_open_to_done_and_gives_its_seal_slots_back():
     named = PagesNamed(view, np.array([4, 5]), 2, 8, states=(np.array([7]),))
     expect, other, *tells = rooms.handle(named, 0)
     assert [type(expect), type(other)] == [Expect, Expect]
+    assert [expect.link, other.link] == ["p0", "p1"], "each may write under its own tag alone"
     first, second = (asked(tell) for tell in tells)
     assert (first.destinations, second.destinations) == (3, 2)
     assert first.target is not None
@@ -244,6 +246,7 @@ def test_a_source_that_sends_nothing_is_asked_and_not_waited_for():
     rooms.handle(LinkUp("p1"), 0)
     expect, first, second = rooms.handle(PagesNamed(view, np.array([4]), 2, 8), 0)
     assert isinstance(expect, Expect)
+    assert expect.link == "p0", "the other sends nothing"
     assert asked(first).target is None
     assert asked(second).target is not None
     assert asked(first).generation == asked(second).generation == view.generation

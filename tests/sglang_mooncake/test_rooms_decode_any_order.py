@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
+from counted_tags import CountedTags
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -53,7 +54,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize()
     def start(self):
-        self.rooms = DecodeRooms(DEADLINES, SLOTS, first_tag=100)
+        self.rooms = DecodeRooms(DEADLINES, SLOTS, first_generation=100, new_tag=CountedTags(200))
         self.now_s = 0.0
         self.executor = Executor(self.handle, self.perform, after_failure, lambda: self.now_s)
         self.inbox: deque = deque()  # what the scheduler has posted and the loop not seen
@@ -88,7 +89,7 @@ class AnyOrder(RuleBasedStateMachine):
             case OpenLink(link):
                 if self.links.setdefault(link, False):
                     self.executor.submit(LinkUp(link))
-            case Expect(_, tag, _):
+            case Expect(_, _, tag, _):
                 assert tag not in self.all_tags
                 self.open_tags.add(tag)
                 self.all_tags.add(tag)

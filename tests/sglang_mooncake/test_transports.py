@@ -62,5 +62,6 @@ def test_memory_is_registered_wholly_or_not_at_all():
     good = np.zeros(NBYTES, np.uint8)
     with open_for(good) as engine:
         with pytest.raises(HandoverUnavailable, match="cannot register the KV cache"):
-            register(engine, [*ranges(good), (0, 4096)])
-        assert len(register(engine, ranges(good))) == 1
+            register(engine, [*ranges(good), (0, 4096)], "none")
+        (region,) = register(engine, ranges(good), "tagged")
+        assert region.remote == "tagged"
