@@ -17,6 +17,7 @@ from bootstrap_server import Topology
 from bootstrap_server.matching import sources
 from sglang_mooncake.kv_args import UnsupportedPool
 from sglang_mooncake.layout import ALONE, LayoutMismatch, Place, Plan
+from sglang_mooncake.transports import register
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
 
@@ -58,21 +59,24 @@ def hand_over(
 ) -> list[Rank]:
     """All prefill ranks that the decode rank asks send to it."""
     source_engine, target_engine, peer = engines
-    regions = [(target_engine, target_engine.register(*part)) for part in target.ranges()]
+    regions = [(target_engine, one) for one in register(target_engine, target.ranges(), "tagged")]
+    tag = te.new_tag()
+    target_engine.expect(tag, peer=source_engine)
     ranks = []
     for asked in sources(prefill, target.place.topology, target.place.coords, 0):
         rank = Rank(model, "prefill", Place(prefill, asked.coords), target.page)
         ranks.append(rank)
-        regions += [(source_engine, source_engine.register(*part)) for part in rank.ranges()]
+        regions += [(source_engine, one) for one in register(source_engine, rank.ranges(), "none")]
         plan = Plan(rank.layout(), target.layout(), rank.place, target.place)
         pages = [np.array([pair[side] for pair in PAGES], np.int32) for side in (0, 1)]
         parts = [plan.kv(*pages), plan.state(indices(rank, 0), indices(target, 1))]
         if asked.aux:
             parts.append(plan.aux(3, 1))
-        peer.write(te.Blocks.concat(parts)).wait(timeout_s=WAIT_S)
+        peer.write(te.Blocks.concat(parts), tag).wait(timeout_s=WAIT_S)
         if asked.aux:
             assert torch.equal(target.metadata.output_ids[1], rank.metadata.output_ids[3])
             assert not target.metadata.output_ids[2].any()
+    assert target_engine.fence(tag) == len(ranks)
     for engine, region in regions:
         engine.deregister(region)
     return ranks
