@@ -12,6 +12,7 @@ from typing import Final, Self
 __all__ = ["Buffer", "allocate"]
 
 HUGE_PAGE_BYTES: Final = 2 << 20
+F_SEAL_FUTURE_WRITE: Final = 0x10  # linux/fcntl.h; Python has no name for it yet
 
 
 class Buffer(mmap.mmap):
@@ -63,6 +64,9 @@ def _map(nbytes: int, flags: int, page_nbytes: int) -> Buffer:
         # A peer that has it mapped must never find it shorter.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         buffer = Buffer(fd, nbytes, flags != 0)
+        with contextlib.suppress(OSError):  # Before Linux 5.1.
+            # Peers get the descriptor to read from: nobody but this process shall write by it.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
     except OSError:
         os.close(fd)
         raise

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
+import os
 import resource
 import threading
 from collections.abc import Iterator
@@ -238,6 +240,18 @@ def test_the_address_of_allocated_memory_can_be_used_anew() -> None:
         assert peer.write(te.Blocks.of(private.address, remote.address, 4096)).wait(TIMEOUT_S)
         assert (dst == 9).all()
         assert peer.alive
+
+
+def test_nobody_else_can_write_allocated_memory() -> None:
+    """A peer on the same host has its descriptor."""
+    buffer = te.allocate(4096)
+    with pytest.raises(PermissionError):
+        mmap.mmap(buffer.fd, 4096)
+    with pytest.raises(PermissionError):
+        os.pwrite(buffer.fd, b"x", 0)
+    there = mmap.mmap(buffer.fd, 4096, prot=mmap.PROT_READ)
+    buffer[:5] = b"still"
+    assert there[:5] == b"still"
 
 
 def test_allocate_says_what_it_gives() -> None:
