@@ -19,18 +19,27 @@ from typing import Any
 import msgspec
 
 from te import nesting
-from te.connect.greeting import GREETING, GREETING_BODY_MAX, MAGIC, GreetingKind
+from te.connect.greeting import (
+    CLAIM,
+    CLAIM_FIELDS,
+    GREETING,
+    GREETING_BODY_MAX,
+    HELLO_BODY_MAX,
+    MAGIC,
+    GreetingKind,
+)
 from te.handshake import (
+    BODY_BYTES_MAX,
     PROTOCOL_VERSION,
     Card,
     CardRegion,
-    Hello,
     Refusal,
     Refuse,
     Welcome,
 )
 from te.plane._core import RINGS_NBYTES
 from te.plane.wire import HEADER, LIMITS, RING, RULES, Bounds, Layout, Over, Rule, check
+from te.proof import CHALLENGE_BYTES, PROOF_BYTES
 from te.topology.gids import Gid, GidKind
 from te.transports.rdma.direct import FENCES
 from te.transports.rdma.messages import (
@@ -45,7 +54,7 @@ from te.transports.samehost.messages import HostHello, HostWelcome, Nonce, Share
 
 TEXT = Path(__file__).with_name("wire_doc.in.md")
 PATH = Path(__file__).resolve().parents[1] / "docs" / "wire.md"
-GREETINGS = (Hello, Welcome, Refuse, Refusal)
+GREETINGS = (Welcome, Refuse, Refusal)
 HOST = (HostHello, Nonce, Shared, HostWelcome)
 RDMA = (RdmaOffer, CardNic, Gid, GidKind, RdmaHello, RailOffer, RdmaWelcome, RailAnswer)
 LINKS = {Over.TCP: "TCP", Over.RINGS: "rings", Over.RDMA: "RDMA"}
@@ -102,6 +111,10 @@ def document() -> str:
     numbers = {
         "PROTOCOL_VERSION": PROTOCOL_VERSION,
         "GREETING_BYTES": GREETING.size,
+        "CHALLENGE_BYTES": CHALLENGE_BYTES,
+        "PROOF_BYTES": PROOF_BYTES,
+        "CLAIM_BYTES": CLAIM.size,
+        "BODY_BYTES_MAX": BODY_BYTES_MAX,
         "HEADER_BYTES": HEADER.nbytes,
         "DEPTH_MAX": nesting.DEPTH_MAX,
         "ITEMS_MAX": nesting.ITEMS_MAX,
@@ -114,6 +127,7 @@ def document() -> str:
     parts = {
         "card": _messages(Card, CardRegion),
         "greeting": _greeting(),
+        "claim": _claim(),
         "greetings": _messages(*GREETINGS),
         "host": _messages(*HOST),
         "devices": _messages(*RDMA),
@@ -218,13 +232,26 @@ def _length(type_: Any, of_what: str) -> str:
 def _greeting() -> str:
     names = [("magic", f"`{MAGIC!r}`"), ("version", "of the protocol")]
     kinds = ", ".join(f"{one.value} {one.name}" for one in GreetingKind)
-    names += [("kind", kinds), ("body bytes", f"at most {GREETING_BODY_MAX}")]
+    names += [
+        ("kind", kinds),
+        ("body bytes", f"at most {GREETING_BODY_MAX:,}, of a HELLO {HELLO_BODY_MAX:,}"),
+    ]
     sizes = {"8s": 8, "H": 2, "I": 4}
     rows, at = [], 0
     for (name, means), code in zip(names, re.findall(r"\d*[a-zA-Z]", GREETING.format), strict=True):
         rows.append([str(at), str(sizes[code]), name, means])
         at += sizes[code]
     assert at == GREETING.size
+    return _table(["offset", "bytes", "field", "means"], rows)
+
+
+def _claim() -> str:
+    rows, at = [], 0
+    fields = [*CLAIM_FIELDS, ("proof", f"{PROOF_BYTES}s", "see below"), ("body", "", "the rest")]
+    for name, code, means in fields:
+        nbytes = struct.calcsize(f"<{code}") if code else 0
+        rows.append([str(at), str(nbytes or ""), name, means])
+        at += nbytes
     return _table(["offset", "bytes", "field", "means"], rows)
 
 

@@ -25,6 +25,7 @@ from te.handshake import PROTOCOL_VERSION, Card, CardRegion, decode_card, encode
 from te.memory import Region, RegionTable, Remote, late
 from te.peers import Peer
 from te.plane._core import Engine as Plane
+from te.proof import null_key
 from te.tags import TAG_LIMIT, Identified, check_tag, packed_peer, packed_ranges
 from te.transfers import Notifier
 from te.transports import registry
@@ -99,7 +100,7 @@ class Engine:
         short_id = self._id[:8]
         self._pool = Pool(f"te-pool-{short_id}")
         self._local = Local(
-            self._id, self._epoch, config, self._plane, self._memory, self._pool.run
+            self._id, self._epoch, config, self._plane, self._memory, null_key, self._pool.run
         )
         self._notifier = Notifier(f"te-notify-{short_id}", self._plane)
         self._workers: list[threading.Thread] = []

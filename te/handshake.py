@@ -20,7 +20,6 @@ __all__ = [
     "REASON_CHARS_MAX",
     "Card",
     "CardRegion",
-    "Hello",
     "Name",
     "Refusal",
     "Refuse",
@@ -40,7 +39,7 @@ CARD_BYTES_MAX: Final = 1 << 20
 REASON_CHARS_MAX: Final = 512
 OFFER_BYTES_MAX: Final = 1 << 19
 BODY_BYTES_MAX: Final = 2048
-"""What a transport says in a greeting, which has 4,096 bytes for everything."""
+"""What a transport says in a greeting."""
 
 EngineId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 Unsigned = Annotated[int, msgspec.Meta(ge=0)]
@@ -100,30 +99,9 @@ class _AnyCard(msgspec.Struct, frozen=True):
 
 
 @message
-class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """Source to destination: who I am, and whom your card says you are."""
-
-    #: Of the source, as on its card; likewise the next.
-    id: EngineId
-    epoch: Unsigned
-    #: Of the destination, as on its card; likewise the next.
-    peer_id: EngineId
-    peer_epoch: Unsigned
-    #: Connections with the same number are about one link.
-    link: Unsigned
-    #: What the link is over.
-    transport: Name
-    #: What this transport has to say of it.
-    body: Body = b""
-
-
-@message
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Destination to source: you may write; this is who I am."""
+    """Destination to source: you may write."""
 
-    #: Of the destination, as on its card; likewise the next.
-    id: EngineId
-    epoch: Unsigned
     #: Rails that I take for one link; the source opens no more.
     rails: Annotated[int, msgspec.Meta(ge=1)]
     #: What the transport answers.
@@ -131,12 +109,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(StrEnum):
-    """Why a destination does not welcome a source."""
+    """Why a destination does not welcome a source whose hello is good."""
 
-    #: It speaks another version.
-    VERSION = "version"
-    #: The hello is for another engine.
-    IDENTITY = "identity"
     #: Too many connections are open.
     LIMIT = "limit"
     #: This transport cannot be used between the two; another may.

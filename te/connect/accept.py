@@ -200,8 +200,7 @@ class Acceptor:
         self._half_open[half_open] = incoming
         self._greeting.add(incoming)
         self.loop.watch(sock.fileno(), READABLE, incoming.on_ready)
-        # Mostly its hello is here already: it is not half-open for longer than this.
-        incoming.on_ready(READABLE)
+        incoming.begin()
         while (surplus := self._admission.surplus(time.monotonic())) is not None:
             self._give_up(surplus, "too many connections say nothing")
 

@@ -4,26 +4,34 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from te.config import Config
-from te.connect.greeting import Greeting, GreetingKind, GreetingReader, encode_greeting
+from te.connect.greeting import (
+    NONCE_BYTES,
+    Greeting,
+    GreetingKind,
+    GreetingReader,
+    Hello,
+    encode_greeting,
+    open_answer,
+    seal_hello,
+)
 from te.errors import ConnectError, HandshakeError, ProtocolViolation, VersionError
 from te.handshake import (
     PROTOCOL_VERSION,
     Card,
-    Hello,
     Refusal,
     Refuse,
     Welcome,
     decode_body,
-    encode,
     version_mismatch,
 )
+from te.proof import CHALLENGE_BYTES
 from te.transports.base import Local, TransportRefused
 
 __all__ = [
@@ -110,6 +118,7 @@ def blame(card: Card, where: str, timeout_s: float) -> Iterator[None]:
 
 
 def greet(
+    local: Local,
     sock: socket.socket,
     hello: Hello,
     card: Card,
@@ -117,8 +126,8 @@ def greet(
     deadline_s: float,
     fds: Sequence[int] = (),
 ) -> Dialled:
-    """Sends the hello, with descriptors if any (unix sockets only), and waits for the welcome;
-    closes the socket on any error.
+    """Answers the challenge with the hello, with descriptors if any (unix sockets only), and waits
+    for the welcome; closes the socket on any error.
 
     Raises ``OSError``, ``te.ConnectError``, ``te.VersionError``, ``te.HandshakeError``,
     ``TransportRefused``.
@@ -126,10 +135,12 @@ def greet(
     with contextlib.ExitStack() as undo:
         undo.callback(sock.close)
         try:
+            challenge = _check_challenge(_read_greeting(sock, deadline_s), where)
+            body, proof = seal_hello(hello, challenge, os.urandom(NONCE_BYTES), local.prover)
             sock.settimeout(max(deadline_s - time.monotonic(), 0.001))
             # One that refuses at once may have closed already: its reason is still to be read.
             with contextlib.suppress(BrokenPipeError):
-                data = encode_greeting(GreetingKind.HELLO, PROTOCOL_VERSION, encode(hello))
+                data = encode_greeting(GreetingKind.HELLO, PROTOCOL_VERSION, body)
                 if fds:
                     # A new connection's empty buffer takes it whole.
                     socket.send_fds(sock, [data], fds)
@@ -138,7 +149,7 @@ def greet(
             greeting = _read_greeting(sock, deadline_s)
         except ProtocolViolation as exc:
             raise HandshakeError(f"{where}: {exc}") from None
-        welcome = _check_greeting(greeting, card, where)
+        welcome = _check_answer(greeting, open_answer(greeting, proof, local.prover), card, where)
         sock.setblocking(False)
         undo.pop_all()
         return Dialled(sock, welcome)
@@ -159,12 +170,10 @@ def insist(dial: Callable[[], _Rail], deadline_s: float) -> _Rail:
     return dial()
 
 
-def connect(
-    config: Config, card: Card, hello: Hello, deadline_s: float, timeout_s: float
-) -> Dialled:
+def connect(local: Local, card: Card, hello: Hello, deadline_s: float, timeout_s: float) -> Dialled:
     """A welcomed connection to the host and port of the card; raises as ``greet``, but for
     ``OSError``."""
-    where = address_text(card.host, card.port)
+    where, config = address_text(card.host, card.port), local.config
     source = None if config.source_host is None else (config.source_host, 0)
     try:
         socket.getaddrinfo(card.host, card.port, flags=socket.AI_NUMERICHOST)
@@ -183,7 +192,7 @@ def connect(
             tune(sock, config.stall_timeout_s)
             if config.socket_buffer_bytes:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.socket_buffer_bytes)
-            dialled = greet(sock, hello, card, where, deadline_s)
+            dialled = greet(local, sock, hello, card, where, deadline_s)
             undo.pop_all()
             return dialled
 
@@ -225,21 +234,37 @@ def _read_greeting(sock: socket.socket, deadline_s: float) -> Greeting:
             return greeting
 
 
-def _check_greeting(greeting: Greeting, card: Card, where: str) -> Welcome:
+def _check_challenge(greeting: Greeting, where: str) -> bytes:
+    _check_version(greeting, where)
+    if greeting.kind != GreetingKind.CHALLENGE or len(greeting.body) != CHALLENGE_BYTES:
+        raise HandshakeError(
+            f"{where} began with a greeting of kind {greeting.kind} and {len(greeting.body)} bytes"
+            " instead of a challenge"
+        )
+    return greeting.body
+
+
+def _check_answer(greeting: Greeting, said: bytes | None, card: Card, where: str) -> Welcome:
+    """``said``: what the greeting says, if it proves to be an answer."""
+    _check_version(greeting, where)
+    if greeting.kind == GreetingKind.REFUSE and not greeting.body:
+        # Strangers are told nothing; nor is one whose card is out of date.
+        raise ConnectError(
+            f"{where} refuses this engine without a word: it is not the engine {card.id} of the"
+            " card, as it was restarted or another one took its port; get its new card"
+        )
+    if greeting.kind not in (GreetingKind.WELCOME, GreetingKind.REFUSE):
+        raise HandshakeError(f"{where} answered with a greeting of kind {greeting.kind}")
+    if said is None:
+        raise HandshakeError(f"{where} answered without a proof that it has read the hello")
+    if greeting.kind == GreetingKind.WELCOME:
+        return decode_body(said, Welcome)
+    refuse = decode_body(said, Refuse)
+    if refuse.code is Refusal.TRANSPORT:
+        raise TransportRefused(refuse.reason)
+    raise ConnectError(f"{where} refused the connection: {refuse.reason}")
+
+
+def _check_version(greeting: Greeting, where: str) -> None:
     if greeting.version != PROTOCOL_VERSION:
         raise VersionError(version_mismatch(f"the engine at {where}", greeting.version))
-    if greeting.kind == GreetingKind.REFUSE:
-        refuse = decode_body(greeting.body, Refuse)
-        if refuse.code is Refusal.TRANSPORT:
-            raise TransportRefused(refuse.reason)
-        error = VersionError if refuse.code is Refusal.VERSION else ConnectError
-        raise error(f"{where} refused the connection: {refuse.reason}")
-    if greeting.kind != GreetingKind.WELCOME:
-        raise HandshakeError(f"{where} answered with a greeting of kind {greeting.kind}")
-    welcome = decode_body(greeting.body, Welcome)
-    if (welcome.id, welcome.epoch) != (card.id, card.epoch):
-        raise ConnectError(
-            f"{where} is the engine {welcome.id}, not {card.id} of the card: it was restarted or"
-            " another one took its port; get its new card"
-        )
-    return welcome

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes on a connection. Pure: no sockets, no clock.
 
-Everything is little-endian. A connection begins with one greeting from each side (``HELLO`` from
-the side that dials, then ``WELCOME`` or ``REFUSE``), whose 16-byte header is the same in every
-version for ever, so that engines of different versions can say so:
+Everything is little-endian. The side that was dialled speaks first, with a ``CHALLENGE``; the other
+answers with a ``HELLO``, and gets a ``WELCOME`` or a ``REFUSE``. Each is a greeting, whose 16-byte
+header is the same in every version for ever, so that engines of different versions can say so:
 
-    magic 8s, version u16, kind u16, body bytes u32; then a MessagePack body (te.handshake)
+    magic 8s, version u16, kind u16, body bytes u32; then the body
 
-Then come the frames of the plane (``te/core/wire.h``); on the same host through the rings whose
-descriptor came with the hello, no more through the socket. docs/wire.md has all of it.
+Nothing of a stranger is decoded before its proof: challenge and hello are fields of fixed size, the
+hello with a body of bytes behind them that the proof covers. Then come the frames of the plane
+(``te/core/wire.h``), on some links by another way than the connection. docs/wire.md has all of it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,50 @@ from dataclasses import dataclass
 from typing import Final
 
 from te.errors import ProtocolViolation
+from te.handshake import BODY_BYTES_MAX
+from te.proof import PROOF_BYTES, Prover, answer_proof, hello_proof, is_same
 
-__all__ = ["Greeting", "GreetingKind", "GreetingReader", "encode_greeting"]
+__all__ = [
+    "CLAIM",
+    "CLAIM_FIELDS",
+    "GREETING",
+    "GREETING_BODY_MAX",
+    "HELLO_BODY_MAX",
+    "MAGIC",
+    "NONCE_BYTES",
+    "Greeting",
+    "GreetingKind",
+    "GreetingReader",
+    "Hello",
+    "Proven",
+    "encode_greeting",
+    "open_answer",
+    "open_hello",
+    "seal_answer",
+    "seal_hello",
+]
 
 MAGIC: Final = b"te-wire\0"
 GREETING: Final = struct.Struct("<8sHHI")
 GREETING_BODY_MAX: Final = 4096
+
+NONCE_BYTES: Final = 32
+ID_BYTES: Final = 16
+NAME_BYTES: Final = 16
+CLAIM_FIELDS: Final = (
+    ("nonce", f"{NONCE_BYTES}s", "random, new for each connection"),
+    ("id", f"{ID_BYTES}s", "of the source, as on its card; likewise the next"),
+    ("epoch", "Q", ""),
+    ("peer id", f"{ID_BYTES}s", "of the destination, as on its card; likewise the next"),
+    ("peer epoch", "Q", ""),
+    ("link", "Q", "connections with the same number are about one link"),
+    ("transport", f"{NAME_BYTES}s", "what the link is over: ASCII, padded with zeros"),
+)
+"""What a hello begins with: name, type as in ``struct``, meaning. Its proof follows."""
+
+CLAIM: Final = struct.Struct("<" + "".join(kind for _, kind, _ in CLAIM_FIELDS))
+HELLO_BODY_MAX: Final = CLAIM.size + PROOF_BYTES + BODY_BYTES_MAX
+"""The most that a stranger can say."""
 
 
 class GreetingKind(enum.IntEnum):
@@ -33,6 +72,7 @@ class GreetingKind(enum.IntEnum):
     HELLO = 1
     WELCOME = 2
     REFUSE = 3
+    CHALLENGE = 4
 
 
 @dataclass(frozen=True)
@@ -42,6 +82,88 @@ class Greeting:
     version: int
     kind: int
     body: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """Source to destination: who I am, whom your card says you are, and what this connection is
+    about."""
+
+    #: Of the source, 32 hex digits, as on its card; likewise the next.
+    id: str
+    epoch: int
+    #: Of the destination, as on its card; likewise the next.
+    peer_id: str
+    peer_epoch: int
+    link: int
+    #: What the link is over.
+    transport: str
+    #: What this transport has to say of it.
+    body: bytes = b""
+
+
+@dataclass(frozen=True)
+class Proven:
+    """A hello with what its answer has to prove that it is an answer to."""
+
+    hello: Hello
+    #: The proof of the hello, which depends on the challenge and all of the hello.
+    proof: bytes
+
+
+def seal_hello(hello: Hello, challenge: bytes, nonce: bytes, prover: Prover) -> tuple[bytes, bytes]:
+    """The body of a greeting for that hello, and its proof."""
+    assert len(nonce) == NONCE_BYTES
+    assert len(hello.transport) <= NAME_BYTES
+    claim = CLAIM.pack(
+        nonce,
+        bytes.fromhex(hello.id),
+        hello.epoch,
+        bytes.fromhex(hello.peer_id),
+        hello.peer_epoch,
+        hello.link,
+        hello.transport.encode("ascii"),
+    )
+    proof = hello_proof(prover, challenge, claim, hello.body)
+    return claim + proof + hello.body, proof
+
+
+def open_hello(body: bytes, challenge: bytes, prover: Prover) -> Proven | None:
+    """The hello in the body of a greeting, if it was made for this challenge by one who has the
+    key; else None. Raises ``ProtocolViolation`` for what is not the size of one, or names no
+    transport."""
+    if len(body) < CLAIM.size + PROOF_BYTES:
+        raise ProtocolViolation(f"a hello of {len(body)} bytes")
+    claim, rest = body[: CLAIM.size], body[CLAIM.size :]
+    proof, said = rest[:PROOF_BYTES], rest[PROOF_BYTES:]
+    if not is_same(hello_proof(prover, challenge, claim, said), proof):
+        return None
+    _, id_, epoch, peer_id, peer_epoch, link, name = CLAIM.unpack(claim)
+    try:
+        transport = name.rstrip(b"\0").decode("ascii")
+    except UnicodeDecodeError:
+        raise ProtocolViolation("a hello for a transport whose name is no text") from None
+    hello = Hello(
+        id=id_.hex(),
+        epoch=epoch,
+        peer_id=peer_id.hex(),
+        peer_epoch=peer_epoch,
+        link=link,
+        transport=transport,
+        body=said,
+    )
+    return Proven(hello, proof)
+
+
+def seal_answer(kind: GreetingKind, body: bytes, hello: bytes, prover: Prover) -> bytes:
+    """The body of a greeting that answers the hello with that proof."""
+    return answer_proof(prover, hello, kind, body) + body
+
+
+def open_answer(greeting: Greeting, hello: bytes, prover: Prover) -> bytes | None:
+    """What such a greeting says; None unless it answers that hello, from one who has the key."""
+    proof, said = greeting.body[:PROOF_BYTES], greeting.body[PROOF_BYTES:]
+    return said if is_same(answer_proof(prover, hello, greeting.kind, said), proof) else None
 
 
 def encode_greeting(kind: GreetingKind, version: int, body: bytes) -> bytes:
@@ -54,8 +176,9 @@ class GreetingReader:
     """Reads one greeting of any version, and asks for exactly its bytes: what follows stays in the
     socket."""
 
-    def __init__(self) -> None:
-        self._buffer = bytearray(GREETING.size + GREETING_BODY_MAX)
+    def __init__(self, body_max: int = GREETING_BODY_MAX) -> None:
+        self._body_max = body_max
+        self._buffer = bytearray(GREETING.size + body_max)
         self._view = memoryview(self._buffer)
         self._filled = 0
         self._wanted = GREETING.size
@@ -75,9 +198,9 @@ class GreetingReader:
             magic, _, _, body_nbytes = GREETING.unpack_from(self._buffer)
             if magic != MAGIC:
                 raise ProtocolViolation(f"not a te engine: its first bytes are {magic!r}")
-            if body_nbytes > GREETING_BODY_MAX:
+            if body_nbytes > self._body_max:
                 raise ProtocolViolation(
-                    f"a greeting of {body_nbytes} bytes; at most {GREETING_BODY_MAX}"
+                    f"a greeting of {body_nbytes} bytes; at most {self._body_max}"
                 )
             self._wanted += body_nbytes
         if self._filled < self._wanted:

@@ -12,20 +12,27 @@ from typing import Protocol
 
 from te.connect.admission import HalfOpen
 from te.connect.chosen import Chosen
-from te.connect.greeting import Greeting, GreetingKind, GreetingReader, encode_greeting
+from te.connect.greeting import (
+    HELLO_BODY_MAX,
+    Greeting,
+    GreetingKind,
+    GreetingReader,
+    Hello,
+    encode_greeting,
+    open_hello,
+    seal_answer,
+)
 from te.connect.loop import IoLoop
 from te.errors import HandshakeError, ProtocolViolation
 from te.handshake import (
     PROTOCOL_VERSION,
     REASON_CHARS_MAX,
-    Hello,
     Refusal,
     Refuse,
     Welcome,
-    decode_body,
     encode,
-    version_mismatch,
 )
+from te.proof import CHALLENGE_BYTES
 from te.transports.base import (
     Answer,
     Call,
@@ -97,12 +104,20 @@ class Incoming:
         self._owner = owner
         self._takes_descriptor = takes_descriptor
         self._half_open = half_open
-        self._reader = GreetingReader()
+        self._challenge = os.urandom(CHALLENGE_BYTES)
+        self._reader = GreetingReader(HELLO_BODY_MAX)
+        #: Of its hello, once that has been found good.
+        self._proof = b""
         #: The descriptor that came with the hello, if any.
         self._fds: list[int] = []
         #: What its transport makes of it, once its hello is whole.
         self._join: Join | None = None
         self._is_released = False
+
+    def begin(self) -> None:
+        """Speaks first."""
+        challenge = encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, self._challenge)
+        self._guard(lambda: self._send(challenge))
 
     def check_deadline(self, now_s: float) -> float:
         """Closes it if it has not introduced itself in time; returns when it must have."""
@@ -175,19 +190,20 @@ class Incoming:
         return self._reader.filled(nbytes)
 
     def _greet(self, greeting: Greeting) -> None:
-        if greeting.version != PROTOCOL_VERSION:
-            who = f"the engine at {self._where}"
-            self._refuse(Refusal.VERSION, version_mismatch(who, greeting.version))
-            return
+        """Tells strangers nothing: they are those who cannot answer the challenge for this engine,
+        in this version."""
         if greeting.kind != GreetingKind.HELLO:
             raise ProtocolViolation(f"a greeting of kind {greeting.kind} instead of a hello")
-        hello = decode_body(greeting.body, Hello)
+        if greeting.version != PROTOCOL_VERSION:
+            self._turn_away(f"it speaks te protocol {greeting.version}")
+            return
+        proven = open_hello(greeting.body, self._challenge, self._local.prover)
+        if proven is None:
+            self._turn_away("its hello does not answer the challenge")
+            return
+        hello, self._proof = proven.hello, proven.proof
         if (hello.peer_id, hello.peer_epoch) != (self._local.id, self._local.epoch):
-            self._refuse(
-                Refusal.IDENTITY,
-                f"this is the engine {self._local.id}, not {hello.peer_id} of the card: it was"
-                " restarted or another one took its port; get its new card",
-            )
+            self._turn_away(f"its hello is for the engine {hello.peer_id}")
             return
         transport = self._acceptor.chosen.get(hello.transport)
         if transport is None:
@@ -228,15 +244,12 @@ class Incoming:
         problem = None if link is None else self._acceptor.misfit(link)
         if problem is not None:
             raise TransportRefused(problem)
-        self._say(GreetingKind.WELCOME, self._welcoming(self._local.config.rails, body))
+        self._say(GreetingKind.WELCOME, Welcome(rails=self._local.config.rails, body=body))
         self._release()
         problem = self._acceptor.joined(self._sock, join, link)
         if problem is None:
             self._fds.clear()
         self.close(problem or "")
-
-    def _welcoming(self, rails: int, body: bytes) -> Welcome:
-        return Welcome(id=self._local.id, epoch=self._local.epoch, rails=rails, body=body)
 
     def _later(self, work: Work) -> None:
         """Welcomes it when the work has been done, or says why it has not."""
@@ -264,7 +277,7 @@ class Incoming:
         if isinstance(answer, str):
             self._refuse(Refusal.TRANSPORT, answer)
             return
-        self._say(GreetingKind.WELCOME, self._welcoming(1, answer.body))
+        self._say(GreetingKind.WELCOME, Welcome(rails=1, body=answer.body))
         self.close(f"it asked for {answer.what}, and that is done")
 
     def _refuse(self, code: Refusal, reason: str) -> None:
@@ -272,6 +285,17 @@ class Incoming:
         self._say(GreetingKind.REFUSE, Refuse(code=code, reason=reason[:REASON_CHARS_MAX]))
         self.close("refused")
 
+    def _turn_away(self, reason: str) -> None:
+        """Refuses it without a word; the reason is for the log here."""
+        self._acceptor.log(logging.WARNING, "%s refused: %s", self._where, reason)
+        self._send(encode_greeting(GreetingKind.REFUSE, PROTOCOL_VERSION, b""))
+        self.close("refused")
+
     def _say(self, kind: GreetingKind, body: Welcome | Refuse) -> None:
-        # A new connection's empty buffer takes it whole.
-        self._sock.send(encode_greeting(kind, PROTOCOL_VERSION, encode(body)))
+        """To one whose hello is good."""
+        sealed = seal_answer(kind, encode(body), self._proof, self._local.prover)
+        self._send(encode_greeting(kind, PROTOCOL_VERSION, sealed))
+
+    def _send(self, data: bytes) -> None:
+        # All that is said in a greeting is so little that the buffer takes it whole.
+        self._sock.send(data)

@@ -30,6 +30,7 @@ from te.memory_kinds import Reach
 from te.plane._core import Engine as Plane
 from te.plane._core import LinkHandle, Revocation, TransferHandle
 from te.plane.reasons import Reason
+from te.proof import Prover
 from te.verbs.fabric import Fabric
 
 __all__ = [
@@ -87,6 +88,8 @@ class Local:
     config: Config
     plane: Plane
     memory: RegionTable
+    #: For the proofs in greetings.
+    prover: Prover
     #: Has a function that may block run on another thread; False when the engine was closed.
     run: Callable[[Callable[[], None]], bool]
 

@@ -32,11 +32,13 @@ from te_raw import (
     rdma_hello,
     rdma_welcome,
     read_greeting,
+    said,
+    take_hello,
 )
 from testbed_nics import Nic
 
 import te
-from te.handshake import Hello, Welcome, decode_body, decode_card, encode
+from te.handshake import Welcome, decode_body, decode_card, encode
 from te.memory import Remote
 from te.plane._core import NICS_LIMIT
 from te.topology import Gid, GidKind
@@ -139,10 +141,10 @@ def connected(engine: te.Engine, far: PyverbsFar, device: str) -> Iterator[RawSo
             gid=bytes.fromhex(gid), far_gid_index=GID_INDEX,
         )  # fmt: skip
         with dial(card) as sock:
-            sock.sendall(rdma_hello(card, offer, link=1 << 40))
+            sock.sendall(rdma_hello(sock, card, offer, link=1 << 40))
             greeting = read_greeting(sock)
             assert greeting is not None
-            rail = decode_body(decode_body(greeting.body, Welcome).body, RdmaWelcome).rail
+            rail = decode_body(decode_body(said(greeting), Welcome).body, RdmaWelcome).rail
         assert rail is not None
         far.connect(number=rail.number, psn=rail.psn, near_psn=11, gid=near.raw.hex(), mtu=MTU_1024)
         yield source
@@ -218,20 +220,18 @@ def test_an_engine_writes_into_pyverbs(
         card = structs.replace(card, offers={"rdma": encode(RdmaOffer(nics=[nic]))})
         connected = pool.submit(engine.connect, encode(card), TIMEOUT_S)
         control = stack.enter_context(listener.accept()[0])
-        greeting = read_greeting(control)
-        assert greeting is not None
-        assert decode_body(greeting.body, Hello).transport == "rdma"
-        control.sendall(rdma_welcome())
+        proven = take_hello(control)
+        assert proven.hello.transport == "rdma"
+        control.sendall(rdma_welcome(proven))
         with listener.accept()[0] as sock:
-            greeting = read_greeting(sock)
-            assert greeting is not None
-            offer = decode_body(decode_body(greeting.body, Hello).body, RdmaHello).rail
+            proven = take_hello(sock)
+            offer = decode_body(proven.hello.body, RdmaHello).rail
             assert offer is not None
             far.connect(
                 number=offer.number, psn=offer.psn, near_psn=12, gid=offer.gid.hex(),
                 mtu=offer.mtu,
             )  # fmt: skip
-            sock.sendall(rdma_welcome(RailAnswer(number=number, psn=12, fences=0)))
+            sock.sendall(rdma_welcome(proven, RailAnswer(number=number, psn=12, fences=0)))
         peer = connected.result(TIMEOUT_S)
         assert (peer.id, peer.transport, peer.rails) == (RAW_ID, "rdma", 1)
         assert far.marks(count=1) == [0]  # the probe

@@ -22,6 +22,8 @@ from te_raw import (
     rdma_welcome,
     read_exactly,
     read_greeting,
+    said,
+    take_hello,
 )
 
 import te
@@ -31,7 +33,6 @@ from te.connect.greeting import GreetingKind
 from te.handshake import (
     PROTOCOL_VERSION,
     Card,
-    Hello,
     Welcome,
     decode_body,
     encode,
@@ -188,7 +189,7 @@ class RawDirectSource(_Control):
         self._link = next(_links)
         sock = dial(card)
         super().__init__(sock)
-        self.send(rdma_hello(card, link=self._link))
+        self.send(rdma_hello(sock, card, link=self._link))
         greeting = read_greeting(sock)
         assert greeting is not None
         assert greeting.kind == GreetingKind.WELCOME
@@ -201,11 +202,11 @@ class RawDirectSource(_Control):
             number=pair.number,
         )  # fmt: skip
         with dial(self._card) as sock:
-            sock.sendall(rdma_hello(self._card, offer, link=self._link))
+            sock.sendall(rdma_hello(sock, self._card, offer, link=self._link))
             greeting = read_greeting(sock)
         if greeting is None or greeting.kind != GreetingKind.WELCOME:
             return None
-        answer = decode_body(decode_body(greeting.body, Welcome).body, RdmaWelcome).rail
+        answer = decode_body(decode_body(said(greeting), Welcome).body, RdmaWelcome).rail
         assert answer is not None
         with contextlib.suppress(OSError):  # The engine may have given its end up already.
             pair.connect(answer.number)
@@ -279,21 +280,22 @@ class RawDirectListener:
 
     def _take(self, sock: socket.socket) -> None:
         sock.settimeout(TIMEOUT_S)
-        greeting = read_greeting(sock)
-        if greeting is None:
+        try:
+            proven = take_hello(sock)
+        except AssertionError:
             sock.close()
             return
-        said = decode_body(greeting.body, Hello)
-        rail = decode_body(said.body, RdmaHello).rail
+        hello = proven.hello
+        rail = decode_body(hello.body, RdmaHello).rail
         if rail is None:
-            rails = self._rails[said.link] = {}
-            sock.sendall(rdma_welcome())
-            self._links.put(RawDirectDestination(sock, said.link, rails))
+            rails = self._rails[hello.link] = {}
+            sock.sendall(rdma_welcome(proven))
+            self._links.put(RawDirectDestination(sock, hello.link, rails))
             return
         with sock:
-            known = self._rails.get(said.link)
+            known = self._rails.get(hello.link)
             if known is not None:
-                sock.sendall(rdma_welcome(_answer(self._wires, rail, known)))
+                sock.sendall(rdma_welcome(proven, _answer(self._wires, rail, known)))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
+import os
 import secrets
 import socket
 from collections.abc import Iterator
@@ -15,8 +16,30 @@ from te_frames import HEADER, Ack, AckStatus, Kind
 from te_ring import RingEnd, RingSocket, accept_rings
 
 import te
-from te.connect.greeting import Greeting, GreetingKind, GreetingReader, encode_greeting
-from te.handshake import PROTOCOL_VERSION, Card, CardRegion, Hello, Welcome, decode_card, encode
+from te.connect.greeting import (
+    GREETING,
+    NONCE_BYTES,
+    Greeting,
+    GreetingKind,
+    GreetingReader,
+    Hello,
+    Proven,
+    encode_greeting,
+    open_hello,
+    seal_answer,
+    seal_hello,
+)
+from te.handshake import (
+    PROTOCOL_VERSION,
+    Card,
+    CardRegion,
+    Refuse,
+    Welcome,
+    decode_body,
+    decode_card,
+    encode,
+)
+from te.proof import CHALLENGE_BYTES, PROOF_BYTES, null_key
 from te.transports.rdma.messages import RailAnswer, RailOffer, RdmaHello, RdmaWelcome
 from te.transports.samehost.messages import HostHello, HostWelcome, Nonce, Shared
 from te.transports.samehost.reach import NonceMemory
@@ -25,6 +48,8 @@ TIMEOUT_S = 10.0
 RAW_ID = "ab" * 16
 #: What every same-host link begins with: bytes of this process.
 NONCE = NonceMemory()
+#: Of every destination by hand.
+CHALLENGE = bytes(range(CHALLENGE_BYTES))
 _numbers = itertools.count(1)
 
 
@@ -69,24 +94,60 @@ def read_exactly(sock: socket.socket | RingEnd, nbytes: int) -> bytes | None:
     return data
 
 
+def take_challenge(sock: socket.socket) -> bytes:
+    greeting = read_greeting(sock)
+    assert greeting is not None, "no challenge but the end"
+    assert greeting.kind == GreetingKind.CHALLENGE
+    return greeting.body
+
+
 def hello(
-    card: bytes, transport: str = "tcp", version: int = PROTOCOL_VERSION, **changes: Any
+    to: socket.socket | bytes,
+    card: bytes,
+    transport: str = "tcp",
+    version: int = PROTOCOL_VERSION,
+    **changes: Any,
 ) -> bytes:
+    """A whole greeting that answers a challenge, or the one that comes by the connection."""
+    challenge = to if isinstance(to, bytes) else take_challenge(to)
     decoded = decode_card(card)
     fields = {"id": RAW_ID, "epoch": 1, "peer_id": decoded.id, "peer_epoch": decoded.epoch}
     fields |= {"link": next(_numbers), "transport": transport}
-    return encode_greeting(GreetingKind.HELLO, version, encode(Hello(**fields | changes)))
+    said = Hello(**fields | changes)
+    body, _ = seal_hello(said, challenge, os.urandom(NONCE_BYTES), null_key)
+    return encode_greeting(GreetingKind.HELLO, version, body)
 
 
 def host_hello(
-    card: bytes, nonce: Nonce | None = None, shared: Shared | None = None, **changes: Any
+    to: socket.socket | bytes,
+    card: bytes,
+    nonce: Nonce = NONCE.nonce,
+    shared: Shared | None = None,
+    **changes: Any,
 ) -> bytes:
     """For the same host."""
-    return hello(card, "samehost", body=encode(HostHello(nonce=nonce, shared=shared)), **changes)
+    return hello(
+        to, card, "samehost", body=encode(HostHello(nonce=nonce, shared=shared)), **changes
+    )
 
 
-def rdma_hello(card: bytes, rail: RailOffer | None = None, **changes: Any) -> bytes:
-    return hello(card, "rdma", body=encode(RdmaHello(rail=rail)), **changes)
+def rdma_hello(
+    to: socket.socket | bytes, card: bytes, rail: RailOffer | None = None, **changes: Any
+) -> bytes:
+    return hello(to, card, "rdma", body=encode(RdmaHello(rail=rail)), **changes)
+
+
+def said(greeting: Greeting | None) -> bytes:
+    """What an answer says, behind its proof."""
+    assert greeting is not None
+    return greeting.body[PROOF_BYTES:]
+
+
+def refusal(sock: socket.socket) -> Refuse:
+    greeting = read_greeting(sock)
+    assert greeting is not None
+    assert greeting.kind == GreetingKind.REFUSE
+    return decode_body(said(greeting), Refuse)
 
 
 class RawSource:
@@ -96,12 +157,11 @@ class RawSource:
         self.sock: socket.socket | RingEnd
         if transport == "samehost":
             rings = self.sock = RingSocket(card)
-            changes = {"nonce": NONCE.nonce} | changes
-            greeting = read_greeting(rings.greet(host_hello(card, **changes)))
+            greeting = read_greeting(rings.greet(host_hello(rings.sock, card, **changes)))
         else:
             self.sock = dial(card)
             say = rdma_hello if transport == "rdma" else hello
-            self.sock.sendall(say(card, **changes))
+            self.sock.sendall(say(self.sock, card, **changes))
             greeting = read_greeting(self.sock)
         assert greeting is not None
         assert greeting.kind == GreetingKind.WELCOME
@@ -140,18 +200,33 @@ def raw_destination() -> Iterator[tuple[socket.socket, bytes]]:
         yield listener, encode(card)
 
 
-def welcome(version: int = PROTOCOL_VERSION, **changes: Any) -> bytes:
-    message = Welcome(**{"id": RAW_ID, "epoch": 1, "rails": 1} | changes)
-    return encode_greeting(GreetingKind.WELCOME, version, encode(message))
+def take_hello(sock: socket.socket) -> Proven:
+    """Challenges the one who has dialled."""
+    sock.sendall(encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, CHALLENGE))
+    greeting = read_greeting(sock)
+    assert greeting is not None, "no hello but the end"
+    return open_greeting(greeting.body)
 
 
-def host_welcome(**changes: Any) -> bytes:
-    """Of the first rail on the same host."""
-    return welcome(body=encode(HostWelcome(nonce=NONCE.nonce)), **changes)
+def open_greeting(body: bytes) -> Proven:
+    proven = open_hello(body, CHALLENGE, null_key)
+    assert proven is not None
+    return proven
 
 
-def rdma_welcome(rail: RailAnswer | None = None) -> bytes:
-    return welcome(body=encode(RdmaWelcome(rail=rail)))
+def welcome(proven: Proven, version: int = PROTOCOL_VERSION, **changes: Any) -> bytes:
+    message = Welcome(**{"rails": 1} | changes)
+    body = seal_answer(GreetingKind.WELCOME, encode(message), proven.proof, null_key)
+    return encode_greeting(GreetingKind.WELCOME, version, body)
+
+
+def host_welcome(proven: Proven) -> bytes:
+    """Of a rail on the same host."""
+    return welcome(proven, body=encode(HostWelcome(nonce=NONCE.nonce)))
+
+
+def rdma_welcome(proven: Proven, rail: RailAnswer | None = None) -> bytes:
+    return welcome(proven, body=encode(RdmaWelcome(rail=rail)))
 
 
 class RawListener:
@@ -189,8 +264,9 @@ class RawListener:
             sock.settimeout(TIMEOUT_S)
             end: socket.socket | RingEnd = sock
             if self._is_samehost:
-                end = accept_rings(sock)
+                sock.sendall(encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, CHALLENGE))
+                end, data = accept_rings(sock)
+                sock.sendall(host_welcome(open_greeting(data[GREETING.size :])))
             else:
-                assert read_greeting(sock) is not None
-            sock.sendall(host_welcome(id=self._id) if self._is_samehost else welcome(id=self._id))
+                sock.sendall(welcome(take_hello(sock)))
             return dialled.result(TIMEOUT_S), end

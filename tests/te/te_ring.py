@@ -34,8 +34,8 @@ class RingEnd:
     ``into`` are the heads of its own and the other's."""
 
     def __init__(self, sock: socket.socket, fd: int, out: int, into: int) -> None:
-        self._sock = sock
-        self._sock.settimeout(TIMEOUT_S)
+        self.sock = sock
+        self.sock.settimeout(TIMEOUT_S)
         self.rings = mmap.mmap(fd, RINGS_BYTES)
         self._positions = memoryview(self.rings)[:HEAD_BYTES].cast("Q")
         self._out, self._in = out, into
@@ -48,7 +48,7 @@ class RingEnd:
         self.close()
 
     def close(self) -> None:
-        self._sock.close()
+        self.sock.close()
         self._positions.release()
         self.rings.close()
 
@@ -98,7 +98,7 @@ class RingEnd:
         return self.get(self._out + HEAD) - self.get(self._out + TAIL) < RING_BYTES
 
     def bell(self) -> None:
-        self._sock.send(b"\0")
+        self.sock.send(b"\0")
 
     def sleep(self) -> None:
         """Asks for a bell, as a reader that goes to sleep."""
@@ -106,8 +106,8 @@ class RingEnd:
 
     def await_bell(self) -> None:
         """``TimeoutError`` if none comes."""
-        self._sock.settimeout(TIMEOUT_S)
-        assert self._sock.recv(64) == b"\0"
+        self.sock.settimeout(TIMEOUT_S)
+        assert self.sock.recv(64) == b"\0"
 
     def _ring(self, asleep: int) -> None:
         if struct.unpack_from("@I", self.rings, asleep)[0]:
@@ -122,8 +122,8 @@ class RingEnd:
             struct.pack_into("@I", self.rings, asleep, 1)
             if ready():
                 return True
-            if select.select([self._sock], [], [], 0.05 if self._blocking else 0)[0]:
-                if not self._sock.recv(64):
+            if select.select([self.sock], [], [], 0.05 if self._blocking else 0)[0]:
+                if not self.sock.recv(64):
                     if ready():
                         return True
                     if asleep == self._in + READER_ASLEEP:
@@ -150,15 +150,15 @@ class RingSocket(RingEnd):
 
     def greet(self, data: bytes) -> socket.socket:
         """Sends the hello with the rings, once; the socket, for the welcome."""
-        socket.send_fds(self._sock, [data], [self._fd])
+        socket.send_fds(self.sock, [data], [self._fd])
         os.close(self._fd)
-        return self._sock
+        return self.sock
 
 
-def accept_rings(sock: socket.socket) -> RingEnd:
-    """The side that was dialled, once the hello has come with the rings."""
-    _, (fd,), _, _ = socket.recv_fds(sock, 1 << 16, 1)
+def accept_rings(sock: socket.socket) -> tuple[RingEnd, bytes]:
+    """The side that was dialled, once the hello has come with the rings; and that hello."""
+    data, (fd,), _, _ = socket.recv_fds(sock, 1 << 16, 1)
     try:
-        return RingEnd(sock, fd, IN, OUT)
+        return RingEnd(sock, fd, IN, OUT), data
     finally:
         os.close(fd)

@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 from msgspec import structs
-from te_raw import TIMEOUT_S, raw_destination, read_greeting, welcome
+from te_raw import TIMEOUT_S, raw_destination, take_hello, welcome
 
 import te
 from te.connect.dial import DIALS_MAX
@@ -29,8 +29,7 @@ def test_a_second_rail_that_cannot_be_dialled_leaves_nothing_behind() -> None:
         def serve() -> None:
             first, _ = listener.accept()
             with first:
-                read_greeting(first)
-                first.sendall(welcome(rails=2))
+                first.sendall(welcome(take_hello(first), rails=2))
                 for _ in range(DIALS_MAX):
                     second, _ = listener.accept()
                     second.close()
@@ -57,8 +56,7 @@ def test_a_connection_that_is_closed_before_its_welcome_is_dialled_again() -> No
             listener.accept()[0].close()
         last, _ = listener.accept()
         with last:
-            read_greeting(last)
-            last.sendall(welcome())
+            last.sendall(welcome(take_hello(last)))
             thread.join(TIMEOUT_S)
             assert peers[0].alive
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from te_far import pattern, wait_until
-from te_raw import raw_destination, read_greeting, welcome
+from te_raw import raw_destination, take_hello, welcome
 from te_transports import TRANSPORTS
 
 import te
@@ -322,8 +322,7 @@ def unanswered_write() -> Iterator[tuple[te.Engine, te.Peer, te.Region, te.Trans
         thread.start()
         sock, _ = listener.accept()
         with sock:
-            assert read_greeting(sock) is not None
-            sock.sendall(welcome())
+            sock.sendall(welcome(take_hello(sock)))
             thread.join(TIMEOUT_S)
             region = source.register(bytearray(100))
             transfer = connected[0].write(te.Blocks.of(region.address, 1, 100))

@@ -9,6 +9,7 @@ import logging
 import mmap
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,11 +35,12 @@ from te_raw import (
     dial,
     hello,
     read_greeting,
+    take_challenge,
 )
 
 import te
-from te.connect.greeting import MAGIC, GreetingKind
-from te.handshake import PROTOCOL_VERSION, Refuse, decode_card, encode
+from te.connect.greeting import MAGIC, Greeting, GreetingKind
+from te.handshake import PROTOCOL_VERSION, decode_card, encode
 
 NBYTES = 1 << 20
 
@@ -204,30 +206,35 @@ def test_abandon_is_confirmed_and_does_not_arrive(target: Target) -> None:
 
 
 def test_hello_of_another_version(target: Target) -> None:
+    """What it reads first says which one this is."""
     with dial(target.card) as sock:
-        sock.sendall(hello(target.card, version=PROTOCOL_VERSION + 1))
-        greeting = read_greeting(sock)
-        refuse = msgspec.msgpack.decode(greeting.body, type=Refuse)
-        assert greeting.kind == GreetingKind.REFUSE
-        assert refuse.code == "version"
-        said = f"speaks te protocol {PROTOCOL_VERSION + 1}, this engine speaks {PROTOCOL_VERSION}"
-        assert said in refuse.reason
+        challenge = read_greeting(sock)
+        assert challenge is not None
+        assert challenge.version == PROTOCOL_VERSION
+        sock.sendall(hello(challenge.body, target.card, version=PROTOCOL_VERSION + 1))
+        assert read_greeting(sock) == Greeting(PROTOCOL_VERSION, GreetingKind.REFUSE, b"")
         assert sock.recv(1) == b""
     target.assert_serves()
 
 
-def test_hello_for_another_engine(target: Target) -> None:
-    with dial(target.card) as sock:
-        sock.sendall(hello(target.card, peer_epoch=3))
-        refuse = msgspec.msgpack.decode(read_greeting(sock).body, type=Refuse)
-        assert refuse.code == "identity"
-        assert "restarted" in refuse.reason
+@pytest.mark.parametrize("changes", [{"peer_epoch": 3}, {"peer_id": "12" * 16}])
+def test_hello_for_another_engine(
+    target: Target, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), dial(target.card) as sock:
+        sock.sendall(hello(sock, target.card, **changes))
+        assert read_greeting(sock) == Greeting(PROTOCOL_VERSION, GreetingKind.REFUSE, b"")
+        assert sock.recv(1) == b""
+    assert "its hello is for the engine" in caplog.text
 
 
 def test_connecting_with_the_card_of_a_former_engine(target: Target) -> None:
     card = decode_card(target.card)
     former = encode(msgspec.structs.replace(card, id="12" * 16))
-    with te.Engine() as source, pytest.raises(te.ConnectError, match=r"not 1212.*restarted"):
+    with (
+        te.Engine() as source,
+        pytest.raises(te.ConnectError, match=r"not the engine 1212.*restarted"),
+    ):
         source.connect(former)
     with (
         te.Engine() as source,
@@ -246,6 +253,7 @@ def test_garbage_instead_of_a_hello(
     with caplog.at_level(logging.WARNING), dial(target.card) as sock:
         with contextlib.suppress(ConnectionError):
             sock.sendall(garbage)
+        take_challenge(sock)
         assert read_greeting(sock) is None
     assert "broke the protocol" in caplog.text
     target.assert_serves()
@@ -253,7 +261,7 @@ def test_garbage_instead_of_a_hello(
 
 def test_silence_instead_of_a_hello(target: Target) -> None:
     with dial(target.card) as sock:
-        sock.settimeout(TIMEOUT_S)
+        take_challenge(sock)
         assert sock.recv(1) == b""
     target.assert_serves()
 

@@ -8,7 +8,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -26,12 +26,23 @@ from te_frames import (
     segment,
     trailer,
 )
-from te_raw import TIMEOUT_S, raw_destination, read_greeting, welcome
+from te_raw import CHALLENGE, TIMEOUT_S, raw_destination, take_hello, welcome
 
 import te
 from te.connect.dial import DIALS_MAX
-from te.connect.greeting import GreetingKind, encode_greeting
-from te.handshake import PROTOCOL_VERSION
+from te.connect.greeting import (
+    GREETING,
+    MAGIC,
+    GreetingKind,
+    Proven,
+    encode_greeting,
+    seal_answer,
+)
+from te.handshake import PROTOCOL_VERSION, Refusal, Refuse, encode
+from te.proof import PROOF_BYTES, null_key
+
+#: What a destination by hand says to a good hello.
+Answer = Callable[[Proven], bytes]
 
 
 @contextlib.contextmanager
@@ -46,47 +57,96 @@ def connected_to_raw(
         sock, _ = listener.accept()
         with sock:
             sock.settimeout(TIMEOUT_S)
-            assert read_greeting(sock) is not None
-            sock.sendall(welcome())
+            sock.sendall(welcome(take_hello(sock)))
             thread.join(TIMEOUT_S)
             yield source, peers[0], sock
 
 
-@pytest.mark.parametrize(
-    ("answer", "error", "says"),
-    [
-        (
-            welcome(version=9),
-            te.VersionError,
-            f"speaks te protocol 9, this engine speaks {PROTOCOL_VERSION}",
-        ),
-        (welcome(id="cd" * 16), te.ConnectError, "is the engine cdcd.*restarted"),
-        (welcome(epoch=2), te.ConnectError, "restarted"),
-        (b"HTTP/1.1 400 Bad Request\r\n", te.HandshakeError, "not a te engine"),
-        (
-            encode_greeting(GreetingKind.WELCOME, PROTOCOL_VERSION, b"?"),
-            te.HandshakeError,
-            "Welcome",
-        ),
-        (encode_greeting(GreetingKind.HELLO, PROTOCOL_VERSION, b"?"), te.HandshakeError, "kind 1"),
-        (b"", te.ConnectError, "closed the connection instead of a welcome"),
-    ],
-)
-def test_answers_to_a_hello(answer: bytes, error: type[te.Error], says: str) -> None:
+def sealed(kind: GreetingKind, body: bytes) -> Answer:
+    """A greeting that proves to be an answer."""
+    return lambda proven: encode_greeting(
+        kind, PROTOCOL_VERSION, seal_answer(kind, body, proven.proof, null_key)
+    )
+
+
+def another(proven: Proven) -> Proven:
+    """As if the hello had been another one."""
+    return Proven(proven.hello, bytes(PROOF_BYTES))
+
+
+REFUSE = Refuse(code=Refusal.LIMIT, reason="no room")
+ANSWERS: list[tuple[Answer, type[te.Error], str]] = [
+    (lambda _: encode_greeting(GreetingKind.REFUSE, PROTOCOL_VERSION, b""), te.ConnectError,
+     "refuses this engine without a word: it is not the engine abab.*restarted"),
+    (sealed(GreetingKind.REFUSE, encode(REFUSE)), te.ConnectError, "refused .* no room"),
+    (lambda _: encode_greeting(GreetingKind.REFUSE, PROTOCOL_VERSION, encode(REFUSE)),
+     te.HandshakeError, "without a proof"),
+    (lambda proven: welcome(another(proven)), te.HandshakeError, "without a proof"),
+    (lambda proven: welcome(proven)[:-1] + b"x", te.HandshakeError, "without a proof"),
+    (lambda _: encode_greeting(GreetingKind.WELCOME, PROTOCOL_VERSION, b""),
+     te.HandshakeError, "without a proof"),
+    (lambda proven: welcome(proven, version=9), te.VersionError, "speaks te protocol 9"),
+    (lambda _: b"HTTP/1.1 400 Bad Request\r\n", te.HandshakeError, "not a te engine"),
+    (sealed(GreetingKind.WELCOME, b"?"), te.HandshakeError, "Welcome"),
+    (sealed(GreetingKind.REFUSE, b"?"), te.HandshakeError, "Refuse"),
+    (sealed(GreetingKind.HELLO, b"?"), te.HandshakeError, "kind 1"),
+    (lambda _: GREETING.pack(MAGIC, PROTOCOL_VERSION, 2, 1 << 31), te.HandshakeError, "at most"),
+    (lambda _: b"", te.ConnectError, "closed the connection instead of a welcome"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "error", "says"), ANSWERS)
+def test_answers_to_a_hello(answer: Answer, error: type[te.Error], says: str) -> None:
     with raw_destination() as (listener, card), te.Engine() as source:
 
         def reply() -> None:
-            for _ in range(1 if answer else DIALS_MAX):
+            for _ in range(DIALS_MAX if "instead of" in says else 1):
                 sock, _ = listener.accept()
                 with sock:
-                    read_greeting(sock)
-                    sock.sendall(answer)
+                    sock.sendall(answer(take_hello(sock)))
 
         thread = threading.Thread(target=reply)
         thread.start()
         with pytest.raises(error, match=says):
             source.connect(card)
         thread.join(TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("beginning", "error", "says"),
+    [
+        (encode_greeting(GreetingKind.CHALLENGE, 9, CHALLENGE), te.VersionError, "te protocol 9"),
+        (encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, CHALLENGE[:-1]),
+         te.HandshakeError, "31 bytes instead of a challenge"),
+        (encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, CHALLENGE + b"x"),
+         te.HandshakeError, "33 bytes instead of a challenge"),
+        (encode_greeting(GreetingKind.WELCOME, PROTOCOL_VERSION, CHALLENGE),
+         te.HandshakeError, "kind 2 and 32 bytes instead of a challenge"),
+        (encode_greeting(GreetingKind.REFUSE, PROTOCOL_VERSION, b""),
+         te.HandshakeError, "kind 3 and 0 bytes instead of a challenge"),
+        (b"SSH-2.0-OpenSSH_9.2p1 Debian\r\n", te.HandshakeError, "not a te engine"),
+    ],
+)  # fmt: skip
+def test_what_comes_instead_of_a_challenge(
+    beginning: bytes, error: type[te.Error], says: str
+) -> None:
+    with raw_destination() as (listener, card), te.Engine() as source:
+        heard: list[bytes] = []
+
+        def begin() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.settimeout(TIMEOUT_S)
+                sock.sendall(beginning)
+                with contextlib.suppress(ConnectionResetError):  # It left bytes unread.
+                    heard.append(sock.recv(1))
+
+        thread = threading.Thread(target=begin)
+        thread.start()
+        with pytest.raises(error, match=says):
+            source.connect(card)
+        thread.join(TIMEOUT_S)
+        assert not b"".join(heard)  # Nothing was said to it.
 
 
 def test_no_answer_and_nobody_there() -> None:

@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from te_far import wait_until
 from te_raw import (
-    NONCE,
     RAW_ID,
     TIMEOUT_S,
     RawSource,
@@ -28,15 +27,17 @@ from te_raw import (
     hello,
     host_hello,
     read_greeting,
+    refusal,
 )
 from te_ring import make_rings
 
 import te
 from te import nesting
-from te.connect.greeting import GREETING, GREETING_BODY_MAX, GreetingKind, encode_greeting
+from te.connect.greeting import CLAIM, GREETING, HELLO_BODY_MAX
 from te.connect.loop import READABLE, IoLoop
 from te.connect.throttle import BURST, Throttle
-from te.handshake import PROTOCOL_VERSION, Hello, Refuse, decode_body, decode_card
+from te.handshake import BODY_BYTES_MAX, PROTOCOL_VERSION, Refuse, decode_body, decode_card
+from te.proof import CHALLENGE_BYTES, PROOF_BYTES
 
 RESET = struct.pack("ii", 1, 0)
 
@@ -81,11 +82,11 @@ def in_loop(engine: te.Engine) -> contextlib.AbstractContextManager[None]:
 # -- B1: nothing that a stranger says ends the accepting thread
 
 DEEP = [
-    b"\x91" * GREETING_BODY_MAX,
-    b"\x81\xa1x" + b"\x91" * (GREETING_BODY_MAX - 3),
-    b"\x81\xa1x" * (GREETING_BODY_MAX // 3),
-    b"\x81" * GREETING_BODY_MAX,
-    b"\xdc\x00\x02\xc0" * (GREETING_BODY_MAX // 4),
+    b"\x91" * BODY_BYTES_MAX,
+    b"\x81\xa1x" + b"\x91" * (BODY_BYTES_MAX - 3),
+    b"\x81\xa1x" * (BODY_BYTES_MAX // 3),
+    b"\x81" * BODY_BYTES_MAX,
+    b"\xdc\x00\x02\xc0" * (BODY_BYTES_MAX // 4),
 ]
 
 
@@ -93,10 +94,10 @@ DEEP = [
 def test_a_deep_greeting_costs_its_own_connection_alone(
     target: te.Engine, body: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), dial(target.card()) as sock:
-        sock.sendall(encode_greeting(GreetingKind.HELLO, PROTOCOL_VERSION, body))
+    with caplog.at_level(logging.WARNING), dial_unix(target.card()) as sock:
+        sock.sendall(hello(sock, target.card(), "samehost", body=body))
         assert read_greeting(sock) is None
-    assert "not a te Hello message: values nested more than" in caplog.text
+    assert "not a te HostHello message: values nested more than" in caplog.text
     assert_accepts(target)
 
 
@@ -164,25 +165,26 @@ def _has_empty_leaf(value: object) -> int:
 
 @pytest.mark.pure
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_hello_or_a_handshake_error(data: bytes) -> None:
+def test_any_bytes_are_a_message_or_a_handshake_error(data: bytes) -> None:
     for body in (data, b"\x91" * 1000 + data, data * 20):
         with contextlib.suppress(te.HandshakeError):
-            decode_body(body, Hello)
+            decode_body(body, Refuse)
 
 
 @st.composite
 def greetings(draw: st.DrawFn) -> bytes:
-    """Mostly a good header and version; a body of any MessagePack, or a hello with changes."""
-    kind = draw(st.sampled_from([1, 1, 1, 1, 2, 3, 9]))
+    """Mostly a good header and version; a body of any MessagePack, or of any bytes."""
+    kind = draw(st.sampled_from([1, 1, 1, 1, 2, 3, 4, 9]))
     version = draw(st.sampled_from([PROTOCOL_VERSION] * 6 + [0, 65535]))
     body = draw(
         st.one_of(
             VALUES.map(msgspec.msgpack.encode),
             st.binary(max_size=300),
+            st.binary(min_size=CLAIM.size + PROOF_BYTES, max_size=300),
             st.sampled_from(DEEP),
         )
-    )[:GREETING_BODY_MAX]
-    claimed = draw(st.sampled_from([len(body)] * 6 + [0, GREETING_BODY_MAX, 1 << 31]))
+    )[:HELLO_BODY_MAX]
+    claimed = draw(st.sampled_from([len(body)] * 6 + [0, HELLO_BODY_MAX, 1 << 31]))
     return GREETING.pack(b"te-wire\0", version, kind, claimed) + body
 
 
@@ -207,9 +209,7 @@ HELLO_CHANGES = st.fixed_dictionaries(
         "peer_epoch": st.sampled_from([1, 2**64 - 1]),
         "link": st.sampled_from([5, 6, 2**64 - 1]),
         "transport": st.sampled_from(["tcp", "samehost", "rdma", "smoke"]),
-        "body": st.binary(max_size=100)
-        | st.sampled_from(DEEP).map(lambda body: body[:2048])
-        | BODIES,
+        "body": st.binary(max_size=100) | st.sampled_from(DEEP) | BODIES,
     },
 )
 
@@ -226,10 +226,10 @@ def test_greetings_of_any_kind(
     resets: bool,
 ) -> None:
     card = target.card()
-    data = hello(card, **changes) if is_hello else strange  # type: ignore[arg-type]
     sock = dial_unix(card) if over_unix else dial(card)
     # It may have closed the connection at any of these.
     with sock, contextlib.suppress(OSError):
+        data = hello(sock, card, **changes) if is_hello else strange  # type: ignore[arg-type]
         if over_unix:
             fd = make_rings()
             try:
@@ -257,12 +257,11 @@ def test_a_reset_at_the_limit_of_connections(caplog: pytest.LogCaptureFixture) -
         with in_loop(engine):
             for _ in range(50):
                 with dial(card) as sock:
-                    sock.sendall(hello(card))
+                    sock.sendall(hello(bytes(CHALLENGE_BYTES), card))
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         with dial(card) as sock:
-            sock.sendall(hello(card))
-            refuse = decode_body(read_greeting(sock).body, Refuse)
-            assert refuse.reason == "1 connections are open already"
+            sock.sendall(hello(sock, card))
+            assert refusal(sock).reason == "1 connections are open already"
         first.sock.close()
         wait_until(lambda: engine.stats().rails == 0, "the first is gone")
         with te.Engine(te.Config(transports=("tcp",), rails=1)) as friend:
@@ -279,7 +278,7 @@ def test_a_bug_in_one_greeting_is_logged_and_costs_that_connection(
         with monkeypatch.context() as patch:
             patch.setattr("te.connect.accept.Acceptor.limit", bug)
             with dial(engine.card()) as sock:
-                sock.sendall(hello(engine.card()))
+                sock.sendall(hello(sock, engine.card()))
                 assert read_greeting(sock) is None
         assert "a bug in greeting" in caplog.text
         assert "RuntimeError: made up" in caplog.text
@@ -337,7 +336,7 @@ def test_a_greeting_brings_one_descriptor_at_most(caplog: pytest.LogCaptureFixtu
         with dial_unix(card) as sock:
             fd = make_rings()
             with contextlib.suppress(ConnectionError):
-                for byte in host_hello(card):
+                for byte in host_hello(sock, card):
                     socket.send_fds(sock, [bytes([byte])], [fd])
             os.close(fd)
             assert read_greeting(sock) is None
@@ -355,12 +354,11 @@ def test_a_connection_of_another_transport_joins_no_link(target: te.Engine, tran
         with other:
             if transport == "tcp":
                 fd = make_rings()
-                socket.send_fds(other, [host_hello(card, link=4711)], [fd])
+                socket.send_fds(other, [host_hello(other, card, link=4711)], [fd])
                 os.close(fd)
             else:
-                other.sendall(hello(card, link=4711))
-            refuse = decode_body(read_greeting(other).body, Refuse)
-            assert refuse.reason == "the link that it names is over another transport"
+                other.sendall(hello(other, card, link=4711))
+            assert refusal(other).reason == "the link that it names is over another transport"
         assert target.stats().rails == 1
     wait_until(lambda: target.stats().rails == 0, "the link has ended")
     wait_until(lambda: descriptors() == before, "nothing was kept")
@@ -372,7 +370,7 @@ def test_rings_that_cannot_be_used_are_given_back(target: te.Engine) -> None:
     for _ in range(5):
         with dial_unix(card) as sock:
             fd = make_rings(4096)
-            socket.send_fds(sock, [host_hello(card, NONCE.nonce)], [fd])
+            socket.send_fds(sock, [host_hello(sock, card)], [fd])
             os.close(fd)
             read_greeting(sock)
             with contextlib.suppress(ConnectionError):
@@ -391,8 +389,8 @@ def test_the_memory_of_an_engine_that_was_greeted_badly_is_as_it_was() -> None:
         peer = friend.connect(engine.card())
         for body in DEEP:
             with dial(engine.card()) as sock:
-                sock.sendall(encode_greeting(GreetingKind.HELLO, PROTOCOL_VERSION, body))
-                assert read_greeting(sock) is None
+                sock.sendall(hello(sock, engine.card(), "rdma", body=body))
+                assert "RDMA" in refusal(sock).reason
         assert not memory.any()
         blocks = te.Blocks.of(here.address, there.address, 100)
         assert peer.write(blocks).wait(TIMEOUT_S) is te.Status.DONE

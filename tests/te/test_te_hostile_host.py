@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,40 +28,45 @@ from te_raw import (
     dial_unix,
     host_hello,
     read_greeting,
+    refusal,
+    said,
 )
 from te_ring import RINGS_BYTES, make_rings
 
 import te
 from te.connect.greeting import GreetingKind
 from te.handshake import Refuse, decode_body, decode_card
-from te.plane._core import MAY_WRITE_UNTAGGED
+from te.plane._core import MAY_WRITE_UNTAGGED, read_process
 from te.plane._core import Engine as Plane
 from te.plane.reasons import Reason, sentence
-from te.transports.samehost.messages import Shared
-from te.transports.samehost.process import Readers, common_ancestor, parent_of, peer_process
+from te.transports.samehost.messages import Nonce, Shared
+from te.transports.samehost.process import (
+    Process,
+    Readers,
+    common_ancestor,
+    parent_of,
+    peer_process,
+)
+from te.transports.samehost.reach import NonceMemory, cannot_read
 
 PAGE = 4096
+PATHS = ":".join([str(Path(te.__file__).parents[1]), str(Path(__file__).parent)])
 MARK = b"only for its owner" * 10
 
 
-def refusal(sock: socket.socket) -> str:
-    greeting = read_greeting(sock)
-    assert greeting is not None
-    assert greeting.kind == GreetingKind.REFUSE
-    return decode_body(greeting.body, Refuse).reason
-
-
-def say(card: bytes, shared: Shared, fd: int | None, link: int) -> str | None:
+def say(
+    card: bytes, shared: Shared, fd: int | None, link: int, nonce: Nonce = NONCE.nonce
+) -> str | None:
     """A word about memory; why it was refused, or None."""
     with dial_unix(card) as sock:
         socket.send_fds(
-            sock, [host_hello(card, shared=shared, link=link)], [] if fd is None else [fd]
+            sock, [host_hello(sock, card, nonce, shared, link=link)], [] if fd is None else [fd]
         )
         greeting = read_greeting(sock)
         assert greeting is not None
         if greeting.kind == GreetingKind.WELCOME:
             return None
-        return decode_body(greeting.body, Refuse).reason
+        return decode_body(said(greeting), Refuse).reason
 
 
 # -- B6: files that a peer can make shorter
@@ -99,7 +105,7 @@ def test_rings_in_a_file_that_can_get_shorter_are_refused(
 ) -> None:
     with te.Engine() as engine, dial_unix(engine.card()) as sock:
         fd = make(tmp_path, RINGS_BYTES)
-        socket.send_fds(sock, [host_hello(engine.card(), NONCE.nonce)], [fd])
+        socket.send_fds(sock, [host_hello(sock, engine.card())], [fd])
         read_greeting(sock)
         assert sock.recv(1) == b""  # Closed, before anybody touches them.
         with contextlib.suppress(OSError):
@@ -182,55 +188,122 @@ def test_a_word_about_memory_that_comes_late_counts_nothing() -> None:
 # -- B7: whose memory is copied
 
 
-def test_a_link_of_this_host_begins_with_a_look_into_its_process() -> None:
-    with te.Engine() as engine, dial_unix(engine.card()) as sock:
+def rail_refused(card: bytes, **changes: Any) -> str:
+    """Why a rail on the same host is refused."""
+    with dial_unix(card) as sock:
         fd = make_rings()
-        socket.send_fds(sock, [host_hello(engine.card())], [fd])
+        socket.send_fds(sock, [host_hello(sock, card, **changes)], [fd])
         os.close(fd)
-        assert refusal(sock) == "a link whose process is not known"
+        return refusal(sock).reason
+
+
+def test_a_link_of_this_host_begins_with_a_look_into_its_process() -> None:
+    elsewhere = NonceMemory()
+    with te.Engine() as engine:
+        card, pid = engine.card(), os.getpid()
+        strange = Nonce(NONCE.nonce.address, elsewhere.nonce.data)
+        assert rail_refused(card, nonce=strange) == f"process {pid} is not the one that greets"
+        nowhere = Nonce(8, NONCE.nonce.data)
+        assert (
+            rail_refused(card, nonce=nowhere) == f"process_vm_readv of process {pid}: Bad address"
+        )
+        source = RawSource(card, "samehost", link=6)
+        with source.sock:
+            other = "the link that it names has another nonce"
+            assert rail_refused(card, nonce=elsewhere.nonce, link=6) == other
+            fd = make_rings(PAGE)
+            shared = Shared(PAGE, PAGE, 1, 1)
+            assert say(card, shared, fd, 6, elsewhere.nonce) == other
+            assert say(card, shared, fd, 6) is None
+            os.close(fd)
+
+
+def test_the_nonce_of_a_process_is_not_in_its_children() -> None:
+    """Nor does it move: the parent reads it where it was."""
+    memory = NonceMemory()
+    nonce = memory.nonce
+    assert read_process(os.getpid(), nonce.address, len(nonce.data)) == nonce.data
+    ready, go_on = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(ready[1], b"x")
+        os.read(go_on[0], 1)
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        assert read_process(child, nonce.address, len(nonce.data)) == bytes(len(nonce.data))
+        process = Process(child, os.pidfd_open(child))
+        assert cannot_read(process, nonce) == f"process {child} is not the one that greets"
+    finally:
+        os.write(go_on[1], b"x")
+        os.waitpid(child, 0)
+    assert "No such process" in str(cannot_read(process, nonce))
+    process.close()
+    for fd in (*ready, *go_on):
+        os.close(fd)
+    assert read_process(os.getpid(), nonce.address, len(nonce.data)) == nonce.data
+
+
+def test_what_was_read_by_the_number_of_a_process_that_ended_counts_nothing() -> None:
+    """As if the number had been given to this process since."""
+    ended = subprocess.Popen(["true"])
+    process = Process(os.getpid(), os.pidfd_open(ended.pid))
+    ended.wait()
+    assert cannot_read(process, NONCE.nonce) == f"process {os.getpid()} has ended"
+    process.close()
+
+
+def test_without_memory_that_children_do_not_have_there_is_no_link_on_this_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel does not know the advice."""
+    with monkeypatch.context() as old, te.Engine() as other:
+        old.setattr("te.transports.samehost.reach._MADV_WIPEONFORK", 9999)
+        with te.Engine(te.Config(transports=("samehost", "tcp"))) as engine:
+            assert engine.stats().transports == ("tcp",)
+            assert list(decode_card(engine.card()).offers) == ["tcp"]
+            peer = engine.connect(other.card())
+            assert peer.transport == "tcp"
+            assert "samehost: no memory that is not a child's, too" in peer.transport_reason
+            source = RawSource(engine.card())
+            source.sock.close()
+        with pytest.raises(te.DeviceError, match="no memory that is not a child's"):
+            te.Engine(te.Config(transports=("samehost",)))
 
 
 def test_a_rail_of_another_process_joins_no_link() -> None:
     with te.Engine() as engine:
         card = engine.card()
         source = RawSource(card, "samehost", link=3)
-        with source.sock, dial_in_child(host_hello(card, link=3), card) as (_, answer):
-            assert b"the link that it names is of process" in answer
-            with dial_in_child(host_hello(card, link=3, shared=Shared(1, 1, 1, 1)), card) as (
-                _,
-                answer,
-            ):
-                assert b"the link that it names is of process" in answer
+        with source.sock:
+            for what in ("rail", "memory"):
+                assert in_child(card, what) == f"the link that it names is of process {os.getpid()}"
 
 
+#: Another process that has got to know what the greetings of link 3 say: it names the same nonce.
 CHILD = """
 import os, socket, sys
-data, name = bytes.fromhex(sys.argv[1]), sys.argv[2]
-sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-sock.connect("\\0" + name)
-fd = os.memfd_create("rings", os.MFD_ALLOW_SEALING)
-os.ftruncate(fd, int(sys.argv[3]))
-import fcntl
-fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-socket.send_fds(sock, [data], [fd])
-sys.stdout.buffer.write(sock.recv(4096))
-sys.stdout.flush()
-sys.stdin.read()
+sys.path[:0] = sys.argv[1].split(":")
+import te_raw, te_ring
+from te.transports.samehost.messages import Nonce, Shared
+card, what = bytes.fromhex(sys.argv[2]), sys.argv[3]
+nonce = Nonce(int(sys.argv[4]), bytes.fromhex(sys.argv[5]))
+shared = Shared(1, 1, 1, 1) if what == "memory" else None
+with te_raw.dial_unix(card) as sock:
+    data = te_raw.host_hello(sock, card, nonce, shared, link=3)
+    socket.send_fds(sock, [data], [te_ring.make_rings()])
+    print(te_raw.refusal(sock).reason)
 """
 
 
-@contextlib.contextmanager
-def dial_in_child(data: bytes, card: bytes) -> Iterator[tuple[subprocess.Popen[bytes], bytes]]:
-    """Another process that says ``data`` with rings; and what it was answered."""
-    arguments = [data.hex(), f"te-{decode_card(card).id}", str(RINGS_BYTES)]
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
-        assert child.stdout is not None
-        try:
-            yield child, os.read(child.stdout.fileno(), 4096)
-        finally:
-            child.kill()
+def in_child(card: bytes, what: str) -> str:
+    """Why its greeting was refused."""
+    nonce = NONCE.nonce
+    arguments = [PATHS, card.hex(), what, str(nonce.address), nonce.data.hex()]
+    return subprocess.run(
+        [sys.executable, "-c", CHILD, *arguments],
+        check=True, capture_output=True, text=True, timeout=TIMEOUT_S,
+    ).stdout.strip()  # fmt: skip
 
 
 #: A source that tells where its nonce and its data are, connects, leaves the connection to a child
@@ -258,10 +331,9 @@ def test_a_link_dies_with_its_process_although_a_child_keeps_the_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     memory = np.zeros(100, np.uint8)
-    paths = ":".join([str(Path(te.__file__).parents[1]), str(Path(__file__).parent)])
     with te.Engine() as engine, caplog.at_level(logging.INFO):
         engine.register(memory, remote="read-write")
-        arguments = [paths, engine.card().hex(), str(memory.ctypes.data), MARK.hex()]
+        arguments = [PATHS, engine.card().hex(), str(memory.ctypes.data), MARK.hex()]
         with subprocess.Popen(
             [sys.executable, "-c", FORKING, *arguments],
             stdin=subprocess.PIPE,
@@ -321,7 +393,10 @@ def test_a_pull_link_needs_the_descriptor_of_its_process() -> None:
         plane.link(True, True, os.getpid())
 
 
-def test_the_process_of_a_peer() -> None:
+@pytest.mark.parametrize("option", [77, 9999])
+def test_the_process_of_a_peer(option: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its descriptor (SO_PEERPIDFD), and where the kernel has none by its number."""
+    monkeypatch.setattr("te.transports.samehost.process._SO_PEERPIDFD", option)
     with te.Engine() as engine, dial_unix(engine.card()) as sock:
         process = peer_process(sock)
         assert not isinstance(process, str)

@@ -15,7 +15,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from te_far import FarEngine, wait_until
-from te_raw import TIMEOUT_S, dial, dial_unix, hello, raw_destination, read_greeting, welcome
+from te_raw import (
+    CHALLENGE,
+    TIMEOUT_S,
+    dial,
+    dial_unix,
+    hello,
+    raw_destination,
+    read_greeting,
+    take_challenge,
+    take_hello,
+    welcome,
+)
 
 import te
 from te.connect.admission import (
@@ -26,6 +37,9 @@ from te.connect.admission import (
     Admission,
     HalfOpen,
 )
+from te.connect.greeting import GreetingKind, encode_greeting
+from te.handshake import PROTOCOL_VERSION
+from te.proof import CHALLENGE_BYTES
 
 MANY = 1200
 
@@ -52,7 +66,7 @@ def test_silent_connections_lock_nobody_out(transport: str, said: int) -> None:
         engine = undo.enter_context(te.Engine(config))
         friend = undo.enter_context(te.Engine(te.Config(transports=(transport,))))
         card = engine.card()
-        beginning = hello(card)[:said]
+        beginning = hello(bytes(CHALLENGE_BYTES), card)[:said]
         enough, stop = threading.Event(), threading.Event()
 
         def annoy() -> None:
@@ -84,8 +98,8 @@ def test_silent_connections_lock_nobody_out(transport: str, said: int) -> None:
 
 def test_a_peer_that_drips_has_one_deadline_for_its_whole_hello() -> None:
     with te.Engine(te.Config(connect_timeout_s=1.0)) as engine:
-        data = hello(engine.card())
         with dial(engine.card()) as sock:
+            data = hello(sock, engine.card())
             sock.settimeout(0.05)
             for byte in data[:-1] * 10:
                 try:
@@ -149,14 +163,17 @@ def served(serve: Callable[[socket.socket], None]) -> contextlib.AbstractContext
     return block()
 
 
-def test_connecting_to_a_peer_that_drips_has_a_deadline() -> None:
-    dripped = 0
+@pytest.mark.parametrize("drips_challenge", [True, False])
+def test_connecting_to_a_peer_that_drips_has_a_deadline(drips_challenge: bool) -> None:
+    dripped, answer = 0, b""
 
     def drip(sock: socket.socket) -> None:
-        nonlocal dripped
+        nonlocal dripped, answer
+        challenge = encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, CHALLENGE)
+        answer = challenge if drips_challenge else welcome(take_hello(sock))
         sock.settimeout(0.05)
-        # A welcome that would take a minute and a half.
-        for byte in welcome(rails=1).ljust(2000, b"\0"):
+        # It would take a minute and a half.
+        for byte in answer.ljust(2000, b"\0"):
             sock.send(bytes([byte]))
             dripped += 1
             with contextlib.suppress(TimeoutError):
@@ -170,7 +187,7 @@ def test_connecting_to_a_peer_that_drips_has_a_deadline() -> None:
         pytest.raises(te.ConnectError, match=r"no welcome .* within 0.5 s"),
     ):
         engine.connect(card, timeout_s=0.5)
-    assert 0 < dripped < len(welcome())
+    assert 0 < dripped < len(answer)
 
 
 # -- the rule
@@ -233,4 +250,5 @@ def test_deadlines_of_the_first_byte_and_of_all() -> None:
 def test_silent_ones_are_told_by_the_first_byte_deadline() -> None:
     """Far before ``connect_timeout_s``."""
     with te.Engine(te.Config(connect_timeout_s=600.0)) as engine, dial(engine.card()) as sock:
+        take_challenge(sock)
         assert read_greeting(sock) is None

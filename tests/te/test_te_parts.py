@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import te
-from te.handshake import PROTOCOL_VERSION, Card, Hello, decode_body, decode_card, encode
+from te.handshake import PROTOCOL_VERSION, Card, Welcome, decode_body, decode_card, encode
 
 pytestmark = pytest.mark.pure
 
@@ -86,7 +86,7 @@ def test_garbage_is_not_a_card(data: bytes) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_card_or_a_handshake_error(data: bytes) -> None:
-    for decode in (decode_card, lambda body: decode_body(body, Hello)):
+    for decode in (decode_card, lambda body: decode_body(body, Welcome)):
         with contextlib.suppress(te.HandshakeError):
             decode(data)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from te_far import pattern, wait_until
 from te_frames import AckStatus, end, segment, trailer
-from te_raw import NONCE, RawSource, host_hello, read_greeting
+from te_raw import RawSource, host_hello, read_greeting
 from te_ring import HEAD, IN, OUT, RINGS_BYTES, TAIL, RingSocket, make_rings
 
 import te
@@ -56,7 +56,7 @@ def test_rings_that_could_fail_are_refused(change: str, caplog: pytest.LogCaptur
             nbytes = RINGS_BYTES - (change == "short")
             seals = fcntl.F_SEAL_GROW if change == "unsealed" else fcntl.F_SEAL_SHRINK
             fd = make_rings(nbytes, seals)
-            socket.send_fds(sock, [host_hello(card, NONCE.nonce)], [] if change == "none" else [fd])
+            socket.send_fds(sock, [host_hello(sock, card)], [] if change == "none" else [fd])
             os.close(fd)
             greeting = read_greeting(sock)
             assert greeting is None or sock.recv(1) == b""

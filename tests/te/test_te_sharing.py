@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from te_far import wait_until
-from te_raw import RAW_ID, TIMEOUT_S, host_welcome
+from te_raw import CHALLENGE, RAW_ID, TIMEOUT_S, host_welcome, open_greeting, welcome
 
 import te
-from te.handshake import PROTOCOL_VERSION, Card, Hello, decode_body, encode
+from te.connect.greeting import GREETING, GreetingKind, Proven, encode_greeting
+from te.handshake import PROTOCOL_VERSION, Card, decode_body, encode
 from te.transports.samehost.messages import HostHello
 
 PAGE = 4096
@@ -65,26 +66,24 @@ class HeldDestination:
                 self._take(sock)
 
     def _take(self, sock: socket.socket) -> None:
+        sock.sendall(encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, CHALLENGE))
         data, fds, _, _ = socket.recv_fds(sock, 1 << 16, 4)
         for fd in fds:
             os.close(fd)
-        said = decode_body(data[16:], Hello)
-        shared = decode_body(said.body, HostHello).shared
+        proven = open_greeting(data[GREETING.size :])
+        shared = decode_body(proven.hello.body, HostHello).shared
         if shared is None:
             self._kept.append(sock)
-            self._welcome(sock)
+            sock.sendall(host_welcome(proven))
             return
         self.words.append((shared.serial, shared.number, bool(fds)))
-        self._answering.append(threading.Thread(target=self._answer, args=[sock]))
+        self._answering.append(threading.Thread(target=self._answer, args=[sock, proven]))
         self._answering[-1].start()
 
-    def _answer(self, sock: socket.socket) -> None:
+    def _answer(self, sock: socket.socket, proven: Proven) -> None:
         with sock, contextlib.suppress(OSError):
             if self.may_answer.wait(TIMEOUT_S):
-                self._welcome(sock)
-
-    def _welcome(self, sock: socket.socket) -> None:
-        sock.sendall(host_welcome())
+                sock.sendall(welcome(proven))
 
 
 @contextlib.contextmanager

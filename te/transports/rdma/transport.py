@@ -11,8 +11,9 @@ from typing import ClassVar
 
 from te.config import Config
 from te.connect.dial import add_rails, address_text, connect, hello_to, tune
+from te.connect.greeting import Hello
 from te.errors import ConnectError, DeviceError
-from te.handshake import Card, Hello, decode_body, encode
+from te.handshake import Card, decode_body, encode
 from te.memory_kinds import Reach
 from te.plane._core import RAILS_LIMIT, Revocation
 from te.topology import GidKind
@@ -144,14 +145,14 @@ class Rdma(Transport):
                 f" {', '.join(f'{one.name} ({one.family})' for one in there) or 'none'}"
             )
         number = secrets.randbits(62)
-        first = connect(local.config, card, self._hello(card, number), deadline_s, timeout_s)
+        first = connect(local, card, self._hello(card, number), deadline_s, timeout_s)
         handle = local.plane.link(False, False, 0, True)
         add_rails(first, lambda: first, 1, lambda one: handle.add_rail(one.fileno(), -1))
 
         def greet(rail: RailOffer) -> RailAnswer:
             until_s = time.monotonic() + BUILD_TIMEOUT_S
             hello = self._hello(card, number, rail)
-            dialled = connect(local.config, card, hello, until_s, BUILD_TIMEOUT_S)
+            dialled = connect(local, card, hello, until_s, BUILD_TIMEOUT_S)
             dialled.close()
             answer = decode_body(dialled.welcome.body, RdmaWelcome).rail
             if answer is None:

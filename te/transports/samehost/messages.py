@@ -13,10 +13,11 @@ __all__ = ["HostHello", "HostWelcome", "Nonce", "Shared"]
 
 
 class Nonce(msgspec.Struct, frozen=True, array_like=True):
-    """A few bytes of the sender's memory, to see whether the other side can read them there."""
+    """Random bytes in the sender's memory, where the other side reads them, to see that it can and
+    that this is the process. A child of it has zeros there."""
 
     address: Unsigned
-    data: Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
+    data: Annotated[bytes, msgspec.Meta(min_length=16, max_length=64)]
 
 
 class Shared(msgspec.Struct, frozen=True, array_like=True):
@@ -35,15 +36,14 @@ class Shared(msgspec.Struct, frozen=True, array_like=True):
 class HostHello(msgspec.Struct, frozen=True, kw_only=True):
     """In a hello: a rail, for which its memory file comes along; or, with ``shared``, memory."""
 
-    #: On the first rail of a link.
-    nonce: Nonce | None = None
+    #: The same for all of a link.
+    nonce: Nonce
     #: No rail, but memory to be mapped for the link, or unmapped.
     shared: Shared | None = None
 
 
 @message
 class HostWelcome(msgspec.Struct, frozen=True, kw_only=True):
-    """In a welcome."""
+    """In the welcome of a rail."""
 
-    #: Where the hello had one.
-    nonce: Nonce | None = None
+    nonce: Nonce

@@ -26,6 +26,7 @@ _SO_PEERPIDFD: Final = 77
 _PR_SET_PTRACER: Final = 0x59616D61
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _ANCESTORS_MAX: Final = 64
+_INVISIBLE: Final = "the other process is not visible from here (another pid namespace)"
 
 
 @dataclass(frozen=True)
@@ -55,21 +56,37 @@ def peer_pid(sock: socket.socket) -> int:
 def peer_process(sock: socket.socket) -> Process | str:
     """The process that connected, or listens; or why that cannot be known.
 
-    Before Linux 6.5 its descriptor is found by its number, which could be another's by now: what
-    shows that it is not is a look into its memory (``te.transports.samehost.reach.cannot_read``).
+    The kernel has a descriptor of the very process (Linux 6.5), which tells its number. Before
+    that one is found by the number, which could be another's by now: what shows that it is not is
+    a look into its memory (``te.transports.samehost.reach.cannot_read``).
     """
     pid = peer_pid(sock)
     if pid <= 0:
-        return "the other process is not visible from here (another pid namespace)"
+        return _INVISIBLE
     try:
         try:
-            return Process(pid, sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+            pidfd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
         except OSError as exc:
             if exc.errno != errno.ENOPROTOOPT:
                 raise
-        return Process(pid, os.pidfd_open(pid))
+            return Process(pid, os.pidfd_open(pid))
+        return _process_of(pidfd)
     except OSError as exc:
         return f"no descriptor of process {pid}: {exc.strerror}"
+
+
+def _process_of(pidfd: int) -> Process | str:
+    """What a descriptor says of its process (proc_pid_fdinfo(5)): takes it over."""
+    try:
+        lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
+        pid = next(int(line.split()[1]) for line in lines if line.startswith("Pid:"))
+    except BaseException:
+        os.close(pidfd)
+        raise
+    if pid > 0:
+        return Process(pid, pidfd)
+    os.close(pidfd)
+    return "the other process has ended" if pid < 0 else _INVISIBLE
 
 
 def parent_of(pid: int) -> int:

@@ -10,7 +10,9 @@ another user, or under a policy (Yama, seccomp).
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
+import mmap
 import os
 import secrets
 import socket
@@ -33,6 +35,11 @@ __all__ = [
 
 _TIMEVAL = struct.Struct("@ll")
 _NONCE_BYTES = 16
+_MADV_WIPEONFORK: Final = 18
+_CURE: Final = (
+    "; it takes the same user in both, a target that can be dumped (PR_SET_DUMPABLE), and Yama's"
+    " kernel.yama.ptrace_scope at 1 or less, or CAP_SYS_PTRACE here; te doctor tells more"
+)
 
 READERS: Final = Readers()
 """Of this process: Yama counts by process, whatever engines it has."""
@@ -88,22 +95,28 @@ def make_rings() -> int:
 
 
 class NonceMemory:
-    """Random bytes at a known address of this process."""
+    """Random bytes at a known address of this process, in a page of their own that is zeros in a
+    child (madvise(2), Linux 4.14): who reads them there reads this very process. ``OSError``."""
 
     def __init__(self) -> None:
-        self._buffer = ctypes.create_string_buffer(secrets.token_bytes(_NONCE_BYTES), _NONCE_BYTES)
-        self.nonce = Nonce(ctypes.addressof(self._buffer), self._buffer.raw)
+        self._page = mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._page.madvise(_MADV_WIPEONFORK)
+        data = secrets.token_bytes(_NONCE_BYTES)
+        self._page[:_NONCE_BYTES] = data
+        self.nonce = Nonce(ctypes.addressof(ctypes.c_char.from_buffer(self._page)), data)
 
 
-def cannot_read(process: Process, nonce: Nonce | None) -> str | None:
+def cannot_read(process: Process, nonce: Nonce) -> str | None:
     """Why the memory of the process cannot be read from here; None if it can."""
-    if nonce is None:
-        return "the other side gave nothing to try reading its memory with"
     pid = process.pid
     try:
         found = read_process(pid, nonce.address, len(nonce.data))
     except OSError as exc:
-        return f"process_vm_readv of process {pid}: {exc.strerror}"
-    if found != nonce.data or not process.lives():
-        return f"process {pid} is not the one that it should be"
+        problem = f"process_vm_readv of process {pid}: {exc.strerror}"
+        return problem + _CURE if exc.errno == errno.EPERM else problem
+    # In this order: the number was the process's own for as long as that lives.
+    if not process.lives():
+        return f"process {pid} has ended"
+    if not secrets.compare_digest(found, nonce.data):
+        return f"process {pid} is not the one that greets"
     return None

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from te.config import SEGMENT_BYTES_MAX, Config
 from te.connect.dial import Dialled, add_rails, blame, greet, hello_to, insist
+from te.connect.greeting import Hello
 from te.errors import Error, ProtocolViolation
 from te.handshake import Card, decode_body, encode
 from te.memory import Region
@@ -63,6 +64,8 @@ class _HostLink(IncomingLink):
     """A link whose bytes are copied out of a process."""
 
     pid: int
+    #: What that process has in its memory: all greetings of the link name it.
+    nonce: Nonce
     #: The highest number of a greeting about memory.
     shared_number: int = 0
 
@@ -85,14 +88,24 @@ class SameHost(Transport):
 
     def __init__(self, config: Config) -> None:
         """It needs nothing of the configuration before there are connections."""
-        #: What sources on this host try to read.
-        self._memory = reach.NonceMemory()
+        #: What peers read of this process.
+        self._memory: reach.NonceMemory | None = None
+        self._problem: str | None = None
+        try:
+            self._memory = reach.NonceMemory()
+        except OSError as exc:
+            self._problem = f"no memory that is not a child's, too (Linux 4.14): {exc.strerror}"
         self._sharing = Sharing(self._shared)
         self._listens = False
 
     def probe(self) -> str | None:
         """Whether a peer is on this host is not known before one is dialled."""
-        return None
+        return self._problem
+
+    @property
+    def _nonce(self) -> Nonce:
+        assert self._memory is not None
+        return self._memory.nonce
 
     def start(self, local: Local, watch: Watch) -> tuple[Listener, ...]:
         """Listens on an abstract socket."""
@@ -113,13 +126,13 @@ class SameHost(Transport):
 
     def open(self, card: Card, offer: bytes, deadline_s: float, timeout_s: float) -> OutgoingLink:
         """See ``Transport.open``."""
-        number, memory = secrets.randbits(62), reach.NonceMemory()
+        number = secrets.randbits(62)
 
-        def dial(nonce: Nonce | None = None) -> _Rail:
+        def dial() -> _Rail:
             with blame(card, _where(card), timeout_s):
-                return insist(lambda: self._dial(card, number, nonce, deadline_s), deadline_s)
+                return insist(lambda: self._dial(card, number, deadline_s), deadline_s)
 
-        first = dial(memory.nonce)
+        first = dial()
         with contextlib.ExitStack() as undo:
             undo.callback(first.close)
             with blame(card, _where(card), timeout_s):
@@ -142,9 +155,13 @@ class SameHost(Transport):
         self._sharing.attach(Shares(link, self._about_memory(card, number)), deadline_s)
         return OutgoingLink(link)
 
-    def _dial(self, card: Card, number: int, nonce: Nonce | None, deadline_s: float) -> _Rail:
+    def _hello(self, card: Card, number: int, shared: Shared | None = None) -> Hello:
+        body = encode(HostHello(nonce=self._nonce, shared=shared))
+        return hello_to(card, self._local, self.name, number, body)
+
+    def _dial(self, card: Card, number: int, deadline_s: float) -> _Rail:
         left_s = max(deadline_s - time.monotonic(), 0.001)
-        hello = hello_to(card, self._local, self.name, number, encode(HostHello(nonce=nonce)))
+        hello = self._hello(card, number)
         with contextlib.ExitStack() as undo:
             try:
                 sock = reach.dial(card, left_s)
@@ -156,7 +173,7 @@ class SameHost(Transport):
                 raise TransportRefused(problem)
             rings_fd = reach.make_rings()
             undo.callback(os.close, rings_fd)
-            dialled = greet(sock, hello, card, _where(card), deadline_s, [rings_fd])
+            dialled = greet(self._local, sock, hello, card, _where(card), deadline_s, [rings_fd])
             undo.pop_all()
             return _Rail(dialled.sock, dialled.welcome, rings_fd)
 
@@ -182,12 +199,12 @@ class SameHost(Transport):
         def say(memory: SharedMemory, turn: int, is_mapped: bool, deadline_s: float) -> str | None:
             timeout_s = max(deadline_s - time.monotonic(), 0.001)
             shared = Shared(memory.address, memory.nbytes, memory.serial, turn)
-            hello = hello_to(card, self._local, self.name, number, encode(HostHello(shared=shared)))
+            hello = self._hello(card, number, shared)
             fds = [memory.fd] if is_mapped else []
             where = _where(card)
             try:
                 with blame(card, where, timeout_s), reach.dial(card, timeout_s) as sock:
-                    greet(sock, hello, card, where, deadline_s, fds)
+                    greet(self._local, sock, hello, card, where, deadline_s, fds)
             except Error as exc:
                 return str(exc)
             return None
@@ -200,23 +217,26 @@ class SameHost(Transport):
         """See ``Transport.accept``."""
         assert link is None or isinstance(link, _HostLink)
         said = decode_body(call.body, HostHello)
+        if link is not None and said.nonce != link.nonce:
+            raise TransportRefused("the link that it names has another nonce")
         if said.shared is not None:
             return _about_shared(call, link, said.shared)
         if not call.fds:
             raise ProtocolViolation("a rail on the same host without memory for its rings")
-        return _Join(self, self._local, self._memory.nonce, call, link, said.nonce)
+        return _Join(
+            self, self._local, call, link, said.nonce, encode(HostWelcome(nonce=self._nonce))
+        )
 
 
 @dataclass
 class _Join(Join):
     transport: SameHost
     local: Local
-    #: Of this side.
-    nonce: Nonce
     call: Call
     link: _HostLink | None
     #: Of the other side.
-    said: Nonce | None
+    nonce: Nonce
+    answer: bytes
     process: Process | None = field(default=None, init=False)
 
     def check(self) -> bytes:
@@ -225,24 +245,21 @@ class _Join(Join):
         if isinstance(process, str):
             raise TransportRefused(process)
         self.process = process
-        if self.said is not None:
-            problem = reach.cannot_read(process, self.said)
-            if problem is None:
-                problem = reach.READERS.allow(process.pid)
-            if problem is not None:
-                raise TransportRefused(problem)
-        elif self.link is None:
-            raise TransportRefused("a link whose process is not known")
         if self.link is not None:
             _check_pid(self.link, process.pid)
-        return encode(HostWelcome(nonce=None if self.said is None else self.nonce))
+        problem = reach.cannot_read(process, self.nonce)
+        if problem is None:
+            problem = reach.READERS.allow(process.pid)
+        if problem is not None:
+            raise TransportRefused(problem)
+        return self.answer
 
     def begin(self) -> IncomingLink:
         assert self.process is not None
         pidfd = os.dup(self.process.pidfd)
         handle = self.local.plane.link(True, True, self.process.pid, False, pidfd)
         key, where = self.call.key, self.call.where
-        return _HostLink(handle, key, self.transport, where, self.process.pid)
+        return _HostLink(handle, key, self.transport, where, self.process.pid, self.nonce)
 
     def add(self, link: IncomingLink) -> bool:
         return link.handle.add_rail(self.call.sock.fileno(), self.call.fds[0])

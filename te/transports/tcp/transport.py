@@ -64,7 +64,7 @@ class Tcp(Transport):
         hello = hello_to(card, local, self.name, secrets.randbits(62))
 
         def dial() -> Dialled:
-            return connect(local.config, card, hello, deadline_s, timeout_s)
+            return connect(local, card, hello, deadline_s, timeout_s)
 
         first = dial()
         link = local.plane.link(False, False, 0)
