@@ -82,8 +82,9 @@ class PyverbsFar:
             assert self._process.stdin is not None
             assert self._process.stdout is not None
             print(json.dumps([op, arguments]), file=self._process.stdin, flush=True)
-            ready, _, _ = select.select([self._process.stdout], [], [], 2 * TIMEOUT_S)
-            assert ready, f"pyverbs does not answer {op}"
+            answer = select.poll()  # By select(2) no descriptor above 1023 can be waited for.
+            answer.register(self._process.stdout, select.POLLIN)
+            assert answer.poll(2000 * TIMEOUT_S), f"pyverbs does not answer {op}"
             value, error = json.loads(self._process.stdout.readline())
             assert error is None, f"{op}: {error}"
             return value
