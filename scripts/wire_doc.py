@@ -37,8 +37,6 @@ from te.handshake import (
     Refuse,
     Welcome,
 )
-from te.plane._core import RINGS_NBYTES
-from te.plane.wire import HEADER, LIMITS, RING, RULES, Bounds, Layout, Over, Rule, check
 from te.proof import CHALLENGE_BYTES, PROOF_BYTES
 from te.topology.gids import Gid, GidKind
 from te.transports.rdma.direct import FENCES
@@ -50,7 +48,9 @@ from te.transports.rdma.messages import (
     RdmaOffer,
     RdmaWelcome,
 )
+from te.transports.samehost._core import RINGS_NBYTES
 from te.transports.samehost.messages import HostHello, HostWelcome, Nonce, Shared
+from te.wire import HEADER, LIMITS, RING, RULES, Bounds, Layout, Over, Rule, check
 
 TEXT = Path(__file__).with_name("wire_doc.in.md")
 PATH = Path(__file__).resolve().parents[1] / "docs" / "wire.md"

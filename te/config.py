@@ -8,7 +8,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from te.plane._core import FRAME_BLOCKS_MAX, RAILS_LIMIT, WORKERS_LIMIT
+from te.core.engine import WORKERS_LIMIT
+from te.core.wire import FRAME_BLOCKS_MAX, RAILS_LIMIT
 from te.transports import registry
 
 __all__ = ["TRANSPORTS", "Config"]

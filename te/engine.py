@@ -20,11 +20,11 @@ from te.connect.accept import Acceptor
 from te.connect.chosen import Chosen
 from te.connect.outgoing import open_link
 from te.connect.pool import Pool
+from te.core.engine import Engine as Plane
 from te.errors import ClosedError, FenceTimeout
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, decode_card, encode
 from te.memory import Region, RegionTable, Remote, late
 from te.peers import Peer
-from te.plane._core import Engine as Plane
 from te.proof import null_key
 from te.tags import TAG_LIMIT, Identified, check_tag, packed_peer, packed_ranges
 from te.transfers import Notifier

@@ -15,10 +15,10 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from te.blocks import ADDRESS_LIMIT
+from te.core.engine import Engine as Plane
+from te.core.wire import MAY_READ, MAY_WRITE_TAGGED, MAY_WRITE_UNTAGGED, RANGES_LIMIT
 from te.errors import FenceTimeout, RegistrationError
 from te.memory_kinds import MemoryKind, Reach, kind_of
-from te.plane._core import MAY_READ, MAY_WRITE_TAGGED, MAY_WRITE_UNTAGGED, RANGES_LIMIT
-from te.plane._core import Engine as Plane
 from te.topology import ANYWHERE
 from te.verbs.fabric import Fabric, Registration
 
@@ -141,7 +141,7 @@ class RegionTable:
             return region
 
     def _check_ranges(self, address: int, nbytes: int, new: Registration) -> None:
-        """A peer takes no more from anybody (``on_table`` in ``te/plane/far.pxi``)."""
+        """A peer takes no more from anybody (``on_table`` in ``te/transports/rdma/remote.pyx``)."""
         known = [one.registration for one in self.regions if one.registration is not None]
         count = sum(one.ranges for one in (*known, new))
         if count > RANGES_LIMIT:

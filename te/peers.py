@@ -10,8 +10,7 @@ from te.connect.outgoing import Opened
 from te.errors import BoundsError, QueueFull
 from te.handshake import Card, CardRegion
 from te.memory import RegionTable
-from te.plane._core import KIND_READ, KIND_WRITE
-from te.plane.reasons import sentence
+from te.reasons import sentence
 from te.tags import check_tag
 from te.transfers import Notifier, Transfer
 from te.transports.base import RailView
@@ -109,7 +108,7 @@ class Peer:
         """
         if tag:
             check_tag(tag)
-        return self._submit(blocks, tag, KIND_WRITE)
+        return self._submit(blocks, tag, is_read=False)
 
     def read(self, blocks: Blocks) -> Transfer:
         """Begins to copy ``blocks`` from the peer's memory (``src``) into this engine's (``dst``).
@@ -118,7 +117,7 @@ class Peer:
         ``src`` ranges are checked by the peer against its regions. Unlike a write's, its
         cancellation needs nobody's confirmation. Raises ``te.QueueFull``.
         """
-        return self._submit(blocks, 0, KIND_READ)
+        return self._submit(blocks, 0, is_read=True)
 
     def close(self) -> None:
         """Drops the connections; unfinished transfers fail. Returns at once, idempotent."""
@@ -128,12 +127,12 @@ class Peer:
         """The sentence for what the plane reports of this peer."""
         return sentence(self._label, code, errnum, text, self._config.stall_timeout_s)
 
-    def _submit(self, blocks: Blocks, tag: int, kind: int) -> Transfer:
+    def _submit(self, blocks: Blocks, tag: int, is_read: bool) -> Transfer:
         limit = self._config.max_queued_transfers
-        result = self._link.submit(blocks, tag, kind, limit)
+        result = self._link.submit(blocks, tag, is_read, limit)
         if result is None:
             raise QueueFull(f"{self._label} has {limit} unfinished transfers")
         if isinstance(result, int):
-            block, side = blocks.array[result], "src" if kind == KIND_WRITE else "dst"
+            block, side = blocks.array[result], "dst" if is_read else "src"
             raise BoundsError(self._memory.complaint(int(block[side]), int(block["nbytes"])))
         return Transfer(result, blocks.total_nbytes, self._notifier, self.describe)

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Final
 
+from te.core.engine import Engine as Plane
+from te.core.handles import TransferHandle
 from te.errors import FenceTimeout, TransferFailed, WaitTimeout
-from te.plane._core import Engine as Plane
-from te.plane._core import TransferHandle
-from te.plane.reasons import Reason
+from te.reasons import Reason
 
 __all__ = ["Notifier", "Status", "Transfer"]
 

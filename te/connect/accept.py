@@ -18,9 +18,9 @@ from te.connect.dial import address_text
 from te.connect.incoming import Incoming
 from te.connect.loop import READABLE, IoLoop
 from te.connect.throttle import Throttle
+from te.core.engine import Revocation
 from te.errors import ListenError
-from te.plane._core import Revocation
-from te.plane.reasons import Reason, sentence
+from te.reasons import Reason, sentence
 from te.tags import Identity, packed_peer
 from te.transports.base import (
     IncomingLink,
@@ -89,8 +89,6 @@ class Acceptor:
         for one in fenced:
             if not one.handle.quiesce(max(until_s - time.monotonic(), 0.0)):
                 return None
-            if not one.end_writes(until_s - time.monotonic()):
-                return None
         for one in fenced:
             one.handle.die(Reason.FENCED)
         return len(fenced)
@@ -101,7 +99,7 @@ class Acceptor:
         with self._lock:
             links = list(self._links.values())
         for one in links:
-            one.withdraw(revocation)
+            one.handle.revoke(revocation)
 
     def log(self, level: int, message: str, *values: object) -> None:
         """A line about a stranger, unless there were too many of late. Loop's thread only."""

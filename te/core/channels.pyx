@@ -8,6 +8,23 @@ from te.core.sync cimport last_errno, load32, load64, now_ns, store64, swap32, u
 from te.core.vectors cimport within
 
 
+def ring_limits():
+    return {
+        "RING_BYTES": RING_BYTES, "RINGS_HEAD_BYTES": RINGS_HEAD_BYTES,
+        "RING_HEAD_BYTES": sizeof(Ring),
+    }
+
+
+def ring_layout():
+    cdef Ring r
+    return {
+        "head": <char *>&r.head - <char *>&r,
+        "tail": <char *>&r.tail - <char *>&r,
+        "reader_asleep": <char *>&r.reader_asleep - <char *>&r,
+        "writer_asleep": <char *>&r.writer_asleep - <char *>&r,
+    }
+
+
 cdef int channel_open(Channel *c, int fd, int rings_fd, bint dialled) noexcept nogil:
     cdef uint8_t *base
     c.fd = fd

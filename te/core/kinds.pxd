@@ -4,7 +4,7 @@
 
 from te.core.sync cimport u32
 
-cdef extern from "../core/kinds.h" nogil:
+cdef extern from "core/kinds.h" nogil:
     enum:
         TOUCHED_BY_CPU
         TOUCHED_BY_KERNEL

@@ -7,7 +7,7 @@ from libc.stdint cimport uint32_t, uint64_t
 ctypedef uint64_t u64
 ctypedef uint32_t u32
 
-cdef extern from "../core/sync.h" nogil:
+cdef extern from "core/sync.h" nogil:
     u32 load32(const u32 *p)
     u64 load64(const u64 *p)
     void *load_pointer(void *p)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The wire format of the frames between engines, in one table: which kinds there are, who sends
  * them over which links, what each field of the header may be, and what follows the header. The
- * plane checks every header against it (`check_header`). te/plane/wire.py gives it to Python: the
+ * plane checks every header against it (`check_header`). te/wire.py gives it to Python: the
  * fuzzers take their values from it, and docs/wire.md is written from it. A change here is a change
  * of the protocol: see PROTOCOL_VERSION in te/handshake.py. */
 #ifndef TE_CORE_WIRE_H
@@ -22,7 +22,11 @@ enum { /* limits of the format */
     PIECES_MAX = 1 << 16,      /* of a transfer: the immediate data has 16 bits for it */
     POSTED_MAX = 64,           /* pieces under way on a rail at once */
     TABLE_MAX = 500,           /* ranges of memory in a frame */
-    TABLE_RANGES_MAX = 1 << 16 /* and in all */
+    TABLE_RANGES_MAX = 1 << 16, /* and in all */
+    BEGUN_MAX = 256,           /* transfers that a source has begun and has no answer for */
+    ARRIVING_MAX = 4096,       /* transfers that a destination has begun to receive, per link */
+    READS_SERVED_MAX = 256,    /* frames of reads that a side serves at once */
+    RECEIVES = 256             /* marks that a queue pair takes before its CREDIT comes */
 };
 
 enum { ANY_RAIL = 255 }; /* of RAIL_BROKEN: all that there were */
@@ -258,7 +262,7 @@ static const FrameRule FRAME_RULES[KINDS][VARIANTS] = {
          .says = "The destination has destroyed its end, too: nothing lands through it any more."}},
     KIND(RAIL_BROKEN) = {
         {FRAME(RAIL_BROKEN, ""), .destination = OVER_RDMA,
-         .bounds = {[H_STATUS] = BETWEEN(0, UINT8_MAX, "why: te.plane.reasons.Reason, or 0"),
+         .bounds = {[H_STATUS] = BETWEEN(0, UINT8_MAX, "why: te.reasons.Reason, or 0"),
                     [H_TRANSFER] = BETWEEN(0, ANY_RAIL, "rail; ANY_RAIL: all that there were"),
                     [H_TAG] = BETWEEN(0, UINT32_MAX, "epoch of the rail"),
                     [H_TOTAL] = ANY("how often all rails of the link were fenced")},

@@ -4,10 +4,11 @@
 from libc.stdint cimport int64_t, uint8_t, uint16_t
 from te.core.sync cimport u32, u64
 
-cdef extern from "../core/wire.h" nogil:
+cdef extern from "core/wire.h" nogil:
     enum:
         RAILS_MAX, NICS_MAX, BLOCKS_MAX, SEGMENT_BYTES_MAX, TRAILER_BYTES, REASON_MAX, PIECES_MAX
-        POSTED_MAX, TABLE_MAX, TABLE_RANGES_MAX, ANY_RAIL
+        POSTED_MAX, TABLE_MAX, TABLE_RANGES_MAX, ANY_RAIL, BEGUN_MAX, ARRIVING_MAX
+        READS_SERVED_MAX, RECEIVES
         SEGMENT, END, ABANDON, ACK, PULL, READ
         ASK, TABLE, RAIL_LOST, RAIL_CLOSED, RAIL_BROKEN, CREDIT
         LANDED, REFUSED, ABANDONED, PROGRESS, GRANTED

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from te.plane._core import read_process
 from te.topology import Gid, Nic, read_gids, read_machine
+from te.transports.samehost._core import read_process
 
 __all__ = ["UNLIMITED", "Facts", "Port", "gather"]
 

@@ -11,9 +11,9 @@ from typing import ClassVar, Final
 
 from te.buffers import Buffer
 from te.core import kinds
+from te.core.engine import numa_node
 from te.errors import RegistrationError
 from te.memory_kinds.base import MemoryKind, Reach
-from te.plane._core import numa_node
 from te.topology import ANYWHERE
 
 __all__ = ["HOST"]

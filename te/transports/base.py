@@ -23,14 +23,14 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from te.blocks import Blocks
 from te.config import Config
+from te.core.engine import Engine as Plane
+from te.core.handles import LinkHandle, TransferHandle
 from te.errors import ConnectError
 from te.handshake import Card
 from te.memory import Region, RegionTable
 from te.memory_kinds import Reach
-from te.plane._core import Engine as Plane
-from te.plane._core import LinkHandle, Revocation, TransferHandle
-from te.plane.reasons import Reason
 from te.proof import Prover
+from te.reasons import Reason
 from te.verbs.fabric import Fabric
 
 __all__ = [
@@ -176,10 +176,10 @@ class OutgoingLink:
         return ()
 
     def submit(
-        self, blocks: Blocks, tag: int, kind: int, unfinished_max: int
+        self, blocks: Blocks, tag: int, is_read: bool, unfinished_max: int
     ) -> TransferHandle | int | None:
-        """Begins a transfer of the ``kind`` KIND_WRITE or KIND_READ; see ``LinkHandle.submit``."""
-        return self.handle.submit(blocks.array, blocks.total_nbytes, tag, kind, unfinished_max)
+        """Begins a write, or a read; see ``LinkHandle.submit``."""
+        return self.handle.submit(blocks.array, blocks.total_nbytes, tag, is_read, unfinished_max)
 
     def close(self) -> None:
         """Drops the connections; returns at once, idempotent."""
@@ -198,15 +198,6 @@ class IncomingLink:
     transport: Transport
     #: For the log.
     where: str
-
-    def end_writes(self, timeout_s: float) -> bool:
-        """After the link is fenced and its landings have ended: whether nothing that was sent
-        before can land any more."""
-        return True
-
-    def withdraw(self, revocation: Revocation) -> None:
-        """A tag was revoked under which transfers had been granted: has those of this link end. The
-        revocation says when they have."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 
 ``abi.h`` (``abi.pxd`` for Cython) declares what is used of their binary interface, ``_core.pyx``
 opens devices, registers memory and makes connected queue pairs, ``fabric.py`` is what an engine has
-of them. The data plane (``te/plane``) takes over each connected queue pair.
+of them. The transport ``te/transports/rdma`` takes over each connected queue pair.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
 
-cdef extern from "../verbs/abi.h" nogil:
+cdef extern from "verbs/abi.h" nogil:
     ctypedef struct VSge:
         uint64_t addr
         uint32_t length, lkey

@@ -17,9 +17,9 @@ from typing import Final
 
 import numpy as np
 
+from te.core.wire import MAY_READ, MAY_WRITE_TAGGED, MAY_WRITE_UNTAGGED, NICS_LIMIT
 from te.errors import DeviceError, RegistrationError
 from te.memory_kinds import MemoryKind, Reach
-from te.plane._core import MAY_READ, MAY_WRITE_TAGGED, MAY_WRITE_UNTAGGED, NICS_LIMIT
 from te.topology import (
     Gid,
     Topology,

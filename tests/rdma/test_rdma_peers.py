@@ -83,7 +83,7 @@ def test_a_queue_pair_broken_by_the_destination_fails_nothing(rdma_nics: tuple[N
     with two_engines(near, far) as (source, target), Stream(source, target) as stream:
         stream.go_on()
         for link in tuple(target._acceptor._links.values()):
-            assert link.handle.break_pairs(1.0)
+            assert link.handle.quiesce(1.0)
         stream.go_on()
         wait_for(lambda: stream.rails_up() == count, WAIT_S, "every rail is up again")
     assert stream.failures == []

@@ -38,9 +38,9 @@ from te_raw import (
 from testbed_nics import Nic
 
 import te
+from te.core.wire import NICS_LIMIT
 from te.handshake import Welcome, decode_body, decode_card, encode
 from te.memory import Remote
-from te.plane._core import NICS_LIMIT
 from te.topology import Gid, GidKind
 from te.transports.rdma.messages import (
     CardNic,

@@ -30,6 +30,7 @@ import te
 from te.bench._null import Device, QueuePair, Wires
 from te.bench.null_post import null_fabric
 from te.connect.greeting import GreetingKind
+from te.core.wire import RECEIVE_DEPTH
 from te.handshake import (
     PROTOCOL_VERSION,
     Card,
@@ -37,7 +38,6 @@ from te.handshake import (
     decode_body,
     encode,
 )
-from te.plane._core import RECEIVE_DEPTH
 from te.transports.base import Transport
 from te.transports.rdma.messages import (
     CardNic,

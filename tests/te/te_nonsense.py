@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from te_wire import Edge, Path, edges, pack, rules_on, smallest
 
-from te.plane.wire import RULES, Bounds, Layout, Rule
+from te.wire import RULES, Bounds, Layout, Rule
 
 __all__ = ["U64_EDGES", "Nonsense"]
 

@@ -16,7 +16,7 @@ from te_raw import TIMEOUT_S, RawListener, RawSource
 
 import te
 from te.bench._null import Wires
-from te.plane.wire import HEADER, RULES, Bounds, Over, Rule
+from te.wire import HEADER, RULES, Bounds, Over, Rule
 
 __all__ = [
     "PATHS",

@@ -17,12 +17,13 @@ from te_frames import AckStatus, Kind, abandon, ack
 
 import te
 from te.bench._null import Wires
-from te.plane._core import Engine as Plane
-from te.plane._core import LinkHandle
-from te.plane.reasons import Reason
+from te.core.engine import Engine as Plane
+from te.core.handles import LinkHandle
+from te.reasons import Reason
 from te.transports.rdma.keeper import Keeper
 from te.transports.rdma.link import DirectLink
 from te.transports.rdma.transport import Rdma
+from te.transports.tcp._core import TcpLink
 
 TIMEOUT_S = 20.0
 PAGE = 4096
@@ -73,7 +74,7 @@ def test_a_fence_that_comes_during_another_one_is_not_forgotten() -> None:
                 for _ in range(rng.randrange(200)):
                     pass
                 before = link.fences
-                assert link.break_pairs(TIMEOUT_S)
+                assert link.quiesce(TIMEOUT_S)
                 if link.fences == before:
                     forgotten.append(before)
 
@@ -91,10 +92,10 @@ def test_no_end_of_a_link_is_lost_however_late_it_is_read() -> None:
     worker.start()
     links = []
     for _ in range(600):
-        link = plane.link(True, False, 0)
+        link = TcpLink(plane, True)
         near, far = socket.socketpair()
         near.setblocking(False)
-        assert link.add_rail(near.detach(), -1)
+        assert link.add_rail(near.detach())
         links.append(link)
         far.close()
     told: set[int] = set()

@@ -20,7 +20,7 @@ from te_raw import raw_destination, take_hello, welcome
 from te_transports import TRANSPORTS
 
 import te
-from te.plane._core import Engine as Plane
+from te.core.engine import Engine as Plane
 
 TIMEOUT_S = 20.0
 

@@ -21,7 +21,7 @@ from te_steady import INPUTS, Reasons, Steady
 from te_wire import PATHS, TRANSPORTS, Path
 
 import te
-from te.plane.wire import RULES, Over
+from te.wire import RULES, Over
 
 GUARD, OPEN, PART = 1 << 16, 1 << 16, 1 << 12
 TAG = 5

@@ -29,7 +29,7 @@ from test_te_fuzz import broken
 
 import te
 from te.bench._null import QueuePair, Wires
-from te.plane.wire import Over
+from te.wire import Over
 
 TAGS = (0, 5, 6, 9)
 OPEN_TAGS = (5, 6)

@@ -26,7 +26,7 @@ from te_raw import RAW_ID
 
 import te
 from te.bench._null import Wires
-from te.plane._core import RANGES_LIMIT
+from te.core.wire import RANGES_LIMIT
 
 TIMEOUT_S = 20.0
 TAG = 5

@@ -35,10 +35,11 @@ from te_ring import RINGS_BYTES, make_rings
 
 import te
 from te.connect.greeting import GreetingKind
+from te.core.engine import Engine as Plane
+from te.core.wire import MAY_WRITE_UNTAGGED
 from te.handshake import Refuse, decode_body, decode_card
-from te.plane._core import MAY_WRITE_UNTAGGED, read_process
-from te.plane._core import Engine as Plane
-from te.plane.reasons import Reason, sentence
+from te.reasons import Reason, sentence
+from te.transports.samehost._core import SamehostLink, read_process
 from te.transports.samehost.messages import Nonce, Shared
 from te.transports.samehost.process import (
     Process,
@@ -365,7 +366,7 @@ def test_nothing_is_copied_from_a_number_whose_process_has_ended() -> None:
     pidfd = os.pidfd_open(ended.pid)
     ended.wait()
     # The number of a stranger, as if it had been given out again: this process.
-    link = plane.link(True, True, os.getpid(), False, pidfd)
+    link = SamehostLink(plane, True, os.getpid(), pidfd)
     here, there = socket.socketpair()
     here.setblocking(False)
     fd = make_rings()
@@ -390,7 +391,7 @@ def test_nothing_is_copied_from_a_number_whose_process_has_ended() -> None:
 def test_a_pull_link_needs_the_descriptor_of_its_process() -> None:
     plane = Plane(1, 1.0, 1.0, 0.0, 1 << 20, 100)
     with pytest.raises(ValueError, match="needs its descriptor"):
-        plane.link(True, True, os.getpid())
+        SamehostLink(plane, True, os.getpid(), -1)
 
 
 @pytest.mark.parametrize("option", [77, 9999])

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from te import BLOCK, RegistrationError
+from te.core.engine import Engine as Plane
+from te.core.engine import numa_node
 from te.memory import Region, RegionTable
-from te.plane._core import KIND_WRITE, numa_node
-from te.plane._core import Engine as Plane
 from te.topology import Locality, Topology, read_machine
+from te.transports.tcp._core import TcpLink
 from te.verbs.fabric import Fabric
 
 EDGES = [0, 1, 99, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
@@ -58,7 +59,7 @@ def test_the_plane_agrees_with_a_loop(
     asked = [(address, nbytes) for address, nbytes in asked if nbytes]
     blocks = np.array([(address, 1, nbytes) for address, nbytes in asked], BLOCK)
     covers = [covering(regions, address, nbytes) for address, nbytes in asked]
-    result = plane.link(False, False, 0).submit(blocks, 0, 0, KIND_WRITE, 1)
+    result = TcpLink(plane, False).submit(blocks, 0, 0, False, 1)
     if None in covers:
         assert result == covers.index(None)
     else:

@@ -22,7 +22,6 @@ ALLOWED = {
     "te/transports/registry.py": "the list of them",
     "te/doctor/": "says what a machine lacks for each",
     "te/bench/": "compares them, and names them in its tables",
-    "te/plane/": "the compiled half, until its parts are in the transports' folders",
     "sglang_mooncake/config.py": "wishes of Mooncake's users, such as MC_FORCE_TCP",
     "sglang_mooncake/transports.py": "GPU memory goes by one of them, until te stages it",
 }

@@ -11,7 +11,7 @@ import pytest
 import te_frames
 from te_wire import PATHS, Edge, Path, edges, links, pack, rules_on, smallest, violations
 
-from te.plane.wire import HEADER, LIMITS, RULES, Over, Rule, check
+from te.wire import HEADER, LIMITS, RULES, Over, Rule, check
 
 on_each_path = pytest.mark.parametrize("path", PATHS, ids=str)
 UNKNOWN_KIND = 200

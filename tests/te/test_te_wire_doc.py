@@ -8,7 +8,7 @@ import re
 import pytest
 import wire_doc
 
-from te.plane.wire import RULES, Over
+from te.wire import RULES, Over
 
 pytestmark = pytest.mark.pure
 

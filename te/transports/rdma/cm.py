@@ -11,8 +11,9 @@ import threading
 import time
 from dataclasses import dataclass
 
-from te.plane._core import RECEIVE_DEPTH, LinkHandle
+from te.core.wire import RECEIVE_DEPTH
 from te.transports.base import Local, Watch
+from te.transports.rdma._core import RdmaLink
 from te.transports.rdma.direct import BUILD_TIMEOUT_S, hand_over
 from te.transports.rdma.messages import RailAnswer, RailOffer
 from te.verbs._core import CmListener, CmRequest
@@ -31,7 +32,7 @@ class _Expected:
     """A source that was told to dial."""
 
     token: bytes
-    link: LinkHandle
+    link: RdmaLink
     offer: RailOffer
     nic: Nic
     until_s: float
@@ -50,7 +51,7 @@ class CmAcceptor:
         #: By link and rail: an offer replaces the one before it.
         self._expected: dict[tuple[int, int], _Expected] = {}
 
-    def expect(self, link: LinkHandle, offer: RailOffer, nic: Nic) -> RailAnswer:
+    def expect(self, link: RdmaLink, offer: RailOffer, nic: Nic) -> RailAnswer:
         """Where the source shall dial; ``OSError``."""
         index = offer.far_gid_index
         if index >= len(nic.gids):

@@ -12,8 +12,9 @@ import enum
 import logging
 from typing import Final
 
-from te.plane.reasons import Reason
+from te.reasons import Reason
 from te.transports.base import Local
+from te.transports.rdma._core import look_at_qps, nic_failed
 from te.transports.rdma.keeper import Keeper
 from te.verbs.fabric import Nic
 
@@ -106,10 +107,10 @@ class DeviceWatch:
     def _act(self, found: Meaning) -> None:
         match found:
             case Meaning.PORT_DOWN:
-                self._local.plane.nic_failed(self._nic.index, Reason.PORT_DOWN)
+                nic_failed(self._local.plane, self._nic.index, Reason.PORT_DOWN)
             case Meaning.DEVICE_FATAL:
-                self._local.plane.nic_failed(self._nic.index, Reason.DEVICE_FATAL)
+                nic_failed(self._local.plane, self._nic.index, Reason.DEVICE_FATAL)
             case Meaning.PAIR_BROKEN:
-                self._local.plane.look_at_pairs()
+                look_at_qps(self._local.plane)
             case Meaning.LINK_UP:
                 self._keeper.on_link_up(self._nic.index)

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from te.core.wire import RECEIVE_DEPTH
 from te.errors import ConnectError
-from te.plane._core import RECEIVE_DEPTH, LinkHandle
 from te.topology import Gid, gid_pairs
 from te.transports.base import Local
+from te.transports.rdma._core import RdmaLink
 from te.transports.rdma.messages import CardNic, RailAnswer, RailOffer
 from te.transports.rdma.striping import pairs, partners
 from te.verbs._core import QueuePair
@@ -97,7 +98,7 @@ def _between(near: Nic, index: int, far: CardNic) -> list[Path]:
 
 def build_rail(
     local: Local,
-    link: LinkHandle,
+    link: RdmaLink,
     far: CardNic,
     rail: int,
     epoch: int,
@@ -142,7 +143,7 @@ def build_rail(
     hand_over(queue_pair, link, offer, near.index, path.far, answer.fences)
 
 
-def _dial_rail(link: LinkHandle, rail: int, epoch: int, path: Path, greet: Greet) -> None:
+def _dial_rail(link: RdmaLink, rail: int, epoch: int, path: Path, greet: Greet) -> None:
     """``build_rail`` by rdma_cm: the answer says where to dial, and the destination's part of the
     connection how often the link was fenced before it."""
     deadline_s = time.monotonic() + BUILD_TIMEOUT_S
@@ -173,7 +174,7 @@ def _dial_rail(link: LinkHandle, rail: int, epoch: int, path: Path, greet: Greet
     hand_over(queue_pair, link, offer, near.index, path.far, FENCES.unpack_from(said)[0])
 
 
-def accept_rail(local: Local, link: LinkHandle, offer: RailOffer, nic: Nic) -> RailAnswer:
+def accept_rail(local: Local, link: RdmaLink, offer: RailOffer, nic: Nic) -> RailAnswer:
     """The destination's part of ``build_rail``; ``OSError``."""
     queue_pair = nic.device.queue_pair(nic.port, 1, RECEIVE_DEPTH, nic.max_message_bytes)
     psn = secrets.randbits(PSN_BITS)
@@ -204,8 +205,8 @@ def far_nic(nics: tuple[Nic, ...], offer: RailOffer) -> Nic:
 
 
 def hand_over(
-    queue_pair: QueuePair, link: LinkHandle, offer: RailOffer, near: int, far: int, fences: int
+    queue_pair: QueuePair, link: RdmaLink, offer: RailOffer, near: int, far: int, fences: int
 ) -> None:
     """Gives a queue pair to the plane; ``OSError``."""
-    link.add_pair(queue_pair.address, offer.rail, offer.epoch, near, far, fences)
+    link.add_qp(queue_pair.address, offer.rail, offer.epoch, near, far, fences)
     queue_pair.disown()

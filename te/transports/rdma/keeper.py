@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from te.errors import Error
-from te.plane.reasons import Reason, rail_sentence
+from te.reasons import Reason, rail_sentence
 from te.transports.base import Local
 from te.transports.rdma.direct import BUILD_TIMEOUT_S, Path, build_rail
 from te.transports.rdma.link import DirectLink, Kept

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from te.blocks import Blocks
-from te.plane._core import KIND_WRITE, TransferHandle
+from te.core.handles import TransferHandle
+from te.core.wire import RAILS_LIMIT
 from te.transports.base import OutgoingLink, RailView
+from te.transports.rdma._core import RdmaLink
 from te.transports.rdma.direct import Greet, Path
 from te.transports.rdma.messages import CardNic
 from te.transports.rdma.meter import Meter
@@ -39,6 +41,7 @@ class Kept:
 class DirectLink(OutgoingLink):
     """An outgoing link over RDMA. Any thread may read it."""
 
+    handle: RdmaLink
     #: Of the engine at its other end, for the log; and its devices.
     engine_id: str
     nics: list[CardNic]
@@ -95,17 +98,16 @@ class DirectLink(OutgoingLink):
         )
 
     def submit(
-        self, blocks: Blocks, tag: int, kind: int, unfinished_max: int
+        self, blocks: Blocks, tag: int, is_read: bool, unfinished_max: int
     ) -> TransferHandle | int | None:
         """See ``OutgoingLink.submit``; divides the blocks over the rails."""
-        array, pieces, least = blocks.array, b"", b""
+        array, plan = blocks.array, b""
         if len(array):
             # Of all that it touches, the first region counts: a pool lies on one node or GPU.
-            address = int(array["src" if kind == KIND_WRITE else "dst"][0])
+            address = int(array["dst" if is_read else "src"][0])
             pieces, least = divide(self, blocks, self.distances(address))
-        return self.handle.submit(
-            array, blocks.total_nbytes, tag, kind, unfinished_max, pieces, least
-        )
+            plan = least.ljust(RAILS_LIMIT, b"\0") + pieces
+        return self.handle.submit(array, blocks.total_nbytes, tag, is_read, unfinished_max, plan)
 
 
 def divide(

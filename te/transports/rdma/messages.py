@@ -7,8 +7,8 @@ from typing import Annotated
 
 import msgspec
 
+from te.core.wire import NICS_LIMIT, RAILS_LIMIT
 from te.handshake import Name, Unsigned, message
-from te.plane._core import NICS_LIMIT, RAILS_LIMIT
 from te.topology import Gid
 
 __all__ = ["CardNic", "RailAnswer", "RailOffer", "RdmaHello", "RdmaOffer", "RdmaWelcome"]

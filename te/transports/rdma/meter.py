@@ -11,7 +11,7 @@ from te.transports.rdma.striping import measured, nominal
 __all__ = ["Flow", "Meter"]
 
 Flow = tuple[int, int, int, float]
-"""Of one rail; ``LinkHandle.rail_flows`` gives them."""
+"""Of one rail; ``RdmaLink.rail_flows`` gives them."""
 
 
 class Meter:

@@ -9,7 +9,7 @@ import numpy as np
 
 from te import _blocks
 from te.blocks import Blocks
-from te.plane._core import PIECES_LIMIT
+from te.core.wire import PIECES_LIMIT
 from te.transports.rdma.striping import Mark
 
 __all__ = ["PIECE", "PIECE_BLOCKS", "PIECE_BYTES", "cut"]
@@ -24,7 +24,7 @@ PIECE: Final = np.dtype(
     ]
 )
 """``nbytes`` bytes from ``offset`` of the block ``first`` on; struct Piece in
-``te/plane/structs.pxi``."""
+``te/transports/rdma/state.pxd``."""
 
 PIECE_BYTES: Final = 1 << 20
 """Bytes of a piece, the unit that is written again when a rail dies and taken by an idle one."""

@@ -5,8 +5,8 @@
      ◀──moves again──┘   └──────────▶  ▲ ◀── refused, broken, no answer ──┴──┘
 
 Who finds what: the data plane, which sees every completion, tells that a rail is quiet, moves again
-or is broken, and has moved its work elsewhere by then (``te/plane/pairs.pxi``). Devices tell that a
-link is back. The times between attempts, and those that attempts may take, are kept here.
+or is broken, and has moved its work elsewhere by then (``qps.pyx``). Devices tell that a link is
+back. The times between attempts, and those that attempts may take, are kept here.
 
 Pure: the caller brings the time. A rail that failed always gets a new queue pair, since one that
 was in the error state has lost its place in the stream.

@@ -12,10 +12,10 @@ from typing import ClassVar
 from te.config import Config
 from te.connect.dial import add_rails, address_text, connect, hello_to, tune
 from te.connect.greeting import Hello
+from te.core.wire import RAILS_LIMIT
 from te.errors import ConnectError, DeviceError
 from te.handshake import Card, decode_body, encode
 from te.memory_kinds import Reach
-from te.plane._core import RAILS_LIMIT, Revocation
 from te.topology import GidKind
 from te.transports.base import (
     Accepted,
@@ -30,6 +30,7 @@ from te.transports.base import (
     Watch,
     Work,
 )
+from te.transports.rdma._core import RdmaLink
 from te.transports.rdma.cm import CmAcceptor
 from te.transports.rdma.devices import DeviceWatch
 from te.transports.rdma.direct import BUILD_TIMEOUT_S, accept_rail, far_nic, paths
@@ -48,17 +49,9 @@ from te.verbs.fabric import Fabric, Nic, open_fabric
 __all__ = ["Rdma"]
 
 
-class _GrantedLink(IncomingLink):
-    """A link whose source writes by itself, once it was granted that."""
-
-    def end_writes(self, timeout_s: float) -> bool:
-        """Breaks its queue pairs: nothing that was posted before gets past that."""
-        return self.handle.break_pairs(timeout_s)
-
-    def withdraw(self, revocation: Revocation) -> None:
-        """See ``IncomingLink.withdraw``."""
-        if self.handle.has_grant(revocation):
-            self.handle.break_pairs(0.0)
+@dataclass(eq=False)
+class _RdmaIncoming(IncomingLink):
+    handle: RdmaLink
 
 
 class Rdma(Transport):
@@ -146,8 +139,8 @@ class Rdma(Transport):
             )
         number = secrets.randbits(62)
         first = connect(local, card, self._hello(card, number), deadline_s, timeout_s)
-        handle = local.plane.link(False, False, 0, True)
-        add_rails(first, lambda: first, 1, lambda one: handle.add_rail(one.fileno(), -1))
+        handle = RdmaLink(local.plane, False)
+        add_rails(first, lambda: first, 1, lambda one: handle.add_connection(one.fileno()))
 
         def greet(rail: RailOffer) -> RailAnswer:
             until_s = time.monotonic() + BUILD_TIMEOUT_S
@@ -188,16 +181,18 @@ class Rdma(Transport):
             return _Join(self, self._local, call)
         if link is None:
             raise TransportRefused("no such link")
-        return Work(f"making rail {rail.rail}", lambda: self._make_rail(link, rail))
+        assert isinstance(link, _RdmaIncoming)
+        handle = link.handle
+        return Work(f"making rail {rail.rail}", lambda: self._make_rail(handle, rail))
 
-    def _make_rail(self, link: IncomingLink, offer: RailOffer) -> bytes:
+    def _make_rail(self, link: RdmaLink, offer: RailOffer) -> bytes:
         """This side's end of a rail; ``OSError``. Blocks while the kernel looks for the other
         side's hardware address (a second, if an ARP request is lost)."""
         nic = far_nic(self._nics, offer)
         if nic.family == "iwarp":
-            answer = self._cm.expect(link.handle, offer, nic)
+            answer = self._cm.expect(link, offer, nic)
         else:
-            answer = accept_rail(self._local, link.handle, offer, nic)
+            answer = accept_rail(self._local, link, offer, nic)
         return encode(RdmaWelcome(rail=answer))
 
 
@@ -212,11 +207,12 @@ class _Join(Join):
         return encode(RdmaWelcome())
 
     def begin(self) -> IncomingLink:
-        handle = self.local.plane.link(True, False, 0, True)
-        return _GrantedLink(handle, self.call.key, self.transport, self.call.where)
+        handle = RdmaLink(self.local.plane, True)
+        return _RdmaIncoming(handle, self.call.key, self.transport, self.call.where)
 
     def add(self, link: IncomingLink) -> bool:
-        return link.handle.add_rail(self.call.sock.fileno(), -1)
+        assert isinstance(link, _RdmaIncoming)
+        return link.handle.add_connection(self.call.sock.fileno())
 
 
 def _lacking(nics: tuple[Nic, ...], there: list[CardNic]) -> str:

@@ -20,7 +20,7 @@ import struct
 from typing import Final
 
 from te.handshake import Card
-from te.plane._core import RINGS_NBYTES, read_process
+from te.transports.samehost._core import RINGS_NBYTES, read_process
 from te.transports.samehost.messages import Nonce
 from te.transports.samehost.process import Process, Readers
 

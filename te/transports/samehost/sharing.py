@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from te.plane._core import LinkHandle
-from te.plane.reasons import Reason
+from te.core.handles import LinkHandle
+from te.reasons import Reason
 
 __all__ = ["Say", "SharedMemory", "Shares", "Sharing"]
 

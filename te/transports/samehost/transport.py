@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 from te.config import SEGMENT_BYTES_MAX, Config
 from te.connect.dial import Dialled, add_rails, blame, greet, hello_to, insist
 from te.connect.greeting import Hello
+from te.core.wire import RAILS_LIMIT
 from te.errors import Error, ProtocolViolation
 from te.handshake import Card, decode_body, encode
 from te.memory import Region
 from te.memory_kinds import Reach
-from te.plane._core import RAILS_LIMIT, LinkHandle
 from te.transports.base import (
     Accepted,
     Answer,
@@ -36,6 +36,7 @@ from te.transports.base import (
     Work,
 )
 from te.transports.samehost import reach
+from te.transports.samehost._core import SamehostLink
 from te.transports.samehost.messages import HostHello, HostWelcome, Nonce, Shared
 from te.transports.samehost.process import Process, peer_pid, peer_process
 from te.transports.samehost.sharing import Say, SharedMemory, Shares, Sharing
@@ -63,6 +64,7 @@ class _Rail(Dialled):
 class _HostLink(IncomingLink):
     """A link whose bytes are copied out of a process."""
 
+    handle: SamehostLink
     pid: int
     #: What that process has in its memory: all greetings of the link name it.
     nonce: Nonce
@@ -144,7 +146,7 @@ class SameHost(Transport):
                 problem = reach.cannot_read(process, said.nonce)
                 if problem is not None:
                     raise TransportRefused(problem)
-                link = self._local.plane.link(False, True, process.pid, False, process.pidfd)
+                link = SamehostLink(self._local.plane, False, process.pid, process.pidfd)
             undo.pop_all()
         add_rails(
             first,
@@ -257,11 +259,12 @@ class _Join(Join):
     def begin(self) -> IncomingLink:
         assert self.process is not None
         pidfd = os.dup(self.process.pidfd)
-        handle = self.local.plane.link(True, True, self.process.pid, False, pidfd)
+        handle = SamehostLink(self.local.plane, True, self.process.pid, pidfd)
         key, where = self.call.key, self.call.where
         return _HostLink(handle, key, self.transport, where, self.process.pid, self.nonce)
 
     def add(self, link: IncomingLink) -> bool:
+        assert isinstance(link, _HostLink)
         return link.handle.add_rail(self.call.sock.fileno(), self.call.fds[0])
 
     def close(self) -> None:
@@ -288,7 +291,7 @@ def _about_shared(call: Call, link: _HostLink | None, shared: Shared) -> Answer 
     return Answer("mapping memory")
 
 
-def _unmap(handle: LinkHandle, serial: int) -> bytes:
+def _unmap(handle: SamehostLink, serial: int) -> bytes:
     if not handle.remove_mapping(serial):
         raise TransportRefused("a copy out of it did not end")
     return b""

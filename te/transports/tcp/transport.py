@@ -9,10 +9,10 @@ from typing import ClassVar
 
 from te.config import SEGMENT_BYTES_MAX, Config
 from te.connect.dial import Dialled, add_rails, connect, hello_to, tune
+from te.core.wire import RAILS_LIMIT
 from te.errors import ProtocolViolation
 from te.handshake import Card
 from te.memory_kinds import Reach
-from te.plane._core import RAILS_LIMIT
 from te.transports.base import (
     Call,
     Capabilities,
@@ -23,6 +23,7 @@ from te.transports.base import (
     Transport,
     Watch,
 )
+from te.transports.tcp._core import TcpLink
 
 __all__ = ["Tcp"]
 
@@ -67,8 +68,8 @@ class Tcp(Transport):
             return connect(local, card, hello, deadline_s, timeout_s)
 
         first = dial()
-        link = local.plane.link(False, False, 0)
-        add_rails(first, dial, local.config.rails, lambda one: link.add_rail(one.fileno(), -1))
+        link = TcpLink(local.plane, False)
+        add_rails(first, dial, local.config.rails, lambda one: link.add_rail(one.fileno()))
         return OutgoingLink(link)
 
     def accept(self, call: Call, link: IncomingLink | None) -> Join:
@@ -89,8 +90,9 @@ class _Join(Join):
         return b""
 
     def begin(self) -> IncomingLink:
-        handle = self.local.plane.link(True, False, 0)
+        handle = TcpLink(self.local.plane, True)
         return IncomingLink(handle, self.call.key, self.transport, self.call.where)
 
     def add(self, link: IncomingLink) -> bool:
-        return link.handle.add_rail(self.call.sock.fileno(), -1)
+        assert isinstance(link.handle, TcpLink)
+        return link.handle.add_rail(self.call.sock.fileno())

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled modules: every .pyx under te/, and the floors of te bench in C.
+
+All else about the package is in pyproject.toml.
+"""
+
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+HEADERS = [str(one) for one in sorted(Path("te").rglob("*.h"))]
+PASSES = {"te.verbs._core": "-O2"}  # not a loop in it
+
+
+def extension(source: Path) -> Extension:
+    name = ".".join(source.with_suffix("").parts)
+    included = [str(one) for one in sorted(source.parent.glob("*.px[id]"))]
+    return Extension(
+        name,
+        [str(source)],
+        depends=[*HEADERS, *included],
+        include_dirs=["te"],
+        extra_compile_args=[PASSES.get(name, "-O3"), "-Wno-unused-function"],
+    )
+
+
+FLOORS = Extension(
+    "te.bench._floors",
+    ["te/bench/_floors.c"],
+    depends=HEADERS,
+    include_dirs=["te"],
+    extra_compile_args=["-O2", "-Wall", "-Wextra"],
+    extra_link_args=["-pthread"],
+)
+
+setup(ext_modules=[*(extension(one) for one in sorted(Path("te").rglob("*.pyx"))), FLOORS])

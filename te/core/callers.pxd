@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+# What a calling thread does itself, to save waking a worker up: that costs more than a small write.
+
+from te.core.link cimport Link, Transfer
+from te.core.sync cimport u64
+
+# Sends what was submitted, in so many calls at most, unless all connections are busy.
+cdef void send_inline(Link *link, int turns) noexcept nogil
+# Wakes as many connections as the transfer has work for.
+cdef void kick_some(Link *link, u64 nbytes) noexcept nogil
+# Waits for the answer in the calling thread, which is awake already: waking up the connection's
+# worker, and that one the caller, costs more than a small write.
+cdef void drive(Transfer *t, u64 until_ns) noexcept nogil

@@ -1,0 +1,251 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+
+from libc.stdint cimport uint8_t
+from libc.stdlib cimport free
+from te.core.channels cimport *
+from te.core.ending cimport link_close
+from te.core.frames cimport *
+from te.core.heap cimport need
+from te.core.link cimport *
+from te.core.posix cimport *
+from te.core.sync cimport *
+from te.core.wire cimport BLOCKS_MAX, Block, Header, body_bytes_max
+from te.core.worker cimport *
+
+cdef enum:
+    READS_PER_TURN = 32
+    SENDS_PER_TURN = 8
+
+
+# -- waiting
+
+cdef void set_interest(Connection *c) noexcept nogil:
+    cdef u32 wanted = 0
+    if not c.driven and c.queued_n <= ACK_BACKLOG_BYTES:
+        wanted = EPOLLIN
+    if c.out_left:
+        wanted |= EPOLLOUT
+    if wanted == c.interest:
+        return
+    store32(&c.interest, wanted)
+    if c.channel.rings == NULL:
+        watch(c, wanted)
+
+
+cdef void watch(Connection *c, u32 wanted) noexcept nogil:
+    polled_watch(&c.polled, c.channel.fd, wanted)
+
+
+cdef bint connection_arm(Connection *c) noexcept nogil:
+    return channel_arm(&c.channel, load32(&c.interest)) and not c.gone
+
+
+# -- its worker
+
+cdef void retire(Connection *c) noexcept nogil:
+    """Closes the connection of a dying link; the last of them fails what is unfinished."""
+    cdef Link *link = c.link
+    cdef u32 left
+    c.gone = True
+    channel_close(&c.channel)  # Which also ends the watch.
+    frame_sent(c, False)
+    pthread_mutex_lock(&link.lock)
+    link.connections_alive -= 1
+    left = link.connections_alive
+    pthread_mutex_unlock(&link.lock)
+    if left == 0:
+        link_close(link)
+    add64(
+        &link.plane.connections_in if link.is_incoming else &link.plane.connections_out, -1)
+    polled_gone(&c.polled)
+
+
+cdef Moved receive_some(Connection *c) noexcept nogil:
+    """Within bounds, so that others get their turn."""
+    cdef int i
+    cdef Moved state = MOVED
+    cdef bint hurried = False
+    for i in range(READS_PER_TURN):
+        if load32(&c.link.dead) or c.queued_n > ACK_BACKLOG_BYTES:
+            break
+        if c.driven:  # A caller sleeps until the answer comes: it must not find it taken.
+            break
+        state = connection_receive(c, False)
+        if state == WAITING and c.place == AT_HEAD and (
+            c.protocol.has_work != NULL and c.protocol.has_work(c)
+        ):
+            # A frame behind that of a copy has ended it: without one more look nobody would
+            # take the copy up.
+            state = MOVED
+        if state != MOVED:
+            break
+        if c.queued_n and c.out_left == 0 and not hurried:
+            # Through a socket the first answer goes at once, those behind it together.
+            hurried = c.channel.rings == NULL
+            connection_send(c, 1)
+    return state
+
+
+cdef bint connection_turn(Connection *c, bint rung, bint is_patient) noexcept nogil:
+    """Whatever it can do now; whether bytes moved. `rung`: its descriptor is ready. `is_patient`: a
+    wake-up of the other side may wait for the next turn."""
+    cdef u64 before
+    cdef bint busy = False, again
+    pthread_mutex_lock(&c.lock)
+    c.channel.is_patient = is_patient
+    if not c.gone:
+        if rung and c.channel.rings != NULL:
+            answer_bell(&c.channel)
+        before = load64(&c.link.progress_ns)
+        again = receive_some(c) == MOVED
+        if not load32(&c.link.dead):
+            again |= connection_send(c, SENDS_PER_TURN) == MOVED
+        if again:  # It stopped for lack of turns: the kernel may have nothing to wake it with.
+            polled_again(&c.polled)
+        if load32(&c.link.dead):
+            retire(c)
+            busy = True
+        else:
+            set_interest(c)
+            # The next word of how far copies are comes in a millisecond: too long to spin for.
+            busy = load64(&c.link.progress_ns) != before and not c.is_bulk
+    c.channel.is_patient = False
+    pthread_mutex_unlock(&c.lock)
+    return busy
+
+
+cdef void on_adopted(Polled *p) noexcept nogil:
+    pass
+
+
+cdef bint on_event(Polled *p, bint is_patient) noexcept nogil:
+    return connection_turn(<Connection *>p, True, is_patient)
+
+
+cdef bint on_turn(Polled *p, bint slept, bint is_patient) noexcept nogil:
+    cdef Connection *c = <Connection *>p
+    cdef bint busy = False
+    if slept:
+        channel_disarm(&c.channel)
+    if c.gone:
+        return False
+    if swap32(&p.kicked, 0) or channel_moved(&c.channel, load32(&c.interest)):
+        busy = connection_turn(c, False, is_patient)
+    if c.channel.bell_due_ns:
+        p.worker.owes |= channel_owes(&c.channel, False)
+    if c.protocol.turn != NULL and not c.gone:
+        c.protocol.turn(c)
+    return busy
+
+
+cdef bint on_look(Polled *p) noexcept nogil:
+    cdef Connection *c = <Connection *>p
+    return not c.gone and channel_moved(&c.channel, load32(&c.interest))
+
+
+cdef bint on_arm(Polled *p) noexcept nogil:
+    cdef Connection *c = <Connection *>p
+    channel_owes(&c.channel, True)
+    return connection_arm(c)
+
+
+cdef bint on_check(Polled *p, u64 now) noexcept nogil:
+    """Ends a link with a transfer, or a connection, on which nothing moved for too long; whether one
+    is suspected. This process itself may have been frozen: only silence after one more look at the
+    socket counts."""
+    cdef Connection *c = <Connection *>p
+    cdef Link *link = c.link
+    cdef u64 limit = link.plane.stall_ns
+    cdef bint stalled
+    pthread_mutex_lock(&c.lock)
+    pthread_mutex_lock(&link.lock)
+    stalled = now > limit and is_stalled(link, now - limit)
+    pthread_mutex_unlock(&link.lock)
+    stalled |= c.out_left != 0 and now > c.progress_ns + limit
+    if not link.ops.check(link, stalled and c.suspect) and stalled and c.suspect:
+        link_die(link, STALLED, 0, NULL)
+    c.suspect = stalled
+    pthread_mutex_unlock(&c.lock)
+    return stalled
+
+
+cdef void on_stop(Polled *p) noexcept nogil:
+    link_die((<Connection *>p).link, ENGINE_CLOSED, 0, NULL)
+    polled_again(p)
+
+
+cdef void on_release(Polled *p) noexcept nogil:
+    link_drop((<Connection *>p).link)
+
+
+cdef PolledOps POLLED_OPS
+POLLED_OPS.adopted = on_adopted
+POLLED_OPS.event = on_event
+POLLED_OPS.turn = on_turn
+POLLED_OPS.look = on_look
+POLLED_OPS.arm = on_arm
+POLLED_OPS.check = on_check
+POLLED_OPS.stop = on_stop
+POLLED_OPS.release = on_release
+
+
+# -- making and freeing
+
+cdef void connection_free(Connection *c) noexcept nogil:
+    channel_free(&c.channel)
+    pthread_mutex_destroy(&c.lock)
+    free(c.own)
+    free(c.body)
+    free(c.near)
+    free(c.queued)
+    free(c.sending)
+    free(c.frame)
+    free(c.out)
+    free(c)
+
+
+cdef void connections_free(Link *link) noexcept nogil:
+    cdef u32 i
+    for i in range(link.connections_n):
+        connection_free(<Connection *>link.connections[i])
+    link.connections_n = 0
+
+
+cdef int connection_add(
+    Link *link, const Protocol *protocol, Worker *w, int fd, int rings_fd, size_t own_nbytes
+) noexcept nogil:
+    cdef Connection *c = <Connection *>need(sizeof(Connection))
+    cdef int errnum
+    pthread_mutex_init(&c.lock, NULL)
+    c.polled.ops = &POLLED_OPS
+    c.polled.is_in_memory = rings_fd >= 0
+    c.protocol = protocol
+    c.link = link
+    c.own = need(own_nbytes + 1)
+    c.body = <uint8_t *>need(body_bytes_max())
+    c.frame = <uint8_t *>need(sizeof(Header) + BLOCKS_MAX * sizeof(Block))
+    c.near = <iovec *>need(IOV_MAX * sizeof(iovec))
+    c.out = <iovec *>need(IOV_MAX * sizeof(iovec))
+    c.interest = EPOLLIN
+    errnum = channel_open(&c.channel, fd, rings_fd, not link.is_incoming)
+    # What the worker's first event finds must be there before.
+    add32(&link.refs, 1)
+    link.connections[link.connections_n] = &c.polled
+    link.connections_n += 1
+    link.connections_alive += 1
+    if errnum == 0:
+        errnum = worker_add(w, &c.polled, fd, EPOLLIN)
+    if errnum:
+        link.connections_n -= 1
+        link.connections_alive -= 1
+        add32(&link.refs, -1)
+        c.channel.rings_fd = -1  # It stays the caller's.
+        if c.channel.rings != NULL:
+            munmap(c.channel.rings, RINGS_BYTES)
+            c.channel.rings = NULL
+        connection_free(c)
+        return errnum
+    add64(
+        &link.plane.connections_in if link.is_incoming else &link.plane.connections_out, 1)
+    return 0

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+# Python's view of an engine's compiled half; engine.pyi is the contract.
+
+from te.core.plane cimport Plane
+from te.core.tags cimport Opening
+
+cdef class Engine:
+    cdef Plane *p
+
+cdef class Revocation:
+    cdef Opening *o
+    cdef Engine engine

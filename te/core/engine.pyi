@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+from typing import Final
+
+WORKERS_LIMIT: Final[int]
+
+def numa_node(address: int) -> int:
+    """Where the page is that the address lies on; -1 if there is none yet, or the kernel does not
+    tell."""
+
+class Engine:
+    """Regions, tags and workers of one engine.
+
+    Calls keep the interpreter lock and take microseconds, unless they say otherwise.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        stall_s: float,
+        rail_s: float,
+        spin_s: float,
+        segment_bytes: int,
+        segment_blocks: int,
+    ) -> None: ...
+    def work(self, index: int) -> None:
+        """The life of a worker; without the interpreter lock until ``stop``."""
+
+    def stop(self) -> None:
+        """Asks the workers to end every link and then themselves."""
+
+    def add_region(
+        self, start: int, end: int, serial: int, rights: int, is_shared: bool, keys: bytes = b""
+    ) -> None:
+        """Overlaps no other; serials rise. ``rights``: what peers may do there, bits of
+        ``te.memory.RIGHTS``. Shared: peers on this host may map it. ``keys``: an array of
+        ``te.verbs.fabric.KEY`` that covers the region, for devices."""
+
+    def remove_region(self, serial: int, timeout_s: float) -> int:
+        """Waits, without the lock, for transfers that read from it, takes it away, and waits for
+        landings under way; 0.
+
+        Or the number of unfinished transfers that read from it, and then it was not taken away; or
+        -1 when a landing did not end in time: it was taken away, and the next call waits again.
+        """
+
+    def open_tag(
+        self, value: int, peer: bytes = b"", ranges: bytes | None = None
+    ) -> tuple[bool, bool]:
+        """Opens it; whether it was not known, and whether it is open. Known and not open: it was
+        revoked, and that is not confirmed yet. ``peer``: as ``te.tags.packed_peer`` makes it; empty
+        for all. ``ranges``: pairs of u64 (start, end), none empty, in any order; None for all that
+        the regions allow. ``ValueError`` for too many; then it is not opened."""
+
+    def arrived(self, value: int) -> int:
+        """Transfers that have landed under the tag; 0 if it is not known."""
+
+    def arrived_nbytes(self, value: int) -> int:
+        """Payload of those transfers in bytes; 0 if the tag is not known."""
+
+    def revoke_tag(self, value: int) -> Revocation | None:
+        """Closes it: no landing begins any more, and nothing is granted. None if it is not known.
+        It stays known until ``Revocation.forget``; each call says the same."""
+
+    @property
+    def events_fd(self) -> int:
+        """Readable when ``events`` has something."""
+
+    def events(self) -> list[tuple[int, int, int, int, int, str]]:
+        """(link, rail, epoch, code, errno, text) of links that died, with rail -1, and of rails
+        over RDMA that came up or were lost."""
+
+    def wait_notices(self) -> list[int]:
+        """Blocks, without the lock, until transfers that were subscribed to have an outcome."""
+
+    def wake_notices(self) -> None:
+        """Has ``wait_notices`` return."""
+
+    def counters(self) -> tuple[int, int, int, int, int, int, int]:
+        """Bytes sent and received, rails out and in, transfers done, failed and cancelled."""
+
+class Revocation:
+    """A tag that was revoked; it is confirmed once both waits have returned True."""
+
+    def await_landings(self, timeout_s: float) -> bool:
+        """Waits, without the lock, for landings under the tag; False when one did not end."""
+
+    @property
+    def granted(self) -> int:
+        """Transfers that may still be written over RDMA; it only falls once no landing is under
+        way."""
+
+    def await_grants(self, timeout_s: float) -> bool:
+        """Waits, without the lock, until there are none."""
+
+    def forget(self) -> int:
+        """Confirmed: the tag may be opened anew. The last count of arrivals."""

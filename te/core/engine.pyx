@@ -1,0 +1,239 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+# Methods keep the interpreter lock unless they say otherwise: it is what makes callers one at a time.
+
+from libc.stdlib cimport free
+from libc.string cimport memcpy, memset
+from te.core.heap cimport need
+from te.core.link cimport Link, link_drop
+from te.core.notices cimport Bulletin, Notice, bulletin_take, notice_take
+from te.core.plane cimport CANCELLED, DONE, FAILED, plane_close, plane_open
+from te.core.posix cimport eventfd_read, eventfd_write
+from te.core.regions cimport *
+from te.core.sections cimport WORKERS_MAX, quiesce
+from te.core.sync cimport *
+from te.core.tags cimport *
+from te.core.transfer cimport transfer_drop
+from te.core.link cimport Transfer
+from te.core.wire cimport RAILS_MAX
+from te.core.worker cimport worker_run, workers_stop
+
+import os
+
+WORKERS_LIMIT = WORKERS_MAX
+
+cdef enum:
+    SUSPECT_NS = 250000000  # a piece of 1 MiB takes 84 ms at 100 Mbit/s
+
+
+def numa_node(u64 address):
+    return max(page_node(address), -1)
+
+
+cdef u64 ns_of(double seconds) noexcept:
+    return <u64>(max(seconds, 0.0) * 1e9)
+
+
+cdef class Engine:
+    def __cinit__(
+        self, u32 workers, double stall_s, double rail_s, double spin_s, u64 segment_bytes,
+        u32 segment_blocks
+    ):
+        cdef int errnum
+        cdef Plane *p = <Plane *>need(sizeof(Plane))
+        self.p = p
+        p.stall_ns = ns_of(stall_s)
+        p.rail_ns = ns_of(rail_s)
+        p.suspect_ns = min(p.rail_ns / 4, <u64>SUSPECT_NS)
+        p.segment_bytes = segment_bytes
+        p.segment_blocks = segment_blocks
+        errnum = plane_open(p, workers, ns_of(spin_s))
+        if errnum:
+            raise OSError(errnum, f"no descriptor for an engine: {os.strerror(errnum)}")
+
+    def __dealloc__(self):
+        if self.p == NULL:
+            return
+        while take_notice(self.p) != NULL:
+            pass
+        self.events()
+        plane_close(self.p)
+        free(self.p)
+
+    def work(self, u32 index):
+        name_thread(f"te-worker-{index}".encode())
+        with nogil:
+            worker_run(&self.p.workers.of[index])
+
+    def stop(self):
+        workers_stop(&self.p.workers)
+
+    # -- memory
+
+    def add_region(
+        self, u64 start, u64 end, u64 serial, u32 rights, bint is_shared, bytes keys=b""
+    ):
+        region_put(
+            &self.p.regions,
+            region_new(start, end, serial, rights, is_shared, <char *>keys, len(keys)))
+
+    def remove_region(self, u64 serial, double timeout_s):
+        cdef u64 until = now_ns() + ns_of(timeout_s)
+        cdef Region *r = region_of(&self.p.regions, serial)
+        cdef bint done, is_first = r != NULL and not r.is_leaving
+        if r == NULL:
+            return 0
+        with nogil:
+            await_readers(r, until)
+        if load32(&r.readers):
+            return load32(&r.readers)
+        region_take(&self.p.regions, r)
+        with nogil:
+            done = quiesce(&self.p.sections, NULL, NULL, until - min(until, now_ns()))
+            if done:  # A peer's read may have begun: it looked before the region was gone.
+                await_readers(r, until)
+        if not done:
+            return -1
+        readers = load32(&r.readers)
+        if readers and not is_first:
+            return readers
+        if readers:
+            region_put(&self.p.regions, r)
+        else:
+            region_forget(&self.p.regions, r)
+        return readers
+
+    # -- tags
+
+    def open_tag(self, u64 value, bytes peer=b"", ranges=None):
+        cdef bint is_open = False, is_new
+        cdef Identity identity
+        cdef Range *kept = NULL
+        cdef u64 n = 0
+        if ranges is not None:
+            n = len(<bytes>ranges) // sizeof(Range)
+            kept = <Range *>need((n + 1) * sizeof(Range))
+            memcpy(kept, <char *><bytes>ranges, n * sizeof(Range))
+            n = ranges_normalise(kept, n)
+            if n > RANGES_MAX:
+                free(kept)
+                raise ValueError(
+                    f"a tag for {n} separate ranges; at most {RANGES_MAX} are allowed: give larger"
+                    " ones, or none")
+        cdef Opening *o = opening_new(value, kept, n)
+        if peer:
+            memset(&identity, 0, sizeof(identity))
+            memcpy(&identity, <char *>peer, min(<size_t>len(peer), sizeof(identity)))
+            opening_bind(o, &identity, <size_t>len(peer) == sizeof(identity))
+        is_new = tag_open(&self.p.tags, o, &is_open)
+        return is_new, is_open
+
+    def arrived(self, u64 value):
+        cdef Opening *o = opening_get(&self.p.tags, value)
+        cdef u64 count = 0 if o == NULL else load64(&o.count)
+        opening_drop(o)
+        return count
+
+    def arrived_nbytes(self, u64 value):
+        cdef Opening *o = opening_get(&self.p.tags, value)
+        cdef u64 nbytes = 0 if o == NULL else load64(&o.nbytes)
+        opening_drop(o)
+        return nbytes
+
+    def revoke_tag(self, u64 value):
+        cdef Opening *o = opening_get(&self.p.tags, value)
+        if o == NULL:
+            return None
+        store32(&o.is_open, 0)
+        cdef Revocation revocation = Revocation.__new__(Revocation)
+        revocation.o = o
+        revocation.engine = self
+        return revocation
+
+    # -- what happens to links and transfers
+
+    @property
+    def events_fd(self):
+        return self.p.notices.bulletins_fd
+
+    def events(self):
+        cdef u64 value
+        cdef u32 i
+        cdef Link *k
+        cdef Bulletin b
+        cdef list found = []
+        eventfd_read(self.p.notices.bulletins_fd, &value)
+        while bulletin_take(&self.p.notices, &b):
+            k = <Link *>b.link
+            for i in range(RAILS_MAX):
+                if b.news[i].is_new:
+                    found.append(
+                        (k.number, i, b.news[i].epoch, b.news[i].code, b.news[i].errnum, ""))
+            if b.has_ended:
+                text = (<bytes>k.text).decode("ascii", "replace")
+                found.append((k.number, -1, 0, k.code, k.errnum, text))
+            link_drop(k)
+        return found
+
+    def wait_notices(self):
+        cdef u64 value
+        cdef void *one
+        cdef list found = []
+        with nogil:
+            eventfd_read(self.p.notices.notices_fd, &value)
+        while True:
+            one = take_notice(self.p)
+            if one == NULL:
+                return found
+            found.append(<u64>one)
+
+    def wake_notices(self):
+        eventfd_write(self.p.notices.notices_fd, 1)
+
+    def counters(self):
+        cdef Plane *p = self.p
+        return (
+            load64(&p.bytes_sent), load64(&p.bytes_received),
+            load64(&p.connections_out), load64(&p.connections_in),
+            load64(&p.outcomes[DONE]), load64(&p.outcomes[FAILED]), load64(&p.outcomes[CANCELLED]),
+        )
+
+
+cdef void *take_notice(Plane *p) noexcept:
+    """The first transfer on the list, whose address is its name; its reference is dropped."""
+    cdef Notice *one = notice_take(&p.notices)
+    if one == NULL:
+        return NULL
+    cdef Transfer *t = <Transfer *>one.what
+    transfer_drop(t)
+    return t
+
+
+cdef class Revocation:
+    def __dealloc__(self):
+        opening_drop(self.o)
+
+    def await_landings(self, double timeout_s):
+        cdef bint done
+        cdef u64 timeout_ns = ns_of(timeout_s)
+        with nogil:
+            done = quiesce(&self.engine.p.sections, NULL, self.o, timeout_ns)
+        return done
+
+    @property
+    def granted(self):
+        return load32(&self.o.granted)
+
+    def await_grants(self, double timeout_s):
+        cdef u64 until = now_ns() + ns_of(timeout_s)
+        cdef timespec pause
+        pause.tv_sec = 0
+        pause.tv_nsec = 200000
+        with nogil:
+            while load32(&self.o.granted) and now_ns() < until:
+                nanosleep(&pause, NULL)
+        return load32(&self.o.granted) == 0
+
+    def forget(self):
+        opening_forget(&self.engine.p.tags, self.o)
+        return load64(&self.o.count)

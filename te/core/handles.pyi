@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+import numpy as np
+import numpy.typing as npt
+
+from te.core.engine import Revocation
+
+class LinkHandle:
+    """All rails between two engines that one side opened; transports derive their own. The link
+    ends with its last handle."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def alive(self) -> bool: ...
+    def name_peer(self, peer: bytes) -> None:
+        """Of an incoming link, before its first rail: the source, with its epoch, as
+        ``te.tags.packed_peer`` makes it. It is whom tags may be open for."""
+
+    @property
+    def rails(self) -> int:
+        """Connections in use."""
+
+    @property
+    def death(self) -> tuple[int, int, str]:
+        """Why it is not alive: code, errno, text."""
+
+    def die(self, code: int) -> None:
+        """Asks the workers to close its connections."""
+
+    def fence(self) -> None:
+        """Marks it: nothing lands from it once ``quiesce`` has returned True."""
+
+    def quiesce(self, timeout_s: float) -> bool:
+        """Waits, without the lock, for landings of the link under way, and has what its peer was
+        let write by itself end; False if that was not so in time."""
+
+    def revoke(self, revocation: Revocation) -> None:
+        """Has transfers end that the peer was let write by itself under the tag that was revoked;
+        the revocation says when they have. Returns at once."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether all its connections are closed: nothing lands from it any more. A link that is
+        not alive may still be in the middle of a landing."""
+
+    def submit(
+        self,
+        blocks: npt.NDArray[np.void],
+        total: int,
+        tag: int,
+        is_read: bool,
+        unfinished_max: int,
+        plan: bytes = b"",
+    ) -> TransferHandle | int | None:
+        """Begins a transfer of blocks, shape (n,), dtype ``te.blocks.BLOCK``. ``plan`` is what the
+        Python half of the transport has to say about it.
+
+        Instead of a handle: the index of the first block whose local side is not registered, or
+        None when the link has ``unfinished_max`` unfinished transfers.
+        """
+
+class TransferHandle:
+    @property
+    def name(self) -> int:
+        """What ``Engine.wait_notices`` calls it; unique while the handle lives."""
+
+    def status(self) -> int: ...
+    def failure(self) -> tuple[int, int, str]:
+        """Why it failed: code, errno, text."""
+
+    def cancel_requested(self) -> bool: ...
+    def duration_s(self) -> float: ...
+    def subscribe(self) -> bool:
+        """True if there is an outcome; False if ``Engine.wait_notices`` will name it."""
+
+    def cancel(self) -> bool:
+        """Asks that it stop. For a read it waits, without the lock, for landings under way; False
+        when one did not end in time. Always True for a write."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for an outcome, at first with the lock if it is small; False if none came."""

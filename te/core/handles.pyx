@@ -1,0 +1,312 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport uint8_t
+from libc.stdlib cimport free
+from libc.string cimport memcpy
+from te.core.callers cimport drive
+from te.core.engine cimport Revocation
+from te.core.connections cimport connection_add
+from te.core.heap cimport need
+from te.core.link cimport *
+from te.core.plane cimport DONE, FAILED, PENDING, Plane
+from te.core.regions cimport *
+from te.core.sections cimport quiesce
+from te.core.sync cimport *
+from te.core.tags cimport Identity
+from te.core.transfer cimport *
+from te.core.wire cimport Block, RAILS_MAX
+from te.core.worker cimport Worker, worker_wake
+
+import os
+
+
+cdef enum:
+    # Above it checking and copying blocks (5 ns each) takes so long that others get the interpreter
+    # meanwhile; below, getting it back beside a busy thread would cost more (5 ms).
+    KEEP_LOCK_BLOCKS = 1 << 17
+    INLINE_BYTES = 64 << 10
+    KEEP_LOCK_NS = 300000
+    DRIVE_NS = 3000000
+    UNREAD_NS = 1200000000
+
+
+cdef struct Scan:
+    bint may_merge
+    Snapshot *snapshot
+    uint8_t *touched
+    Block *out
+    u64 out_n, bad, begun_ns
+
+
+cdef class LinkHandle:
+    def __dealloc__(self):
+        if self.k != NULL:
+            if not load32(&self.k.dead) and self.k.connections_n:
+                link_die(self.k, PEER_CLOSED, 0, NULL)
+            link_drop(self.k)
+
+    cdef void make(self, Engine engine, const Ops *ops, bint is_incoming, void *own):
+        self.engine = engine
+        self.k = link_new(engine.p, ops, is_incoming)
+        self.k.own = own
+
+    cdef bint add(
+        self, const Protocol *protocol, int fd, int rings_fd, size_t own_nbytes, int worker
+    ) except -1:
+        cdef Link *k = self.k
+        cdef Plane *p = k.plane
+        cdef Worker *w
+        cdef int errnum = 0
+        cdef bint full
+        pthread_mutex_lock(&k.lock)
+        full = k.connections_n == RAILS_MAX or load32(&k.dead) or load32(&p.workers.stop)
+        if not full:
+            if worker < 0:
+                worker = (k.number + k.connections_n) % p.workers.n
+            w = &p.workers.of[worker]
+            errnum = connection_add(k, protocol, w, fd, rings_fd, own_nbytes)
+        pthread_mutex_unlock(&k.lock)
+        if errnum:
+            raise OSError(errnum, f"cannot use the connection: {os.strerror(errnum)}")
+        if not full:
+            worker_wake(w)
+        return not full
+
+    @property
+    def number(self):
+        return self.k.number
+
+    @property
+    def alive(self):
+        return not load32(&self.k.dead)
+
+    def name_peer(self, bytes peer):
+        memcpy(&self.k.peer, <char *>peer, min(<size_t>len(peer), sizeof(Identity)))
+
+    @property
+    def rails(self):
+        return self.k.connections_alive
+
+    @property
+    def death(self):
+        """(code, errno, text)"""
+        return self.k.code, self.k.errnum, (<bytes>self.k.text).decode("ascii", "replace")
+
+    def die(self, int code):
+        link_die(self.k, code, 0, NULL)
+
+    def fence(self):
+        store32(&self.k.dropped, 1)
+
+    def quiesce(self, double timeout_s):
+        cdef bint done
+        cdef u64 now = now_ns(), until = now + <u64>(max(timeout_s, 0.0) * 1e9)
+        with nogil:
+            done = quiesce(&self.k.plane.sections, self.k, NULL, until - now)
+            if done:
+                done = self.k.ops.drain(self.k, until)
+        return done
+
+    def revoke(self, Revocation revocation):
+        self.k.ops.revoke(self.k, revocation.o)
+
+    @property
+    def ended(self):
+        return load32(&self.k.has_ended) != 0 or (
+            load32(&self.k.dead) != 0 and self.k.connections_n == 0)
+
+    def submit(
+        self, object blocks, u64 total, u64 tag, bint is_read, u32 unfinished_max, bytes plan=b""
+    ):
+        cdef Py_buffer view
+        PyObject_GetBuffer(blocks, &view, PyBUF_SIMPLE)
+        try:
+            return submit_blocks(
+                self, <Block *>view.buf, view.len / sizeof(Block), total, tag, is_read, unfinished_max,
+                plan)
+        finally:
+            PyBuffer_Release(&view)
+
+
+cdef Region **hold(Scan *scan, u32 *held_n, bint *is_shared) noexcept:
+    """The regions that were touched, each with a reference, and whether all may be mapped."""
+    cdef Snapshot *s = scan.snapshot
+    cdef Region **held = <Region **>need((s.count + 1) * sizeof(Region *))
+    cdef u32 i
+    for i in range(s.count):
+        if scan.touched[i]:
+            held[held_n[0]] = s.regions[i]
+            add32(&s.regions[i].refs, 1)
+            add32(&s.regions[i].readers, 1)
+            is_shared[0] &= s.regions[i].is_shared
+            held_n[0] += 1
+    return held
+
+
+cdef void scan_blocks(Scan *scan, Block *blocks, u64 n, bint is_read) noexcept nogil:
+    """One pass: are the local sides registered, and which blocks touch so that they can be one."""
+    cdef Snapshot *s = scan.snapshot
+    cdef Region *hit = NULL
+    cdef Block b
+    cdef Block *last = NULL
+    cdef u64 i, address
+    scan.out_n = 0
+    scan.bad = n
+    for i in range(n):
+        b = blocks[i]
+        address = b.dst if is_read else b.src
+        if hit == NULL or address < hit.start or address + b.nbytes > hit.end:
+            if not is_registered(s, address, b.nbytes, s.newest, OWN_USE, scan.touched):
+                scan.bad = i
+                return
+            hit = s.regions[regions_above(s.regions, s.count, address) - 1]
+        if scan.may_merge and last != NULL and last.src + last.nbytes == b.src and (
+            last.dst + last.nbytes == b.dst
+        ):
+            last.nbytes += b.nbytes
+            continue
+        last = &scan.out[scan.out_n]
+        scan.out_n += 1
+        last[0] = b
+
+
+cdef object submit_blocks(
+    LinkHandle link, Block *blocks, u64 n, u64 total, u64 tag, bint is_read, u32 unfinished_max,
+    bytes plan
+):
+    cdef Plane *p = link.k.plane
+    cdef Link *k = link.k
+    cdef Scan scan
+    cdef Snapshot *s
+    scan.begun_ns = now_ns()
+    scan.may_merge = k.ops.may_merge
+    while True:
+        s = p.regions.now
+        scan.snapshot = s
+        scan.touched = <uint8_t *>need(s.count + 1)
+        scan.out = blocks_new(k, n)
+        if scan.out == NULL:
+            free(scan.touched)
+            raise MemoryError(f"no memory for the descriptors of {n} blocks")
+        if n <= KEEP_LOCK_BLOCKS:
+            scan_blocks(&scan, blocks, n, is_read)
+            break
+        # Inside no section: the regions' own references keep the snapshot's regions, and a
+        # copy of the snapshot is what is looked at.
+        s = scan.snapshot = snapshot_copy(s)
+        with nogil:
+            scan_blocks(&scan, blocks, n, is_read)
+        if s.version == p.regions.now.version:
+            snapshot_free(s)
+            scan.snapshot = s = p.regions.now
+            break
+        snapshot_free(s)
+        free(scan.touched)
+        blocks_free(k, scan.out)
+    if scan.bad < n:
+        free(scan.touched)
+        blocks_free(k, scan.out)
+        return scan.bad
+    return enqueue(link, &scan, total, tag, is_read, unfinished_max, plan)
+
+
+cdef object enqueue(
+    LinkHandle link, Scan *scan, u64 total, u64 tag, bint is_read, u32 unfinished_max, bytes plan
+):
+    cdef Link *k = link.k
+    cdef Transfer *t
+    cdef bint is_shared = True, full = False, listed = False
+    cdef u32 held_n = 0
+    cdef Region **held = NULL
+    if not is_read or k.ops.lands_by_device:
+        held = hold(scan, &held_n, &is_shared)
+    free(scan.touched)
+    t = transfer_new(k, is_read, tag, scan.out, scan.out_n, total, held, held_n)
+    t.submitted_ns = scan.begun_ns
+    k.ops.prepare(t, <const uint8_t *><char *>plan, len(plan), is_shared)
+    pthread_mutex_lock(&k.lock)
+    if load32(&k.dead) or not k.connections_alive:
+        transfer_settle(t, FAILED, LINK_DIED)
+    elif k.unfinished >= unfinished_max:
+        full = True
+    elif is_read and t.n == 0:
+        transfer_settle(t, DONE, NO_REASON)  # There is nothing to ask the other side for.
+    else:
+        transfer_list(t)
+        listed = True
+    pthread_mutex_unlock(&k.lock)
+    if full:
+        transfer_discard(t)
+        return None
+    if listed:
+        k.ops.submit(t)
+    cdef TransferHandle handle = TransferHandle.__new__(TransferHandle)
+    handle.t = t
+    handle.link = link
+    return handle
+
+
+cdef class TransferHandle:
+    def __dealloc__(self):
+        if self.t != NULL:
+            transfer_drop(self.t)
+
+    @property
+    def name(self):
+        return <u64>self.t
+
+    def status(self):
+        return load32(&self.t.status)
+
+    def failure(self):
+        """(code, errno, text), once the status is FAILED."""
+        if self.t.code == LINK_DIED:
+            return self.link.death
+        text = "" if self.t.text == NULL else (<bytes>self.t.text).decode("ascii", "replace")
+        return self.t.code, self.t.fault, text
+
+    def cancel_requested(self):
+        return load32(&self.t.cancel) != 0
+
+    def duration_s(self):
+        cdef u64 end = self.t.settled_ns if load32(&self.t.status) else now_ns()
+        return (end - self.t.submitted_ns) * 1e-9
+
+    def subscribe(self):
+        cdef u32 none = 0
+        return swap_if(&self.t.notify, none, 1) == 2
+
+    def cancel(self):
+        cdef Transfer *t = self.t
+        cdef bint done = True
+        cdef bint is_new = not load32(&t.status) and not swap32(&t.cancel, 1)
+        if t.is_read:
+            with nogil:
+                done = t.link.ops.unread(t, now_ns() + UNREAD_NS)
+        elif is_new:
+            t.link.ops.cancel(t)
+        return done
+
+    def wait(self, double timeout_s):
+        cdef Transfer *t = self.t
+        cdef u64 until = now_ns() + <u64>(min(max(timeout_s, 0.0), 1e9) * 1e9), now
+        if load32(&t.status) == PENDING and t.total <= INLINE_BYTES:
+            # Taking the interpreter lock back costs up to 5 ms beside a busy thread; an answer to
+            # a small write comes in less time than anybody else would be let in.
+            drive(t, min(until, now_ns() + KEEP_LOCK_NS))
+        if load32(&t.status) == PENDING and t.total <= INLINE_BYTES:
+            with nogil:
+                drive(t, min(until, now_ns() + DRIVE_NS))
+        while load32(&t.status) == PENDING:
+            now = now_ns()
+            if now >= until:
+                return False
+            with nogil:
+                add32(&t.waiters, 1)
+                futex_wait(&t.status, PENDING, min(until - now, <u64>100000000))
+                add32(&t.waiters, -1)
+            PyErr_CheckSignals()
+        return True

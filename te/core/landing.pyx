@@ -1,0 +1,298 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+
+from libc.stdio cimport snprintf
+from libc.stdlib cimport free
+from libc.string cimport memcpy
+from te.core.frames cimport AT_PAYLOAD, expect_payload, queue_answer, throw_away
+from te.core.heap cimport need
+from te.core.inbound cimport *
+from te.core.link cimport *
+from te.core.posix cimport iovec
+from te.core.regions cimport *
+from te.core.sections cimport enter, leave
+from te.core.sending cimport acknowledged, fail_read, read_returned
+from te.core.sync cimport *
+from te.core.transfer cimport transfer_discard, transfer_drop, transfer_list, transfer_new
+from te.core.wire cimport *
+
+ctypedef unsigned long long ull
+
+
+# -- saying no
+
+cdef void refuse(Connection *c, Arriving *a, const char *reason) noexcept nogil:
+    """Answers a transfer early; the rest of it is thrown away. Once per transfer. Under the link's
+    lock. The reply to a read ends the read here, too."""
+    if arriving_refuse(c.link, a):
+        tell_refused(c, a, reason)
+
+
+cdef void tell_refused(Connection *c, Arriving *a, const char *reason) noexcept nogil:
+    queue_answer(c, a.id, REFUSED, reason)
+    if a.is_reply:
+        fail_read(c.link, a.tag, reason)
+
+
+cdef void landing_refuse(Connection *c, const char *reason) noexcept nogil:
+    pthread_mutex_lock(&c.link.lock)
+    refuse(c, (<Landings *>c.own).arriving, reason)
+    pthread_mutex_unlock(&c.link.lock)
+
+
+# -- transfers under way
+
+cdef Arriving *begin(Connection *c) noexcept nogil:
+    """The transfer a frame belongs to, made by its first frame; NULL after a violation."""
+    cdef Header *h = &c.head
+    cdef char text[TEXT_MAX]
+    cdef Arriving *known = arriving_of(c.link, h.transfer)
+    cdef Arriving *a
+    cdef u64 total = h.total, last_id = (<Landings *>c.own).last_id
+    if known != NULL and h.kind == ABANDON:
+        total = known.total  # What an ABANDON says is how much of it was sent.
+    if known == NULL and h.kind != ABANDON and h.transfer <= last_id:
+        snprintf(text, TEXT_MAX, b"transfer %llu comes after %llu", <ull>h.transfer, <ull>last_id)
+        violate_locked(c.link, text)
+        return NULL
+    a = arriving_begin(c.link, h.transfer, h.tag, total, h.flags & FLAG_REPLY, text)
+    if a == NULL:
+        violate_locked(c.link, text)
+    elif known == NULL and a.refused:
+        tell_refused(c, a, text)
+    return a
+
+
+cdef void landing_finish(Connection *c, Arriving *a) noexcept nogil:
+    cdef char reason[TEXT_MAX]
+    cdef bint is_good = not a.spoiled and not a.abandoned
+    if a.refused:
+        pass
+    elif not is_good:
+        queue_answer(c, a.id, ABANDONED, b"")
+    elif not arriving_count(c.link, &c.polled.worker.section, a, reason):
+        refuse(c, a, reason)
+    else:
+        queue_answer(c, a.id, LANDED, b"")
+    if a.is_reply and not a.refused:
+        read_returned(c, a.tag, a.arrived, is_good)
+    arriving_forget(c.link, a)
+
+
+cdef bint landing_begin(Connection *c, Arriving *a) noexcept nogil:
+    cdef Landings *l = <Landings *>c.own
+    cdef char reason[TEXT_MAX]
+    cdef bint good
+    l.arriving = a
+    if load32(&a.refused):
+        return False
+    enter(&c.polled.worker.section, c.link, NULL)
+    good = is_placed(c.link, a, &l.place, c.near, c.near_n, reason)
+    leave(&c.polled.worker.section)
+    if not good:
+        landing_refuse(c, reason)
+    return good
+
+
+cdef void *landing_right(Connection *c) noexcept nogil:
+    return (<Landings *>c.own).arriving.opening
+
+
+cdef bint landing_may_land(Connection *c, char *reason) noexcept nogil:
+    cdef Landings *l = <Landings *>c.own
+    return may_land(
+        c.link, l.arriving, &l.place, c.near + c.near_at, c.near_n - c.near_at, reason)
+
+
+cdef void landing_moved(Connection *c, u64 nbytes) noexcept nogil:
+    cdef Arriving *a = (<Landings *>c.own).arriving
+    if a.is_reply:
+        store64(&a.opening.progress_ns, load64(&c.link.progress_ns))
+
+
+cdef void landing_landed(Connection *c, bint is_good) noexcept nogil:
+    cdef Landings *l = <Landings *>c.own
+    cdef Arriving *a = l.arriving
+    l.arriving = NULL
+    pthread_mutex_lock(&c.link.lock)
+    a.arrived += c.head.nbytes
+    if not is_good:
+        a.spoiled = True
+    if a.is_reply:
+        store64(&c.link.progress_ns, now_ns())
+    if is_whole(a):
+        landing_finish(c, a)
+    pthread_mutex_unlock(&c.link.lock)
+
+
+# -- frames
+
+cdef bint load_ranges(Connection *c) noexcept nogil:
+    """The descriptors of a frame as iovecs; False after a violation."""
+    cdef Header *h = &c.head
+    cdef Landing *landings = <Landing *>c.body
+    cdef Block *blocks = <Block *>c.body
+    cdef u64 total = 0, nbytes
+    cdef u32 i
+    cdef char text[TEXT_MAX]
+    for i in range(h.count):
+        if h.kind == SEGMENT:
+            nbytes = landings[i].nbytes
+            c.near[i].iov_base = <void *>landings[i].dst
+        else:
+            nbytes = blocks[i].nbytes
+            c.near[i].iov_base = <void *>blocks[i].dst
+        c.near[i].iov_len = nbytes
+        if nbytes == 0 or nbytes > h.nbytes:
+            snprintf(text, TEXT_MAX, b"a segment of %llu bytes with a block of %llu bytes",
+                     <ull>h.nbytes, <ull>nbytes)
+            violate(c.link, text)
+            return False
+        total += nbytes  # Cannot wrap: BLOCKS_MAX sizes of at most SEGMENT_BYTES_MAX.
+    if total != h.nbytes:
+        snprintf(text, TEXT_MAX, b"a segment of %llu bytes with blocks of %llu bytes in all",
+                 <ull>h.nbytes, <ull>total)
+        violate(c.link, text)
+        return False
+    c.near_at = 0
+    c.near_n = h.count
+    c.payload_left = h.nbytes
+    return True
+
+
+cdef bint landing_received(Connection *c) noexcept nogil:
+    cdef LandingProtocol *protocol = <LandingProtocol *>c.protocol
+    cdef Arriving *a
+    if c.head.kind == ACK:
+        return acknowledged(c)
+    if c.head.kind == END:
+        return landing_empty(c)
+    if c.head.kind == ABANDON:
+        return on_abandon(c)
+    if not load_ranges(c):
+        return False
+    if c.head.kind == READ:
+        serve_read(c)
+        return True
+    a = on_some(c)
+    if a == NULL:
+        return False
+    if c.head.kind == PULL:
+        protocol.pull(c, a)
+        return True
+    expect_payload(c, c.near_n, c.head.nbytes)
+    if not landing_begin(c, a):
+        throw_away(c)
+    return True
+
+
+cdef Arriving *on_some(Connection *c) noexcept nogil:
+    """A frame brings some of a transfer; NULL after a violation."""
+    cdef Landings *l = <Landings *>c.own
+    cdef char text[TEXT_MAX]
+    cdef Arriving *a
+    pthread_mutex_lock(&c.link.lock)
+    a = begin(c)
+    if a != NULL:
+        l.last_id = max(l.last_id, c.head.transfer)
+        if not arriving_announce(a, c.head.nbytes, text):
+            violate_locked(c.link, text)
+            a = NULL
+    pthread_mutex_unlock(&c.link.lock)
+    return a
+
+
+cdef bint landing_empty(Connection *c) noexcept nogil:
+    cdef Landings *l = <Landings *>c.own
+    cdef Arriving *a = NULL
+    pthread_mutex_lock(&c.link.lock)
+    if arriving_of(c.link, c.head.transfer) != NULL:
+        violate_locked(c.link, b"a transfer without blocks that has begun with some")
+    else:
+        a = begin(c)
+    if a != NULL:
+        l.last_id = max(l.last_id, c.head.transfer)
+        landing_finish(c, a)
+    pthread_mutex_unlock(&c.link.lock)
+    return a != NULL
+
+
+cdef bint on_abandon(Connection *c) noexcept nogil:
+    cdef Arriving *a
+    pthread_mutex_lock(&c.link.lock)
+    a = begin(c)
+    if a != NULL and not arriving_abandon(a, c.head.total):
+        violate_locked(c.link, b"a transfer is given up with fewer bytes than were sent")
+        a = NULL
+    if a != NULL and is_whole(a):
+        landing_finish(c, a)
+    pthread_mutex_unlock(&c.link.lock)
+    return a != NULL
+
+
+# -- serving reads
+
+cdef Region **hold(Connection *c, u32 *held_n, char *reason) noexcept nogil:
+    """The regions that the blocks of a READ lie in, each with a reference; NULL if one does not
+    lie in any."""
+    cdef Block *blocks = <Block *>c.body
+    cdef Region **held = NULL
+    cdef Snapshot *s
+    cdef uint8_t *touched
+    cdef bint good = True
+    cdef int k
+    cdef u32 i
+    held_n[0] = 0
+    enter(&c.polled.worker.section, c.link, NULL)
+    s = <Snapshot *>load_pointer(&c.link.plane.regions.now)
+    touched = <uint8_t *>need(s.count + 1)
+    for i in range(c.near_n):
+        if not is_registered(s, blocks[i].src, blocks[i].nbytes, s.newest, RIGHT_READ, touched):
+            k = snprintf(reason, TEXT_MAX, b"the source: ")
+            say_refused(s, blocks[i].src, blocks[i].nbytes, RIGHT_READ, reason + k)
+            good = False
+            break
+    if good:
+        held = <Region **>need((s.count + 1) * sizeof(Region *))
+        for i in range(s.count):
+            if touched[i]:
+                held[held_n[0]] = s.regions[i]
+                add32(&s.regions[i].refs, 1)
+                add32(&s.regions[i].readers, 1)
+                held_n[0] += 1
+    leave(&c.polled.worker.section)
+    free(touched)
+    return held
+
+
+cdef void serve_read(Connection *c) noexcept nogil:
+    """A piece of a peer's read: writes back what it asks for, under the number of its read."""
+    cdef Link *link = c.link
+    cdef char reason[TEXT_MAX]
+    cdef u32 n = 0
+    cdef Region **held = hold(c, &n, reason)
+    cdef Block *blocks
+    cdef Transfer *t = NULL
+    cdef bint good
+    if held != NULL:
+        blocks = <Block *>need(c.near_n * sizeof(Block))
+        memcpy(blocks, c.body, c.near_n * sizeof(Block))
+        t = transfer_new(
+            link, False, c.head.transfer, blocks, c.near_n, c.head.nbytes, held, n)
+        t.is_reply = True
+        link.ops.prepare(t, NULL, 0, (<LandingProtocol *>c.protocol).reply == PULL)
+    pthread_mutex_lock(&link.lock)
+    good = t != NULL
+    if good and link.replies >= READS_SERVED_MAX:
+        good = False
+        snprintf(reason, TEXT_MAX, b"the source: too many reads at once")
+    if good:
+        transfer_list(t)
+        link_kick(link)
+    else:
+        queue_answer(c, c.head.transfer, REFUSED, reason)
+    pthread_mutex_unlock(&link.lock)
+    if good:
+        transfer_drop(t)
+    elif t != NULL:
+        transfer_discard(t)

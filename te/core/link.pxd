@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+# Links, the transfers on them, and the compiled half of the contract of a transport; its other half
+# is te/transports/base.py.
+#
+# A link is all rails between two engines that one side has opened. What is common to all transports
+# is here; each keeps what is its own behind `Link.own` and `Transfer.own`. Locks are taken in this
+# order, never the other way round: a connection's, its link's, then one of the engine's (tags,
+# notices) or a worker's.
+
+from libc.stdint cimport uint8_t
+from te.core.maps cimport Map
+from te.core.notices cimport Bulletin, Notice
+from te.core.plane cimport Plane
+from te.core.regions cimport Region
+from te.core.sync cimport load32, pthread_mutex_t, u32, u64
+from te.core.tags cimport Identity, Opening
+from te.core.wire cimport Block, RAILS_MAX
+from te.core.worker cimport Polled, Spin
+
+cdef enum:
+    TEXT_MAX = 512
+
+cdef enum:  # why a link died or a transfer failed; te/core/reasons.py makes the sentences
+    NO_REASON = 0
+    STALLED = 1
+    BROKE = 2
+    ENDED = 3
+    VIOLATED = 4
+    PEER_CLOSED = 5
+    ENGINE_CLOSED = 6
+    FENCED = 7
+    LINK_DIED = 8  # of a transfer: the link's own reason says it
+    WAS_REFUSED = 9
+    SOURCE_FAULT = 10
+    NO_RAIL = 11
+    PROCESS_GONE = 12
+
+cdef struct Link
+cdef struct Transfer
+
+# What a transport does with its links.
+cdef struct Ops:
+    # Bytes that it keeps with each transfer.
+    size_t transfer_bytes
+    # Whether blocks that touch may be handed to it as one.
+    bint may_merge
+    # Whether a read is written by this side's own device, so that the regions it lands in must stay
+    # while it is under way. Else the bytes come in as frames, which are checked as they land.
+    bint lands_by_device
+
+    # The source's side. A new transfer of which nobody else knows; `plan` is what the transport's
+    # Python half has made of the blocks, `is_shared` whether the peer may map all of the source's
+    # memory.
+    void (*prepare)(Transfer *t, const uint8_t *plan, size_t nbytes, bint is_shared) noexcept nogil
+    # It is on the link's list: begins it. By the caller's thread, which has no lock but Python's.
+    void (*submit)(Transfer *t) noexcept nogil
+    # `Transfer.cancel` is set: ends it as soon as can be.
+    void (*cancel)(Transfer *t) noexcept nogil
+    # A read that was cancelled, or has failed: True once nothing lands for it any more; False if that
+    # is not so at `until_ns`. It can be called again.
+    bint (*unread)(Transfer *t, u64 until_ns) noexcept nogil
+    # It has its outcome, and what is its own can go. Under the link's lock.
+    void (*settled)(Transfer *t) noexcept nogil
+
+    # The destination's side. A tag was revoked, and no landing is under way: has that end which a
+    # peer was let write by itself under it (`Opening.granted` tells when), and returns at once.
+    void (*revoke)(Link *link, Opening *o) noexcept nogil
+    # The whole link is fenced: True once nothing lands from it, or is read, that was under way; False
+    # if that is not so at `until_ns`.
+    bint (*drain)(Link *link, u64 until_ns) noexcept nogil
+
+    # Both sides. Now and then, by a worker: may end the link. `stalled`: its first transfer has not
+    # moved for too long. Returns whether to let that pass.
+    bint (*check)(Link *link, bint stalled) noexcept nogil
+    # All of its connections are closed: ends what else it has. Without a lock, by a worker.
+    void (*close)(Link *link) noexcept nogil
+    # Behind that, under the link's lock: forgets what was landing.
+    void (*forget)(Link *link) noexcept nogil
+    # Nobody has it any more.
+    void (*release)(Link *link) noexcept nogil
+
+cdef struct Transfer:
+    u64 id, tag
+    Link *link
+    bint is_read
+    bint is_reply  # it serves a peer's read; nobody here has a handle of it
+    Block *blocks
+    u64 n, total  # blocks, bytes
+    Region **held  # regions that it reads from, or lands in by a device
+    u32 held_n
+    Opening *opening  # of a read: what the replies land under
+    # Under the link's lock.
+    uint8_t stage  # te/core/stages.h
+    u32 in_flight  # how much of it is being sent: frames, or pieces
+    bint is_listed
+    bint may_land  # a read of which bytes may still land: it cannot be cancelled yet
+    int fault  # errno: the source memory cannot be read
+    int verdict  # the reason it is given up for, unless that is a cancellation
+    char *text
+    Transfer *before
+    Transfer *after
+    # Atomic.
+    u32 cancel, status, waiters, notify, refs
+    u64 submitted_ns, settled_ns
+    # When it last moved on, or the one before it was over: the first of a link is judged by it. What
+    # moves of others must not keep its memory in use.
+    u64 progress_ns
+    int code
+    Polled *via  # by which the last frame went; NULL if no caller can wait for the answer there
+    Notice notice
+    void *own  # the transport's
+
+cdef struct Link:
+    Plane *plane
+    const Ops *ops
+    void *own  # the transport's
+    u64 number
+    bint is_incoming
+    Identity peer  # of an incoming link: whom tags may be opened for
+    pthread_mutex_t lock
+    u32 refs, dropped, dead  # atomic
+    u32 has_ended  # atomic: its connections are gone
+    int code, errnum  # why it is dead
+    char text[TEXT_MAX]
+    Polled *connections[RAILS_MAX]
+    u32 connections_n, connections_alive, turn
+    Spin spin  # of callers that wait; only they touch it, with the interpreter lock
+    Block *spare  # atomic: see `blocks_new`
+    u64 progress_ns  # when anything moved: whoever moved it looks again
+    # Submitted and unfinished, in this order; `issue` is the first that is not all issued.
+    Transfer *first
+    Transfer *last
+    Transfer *issue
+    Map by_id
+    u64 next_id
+    u32 unfinished, replies, begun
+    Map arriving  # te/core/inbound.pyx
+    Bulletin bulletin
+
+# One reference is the caller's. The transport sets what is its own.
+cdef Link *link_new(Plane *p, const Ops *ops, bint is_incoming) noexcept nogil
+cdef void link_drop(Link *link) noexcept nogil
+# Has its connections go; their workers close them. The first reason counts.
+cdef void link_die(Link *link, int code, int errnum, const char *text) noexcept nogil
+cdef void link_die_locked(Link *link, int code, int errnum, const char *text) noexcept nogil
+# What became of one of its rails; -1: the link has ended.
+cdef void link_tell(Link *link, int rail, u32 epoch, int code, int errnum) noexcept nogil
+# Gives all its connections a turn.
+cdef void link_kick(Link *link) noexcept nogil
+# The first part of the list of transfers has not moved since then. Under the lock.
+cdef bint is_stalled(Link *link, u64 since_ns) noexcept nogil
+
+
+cdef inline void violate(Link *link, const char *text) noexcept nogil:
+    link_die(link, VIOLATED, 0, text)
+
+
+cdef inline void violate_locked(Link *link, const char *text) noexcept nogil:
+    link_die_locked(link, VIOLATED, 0, text)

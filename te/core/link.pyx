@@ -1,0 +1,73 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+
+from libc.stdio cimport snprintf
+from libc.stdlib cimport free
+from te.core.heap cimport need
+from te.core.maps cimport map_free
+from te.core.notices cimport bulletin_put
+from te.core.sync cimport *
+from te.core.worker cimport polled_kick
+
+
+cdef Link *link_new(Plane *p, const Ops *ops, bint is_incoming) noexcept nogil:
+    cdef Link *link = <Link *>need(sizeof(Link))
+    pthread_mutex_init(&link.lock, NULL)
+    p.links += 1
+    link.plane = p
+    link.ops = ops
+    link.spin.most_ns = p.workers.of[0].spin.most_ns
+    link.number = p.links
+    link.is_incoming = is_incoming
+    link.refs = 1
+    link.bulletin.link = link
+    return link
+
+
+cdef void link_drop(Link *link) noexcept nogil:
+    if add32(&link.refs, -1):
+        return
+    link.ops.release(link)
+    map_free(&link.by_id)
+    map_free(&link.arriving)
+    free(link.spare)
+    pthread_mutex_destroy(&link.lock)
+    free(link)
+
+
+cdef void link_kick(Link *link) noexcept nogil:
+    cdef u32 i
+    for i in range(link.connections_n):
+        polled_kick(link.connections[i])
+
+
+cdef void link_die_locked(Link *link, int code, int errnum, const char *text) noexcept nogil:
+    if load32(&link.dead):
+        return
+    link.code = code
+    link.errnum = errnum
+    if text != NULL:
+        snprintf(link.text, TEXT_MAX, b"%s", text)
+    store32(&link.dead, 1)
+    link_kick(link)
+
+
+cdef void link_die(Link *link, int code, int errnum, const char *text) noexcept nogil:
+    pthread_mutex_lock(&link.lock)
+    link_die_locked(link, code, errnum, text)
+    pthread_mutex_unlock(&link.lock)
+
+
+cdef void link_tell(Link *link, int rail, u32 epoch, int code, int errnum) noexcept nogil:
+    # The list's reference comes first: whoever reads the list may drop it at once.
+    add32(&link.refs, 1)
+    if not bulletin_put(&link.plane.notices, &link.bulletin, rail, epoch, code, errnum):
+        link_drop(link)
+
+
+cdef bint is_stalled(Link *link, u64 since_ns) noexcept nogil:
+    # Those behind the first wait their turn, so what moves of them says nothing of it; and each is
+    # the first in the end.
+    cdef Transfer *t = link.first
+    return t != NULL and load64(&t.progress_ns) < since_ns and (
+        t.opening == NULL or load64(&t.opening.progress_ns) < since_ns)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+# The source's side of a transfer over connections that carry its bytes, or say where they lie: it is
+# cut into frames, of which each connection takes the next one when it is free.
+
+from libc.stdint cimport uint8_t
+from te.core.frames cimport Connection, Protocol
+from te.core.link cimport Link, Transfer
+from te.core.sync cimport u32, u64
+
+cdef enum:
+    READS_ASKED_MAX = 32
+
+# What such a link has of its own: `Link.own` begins with it.
+cdef struct Streams:
+    u32 reads_asked  # frames without a reply, under the link's lock
+
+# What its transfers have: `Transfer.own`. Under the link's lock.
+cdef struct Sending:
+    uint8_t frame  # SEGMENT, PULL or READ
+    u32 ahead  # frames that a connection may be ahead of what is confirmed; 0: any number
+    u64 index, offset  # of the block that is next, and in it
+    u64 issued, confirmed, segment_bytes
+    u64 returned, outstanding  # of a read: bytes that have landed, frames without a reply
+
+# What `Ops` and `Protocol` of such a transport call.
+cdef void sending_prepare(Transfer *t, uint8_t frame, u32 ahead) noexcept nogil
+cdef void sending_settled(Transfer *t) noexcept nogil
+cdef void sending_cancel(Transfer *t) noexcept nogil
+cdef bint sending_unread(Transfer *t, u64 until_ns) noexcept nogil
+cdef bint sending_load(Connection *c) noexcept nogil
+cdef void sending_sent(Connection *c, bint is_whole) noexcept nogil
+
+# An acknowledgement has come; False after a violation, and the link dies of it.
+cdef bint acknowledged(Connection *c) noexcept nogil
+# This side does not let a reply land: the read of that number ends. Under the link's lock.
+cdef void fail_read(Link *link, u64 number, const char *reason) noexcept nogil
+# The reply to a frame of the read has come, `nbytes` of it. Under the link's lock.
+cdef void read_returned(Connection *c, u64 number, u64 nbytes, bint is_good) noexcept nogil
+# Why an acknowledgement that nobody waits for is a violation.
+cdef void say_unexpected(Connection *c) noexcept nogil
+# Whether its reason is one; else the link dies.
+cdef bint check_reason(Connection *c) noexcept nogil

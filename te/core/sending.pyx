@@ -1,0 +1,310 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+
+from libc.stdio cimport snprintf
+from te.core.frames cimport frame_load, queue_frame
+from te.core.heap cimport need
+from te.core.link cimport *
+from te.core.maps cimport map_get
+from te.core.plane cimport CANCELLED
+from te.core.posix cimport iovec
+from te.core.sections cimport quiesce
+from te.core.sync cimport *
+from te.core.tags cimport Opening, Range, opening_new, ranges_normalise
+from te.core.transfer cimport *
+from te.core.wire cimport *
+
+cdef enum:
+    SHARE_LEAST_BYTES = 256 << 10
+
+
+# -- its life
+
+cdef Opening *opening_for(Transfer *t) noexcept nogil:
+    """What the replies to a read may be written under: its destinations, and nothing else."""
+    cdef Range *ranges = <Range *>need((t.n + 1) * sizeof(Range))
+    cdef u64 i
+    for i in range(t.n):
+        ranges[i].start = t.blocks[i].dst
+        ranges[i].end = t.blocks[i].dst + t.blocks[i].nbytes
+    return opening_new(0, ranges, ranges_normalise(ranges, t.n))
+
+
+cdef void sending_prepare(Transfer *t, uint8_t frame, u32 ahead) noexcept nogil:
+    cdef Sending *s = <Sending *>t.own
+    s.frame = <uint8_t>READ if t.is_read else frame
+    if t.is_read:
+        t.opening = opening_for(t)
+        t.may_land = True
+    else:
+        s.ahead = ahead
+
+
+cdef void sending_settled(Transfer *t) noexcept nogil:
+    if t.is_read:
+        (<Streams *>t.link.own).reads_asked -= <u32>(<Sending *>t.own).outstanding
+
+
+cdef void say_given_up(Connection *c, Transfer *t) noexcept nogil:
+    """Issues no more of a transfer that has begun: the destination is told how much it got. A read
+    has nothing to tell: its opening is closed, so replies under way are refused here."""
+    cdef Header h
+    if not t.is_read:
+        h = header_of(ABANDON, t.id, t.tag, (<Sending *>t.own).issued)
+        h.flags = FLAG_REPLY if t.is_reply else 0
+        queue_frame(c, &h, NULL, 0)
+    advance(t, SAID)
+    if t.is_read:
+        advance(t, ABANDONS)
+
+
+cdef void end_if_idle(Connection *c, Transfer *t) noexcept nogil:
+    """After the last frame of it was sent, or the decision that there is none."""
+    if t.in_flight == 0:
+        if t.stage == STOPPING or t.stage == OWED:
+            say_given_up(c, t)
+        conclude(t)
+
+
+cdef void stop(Transfer *t) noexcept nogil:
+    """Ends a listed transfer that was cancelled: at once if nothing of it was issued."""
+    if t.stage == QUEUED:
+        transfer_end(t, CANCELLED, NO_REASON)
+    elif t.is_read and t.stage != MOVING:
+        advance(t, ABANDONS)
+        conclude(t)
+    else:
+        link_kick(t.link)
+
+
+cdef void sending_cancel(Transfer *t) noexcept nogil:
+    pthread_mutex_lock(&t.link.lock)
+    if t.is_listed:
+        stop(t)
+    pthread_mutex_unlock(&t.link.lock)
+
+
+cdef bint sending_unread(Transfer *t, u64 until_ns) noexcept nogil:
+    cdef u64 now = now_ns()
+    store32(&t.opening.is_open, 0)
+    if not quiesce(
+        &t.link.plane.sections, NULL, t.opening, until_ns - min(until_ns, now)
+    ):
+        return False
+    pthread_mutex_lock(&t.link.lock)
+    t.may_land = False
+    if t.is_listed:
+        stop(t)
+    pthread_mutex_unlock(&t.link.lock)
+    return True
+
+
+# -- frames
+
+cdef void fill(Connection *c, Transfer *t, Sending *s) noexcept nogil:
+    """Makes the next frame of the transfer: header and descriptors, and for a SEGMENT the memory
+    they describe. Blocks are taken from a cursor, so that a transfer of any size needs no table of
+    segments."""
+    cdef Header *h = <Header *>c.frame
+    cdef Landing *landings = <Landing *>(c.frame + sizeof(Header))
+    cdef Block *descriptors = <Block *>(c.frame + sizeof(Header))
+    cdef u64 left = s.segment_bytes, part
+    cdef u32 k = 0, most = t.link.plane.segment_blocks
+    cdef Block b
+    cdef bint is_segment = s.frame == SEGMENT
+    while s.index < t.n and k < most and left:
+        b = t.blocks[s.index]
+        part = min(b.nbytes - s.offset, left)
+        b.src += s.offset
+        b.dst += s.offset
+        if is_segment:
+            c.out[2 + k].iov_base = <void *>b.src
+            c.out[2 + k].iov_len = part
+            landings[k].dst = b.dst
+            landings[k].nbytes = part
+        else:
+            descriptors[k].src = b.src
+            descriptors[k].dst = b.dst
+            descriptors[k].nbytes = part
+        k += 1
+        left -= part
+        s.offset += part
+        if s.offset == t.blocks[s.index].nbytes:
+            s.index += 1
+            s.offset = 0
+    h[0] = header_of(s.frame if t.n else <uint8_t>END, t.id, t.tag, t.total)
+    h.flags = FLAG_REPLY if t.is_reply else 0
+    h.count = k
+    h.nbytes = s.segment_bytes - left if t.n else 0
+    s.issued += h.nbytes
+    frame_load(
+        c, t, k * (sizeof(Landing) if is_segment else sizeof(Block)),
+        k if is_segment else 0, h.nbytes)
+
+
+cdef Transfer *next_transfer(Connection *c) noexcept nogil:
+    """The first that has something to send; NULL if there is none. Those given up are ended."""
+    cdef Link *link = c.link
+    cdef Transfer *t
+    while link.issue != NULL:
+        t = link.issue
+        if not is_given_up(t):
+            return t
+        if t.stage == QUEUED:
+            transfer_end(t, CANCELLED, NO_REASON)
+            continue
+        link.issue = t.after
+        advance(t, GIVEN_UP)
+        end_if_idle(c, t)
+    return NULL
+
+
+cdef bint may_send(Link *link, Transfer *t, Sending *s) noexcept nogil:
+    """Whether its next frame may go now."""
+    if t.stage == QUEUED and link.begun == BEGUN_MAX:
+        return False
+    if s.ahead and s.issued >= s.confirmed + s.ahead * link.connections_n * s.segment_bytes:
+        return t.stage == QUEUED
+    return not t.is_read or (<Streams *>link.own).reads_asked < READS_ASKED_MAX
+
+
+cdef bint sending_load(Connection *c) noexcept nogil:
+    cdef Link *link = c.link
+    cdef Transfer *t
+    cdef Sending *s = NULL
+    pthread_mutex_lock(&link.lock)
+    t = next_transfer(c)
+    if t != NULL:
+        s = <Sending *>t.own
+    if t == NULL or not may_send(link, t, s):
+        pthread_mutex_unlock(&link.lock)
+        return False
+    if t.stage == QUEUED:
+        advance(t, BEGINS)
+        # Small transfers of several segments are spread too, but not below 256 KiB a segment.
+        s.segment_bytes = min(
+            max(t.total / (4 * link.connections_n), <u64>SHARE_LEAST_BYTES),
+            link.plane.segment_bytes)
+    if t.is_read:
+        (<Streams *>link.own).reads_asked += 1
+        s.outstanding += 1
+    fill(c, t, s)
+    if s.index == t.n:
+        advance(t, ALL_SENT)
+        link.issue = t.after
+    t.in_flight += 1
+    store_pointer(&t.via, c)
+    pthread_mutex_unlock(&link.lock)
+    return True
+
+
+cdef void sending_sent(Connection *c, bint is_whole) noexcept nogil:
+    cdef Transfer *t = c.out_transfer
+    if is_whole and (<Sending *>t.own).frame == PULL:
+        add64(&c.link.plane.bytes_sent, (<Header *>c.frame).nbytes)
+    pthread_mutex_lock(&c.link.lock)
+    t.in_flight -= 1
+    if t.is_listed:
+        end_if_idle(c, t)
+    pthread_mutex_unlock(&c.link.lock)
+    transfer_drop(t)
+
+
+# -- what comes back
+
+cdef bint progressed(Transfer *t, u64 nbytes, u64 now) noexcept nogil:
+    """So much more of it was copied; False if that cannot be."""
+    cdef Sending *s
+    if t == NULL:  # One that is late, of a transfer that has ended, says nothing.
+        return True
+    s = <Sending *>t.own
+    if s.frame != PULL or not 0 < nbytes <= s.issued - s.confirmed:
+        return False
+    s.confirmed += nbytes
+    store64(&t.progress_ns, now)
+    return True
+
+
+cdef bint acknowledged(Connection *c) noexcept nogil:
+    cdef Link *link = c.link
+    cdef Header *h = &c.head
+    cdef u64 now = now_ns()
+    cdef bint known
+    cdef Transfer *t
+    if not check_reason(c):
+        return False
+    pthread_mutex_lock(&link.lock)
+    t = <Transfer *>map_get(&link.by_id, h.transfer)
+    store64(&link.progress_ns, now)
+    c.is_bulk = h.status == PROGRESS
+    if h.status == PROGRESS:
+        known = progressed(t, h.nbytes, now)
+    elif t == NULL or (t.is_read and h.status != REFUSED):
+        known = h.status == REFUSED
+    else:
+        known = answer(t, h.status, c.body, h.count)
+        if known:
+            conclude(t)
+    if known and link.issue != NULL:
+        store32(&c.polled.kicked, 1)  # There may be room for one more that has to begin.
+    pthread_mutex_unlock(&link.lock)
+    if not known:
+        say_unexpected(c)
+    return known
+
+
+cdef void fail_read(Link *link, u64 number, const char *reason) noexcept nogil:
+    cdef Transfer *t = <Transfer *>map_get(&link.by_id, number)
+    if t == NULL or not t.is_read:
+        return
+    if not load32(&t.cancel):
+        refuse_read(t, reason)
+    elif t.stage == SENT:
+        advance(t, ABANDONS)
+    conclude(t)
+
+
+cdef void read_returned(Connection *c, u64 number, u64 nbytes, bint is_good) noexcept nogil:
+    cdef Link *link = c.link
+    cdef Transfer *t = <Transfer *>map_get(&link.by_id, number)
+    cdef Sending *s
+    if t == NULL or not t.is_read:
+        return
+    if not is_good:
+        fail_read(link, number, b"the source: its memory cannot be read")
+        return
+    s = <Sending *>t.own
+    if s.outstanding:
+        s.outstanding -= 1
+        (<Streams *>link.own).reads_asked -= 1
+    s.returned += nbytes
+    if s.returned == t.total and s.issued == t.total:
+        advance(t, LANDS)
+    conclude(t)
+    if link.issue != NULL:
+        store32(&c.polled.kicked, 1)
+
+
+cdef bint check_reason(Connection *c) noexcept nogil:
+    cdef u32 i
+    for i in range(c.head.count):
+        if not 32 <= c.body[i] < 127:
+            violate(c.link, b"the reason of an acknowledgement is not printable ASCII")
+            return False
+    return True
+
+
+cdef void say_unexpected(Connection *c) noexcept nogil:
+    cdef char text[TEXT_MAX]
+    cdef const char *name = b"LANDED"
+    if c.head.status == ABANDONED:
+        name = b"ABANDONED"
+    elif c.head.status == REFUSED:
+        name = b"REFUSED"
+    elif c.head.status == GRANTED:
+        name = b"GRANTED"
+    elif c.head.status == PROGRESS:
+        name = b"PROGRESS"
+    snprintf(text, TEXT_MAX, b"transfer %llu, acknowledged as %s, is not waiting for it",
+             <unsigned long long>c.head.transfer, name)
+    violate(c.link, text)

@@ -1,0 +1,230 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, strlen
+from te.core.heap cimport need
+from te.core.link cimport *
+from te.core.maps cimport map_put, map_take
+from te.core.notices cimport notice_put
+from te.core.plane cimport CANCELLED, DONE, FAILED, Plane
+from te.core.posix cimport malloc_usable_size
+from te.core.regions cimport region_drop
+from te.core.sync cimport *
+from te.core.tags cimport opening_drop
+from te.core.wire cimport ABANDONED, LANDED, REFUSED
+
+cdef extern from "core/stages.h" nogil:
+    enum:
+        STAGES, HAPPENINGS
+    const uint8_t **NEXT_STAGE
+    const char **STAGE_NAMES
+    const char **HAPPENING_NAMES
+
+cdef enum:
+    SPARE_LEAST = 128 << 10  # bytes: above that malloc asks the kernel, for pages to clear
+    SPARE_NBYTES = 1 << 20
+
+
+def stages():
+    """The table of ``stages.h``: by stage, what may happen and the stage behind that."""
+    return {
+        STAGE_NAMES[i].decode(): {
+            HAPPENING_NAMES[k].decode(): STAGE_NAMES[NEXT_STAGE[i][k]].decode()
+            for k in range(HAPPENINGS) if NEXT_STAGE[i][k]
+        }
+        for i in range(STAGES)
+    }
+
+
+# -- descriptors
+
+cdef Block *blocks_new(Link *link, u64 n) noexcept nogil:
+    # A link keeps one room of some ten thousand blocks for the next transfer: new pages cost 11 ns
+    # a block, which is as much as all else of it.
+    cdef Block *blocks
+    if not SPARE_LEAST < n * sizeof(Block) <= SPARE_NBYTES:
+        return <Block *>malloc((n + 1) * sizeof(Block))
+    blocks = <Block *>swap_pointer(&link.spare, NULL)
+    return <Block *>malloc(SPARE_NBYTES) if blocks == NULL else blocks
+
+
+cdef void blocks_free(Link *link, Block *blocks) noexcept nogil:
+    """Of `blocks_new`, or malloc's own."""
+    cdef size_t room = 0 if blocks == NULL else malloc_usable_size(blocks)
+    if SPARE_NBYTES <= room < 2 * SPARE_NBYTES:
+        blocks = <Block *>swap_pointer(&link.spare, blocks)
+    free(blocks)
+
+
+# -- from the first reference to the last
+
+cdef Transfer *transfer_new(
+    Link *link, bint is_read, u64 tag, Block *blocks, u64 n, u64 total, Region **held, u32 held_n
+) noexcept nogil:
+    cdef Transfer *t = <Transfer *>need(sizeof(Transfer) + link.ops.transfer_bytes)
+    add32(&link.refs, 1)
+    t.link = link
+    t.is_read = is_read
+    t.tag = tag
+    t.blocks = blocks
+    t.n = n
+    t.total = total
+    t.held = held
+    t.held_n = held_n
+    t.refs = 1
+    t.notice.what = t
+    t.own = t + 1
+    t.submitted_ns = now_ns()
+    return t
+
+
+cdef void transfer_drop(Transfer *t) noexcept nogil:
+    if add32(&t.refs, -1) == 0:
+        free(t.text)
+        opening_drop(t.opening)
+        link_drop(t.link)
+        free(t)
+
+
+cdef void let_go(Transfer *t) noexcept nogil:
+    """Nothing here reads its memory again."""
+    cdef u32 i
+    for i in range(t.held_n):
+        add32(&t.held[i].readers, -1)
+        region_drop(t.held[i])
+    free(t.held)
+    blocks_free(t.link, t.blocks)
+    t.link.ops.settled(t)
+    t.held = NULL
+    t.held_n = 0
+    t.blocks = NULL
+
+
+cdef void transfer_settle(Transfer *t, u32 status, int code) noexcept nogil:
+    cdef Plane *p = t.link.plane
+    let_go(t)
+    t.stage = OVER
+    t.code = code
+    t.settled_ns = now_ns()
+    if t.opening != NULL:
+        store32(&t.opening.is_open, 0)
+    if not t.is_reply:
+        add64(&p.outcomes[status], 1)
+    store32(&t.status, status)
+    if load32(&t.waiters):
+        futex_wake_all(&t.status)
+    if swap32(&t.notify, 2) == 1:
+        add32(&t.refs, 1)
+        notice_put(&p.notices, &t.notice)
+
+
+cdef void transfer_discard(Transfer *t) noexcept nogil:
+    let_go(t)
+    transfer_drop(t)
+
+
+cdef void transfer_list(Transfer *t) noexcept nogil:
+    cdef Link *link = t.link
+    add32(&t.refs, 1)
+    link.next_id += 1
+    t.id = link.next_id
+    t.before = link.last
+    if link.last == NULL:
+        link.first = t
+    else:
+        link.last.after = t
+    link.last = t
+    if link.issue == NULL:
+        link.issue = t
+    map_put(&link.by_id, t.id, t)
+    t.is_listed = True
+    if t.is_reply:
+        link.replies += 1
+    else:
+        link.unfinished += 1
+    store64(&t.progress_ns, t.submitted_ns)
+
+
+cdef void transfer_end(Transfer *t, u32 status, int code) noexcept nogil:
+    cdef Link *link = t.link
+    cdef Transfer *after = t.after
+    if t.before == NULL:
+        link.first = t.after
+    else:
+        t.before.after = t.after
+    if t.after == NULL:
+        link.last = t.before
+    else:
+        t.after.before = t.before
+    if link.issue == t:
+        link.issue = t.after
+    map_take(&link.by_id, t.id)
+    t.is_listed = False
+    if t.stage != QUEUED:
+        link.begun -= 1
+    if t.is_reply:
+        link.replies -= 1
+    else:
+        link.unfinished -= 1
+    transfer_settle(t, status, code)
+    if after != NULL:
+        store64(&after.progress_ns, t.settled_ns)
+    transfer_drop(t)
+
+
+cdef void fail_all(Link *link) noexcept nogil:
+    link.issue = NULL
+    while link.first != NULL:
+        transfer_end(link.first, FAILED, LINK_DIED)
+
+
+# -- its stages
+
+cdef bint advance(Transfer *t, int happening) noexcept nogil:
+    cdef uint8_t next = NEXT_STAGE[t.stage][happening]
+    if next == 0:
+        return False
+    if t.stage == QUEUED:
+        t.link.begun += 1
+    t.stage = next
+    return True
+
+
+cdef void conclude(Transfer *t) noexcept nogil:
+    if t.in_flight:
+        return
+    if t.stage == IS_LANDED:
+        transfer_end(t, DONE, NO_REASON)
+    elif t.stage == IS_REFUSED:
+        transfer_end(t, FAILED, WAS_REFUSED)
+    elif t.stage == IS_ABANDONED:
+        if t.fault:
+            transfer_end(t, FAILED, SOURCE_FAULT)
+        elif t.verdict:
+            transfer_end(t, FAILED, t.verdict)
+        elif not t.may_land:  # Else who cancels sees first that nothing lands.
+            transfer_end(t, CANCELLED, NO_REASON)
+
+
+cdef bint answer(Transfer *t, uint8_t status, const uint8_t *reason, u32 count) noexcept nogil:
+    if status == LANDED:
+        return advance(t, LANDS)
+    if status == ABANDONED:
+        # Nobody has asked for that, and the trailers of its frames did not tell of a fault.
+        if t.stage == SENT and not t.fault and not t.verdict:
+            return False
+        return advance(t, ABANDONS)
+    if status == REFUSED and advance(t, REFUSES):
+        free(t.text)
+        t.text = <char *>need(count + 1)
+        memcpy(t.text, reason, count)
+        if t.opening != NULL:
+            store32(&t.opening.is_open, 0)
+        return True
+    # A refusal can be late: the pieces of a read are refused one by one.
+    return status == REFUSED and t.stage >= OWED
+
+
+cdef void refuse_read(Transfer *t, const char *reason) noexcept nogil:
+    answer(t, REFUSED, <const uint8_t *>reason, <u32>strlen(reason))

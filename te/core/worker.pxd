@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+# The threads that move bytes: each polls what it looks after, spins for a while, and sleeps.
+#
+# A worker knows nothing of transports. What it polls (a connection, a queue pair) begins with a
+# `Polled`, and says by `PolledOps` what is to be done. All of these are called by the worker alone.
+
+from te.core.posix cimport epoll_event
+from te.core.sections cimport Section, WORKERS_MAX
+from te.core.sync cimport load32, now_ns, pthread_mutex_t, store32, swap32, u32, u64
+
+cdef enum:
+    LOOKS = 24  # at what other processes show in memory, for each turn of spinning
+
+cdef struct Polled
+cdef struct Worker
+cdef struct Workers
+
+cdef struct PolledOps:
+    # It has come to the worker.
+    void (*adopted)(Polled *p) noexcept nogil
+    # Its descriptor is ready (epoll_wait(2)). Like `turn` it tells whether bytes moved. `is_patient`:
+    # a wake-up of the other side may wait for the next turn.
+    bint (*event)(Polled *p, bint is_patient) noexcept nogil
+    # Each turn of the worker: what can be done without its descriptor. `slept`: the worker has.
+    bint (*turn)(Polled *p, bint slept, bint is_patient) noexcept nogil
+    # Whether memory shows that it has something to do; only of one that `is_in_memory`.
+    bint (*look)(Polled *p) noexcept nogil
+    # Before the worker sleeps: asks to be woken up. True if there is something to do already.
+    bint (*arm)(Polled *p) noexcept nogil
+    # Now and then: its deadlines. True if a deadline seems to be over: then it is called again
+    # after one more turn, as this process itself may have been frozen.
+    bint (*check)(Polled *p, u64 now) noexcept nogil
+    # The engine is being closed.
+    void (*stop)(Polled *p) noexcept nogil
+    # It has gone, and the worker forgets it.
+    void (*release)(Polled *p) noexcept nogil
+
+cdef struct Polled:
+    const PolledOps *ops
+    Worker *worker
+    Polled *next
+    u32 kicked  # atomic: it has something to do
+    bint is_in_memory
+    bint has_gone  # the worker's alone
+
+# Looking again before sleeping. On a machine with idle cores a wake-up costs more than a small copy;
+# on a busy one the spinning itself keeps off the processor whom it waits for. Which it is shows
+# when the processor is offered to others: if somebody takes it, a worker tries another one, and
+# if there it is the same, nothing spins for a while. That it took long is not enough: a virtual
+# machine's processor itself stands still now and then (250 times a second, measured).
+cdef struct Spin:
+    u64 most_ns, resume_ns, backoff_ns
+    u32 displaced  # as last counted
+    u32 shared  # turns in a row that another spinning thread took
+    bint may_move
+    u64 moved_ns  # when it last changed the processor
+
+cdef struct Worker:
+    Workers *all
+    u32 index
+    Spin spin
+    int epoll, eventfd
+    u32 sleeping, kicked  # atomic
+    u32 processor  # atomic: the one it copies on, plus 1; 0 while it does not copy
+    Section section
+    pthread_mutex_t lock
+    Polled *adopted  # under the lock
+    Polled *polled
+    u32 restless  # how much of what it polls is to be looked at every millisecond
+    bint has_gone  # something that it polls
+    bint owes  # a wake-up to another process
+
+cdef struct Workers:
+    Worker of[WORKERS_MAX]
+    u32 n
+    u32 stop  # atomic
+    u64 check_ns  # between two looks at deadlines
+
+# 0 or an errno; with an errno `workers_close` is still due.
+cdef int workers_open(Workers *all, u32 n, u64 spin_ns) noexcept nogil
+cdef void workers_close(Workers *all) noexcept nogil  # none of them runs
+cdef void workers_stop(Workers *all) noexcept nogil  # asks them to end everything and themselves
+# The whole life of a worker; without the interpreter lock.
+cdef void worker_run(Worker *w) noexcept nogil
+# Gives it something to poll. 0, or an errno of epoll_ctl(2) for its descriptor (-1: it has none).
+cdef int worker_add(Worker *w, Polled *p, int fd, u32 events) noexcept nogil
+cdef void worker_wake(Worker *w) noexcept nogil
+# Takes over what it has been given until now; by the worker itself.
+cdef void worker_adopt(Worker *w) noexcept nogil
+# Has workers that copy do so on different processors: woken up by one source they start on one.
+cdef void worker_spread(Worker *w) noexcept nogil
+# Has epoll wait for a descriptor of it, by its worker; 0 or an errno. And changes what for.
+cdef int polled_attach(Polled *p, int fd, u32 events) noexcept nogil
+cdef void polled_watch(Polled *p, int fd, u32 events) noexcept nogil
+# One turn of spinning, by a worker or a caller that waits.
+cdef void spin_turn(Spin *s, u64 now) noexcept nogil
+
+
+cdef inline void polled_kick(Polled *p) noexcept nogil:
+    """Has its worker give it a turn. Any thread."""
+    store32(&p.kicked, 1)
+    worker_wake(p.worker)
+
+
+cdef inline void polled_again(Polled *p) noexcept nogil:
+    """The same, by its worker."""
+    store32(&p.kicked, 1)
+    store32(&p.worker.kicked, 1)
+
+
+cdef inline void polled_gone(Polled *p) noexcept nogil:
+    """It is released at the end of the turn. By its worker."""
+    p.has_gone = True
+    p.worker.has_gone = True
+
+
+cdef inline bint may_spin(Spin *s, u64 since, u64 now) noexcept nogil:
+    return now < since + s.most_ns and now >= s.resume_ns
+
+
+cdef inline void spin_paid(Spin *s) noexcept nogil:
+    """What it waited for came while it spun."""
+    s.backoff_ns -= s.backoff_ns >> 4

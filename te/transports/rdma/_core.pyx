@@ -1,0 +1,362 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+# RDMA, for Python and for the workers; _core.pyi is the contract with Python.
+
+from libc.stdint cimport uint8_t
+from libc.stdlib cimport free
+from libc.string cimport memcpy
+from te.core.callers cimport send_inline
+from te.core.engine cimport Engine
+from te.core.connections cimport connections_free
+from te.core.frames cimport Connection, Protocol
+from te.core.handles cimport LinkHandle
+from te.core.heap cimport need
+from te.core.landing cimport Landings, landing_empty
+from te.core.link cimport *
+from te.core.plane cimport PENDING, Plane, plane_private
+from te.core.posix cimport EPOLLIN
+from te.core.sync cimport *
+from te.core.tags cimport Opening
+from te.core.wire cimport *
+from te.core.worker cimport *
+from te.transports.rdma.control cimport *
+from te.transports.rdma.fencing cimport *
+from te.transports.rdma.incoming cimport marks_arrived, on_abandon, on_ask
+from te.transports.rdma.outgoing cimport *
+from te.transports.rdma.posting cimport *
+from te.transports.rdma.qps cimport *
+from te.transports.rdma.remote cimport on_table
+from te.transports.rdma.state cimport *
+from te.verbs.abi cimport Endpoint, VWc
+
+
+import os
+
+cdef enum:
+    POLLED_MAX = 32  # completions of one look
+    ROUNDS_MAX = 8  # looks of one turn
+    UNREAD_NS = 300000000
+
+
+# -- a turn of a queue pair
+
+cdef bint qp_poll(Qp *q) noexcept nogil:
+    """Takes completions; whether there were any."""
+    cdef VWc wc[POLLED_MAX]
+    cdef int n = q.e.poll_cq(q.e.cq, POLLED_MAX, wc)
+    if n < 0:
+        if q.link.is_incoming:
+            qp_drain(q)
+        else:
+            qp_fail(q, POLL_FAILED, -n)
+        return True
+    if n and q.link.is_incoming:
+        marks_arrived(q, wc, n)
+    elif n:
+        sends_completed(q, wc, n)
+    return n > 0
+
+
+cdef void qp_doomed(Qp *q) noexcept nogil:
+    """What its other completions do not tell: the peer or its device says that it is broken."""
+    cdef Connection *c
+    cdef u32 code = load32(&q.doomed), fault = load32(&q.e.fault)
+    if not code and fault:
+        code = fault << 8 | QP_EVENT
+    if not code or q.state == QP_DRAIN:
+        return
+    if not q.link.is_incoming:
+        qp_fail(q, code & 0xFF, code >> 8)
+        return
+    c = control_lock(q.link)
+    queue_broken(c, q.index, q.epoch, code & 0xFF)
+    qp_drain(q)
+    control_unlock(c)
+
+
+cdef bint qp_turn(Qp *q) noexcept nogil:
+    """Whatever it can do now; whether something moved."""
+    cdef bint busy = False
+    cdef int rounds = 0
+    if q.e == NULL:
+        return False
+    while rounds < ROUNDS_MAX and q.e != NULL and qp_poll(q):
+        busy = True
+        rounds += 1
+    if rounds == ROUNDS_MAX:
+        polled_again(&q.polled)
+    if q.e == NULL:
+        return busy
+    if not q.link.is_incoming:
+        busy |= pieces_done(q)
+    qp_doomed(q)
+    if q.state == QP_DRAIN:
+        if q.receives == 0 or now_ns() > q.drain_until:
+            qp_drained(q)
+    elif q.state == QP_UP and not q.link.is_incoming:
+        busy |= post_pieces(q)
+    return busy
+
+
+cdef inline Devices *devices_of(Plane *p) noexcept nogil:
+    return <Devices *>plane_private(p, &OPS, sizeof(Devices))
+
+
+cdef void on_adopted(Polled *p) noexcept nogil:
+    cdef Qp *q = <Qp *>p
+    cdef Direct *d = direct_of(q.link)
+    cdef Qp *old
+    if load32(&q.link.dead) or polled_attach(p, q.e.fd, EPOLLIN):
+        qp_end(q)
+        return
+    old = d.qps[q.index]
+    if old != NULL and old.ring_n:  # It must be closed by the destination first.
+        store32(&old.doomed, PEER_BROKE)
+        store32(&old.polled.kicked, 1)
+        link_tell(q.link, q.index, q.epoch, PEER_BROKE, 0)
+        qp_end(q)
+        return
+    if old != NULL:
+        qp_end(old)
+    d.qps[q.index] = q
+    # Only now: a fence that comes from here on finds it, and those before are told.
+    if q.e.accept != NULL and q.e.accept(q.e, d.fences):
+        qp_end(q)
+        return
+    if q.state == QP_PROBE:
+        post_probe(q)
+    store32(&p.kicked, 1)
+
+
+cdef bint on_event(Polled *p, bint is_patient) noexcept nogil:
+    """Its channel is readable."""
+    cdef Qp *q = <Qp *>p
+    if q.e != NULL:
+        q.e.take_events(q.e)
+        q.armed = False
+    return False
+
+
+cdef bint on_turn(Polled *p, bint slept, bint is_patient) noexcept nogil:
+    """If it was kicked, or its completions are not told of by an event."""
+    cdef Qp *q = <Qp *>p
+    cdef Devices *devices = q.devices
+    cdef u32 faults = load32(&devices.faults[q.local_nic])
+    cdef u32 kicks = load32(&direct_of(q.link).kicks) + load32(&devices.kicks)
+    if faults != q.faults_seen:
+        q.faults_seen = faults
+        store32(&q.doomed, load32(&devices.reasons[q.local_nic]))
+        store32(&p.kicked, 1)
+    if kicks != q.kicks_seen:
+        q.kicks_seen = kicks
+        store32(&p.kicked, 1)
+    if swap32(&p.kicked, 0) or not q.armed or q.state == QP_DRAIN:
+        return qp_turn(q)
+    return False
+
+
+cdef bint on_look(Polled *p) noexcept nogil:
+    return False
+
+
+cdef bint on_arm(Polled *p) noexcept nogil:
+    """Asks for events, then looks once more."""
+    cdef Qp *q = <Qp *>p
+    if not q.armed and q.e != NULL:
+        q.armed = True
+        if q.e.req_notify_cq(q.e.cq, 0) == 0:
+            return qp_turn(q)
+    return False
+
+
+cdef bint on_check(Polled *p, u64 now) noexcept nogil:
+    """Suspects a rail on which nothing came back for a while, and gives it up after too long: a
+    device may try for ever. As with stalls, only silence after one more look counts."""
+    cdef Qp *q = <Qp *>p
+    cdef bint late, overdue
+    if q.e == NULL or q.link.is_incoming:
+        return False
+    late = q.sequence != q.completed or q.marks > q.confirmed
+    overdue = late and now > q.progress_ns + q.link.plane.rail_ns
+    late = late and now > q.progress_ns + q.link.plane.suspect_ns
+    if overdue and q.overdue:
+        qp_fail(q, NO_COMPLETION, 0)
+    elif late and q.late and q.state == QP_UP and not q.suspect:
+        q.suspect = True
+        link_tell(q.link, q.index, q.epoch, RAIL_SUSPECT, 0)
+        kick_qps(q.link)
+    q.late = late
+    q.overdue = overdue
+    return False
+
+
+cdef void on_stop(Polled *p) noexcept nogil:
+    pass  # Its link is stopped.
+
+
+cdef void on_release(Polled *p) noexcept nogil:
+    qp_free(<Qp *>p)
+
+
+cdef PolledOps POLLED_OPS
+POLLED_OPS.adopted = on_adopted
+POLLED_OPS.event = on_event
+POLLED_OPS.turn = on_turn
+POLLED_OPS.look = on_look
+POLLED_OPS.arm = on_arm
+POLLED_OPS.check = on_check
+POLLED_OPS.stop = on_stop
+POLLED_OPS.release = on_release
+
+
+# -- the contract
+
+cdef void submit(Transfer *t) noexcept nogil:
+    send_inline(t.link, 1)
+
+
+cdef bint unread(Transfer *t, u64 until_ns) noexcept nogil:
+    """It ends with its last request; after a while by breaking its rails."""
+    cdef u64 patient_until = min(until_ns, now_ns() + UNREAD_NS)
+    outgoing_cancel(t)
+    while load32(&t.status) == PENDING and now_ns() < patient_until:
+        futex_wait(&t.status, PENDING, 1000000)
+    return load32(&t.status) != PENDING or fencing_drain(t.link, until_ns)
+
+
+cdef bint outlasts(Link *link) noexcept nogil:
+    """With every rail known to be dead: only what is unfinished fails. The destination may be well,
+    and a rail come back. Once: it has to answer that it forgets the transfers."""
+    cdef Direct *d = direct_of(link)
+    cdef u32 i
+    if d.has_outlasted:
+        return False
+    for i in range(RAILS_MAX):
+        if d.qps[i] != NULL and d.qps[i].state != QP_PROBE:
+            return False
+    d.has_outlasted = True
+    pthread_mutex_lock(&link.lock)
+    if link.first != NULL:
+        store64(&link.first.progress_ns, now_ns())
+    pthread_mutex_unlock(&link.lock)
+    store32(&d.hopeless, 1)  # The connection's lock is held here: `give_up_all` takes it.
+    return True
+
+
+cdef bint check(Link *link, bint stalled) noexcept nogil:
+    return stalled and outlasts(link)
+
+
+cdef void release(Link *link) noexcept nogil:
+    connections_free(link)
+    free(direct_of(link).table)
+    free(link.own)
+
+
+cdef Ops OPS
+OPS.transfer_bytes = sizeof(Posting)
+OPS.may_merge = False
+OPS.lands_by_device = True
+OPS.prepare = outgoing_prepare
+OPS.submit = submit
+OPS.cancel = outgoing_cancel
+OPS.unread = unread
+OPS.settled = outgoing_settled
+OPS.revoke = fencing_revoke
+OPS.drain = fencing_drain
+OPS.check = check
+OPS.close = qps_end
+OPS.forget = fencing_forget
+OPS.release = release
+
+
+cdef bint received(Connection *c) noexcept nogil:
+    if c.head.kind == ACK:
+        return outgoing_acknowledged(c)
+    if c.head.kind == ASK:
+        return on_ask(c)
+    if c.head.kind == END:
+        return landing_empty(c)
+    if c.head.kind == ABANDON:
+        return on_abandon(c)
+    if c.head.kind == TABLE:
+        return on_table(c)
+    if c.head.kind == RAIL_LOST:
+        return on_lost(c)
+    if c.head.kind == RAIL_CLOSED:
+        on_closed(c)
+    elif c.head.kind == RAIL_BROKEN:
+        on_broken(c)
+    else:
+        on_credit(c)
+    return True
+
+
+cdef void turn(Connection *c) noexcept nogil:
+    if has_to_break(c.link):
+        break_link(c.link)
+    if load32(&direct_of(c.link).hopeless) and swap32(&direct_of(c.link).hopeless, 0):
+        give_up_all(c.link, NO_RAIL)
+
+
+cdef Protocol PROTOCOL
+PROTOCOL.over = OVER_RDMA
+PROTOCOL.is_words = True
+PROTOCOL.load = outgoing_load
+PROTOCOL.sent = outgoing_sent
+PROTOCOL.received = received
+PROTOCOL.turn = turn
+
+
+# -- Python
+
+def nic_failed(Engine engine, u32 nic, u32 code):
+    cdef Devices *devices = devices_of(engine.p)
+    store32(&devices.reasons[nic], code)
+    add32(&devices.faults[nic], 1)
+    look_at_qps(engine)
+
+
+def look_at_qps(Engine engine):
+    cdef u32 i
+    add32(&devices_of(engine.p).kicks, 1)
+    for i in range(engine.p.workers.n):
+        worker_wake(&engine.p.workers.of[i])
+
+
+cdef class RdmaLink(LinkHandle):
+    def __cinit__(self, Engine engine, bint is_incoming):
+        cdef Direct *own = <Direct *>need(sizeof(Direct))
+        self.make(engine, &OPS, is_incoming, own)
+        own.worker = &engine.p.workers.of[self.k.number % engine.p.workers.n]
+
+    def add_connection(self, int fd):
+        return self.add(&PROTOCOL, fd, -1, sizeof(Landings), direct_of(self.k).worker.index)
+
+    def add_qp(self, u64 endpoint, u32 index, u32 epoch, u32 local_nic, u32 remote_nic, u64 fences):
+        cdef int errnum
+        if index >= RAILS_MAX or local_nic >= NICS_MAX or remote_nic >= NICS_MAX:
+            raise ValueError(f"no rail {index} between the devices {local_nic} and {remote_nic}")
+        errnum = qp_new(
+            self.k, &POLLED_OPS, <Endpoint *>endpoint, index, epoch, local_nic, remote_nic, fences)
+        if errnum:
+            raise OSError(errnum, f"ibv_post_recv: {os.strerror(errnum)}")
+
+    @property
+    def fences(self):
+        cdef u64 fences
+        pthread_mutex_lock(&self.k.lock)
+        fences = direct_of(self.k).fences
+        pthread_mutex_unlock(&self.k.lock)
+        return fences
+
+    def rail_flows(self, u32 count):
+        cdef Direct *d = direct_of(self.k)
+        cdef u64 moved[RAILS_MAX]
+        cdef u64 busy_ns[RAILS_MAX]
+        pthread_mutex_lock(&self.k.lock)
+        memcpy(moved, d.rail_moved, sizeof(moved))
+        memcpy(busy_ns, d.rail_busy_ns, sizeof(busy_ns))
+        pthread_mutex_unlock(&self.k.lock)
+        return [(load64(&d.rail_bytes[i]), load64(&d.rail_flying[i]),
+                 moved[i], busy_ns[i] * 1e-9) for i in range(min(count, <u32>RAILS_MAX))]

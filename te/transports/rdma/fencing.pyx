@@ -1,0 +1,208 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+
+from libc.stdio cimport snprintf
+from te.core.frames cimport Connection
+from te.core.inbound cimport Arriving, arriving_free
+from te.core.link cimport FENCED, NO_REASON, TEXT_MAX
+from te.core.maps cimport map_take
+from te.core.sync cimport *
+from te.core.wire cimport ANY_RAIL
+from te.core.worker cimport worker_adopt, worker_wake
+from te.transports.rdma.control cimport *
+from te.transports.rdma.incoming cimport give_slot_back, refuse, ungrant
+from te.transports.rdma.qps cimport qp_drain, qp_fail
+from te.transports.rdma.state cimport *
+
+
+# -- asking for it
+
+cdef bint has_grant(Link *link, Opening *o) noexcept nogil:
+    """Whether the peer may still be writing under the opening. Under the link's lock."""
+    cdef Arriving *a = direct_of(link).undrained
+    cdef u64 i
+    while a != NULL:
+        if a.opening == o:
+            return True
+        a = (<Granted *>a.own).next
+    for i in range(link.arriving.size):
+        a = <Arriving *>link.arriving.values[i]
+        if a != NULL and a.opening == o and granted_of(a) != NULL:
+            return True
+    return False
+
+
+cdef u32 ask_to_break(Link *link) noexcept nogil:
+    """Has the link's worker do it; for how many fences that is."""
+    cdef u32 mine = add32(&direct_of(link).breaks_asked, 1)
+    worker_wake(direct_of(link).worker)
+    return mine
+
+
+cdef void fencing_revoke(Link *link, Opening *o) noexcept nogil:
+    cdef bint found
+    pthread_mutex_lock(&link.lock)
+    found = has_grant(link, o)
+    pthread_mutex_unlock(&link.lock)
+    if found:
+        ask_to_break(link)
+
+
+cdef bint fencing_drain(Link *link, u64 until_ns) noexcept nogil:
+    cdef Direct *d = direct_of(link)
+    cdef u64 now = now_ns()
+    cdef u32 mine = ask_to_break(link), done = load32(&d.breaks_done)
+    while not load32(&link.has_ended) and mine - done - 1 < <u32>1 << 31:  # `done` is below `mine`.
+        if now >= until_ns:
+            return False
+        futex_wait(&d.breaks_done, done, min(until_ns - now, <u64>10000000))
+        done = load32(&d.breaks_done)
+        now = now_ns()
+    return True
+
+
+# -- the worker's part
+
+cdef void break_link(Link *link) noexcept nogil:
+    """For fences, until all that were asked for are done. A source is asked to stop what was granted
+    under closed tags, and the rails go on; if it has not for too long, or was fenced as a whole,
+    the rails are drained. A fence that comes in the middle has all of it looked at again."""
+    cdef Direct *d = direct_of(link)
+    cdef u32 asked = load32(&d.breaks_asked)
+    if load32(&link.has_ended):
+        return
+    if not d.is_breaking:
+        d.is_breaking = True
+        d.worker.restless += 1
+    if asked != d.breaks_begun:
+        d.breaks_begun = asked
+        d.must_drain = not link.is_incoming or load32(&link.dropped)
+        revoke_closed(link)
+    if d.is_draining and not are_drained(link):
+        return
+    if d.must_drain or is_overdue(link):
+        d.must_drain = False
+        drain_all(link)
+        if not are_drained(link):
+            return
+    if d.revoked == 0:
+        d.is_breaking = False
+        d.worker.restless -= 1
+        store32(&d.breaks_done, d.breaks_begun)
+        futex_wake_all(&d.breaks_done)
+
+
+cdef void revoke_closed(Link *link) noexcept nogil:
+    """Refuses what was granted under tags that are closed by now."""
+    cdef Connection *c = control_lock(link)
+    cdef Arriving *a
+    cdef u64 i, now = now_ns()
+    cdef char reason[TEXT_MAX]
+    for i in range(link.arriving.size):
+        a = <Arriving *>link.arriving.values[i]
+        if a == NULL or granted_of(a) == NULL or a.refused or a.opening == NULL:
+            continue
+        if not load32(&a.opening.is_open):
+            snprintf(reason, TEXT_MAX, b"the tag 0x%llx was fenced", <unsigned long long>a.tag)
+            refuse(c, a, reason)
+            granted_of(a).revoked_ns = now
+            direct_of(link).revoked += 1
+    control_unlock(c)
+
+
+cdef bint is_overdue(Link *link) noexcept nogil:
+    """Whether the source has not stopped what was revoked for as long as makes a rail suspect; or
+    cannot say so, without a rail."""
+    cdef Direct *d = direct_of(link)
+    cdef Arriving *a
+    cdef u64 i, now = now_ns()
+    cdef bint overdue = False, has_rail = False
+    if d.revoked == 0:
+        return False
+    for i in range(RAILS_MAX):
+        has_rail |= d.qps[i] != NULL and d.qps[i].state == QP_UP
+    pthread_mutex_lock(&link.lock)
+    for i in range(link.arriving.size):
+        a = <Arriving *>link.arriving.values[i]
+        if a != NULL and a.refused and granted_of(a) != NULL and (
+            now > granted_of(a).revoked_ns + link.plane.suspect_ns
+        ):
+            overdue = True
+    pthread_mutex_unlock(&link.lock)
+    return overdue or not has_rail
+
+
+cdef void forget_when_drained(Link *link, Arriving *a) noexcept nogil:
+    """Of a granted transfer nothing counts any more, but words of it may still land. Under the
+    link's lock."""
+    cdef Direct *d = direct_of(link)
+    map_take(&link.arriving, a.id)
+    give_slot_back(link, a)
+    (<Granted *>a.own).next = d.undrained
+    d.undrained = a
+
+
+cdef void forget_drained(Link *link) noexcept nogil:
+    """Every rail that such transfers could come by is gone. Under the link's lock."""
+    cdef Direct *d = direct_of(link)
+    cdef Arriving *a
+    while d.undrained != NULL:
+        a = d.undrained
+        d.undrained = (<Granted *>a.own).next
+        add32(&a.opening.granted, -1)
+        arriving_free(a)
+
+
+cdef void drain_all(Link *link) noexcept nogil:
+    """Nothing lands any more once every rail of now is drained; the source is told to make new
+    ones."""
+    cdef Direct *d = direct_of(link)
+    cdef Connection *c
+    cdef Arriving *a
+    cdef u64 i = 0
+    cdef u32 k
+    # In this order: whoever adds a qp reads the number behind it.
+    pthread_mutex_lock(&link.lock)
+    d.fences += link.is_incoming
+    pthread_mutex_unlock(&link.lock)
+    worker_adopt(d.worker)
+    for k in range(RAILS_MAX):
+        if d.qps[k] != NULL and link.is_incoming:
+            qp_drain(d.qps[k])
+        elif d.qps[k] != NULL:
+            qp_fail(d.qps[k], FENCED, 0)
+    c = control_lock(link)
+    while i < link.arriving.size:
+        a = <Arriving *>link.arriving.values[i]
+        if a != NULL and a.refused and granted_of(a) != NULL:
+            forget_when_drained(link, a)
+            i = 0  # What comes behind may have moved up.
+            continue
+        i += 1
+    if link.is_incoming:
+        queue_broken(c, ANY_RAIL, 0, NO_REASON)
+    control_unlock(c)
+    d.is_draining = True
+
+
+cdef bint are_drained(Link *link) noexcept nogil:
+    cdef Direct *d = direct_of(link)
+    cdef u32 k
+    for k in range(RAILS_MAX):
+        if d.qps[k] != NULL and d.qps[k].state == QP_DRAIN:
+            return False
+    d.is_draining = False
+    pthread_mutex_lock(&link.lock)
+    forget_drained(link)
+    pthread_mutex_unlock(&link.lock)
+    return True
+
+
+cdef void fencing_forget(Link *link) noexcept nogil:
+    cdef Arriving *a
+    cdef u64 i
+    for i in range(link.arriving.size):
+        a = <Arriving *>link.arriving.values[i]
+        if a != NULL:
+            ungrant(link, a)
+    forget_drained(link)

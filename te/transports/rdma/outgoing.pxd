@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+# The source's side of a transfer over RDMA: asked for, granted, its pieces waiting for rails, given
+# up. All of this is under the link's lock but for what takes it.
+
+from libc.stdint cimport uint8_t
+from te.core.frames cimport Connection
+from te.core.link cimport Link, Transfer
+from te.core.sync cimport u32, u64
+
+# What `Ops` and `Protocol` call; without a lock, or with the connection's.
+cdef void outgoing_prepare(
+    Transfer *t, const uint8_t *plan, size_t nbytes, bint is_shared
+) noexcept nogil
+cdef void outgoing_settled(Transfer *t) noexcept nogil
+cdef void outgoing_cancel(Transfer *t) noexcept nogil
+cdef bint outgoing_load(Connection *c) noexcept nogil
+cdef void outgoing_sent(Connection *c, bint is_whole) noexcept nogil
+cdef bint outgoing_acknowledged(Connection *c) noexcept nogil
+# Fails what is unfinished, with the destination's knowledge.
+cdef void give_up_all(Link *link, int verdict) noexcept nogil
+
+# It has waiting pieces no more.
+cdef void take_ready(Link *link, Transfer *t) noexcept nogil
+# The piece waits for a rail, as the next one.
+cdef void requeue(Link *link, Transfer *t, u32 piece) noexcept nogil
+# After whatever may have ended it.
+cdef void go_on(Connection *c, Transfer *t) noexcept nogil

@@ -1,0 +1,236 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+
+from libc.stdlib cimport free
+from libc.string cimport memcpy
+from te.core.frames cimport frame_load
+from te.core.heap cimport need
+from te.core.link cimport *
+from te.core.maps cimport map_get
+from te.core.plane cimport CANCELLED, FAILED
+from te.core.sending cimport check_reason, say_unexpected
+from te.core.sync cimport *
+from te.core.transfer cimport *
+from te.core.wire cimport *
+from te.transports.rdma.control cimport *
+from te.transports.rdma.remote cimport check_remote
+from te.transports.rdma.state cimport *
+
+
+# -- what waits
+
+cdef void outgoing_prepare(
+    Transfer *t, const uint8_t *plan, size_t nbytes, bint is_shared
+) noexcept nogil:
+    """`plan`: `Posting.least`, then the pieces. Without blocks there is none."""
+    cdef Posting *p = posting_of(t)
+    cdef u32 i
+    if nbytes <= RAILS_MAX:
+        return
+    memcpy(p.least, plan, RAILS_MAX)
+    p.pieces_n = <u32>((nbytes - RAILS_MAX) / sizeof(Piece))
+    p.pieces = <Piece *>need(p.pieces_n * sizeof(Piece))
+    memcpy(p.pieces, plan + RAILS_MAX, p.pieces_n * sizeof(Piece))
+    i = p.pieces_n
+    while i:  # All wait, in their order.
+        i -= 1
+        p.pieces[i].next = p.heads[p.pieces[i].rail]
+        p.heads[p.pieces[i].rail] = i + 1
+    p.waiting = p.pieces_n
+
+
+cdef void outgoing_settled(Transfer *t) noexcept nogil:
+    cdef Posting *p = posting_of(t)
+    take_ready(t.link, t)
+    free(p.pieces)
+    p.pieces = NULL
+
+
+cdef void put_ready(Link *link, Transfer *t) noexcept nogil:
+    cdef Direct *d = direct_of(link)
+    cdef Posting *p = posting_of(t)
+    if p.is_ready:
+        return
+    p.is_ready = True
+    p.next_ready = NULL
+    if d.ready == NULL:
+        d.ready = t
+    else:
+        posting_of(d.ready_last).next_ready = t
+    d.ready_last = t
+
+
+cdef void take_ready(Link *link, Transfer *t) noexcept nogil:
+    cdef Direct *d = direct_of(link)
+    cdef Posting *p = posting_of(t)
+    cdef Transfer *before = NULL
+    cdef Transfer *one = d.ready
+    if not p.is_ready:
+        return
+    while one != t:
+        before = one
+        one = posting_of(one).next_ready
+    if before == NULL:
+        d.ready = p.next_ready
+    else:
+        posting_of(before).next_ready = p.next_ready
+    if d.ready_last == t:
+        d.ready_last = before
+    p.is_ready = False
+
+
+cdef void requeue(Link *link, Transfer *t, u32 piece) noexcept nogil:
+    cdef Posting *p = posting_of(t)
+    cdef Piece *one = &p.pieces[piece]
+    one.next = p.heads[one.rail]
+    p.heads[one.rail] = piece + 1
+    p.waiting += 1
+    advance(t, MORE)
+    if p.granted and not is_given_up(t):
+        put_ready(link, t)
+
+
+# -- its life
+
+cdef void go_on(Connection *c, Transfer *t) noexcept nogil:
+    cdef Posting *p = posting_of(t)
+    if is_given_up(t) and (t.stage == MOVING or t.stage == STOPPING or t.stage == OWED):
+        take_ready(c.link, t)
+        advance(t, GIVEN_UP)
+        if t.in_flight:
+            return
+        if t.is_read:
+            advance(t, SAID)
+            advance(t, ABANDONS)  # Unless it was refused.
+        else:
+            if p.granted or t.stage != OWED:
+                queue_abandon(c, t.id, t.tag, p.pieces_n - p.waiting - p.unmarked)
+            advance(t, SAID)
+    elif t.is_read and p.granted and p.waiting == 0 and t.in_flight == 0:
+        advance(t, LANDS)
+    conclude(t)
+
+
+cdef void outgoing_cancel(Transfer *t) noexcept nogil:
+    cdef Connection *c = control_lock(t.link)
+    if t.is_listed:
+        if t.stage == QUEUED:
+            transfer_end(t, CANCELLED, NO_REASON)
+        else:
+            go_on(c, t)
+    control_unlock(c)
+
+
+cdef void give_up_all(Link *link, int verdict) noexcept nogil:
+    cdef Connection *c = control_lock(link)
+    cdef Transfer *t = link.first
+    cdef Transfer *after
+    while t != NULL:
+        after = t.after
+        if t.n and not is_given_up(t):
+            t.verdict = verdict
+            if t.stage == QUEUED:
+                transfer_end(t, FAILED, verdict)
+            else:
+                go_on(c, t)
+        t = after
+    control_unlock(c)
+
+
+# -- words
+
+cdef void fill(Connection *c, Transfer *t) noexcept nogil:
+    """May this be written? Or, of a transfer without blocks: it has come."""
+    cdef Header *h = <Header *>c.frame
+    if t.n:
+        h[0] = header_of(ASK, t.id, t.tag, t.total)
+        h.count = 0 if t.is_read else posting_of(t).pieces_n
+        frame_load(c, NULL, 0, 0, 0)
+    else:
+        h[0] = header_of(END, t.id, t.tag, 0)
+        advance(t, ALL_SENT)
+        t.in_flight += 1
+        frame_load(c, t, 0, 0, 0)
+
+
+cdef bint outgoing_load(Connection *c) noexcept nogil:
+    cdef Link *link = c.link
+    cdef Transfer *t
+    pthread_mutex_lock(&link.lock)
+    while link.issue != NULL and load32(&link.issue.cancel):
+        transfer_end(link.issue, CANCELLED, NO_REASON)
+    t = link.issue
+    if t == NULL or link.begun == BEGUN_MAX:
+        pthread_mutex_unlock(&link.lock)
+        return False
+    link.issue = t.after
+    advance(t, BEGINS)
+    store_pointer(&t.via, c)
+    fill(c, t)
+    pthread_mutex_unlock(&link.lock)
+    return True
+
+
+cdef void outgoing_sent(Connection *c, bint is_whole) noexcept nogil:
+    cdef Transfer *t = c.out_transfer
+    pthread_mutex_lock(&c.link.lock)
+    t.in_flight -= 1
+    if t.is_listed:
+        conclude(t)
+    pthread_mutex_unlock(&c.link.lock)
+    transfer_drop(t)
+
+
+cdef void grant(Connection *c, Transfer *t, u64 mark) noexcept nogil:
+    """The destination lets it be written."""
+    cdef Link *link = c.link
+    cdef u64 now = now_ns()
+    posting_of(t).granted = True
+    posting_of(t).mark = <u32>mark
+    store64(&link.progress_ns, now)
+    store64(&t.progress_ns, now)
+    if not is_given_up(t):
+        check_remote(link, t)
+    if not is_given_up(t):
+        put_ready(link, t)
+        kick_qps(link)
+
+
+cdef bint take_answer(Connection *c, Transfer *t) noexcept nogil:
+    """An acknowledgement for the transfer; False if it was not to come."""
+    cdef Posting *p = posting_of(t)
+    cdef uint8_t status = c.head.status
+    if status == GRANTED:
+        if t.stage == QUEUED or p.granted or not p.pieces_n:
+            return False
+        grant(c, t, c.head.tag)
+        return True
+    if t.is_read and status != REFUSED:
+        return False
+    if status == REFUSED and p.granted and t.stage == SENT:
+        advance(t, MORE)  # The destination waits to hear that nothing more is written.
+    return answer(t, status, c.body, c.head.count)
+
+
+cdef bint outgoing_acknowledged(Connection *c) noexcept nogil:
+    cdef Link *link = c.link
+    cdef Header *h = &c.head
+    cdef Transfer *t
+    cdef bint known
+    if not check_reason(c):
+        return False
+    pthread_mutex_lock(&link.lock)
+    t = <Transfer *>map_get(&link.by_id, h.transfer)
+    store64(&link.progress_ns, now_ns())
+    if t != NULL:
+        known = take_answer(c, t)
+        if known:
+            go_on(c, t)
+    else:  # One that was given up is granted, or refused, late.
+        known = h.status == REFUSED or (h.status == GRANTED and h.transfer <= link.next_id)
+    if known and link.issue != NULL:
+        store32(&c.polled.kicked, 1)  # There may be room for one more that has to begin.
+    pthread_mutex_unlock(&link.lock)
+    if not known:
+        say_unexpected(c)
+    return known

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+# The life of a rail: a queue pair. A source's end that fails is destroyed, the destination is asked
+# to drain and destroy its own, and says which pieces had landed; only then is the rest written again
+# elsewhere. So no late packet of a dead rail lands after an arrival was counted.
+#
+# All but `qp_new` is the link's worker's.
+
+from te.core.frames cimport Connection
+from te.core.link cimport Link
+from te.core.sync cimport u32, u64
+from te.core.worker cimport PolledOps, Worker
+from te.transports.rdma.state cimport Qp
+from te.verbs.abi cimport Endpoint
+
+# Hands a connected queue pair to the link's worker; 0, or an errno (then it is not taken).
+cdef int qp_new(
+    Link *link, const PolledOps *ops, Endpoint *e, u32 index, u32 epoch, u32 local_nic,
+    u32 remote_nic, u64 fences
+) noexcept nogil
+cdef void qp_free(Qp *q) noexcept nogil
+# Room for that many more marks; 0 or an errno.
+cdef int post_receives(Qp *q, u32 n) noexcept nogil
+# Destroys it: nothing is read or written through it any more.
+cdef void qp_end(Qp *q) noexcept nogil
+# The link has died. Before its transfers are failed.
+cdef void qps_end(Link *link) noexcept nogil
+# Something came back.
+cdef void qp_moved(Qp *q, u64 now) noexcept nogil
+
+# The source's end has failed, or is to be given up.
+cdef void qp_fail(Qp *q, int code, int errnum) noexcept nogil
+# The destination's end is put into the error state: nothing more lands once all of its receives have
+# come back, which `qp_drained` is told.
+cdef void qp_drain(Qp *q) noexcept nogil
+cdef void qp_drained(Qp *q) noexcept nogil
+
+# Frames; False after a violation.
+cdef bint on_lost(Connection *c) noexcept nogil
+cdef void on_closed(Connection *c) noexcept nogil
+cdef void on_broken(Connection *c) noexcept nogil

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+# What a link over RDMA is made of. It has one connection, which carries words about its rails, and up
+# to RAILS_MAX rails, each a connected queue pair (qp). The link's worker alone touches the queue
+# pairs, except for what is atomic.
+
+from libc.stdint cimport uint8_t
+from te.core.inbound cimport Arriving
+from te.core.link cimport Link, Transfer
+from te.core.sync cimport u32, u64
+from te.core.wire cimport BEGUN_MAX, Far, NICS_MAX, POSTED_MAX, PieceId, RAILS_MAX
+from te.core.worker cimport Polled, Worker
+from te.verbs.abi cimport Endpoint, VSendWr, VSge
+
+cdef enum:  # why a rail was given up, or what became of it; te/core/reasons.py makes the sentences
+    RAIL_UP = 20
+    BAD_STATUS = 21
+    NO_COMPLETION = 22
+    POST_FAILED = 23
+    POLL_FAILED = 24
+    PEER_BROKE = 25
+    PORT_DOWN = 26
+    DEVICE_FATAL = 27
+    QP_EVENT = 28
+    RAIL_SUSPECT = 29
+    RAIL_MOVED = 30
+
+ctypedef enum QpState:
+    QP_PROBE  # of a source: connected, but nothing has come through yet
+    QP_UP
+    QP_LOST  # of a source: its end is gone, the destination has yet to close its own
+    QP_DRAIN  # of a destination: in the error state, not all of its completions seen
+    QP_GONE
+
+# What one rail carries of a transfer between two marks.
+cdef struct Piece:
+    u64 first, offset, nbytes  # begins at `offset` of the block `first`
+    u32 rail, next
+
+# `Transfer.own`, under the link's lock. Lists of waiting pieces by rail: their index + 1, or 0.
+cdef struct Posting:
+    Piece *pieces
+    u32 pieces_n, waiting
+    u32 heads[RAILS_MAX]
+    # By rail, how many pieces another one must have waiting before this one takes one of them; 0 of
+    # a rail that is not to carry any of it while another can.
+    uint8_t least[RAILS_MAX]
+    u32 mark  # of its trailing writes; the index of a piece is added
+    u32 unmarked  # pieces of which something may be written, but no mark
+    bint granted, is_ready
+    Transfer *next_ready
+
+# `Arriving.own` of a transfer that was granted.
+cdef struct Granted:
+    u32 slot, pieces, landed
+    bint has_slot
+    u64 revoked_ns  # when it was refused after it had been granted
+    Arriving *next  # of those that wait for rails to be drained
+    u64 bits[1]  # which pieces have landed: pieces / 64 + 1
+
+# A piece on the wire.
+cdef struct Posted:
+    Transfer *transfer
+    u32 piece
+    u64 sequence, nbytes  # of the work request that ends it
+    u64 mark  # which of the qp's marks; 0 of a read, which has none
+
+# What the transport keeps for an engine. Atomic: how often each device has failed as a whole, and
+# why the last time; and calls to look at all queue pairs.
+cdef struct Devices:
+    u32 faults[NICS_MAX]
+    u32 reasons[NICS_MAX]
+    u32 kicks
+
+cdef struct Qp:
+    Polled polled  # first: a worker's pointer to it is one to this
+    Link *link
+    Devices *devices
+    Endpoint *e
+    QpState state
+    u32 index, epoch, local_nic, remote_nic
+    u32 doomed  # atomic: a reason to give it up; above 8 bits, what the peer gives as its own
+    u32 kicks_seen, faults_seen
+    bint armed, late, overdue
+    bint suspect  # has work that does not move: the rest of it is for other rails
+    u64 progress_ns
+    int code, errnum  # why it is lost
+    # The source's end: kept work requests, of which [built_at, built_n) are not handed over yet.
+    VSendWr *wrs
+    VSge *sges
+    u32 built_at, built_n, since_signal
+    u64 sequence, completed  # of work requests built and known to be done
+    u32 mark_data
+    Posted ring[POSTED_MAX]
+    u32 ring_first, ring_n
+    u64 ring_bytes
+    u64 busy_since, busy_bytes  # of the measurement under way: never idle since, done since
+    Transfer *building
+    u32 building_piece
+    u64 at_block, at_offset, at_left
+    u64 marks, credit  # marks posted since it was connected, and how many may be
+    u64 confirmed  # how many the destination has seen; all of them where a completion says that
+    u64 fences  # nothing is sent before the link has heard of that many
+    # The destination's end.
+    u32 receives, receives_turn
+    u64 marks_seen, marks_told, drain_until
+    PieceId *lost  # what the source asks about
+    u32 lost_n
+    bint lost_asked
+
+# `Link.own`.
+cdef struct Direct:
+    Worker *worker
+    Qp *qps[RAILS_MAX]
+    u32 kicks  # atomic: counts calls to look for something to send
+    u32 hopeless  # atomic: without a rail for too long
+    bint has_outlasted
+    # The source's side, under the link's lock.
+    Transfer *ready  # granted, with pieces that wait for a rail
+    Transfer *ready_last
+    # The destination's memory, as it has told: under the connection's lock.
+    Far *table
+    u32 table_n, table_room
+    # What rails have done and have under way: atomic. And what they have moved in measurements, and
+    # how long these took: under the link's lock.
+    u64 rail_bytes[RAILS_MAX]
+    u64 rail_flying[RAILS_MAX]
+    u64 rail_moved[RAILS_MAX]
+    u64 rail_busy_ns[RAILS_MAX]
+    # The destination's side, under the link's lock.
+    u64 table_told  # version of the regions that the source was told of
+    u32 table_rights  # what it has asked for: keys of regions that allow none of it are kept back
+    Arriving *undrained  # fenced, but the rails they were granted are not closed yet
+    Arriving *slots[BEGUN_MAX]
+    uint8_t generations[BEGUN_MAX]  # of the slots
+    u32 slots_turn, slots_taken
+    u32 revoked  # granted transfers whose tags were closed since
+    u64 fences  # of either side: how often all rails were broken
+    # Atomic: how many fences have asked that every qp be drained, and for how many they are.
+    u32 breaks_asked, breaks_done
+    u32 breaks_begun  # the worker's alone, as all that follows of breaking
+    bint is_breaking, is_draining, must_drain
+
+
+cdef inline Direct *direct_of(Link *link) noexcept nogil:
+    return <Direct *>link.own
+
+
+cdef inline Posting *posting_of(Transfer *t) noexcept nogil:
+    return <Posting *>t.own
+
+
+cdef inline Granted *granted_of(Arriving *a) noexcept nogil:
+    """NULL if it was not granted, or needs no slot any more."""
+    cdef Granted *g = <Granted *>a.own
+    return g if g != NULL and g.has_slot else NULL

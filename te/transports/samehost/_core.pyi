@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+from typing import Final
+
+from te.core.engine import Engine
+from te.core.handles import LinkHandle
+
+RINGS_NBYTES: Final[int]
+
+def read_process(pid: int, address: int, nbytes: int) -> bytes:
+    """process_vm_readv(2); ``OSError``."""
+
+class SamehostLink(LinkHandle):
+    """A link without rails yet. The memory of the process ``pid`` is copied for as long as
+    ``pidfd`` (pidfd_open(2), taken over) says that it lives; the link dies with it."""
+
+    def __init__(self, engine: Engine, is_incoming: bool, pid: int, pidfd: int) -> None: ...
+    def add_rail(self, fd: int, rings_fd: int) -> bool:
+        """Takes over a connected, non-blocking unix socket, and a memory file of ``RINGS_NBYTES``
+        that cannot shrink; False (nothing taken) on a dead or full link. ``OSError`` (nothing
+        taken)."""
+
+    def add_mapping(self, serial: int, start: int, fd: int, nbytes: int) -> None:
+        """Maps memory of the source, read-only, so that it is copied from directly. ``OSError``,
+        also for a range that touches one which is mapped, and for too many."""
+
+    def remove_mapping(self, serial: int) -> bool:
+        """Unmaps it, if it is mapped; False when a copy out of it did not end: then it is no longer
+        copied from, and is unmapped with the link. Waits without the lock."""

@@ -1,0 +1,282 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+
+from libc.stdio cimport snprintf
+from libc.stdlib cimport free
+from libc.string cimport memcpy, strerror
+from te.core.frames cimport AT_COPY, AT_HEAD, LOST, MOVED, queue_frame
+from te.core.heap cimport need
+from te.core.landing cimport *
+from te.core.link cimport ENDED, PROCESS_GONE, TEXT_MAX, link_die
+from te.core.posix cimport POLLIN, POLLRDHUP, poll, pollfd, process_vm_readv
+from te.core.sections cimport enter, leave
+from te.core.sync cimport *
+from te.core.vectors cimport advance, within
+from te.core.wire cimport ACK, Block, PROGRESS, PULL, header_of
+from te.core.worker cimport polled_kick, worker_spread
+
+cdef enum:
+    PULLS_TOLD = 4  # frames copied between two words of it: each may wake the source up
+    PULL_BYTES = 4 << 20  # of one copy, which is one section
+    SPREAD_BYTES = 256 << 10  # smaller copies are over before another thread has woken up
+    JOBS_MAX = 64
+    # How long a process that was seen alive is copied from unasked (2 us): before its number is
+    # given out again, 32,768 others are made and end, at 15 us each at best.
+    ALIVE_NS = 1000000
+
+
+cdef inline Samehost *own_of(Connection *c) noexcept nogil:
+    return <Samehost *>c.link.own
+
+
+# -- sharing the work among the link's workers, whichever connection it came by
+
+cdef void pulling_pull(Connection *c, Arriving *a) noexcept nogil:
+    cdef Pulling *p = <Pulling *>c.own
+    cdef Block *blocks = <Block *>c.body
+    cdef u32 i
+    for i in range(c.head.count):
+        p.far[i].iov_base = <void *>blocks[i].src
+        p.far[i].iov_len = blocks[i].nbytes
+    if c.head.nbytes >= SPREAD_BYTES and c.link.connections_n > 1:
+        job_put(c, a)
+    else:
+        begin_copy(c, a)
+
+
+cdef void begin_copy(Connection *c, Arriving *a) noexcept nogil:
+    c.place = AT_COPY
+    if not landing_begin(c, a):
+        end_copy(c)
+
+
+cdef void end_copy(Connection *c) noexcept nogil:
+    """It is done, or must not be."""
+    c.place = AT_HEAD
+    pulling_landed(c, True)
+
+
+cdef void job_put(Connection *c, Arriving *a) noexcept nogil:
+    cdef Samehost *own = own_of(c)
+    cdef u32 n = c.head.count
+    cdef Job *job = <Job *>need(sizeof(Job) + 2 * n * sizeof(iovec))
+    job.head = c.head
+    job.arriving = a
+    memcpy(job.ranges, c.near, n * sizeof(iovec))
+    memcpy(job.ranges + n, (<Pulling *>c.own).far, n * sizeof(iovec))
+    pthread_mutex_lock(&c.link.lock)
+    if own.jobs == NULL:
+        own.jobs = job
+    else:
+        own.jobs_last.next = job
+    own.jobs_last = job
+    if add32(&own.jobs_n, 1) > 1:
+        kick_other(c)
+    pthread_mutex_unlock(&c.link.lock)
+
+
+cdef bint pulling_has_work(Connection *c) noexcept nogil:
+    return load32(&own_of(c).jobs_n) != 0
+
+
+cdef bint pulling_take_up(Connection *c, bint is_idle) noexcept nogil:
+    """Takes up the next copy; False if there is none. While frames come, they are read first, as
+    far as there is room for what they ask."""
+    cdef Samehost *own = own_of(c)
+    cdef Job *job
+    if load32(&own.jobs_n) < (1 if is_idle else <u32>JOBS_MAX):
+        return False
+    pthread_mutex_lock(&c.link.lock)
+    job = own.jobs
+    if job != NULL:
+        own.jobs = job.next
+        if add32(&own.jobs_n, -1):
+            kick_other(c)
+    pthread_mutex_unlock(&c.link.lock)
+    if job == NULL:
+        return False
+    c.head = job.head
+    memcpy(c.near, job.ranges, job.head.count * sizeof(iovec))
+    memcpy((<Pulling *>c.own).far, job.ranges + job.head.count, job.head.count * sizeof(iovec))
+    c.near_at = 0
+    c.near_n = job.head.count
+    c.payload_left = job.head.nbytes
+    begin_copy(c, job.arriving)
+    free(job)
+    return True
+
+
+cdef void kick_other(Connection *c) noexcept nogil:
+    """Has another worker look for a copy to take up. Under the link's lock."""
+    cdef Connection *other
+    cdef u32 i
+    for i in range(c.link.connections_n):
+        other = <Connection *>c.link.connections[i]
+        if other.polled.worker != c.polled.worker and not other.gone:
+            polled_kick(&other.polled)
+            return
+
+
+cdef void forget_jobs(Samehost *own) noexcept nogil:
+    cdef Job *job
+    while own.jobs != NULL:
+        job = own.jobs
+        own.jobs = job.next
+        free(job)
+    store32(&own.jobs_n, 0)
+
+
+# -- copying
+
+cdef Mapping *mapping_of(Samehost *own, u64 address, u64 nbytes) noexcept nogil:
+    """The mapping that has the range, if this process has mapped that memory of the source."""
+    cdef Mapping *m = <Mapping *>load_pointer(&own.mappings)
+    while m != NULL:
+        if m.start <= address and address < m.end and nbytes <= m.end - address:
+            return m
+        m = m.next
+    return NULL
+
+
+cdef ssize_t copy_mapped(Connection *c, iovec *far) noexcept nogil:
+    """Copies the next ranges that lie in mapped memory, up to PULL_BYTES; 0 if there are none."""
+    cdef Mapping *m
+    cdef u64 done = 0, n, src
+    cdef u32 i = c.near_at
+    while i < c.near_n and done < PULL_BYTES:
+        src = <u64>far[i].iov_base
+        n = min(<u64>c.near[i].iov_len, PULL_BYTES - done)
+        m = mapping_of(own_of(c), src, n)
+        if m == NULL:
+            break
+        memcpy(c.near[i].iov_base, m.near + (src - m.start), n)
+        done += n
+        if n < c.near[i].iov_len:
+            break
+        i += 1
+    return done
+
+
+cdef ssize_t copy_foreign(Connection *c, iovec *far) noexcept nogil:
+    """process_vm_readv(2) of the next ranges, up to PULL_BYTES; -1 and errno when none could."""
+    cdef u64 cut
+    cdef u32 i = c.near_at, n = within(c.near + i, c.near_n - i, PULL_BYTES, &cut)
+    far[i + n - 1].iov_len = c.near[i + n - 1].iov_len
+    cdef ssize_t moved = process_vm_readv(own_of(c).pid, c.near + i, n, far + i, n, 0)
+    if cut:
+        c.near[i + n - 1].iov_len = far[i + n - 1].iov_len = cut
+    return moved
+
+
+cdef bint process_gone(Samehost *own) noexcept nogil:
+    cdef u64 now = now_ns()
+    cdef pollfd p
+    p.fd = own.pidfd
+    p.events = POLLIN
+    p.revents = 0
+    if poll(&p, 1, 0) != 0:
+        return True
+    store64(&own.alive_ns, now)
+    return False
+
+
+cdef inline bint may_be_gone(Samehost *own) noexcept nogil:
+    """The same, without a call to the kernel where the number cannot be another's yet."""
+    return now_ns() > load64(&own.alive_ns) + ALIVE_NS and process_gone(own)
+
+
+cdef bint source_lives(Connection *c) noexcept nogil:
+    """Whether the source has lived and kept the connection open until now, and so its memory as it
+    was."""
+    cdef pollfd p
+    p.fd = c.channel.fd
+    p.events = POLLRDHUP
+    p.revents = 0
+    return poll(&p, 1, 0) == 0 and not may_be_gone(own_of(c))
+
+
+cdef Moved pulling_copy(Connection *c) noexcept nogil:
+    """One copy, inside a section, if that is still allowed."""
+    cdef Pulling *p = <Pulling *>c.own
+    cdef Arriving *a = p.landings.arriving
+    cdef char reason[TEXT_MAX]
+    cdef ssize_t n = 0
+    cdef bint good, gone = False
+    if load32(&a.refused):
+        end_copy(c)
+        return MOVED
+    if c.payload_left >= SPREAD_BYTES:
+        worker_spread(c.polled.worker)
+    enter(&c.polled.worker.section, c.link, a.opening)
+    good = landing_may_land(c, reason)
+    if good:
+        n = copy_mapped(c, p.far)
+        if n == 0:
+            gone = may_be_gone(own_of(c))
+            if not gone:
+                n = copy_foreign(c, p.far)
+    leave(&c.polled.worker.section)
+    if gone:
+        link_die(c.link, PROCESS_GONE, 0, NULL)
+        return LOST
+    if good and n <= 0:
+        good = False
+        say_fault(c, last_errno(), reason)
+    if not good:
+        landing_refuse(c, reason)
+        end_copy(c)
+        return MOVED
+    add64(&c.link.plane.bytes_received, n)
+    store64(&c.link.progress_ns, now_ns())
+    landing_moved(c, n)
+    c.payload_left -= n
+    if c.payload_left:
+        advance(p.far, c.near_at, n)
+        c.near_at = advance(c.near, c.near_at, n)
+        return MOVED
+    if not source_lives(c):
+        # It may have used the memory for something else already: this must not count.
+        link_die(c.link, ENDED, 0, b" in the middle of a transfer")
+        return LOST
+    end_copy(c)
+    return MOVED
+
+
+cdef void say_fault(Connection *c, int errnum, char *reason) noexcept nogil:
+    """Which side's memory it was that could not be accessed."""
+    cdef char byte
+    cdef iovec near
+    cdef iovec far = (<Pulling *>c.own).far[c.near_at]
+    near.iov_base = &byte
+    near.iov_len = far.iov_len = 1
+    if process_vm_readv(own_of(c).pid, &near, 1, &far, 1, 0) == 1:
+        snprintf(reason, TEXT_MAX, b"registered memory cannot be written: %s", strerror(errnum))
+    else:
+        snprintf(reason, TEXT_MAX, b"the source memory cannot be read: %s", strerror(errnum))
+
+
+cdef void pulling_landed(Connection *c, bint is_good) noexcept nogil:
+    cdef Arriving *a = (<Pulling *>c.own).landings.arriving
+    cdef u64 number = a.id
+    cdef bint is_counted = c.head.kind == PULL and not load32(&a.refused)
+    landing_landed(c, is_good)
+    if is_counted:
+        tell_progress(c, number)
+
+
+cdef void tell_progress(Connection *c, u64 number) noexcept nogil:
+    """Tells the source now and then how far the copying is, so that it sends more frames. What is
+    not told when the connection turns to another transfer is less than a source is ahead."""
+    cdef Pulling *p = <Pulling *>c.own
+    cdef Header h
+    if p.told_of != number:
+        p.told_of = number
+        p.told_nbytes = p.told_n = 0
+    p.told_nbytes += c.head.nbytes
+    p.told_n += 1
+    if p.told_n == PULLS_TOLD:
+        h = header_of(ACK, number, 0, 0)
+        h.status = PROGRESS
+        h.nbytes = p.told_nbytes
+        queue_frame(c, &h, NULL, 0)
+        p.told_nbytes = p.told_n = 0

@@ -1,0 +1,88 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+# TCP: the source sends the bytes, and the kernel scatters them to where they belong.
+
+from libc.stdint cimport uint8_t
+from libc.stdlib cimport free
+from te.core.callers cimport kick_some, send_inline
+from te.core.engine cimport Engine
+from te.core.connections cimport connections_free
+from te.core.handles cimport LinkHandle
+from te.core.heap cimport need
+from te.core.landing cimport *
+from te.core.link cimport Link, Ops, Transfer
+from te.core.sending cimport *
+from te.core.sync cimport u64
+from te.core.tags cimport Opening
+from te.core.wire cimport OVER_TCP, SEGMENT
+
+cdef enum:
+    INLINE_BYTES = 64 << 10
+
+
+cdef void prepare(Transfer *t, const uint8_t *plan, size_t nbytes, bint is_shared) noexcept nogil:
+    sending_prepare(t, SEGMENT, 0)
+
+
+cdef void submit(Transfer *t) noexcept nogil:
+    if not t.is_read and t.total <= INLINE_BYTES:
+        send_inline(t.link, 1)
+    else:
+        kick_some(t.link, t.total)
+
+
+cdef void revoke(Link *link, Opening *o) noexcept nogil:
+    pass  # Every byte is checked as it lands.
+
+
+cdef bint drain(Link *link, u64 until_ns) noexcept nogil:
+    return True
+
+
+cdef bint check(Link *link, bint stalled) noexcept nogil:
+    return False
+
+
+cdef void nothing(Link *link) noexcept nogil:
+    pass
+
+
+cdef void release(Link *link) noexcept nogil:
+    connections_free(link)
+    free(link.own)
+
+
+cdef Ops OPS
+OPS.transfer_bytes = sizeof(Sending)
+OPS.may_merge = True
+OPS.prepare = prepare
+OPS.submit = submit
+OPS.cancel = sending_cancel
+OPS.unread = sending_unread
+OPS.settled = sending_settled
+OPS.revoke = revoke
+OPS.drain = drain
+OPS.check = check
+OPS.close = nothing
+OPS.forget = nothing
+OPS.release = release
+
+cdef LandingProtocol PROTOCOL
+PROTOCOL.frames.over = OVER_TCP
+PROTOCOL.frames.load = sending_load
+PROTOCOL.frames.sent = sending_sent
+PROTOCOL.frames.received = landing_received
+PROTOCOL.frames.right = landing_right
+PROTOCOL.frames.may_land = landing_may_land
+PROTOCOL.frames.refuse = landing_refuse
+PROTOCOL.frames.moved = landing_moved
+PROTOCOL.frames.landed = landing_landed
+PROTOCOL.reply = SEGMENT
+
+
+cdef class TcpLink(LinkHandle):
+    def __cinit__(self, Engine engine, bint is_incoming):
+        self.make(engine, &OPS, is_incoming, need(sizeof(Streams)))
+
+    def add_rail(self, int fd):
+        return self.add(&PROTOCOL.frames, fd, -1, sizeof(Landings), -1)
