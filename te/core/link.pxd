@@ -137,6 +137,10 @@ cdef struct Link:
     Map arriving  # te/core/inbound.pyx
     Bulletin bulletin
 
+# A transport that keeps nothing with its transfers, and lets no peer write by itself; the source's
+# functions and `release` are NULL.
+cdef Ops plain_ops() noexcept
+
 # One reference is the caller's. The transport sets what is its own.
 cdef Link *link_new(Plane *p, const Ops *ops, bint is_incoming) noexcept nogil
 cdef void link_drop(Link *link) noexcept nogil

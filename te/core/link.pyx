@@ -3,12 +3,49 @@
 
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
+from libc.string cimport memset
 from te.core.heap cimport need
 from te.core.maps cimport map_free
 from te.core.notices cimport bulletin_put
 from te.core.sync cimport *
 from te.core.worker cimport polled_kick
 
+
+# -- what a transport may have nothing to do for
+
+cdef void settled(Transfer *t) noexcept nogil:
+    pass
+
+
+cdef void revoke(Link *link, Opening *o) noexcept nogil:
+    pass
+
+
+cdef bint drain(Link *link, u64 until_ns) noexcept nogil:
+    return True
+
+
+cdef bint check(Link *link, bint stalled) noexcept nogil:
+    return False
+
+
+cdef void nothing(Link *link) noexcept nogil:
+    pass
+
+
+cdef Ops plain_ops() noexcept:
+    cdef Ops ops
+    memset(&ops, 0, sizeof(ops))
+    ops.may_merge = True
+    ops.settled = settled
+    ops.revoke = revoke
+    ops.drain = drain
+    ops.check = check
+    ops.close = ops.forget = nothing
+    return ops
+
+
+# -- links
 
 cdef Link *link_new(Plane *p, const Ops *ops, bint is_incoming) noexcept nogil:
     cdef Link *link = <Link *>need(sizeof(Link))

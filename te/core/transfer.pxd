@@ -29,6 +29,14 @@ cdef void transfer_list(Transfer *t) noexcept nogil
 cdef void transfer_settle(Transfer *t, u32 status, int code) noexcept nogil
 cdef void transfer_discard(Transfer *t) noexcept nogil
 
+# The first that is to begin, once those that were cancelled before are ended; NULL if there is none, or
+# too many have begun.
+cdef Transfer *next_queued(Link *link) noexcept nogil
+# Ends it if it has not begun, and was not ended; False if it is under way. Takes the lock.
+cdef bint cancel_queued(Transfer *t) noexcept nogil
+# Whether it has its outcome by then. Without a lock.
+cdef bint transfer_await(Transfer *t, u64 until_ns) noexcept nogil
+
 # Takes its next step; False, and nothing is changed, where that cannot happen.
 cdef bint advance(Transfer *t, int happening) noexcept nogil
 # Ends it if it has its answer, and nothing of it is under way any more.

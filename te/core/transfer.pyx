@@ -7,12 +7,12 @@ from te.core.heap cimport need
 from te.core.link cimport *
 from te.core.maps cimport map_put, map_take
 from te.core.notices cimport notice_put
-from te.core.plane cimport CANCELLED, DONE, FAILED, Plane
+from te.core.plane cimport CANCELLED, DONE, FAILED, PENDING, Plane
 from te.core.posix cimport malloc_usable_size
 from te.core.regions cimport region_drop
 from te.core.sync cimport *
 from te.core.tags cimport opening_drop
-from te.core.wire cimport ABANDONED, LANDED, REFUSED
+from te.core.wire cimport ABANDONED, BEGUN_MAX, LANDED, REFUSED
 
 cdef extern from "core/stages.h" nogil:
     enum:
@@ -171,6 +171,28 @@ cdef void transfer_end(Transfer *t, u32 status, int code) noexcept nogil:
     if after != NULL:
         store64(&after.progress_ns, t.settled_ns)
     transfer_drop(t)
+
+
+cdef Transfer *next_queued(Link *link) noexcept nogil:
+    while link.issue != NULL and load32(&link.issue.cancel):
+        transfer_end(link.issue, CANCELLED, NO_REASON)
+    return link.issue if link.begun < BEGUN_MAX else NULL
+
+
+cdef bint cancel_queued(Transfer *t) noexcept nogil:
+    cdef bint has_begun
+    pthread_mutex_lock(&t.link.lock)
+    has_begun = t.is_listed and t.stage != QUEUED
+    if t.is_listed and not has_begun:
+        transfer_end(t, CANCELLED, NO_REASON)
+    pthread_mutex_unlock(&t.link.lock)
+    return not has_begun
+
+
+cdef bint transfer_await(Transfer *t, u64 until_ns) noexcept nogil:
+    while load32(&t.status) == PENDING and now_ns() < until_ns:
+        futex_wait(&t.status, PENDING, 1000000)
+    return load32(&t.status) != PENDING
 
 
 cdef void fail_all(Link *link) noexcept nogil:

@@ -44,6 +44,7 @@ __all__ = [
     "Listener",
     "Local",
     "OutgoingLink",
+    "PlainJoin",
     "RailState",
     "RailView",
     "Transport",
@@ -234,6 +235,27 @@ class Join(ABC):
 
 
 @dataclass(frozen=True)
+class PlainJoin(Join):
+    """Of a transport that has nothing to look at: a connection is as good as another."""
+
+    transport: Transport
+    call: Call
+    #: Makes the link's incoming end.
+    make: Callable[[], LinkHandle]
+    #: Gives the descriptor of a connection to a link; see ``Join.add``.
+    give: Callable[[Any, int], bool]
+
+    def check(self) -> bytes:
+        return b""
+
+    def begin(self) -> IncomingLink:
+        return IncomingLink(self.make(), self.call.key, self.transport, self.call.where)
+
+    def add(self, link: IncomingLink) -> bool:
+        return self.give(link.handle, self.call.sock.fileno())
+
+
+@dataclass(frozen=True)
 class Answer:
     """The hello has been done; the connection ends with this welcome."""
 
@@ -267,22 +289,26 @@ class Transport(ABC):
     #: The devices that memory has to be registered with, if the transport has any.
     fabric: Fabric | None = None
 
-    @abstractmethod
+    _local: Local
+
     def __init__(self, config: Config) -> None:
         """``te.TopologyError`` for a configuration that names what is not there. What is missing
         otherwise is for ``probe`` to tell."""
 
-    @abstractmethod
     def probe(self) -> str | None:
         """Why this engine cannot use it; None if it can. Costs nothing."""
+        return None
 
     def start(self, local: Local, watch: Watch) -> tuple[Listener, ...]:
-        """Begins, before the first peer; the listeners of its own, if it has any."""
+        """Begins, before the first peer; the listeners of its own, if it has any. Without any, its
+        greetings come by the engine's own listener."""
+        self._local = local
         return ()
 
-    @abstractmethod
     def offer(self) -> bytes | None:
-        """What peers have to know, for the card; None if there is nothing to be offered."""
+        """What peers have to know, for the card, beside the engine's address; None if it is not to
+        be offered."""
+        return b""
 
     @abstractmethod
     def open(self, card: Card, offer: bytes, deadline_s: float, timeout_s: float) -> OutgoingLink:

@@ -22,6 +22,7 @@ _ENTRIES: Final = (  # the preferred one first
     _Entry("samehost", "te.transports.samehost.transport", "SameHost", True),
     _Entry("rdma", "te.transports.rdma.transport", "Rdma", True),
     _Entry("tcp", "te.transports.tcp.transport", "Tcp", True),
+    _Entry("loopback", "te.transports.loopback.transport", "Loopback", False),
 )
 
 NAMES: Final = tuple(one.name for one in _ENTRIES)

@@ -13,10 +13,10 @@ from te.core.handles cimport LinkHandle
 from te.core.heap cimport need
 from te.core.landing cimport Landings, landing_empty
 from te.core.link cimport *
-from te.core.plane cimport PENDING, Plane, plane_private
+from te.core.plane cimport Plane, plane_private
 from te.core.posix cimport EPOLLIN
 from te.core.sync cimport *
-from te.core.tags cimport Opening
+from te.core.transfer cimport transfer_await
 from te.core.wire cimport *
 from te.core.worker cimport *
 from te.transports.rdma.control cimport *
@@ -217,11 +217,9 @@ cdef void submit(Transfer *t) noexcept nogil:
 
 cdef bint unread(Transfer *t, u64 until_ns) noexcept nogil:
     """It ends with its last request; after a while by breaking its rails."""
-    cdef u64 patient_until = min(until_ns, now_ns() + UNREAD_NS)
     outgoing_cancel(t)
-    while load32(&t.status) == PENDING and now_ns() < patient_until:
-        futex_wait(&t.status, PENDING, 1000000)
-    return load32(&t.status) != PENDING or fencing_drain(t.link, until_ns)
+    return transfer_await(t, min(until_ns, now_ns() + UNREAD_NS)) or (
+        fencing_drain(t.link, until_ns))
 
 
 cdef bint outlasts(Link *link) noexcept nogil:
@@ -253,7 +251,7 @@ cdef void release(Link *link) noexcept nogil:
     free(link.own)
 
 
-cdef Ops OPS
+cdef Ops OPS = plain_ops()
 OPS.transfer_bytes = sizeof(Posting)
 OPS.may_merge = False
 OPS.lands_by_device = True

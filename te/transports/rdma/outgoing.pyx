@@ -7,7 +7,7 @@ from te.core.frames cimport frame_load
 from te.core.heap cimport need
 from te.core.link cimport *
 from te.core.maps cimport map_get
-from te.core.plane cimport CANCELLED, FAILED
+from te.core.plane cimport FAILED
 from te.core.sending cimport check_reason, say_unexpected
 from te.core.sync cimport *
 from te.core.transfer cimport *
@@ -112,12 +112,12 @@ cdef void go_on(Connection *c, Transfer *t) noexcept nogil:
 
 
 cdef void outgoing_cancel(Transfer *t) noexcept nogil:
-    cdef Connection *c = control_lock(t.link)
+    cdef Connection *c
+    if cancel_queued(t):
+        return
+    c = control_lock(t.link)
     if t.is_listed:
-        if t.stage == QUEUED:
-            transfer_end(t, CANCELLED, NO_REASON)
-        else:
-            go_on(c, t)
+        go_on(c, t)
     control_unlock(c)
 
 
@@ -157,10 +157,8 @@ cdef bint outgoing_load(Connection *c) noexcept nogil:
     cdef Link *link = c.link
     cdef Transfer *t
     pthread_mutex_lock(&link.lock)
-    while link.issue != NULL and load32(&link.issue.cancel):
-        transfer_end(link.issue, CANCELLED, NO_REASON)
-    t = link.issue
-    if t == NULL or link.begun == BEGUN_MAX:
+    t = next_queued(link)
+    if t == NULL:
         pthread_mutex_unlock(&link.lock)
         return False
     link.issue = t.after

@@ -11,13 +11,12 @@ from te.core.connections cimport connections_free
 from te.core.handles cimport LinkHandle
 from te.core.heap cimport need
 from te.core.landing cimport *
-from te.core.link cimport Link, Ops, PROCESS_GONE, Transfer, link_die
+from te.core.link cimport Link, Ops, PROCESS_GONE, Transfer, link_die, plain_ops
 from te.core.plane cimport Plane, plane_private
 from te.core.posix cimport *
 from te.core.sections cimport quiesce
 from te.core.sending cimport *
 from te.core.sync cimport *
-from te.core.tags cimport Opening
 from te.core.wire cimport OVER_RINGS, PULL, SEGMENT
 from te.transports.samehost.pulling cimport *
 
@@ -77,22 +76,10 @@ cdef void submit(Transfer *t) noexcept nogil:
         kick_some(t.link, t.total)
 
 
-cdef void revoke(Link *link, Opening *o) noexcept nogil:
-    pass  # This side does the copying.
-
-
-cdef bint drain(Link *link, u64 until_ns) noexcept nogil:
-    return True
-
-
 cdef bint check(Link *link, bint stalled) noexcept nogil:
     if process_gone(<Samehost *>link.own):
         link_die(link, PROCESS_GONE, 0, NULL)
     return False
-
-
-cdef void close_link(Link *link) noexcept nogil:
-    pass
 
 
 cdef void forget(Link *link) noexcept nogil:
@@ -109,18 +96,14 @@ cdef void release(Link *link) noexcept nogil:
     free(own)
 
 
-cdef Ops OPS
+cdef Ops OPS = plain_ops()
 OPS.transfer_bytes = sizeof(Sending)
-OPS.may_merge = True
 OPS.prepare = prepare
 OPS.submit = submit
 OPS.cancel = sending_cancel
 OPS.unread = sending_unread
 OPS.settled = sending_settled
-OPS.revoke = revoke
-OPS.drain = drain
 OPS.check = check
-OPS.close = close_link
 OPS.forget = forget
 OPS.release = release
 

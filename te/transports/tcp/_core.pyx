@@ -10,10 +10,8 @@ from te.core.connections cimport connections_free
 from te.core.handles cimport LinkHandle
 from te.core.heap cimport need
 from te.core.landing cimport *
-from te.core.link cimport Link, Ops, Transfer
+from te.core.link cimport Link, Ops, Transfer, plain_ops
 from te.core.sending cimport *
-from te.core.sync cimport u64
-from te.core.tags cimport Opening
 from te.core.wire cimport OVER_TCP, SEGMENT
 
 cdef enum:
@@ -31,40 +29,18 @@ cdef void submit(Transfer *t) noexcept nogil:
         kick_some(t.link, t.total)
 
 
-cdef void revoke(Link *link, Opening *o) noexcept nogil:
-    pass  # Every byte is checked as it lands.
-
-
-cdef bint drain(Link *link, u64 until_ns) noexcept nogil:
-    return True
-
-
-cdef bint check(Link *link, bint stalled) noexcept nogil:
-    return False
-
-
-cdef void nothing(Link *link) noexcept nogil:
-    pass
-
-
 cdef void release(Link *link) noexcept nogil:
     connections_free(link)
     free(link.own)
 
 
-cdef Ops OPS
+cdef Ops OPS = plain_ops()
 OPS.transfer_bytes = sizeof(Sending)
-OPS.may_merge = True
 OPS.prepare = prepare
 OPS.submit = submit
 OPS.cancel = sending_cancel
 OPS.unread = sending_unread
 OPS.settled = sending_settled
-OPS.revoke = revoke
-OPS.drain = drain
-OPS.check = check
-OPS.close = nothing
-OPS.forget = nothing
 OPS.release = release
 
 cdef LandingProtocol PROTOCOL

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 from typing import ClassVar
 
-from te.config import SEGMENT_BYTES_MAX, Config
+from te.config import SEGMENT_BYTES_MAX
 from te.connect.dial import Dialled, add_rails, connect, hello_to, tune
 from te.core.wire import RAILS_LIMIT
 from te.errors import ProtocolViolation
@@ -18,10 +17,9 @@ from te.transports.base import (
     Capabilities,
     IncomingLink,
     Join,
-    Local,
     OutgoingLink,
+    PlainJoin,
     Transport,
-    Watch,
 )
 from te.transports.tcp._core import TcpLink
 
@@ -41,24 +39,6 @@ class Tcp(Transport):
         connections_max=RAILS_LIMIT,
     )
 
-    _local: Local
-
-    def __init__(self, config: Config) -> None:
-        """It needs nothing of the configuration before there are connections."""
-
-    def probe(self) -> str | None:
-        """It can always be used."""
-        return None
-
-    def start(self, local: Local, watch: Watch) -> tuple[()]:
-        """Its greetings come by the engine's own listener."""
-        self._local = local
-        return ()
-
-    def offer(self) -> bytes:
-        """The card has the address already."""
-        return b""
-
     def open(self, card: Card, offer: bytes, deadline_s: float, timeout_s: float) -> OutgoingLink:
         """See ``Transport.open``."""
         local = self._local
@@ -76,23 +56,8 @@ class Tcp(Transport):
         """Every greeting asks for a rail."""
         if call.body:
             raise ProtocolViolation(f"{len(call.body)} bytes about a rail that needs none")
-        return _Join(self, self._local, call)
-
-
-@dataclass
-class _Join(Join):
-    transport: Tcp
-    local: Local
-    call: Call
-
-    def check(self) -> bytes:
-        tune(self.call.sock, self.local.config.stall_timeout_s)
-        return b""
-
-    def begin(self) -> IncomingLink:
-        handle = TcpLink(self.local.plane, True)
-        return IncomingLink(handle, self.call.key, self.transport, self.call.where)
-
-    def add(self, link: IncomingLink) -> bool:
-        assert isinstance(link.handle, TcpLink)
-        return link.handle.add_rail(self.call.sock.fileno())
+        tune(call.sock, self._local.config.stall_timeout_s)
+        plane = self._local.plane
+        return PlainJoin(
+            self, call, lambda: TcpLink(plane, True), lambda handle, fd: handle.add_rail(fd)
+        )

@@ -1,0 +1,297 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+# The destination's worker does everything: it takes the next transfer off the source's list, checks
+# what it asks for, copies, and tells the source. Either end holds a reference to the other until it
+# closes. Of the two links' locks one at most is held.
+
+from libc.stdint cimport uint8_t
+from libc.stdlib cimport free
+from libc.string cimport memcpy, strlen
+from te.core.connections cimport connections_free
+from te.core.engine cimport Engine
+from te.core.frames cimport Connection, Protocol
+from te.core.handles cimport LinkHandle
+from te.core.heap cimport need
+from te.core.inbound cimport *
+from te.core.link cimport *
+from te.core.posix cimport iovec
+from te.core.regions cimport Snapshot, is_registered, say_refused
+from te.core.sections cimport enter, leave
+from te.core.sync cimport *
+from te.core.transfer cimport *
+from te.core.wire cimport ABANDONED, Block, LANDED, OVER_TCP, REFUSED, RIGHT_READ
+from te.core.worker cimport polled_again
+
+cdef enum:
+    COPY_BYTES = 4 << 20  # of a section: a fence waits for one
+    BLOCKS_AT_ONCE = 64
+
+
+# `Link.own`.
+cdef struct Loop:
+    Link *other  # under the lock; NULL before both ends are there, and after one has closed
+    u32 copying  # atomic, of a source: somebody reads blocks of its transfers
+    # The destination's worker's: what it is copying, and how far it is.
+    Transfer *transfer
+    Arriving *arriving  # of a write
+    u64 index, offset
+
+
+cdef inline Loop *loop_of(Link *link) noexcept nogil:
+    return <Loop *>link.own
+
+
+cdef Link *other_of(Link *link) noexcept nogil:
+    """With a reference; NULL if it is gone."""
+    pthread_mutex_lock(&link.lock)
+    cdef Link *other = loop_of(link).other
+    if other != NULL:
+        add32(&other.refs, 1)
+    pthread_mutex_unlock(&link.lock)
+    return other
+
+
+# -- the source's side
+
+cdef void prepare(Transfer *t, const uint8_t *plan, size_t nbytes, bint is_shared) noexcept nogil:
+    pass
+
+
+cdef void submit(Transfer *t) noexcept nogil:
+    cdef Link *other = other_of(t.link)
+    if other != NULL:
+        link_kick(other)
+        link_drop(other)
+
+
+cdef void cancel(Transfer *t) noexcept nogil:
+    cancel_queued(t)
+
+
+cdef bint unread(Transfer *t, u64 until_ns) noexcept nogil:
+    return cancel_queued(t) or transfer_await(t, until_ns)
+
+
+# -- the destination's side
+
+cdef bint is_allowed(
+    Connection *c, Transfer *t, iovec *near, iovec *far, u32 n, char *reason
+) noexcept nogil:
+    """Whether the copy may be made now. Inside the section."""
+    cdef Link *link = c.link
+    cdef Arriving *a = loop_of(link).arriving
+    cdef Snapshot *s = <Snapshot *>load_pointer(&link.plane.regions.now)
+    cdef Place place
+    cdef u32 i
+    if not t.is_read:
+        return may_land(link, a, NULL, NULL, 0, reason) and is_placed(
+            link, a, &place, near, n, reason)
+    for i in range(n):
+        if not is_registered(
+            s, <u64>far[i].iov_base, far[i].iov_len, s.newest, RIGHT_READ, NULL
+        ):
+            say_refused(s, <u64>far[i].iov_base, far[i].iov_len, RIGHT_READ, reason)
+            return False
+    return True
+
+
+cdef bint copy_some(Connection *c, Transfer *t, char *reason) noexcept nogil:
+    """The next blocks; False if they may not be copied."""
+    cdef Loop *own = loop_of(c.link)
+    cdef iovec near[BLOCKS_AT_ONCE]
+    cdef iovec far[BLOCKS_AT_ONCE]
+    cdef Block *b
+    cdef u64 left = COPY_BYTES
+    cdef u32 n = 0, i
+    cdef bint good
+    while own.index < t.n and n < BLOCKS_AT_ONCE and left:
+        b = &t.blocks[own.index]
+        near[n].iov_base = <void *>(b.dst + own.offset)
+        far[n].iov_base = <void *>(b.src + own.offset)
+        near[n].iov_len = far[n].iov_len = min(b.nbytes - own.offset, left)
+        left -= near[n].iov_len
+        own.offset += near[n].iov_len
+        if own.offset == b.nbytes:
+            own.index += 1
+            own.offset = 0
+        n += 1
+    enter(&c.polled.worker.section, c.link, NULL if own.arriving == NULL else own.arriving.opening)
+    good = is_allowed(c, t, near, far, n, reason)
+    for i in range(n if good else 0):
+        memcpy(near[i].iov_base, far[i].iov_base, near[i].iov_len)
+    leave(&c.polled.worker.section)
+    add64(&c.link.plane.bytes_received, COPY_BYTES - left if good else 0)
+    return good
+
+
+cdef Transfer *take_next(Link *source) noexcept nogil:
+    """Begins the source's next transfer, with a reference; NULL if there is none."""
+    cdef Transfer *t
+    pthread_mutex_lock(&source.lock)
+    t = next_queued(source)
+    if t != NULL:
+        source.issue = t.after
+        advance(t, BEGINS)
+        t.in_flight = 1
+        add32(&t.refs, 1)
+    pthread_mutex_unlock(&source.lock)
+    return t
+
+
+cdef void finish(Connection *c, Link *source, uint8_t outcome, const char *reason) noexcept nogil:
+    """Tells the source, if it still waits; and forgets the transfer."""
+    cdef Loop *own = loop_of(c.link)
+    cdef Transfer *t = own.transfer
+    if own.arriving != NULL:
+        pthread_mutex_lock(&c.link.lock)
+        arriving_forget(c.link, own.arriving)
+        pthread_mutex_unlock(&c.link.lock)
+    pthread_mutex_lock(&source.lock)
+    if t.is_listed:
+        t.in_flight = 0
+        advance(t, ALL_SENT if outcome == LANDED else GIVEN_UP)
+        advance(t, SAID)  # There is nobody to be told.
+        answer(t, outcome, <const uint8_t *>reason, <u32>strlen(reason))
+        conclude(t)
+    pthread_mutex_unlock(&source.lock)
+    transfer_drop(t)
+    own.transfer = NULL
+    own.arriving = NULL
+
+
+cdef bint begin(Connection *c, Link *source, char *reason) noexcept nogil:
+    """Takes up a transfer; False if there is none."""
+    cdef Loop *own = loop_of(c.link)
+    cdef Transfer *t = take_next(source)
+    if t == NULL:
+        return False
+    own.transfer = t
+    own.index = own.offset = 0
+    if not t.is_read:
+        pthread_mutex_lock(&c.link.lock)
+        own.arriving = arriving_begin(c.link, t.id, t.tag, t.total, False, reason)
+        pthread_mutex_unlock(&c.link.lock)
+    return True
+
+
+cdef bint may_copy(Link *source, Transfer *t, bint begins) noexcept nogil:
+    """Keeps its blocks where they are, or lets them go again; False if they have gone."""
+    cdef bint good
+    pthread_mutex_lock(&source.lock)
+    good = t.is_listed and loop_of(source).other != NULL
+    if good:
+        store64(&source.progress_ns, now_ns())
+        store64(&t.progress_ns, source.progress_ns)
+    store32(&loop_of(source).copying, begins and good)
+    pthread_mutex_unlock(&source.lock)
+    return good
+
+
+cdef void serve(Connection *c, Link *source) noexcept nogil:
+    """A turn: begins a transfer, or goes on with one."""
+    cdef Loop *own = loop_of(c.link)
+    cdef char reason[TEXT_MAX]
+    cdef bint good = True
+    reason[0] = 0
+    if own.transfer == NULL and not begin(c, source, reason):
+        return
+    polled_again(&c.polled)
+    if load32(&own.transfer.cancel) or not may_copy(source, own.transfer, True):
+        finish(c, source, ABANDONED, b"")
+        return
+    if own.arriving != NULL and own.arriving.refused:
+        good = False
+    elif own.index < own.transfer.n:
+        good = copy_some(c, own.transfer, reason)
+    if good and own.index == own.transfer.n:
+        if own.arriving != NULL:
+            good = arriving_count(c.link, &c.polled.worker.section, own.arriving, reason)
+        if good:
+            add64(&source.plane.bytes_sent, own.transfer.total)
+    may_copy(source, own.transfer, False)
+    if not good:
+        finish(c, source, REFUSED, reason)
+    elif own.index == own.transfer.n:
+        finish(c, source, LANDED, b"")
+
+
+# -- both sides
+
+cdef void turn(Connection *c) noexcept nogil:
+    cdef Link *source
+    if not c.link.is_incoming or load32(&c.link.dead):
+        return
+    source = other_of(c.link)
+    if source != NULL:
+        serve(c, source)
+        link_drop(source)
+
+
+cdef bint load(Connection *c) noexcept nogil:
+    return False
+
+
+cdef bint received(Connection *c) noexcept nogil:
+    violate(c.link, b"a frame where there are none")
+    return False
+
+
+cdef void part(Link *link) noexcept nogil:
+    """The ends know each other no more, and nothing of this one is being copied."""
+    cdef Loop *own = loop_of(link)
+    cdef Link *other
+    pthread_mutex_lock(&link.lock)
+    other = own.other
+    own.other = NULL
+    pthread_mutex_unlock(&link.lock)
+    while load32(&own.copying):  # For one memcpy.
+        relax()
+    if other == NULL:
+        return
+    if own.transfer != NULL:
+        finish(<Connection *>link.connections[0], other, ABANDONED, b"")
+    link_drop(other)
+
+
+cdef void release(Link *link) noexcept nogil:
+    cdef Link *other = loop_of(link).other
+    if other != NULL:
+        link_drop(other)
+    connections_free(link)
+    free(link.own)
+
+
+cdef Ops OPS = plain_ops()
+OPS.lands_by_device = True  # The other side's worker is one.
+OPS.prepare = prepare
+OPS.submit = submit
+OPS.cancel = cancel
+OPS.unread = unread
+OPS.close = part
+OPS.release = release
+
+cdef Protocol PROTOCOL
+PROTOCOL.over = OVER_TCP
+PROTOCOL.is_words = True
+PROTOCOL.load = load
+PROTOCOL.received = received
+PROTOCOL.turn = turn
+
+
+cdef void meet(Link *link, Link *other) noexcept nogil:
+    pthread_mutex_lock(&link.lock)
+    add32(&other.refs, 1)
+    loop_of(link).other = other
+    pthread_mutex_unlock(&link.lock)
+
+
+cdef class LoopbackLink(LinkHandle):
+    def __cinit__(self, Engine engine, bint is_incoming):
+        self.make(engine, &OPS, is_incoming, need(sizeof(Loop)))
+
+    def add_connection(self, int fd, LoopbackLink other=None):
+        cdef bint added = self.add(&PROTOCOL, fd, -1, 0, -1)
+        if added and other is not None:
+            meet(self.k, other.k)
+            meet(other.k, self.k)
+        return added
