@@ -25,7 +25,7 @@ class QueuePair:
     def number(self) -> int:
         """By which the other end finds it."""
 
-    def connect(self, far_number: int, *_of_the_wire: object) -> None:
+    def connect(self, far_number: int, *_of_the_wire: object, is_target: bool = False) -> None:
         """What is sent goes to the queue pair with that number; ``OSError`` if it has gone."""
 
     def receive(self, count: int) -> None:

@@ -322,7 +322,7 @@ cdef class QueuePair:
     def disown(self):
         self.end = NULL
 
-    def connect(self, u32 far_number, *_of_the_wire):
+    def connect(self, u32 far_number, *_of_the_wire, bint is_target=False):
         cdef Wire far = self.wires.known.get(far_number)
         if far is None:
             raise OSError(ENOTCONN, f"the queue pair {far_number} has been released")

@@ -107,9 +107,11 @@ class QueuePair:
         timeout: int,
         retries: int,
         traffic_class: int,
+        is_target: bool,
     ) -> None:
         """To the ready-to-send state; ibv_modify_qp(3). ``far_gid`` is empty within an InfiniBand
-        subnet. ``OSError``."""
+        subnet. Through one that is no target the other side can neither read nor write, whatever
+        keys it has. ``OSError``."""
 
 class CmListener:
     """Takes connections by rdma_cm(7) at one address of this host, 16 bytes as in ``dial``."""

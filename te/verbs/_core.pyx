@@ -266,7 +266,8 @@ cdef class QueuePair:
 
     def connect(
         self, uint32_t far_number, uint32_t far_psn, uint32_t near_psn, bytes far_gid,
-        int gid_index, int far_lid, int mtu, int timeout, int retries, int traffic_class
+        int gid_index, int far_lid, int mtu, int timeout, int retries, int traffic_class,
+        bint is_target
     ):
         """RESET → INIT → RTR → RTS; ibv_modify_qp(3)."""
         cdef VQpAttr a
@@ -275,7 +276,7 @@ cdef class QueuePair:
         memset(&a, 0, sizeof(a))
         a.qp_state = QPS_INIT
         a.port_num = self.port
-        a.qp_access_flags = ACCESS_LOCAL_WRITE | ACCESS_REMOTE_WRITE | ACCESS_REMOTE_READ
+        a.qp_access_flags = access_of(is_target, is_target)
         self.modify(&a, QP_STATE | QP_PKEY_INDEX | QP_PORT | QP_ACCESS_FLAGS, "INIT")
         memset(&a, 0, sizeof(a))
         a.qp_state = QPS_RTR

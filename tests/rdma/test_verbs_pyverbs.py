@@ -50,6 +50,7 @@ from te.transports.rdma.messages import (
     RdmaOffer,
     RdmaWelcome,
 )
+from te.verbs.fabric import KEY
 
 pytestmark = [pytest.mark.rdma, pytest.mark.driver("rxe")]
 
@@ -60,7 +61,7 @@ PAGE = 4 << 10
 MTU_1024 = 3
 TABLE_FIRST = 1  # flag: what was told before is void
 TIMEOUT_S = 30.0
-REM_ACCESS_ERR = 10  # enum ibv_wc_status
+REM_INV_REQ_ERR, REM_ACCESS_ERR = 9, 10  # enum ibv_wc_status
 FAR_KEYS = struct.Struct(f"<QQQ{NICS_LIMIT}I")
 MAY_WRITE_TAGGED = 2
 
@@ -204,7 +205,7 @@ def test_an_engine_writes_into_pyverbs(
     rdma_nics: tuple[Nic, ...], engine: te.Engine, far: PyverbsFar
 ) -> None:
     src = np.random.default_rng(5).integers(0, 256, NBYTES, np.uint8)
-    engine.register(src)
+    region = engine.register(src, remote="read-write")
     number, gid, address, rkey = far.open(
         device=rdma_nics[1].device, gid_index=GID_INDEX, nbytes=NBYTES, seed=None
     )
@@ -258,3 +259,10 @@ def test_an_engine_writes_into_pyverbs(
         assert transfer.poll() is te.Status.PENDING
         control.sendall(ack(name, AckStatus.LANDED))
         assert transfer.wait(TIMEOUT_S) is te.Status.DONE
+
+        # Though the region allows it, and with its key: this queue pair is for what goes out.
+        assert region.registration is not None
+        key = int(np.frombuffer(region.registration.keys, KEY)["far"][0, 0])
+        with pytest.raises(AssertionError, match=f"completion status {REM_INV_REQ_ERR}"):
+            far.write(address=region.address, rkey=key, nbytes=PAGE)
+        assert src.reshape(-1, PAGE)[::-1].tobytes() == landed

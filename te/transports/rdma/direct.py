@@ -139,6 +139,7 @@ def build_rail(
         ACK_TIMEOUT,
         RETRIES,
         local.config.traffic_class,
+        is_target=False,
     )
     hand_over(queue_pair, link, offer, near.index, path.far, answer.fences)
 
@@ -189,6 +190,7 @@ def accept_rail(local: Local, link: RdmaLink, offer: RailOffer, nic: Nic) -> Rai
         ACK_TIMEOUT,
         RETRIES,
         local.config.traffic_class,
+        is_target=True,
     )
     number = queue_pair.number
     hand_over(queue_pair, link, offer, offer.far_nic, offer.near_nic, 0)
