@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import logging
 import mmap
@@ -13,20 +14,22 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from te_far import wait_until
-from te_frames import AckStatus, Kind, descriptors, end
+from te_frames import HEADER, AckStatus, Kind, descriptors, end
 from te_raw import (
     NONCE,
     TIMEOUT_S,
     RawSource,
     dial_unix,
     host_hello,
+    read_exactly,
     read_greeting,
     refusal,
     said,
@@ -39,7 +42,7 @@ from te.core.engine import Engine as Plane
 from te.core.wire import MAY_WRITE_UNTAGGED
 from te.handshake import Refuse, decode_body, decode_card
 from te.reasons import Reason, sentence
-from te.transports.samehost._core import SamehostLink, read_process
+from te.transports.samehost._core import NONCE_NBYTES, SamehostLink, read_process
 from te.transports.samehost.messages import Nonce, Shared
 from te.transports.samehost.process import (
     Process,
@@ -366,7 +369,8 @@ def test_nothing_is_copied_from_a_number_whose_process_has_ended() -> None:
     pidfd = os.pidfd_open(ended.pid)
     ended.wait()
     # The number of a stranger, as if it had been given out again: this process.
-    link = SamehostLink(plane, True, os.getpid(), pidfd)
+    nonce = NONCE.nonce
+    link = SamehostLink(plane, True, os.getpid(), pidfd, nonce.address, nonce.data)
     here, there = socket.socketpair()
     here.setblocking(False)
     fd = make_rings()
@@ -388,10 +392,75 @@ def test_nothing_is_copied_from_a_number_whose_process_has_ended() -> None:
     assert not memory.any()
 
 
+HALF = 256 << 10
+
+
+@contextlib.contextmanager
+def half_readable() -> Iterator[int]:
+    """The address of memory of which the second `HALF` cannot be read."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    pages = mmap.mmap(-1, 2 * HALF)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    assert libc.mprotect(ctypes.c_void_p(address + HALF), HALF, 0) == 0
+    yield address
+    assert libc.mprotect(ctypes.c_void_p(address + HALF), HALF, mmap.PROT_READ) == 0
+
+
+@pytest.mark.parametrize("nbytes", [PAGE, HALF, 2 * HALF])
+@pytest.mark.parametrize("goes", ["changes", "is unmapped"])
+def test_a_copy_counts_only_beside_the_nonce_of_its_process(
+    goes: str, nbytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after execve(2): the number and the connection are the same, the memory is another's. Also
+    where the copy stops in the middle, and of small ones before long."""
+    memory = np.zeros(2 * HALF, np.uint8)
+    there = int(memory.ctypes.data)
+    with te.Engine() as engine, half_readable() as here, caplog.at_level(logging.INFO):
+        engine.register(memory, remote="read-write")
+        nonce = NonceMemory()
+        source = RawSource(engine.card(), "samehost", nonce=nonce.nonce)
+        with source.sock:
+            source.send(descriptors(Kind.PULL, 1, [(here, there, HALF)]))
+            assert source.ack().status is AckStatus.LANDED
+            source.send(descriptors(Kind.PULL, 2, [(here, there, 2 * HALF)]))
+            refused = source.ack()
+            assert refused.status is AckStatus.REFUSED
+            assert "the source memory cannot be read" in refused.reason
+            if goes == "changes":
+                nonce._page[:NONCE_NBYTES] = bytes(NONCE_NBYTES)
+            else:
+                page = ctypes.c_void_p(nonce.nonce.address)
+                assert ctypes.CDLL(None).mprotect(page, PAGE, 0) == 0
+            if nbytes < HALF:
+                assert ends_before_long(source, here, there, nbytes)
+            else:
+                source.send(descriptors(Kind.PULL, 3, [(here, there, nbytes)]))
+                assert source.closed()
+        wait_until(lambda: "its process has ended" in caplog.text, "the log says why")
+
+
+def ends_before_long(source: RawSource, here: int, there: int, nbytes: int) -> bool:
+    """Whether the link ends while one small copy follows the other."""
+    until_s = time.monotonic() + TIMEOUT_S
+    number = 2
+    while time.monotonic() < until_s:
+        number += 1
+        try:
+            source.send(descriptors(Kind.PULL, number, [(here, there, nbytes)]))
+        except ConnectionError:
+            return True
+        if read_exactly(source.sock, HEADER.size) is None:
+            return True
+    return False
+
+
 def test_a_pull_link_needs_the_descriptor_of_its_process() -> None:
     plane = Plane(1, 1.0, 1.0, 0.0, 1 << 20, 100)
     with pytest.raises(ValueError, match="needs its descriptor"):
-        SamehostLink(plane, True, os.getpid(), -1)
+        SamehostLink(plane, True, os.getpid(), -1, 1, bytes(NONCE_NBYTES))
+    for nbytes in (0, NONCE_NBYTES - 1, NONCE_NBYTES + 1):
+        with pytest.raises(ValueError, match=f"a nonce of {nbytes} bytes, which must be 16"):
+            SamehostLink(plane, True, os.getpid(), 0, 1, bytes(nbytes))
 
 
 @pytest.mark.parametrize("option", [77, 9999])

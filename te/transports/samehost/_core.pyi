@@ -5,15 +5,25 @@ from te.core.engine import Engine
 from te.core.handles import LinkHandle
 
 RINGS_NBYTES: Final[int]
+NONCE_NBYTES: Final[int]
 
 def read_process(pid: int, address: int, nbytes: int) -> bytes:
     """process_vm_readv(2); ``OSError``."""
 
 class SamehostLink(LinkHandle):
     """A link without rails yet. The memory of the process ``pid`` is copied for as long as
-    ``pidfd`` (pidfd_open(2), taken over) says that it lives; the link dies with it."""
+    ``pidfd`` (pidfd_open(2), taken over) says that it lives, and copies find the ``nonce``,
+    ``NONCE_NBYTES``, at the address ``nonce_at`` there; the link dies with it."""
 
-    def __init__(self, engine: Engine, is_incoming: bool, pid: int, pidfd: int) -> None: ...
+    def __init__(
+        self,
+        engine: Engine,
+        is_incoming: bool,
+        pid: int,
+        pidfd: int,
+        nonce_at: int,
+        nonce: bytes,
+    ) -> None: ...
     def add_rail(self, fd: int, rings_fd: int) -> bool:
         """Takes over a connected, non-blocking unix socket, and a memory file of ``RINGS_NBYTES``
         that cannot shrink; False (nothing taken) on a dead or full link. ``OSError`` (nothing

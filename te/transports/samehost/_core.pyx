@@ -4,6 +4,7 @@
 
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
+from libc.string cimport memcpy
 from te.core.callers cimport kick_some, send_inline
 from te.core.channels cimport RINGS_BYTES
 from te.core.engine cimport Engine
@@ -23,6 +24,7 @@ from te.transports.samehost.pulling cimport *
 import os
 
 RINGS_NBYTES = RINGS_BYTES
+NONCE_NBYTES = NONCE_BYTES
 
 cdef enum:
     INLINE_BYTES = 64 << 10
@@ -141,13 +143,19 @@ cdef void unmap_all(Link *link, Mapping *first) noexcept nogil:
 
 
 cdef class SamehostLink(LinkHandle):
-    def __cinit__(self, Engine engine, bint is_incoming, int pid, int pidfd):
+    def __cinit__(
+        self, Engine engine, bint is_incoming, int pid, int pidfd, u64 nonce_at, bytes nonce
+    ):
         cdef Samehost *own
         if pidfd < 0:
             raise ValueError(f"a link that copies from process {pid} needs its descriptor")
+        if len(nonce) != NONCE_BYTES:
+            raise ValueError(f"a nonce of {len(nonce)} bytes, which must be {NONCE_BYTES}")
         own = <Samehost *>need(sizeof(Samehost))
         own.pid = pid
         own.pidfd = pidfd
+        own.nonce_at = nonce_at
+        memcpy(own.nonce, <char *>nonce, NONCE_BYTES)
         self.make(engine, &OPS, is_incoming, own)
 
     def add_rail(self, int fd, int rings_fd):

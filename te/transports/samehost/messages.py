@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from te.handshake import Unsigned, message
+from te.transports.samehost._core import NONCE_NBYTES
 
 __all__ = ["HostHello", "HostWelcome", "Nonce", "Shared"]
 
@@ -17,7 +18,7 @@ class Nonce(msgspec.Struct, frozen=True, array_like=True):
     that this is the process. A child of it has zeros there."""
 
     address: Unsigned
-    data: Annotated[bytes, msgspec.Meta(min_length=16, max_length=64)]
+    data: Annotated[bytes, msgspec.Meta(min_length=NONCE_NBYTES, max_length=NONCE_NBYTES)]
 
 
 class Shared(msgspec.Struct, frozen=True, array_like=True):

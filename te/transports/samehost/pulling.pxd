@@ -25,12 +25,19 @@ cdef struct Job:
     Arriving *arriving
     iovec ranges[1]  # 2 * head.count
 
+cdef enum:
+    NONCE_BYTES = 16  # as in messages.py
+
 # `Link.own`.
 cdef struct Samehost:
     Streams streams  # first
     pid_t pid  # whose memory is copied
     int pidfd  # of that process
     u64 alive_ns  # atomic: when it was last seen alive
+    # Where that process has what, and no child of it; it is read with what is copied.
+    u64 nonce_at
+    u64 nonce_ns  # atomic: when it was last found there
+    uint8_t nonce[NONCE_BYTES]
     Mapping *mappings
     Mapping *unlinked  # could not be unmapped, as somebody copied out of them
     # PULLs that any connection's worker may take up, in this order; under the link's lock.
@@ -43,7 +50,8 @@ cdef struct Pulling:
     Landings landings  # first
     u64 told_of, told_nbytes  # copied and not yet told, of which transfer, in how many frames
     u32 told_n
-    iovec far[BLOCKS_MAX]  # where the source has what goes to `Connection.near`
+    uint8_t seen[NONCE_BYTES]  # what was read of the nonce
+    iovec far[BLOCKS_MAX + 1]  # where the source has what goes to `Connection.near`, and one more
 
 cdef void pulling_pull(Connection *c, Arriving *a) noexcept nogil
 cdef Moved pulling_copy(Connection *c) noexcept nogil

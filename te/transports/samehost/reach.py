@@ -20,7 +20,7 @@ import struct
 from typing import Final
 
 from te.handshake import Card
-from te.transports.samehost._core import RINGS_NBYTES, read_process
+from te.transports.samehost._core import NONCE_NBYTES, RINGS_NBYTES, read_process
 from te.transports.samehost.messages import Nonce
 from te.transports.samehost.process import Process, Readers
 
@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 _TIMEVAL = struct.Struct("@ll")
-_NONCE_BYTES = 16
 _MADV_WIPEONFORK: Final = 18
 _CURE: Final = (
     "; it takes the same user in both, a target that can be dumped (PR_SET_DUMPABLE), and Yama's"
@@ -101,8 +100,8 @@ class NonceMemory:
     def __init__(self) -> None:
         self._page = mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._page.madvise(_MADV_WIPEONFORK)
-        data = secrets.token_bytes(_NONCE_BYTES)
-        self._page[:_NONCE_BYTES] = data
+        data = secrets.token_bytes(NONCE_NBYTES)
+        self._page[:NONCE_NBYTES] = data
         self.nonce = Nonce(ctypes.addressof(ctypes.c_char.from_buffer(self._page)), data)
 
 

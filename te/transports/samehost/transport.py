@@ -146,7 +146,14 @@ class SameHost(Transport):
                 problem = reach.cannot_read(process, said.nonce)
                 if problem is not None:
                     raise TransportRefused(problem)
-                link = SamehostLink(self._local.plane, False, process.pid, process.pidfd)
+                link = SamehostLink(
+                    self._local.plane,
+                    False,
+                    process.pid,
+                    process.pidfd,
+                    said.nonce.address,
+                    said.nonce.data,
+                )
             undo.pop_all()
         add_rails(
             first,
@@ -259,9 +266,10 @@ class _Join(Join):
     def begin(self) -> IncomingLink:
         assert self.process is not None
         pidfd = os.dup(self.process.pidfd)
-        handle = SamehostLink(self.local.plane, True, self.process.pid, pidfd)
+        pid, nonce = self.process.pid, self.nonce
+        handle = SamehostLink(self.local.plane, True, pid, pidfd, nonce.address, nonce.data)
         key, where = self.call.key, self.call.where
-        return _HostLink(handle, key, self.transport, where, self.process.pid, self.nonce)
+        return _HostLink(handle, key, self.transport, where, pid, nonce)
 
     def add(self, link: IncomingLink) -> bool:
         assert isinstance(link, _HostLink)
