@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled modules: every .pyx under te/, and the floors of te bench in C.
 
-All else about the package is in pyproject.toml.
+te bench is for a checkout (an editable install): a wheel has nothing of it. All else about the
+package is in pyproject.toml.
 """
 
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -33,4 +35,7 @@ FLOORS = Extension(
     extra_link_args=["-pthread"],
 )
 
-setup(ext_modules=[*(extension(one) for one in sorted(Path("te").rglob("*.pyx"))), FLOORS])
+found = [*(extension(one) for one in sorted(Path("te").rglob("*.pyx"))), FLOORS]
+if "bdist_wheel" in sys.argv:
+    found = [one for one in found if not one.name.startswith("te.bench.")]
+setup(ext_modules=found)

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from te.bench import command as bench
 from te.doctor import report as doctor
-from te.errors import TopologyError
+from te.errors import TopologyError, UsageError
 from te.topology import report as topology
 
 __all__ = ["main"]
@@ -23,15 +23,18 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(has_bench: bool) -> argparse.ArgumentParser:
     parser = _Parser(prog="te", description="Looks at and measures the transfer engine.")
     commands = parser.add_subparsers(dest="command", required=True)
     bench_parser = commands.add_parser(
         "bench",
-        help="te beside its peers and beside the least a copy can cost, on this machine",
+        help="te beside its peers and beside the least a copy can cost, on this machine"
+        + ("" if has_bench else " (not part of the wheel)"),
     )
-    bench.add_arguments(bench_parser)
-    bench_parser.set_defaults(run=bench.run)
+    if has_bench:
+        bench = importlib.import_module("te.bench.command")
+        bench.add_arguments(bench_parser)
+        bench_parser.set_defaults(run=bench.run)
     doctor_parser = commands.add_parser(
         "doctor", help="which transports are possible on this machine, and why not"
     )
@@ -47,10 +50,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of the command."""
-    parsed = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    has_bench = importlib.util.find_spec("te.bench") is not None
+    if words[:1] == ["bench"] and not has_bench:
+        sys.stderr.write("te bench is not part of the wheel: use a checkout (pip install -e .)\n")
+        return 2
+    parsed = _parser(has_bench).parse_args(words)
     try:
         status: int = parsed.run(parsed)
-    except (bench.UsageError, TopologyError) as error:
+    except (UsageError, TopologyError) as error:
         sys.stderr.write(f"te {parsed.command}: {error}\n")
         return 2
     except KeyboardInterrupt:

@@ -76,6 +76,10 @@ class ProtocolViolation(Error):
     """A peer sent what the wire format does not allow; its connection is closed."""
 
 
+class UsageError(Error):
+    """Arguments of the command ``te`` that do not go together, or that this machine cannot do."""
+
+
 # An outcome that was waited for.
 
 

@@ -19,17 +19,13 @@ from te.bench.progress import ProgressBar
 from te.bench.report import CaseResult, as_json
 from te.bench.runner import Case, run_case
 from te.bench.shapes import SHAPES, Shape
-from te.errors import Error
+from te.errors import Error, UsageError
 
-__all__ = ["UsageError", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
 TRANSPORTS = ("auto", "tcp", "samehost", "rdma")
 MEMORIES = ("any", "engine")
 ROUNDS_MAX = 1000
-
-
-class UsageError(Exception):
-    """The arguments make no sense; the message is one sentence."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``te`` where a part of it is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from te import cli
+
+
+def test_a_wheel_says_that_it_has_no_bench(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["bench", "--shape", "kv"]) == 2
+    assert "te bench is not part of the wheel" in capsys.readouterr().err
