@@ -65,6 +65,19 @@ def test_what_is_allowed_is_there() -> None:
     assert all((ROOT / one).exists() for one in ALLOWED)
 
 
+def test_no_compiled_line_outside_a_transport_asks() -> None:
+    """Which links a frame may go over stands in the table of the wire format, and is checked by
+    what the link says of itself."""
+    # A channel of bytes may have rings, whoever uses it.
+    words = re.compile(rf"\b(?:(?!has_rings){TELLING.pattern}|OVER_[A-Z]+|te\.transports)\b")
+    sources = [path for path in (ROOT / "te" / "core").iterdir() if path.stem != "wire"]
+    for path in sources:
+        if path.suffix in (".pyx", ".pxd", ".h"):
+            code = re.sub(r'#.*|/\*.*?\*/|""".*?"""', "", path.read_text())
+            assert not words.search(code), path.name
+    assert words.search("if link.is_direct:")
+
+
 def test_nobody_outside_a_transport_asks_for_its_name() -> None:
     found = {}
     for path in files():
