@@ -147,7 +147,7 @@ def test_a_link_that_comes_back_ends_a_long_back_off(
         stream = Stream(*engines)
         direct = stream.peer._opened.link
         assert direct is not None
-        (rail,) = [kept.rail for kept in direct.kept if kept.ways[0].near.name == near[0].device]
+        (rail,) = [kept.rail for kept in direct.kept if kept.ways[0].nic.name == near[0].device]
         with cut(near[0].netdev):
             wait_for(
                 lambda: time.monotonic() + LONG_S < rail.due_s < math.inf,

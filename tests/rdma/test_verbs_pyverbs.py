@@ -139,8 +139,8 @@ def connected(engine: te.Engine, far: PyverbsFar, device: str) -> Iterator[RawSo
             if one.index == GID_INDEX
         )
         offer = RailOffer(
-            rail=0, epoch=1, near_nic=0, far_nic=0, number=number, psn=11, lid=0, mtu=MTU_1024,
-            gid=bytes.fromhex(gid), far_gid_index=GID_INDEX,
+            rail=0, epoch=1, nic=0, remote_nic=0, number=number, psn=11, lid=0, mtu=MTU_1024,
+            gid=bytes.fromhex(gid), remote_gid_index=GID_INDEX,
         )  # fmt: skip
         with dial(card) as sock:
             sock.sendall(rdma_hello(sock, card, offer, link=1 << 40))

@@ -198,7 +198,7 @@ class RawDirectSource(_Control):
         """This side's end of a new rail; None when the engine wants none."""
         pair = Device(self._wires).queue_pair(1, 512, 1, 1 << 30)
         offer = RailOffer(
-            rail=index, epoch=epoch, near_nic=0, far_nic=0, gid=b"", far_gid_index=0,
+            rail=index, epoch=epoch, nic=0, remote_nic=0, gid=b"", remote_gid_index=0,
             number=pair.number,
         )  # fmt: skip
         with dial(self._card) as sock:

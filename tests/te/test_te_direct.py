@@ -21,7 +21,7 @@ from te.core.engine import Engine as Plane
 from te.core.handles import LinkHandle
 from te.reasons import Reason
 from te.transports.rdma.keeper import Keeper
-from te.transports.rdma.link import DirectLink
+from te.transports.rdma.link import KeptLink
 from te.transports.rdma.transport import Rdma
 from te.transports.tcp._core import TcpLink
 
@@ -152,7 +152,7 @@ def test_news_of_a_rail_that_moves_say_that_it_was_built() -> None:
     with NullEngine(wires, nics=1) as source, NullEngine(wires, nics=1) as target:
         peer = source.connect(target.card())
         direct = peer._opened.link
-        assert isinstance(direct, DirectLink)
+        assert isinstance(direct, KeptLink)
         rail, keeper, number = direct.kept[0].rail, keeper_of(source), direct.handle.number
         for code in (Reason.RAIL_MOVED, Reason.RAIL_SUSPECT):
             generation = rail.generation
@@ -166,11 +166,11 @@ def test_a_link_that_died_before_it_was_kept_is_let_go() -> None:
     wires = Wires()
     with NullEngine(wires, nics=1) as engine, raw_direct_destination(wires, engine) as (peer, _):
         kept = peer._opened.link
-        assert isinstance(kept, DirectLink)
+        assert isinstance(kept, KeptLink)
         peer.close()
         wait_until(lambda: not peer.alive, "it is dead")
         keeper = Keeper("late")
-        late = DirectLink(kept.handle, kept.engine_id, kept.nics, kept.distances, kept.greet)
+        late = KeptLink(kept.handle, kept.engine_id, kept.nics, kept.distances, kept.greet)
         keeper.add(engine._local, late, [one.ways for one in kept.kept])
         wait_until(lambda: keeper._thread is not None and keeper._calls.empty(), "it was added")
         wait_until(lambda: not keeper._links, "it is let go")
@@ -212,7 +212,7 @@ def test_a_fence_leaves_the_rails_of_a_source_that_stops() -> None:
         regions = source.register(near), target.register(far, remote="read-write")
         peer = source.connect(target.card())
         direct = peer._opened.link
-        assert isinstance(direct, DirectLink)
+        assert isinstance(direct, KeptLink)
         kept = 0
         for tag in range(1, 11):
             wait_until(lambda: peer.rails == 1, "a rail")

@@ -53,7 +53,7 @@ class CmAcceptor:
 
     def expect(self, link: RdmaLink, offer: RailOffer, nic: Nic) -> RailAnswer:
         """Where the source shall dial; ``OSError``."""
-        index = offer.far_gid_index
+        index = offer.remote_gid_index
         if index >= len(nic.gids):
             raise OSError(
                 errno.EADDRNOTAVAIL, f"{nic.name} has no address {index} here, but {len(nic.gids)}"
@@ -86,7 +86,7 @@ class CmAcceptor:
         nic, offer = expected.nic, expected.offer
         try:
             queue_pair = request.queue_pair(nic.device, RECEIVE_DEPTH, nic.max_message_bytes)
-            hand_over(queue_pair, expected.link, offer, offer.far_nic, offer.near_nic, 0)
+            hand_over(queue_pair, expected.link, offer, offer.remote_nic, offer.nic, 0)
         except OSError as exc:
             logger.warning("rejected rail %d by %s: %s", offer.rail, nic.name, exc.strerror)
 

@@ -31,9 +31,9 @@ __all__ = [
     "Path",
     "accept_rail",
     "build_rail",
-    "far_nic",
     "hand_over",
     "paths",
+    "remote_nic",
 ]
 
 SEND_DEPTH = 512
@@ -63,69 +63,71 @@ class Path:
     """A way that a rail could take: devices of both sides, and their addresses where the network
     has any."""
 
-    near: Nic
-    far: int
+    nic: Nic
+    remote: int
     gids: tuple[Gid, Gid] | None
 
     def __str__(self) -> str:
         if self.gids is None:
-            return f"{self.near.name} to device {self.far}"
-        return f"{self.near.name} ({self.gids[0].text}) to device {self.far} ({self.gids[1].text})"
+            return f"{self.nic.name} to device {self.remote}"
+        return (
+            f"{self.nic.name} ({self.gids[0].text}) to device {self.remote} ({self.gids[1].text})"
+        )
 
 
-def paths(nics: tuple[Nic, ...], far: list[CardNic], rails_max: int) -> list[list[Path]]:
+def paths(nics: tuple[Nic, ...], remote: list[CardNic], rails_max: int) -> list[list[Path]]:
     """For each rail the ways to try, the likeliest first; rails without any are left out."""
-    if not nics or not far:
+    if not nics or not remote:
         return []
     found = []
-    for near_index, far_index in pairs(len(nics), len(far))[:rails_max].tolist():
-        near = nics[near_index]
+    for nic_index, remote_index in pairs(len(nics), len(remote))[:rails_max].tolist():
+        nic = nics[nic_index]
         ways: list[Path] = []
-        for other in sorted(partners(near_index, len(far)), key=lambda i: i != far_index):
-            ways += _between(near, other, far[other])
+        for other in sorted(partners(nic_index, len(remote)), key=lambda i: i != remote_index):
+            ways += _between(nic, other, remote[other])
         if ways:
             found.append(ways)
     return found
 
 
-def _between(near: Nic, index: int, far: CardNic) -> list[Path]:
-    if near.family != far.family:
+def _between(nic: Nic, index: int, remote: CardNic) -> list[Path]:
+    if nic.family != remote.family:
         return []
-    if near.family == "ib":
-        return [Path(near, index, None)]
-    return [Path(near, index, one) for one in gid_pairs(near.gids, far.gids)]
+    if nic.family == "ib":
+        return [Path(nic, index, None)]
+    return [Path(nic, index, one) for one in gid_pairs(nic.gids, remote.gids)]
 
 
 def build_rail(
     local: Local,
     link: RdmaLink,
-    far: CardNic,
+    remote: CardNic,
     rail: int,
     epoch: int,
     path: Path,
     greet: Greet,
 ) -> None:
     """Makes this side's end, has the destination make its own, connects them and hands this one to
-    the plane, which probes it. ``far`` is the destination's device of the path. ``OSError``,
+    the plane, which probes it. ``remote`` is the destination's device of the path. ``OSError``,
     ``te.ConnectError``."""
-    path.near.check_port()
-    if path.near.family == "iwarp":
+    path.nic.check_port()
+    if path.nic.family == "iwarp":
         _dial_rail(link, rail, epoch, path, greet)
         return
-    near = path.near
-    queue_pair = near.device.queue_pair(near.port, SEND_DEPTH, 1, near.max_message_bytes)
+    nic = path.nic
+    queue_pair = nic.device.queue_pair(nic.port, SEND_DEPTH, 1, nic.max_message_bytes)
     psn = secrets.randbits(PSN_BITS)
     offer = RailOffer(
         rail=rail,
         epoch=epoch,
-        near_nic=near.index,
-        far_nic=path.far,
+        nic=nic.index,
+        remote_nic=path.remote,
         number=queue_pair.number,
         psn=psn,
-        lid=near.lid,
-        mtu=min(near.mtu, far.mtu),
+        lid=nic.lid,
+        mtu=min(nic.mtu, remote.mtu),
         gid=path.gids[0].raw if path.gids else b"",
-        far_gid_index=path.gids[1].index if path.gids else 0,
+        remote_gid_index=path.gids[1].index if path.gids else 0,
     )
     answer = greet(offer)
     queue_pair.connect(
@@ -134,45 +136,45 @@ def build_rail(
         psn,
         path.gids[1].raw if path.gids else b"",
         path.gids[0].index if path.gids else 0,
-        far.lid,
+        remote.lid,
         offer.mtu,
         ACK_TIMEOUT,
         RETRIES,
         local.config.traffic_class,
         is_target=False,
     )
-    hand_over(queue_pair, link, offer, near.index, path.far, answer.fences)
+    hand_over(queue_pair, link, offer, nic.index, path.remote, answer.fences)
 
 
 def _dial_rail(link: RdmaLink, rail: int, epoch: int, path: Path, greet: Greet) -> None:
     """``build_rail`` by rdma_cm: the answer says where to dial, and the destination's part of the
     connection how often the link was fenced before it."""
     deadline_s = time.monotonic() + BUILD_TIMEOUT_S
-    near = path.near
+    nic = path.nic
     assert path.gids is not None
     offer = RailOffer(
         rail=rail,
         epoch=epoch,
-        near_nic=near.index,
-        far_nic=path.far,
+        nic=nic.index,
+        remote_nic=path.remote,
         gid=path.gids[0].raw,
-        far_gid_index=path.gids[1].index,
+        remote_gid_index=path.gids[1].index,
     )
     answer = greet(offer)
     if not answer.port:
         raise ConnectError("the engine welcomed a rail without its end of it")
-    queue_pair, said = near.device.dial(
+    queue_pair, said = nic.device.dial(
         path.gids[0].raw,
         path.gids[1].raw,
         answer.port,
         answer.token,
         SEND_DEPTH,
-        near.max_message_bytes,
+        nic.max_message_bytes,
         deadline_s - time.monotonic(),
     )
     if len(said) < FENCES.size:
         raise ConnectError("the engine answered rdma_connect without its fences")
-    hand_over(queue_pair, link, offer, near.index, path.far, FENCES.unpack_from(said)[0])
+    hand_over(queue_pair, link, offer, nic.index, path.remote, FENCES.unpack_from(said)[0])
 
 
 def accept_rail(local: Local, link: RdmaLink, offer: RailOffer, nic: Nic) -> RailAnswer:
@@ -184,7 +186,7 @@ def accept_rail(local: Local, link: RdmaLink, offer: RailOffer, nic: Nic) -> Rai
         offer.psn,
         psn,
         offer.gid,
-        offer.far_gid_index,
+        offer.remote_gid_index,
         offer.lid,
         offer.mtu,
         ACK_TIMEOUT,
@@ -193,22 +195,22 @@ def accept_rail(local: Local, link: RdmaLink, offer: RailOffer, nic: Nic) -> Rai
         is_target=True,
     )
     number = queue_pair.number
-    hand_over(queue_pair, link, offer, offer.far_nic, offer.near_nic, 0)
+    hand_over(queue_pair, link, offer, offer.remote_nic, offer.nic, 0)
     # Read last: a fence that came before this rail was there must be known before it is used.
     return RailAnswer(number=number, psn=psn, fences=link.fences)
 
 
-def far_nic(nics: tuple[Nic, ...], offer: RailOffer) -> Nic:
+def remote_nic(nics: tuple[Nic, ...], offer: RailOffer) -> Nic:
     """Which of the destination's devices a source wants, if its port has a link; ``OSError``."""
-    if offer.far_nic >= len(nics):
-        raise OSError(errno.ENODEV, f"there is no device {offer.far_nic} here, but {len(nics)}")
-    nics[offer.far_nic].check_port()
-    return nics[offer.far_nic]
+    if offer.remote_nic >= len(nics):
+        raise OSError(errno.ENODEV, f"there is no device {offer.remote_nic} here, but {len(nics)}")
+    nics[offer.remote_nic].check_port()
+    return nics[offer.remote_nic]
 
 
 def hand_over(
-    queue_pair: QueuePair, link: RdmaLink, offer: RailOffer, near: int, far: int, fences: int
+    queue_pair: QueuePair, link: RdmaLink, offer: RailOffer, nic: int, remote: int, fences: int
 ) -> None:
     """Gives a queue pair to the plane; ``OSError``."""
-    link.add_qp(queue_pair.address, offer.rail, offer.epoch, near, far, fences)
+    link.add_qp(queue_pair.address, offer.rail, offer.epoch, nic, remote, fences)
     queue_pair.disown()

@@ -18,7 +18,7 @@ from te.errors import Error
 from te.reasons import Reason, rail_sentence
 from te.transports.base import Local
 from te.transports.rdma.direct import BUILD_TIMEOUT_S, Path, build_rail
-from te.transports.rdma.link import DirectLink, Kept
+from te.transports.rdma.link import Kept, KeptLink
 from te.transports.rdma.meter import Meter
 from te.transports.rdma.rails import Event, Rail, State, Timing
 
@@ -46,12 +46,12 @@ class Keeper:
     def __init__(self, name: str) -> None:
         self._name = name
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._links: dict[int, DirectLink] = {}
+        self._links: dict[int, KeptLink] = {}
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._stopping = False
 
-    def add(self, local: Local, direct: DirectLink, ways: list[list[Path]]) -> None:
+    def add(self, local: Local, link: KeptLink, ways: list[list[Path]]) -> None:
         """Begins to make a link's rails. Any thread."""
         now_s = time.monotonic()
         timing = Timing(
@@ -60,19 +60,19 @@ class Keeper:
             backoff_s=min(Timing.backoff_s, local.config.rail_backoff_max_s),
             backoff_max_s=local.config.rail_backoff_max_s,
         )
-        direct.kept = [
-            Kept(Rail(hash((local.id, direct.handle.number, i)), now_s, timing, State.DOWN), one)
+        link.kept = [
+            Kept(Rail(hash((local.id, link.handle.number, i)), now_s, timing, State.DOWN), one)
             for i, one in enumerate(ways)
         ]
-        direct.near = [one[0].near.index for one in ways]
-        direct.meter = Meter([one[0].near.bytes_per_s for one in ways])
+        link.local_nics = [one[0].nic.index for one in ways]
+        link.meter = Meter([one[0].nic.bytes_per_s for one in ways])
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, args=[local], name=self._name, daemon=True
                 )
                 self._thread.start()
-        self._calls.put(lambda: self._links.update({direct.handle.number: direct}))
+        self._calls.put(lambda: self._links.update({link.handle.number: link}))
 
     def on_event(self, number: int, rail: int, epoch: int, code: int, errnum: int) -> None:
         """What the plane tells of a link (rail -1: it has died) or a rail. Any thread."""
@@ -99,17 +99,17 @@ class Keeper:
         self._timeout_s = local.config.rail_timeout_s
         while not self._stopping:
             now_s = time.monotonic()
-            for number, direct in tuple(self._links.items()):
-                if not direct.handle.alive:
+            for number, link in tuple(self._links.items()):
+                if not link.handle.alive:
                     # It may have died before it was added: nobody tells of that again.
                     del self._links[number]
                     continue
-                for i, kept in enumerate(direct.kept):
+                for i, kept in enumerate(link.kept):
                     before = kept.rail.state
                     if kept.rail.tick(now_s):
-                        self._noted(direct, i, before)
+                        self._noted(link, i, before)
                         if kept.rail.state is State.REBUILD:
-                            self._begin(local, direct, i)
+                            self._begin(local, link, i)
             due_s = min(
                 (kept.rail.due_s for one in self._links.values() for kept in one.kept),
                 default=now_s + 3600,
@@ -118,78 +118,78 @@ class Keeper:
                 self._calls.get(timeout=min(max(due_s - time.monotonic(), 0.0), 3600.0))()
 
     def _heard(self, number: int, rail: int, epoch: int, code: int, errnum: int) -> None:
-        direct = self._links.get(number)
-        if direct is None:
+        link = self._links.get(number)
+        if link is None:
             return
         if rail < 0:
             return  # Woken up by this, the thread sees that the link is not alive.
         event = _EVENTS.get(Reason(code), Event.BROKEN)
         if event in _ALIVE:  # The plane can be faster than the thread that made the rail.
-            self._handle(direct, rail, Event.BUILT, epoch)
-            self._handle(direct, rail, Event.ANSWERED, epoch)
+            self._handle(link, rail, Event.BUILT, epoch)
+            self._handle(link, rail, Event.ANSWERED, epoch)
         reason = rail_sentence(code, errnum, self._timeout_s) if event is Event.BROKEN else ""
-        self._handle(direct, rail, event, epoch, reason)
+        self._handle(link, rail, event, epoch, reason)
 
     def _link_up(self, nic: int) -> None:
-        for direct in self._links.values():
-            for kept in direct.kept:
-                if kept.ways[kept.way].near.index == nic:
+        for link in self._links.values():
+            for kept in link.kept:
+                if kept.ways[kept.way].nic.index == nic:
                     kept.rail.handle(Event.LINK_UP, time.monotonic())
 
     def _handle(
-        self, direct: DirectLink, index: int, event: Event, epoch: int, reason: str = ""
+        self, link: KeptLink, index: int, event: Event, epoch: int, reason: str = ""
     ) -> None:
-        kept = direct.kept[index]
+        kept = link.kept[index]
         before = kept.rail.state
         if kept.rail.handle(event, time.monotonic(), epoch, reason):
-            self._noted(direct, index, before)
+            self._noted(link, index, before)
 
-    def _noted(self, direct: DirectLink, index: int, before: State) -> None:
+    def _noted(self, link: KeptLink, index: int, before: State) -> None:
         """After a rail's state has changed."""
-        kept = direct.kept[index]
+        kept = link.kept[index]
         if kept.rail.state is State.SUSPECT:
             logger.info(
-                "rail %d to %s does not move: the others get its work", index, direct.engine_id
+                "rail %d to %s does not move: the others get its work", index, link.engine_id
             )
         elif before is State.SUSPECT and kept.rail.state is State.UP:
-            logger.info("rail %d to %s moves again", index, direct.engine_id)
+            logger.info("rail %d to %s moves again", index, link.engine_id)
         elif kept.rail.state is State.UP:
-            logger.info("rail %d to %s is up: %s", index, direct.engine_id, kept.ways[kept.way])
+            logger.info("rail %d to %s is up: %s", index, link.engine_id, kept.ways[kept.way])
             kept.has_worked = True
         elif kept.rail.state is State.DOWN:
             carried = before in (State.UP, State.SUSPECT)
             logger.log(
                 logging.WARNING if carried or not kept.tries else logging.INFO,
                 "rail %d to %s by %s is down: %s",
-                index, direct.engine_id, kept.ways[kept.way], kept.rail.reason,
+                index, link.engine_id, kept.ways[kept.way], kept.rail.reason,
             )  # fmt: skip
             kept.tries += 1
             if not kept.has_worked:
                 kept.way = (kept.way + 1) % len(kept.ways)
-        with direct.changed:
-            direct.changed.notify_all()
+        with link.changed:
+            link.changed.notify_all()
 
-    def _begin(self, local: Local, direct: DirectLink, index: int) -> None:
-        kept = direct.kept[index]
+    def _begin(self, local: Local, link: KeptLink, index: int) -> None:
+        kept = link.kept[index]
         epoch, path = kept.rail.generation, kept.ways[kept.way]
         if kept.attempts == ATTEMPTS_MAX:
             why = f"{kept.attempts} attempts still wait in the device"
-            self._handle(direct, index, Event.REFUSED, epoch, why)
-        elif local.run(lambda: self._build(local, direct, index, epoch, path)):
+            self._handle(link, index, Event.REFUSED, epoch, why)
+        elif local.run(lambda: self._build(local, link, index, epoch, path)):
             kept.attempts += 1
 
-    def _build(self, local: Local, direct: DirectLink, index: int, epoch: int, path: Path) -> None:
-        reason, rail = "", direct.kept[index].rail
+    def _build(self, local: Local, link: KeptLink, index: int, epoch: int, path: Path) -> None:
+        reason, rail = "", link.kept[index].rail
         try:
             if (rail.generation, rail.state) != (epoch, State.REBUILD):
                 raise TimeoutError(None, "its time was over before a thread was free")
-            far = direct.nics[path.far]
-            build_rail(local, direct.handle, far, index, epoch, path, direct.greet)
+            remote = link.nics[path.remote]
+            build_rail(local, link.handle, remote, index, epoch, path, link.greet)
         except (OSError, Error) as exc:
             reason = (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
-        self._calls.put(lambda: self._built(direct, index, epoch, reason))
+        self._calls.put(lambda: self._built(link, index, epoch, reason))
 
-    def _built(self, direct: DirectLink, index: int, epoch: int, reason: str) -> None:
-        direct.kept[index].attempts -= 1
+    def _built(self, link: KeptLink, index: int, epoch: int, reason: str) -> None:
+        link.kept[index].attempts -= 1
         event = Event.REFUSED if reason else Event.BUILT
-        self._handle(direct, index, event, epoch, reason)
+        self._handle(link, index, event, epoch, reason)

@@ -20,7 +20,7 @@ from te.transports.rdma.pieces import cut
 from te.transports.rdma.rails import Rail, State, usable
 from te.transports.rdma.striping import Lane, levelled, patience, reachable, shares, stripe
 
-__all__ = ["DirectLink", "Kept", "divide"]
+__all__ = ["Kept", "KeptLink", "divide"]
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Kept:
 
 
 @dataclass(eq=False)
-class DirectLink(OutgoingLink):
+class KeptLink(OutgoingLink):
     """An outgoing link over RDMA. Any thread may read it."""
 
     handle: RdmaLink
@@ -53,7 +53,7 @@ class DirectLink(OutgoingLink):
     changed: threading.Condition = field(default_factory=threading.Condition)
     turn: int = 0
     #: By rail, which local device it leaves by, and how fast they are.
-    near: list[int] = field(default_factory=list)
+    local_nics: list[int] = field(default_factory=list)
     meter: Meter = field(default_factory=lambda: Meter([]))
 
     @property
@@ -68,7 +68,7 @@ class DirectLink(OutgoingLink):
         rates = self.meter.rates(flows)
         return tuple(
             RailView(
-                kept.ways[kept.way].near.name,
+                kept.ways[kept.way].nic.name,
                 kept.rail.state,
                 *flows[i][:2],
                 rates[i],
@@ -110,26 +110,24 @@ class DirectLink(OutgoingLink):
         return self.handle.submit(array, blocks.total_nbytes, tag, is_read, unfinished_max, plan)
 
 
-def divide(
-    link: DirectLink, blocks: Blocks, distances: Sequence[int | None]
-) -> tuple[bytes, bytes]:
+def divide(link: KeptLink, blocks: Blocks, distances: Sequence[int | None]) -> tuple[bytes, bytes]:
     """The pieces of the blocks for the rails, as ``cut`` gives them; and by rail how many another
     must have waiting before it helps that one.
 
     ``distances`` are those of the local devices from the memory. Without a rail that works all of
     them get a part, and whichever is back first takes it. There is at least one block.
     """
-    far = tuple(distances[nic] for nic in link.near)
-    rails, ways = reachable(usable(link.states()) or range(len(far)), far)
-    flows = link.handle.rail_flows(len(far))
+    by_rail = tuple(distances[nic] for nic in link.local_nics)
+    rails, ways = reachable(usable(link.states()) or range(len(by_rail)), by_rail)
+    flows = link.handle.rail_flows(len(by_rail))
     rates = link.meter.rates(flows)
     level = levelled([rates[i] for i in rails])
     lanes = [Lane(level[k], flows[i][1], ways[k]) for k, i in enumerate(rails)]
-    weights = [0.0] * len(far)
+    weights = [0.0] * len(by_rail)
     link.turn += 1
     for i, share in zip(rails, shares(lanes, blocks.total_nbytes, link.turn), strict=True):
         weights[i] = share
-    speeds = [max(level)] * len(far)  # of a rail that is not usable now: as if it were well
+    speeds = [max(level)] * len(by_rail)  # of a rail that is not usable now: as if it were well
     for i, rate in zip(rails, level, strict=True):
         speeds[i] = rate
-    return cut(blocks, stripe(blocks, weights)), patience(far, speeds)
+    return cut(blocks, stripe(blocks, weights)), patience(by_rail, speeds)

@@ -44,13 +44,13 @@ class RailOffer(msgspec.Struct, frozen=True, kw_only=True):
     #: Rises each time that this rail is made.
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     #: My device, by its place in my list.
-    near_nic: Annotated[int, msgspec.Meta(ge=0, lt=NICS_LIMIT)]
+    nic: Annotated[int, msgspec.Meta(ge=0, lt=NICS_LIMIT)]
     #: Your device, by its place on your card.
-    far_nic: Annotated[int, msgspec.Meta(ge=0, lt=NICS_LIMIT)]
+    remote_nic: Annotated[int, msgspec.Meta(ge=0, lt=NICS_LIMIT)]
     #: Address of my end; empty where the LID is enough.
     gid: Annotated[bytes, msgspec.Meta(max_length=16)]
     #: Index of the address of your end; 0 where the LID is enough.
-    far_gid_index: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
+    remote_gid_index: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
     #: Of my queue pair. This and what follows is not of iWARP.
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
     #: Of the first packet that I send.

@@ -33,9 +33,9 @@ from te.transports.base import (
 from te.transports.rdma._core import RdmaLink
 from te.transports.rdma.cm import CmAcceptor
 from te.transports.rdma.devices import DeviceWatch
-from te.transports.rdma.direct import BUILD_TIMEOUT_S, accept_rail, far_nic, paths
+from te.transports.rdma.direct import BUILD_TIMEOUT_S, accept_rail, paths, remote_nic
 from te.transports.rdma.keeper import Keeper
-from te.transports.rdma.link import DirectLink
+from te.transports.rdma.link import KeptLink
 from te.transports.rdma.messages import (
     CardNic,
     RailAnswer,
@@ -152,7 +152,7 @@ class Rdma(Transport):
                 raise ConnectError("the engine welcomed a rail without its end of it")
             return answer
 
-        link = DirectLink(handle, card.id, there, self._distances, greet)
+        link = KeptLink(handle, card.id, there, self._distances, greet)
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)  # The keeper would keep it for ever.
             self._keeper.add(local, link, ways)
@@ -188,7 +188,7 @@ class Rdma(Transport):
     def _make_rail(self, link: RdmaLink, offer: RailOffer) -> bytes:
         """This side's end of a rail; ``OSError``. Blocks while the kernel looks for the other
         side's hardware address (a second, if an ARP request is lost)."""
-        nic = far_nic(self._nics, offer)
+        nic = remote_nic(self._nics, offer)
         if nic.family == "iwarp":
             answer = self._cm.expect(link, offer, nic)
         else:
