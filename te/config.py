@@ -19,6 +19,8 @@ TRANSPORTS = registry.BY_DEFAULT
 
 SEGMENT_BYTES_MAX = 64 << 20
 # Linux takes 1024 iovecs a call (UIO_MAXIOV); headers, trailer and acknowledgements need some.
+# SLOTS_MAX of te/core/staging.pxd.
+STAGING_SLOTS_MAX = 64
 SEGMENT_BLOCKS_MAX = FRAME_BLOCKS_MAX
 
 
@@ -79,6 +81,12 @@ class Config:
     #: cap it.
     socket_buffer_bytes: int = 0
 
+    #: Pinned host memory for memory that the kernel cannot touch (a GPU's, over TCP and on the same
+    #: host), for all workers and both directions; taken with the first region that needs it.
+    staging_bytes: int = 64 << 20
+    #: Of that one copy's: smaller ones overlap better with the network, and cost more calls.
+    staging_slot_bytes: int = 2 << 20
+
     def __post_init__(self) -> None:
         _check_host(self.host)
         _check_transports(self.transports)
@@ -91,6 +99,14 @@ class Config:
         _check_range("workers", self.workers, 1, WORKERS_LIMIT)
         if not 0 <= self.spin_s <= 0.1:
             raise ValueError(f"spin_s={self.spin_s} must be between 0 and 0.1 seconds")
+        _check_range("staging_slot_bytes", self.staging_slot_bytes, 4096, SEGMENT_BYTES_MAX)
+        slots = 2 * self.workers
+        _check_range(
+            "staging_bytes",
+            self.staging_bytes,
+            slots * self.staging_slot_bytes,
+            slots * self.staging_slot_bytes * STAGING_SLOTS_MAX,
+        )
         _check_range("socket_buffer_bytes", self.socket_buffer_bytes, 0, 1 << 30)
         _check_timeout("connect_timeout_s", self.connect_timeout_s)
         _check_timeout("stall_timeout_s", self.stall_timeout_s)

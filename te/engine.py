@@ -24,6 +24,7 @@ from te.core.engine import Engine as Plane
 from te.errors import ClosedError, FenceTimeout
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, decode_card, encode
 from te.memory import Region, RegionTable, Remote, late
+from te.memory_kinds.ring import Ring
 from te.peers import Peer
 from te.proof import null_key
 from te.tags import TAG_LIMIT, Identified, check_tag, packed_peer, packed_ranges
@@ -93,7 +94,10 @@ class Engine:
             config.segment_blocks,
         )
         self._chosen = Chosen([self._transport(name) for name in config.transports])
-        self._memory = RegionTable(self._plane, self._chosen.fabric, self._chosen.refusal)
+        self._ring = Ring(self._plane, config.staging_bytes, config.staging_slot_bytes)
+        self._memory = RegionTable(
+            self._plane, self._chosen.fabric, self._chosen.refusal, self._ring
+        )
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, int], Peer] = {}
         self._closed = False
@@ -161,6 +165,11 @@ class Engine:
             raise FenceTimeout(
                 f"{self!r}: {', '.join(alive)} did not end within {CLOSE_TIMEOUT_S} s and may"
                 " still write; the engine's memory must not be reused; call close again"
+            )
+        if not self._ring.close(CLOSE_TIMEOUT_S):
+            raise FenceTimeout(
+                f"{self!r}: a device is still copying; the engine's memory must not be reused;"
+                " call close again"
             )
 
     def _end_workers(self) -> list[str]:

@@ -19,6 +19,7 @@ from te.core.engine import Engine as Plane
 from te.core.wire import MAY_READ, MAY_WRITE_TAGGED, MAY_WRITE_UNTAGGED, RANGES_LIMIT
 from te.errors import FenceTimeout, RegistrationError
 from te.memory_kinds import MemoryKind, Reach, kind_of
+from te.memory_kinds.ring import Ring
 from te.topology import ANYWHERE
 from te.verbs.fabric import Fabric, Registration
 
@@ -77,12 +78,15 @@ class RegionTable:
         self,
         plane: Plane,
         fabric: Fabric | None,
-        refusal: Callable[[Reach], str | None] = lambda _: None,
+        refusal: Callable[[Reach, bool], str | None] = lambda *_: None,
+        ring: Ring | None = None,
     ) -> None:
-        """``refusal`` says why the engine cannot move memory of a reach; None if it can."""
+        """``refusal`` says why the engine cannot move memory of a reach, with or without a copier;
+        None if it can. ``ring``: what it is staged through."""
         self._plane = plane
         self._fabric = fabric
         self._refusal = refusal
+        self._ring = ring
         self._lock = threading.Lock()
         self._serials = itertools.count(1)
         # Taken away, but a landing has not ended: kept so that nobody gets that memory.
@@ -111,7 +115,7 @@ class RegionTable:
             raise RegistrationError(f"{nbytes} bytes at {address:#x} are not an address range")
         kind = kind_of(address)
         kind.check(address, nbytes)
-        if (problem := self._refusal(kind.reach)) is not None:
+        if (problem := self._refusal(kind.reach, kind.has_copier)) is not None:
             raise RegistrationError(
                 f"{nbytes} bytes at {address:#x} are {kind.description}, {problem}"
             )
@@ -125,6 +129,7 @@ class RegionTable:
             fd = None
             with contextlib.suppress(OSError):  # Peers on this host copy it by other ways then.
                 fd = kind.export(buffer_or_address, address, nbytes)
+            self._make_ready(kind)
             known = None
             if self._fabric is not None:
                 known = self._fabric.register(address, nbytes, RIGHTS[remote], kind)
@@ -135,10 +140,21 @@ class RegionTable:
             region = Region(address, nbytes, kind.name, serial, owner, fd, known, location, remote)
             keys = b"" if known is None else known.keys
             self._plane.add_region(
-                address, region.end, serial, RIGHTS[remote], fd is not None, keys
+                address, region.end, serial, kind.compiled, RIGHTS[remote], fd is not None, keys
             )
             self.regions = tuple(sorted((*self.regions, region), key=lambda one: one.address))
             return region
+
+    def _make_ready(self, kind: MemoryKind) -> None:
+        """Where memory of the kind has to be staged."""
+        if Reach.KERNEL in kind.reach or not kind.has_copier or self._ring is None:
+            return
+        try:
+            self._ring.use(kind)
+        except OSError as exc:
+            raise RegistrationError(
+                f"no host memory to stage {kind.description} through: {exc}"
+            ) from exc
 
     def _check_ranges(self, address: int, nbytes: int, new: Registration) -> None:
         """A peer takes no more from anybody (``on_table`` in ``te/transports/rdma/remote.pyx``)."""

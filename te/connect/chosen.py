@@ -9,7 +9,7 @@ from te.errors import DeviceError
 from te.memory import Region
 from te.memory_kinds import Reach
 from te.transports import registry
-from te.transports.base import Listener, Local, Transport, Watch
+from te.transports.base import Capabilities, Listener, Local, Transport, Watch
 from te.verbs.fabric import Fabric
 
 __all__ = ["Chosen"]
@@ -46,13 +46,16 @@ class Chosen:
         assert len(found) <= 1
         return found[0] if found else None
 
-    def refusal(self, reach: Reach) -> str | None:
-        """Why memory of this reach cannot be moved, as the end of a sentence; None if it can."""
-        if all(one.capabilities.touches in reach for one in self if one.probe() is None):
+    def refusal(self, reach: Reach, has_copier: bool) -> str | None:
+        """Why memory of this reach cannot be moved, as the end of a sentence; None if it can.
+        ``has_copier``: it can be staged."""
+
+        def is_able(one: Capabilities) -> bool:
+            return one.touches in reach or (one.stages and has_copier)
+
+        if all(is_able(one.capabilities) for one in self if one.probe() is None):
             return None
-        able = tuple(
-            name for name in registry.NAMES if registry.load(name).capabilities.touches in reach
-        )
+        able = tuple(name for name in registry.NAMES if is_able(registry.load(name).capabilities))
         if not able:
             return "which no transport of this build can move"
         return (

@@ -22,7 +22,7 @@ cdef enum:
 
 cdef void set_interest(Connection *c) noexcept nogil:
     cdef u32 wanted = 0
-    if not c.driven and c.queued_n <= ACK_BACKLOG_BYTES:
+    if not c.driven and not c.is_held_up and c.queued_n <= ACK_BACKLOG_BYTES:
         wanted = EPOLLIN
     if c.out_left:
         wanted |= EPOLLOUT
@@ -47,6 +47,9 @@ cdef void retire(Connection *c) noexcept nogil:
     """Closes the connection of a dying link; the last of them fails what is unfinished."""
     cdef Link *link = c.link
     cdef u32 left
+    if c.protocol.leave != NULL and not c.protocol.leave(c):
+        polled_again(&c.polled)
+        return
     c.gone = True
     channel_close(&c.channel)  # Which also ends the watch.
     frame_sent(c, False)
@@ -94,7 +97,10 @@ cdef bint connection_turn(Connection *c, bint rung, bint is_patient) noexcept no
     cdef bint busy = False, again
     pthread_mutex_lock(&c.lock)
     c.channel.is_patient = is_patient
+    c.is_workers = True
     if not c.gone:
+        if c.staged != NULL:
+            c.protocol.settle(c)
         if rung and c.channel.rings != NULL:
             answer_bell(&c.channel)
         before = load64(&c.link.progress_ns)
@@ -110,7 +116,7 @@ cdef bint connection_turn(Connection *c, bint rung, bint is_patient) noexcept no
             set_interest(c)
             # The next word of how far copies are comes in a millisecond: too long to spin for.
             busy = load64(&c.link.progress_ns) != before and not c.is_bulk
-    c.channel.is_patient = False
+    c.channel.is_patient = c.is_workers = False
     pthread_mutex_unlock(&c.lock)
     return busy
 
@@ -196,6 +202,7 @@ cdef void connection_free(Connection *c) noexcept nogil:
     channel_free(&c.channel)
     pthread_mutex_destroy(&c.lock)
     free(c.own)
+    free(c.staged)
     free(c.body)
     free(c.near)
     free(c.queued)

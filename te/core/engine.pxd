@@ -6,6 +6,7 @@ from te.core.tags cimport Opening
 
 cdef class Engine:
     cdef Plane *p
+    cdef set kinds
 
 cdef class Revocation:
     cdef Opening *o

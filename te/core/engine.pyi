@@ -29,11 +29,26 @@ class Engine:
         """Asks the workers to end every link and then themselves."""
 
     def add_region(
-        self, start: int, end: int, serial: int, rights: int, is_shared: bool, keys: bytes = b""
+        self,
+        start: int,
+        end: int,
+        serial: int,
+        kind: object,
+        rights: int,
+        is_shared: bool,
+        keys: bytes = b"",
     ) -> None:
-        """Overlaps no other; serials rise. ``rights``: what peers may do there, bits of
-        ``te.memory.RIGHTS``. Shared: peers on this host may map it. ``keys``: an array of
-        ``te.verbs.fabric.KEY`` that covers the region, for devices."""
+        """Overlaps no other; serials rise. ``kind``: ``MemoryKind.compiled``. ``rights``: what
+        peers may do there, bits of ``te.memory.RIGHTS``. Shared: peers on this host may map it.
+        ``keys``: an array of ``te.verbs.fabric.KEY`` that covers the region, for devices."""
+
+    def stage(self, base: int, nbytes: int, slot_bytes: int) -> None:
+        """Memory for staging, that every kind has pinned; once, before the first region that needs
+        it. ``ValueError`` if it makes no slots for each worker and direction, or too many."""
+
+    def unstage(self, timeout_s: float) -> bool:
+        """Once all workers have ended: waits, without the lock, until no copy is under way, so that
+        that memory can be given back; False if one did not end in time."""
 
     def remove_region(self, serial: int, timeout_s: float) -> int:
         """Waits, without the lock, for transfers that read from it, takes it away, and waits for

@@ -7,10 +7,13 @@ from libc.string cimport memcpy, memset
 from te.core.heap cimport need
 from te.core.link cimport Link, link_drop
 from te.core.notices cimport Bulletin, Notice, bulletin_take, notice_take
-from te.core.plane cimport CANCELLED, DONE, FAILED, plane_close, plane_open
+from te.core.kinds cimport kind_of
+from te.core.plane cimport (
+    CANCELLED, DONE, FAILED, plane_close, plane_open, plane_quiesce, plane_stage, plane_unstage,
+)
 from te.core.posix cimport eventfd_read, eventfd_write
 from te.core.regions cimport *
-from te.core.sections cimport WORKERS_MAX, quiesce
+from te.core.sections cimport WORKERS_MAX
 from te.core.sync cimport *
 from te.core.tags cimport *
 from te.core.transfer cimport transfer_drop
@@ -42,6 +45,7 @@ cdef class Engine:
         cdef int errnum
         cdef Plane *p = <Plane *>need(sizeof(Plane))
         self.p = p
+        self.kinds = set()
         p.stall_ns = ns_of(stall_s)
         p.rail_ns = ns_of(rail_s)
         p.suspect_ns = min(p.rail_ns / 4, <u64>SUSPECT_NS)
@@ -71,11 +75,31 @@ cdef class Engine:
     # -- memory
 
     def add_region(
-        self, u64 start, u64 end, u64 serial, u32 rights, bint is_shared, bytes keys=b""
+        self, u64 start, u64 end, u64 serial, object kind, u32 rights, bint is_shared,
+        bytes keys=b""
     ):
-        region_put(
-            &self.p.regions,
-            region_new(start, end, serial, rights, is_shared, <char *>keys, len(keys)))
+        cdef Region *r = region_new(
+            start, end, serial, kind_of(kind), rights, is_shared, <char *>keys, len(keys))
+        self.kinds.add(kind)  # A region may be in use for longer than it is registered.
+        region_put(&self.p.regions, r)
+
+    def stage(self, u64 base, u64 nbytes, u64 slot_bytes):
+        cdef int errnum = plane_stage(self.p, <void *>base, nbytes, slot_bytes)
+        if errnum:
+            raise ValueError(f"{nbytes} bytes make no slots of {slot_bytes} bytes, or too many")
+
+    def unstage(self, double timeout_s):
+        cdef u64 until = now_ns() + ns_of(timeout_s)
+        cdef timespec pause
+        cdef bint done
+        pause.tv_sec = 0
+        pause.tv_nsec = 200000
+        with nogil:
+            done = plane_unstage(self.p)
+            while not done and now_ns() < until:
+                nanosleep(&pause, NULL)
+                done = plane_unstage(self.p)
+        return done
 
     def remove_region(self, u64 serial, double timeout_s):
         cdef u64 until = now_ns() + ns_of(timeout_s)
@@ -89,7 +113,7 @@ cdef class Engine:
             return load32(&r.readers)
         region_take(&self.p.regions, r)
         with nogil:
-            done = quiesce(&self.p.sections, NULL, NULL, until - min(until, now_ns()))
+            done = plane_quiesce(self.p, NULL, NULL, until - min(until, now_ns()))
             if done:  # A peer's read may have begun: it looked before the region was gone.
                 await_readers(r, until)
         if not done:
@@ -217,7 +241,7 @@ cdef class Revocation:
         cdef bint done
         cdef u64 timeout_ns = ns_of(timeout_s)
         with nogil:
-            done = quiesce(&self.engine.p.sections, NULL, self.o, timeout_ns)
+            done = plane_quiesce(self.engine.p, NULL, self.o, timeout_ns)
         return done
 
     @property

@@ -60,6 +60,13 @@ cdef struct Protocol:
     bint (*has_work)(Connection *c) noexcept nogil
     # Each turn of the worker, without the connection's lock; NULL if there is nothing to do.
     void (*turn)(Connection *c) noexcept nogil
+    # Of payload that goes through staging (te/core/staged.pxd); NULL where none does. `settle`: looks
+    # which copies are over. `part`: so much that belongs to `of` has landed, or its copy has failed
+    # with an errno. `leave`: the link has died; False while a copy still reads for the connection:
+    # it is asked again.
+    void (*settle)(Connection *c) noexcept nogil
+    void (*part)(Connection *c, void *of, u64 nbytes, int fault) noexcept nogil
+    bint (*leave)(Connection *c) noexcept nogil
 
 cdef struct Connection:
     Polled polled  # first: a worker's pointer to it is one to this
@@ -72,6 +79,9 @@ cdef struct Connection:
     bint gone, suspect
     u64 progress_ns
     bint napping  # a caller waits for the wake-up
+    bint is_workers  # its worker is at it, and no caller
+    bint is_held_up  # what is to be received waits for a slot
+    void *staged  # te/core/staged.pxd; of malloc
     void *own  # the protocol's, of malloc; freed with it
     # Receiving.
     Stand place
@@ -112,6 +122,10 @@ cdef void queue_answer(Connection *c, u64 number, uint8_t status, const char *re
 cdef void frame_load(
     Connection *c, Transfer *t, u64 items_nbytes, u32 payload_n, u64 payload_nbytes
 ) noexcept nogil
+# What follows from what a channel returned that was asked for so many bytes.
+cdef Moved on_received(Connection *c, ssize_t n, size_t wanted) noexcept nogil
+# What `Protocol.copy` calls behind the last byte of a payload: the trailer is next.
+cdef void expect_trailer(Connection *c) noexcept nogil
 # What `Protocol.received` calls: the payload goes where `near` says.
 cdef void expect_payload(Connection *c, u32 n, u64 nbytes) noexcept nogil
 # The payload that is to come, or is coming, must not land.

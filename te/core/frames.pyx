@@ -203,6 +203,12 @@ cdef void throw_away(Connection *c) noexcept nogil:
     c.place = AT_DISCARD
 
 
+cdef void expect_trailer(Connection *c) noexcept nogil:
+    c.tail_have = 0
+    c.drained = False
+    c.place = AT_TRAILER
+
+
 cdef void frame_landed(Connection *c, bint is_good) noexcept nogil:
     c.place = AT_HEAD
     c.protocol.landed(c, is_good)

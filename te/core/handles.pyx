@@ -11,9 +11,8 @@ from te.core.engine cimport Revocation
 from te.core.connections cimport connection_add
 from te.core.heap cimport need
 from te.core.link cimport *
-from te.core.plane cimport DONE, FAILED, PENDING, Plane
+from te.core.plane cimport DONE, FAILED, PENDING, Plane, plane_quiesce
 from te.core.regions cimport *
-from te.core.sections cimport quiesce
 from te.core.sync cimport *
 from te.core.tags cimport Identity
 from te.core.transfer cimport *
@@ -105,7 +104,7 @@ cdef class LinkHandle:
         cdef bint done
         cdef u64 now = now_ns(), until = now + <u64>(max(timeout_s, 0.0) * 1e9)
         with nogil:
-            done = quiesce(&self.k.plane.sections, self.k, NULL, until - now)
+            done = plane_quiesce(self.k.plane, self.k, NULL, until - now)
             if done:
                 done = self.k.ops.drain(self.k, until)
         return done

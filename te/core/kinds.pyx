@@ -40,3 +40,7 @@ host_ops.copy, host_ops.query, host_ops.release = host_copy, host_query, host_re
 host.ops = &host_ops
 host.touched_by = TOUCHED_BY_CPU | TOUCHED_BY_KERNEL | TOUCHED_BY_NIC
 HOST = PyCapsule_New(&host, KIND_CAPSULE, NULL)
+
+cdef Kind nic_only
+nic_only.touched_by = TOUCHED_BY_NIC
+NIC_ONLY = PyCapsule_New(&nic_only, KIND_CAPSULE, NULL)

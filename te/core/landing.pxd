@@ -27,6 +27,7 @@ cdef bint landing_may_land(Connection *c, char *reason) noexcept nogil
 cdef void landing_refuse(Connection *c, const char *reason) noexcept nogil
 cdef void landing_moved(Connection *c, u64 nbytes) noexcept nogil
 cdef void landing_landed(Connection *c, bint is_good) noexcept nogil
+cdef void landing_part(Connection *c, void *of, u64 nbytes, int fault) noexcept nogil
 
 # A payload begins, whose ranges are in `near`; False if it must not land, and is refused.
 cdef bint landing_begin(Connection *c, Arriving *a) noexcept nogil

@@ -3,15 +3,18 @@
 
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
-from libc.string cimport memcpy
-from te.core.frames cimport AT_PAYLOAD, expect_payload, queue_answer, throw_away
+from libc.string cimport memcpy, strerror
+from te.core.frames cimport AT_COPY, expect_payload, queue_answer, throw_away
 from te.core.heap cimport need
 from te.core.inbound cimport *
+from te.core.kinds cimport TOUCHED_BY_KERNEL
 from te.core.link cimport *
 from te.core.posix cimport iovec
+from te.core.plane cimport plane_stages
 from te.core.regions cimport *
 from te.core.sections cimport enter, leave
 from te.core.sending cimport acknowledged, fail_read, read_returned
+from te.core.staged cimport staged_end, staged_expect, staged_is_open
 from te.core.sync cimport *
 from te.core.transfer cimport transfer_discard, transfer_drop, transfer_list, transfer_new
 from te.core.wire cimport *
@@ -82,16 +85,39 @@ cdef void landing_finish(Connection *c, Arriving *a) noexcept nogil:
 cdef bint landing_begin(Connection *c, Arriving *a) noexcept nogil:
     cdef Landings *l = <Landings *>c.own
     cdef char reason[TEXT_MAX]
-    cdef bint good
+    cdef bint good, is_staged = False
     l.arriving = a
     if load32(&a.refused):
         return False
     enter(&c.polled.worker.section, c.link, NULL)
     good = is_placed(c.link, a, &l.place, c.near, c.near_n, reason)
+    if good and plane_stages(c.link.plane):
+        is_staged = must_stage(c)
     leave(&c.polled.worker.section)
     if not good:
         landing_refuse(c, reason)
+    elif is_staged:
+        staged_expect(c, a)
+        pthread_mutex_lock(&c.link.lock)
+        a.unread += 1
+        pthread_mutex_unlock(&c.link.lock)
+        c.place = AT_COPY
     return good
+
+
+cdef bint must_stage(Connection *c) noexcept nogil:
+    """Whether some of the ranges, all registered, are none that the kernel can write."""
+    cdef Snapshot *s = <Snapshot *>load_pointer(&c.link.plane.regions.now)
+    cdef u64 end
+    cdef u32 i, k
+    for i in range(c.near_n):
+        end = <u64>c.near[i].iov_base + c.near[i].iov_len
+        k = regions_above(s.regions, s.count, <u64>c.near[i].iov_base) - 1
+        while k < s.count and s.regions[k].start < end:
+            if not s.regions[k].kind.touched_by & TOUCHED_BY_KERNEL:
+                return True
+            k += 1
+    return False
 
 
 cdef void *landing_right(Connection *c) noexcept nogil:
@@ -113,13 +139,35 @@ cdef void landing_moved(Connection *c, u64 nbytes) noexcept nogil:
 cdef void landing_landed(Connection *c, bint is_good) noexcept nogil:
     cdef Landings *l = <Landings *>c.own
     cdef Arriving *a = l.arriving
+    cdef u64 nbytes = c.head.nbytes
     l.arriving = NULL
     pthread_mutex_lock(&c.link.lock)
-    a.arrived += c.head.nbytes
+    if staged_is_open(c):
+        nbytes -= staged_end(c)
+        a.unread -= 1
+    a.arrived += nbytes
     if not is_good:
         a.spoiled = True
     if a.is_reply:
         store64(&c.link.progress_ns, now_ns())
+    if is_whole(a):
+        landing_finish(c, a)
+    pthread_mutex_unlock(&c.link.lock)
+
+
+cdef void landing_part(Connection *c, void *of, u64 nbytes, int fault) noexcept nogil:
+    cdef Arriving *a = <Arriving *>of
+    cdef char reason[TEXT_MAX]
+    if fault == 0:
+        add64(&c.link.plane.bytes_received, nbytes)
+    store64(&c.link.progress_ns, now_ns())
+    pthread_mutex_lock(&c.link.lock)
+    a.arrived += nbytes
+    if fault:
+        snprintf(reason, TEXT_MAX, b"registered memory cannot be written: %s", strerror(fault))
+        refuse(c, a, reason)
+    elif a.is_reply:
+        store64(&a.opening.progress_ns, load64(&c.link.progress_ns))
     if is_whole(a):
         landing_finish(c, a)
     pthread_mutex_unlock(&c.link.lock)

@@ -1,12 +1,16 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
+from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from te.core.heap cimport need
 from te.core.notices cimport notices_close, notices_open
 from te.core.regions cimport regions_close, regions_open
+from te.core.posix cimport EINVAL
+from te.core.sections cimport quiesce
+from te.core.stager cimport stager_free, stager_new, stager_quiesce
 from te.core.sync cimport (
-    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
+    now_ns, store_pointer, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
 )
 from te.core.tags cimport tags_close, tags_init
 from te.core.worker cimport workers_close, workers_open
@@ -43,6 +47,41 @@ cdef void plane_close(Plane *p) noexcept nogil:
         p.privates = one.next
         free(one)
     pthread_mutex_destroy(&p.lock)
+
+
+cdef int plane_stage(Plane *p, void *base, u64 nbytes, u64 slot_bytes) noexcept nogil:
+    cdef u64 part = nbytes / p.workers.n
+    cdef Stager *s
+    cdef u32 i
+    for i in range(p.workers.n):
+        s = stager_new(&p.workers.of[i], <uint8_t *>base + i * part, part, slot_bytes)
+        if s == NULL:
+            return EINVAL  # As of the first: they are all alike.
+        store_pointer(&p.stagers[i], s)
+    return 0
+
+
+cdef bint plane_unstage(Plane *p) noexcept nogil:
+    cdef bint done = True
+    cdef u32 i
+    for i in range(p.workers.n):
+        if p.stagers[i] != NULL and stager_free(p.stagers[i]):
+            p.stagers[i] = NULL
+        done &= p.stagers[i] == NULL
+    return done
+
+
+cdef bint plane_quiesce(Plane *p, void *link, void *right, u64 timeout_ns) noexcept nogil:
+    cdef u64 until = now_ns() + timeout_ns
+    cdef Stager *s
+    cdef u32 i
+    if not quiesce(&p.sections, link, right, timeout_ns):
+        return False
+    for i in range(p.workers.n):
+        s = <Stager *>load_pointer(&p.stagers[i])
+        if s != NULL and not stager_quiesce(s, link, right, until):
+            return False
+    return True
 
 
 cdef void *plane_private(Plane *p, const void *of, size_t nbytes) noexcept nogil:

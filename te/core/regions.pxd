@@ -7,6 +7,7 @@
 # lock.
 
 from libc.stdint cimport uint8_t
+from te.core.kinds cimport Kind
 from te.core.sections cimport Sections, WORKERS_MAX
 from te.core.sync cimport u32, u64
 from te.core.wire cimport NICS_MAX, REMOTE_RIGHTS, RIGHT_TAGGED, RIGHT_UNTAGGED
@@ -24,6 +25,7 @@ cdef struct Key:
 
 cdef struct Region:
     u64 start, end, serial
+    Kind *kind
     u32 rights  # OWN_USE, and what peers may do: bits of REMOTE_RIGHTS
     bint is_shared  # peers on this host may map it
     u32 readers  # atomic: unfinished transfers that read from it
@@ -51,7 +53,8 @@ cdef void regions_close(Regions *all) noexcept nogil  # no worker is left
 
 # One reference is the caller's.
 cdef Region *region_new(
-    u64 start, u64 end, u64 serial, u32 rights, bint is_shared, const void *keys, size_t keys_nbytes
+    u64 start, u64 end, u64 serial, Kind *kind, u32 rights, bint is_shared, const void *keys,
+    size_t keys_nbytes
 ) noexcept nogil
 cdef void region_drop(Region *r) noexcept nogil
 # The region, also one that is leaving; NULL if there is none.

@@ -27,11 +27,13 @@ cdef void regions_close(Regions *all) noexcept nogil:
 # -- one region
 
 cdef Region *region_new(
-    u64 start, u64 end, u64 serial, u32 rights, bint is_shared, const void *keys, size_t keys_nbytes
+    u64 start, u64 end, u64 serial, Kind *kind, u32 rights, bint is_shared, const void *keys,
+    size_t keys_nbytes
 ) noexcept nogil:
     cdef Region *r = <Region *>need(sizeof(Region))
     r.start, r.end, r.serial, r.is_shared = start, end, serial, is_shared
     r.rights = OWN_USE | (rights & REMOTE_RIGHTS)
+    r.kind = kind
     r.refs = 1
     r.keys_n = <u32>(keys_nbytes / sizeof(Key))
     r.keys = <Key *>need(r.keys_n * sizeof(Key) + 1)

@@ -17,6 +17,7 @@ cdef struct Streams:
 # What its transfers have: `Transfer.own`. Under the link's lock.
 cdef struct Sending:
     uint8_t frame  # SEGMENT, PULL or READ
+    bint is_staged  # its memory is none that the kernel can read
     u32 ahead  # frames that a connection may be ahead of what is confirmed; 0: any number
     u64 index, offset  # of the block that is next, and in it
     u64 issued, confirmed, segment_bytes
@@ -29,6 +30,11 @@ cdef void sending_cancel(Transfer *t) noexcept nogil
 cdef bint sending_unread(Transfer *t, u64 until_ns) noexcept nogil
 cdef bint sending_load(Connection *c) noexcept nogil
 cdef void sending_sent(Connection *c, bint is_whole) noexcept nogil
+cdef bint sending_leave(Connection *c) noexcept nogil
+
+# Whether the memory that it reads is none that the kernel can read: then only its bytes can be sent,
+# and only by workers.
+cdef bint must_stage(Transfer *t) noexcept nogil
 
 # An acknowledgement has come; False after a violation, and the link dies of it.
 cdef bint acknowledged(Connection *c) noexcept nogil

@@ -5,10 +5,12 @@ from libc.stdio cimport snprintf
 from te.core.frames cimport frame_load, queue_frame
 from te.core.heap cimport need
 from te.core.link cimport *
+from te.core.kinds cimport TOUCHED_BY_KERNEL
 from te.core.maps cimport map_get
-from te.core.plane cimport CANCELLED
+from te.core.plane cimport CANCELLED, plane_quiesce, plane_stages
 from te.core.posix cimport iovec
-from te.core.sections cimport quiesce
+from te.core.staged cimport *
+from te.core.staging cimport Slot
 from te.core.sync cimport *
 from te.core.tags cimport Opening, Range, opening_new, ranges_normalise
 from te.core.transfer cimport *
@@ -38,6 +40,15 @@ cdef void sending_prepare(Transfer *t, uint8_t frame, u32 ahead) noexcept nogil:
         t.may_land = True
     else:
         s.ahead = ahead
+        s.is_staged = must_stage(t)
+
+
+cdef bint must_stage(Transfer *t) noexcept nogil:
+    cdef u32 i
+    for i in range(0 if t.is_read or not plane_stages(t.link.plane) else t.held_n):
+        if not t.held[i].kind.touched_by & TOUCHED_BY_KERNEL:
+            return True
+    return False
 
 
 cdef void sending_settled(Transfer *t) noexcept nogil:
@@ -87,8 +98,8 @@ cdef void sending_cancel(Transfer *t) noexcept nogil:
 cdef bint sending_unread(Transfer *t, u64 until_ns) noexcept nogil:
     cdef u64 now = now_ns()
     store32(&t.opening.is_open, 0)
-    if not quiesce(
-        &t.link.plane.sections, NULL, t.opening, until_ns - min(until_ns, now)
+    if not plane_quiesce(
+        t.link.plane, NULL, t.opening, until_ns - min(until_ns, now)
     ):
         return False
     pthread_mutex_lock(&t.link.lock)
@@ -137,9 +148,6 @@ cdef void fill(Connection *c, Transfer *t, Sending *s) noexcept nogil:
     h.count = k
     h.nbytes = s.segment_bytes - left if t.n else 0
     s.issued += h.nbytes
-    frame_load(
-        c, t, k * (sizeof(Landing) if is_segment else sizeof(Block)),
-        k if is_segment else 0, h.nbytes)
 
 
 cdef Transfer *next_transfer(Connection *c) noexcept nogil:
@@ -168,23 +176,22 @@ cdef bint may_send(Link *link, Transfer *t, Sending *s) noexcept nogil:
     return not t.is_read or (<Streams *>link.own).reads_asked < READS_ASKED_MAX
 
 
-cdef bint sending_load(Connection *c) noexcept nogil:
+cdef Transfer *ready_transfer(Connection *c) noexcept nogil:
+    """That has a frame which may go now; NULL if there is none."""
+    cdef Transfer *t = next_transfer(c)
+    return t if t != NULL and may_send(c.link, t, <Sending *>t.own) else NULL
+
+
+cdef void make_frame(Connection *c, Transfer *t, u64 most) noexcept nogil:
+    """Its next one, of `most` bytes at most."""
     cdef Link *link = c.link
-    cdef Transfer *t
-    cdef Sending *s = NULL
-    pthread_mutex_lock(&link.lock)
-    t = next_transfer(c)
-    if t != NULL:
-        s = <Sending *>t.own
-    if t == NULL or not may_send(link, t, s):
-        pthread_mutex_unlock(&link.lock)
-        return False
+    cdef Sending *s = <Sending *>t.own
     if t.stage == QUEUED:
         advance(t, BEGINS)
         # Small transfers of several segments are spread too, but not below 256 KiB a segment.
         s.segment_bytes = min(
             max(t.total / (4 * link.connections_n), <u64>SHARE_LEAST_BYTES),
-            link.plane.segment_bytes)
+            min(link.plane.segment_bytes, most))
     if t.is_read:
         (<Streams *>link.own).reads_asked += 1
         s.outstanding += 1
@@ -194,20 +201,80 @@ cdef bint sending_load(Connection *c) noexcept nogil:
         link.issue = t.after
     t.in_flight += 1
     store_pointer(&t.via, c)
+
+
+cdef bint prepare_frame(Connection *c) noexcept nogil:
+    """Has the next frame copied for sending, if it is of a staged transfer; False if there is none, or
+    no room. Frames that are behind those that are prepared wait for them: what begins at the
+    destination begins in order."""
+    cdef Link *link = c.link
+    cdef Header *h = <Header *>c.frame
+    cdef Transfer *t
+    cdef Slot *slot = NULL
+    pthread_mutex_lock(&link.lock)
+    t = ready_transfer(c)
+    if t != NULL and (<Sending *>t.own).is_staged and t.n:
+        slot = staged_take(c)
+    if slot != NULL:
+        make_frame(c, t, staged_slot_bytes(c))
     pthread_mutex_unlock(&link.lock)
-    return True
+    # The copy is handed over without the link's lock: it may take a while, and the transfer stays,
+    # as something of it is under way.
+    if slot != NULL:
+        staged_put(c, slot, t, h.count * sizeof(Landing), h.count, h.nbytes)
+    return slot != NULL
+
+
+cdef bint sending_load(Connection *c) noexcept nogil:
+    cdef Header *h = <Header *>c.frame
+    cdef bint is_segment
+    cdef Transfer *t
+    if plane_stages(c.link.plane):
+        while c.is_workers and prepare_frame(c):
+            pass
+        if staged_ahead(c):
+            return c.is_workers and staged_load(c)
+    pthread_mutex_lock(&c.link.lock)
+    t = ready_transfer(c)
+    if t != NULL and (<Sending *>t.own).is_staged and t.n:
+        t = NULL
+    if t != NULL:
+        make_frame(c, t, c.link.plane.segment_bytes)
+        is_segment = h.kind == SEGMENT
+        frame_load(
+            c, t, h.count * (sizeof(Landing) if is_segment else sizeof(Block)),
+            h.count if is_segment else 0, h.nbytes)
+    pthread_mutex_unlock(&c.link.lock)
+    return t != NULL
 
 
 cdef void sending_sent(Connection *c, bint is_whole) noexcept nogil:
     cdef Transfer *t = c.out_transfer
     if is_whole and (<Sending *>t.own).frame == PULL:
         add64(&c.link.plane.bytes_sent, (<Header *>c.frame).nbytes)
+    staged_sent(c)
+    frame_over(c, t)
+
+
+cdef void frame_over(Connection *c, Transfer *t) noexcept nogil:
+    """A frame of it has been sent, or never will be. Drops a reference."""
     pthread_mutex_lock(&c.link.lock)
     t.in_flight -= 1
     if t.is_listed:
         end_if_idle(c, t)
     pthread_mutex_unlock(&c.link.lock)
     transfer_drop(t)
+
+
+cdef bint sending_leave(Connection *c) noexcept nogil:
+    cdef Transfer *t
+    if not staged_is_quiet(c):
+        return False
+    t = staged_forget(c)
+    while t != NULL:
+        frame_over(c, t)
+        t = staged_forget(c)
+    return True
 
 
 # -- what comes back

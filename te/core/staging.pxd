@@ -95,12 +95,16 @@ cdef Slot *lane_take(Staging *s, Lane *lane) noexcept nogil
 cdef void lane_leave(Staging *s, Lane *lane) noexcept nogil  # waits no more
 # Gives back the first slot: it is held, or copied.
 cdef void lane_give(Staging *s, Lane *lane) noexcept nogil
+# Gives back the last slot, which is held: nothing came for it.
+cdef void lane_return(Staging *s, Lane *lane) noexcept nogil
 # The channel has gone, and gives back all slots, and its place among those who wait. Copies that are
 # under way end by themselves.
 cdef void lane_drop(Staging *s, Lane *lane) noexcept nogil
 # The owner of the lane whose turn it is and that a slot is free for; NULL if there is none. It takes
 # one, or leaves: the others wait for it.
 cdef void *staging_next(Staging *s) noexcept nogil
+# It has not: the lane waits no more, and the next one has its turn.
+cdef void staging_skip(Staging *s) noexcept nogil
 # Whether a lane waits and no slot is free. A destination whose channel has no more bytes just now then
 # scatters what it has received into a slot, or gives back one that it has received nothing into:
 # the bytes that it waits for may themselves wait for those that another lane has no slot for.

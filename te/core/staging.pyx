@@ -120,6 +120,22 @@ cdef void lane_give(Staging *s, Lane *lane) noexcept nogil:
     pthread_mutex_unlock(&s.lock)
 
 
+cdef void lane_return(Staging *s, Lane *lane) noexcept nogil:
+    cdef Slot *slot = lane.last
+    cdef Slot *before = lane.first
+    if before == slot:
+        lane_give(s, lane)
+        return
+    while before.next != slot:
+        before = before.next
+    before.next = NULL
+    lane.last = before
+    lane.held -= 1
+    pthread_mutex_lock(&s.lock)
+    set_free(s, slot)
+    pthread_mutex_unlock(&s.lock)
+
+
 cdef void lane_drop(Staging *s, Lane *lane) noexcept nogil:
     cdef Slot *slot = lane.first
     pthread_mutex_lock(&s.lock)
@@ -142,6 +158,13 @@ cdef void *staging_next(Staging *s) noexcept nogil:
         owner = s.waiting.owner
     pthread_mutex_unlock(&s.lock)
     return owner
+
+
+cdef void staging_skip(Staging *s) noexcept nogil:
+    pthread_mutex_lock(&s.lock)
+    if s.waiting != NULL:
+        stop_waiting(s, s.waiting)
+    pthread_mutex_unlock(&s.lock)
 
 
 cdef bint staging_is_scarce(Staging *s) noexcept nogil:

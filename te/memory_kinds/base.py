@@ -33,9 +33,11 @@ class MemoryKind(ABC):
     #: The same in a sentence: ``"CUDA memory"``.
     description: ClassVar[str]
     reach: ClassVar[Reach]
-    #: The compiled half, a PyCapsule named ``te.memory_kind.1`` of a ``Kind``; None if te cannot
-    #: copy it: then only transports that reach it carry it.
-    compiled: object = None
+    #: Whether te can copy it to and from host memory, so that transports which do not reach it
+    #: carry it, too.
+    has_copier: ClassVar[bool] = False
+    #: The compiled half, a PyCapsule named ``te.memory_kind.1`` of a ``Kind``.
+    compiled: object
 
     @abstractmethod
     def check(self, address: int, nbytes: int) -> None:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import ClassVar, Final
 
+from te.core import kinds
 from te.errors import RegistrationError
 from te.memory_kinds.base import MemoryKind, Reach
 from te.topology import ANYWHERE
@@ -33,6 +34,7 @@ class _Cuda(MemoryKind):
 
     description: ClassVar = "CUDA memory"
     reach: ClassVar = Reach.NIC
+    compiled = kinds.NIC_ONLY
 
     def __init__(self, library: ctypes.CDLL, ordinal: int | None) -> None:
         """``ordinal``: CUDA's number of the GPU in this process; None if it does not tell."""

@@ -66,6 +66,8 @@ class Capabilities:
     #: What of the machine reads and writes memory for it: it moves memory that all of that reaches
     #: (``te.memory_kinds.MemoryKind.reach``) where it lies, without a copy.
     touches: Reach
+    #: Whether it carries other memory through staging, if the memory's kind has a copier.
+    stages: bool = False
     #: Whether transfers of a link arrive in the order in which they were submitted.
     keeps_order: bool
     #: Whether ``Peer.read`` needs nothing of the other side's processor while bytes move.

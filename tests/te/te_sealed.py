@@ -99,6 +99,7 @@ class Sealed(MemoryKind):
     name = "sealed"
     description: ClassVar = "sealed memory"
     reach: ClassVar = Reach(0)
+    has_copier: ClassVar = True
 
     def __init__(self, seed: int, delay_us: int) -> None:
         self._library = _load()

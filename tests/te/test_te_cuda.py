@@ -26,7 +26,7 @@ def test_memory_of_a_gpu_is_told_from_the_hosts() -> None:
     assert kind_of(address) is HOST
     with fake_cuda(address, NBYTES):
         kind = kind_of(address)
-        assert (kind.name, kind.reach, kind.compiled) == ("cuda:5", Reach.NIC, None)
+        assert (kind.name, kind.reach, kind.has_copier) == ("cuda:5", Reach.NIC, False)
         assert kind_of(address + NBYTES - 1).name == "cuda:5"
         assert kind_of(address + NBYTES) is HOST
         kind.check(address, NBYTES)

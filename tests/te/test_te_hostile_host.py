@@ -41,6 +41,7 @@ from te.connect.greeting import GreetingKind
 from te.core.engine import Engine as Plane
 from te.core.wire import MAY_WRITE_UNTAGGED
 from te.handshake import Refuse, decode_body, decode_card
+from te.memory_kinds import HOST
 from te.reasons import Reason, sentence
 from te.transports.samehost._core import NONCE_NBYTES, SamehostLink, read_process
 from te.transports.samehost.messages import Nonce, Shared
@@ -363,7 +364,8 @@ def test_nothing_is_copied_from_a_number_whose_process_has_ended() -> None:
     plane = Plane(1, 1000.0, 1000.0, 0.0, 1 << 20, 100)
     memory = np.zeros(len(MARK), np.uint8)
     start = int(memory.ctypes.data)
-    plane.add_region(start, start + len(MARK), 1, MAY_WRITE_UNTAGGED, False)
+    kind = HOST.compiled
+    plane.add_region(start, start + len(MARK), 1, kind, MAY_WRITE_UNTAGGED, False)
     secret = np.frombuffer(MARK, np.uint8).copy()
     ended = subprocess.Popen(["true"])
     pidfd = os.pidfd_open(ended.pid)

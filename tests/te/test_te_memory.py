@@ -15,6 +15,7 @@ from te import BLOCK, RegistrationError
 from te.core.engine import Engine as Plane
 from te.core.engine import numa_node
 from te.memory import Region, RegionTable
+from te.memory_kinds import HOST
 from te.topology import Locality, Topology, read_machine
 from te.transports.tcp._core import TcpLink
 from te.verbs.fabric import Fabric
@@ -55,7 +56,7 @@ def test_the_plane_agrees_with_a_loop(
         end = regions[-1].end
     plane = a_plane()
     for region in reversed(regions):
-        plane.add_region(region.address, region.end, region.serial, 0, False)
+        plane.add_region(region.address, region.end, region.serial, HOST.compiled, 0, False)
     asked = [(address, nbytes) for address, nbytes in asked if nbytes]
     blocks = np.array([(address, 1, nbytes) for address, nbytes in asked], BLOCK)
     covers = [covering(regions, address, nbytes) for address, nbytes in asked]

@@ -17,6 +17,7 @@ from te.core.plane cimport Plane, plane_private
 from te.core.posix cimport *
 from te.core.sections cimport quiesce
 from te.core.sending cimport *
+from te.core.staged cimport staged_settle, staged_turn
 from te.core.sync cimport *
 from te.core.wire cimport OVER_RINGS, PULL, SEGMENT
 from te.transports.samehost.pulling cimport *
@@ -62,8 +63,11 @@ cdef inline Shared *shared_of(Link *link) noexcept nogil:
 # -- the contract
 
 cdef void prepare(Transfer *t, const uint8_t *plan, size_t nbytes, bint is_shared) noexcept nogil:
-    # process_vm_readv costs 0.5 us and more for each block, and the ring a second copy.
-    if is_shared or t.total >= t.n * PULL_BLOCK_BYTES:
+    # process_vm_readv costs 0.5 us and more for each block, and the ring a second copy. What nobody
+    # can read but a device goes through slots, and from there through the ring.
+    if must_stage(t):
+        sending_prepare(t, SEGMENT, 0)
+    elif is_shared or t.total >= t.n * PULL_BLOCK_BYTES:
         sending_prepare(t, PULL, PULLS_AHEAD)
     else:
         sending_prepare(t, SEGMENT, 0)
@@ -72,7 +76,7 @@ cdef void prepare(Transfer *t, const uint8_t *plan, size_t nbytes, bint is_share
 cdef void submit(Transfer *t) noexcept nogil:
     if (<Sending *>t.own).frame == PULL:
         send_inline(t.link, SENDS_INLINE)
-    elif not t.is_read and t.total <= INLINE_BYTES:
+    elif not t.is_read and t.total <= INLINE_BYTES and not (<Sending *>t.own).is_staged:
         send_inline(t.link, 1)
     else:
         kick_some(t.link, t.total)
@@ -120,6 +124,10 @@ PROTOCOL.frames.refuse = landing_refuse
 PROTOCOL.frames.moved = landing_moved
 PROTOCOL.frames.landed = pulling_landed
 PROTOCOL.frames.copy = pulling_copy
+PROTOCOL.frames.turn = staged_turn
+PROTOCOL.frames.settle = staged_settle
+PROTOCOL.frames.part = landing_part
+PROTOCOL.frames.leave = sending_leave
 PROTOCOL.frames.take_up = pulling_take_up
 PROTOCOL.frames.has_work = pulling_has_work
 PROTOCOL.reply = PULL

@@ -5,12 +5,16 @@ from libc.stdio cimport snprintf
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcmp, memcpy, strerror
-from te.core.frames cimport AT_COPY, AT_HEAD, LOST, MOVED, queue_frame
+from te.core.frames cimport AT_COPY, AT_HEAD, LOST, MOVED, WAITING, queue_frame
 from te.core.heap cimport need
 from te.core.landing cimport *
 from te.core.link cimport ENDED, PROCESS_GONE, TEXT_MAX, link_die
 from te.core.posix cimport POLLIN, POLLRDHUP, poll, pollfd, process_vm_readv
 from te.core.sections cimport enter, leave
+from te.core.staged cimport (
+    staged_is_open, staged_push, staged_receive, staged_slot, staged_slot_bytes,
+)
+from te.core.staging cimport Slot
 from te.core.sync cimport *
 from te.core.vectors cimport advance, within
 from te.core.wire cimport ACK, Block, PROGRESS, PULL, header_of
@@ -140,18 +144,20 @@ cdef Mapping *mapping_of(Samehost *own, u64 address, u64 nbytes) noexcept nogil:
     return NULL
 
 
-cdef ssize_t copy_mapped(Connection *c, iovec *far) noexcept nogil:
-    """Copies the next ranges that lie in mapped memory, up to PULL_BYTES; 0 if there are none."""
+cdef ssize_t copy_mapped(Connection *c, iovec *far, uint8_t *slot, u64 most) noexcept nogil:
+    """Copies the next ranges that lie in mapped memory, so much at most, to where they belong or
+    into a slot; 0 if there are none."""
     cdef Mapping *m
     cdef u64 done = 0, n, src
     cdef u32 i = c.near_at
-    while i < c.near_n and done < PULL_BYTES:
+    while i < c.near_n and done < most:
         src = <u64>far[i].iov_base
-        n = min(<u64>c.near[i].iov_len, PULL_BYTES - done)
+        n = min(<u64>c.near[i].iov_len, most - done)
         m = mapping_of(own_of(c), src, n)
         if m == NULL:
             break
-        memcpy(c.near[i].iov_base, m.near + (src - m.start), n)
+        memcpy(
+            c.near[i].iov_base if slot == NULL else slot + done, m.near + (src - m.start), n)
         done += n
         if n < c.near[i].iov_len:
             break
@@ -159,9 +165,9 @@ cdef ssize_t copy_mapped(Connection *c, iovec *far) noexcept nogil:
     return done
 
 
-cdef ssize_t copy_foreign(Connection *c, iovec *far) noexcept nogil:
-    """process_vm_readv(2) of the next ranges, up to PULL_BYTES; -1 and errno when none could; 0 if
-    they are not of the process that was greeted.
+cdef ssize_t copy_foreign(Connection *c, iovec *far, uint8_t *slot, u64 most) noexcept nogil:
+    """The same by process_vm_readv(2), of any memory; -1 and errno when none could be read; 0 if it
+    is not that of the process that was greeted.
 
     The nonce is read behind them by the same call, which looks into one address space: that of the
     number has changed if the process has run another program (execve(2)). Of small copies that is
@@ -170,18 +176,23 @@ cdef ssize_t copy_foreign(Connection *c, iovec *far) noexcept nogil:
     cdef Samehost *own = own_of(c)
     cdef uint8_t *seen = (<Pulling *>c.own).seen
     cdef u64 cut, wanted, now = now_ns()
-    cdef u32 i = c.near_at, n = within(c.near + i, c.near_n - i, PULL_BYTES, &cut)
-    cdef iovec *near_end = c.near + i + n
+    cdef u32 i = c.near_at, n = within(c.near + i, c.near_n - i, most, &cut), near_n = n
+    cdef iovec *near = c.near + i
+    cdef iovec *near_end = near + n
     cdef iovec *far_end = far + i + n
     cdef iovec near_kept = near_end[0], far_kept = far_end[0]
+    cdef iovec room[2]
     cdef ssize_t moved
     cdef bint looks
     far_end[-1].iov_len = near_end[-1].iov_len
-    wanted = nbytes_of(c.near + i, n)
+    wanted = nbytes_of(near, n)
     looks = wanted >= SPREAD_BYTES or now > load64(&own.nonce_ns) + ALIVE_NS
-    near_end.iov_base, near_end.iov_len = seen, NONCE_BYTES
+    if slot != NULL:
+        room[0].iov_base, room[0].iov_len = slot, wanted
+        near, near_n = room, 1
+    near[near_n].iov_base, near[near_n].iov_len = seen, NONCE_BYTES
     far_end.iov_base, far_end.iov_len = <void *>own.nonce_at, NONCE_BYTES
-    moved = process_vm_readv(own.pid, c.near + i, n + looks, far + i, n + looks, 0)
+    moved = process_vm_readv(own.pid, near, near_n + looks, far + i, n + looks, 0)
     near_end[0], far_end[0] = near_kept, far_kept
     if cut:
         near_end[-1].iov_len = far_end[-1].iov_len = cut
@@ -247,21 +258,31 @@ cdef Moved pulling_copy(Connection *c) noexcept nogil:
     cdef Pulling *p = <Pulling *>c.own
     cdef Arriving *a = p.landings.arriving
     cdef char reason[TEXT_MAX]
+    cdef uint8_t *into = NULL
+    cdef u64 most = PULL_BYTES
+    cdef Slot *slot
     cdef ssize_t n = 0
     cdef bint good, gone = False
+    if c.head.kind != PULL:
+        return staged_receive(c)
     if load32(&a.refused):
         end_copy(c)
         return MOVED
+    if staged_is_open(c):
+        slot = staged_slot(c)
+        if slot == NULL:
+            return WAITING
+        into, most = slot.base, staged_slot_bytes(c)
     if c.payload_left >= SPREAD_BYTES:
         worker_spread(c.polled.worker)
     enter(&c.polled.worker.section, c.link, a.opening)
     good = landing_may_land(c, reason)
     if good:
-        n = copy_mapped(c, p.far)
+        n = copy_mapped(c, p.far, into, most)
         if n == 0:
             gone = may_be_gone(own_of(c))
             if not gone:
-                n = copy_foreign(c, p.far)
+                n = copy_foreign(c, p.far, into, most)
                 gone = n == 0
     leave(&c.polled.worker.section)
     if gone:
@@ -274,13 +295,25 @@ cdef Moved pulling_copy(Connection *c) noexcept nogil:
         landing_refuse(c, reason)
         end_copy(c)
         return MOVED
-    add64(&c.link.plane.bytes_received, n)
+    return copied(c, n, into != NULL)
+
+
+cdef Moved copied(Connection *c, u64 n, bint is_staged) noexcept nogil:
+    """So much more has landed, or is in a slot."""
     store64(&c.link.progress_ns, now_ns())
-    landing_moved(c, n)
     c.payload_left -= n
     if c.payload_left:
-        advance(p.far, c.near_at, n)
-        c.near_at = advance(c.near, c.near_at, n)
+        advance((<Pulling *>c.own).far, c.near_at, n)
+    if is_staged:
+        if not staged_push(c, n):
+            end_copy(c)
+            return MOVED
+    else:
+        add64(&c.link.plane.bytes_received, n)
+        landing_moved(c, n)
+        if c.payload_left:
+            c.near_at = advance(c.near, c.near_at, n)
+    if c.payload_left:
         return MOVED
     if not source_lives(c):
         # It may have used the memory for something else already: this must not count.

@@ -78,6 +78,7 @@ class SameHost(Transport):
     name: ClassVar = "samehost"
     capabilities: ClassVar = Capabilities(
         touches=Reach.CPU | Reach.KERNEL,
+        stages=True,
         keeps_order=False,
         reads_one_sided=False,
         piece_nbytes_max=SEGMENT_BYTES_MAX,

@@ -12,6 +12,7 @@ from te.core.heap cimport need
 from te.core.landing cimport *
 from te.core.link cimport Link, Ops, Transfer, plain_ops
 from te.core.sending cimport *
+from te.core.staged cimport staged_receive, staged_settle, staged_turn
 from te.core.wire cimport OVER_TCP, SEGMENT
 
 cdef enum:
@@ -23,7 +24,7 @@ cdef void prepare(Transfer *t, const uint8_t *plan, size_t nbytes, bint is_share
 
 
 cdef void submit(Transfer *t) noexcept nogil:
-    if not t.is_read and t.total <= INLINE_BYTES:
+    if not t.is_read and t.total <= INLINE_BYTES and not (<Sending *>t.own).is_staged:
         send_inline(t.link, 1)
     else:
         kick_some(t.link, t.total)
@@ -53,6 +54,11 @@ PROTOCOL.frames.may_land = landing_may_land
 PROTOCOL.frames.refuse = landing_refuse
 PROTOCOL.frames.moved = landing_moved
 PROTOCOL.frames.landed = landing_landed
+PROTOCOL.frames.copy = staged_receive
+PROTOCOL.frames.turn = staged_turn
+PROTOCOL.frames.settle = staged_settle
+PROTOCOL.frames.part = landing_part
+PROTOCOL.frames.leave = sending_leave
 PROTOCOL.reply = SEGMENT
 
 

@@ -32,6 +32,7 @@ class Tcp(Transport):
     name: ClassVar = "tcp"
     capabilities: ClassVar = Capabilities(
         touches=Reach.KERNEL,
+        stages=True,
         keeps_order=False,
         reads_one_sided=False,
         piece_nbytes_max=SEGMENT_BYTES_MAX,
