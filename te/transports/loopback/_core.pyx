@@ -1,12 +1,13 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 # The destination's worker does everything: it takes the next transfer off the source's list, checks
-# what it asks for, copies, and tells the source. Either end holds a reference to the other until it
-# closes. Of the two links' locks one at most is held.
+# what it asks for, copies, and tells the source. Either end holds a reference to the other until the
+# first of the two closes. Of the two links' locks one at most is held.
 
 from libc.stdint cimport uint8_t
+from libc.stdio cimport snprintf
 from libc.stdlib cimport free
-from libc.string cimport memcpy, strlen
+from libc.string cimport memmove, strlen
 from te.core.connections cimport connections_free
 from te.core.engine cimport Engine
 from te.core.frames cimport Connection, Protocol
@@ -14,6 +15,7 @@ from te.core.handles cimport LinkHandle
 from te.core.heap cimport need
 from te.core.inbound cimport *
 from te.core.link cimport *
+from te.core.plane cimport Plane
 from te.core.posix cimport iovec
 from te.core.regions cimport Snapshot, is_registered, say_refused
 from te.core.sections cimport enter, leave
@@ -58,10 +60,11 @@ cdef void prepare(Transfer *t, const uint8_t *plan, size_t nbytes, bint is_share
 
 
 cdef void submit(Transfer *t) noexcept nogil:
-    cdef Link *other = other_of(t.link)
-    if other != NULL:
-        link_kick(other)
-        link_drop(other)
+    # Under the lock: behind `part` the other end's engine may be gone, with its workers.
+    pthread_mutex_lock(&t.link.lock)
+    if loop_of(t.link).other != NULL:
+        link_kick(loop_of(t.link).other)
+    pthread_mutex_unlock(&t.link.lock)
 
 
 cdef void cancel(Transfer *t) noexcept nogil:
@@ -83,20 +86,27 @@ cdef bint is_allowed(
     cdef Snapshot *s = <Snapshot *>load_pointer(&link.plane.regions.now)
     cdef Place place
     cdef u32 i
+    cdef int k
     if not t.is_read:
         return may_land(link, a, NULL, NULL, 0, reason) and is_placed(
             link, a, &place, near, n, reason)
+    if load32(&link.dropped):
+        snprintf(reason, TEXT_MAX, b"the application fenced this peer")
+        return False
+    k = snprintf(reason, TEXT_MAX, b"the source: ")
     for i in range(n):
         if not is_registered(
             s, <u64>far[i].iov_base, far[i].iov_len, s.newest, RIGHT_READ, NULL
         ):
-            say_refused(s, <u64>far[i].iov_base, far[i].iov_len, RIGHT_READ, reason)
+            say_refused(s, <u64>far[i].iov_base, far[i].iov_len, RIGHT_READ, reason + k)
             return False
     return True
 
 
 cdef bint copy_some(Connection *c, Transfer *t, char *reason) noexcept nogil:
     """The next blocks; False if they may not be copied."""
+    cdef Plane *near_plane = t.link.plane if t.is_read else c.link.plane
+    cdef Plane *far_plane = c.link.plane if t.is_read else t.link.plane
     cdef Loop *own = loop_of(c.link)
     cdef iovec near[BLOCKS_AT_ONCE]
     cdef iovec far[BLOCKS_AT_ONCE]
@@ -118,9 +128,12 @@ cdef bint copy_some(Connection *c, Transfer *t, char *reason) noexcept nogil:
     enter(&c.polled.worker.section, c.link, NULL if own.arriving == NULL else own.arriving.opening)
     good = is_allowed(c, t, near, far, n, reason)
     for i in range(n if good else 0):
-        memcpy(near[i].iov_base, far[i].iov_base, near[i].iov_len)
+        # An engine that is its own peer may name ranges that overlap.
+        memmove(near[i].iov_base, far[i].iov_base, near[i].iov_len)
     leave(&c.polled.worker.section)
-    add64(&c.link.plane.bytes_received, COPY_BYTES - left if good else 0)
+    if good:
+        add64(&far_plane.bytes_sent, COPY_BYTES - left)
+        add64(&near_plane.bytes_received, COPY_BYTES - left)
     return good
 
 
@@ -138,14 +151,21 @@ cdef Transfer *take_next(Link *source) noexcept nogil:
     return t
 
 
-cdef void finish(Connection *c, Link *source, uint8_t outcome, const char *reason) noexcept nogil:
-    """Tells the source, if it still waits; and forgets the transfer."""
+cdef void put_down(Connection *c) noexcept nogil:
+    """Forgets the transfer, whatever became of it."""
     cdef Loop *own = loop_of(c.link)
-    cdef Transfer *t = own.transfer
     if own.arriving != NULL:
         pthread_mutex_lock(&c.link.lock)
         arriving_forget(c.link, own.arriving)
         pthread_mutex_unlock(&c.link.lock)
+    transfer_drop(own.transfer)
+    own.transfer = NULL
+    own.arriving = NULL
+
+
+cdef void finish(Connection *c, Link *source, uint8_t outcome, const char *reason) noexcept nogil:
+    """Tells the source, if it still waits."""
+    cdef Transfer *t = loop_of(c.link).transfer
     pthread_mutex_lock(&source.lock)
     if t.is_listed:
         t.in_flight = 0
@@ -154,9 +174,7 @@ cdef void finish(Connection *c, Link *source, uint8_t outcome, const char *reaso
         answer(t, outcome, <const uint8_t *>reason, <u32>strlen(reason))
         conclude(t)
     pthread_mutex_unlock(&source.lock)
-    transfer_drop(t)
-    own.transfer = NULL
-    own.arriving = NULL
+    put_down(c)
 
 
 cdef bint begin(Connection *c, Link *source, char *reason) noexcept nogil:
@@ -196,8 +214,11 @@ cdef void serve(Connection *c, Link *source) noexcept nogil:
     if own.transfer == NULL and not begin(c, source, reason):
         return
     polled_again(&c.polled)
-    if load32(&own.transfer.cancel) or not may_copy(source, own.transfer, True):
+    if load32(&own.transfer.cancel):
         finish(c, source, ABANDONED, b"")
+        return
+    if not may_copy(source, own.transfer, True):
+        put_down(c)  # The source has closed: that is the transfer's outcome.
         return
     if own.arriving != NULL and own.arriving.refused:
         good = False
@@ -206,8 +227,6 @@ cdef void serve(Connection *c, Link *source) noexcept nogil:
     if good and own.index == own.transfer.n:
         if own.arriving != NULL:
             good = arriving_count(c.link, &c.polled.worker.section, own.arriving, reason)
-        if good:
-            add64(&source.plane.bytes_sent, own.transfer.total)
     may_copy(source, own.transfer, False)
     if not good:
         finish(c, source, REFUSED, reason)
@@ -236,20 +255,32 @@ cdef bint received(Connection *c) noexcept nogil:
     return False
 
 
+cdef Link *forgotten_by(Link *link, Link *other) noexcept nogil:
+    """The other end, with the reference that this one had; NULL if it had none to that one."""
+    cdef Loop *own = loop_of(link)
+    cdef Link *known
+    pthread_mutex_lock(&link.lock)
+    known = own.other
+    if other == NULL or known == other:
+        own.other = NULL
+    else:
+        known = NULL
+    pthread_mutex_unlock(&link.lock)
+    return known
+
+
 cdef void part(Link *link) noexcept nogil:
     """The ends know each other no more, and nothing of this one is being copied."""
     cdef Loop *own = loop_of(link)
-    cdef Link *other
-    pthread_mutex_lock(&link.lock)
-    other = own.other
-    own.other = NULL
-    pthread_mutex_unlock(&link.lock)
-    while load32(&own.copying):  # For one memcpy.
+    cdef Link *other = forgotten_by(link, NULL)
+    while load32(&own.copying):  # For one turn's copies.
         relax()
+    if own.transfer != NULL:
+        put_down(<Connection *>link.connections[0])
     if other == NULL:
         return
-    if own.transfer != NULL:
-        finish(<Connection *>link.connections[0], other, ABANDONED, b"")
+    if forgotten_by(other, link) != NULL:
+        link_drop(link)
     link_drop(other)
 
 
@@ -292,6 +323,7 @@ cdef class LoopbackLink(LinkHandle):
     def add_connection(self, int fd, LoopbackLink other=None):
         cdef bint added = self.add(&PROTOCOL, fd, -1, 0, -1)
         if added and other is not None:
-            meet(self.k, other.k)
             meet(other.k, self.k)
+            meet(self.k, other.k)
+            link_kick(self.k)  # The source may have submitted since it was welcomed.
         return added
