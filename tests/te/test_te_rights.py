@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What peers may do with registered memory: by the region, by the tag's peer, by its ranges."""
+"""Rights as they are given and looked up; what peers see of them: test_te_contract_rights.py."""
 
 from __future__ import annotations
 
-import itertools
 import struct
-from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from te.core.tags import cover
-from te_transports import TRANSPORTS
 
 import te
 from te.handshake import decode_card
@@ -23,119 +20,8 @@ from te.tags import packed_peer, packed_ranges
 from te.topology import Topology
 from te.verbs.fabric import Fabric
 
-TIMEOUT_S = 20.0
 TAG = te.new_tag()
-#: The smallest that goes without the rings on the same host, and one that goes through them.
-SIZES = (64, 8192)
 WORDS: list[Remote] = list(RIGHTS)
-
-NOT_READ = r'may not read; register it there with remote="read" or "read-write"'
-NOT_WRITTEN = r'may not write; register it there with remote="tagged" or "read-write"'
-NOT_UNTAGGED = (
-    r"may not write without a tag; write under one that is expected there, or register it there"
-    r' with remote="read-write"'
-)
-OUTSIDE = "lie outside the registered memory; nothing is registered for peers"
-#: By what the region is registered for and what a peer does: how the refusal ends, if it is one.
-VERDICTS: dict[tuple[Remote, str], str | None] = {
-    ("none", "write"): OUTSIDE,
-    ("none", "tagged write"): OUTSIDE,
-    ("none", "read"): OUTSIDE,
-    ("read", "write"): NOT_UNTAGGED,
-    ("read", "tagged write"): NOT_WRITTEN,
-    ("read", "read"): None,
-    ("tagged", "write"): NOT_UNTAGGED,
-    ("tagged", "tagged write"): None,
-    ("tagged", "read"): NOT_READ,
-    ("read-write", "write"): None,
-    ("read-write", "tagged write"): None,
-    ("read-write", "read"): None,
-}
-
-
-class Pair:
-    """A source that writes and reads in a target's memory."""
-
-    def __init__(self, source: te.Engine, target: te.Engine, remote: Remote) -> None:
-        self.source, self.target = source, target
-        self.near = np.full(1 << 14, 1, np.uint8)
-        self.far = np.full(1 << 14, 2, np.uint8)
-        source.register(self.near, remote="none")
-        self.region = target.register(self.far, remote=remote)
-        self.peer = source.connect(target.card())
-
-    def does(self, what: str, nbytes: int, at: int = 0, tag: int = TAG) -> te.Status:
-        near, far = self.near.ctypes.data, self.far.ctypes.data + at
-        if what == "read":
-            transfer = self.peer.read(te.Blocks.of(far, near, nbytes))
-        else:
-            transfer = self.peer.write(te.Blocks.of(near, far, nbytes), tag * (what != "write"))
-        assert transfer.wait(TIMEOUT_S)
-        return transfer.poll()
-
-
-@pytest.fixture(params=TRANSPORTS)
-def engines(request: pytest.FixtureRequest) -> Iterator[tuple[te.Engine, te.Engine]]:
-    config = te.Config(transports=(request.param,))
-    with te.Engine(config) as source, te.Engine(config) as target:
-        yield source, target
-
-
-Engines = tuple[te.Engine, te.Engine]
-
-
-@pytest.mark.parametrize("remote", WORDS)
-def test_each_right_allows_what_it_says_and_nothing_else(engines: Engines, remote: Remote) -> None:
-    pair = Pair(*engines, remote)
-    engines[1].expect(TAG)
-    for what, nbytes in itertools.product(("write", "tagged write", "read"), SIZES):
-        pair.near[:], pair.far[:] = 1, 2
-        says = VERDICTS[remote, what]
-        if says is None:
-            assert pair.does(what, nbytes) is te.Status.DONE
-            assert (pair.near[:nbytes] == pair.far[:nbytes]).all()
-        else:
-            side = "source" if what == "read" else "destination"
-            start = f"the {side}: {nbytes} bytes at {pair.far.ctypes.data:#x} .*"
-            with pytest.raises(te.TransferFailed, match=start + says):
-                pair.does(what, nbytes)
-            assert (pair.near == 1).all()
-            assert (pair.far == 2).all()
-    assert pair.peer.alive
-    assert engines[1].arrived(TAG) == 2 * (VERDICTS[remote, "tagged write"] is None)
-
-
-@pytest.mark.parametrize("remote", WORDS)
-def test_an_engine_itself_may_use_a_region_of_any_right(engines: Engines, remote: Remote) -> None:
-    pair = Pair(*engines, "read-write")
-    own = np.full(8192, 3, np.uint8)
-    region = engines[0].register(own, remote=remote)
-    assert region.remote == remote
-    for nbytes in SIZES:
-        own[:] = 3
-        pair.peer.write(te.Blocks.of(region.address, pair.region.address, nbytes)).wait(TIMEOUT_S)
-        assert (pair.far[:nbytes] == 3).all()
-        pair.far[:] = 4
-        pair.peer.read(te.Blocks.of(pair.region.address, region.address, nbytes)).wait(TIMEOUT_S)
-        assert (own[:nbytes] == 4).all()
-        assert (own[nbytes:] == 3).all()
-
-
-def test_of_regions_that_touch_each_must_allow_it(engines: Engines) -> None:
-    source, target = engines
-    pair = Pair(source, target, "read-write")
-    more = np.full(8192, 5, np.uint8)
-    address = int(more.ctypes.data)
-    target.register(address, 4096, remote="read-write")
-    target.register(address + 4096, 4096, remote="read")
-    there = te.Blocks.of(pair.near.ctypes.data, address + 4000, 97)
-    back = te.Blocks.of(address + 4000, pair.near.ctypes.data, 97)
-    assert pair.peer.read(back).wait(TIMEOUT_S)
-    with pytest.raises(
-        te.TransferFailed, match=f"97 bytes at {address + 4000:#x} .* may not write"
-    ):
-        pair.peer.write(there).wait(TIMEOUT_S)
-    assert (more == 5).all()
 
 
 def test_what_is_for_nobody_is_told_to_nobody() -> None:
@@ -189,86 +75,7 @@ def test_keys_allow_no_more_than_the_region_but_for_iwarp(family: str) -> None:
     ]
 
 
-# -- tags for one peer
-
-
-def test_a_tag_is_for_whom_it_was_opened(engines: Engines) -> None:
-    source, target = engines
-    pair = Pair(source, target, "tagged")
-    life, before = te.Identity(source.id, source.epoch), te.Identity(source.id, source.epoch - 1)
-    for peer in (source.id, source, life, None):
-        target.expect(TAG, peer=peer)
-        assert pair.does("tagged write", 64) is te.Status.DONE
-        assert target.fence(TAG) == 1
-    pair.far[:] = 2
-    says = f"the tag {TAG:#x} is not open here: never expected, fenced, or expected from another"
-    for other in (target.id, target, before):
-        target.expect(TAG, peer=other)
-        for nbytes in SIZES:
-            with pytest.raises(te.TransferFailed, match=says):
-                pair.does("tagged write", nbytes)
-        with pytest.raises(te.TransferFailed, match=says):
-            pair.peer.write(te.Blocks.of([], [], []), TAG).wait(TIMEOUT_S)
-        assert target.fence(TAG) == 0
-    with pytest.raises(te.TransferFailed, match=says):  # The same where nobody may write.
-        pair.does("tagged write", 64)
-    assert (pair.far == 2).all()
-    assert pair.peer.alive
-
-
-def test_of_two_peers_one_may_write_under_a_tag() -> None:
-    with te.Engine() as one, te.Engine() as other, te.Engine() as target:
-        first, second = Pair(one, target, "tagged"), Pair(other, target, "tagged")
-        target.expect(TAG, peer=second.source)
-        with pytest.raises(te.TransferFailed, match="is not open here"):
-            first.does("tagged write", 64)
-        assert second.does("tagged write", 64) is te.Status.DONE
-        assert (first.far == 2).all()
-        assert target.arrived(TAG) == 1
-
-
-# -- ranges of tags
-
-BYTES_TRANSPORTS = [one for one in TRANSPORTS if one.values != ("rdma",)]
-
-
-@pytest.mark.parametrize("transport", BYTES_TRANSPORTS)
-def test_writes_outside_the_ranges_of_their_tag_are_refused(transport: str) -> None:
-    config = te.Config(transports=(transport,))
-    with te.Engine(config) as source, te.Engine(config) as target:
-        pair = Pair(source, target, "tagged")
-        base = int(pair.far.ctypes.data)
-        # The first two are one; of the last a part is not registered.
-        ranges = [(base + 1000, 1000), (base, 1000), (base + 9000, 1 << 20)]
-        target.expect(TAG, ranges=ranges)
-        for at, nbytes in ((0, 2000), (900, 200), (9000, 64), (9000, 7000)):
-            assert pair.does("tagged write", nbytes, at) is te.Status.DONE
-        assert (np.flatnonzero(pair.far == 1) == [*range(2000), *range(9000, 16000)]).all()
-        says = rf"the destination: .* outside the ranges that the tag {TAG:#x} was opened for"
-        pair.far[:] = 2
-        for at, nbytes in ((0, 2001), (2000, 1), (8999, 64), (1900, 8192)):
-            with pytest.raises(te.TransferFailed, match=f"{nbytes} bytes at {base + at:#x} lie "):
-                pair.does("tagged write", nbytes, at)
-            with pytest.raises(te.TransferFailed, match=says):
-                pair.does("tagged write", nbytes, at)
-        blocks = te.Blocks.of(pair.near.ctypes.data, base + np.array([0, 5000]), 64)
-        with pytest.raises(te.TransferFailed, match=says):
-            pair.peer.write(blocks, TAG).wait(TIMEOUT_S)
-        with pytest.raises(te.TransferFailed, match="outside the registered memory"):
-            pair.does("tagged write", 64, 16384 - 32)
-        assert (pair.far == 2).all()
-
-
-@pytest.mark.parametrize("ranges", [[], np.zeros((0, 2), np.uint64)])
-def test_a_tag_without_any_range_counts_empty_transfers(ranges: Any) -> None:
-    with te.Engine() as source, te.Engine() as target:
-        pair = Pair(source, target, "tagged")
-        target.expect(TAG, ranges=ranges)
-        assert pair.peer.write(te.Blocks.of([], [], []), TAG).wait(TIMEOUT_S)
-        with pytest.raises(te.TransferFailed, match="outside the ranges"):
-            pair.does("tagged write", 1)
-        assert target.arrived(TAG) == 1
-
+# -- tags
 
 LIMIT = 65_536
 

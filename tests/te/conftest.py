@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fixtures of the contract's tests: each runs over every transport (te_contract.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from te_contract import WAYS, Pair, Way, paired
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Way:
+    assert isinstance(request.param, Way)
+    return request.param
+
+
+@pytest.fixture
+def pair(way: Way) -> Iterator[Pair]:
+    with paired(way, segment_bytes=1 << 18) as pair:  # Megabytes are several segments.
+        yield pair

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every transport is tested over, and two engines with memory on it. A new transport is one
+more line in ``WAYS``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import pytest
+from te_direct import NullEngine
+from te_far import pattern, wait_until
+
+import te
+from te.bench._null import Wires
+from te.memory import Remote
+from te.transports import registry
+from te.transports.base import Capabilities
+
+__all__ = ["EMPTY", "GUARD", "TIMEOUT_S", "WAYS", "Pair", "Way", "copied", "outcome", "paired"]
+
+TIMEOUT_S: Final = 20.0
+#: What destinations are full of.
+GUARD: Final = 0xEE
+EMPTY: Final = te.Blocks.of([], [], [])
+
+Maker: TypeAlias = Callable[..., te.Engine]
+"""An engine of this transport, with these settings besides."""
+
+
+def _of_config(transport: str) -> Callable[[], Maker]:
+    return lambda: lambda **config: te.Engine(te.Config(transports=(transport,), **config))
+
+
+def _of_null_devices() -> Maker:
+    wires = Wires()
+    return lambda **config: NullEngine(wires, **config)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A transport, and what is under it."""
+
+    transport: str
+    #: Makes what makes engines that reach each other.
+    maker: Callable[[], Maker]
+    #: Whether a byte moves. Over null devices all else is as over RDMA, but memory stays as it is.
+    moves_bytes: bool = True
+    #: Whether a destination is looked up as a whole, so that of a refused transfer nothing lands at
+    #: all; else nothing of the refused segment. Where it is, ranges of tags bind nobody.
+    looks_up_all: bool = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        found: Capabilities = registry.load(self.transport).capabilities
+        return found
+
+
+WAYS: Final = [
+    pytest.param(Way("loopback", _of_config("loopback")), id="loopback"),
+    pytest.param(Way("tcp", _of_config("tcp")), id="tcp"),
+    pytest.param(Way("samehost", _of_config("samehost")), id="samehost"),
+    pytest.param(
+        Way("rdma", _of_null_devices, moves_bytes=False, looks_up_all=True), id="null-devices"
+    ),
+    pytest.param(
+        Way("rdma", _of_config("rdma"), looks_up_all=True), id="rdma", marks=pytest.mark.rdma
+    ),
+]
+
+
+class Pair:
+    """A source with patterned memory, a target with memory full of ``GUARD``, and the peer."""
+
+    def __init__(
+        self, way: Way, make: Maker, nbytes: int, remote: Remote = "read-write", **config: Any
+    ) -> None:
+        self.way, self.make = way, make
+        self.source, self.target = make(**config), make(**config)
+        self.src, self.dst = pattern(1, nbytes), np.full(nbytes, GUARD, np.uint8)
+        self.src_region = self.source.register(self.src, remote="none")
+        self.dst_region = self.target.register(self.dst, remote=remote)
+        self.peer = self.source.connect(self.target.card())
+        assert self.peer.transport == way.transport
+
+    def blocks(self, src: object, dst: object, nbytes: object) -> te.Blocks:
+        """For a write, from offsets."""
+        return self._blocks(self.src_region, src, self.dst_region, dst, nbytes)
+
+    def blocks_back(self, src: object, dst: object, nbytes: object) -> te.Blocks:
+        """For a read, from offsets: ``src`` is the target's memory."""
+        return self._blocks(self.dst_region, src, self.src_region, dst, nbytes)
+
+    def write(self, src: object, dst: object, nbytes: object, tag: int = 0) -> te.Transfer:
+        return self.peer.write(self.blocks(src, dst, nbytes), tag)
+
+    def assert_moved(self, memory: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
+        """It is as after what was done; where no byte moves, as before."""
+        assert (memory == (after if self.way.moves_bytes else before)).all()
+
+    def await_progress(self, *transfers: te.Transfer) -> None:
+        """Something of them has moved, or one has an outcome."""
+        wait_until(
+            lambda: (
+                self.source.stats().bytes_sent
+                or self.source.stats().bytes_received
+                or self.target.stats().bytes_received
+                or any(one.poll() is not te.Status.PENDING for one in transfers)
+            ),
+            "something moves",
+        )
+
+    def close(self) -> None:
+        """And nothing of the engines is left."""
+        self.source.close()
+        self.target.close()
+        # The pool's threads are not waited for: they may be in a call that blocks.
+        assert all(name.startswith("te-pool-") for name in self.threads()), self.threads()
+        wait_until(lambda: not self.threads(), "no thread is left")
+
+    def threads(self) -> list[str]:
+        """The names of the engines' threads."""
+        ids = self.source.id[:8], self.target.id[:8]
+        names = [thread.name for thread in threading.enumerate()]
+        return [name for name in names if any(one in name for one in ids)]
+
+    @staticmethod
+    def _blocks(
+        src: te.Region, src_at: object, dst: te.Region, dst_at: object, nbytes: object
+    ) -> te.Blocks:
+        return te.Blocks.of(
+            src.address + np.asarray(src_at, np.uint64),
+            dst.address + np.asarray(dst_at, np.uint64),
+            nbytes,  # type: ignore[arg-type]
+        )
+
+
+@contextlib.contextmanager
+def paired(way: Way, nbytes: int = 4 << 20, **config: Any) -> Iterator[Pair]:
+    """Engines with these settings."""
+    pair = Pair(way, way.maker(), nbytes, **config)
+    with contextlib.closing(pair):
+        yield pair
+
+
+def copied(
+    src: np.ndarray, dst: np.ndarray, src_at: np.ndarray, dst_at: np.ndarray, nbytes: np.ndarray
+) -> np.ndarray:
+    """What ``dst`` is once these blocks have been copied into it; offsets and sizes, shape (n,)."""
+    inside = np.arange(nbytes.sum()) - np.repeat(np.cumsum(nbytes) - nbytes, nbytes)
+    after = dst.copy()
+    after[np.repeat(dst_at, nbytes) + inside] = src[np.repeat(src_at, nbytes) + inside]
+    return after
+
+
+def outcome(transfer: te.Transfer) -> te.Status:
+    """Waits for it; it may be any."""
+    with contextlib.suppress(te.TransferFailed):
+        transfer.wait(TIMEOUT_S)
+    assert transfer.poll() is not te.Status.PENDING
+    assert bool(transfer.reason) == (transfer.poll() is te.Status.FAILED)
+    return transfer.poll()
