@@ -29,6 +29,7 @@ from te.errors import (
     VersionError,
     WaitTimeout,
 )
+from te.fences import Fence, FenceState
 from te.memory import Region
 from te.peers import Peer
 from te.tags import Identity, new_tag
@@ -45,6 +46,8 @@ __all__ = [
     "DeviceError",
     "Engine",
     "Error",
+    "Fence",
+    "FenceState",
     "FenceTimeout",
     "HandshakeError",
     "Identity",

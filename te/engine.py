@@ -22,8 +22,9 @@ from te.connect.outgoing import open_link
 from te.connect.pool import Pool
 from te.core.engine import Engine as Plane
 from te.errors import ClosedError, FenceTimeout
+from te.fences import QUIESCE_TIMEOUT_S, Fence, late
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, decode_card, encode
-from te.memory import Region, RegionTable, Remote, late
+from te.memory import Region, RegionTable, Remote
 from te.memory_kinds.ring import Ring
 from te.peers import Peer
 from te.proof import null_key
@@ -36,9 +37,6 @@ __all__ = ["Engine", "Stats"]
 
 logger = logging.getLogger(__name__)
 
-# A landing is one call of at most a few MiB: milliseconds, even on a busy machine, unless it waits
-# for pages of another process that the kernel has to fetch.
-QUIESCE_TIMEOUT_S: Final = 0.9
 CLOSE_TIMEOUT_S: Final = 5.0
 
 
@@ -327,6 +325,13 @@ class Engine:
         """
         return self._plane.arrived_nbytes(tag) if 0 < tag < TAG_LIMIT else 0
 
+    def revoke(self, tag: int) -> Fence | None:
+        """Closes a tag without waiting: no landing begins under it any more, and ``Fence`` says
+        when those under way have ended. None if the tag is not open, and not being closed."""
+        check_tag(tag)
+        revocation = self._plane.revoke_tag(tag)
+        return None if revocation is None else Fence(tag, revocation, self._acceptor.withdraw)
+
     def fence(self, tag: int, timeout_s: float = QUIESCE_TIMEOUT_S) -> int:
         """Closes a tag: after it returns no write of it can land, whatever its source does.
 
@@ -335,18 +340,8 @@ class Engine:
         not be reused, the tag stays closed, and ``fence`` is to be called again. Several threads
         may fence a tag at once; each returns when it is confirmed.
         """
-        check_tag(tag)
-        until_s = time.monotonic() + timeout_s
-        revocation = self._plane.revoke_tag(tag)
-        if revocation is None:
-            return 0
-        confirmed = revocation.await_landings(timeout_s)
-        if confirmed and revocation.granted:
-            self._acceptor.withdraw(revocation)
-            confirmed = revocation.await_grants(until_s - time.monotonic())
-        if not confirmed:
-            raise FenceTimeout(f"tag {tag:#x}: {late(timeout_s)}; call fence again")
-        return revocation.forget()
+        fence = self.revoke(tag)
+        return 0 if fence is None else fence.wait(timeout_s)
 
     def fence_peer(self, engine_id: str) -> int:
         """Drops the links of that engine into this one; returns how many there were.

@@ -18,12 +18,13 @@ from te.blocks import ADDRESS_LIMIT
 from te.core.engine import Engine as Plane
 from te.core.wire import MAY_READ, MAY_WRITE_TAGGED, MAY_WRITE_UNTAGGED, RANGES_LIMIT
 from te.errors import FenceTimeout, RegistrationError
+from te.fences import late
 from te.memory_kinds import MemoryKind, Reach, kind_of
 from te.memory_kinds.ring import Ring
 from te.topology import ANYWHERE
 from te.verbs.fabric import Fabric, Registration
 
-__all__ = ["RIGHTS", "Region", "RegionTable", "Remote", "late"]
+__all__ = ["RIGHTS", "Region", "RegionTable", "Remote"]
 
 Remote = Literal["tagged", "read", "read-write", "none"]
 
@@ -211,11 +212,6 @@ class RegionTable:
             if region.address < address + nbytes and address < region.end:
                 return region
         return None
-
-
-def late(timeout_s: float) -> str:
-    """The sentence for a landing that did not end."""
-    return f"a landing did not end within {timeout_s} s; the memory must not be reused"
 
 
 def _distance(region: Region, address: int) -> int:

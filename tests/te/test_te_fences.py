@@ -118,6 +118,27 @@ def test_a_fence_that_is_not_confirmed_says_so_each_time() -> None:
         assert target.fence(7) == 1
 
 
+def test_a_revoked_tag_is_asked_about_without_waiting() -> None:
+    with te.Engine(SAMEHOST) as target, frozen_write(target) as frozen:
+        fence = target.revoke(7)
+        assert fence is not None
+        assert not fence.poll()
+        assert fence.state is te.FenceState.REVOKING
+        target.expect(8)
+        other = target.revoke(8)
+        assert other is not None
+        assert other.poll(), "a copy that hangs is no other tag's"
+        assert other.wait() == 0
+        again = target.revoke(7)  # While it is being closed, each who asks gets a fence.
+        assert again is not None
+        frozen.serve()
+        wait_until(fence.poll, "the copy has ended")
+        assert repr(fence) == "Fence(tag 0x7, closed)"
+        assert again.poll()
+        assert fence.wait() == again.wait() == 0
+        assert target.revoke(7) is None
+
+
 def fences_of_two_threads(target: te.Engine, serve: Callable[[], None]) -> list[int]:
     """Has them fence the tag 7 until both have heard that it is not confirmed; then has it
     confirmed. What they return: never before that."""
@@ -218,6 +239,10 @@ def test_a_grant_over_rdma_holds_the_fence_until_its_rails_are_broken() -> None:
             source.send(header(Kind.ASK, count=1, transfer=1, tag=9, total=100))
             assert answer(source).status is AckStatus.GRANTED
             with worker_that_waits(target) as serve:
+                fence = target.revoke(9)
+                assert fence is not None
+                assert not fence.poll()
+                assert not fence.poll(), "the source is asked to stop once"
                 for _ in range(2):
                     with pytest.raises(te.FenceTimeout):
                         target.fence(9)
@@ -225,6 +250,7 @@ def test_a_grant_over_rdma_holds_the_fence_until_its_rails_are_broken() -> None:
                         target.expect(9)
                 serve()
                 assert target.fence(9) == 0
+                assert fence.poll()
                 target.expect(9)
             assert "fenced" in answer(source).reason
 

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Closing a tag, in two steps: it is revoked at once, and closed when nothing of it can land."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from te.core.engine import Revocation
+from te.errors import FenceTimeout
+
+__all__ = ["QUIESCE_TIMEOUT_S", "Fence", "FenceState", "late"]
+
+# A landing is one call of at most a few MiB: milliseconds, even on a busy machine, unless it waits
+# for pages of another process that the kernel has to fetch.
+QUIESCE_TIMEOUT_S: Final = 0.9
+
+
+class FenceState(enum.Enum):
+    """What becomes of a tag that is not open any more."""
+
+    #: No landing begins under it, but one may be under way.
+    REVOKING = "revoking"
+    #: Nothing of it can land any more; the engine has forgotten it.
+    CLOSED = "closed"
+
+
+class Fence:
+    """A tag that is being closed; ``Engine.revoke`` makes it. Any thread may call anything, and
+    several fences of one tag are each closed by themselves."""
+
+    def __init__(
+        self, tag: int, revocation: Revocation, withdraw: Callable[[Revocation], None]
+    ) -> None:
+        self._tag = tag
+        self._revocation = revocation
+        self._withdraw = withdraw
+        self._lock = threading.Lock()
+        self._has_withdrawn = False
+        self._count: int | None = None
+
+    def __repr__(self) -> str:
+        return f"Fence(tag {self._tag:#x}, {self.state.value})"
+
+    @property
+    def state(self) -> FenceState:
+        """As ``poll`` or ``wait`` has last found it."""
+        return FenceState.REVOKING if self._count is None else FenceState.CLOSED
+
+    def poll(self) -> bool:
+        """Whether it is closed now: one look, which waits for nothing. Until then the memory must
+        not be reused."""
+        return self._step(0.0)
+
+    def wait(self, timeout_s: float = QUIESCE_TIMEOUT_S) -> int:
+        """Waits until it is closed; the last ``Engine.arrived`` of the tag.
+
+        Raises ``te.FenceTimeout`` if it is not in time: then the memory must not be reused, and
+        ``wait`` is to be called again.
+        """
+        if not self._step(timeout_s):
+            raise FenceTimeout(f"tag {self._tag:#x}: {late(timeout_s)}; call fence again")
+        assert self._count is not None
+        return self._count
+
+    def _step(self, timeout_s: float) -> bool:
+        until_s = time.monotonic() + timeout_s
+        if self._count is not None:
+            return True
+        if not self._revocation.await_landings(timeout_s):
+            return False
+        if self._revocation.granted:
+            with self._lock:
+                is_first, self._has_withdrawn = not self._has_withdrawn, True
+            if is_first:
+                self._withdraw(self._revocation)
+            if not self._revocation.await_grants(until_s - time.monotonic()):
+                return False
+        self._count = self._revocation.forget()
+        return True
+
+
+def late(timeout_s: float) -> str:
+    """The sentence for a landing that did not end."""
+    return f"a landing did not end within {timeout_s} s; the memory must not be reused"
