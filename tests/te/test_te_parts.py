@@ -43,6 +43,9 @@ pytestmark = pytest.mark.pure
         ({"segment_bytes": 0}, "segment_bytes=0"),
         ({"max_connections": 0}, "max_connections=0"),
         ({"socket_buffer_bytes": -1}, "socket_buffer_bytes=-1"),
+        ({"staging_slot_bytes": 4095}, "staging_slot_bytes=4095 must be between 4096 and"),
+        ({"staging_bytes": (8 << 20) - 1}, "staging_bytes=8388607 must be between 8388608 and"),
+        ({"staging_bytes": (512 << 20) + 1}, "staging_bytes=.* 8388608 and 536870912"),
         (
             {"topology": Path("/t.json"), "nics": ("mlx5_0",)},
             r"topology='/t.json' is complete: nics=\('mlx5_0',\) cannot be given beside it",

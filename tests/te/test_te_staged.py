@@ -5,6 +5,7 @@ a fence, a cancellation, a fault or a lack of slots makes of them."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -263,6 +264,23 @@ def test_many_peers_share_few_slots(transport: str) -> None:
         for transfer in whole:
             assert transfer.wait(TIMEOUT_S) is te.Status.DONE
         assert set(np.unique(here.dst.view)) <= {1, 2, 3, 4}
+
+
+def test_memory_whose_kind_cannot_use_the_slots_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: int, nbytes: int) -> None:
+        raise OSError(errno.ENOMEM, "the driver pins nothing")
+
+    with sealed() as kind, te.Engine(config("tcp")) as engine:
+        memory = kind.allocate(NBYTES)
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "pin", refuse)
+            with pytest.raises(
+                te.RegistrationError, match=r"no host memory to stage sealed .* pins"
+            ):
+                engine.register(memory.address, NBYTES)
+        region = engine.register(memory.address, NBYTES)
+        assert (region.kind, region.fd) == ("sealed", None)
+        engine.deregister(region)
 
 
 @TRANSPORTS
