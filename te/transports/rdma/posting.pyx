@@ -4,6 +4,7 @@
 from libc.stdint cimport int64_t
 from te.core.link cimport *
 from te.core.posix cimport EAGAIN, ENOMEM, htonl
+from te.core.plane cimport Plane
 from te.core.regions cimport Key, Region, regions_above
 from te.core.sync cimport *
 from te.core.transfer cimport ALL_SENT, MORE, advance, is_given_up
@@ -323,7 +324,8 @@ cdef bint pieces_done(Qp *q) noexcept nogil:
     cdef Connection *c
     cdef Transfer *t
     cdef Posted *one
-    cdef u64 sent = 0
+    cdef Plane *plane = q.link.plane
+    cdef u64 moved = 0
     if q.state == QP_PROBE and q.completed and q.confirmed:
         q.state = QP_UP
         qp_moved(q, now_ns())
@@ -338,16 +340,16 @@ cdef bint pieces_done(Qp *q) noexcept nogil:
         q.ring_first = (q.ring_first + 1) % POSTED_MAX
         q.ring_n -= 1
         q.ring_bytes -= one.nbytes
-        sent += one.nbytes
+        moved += one.nbytes
         t = one.transfer
         t.in_flight -= 1
         store64(&t.progress_ns, q.progress_ns)
+        add64(&plane.bytes_received if t.is_read else &plane.bytes_sent, one.nbytes)
         add64(&d.rail_bytes[q.index], one.nbytes)
         add64(&d.rail_flying[q.index], -<int64_t>one.nbytes)
         go_on(c, t)
-    measure(q, sent)
+    measure(q, moved)
     control_unlock(c)
-    add64(&q.link.plane.bytes_sent, sent)
     return True
 
 
