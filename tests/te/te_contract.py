@@ -102,17 +102,25 @@ class Pair:
         """It is as after what was done; where no byte moves, as before."""
         assert (memory == (after if self.way.moves_bytes else before)).all()
 
-    def await_progress(self, *transfers: te.Transfer) -> None:
-        """Something of them has moved, or one has an outcome."""
+    def moved_nbytes(self) -> int:
+        """What both engines have counted."""
+        stats = self.source.stats(), self.target.stats()
+        return sum(one.bytes_sent + one.bytes_received for one in stats)
+
+    def await_progress(self, since: int, *transfers: te.Transfer) -> None:
+        """More has moved than that, or one of these has an outcome."""
         wait_until(
             lambda: (
-                self.source.stats().bytes_sent
-                or self.source.stats().bytes_received
-                or self.target.stats().bytes_received
+                self.moved_nbytes() > since
                 or any(one.poll() is not te.Status.PENDING for one in transfers)
             ),
             "something moves",
         )
+
+    def flush(self) -> None:
+        """What was under way before is over: a write behind it has landed, at the last byte."""
+        last = len(self.dst) - 1
+        assert self.write(last, last, 1).wait(TIMEOUT_S) is te.Status.DONE
 
     def close(self) -> None:
         """And nothing of the engines is left."""

@@ -160,8 +160,10 @@ class RawSource:
             greeting = read_greeting(rings.greet(host_hello(rings.sock, card, **changes)))
         else:
             self.sock = dial(card)
-            say = rdma_hello if transport == "rdma" else hello
-            self.sock.sendall(say(self.sock, card, **changes))
+            if transport == "rdma":
+                self.sock.sendall(rdma_hello(self.sock, card, **changes))
+            else:
+                self.sock.sendall(hello(self.sock, card, transport, **changes))
             greeting = read_greeting(self.sock)
         assert greeting is not None
         assert greeting.kind == GreetingKind.WELCOME

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import re
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 from te_far import pattern, wait_until
 from te_raw import raw_destination, take_hello, welcome
-from te_transports import TRANSPORTS
 
 import te
 from te.core.engine import Engine as Plane
@@ -42,27 +40,6 @@ class Pair:
         return te.Blocks.of(src_address, dst_address, nbytes)  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=TRANSPORTS)
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    config = te.Config(transports=(request.param,))
-    with te.Engine(config) as source, te.Engine(config) as target:
-        pair = Pair(source, target, 4 << 20)
-        assert pair.peer.transport == request.param
-        yield pair
-
-
-def test_one_peer_per_engine_until_it_dies(pair: Pair) -> None:
-    assert pair.source.connect(pair.target.card()) is pair.peer
-    assert pair.source.stats().peers == 1
-    pair.peer.close()
-    wait_until(lambda: not pair.peer.alive, "dead")
-    with pytest.raises(te.TransferFailed, match="closed by its application"):
-        pair.peer.write(pair.blocks(0, 0, 1)).wait(TIMEOUT_S)
-    again = pair.source.connect(pair.target.card())
-    assert again is not pair.peer
-    assert again.write(pair.blocks(0, 0, 1)).wait(TIMEOUT_S) is te.Status.DONE
-
-
 def test_threads_connecting_at_once_get_one_peer() -> None:
     with te.Engine() as source, te.Engine() as target:
         card, peers = target.card(), []
@@ -85,58 +62,6 @@ def test_ipv6() -> None:
         pair.peer.write(pair.blocks(0, 0, 1000)).wait(TIMEOUT_S)
         assert (pair.dst == pair.src).all()
         assert pair.peer.address[0] == "::1"
-
-
-def test_several_threads_submit_at_once(pair: Pair) -> None:
-    pair.target.expect(6)
-    per_thread, nbytes = 40, 1000
-
-    def submit(thread: int) -> None:
-        transfers = []
-        for i in range(per_thread):
-            offset = (thread * per_thread + i) * nbytes
-            transfers.append(pair.peer.write(pair.blocks(offset, offset, nbytes), tag=6))
-        for transfer in transfers:
-            transfer.wait(TIMEOUT_S)
-
-    threads = [threading.Thread(target=submit, args=[i]) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    total = 8 * per_thread * nbytes
-    assert pair.target.arrived(6) == 8 * per_thread
-    assert (pair.dst[:total] == pair.src[:total]).all()
-    assert (pair.dst[total:] == 0xEE).all()
-    assert pair.source.stats().transfers_done == 8 * per_thread
-    assert pair.source.stats().bytes_sent == pair.target.stats().bytes_received == total
-
-
-def test_callbacks_may_write_and_await_works(pair: Pair) -> None:
-    async def main() -> None:
-        first, second = pair.blocks(0, 0, 10), pair.blocks(10, 10, 10)
-        followed: asyncio.Future[te.Transfer] = asyncio.get_running_loop().create_future()
-
-        def follow(_: te.Transfer) -> None:
-            transfer = pair.peer.write(second)
-            followed.get_loop().call_soon_threadsafe(followed.set_result, transfer)
-
-        transfer = pair.peer.write(first)
-        transfer.add_done_callback(follow)
-        assert await transfer is te.Status.DONE
-        assert await (await followed) is te.Status.DONE
-
-    asyncio.run(main())
-    assert (pair.dst[:20] == pair.src[:20]).all()
-
-
-def test_fence_peer_drops_its_connections(pair: Pair) -> None:
-    assert pair.target.fence_peer(pair.source.id) == 1
-    wait_until(lambda: not pair.peer.alive, "dead")
-    wait_until(lambda: pair.target.stats().rails == 0, "dropped")
-    assert pair.target.fence_peer(pair.source.id) == 0
-    again = pair.source.connect(pair.target.card())
-    assert again.write(pair.blocks(0, 0, 10)).wait(TIMEOUT_S) is te.Status.DONE
 
 
 @contextmanager
@@ -238,21 +163,6 @@ def test_a_plane_without_descriptors_closes_none_that_is_not_its_own(spare: int)
     gc.collect()
     assert os.path.samestat(os.fstat(0), standard_input)
     assert descriptors() <= before
-
-
-def test_a_callback_may_close_the_engine(pair: Pair) -> None:
-    transfer = pair.peer.write(pair.blocks(0, 0, 10))
-    closed = threading.Event()
-
-    def close(_: te.Transfer) -> None:
-        pair.source.close()
-        closed.set()
-
-    transfer.add_done_callback(close)
-    transfer.wait(TIMEOUT_S)
-    assert closed.wait(TIMEOUT_S)
-    with pytest.raises((te.ClosedError, te.TransferFailed)):
-        pair.source.connect(pair.target.card()).write(pair.blocks(0, 0, 1)).wait(TIMEOUT_S)
 
 
 def test_taken_port_and_unknown_host() -> None:

@@ -84,39 +84,6 @@ def test_the_smaller_number_of_rails_counts() -> None:
 # -- reads
 
 
-def test_cancelled_reads_land_nothing_more(pair: Two) -> None:
-    for delay in range(12):
-        pair.src[:] = 0
-        transfer = pair.peer.read(te.Blocks.of(pair.dst_region.address, pair.src_region.address,
-                                               NBYTES))  # fmt: skip
-        threading.Event().wait(delay * 0.0005)
-        transfer.cancel()
-        pair.src[:] = 0xCA
-        assert transfer.wait(TIMEOUT_S) in (te.Status.CANCELLED, te.Status.DONE)
-        threading.Event().wait(0.005)
-        assert (pair.src == 0xCA).all()
-    assert pair.peer.read(te.Blocks.of(pair.dst_region.address, pair.src_region.address, 1)).wait(
-        TIMEOUT_S
-    )
-
-
-def test_memory_that_is_being_read_cannot_be_deregistered() -> None:
-    with two(64 << 20, transports=("tcp",)) as pair:
-        blocks = te.Blocks.of(pair.dst_region.address, pair.src_region.address, 64 << 20)
-        read = pair.peer.read(blocks)
-        # It is refused while the peer reads, and whichever comes first, nothing breaks.
-        refusals = []
-        while read.poll() is te.Status.PENDING:
-            try:
-                pair.target.deregister(pair.dst_region)
-                break
-            except te.RegistrationError as exc:
-                refusals.append(str(exc))
-        with contextlib.suppress(te.TransferFailed):
-            read.wait(TIMEOUT_S)
-        assert all("unfinished transfers read from" in text for text in refusals)
-
-
 # -- memory that was allocated for sharing
 
 
@@ -309,51 +276,3 @@ def test_sixty_four_peers_and_sixteen_transfers_each(transport: str) -> None:
             assert transfer.wait(TIMEOUT_S) is te.Status.DONE
         assert (dst == src).all()
         assert {target.arrived(1) for target in targets} == {each}
-
-
-def test_many_small_transfers_from_many_threads_on_all_rails(pair: Two) -> None:
-    pair.target.expect(2)
-    failures: list[BaseException] = []
-
-    def submit(thread: int) -> None:
-        try:
-            for i in range(150):
-                offset = (thread * 150 + i) * 1000
-                transfer = pair.peer.write(pair.blocks(offset, offset, 1000), tag=2)
-                if i % 3 == 0:
-                    assert transfer.wait(TIMEOUT_S) is te.Status.DONE
-        except BaseException as exc:  # noqa: BLE001
-            failures.append(exc)
-
-    threads = [threading.Thread(target=submit, args=[i]) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    assert not failures
-    wait_until(lambda: pair.target.arrived(2) == 1200, "all have arrived")
-    assert (pair.dst[:1_200_000] == pair.src[:1_200_000]).all()
-
-
-def outcome_of(transfer: te.Transfer) -> str | None:
-    """The reason of a failure; None when it is done."""
-    with contextlib.suppress(te.TransferFailed):
-        assert transfer.wait(TIMEOUT_S) is te.Status.DONE
-    return transfer.reason
-
-
-def test_fences_in_a_storm(pair: Two) -> None:
-    """Tags open and close while their writes fly: after a fence nothing of it lands."""
-    page = 1 << 14
-    offsets = np.arange(NBYTES // page) * page
-    for round_number in range(1, 30):
-        pair.target.expect(round_number)
-        transfers = [pair.peer.write(pair.blocks(offsets, offsets, page - 8), tag=round_number)
-                     for _ in range(3)]  # fmt: skip
-        threading.Event().wait((round_number % 5) * 0.0004)
-        count = pair.target.fence(round_number)
-        pair.dst[:] = round_number
-        reasons = [outcome_of(transfer) for transfer in transfers]
-        assert all(reason is None or "fenced" in reason for reason in reasons)
-        assert reasons.count(None) == count
-        assert (pair.dst == round_number).all()
