@@ -91,7 +91,7 @@ EXAMPLES: dict[str, tuple[Over, list[Line]]] = {
     "rdma": (Over.RDMA, [
         (">", "ASK", {"transfer": 1, "tag": 7, "count": 2, "total": 2 << 20}),
         ("<", "TABLE", {"flags": 1, "count": 3}),
-        ("", "3 × Far", {}),
+        ("", "3 × RemoteRange", {}),
         ("<", "ACK GRANTED", {"transfer": 1, "tag": 5 << 24 | 9 << 16}),
         ("", "piece 0 on rail 0, followed by the mark 0x05090000", {}),
         ("", "piece 1 on rail 1, followed by the mark 0x05090001", {}),

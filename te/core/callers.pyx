@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
-from te.core.channels cimport answer_bell, channel_arm, channel_disarm, has_input
+from te.core.channels cimport take_wakeups, channel_arm, channel_disarm, has_input
 from te.core.connections cimport connection_arm, set_interest, watch
 from te.core.frames cimport *
 from te.core.plane cimport PENDING
@@ -103,7 +103,7 @@ cdef void nap(Connection *c, u64 nap_ns) noexcept nogil:
     if ppoll(&p, 1, &most, NULL) == 1 and has_rings:
         pthread_mutex_lock(&c.lock)
         if not c.gone:
-            answer_bell(&c.channel)
+            take_wakeups(&c.channel)
         pthread_mutex_unlock(&c.lock)
 
 

@@ -15,7 +15,7 @@ cdef enum:
     RING_BYTES = 128 << 10
     RINGS_HEAD_BYTES = 4096
     RINGS_BYTES = 4096 + 2 * (128 << 10)  # a file of it: the head, then the two rings
-    BELL_NS = 10000  # from the return of write() to the look that wait() takes
+    WAKE_NS = 10000  # from the return of write() to the look that wait() takes
 
 # One direction between two processes, in memory that both have mapped: each position by itself in
 # a line of the cache. `head` is how many bytes were ever written, `tail` how many were read.
@@ -38,8 +38,8 @@ cdef struct Channel:
     u64 in_tail, out_head  # atomic: this side's positions
     u64 in_base, out_base  # where the rings begin in the file
     bint hung_up
-    bint is_patient  # bells may wait for `channel_owes`
-    u64 bell_due_ns  # 0: no bell is owed
+    bint is_patient  # wake-ups may wait for `channel_owes`
+    u64 wake_due_ns  # 0: no wake-up is owed
 
 # Takes over the descriptors, of which the one of the rings' file (RINGS_BYTES, sealed) is for the
 # same host alone: the side that dialled writes the first ring. 0, or an errno; then they are the
@@ -60,9 +60,9 @@ cdef ssize_t channel_land(Channel *c, iovec *v, u32 n) noexcept nogil
 # Into memory of the plane.
 cdef ssize_t channel_receive(Channel *c, void *p, size_t nbytes) noexcept nogil
 
-# Takes in what has come through the socket beside the rings: bells, or the other side's end.
-cdef void answer_bell(Channel *c) noexcept nogil
-# Rings a bell that is due; whether there is still one to ring.
+# Takes in what has come through the socket beside the rings: wake-ups, or the other side's end.
+cdef void take_wakeups(Channel *c) noexcept nogil
+# Sends a wake-up that is due; whether there is still one to send.
 cdef bint channel_owes(Channel *c, bint at_once) noexcept nogil
 
 
@@ -96,6 +96,6 @@ cdef inline bint channel_arm(Channel *c, u32 interest) noexcept nogil:
 
 
 cdef inline void channel_disarm(Channel *c) noexcept nogil:
-    """Saves the other side bells that nobody needs."""
+    """Saves the other side wake-ups that nobody needs."""
     if c.rings != NULL and load32(&c.into.reader_asleep):
         store32(&c.into.reader_asleep, 0)

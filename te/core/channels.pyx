@@ -58,38 +58,38 @@ cdef void channel_free(Channel *c) noexcept nogil:
 
 # -- waking up, and being woken up
 
-cdef inline void ring_bell(Channel *c, u32 *asleep) noexcept nogil:
+cdef inline void wake_other(Channel *c, u32 *asleep) noexcept nogil:
     """After the other side was shown a position: wakes it up if it sleeps for that."""
     cdef uint8_t byte = 0
     if load32(asleep) and swap32(asleep, 0):
-        # A full socket has bells enough in it, and of a dead one the reading side is told.
+        # A full socket has wake-ups enough in it, and of a dead one the reading side is told.
         send(c.fd, &byte, 1, MSG_DONTWAIT | MSG_NOSIGNAL)
 
 
-cdef inline void ring_later(Channel *c) noexcept nogil:
+cdef inline void wake_later(Channel *c) noexcept nogil:
     """After something was put in for a reader that sleeps, by a worker that will not for a while.
-    Mostly a thread is on its way to look by itself, as one that calls wait() after write(); a bell
+    Mostly a thread is on its way to look by itself, as one that calls wait() after write(); a wake-up
     would only wake its worker up, on its processor, and it would take that for a busy machine."""
-    if c.bell_due_ns == 0 and load32(&c.out.reader_asleep):
-        c.bell_due_ns = now_ns() + BELL_NS
+    if c.wake_due_ns == 0 and load32(&c.out.reader_asleep):
+        c.wake_due_ns = now_ns() + WAKE_NS
 
 
 cdef bint channel_owes(Channel *c, bint at_once) noexcept nogil:
-    if c.bell_due_ns == 0:
+    if c.wake_due_ns == 0:
         return False
     if c.fd >= 0 and load32(&c.out.reader_asleep) and (
         load64(&c.out.tail) != load64(&c.out_head)
     ):
-        if not at_once and now_ns() < c.bell_due_ns:
+        if not at_once and now_ns() < c.wake_due_ns:
             return True
-        ring_bell(c, &c.out.reader_asleep)
-    c.bell_due_ns = 0
+        wake_other(c, &c.out.reader_asleep)
+    c.wake_due_ns = 0
     return False
 
 
-cdef void answer_bell(Channel *c) noexcept nogil:
-    cdef uint8_t bells[64]
-    cdef ssize_t n = recv(c.fd, bells, sizeof(bells), MSG_DONTWAIT)
+cdef void take_wakeups(Channel *c) noexcept nogil:
+    cdef uint8_t taken[64]
+    cdef ssize_t n = recv(c.fd, taken, sizeof(taken), MSG_DONTWAIT)
     if n == 0 or (n < 0 and last_errno() != EAGAIN and last_errno() != EINTR):
         c.hung_up = True  # What it has put into the ring still counts.
 
@@ -172,9 +172,9 @@ cdef ssize_t ring_send(Channel *c, iovec *v, u32 n, bint own) noexcept nogil:
         store64(&c.out_head, c.out_head + moved)
         store64(&c.out.head, c.out_head)
         if c.is_patient:
-            ring_later(c)
+            wake_later(c)
         else:
-            ring_bell(c, &c.out.reader_asleep)
+            wake_other(c, &c.out.reader_asleep)
     return moved
 
 
@@ -190,7 +190,7 @@ cdef ssize_t ring_receive(Channel *c, iovec *v, u32 n, bint own) noexcept nogil:
         store64(&c.in_tail, c.in_tail + moved)
         store64(&c.into.tail, c.in_tail)
         if used - moved <= RING_BYTES // 2:
-            ring_bell(c, &c.into.writer_asleep)
+            wake_other(c, &c.into.writer_asleep)
     return moved
 
 

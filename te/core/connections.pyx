@@ -102,7 +102,7 @@ cdef bint connection_turn(Connection *c, bint rung, bint is_patient) noexcept no
         if c.staged != NULL:
             c.protocol.settle(c)
         if rung and c.channel.rings != NULL:
-            answer_bell(&c.channel)
+            take_wakeups(&c.channel)
         before = load64(&c.link.progress_ns)
         again = receive_some(c) == MOVED
         if not load32(&c.link.dead):
@@ -138,7 +138,7 @@ cdef bint on_turn(Polled *p, bint slept, bint is_patient) noexcept nogil:
         return False
     if swap32(&p.kicked, 0) or channel_moved(&c.channel, load32(&c.interest)):
         busy = connection_turn(c, False, is_patient)
-    if c.channel.bell_due_ns:
+    if c.channel.wake_due_ns:
         p.worker.owes |= channel_owes(&c.channel, False)
     if c.protocol.turn != NULL and not c.gone:
         c.protocol.turn(c)
@@ -204,7 +204,7 @@ cdef void connection_free(Connection *c) noexcept nogil:
     free(c.own)
     free(c.staged)
     free(c.body)
-    free(c.near)
+    free(c.local)
     free(c.queued)
     free(c.sending)
     free(c.frame)
@@ -232,7 +232,7 @@ cdef int connection_add(
     c.own = need(own_nbytes + 1)
     c.body = <uint8_t *>need(body_bytes_max())
     c.frame = <uint8_t *>need(sizeof(Header) + BLOCKS_MAX * sizeof(Block))
-    c.near = <iovec *>need(IOV_MAX * sizeof(iovec))
+    c.local = <iovec *>need(IOV_MAX * sizeof(iovec))
     c.out = <iovec *>need(IOV_MAX * sizeof(iovec))
     c.interest = EPOLLIN
     errnum = channel_open(&c.channel, fd, rings_fd, not link.is_incoming)

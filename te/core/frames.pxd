@@ -93,8 +93,8 @@ cdef struct Connection:
     bint drained  # the kernel had no more behind the payload
     bint is_bulk  # the last answer told how far a long copy is
     uint8_t *body
-    iovec *near  # where the payload goes, and one more
-    u32 near_at, near_n
+    iovec *local  # where the payload goes, and one more
+    u32 local_at, local_n
     u64 payload_left, discard_left
     # Sending.
     uint8_t *queued  # acknowledgements and the like
@@ -126,7 +126,7 @@ cdef void frame_load(
 cdef Moved on_received(Connection *c, ssize_t n, size_t wanted) noexcept nogil
 # What `Protocol.copy` calls behind the last byte of a payload: the trailer is next.
 cdef void expect_trailer(Connection *c) noexcept nogil
-# What `Protocol.received` calls: the payload goes where `near` says.
+# What `Protocol.received` calls: the payload goes where `local` says.
 cdef void expect_payload(Connection *c, u32 n, u64 nbytes) noexcept nogil
 # The payload that is to come, or is coming, must not land.
 cdef void throw_away(Connection *c) noexcept nogil

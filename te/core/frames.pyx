@@ -190,8 +190,8 @@ cdef Moved on_received(Connection *c, ssize_t n, size_t wanted) noexcept nogil:
 
 
 cdef void expect_payload(Connection *c, u32 n, u64 nbytes) noexcept nogil:
-    c.near_at = 0
-    c.near_n = n
+    c.local_at = 0
+    c.local_n = n
     c.payload_left = nbytes
     c.place = AT_PAYLOAD
 
@@ -222,12 +222,12 @@ cdef Moved land(Connection *c) noexcept nogil:
     cdef u64 landed, wanted = c.payload_left + sizeof(c.tail)
     cdef Moved state
     cdef bint good
-    c.near[c.near_n].iov_base = c.tail
-    c.near[c.near_n].iov_len = sizeof(c.tail)
+    c.local[c.local_n].iov_base = c.tail
+    c.local[c.local_n].iov_len = sizeof(c.tail)
     enter(&c.polled.worker.section, c.link, c.protocol.right(c))
     good = c.protocol.may_land(c, reason)
     if good:
-        n = channel_land(&c.channel, c.near + c.near_at, c.near_n + 1 - c.near_at)
+        n = channel_land(&c.channel, c.local + c.local_at, c.local_n + 1 - c.local_at)
     leave(&c.polled.worker.section)
     if n == -EFAULT:
         good = False
@@ -244,7 +244,7 @@ cdef Moved land(Connection *c) noexcept nogil:
     state = on_received(c, n, wanted)
     c.protocol.moved(c, landed)
     if c.payload_left:
-        c.near_at = advance(c.near, c.near_at, landed)
+        c.local_at = advance(c.local, c.local_at, landed)
         return state
     c.place = AT_TRAILER
     c.tail_have = <u32>(n - landed)

@@ -29,7 +29,7 @@ cdef void landing_moved(Connection *c, u64 nbytes) noexcept nogil
 cdef void landing_landed(Connection *c, bint is_good) noexcept nogil
 cdef void landing_part(Connection *c, void *of, u64 nbytes, int fault) noexcept nogil
 
-# A payload begins, whose ranges are in `near`; False if it must not land, and is refused.
+# A payload begins, whose ranges are in `local`; False if it must not land, and is refused.
 cdef bint landing_begin(Connection *c, Arriving *a) noexcept nogil
 # An empty transfer, END, has come; False after a violation.
 cdef bint landing_empty(Connection *c) noexcept nogil

@@ -90,7 +90,7 @@ cdef bint landing_begin(Connection *c, Arriving *a) noexcept nogil:
     if load32(&a.refused):
         return False
     enter(&c.polled.worker.section, c.link, NULL)
-    good = is_placed(c.link, a, &l.place, c.near, c.near_n, reason)
+    good = is_placed(c.link, a, &l.place, c.local, c.local_n, reason)
     if good and plane_stages(c.link.plane):
         is_staged = must_stage(c)
     leave(&c.polled.worker.section)
@@ -110,9 +110,9 @@ cdef bint must_stage(Connection *c) noexcept nogil:
     cdef Snapshot *s = <Snapshot *>load_pointer(&c.link.plane.regions.now)
     cdef u64 end
     cdef u32 i, k
-    for i in range(c.near_n):
-        end = <u64>c.near[i].iov_base + c.near[i].iov_len
-        k = regions_above(s.regions, s.count, <u64>c.near[i].iov_base) - 1
+    for i in range(c.local_n):
+        end = <u64>c.local[i].iov_base + c.local[i].iov_len
+        k = regions_above(s.regions, s.count, <u64>c.local[i].iov_base) - 1
         while k < s.count and s.regions[k].start < end:
             if not s.regions[k].kind.touched_by & TOUCHED_BY_KERNEL:
                 return True
@@ -127,7 +127,7 @@ cdef void *landing_right(Connection *c) noexcept nogil:
 cdef bint landing_may_land(Connection *c, char *reason) noexcept nogil:
     cdef Landings *l = <Landings *>c.own
     return may_land(
-        c.link, l.arriving, &l.place, c.near + c.near_at, c.near_n - c.near_at, reason)
+        c.link, l.arriving, &l.place, c.local + c.local_at, c.local_n - c.local_at, reason)
 
 
 cdef void landing_moved(Connection *c, u64 nbytes) noexcept nogil:
@@ -186,11 +186,11 @@ cdef bint load_ranges(Connection *c) noexcept nogil:
     for i in range(h.count):
         if h.kind == SEGMENT:
             nbytes = landings[i].nbytes
-            c.near[i].iov_base = <void *>landings[i].dst
+            c.local[i].iov_base = <void *>landings[i].dst
         else:
             nbytes = blocks[i].nbytes
-            c.near[i].iov_base = <void *>blocks[i].dst
-        c.near[i].iov_len = nbytes
+            c.local[i].iov_base = <void *>blocks[i].dst
+        c.local[i].iov_len = nbytes
         if nbytes == 0 or nbytes > h.nbytes:
             snprintf(text, TEXT_MAX, b"a segment of %llu bytes with a block of %llu bytes",
                      <ull>h.nbytes, <ull>nbytes)
@@ -202,8 +202,8 @@ cdef bint load_ranges(Connection *c) noexcept nogil:
                  <ull>h.nbytes, <ull>total)
         violate(c.link, text)
         return False
-    c.near_at = 0
-    c.near_n = h.count
+    c.local_at = 0
+    c.local_n = h.count
     c.payload_left = h.nbytes
     return True
 
@@ -228,7 +228,7 @@ cdef bint landing_received(Connection *c) noexcept nogil:
     if c.head.kind == PULL:
         protocol.pull(c, a)
         return True
-    expect_payload(c, c.near_n, c.head.nbytes)
+    expect_payload(c, c.local_n, c.head.nbytes)
     if not landing_begin(c, a):
         throw_away(c)
     return True
@@ -294,7 +294,7 @@ cdef Region **hold(Connection *c, u32 *held_n, char *reason) noexcept nogil:
     enter(&c.polled.worker.section, c.link, NULL)
     s = <Snapshot *>load_pointer(&c.link.plane.regions.now)
     touched = <uint8_t *>need(s.count + 1)
-    for i in range(c.near_n):
+    for i in range(c.local_n):
         if not is_registered(s, blocks[i].src, blocks[i].nbytes, s.newest, RIGHT_READ, touched):
             k = snprintf(reason, TEXT_MAX, b"the source: ")
             say_refused(s, blocks[i].src, blocks[i].nbytes, RIGHT_READ, reason + k)
@@ -323,10 +323,10 @@ cdef void serve_read(Connection *c) noexcept nogil:
     cdef Transfer *t = NULL
     cdef bint good
     if held != NULL:
-        blocks = <Block *>need(c.near_n * sizeof(Block))
-        memcpy(blocks, c.body, c.near_n * sizeof(Block))
+        blocks = <Block *>need(c.local_n * sizeof(Block))
+        memcpy(blocks, c.body, c.local_n * sizeof(Block))
         t = transfer_new(
-            link, False, c.head.transfer, blocks, c.near_n, c.head.nbytes, held, n)
+            link, False, c.head.transfer, blocks, c.local_n, c.head.nbytes, held, n)
         t.is_reply = True
         link.ops.prepare(t, NULL, 0, (<LandingProtocol *>c.protocol).reply == PULL)
     pthread_mutex_lock(&link.lock)

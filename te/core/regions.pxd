@@ -20,8 +20,8 @@ cdef enum:
 # A range of registered memory as the RDMA devices of its engine call it; te.verbs.fabric.KEY.
 cdef struct Key:
     u64 start, end
-    u32 near[NICS_MAX]  # to be named by the engine's own work requests
-    u32 far[NICS_MAX]  # to be named by a peer's
+    u32 lkeys[NICS_MAX]  # to be named by the engine's own work requests
+    u32 rkeys[NICS_MAX]  # to be named by a peer's
 
 cdef struct Region:
     u64 start, end, serial

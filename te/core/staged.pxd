@@ -60,7 +60,7 @@ cdef Transfer *staged_forget(Connection *c) noexcept nogil
 
 # -- the destination
 
-# A payload is to go through slots, `near` says where to.
+# A payload is to go through slots, `local` says where to.
 cdef void staged_expect(Connection *c, void *of) noexcept nogil
 # The payload has come, or is given up; how much of it is told as parts, by then or later.
 cdef u64 staged_end(Connection *c) noexcept nogil

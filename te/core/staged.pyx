@@ -179,7 +179,7 @@ cdef bint hand_over(Connection *c) noexcept nogil:
         now = <Snapshot *>load_pointer(&c.link.plane.regions.now)
         slot_scatter(
             ring, slot, spans,
-            spans_of(now.regions, now.count, c.near + c.near_at, nbytes, spans), c.link, right)
+            spans_of(now.regions, now.count, c.local + c.local_at, nbytes, spans), c.link, right)
     leave(&c.polled.worker.section)
     if not good:
         lane_return(ring, &s.into)
@@ -190,7 +190,7 @@ cdef bint hand_over(Connection *c) noexcept nogil:
     s.parts_n += 1
     s.handed_over += nbytes
     if c.payload_left:
-        c.near_at = advance(c.near, c.near_at, nbytes)
+        c.local_at = advance(c.local, c.local_at, nbytes)
     return True
 
 

@@ -89,13 +89,13 @@ typedef struct {
 typedef struct {
     uint64_t start, end, rights;
     uint32_t keys[NICS_MAX];
-} Far;
+} RemoteRange;
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire is little-endian");
 _Static_assert(sizeof(struct iovec) == sizeof(Landing), "64-bit machines only");
 _Static_assert(sizeof(Header) == 40, "the header of a frame is 40 bytes");
 _Static_assert(sizeof(Block) == 24 && sizeof(Landing) == 16 && sizeof(PieceId) == 16, "no padding");
-_Static_assert(sizeof(Far) == 24 + 4 * NICS_MAX, "no padding");
+_Static_assert(sizeof(RemoteRange) == 24 + 4 * NICS_MAX, "no padding");
 
 typedef struct {
     const char *name;
@@ -112,7 +112,7 @@ typedef struct {
 } Layout;
 
 /* Of the header, then of what may follow it. */
-enum { THE_HEADER, REASON_BYTE, LANDING, BLOCK, PIECE_ID, FAR_RANGE, LAYOUTS };
+enum { THE_HEADER, REASON_BYTE, LANDING, BLOCK, PIECE_ID, REMOTE_RANGE, LAYOUTS };
 #define NO_ITEM THE_HEADER
 static const Layout LAYOUT_TABLE[LAYOUTS] = {
     [THE_HEADER] = {"Header", sizeof(Header), {
@@ -135,12 +135,12 @@ static const Layout LAYOUT_TABLE[LAYOUTS] = {
     [PIECE_ID] = {"PieceId", sizeof(PieceId), {
         MEMBER(PieceId, transfer, 1, "number of the transfer"),
         MEMBER(PieceId, piece, 1, "its place among the pieces of the transfer, from 0")}},
-    [FAR_RANGE] = {"Far", sizeof(Far), {
-        MEMBER(Far, start, 1, "address of its first byte"),
-        MEMBER(Far, end, 1, "address behind its last byte; ranges rise and do not overlap"),
-        MEMBER(Far, rights, 1, "what the source may do there: 1 read it, 2 write it under a tag, 4"
+    [REMOTE_RANGE] = {"RemoteRange", sizeof(RemoteRange), {
+        MEMBER(RemoteRange, start, 1, "address of its first byte"),
+        MEMBER(RemoteRange, end, 1, "address behind its last byte; ranges rise and do not overlap"),
+        MEMBER(RemoteRange, rights, 1, "what the source may do there: 1 read it, 2 write it under a tag, 4"
                                " write it without a tag; at least one of them"),
-        MEMBER(Far, keys, NICS_MAX, "rkey for each RDMA device of the destination; 0 as long as the"
+        MEMBER(RemoteRange, keys, NICS_MAX, "rkey for each RDMA device of the destination; 0 as long as the"
                                     " source has asked for nothing that the rights allow")}},
 };
 
@@ -247,7 +247,7 @@ static const FrameRule FRAME_RULES[KINDS][VARIANTS] = {
                     [H_TOTAL] = AT_LEAST(H_COUNT, 0, UINT64_MAX, "bytes of the transfer")},
          .says = "May this transfer be written? Of a read: what memory may be read?"}},
     KIND(TABLE) = {
-        {FRAME(TABLE, ""), .destination = OVER_RDMA, .item = FAR_RANGE,
+        {FRAME(TABLE, ""), .destination = OVER_RDMA, .item = REMOTE_RANGE,
          .bounds = {[H_FLAGS] = BETWEEN(0, TABLE_FIRST, "TABLE_FIRST, or 0: it goes on"),
                     [H_COUNT] = BETWEEN(0, TABLE_MAX, "ranges")},
          .says = "The memory in which peers may do anything, before a grant, if it has changed or the"

@@ -26,7 +26,7 @@ cdef extern from "core/wire.h" nogil:
         u64 dst, nbytes
     ctypedef struct PieceId:
         u64 transfer, piece
-    ctypedef struct Far:
+    ctypedef struct RemoteRange:
         u64 start, end, rights
         u32 keys[NICS_MAX]
     Header header_of(uint8_t kind, u64 transfer, u64 tag, u64 total)

@@ -39,8 +39,8 @@ KEY: Final = np.dtype(
     [
         ("start", "<u8"),
         ("end", "<u8"),
-        ("near", "<u4", (NICS_LIMIT,)),
-        ("far", "<u4", (NICS_LIMIT,)),
+        ("lkeys", "<u4", (NICS_LIMIT,)),
+        ("rkeys", "<u4", (NICS_LIMIT,)),
     ]
 )
 """A range of memory with the keys by which each device, and peers of each device, name it; struct
@@ -152,8 +152,8 @@ class Fabric:
                     region = first_that_works(ways, nic, start, end - start)
                     undo.callback(region.close)
                     regions.append(region)
-                    keys[i]["near"][nic.index] = region.lkey
-                    keys[i]["far"][nic.index] = region.rkey
+                    keys[i]["lkeys"][nic.index] = region.lkey
+                    keys[i]["rkeys"][nic.index] = region.rkey
             undo.pop_all()
         return Registration(keys.tobytes(), tuple(regions))
 

@@ -65,23 +65,23 @@ cdef void queue_abandon(Connection *c, u64 number, u64 tag, u64 pieces) noexcept
     queue_frame(c, &h, NULL, 0)
 
 
-cdef void queue_table(Connection *c, Far *items, u32 n, uint16_t flags) noexcept nogil:
+cdef void queue_table(Connection *c, RemoteRange *items, u32 n, uint16_t flags) noexcept nogil:
     cdef Header h = header_of(TABLE, 0, 0, 0)
     h.flags = flags
     h.count = n
-    queue_frame(c, &h, items, n * sizeof(Far))
+    queue_frame(c, &h, items, n * sizeof(RemoteRange))
 
 
-cdef Far *table_of(Snapshot *s, u32 asked, u32 *n) noexcept nogil:
+cdef RemoteRange *table_of(Snapshot *s, u32 asked, u32 *n) noexcept nogil:
     """Each range that a device calls by a key of its own, with the keys of those that allow some of
     what was asked for."""
-    cdef Far *all
+    cdef RemoteRange *all
     cdef Key *key
     cdef u32 i, k, rights
     n[0] = 0
     for i in range(s.count):
         n[0] += s.regions[i].keys_n
-    all = <Far *>need((n[0] + 1) * sizeof(Far))
+    all = <RemoteRange *>need((n[0] + 1) * sizeof(RemoteRange))
     n[0] = 0
     for i in range(s.count):
         rights = s.regions[i].rights & REMOTE_RIGHTS
@@ -89,14 +89,14 @@ cdef Far *table_of(Snapshot *s, u32 asked, u32 *n) noexcept nogil:
             key = &s.regions[i].keys[k]
             all[n[0]].start, all[n[0]].end, all[n[0]].rights = key.start, key.end, rights
             if rights & asked:
-                memcpy(all[n[0]].keys, key.far, sizeof(key.far))
+                memcpy(all[n[0]].keys, key.rkeys, sizeof(key.rkeys))
             n[0] += 1
     return all
 
 
 cdef void tell_table(Connection *c, u32 right) noexcept nogil:
     cdef Direct *d = direct_of(c.link)
-    cdef Far *all = NULL
+    cdef RemoteRange *all = NULL
     cdef Snapshot *s
     cdef u32 i = 0, k, n = 0
     enter(&c.polled.worker.section, c.link, NULL)

@@ -178,7 +178,7 @@ cdef bint build(Qp *q) noexcept nogil:
     # All of it in registers: through `q`, each request would load and store it again.
     cdef Block *b = t.blocks + q.at_block
     cdef VSendWr *w = q.wrs + q.built_n
-    cdef Far *remote = NULL
+    cdef RemoteRange *remote = NULL
     cdef Key *local = NULL
     cdef u64 offset = q.at_offset, left = q.at_left, sequence = q.sequence
     cdef u64 n, local_at, remote_at, room = q.e.send_depth - (q.sequence - q.completed)
@@ -212,7 +212,7 @@ cdef bint build(Qp *q) noexcept nogil:
         w.rkey = remote.keys[remote_nic]
         w.sg_list.addr = local_at
         w.sg_list.length = <u32>n
-        w.sg_list.lkey = local.near[local_nic]
+        w.sg_list.lkey = local.lkeys[local_nic]
         w += 1
         room -= 1
         left -= n

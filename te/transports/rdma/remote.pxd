@@ -5,7 +5,7 @@ from te.core.frames cimport Connection
 from te.core.link cimport Link, Transfer
 from te.core.regions cimport right_to_write
 from te.core.sync cimport u32, u64
-from te.core.wire cimport Far, RIGHT_READ
+from te.core.wire cimport RemoteRange, RIGHT_READ
 from te.transports.rdma.state cimport Direct
 
 # The destination's memory anew, or the rest of it: ranges that rise and do not overlap. False after
@@ -36,7 +36,7 @@ cdef inline u32 remote_above(Direct *d, u64 address) noexcept nogil:
     return low
 
 
-cdef inline Far *remote_range(Direct *d, u64 address) noexcept nogil:
+cdef inline RemoteRange *remote_range(Direct *d, u64 address) noexcept nogil:
     """The range that has the address; NULL if there is none."""
     cdef u32 above = remote_above(d, address)
     if above == 0 or address >= d.table[above - 1].end:

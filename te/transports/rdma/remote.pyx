@@ -16,8 +16,8 @@ cdef bint on_table(Connection *c) noexcept nogil:
     cdef Link *link = c.link
     cdef Direct *d = direct_of(link)
     cdef Header *h = &c.head
-    cdef Far *items = <Far *>c.body
-    cdef Far *table
+    cdef RemoteRange *items = <RemoteRange *>c.body
+    cdef RemoteRange *table
     cdef u32 i, first = 0 if h.flags & TABLE_FIRST else d.table_n
     cdef u64 end = d.table[first - 1].end if first else 0
     if first + h.count > TABLE_RANGES_MAX:
@@ -32,14 +32,14 @@ cdef bint on_table(Connection *c) noexcept nogil:
             return False
         end = items[i].end
     if first + h.count > d.table_room:
-        table = <Far *>realloc(d.table, 2 * (first + h.count) * sizeof(Far))
+        table = <RemoteRange *>realloc(d.table, 2 * (first + h.count) * sizeof(RemoteRange))
         if table == NULL:
             link_die(link, BROKE, ENOMEM, NULL)
             return False
         d.table = table
         d.table_room = 2 * (first + h.count)
     if h.count:
-        memcpy(d.table + first, items, h.count * sizeof(Far))
+        memcpy(d.table + first, items, h.count * sizeof(RemoteRange))
     d.table_n = first + h.count
     return True
 
@@ -78,7 +78,7 @@ cdef char *text_outside(Link *link, Transfer *t, u64 address, u64 nbytes) noexce
 
 cdef void check_remote(Link *link, Transfer *t) noexcept nogil:
     cdef Direct *d = direct_of(link)
-    cdef Far *table = d.table
+    cdef RemoteRange *table = d.table
     cdef Block *b
     cdef u64 i, address, start = 0, end = 0  # of ranges that touch, as far as was looked
     cdef u32 above = 0, right = remote_right(t)

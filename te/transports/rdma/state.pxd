@@ -7,7 +7,7 @@ from libc.stdint cimport uint8_t
 from te.core.inbound cimport Arriving
 from te.core.link cimport Link, Transfer
 from te.core.sync cimport u32, u64
-from te.core.wire cimport BEGUN_MAX, Far, NICS_MAX, POSTED_MAX, PieceId, RAILS_MAX
+from te.core.wire cimport BEGUN_MAX, RemoteRange, NICS_MAX, POSTED_MAX, PieceId, RAILS_MAX
 from te.core.worker cimport Polled, Worker
 from te.verbs.abi cimport Endpoint, VSendWr, VSge
 
@@ -118,7 +118,7 @@ cdef struct Direct:
     Transfer *ready  # granted, with pieces that wait for a rail
     Transfer *ready_last
     # The destination's memory, as it has told: under the connection's lock.
-    Far *table
+    RemoteRange *table
     u32 table_n, table_room
     # What rails have done and have under way: atomic. And what they have moved in measurements, and
     # how long these took: under the link's lock.

@@ -47,11 +47,11 @@ cdef struct Shared:
 
 def read_process(int pid, u64 address, size_t nbytes):
     cdef bytearray room = bytearray(nbytes)
-    cdef iovec near, far
-    near.iov_base = <void *><char *>room
-    far.iov_base = <void *>address
-    near.iov_len = far.iov_len = nbytes
-    if process_vm_readv(pid, &near, 1, &far, 1, 0) != <ssize_t>nbytes:
+    cdef iovec local, remote
+    local.iov_base = <void *><char *>room
+    remote.iov_base = <void *>address
+    local.iov_len = remote.iov_len = nbytes
+    if process_vm_readv(pid, &local, 1, &remote, 1, 0) != <ssize_t>nbytes:
         raise OSError(last_errno(), os.strerror(last_errno()))
     return bytes(room)
 
@@ -137,7 +137,7 @@ PROTOCOL.pull = pulling_pull
 # -- mappings
 
 cdef void unmap(Link *link, Mapping *m) noexcept nogil:
-    munmap(m.near, m.mapped)
+    munmap(m.here, m.mapped)
     add64(&shared_of(link).mapped_bytes, -m.mapped)
     free(m)
 
@@ -191,13 +191,13 @@ cdef class SamehostLink(LinkHandle):
         total = load64(&shared_of(self.k).mapped_bytes) + mapped
         if total > <u64>PLANE_MAPPED_GIB_MAX << 30:
             raise OSError(ENOMEM, f"{total} bytes of all peers are too many to be mapped")
-        cdef void *near = mmap(NULL, mapped, PROT_READ, MAP_SHARED, fd, 0)
-        if near == MAP_FAILED:
+        cdef void *here = mmap(NULL, mapped, PROT_READ, MAP_SHARED, fd, 0)
+        if here == MAP_FAILED:
             raise OSError(last_errno(), os.strerror(last_errno()))
         m = <Mapping *>need(sizeof(Mapping))
         add64(&shared_of(self.k).mapped_bytes, mapped)
         m.serial, m.start, m.end, m.mapped = serial, start, start + nbytes, mapped
-        m.near = <uint8_t *>near
+        m.here = <uint8_t *>here
         m.next = own.mappings
         store_pointer(&own.mappings, m)
 

@@ -12,10 +12,10 @@ from te.core.sending cimport Streams
 from te.core.sync cimport u32, u64
 from te.core.wire cimport BLOCKS_MAX, Header
 
-# Memory of the source that this process has mapped too: `near` is where `start` lies here.
+# Memory of the source that this process has mapped too: `local` is where `start` lies here.
 cdef struct Mapping:
     u64 serial, start, end, mapped
-    uint8_t *near
+    uint8_t *here
     Mapping *next
 
 # A PULL that waits: its header, then as iovecs the ranges here and there.
@@ -51,7 +51,7 @@ cdef struct Pulling:
     u64 told_of, told_nbytes  # copied and not yet told, of which transfer, in how many frames
     u32 told_n
     uint8_t seen[NONCE_BYTES]  # what was read of the nonce
-    iovec far[BLOCKS_MAX + 1]  # where the source has what goes to `Connection.near`, and one more
+    iovec remote[BLOCKS_MAX + 1]  # where the source has what goes to `Connection.local`, and one more
 
 cdef void pulling_pull(Connection *c, Arriving *a) noexcept nogil
 cdef Moved pulling_copy(Connection *c) noexcept nogil

@@ -42,8 +42,8 @@ cdef void pulling_pull(Connection *c, Arriving *a) noexcept nogil:
     cdef Block *blocks = <Block *>c.body
     cdef u32 i
     for i in range(c.head.count):
-        p.far[i].iov_base = <void *>blocks[i].src
-        p.far[i].iov_len = blocks[i].nbytes
+        p.remote[i].iov_base = <void *>blocks[i].src
+        p.remote[i].iov_len = blocks[i].nbytes
     if c.head.nbytes >= SPREAD_BYTES and c.link.connections_n > 1:
         job_put(c, a)
     else:
@@ -68,8 +68,8 @@ cdef void job_put(Connection *c, Arriving *a) noexcept nogil:
     cdef Job *job = <Job *>need(sizeof(Job) + 2 * n * sizeof(iovec))
     job.head = c.head
     job.arriving = a
-    memcpy(job.ranges, c.near, n * sizeof(iovec))
-    memcpy(job.ranges + n, (<Pulling *>c.own).far, n * sizeof(iovec))
+    memcpy(job.ranges, c.local, n * sizeof(iovec))
+    memcpy(job.ranges + n, (<Pulling *>c.own).remote, n * sizeof(iovec))
     pthread_mutex_lock(&c.link.lock)
     if own.jobs == NULL:
         own.jobs = job
@@ -87,7 +87,7 @@ cdef bint pulling_has_work(Connection *c) noexcept nogil:
 
 cdef bint pulling_take_up(Connection *c, bint is_idle) noexcept nogil:
     """Takes up the next copy; False if there is none. While frames come, they are read first, as
-    far as there is room for what they ask."""
+    remote as there is room for what they ask."""
     cdef Samehost *own = own_of(c)
     cdef Job *job
     if load32(&own.jobs_n) < (1 if is_idle else <u32>JOBS_MAX):
@@ -102,10 +102,10 @@ cdef bint pulling_take_up(Connection *c, bint is_idle) noexcept nogil:
     if job == NULL:
         return False
     c.head = job.head
-    memcpy(c.near, job.ranges, job.head.count * sizeof(iovec))
-    memcpy((<Pulling *>c.own).far, job.ranges + job.head.count, job.head.count * sizeof(iovec))
-    c.near_at = 0
-    c.near_n = job.head.count
+    memcpy(c.local, job.ranges, job.head.count * sizeof(iovec))
+    memcpy((<Pulling *>c.own).remote, job.ranges + job.head.count, job.head.count * sizeof(iovec))
+    c.local_at = 0
+    c.local_n = job.head.count
     c.payload_left = job.head.nbytes
     begin_copy(c, job.arriving)
     free(job)
@@ -144,28 +144,28 @@ cdef Mapping *mapping_of(Samehost *own, u64 address, u64 nbytes) noexcept nogil:
     return NULL
 
 
-cdef ssize_t copy_mapped(Connection *c, iovec *far, uint8_t *slot, u64 most) noexcept nogil:
+cdef ssize_t copy_mapped(Connection *c, iovec *remote, uint8_t *slot, u64 most) noexcept nogil:
     """Copies the next ranges that lie in mapped memory, so much at most, to where they belong or
     into a slot; 0 if there are none."""
     cdef Mapping *m
     cdef u64 done = 0, n, src
-    cdef u32 i = c.near_at
-    while i < c.near_n and done < most:
-        src = <u64>far[i].iov_base
-        n = min(<u64>c.near[i].iov_len, most - done)
+    cdef u32 i = c.local_at
+    while i < c.local_n and done < most:
+        src = <u64>remote[i].iov_base
+        n = min(<u64>c.local[i].iov_len, most - done)
         m = mapping_of(own_of(c), src, n)
         if m == NULL:
             break
         memcpy(
-            c.near[i].iov_base if slot == NULL else slot + done, m.near + (src - m.start), n)
+            c.local[i].iov_base if slot == NULL else slot + done, m.here + (src - m.start), n)
         done += n
-        if n < c.near[i].iov_len:
+        if n < c.local[i].iov_len:
             break
         i += 1
     return done
 
 
-cdef ssize_t copy_foreign(Connection *c, iovec *far, uint8_t *slot, u64 most) noexcept nogil:
+cdef ssize_t copy_foreign(Connection *c, iovec *remote, uint8_t *slot, u64 most) noexcept nogil:
     """The same by process_vm_readv(2), of any memory; -1 and errno when none could be read; 0 if it
     is not that of the process that was greeted.
 
@@ -176,26 +176,26 @@ cdef ssize_t copy_foreign(Connection *c, iovec *far, uint8_t *slot, u64 most) no
     cdef Samehost *own = own_of(c)
     cdef uint8_t *seen = (<Pulling *>c.own).seen
     cdef u64 cut, wanted, now = now_ns()
-    cdef u32 i = c.near_at, n = within(c.near + i, c.near_n - i, most, &cut), near_n = n
-    cdef iovec *near = c.near + i
-    cdef iovec *near_end = near + n
-    cdef iovec *far_end = far + i + n
-    cdef iovec near_kept = near_end[0], far_kept = far_end[0]
+    cdef u32 i = c.local_at, n = within(c.local + i, c.local_n - i, most, &cut), local_n = n
+    cdef iovec *local = c.local + i
+    cdef iovec *local_end = local + n
+    cdef iovec *remote_end = remote + i + n
+    cdef iovec local_kept = local_end[0], remote_kept = remote_end[0]
     cdef iovec room[2]
     cdef ssize_t moved
     cdef bint looks
-    far_end[-1].iov_len = near_end[-1].iov_len
-    wanted = nbytes_of(near, n)
+    (remote_end - 1).iov_len = (local_end - 1).iov_len
+    wanted = nbytes_of(local, n)
     looks = wanted >= SPREAD_BYTES or now > load64(&own.nonce_ns) + ALIVE_NS
     if slot != NULL:
         room[0].iov_base, room[0].iov_len = slot, wanted
-        near, near_n = room, 1
-    near[near_n].iov_base, near[near_n].iov_len = seen, NONCE_BYTES
-    far_end.iov_base, far_end.iov_len = <void *>own.nonce_at, NONCE_BYTES
-    moved = process_vm_readv(own.pid, near, near_n + looks, far + i, n + looks, 0)
-    near_end[0], far_end[0] = near_kept, far_kept
+        local, local_n = room, 1
+    local[local_n].iov_base, local[local_n].iov_len = seen, NONCE_BYTES
+    remote_end.iov_base, remote_end.iov_len = <void *>own.nonce_at, NONCE_BYTES
+    moved = process_vm_readv(own.pid, local, local_n + looks, remote + i, n + looks, 0)
+    local_end[0], remote_end[0] = local_kept, remote_kept
     if cut:
-        near_end[-1].iov_len = far_end[-1].iov_len = cut
+        (local_end - 1).iov_len = (remote_end - 1).iov_len = cut
     if moved < 0 or not looks:
         return moved
     if <u64>moved < wanted:  # It stopped in the middle.
@@ -219,11 +219,11 @@ cdef inline bint is_nonce(Samehost *own, uint8_t *seen) noexcept nogil:
 
 
 cdef bint nonce_read(Samehost *own, uint8_t *seen) noexcept nogil:
-    cdef iovec near, far
-    near.iov_base = seen
-    far.iov_base = <void *>own.nonce_at
-    near.iov_len = far.iov_len = NONCE_BYTES
-    return process_vm_readv(own.pid, &near, 1, &far, 1, 0) == NONCE_BYTES
+    cdef iovec local, remote
+    local.iov_base = seen
+    remote.iov_base = <void *>own.nonce_at
+    local.iov_len = remote.iov_len = NONCE_BYTES
+    return process_vm_readv(own.pid, &local, 1, &remote, 1, 0) == NONCE_BYTES
 
 
 cdef bint process_gone(Samehost *own) noexcept nogil:
@@ -278,11 +278,11 @@ cdef Moved pulling_copy(Connection *c) noexcept nogil:
     enter(&c.polled.worker.section, c.link, a.opening)
     good = landing_may_land(c, reason)
     if good:
-        n = copy_mapped(c, p.far, into, most)
+        n = copy_mapped(c, p.remote, into, most)
         if n == 0:
             gone = may_be_gone(own_of(c))
             if not gone:
-                n = copy_foreign(c, p.far, into, most)
+                n = copy_foreign(c, p.remote, into, most)
                 gone = n == 0
     leave(&c.polled.worker.section)
     if gone:
@@ -303,7 +303,7 @@ cdef Moved copied(Connection *c, u64 n, bint is_staged) noexcept nogil:
     store64(&c.link.progress_ns, now_ns())
     c.payload_left -= n
     if c.payload_left:
-        advance((<Pulling *>c.own).far, c.near_at, n)
+        advance((<Pulling *>c.own).remote, c.local_at, n)
     if is_staged:
         if not staged_push(c, n):
             end_copy(c)
@@ -312,7 +312,7 @@ cdef Moved copied(Connection *c, u64 n, bint is_staged) noexcept nogil:
         add64(&c.link.plane.bytes_received, n)
         landing_moved(c, n)
         if c.payload_left:
-            c.near_at = advance(c.near, c.near_at, n)
+            c.local_at = advance(c.local, c.local_at, n)
     if c.payload_left:
         return MOVED
     if not source_lives(c):
@@ -326,11 +326,11 @@ cdef Moved copied(Connection *c, u64 n, bint is_staged) noexcept nogil:
 cdef void say_fault(Connection *c, int errnum, char *reason) noexcept nogil:
     """Which side's memory it was that could not be accessed."""
     cdef char byte
-    cdef iovec near
-    cdef iovec far = (<Pulling *>c.own).far[c.near_at]
-    near.iov_base = &byte
-    near.iov_len = far.iov_len = 1
-    if process_vm_readv(own_of(c).pid, &near, 1, &far, 1, 0) == 1:
+    cdef iovec local
+    cdef iovec remote = (<Pulling *>c.own).remote[c.local_at]
+    local.iov_base = &byte
+    local.iov_len = remote.iov_len = 1
+    if process_vm_readv(own_of(c).pid, &local, 1, &remote, 1, 0) == 1:
         snprintf(reason, TEXT_MAX, b"registered memory cannot be written: %s", strerror(errnum))
     else:
         snprintf(reason, TEXT_MAX, b"the source memory cannot be read: %s", strerror(errnum))
@@ -346,7 +346,7 @@ cdef void pulling_landed(Connection *c, bint is_good) noexcept nogil:
 
 
 cdef void tell_progress(Connection *c, u64 number) noexcept nogil:
-    """Tells the source now and then how far the copying is, so that it sends more frames. What is
+    """Tells the source now and then how remote the copying is, so that it sends more frames. What is
     not told when the connection turns to another transfer is less than a source is ahead."""
     cdef Pulling *p = <Pulling *>c.own
     cdef Header h
