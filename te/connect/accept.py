@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from te.config import Config
@@ -53,8 +54,9 @@ class Acceptor:
         self.local = local
         self.chosen = chosen
         self._lock = threading.Lock()
-        #: Under the lock.
+        #: Under the lock. The other is being welcomed: it gets its first connection next.
         self._links: dict[LinkKey, IncomingLink] = {}
+        self._welcomed: IncomingLink | None = None
         self._greeting: set[Incoming] = set()
         self._admission = Admission()
         self._half_open: dict[HalfOpen, Incoming] = {}
@@ -83,6 +85,10 @@ class Acceptor:
                 one for one in self._links.values() if one.key.engine_id == engine_id
                 and not one.handle.ended
             ]  # fmt: skip
+            count, welcomed = len(fenced), self._welcomed
+            if welcomed is not None and welcomed.key.engine_id == engine_id:
+                welcomed.handle.die(Reason.FENCED)  # It takes no connection any more.
+                count += 1
         for one in fenced:
             one.handle.fence()
         until_s = time.monotonic() + timeout_s
@@ -91,7 +97,7 @@ class Acceptor:
                 return None
         for one in fenced:
             one.handle.die(Reason.FENCED)
-        return len(fenced)
+        return count
 
     def withdraw(self, revocation: Revocation) -> None:
         """Has transfers end that were granted under a tag which was revoked; the revocation says
@@ -135,21 +141,34 @@ class Acceptor:
         rails = link.handle.rails
         return None if rails < most else f"{rails} rails are open already"
 
-    def joined(self, sock: socket.socket, join: Join, link: IncomingLink | None) -> str | None:
-        """Takes a connection that was welcomed into its link, which it may be the first of; or why
-        that cannot be (then nothing was taken). Loop's thread only."""
+    @contextlib.contextmanager
+    def welcomed(self, join: Join, link: IncomingLink | None) -> Iterator[IncomingLink]:
+        """The link of a connection that is about to be welcomed, which it may be the first of:
+        before its source knows of it, a fence does. Loop's thread only."""
         if link is None:
             link = join.begin()
             link.handle.name_peer(packed_peer(Identity(*link.key[:2])))
-        try:
-            added = join.add(link)
-        except OSError as exc:
-            link.handle.die(Reason.PEER_CLOSED)
-            return exc.strerror
-        if not added:
-            return "the link has ended"
-        sock.detach()
         with self._lock:
+            self._welcomed = None if self._links.get(link.key) is link else link
+        try:
+            yield link
+        finally:
+            with self._lock:
+                self._welcomed = None
+
+    def joined(self, sock: socket.socket, join: Join, link: IncomingLink) -> str | None:
+        """Takes a connection that was welcomed into its link; or why that cannot be (then nothing
+        was taken). Loop's thread only."""
+        with self._lock:  # A fence finds the link without a connection, or among the others.
+            try:
+                added = join.add(link)
+            except OSError as exc:
+                link.handle.die(Reason.PEER_CLOSED)
+                return exc.strerror
+            if not added:
+                return "the link has ended"
+            sock.detach()
+            self._welcomed = None
             if len(self._links) > 2 * self.local.config.max_connections:
                 # The plane tells of each that ends, but loses what is not listened to.
                 self._links = {key: one for key, one in self._links.items() if one.handle.alive}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -76,7 +77,12 @@ class Acceptor(Protocol):
     def misfit(self, link: IncomingLink) -> str | None:
         """Why a connection cannot be one more of the link."""
 
-    def joined(self, sock: socket.socket, join: Join, link: IncomingLink | None) -> str | None:
+    def welcomed(
+        self, join: Join, link: IncomingLink | None
+    ) -> contextlib.AbstractContextManager[IncomingLink]:
+        """The link of a connection that is about to be welcomed."""
+
+    def joined(self, sock: socket.socket, join: Join, link: IncomingLink) -> str | None:
         """Takes a connection that was welcomed into its link."""
 
     def check_waiting(self) -> None:
@@ -244,9 +250,10 @@ class Incoming:
         problem = None if link is None else self._acceptor.misfit(link)
         if problem is not None:
             raise TransportRefused(problem)
-        self._say(GreetingKind.WELCOME, Welcome(rails=self._local.config.rails, body=body))
-        self._release()
-        problem = self._acceptor.joined(self._sock, join, link)
+        with self._acceptor.welcomed(join, link) as link:
+            self._say(GreetingKind.WELCOME, Welcome(rails=self._local.config.rails, body=body))
+            self._release()
+            problem = self._acceptor.joined(self._sock, join, link)
         if problem is None:
             self._fds.clear()
         self.close(problem or "")
