@@ -361,7 +361,7 @@ def test_a_connection_of_another_transport_joins_no_link(target: te.Engine, tran
             assert refusal(other).reason == "the link that it names is over another transport"
         assert target.stats().rails == 1
     wait_until(lambda: target.stats().rails == 0, "the link has ended")
-    wait_until(lambda: descriptors() == before, "nothing was kept")
+    wait_until(lambda: descriptors() <= before, "nothing was kept")
 
 
 def test_rings_that_cannot_be_used_are_given_back(target: te.Engine) -> None:
@@ -375,7 +375,7 @@ def test_rings_that_cannot_be_used_are_given_back(target: te.Engine) -> None:
             read_greeting(sock)
             with contextlib.suppress(ConnectionError):
                 sock.recv(1)
-    wait_until(lambda: descriptors() == before, "nothing was kept")
+    wait_until(lambda: descriptors() <= before, "nothing was kept")
     assert not any(key[0] == RAW_ID for key in target._acceptor._links)
 
 
