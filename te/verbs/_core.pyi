@@ -61,9 +61,9 @@ class Device:
 
     def dial(
         self,
-        near: bytes,
-        far: bytes,
-        far_port: int,
+        local: bytes,
+        remote: bytes,
+        remote_port: int,
         token: bytes,
         send_depth: int,
         message_bytes: int,
@@ -71,7 +71,7 @@ class Device:
     ) -> tuple[QueuePair, bytes]:
         """A connected QueuePair, by rdma_cm(7), and what the other side said with its answer.
 
-        ``near`` and ``far``: 16 bytes, of an IPv6 address or of an IPv4 address mapped to one.
+        ``local`` and ``remote``: 16 bytes, of an IPv6 address or of an IPv4 address mapped to one.
         ``token``: at most 64 bytes, for the ``CmRequest``. A device may block in here for longer
         than ``timeout_s``, but never succeeds after it. ``OSError``."""
 
@@ -97,21 +97,21 @@ class QueuePair:
 
     def connect(
         self,
-        far_number: int,
-        far_psn: int,
-        near_psn: int,
-        far_gid: bytes,
+        remote_number: int,
+        remote_psn: int,
+        local_psn: int,
+        remote_gid: bytes,
         gid_index: int,
-        far_lid: int,
+        remote_lid: int,
         mtu: int,
         timeout: int,
         retries: int,
         traffic_class: int,
         is_target: bool,
     ) -> None:
-        """To the ready-to-send state; ibv_modify_qp(3). ``far_gid`` is empty within an InfiniBand
-        subnet. Through one that is no target the other side can neither read nor write, whatever
-        keys it has. ``OSError``."""
+        """To the ready-to-send state; ibv_modify_qp(3). ``remote_gid`` is empty within an
+        InfiniBand subnet. Through one that is no target the other side can neither read nor
+        write, whatever keys it has. ``OSError``."""
 
 class CmListener:
     """Takes connections by rdma_cm(7) at one address of this host, 16 bytes as in ``dial``."""

@@ -191,10 +191,11 @@ cdef class Device:
 
 
     def dial(
-        self, bytes near, bytes far, uint16_t far_port, bytes token, uint32_t send_depth,
+        self, bytes local, bytes remote, uint16_t remote_port, bytes token, uint32_t send_depth,
         uint32_t message_bytes, double timeout_s
     ):
-        return cm_dial(self, near, far, far_port, token, send_depth, message_bytes, timeout_s)
+        return cm_dial(
+            self, local, remote, remote_port, token, send_depth, message_bytes, timeout_s)
 
 
 cdef int access_of(bint remote_read, bint remote_write) noexcept:
@@ -265,14 +266,14 @@ cdef class QueuePair:
         self.e = NULL
 
     def connect(
-        self, uint32_t far_number, uint32_t far_psn, uint32_t near_psn, bytes far_gid,
-        int gid_index, int far_lid, int mtu, int timeout, int retries, int traffic_class,
+        self, uint32_t remote_number, uint32_t remote_psn, uint32_t local_psn, bytes remote_gid,
+        int gid_index, int remote_lid, int mtu, int timeout, int retries, int traffic_class,
         bint is_target
     ):
         """RESET → INIT → RTR → RTS; ibv_modify_qp(3)."""
         cdef VQpAttr a
         cdef int errnum, mask
-        cdef bint is_global = len(far_gid) == 16
+        cdef bint is_global = len(remote_gid) == 16
         memset(&a, 0, sizeof(a))
         a.qp_state = QPS_INIT
         a.port_num = self.port
@@ -281,15 +282,15 @@ cdef class QueuePair:
         memset(&a, 0, sizeof(a))
         a.qp_state = QPS_RTR
         a.path_mtu = mtu
-        a.dest_qp_num = far_number
-        a.rq_psn = far_psn
+        a.dest_qp_num = remote_number
+        a.rq_psn = remote_psn
         a.max_dest_rd_atomic = READS_MAX
         a.min_rnr_timer = 12
         a.ah.port_num = self.port
-        a.ah.dlid = far_lid
+        a.ah.dlid = remote_lid
         a.ah.is_global = is_global
         if is_global:
-            memcpy(a.ah.dgid, <const char *>far_gid, 16)
+            memcpy(a.ah.dgid, <const char *>remote_gid, 16)
             a.ah.sgid_index = gid_index
             a.ah.hop_limit = 64
             a.ah.traffic_class = traffic_class
@@ -300,7 +301,7 @@ cdef class QueuePair:
         a.timeout = timeout
         a.retry_cnt = retries
         a.rnr_retry = retries
-        a.sq_psn = near_psn
+        a.sq_psn = local_psn
         a.max_rd_atomic = READS_MAX
         self.modify(&a, QP_STATE | QP_TIMEOUT | QP_RETRY_CNT | QP_RNR_RETRY | QP_SQ_PSN
                     | QP_MAX_QP_RD_ATOMIC, "RTS")

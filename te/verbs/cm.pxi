@@ -104,8 +104,8 @@ cdef bytes cm_await(Endpoint *e, int wanted, str call, uint64_t deadline_ns):
 
 
 cdef tuple cm_dial(
-    Device device, bytes near, bytes far, uint16_t far_port, bytes token, uint32_t send_depth,
-    uint32_t message_bytes, double timeout_s
+    Device device, bytes local, bytes remote, uint16_t remote_port, bytes token,
+    uint32_t send_depth, uint32_t message_bytes, double timeout_s
 ):
     cdef uint64_t deadline_ns = time.monotonic_ns() + <uint64_t>(timeout_s * 1e9)
     cdef int failed
@@ -116,8 +116,8 @@ cdef tuple cm_dial(
     q.device = device
     q.e = endpoint_new(device, send_depth, 1)
     q.e.max_msg_bytes = message_bytes
-    fill_address(&from_, near, 0)
-    fill_address(&to, far, far_port)
+    fill_address(&from_, local, 0)
+    fill_address(&to, remote, remote_port)
     cm_channel_new(q.e)
     if lib.cm_create_id(q.e.cm_channel, &cm, NULL, CM_PS_TCP):
         fail("rdma_create_id", last_errno())

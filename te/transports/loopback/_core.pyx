@@ -78,7 +78,7 @@ cdef bint unread(Transfer *t, u64 until_ns) noexcept nogil:
 # -- the destination's side
 
 cdef bint is_allowed(
-    Connection *c, Transfer *t, iovec *near, iovec *far, u32 n, char *reason
+    Connection *c, Transfer *t, iovec *dst, iovec *src, u32 n, char *reason
 ) noexcept nogil:
     """Whether the copy may be made now. Inside the section."""
     cdef Link *link = c.link
@@ -89,51 +89,51 @@ cdef bint is_allowed(
     cdef int k
     if not t.is_read:
         return may_land(link, a, NULL, NULL, 0, reason) and is_placed(
-            link, a, &place, near, n, reason)
+            link, a, &place, dst, n, reason)
     if load32(&link.dropped):
         snprintf(reason, TEXT_MAX, b"the application fenced this peer")
         return False
     k = snprintf(reason, TEXT_MAX, b"the source: ")
     for i in range(n):
         if not is_registered(
-            s, <u64>far[i].iov_base, far[i].iov_len, s.newest, RIGHT_READ, NULL
+            s, <u64>src[i].iov_base, src[i].iov_len, s.newest, RIGHT_READ, NULL
         ):
-            say_refused(s, <u64>far[i].iov_base, far[i].iov_len, RIGHT_READ, reason + k)
+            say_refused(s, <u64>src[i].iov_base, src[i].iov_len, RIGHT_READ, reason + k)
             return False
     return True
 
 
 cdef bint copy_some(Connection *c, Transfer *t, char *reason) noexcept nogil:
     """The next blocks; False if they may not be copied."""
-    cdef Plane *near_plane = t.link.plane if t.is_read else c.link.plane
-    cdef Plane *far_plane = c.link.plane if t.is_read else t.link.plane
+    cdef Plane *dst_plane = t.link.plane if t.is_read else c.link.plane
+    cdef Plane *src_plane = c.link.plane if t.is_read else t.link.plane
     cdef Loop *own = loop_of(c.link)
-    cdef iovec near[BLOCKS_AT_ONCE]
-    cdef iovec far[BLOCKS_AT_ONCE]
+    cdef iovec dst[BLOCKS_AT_ONCE]
+    cdef iovec src[BLOCKS_AT_ONCE]
     cdef Block *b
     cdef u64 left = COPY_BYTES
     cdef u32 n = 0, i
     cdef bint good
     while own.index < t.n and n < BLOCKS_AT_ONCE and left:
         b = &t.blocks[own.index]
-        near[n].iov_base = <void *>(b.dst + own.offset)
-        far[n].iov_base = <void *>(b.src + own.offset)
-        near[n].iov_len = far[n].iov_len = min(b.nbytes - own.offset, left)
-        left -= near[n].iov_len
-        own.offset += near[n].iov_len
+        dst[n].iov_base = <void *>(b.dst + own.offset)
+        src[n].iov_base = <void *>(b.src + own.offset)
+        dst[n].iov_len = src[n].iov_len = min(b.nbytes - own.offset, left)
+        left -= dst[n].iov_len
+        own.offset += dst[n].iov_len
         if own.offset == b.nbytes:
             own.index += 1
             own.offset = 0
         n += 1
     enter(&c.polled.worker.section, c.link, NULL if own.arriving == NULL else own.arriving.opening)
-    good = is_allowed(c, t, near, far, n, reason)
+    good = is_allowed(c, t, dst, src, n, reason)
     for i in range(n if good else 0):
         # An engine that is its own peer may name ranges that overlap.
-        memmove(near[i].iov_base, far[i].iov_base, near[i].iov_len)
+        memmove(dst[i].iov_base, src[i].iov_base, dst[i].iov_len)
     leave(&c.polled.worker.section)
     if good:
-        add64(&far_plane.bytes_sent, COPY_BYTES - left)
-        add64(&near_plane.bytes_received, COPY_BYTES - left)
+        add64(&src_plane.bytes_sent, COPY_BYTES - left)
+        add64(&dst_plane.bytes_received, COPY_BYTES - left)
     return good
 
 

@@ -25,9 +25,9 @@ cdef enum:
     PULL_BYTES = 4 << 20  # of one copy, which is one section
     SPREAD_BYTES = 256 << 10  # smaller copies are over before another thread has woken up
     JOBS_MAX = 64
-    # How long a process that was seen alive is copied from unasked (2 us, and 0.5 us for its
-    # nonce): before its number is
-    # given out again, 32,768 others are made and end, at 15 us each at best.
+    # How long a process that was seen alive is copied from unasked (to ask costs 2 us, and 0.5 us
+    # for its nonce): before its number is given out again, 32,768 others are made and end, at 15 us
+    # each at best.
     ALIVE_NS = 1000000
 
 
@@ -87,7 +87,7 @@ cdef bint pulling_has_work(Connection *c) noexcept nogil:
 
 cdef bint pulling_take_up(Connection *c, bint is_idle) noexcept nogil:
     """Takes up the next copy; False if there is none. While frames come, they are read first, as
-    remote as there is room for what they ask."""
+    far as there is room for what they ask."""
     cdef Samehost *own = own_of(c)
     cdef Job *job
     if load32(&own.jobs_n) < (1 if is_idle else <u32>JOBS_MAX):
@@ -346,7 +346,7 @@ cdef void pulling_landed(Connection *c, bint is_good) noexcept nogil:
 
 
 cdef void tell_progress(Connection *c, u64 number) noexcept nogil:
-    """Tells the source now and then how remote the copying is, so that it sends more frames. What is
+    """Tells the source now and then how far the copying is, so that it sends more frames. What is
     not told when the connection turns to another transfer is less than a source is ahead."""
     cdef Pulling *p = <Pulling *>c.own
     cdef Header h
