@@ -39,10 +39,13 @@ def raw_link(pair: Pair) -> Iterator[RawSource]:
     number = secrets.randbits(62)
     key = LinkKey(RAW_ID, 1, number)
     with pair.make() as stranger:
-        _open[key] = LoopbackLink(stranger._plane, False)
-        raw = RawSource(pair.target.card(), "loopback", link=number)
-        with raw.sock:
-            yield raw
+        _open[key] = [LoopbackLink(stranger._plane, False)]
+        try:
+            raw = RawSource(pair.target.card(), "loopback", link=number)
+            with raw.sock:
+                yield raw
+        finally:
+            del _open[key]
 
 
 def test_any_frame_ends_its_link_with_a_reason_and_no_other(
@@ -78,6 +81,16 @@ def test_random_bytes_end_their_link_and_no_other(
                 assert raw.closed()
             wait_until(lambda: "broke the protocol: " in caplog.text, "the reason is logged")
         assert pair.write(0, 0, 100).wait(TIMEOUT_S) is te.Status.DONE
+
+
+def test_who_dials_again_is_told_that_its_link_has_been_welcomed(pair: Pair) -> None:
+    """As an engine does whose welcome was lost on the way."""
+    card = pair.target.card()
+    with raw_link(pair), dial(card) as sock:
+        (key,) = _open
+        sock.sendall(hello(sock, card, "loopback", link=key.number))
+        assert "was welcomed; connect again" in refusal(sock).reason
+    assert pair.write(0, 0, 100).wait(TIMEOUT_S) is te.Status.DONE
 
 
 def test_who_is_of_another_process_is_refused(pair: Pair) -> None:

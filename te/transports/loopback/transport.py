@@ -25,8 +25,9 @@ from te.transports.loopback._core import LoopbackLink
 
 __all__ = ["Loopback"]
 
-_open: Final[dict[LinkKey, LoopbackLink]] = {}
-"""Source's ends whose hello is under way; each has a key that nobody else takes out."""
+_open: Final[dict[LinkKey, list[LoopbackLink]]] = {}
+"""By keys that nobody else knows, the source's end of each link whose greeting is under way, until
+the destination takes it out."""
 
 
 class Loopback(Transport):
@@ -47,7 +48,7 @@ class Loopback(Transport):
         key = LinkKey(self._local.id, self._local.epoch, secrets.randbits(62))
         handle = LoopbackLink(self._local.plane, False)
         hello = hello_to(card, self._local, self.name, key.number)
-        _open[key] = handle
+        _open[key] = [handle]
         try:
             dialled = connect(self._local, card, hello, deadline_s, timeout_s)
         finally:
@@ -60,9 +61,12 @@ class Loopback(Transport):
         """See ``Transport.accept``."""
         if call.body:
             raise ProtocolViolation(f"{len(call.body)} bytes about a link that needs none")
-        other = _open.pop(call.key, None)
-        if other is None:
+        ends = _open.get(call.key)
+        if ends is None:
             raise TransportRefused("the other engine is of another process")
+        if not ends:
+            raise TransportRefused("an earlier connection of this link was welcomed; connect again")
+        other = ends.pop()
         plane = self._local.plane
         return PlainJoin(
             self,
