@@ -3,8 +3,7 @@
 
 from te.core.notices cimport Notices
 from te.core.regions cimport Regions
-from te.core.sections cimport Sections
-from te.core.sections cimport WORKERS_MAX
+from te.core.sections cimport Sections, WORKERS_MAX
 from te.core.stager cimport Stager
 from te.core.sync cimport load_pointer, pthread_mutex_t, u32, u64
 from te.core.tags cimport Tags
@@ -42,12 +41,7 @@ cdef struct Plane:
 # 0 or an errno; with an errno `plane_close` is still due.
 cdef int plane_open(Plane *p, u32 workers, u64 spin_ns) noexcept nogil
 cdef void plane_close(Plane *p) noexcept nogil  # no worker runs, and no link is left
-# Whether some of the engine's memory has to be staged.
-cdef inline bint plane_stages(Plane *p) noexcept nogil:
-    return load_pointer(&p.stagers[0]) != NULL
-
-
-# Memory for that, which all kinds have pinned, in slots of so many bytes; once. 0, or EINVAL for too
+# Memory for staging, which all kinds have pinned, in slots of so many bytes; once. 0, or EINVAL for too
 # little or too much.
 cdef int plane_stage(Plane *p, void *base, u64 nbytes, u64 slot_bytes) noexcept nogil
 # No worker runs: whether that memory can be given back, as no copy is under way.
@@ -58,3 +52,8 @@ cdef bint plane_quiesce(Plane *p, void *link, void *right, u64 timeout_ns) noexc
 # What a transport, told by any address of its own, keeps for the engine: `nbytes` of memory, zeroed
 # when it is first asked for, until the engine is gone.
 cdef void *plane_private(Plane *p, const void *of, size_t nbytes) noexcept nogil
+
+
+cdef inline bint plane_stages(Plane *p) noexcept nogil:
+    """Whether some of the engine's memory has to be staged."""
+    return load_pointer(&p.stagers[0]) != NULL

@@ -10,7 +10,8 @@ from te.core.posix cimport EINVAL
 from te.core.sections cimport quiesce
 from te.core.stager cimport stager_free, stager_new, stager_quiesce
 from te.core.sync cimport (
-    now_ns, store_pointer, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
+    now_ns, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
+    store_pointer,
 )
 from te.core.tags cimport tags_close, tags_init
 from te.core.worker cimport workers_close, workers_open
