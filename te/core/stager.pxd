@@ -10,6 +10,7 @@ from te.core.worker cimport Polled, Worker
 cdef struct Stager:
     Polled polled  # first
     Staging out, into
+    u32 seen[2]  # `staging_count_ended` when connections were last given a turn, by ring
     void *told[2]  # who was given a turn in the last one, as a slot is free, by ring
 
 # Half of the memory for each direction; the worker has it from now on. NULL if that makes no slot, or

@@ -15,6 +15,20 @@ cdef u32 ended(Stager *s) noexcept nogil:
     return staging_poll(&s.out) + staging_poll(&s.into)
 
 
+cdef inline bint has_news(Stager *s) noexcept nogil:
+    """Whether copies are over that connections may not have seen, also of those that somebody else
+    has ended (who fences)."""
+    return staging_count_ended(&s.out) != s.seen[0] or staging_count_ended(&s.into) != s.seen[1]
+
+
+cdef void tell(Stager *s) noexcept nogil:
+    """Has the worker give connections another turn before it sleeps: those before this in its list have
+    had theirs."""
+    s.seen[0] = staging_count_ended(&s.out)
+    s.seen[1] = staging_count_ended(&s.into)
+    store32(&s.polled.worker.kicked, 1)
+
+
 cdef void wake_next(Staging *ring, void **told) noexcept nogil:
     """Gives who is next a turn. If it had one and did not take the slot, it cannot use any just now;
     it will ask again, and others do not wait for that."""
@@ -46,7 +60,11 @@ cdef bint on_event(Polled *p, bint is_patient) noexcept nogil:
 
 cdef bint on_turn(Polled *p, bint slept, bint is_patient) noexcept nogil:
     cdef Stager *s = <Stager *>p
-    cdef bint moved = ended(s) != 0
+    cdef bint moved
+    ended(s)
+    moved = has_news(s)
+    if moved:
+        tell(s)
     wake_next(&s.out, &s.told[0])
     wake_next(&s.into, &s.told[1])
     if staging_is_scarce(&s.into) and staging_copying(&s.into) == 0:
@@ -61,7 +79,7 @@ cdef bint on_look(Polled *p) noexcept nogil:
 cdef bint on_arm(Polled *p) noexcept nogil:
     # Nothing wakes a worker up when a device is ready.
     cdef Stager *s = <Stager *>p
-    return staging_copying(&s.out) + staging_copying(&s.into) != 0
+    return staging_copying(&s.out) + staging_copying(&s.into) != 0 or has_news(s)
 
 
 cdef bint on_check(Polled *p, u64 now) noexcept nogil:

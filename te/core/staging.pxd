@@ -75,6 +75,7 @@ cdef struct Staging:
     u32 slots_n
     u32 free_n
     u32 copying  # atomic
+    u32 ended  # atomic: copies that were under way, by whoever has ended them
     u64 begun  # number of the last copy
     Slot slots[SLOTS_MAX]
     Lane *waiting  # without a slot, the first of them first
@@ -125,6 +126,8 @@ cdef void slot_scatter(
 
 # How many slots' copies are under way.
 cdef u32 staging_copying(Staging *s) noexcept nogil
+# Changes whenever one has ended. It has changed already when `staging_copying` shows that.
+cdef u32 staging_count_ended(Staging *s) noexcept nogil
 # Ends the copies that are done or have failed; how many those were.
 cdef u32 staging_poll(Staging *s) noexcept nogil
 # Stands for the copies that have begun until now.

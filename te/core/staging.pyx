@@ -289,16 +289,21 @@ cdef bint end_copy(Staging *s, Slot *slot) noexcept nogil:
         batch[0] = slot.batches[slot.batches_n]
     if slot.batches_n:
         return False
-    add32(&s.copying, -1)
     if slot.is_orphan:
         set_free(s, slot)
     else:
         store32(&slot.state, SLOT_COPIED)
+    add32(&s.ended, 1)
+    add32(&s.copying, -1)
     return True
 
 
 cdef u32 staging_copying(Staging *s) noexcept nogil:
     return load32(&s.copying)
+
+
+cdef u32 staging_count_ended(Staging *s) noexcept nogil:
+    return load32(&s.ended)
 
 
 cdef u32 staging_poll(Staging *s) noexcept nogil:

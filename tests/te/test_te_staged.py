@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -133,6 +134,16 @@ def test_small_and_large_transfers_at_once(transport: str, slots: int) -> None:
             assert transfer.wait(TIMEOUT_S) is te.Status.DONE
         assert here.target.arrived(TAG) == 21
         assert here.has_arrived
+
+
+@TRANSPORTS
+def test_workers_that_never_spin_see_that_copies_are_over(transport: str) -> None:
+    """They look at deadlines a few times a second: with nothing else this took a minute."""
+    give_up_s = time.monotonic() + TIMEOUT_S
+    with world(transport, spin_s=0.0) as here:
+        for _ in range(400):
+            transfer = here.peer.write(here.blocks(1, 64, 1), tag=TAG)
+            assert transfer.wait(give_up_s - time.monotonic()) is te.Status.DONE
 
 
 @TRANSPORTS
