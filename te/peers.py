@@ -115,7 +115,8 @@ class Peer:
 
         The mirror of ``write``: every ``dst`` range must be registered here (``te.BoundsError``),
         ``src`` ranges are checked by the peer against its regions. Unlike a write's, its
-        cancellation needs nobody's confirmation. Raises ``te.QueueFull``.
+        cancellation needs nobody's confirmation. Pieces of a read that has failed may still be
+        landing: the memory is free once ``Transfer.cancel`` has returned. Raises ``te.QueueFull``.
         """
         return self._submit(blocks, 0, is_read=True)
 

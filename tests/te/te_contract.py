@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every transport is tested over, and two engines with memory on it. A new transport is one
-more line in ``WAYS``."""
+more line in ``WAYS``, and one in ``STAGING`` if it stages memory that it does not touch itself."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from te_direct import NullEngine
 from te_far import pattern, wait_until
+from te_sealed import Sealed, SealedMemory, sealed
 
 import te
 from te.bench._null import Wires
@@ -32,8 +33,34 @@ Maker: TypeAlias = Callable[..., te.Engine]
 """An engine of this transport, with these settings besides."""
 
 
+#: Transports that carry memory which the kernel cannot touch.
+STAGING: Final = ("tcp", "samehost")
+#: Large enough for the segments of ``pair``, and smaller than the default ones.
+SLOT_BYTES: Final = 256 << 10
+#: Of each copy: as long as a thread sleeps at the least, more or less.
+COPY_DELAY_US: Final = 20
+
+
 def _of_config(transport: str) -> Callable[[], Maker]:
     return lambda: lambda **config: te.Engine(te.Config(transports=(transport,), **config))
+
+
+def _of_few_slots(transport: str) -> Callable[[], Maker]:
+    """Four for each worker and direction."""
+
+    def make(workers: int = 2, **config: Any) -> te.Engine:
+        nbytes = 2 * workers * 4 * SLOT_BYTES
+        return te.Engine(
+            te.Config(
+                transports=(transport,),
+                workers=workers,
+                staging_bytes=nbytes,
+                staging_slot_bytes=SLOT_BYTES,
+                **config,
+            )
+        )
+
+    return lambda: make
 
 
 def _of_null_devices() -> Maker:
@@ -53,6 +80,8 @@ class Way:
     #: Whether a destination is looked up as a whole, so that of a refused transfer nothing lands at
     #: all; else nothing of the refused segment. Where it is, ranges of tags bind nobody.
     looks_up_all: bool = False
+    #: Whose memory no kernel can touch: the source's, the target's.
+    is_sealed: tuple[bool, bool] = (False, False)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -70,6 +99,18 @@ WAYS: Final = [
     pytest.param(
         Way("rdma", _of_config("rdma"), looks_up_all=True), id="rdma", marks=pytest.mark.rdma
     ),
+    *(
+        pytest.param(
+            Way(transport, _of_few_slots(transport), is_sealed=is_sealed),
+            id=f"{transport}-{places}",
+        )
+        for transport in STAGING
+        for places, is_sealed in (
+            ("sealed-sealed", (True, True)),
+            ("sealed-host", (True, False)),
+            ("host-sealed", (False, True)),
+        )
+    ),
 ]
 
 
@@ -77,15 +118,34 @@ class Pair:
     """A source with patterned memory, a target with memory full of ``GUARD``, and the peer."""
 
     def __init__(
-        self, way: Way, make: Maker, nbytes: int, remote: Remote = "read-write", **config: Any
+        self,
+        way: Way,
+        kind: Sealed | None,
+        nbytes: int,
+        remote: Remote = "read-write",
+        **config: Any,
     ) -> None:
-        self.way, self.make = way, make
-        self.source, self.target = make(**config), make(**config)
-        self.src, self.dst = pattern(1, nbytes), np.full(nbytes, GUARD, np.uint8)
-        self.src_region = self.source.register(self.src, remote="none")
-        self.dst_region = self.target.register(self.dst, remote=remote)
+        self.way, self.make = way, way.maker()
+        self.source, self.target = self.make(**config), self.make(**config)
+        #: By the address at which the test sees it.
+        self._sealed: dict[int, SealedMemory] = {}
+        self.src, self.dst = (
+            self._allocate(kind if is_sealed else None, nbytes) for is_sealed in way.is_sealed
+        )
+        self.src[:], self.dst[:] = pattern(1, nbytes), GUARD
+        self.src_region = self.register(self.source, self.src, remote="none")
+        self.dst_region = self.register(self.target, self.dst, remote=remote)
         self.peer = self.source.connect(self.target.card())
         assert self.peer.transport == way.transport
+
+    def register(
+        self, engine: te.Engine, memory: np.ndarray, remote: Remote = "tagged"
+    ) -> te.Region:
+        """``src`` or ``dst``, where te is to find it; or some other memory."""
+        found = self._sealed.get(memory.ctypes.data)
+        if found is None:
+            return engine.register(memory, remote=remote)
+        return engine.register(found.address, memory.nbytes, remote=remote)
 
     def blocks(self, src: object, dst: object, nbytes: object) -> te.Blocks:
         """For a write, from offsets."""
@@ -136,6 +196,13 @@ class Pair:
         names = [thread.name for thread in threading.enumerate()]
         return [name for name in names if any(one in name for one in ids)]
 
+    def _allocate(self, kind: Sealed | None, nbytes: int) -> np.ndarray:
+        if kind is None:
+            return np.empty(nbytes, np.uint8)
+        memory = kind.allocate(nbytes)
+        self._sealed[memory.view.ctypes.data] = memory
+        return memory.view[:nbytes]
+
     @staticmethod
     def _blocks(
         src: te.Region, src_at: object, dst: te.Region, dst_at: object, nbytes: object
@@ -150,9 +217,9 @@ class Pair:
 @contextlib.contextmanager
 def paired(way: Way, nbytes: int = 4 << 20, **config: Any) -> Iterator[Pair]:
     """Engines with these settings."""
-    pair = Pair(way, way.maker(), nbytes, **config)
-    with contextlib.closing(pair):
-        yield pair
+    with contextlib.ExitStack() as stack:
+        kind = stack.enter_context(sealed(1, COPY_DELAY_US)) if any(way.is_sealed) else None
+        yield stack.enter_context(contextlib.closing(Pair(way, kind, nbytes, **config)))
 
 
 def copied(

@@ -191,7 +191,7 @@ def test_nothing_lands_in_memory_that_was_taken_back(way: Way) -> None:
             reasons = [one.reason for one in transfers if one.reason]
             assert all("registered" in reason for reason in reasons), reasons
             assert (pair.dst == turn).all()
-            pair.dst_region = pair.target.register(pair.dst, remote="read-write")
+            pair.dst_region = pair.register(pair.target, pair.dst, "read-write")
             wait_until(lambda: pair.peer.rails, "there is a rail")
             pair.flush()
 
@@ -222,7 +222,7 @@ def test_memory_of_transfers_under_way_stays_or_they_end(way: Way, what: str) ->
             assert {outcome(one) for one in transfers} <= {DONE, FAILED}
             assert (memory == turn).all()
             pair.src_region, pair.dst_region = (
-                engine.register(memory, remote="read-write") if one is region else one
+                pair.register(engine, memory, "read-write") if one is region else one
                 for one in (pair.src_region, pair.dst_region)
             )
             wait_until(lambda: pair.peer.rails, "there is a rail")
@@ -292,7 +292,7 @@ def test_a_peer_connects_again_after_a_restart(way: Way) -> None:
             pair.target.close()
             wait_until(lambda: not pair.peer.alive, "dead")
             pair.target = pair.make()
-            pair.dst_region = pair.target.register(pair.dst, remote="read-write")
+            pair.dst_region = pair.register(pair.target, pair.dst, "read-write")
             pair.peer = pair.source.connect(pair.target.card())
             assert pair.source.stats().peers == 1
             pair.target.expect(9, peer=te.Identity(pair.source.id, pair.source.epoch))
@@ -306,7 +306,7 @@ def test_a_peer_connects_again_after_a_restart(way: Way) -> None:
             pair.source.close()
             wait_until(lambda: pair.target.stats().rails == 0, "its rails are gone")
             pair.source = pair.make()
-            pair.src_region = pair.source.register(pair.src)
+            pair.src_region = pair.register(pair.source, pair.src)
             pair.peer = pair.source.connect(pair.target.card())
             with pytest.raises(te.TransferFailed, match="tag 0x9 is not open here"):
                 pair.write(0, 0, 1000, tag=9).wait(TIMEOUT_S)
