@@ -4,6 +4,9 @@
 from te.core.link cimport Link, Transfer
 from te.core.sync cimport u64
 
+cdef enum:
+    INLINE_BYTES = 64 << 10  # of a transfer that a calling thread sends, and waits for, itself
+
 # Sends what was submitted, in so many calls at most, unless all connections are busy.
 cdef void send_inline(Link *link, int turns) noexcept nogil
 # Wakes as many connections as the transfer has work for.

@@ -6,7 +6,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
-from te.core.callers cimport drive
+from te.core.callers cimport INLINE_BYTES, drive
 from te.core.engine cimport Revocation
 from te.core.connections cimport connection_add
 from te.core.heap cimport need
@@ -26,7 +26,6 @@ cdef enum:
     # Above it checking and copying blocks (5 ns each) takes so long that others get the interpreter
     # meanwhile; below, getting it back beside a busy thread would cost more (5 ms).
     KEEP_LOCK_BLOCKS = 1 << 17
-    INLINE_BYTES = 64 << 10
     KEEP_LOCK_NS = 300000
     DRIVE_NS = 3000000
     UNREAD_NS = 1200000000

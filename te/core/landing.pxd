@@ -14,20 +14,20 @@ cdef struct LandingProtocol:
     # A PULL has come, and its ranges are known: has them copied. NULL where there are none.
     void (*pull)(Connection *c, Arriving *a) noexcept nogil
 
+# Of a transport that sends by te/core/sending.pxd; nothing is pulled.
+cdef LandingProtocol landing_protocol(int over, uint8_t reply) noexcept
+
 # What a connection has of its own: `Connection.own` begins with it.
 cdef struct Landings:
     Arriving *arriving  # whose payload is under way
     Place place
     u64 last_id
 
-# What `Protocol` calls.
-cdef bint landing_received(Connection *c) noexcept nogil
-cdef void *landing_right(Connection *c) noexcept nogil
+# What its `Protocol` calls, and who does more instead.
 cdef bint landing_may_land(Connection *c, char *reason) noexcept nogil
 cdef void landing_refuse(Connection *c, const char *reason) noexcept nogil
 cdef void landing_moved(Connection *c, u64 nbytes) noexcept nogil
 cdef void landing_landed(Connection *c, bint is_good) noexcept nogil
-cdef void landing_part(Connection *c, void *of, u64 nbytes, int fault) noexcept nogil
 
 # A payload begins, whose ranges are in `local`; False if it must not land, and is refused.
 cdef bint landing_begin(Connection *c, Arriving *a) noexcept nogil

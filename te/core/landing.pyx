@@ -3,7 +3,7 @@
 
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
-from libc.string cimport memcpy, strerror
+from libc.string cimport memcpy, memset, strerror
 from te.core.frames cimport AT_COPY, expect_payload, queue_answer, throw_away
 from te.core.heap cimport need
 from te.core.inbound cimport *
@@ -13,8 +13,10 @@ from te.core.posix cimport iovec
 from te.core.plane cimport plane_stages
 from te.core.regions cimport *
 from te.core.sections cimport enter, leave
-from te.core.sending cimport acknowledged, fail_read, read_returned
-from te.core.staged cimport staged_end, staged_expect, staged_is_open
+from te.core.sending cimport *
+from te.core.staged cimport (
+    staged_end, staged_expect, staged_is_open, staged_receive, staged_settle, staged_turn,
+)
 from te.core.sync cimport *
 from te.core.transfer cimport transfer_discard, transfer_drop, transfer_list, transfer_new
 from te.core.wire cimport *
@@ -120,7 +122,7 @@ cdef bint must_stage(Connection *c) noexcept nogil:
     return False
 
 
-cdef void *landing_right(Connection *c) noexcept nogil:
+cdef void *right(Connection *c) noexcept nogil:
     return (<Landings *>c.own).arriving.opening
 
 
@@ -155,7 +157,7 @@ cdef void landing_landed(Connection *c, bint is_good) noexcept nogil:
     pthread_mutex_unlock(&c.link.lock)
 
 
-cdef void landing_part(Connection *c, void *of, u64 nbytes, int fault) noexcept nogil:
+cdef void part(Connection *c, void *of, u64 nbytes, int fault) noexcept nogil:
     cdef Arriving *a = <Arriving *>of
     cdef char reason[TEXT_MAX]
     if fault == 0:
@@ -208,7 +210,7 @@ cdef bint load_ranges(Connection *c) noexcept nogil:
     return True
 
 
-cdef bint landing_received(Connection *c) noexcept nogil:
+cdef bint received(Connection *c) noexcept nogil:
     cdef LandingProtocol *protocol = <LandingProtocol *>c.protocol
     cdef Arriving *a
     if c.head.kind == ACK:
@@ -344,3 +346,26 @@ cdef void serve_read(Connection *c) noexcept nogil:
         transfer_drop(t)
     elif t != NULL:
         transfer_discard(t)
+
+
+# -- the protocol
+
+cdef LandingProtocol landing_protocol(int over, uint8_t reply) noexcept:
+    cdef LandingProtocol protocol
+    memset(&protocol, 0, sizeof(protocol))
+    protocol.frames.over = over
+    protocol.frames.load = sending_load
+    protocol.frames.sent = sending_sent
+    protocol.frames.received = received
+    protocol.frames.right = right
+    protocol.frames.may_land = landing_may_land
+    protocol.frames.refuse = landing_refuse
+    protocol.frames.moved = landing_moved
+    protocol.frames.landed = landing_landed
+    protocol.frames.copy = staged_receive
+    protocol.frames.turn = staged_turn
+    protocol.frames.settle = staged_settle
+    protocol.frames.part = part
+    protocol.frames.leave = sending_leave
+    protocol.reply = reply
+    return protocol

@@ -3,8 +3,8 @@
 # cut into frames, of which each connection takes the next one when it is free.
 
 from libc.stdint cimport uint8_t
-from te.core.frames cimport Connection, Protocol
-from te.core.link cimport Link, Transfer
+from te.core.frames cimport Connection
+from te.core.link cimport Link, Ops, Transfer
 from te.core.sync cimport u32, u64
 
 cdef enum:
@@ -23,18 +23,17 @@ cdef struct Sending:
     u64 issued, confirmed, segment_bytes
     u64 returned, outstanding  # of a read: bytes that have landed, frames without a reply
 
-# What `Ops` and `Protocol` of such a transport call.
+# Of a transport whose links have `Streams`, of malloc, and whose writes are SEGMENTs. One that does more
+# has functions of its own in their place, which call these.
+cdef Ops sending_ops() noexcept
+# A write's frames are to be `frame`, unless its memory has to be staged.
 cdef void sending_prepare(Transfer *t, uint8_t frame, u32 ahead) noexcept nogil
-cdef void sending_settled(Transfer *t) noexcept nogil
-cdef void sending_cancel(Transfer *t) noexcept nogil
-cdef bint sending_unread(Transfer *t, u64 until_ns) noexcept nogil
+cdef void sending_submit(Transfer *t) noexcept nogil
+
+# What `Protocol` of such a transport calls.
 cdef bint sending_load(Connection *c) noexcept nogil
 cdef void sending_sent(Connection *c, bint is_whole) noexcept nogil
 cdef bint sending_leave(Connection *c) noexcept nogil
-
-# Whether the memory that it reads is none that the kernel can read: then only its bytes can be sent,
-# and only by workers.
-cdef bint must_stage(Transfer *t) noexcept nogil
 
 # An acknowledgement has come; False after a violation, and the link dies of it.
 cdef bint acknowledged(Connection *c) noexcept nogil

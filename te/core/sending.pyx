@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 
 from libc.stdio cimport snprintf
+from libc.stdlib cimport free
+from te.core.callers cimport INLINE_BYTES, kick_some, send_inline
+from te.core.connections cimport connections_free
 from te.core.frames cimport frame_load, queue_frame
 from te.core.heap cimport need
 from te.core.link cimport *
@@ -32,26 +35,31 @@ cdef Opening *opening_for(Transfer *t) noexcept nogil:
     return opening_new(0, ranges, ranges_normalise(ranges, t.n))
 
 
-cdef void sending_prepare(Transfer *t, uint8_t frame, u32 ahead) noexcept nogil:
-    cdef Sending *s = <Sending *>t.own
-    s.frame = <uint8_t>READ if t.is_read else frame
-    if t.is_read:
-        t.opening = opening_for(t)
-        t.may_land = True
-    else:
-        s.ahead = ahead
-        s.is_staged = must_stage(t)
-
-
 cdef bint must_stage(Transfer *t) noexcept nogil:
+    """Whether the memory that it reads is none that the kernel can read: then only its bytes can be
+    sent, and only by workers."""
     cdef u32 i
-    for i in range(0 if t.is_read or not plane_stages(t.link.plane) else t.held_n):
+    for i in range(t.held_n if plane_stages(t.link.plane) else 0):
         if not t.held[i].kind.touched_by & TOUCHED_BY_KERNEL:
             return True
     return False
 
 
-cdef void sending_settled(Transfer *t) noexcept nogil:
+cdef void sending_prepare(Transfer *t, uint8_t frame, u32 ahead) noexcept nogil:
+    cdef Sending *s = <Sending *>t.own
+    if t.is_read:
+        s.frame = READ
+        t.opening = opening_for(t)
+        t.may_land = True
+    elif must_stage(t):
+        s.frame = SEGMENT
+        s.is_staged = True
+    else:
+        s.frame = frame
+        s.ahead = ahead
+
+
+cdef void settled(Transfer *t) noexcept nogil:
     if t.is_read:
         (<Streams *>t.link.own).reads_asked -= <u32>(<Sending *>t.own).outstanding
 
@@ -79,23 +87,23 @@ cdef void end_if_idle(Connection *c, Transfer *t) noexcept nogil:
 
 cdef void stop(Transfer *t) noexcept nogil:
     """Ends a listed transfer that was cancelled: at once if nothing of it was issued."""
-    if t.stage == QUEUED:
-        transfer_end(t, CANCELLED, NO_REASON)
-    elif t.is_read and t.stage != MOVING:
+    if end_queued(t):
+        return
+    if t.is_read and t.stage != MOVING:
         advance(t, ABANDONS)
         conclude(t)
     else:
         link_kick(t.link)
 
 
-cdef void sending_cancel(Transfer *t) noexcept nogil:
+cdef void cancel(Transfer *t) noexcept nogil:
     pthread_mutex_lock(&t.link.lock)
     if t.is_listed:
         stop(t)
     pthread_mutex_unlock(&t.link.lock)
 
 
-cdef bint sending_unread(Transfer *t, u64 until_ns) noexcept nogil:
+cdef bint unread(Transfer *t, u64 until_ns) noexcept nogil:
     cdef u64 now = now_ns()
     store32(&t.opening.is_open, 0)
     if not plane_quiesce(
@@ -108,6 +116,34 @@ cdef bint sending_unread(Transfer *t, u64 until_ns) noexcept nogil:
         stop(t)
     pthread_mutex_unlock(&t.link.lock)
     return True
+
+
+cdef void prepare(Transfer *t, const uint8_t *plan, size_t nbytes, bint is_shared) noexcept nogil:
+    sending_prepare(t, SEGMENT, 0)
+
+
+cdef void sending_submit(Transfer *t) noexcept nogil:
+    if not t.is_read and t.total <= INLINE_BYTES and not (<Sending *>t.own).is_staged:
+        send_inline(t.link, 1)
+    else:
+        kick_some(t.link, t.total)
+
+
+cdef void release(Link *link) noexcept nogil:
+    connections_free(link)
+    free(link.own)
+
+
+cdef Ops sending_ops() noexcept:
+    cdef Ops ops = plain_ops()
+    ops.transfer_bytes = sizeof(Sending)
+    ops.prepare = prepare
+    ops.submit = sending_submit
+    ops.cancel = cancel
+    ops.unread = unread
+    ops.settled = settled
+    ops.release = release
+    return ops
 
 
 # -- frames
@@ -152,25 +188,17 @@ cdef void fill(Connection *c, Transfer *t, Sending *s) noexcept nogil:
 
 cdef Transfer *next_transfer(Connection *c) noexcept nogil:
     """The first that has something to send; NULL if there is none. Those given up are ended."""
-    cdef Link *link = c.link
-    cdef Transfer *t
-    while link.issue != NULL:
-        t = link.issue
-        if not is_given_up(t):
-            return t
-        if t.stage == QUEUED:
-            transfer_end(t, CANCELLED, NO_REASON)
-            continue
-        link.issue = t.after
+    cdef Transfer *t = next_to_issue(c.link)
+    while t != NULL and is_given_up(t):
+        c.link.issue = t.after
         advance(t, GIVEN_UP)
         end_if_idle(c, t)
-    return NULL
+        t = next_to_issue(c.link)
+    return t
 
 
 cdef bint may_send(Link *link, Transfer *t, Sending *s) noexcept nogil:
     """Whether its next frame may go now."""
-    if t.stage == QUEUED and link.begun == BEGUN_MAX:
-        return False
     if s.ahead and s.issued >= s.confirmed + s.ahead * link.connections_n * s.segment_bytes:
         return t.stage == QUEUED
     return not t.is_read or (<Streams *>link.own).reads_asked < READS_ASKED_MAX

@@ -29,10 +29,12 @@ cdef void transfer_list(Transfer *t) noexcept nogil
 cdef void transfer_settle(Transfer *t, u32 status, int code) noexcept nogil
 cdef void transfer_discard(Transfer *t) noexcept nogil
 
-# The first that is to begin, once those that were cancelled before are ended; NULL if there is none, or
-# too many have begun.
-cdef Transfer *next_queued(Link *link) noexcept nogil
-# Ends it if it has not begun, and was not ended; False if it is under way. Takes the lock.
+# The first that is not all issued, once those that were cancelled before they began are ended; NULL if
+# there is none, or it would begin as one too many.
+cdef Transfer *next_to_issue(Link *link) noexcept nogil
+# Ends one on the list that is cancelled, if it has not begun; False if it has.
+cdef bint end_queued(Transfer *t) noexcept nogil
+# The same of any, whose outcome may be there already. Takes the lock.
 cdef bint cancel_queued(Transfer *t) noexcept nogil
 # Whether it has its outcome by then. Without a lock.
 cdef bint transfer_await(Transfer *t, u64 until_ns) noexcept nogil

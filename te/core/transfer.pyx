@@ -173,20 +173,25 @@ cdef void transfer_end(Transfer *t, u32 status, int code) noexcept nogil:
     transfer_drop(t)
 
 
-cdef Transfer *next_queued(Link *link) noexcept nogil:
-    while link.issue != NULL and load32(&link.issue.cancel):
-        transfer_end(link.issue, CANCELLED, NO_REASON)
-    return link.issue if link.begun < BEGUN_MAX else NULL
+cdef Transfer *next_to_issue(Link *link) noexcept nogil:
+    cdef Transfer *t = link.issue
+    while t != NULL and load32(&t.cancel) and end_queued(t):
+        t = link.issue
+    return NULL if t != NULL and t.stage == QUEUED and link.begun >= BEGUN_MAX else t
+
+
+cdef bint end_queued(Transfer *t) noexcept nogil:
+    if t.stage != QUEUED:
+        return False
+    transfer_end(t, CANCELLED, NO_REASON)
+    return True
 
 
 cdef bint cancel_queued(Transfer *t) noexcept nogil:
-    cdef bint has_begun
     pthread_mutex_lock(&t.link.lock)
-    has_begun = t.is_listed and t.stage != QUEUED
-    if t.is_listed and not has_begun:
-        transfer_end(t, CANCELLED, NO_REASON)
+    cdef bint has_ended = not t.is_listed or end_queued(t)
     pthread_mutex_unlock(&t.link.lock)
-    return not has_begun
+    return has_ended
 
 
 cdef bint transfer_await(Transfer *t, u64 until_ns) noexcept nogil:

@@ -141,7 +141,7 @@ cdef Transfer *take_next(Link *source) noexcept nogil:
     """Begins the source's next transfer, with a reference; NULL if there is none."""
     cdef Transfer *t
     pthread_mutex_lock(&source.lock)
-    t = next_queued(source)
+    t = next_to_issue(source)
     if t != NULL:
         source.issue = t.after
         advance(t, BEGINS)

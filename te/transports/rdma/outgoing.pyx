@@ -157,7 +157,7 @@ cdef bint outgoing_load(Connection *c) noexcept nogil:
     cdef Link *link = c.link
     cdef Transfer *t
     pthread_mutex_lock(&link.lock)
-    t = next_queued(link)
+    t = next_to_issue(link)
     if t == NULL:
         pthread_mutex_unlock(&link.lock)
         return False

@@ -5,19 +5,18 @@
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
-from te.core.callers cimport kick_some, send_inline
+from te.core.callers cimport send_inline
 from te.core.channels cimport RINGS_BYTES
 from te.core.engine cimport Engine
 from te.core.connections cimport connections_free
 from te.core.handles cimport LinkHandle
 from te.core.heap cimport need
-from te.core.landing cimport *
-from te.core.link cimport Link, Ops, PROCESS_GONE, Transfer, link_die, plain_ops
-from te.core.plane cimport Plane, plane_private
+from te.core.landing cimport LandingProtocol, landing_protocol
+from te.core.link cimport Link, Ops, PROCESS_GONE, Transfer, link_die
+from te.core.plane cimport plane_private
 from te.core.posix cimport *
 from te.core.sections cimport quiesce
-from te.core.sending cimport *
-from te.core.staged cimport staged_settle, staged_turn
+from te.core.sending cimport Sending, sending_ops, sending_prepare, sending_submit
 from te.core.sync cimport *
 from te.core.wire cimport OVER_RINGS, PULL, SEGMENT
 from te.transports.samehost.pulling cimport *
@@ -28,7 +27,6 @@ RINGS_NBYTES = RINGS_BYTES
 NONCE_NBYTES = NONCE_BYTES
 
 cdef enum:
-    INLINE_BYTES = 64 << 10
     SENDS_INLINE = 8
     # Frames a connection is ahead of the copying: milliseconds of it, for the copying threads may
     # keep the source off the processor; few enough that a cancel has something to stop.
@@ -63,11 +61,8 @@ cdef inline Shared *shared_of(Link *link) noexcept nogil:
 # -- the contract
 
 cdef void prepare(Transfer *t, const uint8_t *plan, size_t nbytes, bint is_shared) noexcept nogil:
-    # process_vm_readv costs 0.5 us and more for each block, and the ring a second copy. What nobody
-    # can read but a device goes through slots, and from there through the ring.
-    if must_stage(t):
-        sending_prepare(t, SEGMENT, 0)
-    elif is_shared or t.total >= t.n * PULL_BLOCK_BYTES:
+    # process_vm_readv costs 0.5 us and more for each block, and the ring a second copy.
+    if is_shared or t.total >= t.n * PULL_BLOCK_BYTES:
         sending_prepare(t, PULL, PULLS_AHEAD)
     else:
         sending_prepare(t, SEGMENT, 0)
@@ -76,10 +71,8 @@ cdef void prepare(Transfer *t, const uint8_t *plan, size_t nbytes, bint is_share
 cdef void submit(Transfer *t) noexcept nogil:
     if (<Sending *>t.own).frame == PULL:
         send_inline(t.link, SENDS_INLINE)
-    elif not t.is_read and t.total <= INLINE_BYTES and not (<Sending *>t.own).is_staged:
-        send_inline(t.link, 1)
     else:
-        kick_some(t.link, t.total)
+        sending_submit(t)
 
 
 cdef bint check(Link *link, bint stalled) noexcept nogil:
@@ -102,35 +95,18 @@ cdef void release(Link *link) noexcept nogil:
     free(own)
 
 
-cdef Ops OPS = plain_ops()
-OPS.transfer_bytes = sizeof(Sending)
+cdef Ops OPS = sending_ops()
 OPS.prepare = prepare
 OPS.submit = submit
-OPS.cancel = sending_cancel
-OPS.unread = sending_unread
-OPS.settled = sending_settled
 OPS.check = check
 OPS.forget = forget
 OPS.release = release
 
-cdef LandingProtocol PROTOCOL
-PROTOCOL.frames.over = OVER_RINGS
-PROTOCOL.frames.load = sending_load
-PROTOCOL.frames.sent = sending_sent
-PROTOCOL.frames.received = landing_received
-PROTOCOL.frames.right = landing_right
-PROTOCOL.frames.may_land = landing_may_land
-PROTOCOL.frames.refuse = landing_refuse
-PROTOCOL.frames.moved = landing_moved
+cdef LandingProtocol PROTOCOL = landing_protocol(OVER_RINGS, PULL)
 PROTOCOL.frames.landed = pulling_landed
 PROTOCOL.frames.copy = pulling_copy
-PROTOCOL.frames.turn = staged_turn
-PROTOCOL.frames.settle = staged_settle
-PROTOCOL.frames.part = landing_part
-PROTOCOL.frames.leave = sending_leave
 PROTOCOL.frames.take_up = pulling_take_up
 PROTOCOL.frames.has_work = pulling_has_work
-PROTOCOL.reply = PULL
 PROTOCOL.pull = pulling_pull
 
 
