@@ -121,10 +121,6 @@ cdef bint connection_turn(Connection *c, bint rung, bint is_patient) noexcept no
     return busy
 
 
-cdef void on_adopted(Polled *p) noexcept nogil:
-    pass
-
-
 cdef bint on_event(Polled *p, bint is_patient) noexcept nogil:
     return connection_turn(<Connection *>p, True, is_patient)
 
@@ -185,8 +181,7 @@ cdef void on_release(Polled *p) noexcept nogil:
     link_drop((<Connection *>p).link)
 
 
-cdef PolledOps POLLED_OPS
-POLLED_OPS.adopted = on_adopted
+cdef PolledOps POLLED_OPS = plain_polled_ops()
 POLLED_OPS.event = on_event
 POLLED_OPS.turn = on_turn
 POLLED_OPS.look = on_look

@@ -4,9 +4,8 @@
 # A worker knows nothing of transports. What it polls (a connection, a queue pair) begins with a
 # `Polled`, and says by `PolledOps` what is to be done. All of these are called by the worker alone.
 
-from te.core.posix cimport epoll_event
 from te.core.sections cimport Section, WORKERS_MAX
-from te.core.sync cimport load32, now_ns, pthread_mutex_t, store32, swap32, u32, u64
+from te.core.sync cimport pthread_mutex_t, store32, u32, u64
 
 cdef enum:
     LOOKS = 24  # at what other processes show in memory, for each turn of spinning
@@ -75,6 +74,9 @@ cdef struct Workers:
     u32 n
     u32 stop  # atomic
     u64 check_ns  # between two looks at deadlines
+
+# Of what has nothing to do for `adopted`, `look` and `stop`; the others are NULL.
+cdef PolledOps plain_polled_ops() noexcept
 
 # 0 or an errno; with an errno `workers_close` is still due.
 cdef int workers_open(Workers *all, u32 n, u64 spin_ns) noexcept nogil

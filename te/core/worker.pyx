@@ -1,6 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
+from libc.string cimport memset
 from te.core.posix cimport *
 from te.core.sync cimport *
 
@@ -11,6 +12,24 @@ cdef enum:
     MOVE_NS = 100000000
     BACKOFF_LEAST_NS = 4000000
     BACKOFF_MOST_NS = 250000000
+
+
+# -- what something may have nothing to do for
+
+cdef void nothing(Polled *p) noexcept nogil:
+    pass
+
+
+cdef bint never(Polled *p) noexcept nogil:
+    return False
+
+
+cdef PolledOps plain_polled_ops() noexcept:
+    cdef PolledOps ops
+    memset(&ops, 0, sizeof(ops))
+    ops.adopted = ops.stop = nothing
+    ops.look = never
+    return ops
 
 
 # -- setting up

@@ -246,9 +246,11 @@ class PlainJoin(Join):
     make: Callable[[], LinkHandle]
     #: Gives the descriptor of a connection to a link; see ``Join.add``.
     give: Callable[[Any, int], bool]
+    #: Of the welcome.
+    body: bytes = b""
 
     def check(self) -> bytes:
-        return b""
+        return self.body
 
     def begin(self) -> IncomingLink:
         return IncomingLink(self.make(), self.call.key, self.transport, self.call.where)

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # RDMA, for Python and for the workers; _core.pyi is the contract with Python.
 
-from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 from te.core.callers cimport send_inline
@@ -155,10 +154,6 @@ cdef bint on_turn(Polled *p, bint slept, bint is_patient) noexcept nogil:
     return False
 
 
-cdef bint on_look(Polled *p) noexcept nogil:
-    return False
-
-
 cdef bint on_arm(Polled *p) noexcept nogil:
     """Asks for events, then looks once more."""
     cdef Qp *q = <Qp *>p
@@ -190,22 +185,17 @@ cdef bint on_check(Polled *p, u64 now) noexcept nogil:
     return False
 
 
-cdef void on_stop(Polled *p) noexcept nogil:
-    pass  # Its link is stopped.
-
-
 cdef void on_release(Polled *p) noexcept nogil:
     qp_free(<Qp *>p)
 
 
-cdef PolledOps POLLED_OPS
+# Its link is stopped by its connection.
+cdef PolledOps POLLED_OPS = plain_polled_ops()
 POLLED_OPS.adopted = on_adopted
 POLLED_OPS.event = on_event
 POLLED_OPS.turn = on_turn
-POLLED_OPS.look = on_look
 POLLED_OPS.arm = on_arm
 POLLED_OPS.check = on_check
-POLLED_OPS.stop = on_stop
 POLLED_OPS.release = on_release
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from dataclasses import dataclass
 from typing import ClassVar
 
 from te.config import Config
@@ -22,9 +21,9 @@ from te.transports.base import (
     Call,
     Capabilities,
     IncomingLink,
-    Join,
     Local,
     OutgoingLink,
+    PlainJoin,
     Transport,
     TransportRefused,
     Watch,
@@ -47,11 +46,6 @@ from te.transports.rdma.messages import (
 from te.verbs.fabric import Fabric, Nic, open_fabric
 
 __all__ = ["Rdma"]
-
-
-@dataclass(eq=False)
-class _RdmaIncoming(IncomingLink):
-    handle: RdmaLink
 
 
 class Rdma(Transport):
@@ -178,11 +172,19 @@ class Rdma(Transport):
         """See ``Transport.accept``."""
         rail = decode_body(call.body, RdmaHello).rail
         if rail is None:
-            return _Join(self, self._local, call)
+            tune(call.sock, self._local.config.stall_timeout_s)
+            plane = self._local.plane
+            return PlainJoin(
+                self,
+                call,
+                lambda: RdmaLink(plane, True),
+                lambda handle, fd: handle.add_connection(fd),
+                encode(RdmaWelcome()),
+            )
         if link is None:
             raise TransportRefused("no such link")
-        assert isinstance(link, _RdmaIncoming)
         handle = link.handle
+        assert isinstance(handle, RdmaLink)
         return Work(f"making rail {rail.rail}", lambda: self._make_rail(handle, rail))
 
     def _make_rail(self, link: RdmaLink, offer: RailOffer) -> bytes:
@@ -194,25 +196,6 @@ class Rdma(Transport):
         else:
             answer = accept_rail(self._local, link, offer, nic)
         return encode(RdmaWelcome(rail=answer))
-
-
-@dataclass
-class _Join(Join):
-    transport: Rdma
-    local: Local
-    call: Call
-
-    def check(self) -> bytes:
-        tune(self.call.sock, self.local.config.stall_timeout_s)
-        return encode(RdmaWelcome())
-
-    def begin(self) -> IncomingLink:
-        handle = RdmaLink(self.local.plane, True)
-        return _RdmaIncoming(handle, self.call.key, self.transport, self.call.where)
-
-    def add(self, link: IncomingLink) -> bool:
-        assert isinstance(link, _RdmaIncoming)
-        return link.handle.add_connection(self.call.sock.fileno())
 
 
 def _lacking(nics: tuple[Nic, ...], there: list[CardNic]) -> str:
