@@ -31,9 +31,6 @@ cdef extern from "core/kinds.h" nogil:
 cdef enum:
     KINDS_MAX = 16  # that an engine knows: host memory, and each of its GPUs is one
 
-# Ordinary memory of the process: its copies are done when they are begun.
-cdef Kind *host_kind() noexcept nogil
-
 # What the capsule of a kind holds; ValueError for any other object. It is the capsule's: who keeps
 # the pointer keeps the capsule.
 cdef Kind *kind_of(object capsule) except NULL

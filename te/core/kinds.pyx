@@ -5,6 +5,7 @@ from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from libc.string cimport memcpy
 from te.core.sync cimport u32
 
+# Ordinary memory of the process: its copies are done when they are begun.
 cdef KindOps host_ops
 cdef Kind host
 cdef char copied  # every batch of host memory: it is copied when there is an event of it
@@ -26,10 +27,6 @@ cdef int host_query(void *state, Event *event) noexcept nogil:
 
 cdef void host_release(void *state, Event *event) noexcept nogil:
     pass
-
-
-cdef Kind *host_kind() noexcept nogil:
-    return &host
 
 
 cdef Kind *kind_of(object capsule) except NULL:
