@@ -4,7 +4,6 @@
 # Completions are there at once, and so are the marks at the other end, which is in this process. A
 # queue pair can be broken, be held back, and be driven by hand: what tests need of a device.
 
-from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 

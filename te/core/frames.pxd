@@ -3,14 +3,12 @@
 # `Protocol`; all of its functions are called with the connection's lock held, and without the link's.
 
 from libc.stdint cimport uint8_t
-from libc.string cimport memcpy
 from te.core.channels cimport Channel
-from te.core.heap cimport need_more
 from te.core.link cimport Link, Transfer
 from te.core.posix cimport iovec
-from te.core.sync cimport load32, load64, pthread_mutex_t, u32, u64
+from te.core.sync cimport pthread_mutex_t, u32, u64
 from te.core.wire cimport Header
-from te.core.worker cimport Polled, Worker
+from te.core.worker cimport Polled
 
 cdef enum:
     IOV_MAX = 1024

@@ -5,7 +5,6 @@
 from te.core.engine cimport Engine
 from te.core.frames cimport Protocol
 from te.core.link cimport Link, Ops, Transfer
-from te.core.sync cimport u32, u64
 
 cdef class LinkHandle:
     cdef Link *k

@@ -8,7 +8,7 @@
 from te.core.link cimport Link
 from te.core.posix cimport iovec
 from te.core.sections cimport Section
-from te.core.sync cimport load32, u32, u64
+from te.core.sync cimport u32, u64
 from te.core.tags cimport Opening
 
 cdef struct Arriving:

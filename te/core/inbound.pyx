@@ -4,13 +4,13 @@
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from te.core.heap cimport need
-from te.core.link cimport FENCED, TEXT_MAX, Transfer, link_die_locked
+from te.core.link cimport FENCED, Transfer, link_die_locked
 from te.core.maps cimport map_free, map_get, map_put, map_take
 from te.core.regions cimport *
 from te.core.sections cimport enter, leave
-from te.core.sync cimport add32, add64, load_pointer, store32
+from te.core.sync cimport add32, add64, load32, load_pointer, store32
 from te.core.tags cimport *
-from te.core.wire cimport ARRIVING_MAX
+from te.core.wire cimport ARRIVING_MAX, TEXT_MAX
 
 ctypedef unsigned long long ull
 

@@ -4,7 +4,6 @@
 from libc.stdint cimport uint8_t
 from te.core.frames cimport Connection, Protocol
 from te.core.inbound cimport Arriving, Place
-from te.core.link cimport Link
 from te.core.sync cimport u64
 
 # A protocol of frames that land, and what differs between those: `Connection.protocol` is one.

@@ -9,7 +9,6 @@ from te.core.heap cimport need
 from te.core.inbound cimport *
 from te.core.kinds cimport TOUCHED_BY_KERNEL
 from te.core.link cimport *
-from te.core.posix cimport iovec
 from te.core.plane cimport plane_stages
 from te.core.regions cimport *
 from te.core.sections cimport enter, leave

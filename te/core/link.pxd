@@ -12,15 +12,12 @@ from te.core.maps cimport Map
 from te.core.notices cimport Bulletin, Notice
 from te.core.plane cimport Plane
 from te.core.regions cimport Region
-from te.core.sync cimport load32, pthread_mutex_t, u32, u64
+from te.core.sync cimport pthread_mutex_t, u32, u64
 from te.core.tags cimport Identity, Opening
-from te.core.wire cimport Block, RAILS_MAX
+from te.core.wire cimport Block, RAILS_MAX, TEXT_MAX
 from te.core.worker cimport Polled, Spin
 
-cdef enum:
-    TEXT_MAX = 512
-
-cdef enum:  # why a link died or a transfer failed; te/core/reasons.py makes the sentences
+cdef enum:  # why a link died or a transfer failed; te/reasons.py makes the sentences
     NO_REASON = 0
     STALLED = 1
     BROKE = 2

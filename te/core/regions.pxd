@@ -10,7 +10,7 @@ from libc.stdint cimport uint8_t
 from te.core.kinds cimport Kind
 from te.core.sections cimport Sections, WORKERS_MAX
 from te.core.sync cimport u32, u64
-from te.core.wire cimport NICS_MAX, REMOTE_RIGHTS, RIGHT_TAGGED, RIGHT_UNTAGGED
+from te.core.wire cimport NICS_MAX, RIGHT_TAGGED, RIGHT_UNTAGGED
 
 cdef enum:
     SENTENCE_MAX = 256  # bytes of what `say_refused` writes

@@ -1,7 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
-from libc.stdint cimport uint8_t
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.string cimport memcpy

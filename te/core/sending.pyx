@@ -10,8 +10,7 @@ from te.core.heap cimport need
 from te.core.link cimport *
 from te.core.kinds cimport TOUCHED_BY_KERNEL
 from te.core.maps cimport map_get
-from te.core.plane cimport CANCELLED, plane_quiesce, plane_stages
-from te.core.posix cimport iovec
+from te.core.plane cimport plane_quiesce, plane_stages
 from te.core.staged cimport *
 from te.core.staging cimport Slot
 from te.core.sync cimport *

@@ -5,7 +5,6 @@
 from libc.stdint cimport uint8_t
 from te.core.frames cimport Connection, Moved
 from te.core.link cimport Transfer
-from te.core.posix cimport iovec
 from te.core.staging cimport Lane, Slot, SLOTS_MAX
 from te.core.sync cimport u32, u64
 

@@ -2,12 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 
 from libc.stdint cimport uint8_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
 from te.core.channels cimport channel_receive
 from te.core.frames cimport *
 from te.core.heap cimport need
-from te.core.link cimport TEXT_MAX
 from te.core.regions cimport Snapshot
 from te.core.sections cimport enter, leave
 from te.core.stager cimport Stager, spans_of
@@ -15,7 +14,7 @@ from te.core.staging cimport *
 from te.core.sync cimport *
 from te.core.transfer cimport transfer_drop
 from te.core.vectors cimport advance
-from te.core.wire cimport Header
+from te.core.wire cimport Header, TEXT_MAX
 from te.core.worker cimport polled_again
 
 

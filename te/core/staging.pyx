@@ -3,7 +3,7 @@
 
 from libc.stdint cimport uint8_t
 from libc.string cimport memset
-from te.core.kinds cimport Copy, Direction, Event, FROM_HOST, Kind, KINDS_MAX, TO_HOST
+from te.core.kinds cimport Copy, Direction, FROM_HOST, Kind, KINDS_MAX, TO_HOST
 from te.core.posix cimport E2BIG, EAGAIN, EINVAL, EMSGSIZE, EOPNOTSUPP
 from te.core.sync cimport (
     add32, load32, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,

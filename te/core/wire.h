@@ -19,6 +19,7 @@ enum { /* limits of the format */
     SEGMENT_BYTES_MAX = 64 << 20,
     TRAILER_BYTES = 8,
     REASON_MAX = 511,          /* bytes */
+    TEXT_MAX = REASON_MAX + 1, /* room for a reason, or for what is wrong with a frame, as a string */
     PIECES_MAX = 1 << 16,      /* of a transfer: the immediate data has 16 bits for it */
     POSTED_MAX = 64,           /* pieces under way on a rail at once */
     TABLE_MAX = 500,           /* ranges of memory in a frame */

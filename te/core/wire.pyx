@@ -6,9 +6,6 @@ from libc.stdint cimport int64_t, uint8_t
 from libc.string cimport memcpy
 from te.core.sync cimport u64
 
-cdef enum:
-    TEXT_MAX = 512
-
 cdef extern from "core/wire.h" nogil:
     ctypedef struct Bounds:
         u64 least, most

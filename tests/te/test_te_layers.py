@@ -41,7 +41,12 @@ LAYERS = (
     "engine",
     "handles",
 )
+COMPILED = sorted([*TE.rglob("*.pxd"), *TE.rglob("*.pyx")])
 CIMPORT = re.compile(r"^\s*(?:from\s+(te[\w.]*)\s+cimport|cimport\s+(te[\w.]*))", re.MULTILINE)
+#: The names in one such line, or in its brackets.
+NAMES = re.compile(r"^from\s+[\w.]+\s+cimport\s+(\([^)]*\)|[^\n*]*)$", re.MULTILINE)
+#: What is no code, as far as there are no such signs in strings.
+WORDS = re.compile(r'"""(?s:.*?)"""|#.*')
 
 
 def cimported(file: Path) -> set[str]:
@@ -80,3 +85,13 @@ def test_what_else_is_compiled_knows_the_core_and_the_verbs() -> None:
     for file in files:
         if file.suffix in (".pxi", ".pyx", ".pxd"):
             assert cimported(file) <= (set() if file.name == "abi.pxd" else known), file.name
+
+
+@pytest.mark.parametrize("file", COMPILED, ids=lambda file: str(file.relative_to(TE)))
+def test_what_is_cimported_by_name_is_used(file: Path) -> None:
+    """In that file: who needs a name cimports it, and not by way of others."""
+    parts = [file, *(file.parent.glob("*.pxi") if file.suffix == ".pyx" else ())]
+    code = WORDS.sub("", "\n".join(part.read_text() for part in parts))
+    named = {name for names in NAMES.findall(code) for name in re.findall(r"\w+", names)}
+    used = set(re.findall(r"\w+", NAMES.sub("", code)))
+    assert not named - used

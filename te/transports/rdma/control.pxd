@@ -5,7 +5,7 @@ from libc.stdint cimport uint8_t
 from te.core.frames cimport Connection
 from te.core.link cimport Link
 from te.core.sync cimport u32, u64
-from te.core.wire cimport RemoteRange, PieceId
+from te.core.wire cimport PieceId
 
 # The link's connection, with its lock and the link's.
 cdef Connection *control_lock(Link *link) noexcept nogil

@@ -5,7 +5,7 @@
 from libc.stdint cimport uint8_t
 from te.core.frames cimport Connection
 from te.core.link cimport Link, Transfer
-from te.core.sync cimport u32, u64
+from te.core.sync cimport u32
 
 # What `Ops` and `Protocol` call; without a lock, or with the connection's.
 cdef void outgoing_prepare(

@@ -8,7 +8,7 @@
 from te.core.frames cimport Connection
 from te.core.link cimport Link
 from te.core.sync cimport u32, u64
-from te.core.worker cimport PolledOps, Worker
+from te.core.worker cimport PolledOps
 from te.transports.rdma.state cimport Qp
 from te.verbs.abi cimport Endpoint
 

@@ -5,10 +5,10 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport realloc
 from libc.string cimport memcpy
 from te.core.heap cimport need
-from te.core.link cimport BROKE, TEXT_MAX, WAS_REFUSED, link_die, violate
+from te.core.link cimport BROKE, WAS_REFUSED, link_die, violate
 from te.core.posix cimport ENOMEM
 from te.core.regions cimport *
-from te.core.wire cimport Block, Header, TABLE_FIRST, TABLE_RANGES_MAX
+from te.core.wire cimport Block, Header, REMOTE_RIGHTS, TABLE_FIRST, TABLE_RANGES_MAX, TEXT_MAX
 from te.transports.rdma.state cimport direct_of
 
 

@@ -6,7 +6,6 @@ from libc.stdint cimport uint8_t
 from te.core.frames cimport Connection, Moved
 from te.core.inbound cimport Arriving
 from te.core.landing cimport Landings
-from te.core.link cimport Link
 from te.core.posix cimport iovec, pid_t
 from te.core.sending cimport Streams
 from te.core.sync cimport u32, u64

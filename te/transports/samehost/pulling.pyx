@@ -8,7 +8,7 @@ from libc.string cimport memcmp, memcpy, strerror
 from te.core.frames cimport AT_COPY, AT_HEAD, LOST, MOVED, WAITING, queue_frame
 from te.core.heap cimport need
 from te.core.landing cimport *
-from te.core.link cimport ENDED, PROCESS_GONE, TEXT_MAX, link_die
+from te.core.link cimport ENDED, PROCESS_GONE, link_die
 from te.core.posix cimport POLLIN, POLLRDHUP, poll, pollfd, process_vm_readv
 from te.core.sections cimport enter, leave
 from te.core.staged cimport (
@@ -17,7 +17,7 @@ from te.core.staged cimport (
 from te.core.staging cimport Slot
 from te.core.sync cimport *
 from te.core.vectors cimport advance, within
-from te.core.wire cimport ACK, Block, PROGRESS, PULL, header_of
+from te.core.wire cimport ACK, Block, PROGRESS, PULL, TEXT_MAX, header_of
 from te.core.worker cimport polled_kick, worker_spread
 
 cdef enum:
