@@ -77,9 +77,10 @@ cdef bint on_look(Polled *p) noexcept nogil:
 
 
 cdef bint on_arm(Polled *p) noexcept nogil:
-    # Nothing wakes a worker up when a device is ready.
     cdef Stager *s = <Stager *>p
-    return staging_copying(&s.out) + staging_copying(&s.into) != 0 or has_news(s)
+    if staging_copying(&s.out) + staging_copying(&s.into):
+        p.worker.naps = True
+    return has_news(s)
 
 
 cdef bint on_check(Polled *p, u64 now) noexcept nogil:

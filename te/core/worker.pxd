@@ -24,7 +24,8 @@ cdef struct PolledOps:
     bint (*turn)(Polled *p, bint slept, bint is_patient) noexcept nogil
     # Whether memory shows that it has something to do; only of one that `is_in_memory`.
     bint (*look)(Polled *p) noexcept nogil
-    # Before the worker sleeps: asks to be woken up. True if there is something to do already.
+    # Before the worker sleeps: asks to be woken up. True if there is something to do already. What
+    # nobody wakes a worker up for sets `Worker.naps`.
     bint (*arm)(Polled *p) noexcept nogil
     # Now and then: its deadlines. True if a deadline seems to be over: then it is called again
     # after one more turn, as this process itself may have been frozen.
@@ -68,6 +69,7 @@ cdef struct Worker:
     u32 restless  # how much of what it polls is to be looked at every millisecond
     bint has_gone  # something that it polls
     bint owes  # a wake-up to another process
+    bint naps  # it sleeps for NAP_NS at most, this time
 
 cdef struct Workers:
     Worker of[WORKERS_MAX]

@@ -12,6 +12,9 @@ cdef enum:
     MOVE_NS = 100000000
     BACKOFF_LEAST_NS = 4000000
     BACKOFF_MOST_NS = 250000000
+    # A device tells nobody that a copy is over. With the kernel's own slack, 50 us (prctl(2),
+    # PR_SET_TIMERSLACK), this is 80 us.
+    NAP_NS = 30000
 
 
 # -- what something may have nothing to do for
@@ -200,10 +203,22 @@ cdef void sweep(Worker *w) noexcept nogil:
         p = next
 
 
+cdef void nap(Worker *w) noexcept nogil:
+    """Sleeps until a descriptor is ready, a short while at most."""
+    cdef timespec most
+    cdef pollfd p
+    most.tv_sec = 0
+    most.tv_nsec = NAP_NS
+    p.fd = w.epoll
+    p.events = POLLIN
+    ppoll(&p, 1, &most, NULL)
+
+
 cdef bint armed(Worker *w) noexcept nogil:
     """Before sleep; False if something is to be done already."""
     cdef Polled *p = w.polled
     cdef bint busy = False
+    w.naps = False
     while p != NULL:
         busy |= p.ops.arm(p)
         p = p.next
@@ -252,7 +267,10 @@ cdef void worker_run(Worker *w) noexcept nogil:
             store32(&w.processor, 0)
             store32(&w.sleeping, 1)
             if armed(w) and now < check_at:
-                timeout_ms = 1 if w.restless else <int>((check_at - now) / 1000000) + 1
+                if w.naps:
+                    nap(w)
+                else:
+                    timeout_ms = 1 if w.restless else <int>((check_at - now) / 1000000) + 1
         elif waiting and not looked(w) and not w.owes:
             spin_turn(&w.spin, now)
         n = epoll_wait(w.epoll, events, EVENTS_MAX, timeout_ms)
