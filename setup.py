@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled modules: every .pyx under te/, and the floors of te bench in C.
+"""The compiled modules: every .pyx under te/, and what te bench has in C.
 
 te bench is for a checkout (an editable install): a wheel has nothing of it. All else about the
 package is in pyproject.toml.
@@ -26,16 +26,19 @@ def extension(source: Path) -> Extension:
     )
 
 
-FLOORS = Extension(
-    "te.bench._floors",
-    ["te/bench/_floors.c"],
-    depends=HEADERS,
-    include_dirs=["te"],
-    extra_compile_args=["-O2", "-Wall", "-Wextra"],
-    extra_link_args=["-pthread"],
-)
+def in_c(name: str) -> Extension:
+    return Extension(
+        f"te.bench.{name}",
+        [f"te/bench/{name}.c"],
+        depends=HEADERS,
+        include_dirs=["te"],
+        extra_compile_args=["-O2", "-Wall", "-Wextra"],
+        extra_link_args=["-pthread"],
+    )
 
-found = [*(extension(one) for one in sorted(Path("te").rglob("*.pyx"))), FLOORS]
+
+found = [extension(one) for one in sorted(Path("te").rglob("*.pyx"))]
+found += [in_c("_floors"), in_c("_copier")]
 if "bdist_wheel" in sys.argv:
     found = [one for one in found if not one.name.startswith("te.bench.")]
 setup(ext_modules=found)

@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     beside = parser.add_argument_group("beside whom")
-    beside.add_argument("--peers", default="", help="of mooncake, nixl, floor, MODULE:CLASS")
+    beside.add_argument(
+        "--peers", default="", help="of mooncake, nixl, floor, te-staged, MODULE:CLASS"
+    )
     beside.add_argument("--floors", default="fit", help="fit, all, or names such as vm_writev-2")
     beside.add_argument(
         "--peers-python",
@@ -230,7 +232,8 @@ def _check(arguments: argparse.Namespace) -> None:
     for peer in filter(None, arguments.peers.split(",")):
         if peer == "te" or (peer not in (*VARIANTS, "floor") and ":" not in peer):
             raise UsageError(
-                f"no peer {peer!r}; there are mooncake, nixl, floor, or a contender MODULE:CLASS"
+                f"no peer {peer!r}; there are mooncake, nixl, floor, te-staged, or a contender"
+                " MODULE:CLASS"
             )
     if arguments.floors not in ("fit", "all"):
         for name in arguments.floors.split(","):

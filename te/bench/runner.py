@@ -109,7 +109,7 @@ def _family(case: Case, name: str, rails: int) -> str:
 
 
 def _start(case: Case, run: VariantRun) -> Pair | None:
-    ours = run.name == "te" or run.name.startswith("floor:")
+    ours = run.name in {"te", "te-staged"} or run.name.startswith("floor:")
     python = case.python if ours else case.peers_python
 
     def setup(role: Literal["source", "destination"]) -> Setup:

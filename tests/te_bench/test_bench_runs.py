@@ -57,6 +57,18 @@ def test_te_and_a_floor_through_the_command_line():
     assert result["machine"]["cpus"] >= 1
 
 
+@pytest.mark.parametrize("transport", ["tcp", "samehost"])
+def test_memory_that_te_must_not_touch(transport):
+    """Larger than a slot."""
+    status, result, err = bench(
+        *("--blocks", "64", "--nbytes", "73728", "--transport", transport, "--rounds", "2"),
+        *("--peers", "te-staged"),
+    )
+    assert status == 0, err
+    assert result["results"]["te-staged"]["verified"] is True
+    assert result["ratios"]["te-staged"] > 0
+
+
 FLOORS = ("tcp", "unix", "vmsplice", "vm_writev", "vm_readv", "mapped")
 
 

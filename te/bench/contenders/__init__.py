@@ -14,12 +14,14 @@ __all__ = ["VARIANTS", "Absent", "Contender", "family", "load"]
 #: variants depend on the rest: ``floor.fitting``.
 VARIANTS: Final = {
     "te": ("te",),
+    "te-staged": ("te-staged",),
     "mooncake": ("mooncake", "mooncake-pool"),
     "nixl": ("nixl",),
 }
 
 _CLASSES: Final = {
     "te": "te.bench.contenders.te_engine:TeEngine",
+    "te-staged": "te.bench.contenders.staged:StagedTeEngine",
     "mooncake": "te.bench.contenders.mooncake:Mooncake",
     "mooncake-pool": "te.bench.contenders.mooncake:MooncakePool",
     "nixl": "te.bench.contenders.nixl:Nixl",

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""te with memory that it must not touch, as a GPU's: a thread copies it to and from slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from te import memory_kinds
+from te.bench.contenders.base import Absent
+from te.bench.contenders.te_engine import TeEngine
+from te.bench.protocol import Info
+from te.memory_kinds import MemoryKind, Reach
+from te.topology import ANYWHERE
+
+__all__ = ["StagedTeEngine"]
+
+
+class _Untouchable(MemoryKind):
+    """Memory of the process that is declared to be out of everybody's reach."""
+
+    name = "staged"
+    description: ClassVar = "memory declared untouchable"
+    reach: ClassVar = Reach(0)
+    has_copier: ClassVar = True
+
+    def __init__(self, compiled: object) -> None:
+        self.compiled = compiled
+
+    def check(self, address: int, nbytes: int) -> None:
+        """It is the bench's own."""
+
+    def location(self, address: int, gpus: Mapping[str, str]) -> str:  # noqa: ARG002
+        return ANYWHERE
+
+
+class StagedTeEngine(TeEngine):
+    """Both sides' memory is of such a kind."""
+
+    def open(self, memory: npt.NDArray[np.uint8]) -> Info:
+        try:
+            from te.bench import _copier
+        except ImportError as error:
+            raise Absent(f"te.bench._copier is not built: {error}") from error
+        kind = _Untouchable(_copier.start())
+        start, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
+        memory_kinds.add(lambda address: kind if start <= address < end else None)
+        return super().open(memory)
