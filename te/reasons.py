@@ -6,14 +6,14 @@ from __future__ import annotations
 import enum
 import os
 
-__all__ = ["Reason", "rail_sentence", "sentence"]
+__all__ = ["Reason", "sentence"]
 
 
 class Reason(enum.IntEnum):
-    """Why a link died or a transfer failed; the enums in ``te/core/link.pxd`` and
-    ``te/transports/rdma/state.pxd``."""
+    """Why a link died or a transfer failed; the enum in ``te/core/link.pxd``. A transport's own
+    begin with 20."""
 
-    NONE = 0
+    NO_REASON = 0
     STALLED = 1
     BROKE = 2
     ENDED = 3
@@ -22,71 +22,10 @@ class Reason(enum.IntEnum):
     ENGINE_CLOSED = 6
     FENCED = 7
     LINK_DIED = 8
-    REFUSED = 9
+    WAS_REFUSED = 9
     SOURCE_FAULT = 10
     NO_RAIL = 11
     PROCESS_GONE = 12
-    # Of a rail over RDMA.
-    RAIL_UP = 20
-    BAD_STATUS = 21
-    NO_COMPLETION = 22
-    POST_FAILED = 23
-    POLL_FAILED = 24
-    PEER_BROKE = 25
-    PORT_DOWN = 26
-    DEVICE_FATAL = 27
-    PAIR_EVENT = 28
-    # Of a rail that is not given up.
-    RAIL_SUSPECT = 29
-    RAIL_MOVED = 30
-
-
-_STATUSES = (
-    "success",
-    "local length error",
-    "local queue pair operation error",
-    "local EE context operation error",
-    "local protection error",
-    "flushed: the queue pair or its port went down",
-    "memory window bind error",
-    "bad response",
-    "local access error",
-    "remote invalid request",
-    "remote access error: the memory is not registered there any more",
-    "remote operation error",
-    "transport retries exceeded: nothing answers",
-    "receiver not ready for too long",
-)
-"""Names of ``enum ibv_wc_status``; ibv_poll_cq(3)."""
-
-
-def rail_sentence(code: int, errnum: int, rail_timeout_s: float) -> str:
-    """Why a rail over RDMA was given up."""
-    match code:
-        case Reason.BAD_STATUS:
-            name = _STATUSES[errnum] if errnum < len(_STATUSES) else "unknown"
-            return f"completion status {errnum} ({name})"
-        case Reason.NO_COMPLETION:
-            return f"no completion for {rail_timeout_s:g} s"
-        case Reason.POST_FAILED:
-            return f"ibv_post_send: {os.strerror(errnum)}"
-        case Reason.POLL_FAILED:
-            return f"ibv_poll_cq: {os.strerror(errnum)}"
-        case Reason.PEER_BROKE if errnum:
-            cause = rail_sentence(errnum, 0, rail_timeout_s)
-            return f"the destination broke its end: {cause}"
-        case Reason.PEER_BROKE:
-            return "the destination broke its end"
-        case Reason.PORT_DOWN:
-            return "the port has lost its link"
-        case Reason.DEVICE_FATAL:
-            return "the device has failed as a whole"
-        case Reason.PAIR_EVENT:
-            return f"the device reports an error of the queue pair (event {errnum})"
-        case Reason.FENCED:
-            return "broken to end a cancelled read"
-        case _:
-            return f"code {code}, errno {errnum}"
 
 
 def sentence(who: str, code: int, errnum: int, text: str, stall_s: float) -> str:
@@ -106,7 +45,7 @@ def sentence(who: str, code: int, errnum: int, text: str, stall_s: float) -> str
             return "this engine was closed"
         case Reason.FENCED:
             return f"the application fenced {who}"
-        case Reason.REFUSED:
+        case Reason.WAS_REFUSED:
             return f"{who} refused: {text}"
         case Reason.NO_RAIL:
             return f"no rail to {who} worked for {stall_s} s"

@@ -119,7 +119,10 @@ class Transfer:
             return None
         code, errnum, text = self._handle.failure()
         sentence = self._describe(code, errnum, text)
-        if self._handle.cancel_requested() and code not in (Reason.REFUSED, Reason.SOURCE_FAULT):
+        if self._handle.cancel_requested() and code not in (
+            Reason.WAS_REFUSED,
+            Reason.SOURCE_FAULT,
+        ):
             return f"cancelling could not be confirmed: {sentence}"
         return sentence
 

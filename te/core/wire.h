@@ -263,7 +263,7 @@ static const FrameRule FRAME_RULES[KINDS][VARIANTS] = {
          .says = "The destination has destroyed its end, too: nothing lands through it any more."}},
     KIND(RAIL_BROKEN) = {
         {FRAME(RAIL_BROKEN, ""), .destination = OVER_RDMA,
-         .bounds = {[H_STATUS] = BETWEEN(0, UINT8_MAX, "why: te.reasons.Reason, or 0"),
+         .bounds = {[H_STATUS] = BETWEEN(0, UINT8_MAX, "why: te.transports.rdma.reasons.RailReason, or 0"),
                     [H_TRANSFER] = BETWEEN(0, ANY_RAIL, "rail; ANY_RAIL: all that there were"),
                     [H_TAG] = BETWEEN(0, UINT32_MAX, "epoch of the rail"),
                     [H_TOTAL] = ANY("how often all rails of the link were fenced")},

@@ -19,9 +19,9 @@ import te
 from te.bench._null import Wires
 from te.core.engine import Engine as Plane
 from te.core.handles import LinkHandle
-from te.reasons import Reason
 from te.transports.rdma.keeper import Keeper
 from te.transports.rdma.link import KeptLink
+from te.transports.rdma.reasons import RailReason
 from te.transports.rdma.transport import Rdma
 from te.transports.tcp._core import TcpLink
 
@@ -154,9 +154,9 @@ def test_news_of_a_rail_that_moves_say_that_it_was_built() -> None:
         direct = peer._opened.link
         assert isinstance(direct, KeptLink)
         rail, keeper, number = direct.kept[0].rail, keeper_of(source), direct.handle.number
-        for code in (Reason.RAIL_MOVED, Reason.RAIL_SUSPECT):
+        for code in (RailReason.RAIL_MOVED, RailReason.RAIL_SUSPECT):
             generation = rail.generation
-            keeper.on_event(number, 0, generation, Reason.PEER_BROKE, 0)
+            keeper.on_event(number, 0, generation, RailReason.PEER_BROKE, 0)
             wait_until(lambda before=generation: rail.generation > before, "it is made anew")  # type: ignore[misc]
             keeper.on_event(number, 0, rail.generation, code, 0)
             wait_until(lambda: rail.state.value in ("up", "suspect"), "it is taken for alive")

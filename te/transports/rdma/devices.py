@@ -12,10 +12,10 @@ import enum
 import logging
 from typing import Final
 
-from te.reasons import Reason
 from te.transports.base import Local
 from te.transports.rdma._core import look_at_qps, nic_failed
 from te.transports.rdma.keeper import Keeper
+from te.transports.rdma.reasons import RailReason
 from te.verbs.fabric import Nic
 
 __all__ = ["DeviceEvent", "DeviceWatch", "Meaning", "describe", "meaning"]
@@ -107,9 +107,9 @@ class DeviceWatch:
     def _act(self, found: Meaning) -> None:
         match found:
             case Meaning.PORT_DOWN:
-                nic_failed(self._local.plane, self._nic.index, Reason.PORT_DOWN)
+                nic_failed(self._local.plane, self._nic.index, RailReason.PORT_DOWN)
             case Meaning.DEVICE_FATAL:
-                nic_failed(self._local.plane, self._nic.index, Reason.DEVICE_FATAL)
+                nic_failed(self._local.plane, self._nic.index, RailReason.DEVICE_FATAL)
             case Meaning.PAIR_BROKEN:
                 look_at_qps(self._local.plane)
             case Meaning.LINK_UP:

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from typing import Final
 
 from te.errors import Error
-from te.reasons import Reason, rail_sentence
 from te.transports.base import Local
 from te.transports.rdma.direct import BUILD_TIMEOUT_S, Path, build_rail
 from te.transports.rdma.link import Kept, KeptLink
 from te.transports.rdma.meter import Meter
 from te.transports.rdma.rails import Event, Rail, State, Timing
+from te.transports.rdma.reasons import RailReason, rail_sentence
 
 __all__ = ["Keeper"]
 
@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 ATTEMPTS_MAX = 5
 PROBE_TIMEOUT_S = 2.0
 
-_EVENTS: Final = {
-    Reason.RAIL_UP: Event.ANSWERED,
-    Reason.RAIL_SUSPECT: Event.QUIET,
-    Reason.RAIL_MOVED: Event.MOVED,
+_EVENTS: Final[dict[int, Event]] = {
+    RailReason.RAIL_UP: Event.ANSWERED,
+    RailReason.RAIL_SUSPECT: Event.QUIET,
+    RailReason.RAIL_MOVED: Event.MOVED,
 }
 # All that a rail which carries something tells; of several the plane keeps the last.
 _ALIVE: Final = frozenset(_EVENTS.values())
@@ -123,7 +123,7 @@ class Keeper:
             return
         if rail < 0:
             return  # Woken up by this, the thread sees that the link is not alive.
-        event = _EVENTS.get(Reason(code), Event.BROKEN)
+        event = _EVENTS.get(code, Event.BROKEN)
         if event in _ALIVE:  # The plane can be faster than the thread that made the rail.
             self._handle(link, rail, Event.BUILT, epoch)
             self._handle(link, rail, Event.ANSWERED, epoch)

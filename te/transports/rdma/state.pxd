@@ -11,7 +11,7 @@ from te.core.wire cimport BEGUN_MAX, RemoteRange, NICS_MAX, POSTED_MAX, PieceId,
 from te.core.worker cimport Polled, Worker
 from te.verbs.abi cimport Endpoint, VSendWr, VSge
 
-cdef enum:  # why a rail was given up, or what became of it; te/core/reasons.py makes the sentences
+cdef enum:  # why a rail was given up, or what became of it; reasons.py makes the sentences
     RAIL_UP = 20
     BAD_STATUS = 21
     NO_COMPLETION = 22

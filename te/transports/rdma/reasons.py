@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plane's codes about rails as sentences."""
+
+from __future__ import annotations
+
+import enum
+import os
+
+from te.reasons import Reason
+
+__all__ = ["RailReason", "rail_sentence"]
+
+
+class RailReason(enum.IntEnum):
+    """Why a rail was given up, or what became of it; the enum in ``state.pxd``."""
+
+    RAIL_UP = 20
+    BAD_STATUS = 21
+    NO_COMPLETION = 22
+    POST_FAILED = 23
+    POLL_FAILED = 24
+    PEER_BROKE = 25
+    PORT_DOWN = 26
+    DEVICE_FATAL = 27
+    QP_EVENT = 28
+    # Of a rail that is not given up.
+    RAIL_SUSPECT = 29
+    RAIL_MOVED = 30
+
+
+_STATUSES = (
+    "success",
+    "local length error",
+    "local queue pair operation error",
+    "local EE context operation error",
+    "local protection error",
+    "flushed: the queue pair or its port went down",
+    "memory window bind error",
+    "bad response",
+    "local access error",
+    "remote invalid request",
+    "remote access error: the memory is not registered there any more",
+    "remote operation error",
+    "transport retries exceeded: nothing answers",
+    "receiver not ready for too long",
+)
+"""Names of ``enum ibv_wc_status``; ibv_poll_cq(3)."""
+
+
+def rail_sentence(code: int, errnum: int, rail_timeout_s: float) -> str:
+    """Why a rail over RDMA was given up."""
+    match code:
+        case RailReason.BAD_STATUS:
+            name = _STATUSES[errnum] if errnum < len(_STATUSES) else "unknown"
+            return f"completion status {errnum} ({name})"
+        case RailReason.NO_COMPLETION:
+            return f"no completion for {rail_timeout_s:g} s"
+        case RailReason.POST_FAILED:
+            return f"ibv_post_send: {os.strerror(errnum)}"
+        case RailReason.POLL_FAILED:
+            return f"ibv_poll_cq: {os.strerror(errnum)}"
+        case RailReason.PEER_BROKE if errnum:
+            cause = rail_sentence(errnum, 0, rail_timeout_s)
+            return f"the destination broke its end: {cause}"
+        case RailReason.PEER_BROKE:
+            return "the destination broke its end"
+        case RailReason.PORT_DOWN:
+            return "the port has lost its link"
+        case RailReason.DEVICE_FATAL:
+            return "the device has failed as a whole"
+        case RailReason.QP_EVENT:
+            return f"the device reports an error of the queue pair (event {errnum})"
+        case Reason.FENCED:
+            return "broken to end a cancelled read"
+        case _:
+            return f"code {code}, errno {errnum}"
