@@ -12,240 +12,33 @@ what an event does to a table is worked out by the real rules, once (`Automaton`
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-import msgspec
-import numpy as np
-from counted_tags import CountedTags
+from rooms_automata import (
+    PAGES,
+    Heard,
+    Token,
+    decode_automaton,
+    prefill_automaton,
+)
 
-from sglang_mooncake.executor import Executor
 from sglang_mooncake.layout import Seal
-from sglang_mooncake.messages import RoomAbort, RoomFailed, RoomRequest
-from sglang_mooncake.rooms import decode, prefill
+from sglang_mooncake.rooms import prefill
 from sglang_mooncake.rooms.arrival import Awaited, SealDisagrees, has_arrived
-from sglang_mooncake.rooms.events import Aborted, Broken, Opened, Tick
 from sglang_mooncake.rooms.states import RoomState, RoomView
-from sglang_mooncake.side import broken
 
 __all__ = ["FAULTS", "Found", "Model"]
 
-ROOM, PAGES, PAGE_NBYTES, SEAL_NBYTES = 1, 2, 10, 1
+PAGE_NBYTES, SEAL_NBYTES = 10, 1
 FOREVER_S = 1e9
-DECODE_RANK = "d"
 NO_SEAL = Seal(0, 0, 0, 0, 0, 0)
-CHUNKS = (
-    prefill.Chunk(np.array([0]), 0, None, 0.0),
-    prefill.Chunk(np.array([1]), 1, 0, 0.0),
-)
 #: What may happen once each, besides delay: to chunks between a prefill scheduler and its loop, to
 #: messages, to transfers, and by a scheduler's doing.
 FAULTS = frozenset({"reorder", "twice", "drop", "loss", "failure", "decode abort", "prefill abort"})
-
-Token = tuple[Any, ...]
-
-
-# --- the room tables, as automata ---
-
-
-@dataclass
-class Local:
-    """A room table with its one room."""
-
-    rooms: Any
-    view: RoomView
-
-
-def _frozen(value: Any) -> Any:
-    """A value to compare states by. Sentences, which decide nothing, are all alike."""
-    if isinstance(value, str):
-        return value if len(value) <= 3 else "…"
-    if isinstance(value, dict):
-        return frozenset((_frozen(key), _frozen(entry)) for key, entry in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(map(_frozen, value))
-    if isinstance(value, set | frozenset):
-        return frozenset(map(_frozen, value))
-    if isinstance(value, msgspec.Struct):
-        return type(value).__name__, _frozen(msgspec.structs.astuple(value))
-    if is_dataclass(value):
-        return tuple(_frozen(getattr(value, field.name)) for field in fields(value))
-    if isinstance(value, int | float | bytes | range | Enum | None):
-        return value
-    return _frozen(vars(value))
-
-
-class Automaton:
-    """A room table whose states are numbers; 0 is the first one.
-
-    Args:
-        event: makes the rules' event of a token, for a room.
-        output: makes a token of an instruction.
-        failed: what the rules are told of an event or instruction that raised.
-    """
-
-    def __init__(
-        self,
-        first: Local,
-        event: Callable[[Token, RoomView], Any],
-        output: Callable[[Any], Token | None],
-        failed: Callable[[Any, Exception], Any],
-    ) -> None:
-        self._event, self._output, self._failed = event, output, failed
-        self._numbers: dict[Any, int] = {}
-        self._states: list[bytes] = []
-        self._add(first)
-        # Each is worked out once, for all states of the world in which it happens.
-        self.step = cache(self._step)
-        self.view = cache(lambda state: self._local(state).view)
-        self.rooms = cache(lambda state: len(self._local(state).rooms))
-
-    def _local(self, state: int) -> Local:
-        local: Local = pickle.loads(self._states[state])
-        return local
-
-    def _add(self, local: Local) -> int:
-        key = _frozen(local)
-        if key not in self._numbers:
-            self._numbers[key] = len(self._states)
-            self._states.append(pickle.dumps(local))
-        return self._numbers[key]
-
-    def _step(self, state: int, token: Token) -> tuple[int, tuple[Token, ...]]:
-        """The state after an event, and what the rules want done."""
-        local = self._local(state)
-        outputs: list[Token] = []
-
-        def perform(instruction: Any) -> None:
-            output = self._output(instruction)
-            if output is not None:
-                outputs.append(output)
-
-        now_s = token[1] if token[0] == "tick" else 0.0
-        executor: Executor[Any, Any] = Executor(
-            local.rooms.handle, perform, self._failed, clock=lambda: now_s
-        )
-        event = self._event(token, local.view)
-        if event is not None:
-            executor.submit(event)
-        return self._add(local), tuple(outputs)
-
-
-@dataclass(frozen=True, eq=False)
-class Heard:
-    """A message. There is one object of each, so that states are compared quickly."""
-
-    message: RoomRequest | RoomAbort | RoomFailed
-
-
-_heard = cache(Heard)
-
-
-def _unworded(message: Any) -> Heard:
-    """Reasons make no difference to the rules."""
-    if isinstance(message, RoomAbort | RoomFailed):
-        message = msgspec.structs.replace(message, reason="")
-    return _heard(message)
-
-
-def _decode_event(token: Token, view: RoomView) -> Any:
-    match token:
-        case ("name",):  # the scheduler's own thread, before the loop can hear of it
-            view.named = True
-        case ("withdraw",):
-            view.withdrawn = True
-        case ("named",):
-            return decode.PagesNamed(view, np.arange(PAGES), 0, 0)
-        case ("aborted",):
-            return Aborted(view, "")
-        case ("broken",):
-            return Broken(view, "")
-        case ("arrived",):
-            return decode.Arrived(view)
-        case ("fenced",):
-            return decode.Fenced(view)
-        case ("link down", link):
-            return decode.LinkDown(link, "")
-        case ("failed", link, heard):
-            return decode.PeerFailed(link, heard.message)
-        case ("tick", _):
-            return Tick()
-        case _:
-            raise ValueError(token)
-    return None
-
-
-def _decode_output(instruction: Any) -> Token | None:
-    match instruction:
-        case decode.Expect(tag=tag, slot=slot):
-            return "expect", tag, slot
-        case decode.Tell(link, message):
-            return "tell", link, _unworded(message)
-        case decode.Fence(_, tags):
-            return "fence", tags
-    return None
-
-
-def _prefill_event(token: Token, view: RoomView) -> Any:
-    match token:
-        case ("open",):
-            return Opened(view)
-        case ("chunk", number):
-            return prefill.ChunkSent(view, CHUNKS[number])
-        case ("aborted",):
-            return Aborted(view, "")
-        case ("message", Heard(RoomRequest() as message)):
-            return prefill.Requested(DECODE_RANK, message)
-        case ("message", heard):
-            return prefill.RoomAborted(DECODE_RANK, heard.message)
-        case ("ended", is_done):
-            return prefill.WriteEnded(view, None if is_done else "")
-        case ("lost",):
-            return prefill.PeerLost(DECODE_RANK, "")
-        case ("tick", _):
-            return Tick()
-    raise ValueError(token)
-
-
-def _prefill_output(instruction: Any) -> Token | None:
-    match instruction:
-        case prefill.Write(generation=generation, target=target, chunk=chunk, span=span, sent=sent):
-            seal = None
-            if chunk.is_last:
-                aux = int(target.aux_slot is not None)
-                seal = Seal(generation, sent.writes, sent.pages, 0, aux, 0)
-            return "write", target.tag, tuple(span), seal, target.seal_slot
-        case prefill.CancelWrites():
-            return ("cancel",)
-        case prefill.Tell(_, message):
-            return "tell", _unworded(message)
-    return None
-
-
-def _decode_automaton(links: tuple[str, ...]) -> Automaton:
-    deadlines, tags = decode.DecodeDeadlines(10.0, 20.0), CountedTags(200)
-    rooms = decode.DecodeRooms(deadlines, 2 * len(links), first_generation=100, new_tag=tags)
-    view = RoomView(ROOM, 0.0, serial=1)
-    sources = tuple(decode.RoomSource(link, aux=not nth) for nth, link in enumerate(links))
-    rooms.handle(Opened(view), 0.0)
-    rooms.handle(decode.SourcesChosen(view, sources), 0.0)
-    for link in links:
-        rooms.handle(decode.LinkUp(link), 0.0)
-    assert view.state is RoomState.READY
-    return Automaton(Local(rooms, view), _decode_event, _decode_output, decode.after_failure)
-
-
-def _prefill_automaton() -> Automaton:
-    local = Local(prefill.PrefillRooms(10.0, 40.0), RoomView(ROOM, 0.0, serial=1))
-    return Automaton(local, _prefill_event, _prefill_output, broken)
-
-
-# --- the world around them ---
 
 
 class Transfer(NamedTuple):
@@ -328,8 +121,8 @@ class Model:
         drop_after_fence: bool = False,
     ) -> None:
         self.links = tuple(f"p{nth}" for nth in range(sources))
-        self.decode = _decode_automaton(self.links)
-        self.prefill = _prefill_automaton()
+        self.decode = decode_automaton(self.links)
+        self.prefill = prefill_automaton()
         self._lands_at_once = lands_at_once
         self._compare_seals, self._drop_after_fence = compare_seals, drop_after_fence
         self.first = World(faults, budget, (Source(),) * sources, seals=(NO_SEAL,) * 2 * sources)

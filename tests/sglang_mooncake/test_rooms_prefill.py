@@ -1,77 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill rooms: the cases that matter by name, then anything at all in any order."""
+"""Prefill rooms: the cases that matter by name."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from prefill_rooms import (
+    CHUNK_TIMEOUT_S,
+    TIMEOUT_S,
+    chunk,
+    nothing_wanted,
+    opened,
+    ready,
+    request,
+)
 
-from bootstrap_server.matching import ALL_PAGES, PageShare
-from sglang_mooncake.messages import REASON_CHARS_MAX, RoomAbort, RoomRequest, Target
-from sglang_mooncake.rooms import early
-from sglang_mooncake.rooms.early import EARLY_PEER_BYTES_MAX
+from bootstrap_server.matching import PageShare
 from sglang_mooncake.rooms.prefill import (
-    ABORT_GRACE_S,
     Aborted,
     CancelWrites,
-    Chunk,
     ChunkSent,
     Closed,
-    Opened,
     Over,
     PeerLost,
     PrefillRooms,
     Requested,
-    RoomAborted,
     Tell,
     Tick,
     Write,
     WriteEnded,
 )
-from sglang_mooncake.rooms.states import ENDS, RoomState, RoomView
-
-TIMEOUT_S, CHUNK_TIMEOUT_S = 10.0, 40.0
-
-
-def target(tag: int = 1, pages: int = 2, share: PageShare = ALL_PAGES) -> Target:
-    indices = np.arange(pages, dtype="<i4").tobytes()
-    return Target(tag, pages, indices, share, states=(), aux_slot=0, seal_slot=0)
-
-
-def request(
-    room: int,
-    generation: int = 1,
-    pages: int = 2,
-    destinations: int = 1,
-    share: PageShare = ALL_PAGES,
-    prefix: int = 3,
-) -> RoomRequest:
-    wanted = target(generation, pages, share)
-    return RoomRequest(room, generation, prefix, destinations, wanted)
-
-
-def nothing_wanted(room: int, generation: int = 1, destinations: int = 1) -> RoomRequest:
-    return RoomRequest(room, generation, 3, destinations, target=None)
-
-
-def chunk(pages: int, first: int = 0, last: bool = True) -> Chunk:
-    return Chunk(np.arange(pages), first, 0 if last else None, 0.0)
-
-
-def opened(rooms: PrefillRooms, room: int = 1, now_s: float = 0.0) -> RoomView:
-    view = RoomView(room, now_s)
-    rooms.handle(Opened(view), now_s)
-    return view
-
-
-def ready(rooms: PrefillRooms, room: int = 1) -> RoomView:
-    view = opened(rooms, room)
-    rooms.handle(Requested("a", request(room)), 0)
-    assert view.state is RoomState.READY
-    return view
+from sglang_mooncake.rooms.states import RoomState
 
 
 def test_a_room_goes_from_open_to_done():
@@ -197,153 +155,6 @@ def test_a_room_that_some_asked_for_times_out_with_their_number():
     assert "1 of 4 decode ranks asked for room 1" in (view.reason or "")
 
 
-def test_an_early_abort_of_one_rank_outlives_the_early_request_of_another():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
-    rooms.handle(RoomAborted("b", RoomAbort(1, 0, "no link to its other source")), 0)
-    rooms.handle(Requested("a", request(1, generation=9, destinations=2)), 0)
-    view = opened(rooms)
-    assert view.state is RoomState.OPEN, "the other rank may have asked again, on its way here"
-    (tell, _) = rooms.handle(Tick(), ABORT_GRACE_S)
-    assert view.state is RoomState.ABORTED
-    assert isinstance(tell, Tell)
-    assert (tell.peer, tell.message.generation) == ("a", 9)
-
-
-def test_a_lost_peer_takes_its_early_request_along_and_leaves_that_of_others():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
-    for peer in "ab":
-        rooms.handle(Requested(peer, request(1, destinations=2)), 0)
-    rooms.handle(PeerLost("a", "gone"), 0)
-    view = opened(rooms)
-    assert view.state is RoomState.OPEN
-    rooms.handle(Requested("c", request(1, destinations=2)), 0)
-    assert view.state is RoomState.READY
-
-
-def test_an_early_request_is_kept_for_its_room():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
-    rooms.handle(Requested("a", request(1)), 0)
-    assert opened(rooms).state is RoomState.READY
-
-
-def test_an_early_request_is_refused_when_its_room_never_comes():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
-    rooms.handle(Requested("a", request(1, generation=5)), 0)
-    assert rooms.handle(Tick(), TIMEOUT_S - 0.1) == []
-    (tell,) = rooms.handle(Tick(), TIMEOUT_S)
-    assert isinstance(tell, Tell)
-    assert (tell.peer, tell.message.room, tell.message.generation) == ("a", 1, 5)
-    assert "no request with this room" in tell.message.reason
-
-
-def early_bytes(rooms: PrefillRooms) -> int:
-    return rooms._early.nbytes
-
-
-def test_what_one_peer_says_early_is_bounded_and_its_oldest_request_is_told():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
-    assert rooms.handle(Requested("b", request(1_000)), 0) == []
-    pages = EARLY_PEER_BYTES_MAX // 4 // 4
-    told = [rooms.handle(Requested("a", request(room, pages=pages)), 0) for room in range(5)]
-    assert told[:3] == [[], [], []], "the fourth and its overhead are too much"
-    for room, (tell,) in enumerate(told[3:]):
-        assert isinstance(tell, Tell)
-        assert (tell.peer, tell.message.room) == ("a", room)
-        assert "more rooms, or name more pages" in tell.message.reason
-    assert early_bytes(rooms) <= EARLY_PEER_BYTES_MAX + 5_000
-    assert opened(rooms, 1_000).state is RoomState.READY, "nobody else gives way"
-
-
-def test_what_all_peers_say_early_is_bounded_and_who_has_most_gives_way(monkeypatch):
-    monkeypatch.setattr(early, "EARLY_BYTES_MAX", 10_000)
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
-    rooms.handle(Requested("b", request(1, pages=0)), 0)
-    for room in range(100, 200):
-        rooms.handle(RoomAborted("a", RoomAbort(room, 1, "never was one")), 0)
-    assert early_bytes(rooms) <= 10_000
-    assert opened(rooms, 1).state is RoomState.READY
-
-
-def test_aborts_of_unknown_rooms_with_long_reasons_take_little_memory():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
-    for room in range(300):
-        rooms.handle(RoomAborted("a", RoomAbort(room, 1, "x" * 2_000_000)), 0)
-    assert early_bytes(rooms) < 300 * 6_000
-    assert sum(
-        len(one.message.reason) for room in range(300) for one in rooms._early.take(room)
-    ) == (300 * REASON_CHARS_MAX)
-    assert early_bytes(rooms) == 0
-
-
-def test_an_early_abort_ends_the_room_unless_the_peer_asks_again():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
-    for room in (1, 2):
-        rooms.handle(RoomAborted("a", RoomAbort(room, 4, "client gone")), 0)
-    view, reused = opened(rooms, 1), opened(rooms, 2)
-    rooms.handle(Requested("a", request(2, generation=5)), 1)
-    assert reused.state is RoomState.READY
-    rooms.handle(Tick(), ABORT_GRACE_S - 0.1)
-    assert view.state is RoomState.OPEN
-    rooms.handle(Tick(), ABORT_GRACE_S)
-    assert view.state is RoomState.ABORTED
-    assert "client gone" in (view.reason or "")
-    assert reused.state is RoomState.READY
-
-
-def test_an_abort_that_overtook_its_request_wins():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
-    rooms.handle(RoomAborted("a", RoomAbort(1, 4, "client gone")), 0)
-    rooms.handle(Requested("a", request(1, generation=4)), 0)
-    view = opened(rooms)
-    rooms.handle(Requested("a", request(1, generation=4)), 0)
-    assert view.state is RoomState.ABORTED
-
-
-def test_a_newer_request_outlives_an_older_abort():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
-    rooms.handle(RoomAborted("a", RoomAbort(1, 4, "client gone")), 0)
-    rooms.handle(Requested("a", request(1, generation=5)), 0)
-    assert opened(rooms).state is RoomState.READY
-
-
-@pytest.mark.parametrize("when", ["before the number is used again", "after"])
-def test_a_late_abort_of_a_former_use_ends_no_later_one(when):
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
-    former = ready(rooms)
-    rooms.handle(ChunkSent(former, chunk(2)), 0)
-    rooms.handle(WriteEnded(former, None), 0)
-    assert former.state is RoomState.DONE
-    if when == "after":
-        view = opened(rooms)
-    rooms.handle(RoomAborted("a", RoomAbort(1, 1, "client gone")), 0)
-    if when != "after":
-        view = opened(rooms)
-    rooms.handle(Tick(), TIMEOUT_S - 1)
-    assert view.state is RoomState.OPEN
-    rooms.handle(Requested("a", request(1, generation=2)), TIMEOUT_S - 1)
-    assert view.state is RoomState.READY
-
-
-def test_an_abort_of_an_early_request_is_not_lost_on_a_room_in_use():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
-    ready(rooms)
-    rooms.handle(Requested("a", request(1, generation=2)), 0)
-    rooms.handle(RoomAborted("a", RoomAbort(1, 2, "client gone")), 0)
-    again = opened(rooms)
-    assert again.state is RoomState.OPEN
-    rooms.handle(Tick(), ABORT_GRACE_S)
-    assert again.state is RoomState.ABORTED
-
-
-def test_a_request_that_comes_twice_opens_no_later_use_of_its_room_number():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
-    former = ready(rooms)
-    rooms.handle(Aborted(former, "client gone"), 0)
-    again = opened(rooms)
-    assert rooms.handle(Requested("a", request(1)), 0) == []
-    assert again.state is RoomState.OPEN
-
-
 def test_an_abort_with_writes_under_way_waits_until_they_have_ended():
     rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = ready(rooms)
@@ -438,117 +249,3 @@ def test_pages_before_any_request_fail_the_room():
     view = opened(rooms)
     rooms.handle(ChunkSent(view, chunk(2)), 0)
     assert view.state is RoomState.FAILED
-
-
-class AnyOrder(RuleBasedStateMachine):
-    """Whatever comes in whatever order: no exception, no forgotten write, no end that changes."""
-
-    @initialize()
-    def start(self):
-        self.rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
-        self.now_s = 0.0
-        self.views: list[RoomView] = []
-        self.outstanding: dict[int, int] = {}
-        self.ends: dict[int, tuple[RoomState, str | None]] = {}
-        self.generation = 0
-        self.over: list[RoomView] = []
-        self.asked: list[tuple[str, RoomRequest]] = []
-
-    def do(self, event):
-        for instruction in self.rooms.handle(event, self.now_s):
-            if isinstance(instruction, Write):
-                serial = instruction.view.serial
-                self.outstanding[serial] = self.outstanding.get(serial, 0) + 1
-            if isinstance(instruction, Over):
-                self.over.append(instruction.view)
-            if isinstance(instruction, CancelWrites):
-                assert self.outstanding[instruction.view.serial]
-
-    @rule(room=st.integers(1, 3))
-    def open(self, room):
-        view = RoomView(room, self.now_s)
-        self.views.append(view)
-        self.do(Opened(view))
-
-    @rule(
-        room=st.integers(1, 3),
-        peer=st.sampled_from("ab"),
-        destinations=st.integers(1, 2),
-        share=st.sampled_from([None, ALL_PAGES, PageShare(0, 2), PageShare(1, 2)]),
-    )
-    def ask(self, room, peer, destinations, share):
-        self.generation += 1
-        asked = nothing_wanted(room, self.generation, destinations)
-        if share is not None:
-            asked = request(room, self.generation, destinations=destinations, share=share)
-        self.asked.append((peer, asked))
-        self.do(Requested(peer, asked))
-
-    @rule(data=st.data())
-    def ask_again(self, data):
-        if self.asked:
-            self.do(Requested(*data.draw(st.sampled_from(self.asked))))
-
-    @rule(data=st.data(), pages=st.integers(0, 2), first=st.integers(0, 2), last=st.booleans())
-    def send(self, data, pages, first, last):
-        if self.views:
-            view = data.draw(st.sampled_from(self.views))
-            self.do(ChunkSent(view, chunk(pages, first, last)))
-
-    @rule(data=st.data(), failure=st.sampled_from([None, "broken"]))
-    def write_ends(self, data, failure):
-        under_way = [v for v in self.views if self.outstanding.get(v.serial)]
-        if under_way:
-            view = data.draw(st.sampled_from(under_way))
-            self.outstanding[view.serial] -= 1
-            self.do(WriteEnded(view, failure))
-
-    @rule(data=st.data(), close=st.booleans())
-    def give_up(self, data, close):
-        if self.views:
-            view = data.draw(st.sampled_from(self.views))
-            self.do(Closed(view) if close else Aborted(view, "gone"))
-
-    @rule(room=st.integers(1, 3), peer=st.sampled_from("ab"), back=st.integers(0, 2))
-    def peer_aborts(self, room, peer, back):
-        self.do(RoomAborted(peer, RoomAbort(room, max(0, self.generation - back), "gone")))
-
-    @rule(peer=st.sampled_from("ab"))
-    def lose(self, peer):
-        self.do(PeerLost(peer, "lost"))
-
-    @rule(elapsed_s=st.floats(0, 20))
-    def tick(self, elapsed_s):
-        self.now_s += elapsed_s
-        self.do(Tick())
-
-    @invariant()
-    def ends_are_final_and_quiet(self):
-        for view in self.views:
-            if view.state in ENDS:
-                assert not self.outstanding.get(view.serial), "an end while bytes still move"
-                end = (view.state, view.reason)
-                assert self.ends.setdefault(view.serial, end) == end
-                assert (view.reason is None) == (view.state is RoomState.DONE)
-            if view.state is RoomState.ENDING:
-                assert self.outstanding[view.serial], "an ending that nothing will end"
-
-    @invariant()
-    def what_is_early_is_counted(self):
-        kept = [
-            early for peer in self.rooms._early._peers.values() for early in peer.messages.values()
-        ]
-        assert self.rooms._early.nbytes == sum(one.nbytes for one in kept)
-        assert {(one.peer, one.message.room) for one in kept} == {
-            (peer, room) for room, peers in self.rooms._early._rooms.items() for peer in peers
-        }
-
-    @invariant()
-    def the_table_holds_live_rooms_alone(self):
-        assert len(self.rooms) == sum(not view.over for view in self.views)
-        assert {view.serial for view in self.over} == {v.serial for v in self.views if v.over}
-        assert len(self.over) == len({view.serial for view in self.over})
-
-
-AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
-test_any_order = AnyOrder.TestCase

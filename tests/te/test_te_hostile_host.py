@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same host: memory files that get shorter, processes that end, and mappings that are late."""
+"""The same host: whose memory is copied, and what becomes of it when that process ends."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import logging
 import mmap
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from te_far import wait_until
-from te_frames import HEADER, AckStatus, Kind, descriptors, end
+from te_frames import HEADER, AckStatus, Kind, descriptors
+from te_host import PAGE, say
 from te_raw import (
     NONCE,
     TIMEOUT_S,
@@ -30,167 +29,25 @@ from te_raw import (
     dial_unix,
     host_hello,
     read_exactly,
-    read_greeting,
     refusal,
-    said,
 )
 from te_ring import RINGS_BYTES, make_rings
 
 import te
-from te.connect.greeting import GreetingKind
 from te.core.engine import Engine as Plane
 from te.core.wire import MAY_WRITE_UNTAGGED
-from te.handshake import Refuse, decode_body, decode_card
+from te.handshake import decode_card
 from te.memory_kinds import HOST
 from te.reasons import Reason, sentence
 from te.transports.samehost._core import NONCE_NBYTES, SamehostLink, read_process
 from te.transports.samehost.messages import Nonce, Shared
 from te.transports.samehost.process import (
     Process,
-    Readers,
-    common_ancestor,
-    parent_of,
-    peer_process,
 )
 from te.transports.samehost.reach import NonceMemory, cannot_read
 
-PAGE = 4096
 PATHS = ":".join([str(Path(te.__file__).parents[1]), str(Path(__file__).parent)])
 MARK = b"only for its owner" * 10
-
-
-def say(
-    card: bytes, shared: Shared, fd: int | None, link: int, nonce: Nonce = NONCE.nonce
-) -> str | None:
-    """A word about memory; why it was refused, or None."""
-    with dial_unix(card) as sock:
-        socket.send_fds(
-            sock, [host_hello(sock, card, nonce, shared, link=link)], [] if fd is None else [fd]
-        )
-        greeting = read_greeting(sock)
-        assert greeting is not None
-        if greeting.kind == GreetingKind.WELCOME:
-            return None
-        return decode_body(said(greeting), Refuse).reason
-
-
-# -- B6: files that a peer can make shorter
-
-
-def ordinary_file(directory: Path, nbytes: int) -> int:
-    path = directory / "file"
-    path.write_bytes(bytes(nbytes))
-    return os.open(path, os.O_RDWR)
-
-
-def unsealed(_: Path, nbytes: int) -> int:
-    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, nbytes)
-    return fd
-
-
-def unsealable(_: Path, nbytes: int) -> int:
-    fd = os.memfd_create("unsealable")
-    os.ftruncate(fd, nbytes)
-    return fd
-
-
-def pipe(_: Path, nbytes: int) -> int:
-    reader, writer = os.pipe()
-    os.close(writer)
-    return reader
-
-
-SHORTENABLE = pytest.mark.parametrize("make", [ordinary_file, unsealed, unsealable, pipe])
-
-
-@SHORTENABLE
-def test_rings_in_a_file_that_can_get_shorter_are_refused(
-    make: Callable[[Path, int], int], tmp_path: Path
-) -> None:
-    with te.Engine() as engine, dial_unix(engine.card()) as sock:
-        fd = make(tmp_path, RINGS_BYTES)
-        socket.send_fds(sock, [host_hello(sock, engine.card())], [fd])
-        read_greeting(sock)
-        assert sock.recv(1) == b""  # Closed, before anybody touches them.
-        with contextlib.suppress(OSError):
-            os.ftruncate(fd, 0)
-        os.close(fd)
-        assert engine.stats().rails == 0
-
-
-@SHORTENABLE
-def test_memory_in_a_file_that_can_get_shorter_is_not_mapped(
-    make: Callable[[Path, int], int], tmp_path: Path
-) -> None:
-    with te.Engine() as engine:
-        card = engine.card()
-        source = RawSource(card, "samehost", link=1)
-        with source.sock:
-            fd = make(tmp_path, PAGE)
-            problem = say(card, Shared(PAGE, PAGE, 1, 1), fd, 1)
-            os.close(fd)
-            assert problem is not None
-            assert "can be made so" in problem
-            source.send(end(1))
-            assert source.ack().status is AckStatus.LANDED
-
-
-# -- B5: how much a peer may have mapped
-
-
-def test_mappings_are_bounded_and_do_not_overlap() -> None:
-    with te.Engine() as engine:
-        card = engine.card()
-        source = RawSource(card, "samehost", link=2)
-        with source.sock:
-            fd = make_rings(PAGE)
-            for i in range(1, 1025):
-                assert say(card, Shared(i * PAGE, PAGE, i, i), fd, 2) is None
-            too_many = say(card, Shared(2000 * PAGE, PAGE, 2000, 1025), fd, 2)
-            assert too_many is not None
-            assert "too many for a link" in too_many
-            assert say(card, Shared(PAGE, PAGE, 1, 1026), None, 2) is None
-            assert say(card, Shared(PAGE, PAGE, 1, 1027), fd, 2) is None
-            assert say(card, Shared(2 * PAGE, PAGE, 2, 1028), None, 2) is None
-            for overlapping in (Shared(PAGE + 1, PAGE, 3000, 1029), Shared(1, PAGE, 3001, 1030)):
-                problem = say(card, overlapping, fd, 2)
-                assert problem is not None
-                assert "mapped already" in problem
-            wraps = say(card, Shared(2**64 - 1, PAGE, 3002, 1031), fd, 2)
-            assert wraps is not None
-            assert "not an address range" in wraps
-            os.close(fd)
-            huge = os.memfd_create("huge", os.MFD_ALLOW_SEALING)
-            os.ftruncate(huge, 1 << 43)
-            fcntl.fcntl(huge, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            problem = say(card, Shared(2 * PAGE, PAGE, 2, 1032), huge, 2)
-            os.close(huge)
-            assert problem is not None
-            assert "too many for a link" in problem
-        wait_until(lambda: engine.stats().rails == 0, "the link has ended")
-
-
-def test_a_word_about_memory_that_comes_late_counts_nothing() -> None:
-    with te.Engine() as engine:
-        card = engine.card()
-        source = RawSource(card, "samehost", link=4)
-        with source.sock:
-            fd = make_rings(PAGE)
-            assert say(card, Shared(PAGE, PAGE, 7, 2), None, 4) is None
-            late = "a later greeting about memory came first"
-            assert say(card, Shared(PAGE, PAGE, 7, 1), fd, 4) == late
-            assert say(card, Shared(PAGE, PAGE, 7, 2), fd, 4) == late
-            assert say(card, Shared(PAGE, PAGE, 8, 3), fd, 4) is None
-            # Of an earlier region at that address: not this mapping.
-            assert say(card, Shared(PAGE, PAGE, 7, 4), None, 4) is None
-            problem = say(card, Shared(PAGE, PAGE, 9, 5), fd, 4)
-            assert problem is not None
-            assert "mapped already" in problem
-            os.close(fd)
-
-
-# -- B7: whose memory is copied
 
 
 def rail_refused(card: bytes, **changes: Any) -> str:
@@ -463,83 +320,3 @@ def test_a_pull_link_needs_the_descriptor_of_its_process() -> None:
     for nbytes in (0, NONCE_NBYTES - 1, NONCE_NBYTES + 1):
         with pytest.raises(ValueError, match=f"a nonce of {nbytes} bytes, which must be 16"):
             SamehostLink(plane, True, os.getpid(), 0, 1, bytes(nbytes))
-
-
-@pytest.mark.parametrize("option", [77, 9999])
-def test_the_process_of_a_peer(option: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its descriptor (SO_PEERPIDFD), and where the kernel has none by its number."""
-    monkeypatch.setattr("te.transports.samehost.process._SO_PEERPIDFD", option)
-    with te.Engine() as engine, dial_unix(engine.card()) as sock:
-        process = peer_process(sock)
-        assert not isinstance(process, str)
-        assert process.pid == os.getpid()
-        assert process.lives()
-        process.close()
-
-
-# -- Yama's one exception
-
-#: A first process, two servers below a shell, and their ranks.
-PARENTS = {10: 1, 20: 10, 21: 20, 22: 20, 30: 10, 31: 30, 40: 1, 41: 40}
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("pids", "ancestor"),
-    [
-        ([21], 21),
-        ([21, 21], 21),
-        ([21, 22], 20),
-        ([21, 20], 20),
-        ([21, 31], 10),
-        ([21, 22, 31], 10),
-        ([21, 41], None),
-        ([1], None),
-        ([21, 99], None),
-    ],
-)
-def test_who_stands_for_several_processes(pids: list[int], ancestor: int | None) -> None:
-    assert common_ancestor(pids, lambda pid: PARENTS.get(pid, 0)) == ancestor
-
-
-def test_readers_are_let_in_one_by_one_and_only_where_yama_asks(tmp_path: Path) -> None:
-    scope, told = tmp_path / "ptrace_scope", list[int]()
-    readers = Readers(scope, told.append)
-    with contextlib.ExitStack() as undo:
-        children = []
-        for _ in range(2):
-            child = undo.enter_context(subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL))
-            undo.callback(child.kill)
-            children.append(child)
-        one, two = (child.pid for child in children)
-        assert readers.allow(one) is None  # There is no Yama.
-        scope.write_text("0\n")
-        assert readers.allow(one) is None
-        assert told == []
-        scope.write_text("1\n")
-        assert readers.allow(os.getpid()) is None
-        assert readers.allow(one) is None
-        assert readers.allow(one) is None
-        assert told == [one, one]
-        assert readers.allow(two) is None
-        assert told[2:] == [os.getpid()]  # The one that both descend from.
-        children[0].send_signal(signal.SIGKILL)
-        children[0].wait()
-        assert readers.allow(two) is None
-        assert told[3:] == [two]
-    assert parent_of(one) == 0
-
-
-def test_a_reader_that_cannot_be_let_in_is_refused_with_the_cure(tmp_path: Path) -> None:
-    scope = tmp_path / "ptrace_scope"
-    scope.write_text("1\n")
-    problem = Readers(scope, lambda _: None).allow(1)
-    assert problem is not None
-    assert "sysctl kernel.yama.ptrace_scope=0" in problem
-
-    def refuse(_: int) -> None:
-        raise OSError(22, "Invalid argument")
-
-    problem = Readers(scope, refuse).allow(os.getppid())
-    assert problem is not None
-    assert "Invalid argument" in problem or "shares" in problem

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rooms, requests and chunks for tests of the prefill side."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bootstrap_server.matching import ALL_PAGES, PageShare
+from sglang_mooncake.messages import RoomRequest, Target
+from sglang_mooncake.rooms.prefill import (
+    Chunk,
+    Opened,
+    PrefillRooms,
+    Requested,
+)
+from sglang_mooncake.rooms.states import RoomState, RoomView
+
+TIMEOUT_S, CHUNK_TIMEOUT_S = 10.0, 40.0
+
+
+def target(tag: int = 1, pages: int = 2, share: PageShare = ALL_PAGES) -> Target:
+    indices = np.arange(pages, dtype="<i4").tobytes()
+    return Target(tag, pages, indices, share, states=(), aux_slot=0, seal_slot=0)
+
+
+def request(
+    room: int,
+    generation: int = 1,
+    pages: int = 2,
+    destinations: int = 1,
+    share: PageShare = ALL_PAGES,
+    prefix: int = 3,
+) -> RoomRequest:
+    wanted = target(generation, pages, share)
+    return RoomRequest(room, generation, prefix, destinations, wanted)
+
+
+def nothing_wanted(room: int, generation: int = 1, destinations: int = 1) -> RoomRequest:
+    return RoomRequest(room, generation, 3, destinations, target=None)
+
+
+def chunk(pages: int, first: int = 0, last: bool = True) -> Chunk:
+    return Chunk(np.arange(pages), first, 0 if last else None, 0.0)
+
+
+def opened(rooms: PrefillRooms, room: int = 1, now_s: float = 0.0) -> RoomView:
+    view = RoomView(room, now_s)
+    rooms.handle(Opened(view), now_s)
+    return view
+
+
+def ready(rooms: PrefillRooms, room: int = 1) -> RoomView:
+    view = opened(rooms, room)
+    rooms.handle(Requested("a", request(room)), 0)
+    assert view.state is RoomState.READY
+    return view

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill rooms: anything at all in any order."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from prefill_rooms import (
+    CHUNK_TIMEOUT_S,
+    TIMEOUT_S,
+    chunk,
+    nothing_wanted,
+    request,
+)
+
+from bootstrap_server.matching import ALL_PAGES, PageShare
+from sglang_mooncake.messages import RoomAbort, RoomRequest
+from sglang_mooncake.rooms.prefill import (
+    Aborted,
+    CancelWrites,
+    ChunkSent,
+    Closed,
+    Opened,
+    Over,
+    PeerLost,
+    PrefillRooms,
+    Requested,
+    RoomAborted,
+    Tick,
+    Write,
+    WriteEnded,
+)
+from sglang_mooncake.rooms.states import ENDS, RoomState, RoomView
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever comes in whatever order: no exception, no forgotten write, no end that changes."""
+
+    @initialize()
+    def start(self):
+        self.rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+        self.now_s = 0.0
+        self.views: list[RoomView] = []
+        self.outstanding: dict[int, int] = {}
+        self.ends: dict[int, tuple[RoomState, str | None]] = {}
+        self.generation = 0
+        self.over: list[RoomView] = []
+        self.asked: list[tuple[str, RoomRequest]] = []
+
+    def do(self, event):
+        for instruction in self.rooms.handle(event, self.now_s):
+            if isinstance(instruction, Write):
+                serial = instruction.view.serial
+                self.outstanding[serial] = self.outstanding.get(serial, 0) + 1
+            if isinstance(instruction, Over):
+                self.over.append(instruction.view)
+            if isinstance(instruction, CancelWrites):
+                assert self.outstanding[instruction.view.serial]
+
+    @rule(room=st.integers(1, 3))
+    def open(self, room):
+        view = RoomView(room, self.now_s)
+        self.views.append(view)
+        self.do(Opened(view))
+
+    @rule(
+        room=st.integers(1, 3),
+        peer=st.sampled_from("ab"),
+        destinations=st.integers(1, 2),
+        share=st.sampled_from([None, ALL_PAGES, PageShare(0, 2), PageShare(1, 2)]),
+    )
+    def ask(self, room, peer, destinations, share):
+        self.generation += 1
+        asked = nothing_wanted(room, self.generation, destinations)
+        if share is not None:
+            asked = request(room, self.generation, destinations=destinations, share=share)
+        self.asked.append((peer, asked))
+        self.do(Requested(peer, asked))
+
+    @rule(data=st.data())
+    def ask_again(self, data):
+        if self.asked:
+            self.do(Requested(*data.draw(st.sampled_from(self.asked))))
+
+    @rule(data=st.data(), pages=st.integers(0, 2), first=st.integers(0, 2), last=st.booleans())
+    def send(self, data, pages, first, last):
+        if self.views:
+            view = data.draw(st.sampled_from(self.views))
+            self.do(ChunkSent(view, chunk(pages, first, last)))
+
+    @rule(data=st.data(), failure=st.sampled_from([None, "broken"]))
+    def write_ends(self, data, failure):
+        under_way = [v for v in self.views if self.outstanding.get(v.serial)]
+        if under_way:
+            view = data.draw(st.sampled_from(under_way))
+            self.outstanding[view.serial] -= 1
+            self.do(WriteEnded(view, failure))
+
+    @rule(data=st.data(), close=st.booleans())
+    def give_up(self, data, close):
+        if self.views:
+            view = data.draw(st.sampled_from(self.views))
+            self.do(Closed(view) if close else Aborted(view, "gone"))
+
+    @rule(room=st.integers(1, 3), peer=st.sampled_from("ab"), back=st.integers(0, 2))
+    def peer_aborts(self, room, peer, back):
+        self.do(RoomAborted(peer, RoomAbort(room, max(0, self.generation - back), "gone")))
+
+    @rule(peer=st.sampled_from("ab"))
+    def lose(self, peer):
+        self.do(PeerLost(peer, "lost"))
+
+    @rule(elapsed_s=st.floats(0, 20))
+    def tick(self, elapsed_s):
+        self.now_s += elapsed_s
+        self.do(Tick())
+
+    @invariant()
+    def ends_are_final_and_quiet(self):
+        for view in self.views:
+            if view.state in ENDS:
+                assert not self.outstanding.get(view.serial), "an end while bytes still move"
+                end = (view.state, view.reason)
+                assert self.ends.setdefault(view.serial, end) == end
+                assert (view.reason is None) == (view.state is RoomState.DONE)
+            if view.state is RoomState.ENDING:
+                assert self.outstanding[view.serial], "an ending that nothing will end"
+
+    @invariant()
+    def what_is_early_is_counted(self):
+        kept = [
+            early for peer in self.rooms._early._peers.values() for early in peer.messages.values()
+        ]
+        assert self.rooms._early.nbytes == sum(one.nbytes for one in kept)
+        assert {(one.peer, one.message.room) for one in kept} == {
+            (peer, room) for room, peers in self.rooms._early._rooms.items() for peer in peers
+        }
+
+    @invariant()
+    def the_table_holds_live_rooms_alone(self):
+        assert len(self.rooms) == sum(not view.over for view in self.views)
+        assert {view.serial for view in self.over} == {v.serial for v in self.views if v.over}
+        assert len(self.over) == len({view.serial for view in self.over})
+
+
+AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+test_any_order = AnyOrder.TestCase

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill rooms: requests and aborts that come before their room, or after it."""
+
+from __future__ import annotations
+
+import pytest
+from prefill_rooms import (
+    CHUNK_TIMEOUT_S,
+    TIMEOUT_S,
+    chunk,
+    opened,
+    ready,
+    request,
+)
+
+from sglang_mooncake.messages import REASON_CHARS_MAX, RoomAbort
+from sglang_mooncake.rooms import early
+from sglang_mooncake.rooms.early import EARLY_PEER_BYTES_MAX
+from sglang_mooncake.rooms.prefill import (
+    ABORT_GRACE_S,
+    Aborted,
+    ChunkSent,
+    PeerLost,
+    PrefillRooms,
+    Requested,
+    RoomAborted,
+    Tell,
+    Tick,
+    WriteEnded,
+)
+from sglang_mooncake.rooms.states import RoomState
+
+
+def test_an_early_abort_of_one_rank_outlives_the_early_request_of_another():
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms.handle(RoomAborted("b", RoomAbort(1, 0, "no link to its other source")), 0)
+    rooms.handle(Requested("a", request(1, generation=9, destinations=2)), 0)
+    view = opened(rooms)
+    assert view.state is RoomState.OPEN, "the other rank may have asked again, on its way here"
+    (tell, _) = rooms.handle(Tick(), ABORT_GRACE_S)
+    assert view.state is RoomState.ABORTED
+    assert isinstance(tell, Tell)
+    assert (tell.peer, tell.message.generation) == ("a", 9)
+
+
+def test_a_lost_peer_takes_its_early_request_along_and_leaves_that_of_others():
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    for peer in "ab":
+        rooms.handle(Requested(peer, request(1, destinations=2)), 0)
+    rooms.handle(PeerLost("a", "gone"), 0)
+    view = opened(rooms)
+    assert view.state is RoomState.OPEN
+    rooms.handle(Requested("c", request(1, destinations=2)), 0)
+    assert view.state is RoomState.READY
+
+
+def test_an_early_request_is_kept_for_its_room():
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms.handle(Requested("a", request(1)), 0)
+    assert opened(rooms).state is RoomState.READY
+
+
+def test_an_early_request_is_refused_when_its_room_never_comes():
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms.handle(Requested("a", request(1, generation=5)), 0)
+    assert rooms.handle(Tick(), TIMEOUT_S - 0.1) == []
+    (tell,) = rooms.handle(Tick(), TIMEOUT_S)
+    assert isinstance(tell, Tell)
+    assert (tell.peer, tell.message.room, tell.message.generation) == ("a", 1, 5)
+    assert "no request with this room" in tell.message.reason
+
+
+def early_bytes(rooms: PrefillRooms) -> int:
+    return rooms._early.nbytes
+
+
+def test_what_one_peer_says_early_is_bounded_and_its_oldest_request_is_told():
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    assert rooms.handle(Requested("b", request(1_000)), 0) == []
+    pages = EARLY_PEER_BYTES_MAX // 4 // 4
+    told = [rooms.handle(Requested("a", request(room, pages=pages)), 0) for room in range(5)]
+    assert told[:3] == [[], [], []], "the fourth and its overhead are too much"
+    for room, (tell,) in enumerate(told[3:]):
+        assert isinstance(tell, Tell)
+        assert (tell.peer, tell.message.room) == ("a", room)
+        assert "more rooms, or name more pages" in tell.message.reason
+    assert early_bytes(rooms) <= EARLY_PEER_BYTES_MAX + 5_000
+    assert opened(rooms, 1_000).state is RoomState.READY, "nobody else gives way"
+
+
+def test_what_all_peers_say_early_is_bounded_and_who_has_most_gives_way(monkeypatch):
+    monkeypatch.setattr(early, "EARLY_BYTES_MAX", 10_000)
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms.handle(Requested("b", request(1, pages=0)), 0)
+    for room in range(100, 200):
+        rooms.handle(RoomAborted("a", RoomAbort(room, 1, "never was one")), 0)
+    assert early_bytes(rooms) <= 10_000
+    assert opened(rooms, 1).state is RoomState.READY
+
+
+def test_aborts_of_unknown_rooms_with_long_reasons_take_little_memory():
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    for room in range(300):
+        rooms.handle(RoomAborted("a", RoomAbort(room, 1, "x" * 2_000_000)), 0)
+    assert early_bytes(rooms) < 300 * 6_000
+    assert sum(
+        len(one.message.reason) for room in range(300) for one in rooms._early.take(room)
+    ) == (300 * REASON_CHARS_MAX)
+    assert early_bytes(rooms) == 0
+
+
+def test_an_early_abort_ends_the_room_unless_the_peer_asks_again():
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    for room in (1, 2):
+        rooms.handle(RoomAborted("a", RoomAbort(room, 4, "client gone")), 0)
+    view, reused = opened(rooms, 1), opened(rooms, 2)
+    rooms.handle(Requested("a", request(2, generation=5)), 1)
+    assert reused.state is RoomState.READY
+    rooms.handle(Tick(), ABORT_GRACE_S - 0.1)
+    assert view.state is RoomState.OPEN
+    rooms.handle(Tick(), ABORT_GRACE_S)
+    assert view.state is RoomState.ABORTED
+    assert "client gone" in (view.reason or "")
+    assert reused.state is RoomState.READY
+
+
+def test_an_abort_that_overtook_its_request_wins():
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms.handle(RoomAborted("a", RoomAbort(1, 4, "client gone")), 0)
+    rooms.handle(Requested("a", request(1, generation=4)), 0)
+    view = opened(rooms)
+    rooms.handle(Requested("a", request(1, generation=4)), 0)
+    assert view.state is RoomState.ABORTED
+
+
+def test_a_newer_request_outlives_an_older_abort():
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms.handle(RoomAborted("a", RoomAbort(1, 4, "client gone")), 0)
+    rooms.handle(Requested("a", request(1, generation=5)), 0)
+    assert opened(rooms).state is RoomState.READY
+
+
+@pytest.mark.parametrize("when", ["before the number is used again", "after"])
+def test_a_late_abort_of_a_former_use_ends_no_later_one(when):
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    former = ready(rooms)
+    rooms.handle(ChunkSent(former, chunk(2)), 0)
+    rooms.handle(WriteEnded(former, None), 0)
+    assert former.state is RoomState.DONE
+    if when == "after":
+        view = opened(rooms)
+    rooms.handle(RoomAborted("a", RoomAbort(1, 1, "client gone")), 0)
+    if when != "after":
+        view = opened(rooms)
+    rooms.handle(Tick(), TIMEOUT_S - 1)
+    assert view.state is RoomState.OPEN
+    rooms.handle(Requested("a", request(1, generation=2)), TIMEOUT_S - 1)
+    assert view.state is RoomState.READY
+
+
+def test_an_abort_of_an_early_request_is_not_lost_on_a_room_in_use():
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    ready(rooms)
+    rooms.handle(Requested("a", request(1, generation=2)), 0)
+    rooms.handle(RoomAborted("a", RoomAbort(1, 2, "client gone")), 0)
+    again = opened(rooms)
+    assert again.state is RoomState.OPEN
+    rooms.handle(Tick(), ABORT_GRACE_S)
+    assert again.state is RoomState.ABORTED
+
+
+def test_a_request_that_comes_twice_opens_no_later_use_of_its_room_number():
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    former = ready(rooms)
+    rooms.handle(Aborted(former, "client gone"), 0)
+    again = opened(rooms)
+    assert rooms.handle(Requested("a", request(1)), 0) == []
+    assert again.state is RoomState.OPEN

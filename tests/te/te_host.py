@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of strangers on the same host say to an engine."""
+
+from __future__ import annotations
+
+import socket
+
+from te_raw import (
+    NONCE,
+    dial_unix,
+    host_hello,
+    read_greeting,
+    said,
+)
+
+from te.connect.greeting import GreetingKind
+from te.handshake import Refuse, decode_body
+from te.transports.samehost.messages import Nonce, Shared
+
+PAGE = 4096
+
+
+def say(
+    card: bytes, shared: Shared, fd: int | None, link: int, nonce: Nonce = NONCE.nonce
+) -> str | None:
+    """A word about memory; why it was refused, or None."""
+    with dial_unix(card) as sock:
+        socket.send_fds(
+            sock, [host_hello(sock, card, nonce, shared, link=link)], [] if fd is None else [fd]
+        )
+        greeting = read_greeting(sock)
+        assert greeting is not None
+        if greeting.kind == GreetingKind.WELCOME:
+            return None
+        return decode_body(said(greeting), Refuse).reason
