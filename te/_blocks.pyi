@@ -14,18 +14,3 @@ def fill(
 ) -> int:
     """Makes the blocks from their columns, each contiguous, of one number for each block or one for
     all; then as ``checked_total``."""
-
-def locate(blocks: npt.NDArray[np.void], offsets: list[int]) -> list[tuple[int, int, int]]:
-    """For each offset in bytes from the start of them all, ascending: the first block that ends
-    there or behind it, or the last one; where that ends; and its size. There is at least one
-    block."""
-
-def cut(
-    blocks: npt.NDArray[np.void],
-    marks: list[tuple[int, int]],
-    piece_nbytes: int,
-    pieces_max: int,
-) -> bytes:
-    """Pieces of ``piece_nbytes`` bytes, of rail r from ``marks[r]`` to ``marks[r + 1]``, each the
-    index of a block and an offset in it; the last of a rail may be smaller. An array of
-    ``te.transports.rdma.pieces.PIECE``, which must not be longer than ``pieces_max``."""

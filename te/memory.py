@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import itertools
 import re
@@ -133,12 +132,13 @@ class RegionTable:
             self._make_ready(kind)
             known = None
             if self._fabric is not None:
-                known = self._fabric.register(address, nbytes, RIGHTS[remote], kind)
+                known = self._fabric.register(address, nbytes, RIGHTS[remote], kind, location)
                 self._check_ranges(address, nbytes, known)
-            if location is None:
-                location = self._location(address, kind)
+                location = known.location
             serial = next(self._serials)
-            region = Region(address, nbytes, kind.name, serial, owner, fd, known, location, remote)
+            region = Region(
+                address, nbytes, kind.name, serial, owner, fd, known, location or ANYWHERE, remote
+            )
             keys = b"" if known is None else known.keys
             self._plane.add_region(
                 address, region.end, serial, kind.compiled, RIGHTS[remote], fd is not None, keys
@@ -188,12 +188,6 @@ class RegionTable:
         if readers < 0:
             raise FenceTimeout(f"the region {region}: {late(timeout_s)}; call deregister again")
 
-    def location_of(self, address: int) -> str:
-        """Of the region that an address lies in; any of a range that is not registered."""
-        regions = self.regions
-        i = bisect.bisect_right(regions, address, key=lambda region: region.address)
-        return regions[i - 1].location if i else ANYWHERE
-
     def complaint(self, address: int, nbytes: int) -> str:
         """The sentence for a range that is not registered."""
         text = f"{nbytes} bytes at {address:#x} lie outside the registered memory"
@@ -202,10 +196,6 @@ class RegionTable:
             return f"{text}; nothing is registered"
         near = min(regions, key=lambda region: _distance(region, address))
         return f"{text}; the nearest of {len(regions)} regions is {near}"
-
-    def _location(self, address: int, kind: MemoryKind) -> str:
-        """Of memory that the devices have pinned: it has pages."""
-        return ANYWHERE if self._fabric is None else self._fabric.location(address, kind)
 
     def _overlapping(self, address: int, nbytes: int) -> Region | None:
         for region in (*self.regions, *self._leaving):

@@ -50,10 +50,8 @@ class LinkHandle:
         tag: int,
         is_read: bool,
         unfinished_max: int,
-        plan: bytes = b"",
     ) -> TransferHandle | int | None:
-        """Begins a transfer of blocks, shape (n,), dtype ``te.blocks.BLOCK``. ``plan`` is what the
-        Python half of the transport has to say about it.
+        """Begins a transfer of blocks, shape (n,), dtype ``te.blocks.BLOCK``.
 
         Instead of a handle: the index of the first block whose local side is not registered, or
         None when the link has ``unfinished_max`` unfinished transfers.

@@ -116,15 +116,13 @@ cdef class LinkHandle:
         return load32(&self.k.has_ended) != 0 or (
             load32(&self.k.dead) != 0 and self.k.connections_n == 0)
 
-    def submit(
-        self, object blocks, u64 total, u64 tag, bint is_read, u32 unfinished_max, bytes plan=b""
-    ):
+    def submit(self, object blocks, u64 total, u64 tag, bint is_read, u32 unfinished_max):
         cdef Py_buffer view
         PyObject_GetBuffer(blocks, &view, PyBUF_SIMPLE)
         try:
             return submit_blocks(
-                self, <Block *>view.buf, view.len / sizeof(Block), total, tag, is_read, unfinished_max,
-                plan)
+                self, <Block *>view.buf, view.len / sizeof(Block), total, tag, is_read,
+                unfinished_max)
         finally:
             PyBuffer_Release(&view)
 
@@ -172,8 +170,7 @@ cdef void scan_blocks(Scan *scan, Block *blocks, u64 n, bint is_read) noexcept n
 
 
 cdef object submit_blocks(
-    LinkHandle link, Block *blocks, u64 n, u64 total, u64 tag, bint is_read, u32 unfinished_max,
-    bytes plan
+    LinkHandle link, Block *blocks, u64 n, u64 total, u64 tag, bint is_read, u32 unfinished_max
 ):
     cdef Plane *p = link.k.plane
     cdef Link *k = link.k
@@ -208,11 +205,11 @@ cdef object submit_blocks(
         free(scan.touched)
         blocks_free(k, scan.out)
         return scan.bad
-    return enqueue(link, &scan, total, tag, is_read, unfinished_max, plan)
+    return enqueue(link, &scan, total, tag, is_read, unfinished_max)
 
 
 cdef object enqueue(
-    LinkHandle link, Scan *scan, u64 total, u64 tag, bint is_read, u32 unfinished_max, bytes plan
+    LinkHandle link, Scan *scan, u64 total, u64 tag, bint is_read, u32 unfinished_max
 ):
     cdef Link *k = link.k
     cdef Transfer *t
@@ -224,7 +221,7 @@ cdef object enqueue(
     free(scan.touched)
     t = transfer_new(k, is_read, tag, scan.out, scan.out_n, total, held, held_n)
     t.submitted_ns = scan.begun_ns
-    k.ops.prepare(t, <const uint8_t *><char *>plan, len(plan), is_shared)
+    k.ops.prepare(t, is_shared)
     pthread_mutex_lock(&k.lock)
     if load32(&k.dead) or not k.connections_alive:
         transfer_settle(t, FAILED, LINK_DIED)

@@ -329,7 +329,7 @@ cdef void serve_read(Connection *c) noexcept nogil:
         t = transfer_new(
             link, False, c.head.transfer, blocks, c.local_n, c.head.nbytes, held, n)
         t.is_reply = True
-        link.ops.prepare(t, NULL, 0, (<LandingProtocol *>c.protocol).reply == PULL)
+        link.ops.prepare(t, (<LandingProtocol *>c.protocol).reply == PULL)
     pthread_mutex_lock(&link.lock)
     good = t != NULL
     if good and link.replies >= READS_SERVED_MAX:

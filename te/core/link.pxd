@@ -45,10 +45,9 @@ cdef struct Ops:
     # while it is under way. Else the bytes come in as frames, which are checked as they land.
     bint lands_by_device
 
-    # The source's side. A new transfer of which nobody else knows; `plan` is what the transport's
-    # Python half has made of the blocks, `is_shared` whether the peer may map all of the source's
-    # memory.
-    void (*prepare)(Transfer *t, const uint8_t *plan, size_t nbytes, bint is_shared) noexcept nogil
+    # The source's side. A new transfer of which nobody else knows; `is_shared`: the peer may map all of
+    # the source's memory.
+    void (*prepare)(Transfer *t, bint is_shared) noexcept nogil
     # It is on the link's list: begins it. By the caller's thread, which has no lock but Python's.
     void (*submit)(Transfer *t) noexcept nogil
     # `Transfer.cancel` is set: ends it as soon as can be.

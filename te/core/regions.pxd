@@ -22,6 +22,7 @@ cdef struct Key:
     u64 start, end
     u32 lkeys[NICS_MAX]  # to be named by the engine's own work requests
     u32 rkeys[NICS_MAX]  # to be named by a peer's
+    uint8_t distances[NICS_MAX]  # te.topology.Topology.distance; 255: not to be used
 
 cdef struct Region:
     u64 start, end, serial

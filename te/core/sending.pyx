@@ -117,7 +117,7 @@ cdef bint unread(Transfer *t, u64 until_ns) noexcept nogil:
     return True
 
 
-cdef void prepare(Transfer *t, const uint8_t *plan, size_t nbytes, bint is_shared) noexcept nogil:
+cdef void prepare(Transfer *t, bint is_shared) noexcept nogil:
     sending_prepare(t, SEGMENT, 0)
 
 

@@ -71,7 +71,7 @@ class Topology(msgspec.Struct, frozen=True):
     def distance(self, location: str, nic: str) -> int | None:
         """0 preferred, 1 other, 2 other and beyond another socket; None: not to be used.
 
-        It is the ``distance`` of ``te.transports.rdma.striping.Lane``.
+        ``slowness`` in ``te/transports/rdma/balance.pxd`` says what that means for rails.
         """
         ranked = self.locality(location)
         if nic in ranked.preferred:

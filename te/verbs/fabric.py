@@ -41,10 +41,14 @@ KEY: Final = np.dtype(
         ("end", "<u8"),
         ("lkeys", "<u4", (NICS_LIMIT,)),
         ("rkeys", "<u4", (NICS_LIMIT,)),
+        ("distances", "u1", (NICS_LIMIT,)),
     ]
 )
-"""A range of memory with the keys by which each device, and peers of each device, name it; struct
-Key in ``te/core/regions.pxd``."""
+"""A range of memory with the keys by which each device, and peers of each device, name it, and how
+far each device is from it; struct Key in ``te/core/regions.pxd``."""
+
+UNUSED: Final = 255
+"""Instead of a distance: the device is to be used when no other is left."""
 
 PORT_STATE_ACTIVE = 4  # enum ibv_port_state
 GID_ROCE_V2 = 2
@@ -89,6 +93,8 @@ class Registration:
     #: Shape (parts,), dtype ``KEY``, as bytes.
     keys: bytes
     regions: tuple[verbs.MemoryRegion, ...]
+    #: Where it is, as it was given or found.
+    location: str
 
     @property
     def ranges(self) -> int:
@@ -112,15 +118,12 @@ class Fabric:
         self.nics = nics
         self._topology = topology
         self._nodes = nodes
-        self._distances: dict[str, tuple[int | None, ...]] = {}
 
-    def distances(self, location: str) -> tuple[int | None, ...]:
-        """By device, how far it is from the memory: ``te.topology.Topology.distance``."""
-        found = self._distances.get(location)
-        if found is None:
-            found = tuple(self._topology.distance(location, nic.name) for nic in self.nics)
-            self._distances[location] = found
-        return found
+    def distances(self, location: str) -> tuple[int, ...]:
+        """By device, how far it is from the memory (``te.topology.Topology.distance``), or
+        ``UNUSED``."""
+        found = (self._topology.distance(location, nic.name) for nic in self.nics)
+        return tuple(UNUSED if distance is None else distance for distance in found)
 
     def location(self, address: int, kind: MemoryKind) -> str:
         """Where registered memory of the kind is: ``cpu:0``, ``cuda:0`` (the GPU by its place among
@@ -132,7 +135,9 @@ class Fabric:
             return f"cpu:{self._nodes[0]}"
         return kind.location(address, self._topology.gpus)
 
-    def register(self, address: int, nbytes: int, rights: int, kind: MemoryKind) -> Registration:
+    def register(
+        self, address: int, nbytes: int, rights: int, kind: MemoryKind, location: str | None = None
+    ) -> Registration:
         """With every device or with none; ``te.RegistrationError`` names the verb that failed.
 
         ``rights``: what peers may do, bits of ``te.memory.RIGHTS``. A key allows no more than that;
@@ -155,7 +160,10 @@ class Fabric:
                     keys[i]["lkeys"][nic.index] = region.lkey
                     keys[i]["rkeys"][nic.index] = region.rkey
             undo.pop_all()
-        return Registration(keys.tobytes(), tuple(regions))
+        # Only now: memory that the devices have pinned has pages, which have a place.
+        where = location or self.location(address, kind)
+        keys["distances"][:, : len(self.nics)] = self.distances(where)
+        return Registration(keys.tobytes(), tuple(regions), where)
 
 
 Way = Callable[[Nic, int, int], verbs.MemoryRegion]

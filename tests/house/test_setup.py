@@ -88,7 +88,7 @@ class Machine:
 def machine(tmp_path: Path) -> Machine:
     for name in ("path", "site", "scripts", ".venv/bin"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("scripts/setup", "scripts/constraints.txt", "pyproject.toml"):
+    for name in ("scripts/setup", "scripts/constraints.txt", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "te").symlink_to(ROOT / "te")
     names = {

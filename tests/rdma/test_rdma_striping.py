@@ -16,7 +16,7 @@ from rdma_stream import Stream, rail_of, two_engines
 from testbed_nics import Nic, cut, shaped, wait_for
 
 import te
-from te.transports.rdma.striping import levelled
+from te.transports.rdma.balance import speeds
 
 pytestmark = pytest.mark.rdma
 
@@ -93,11 +93,9 @@ def test_slow_rails_add_up(rdma_nics: tuple[Nic, ...]) -> None:
 
 
 def test_a_slow_rail_gets_what_it_carries(rdma_nics: tuple[Nic, ...]) -> None:
-    """Bytes go by measured rates; the first transfer, before any, divides them equally.
-
-    One of a few later ones: the testbed has one CPU, which a busy host lends to others, and a rail
-    that is left waiting has pieces taken from it.
-    """
+    """The first transfer, before anything was measured, is spread equally. Later ones do not wait
+    for the slow rail: one of a few, since the testbed has one CPU, which a busy host lends to
+    others."""
     count = min(4, len(rdma_nics) // 2)
     near, far = rdma_nics[:count], rdma_nics[count : 2 * count]
     with shaped(near[0].netdev, *SLOW), two_engines(near, far) as engines:
@@ -111,20 +109,31 @@ def test_a_slow_rail_gets_what_it_carries(rdma_nics: tuple[Nic, ...]) -> None:
             stream.begin(tag).wait(60)
         seen: list[str] = []
         for tag in itertools.islice(tags, RUNS):
-            weights = levelled([rail_of(stream.peer, nic).bytes_per_s for nic in near])
             before = carried(stream, near, far)
             took_s = duration_s(stream, tag)
             taken, sent, _ = carried(stream, near, far) - before
-            wanted = stream.nbytes * np.array(weights) / sum(weights)
-            seen.append(f"{taken} taken, {wanted} wanted, {sent[0]} sent; {took_s} s ({equal_s} s)")
-            if (
-                np.allclose(taken, wanted, rtol=0, atol=0.05 * stream.nbytes)
-                and taken[0] < 0.6 * stream.nbytes / count
-                and np.isclose(sent[0], taken[0], rtol=0.2)
-                and took_s < 0.6 * equal_s
-            ):
+            seen.append(f"{taken} taken, {sent} sent; {took_s} s ({equal_s} s)")
+            share = 0.6 * stream.nbytes / count
+            if max(taken[0], sent[0]) < share and took_s < 0.6 * equal_s:
                 return
     pytest.fail("\n".join(seen))
+
+
+def test_a_rail_that_was_slow_is_tried_again(rdma_nics: tuple[Nic, ...]) -> None:
+    """Also when the transfers are so small that it would never be the first to be done."""
+    near, far = rdma_nics[:2], rdma_nics[2:4]
+    with two_engines(near, far) as engines:
+        stream = Stream(*engines)
+        tags = itertools.count(1)
+        with shaped(near[0].netdev, *SLOW):
+            while not is_slow(stream, near):
+                stream.begin(next(tags)).wait(60)
+        before = done(stream, near)[0]
+        until_s = time.monotonic() + 60
+        while is_slow(stream, near) and time.monotonic() < until_s:
+            stream.begin(next(tags)).wait(60)
+        assert not is_slow(stream, near), stream.peer.rail_views
+        assert done(stream, near)[0] > before
 
 
 @pytest.mark.parametrize("location", ["*", None])
@@ -177,8 +186,8 @@ def test_a_topology_names_the_devices_of_an_engine(
 
 def is_slow(stream: Stream, nics: tuple[Nic, ...]) -> bool:
     """Whether the first rail was found to be slower than the others."""
-    level = levelled([rail_of(stream.peer, nic).bytes_per_s for nic in nics])
-    return level[0] < max(level)
+    believed = speeds([rail_of(stream.peer, nic).bytes_per_s for nic in nics])
+    return believed[0] < max(believed)
 
 
 def duration_s(stream: Stream, tag: int) -> float:

@@ -170,7 +170,7 @@ def test_a_link_that_died_before_it_was_kept_is_let_go() -> None:
         peer.close()
         wait_until(lambda: not peer.alive, "it is dead")
         keeper = Keeper("late")
-        late = KeptLink(kept.handle, kept.engine_id, kept.nics, kept.distances, kept.greet)
+        late = KeptLink(kept.handle, kept.engine_id, kept.nics, kept.greet)
         keeper.add(engine._local, late, [one.ways for one in kept.kept])
         wait_until(lambda: keeper._thread is not None and keeper._calls.empty(), "it was added")
         wait_until(lambda: not keeper._links, "it is let go")

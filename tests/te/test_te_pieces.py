@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a transfer over RDMA is cut."""
+"""How a transfer over RDMA is cut into pieces."""
 
 from __future__ import annotations
 
@@ -9,38 +9,92 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from te import Blocks
-from te.transports.rdma.pieces import PIECE, PIECE_BYTES, cut
+from te.core.wire import PIECES_LIMIT
+from te.transports.rdma.pieces import pieces_of
 
 pytestmark = pytest.mark.pure
 
-
-@given(
-    st.lists(st.integers(1, 3 * PIECE_BYTES), min_size=1, max_size=40),
-    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3 * PIECE_BYTES)), max_size=5),
+MIB = 1 << 20
+CUT_ALIGN = 4096
+SIZES = st.lists(
+    st.integers(1, 3 * CUT_ALIGN) | st.integers(1, MIB) | st.integers(1, 64 * MIB),
+    min_size=1,
+    max_size=40,
 )
-def test_every_byte_is_in_one_piece_of_its_rail(
-    sizes: list[int], cuts: list[tuple[int, int]]
-) -> None:
+
+
+def cut(sizes: list[int], rails: int) -> list[tuple[int, int, int, int]]:
     blocks = Blocks.of(0, 0, sizes)
+    return pieces_of(blocks.array, blocks.total_nbytes, rails)
+
+
+@given(SIZES, st.integers(1, 16))
+def test_every_byte_is_in_one_piece(sizes: list[int], rails: int) -> None:
     ends = [0, *np.cumsum(sizes).tolist()]
-    inside = sorted(
-        (block, offset % sizes[block]) if block < len(sizes) else (len(sizes), 0)
-        for block, offset in cuts
-    )
-    marks = [(0, 0), *inside, (len(sizes), 0)]
     reached = 0
-    for piece in np.frombuffer(cut(blocks, marks), PIECE):
-        first, offset, nbytes = int(piece["first"]), int(piece["offset"]), int(piece["nbytes"])
-        assert 0 < nbytes <= PIECE_BYTES
+    for first, offset, nbytes, blocks in cut(sizes, rails):
+        assert nbytes > 0
         assert 0 <= offset < sizes[first]
         assert ends[first] + offset == reached
         reached += nbytes
-        (before, at), (behind, until) = marks[piece["rail"]], marks[piece["rail"] + 1]
-        assert ends[before] + at <= reached - nbytes
-        assert reached <= ends[behind] + until
+        assert ends[first + blocks - 1] < reached <= ends[first + blocks]
     assert reached == ends[-1]
 
 
+@given(SIZES, st.integers(1, 16))
+def test_pieces_are_of_one_size_up_to_a_small_block(sizes: list[int], rails: int) -> None:
+    """A mark is moved by half a block that stays whole, or the rest of a page at a cut; and of two
+    in one page one goes."""
+    total = sum(sizes)
+    used = min(rails, -(-total // (128 << 10)))
+    most = min(max(used * -(-total // (used * MIB)), -(-len(sizes) // 256)), total)
+    pieces = cut(sizes, rails)
+    assert len(pieces) <= most
+    assert max(nbytes for _, _, nbytes, _ in pieces) <= 1.25 * total / most + 2 * CUT_ALIGN
+
+
+@given(SIZES, st.integers(1, 16))
+def test_small_blocks_stay_whole_and_cuts_are_aligned(sizes: list[int], rails: int) -> None:
+    for first, offset, _, _ in cut(sizes, rails):
+        assert offset % CUT_ALIGN == 0
+        assert offset == 0 or sizes[first] > CUT_ALIGN
+
+
+@given(st.integers(1, 64 * MIB), st.integers(1, 16))
+def test_rails_of_one_speed_get_as_many_pieces_each(total: int, rails: int) -> None:
+    """Where there is enough for all of them: one block, which can be cut anywhere."""
+    pieces = cut([total], rails)
+    used = min(rails, -(-total // (128 << 10)))
+    assert len(pieces) <= used * -(-total // (used * MIB))
+    if total % (rails * CUT_ALIGN * 1024) == 0:
+        assert len(pieces) % rails == 0
+
+
+def test_a_large_block_is_cut_evenly() -> None:
+    quarters = [(0, i * MIB, MIB, 1) for i in range(4)]
+    assert cut([4 * MIB], 4) == quarters
+    assert cut([4 * MIB], 2) == quarters
+    assert cut([512 << 10], 4) == [(0, i * (128 << 10), 128 << 10, 1) for i in range(4)]
+
+
+def test_little_goes_by_one_rail() -> None:
+    assert cut([4096], 8) == [(0, 0, 4096, 1)]
+    assert cut([1], 8) == [(0, 0, 1, 1)]
+    assert len(cut([128 << 10], 8)) == 1
+    assert len(cut([(128 << 10) + 1], 8)) == 2
+
+
+def test_blocks_of_a_page_of_kv_cache_stay_whole() -> None:
+    assert all(offset == 0 for _, offset, _, _ in cut([73_728] * 3904, 4))
+
+
 def test_many_small_blocks_make_pieces_of_some_hundred() -> None:
-    pieces = cut(Blocks.of(0, 0, [256] * 32_768), [(0, 0), (32_768, 0)])
-    assert 100 <= len(np.frombuffer(pieces, PIECE)) <= 200
+    pieces = cut([256] * 32_768, 4)
+    assert len(pieces) == 128
+    assert {blocks for _, _, _, blocks in pieces} == {256}
+
+
+def test_no_more_pieces_than_a_message_can_tell() -> None:
+    pieces = cut([(1 << 60) + 12_345], 4)
+    assert len(pieces) == PIECES_LIMIT
+    assert sum(nbytes for _, _, nbytes, _ in pieces) == (1 << 60) + 12_345

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from te.transports.rdma.rails import TRANSITIONS, Event, Rail, State, Timing, usable
+from te.transports.rdma.rails import TRANSITIONS, Event, Rail, State, Timing
 
 pytestmark = pytest.mark.pure
 
@@ -162,19 +162,6 @@ def test_no_state_is_a_dead_end_and_work_goes_only_where_a_probe_went() -> None:
     for state in State:
         if state is not State.DOWN:
             assert TRANSITIONS[state, Event.BROKEN] is State.DOWN
-
-
-@pytest.mark.parametrize(
-    ("states", "expected"),
-    [
-        ([State.UP, State.SUSPECT, State.UP], (0, 2)),
-        ([State.DOWN, State.SUSPECT, State.PROBE], (1,)),
-        ([State.DOWN, State.REBUILD], ()),
-        ([], ()),
-    ],
-)
-def test_usable(states: list[State], expected: tuple[int, ...]) -> None:
-    assert usable(states) == expected
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class FakeDevice:
 
 
 class FakeNic:
-    index, max_region_bytes = 0, 1 << 40
+    index, name, max_region_bytes = 0, "mlx5_0", 1 << 40
 
     def __init__(self, family: str) -> None:
         self.family, self.device = family, FakeDevice()

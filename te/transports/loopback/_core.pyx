@@ -55,7 +55,7 @@ cdef Link *other_of(Link *link) noexcept nogil:
 
 # -- the source's side
 
-cdef void prepare(Transfer *t, const uint8_t *plan, size_t nbytes, bint is_shared) noexcept nogil:
+cdef void prepare(Transfer *t, bint is_shared) noexcept nogil:
     pass
 
 

@@ -26,6 +26,9 @@ class RdmaLink(LinkHandle):
     def fences(self) -> int:
         """How often a destination has broken all rails of the link."""
 
-    def rail_flows(self, count: int) -> list[tuple[int, int, int, float]]:
-        """For each of the first ``count`` rails: bytes done and under way; and of the times that it
-        was measured, always with work under way, the bytes done in them and their seconds."""
+    def plan_rails(self, rails: list[tuple[int, float]]) -> None:
+        """Of a source, before anything is submitted: by which local device each rail leaves, and
+        how many bytes a second that is taken to carry until it was measured. ``ValueError``."""
+
+    def rail_flows(self) -> list[tuple[int, int, float]]:
+        """For each rail: bytes done, bytes under way, and its rate in bytes per second."""

@@ -3,7 +3,6 @@
 # RDMA, for Python and for the workers; _core.pyi is the contract with Python.
 
 from libc.stdlib cimport free
-from libc.string cimport memcpy
 from te.core.callers cimport send_inline
 from te.core.engine cimport Engine
 from te.core.connections cimport connections_free
@@ -18,7 +17,9 @@ from te.core.sync cimport *
 from te.core.transfer cimport transfer_await
 from te.core.wire cimport *
 from te.core.worker cimport *
+from te.transports.rdma.balance cimport pace_begin, pace_rate
 from te.transports.rdma.control cimport *
+from te.transports.rdma.dispatching cimport give_back, level_speeds
 from te.transports.rdma.fencing cimport *
 from te.transports.rdma.incoming cimport marks_arrived, on_abandon, on_ask
 from te.transports.rdma.outgoing cimport *
@@ -178,6 +179,7 @@ cdef bint on_check(Polled *p, u64 now) noexcept nogil:
         qp_fail(q, NO_COMPLETION, 0)
     elif late and q.late and q.state == QP_UP and not q.suspect:
         q.suspect = True
+        give_back(q)
         link_tell(q.link, q.index, q.epoch, RAIL_SUSPECT, 0)
         kick_qps(q.link)
     q.late = late
@@ -338,13 +340,27 @@ cdef class RdmaLink(LinkHandle):
         pthread_mutex_unlock(&self.k.lock)
         return fences
 
-    def rail_flows(self, u32 count):
+    def plan_rails(self, list rails):
         cdef Direct *d = direct_of(self.k)
-        cdef u64 moved[RAILS_MAX]
-        cdef u64 busy_ns[RAILS_MAX]
+        cdef u32 i
+        if not 0 < len(rails) <= RAILS_MAX:
+            raise ValueError(f"{len(rails)} rails; a link has 1 to {RAILS_MAX}")
+        for i, (nic, bytes_per_s) in enumerate(rails):
+            if not 0 <= nic < NICS_MAX or not bytes_per_s > 0:
+                raise ValueError(f"no rail by the device {nic} with {bytes_per_s} bytes a second")
+            d.nics[i] = nic
+            pace_begin(&d.paces[i], bytes_per_s)
+        d.rails_n = len(rails)
+        level_speeds(d)
+
+    def rail_flows(self):
+        cdef Direct *d = direct_of(self.k)
+        cdef double rates[RAILS_MAX]
+        cdef u32 i
         pthread_mutex_lock(&self.k.lock)
-        memcpy(moved, d.rail_moved, sizeof(moved))
-        memcpy(busy_ns, d.rail_busy_ns, sizeof(busy_ns))
+        for i in range(d.rails_n):
+            rates[i] = pace_rate(&d.paces[i])
         pthread_mutex_unlock(&self.k.lock)
-        return [(load64(&d.rail_bytes[i]), load64(&d.rail_flying[i]),
-                 moved[i], busy_ns[i] * 1e-9) for i in range(min(count, <u32>RAILS_MAX))]
+        return [
+            (load64(&d.rail_bytes[i]), load64(&d.rail_flying[i]), rates[i])
+            for i in range(d.rails_n)]

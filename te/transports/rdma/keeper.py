@@ -18,9 +18,9 @@ from te.errors import Error
 from te.transports.base import Local
 from te.transports.rdma.direct import BUILD_TIMEOUT_S, Path, build_rail
 from te.transports.rdma.link import Kept, KeptLink
-from te.transports.rdma.meter import Meter
 from te.transports.rdma.rails import Event, Rail, State, Timing
 from te.transports.rdma.reasons import RailReason, rail_sentence
+from te.transports.rdma.striping import nominal
 
 __all__ = ["Keeper"]
 
@@ -64,8 +64,9 @@ class Keeper:
             Kept(Rail(hash((local.id, link.handle.number, i)), now_s, timing, State.DOWN), one)
             for i, one in enumerate(ways)
         ]
-        link.local_nics = [one[0].nic.index for one in ways]
-        link.meter = Meter([one[0].nic.bytes_per_s for one in ways])
+        nics = [one[0].nic for one in ways]
+        rates = nominal([nic.bytes_per_s for nic in nics])
+        link.handle.plan_rails([(nic.index, rate) for nic, rate in zip(nics, rates, strict=True)])
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(

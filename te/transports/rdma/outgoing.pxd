@@ -2,15 +2,12 @@
 # The source's side of a transfer over RDMA: asked for, granted, its pieces waiting for rails, given
 # up. All of this is under the link's lock but for what takes it.
 
-from libc.stdint cimport uint8_t
 from te.core.frames cimport Connection
 from te.core.link cimport Link, Transfer
 from te.core.sync cimport u32
 
 # What `Ops` and `Protocol` call; without a lock, or with the connection's.
-cdef void outgoing_prepare(
-    Transfer *t, const uint8_t *plan, size_t nbytes, bint is_shared
-) noexcept nogil
+cdef void outgoing_prepare(Transfer *t, bint is_shared) noexcept nogil
 cdef void outgoing_settled(Transfer *t) noexcept nogil
 cdef void outgoing_cancel(Transfer *t) noexcept nogil
 cdef bint outgoing_load(Connection *c) noexcept nogil

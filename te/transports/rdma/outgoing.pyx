@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 
 from libc.stdlib cimport free
-from libc.string cimport memcpy
 from te.core.frames cimport frame_load
 from te.core.heap cimport need
 from te.core.link cimport *
@@ -12,31 +11,42 @@ from te.core.sending cimport check_reason, say_unexpected
 from te.core.sync cimport *
 from te.core.transfer cimport *
 from te.core.wire cimport *
+from te.transports.rdma.balance cimport UNUSED
 from te.transports.rdma.control cimport *
+from te.transports.rdma.pieces cimport Piece, cut, pieces_for
 from te.transports.rdma.remote cimport check_remote
 from te.transports.rdma.state cimport *
 
 
 # -- what waits
 
-cdef void outgoing_prepare(
-    Transfer *t, const uint8_t *plan, size_t nbytes, bint is_shared
-) noexcept nogil:
-    """`plan`: `Posting.least`, then the pieces. Without blocks there is none."""
+cdef u32 nearest_rails(Direct *d, const uint8_t *distances) noexcept nogil:
+    """How many rails leave by a device that is as near to the memory as any of them."""
+    cdef u32 i, count = 0
+    cdef uint8_t nearest = UNUSED
+    for i in range(d.rails_n):
+        nearest = min(nearest, distances[d.nics[i]])
+    for i in range(d.rails_n):
+        count += distances[d.nics[i]] == nearest
+    return count
+
+
+cdef void outgoing_prepare(Transfer *t, bint is_shared) noexcept nogil:
+    """All of its pieces wait, in their order. Of all that it touches, the first block counts for where
+    its memory is: a pool lies on one node or GPU."""
     cdef Posting *p = posting_of(t)
-    cdef u32 i
-    if nbytes <= RAILS_MAX:
+    cdef u32 i, most
+    if t.n == 0:
         return
-    memcpy(p.least, plan, RAILS_MAX)
-    p.pieces_n = <u32>((nbytes - RAILS_MAX) / sizeof(Piece))
-    p.pieces = <Piece *>need(p.pieces_n * sizeof(Piece))
-    memcpy(p.pieces, plan + RAILS_MAX, p.pieces_n * sizeof(Piece))
-    i = p.pieces_n
-    while i:  # All wait, in their order.
-        i -= 1
-        p.pieces[i].next = p.heads[p.pieces[i].rail]
-        p.heads[p.pieces[i].rail] = i + 1
-    p.waiting = p.pieces_n
+    p.distances = own_key(t, t.blocks[0].dst if t.is_read else t.blocks[0].src).distances
+    most = pieces_for(t.total, t.n, nearest_rails(direct_of(t.link), p.distances))
+    p.pieces = <Piece *>need(most * sizeof(Piece))
+    p.waiting = p.pieces_n = cut(t.blocks, t.n, t.total, most, p.pieces)
+    p.waiting_bytes = t.total
+    for i in range(p.pieces_n):
+        p.pieces[i].next = i + 2
+    p.pieces[p.pieces_n - 1].next = 0
+    p.head = 1
 
 
 cdef void outgoing_settled(Transfer *t) noexcept nogil:
@@ -82,9 +92,10 @@ cdef void take_ready(Link *link, Transfer *t) noexcept nogil:
 cdef void requeue(Link *link, Transfer *t, u32 piece) noexcept nogil:
     cdef Posting *p = posting_of(t)
     cdef Piece *one = &p.pieces[piece]
-    one.next = p.heads[one.rail]
-    p.heads[one.rail] = piece + 1
+    one.next = p.head
+    p.head = piece + 1
     p.waiting += 1
+    p.waiting_bytes += one.nbytes
     advance(t, MORE)
     if p.granted and not is_given_up(t):
         put_ready(link, t)

@@ -5,134 +5,27 @@ from libc.stdint cimport int64_t
 from te.core.link cimport *
 from te.core.posix cimport EAGAIN, ENOMEM, htonl
 from te.core.plane cimport Plane
-from te.core.regions cimport Key, Region, regions_above
+from te.core.regions cimport Key
 from te.core.sync cimport *
-from te.core.transfer cimport ALL_SENT, MORE, advance, is_given_up
+from te.core.transfer cimport MORE, advance
 from te.core.wire cimport *
 from te.transports.rdma.control cimport *
-from te.transports.rdma.outgoing cimport go_on, take_ready
+from te.transports.rdma.balance cimport pace_note
+from te.transports.rdma.dispatching cimport dispatch, level_speeds
+from te.transports.rdma.outgoing cimport go_on
+from te.transports.rdma.pieces cimport Piece
 from te.transports.rdma.qps cimport qp_fail, qp_moved
 from te.transports.rdma.remote cimport remote_range, remote_right, text_outside
 from te.transports.rdma.state cimport *
 from te.verbs.abi cimport *
 
 cdef enum:
-    POSTED_BYTES = 8 << 20  # of a qp under way at once; the last piece may exceed it
     # Of a measurement of a rail's rate: what is over sooner tells of the way there and back instead.
     MEASURED_BYTES = 128 << 10
     SIGNAL_EVERY = 64  # work requests: returns send credits in the middle of long pieces
 
 
-# -- choosing
-
-cdef inline bint is_rail_well(Direct *d, u32 rail) noexcept nogil:
-    cdef Qp *q = d.qps[rail]
-    return q != NULL and q.state == QP_UP and not q.suspect
-
-
-cdef bint is_held_back(Qp *q) noexcept nogil:
-    """It is suspect, and another rail is well: that one takes what is left."""
-    cdef u32 i
-    if q.suspect:
-        for i in range(RAILS_MAX):
-            if is_rail_well(direct_of(q.link), i):
-                return True
-    return False
-
-
-cdef bint has_waiting(Posting *p, u32 rail, u32 least) noexcept nogil:
-    cdef u32 one = p.heads[rail]
-    while one and least > 1:
-        one = p.pieces[one - 1].next
-        least -= 1
-    return one != 0
-
-
-cdef bint has_rail(Direct *d, Posting *p) noexcept nogil:
-    cdef u32 i
-    for i in range(RAILS_MAX):
-        if p.least[i] and is_rail_well(d, i):
-            return True
-    return False
-
-
-cdef u32 choose_rail(Qp *q, Posting *p) noexcept nogil:
-    """Whose next piece the qp takes: its own; or one of a rail that is dead or suspect; or, when it
-    has nothing at all to do, one of a rail that has so many that even one that is farther from the
-    memory helps."""
-    cdef Direct *d = direct_of(q.link)
-    cdef u32 i, least = p.least[q.index]
-    if p.heads[q.index]:
-        return q.index
-    if least == 0 and has_rail(d, p):
-        return ANY_RAIL
-    for i in range(RAILS_MAX):
-        if p.heads[i] and not is_rail_well(d, i):
-            return i
-    if q.ring_n == 0:
-        for i in range(RAILS_MAX):
-            if has_waiting(p, i, max(least, <u32>2)):
-                return i
-    return ANY_RAIL
-
-
-cdef void take_piece(Qp *q, Transfer *t, u32 rail) noexcept nogil:
-    """As what the qp builds next. Under the link's lock."""
-    cdef Posting *p = posting_of(t)
-    cdef Posted *one = &q.ring[(q.ring_first + q.ring_n) % POSTED_MAX]
-    cdef Piece *piece
-    q.building = t
-    q.building_piece = p.heads[rail] - 1
-    piece = &p.pieces[q.building_piece]
-    p.heads[rail] = piece.next
-    p.waiting -= 1
-    t.in_flight += 1
-    if p.waiting == 0:
-        take_ready(q.link, t)
-        advance(t, ALL_SENT)
-    q.at_block, q.at_offset, q.at_left = piece.first, piece.offset, piece.nbytes
-    one.transfer, one.piece, one.nbytes = t, q.building_piece, piece.nbytes
-    one.sequence = <u64>-1  # not known before its last work request is built
-    if q.ring_n == 0:
-        q.busy_since = now_ns()
-        q.busy_bytes = 0
-    q.ring_n += 1
-    q.ring_bytes += piece.nbytes
-    add64(&direct_of(q.link).rail_flying[q.index], piece.nbytes)
-
-
-cdef bint next_piece(Qp *q) noexcept nogil:
-    """Gives the qp its next piece, as `building`; False if there is none for it."""
-    cdef Direct *d = direct_of(q.link)
-    cdef Connection *c = control_lock(q.link)
-    cdef Transfer *t = d.ready
-    cdef Transfer *next
-    cdef u32 rail = ANY_RAIL
-    while t != NULL and d.fences >= q.fences:
-        next = posting_of(t).next_ready
-        if is_given_up(t):
-            go_on(c, t)
-        else:
-            rail = choose_rail(q, posting_of(t))
-            if rail != ANY_RAIL:
-                take_piece(q, t, rail)
-                break
-        t = next
-    control_unlock(c)
-    return rail != ANY_RAIL
-
-
 # -- building
-
-cdef inline Key *local_key(Transfer *t, u64 address) noexcept nogil:
-    """A transfer's own blocks lie in regions that it holds, and that may go with it."""
-    cdef Region *region = t.held[regions_above(t.held, t.held_n, address) - 1]
-    cdef u32 i
-    for i in range(region.keys_n):
-        if region.keys[i].start <= address < region.keys[i].end:
-            return &region.keys[i]
-    return NULL
-
 
 cdef void build_mark(Qp *q, u32 mark) noexcept nogil:
     """The trailing write of a piece, or a probe: it lands behind everything before it."""
@@ -160,7 +53,7 @@ cdef void build_mark(Qp *q, u32 mark) noexcept nogil:
 
 cdef void refuse_here(Qp *q, u64 address, u64 nbytes) noexcept nogil:
     """The other side has such memory no longer."""
-    cdef Transfer *t = q.building
+    cdef Transfer *t = first_unbuilt(q).transfer
     cdef Connection *c = control_lock(q.link)
     if t.text == NULL and t.verdict == 0:
         t.text = text_outside(q.link, t, address, nbytes)
@@ -173,7 +66,8 @@ cdef void refuse_here(Qp *q, u64 address, u64 nbytes) noexcept nogil:
 cdef bint build(Qp *q) noexcept nogil:
     """Work requests for the piece under way, as many as the queue takes; whether the piece is
     complete. What has lost its place since it was granted is given up, its mark is not sent."""
-    cdef Transfer *t = q.building
+    cdef Posted *one = first_unbuilt(q)
+    cdef Transfer *t = one.transfer
     cdef Direct *d = direct_of(q.link)
     # All of it in registers: through `q`, each request would load and store it again.
     cdef Block *b = t.blocks + q.at_block
@@ -196,7 +90,7 @@ cdef bint build(Qp *q) noexcept nogil:
             if lost:
                 break
         if local == NULL or local_at < local.start or local_at >= local.end:
-            local = local_key(t, local_at)
+            local = own_key(t, local_at)
         n = min(min(b.nbytes - offset, left), min(remote.end - remote_at, local.end - local_at))
         n = min(n, <u64>most)
         sequence += 1
@@ -236,7 +130,7 @@ cdef bint build(Qp *q) noexcept nogil:
         q.wrs[q.built_n - 1].send_flags = SEND_SIGNALED
         q.since_signal = 0
     else:
-        build_mark(q, posting_of(t).mark + q.building_piece)
+        build_mark(q, posting_of(t).mark + one.piece)
     return True
 
 
@@ -268,23 +162,44 @@ cdef void post_probe(Qp *q) noexcept nogil:
     hand_over(q)
 
 
-cdef bint post_pieces(Qp *q) noexcept nogil:
+cdef void begin(Qp *q) noexcept nogil:
+    cdef Posted *one = first_unbuilt(q)
+    cdef Piece *piece = &posting_of(one.transfer).pieces[one.piece]
+    q.at_block, q.at_offset, q.at_left = piece.first, piece.offset, piece.nbytes
+    q.is_building = True
+
+
+cdef bint post_given(Qp *q) noexcept nogil:
+    """Sends what the qp was given; whether there was something."""
     cdef bint busy = False
-    cdef Posted *last
-    while hand_over(q):
-        if q.building == NULL:
-            if q.ring_n == POSTED_MAX or (q.ring_n and q.ring_bytes >= POSTED_BYTES):
-                return busy
-            if q.marks >= q.credit or is_held_back(q) or not next_piece(q):
-                return busy
+    cdef Posted *one
+    while hand_over(q) and q.unbuilt:
         busy = True
         if q.sequence - q.completed + 1 >= q.e.send_depth:
             return busy
+        if not q.is_building:
+            begin(q)
         if build(q):
-            last = &q.ring[(q.ring_first + q.ring_n - 1) % POSTED_MAX]
-            last.sequence = q.sequence
-            last.mark = 0 if last.transfer.is_read else q.marks
-            q.building = NULL
+            one = first_unbuilt(q)
+            one.sequence = q.sequence
+            one.mark = 0 if one.transfer.is_read else q.marks
+            q.unbuilt -= 1
+            q.unbuilt_blocks -= one.blocks
+            q.is_building = False
+    return busy
+
+
+cdef bint post_pieces(Qp *q) noexcept nogil:
+    cdef Direct *d = direct_of(q.link)
+    cdef Qp *other
+    cdef u32 i
+    cdef bint busy = post_given(q)
+    if dispatch(q.link):
+        busy = True
+        for i in range(d.rails_n):
+            other = d.qps[i]
+            if other != NULL and other.state == QP_UP and other.unbuilt:
+                post_given(other)
     return busy
 
 
@@ -313,8 +228,8 @@ cdef void measure(Qp *q, u64 nbytes) noexcept nogil:
     q.busy_bytes += nbytes
     if q.busy_bytes < MEASURED_BYTES:
         return
-    d.rail_moved[q.index] += q.busy_bytes
-    d.rail_busy_ns[q.index] += q.progress_ns - q.busy_since
+    pace_note(&d.paces[q.index], q.busy_bytes, (q.progress_ns - q.busy_since) * 1e-9)
+    level_speeds(d)
     q.busy_since = q.progress_ns
     q.busy_bytes = 0
 

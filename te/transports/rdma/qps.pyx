@@ -145,7 +145,8 @@ cdef void qp_fail(Qp *q, int code, int errnum) noexcept nogil:
     q.state = QP_LOST
     q.code = code
     q.errnum = errnum
-    q.building = NULL
+    q.unbuilt = q.unbuilt_blocks = 0
+    q.is_building = False
     for i in range(q.ring_n):
         one = &q.ring[(q.ring_first + i) % POSTED_MAX]
         if not one.transfer.is_read:

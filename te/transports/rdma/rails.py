@@ -17,13 +17,12 @@ from __future__ import annotations
 import enum
 import math
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from te.transports.base import RailState as State
 
-__all__ = ["TRANSITIONS", "Event", "Rail", "State", "Timing", "usable"]
+__all__ = ["TRANSITIONS", "Event", "Rail", "State", "Timing"]
 
 
 class Event(enum.Enum):
@@ -209,14 +208,3 @@ class Rail:
             soon_s = now_s + self._timing.backoff_s * self._random.uniform(0.5, 1.0)
             self._due_s = min(self._due_s, soon_s)
             self._failures = 1
-
-
-def usable(states: Iterable[State]) -> tuple[int, ...]:
-    """Indices of the rails that new work goes to: those that are UP, else those that are SUSPECT,
-    else none."""
-    table = list(states)
-    for wanted in (State.UP, State.SUSPECT):
-        found = tuple(i for i, state in enumerate(table) if state is wanted)
-        if found:
-            return found
-    return ()

@@ -6,9 +6,12 @@
 from libc.stdint cimport uint8_t
 from te.core.inbound cimport Arriving
 from te.core.link cimport Link, Transfer
+from te.core.regions cimport Key, Region, regions_above
 from te.core.sync cimport u32, u64
 from te.core.wire cimport BEGUN_MAX, RemoteRange, NICS_MAX, POSTED_MAX, PieceId, RAILS_MAX
 from te.core.worker cimport Polled, Worker
+from te.transports.rdma.balance cimport Pace
+from te.transports.rdma.pieces cimport Piece
 from te.verbs.abi cimport Endpoint, VSendWr, VSge
 
 cdef enum:  # why a rail was given up, or what became of it; reasons.py makes the sentences
@@ -31,19 +34,13 @@ ctypedef enum QpState:
     QP_DRAIN  # of a destination: in the error state, not all of its completions seen
     QP_GONE
 
-# What one rail carries of a transfer between two marks.
-cdef struct Piece:
-    u64 first, offset, nbytes  # begins at `offset` of the block `first`
-    u32 rail, next
-
-# `Transfer.own`, under the link's lock. Lists of waiting pieces by rail: their index + 1, or 0.
+# `Transfer.own`, under the link's lock.
 cdef struct Posting:
     Piece *pieces
     u32 pieces_n, waiting
-    u32 heads[RAILS_MAX]
-    # By rail, how many pieces another one must have waiting before this one takes one of them; 0 of
-    # a rail that is not to carry any of it while another can.
-    uint8_t least[RAILS_MAX]
+    u32 head  # the first of the waiting pieces: index + 1, or 0
+    u64 waiting_bytes
+    const uint8_t *distances  # of the devices from its memory: a key's
     u32 mark  # of its trailing writes; the index of a piece is added
     u32 unmarked  # pieces of which something may be written, but no mark
     bint granted, is_ready
@@ -57,11 +54,12 @@ cdef struct Granted:
     Arriving *next  # of those that wait for rails to be drained
     u64 bits[1]  # which pieces have landed: pieces / 64 + 1
 
-# A piece on the wire.
+# A piece that a qp carries.
 cdef struct Posted:
     Transfer *transfer
-    u32 piece
-    u64 sequence, nbytes  # of the work request that ends it
+    u32 piece, blocks
+    u64 nbytes
+    u64 sequence  # of the work request that ends it; not known, and huge, before that one is built
     u64 mark  # which of the qp's marks; 0 of a read, which has none
 
 # What the transport keeps for an engine. Atomic: how often each device has failed as a whole, and
@@ -92,10 +90,10 @@ cdef struct Qp:
     u32 mark_data
     Posted ring[POSTED_MAX]
     u32 ring_first, ring_n
+    u32 unbuilt, unbuilt_blocks  # the last ones, which are not built, or not as a whole
     u64 ring_bytes
     u64 busy_since, busy_bytes  # of the measurement under way: never idle since, done since
-    Transfer *building
-    u32 building_piece
+    bint is_building  # the first unbuilt one
     u64 at_block, at_offset, at_left
     u64 marks, credit  # marks posted since it was connected, and how many may be
     u64 confirmed  # how many the destination has seen; all of them where a completion says that
@@ -117,15 +115,19 @@ cdef struct Direct:
     # The source's side, under the link's lock.
     Transfer *ready  # granted, with pieces that wait for a rail
     Transfer *ready_last
+    u32 turn  # which rail is the next one among equals
+    u32 rails_n
+    u32 nics[RAILS_MAX]  # the devices that they leave by
+    Pace paces[RAILS_MAX]
+    double speeds[RAILS_MAX]  # out of the paces, for the balancer
+    double fastest  # of them
+    u64 tried_ns[RAILS_MAX]  # when it was measured last, or given a piece to measure it by
     # The destination's memory, as it has told: under the connection's lock.
     RemoteRange *table
     u32 table_n, table_room
-    # What rails have done and have under way: atomic. And what they have moved in measurements, and
-    # how long these took: under the link's lock.
+    # What rails have done and have under way: atomic.
     u64 rail_bytes[RAILS_MAX]
     u64 rail_flying[RAILS_MAX]
-    u64 rail_moved[RAILS_MAX]
-    u64 rail_busy_ns[RAILS_MAX]
     # The destination's side, under the link's lock.
     u64 table_told  # version of the regions that the source was told of
     u32 table_rights  # what it has asked for: keys of regions that allow none of it are kept back
@@ -153,3 +155,17 @@ cdef inline Granted *granted_of(Arriving *a) noexcept nogil:
     """NULL if it was not granted, or needs no slot any more."""
     cdef Granted *g = <Granted *>a.own
     return g if g != NULL and g.has_slot else NULL
+
+
+cdef inline Key *own_key(Transfer *t, u64 address) noexcept nogil:
+    """A transfer's own blocks lie in regions that it holds, and that may go with it."""
+    cdef Region *region = t.held[regions_above(t.held, t.held_n, address) - 1]
+    cdef u32 i
+    for i in range(region.keys_n):
+        if region.keys[i].start <= address < region.keys[i].end:
+            return &region.keys[i]
+    return NULL
+
+
+cdef inline Posted *first_unbuilt(Qp *q) noexcept nogil:
+    return &q.ring[(q.ring_first + q.ring_n - q.unbuilt) % POSTED_MAX]

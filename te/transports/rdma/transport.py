@@ -146,7 +146,7 @@ class Rdma(Transport):
                 raise ConnectError("the engine welcomed a rail without its end of it")
             return answer
 
-        link = KeptLink(handle, card.id, there, self._distances, greet)
+        link = KeptLink(handle, card.id, there, greet)
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)  # The keeper would keep it for ever.
             self._keeper.add(local, link, ways)
@@ -160,11 +160,6 @@ class Rdma(Transport):
 
     def _hello(self, card: Card, number: int, rail: RailOffer | None = None) -> Hello:
         return hello_to(card, self._local, self.name, number, encode(RdmaHello(rail=rail)))
-
-    def _distances(self, address: int) -> tuple[int | None, ...]:
-        """By device, how far it is from the region of an address; see ``striping.Lane``."""
-        assert self.fabric is not None
-        return self.fabric.distances(self._local.memory.location_of(address))
 
     # -- the destination's side
 

@@ -60,7 +60,7 @@ cdef inline Shared *shared_of(Link *link) noexcept nogil:
 
 # -- the contract
 
-cdef void prepare(Transfer *t, const uint8_t *plan, size_t nbytes, bint is_shared) noexcept nogil:
+cdef void prepare(Transfer *t, bint is_shared) noexcept nogil:
     # process_vm_readv costs 0.5 us and more for each block, and the ring a second copy.
     if is_shared or t.total >= t.n * PULL_BLOCK_BYTES:
         sending_prepare(t, PULL, PULLS_AHEAD)

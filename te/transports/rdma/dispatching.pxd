@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+# Gives the pieces that wait to the rails, by the rule of balance.pxd. The link's worker's, which
+# drives all of its rails.
+
+from te.core.link cimport Link
+from te.transports.rdma.state cimport Direct, Qp
+
+# Whether there was a piece, and a rail with room for it. What rails were given is theirs to send.
+cdef bint dispatch(Link *link) noexcept nogil
+# A rail that does not move: what it was given, but has not begun, waits for the others again.
+cdef void give_back(Qp *q) noexcept nogil
+# After a pace has changed. Under the link's lock.
+cdef void level_speeds(Direct *d) noexcept nogil

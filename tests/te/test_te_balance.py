@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rail carries the next piece: all end about together, and none that is slow ends last."""
+
+from __future__ import annotations
+
+import heapq
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from te.transports.rdma.balance import chosen, rate_after, slowness_of, speeds
+
+pytestmark = pytest.mark.pure
+
+MIB = float(1 << 20)
+DEPTH = 8 * MIB
+RATES = st.floats(1e6, 50e9)
+LANES = st.lists(
+    st.tuples(RATES | st.just(0.0), st.floats(0, 1e9), st.booleans()), min_size=1, max_size=16
+)
+
+
+def ends(lanes: list[tuple[float, float, bool]], nbytes: float) -> list[float | None]:
+    return [(flying + nbytes) / speed if speed else None for speed, flying, _ in lanes]
+
+
+@given(LANES, st.floats(1, 1e7), st.floats(0, 1e10), st.integers(0, 1000))
+def test_the_rail_that_is_done_first_takes_it(
+    lanes: list[tuple[float, float, bool]], nbytes: float, more: float, turn: int
+) -> None:
+    found = chosen(lanes, nbytes, nbytes + more, turn)
+    when = ends(lanes, nbytes)
+    free = [i for i, lane in enumerate(lanes) if lane[0] and lane[2]]
+    soonest = min((one for one in when if one is not None), default=None)
+    if found is None:
+        full = [i for i, lane in enumerate(lanes) if lane[0] and not lane[2]]
+        assert not free or any(when[i] == soonest for i in full)
+    else:
+        assert found in free
+        assert when[found] == min(when[i] for i in free)  # type: ignore[type-var]
+
+
+@given(st.integers(2, 8), st.integers(0, 1000))
+def test_idle_equals_take_turns(count: int, turn: int) -> None:
+    lanes = [(1e9, 0.0, True)] * count
+    assert chosen(lanes, 1, 1, turn) == turn % count
+
+
+def test_without_a_rail_that_has_room_or_may_carry_it_the_piece_waits() -> None:
+    assert chosen([(1e9, 0.0, False), (0.0, 0.0, True)], 1, 1e12, 0) is None
+
+
+def test_a_slow_rail_helps_a_full_one_while_enough_waits() -> None:
+    lanes = [(16e9, DEPTH, False), (1e9, 0.0, True)]
+    assert chosen(lanes, MIB, 100 * MIB, 0) == 1
+    assert chosen(lanes, MIB, 9 * MIB, 0) == 1
+    assert chosen(lanes, MIB, 8 * MIB, 0) is None
+
+
+def carry(rates: list[float], believed: list[float], pieces: int) -> list[float]:
+    """Carries pieces of 1 MiB by rails of these true rates; when each rail was done."""
+    flying, done_s = [0.0] * len(rates), [0.0] * len(rates)
+    now_s, left, turn = 0.0, pieces, 0
+    coming: list[tuple[float, int]] = []
+    while left or coming:
+        while left:
+            lanes = [
+                (speed, load, load < DEPTH) for speed, load in zip(believed, flying, strict=True)
+            ]
+            i = chosen(lanes, MIB, left * MIB, turn)
+            if i is None:
+                break
+            left, turn = left - 1, i + 1
+            flying[i] += MIB
+            done_s[i] = max(done_s[i], now_s) + MIB / rates[i]
+            heapq.heappush(coming, (done_s[i], i))
+        assert coming, "nothing is under way, and something waits"
+        now_s, i = heapq.heappop(coming)
+        flying[i] -= MIB
+    return done_s
+
+
+@given(st.lists(RATES, min_size=1, max_size=8), st.integers(1, 300))
+def test_a_transfer_ends_about_when_it_could(rates: list[float], pieces: int) -> None:
+    """With rates as they are: no later than what could be reached and one piece more on a rail that
+    is worth it. None counts as slower than a sixteenth of the fastest."""
+    true = [max(rate, max(rates) / 16) for rate in rates]
+    ideal_s = pieces * MIB / sum(true)
+    assert max(carry(true, true, pieces)) <= ideal_s + MIB / max(true) * 2 + 1e-9 * ideal_s + (
+        MIB * len(true) / sum(true)
+    )
+
+
+@given(st.lists(st.floats(1e9, 3e9), min_size=2, max_size=8), st.integers(100, 300))
+def test_rails_that_are_slower_than_believed_get_less(rates: list[float], pieces: int) -> None:
+    """What they have under way tells; what is too much for them is one queue of theirs."""
+    done_s = carry(rates, [max(rates)] * len(rates), pieces)
+    assert max(done_s) <= pieces * MIB / sum(rates) + (DEPTH + MIB) / min(rates)
+
+
+def test_far_rails_are_slower() -> None:
+    assert [slowness_of(distance) for distance in (0, 1, 2, 255)] == [1, 4, 16, 16]
+
+
+@given(st.lists(st.tuples(RATES, st.floats(1e-6, 10)), max_size=20), RATES)
+def test_a_measured_rate_lies_between_what_was_seen(
+    seen: list[tuple[float, float]], port: float
+) -> None:
+    measurements = [(rate * busy_s, busy_s) for rate, busy_s in seen]
+    for count in range(len(seen)):
+        rate, busy_s = seen[count]
+        before = rate_after(port, measurements[:count])
+        after = rate_after(port, measurements[: count + 1])
+        # Never away from what was seen last, and never farther than anything ever seen.
+        assert abs(after - rate) <= abs(before - rate) * 1.001 + 1 / busy_s
+        low = min(port, *(one for one, _ in seen[: count + 1]))
+        high = max(port, *(one for one, _ in seen[: count + 1]))
+        assert low * 0.999 <= after <= high * 1.001 + 1 / busy_s
+
+
+@given(RATES)
+def test_no_time_changes_no_rate(rate: float) -> None:
+    assert rate_after(rate, [(1e9, 0.0)]) == pytest.approx(rate)
+
+
+@given(st.floats(0.01, 10))
+def test_a_rail_that_moved_nothing_still_has_a_rate(busy_s: float) -> None:
+    assert rate_after(1e9, [(0.0, busy_s)] * 1000) > 0
+
+
+def test_a_measured_rate_follows_in_seconds() -> None:
+    assert rate_after(1e9, [(1e9, 1.0)] + [(2e6, 0.1)] * 50) == pytest.approx(2e7, rel=0.02)
+
+
+def test_the_speed_of_a_port_holds_until_enough_was_measured() -> None:
+    assert rate_after(1e9, [(1e6, 0.01)]) == pytest.approx(1e9, rel=0.05)
+
+
+@given(st.lists(RATES, min_size=1, max_size=16))
+def test_rates_near_the_fastest_count_as_equal_and_none_as_too_slow(rates: list[float]) -> None:
+    believed = speeds(rates)
+    for rate, speed in zip(rates, believed, strict=True):
+        if rate * 3 >= max(rates):
+            assert speed == max(rates)
+        else:
+            assert speed == max(rate, max(rates) / 16)
+    assert speeds(believed) == believed
