@@ -305,7 +305,8 @@ def test_a_hostile_destination() -> None:
         friendly = te.Blocks.of(region.address, far.address, MEMORY)
         frames = Nonsense(rng, Path(Over.RDMA, False), lambda: wild(rng))
         done = 0
-        while done < INPUTS:
+        # Until a rail has come down, too: how many do so in a few inputs is chance.
+        while done < INPUTS or (not reasons.others and done < 20 * INPUTS):
             peer, raw = listener.connect(engine)
             destination = Destination(rng, raw, far.address, frames)
             transfers: list[te.Transfer] = []
