@@ -94,7 +94,10 @@ class Engine:
         self._chosen = Chosen([self._transport(name) for name in config.transports])
         self._ring = Ring(self._plane, config.staging_bytes, config.staging_slot_bytes)
         self._memory = RegionTable(
-            self._plane, self._chosen.fabric, self._chosen.refusal, self._ring
+            self._plane,
+            self._chosen.fabric,
+            self._chosen.refusal,
+            self._ring if self._chosen.stages else None,
         )
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, int], Peer] = {}
@@ -206,8 +209,8 @@ class Engine:
         another word for the location or for ``remote``, or memory that is not mapped readable and
         writable; then nothing was registered.
 
-        The address may be of CUDA memory if RDMA is the engine's only transport: each device takes
-        it as a dma-buf, or through the peer-memory module nvidia-peermem.
+        The address may be of CUDA memory. RDMA devices take it as a dma-buf, or through the
+        peer-memory module nvidia-peermem; over other transports it is staged (``staging_bytes``).
         """
         self._check_open()
         region = self._memory.register(buffer_or_address, nbytes, location, remote)

@@ -46,6 +46,11 @@ class Chosen:
         assert len(found) <= 1
         return found[0] if found else None
 
+    @property
+    def stages(self) -> bool:
+        """Whether memory is staged for any of them."""
+        return any(one.capabilities.stages for one in self if one.probe() is None)
+
     def refusal(self, reach: Reach, has_copier: bool) -> str | None:
         """Why memory of this reach cannot be moved, as the end of a sentence; None if it can.
         ``has_copier``: it can be staged."""

@@ -35,7 +35,7 @@ class MemoryKind(ABC):
     reach: ClassVar[Reach]
     #: Whether te can copy it to and from host memory, so that transports which do not reach it
     #: carry it, too.
-    has_copier: ClassVar[bool] = False
+    has_copier: bool = False
     #: The compiled half, a PyCapsule named ``te.memory_kind.1`` of a ``Kind``.
     compiled: object
 

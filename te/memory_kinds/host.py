@@ -23,7 +23,7 @@ class _Host(MemoryKind):
     name = "host"
     description: ClassVar = "host memory"
     reach: ClassVar = Reach.CPU | Reach.KERNEL | Reach.NIC
-    has_copier: ClassVar = True
+    has_copier = True
     compiled = kinds.HOST
 
     def check(self, address: int, nbytes: int) -> None:

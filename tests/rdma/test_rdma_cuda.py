@@ -56,7 +56,7 @@ def test_without_dma_buf_it_goes_the_peer_memory_way(
     ("refusal", "first"),
     [
         (0, r"ibv_reg_dmabuf_mr of \d+ bytes at 0x\w+ on \w+: Operation not supported"),
-        (801, r"cuMemGetHandleForAddressRange of \d+ bytes at 0x\w+: CUDA error 801"),
+        (801, r"cuMemGetHandleForAddressRange of \d+ bytes at 0x\w+: CUDA_ERROR_NOT_SUPPORTED"),
     ],
     ids=["the device", "CUDA"],
 )

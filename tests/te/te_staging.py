@@ -26,6 +26,7 @@ __all__ = [
     "Slot",
     "Staging",
     "function",
+    "struct_of",
 ]
 
 FREE, HELD, COPYING, COPIED = range(4)
@@ -40,7 +41,13 @@ _name_of = ctypes.pythonapi.PyCapsule_GetName
 _name_of.restype = ctypes.c_char_p
 _name_of.argtypes = [ctypes.py_object]
 
-HOST_KIND: int = _pointer_of(kinds.HOST, b"te.memory_kind.1")
+
+def struct_of(compiled: object) -> int:
+    """The address of the ``Kind`` in a capsule."""
+    return int(_pointer_of(compiled, b"te.memory_kind.1"))
+
+
+HOST_KIND = struct_of(kinds.HOST)
 
 
 class Span(ctypes.Structure):

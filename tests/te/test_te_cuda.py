@@ -30,7 +30,9 @@ def test_memory_of_a_gpu_is_told_from_the_hosts() -> None:
         assert kind_of(address + NBYTES - 1).name == "cuda:5"
         assert kind_of(address + NBYTES) is HOST
         kind.check(address, NBYTES)
-        with pytest.raises(te.RegistrationError, match="begins in CUDA memory, but does not end"):
+        with pytest.raises(
+            te.RegistrationError, match="begins in CUDA memory, but is not all memory of cuda:5"
+        ):
             kind.check(address, NBYTES + 1)
     assert kind_of(address) is HOST
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from te_cuda import cuda
 from te_sealed import capsule, sealed
-from te_staging import HOST_KIND, Copy, KindStruct, function
+from te_staging import HOST_KIND, Copy, KindStruct, function, struct_of
 
 import te
 from te.core import kinds
@@ -80,7 +81,18 @@ def sealed_case() -> Iterator[Case]:
         unpin()
 
 
-CASES = pytest.mark.parametrize("case", [host_case, sealed_case])
+@contextlib.contextmanager
+def cuda_case(version: int = 13000) -> Iterator[Case]:
+    with cuda(version=version) as driver:
+        memory, host = driver.allocate(NBYTES), np.zeros(NBYTES, np.uint8)
+        kind = kind_of(memory.address)
+        unpin = kind.pin(host.ctypes.data, NBYTES)
+        yield Case(kind, struct_of(kind.compiled), memory.address, memory.view, host)
+        unpin()
+        driver.free(memory)
+
+
+CASES = pytest.mark.parametrize("case", [host_case, sealed_case, cuda_case])
 MakeCase = Callable[[], contextlib.AbstractContextManager[Case]]
 
 

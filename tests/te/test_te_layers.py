@@ -79,6 +79,15 @@ def test_a_transport_knows_the_core_and_its_own_modules_without_a_circle(folder:
     tuple(graphlib.TopologicalSorter(known).static_order())  # Raises for a circle.
 
 
+@pytest.mark.parametrize(
+    "file", sorted(TE.glob("memory_kinds/*/*.p[xy][xd]")), ids=lambda f: f.name
+)
+def test_a_kind_of_memory_knows_its_contract_alone(file: Path) -> None:
+    own = f"te.memory_kinds.{file.parent.name}."
+    foreign = {one for one in cimported(file) if not one.startswith(own)}
+    assert foreign <= {"te.core.heap", "te.core.kinds", "te.core.sync"}, file.name
+
+
 def test_what_else_is_compiled_knows_the_core_and_the_verbs() -> None:
     files = [*TE.glob("*.pyx"), *(TE / "bench").glob("*.p[xy]*"), *(TE / "verbs").glob("*.p[xy]*")]
     known = {f"te.core.{layer}" for layer in LAYERS} | {"te.verbs.abi"}

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests' stand-in for CUDA's driver declares, against NVIDIA's cuda.h, by the compiler."""
+"""What te and the tests' stand-in declare of CUDA's driver, against NVIDIA's headers, by the
+compiler."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -14,6 +16,7 @@ from te_cuda import SOURCES
 pytestmark = pytest.mark.testbed
 
 ROOT = Path(__file__).parents[2]
+ABI = ROOT / "te" / "memory_kinds" / "cuda" / "abi.h"
 #: Of the package index, a few MB each: the headers of two major versions.
 WHEELS = ("nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-runtime==13.0.96")
 NEWEST = WHEELS[-1]
@@ -66,3 +69,74 @@ def test_a_wrong_function_is_found(tmp_path: Path, right: str, wrong: str) -> No
     changed.write_text(text.replace(right, wrong))
     done = compiled(changed, headers(NEWEST), "-DAGAINST_NVIDIA", "-Wmissing-prototypes")
     assert done.returncode != 0
+
+
+def checks(abi: str, newest: int) -> list[str]:
+    """What must hold of te's declarations, in C, where the headers are of CUDA ``newest``."""
+    plain = re.sub(r"/\*.*?\*/", "", abi, flags=re.DOTALL).replace("\\\n", "\n")
+    found = [
+        f"{name} == {value}" for name, value in re.findall(r"^    (CU\w+) = (\d+),", plain, re.M)
+    ]
+    enums, structs = re.findall(r"typedef unsigned ([\w, ]+);", plain), ("CUmemcpyAttributes",)
+    found += [f"sizeof({name}) == sizeof(unsigned)" for name in enums[0].split(", ")]
+    found += ["sizeof(CUdevice) == sizeof(int)", "sizeof(CUdeviceptr) == 8"]
+    for name in structs:
+        found.append(f"sizeof({name}) == sizeof(Te{name})")
+        for field in ("srcAccessOrder", "srcLocHint", "dstLocHint", "flags"):
+            found.append(f"offsetof({name}, {field}) == offsetof(Te{name}, {field})")
+    needed = re.findall(r"NEED\((\w+), (\d+),\s*(\([^()]*\))\)", plain)
+    optional = re.findall(r"MAY\(\w+, (\w+), (\d+),\s*(\([^()]*\))\)", plain)
+    for name, version, parameters in (*needed, *optional):
+        if int(version) <= newest:
+            ours = f"CUresult (*) {' '.join(parameters.split())}"
+            found.append(f"__builtin_types_compatible_p({ours}, PFN_{name}_v{version})")
+    return found
+
+
+def compiled_checks(abi: str, wheel: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    newest = 12090 if "cu12" in wheel else 13000
+    struct = re.search(
+        r"typedef struct \{\s+unsigned srcAccessOrder.*?\} CUmemcpyAttributes;", abi, re.S
+    )
+    assert struct is not None
+    source = directory / "checks.c"
+    lines = ["#include <stddef.h>", "#include <cudaTypedefs.h>"]
+    lines += [struct[0].replace("} CUmemcpyAttributes", "} TeCUmemcpyAttributes")]
+    lines += [f'_Static_assert({one}, "{one}");' for one in checks(abi, newest)]
+    source.write_text("\n".join(lines) + "\n")
+    return compiled(source, headers(wheel))
+
+
+@pytest.mark.parametrize("wheel", WHEELS)
+def test_te_declares_what_the_headers_do(wheel: str, tmp_path: Path) -> None:
+    """Each function in the version that is asked for by its number."""
+    abi = ABI.read_text()
+    found = "\n".join(checks(abi, 13000))
+    for part in (
+        "PFN_cuMemcpyBatchAsync_v13000)",
+        "PFN_cuMemcpyAsync_v4000)",
+        "CUDA_ERROR_NOT_READY",
+    ):
+        assert part in found
+    assert found.count("PFN_") == len(re.findall(r"\b(?:NEED|MAY)\(cu", abi))
+    done = compiled_checks(abi, wheel, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("CUDA_ERROR_NOT_READY = 600", "CUDA_ERROR_NOT_READY = 601"),
+        ("CUmemLocation srcLocHint, dstLocHint;", "CUmemLocation dstLocHint, srcLocHint;"),
+        (
+            "(CUdeviceptr, CUdeviceptr, size_t, CUstream)",
+            "(CUdeviceptr, CUdeviceptr, unsigned, CUstream)",
+        ),
+        ("NEED(cuMemHostRegister, 6050", "NEED(cuMemHostRegister, 4000"),
+    ],
+)
+def test_a_wrong_declaration_is_found(tmp_path: Path, right: str, wrong: str) -> None:
+    abi = ABI.read_text()
+    assert right in abi
+    changed = abi.replace(right, wrong)
+    assert compiled_checks(changed, NEWEST, tmp_path).returncode != 0

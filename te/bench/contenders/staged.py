@@ -25,7 +25,7 @@ class _Untouchable(MemoryKind):
     name = "staged"
     description: ClassVar = "memory declared untouchable"
     reach: ClassVar = Reach(0)
-    has_copier: ClassVar = True
+    has_copier = True
 
     def __init__(self, compiled: object) -> None:
         self.compiled = compiled

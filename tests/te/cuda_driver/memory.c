@@ -275,6 +275,7 @@ void fake_claim(uintptr_t address, size_t nbytes, int ordinal);
 void fake_unclaim(uintptr_t address);
 uintptr_t fake_exported(size_t *nbytes);
 uint64_t fake_pinned_bytes(void);
+void fake_forget_pinned(void);
 
 /* Where a test finds device memory. */
 char *fake_alias(uintptr_t address) {
@@ -315,4 +316,13 @@ uint64_t fake_pinned_bytes(void) {
         sum += m->owner == PINNED ? m->nbytes : 0;
     pthread_mutex_unlock(&lock);
     return sum;
+}
+
+/* As at the end of a context that is broken. */
+void fake_forget_pinned(void) {
+    pthread_mutex_lock(&lock);
+    for (Memory *m = memories; m < memories_end; m++)
+        if (m->owner == PINNED && !m->is_allocated)
+            memory_drop(m);
+    pthread_mutex_unlock(&lock);
 }

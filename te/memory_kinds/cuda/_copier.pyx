@@ -1,0 +1,329 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+#
+# A GPU has one stream for each direction, as it has one copy engine for each: workers that copy the same
+# way wait for that engine in any case. The driver's calls are safe among threads; an event that is
+# recorded behind another worker's copies as well as one's own is only later.
+
+from cpython.pycapsule cimport PyCapsule_GetContext, PyCapsule_New, PyCapsule_SetContext
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.errno cimport EAGAIN
+from libc.stdlib cimport free
+from libc.string cimport memset
+from te.core.heap cimport need
+from te.core.kinds cimport Copy, Direction, Event, Kind, KIND_CAPSULE, KindOps, TOUCHED_BY_NIC
+from te.core.sync cimport (
+    load64, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
+    pthread_mutex_unlock, store64, u32, u64,
+)
+from te.memory_kinds.cuda._driver cimport (
+    CU_EVENT_DISABLE_TIMING, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE,
+    CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, CU_MEMHOSTREGISTER_PORTABLE,
+    CU_STREAM_CAPTURE_MODE_RELAXED, CU_STREAM_NON_BLOCKING, CUcontext,
+    CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUdevice,
+    CUdeviceptr, CUevent, CUmemcpyAttributes, CUresult, CUstream, CUstreamCaptureMode, Driver,
+    errno_of, Functions,
+)
+
+cdef enum:
+    DIRECTIONS = 2
+    # Of one call: the first of many copies are under way before the last are handed over, and no other
+    # thread waits long for the driver's lock.
+    COPIES_MAX = 256
+
+# What was asked of the driver when it failed.
+cdef enum:
+    IN_CONTEXT = 0
+    IN_EVENT = 1
+    IN_COPY = 2
+    IN_RECORD = 3
+    IN_QUERY = 4
+cdef const char *CALLS[5]
+CALLS[IN_CONTEXT] = b"cuCtxPushCurrent"
+CALLS[IN_EVENT] = b"cuEventCreate"
+CALLS[IN_COPY] = b"the call that copies"
+CALLS[IN_RECORD] = b"cuEventRecord"
+CALLS[IN_QUERY] = b"cuEventQuery"
+
+# `Event` of te/core/kinds.h.
+cdef struct Batch:
+    CUevent event  # NULL until it is used for the first time
+    CUstream stream
+    bint is_recorded  # else the whole stream stands for it
+    int failure  # of a part of the batch, once the rest is over
+    Batch *next  # that is free
+
+cdef struct Device:
+    Functions *functions
+    CUcontext context
+    CUstream streams[DIRECTIONS]
+    pthread_mutex_t lock
+    Batch *free
+    u64 trouble  # atomic: the call that failed last, and its error
+
+
+cdef CUresult enter(Device *d, CUstreamCaptureMode *mode) noexcept nogil:
+    """Has the GPU's context current in the calling thread, and keeps what is done in it from ending the
+    capture of a graph by another thread; until `leave`."""
+    cdef CUresult error
+    mode[0] = CU_STREAM_CAPTURE_MODE_RELAXED
+    d.functions.cuThreadExchangeStreamCaptureMode(mode)
+    error = d.functions.cuCtxPushCurrent(d.context)
+    if error:
+        d.functions.cuThreadExchangeStreamCaptureMode(mode)
+    return error
+
+
+cdef void leave(Device *d, CUstreamCaptureMode *mode) noexcept nogil:
+    cdef CUcontext popped
+    d.functions.cuCtxPopCurrent(&popped)
+    d.functions.cuThreadExchangeStreamCaptureMode(mode)
+
+
+cdef int failed(Device *d, u32 call, CUresult error) noexcept nogil:
+    """The errno of it."""
+    store64(&d.trouble, (<u64>call << 32) | error)
+    return errno_of(error)
+
+
+cdef Batch *batch_take(Device *d) noexcept nogil:
+    cdef Batch *b
+    pthread_mutex_lock(&d.lock)
+    b = d.free
+    if b != NULL:
+        d.free = b.next
+    pthread_mutex_unlock(&d.lock)
+    return <Batch *>need(sizeof(Batch)) if b == NULL else b
+
+
+cdef void batch_give(Device *d, Batch *b) noexcept nogil:
+    pthread_mutex_lock(&d.lock)
+    b.next = d.free
+    d.free = b
+    pthread_mutex_unlock(&d.lock)
+
+
+cdef CUresult submit_some(
+    Functions *f, CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *sizes, u32 n, CUstream stream
+) noexcept nogil:
+    cdef CUmemcpyAttributes how
+    cdef CUresult error = CUDA_SUCCESS
+    cdef size_t first = 0, which
+    cdef u32 i
+    memset(&how, 0, sizeof(how))
+    how.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    how.flags = CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+    if f.cuMemcpyBatchAsync_13000 != NULL:
+        return f.cuMemcpyBatchAsync_13000(dsts, srcs, sizes, n, &how, &first, 1, stream)
+    if f.cuMemcpyBatchAsync_12080 != NULL:
+        return f.cuMemcpyBatchAsync_12080(dsts, srcs, sizes, n, &how, &first, 1, &which, stream)
+    for i in range(n):
+        if error == CUDA_SUCCESS:
+            error = f.cuMemcpyAsync(dsts[i], srcs[i], sizes[i], stream)
+    return error
+
+
+cdef CUresult submit(Device *d, const Copy *copies, u32 n, CUstream stream) noexcept nogil:
+    cdef CUdeviceptr dsts[COPIES_MAX]
+    cdef CUdeviceptr srcs[COPIES_MAX]
+    cdef size_t sizes[COPIES_MAX]
+    cdef CUresult error = CUDA_SUCCESS
+    cdef u32 i, k
+    while n and error == CUDA_SUCCESS:
+        k = min(n, <u32>COPIES_MAX)
+        for i in range(k):
+            dsts[i], srcs[i] = <CUdeviceptr>copies[i].dst, <CUdeviceptr>copies[i].src
+            sizes[i] = copies[i].nbytes
+        error = submit_some(d.functions, dsts, srcs, sizes, k, stream)
+        copies += k
+        n -= k
+    return error
+
+
+cdef void begin(Device *d, Batch *b, const Copy *copies, u32 n) noexcept nogil:
+    """Also when the driver refuses: copies before the one that it refused may be under way, so that
+    the end of all has to be waited for before the failure is told."""
+    cdef CUresult error = submit(d, copies, n, b.stream)
+    b.failure = failed(d, IN_COPY, error) if error else 0
+    error = d.functions.cuEventRecord(b.event, b.stream)
+    b.is_recorded = error == CUDA_SUCCESS
+    if error:
+        failed(d, IN_RECORD, error)
+
+
+cdef int copy(
+    void *state, const Copy *copies, u32 n, Direction direction, Event **event
+) noexcept nogil:
+    cdef Device *d = <Device *>state
+    cdef Batch *b = batch_take(d)
+    cdef CUstreamCaptureMode mode
+    cdef CUresult error = enter(d, &mode)
+    if error:
+        batch_give(d, b)
+        return failed(d, IN_CONTEXT, error)
+    if b.event == NULL:
+        error = d.functions.cuEventCreate(&b.event, CU_EVENT_DISABLE_TIMING)
+    if error == CUDA_SUCCESS:
+        b.stream = d.streams[<int>direction]
+        begin(d, b, copies, n)
+        event[0] = <Event *>b
+    leave(d, &mode)
+    if error:
+        batch_give(d, b)
+        return failed(d, IN_EVENT, error)
+    return 0
+
+
+cdef int query(void *state, Event *event) noexcept nogil:
+    cdef Device *d = <Device *>state
+    cdef Batch *b = <Batch *>event
+    cdef CUstreamCaptureMode mode
+    cdef CUresult error = enter(d, &mode)
+    if error:  # The context is broken, or gone: nothing goes on in it.
+        return failed(d, IN_CONTEXT, error)
+    if b.is_recorded:
+        error = d.functions.cuEventQuery(b.event)
+    else:
+        error = d.functions.cuStreamQuery(b.stream)
+    leave(d, &mode)
+    if error == CUDA_ERROR_NOT_READY:
+        return EAGAIN
+    return failed(d, IN_QUERY, error) if error else b.failure
+
+
+cdef void release(void *state, Event *event) noexcept nogil:
+    batch_give(<Device *>state, <Batch *>event)
+
+
+cdef KindOps OPS
+OPS.copy, OPS.query, OPS.release = copy, query, release
+
+
+cdef void forget(object capsule) noexcept:
+    Py_DECREF(<object>PyCapsule_GetContext(capsule))
+
+
+cdef class Copier:
+    cdef Driver driver
+    cdef Device device
+    cdef Kind kind
+    cdef CUdevice number
+    cdef bint is_retained
+
+    def __cinit__(self, Driver driver, int ordinal):
+        self.driver = driver
+        self.device.functions = &driver.functions
+        self.kind.ops, self.kind.state = &OPS, &self.device
+        self.kind.touched_by = TOUCHED_BY_NIC
+        pthread_mutex_init(&self.device.lock, NULL)
+
+    def __init__(self, Driver driver, int ordinal):
+        cdef CUresult error
+        error = driver.functions.cuDeviceGet(&self.number, ordinal)
+        self.must(error, "cuDeviceGet")
+        error = driver.functions.cuDevicePrimaryCtxRetain(&self.device.context, self.number)
+        self.must(error, "cuDevicePrimaryCtxRetain")
+        self.is_retained = True
+        self.must(self.make_streams(), "cuStreamCreate")
+
+    cdef CUresult make_streams(self):
+        cdef Device *d = &self.device
+        cdef CUstreamCaptureMode mode
+        cdef CUresult error
+        cdef int i
+        with nogil:
+            error = enter(d, &mode)
+            if error:
+                return error
+            for i in range(DIRECTIONS):
+                if error == CUDA_SUCCESS:
+                    error = d.functions.cuStreamCreate(&d.streams[i], CU_STREAM_NON_BLOCKING)
+            leave(d, &mode)
+        return error
+
+    cdef int must(self, CUresult error, str what) except -1:
+        if error:
+            raise OSError(errno_of(error), f"{what}: {self.driver.name_of(error)}")
+        return 0
+
+    def __dealloc__(self):
+        cdef Device *d = &self.device
+        cdef Batch *b
+        cdef int i
+        with nogil:
+            while d.free != NULL:
+                b = d.free
+                d.free = b.next
+                if b.event != NULL:
+                    d.functions.cuEventDestroy(b.event)
+                free(b)
+            for i in range(DIRECTIONS):
+                if d.streams[i] != NULL:
+                    d.functions.cuStreamDestroy(d.streams[i])
+            if self.is_retained:
+                d.functions.cuDevicePrimaryCtxRelease(self.number)
+            pthread_mutex_destroy(&d.lock)
+
+    @property
+    def compiled(self):
+        capsule = PyCapsule_New(&self.kind, KIND_CAPSULE, <void (*)(object) noexcept>forget)
+        PyCapsule_SetContext(capsule, <void *>self)
+        Py_INCREF(self)
+        return capsule
+
+    @property
+    def trouble(self):
+        cdef u64 trouble = load64(&self.device.trouble)
+        if trouble == 0:
+            return ""
+        return f"{CALLS[trouble >> 32].decode()}: {self.driver.name_of(<CUresult>trouble)}"
+
+    def mapped_until(self, unsigned long long address, unsigned long long end):
+        cdef Device *d = &self.device
+        cdef CUstreamCaptureMode mode
+        cdef CUdeviceptr base = 0
+        cdef size_t nbytes = 0
+        self.must(enter(d, &mode), "cuCtxPushCurrent")
+        # One block of cuMemAlloc, or one piece of those that a reservation is backed by.
+        while address < end and d.functions.cuMemGetAddressRange(&base, &nbytes, address) == 0:
+            address = base + nbytes
+        leave(d, &mode)
+        return min(address, end)
+
+    def pin(self, unsigned long long address, size_t nbytes):
+        cdef Device *d = &self.device
+        cdef CUstreamCaptureMode mode
+        cdef CUresult error
+        with nogil:
+            error = enter(d, &mode)
+            if error == CUDA_SUCCESS:
+                error = d.functions.cuMemHostRegister(
+                    <void *>address, nbytes, CU_MEMHOSTREGISTER_PORTABLE)
+                leave(d, &mode)
+        if error == CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED:
+            return False
+        self.must(error, f"cuMemHostRegister of {nbytes} bytes")
+        return True
+
+    def unpin(self, unsigned long long address):
+        cdef Device *d = &self.device
+        cdef CUstreamCaptureMode mode
+        cdef CUresult error
+        with nogil:
+            error = enter(d, &mode)
+            if error == CUDA_SUCCESS:
+                error = d.functions.cuMemHostUnregister(<void *>address)
+                leave(d, &mode)
+        self.must(error, "cuMemHostUnregister")
+
+
+def is_in_use(Driver driver, int ordinal):
+    cdef CUdevice device
+    cdef unsigned flags
+    cdef int is_active = 0
+    cdef Functions *f = &driver.functions
+    return (
+        f.cuDeviceGet(&device, ordinal) == 0
+        and f.cuDevicePrimaryCtxGetState(device, &flags, &is_active) == 0
+        and is_active != 0
+    )
