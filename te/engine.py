@@ -149,7 +149,7 @@ class Engine:
         return self._epoch
 
     def close(self) -> None:
-        """Fails unfinished transfers, closes connections, ends the threads. Idempotent.
+        """Fails unfinished transfers, closes connections and devices, ends the threads. Idempotent.
 
         After it returns nothing lands in this engine's memory any more. Raises ``te.FenceTimeout``
         if a worker did not end within seconds, because it is in the middle of a landing: then the
@@ -172,6 +172,9 @@ class Engine:
                 f"{self!r}: a device is still copying; the engine's memory must not be reused;"
                 " call close again"
             )
+        self._memory.close()
+        if self._chosen.fabric is not None:
+            self._chosen.fabric.close()
 
     def _end_workers(self) -> list[str]:
         """Ends the threads that move bytes; the names of those that did not end in time."""

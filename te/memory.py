@@ -188,6 +188,12 @@ class RegionTable:
         if readers < 0:
             raise FenceTimeout(f"the region {region}: {late(timeout_s)}; call deregister again")
 
+    def close(self) -> None:
+        """The devices forget all memory. No worker runs any more; ``te.RegistrationError``."""
+        for region in (*self.regions, *self._leaving):
+            if region.registration is not None:
+                region.registration.close()
+
     def complaint(self, address: int, nbytes: int) -> str:
         """The sentence for a range that is not registered."""
         text = f"{nbytes} bytes at {address:#x} lie outside the registered memory"

@@ -43,7 +43,11 @@ class QueuePair:
 class Device:
     """Stands for ``te.verbs._core.Device``: takes every work request and moves nothing."""
 
+    #: -1 once it is closed.
+    events_fd: int
+
     def __init__(self, wires: Wires) -> None: ...
+    def close(self) -> None: ...
     def queue_pair(
         self, port: int, send_depth: int, receive_depth: int, message_bytes: int
     ) -> QueuePair: ...

@@ -236,8 +236,12 @@ cdef class Device:
             raise OSError("no descriptor for the events of a device")
 
     def __dealloc__(self):
+        self.close()
+
+    def close(self):
         if self.events_fd > 0:
             close(self.events_fd)
+        self.events_fd = -1
 
     def events(self):
         return []

@@ -121,6 +121,7 @@ class IoLoop:
             with self._lock:
                 self._ended = True
             self._on_end(self.end_reason)
+            self._handlers.clear()  # They may be the last that keep what they watch.
             self._epoll.close()
             os.close(self._eventfd)
 

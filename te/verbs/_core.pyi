@@ -12,6 +12,10 @@ class Device:
     is_iwarp: bool
 
     def __init__(self, name: str) -> None: ...
+    def close(self) -> None:
+        """Nothing is made of it any more (``OSError``); it is closed as soon as its queue pairs and
+        memory regions have gone. Idempotent."""
+
     @property
     def limits(self) -> tuple[int, int, int, int, int]:
         """max_mr_size, max_qp_wr, max_cqe, max_mr, ports; ibv_query_device(3)."""

@@ -30,13 +30,13 @@ def device_list():
     return found
 
 
-cdef class Device:
+cdef class Opened:
+    """A device until the last of what was made of it has gone."""
     cdef VContext *context
     cdef VContext *watched  # whose events are read
     cdef void *pd
-    cdef VDeviceAttr attr
-    cdef readonly str name
-    cdef readonly bint is_iwarp
+    cdef str name
+    cdef bint is_iwarp
 
     def __init__(self, str name):
         load_library()
@@ -44,11 +44,6 @@ cdef class Device:
         self.open_context(name.encode())
         if self.context == NULL:
             raise OSError(ENODEV, f"there is no RDMA device {name}")
-        cdef int errnum
-        with nogil:
-            errnum = lib.query_device(self.context, &self.attr)
-        if errnum:
-            fail(f"ibv_query_device of {name}", errnum)
         with nogil:
             self.pd = lib.alloc_pd(self.context)
         if self.pd == NULL:
@@ -79,24 +74,52 @@ cdef class Device:
         return 0
 
     def __dealloc__(self):
-        if self.pd != NULL:
-            lib.dealloc_pd(self.pd)
+        # A queue pair that no worker has taken, or released, goes on using its device.
+        if self.pd != NULL and lib.dealloc_pd(self.pd):
+            return
         # Contexts of librdmacm are its own, and live as long as the process.
         if self.watched != NULL:
             lib.close_device(self.watched)
 
+
+cdef class Device:
+    cdef Opened opened  # None: closed
+    cdef VDeviceAttr attr
+    cdef readonly str name
+    cdef readonly bint is_iwarp
+
+    def __init__(self, str name):
+        cdef Opened device = Opened(name)
+        cdef int errnum
+        with nogil:
+            errnum = lib.query_device(device.context, &self.attr)
+        if errnum:
+            fail(f"ibv_query_device of {name}", errnum)
+        self.opened = device
+        self.name = name
+        self.is_iwarp = device.is_iwarp
+
+    cdef Opened use(self):
+        if self.opened is None:
+            raise OSError(ENODEV, f"the device {self.name} was closed")
+        return self.opened
+
+    def close(self):
+        self.opened = None
+
     @property
     def events_fd(self):
-        return self.watched.async_fd
+        return self.use().watched.async_fd
 
     def events(self):
         """(type, port or 0) of each event that waits; one that breaks a queue pair is told to its
         endpoint."""
         cdef VAsyncEvent event
         cdef Endpoint *broken
+        cdef Opened device = self.use()
         cdef int port
         found = []
-        while lib.get_async_event(self.watched, &event) == 0:
+        while lib.get_async_event(device.watched, &event) == 0:
             port = 0
             if event.event_type in (EVENT_QP_FATAL, EVENT_QP_REQ_ERR, EVENT_QP_ACCESS_ERR):
                 # It is not destroyed before the event is acknowledged.
@@ -117,10 +140,11 @@ cdef class Device:
     def port(self, int number):
         """(state, active MTU as its enum, LID, is it Ethernet, GIDs, longest message in bytes)"""
         cdef VPortAttr attr
+        cdef Opened device = self.use()
         cdef int errnum
         memset(&attr, 0, sizeof(attr))
         with nogil:
-            errnum = lib.query_port(self.context, number, &attr)
+            errnum = lib.query_port(device.context, number, &attr)
         if errnum:
             fail(f"ibv_query_port of {self.name} port {number}", errnum)
         return (attr.state, attr.active_mtu, attr.lid, attr.link_layer == LINK_LAYER_ETHERNET,
@@ -128,12 +152,13 @@ cdef class Device:
 
     def gids(self):
         """(port, index, 16 bytes, type, number of the interface) of each valid entry."""
+        cdef Opened device = self.use()
         cdef VGidEntry *entries = <VGidEntry *>calloc(GIDS_MAX, sizeof(VGidEntry))
         cdef ssize_t n, i
         if entries == NULL:
             raise MemoryError
         with nogil:
-            n = lib.query_gid_table(self.context, entries, GIDS_MAX, 0, sizeof(VGidEntry))
+            n = lib.query_gid_table(device.context, entries, GIDS_MAX, 0, sizeof(VGidEntry))
         found = [
             (entries[i].port, entries[i].index, bytes(entries[i].gid[:16]), entries[i].type,
              entries[i].netdev)
@@ -149,44 +174,46 @@ cdef class Device:
     ):
         """A MemoryRegion of host memory, or of CUDA memory through the peer-memory module."""
         cdef int access = access_of(remote_read, remote_write)
+        cdef Opened device = self.use()
         cdef void *mr
         cdef int errnum
         with nogil:
             if relaxed and lib.reg_mr_iova2 != NULL:
                 mr = lib.reg_mr_iova2(
-                    self.pd, <void *>address, nbytes, address, access | ACCESS_RELAXED_ORDERING)
+                    device.pd, <void *>address, nbytes, address, access | ACCESS_RELAXED_ORDERING)
             else:
-                mr = lib.reg_mr(self.pd, <void *>address, nbytes, access)
+                mr = lib.reg_mr(device.pd, <void *>address, nbytes, access)
             errnum = last_errno()
         if mr == NULL:
             fail(f"ibv_reg_mr of {nbytes} bytes at {address:#x} on {self.name}", errnum)
-        return wrap_mr(self, <VMr *>mr)
+        return wrap_mr(device, <VMr *>mr)
 
     def register_dma_buf(
         self, int fd, uint64_t offset, uint64_t address, uint64_t nbytes, bint remote_read,
         bint remote_write
     ):
         cdef int access = access_of(remote_read, remote_write) | ACCESS_RELAXED_ORDERING
+        cdef Opened device = self.use()
         cdef void *mr = NULL
         cdef int errnum = ENOSYS
         if lib.reg_dmabuf_mr != NULL:
             with nogil:
-                mr = lib.reg_dmabuf_mr(self.pd, offset, nbytes, address, fd, access)
+                mr = lib.reg_dmabuf_mr(device.pd, offset, nbytes, address, fd, access)
                 errnum = last_errno()
         if mr == NULL:
             fail(f"ibv_reg_dmabuf_mr of {nbytes} bytes at {address:#x} on {self.name}", errnum)
-        return wrap_mr(self, <VMr *>mr)
+        return wrap_mr(device, <VMr *>mr)
 
     def queue_pair(
         self, int port, uint32_t send_depth, uint32_t receive_depth, uint32_t message_bytes
     ):
         """A QueuePair that is not connected yet."""
         cdef QueuePair q = QueuePair.__new__(QueuePair)
-        q.device = self
+        q.device = self.use()
         q.port = port
-        q.e = endpoint_new(self, send_depth, receive_depth)
+        q.e = endpoint_new(q.device, send_depth, receive_depth)
         q.e.max_msg_bytes = message_bytes
-        endpoint_create_qp(q.e, self.pd, self.name)
+        endpoint_create_qp(q.e, q.device.pd, self.name)
         return q
 
 
@@ -195,7 +222,7 @@ cdef class Device:
         uint32_t message_bytes, double timeout_s
     ):
         return cm_dial(
-            self, local, remote, remote_port, token, send_depth, message_bytes, timeout_s)
+            self.use(), local, remote, remote_port, token, send_depth, message_bytes, timeout_s)
 
 
 cdef int access_of(bint remote_read, bint remote_write) noexcept:
@@ -210,7 +237,7 @@ cdef int access_of(bint remote_read, bint remote_write) noexcept:
 
 cdef class MemoryRegion:
     cdef VMr *mr
-    cdef Device device  # It must outlive the region.
+    cdef Opened device  # It must outlive the region.
 
     @property
     def lkey(self):
@@ -231,13 +258,14 @@ cdef class MemoryRegion:
         if errnum:
             fail(f"ibv_dereg_mr on {self.device.name}", errnum)
         self.mr = NULL
+        self.device = None  # Which may go now.
 
     def __dealloc__(self):
         if self.mr != NULL:
             lib.dereg_mr(self.mr)
 
 
-cdef MemoryRegion wrap_mr(Device device, VMr *mr):
+cdef MemoryRegion wrap_mr(Opened device, VMr *mr):
     cdef MemoryRegion region = MemoryRegion.__new__(MemoryRegion)
     region.mr = mr
     region.device = device
@@ -246,7 +274,7 @@ cdef MemoryRegion wrap_mr(Device device, VMr *mr):
 
 cdef class QueuePair:
     cdef Endpoint *e
-    cdef Device device
+    cdef Opened device
     cdef int port
 
     def __dealloc__(self):

@@ -119,6 +119,11 @@ class Fabric:
         self._topology = topology
         self._nodes = nodes
 
+    def close(self) -> None:
+        """Nothing is made of the devices any more; each is closed once what was made of it is."""
+        for nic in self.nics:
+            nic.device.close()
+
     def distances(self, location: str) -> tuple[int, ...]:
         """By device, how far it is from the memory (``te.topology.Topology.distance``), or
         ``UNUSED``."""

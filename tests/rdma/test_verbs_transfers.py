@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 import numpy as np
 import pytest
 from rdma_pair import TIMEOUT_S, rdma_pair
@@ -133,3 +136,29 @@ def test_a_tag_that_is_not_open_is_refused(rdma_nics: tuple[Nic, ...]) -> None:
 def test_asking_for_rdma_where_no_device_matches(rdma_nics: tuple[Nic, ...]) -> None:
     with pytest.raises(ValueError, match="no RDMA device matches 'mlx9'"):
         te.Engine(te.Config(transports=("rdma",), nics=("mlx9",)))
+
+
+def device_descriptors() -> list[str]:
+    """What this process has open of RDMA devices: of each a file, one for its events, and one for
+    each completion channel; of librdmacm a file for each of its channels."""
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(str(path.readlink()))
+    return sorted(one for one in found if "infiniband" in one)
+
+
+@pytest.mark.parametrize("again", range(2))
+def test_a_closed_engine_has_no_device_open(rdma_nics: tuple[Nic, ...], again: int) -> None:
+    """Whatever of it is still there. Of iWARP librdmacm keeps each device open that it has used,
+    once, for as long as the process lives: hence the second time."""
+    before = device_descriptors()
+    with rdma_pair(rdma_nics, 1, MIB) as pair:
+        pair.target.expect(3)
+        blocks = pair.blocks(0, 0, MIB)
+        assert pair.peer.write(blocks, tag=3).wait(TIMEOUT_S) is te.Status.DONE
+        assert len(device_descriptors()) > len(before)
+    if again or rdma_nics[0].driver != "siw":
+        assert device_descriptors() == before
+    with pytest.raises(OSError, match="was closed"):
+        pair.source._chosen.fabric.nics[0].device.port(1)  # type: ignore[union-attr]

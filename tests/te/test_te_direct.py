@@ -276,3 +276,18 @@ def test_an_engine_that_only_receives_keeps_nothing_of_links_that_ended() -> Non
         wait_until(lambda: engine.stats().rails == 0, "all have ended")
         wait_until(lambda: not engine._acceptor._links, "their ends were told")
         assert keeper_of(engine)._calls.empty()
+
+
+def test_a_closed_engine_has_its_devices_closed() -> None:
+    """Whatever of it is still there."""
+    wires = Wires(checks_keys=True)
+    source, target = NullEngine(wires), NullEngine(wires)
+    region = source.register(np.zeros(PAGE, np.uint8))
+    with source, target:
+        peer = source.connect(target.card())
+    assert [nic.device.events_fd for nic in source._null_fabric.nics] == [-1, -1]
+    assert [nic.device.events_fd for nic in target._null_fabric.nics] == [-1, -1]
+    assert not peer.alive
+    assert region.registration is not None
+    source.close()
+    region.registration.close()

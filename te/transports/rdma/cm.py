@@ -72,6 +72,12 @@ class CmAcceptor:
             )
         return RailAnswer(port=listener.port, token=token)
 
+    def close(self) -> None:
+        """Expects nobody any more; its listeners go with the loop that watches them."""
+        with self._lock:
+            self._listeners.clear()
+            self._expected.clear()
+
     def _on_ready(self, listener: CmListener) -> None:
         for request in listener.requests():
             # Making a queue pair may take a device milliseconds.

@@ -114,6 +114,7 @@ class Rdma(Transport):
     def close(self, timeout_s: float) -> None:
         """Rails under construction come to nothing."""
         self._keeper.stop(timeout_s)
+        self._cm.close()
 
     @property
     def _nics(self) -> tuple[Nic, ...]:
