@@ -48,7 +48,7 @@ cdef void retire(Connection *c) noexcept nogil:
     cdef Link *link = c.link
     cdef u32 left
     if c.protocol.leave != NULL and not c.protocol.leave(c):
-        polled_again(&c.polled)
+        store32(&c.polled.kicked, 1)  # Again after a nap (`on_arm`): a device may hang for long.
         return
     c.gone = True
     channel_close(&c.channel)  # Which also ends the watch.
@@ -111,7 +111,7 @@ cdef bint connection_turn(Connection *c, bint rung, bint is_patient) noexcept no
             polled_again(&c.polled)
         if load32(&c.link.dead):
             retire(c)
-            busy = True
+            busy = c.gone
         else:
             set_interest(c)
             # The next word of how far copies are comes in a millisecond: too long to spin for.
@@ -148,6 +148,9 @@ cdef bint on_look(Polled *p) noexcept nogil:
 
 cdef bint on_arm(Polled *p) noexcept nogil:
     cdef Connection *c = <Connection *>p
+    if load32(&c.link.dead) and not c.gone:
+        p.worker.naps = True
+        return False
     channel_owes(&c.channel, True)
     return connection_arm(c)
 
