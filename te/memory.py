@@ -194,6 +194,11 @@ class RegionTable:
             if region.registration is not None:
                 region.registration.close()
 
+    @property
+    def trouble(self) -> str:
+        """What kinds of memory that is staged say of their last copy that failed; empty if none."""
+        return "" if self._ring is None else self._ring.trouble
+
     def complaint(self, address: int, nbytes: int) -> str:
         """The sentence for a range that is not registered."""
         text = f"{nbytes} bytes at {address:#x} lie outside the registered memory"

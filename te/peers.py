@@ -10,7 +10,7 @@ from te.connect.outgoing import Opened
 from te.errors import BoundsError, QueueFull
 from te.handshake import Card, CardRegion
 from te.memory import RegionTable
-from te.reasons import sentence
+from te.reasons import Reason, sentence
 from te.tags import check_tag
 from te.transfers import Notifier, Transfer
 from te.transports.base import RailView
@@ -126,6 +126,8 @@ class Peer:
 
     def describe(self, code: int, errnum: int, text: str) -> str:
         """The sentence for what the plane reports of this peer."""
+        if code == Reason.SOURCE_FAULT:
+            text = self._memory.trouble
         return sentence(self._label, code, errnum, text, self._config.stall_timeout_s)
 
     def _submit(self, blocks: Blocks, tag: int, is_read: bool) -> Transfer:

@@ -52,6 +52,7 @@ def sentence(who: str, code: int, errnum: int, text: str, stall_s: float) -> str
         case Reason.PROCESS_GONE:
             return f"{who} closed the connection: its process has ended"
         case Reason.SOURCE_FAULT:
-            return f"the source memory cannot be read: {os.strerror(errnum)}"
+            device = f" ({text})" if text else ""
+            return f"the source memory cannot be read: {os.strerror(errnum)}{device}"
         case _:
             return f"{who}: code {code}, errno {errnum} {text}"

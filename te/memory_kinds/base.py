@@ -39,6 +39,12 @@ class MemoryKind(ABC):
     #: The compiled half, a PyCapsule named ``te.memory_kind.1`` of a ``Kind``.
     compiled: object
 
+    @property
+    def trouble(self) -> str:
+        """The last copy that failed, in the words of who copies: an errno says little of a device.
+        Empty if none has."""
+        return ""
+
     @abstractmethod
     def check(self, address: int, nbytes: int) -> None:
         """Whether every byte is this kind's and may be read and written; ``te.RegistrationError``

@@ -36,6 +36,11 @@ class Ring:
             self._memory = memory
         self._unpin[kind] = kind.pin(self._memory.ctypes.data, self._memory.nbytes)
 
+    @property
+    def trouble(self) -> str:
+        """Of each kind that uses it; empty if none has any. Any thread may ask."""
+        return "; ".join(kind.trouble for kind in tuple(self._unpin) if kind.trouble)
+
     def close(self, timeout_s: float) -> bool:
         """Once the workers have ended; False if a device is still copying at the end of that time:
         then the memory is kept, and it is to be tried again."""

@@ -229,9 +229,10 @@ class StandIn:
         """What was registered stays so no longer, as at the end of a broken context."""
         self._library.fake_forget_pinned()
 
-    def claim(self, address: int, nbytes: int, ordinal: int) -> None:
+    def claim(self, address: int, nbytes: int, ordinal: int, is_managed: bool = False) -> None:
         """Some host memory is said to be a device's."""
-        self._library.fake_claim(ctypes.c_uint64(address), ctypes.c_size_t(nbytes), ordinal)
+        size = ctypes.c_size_t(nbytes)
+        self._library.fake_claim(ctypes.c_uint64(address), size, ordinal, is_managed)
 
     def unclaim(self, address: int) -> None:
         self._library.fake_unclaim(ctypes.c_uint64(address))

@@ -40,12 +40,20 @@ class _Cuda(MemoryKind):
         self.has_copier = self._copier is not None
         self.compiled = kinds.NIC_ONLY if self._copier is None else self._copier.compiled
 
+    @property
+    def trouble(self) -> str:
+        said = "" if self._copier is None else self._copier.trouble
+        return f"{self.name}: {said}" if said else ""
+
     def check(self, address: int, nbytes: int) -> None:
         reached = end = address + nbytes
         if self._driver.ordinal_of(end - 1) != self._ordinal:
             reached = address
         elif self._copier is not None:  # Without a context the driver tells no more.
-            reached = self._copier.mapped_until(address, end)
+            try:
+                reached = self._copier.mapped_until(address, end)
+            except OSError as exc:
+                raise RegistrationError(f"{nbytes} bytes at {address:#x}: {exc.strerror}") from exc
         if reached < end:
             raise RegistrationError(
                 f"[{address:#x}, {end:#x}) of {nbytes} bytes begins in CUDA memory, but is not"

@@ -87,7 +87,7 @@ static CUresult attribute_of(const Memory *m, unsigned attribute, void *data) {
         *(unsigned long long *)data = m->id;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_IS_MANAGED:
-        *(unsigned *)data = 0;
+        *(unsigned *)data = m->is_managed;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
         *(int *)data = m->ordinal;
@@ -271,7 +271,7 @@ CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *address, void *memory, unsign
 /* -- what tests call */
 
 char *fake_alias(uintptr_t address);
-void fake_claim(uintptr_t address, size_t nbytes, int ordinal);
+void fake_claim(uintptr_t address, size_t nbytes, int ordinal, int is_managed);
 void fake_unclaim(uintptr_t address);
 uintptr_t fake_exported(size_t *nbytes);
 uint64_t fake_pinned_bytes(void);
@@ -285,12 +285,13 @@ char *fake_alias(uintptr_t address) {
     return alias;
 }
 
-/* Host memory that is said to be a device's: for soft NICs, which have to reach it. */
-void fake_claim(uintptr_t address, size_t nbytes, int ordinal) {
+/* Host memory that is said to be a device's: for soft NICs, which have to reach it; or managed. */
+void fake_claim(uintptr_t address, size_t nbytes, int ordinal, int is_managed) {
     pthread_mutex_lock(&lock);
     Memory *m = memory_new(DEVICE, address, nbytes);
     m->alias = (char *)address;
     m->ordinal = ordinal;
+    m->is_managed = is_managed;
     pthread_mutex_unlock(&lock);
 }
 

@@ -71,6 +71,7 @@ typedef struct {
     int fd;      /* its memory file, or -1 */
     uint64_t id;
     bool is_ours;     /* mapped here, and unmapped with it */
+    bool is_managed;  /* the processor reaches it, too */
     bool is_ipc;      /* exportable by a legacy handle */
     bool is_allocated; /* by cuMemHostAlloc */
     unsigned types;   /* of handles, for virtual memory */
