@@ -103,12 +103,13 @@ WAYS: Final = [
         pytest.param(
             Way(transport, _of_few_slots(transport), is_sealed=is_sealed),
             id=f"{transport}-{places}",
+            marks=marks,
         )
         for transport in STAGING
-        for places, is_sealed in (
-            ("sealed-sealed", (True, True)),
-            ("sealed-host", (True, False)),
-            ("host-sealed", (False, True)),
+        for places, is_sealed, marks in (
+            ("sealed-sealed", (True, True), ()),
+            ("sealed-host", (True, False), pytest.mark.slow),
+            ("host-sealed", (False, True), pytest.mark.slow),
         )
     ),
 ]
