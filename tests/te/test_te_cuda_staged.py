@@ -117,7 +117,7 @@ def outcome(transfer: te.Transfer) -> te.Status:
 @PLACES
 @pytest.mark.parametrize(("version", "call"), [(13000, BATCH), (12080, BATCH_12), (12000, PLAIN)])
 def test_bytes_arrive(transport: str, places: str, version: int, call: str) -> None:
-    with world(transport, places, version=version) as here:
+    with world(transport, places, version=version, seed=version, delay_us=version // 100) as here:
         for seed, size in enumerate((PAGE, 300, PAGE)):
             assert here.write(seed, size).wait(TIMEOUT_S) is te.Status.DONE
             assert here.has_arrived
