@@ -39,11 +39,10 @@ class Config:
     REGISTER_TIMEOUT_S: how long a prefill rank tries to reach the bootstrap server at start-up.
     LINK_TIMEOUT_S: how long a decode rank waits for a prefill rank's answer to its hello.
     STALL_TIMEOUT_S: a transfer without progress this long fails.
-    TRANSPORTS: transports to use, the preferred one first, separated by commas (default: those that
-        can move the KV cache, which is all of te's for host memory and RDMA alone for a GPU's).
-        With one alone, not getting it is an error. Without it a wish for TCP that is Mooncake's is
-        heard: MC_FORCE_TCP=1 (SGLang sets it for the backend mooncake_tcp), MOONCAKE_PROTOCOL=tcp.
-        `transports_by` is what asked for them.
+    TRANSPORTS: transports to use, the preferred one first, separated by commas (default: all of
+        te's that can move the KV cache). With one alone, not getting it is an error. Without it a
+        wish for TCP that is Mooncake's is heard: MC_FORCE_TCP=1 (SGLang sets it for the backend
+        mooncake_tcp), MOONCAKE_PROTOCOL=tcp.
     NICS: RDMA devices to use, patterns separated by commas, `!` before those to leave out
         (default: those of --disaggregation-ib-device, else all).
     TOPOLOGY: JSON file that says which RDMA devices memory uses, instead of NICS and of what is
@@ -59,7 +58,6 @@ class Config:
     link_timeout_s: float = 10.0
     stall_timeout_s: float = 5.0
     transports: tuple[str, ...] = ()
-    transports_by: str = ""
     nics: tuple[str, ...] = ()
     topology: Path | None = None
     registries: Registries = field(default_factory=Registries)
@@ -73,7 +71,7 @@ class Config:
             for name, value in environment.items()
             if name.startswith(_PREFIX)
         }
-        transports, by = _transports(given.pop("TRANSPORTS", ""), environment)
+        transports = _transports(given.pop("TRANSPORTS", ""), environment)
         for name in SGLANGS_OWN:
             given.pop(name.removeprefix(_PREFIX), None)
         stats_dir, topology = given.pop("STATS_DIR", ""), given.pop("TOPOLOGY", "")
@@ -83,7 +81,6 @@ class Config:
             link_timeout_s=_seconds(given, "LINK_TIMEOUT_S", 10.0),
             stall_timeout_s=_seconds(given, "STALL_TIMEOUT_S", 5.0),
             transports=transports,
-            transports_by=by,
             nics=_names(given.pop("NICS", "")),
             topology=Path(topology) if topology else None,
             registries=_registries(given.pop("REGISTRIES", "")),
@@ -99,19 +96,19 @@ class Config:
         return config
 
 
-def _transports(text: str, environment: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
-    """Which, and who asked for them; none if nobody did."""
+def _transports(text: str, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """None if nobody asked for any."""
     names = _names(text)
     if not names:
         wishes = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}
         for name, value in wishes.items():
             if environment.get(name, "").strip().lower() == value:
-                return ("tcp",), f"{name}={value}"
-        return (), ""
+                return ("tcp",)
+        return ()
     if len(set(names)) != len(names) or not set(names) <= set(TRANSPORTS):
         known = ", ".join(TRANSPORTS)
         raise ConfigError(f"{_PREFIX}TRANSPORTS={text!r}: give some of {known}, each once")
-    return names, f"{_PREFIX}TRANSPORTS"
+    return names
 
 
 def _registries(text: str) -> Registries:

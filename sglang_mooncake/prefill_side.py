@@ -288,6 +288,14 @@ class PrefillSide(Side):
             self._reply(result.identity, HelloReply(refused=result.peer))
             return
         made = Destination(result.identity.hex(), result.rank, result.peer, result.plan)
+        why = result.peer.transport_reason
+        logger.info(
+            "%s writes to %s over %s%s",
+            self._context.name,
+            result.rank,
+            result.peer.transport,
+            f" ({why})" if why else "",
+        )
         for former in self._destinations.add(made):
             self._reset(former, f"has too many links to {former.rank}")
         # First the others: this hello may be the end of one of them.

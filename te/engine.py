@@ -214,6 +214,9 @@ class Engine:
 
         The address may be of CUDA memory. RDMA devices take it as a dma-buf, or through the
         peer-memory module nvidia-peermem; over other transports it is staged (``staging_bytes``).
+        An engine with several transports, some of which cannot move the memory, goes without those
+        from then on, and says so in the log; once it has made a card, or connected, that memory is
+        refused instead.
         """
         self._check_open()
         region = self._memory.register(buffer_or_address, nbytes, location, remote)

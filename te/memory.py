@@ -78,11 +78,12 @@ class RegionTable:
         self,
         plane: Plane,
         fabric: Fabric | None,
-        refusal: Callable[[Reach, bool], str | None] = lambda *_: None,
+        refusal: Callable[[MemoryKind, str | None], str | None] = lambda *_: None,
         ring: Ring | None = None,
     ) -> None:
-        """``refusal`` says why the engine cannot move memory of a reach, with or without a copier;
-        None if it can. ``ring``: what it is staged through."""
+        """``refusal`` says why the engine cannot move memory of a kind, which the devices have
+        refused for that reason; None if it can, without them then. ``ring``: what memory is staged
+        through."""
         self._plane = plane
         self._fabric = fabric
         self._refusal = refusal
@@ -115,10 +116,6 @@ class RegionTable:
             raise RegistrationError(f"{nbytes} bytes at {address:#x} are not an address range")
         kind = kind_of(address)
         kind.check(address, nbytes)
-        if (problem := self._refusal(kind.reach, kind.has_copier)) is not None:
-            raise RegistrationError(
-                f"{nbytes} bytes at {address:#x} are {kind.description}, {problem}"
-            )
         with self._lock:
             other = self._overlapping(address, nbytes)
             if other is not None:
@@ -130,10 +127,8 @@ class RegionTable:
             with contextlib.suppress(OSError):  # Peers on this host copy it by other ways then.
                 fd = kind.export(buffer_or_address, address, nbytes)
             self._make_ready(kind)
-            known = None
-            if self._fabric is not None:
-                known = self._fabric.register(address, nbytes, RIGHTS[remote], kind, location)
-                self._check_ranges(address, nbytes, known)
+            known = self._with_devices(address, nbytes, RIGHTS[remote], kind, location)
+            if known is not None:
                 location = known.location
             serial = next(self._serials)
             region = Region(
@@ -145,6 +140,31 @@ class RegionTable:
             )
             self.regions = tuple(sorted((*self.regions, region), key=lambda one: one.address))
             return region
+
+    def _with_devices(
+        self, address: int, nbytes: int, rights: int, kind: MemoryKind, location: str | None
+    ) -> Registration | None:
+        """None without devices, also when the engine goes without them from now on. That they do
+        not take the host's memory is an error: it is a limit that can be raised."""
+        known, problem = None, None
+        if self._fabric is not None:
+            try:
+                known = self._fabric.register(address, nbytes, rights, kind, location)
+                self._check_ranges(address, nbytes, known)
+            except RegistrationError as exc:
+                if known is not None or Reach.KERNEL in kind.reach:
+                    raise
+                problem = str(exc)
+        refusal = self._refusal(kind, problem)
+        if refusal is not None:
+            if known is not None:
+                known.close()
+            raise RegistrationError(
+                f"{nbytes} bytes at {address:#x} are {kind.description}, {refusal}"
+            )
+        if problem is not None:
+            self._fabric = None
+        return known
 
     def _make_ready(self, kind: MemoryKind) -> None:
         """Where memory of the kind has to be staged."""

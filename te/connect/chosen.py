@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Collection, Iterator
 
 from te.errors import DeviceError
 from te.memory import Region
-from te.memory_kinds import Reach
+from te.memory_kinds import MemoryKind
 from te.transports import registry
 from te.transports.base import Capabilities, Listener, Local, Transport, Watch
 from te.verbs.fabric import Fabric
 
 __all__ = ["Chosen"]
+
+logger = logging.getLogger(__name__)
 
 
 class Chosen:
@@ -26,6 +30,10 @@ class Chosen:
         if None not in problems:
             raise DeviceError("; ".join(str(problem) for problem in problems))
         self._started: list[Transport] = []
+        self._lock = threading.Lock()
+        #: Why the engine goes without some of them, by name.
+        self._left: dict[str, str] = {}
+        self._is_known = False
 
     def __iter__(self) -> Iterator[Transport]:
         return iter(self._all.values())
@@ -34,10 +42,19 @@ class Chosen:
         """None for one that the configuration does not name."""
         return self._all.get(name)
 
+    def problem(self, one: Transport) -> str | None:
+        """Why it cannot be used; None if it can."""
+        return self._left.get(one.name) or one.probe()
+
+    @property
+    def usable(self) -> tuple[Transport, ...]:
+        """Those that can be used."""
+        return tuple(one for one in self if self.problem(one) is None)
+
     @property
     def names(self) -> tuple[str, ...]:
         """Of those that can be used."""
-        return tuple(one.name for one in self if one.probe() is None)
+        return tuple(one.name for one in self.usable)
 
     @property
     def fabric(self) -> Fabric | None:
@@ -49,17 +66,38 @@ class Chosen:
     @property
     def stages(self) -> bool:
         """Whether memory is staged for any of them."""
-        return any(one.capabilities.stages for one in self if one.probe() is None)
+        return any(one.capabilities.stages for one in self.usable)
 
-    def refusal(self, reach: Reach, has_copier: bool) -> str | None:
-        """Why memory of this reach cannot be moved, as the end of a sentence; None if it can.
-        ``has_copier``: it can be staged."""
+    def refusal(self, kind: MemoryKind, devices: str | None = None) -> str | None:
+        """Why memory of the kind cannot be moved, as the end of a sentence; None if it can.
+
+        Transports that cannot move it, beside others that can, are left: the engine goes without
+        them from now on. Once a peer may count on them they are not, and it is a refusal.
+        ``devices``: why devices did not take the memory; None if they did, or were not asked.
+        """
 
         def is_able(one: Capabilities) -> bool:
-            return one.touches in reach or (one.stages and has_copier)
+            return one.touches in kind.reach or (one.stages and kind.has_copier)
 
-        if all(is_able(one.capabilities) for one in self if one.probe() is None):
+        with self._lock:
+            unable = {one.name: "" for one in self.usable if not is_able(one.capabilities)}
+            if devices is not None:
+                unable |= {one.name: devices for one in self.usable if one.fabric is not None}
+            if unable and len(unable) < len(self.usable) and not self._is_known:
+                self._left |= {
+                    name: f"it cannot move {kind.description}{why and f': {why}'}"
+                    for name, why in unable.items()
+                }
+                logger.warning(
+                    "the engine uses %s, as its memory can not be moved by all transports: %s",
+                    " and ".join(self.names),
+                    "; ".join(f"{name}: {self._left[name]}" for name in unable),
+                )
+                return None
+        if not unable:
             return None
+        if devices is not None:
+            return f"which the devices do not take: {devices}"
         able = tuple(name for name in registry.NAMES if is_able(registry.load(name).capabilities))
         if not able:
             return "which no transport of this build can move"
@@ -67,6 +105,11 @@ class Chosen:
             f"which {' or '.join(able).upper()} alone can move; give the engine no other transport:"
             f" Config(transports={able!r})"
         )
+
+    def commit(self) -> None:
+        """From now on a peer may count on each that can be used."""
+        with self._lock:
+            self._is_known = True
 
     def start(self, local: Local, watch: Watch) -> dict[Transport, tuple[Listener, ...]]:
         """Begins all; the listeners of each."""
@@ -78,7 +121,8 @@ class Chosen:
 
     def offers(self) -> dict[str, bytes]:
         """For the card."""
-        found = {one.name: one.offer() for one in self if one.probe() is None}
+        self.commit()
+        found = {one.name: one.offer() for one in self.usable}
         return {name: offer for name, offer in found.items() if offer is not None}
 
     def share(self, region: Region, timeout_s: float) -> None:

@@ -225,7 +225,7 @@ class Incoming:
     def _hand_to(self, transport: Transport, hello: Hello) -> None:
         key = LinkKey(hello.id, hello.epoch, hello.link)
         link = self._acceptor.link(key)
-        problem = transport.probe()
+        problem = self._acceptor.chosen.problem(transport)
         if problem is None and link is not None and link.transport is not transport:
             problem = "the link that it names is over another transport"
         if problem is not None:

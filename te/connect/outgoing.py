@@ -36,12 +36,13 @@ def open_link(chosen: Chosen, card: Card, timeout_s: float) -> Opened:
             f"no common transport: the engine {card.id} offers {', '.join(card.offers)},"
             f" this one {', '.join(names)}"
         )
+    chosen.commit()
     reasons: list[str] = []
     for one in chosen:
         if one.name not in card.offers:
             reasons.append(f"{one.name}: the other engine does not offer it")
             continue
-        problem = one.probe()
+        problem = chosen.problem(one)
         if problem is not None:
             reasons.append(f"{one.name}: {problem}")
             continue

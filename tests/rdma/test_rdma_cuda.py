@@ -67,7 +67,8 @@ def test_what_failed_both_ways_is_said(
         # As CUDA keeps its addresses: taken, and nobody's to touch.
         room = mmap.mmap(-1, NBYTES, prot=0)
         address = int(np.frombuffer(room, np.uint8).ctypes.data)
-        says = rf"^{first}; ibv_reg_mr of \d+ bytes at 0x\w+ on \w+: Bad address$"
+        second = r"ibv_reg_mr of \d+ bytes at 0x\w+ on \w+: Bad address"
+        says = rf"CUDA memory, which the devices do not take: {first}; {second}$"
         with fake_cuda(address, NBYTES, refusal), pytest.raises(te.RegistrationError, match=says):
             pair.target.register(address, NBYTES, remote="read-write")
         there = np.zeros(NBYTES, np.uint8)

@@ -38,7 +38,6 @@ def test_every_variable_is_taken():
         2.0,
         3.5,
         transports=("tcp", "samehost"),
-        transports_by="SGLANG_MOONCAKE_TRANSPORTS",
         nics=("mlx5_*", "!mlx5_1"),
         registries=Registries(("prefill-*", "10.0.0.0/8:8998")),
         stats_dir=Path("/stats"),
@@ -69,19 +68,14 @@ def test_variables_of_sglang_that_begin_like_ours_do_not_stop_a_server(name):
 
 
 @pytest.mark.parametrize(
-    ("given", "transports", "by"),
+    ("given", "transports"),
     [
-        ({"MC_FORCE_TCP": "1"}, ("tcp",), "MC_FORCE_TCP=1"),
-        ({"MOONCAKE_PROTOCOL": "tcp"}, ("tcp",), "MOONCAKE_PROTOCOL=tcp"),
-        ({"MOONCAKE_PROTOCOL": "TCP"}, ("tcp",), "MOONCAKE_PROTOCOL=tcp"),
-        ({"MC_FORCE_TCP": "0", "MOONCAKE_PROTOCOL": "rdma"}, (), ""),
-        (
-            {"MC_FORCE_TCP": "1", "SGLANG_MOONCAKE_TRANSPORTS": "rdma,tcp"},
-            ("rdma", "tcp"),
-            "SGLANG_MOONCAKE_TRANSPORTS",
-        ),
+        ({"MC_FORCE_TCP": "1"}, ("tcp",)),
+        ({"MOONCAKE_PROTOCOL": "tcp"}, ("tcp",)),
+        ({"MOONCAKE_PROTOCOL": "TCP"}, ("tcp",)),
+        ({"MC_FORCE_TCP": "0", "MOONCAKE_PROTOCOL": "rdma"}, ()),
+        ({"MC_FORCE_TCP": "1", "SGLANG_MOONCAKE_TRANSPORTS": "rdma,tcp"}, ("rdma", "tcp")),
     ],
 )
-def test_mooncakes_wishes_for_tcp_are_heard_where_no_transport_is_named(given, transports, by):
-    config = Config.from_environment(given)
-    assert (config.transports, config.transports_by) == (transports, by)
+def test_mooncakes_wishes_for_tcp_are_heard_where_no_transport_is_named(given, transports):
+    assert Config.from_environment(given).transports == transports

@@ -1,66 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which transports a rank's engine has, by its settings and by where its KV cache lies."""
+"""Which transports a rank's engine has by its settings, and what of its memory they move."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from te_cuda import fake_cuda
+from te_cuda import cuda
 
 import te
 from sglang_mooncake.config import Config
 from sglang_mooncake.transports import HandoverUnavailable, open_engine, register
 
 HOST, NBYTES = "127.0.0.1", 8192
-
-
-@pytest.fixture
-def memory():
-    memory = np.zeros(NBYTES, np.uint8)
-    with fake_cuda(memory.ctypes.data, NBYTES):
-        yield memory
+TAG = 0xC0DA
 
 
 def ranges(*arrays):
     return [(array.ctypes.data, array.nbytes) for array in arrays]
 
 
-def open_for(memory, **environment):
-    return open_engine(Config.from_environment(environment), HOST, (), ranges(memory))
+def open_with(**environment):
+    return open_engine(Config.from_environment(environment), HOST, ())
 
 
-def test_host_memory_has_all_transports_that_there_are():
-    with open_for(np.zeros(NBYTES, np.uint8)) as engine:
-        assert "tcp" in engine.stats().transports
-
-
-def test_gpu_memory_without_a_named_transport_takes_rdma_alone(memory):
-    """An engine that had a choice would go without devices of that name."""
-    with pytest.raises(HandoverUnavailable, match="no RDMA device to use here: "):
-        open_engine(Config(), HOST, ("no_such_device",), ranges(np.zeros(9, np.uint8), memory))
+def test_where_no_transport_is_named_all_are_used():
+    with open_with() as engine:
+        assert {"samehost", "tcp"} <= set(engine.stats().transports)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("MC_FORCE_TCP", "1", "MC_FORCE_TCP=1 asks for tcp"),
-        ("SGLANG_MOONCAKE_TRANSPORTS", "rdma,tcp", "SGLANG_MOONCAKE_TRANSPORTS asks for rdma,tcp"),
-    ],
+    ("environment", "transport"), [({}, "samehost"), ({"MC_FORCE_TCP": "1"}, "tcp")]
 )
-def test_gpu_memory_that_shall_go_another_way_is_refused_with_who_asked(memory, name, value, says):
-    with pytest.raises(HandoverUnavailable, match=says):
-        open_for(memory, **{name: value})
+def test_gpu_memory_goes_without_rdma_too(environment, transport):
+    with cuda() as driver:
+        near, far = driver.allocate(NBYTES), driver.allocate(NBYTES)
+        near.view[:] = 7
+        with open_with(**environment) as source, open_with() as target:
+            register(source, [(near.address, NBYTES)], "none")
+            register(target, [(far.address, NBYTES)], "tagged")
+            target.expect(TAG)
+            peer = source.connect(target.card())
+            assert peer.transport == transport
+            blocks = te.Blocks.of(near.address, far.address, NBYTES)
+            assert peer.write(blocks, tag=TAG).wait(30) is te.Status.DONE
+            assert (far.view == 7).all()
+        driver.free(near)
+        driver.free(far)
 
 
 def test_rdma_that_was_asked_for_and_is_missing_is_tes_own_error():
     given = {"SGLANG_MOONCAKE_TRANSPORTS": "rdma", "SGLANG_MOONCAKE_NICS": "no_such_device"}
     with pytest.raises(te.DeviceError):
-        open_for(np.zeros(9, np.uint8), **given)
+        open_with(**given)
 
 
 def test_memory_is_registered_wholly_or_not_at_all():
     good = np.zeros(NBYTES, np.uint8)
-    with open_for(good) as engine:
+    with open_with() as engine:
         with pytest.raises(HandoverUnavailable, match="cannot register the KV cache"):
             register(engine, [*ranges(good), (0, 4096)], "none")
         (region,) = register(engine, ranges(good), "tagged")

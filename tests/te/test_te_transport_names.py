@@ -23,7 +23,6 @@ ALLOWED = {
     "te/doctor/": "says what a machine lacks for each",
     "te/bench/": "compares them, and names them in its tables",
     "sglang_mooncake/config.py": "wishes of Mooncake's users, such as MC_FORCE_TCP",
-    "sglang_mooncake/transports.py": "GPU memory goes by one of them, until te stages it",
 }
 #: Names of variables, parameters and attributes that stand for one.
 TELLING = re.compile(
