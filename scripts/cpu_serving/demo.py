@@ -11,11 +11,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
 from cpu_serving import stats, traffic
+from cpu_serving.cuda import PretendedCuda, build_driver, read_cuda_counts
 from cpu_serving.devices import Devices
 from cpu_serving.model import make_model
 from cpu_serving.options import DemoOptions, parse
@@ -136,12 +137,16 @@ def _start_pair(
     others: Sequence[Server],
 ) -> Pair:
     """The pair, ready, and so are the others."""
-    pair = fleet.pair(
-        _layout(
-            options, model, options.prefill_tp, options.prefill_pp, devices and devices.prefill
-        ),
-        _layout(options, model, options.decode_tp, options.decode_pp, devices and devices.decode),
+    prefill = _layout(
+        options, model, options.prefill_tp, options.prefill_pp, devices and devices.prefill
     )
+    decode = _layout(
+        options, model, options.decode_tp, options.decode_pp, devices and devices.decode
+    )
+    if options.pretend_cuda:
+        cuda = PretendedCuda(build_driver(fleet.run_dir), seed=options.seed)
+        prefill, decode = replace(prefill, cuda=cuda), replace(decode, cuda=cuda)
+    pair = fleet.pair(prefill, decode)
     title = "starting one ordinary server, " if others else "starting "
     with Step(f"{title}prefill, decode and router") as step:
         wait_ready([*others, pair.prefill, pair.decode, pair.router], tick=step.tick)
@@ -200,6 +205,11 @@ def _report(
         transport=options.transport,
         carried_bytes=carried,
         overlap=read_counts(pair.prefill.stats_dir) if options.overlap else None,
+        cuda=tuple(
+            read_cuda_counts(server.stats_dir, server.options.ranks, finished_at)
+            for server in (pair.prefill, pair.decode)
+            if server.options.cuda
+        ),
         single_s=expected.elapsed_s,
         disaggregated_s=got.elapsed_s,
     )

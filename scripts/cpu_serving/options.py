@@ -33,6 +33,7 @@ class DemoOptions:
     transport: str | None
     overlap: bool
     ignore_events: bool
+    pretend_cuda: bool
     model: str
     max_prompt_tokens: int
     seed: int
@@ -51,6 +52,8 @@ class DemoOptions:
             pages += f", chunks of {self.chunked_prefill_size}"
         if self.overlap:
             pages += ", overlap scheduling"
+        if self.pretend_cuda:
+            pages += ", pools said to be CUDA memory"
         return f"{self.model}: prefill {prefill} -> decode {decode}, {pages}"
 
     def dp_attention_on(self, tp: int) -> bool:
@@ -84,6 +87,7 @@ def parse(argv: Sequence[str]) -> DemoOptions:
         transport=args.transport,
         overlap=args.overlap,
         ignore_events=args.ignore_events,
+        pretend_cuda=args.pretend_cuda,
         model=args.model or ("qwen3" if args.dp_attention else "llama"),
         max_prompt_tokens=args.max_prompt_tokens,
         seed=args.seed,
@@ -129,6 +133,11 @@ def _build_parser() -> argparse.ArgumentParser:
         "--ignore-events",
         action="store_true",
         help="with --overlap, the negative control: sends wait for no event, so tokens must differ",
+    )
+    add(
+        "--pretend-cuda",
+        action="store_true",
+        help="a driver without a GPU, whose copies are late, reports the KV pools as CUDA memory",
     )
     add("--transport", choices=TRANSPORTS, help="this one or none (default: the best that works)")
     add(

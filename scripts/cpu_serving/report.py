@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from cpu_serving.cuda import CudaCounts
 from cpu_serving.overlap import OverlapCounts
 from cpu_serving.stats import Handover
 
@@ -29,6 +31,8 @@ class Report:
     carried_bytes: int | None
     #: What the stand-in for a GPU's streams counted on the prefill server, if there was one.
     overlap: OverlapCounts | None
+    #: What the driver without a GPU counted on each server, if there was one.
+    cuda: tuple[CudaCounts, ...]
     single_s: float
     disaggregated_s: float
 
@@ -45,6 +49,7 @@ class Report:
             and self.transport in (None, self.handover.transport)
             and (self.carried_bytes is None or self.carried_bytes >= self.handover.bytes)
             and (self.overlap is None or self.overlap.taken)
+            and all(counts.good for counts in self.cuda)
         )
 
     def table(self) -> str:
@@ -62,6 +67,7 @@ class Report:
             ("transport", f"{handover.transport}, {handover.rails} rail(s)"),
             *self._carried(),
             *self._overlapped(),
+            *self._staged(),
             ("scheduler send() p99", _figure(handover.send_p99_us, "us")),
             ("scheduler poll() p99", _figure(handover.poll_p99_us, "us")),
             ("leaked pages", f"{self.leaked_pages}"),
@@ -86,6 +92,19 @@ class Report:
             ("sends that waited", f"for {self.overlap.waits} events{seen}"),
         ]
 
+    def _staged(self) -> list[tuple[str, str]]:
+        if not self.cuda:
+            return []
+
+        def on_both(numbers: Iterable[int]) -> str:
+            return " + ".join(f"{number:,}" for number in numbers)
+
+        return [
+            ("batches of CUDA copies", on_both(one.batches for one in self.cuda)),
+            ("copies of pageable memory", on_both(one.pageable_copies for one in self.cuda)),
+            ("scheduler's CUDA waits", on_both(one.synchronising_calls for one in self.cuda)),
+        ]
+
     def json_line(self) -> str:
         handover = self.handover
         return json.dumps(
@@ -102,6 +121,7 @@ class Report:
                 "rails": handover.rails,
                 "carried_bytes": self.carried_bytes,
                 "overlap": asdict(self.overlap) if self.overlap else None,
+                "cuda": [asdict(counts) for counts in self.cuda],
                 "scheduler_call_us": {
                     "send_p99": handover.send_p99_us,
                     "poll_p99": handover.poll_p99_us,

@@ -12,6 +12,7 @@ from typing import Literal, Self
 
 import requests
 
+from cpu_serving.cuda import PretendedCuda
 from cpu_serving.nursery import Nursery
 from cpu_serving.overlap import Overlap
 from cpu_serving.ports import HOST, PortBlock
@@ -56,6 +57,8 @@ class ServerOptions:
     #: With overlap scheduling on a prefill server, warm-up and health requests, on a stand-in for a
     #: GPU's streams.
     overlap: Overlap | None = None
+    #: The KV pool is said to be CUDA memory.
+    cuda: PretendedCuda | None = None
 
     @property
     def ranks(self) -> int:
@@ -149,6 +152,8 @@ class Server:
             )
         if self.options.overlap is not None:
             env |= self.options.overlap.environment(self.role, self.stats_dir)
+        if self.options.cuda is not None:
+            env |= self.options.cuda.environment(self.stats_dir)
         return env | dict(self.options.extra_env)
 
 

@@ -9,8 +9,6 @@ import ctypes
 import functools
 import gc
 import os
-import shlex
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from cpu_serving.cuda import SOURCES, build_driver
 
 from te.memory_kinds.cuda import kind
 
@@ -33,7 +32,6 @@ __all__ = [
     "stand_in",
 ]
 
-SOURCES: Final = Path(__file__).parent / "cuda_driver"
 NEWEST: Final = 13000
 DELAY_US: Final = 100
 #: Of ``StandIn.calls``: those that may wait for the device, or hold the driver's lock for long.
@@ -249,11 +247,7 @@ def stand_in() -> StandIn:
     """Stays loaded for good, as CUDA's does; without memory of its own it knows no address. Never
     in a process with a real driver: the loader would take one for the other, by their name."""
     with tempfile.TemporaryDirectory() as directory:
-        library = Path(directory) / "libcuda.so.1"
-        flags = shlex.split(os.environ.get("CFLAGS", ""))  # of a sanitizer's build
-        command = ["cc", "-shared", "-fPIC", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *flags]
-        name = ["-Wl,-soname,libcuda.so.1", "-pthread", "-o", str(library)]
-        subprocess.run([*command, *name, *sorted(map(str, SOURCES.glob("*.c")))], check=True)
+        library = build_driver(Path(directory))
         return StandIn(ctypes.CDLL(str(library), mode=os.RTLD_GLOBAL))
 
 

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``scripts/demo --transport rdma``: devices that are not there, or did not carry it."""
+"""What makes ``scripts/demo`` fail: devices that are not there, or a way that was not taken."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
-from cpu_serving import demo, devices
+from cpu_serving import cuda, demo, devices
+from cpu_serving.cuda import CudaCounts, read_cuda_counts
 from cpu_serving.overlap import OverlapCounts
+from cpu_serving.processes import ServingError
 from cpu_serving.report import Report
 from cpu_serving.stats import Handover
 from te_sysfs import Sysfs
@@ -35,7 +38,12 @@ def test_asking_for_rdma_without_two_devices_is_an_error_that_says_so(
     assert "scripts/rdma-testbed" in said
 
 
-def report(transport: str, carried_bytes: int | None, overlap: OverlapCounts | None) -> Report:
+def report(
+    transport: str,
+    carried_bytes: int | None,
+    overlap: OverlapCounts | None,
+    on_gpu: tuple[CudaCounts, ...] = (),
+) -> Report:
     handover = Handover(
         bytes=1000,
         gb_per_s=1.0,
@@ -58,6 +66,7 @@ def report(transport: str, carried_bytes: int | None, overlap: OverlapCounts | N
         transport="rdma",
         carried_bytes=carried_bytes,
         overlap=overlap,
+        cuda=on_gpu,
         single_s=1.0,
         disaggregated_s=1.0,
     )
@@ -85,3 +94,28 @@ def test_a_demo_of_overlap_fails_unless_sends_came_before_their_events(
     assert got.good is all(counts)
     assert ("NOT THE WAY TAKEN" in got.table()) is not all(counts)
     assert json.loads(got.json_line())["overlap"]["early_prefixes"] == counts[2]
+
+
+@pytest.mark.parametrize(
+    ("counts", "good"),
+    [((5, 0, 0), True), ((0, 0, 0), False), ((5, 1, 0), False), ((5, 0, 1), False)],
+)
+def test_a_demo_of_cuda_fails_unless_both_servers_staged_and_waited_for_nothing(
+    counts: tuple[int, int, int], good: bool
+) -> None:
+    got = report("rdma", None, None, (CudaCounts(7, 0, 0), CudaCounts(*counts)))
+    assert got.good is good
+    assert f"7 + {counts[0]}" in got.table()
+    assert json.loads(got.json_line())["cuda"][1]["synchronising_calls"] == counts[2]
+
+
+def test_counts_are_of_all_ranks_and_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(2):
+        counted = {"batches": 1 + rank, "pageable_copies": 0, "synchronising_calls": 10 * rank}
+        (tmp_path / f"{rank}.cuda").write_text(json.dumps(counted))
+    assert read_cuda_counts(tmp_path, 2, 0.0) == CudaCounts(3, 0, 10)
+    monkeypatch.setattr(cuda, "FRESH_TIMEOUT_S", 0.0)
+    with pytest.raises(ServingError, match="0 of 2 ranks count CUDA calls"):
+        read_cuda_counts(tmp_path, 2, time.time() + 1000)
+    with pytest.raises(ServingError, match="2 of 3 ranks"):
+        read_cuda_counts(tmp_path, 3, 0.0)

@@ -23,6 +23,7 @@ NBYTES = 1 << 16
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE = 1, 2, 201, 400
 NOT_READY, ILLEGAL_ADDRESS, NOT_SUPPORTED = 600, 700, 801
 HERE = Path(__file__)
+PATHS = os.pathsep.join((str(HERE.parent), str(HERE.parents[2] / "scripts")))
 
 
 class App:
@@ -90,7 +91,7 @@ def test_the_processor_cannot_touch_device_memory() -> None:
     sanitizers = {one: f"{os.environ.get(one, '')}:handle_segv=0" for one in names}
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(HERE.parent)} | sanitizers,
+        env={**os.environ, "PYTHONPATH": PATHS} | sanitizers,
         check=False,
         stderr=subprocess.DEVNULL,
     )
@@ -259,7 +260,7 @@ def test_legacy_handles_open_in_other_processes_alone() -> None:
             [sys.executable, "-c", OPENER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+            env={**os.environ, "PYTHONPATH": PATHS},
         )
         assert process.stdin is not None
         assert process.stdout is not None

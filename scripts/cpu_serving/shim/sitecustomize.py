@@ -16,6 +16,8 @@ the module it concerns is imported and not otherwise:
 - Overlap scheduling of a prefill server needs the streams and events of a GPU. A server that is to
   run it gets a stand-in, see `cpu_overlap.py`.
 
+A server may also pretend that its KV pool is memory of a GPU, see `cpu_cuda.py`.
+
 With `CPU_SERVING_WITHOUT_KV=1` a prefill server hands over everything but KV and state: that is the
 negative control of all comparisons of tokens.
 """
@@ -84,6 +86,12 @@ def stand_in_for_a_gpu(torch_module: ModuleType | None = None) -> None:
             _AFTER[name] = patch
 
 
+def _pretend_cuda(module: ModuleType) -> None:
+    import cpu_cuda
+
+    cpu_cuda.claim_pools(module)
+
+
 def _leave_kv_out(module: ModuleType) -> None:
     if os.environ.get("CPU_SERVING_WITHOUT_KV") != "1":
         return
@@ -100,6 +108,7 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.layers.attention.torch_native_backend": _mend_torch_native,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _dispatch_to_absorbed_mla,
     "sglang_mooncake.layout.plan": _leave_kv_out,
+    "sglang_mooncake.manager": _pretend_cuda,
 }
 
 
