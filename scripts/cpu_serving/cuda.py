@@ -72,10 +72,10 @@ class CudaCounts:
     pageable_copies: int
     synchronising_calls: int
 
-    @property
-    def good(self) -> bool:
-        """Whether memory was staged, by calls that wait for nothing."""
-        return self.batches > 0 and self.pageable_copies == 0 and self.synchronising_calls == 0
+    def good(self, is_staged: bool) -> bool:
+        """Whether memory was staged, if it is to be, and by calls that wait for nothing."""
+        waits = self.pageable_copies + self.synchronising_calls
+        return (self.batches > 0) is is_staged and waits == 0
 
 
 def read_cuda_counts(folder: Path, ranks: int, since: float) -> CudaCounts:

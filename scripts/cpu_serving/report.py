@@ -49,7 +49,8 @@ class Report:
             and self.transport in (None, self.handover.transport)
             and (self.carried_bytes is None or self.carried_bytes >= self.handover.bytes)
             and (self.overlap is None or self.overlap.taken)
-            and all(counts.good for counts in self.cuda)
+            # What devices have carried, they took from the pools.
+            and all(counts.good(is_staged=self.carried_bytes is None) for counts in self.cuda)
         )
 
     def table(self) -> str:

@@ -109,6 +109,11 @@ def test_a_demo_of_cuda_fails_unless_both_servers_staged_and_waited_for_nothing(
     assert json.loads(got.json_line())["cuda"][1]["synchronising_calls"] == counts[2]
 
 
+@pytest.mark.parametrize(("batches", "good"), [(0, True), (1, False)])
+def test_a_demo_of_cuda_over_rdma_fails_if_anything_was_staged(batches: int, good: bool) -> None:
+    assert report("rdma", 1000, None, (CudaCounts(batches, 0, 0),)).good is good
+
+
 def test_counts_are_of_all_ranks_and_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in range(2):
         counted = {"batches": 1 + rank, "pageable_copies": 0, "synchronising_calls": 10 * rank}
