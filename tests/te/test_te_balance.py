@@ -133,6 +133,12 @@ def test_a_measured_rate_follows_in_seconds() -> None:
     assert rate_after(1e9, [(1e9, 1.0)] + [(2e6, 0.1)] * 50) == pytest.approx(2e7, rel=0.02)
 
 
+def test_a_rail_that_is_tried_again_is_judged_by_more_than_a_piece_and_soon() -> None:
+    piece, fast = 1e6, 1e9
+    assert rate_after(fast, [(piece, 7e-3)], is_retried=True) > fast / 3
+    assert rate_after(fast, [(piece, 1e-2)] * 7, is_retried=True) < fast / 3
+
+
 def test_the_speed_of_a_port_holds_until_enough_was_measured() -> None:
     assert rate_after(1e9, [(1e6, 0.01)]) == pytest.approx(1e9, rel=0.05)
 

@@ -351,7 +351,7 @@ cdef class RdmaLink(LinkHandle):
             d.nics[i] = nic
             pace_begin(&d.paces[i], bytes_per_s)
         d.rails_n = len(rails)
-        level_speeds(d)
+        level_speeds(d, now_ns())
 
     def rail_flows(self):
         cdef Direct *d = direct_of(self.k)

@@ -40,6 +40,10 @@ cdef void pace_note(Pace *p, double nbytes, double busy_s) noexcept nogil
 # A pace that nothing was measured of yet, with the speed of the port: it counts as if measured for
 # long, so that the first short measurement, taken by chance, is not believed at once.
 cdef void pace_begin(Pace *p, double bytes_per_s) noexcept nogil
+# The pace of a rail that was slow and may have recovered: what is measured now counts soon. A first
+# piece after a pause tells little (a seventh of the rate, on soft iWARP); a rail that is ten times as
+# slow as the others counts as slow again after 60 ms of work.
+cdef void pace_retry(Pace *p, double bytes_per_s) noexcept nogil
 cdef double pace_rate(const Pace *p) noexcept nogil
 
 # From measured rates the speeds to reckon with. Rates down to a third of the fastest count as equal

@@ -10,6 +10,7 @@ cdef double RATE_FLOOR = 1.0 / 16
 # Time constant of a rate. With 0.1 the soft devices of `speeds_of` differed 4.4-fold in 1 of 100
 # cases.
 cdef double RATE_MEMORY_S = 0.5
+cdef double RETRY_MEMORY_S = 0.02
 
 
 cdef u32 choose(const Lane *lanes, u32 n, double nbytes, double waiting, u32 turn) noexcept nogil:
@@ -36,6 +37,10 @@ cdef double slowness(uint8_t distance) noexcept nogil:
 
 cdef void pace_begin(Pace *p, double bytes_per_s) noexcept nogil:
     p.nbytes, p.busy_s = bytes_per_s * RATE_MEMORY_S, RATE_MEMORY_S
+
+
+cdef void pace_retry(Pace *p, double bytes_per_s) noexcept nogil:
+    p.nbytes, p.busy_s = bytes_per_s * RETRY_MEMORY_S, RETRY_MEMORY_S
 
 
 cdef void pace_note(Pace *p, double nbytes, double busy_s) noexcept nogil:
@@ -74,9 +79,12 @@ def chosen(list lanes, double nbytes, double waiting, u32 turn):
     return None if found == NO_LANE else found
 
 
-def rate_after(double bytes_per_s, list measurements):
+def rate_after(double bytes_per_s, list measurements, bint is_retried=False):
     cdef Pace pace
-    pace_begin(&pace, bytes_per_s)
+    if is_retried:
+        pace_retry(&pace, bytes_per_s)
+    else:
+        pace_begin(&pace, bytes_per_s)
     for nbytes, busy_s in measurements:
         pace_note(&pace, nbytes, busy_s)
     return pace_rate(&pace)

@@ -14,7 +14,7 @@ from te.transports.rdma.state cimport *
 
 cdef enum:
     POSTED_BYTES = 8 << 20  # of a qp under way at once; the last piece may exceed it
-    # A rail that nothing was measured of for so long gets a piece as if it were as fast as any: where
+    # A rail that was slow for so long is taken to be as fast as any, until it is measured: where
     # transfers are small, one that was slow once would never be used again.
     RETRY_NS = 5000000000
 
@@ -55,8 +55,6 @@ cdef void set_lanes(
     Direct *d, const uint8_t *distances, const bint *carries, Lane *lanes, bint *is_far
 ) noexcept nogil:
     cdef u32 i
-    cdef u64 now = now_ns()
-    cdef double speed
     cdef uint8_t distance, nearest = UNUSED
     for i in range(d.rails_n):
         if carries[i]:
@@ -68,19 +66,29 @@ cdef void set_lanes(
         distance = distances[d.qps[i].local_nic]
         if distance == UNUSED and nearest != UNUSED:
             continue
-        speed = d.fastest if now > d.tried_ns[i] + RETRY_NS else d.speeds[i]
-        lanes[i].speed = speed / slowness(distance)
+        lanes[i].speed = d.speeds[i] / slowness(distance)
         lanes[i].in_flight = <double>d.qps[i].ring_bytes
         is_far[i] = distance != nearest
         lanes[i].has_room = has_room_for(d.qps[i], is_far[i])
 
 
-cdef void level_speeds(Direct *d) noexcept nogil:
+cdef void level_speeds(Direct *d, u64 now) noexcept nogil:
     cdef double rates[RAILS_MAX]
     cdef u32 i
     for i in range(d.rails_n):
         rates[i] = pace_rate(&d.paces[i])
     d.fastest = speeds_of(rates, d.speeds, d.rails_n)
+    for i in range(d.rails_n):
+        if d.speeds[i] == d.fastest:
+            d.tried_ns[i] = now
+
+
+cdef void retry_slow(Direct *d, u64 now) noexcept nogil:
+    cdef u32 i
+    for i in range(d.rails_n):
+        if d.speeds[i] < d.fastest and now > d.tried_ns[i] + RETRY_NS:
+            pace_retry(&d.paces[i], d.fastest)
+            level_speeds(d, now)
 
 
 # -- giving
@@ -100,7 +108,7 @@ cdef u64 give(Qp *q, Transfer *t) noexcept nogil:
         take_ready(q.link, t)
         advance(t, ALL_SENT)
     if q.ring_n == 0:
-        direct_of(q.link).tried_ns[q.index] = q.busy_since = now_ns()
+        q.busy_since = now_ns()
         q.busy_bytes = 0
     q.ring_n += 1
     q.unbuilt += 1
@@ -140,6 +148,7 @@ cdef bint dispatch(Link *link) noexcept nogil:
     if load_pointer(&d.ready) == NULL or not find_carriers(d, carries):
         return False
     c = control_lock(link)
+    retry_slow(d, now_ns())
     t = d.ready
     while t != NULL:
         next = posting_of(t).next_ready

@@ -229,7 +229,7 @@ cdef void measure(Qp *q, u64 nbytes) noexcept nogil:
     if q.busy_bytes < MEASURED_BYTES:
         return
     pace_note(&d.paces[q.index], q.busy_bytes, (q.progress_ns - q.busy_since) * 1e-9)
-    level_speeds(d)
+    level_speeds(d, q.progress_ns)
     q.busy_since = q.progress_ns
     q.busy_bytes = 0
 

@@ -121,7 +121,7 @@ cdef struct Direct:
     Pace paces[RAILS_MAX]
     double speeds[RAILS_MAX]  # out of the paces, for the balancer
     double fastest  # of them
-    u64 tried_ns[RAILS_MAX]  # when it was measured last, or given a piece to measure it by
+    u64 tried_ns[RAILS_MAX]  # when it last counted as fast as the fastest
     # The destination's memory, as it has told: under the connection's lock.
     RemoteRange *table
     u32 table_n, table_room
