@@ -10,8 +10,9 @@ import logging
 import mmap
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -95,6 +96,7 @@ class Registration:
     regions: tuple[verbs.MemoryRegion, ...]
     #: Where it is, as it was given or found.
     location: str
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
     def ranges(self) -> int:
@@ -102,12 +104,17 @@ class Registration:
         return len(self.keys) // KEY.itemsize
 
     def close(self) -> None:
-        """After it returns nothing lands there through any device. ``te.RegistrationError``."""
-        for region in self.regions:
-            try:
-                region.close()
-            except OSError as exc:
-                raise RegistrationError(exc.strerror) from exc
+        """After it returns nothing lands there through any device. ``te.RegistrationError``.
+
+        Several threads may call it: one that deregisters the memory, and one that closes the
+        engine. ibv_dereg_mr(3) is called once for each.
+        """
+        with self._lock:
+            for region in self.regions:
+                try:
+                    region.close()
+                except OSError as exc:
+                    raise RegistrationError(exc.strerror) from exc
 
 
 class Fabric:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from te.memory import Region, RegionTable
 from te.memory_kinds import HOST
 from te.topology import Locality, Topology, read_machine
 from te.transports.tcp._core import TcpLink
-from te.verbs.fabric import UNUSED, Fabric
+from te.verbs.fabric import UNUSED, Fabric, Registration
 
 EDGES = [0, 1, 99, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 WILD = st.one_of(st.integers(0, 120), st.sampled_from(EDGES))
@@ -193,3 +195,35 @@ def test_deregister_knows_its_own() -> None:
     table.deregister(region, 1.0)
     with pytest.raises(RegistrationError, match="not registered"):
         table.deregister(region, 1.0)
+
+
+class SlowRegion:
+    """A memory region that takes as long to close as the test lets it."""
+
+    def __init__(self) -> None:
+        self.inside, self.most_inside, self.closed = 0, 0, 0
+        self.entered, self.may_end = threading.Event(), threading.Event()
+
+    def close(self) -> None:
+        self.inside += 1
+        self.most_inside = max(self.inside, self.most_inside)
+        self.entered.set()
+        self.may_end.wait(10)
+        self.inside -= 1
+        self.closed += 1
+
+
+def test_threads_that_close_the_same_registration_wait_for_each_other() -> None:
+    """Whoever returns may rely on it that nothing lands there any more."""
+    region = SlowRegion()
+    registration = Registration(b"", (cast("Any", region),), "*")
+    threads = [threading.Thread(target=registration.close) for _ in range(2)]
+    threads[0].start()
+    assert region.entered.wait(10)
+    threads[1].start()
+    threads[1].join(0.1)
+    assert threads[1].is_alive()
+    region.may_end.set()
+    for thread in threads:
+        thread.join(10)
+    assert (region.most_inside, region.closed) == (1, 2)
