@@ -89,7 +89,8 @@ class Chosen:
                     for name, why in unable.items()
                 }
                 logger.warning(
-                    "the engine uses %s, as its memory can not be moved by all transports: %s",
+                    "the engine uses %s alone, because some of its memory cannot go by all"
+                    " transports; %s",
                     " and ".join(self.names),
                     "; ".join(f"{name}: {self._left[name]}" for name in unable),
                 )

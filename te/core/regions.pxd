@@ -16,13 +16,15 @@ cdef enum:
     SENTENCE_MAX = 256  # bytes of what `say_refused` writes
     # What this engine does itself, which every region allows. The rights of peers are the wire's.
     OWN_USE = 8
+    # Instead of a device's distance: the memory uses it when no other is left; te.verbs.fabric.UNUSED.
+    UNUSED = 255
 
 # A range of registered memory as the RDMA devices of its engine call it; te.verbs.fabric.KEY.
 cdef struct Key:
     u64 start, end
     u32 lkeys[NICS_MAX]  # to be named by the engine's own work requests
     u32 rkeys[NICS_MAX]  # to be named by a peer's
-    uint8_t distances[NICS_MAX]  # te.topology.Topology.distance; 255: not to be used
+    uint8_t distances[NICS_MAX]  # 0 near, 1 the same NUMA node, 2 another; or UNUSED
 
 cdef struct Region:
     u64 start, end, serial

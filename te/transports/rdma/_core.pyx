@@ -19,7 +19,7 @@ from te.core.wire cimport *
 from te.core.worker cimport *
 from te.transports.rdma.balance cimport pace_begin, pace_rate
 from te.transports.rdma.control cimport *
-from te.transports.rdma.dispatching cimport give_back, level_speeds
+from te.transports.rdma.dispatching cimport level_speeds
 from te.transports.rdma.fencing cimport *
 from te.transports.rdma.incoming cimport marks_arrived, on_abandon, on_ask
 from te.transports.rdma.outgoing cimport *
@@ -179,7 +179,6 @@ cdef bint on_check(Polled *p, u64 now) noexcept nogil:
         qp_fail(q, NO_COMPLETION, 0)
     elif late and q.late and q.state == QP_UP and not q.suspect:
         q.suspect = True
-        give_back(q)
         link_tell(q.link, q.index, q.epoch, RAIL_SUSPECT, 0)
         kick_qps(q.link)
     q.late = late

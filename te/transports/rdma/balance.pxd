@@ -10,8 +10,6 @@ from te.core.sync cimport u32
 
 cdef enum:
     NO_LANE = 0xFFFFFFFF
-    DISTANCES = 3  # 0 near, 1 the same NUMA node, 2 another
-    UNUSED = 255  # instead of a distance: the memory uses that device when no other is left
 
 # What a rail moved lately, older measurements counting for less.
 cdef struct Pace:

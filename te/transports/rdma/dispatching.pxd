@@ -4,11 +4,9 @@
 
 from te.core.link cimport Link
 from te.core.sync cimport u64
-from te.transports.rdma.state cimport Direct, Qp
+from te.transports.rdma.state cimport Direct
 
 # Whether there was a piece, and a rail with room for it. What rails were given is theirs to send.
 cdef bint dispatch(Link *link) noexcept nogil
-# A rail that does not move: what it was given, but has not begun, waits for the others again.
-cdef void give_back(Qp *q) noexcept nogil
 # After a pace has changed. Under the link's lock.
 cdef void level_speeds(Direct *d, u64 now) noexcept nogil

@@ -1,14 +1,15 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
-from libc.stdint cimport int64_t, uint8_t
+from libc.stdint cimport uint8_t
 from te.core.link cimport *
+from te.core.regions cimport UNUSED
 from te.core.sync cimport *
 from te.core.transfer cimport ALL_SENT, advance, is_given_up
 from te.core.wire cimport POSTED_MAX, RAILS_MAX
 from te.transports.rdma.balance cimport *
 from te.transports.rdma.control cimport *
-from te.transports.rdma.outgoing cimport go_on, requeue, take_ready
+from te.transports.rdma.outgoing cimport go_on, take_ready
 from te.transports.rdma.pieces cimport Piece
 from te.transports.rdma.state cimport *
 
@@ -159,21 +160,3 @@ cdef bint dispatch(Link *link) noexcept nogil:
         t = next
     control_unlock(c)
     return given
-
-
-cdef void give_back(Qp *q) noexcept nogil:
-    cdef Connection *c = control_lock(q.link)
-    cdef Posted *one
-    cdef Transfer *t
-    while q.unbuilt > <u32>q.is_building:
-        q.ring_n -= 1
-        q.unbuilt -= 1
-        one = &q.ring[(q.ring_first + q.ring_n) % POSTED_MAX]
-        t = one.transfer
-        q.unbuilt_blocks -= one.blocks
-        q.ring_bytes -= one.nbytes
-        add64(&direct_of(q.link).rail_flying[q.index], -<int64_t>one.nbytes)
-        t.in_flight -= 1
-        requeue(q.link, t, one.piece)
-        go_on(c, t)
-    control_unlock(c)

@@ -7,11 +7,11 @@ from te.core.heap cimport need
 from te.core.link cimport *
 from te.core.maps cimport map_get
 from te.core.plane cimport FAILED
+from te.core.regions cimport UNUSED
 from te.core.sending cimport check_reason, say_unexpected
 from te.core.sync cimport *
 from te.core.transfer cimport *
 from te.core.wire cimport *
-from te.transports.rdma.balance cimport UNUSED
 from te.transports.rdma.control cimport *
 from te.transports.rdma.pieces cimport Piece, cut, pieces_for
 from te.transports.rdma.remote cimport check_remote

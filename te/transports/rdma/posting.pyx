@@ -1,7 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
-from libc.stdint cimport int64_t
 from te.core.link cimport *
 from te.core.posix cimport EAGAIN, ENOMEM, htonl
 from te.core.plane cimport Plane
@@ -251,17 +250,12 @@ cdef bint pieces_done(Qp *q) noexcept nogil:
     store64(&q.link.progress_ns, q.progress_ns)
     c = control_lock(q.link)
     while is_done(q):
-        one = &q.ring[q.ring_first]
-        q.ring_first = (q.ring_first + 1) % POSTED_MAX
-        q.ring_n -= 1
-        q.ring_bytes -= one.nbytes
+        one = take_posted(q)
         moved += one.nbytes
         t = one.transfer
-        t.in_flight -= 1
         store64(&t.progress_ns, q.progress_ns)
         add64(&plane.bytes_received if t.is_read else &plane.bytes_sent, one.nbytes)
         add64(&d.rail_bytes[q.index], one.nbytes)
-        add64(&d.rail_flying[q.index], -<int64_t>one.nbytes)
         go_on(c, t)
     measure(q, moved)
     control_unlock(c)

@@ -1,7 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
-from libc.stdint cimport int64_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 from te.core.heap cimport need
@@ -178,12 +177,8 @@ cdef void on_closed(Connection *c) noexcept nogil:
         return
     pthread_mutex_lock(&link.lock)
     while q.ring_n:
-        one = &q.ring[q.ring_first]
-        q.ring_first = (q.ring_first + 1) % POSTED_MAX
-        q.ring_n -= 1
+        one = take_posted(q)
         t = one.transfer
-        t.in_flight -= 1
-        add64(&d.rail_flying[q.index], -<int64_t>one.nbytes)
         if t.is_read or not is_listed_in(
             <PieceId *>c.body, c.head.count, t.id, one.piece
         ):

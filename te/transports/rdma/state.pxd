@@ -3,11 +3,11 @@
 # to RAILS_MAX rails, each a connected queue pair (qp). The link's worker alone touches the queue
 # pairs, except for what is atomic.
 
-from libc.stdint cimport uint8_t
+from libc.stdint cimport int64_t, uint8_t
 from te.core.inbound cimport Arriving
 from te.core.link cimport Link, Transfer
 from te.core.regions cimport Key, Region, regions_above
-from te.core.sync cimport u32, u64
+from te.core.sync cimport add64, u32, u64
 from te.core.wire cimport BEGUN_MAX, RemoteRange, NICS_MAX, POSTED_MAX, PieceId, RAILS_MAX
 from te.core.worker cimport Polled, Worker
 from te.transports.rdma.balance cimport Pace
@@ -169,3 +169,15 @@ cdef inline Key *own_key(Transfer *t, u64 address) noexcept nogil:
 
 cdef inline Posted *first_unbuilt(Qp *q) noexcept nogil:
     return &q.ring[(q.ring_first + q.ring_n - q.unbuilt) % POSTED_MAX]
+
+
+cdef inline Posted *take_posted(Qp *q) noexcept nogil:
+    """The first piece that the qp carries, which it carries no more. Under the link's lock; valid until
+    the qp is given another one."""
+    cdef Posted *one = &q.ring[q.ring_first]
+    q.ring_first = (q.ring_first + 1) % POSTED_MAX
+    q.ring_n -= 1
+    q.ring_bytes -= one.nbytes
+    one.transfer.in_flight -= 1
+    add64(&direct_of(q.link).rail_flying[q.index], -<int64_t>one.nbytes)
+    return one
