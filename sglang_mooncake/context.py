@@ -10,9 +10,12 @@ from typing import Literal
 from bootstrap_server import InstanceConfig, RankCoords
 from sglang_mooncake.layout import Place
 
-__all__ = ["Deadlines", "RankContext", "Role"]
+__all__ = ["PREFILL_COMPLETE", "Deadlines", "RankContext", "Role"]
 
 Role = Literal["prefill", "decode"]
+
+#: SGLang's --disaggregation-decode-allocation-policy beside the default, `early`.
+PREFILL_COMPLETE = "prefill_complete"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,11 @@ class RankContext:
     def place(self) -> Place:
         """Which part of the model's caches this rank holds follows from it."""
         return Place(self.config.topology, self.coords)
+
+    @property
+    def waits_for_prompt(self) -> bool:
+        """Whether decode ranks make room for a request only once its prompt is computed."""
+        return self.config.decode_allocation_policy == PREFILL_COMPLETE
 
     @property
     def name(self) -> str:

@@ -87,6 +87,7 @@ class DecodeSide(Side):
             SEAL_SLOTS,
             first_generation=secrets.randbits(62) + 1,
             new_tag=te.new_tag,
+            computed_first=context.waits_for_prompt,
         )
         self.instances = PrefillInstances(config.registries)
         self._sources_of: dict[str, _Sources] = {}  # of the scheduler thread alone

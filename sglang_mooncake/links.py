@@ -23,14 +23,28 @@ import te
 from bootstrap_server import Rank
 from sglang_mooncake import messages
 from sglang_mooncake.context import Deadlines
-from sglang_mooncake.messages import Hello, HelloReply, LinkReset, Message, MessageError, RoomFailed
-from sglang_mooncake.rooms.decode_events import LinkDown, LinkRefused, LinkUp, PeerFailed
+from sglang_mooncake.messages import (
+    Hello,
+    HelloReply,
+    LinkReset,
+    Message,
+    MessageError,
+    RoomComputed,
+    RoomFailed,
+)
+from sglang_mooncake.rooms.decode_events import (
+    LinkDown,
+    LinkRefused,
+    LinkUp,
+    PeerComputed,
+    PeerFailed,
+)
 
 __all__ = ["LinkEvent", "LinkKey", "Links", "Readers", "open_dealer", "open_router"]
 
 logger = logging.getLogger(__name__)
 
-LinkEvent = LinkUp | LinkDown | LinkRefused | PeerFailed
+LinkEvent = LinkUp | LinkDown | LinkRefused | PeerComputed | PeerFailed
 
 #: Control messages that wait for one peer; beyond it the peer counts as unreachable.
 _QUEUE_MESSAGES_MAX = 10_000
@@ -196,6 +210,8 @@ class Links:
                 self._close(link)
             case LinkReset(reason):
                 self._drop(link, f"{key}: {reason}", forget_instance=False)
+            case RoomComputed():
+                self._report(PeerComputed(key, message))
             case RoomFailed():
                 self._report(PeerFailed(key, message))
             case _:

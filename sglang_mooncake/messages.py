@@ -27,8 +27,10 @@ __all__ = [
     "Message",
     "MessageError",
     "RoomAbort",
+    "RoomComputed",
     "RoomFailed",
     "RoomRequest",
+    "RoomWait",
     "Target",
     "VersionMismatch",
     "decode",
@@ -40,7 +42,7 @@ __all__ = [
 ]
 
 #: Raise it with every change that an older peer would misread.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 #: A million-token context at page size 1 is 4 MB of indices; nothing we send is longer than this.
 MESSAGE_BYTES_MAX = 64 << 20
 #: SGLang counts a prompt's tokens in 32 bits.
@@ -148,6 +150,25 @@ class RoomRequest(msgspec.Struct, frozen=True, tag="room_request"):
             raise ValueError(f"{self.destinations} destinations")
 
 
+class RoomWait(msgspec.Struct, frozen=True, tag="room_wait"):
+    """decode → prefill, with the allocation policy prefill_complete: I make room for this request
+    once its prompt is computed, and ask for it then, with this generation. Tell me when it is."""
+
+    room: int
+    generation: int
+
+    def __post_init__(self) -> None:
+        if self.generation < 0:
+            raise ValueError(f"generation {self.generation}")
+
+
+class RoomComputed(msgspec.Struct, frozen=True, tag="room_computed"):
+    """prefill → decode, the answer to `RoomWait`: the prompt is computed."""
+
+    room: int
+    generation: int
+
+
 class RoomAbort(msgspec.Struct, frozen=True, tag="room_abort"):
     """decode → prefill: nobody wants this room any more.
 
@@ -188,7 +209,9 @@ class LinkReset(msgspec.Struct, frozen=True, tag="link_reset"):
     reason: str
 
 
-Message = Hello | HelloReply | RoomRequest | RoomAbort | RoomFailed | LinkReset
+Message = (
+    Hello | HelloReply | RoomWait | RoomComputed | RoomRequest | RoomAbort | RoomFailed | LinkReset
+)
 
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()

@@ -31,6 +31,7 @@ from sglang_mooncake.messages import (
     RoomAbort,
     RoomFailed,
     RoomRequest,
+    RoomWait,
 )
 from sglang_mooncake.outgoing import Outgoing, TransferEnded
 from sglang_mooncake.rooms import prefill as rooms
@@ -91,7 +92,9 @@ class PrefillSide(Side):
         self._context, self._engine = context, engine
         self._layout, self._recorder, self._stages = layout, recorder, stages
         self._rooms = rooms.PrefillRooms(
-            context.deadlines.bootstrap_s, 2 * context.deadlines.waiting_s
+            context.deadlines.bootstrap_s,
+            2 * context.deadlines.waiting_s,
+            context.waits_for_prompt,
         )
         self._executor = Executor(self._rooms.handle, self._perform, self._failed)
         self._destinations = Destinations()
@@ -152,6 +155,10 @@ class PrefillSide(Side):
             self._polled.add(view.serial)
         if not self._polled:
             self._loop.wake()
+
+    def computed(self, view: RoomView) -> None:
+        """The whole prompt is computed. The next `polled` wakes the loop, as after `send_chunk`."""
+        self._loop.leave(rooms.Computed(view))
 
     def polled(self, view: RoomView, sent: bool) -> None:
         """The scheduler asks for the state of a room. It does so in every step for rooms that wait
@@ -248,9 +255,11 @@ class PrefillSide(Side):
                 self._greet(identity, message)
             case RoomAbort():  # welcome from strangers too: a refused rank gives its rooms up
                 self._executor.submit(rooms.RoomAborted(key, message))
+            case RoomWait() if key in self._destinations:
+                self._executor.submit(rooms.Awaited(key, message))
             case RoomRequest() if key in self._destinations:
                 self._executor.submit(rooms.Requested(key, message))
-            case RoomRequest():
+            case RoomRequest() | RoomWait():
                 self._reply(identity, LinkReset(f"{self._context.name} has no data path to you"))
             case _:
                 logger.warning("%s sent a %s to a prefill rank", key, type(message).__name__)
@@ -369,7 +378,7 @@ class PrefillSide(Side):
         match cause:
             case rooms.Write():
                 return Outgoing.refused(cause, error)
-            case rooms.Requested(peer, request):
+            case rooms.Requested(peer, request) | rooms.Awaited(peer, request):
                 message = RoomFailed(request.room, request.generation, f"internal error: {error!r}")
                 self._reply(bytes.fromhex(peer), message)
                 return None

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _POLL = {
     RoomState.OPEN: KVPoll.Bootstrapping,
+    RoomState.COMPUTING: KVPoll.Bootstrapping,
     RoomState.READY: KVPoll.WaitingForInput,
     RoomState.REQUESTED: KVPoll.Transferring,
     # Bytes may still land in the pages: the scheduler must not take them back yet.

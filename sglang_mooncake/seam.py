@@ -35,8 +35,10 @@ from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 from bootstrap_server import InstanceConfig, KVFormat, RankCoords, SGLangParallel, Topology
 from sglang_mooncake.context import Deadlines, RankContext, Role
 from sglang_mooncake.kv_args import Heads, KVArgsLike
+from sglang_mooncake.kv_states import state_names
 from sglang_mooncake.messages import PROTOCOL_VERSION
 from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.supported import Modes, refusal
 
 __all__ = [
     "ABSENT_MEMBERS",
@@ -233,25 +235,25 @@ def _bootstrap_address() -> str:
 
 def check_supported(kv_args: KVArgsLike, mode: DisaggregationMode) -> None:
     """Raises UnsupportedServer for a mode that would fail at a request, or give wrong bytes."""
-    parallel, disagg = get_parallel(), get_disagg()
-    # Then pages of two pools, on the host and on the device, are named for one request.
-    hisparse = mode == DisaggregationMode.DECODE and bool(get_memory().enable_hisparse)
-    refused = {
-        "--enable-cp-tp-group-sharing": bool(parallel.enable_cp_tp_group_sharing),
-        "--dcp-size above 1": parallel.attn_dcp_size > 1,
-        "--enable-kv-cache-sharding": bool(parallel.enable_kv_cache_sharding),
-        "--disaggregation-decode-allocation-policy prefill_complete": (
-            disagg.disaggregation_decode_allocation_policy != "early"
-        ),
-        "--enable-hisparse with a draft model": hisparse and bool(kv_args.num_draft_entries),
-        "--enable-hisparse with DeepSeek-V4": hisparse and bool(kv_args.mla_compression_ratios),
-        "SGLANG_DISAGG_STAGING_BUFFER": bool(envs.SGLANG_DISAGG_STAGING_BUFFER.get()),
-    }
-    for what, given in refused.items():
-        if given:
-            raise UnsupportedServer(
-                f"sglang-mooncake does not serve {what} yet: start the server without it"
-            )
+    problem = refusal(_modes(kv_args, mode))
+    if problem is not None:
+        raise UnsupportedServer(problem)
+
+
+def _modes(kv_args: KVArgsLike, mode: DisaggregationMode) -> Modes:
+    parallel = get_parallel()
+    return Modes(
+        role="prefill" if mode == DisaggregationMode.PREFILL else "decode",
+        decode_allocation_policy=str(get_disagg().disaggregation_decode_allocation_policy),
+        dcp_size=int(parallel.attn_dcp_size),
+        kv_cache_sharding=bool(parallel.enable_kv_cache_sharding),
+        cp_tp_group_sharing=bool(parallel.enable_cp_tp_group_sharing),
+        hisparse=bool(get_memory().enable_hisparse),
+        staging_buffer=bool(envs.SGLANG_DISAGG_STAGING_BUFFER.get()),
+        has_draft=bool(kv_args.num_draft_entries),
+        is_compressed=bool(kv_args.mla_compression_ratios),
+        states=state_names(kv_args),
+    )
 
 
 class StageBoard:

@@ -142,7 +142,8 @@ class KVSender(BaseKVSender):  # type: ignore[misc]
         return self.poll() if stages is None else stages.consensus(self.bootstrap_room, self.poll())
 
     def mark_prefill_complete(self) -> None:
-        """For the allocation policy `prefill_complete`, which is refused at start-up."""
+        """With the allocation policy `prefill_complete`: decode may make room for the request."""
+        self._side.computed(self._view)
 
     def get_transfer_metric(self) -> KVTransferMetric:
         per_page = sum(self.kv_mgr.kv_args.kv_item_lens)

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 
 from sglang_mooncake.messages import (
     RoomAbort,
+    RoomComputed,
     RoomFailed,
     RoomRequest,
+    RoomWait,
     Target,
     indices_to_bytes,
     states_to_bytes,
@@ -36,6 +38,7 @@ from sglang_mooncake.rooms.decode_events import (
     NotServed,
     OpenLink,
     PagesNamed,
+    PeerComputed,
     PeerFailed,
     RoomSource,
     SourcesChosen,
@@ -71,6 +74,7 @@ __all__ = [
     "Opened",
     "Over",
     "PagesNamed",
+    "PeerComputed",
     "PeerFailed",
     "RoomSource",
     "SourcesChosen",
@@ -91,14 +95,17 @@ class _Room:
     sources: tuple[RoomSource, ...] = ()
     #: Links of these sources that have not been heard to stand.
     unlinked: set[Hashable] = field(default_factory=set)
-    since_s: float = 0.0  # in its present state; counted for READY and REQUESTED
+    #: Links of those that have not said that the prompt is computed; empty unless that matters.
+    computing: set[Hashable] = field(default_factory=set)
+    since_s: float = 0.0  # in its present state; counted from COMPUTING on
     slots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeDeadlines:
     """`bootstrap_s`: until the prefill ranks are known; `ready_s`: until the scheduler names pages;
-    `waiting_s`: until the KV has arrived."""
+    `waiting_s`: until the prompt is computed (where that is waited for), and until the KV has
+    arrived."""
 
     bootstrap_s: float
     waiting_s: float
@@ -112,6 +119,8 @@ class DecodeRooms:
         seal_slots: how many seals the registered seal buffer holds; a bound on rooms × sources.
         first_generation: they count up from here, so that they differ from those of a former life.
         new_tag: a tag that was never used, and that nobody can guess.
+        computed_first: a room is ready only once its prompt is computed (the allocation policy
+            prefill_complete).
     """
 
     def __init__(
@@ -120,12 +129,13 @@ class DecodeRooms:
         seal_slots: int,
         first_generation: int,
         new_tag: Callable[[], int],
+        computed_first: bool = False,
     ) -> None:
         self._deadlines = deadlines
         self._rooms: dict[int, _Room] = {}  # by serial
         self._free_slots = list(range(seal_slots - 1, -1, -1))
         self._next_generation = first_generation
-        self._new_tag = new_tag
+        self._new_tag, self._computed_first = new_tag, computed_first
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -162,6 +172,8 @@ class DecodeRooms:
                 return self._link_down(link, reason)
             case LinkRefused(link, reason):
                 return self._link_refused(link, reason)
+            case PeerComputed(link, said):
+                return self._peer_computed(link, said, now_s)
             case PeerFailed(link, message):
                 return self._peer_failed(link, message)
             case Tick():
@@ -202,9 +214,7 @@ class DecodeRooms:
             )
         room.slots = tuple(self._free_slots.pop() for _ in sending)
         room.since_s = now_s
-        # The generation tells this use of the room number from any other.
-        view.generation = self._next_generation
-        self._next_generation += 1
+        self._name_use(view)
         view.awaited = tuple(
             targets.awaited(source, view.generation, self._new_tag(), slot)
             for source, slot in zip(sending, room.slots, strict=True)
@@ -221,6 +231,12 @@ class DecodeRooms:
             for source in room.sources
         ]
         return [*expect, *tell]
+
+    def _name_use(self, view: RoomView) -> None:
+        """The generation tells this use of the room number from any other."""
+        if not view.generation:
+            view.generation = self._next_generation
+            self._next_generation += 1
 
     def _arrive(self, view: RoomView) -> list[Instruction]:
         room = self._rooms.get(view.serial)
@@ -269,13 +285,24 @@ class DecodeRooms:
     # --- peers and the clock ---
 
     def _link_up(self, link: Hashable, now_s: float) -> list[Instruction]:
+        instructions: list[Instruction] = []
         for room in self._rooms.values():
             if room.view.state is RoomState.OPEN and link in room.unlinked:
                 room.unlinked.discard(link)
                 if not room.unlinked:
                     room.since_s = now_s
-                    advance(room.view, Step.MET, TRANSITIONS_DECODE)
-        return []
+                    instructions += self._linked(room)
+        return instructions
+
+    def _linked(self, room: _Room) -> list[Instruction]:
+        view = room.view
+        if not self._computed_first:
+            advance(view, Step.MET, TRANSITIONS_DECODE)
+            return []
+        self._name_use(view)
+        room.computing = {source.link for source in room.sources}
+        advance(view, Step.LINKED, TRANSITIONS_DECODE)
+        return [Tell(source.link, RoomWait(view.room, view.generation)) for source in room.sources]
 
     def _link_down(self, link: Hashable, reason: str) -> list[Instruction]:
         instructions: list[Instruction] = []
@@ -290,6 +317,21 @@ class DecodeRooms:
             if any(source.link == link for source in room.sources):
                 instructions += self._end(room.view, RoomState.FAILED, reason)
         return instructions
+
+    def _peer_computed(
+        self, link: Hashable, message: RoomComputed, now_s: float
+    ) -> list[Instruction]:
+        for room in self._rooms.values():
+            view = room.view
+            if view.state is RoomState.COMPUTING and (view.room, view.generation) == (
+                message.room,
+                message.generation,
+            ):
+                room.computing.discard(link)
+                if not room.computing:
+                    room.since_s = now_s
+                    advance(view, Step.MET, TRANSITIONS_DECODE)
+        return []
 
     def _peer_failed(self, link: Hashable, message: RoomFailed) -> list[Instruction]:
         for room in list(self._rooms.values()):
@@ -317,6 +359,10 @@ def _late(room: _Room, deadlines: DecodeDeadlines, now_s: float) -> str | None:
             waited_s, limit_s = now_s - room.view.opened_s, deadlines.bootstrap_s
             what = "no data path to its prefill ranks stood within {} s "
             what += "(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)"
+        case RoomState.COMPUTING:
+            waited_s, limit_s = now_s - room.since_s, deadlines.waiting_s
+            what = "the prefill server did not compute its prompt within {} s "
+            what += "(SGLANG_DISAGGREGATION_WAITING_TIMEOUT)"
         case RoomState.READY:
             waited_s, limit_s = now_s - room.since_s, deadlines.ready_s
             what = "the scheduler of the decode server named no pages for it within {} s"

@@ -13,7 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from bootstrap_server.matching import ALL_PAGES, PageShare
-from sglang_mooncake.messages import RoomAbort, RoomFailed, RoomRequest
+from sglang_mooncake.messages import (
+    RoomAbort,
+    RoomComputed,
+    RoomFailed,
+    RoomRequest,
+    RoomWait,
+)
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
 from sglang_mooncake.rooms.states import RoomView
 
@@ -30,6 +36,7 @@ __all__ = [
     "NotServed",
     "OpenLink",
     "PagesNamed",
+    "PeerComputed",
     "PeerFailed",
     "RoomSource",
     "SourcesChosen",
@@ -139,6 +146,12 @@ class LinkRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerComputed:
+    link: Hashable
+    message: RoomComputed
+
+
+@dataclass(frozen=True, slots=True)
 class PeerFailed:
     link: Hashable
     message: RoomFailed
@@ -157,6 +170,7 @@ Event = (
     | LinkUp
     | LinkDown
     | LinkRefused
+    | PeerComputed
     | PeerFailed
     | Tick
 )
@@ -187,7 +201,7 @@ class Expect:
 @dataclass(frozen=True, slots=True)
 class Tell:
     link: Hashable
-    message: RoomRequest | RoomAbort
+    message: RoomWait | RoomRequest | RoomAbort
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +223,9 @@ def after_failure(cause: Event | Instruction, error: Exception) -> Event | None:
     match cause:
         case OpenLink(link):
             return LinkDown(link, reason)
-        case Tell(link, RoomRequest(room=room, generation=generation)):
+        case Tell(link, RoomRequest(room=room, generation=generation)) | Tell(
+            link, RoomWait(room, generation)
+        ):
             return PeerFailed(link, RoomFailed(room, generation, reason))
         case Broken() | Tell():
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sglang_mooncake.messages import RoomAbort, RoomRequest
+from sglang_mooncake.messages import RoomAbort, RoomRequest, RoomWait
 
 __all__ = ["EARLY_BYTES_MAX", "EARLY_PEER_BYTES_MAX", "Early", "EarlyRooms"]
 
@@ -25,7 +25,7 @@ class Early:
     """A peer's last word on a room that is not open."""
 
     peer: str
-    message: RoomRequest | RoomAbort
+    message: RoomRequest | RoomWait | RoomAbort
     since_s: float
 
     @property
@@ -33,7 +33,7 @@ class Early:
         """About what it takes in memory."""
         if isinstance(self.message, RoomAbort):
             return _OVERHEAD_BYTES + 4 * len(self.message.reason)
-        target = self.message.target
+        target = self.message.target if isinstance(self.message, RoomRequest) else None
         if target is None:
             return _OVERHEAD_BYTES
         states = sum(len(indices or b"") for indices in target.states)
@@ -63,8 +63,9 @@ class EarlyRooms:
         """About what all of them take in memory."""
         return self._nbytes
 
-    def request(self, peer: str, request: RoomRequest, now_s: float) -> None:
-        """Keeps a request, unless its own abort has overtaken it, or a newer one."""
+    def request(self, peer: str, request: RoomRequest | RoomWait, now_s: float) -> None:
+        """Keeps a request (or that there will be one), unless its own abort has overtaken it, or a
+        newer one."""
         known = self._known(peer, request.room)
         if known is None or known.generation < request.generation:
             self._keep(Early(peer, request, now_s))
@@ -85,7 +86,7 @@ class EarlyRooms:
         """Forgets the requests of a peer that cannot be written to any more."""
         known = self._peers.get(peer)
         for early in list(known.messages.values()) if known else ():
-            if isinstance(early.message, RoomRequest):
+            if not isinstance(early.message, RoomAbort):
                 self._drop(early)
 
     def late(self, now_s: float) -> list[tuple[Early, str]]:
@@ -122,7 +123,7 @@ class EarlyRooms:
         peer = self._peers.get(name)
         return next(iter(peer.messages.values())) if peer else None
 
-    def _known(self, peer: str, room: int) -> RoomRequest | RoomAbort | None:
+    def _known(self, peer: str, room: int) -> RoomRequest | RoomWait | RoomAbort | None:
         known = self._peers.get(peer)
         early = known.messages.get(room) if known else None
         return early.message if early else None

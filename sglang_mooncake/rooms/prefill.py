@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sglang_mooncake.messages import RoomAbort, RoomFailed, RoomRequest
+from sglang_mooncake.messages import (
+    RoomAbort,
+    RoomComputed,
+    RoomFailed,
+    RoomRequest,
+    RoomWait,
+)
 from sglang_mooncake.rooms.early import Early, EarlyRooms
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
 from sglang_mooncake.rooms.prefill_events import (
+    Awaited,
     CancelWrites,
     Chunk,
     ChunkSent,
+    Computed,
     Event,
     Instruction,
     Met,
@@ -36,11 +44,13 @@ from sglang_mooncake.rooms.states import (
 
 __all__ = [
     "Aborted",
+    "Awaited",
     "Broken",
     "CancelWrites",
     "Chunk",
     "ChunkSent",
     "Closed",
+    "Computed",
     "Event",
     "Instruction",
     "Met",
@@ -71,6 +81,9 @@ ABORT_GRACE_S = 2.0
 class _Room:
     view: RoomView
     requests: dict[str, RoomRequest] = field(default_factory=dict)
+    #: Peers that will ask once the prompt is computed; with which generation.
+    waiting: dict[str, int] = field(default_factory=dict)
+    computed_s: float | None = None
     #: By peers that have not asked; since when.
     aborts: dict[str, tuple[RoomAbort, float]] = field(default_factory=dict)
     sent: dict[str, Sent] = field(default_factory=dict)  # by peer
@@ -86,10 +99,15 @@ class PrefillRooms:
         bootstrap_timeout_s: how long a room waits for its decode ranks, and a request for its room.
         chunk_timeout_s: how long a room waits for its scheduler's next chunk. Long before, a decode
             rank gives up and says so; this is for one whose word never comes.
+        computed_first: decode ranks ask for a room only once its prompt is computed (the policy
+            prefill_complete), so that it waits for them from then on.
     """
 
-    def __init__(self, bootstrap_timeout_s: float, chunk_timeout_s: float) -> None:
+    def __init__(
+        self, bootstrap_timeout_s: float, chunk_timeout_s: float, computed_first: bool = False
+    ) -> None:
         self._bootstrap_timeout_s, self._chunk_timeout_s = bootstrap_timeout_s, chunk_timeout_s
+        self._computed_first = computed_first
         self._rooms: dict[int, _Room] = {}  # by serial: a room number may be in use twice
         self._current: dict[int, _Room] = {}  # by room number: the newest use
         self._early = EarlyRooms(bootstrap_timeout_s)
@@ -112,6 +130,10 @@ class PrefillRooms:
                 return self._end(view, RoomState.FAILED, reason)
             case Closed(view):
                 return self._end(view, RoomState.ABORTED, "the scheduler released the request")
+            case Computed(view):
+                return self._computed(view, now_s)
+            case Awaited(peer, wait):
+                return self._await(peer, wait, now_s)
             case Requested(peer, request):
                 return self._request(peer, request, now_s)
             case RoomAborted(peer, message):
@@ -139,11 +161,24 @@ class PrefillRooms:
         self._current[view.room] = room
         self._ended.pop(view.room, None)
         for early in self._early.take(view.room):
-            if isinstance(early.message, RoomRequest):
-                instructions += self._request(early.peer, early.message, now_s)
-            else:
-                instructions += self._peer_abort(early.peer, early.message, now_s)
+            match early.message:
+                case RoomRequest():
+                    instructions += self._request(early.peer, early.message, now_s)
+                case RoomWait():
+                    instructions += self._await(early.peer, early.message, now_s)
+                case RoomAbort():
+                    instructions += self._peer_abort(early.peer, early.message, now_s)
         return instructions
+
+    def _computed(self, view: RoomView, now_s: float) -> list[Instruction]:
+        room = self._rooms.get(view.serial)
+        if room is None or view.state is not RoomState.OPEN or room.computed_s is not None:
+            return []
+        room.computed_s = now_s
+        return [
+            Tell(peer, RoomComputed(view.room, generation))
+            for peer, generation in room.waiting.items()
+        ]
 
     def _chunk(self, view: RoomView, chunk: Chunk, now_s: float) -> list[Instruction]:
         room = self._rooms.get(view.serial)
@@ -174,16 +209,39 @@ class PrefillRooms:
 
     # --- events of peers ---
 
+    def _await(self, peer: str, wait: RoomWait, now_s: float) -> list[Instruction]:
+        if wait.generation <= self._answered.get((peer, wait.room), -1):
+            return []  # a repetition
+        room = self._current.get(wait.room)
+        if room is None or room.view.state is not RoomState.OPEN or peer in room.requests:
+            return self._too_late(peer, wait) or self._too_early(peer, wait, now_s)
+        abort, _ = room.aborts.pop(peer, (None, 0.0))
+        if abort is not None and abort.generation >= wait.generation:
+            return self._end(room.view, RoomState.ABORTED, _peer_gave_up(abort))
+        room.waiting[peer] = wait.generation
+        if room.computed_s is None:
+            return []
+        return [Tell(peer, RoomComputed(wait.room, wait.generation))]
+
     def _request(self, peer: str, request: RoomRequest, now_s: float) -> list[Instruction]:
         if request.generation <= self._answered.get((peer, request.room), -1):
             return []  # a repetition
         room = self._current.get(request.room)
         if room is not None and room.view.state is RoomState.OPEN and peer not in room.requests:
             return self._meet(room, peer, request, now_s)
+        return self._too_late(peer, request) or self._too_early(peer, request, now_s)
+
+    def _too_late(self, peer: str, request: RoomRequest | RoomWait) -> list[Instruction]:
+        """What is said of a room that has ended badly; nothing if it has not."""
         ended = self._ended.get(request.room)
-        if ended is not None:
-            self._remember(peer, request)
-            return [Tell(peer, RoomFailed(request.room, request.generation, ended))]
+        if ended is None:
+            return []
+        self._remember(peer, request)
+        return [Tell(peer, RoomFailed(request.room, request.generation, ended))]
+
+    def _too_early(
+        self, peer: str, request: RoomRequest | RoomWait, now_s: float
+    ) -> list[Instruction]:
         self._early.request(peer, request, now_s)
         return self._refuse(self._early.crowd(peer))
 
@@ -192,6 +250,7 @@ class PrefillRooms:
     ) -> list[Instruction]:
         view = room.view
         self._remember(peer, request)
+        room.waiting.pop(peer, None)
         abort, _ = room.aborts.pop(peer, (None, 0.0))
         if abort is not None and abort.generation >= request.generation:
             return self._end(view, RoomState.ABORTED, _peer_gave_up(abort))
@@ -205,7 +264,7 @@ class PrefillRooms:
             return [Met(view)]
         return []
 
-    def _remember(self, peer: str, request: RoomRequest) -> None:
+    def _remember(self, peer: str, request: RoomRequest | RoomWait) -> None:
         key = peer, request.room
         self._answered.pop(key, None)
         self._answered[key] = request.generation
@@ -217,6 +276,9 @@ class PrefillRooms:
         request = room.requests.get(peer) if room is not None else None
         if room is not None and request is not None and request.generation == message.generation:
             del room.requests[peer]  # it knows: no need to tell it
+            return self._end(room.view, RoomState.ABORTED, _peer_gave_up(message))
+        if room is not None and room.waiting.get(peer) == message.generation:
+            del room.waiting[peer]
             return self._end(room.view, RoomState.ABORTED, _peer_gave_up(message))
         # A rank that gave up before it named its pages says 0: that can be of no former use which
         # had been asked for.
@@ -232,7 +294,8 @@ class PrefillRooms:
         self._early.lose(peer)
         instructions: list[Instruction] = []
         for room in list(self._rooms.values()):
-            if room.requests.pop(peer, None) is not None:
+            waited = room.waiting.pop(peer, None) is not None
+            if room.requests.pop(peer, None) is not None or waited:
                 instructions += self._end(room.view, RoomState.FAILED, reason)
         return instructions
 
@@ -262,7 +325,8 @@ class PrefillRooms:
     def _late(self, room: _Room, now_s: float) -> str | None:
         match room.view.state:
             case RoomState.OPEN:
-                waited_s = now_s - room.view.opened_s
+                since_s = room.computed_s if self._computed_first else room.view.opened_s
+                waited_s = 0.0 if since_s is None else now_s - since_s
                 if waited_s >= self._bootstrap_timeout_s:
                     return (
                         f"{_who_asked(room)} for room {room.view.room} within {waited_s:.0f} s "
@@ -282,7 +346,7 @@ class PrefillRooms:
         instructions: list[Instruction] = []
         for early, reason in overdue:
             request = early.message
-            if isinstance(request, RoomRequest):
+            if not isinstance(request, RoomAbort):
                 self._remember(early.peer, request)
                 failed = RoomFailed(request.room, request.generation, reason)
                 instructions.append(Tell(early.peer, failed))
@@ -294,9 +358,10 @@ class PrefillRooms:
         room = self._rooms.get(view.serial)
         if room is None or view.state is RoomState.ENDING:
             return []
+        asked = {peer: request.generation for peer, request in room.requests.items()}
         instructions: list[Instruction] = [
-            Tell(peer, RoomFailed(view.room, request.generation, f"prefill side: {reason}"))
-            for peer, request in room.requests.items()
+            Tell(peer, RoomFailed(view.room, generation, f"prefill side: {reason}"))
+            for peer, generation in (asked | room.waiting).items()
         ]
         view.reason, view.end = reason, end
         if len(self._ended) >= ENDED_ROOMS_MAX:

@@ -8,14 +8,23 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_mooncake.messages import RoomAbort, RoomFailed, RoomRequest, Target
+from sglang_mooncake.messages import (
+    RoomAbort,
+    RoomComputed,
+    RoomFailed,
+    RoomRequest,
+    RoomWait,
+    Target,
+)
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
 from sglang_mooncake.rooms.states import RoomView
 
 __all__ = [
+    "Awaited",
     "CancelWrites",
     "Chunk",
     "ChunkSent",
+    "Computed",
     "Event",
     "Instruction",
     "Met",
@@ -61,6 +70,19 @@ class ChunkSent:
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """The pages of the whole prompt are filled. Said with the policy prefill_complete alone."""
+
+    view: RoomView
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    peer: str
+    wait: RoomWait
+
+
+@dataclass(frozen=True, slots=True)
 class Requested:
     peer: str
     request: RoomRequest
@@ -90,6 +112,8 @@ Event = (
     | Aborted
     | Broken
     | Closed
+    | Computed
+    | Awaited
     | Requested
     | RoomAborted
     | WriteEnded
@@ -146,7 +170,7 @@ class CancelWrites:
 @dataclass(frozen=True, slots=True)
 class Tell:
     peer: str
-    message: RoomFailed
+    message: RoomComputed | RoomFailed
 
 
 Instruction = Met | Write | CancelWrites | Tell | Over

@@ -36,6 +36,7 @@ class RoomState(enum.Enum):
     """Where a room is. The comment names the side that knows the state."""
 
     OPEN = "open"  # both: the scheduler made a sender or receiver, the other side is not known yet
+    COMPUTING = "computing"  # decode: linked, but the prompt must be computed before it is READY
     READY = "ready"  # both: the other side is known, pages may be named or sent
     REQUESTED = "requested"  # decode: pages are open for writing, and the prefill rank knows them
     SENDING = "sending"  # prefill: at least one chunk was handed to the engine
@@ -62,6 +63,7 @@ ENDS = frozenset(
 class Step(enum.Enum):
     """What can happen to a room, as far as its state is concerned."""
 
+    LINKED = "the other side is known, and still computes the prompt"
     MET = "the other side is known"
     PUBLISHED = "the pages are open for writing"
     CHUNK = "a chunk was sent"
@@ -96,7 +98,12 @@ TRANSITIONS_PREFILL: dict[RoomState, dict[Step, RoomState]] = {
 }
 
 TRANSITIONS_DECODE: dict[RoomState, dict[Step, RoomState]] = {
-    RoomState.OPEN: {Step.MET: RoomState.READY, **_TO_ENDING},
+    RoomState.OPEN: {
+        Step.LINKED: RoomState.COMPUTING,
+        Step.MET: RoomState.READY,
+        **_TO_ENDING,
+    },
+    RoomState.COMPUTING: {Step.MET: RoomState.READY, **_TO_ENDING},
     RoomState.READY: {Step.PUBLISHED: RoomState.REQUESTED, **_TO_ENDING},
     RoomState.REQUESTED: {Step.QUIET: RoomState.DONE, **_TO_ENDING},
     RoomState.ENDING: {Step.QUIET: RoomState.ENDING},

@@ -5,16 +5,15 @@ asked for their rooms, and wait with their pages until one does."""
 from __future__ import annotations
 
 import asyncio
-import itertools
-import re
 from dataclasses import replace
 
 import aiohttp
 import pytest
 from cpu_serving.expectations import Layout, Serving
 from cpu_serving.model import make_model
-from cpu_serving.servers import HOST, Server, ServerOptions
+from cpu_serving.servers import ServerOptions
 from cpu_serving.traffic import Answer, Request, compare, make_requests, run, send
+from direct import computed_tokens, in_a_room
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
@@ -23,38 +22,19 @@ BOUND_S = 180.0
 CHUNK = 64
 #: SGLang throws the first attempt of every second request away: which, follows from its id.
 RETRIES = {"SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": "0.5"}
-rooms = itertools.count(1 << 41)
 
 
 @pytest.fixture(scope="module")
 def layout() -> Layout:
     both = ServerOptions(make_model("llama"), page_size=16, chunked_prefill_size=CHUNK)
-    optimistic = replace(
-        both, extra_args=("--optimistic-prefill-attempts", "2"), extra_env=RETRIES
-    )
+    optimistic = replace(both, extra_args=("--optimistic-prefill-attempts", "2"), extra_env=RETRIES)
     return Layout("optimistic", "llama", optimistic, both)
-
-
-def computed_tokens(server: Server) -> int:
-    """Of all prompts so far."""
-    return sum(map(int, re.findall(r"#new-token: (\d+)", server.process.log_text())))
 
 
 def test_prompts_that_are_computed_before_a_decode_rank_asks(serving: Serving) -> None:
     prefill, decode = serving.pair.prefill, serving.pair.decode
     plain = make_requests(6, 400, seed=81)
-    requests = [
-        replace(
-            request,
-            fields={
-                "rid": f"early-{at}",
-                "bootstrap_host": HOST,
-                "bootstrap_port": prefill.bootstrap_port,
-                "bootstrap_room": next(rooms),
-            },
-        )
-        for at, request in enumerate(plain)
-    ]
+    requests = [in_a_room(prefill, request, rid=f"early-{at}") for at, request in enumerate(plain)]
 
     async def one(session: aiohttp.ClientSession, request: Request) -> Answer:
         before = computed_tokens(prefill)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import re
 from dataclasses import replace
@@ -13,14 +12,14 @@ import aiohttp
 import pytest
 from cpu_serving.expectations import Layout, Serving
 from cpu_serving.ports import PortBlock
-from cpu_serving.servers import HOST, Fleet, wait_ready
+from cpu_serving.servers import Fleet, wait_ready
 from cpu_serving.traffic import Answer, Request, make_requests, run, send
+from direct import in_a_room
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
 # Far beyond what is needed, far below forever.
 BOUND_S = 180.0
-rooms = itertools.count(1 << 40)
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +30,6 @@ def layout() -> Layout:
 @pytest.fixture(scope="module")
 def origin() -> None:
     """These servers start as a user's do."""
-
-
-def direct(serving: Serving, request: Request, **fields: object) -> Request:
-    """The request as the router would send it to both servers."""
-    where = {
-        "bootstrap_host": HOST,
-        "bootstrap_port": serving.pair.prefill.bootstrap_port,
-        "bootstrap_room": next(rooms),
-    }
-    return replace(request, fields={**where, **fields})
 
 
 def test_two_hundred_requests_32_at_a_time(serving: Serving) -> None:
@@ -76,7 +65,7 @@ def test_same_prompts_again_hit_the_prefix_cache_of_prefill(serving: Serving) ->
 def test_abort_in_mid_flight(serving: Serving, way: str) -> None:
     delays = random.Random(3)
     requests = [
-        direct(serving, request, rid=f"{way}-{i}")
+        in_a_room(serving.pair.prefill, request, rid=f"{way}-{i}")
         for i, request in enumerate(make_requests(32, 1500, seed=3, new_tokens=32))
     ]
     urls = [serving.pair.prefill.url, serving.pair.decode.url]
@@ -110,7 +99,8 @@ def test_wrong_bootstrap_address_fails_in_bounded_time(serving: Serving) -> None
         return await send(session, serving.pair.decode.url, request)
 
     with PortBlock() as nobody:
-        request = direct(serving, make_requests(1, 50)[0], bootstrap_port=nobody.first)
+        plain = make_requests(1, 50)[0]
+        request = in_a_room(serving.pair.prefill, plain, bootstrap_port=nobody.first)
         answer = run(ask, BOUND_S)
     assert answer.error is not None
     assert str(nobody.first) in answer.error, "the message names the address that did not answer"

@@ -250,35 +250,27 @@ def test_a_plugin_that_cannot_take_over_stops_the_process(broken, says):
     assert "cannot take over the transfer backend 'mooncake'" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("hisparse", "drafts", "ratios", "mode", "says"),
-    [
-        (True, 2, None, "DECODE", "--enable-hisparse with a draft model"),
-        (True, 0, [4, 128], "DECODE", "--enable-hisparse with DeepSeek-V4"),
-        (True, 0, None, "DECODE", None),
-        (False, 2, [4, 128], "DECODE", None),
-        (True, 2, None, "PREFILL", None),
-    ],
-)
-def test_hisparse_that_would_fail_at_the_first_request_stops_the_server(
-    monkeypatch, hisparse, drafts, ratios, mode, says
-):
+def test_a_server_is_refused_by_what_sglang_says_of_it(monkeypatch):
+    """Each fact that `supported.refusal` asks for comes from where SGLang has it."""
     from sglang_mooncake import seam
+    from sglang_mooncake.supported import Modes
 
     parallel = SimpleNamespace(
-        enable_cp_tp_group_sharing=False, attn_dcp_size=1, enable_kv_cache_sharding=False
+        enable_cp_tp_group_sharing=True, attn_dcp_size=4, enable_kv_cache_sharding=True
     )
-    disagg = SimpleNamespace(disaggregation_decode_allocation_policy="early")
+    disagg = SimpleNamespace(disaggregation_decode_allocation_policy="prefill_complete")
     monkeypatch.setattr(seam, "get_parallel", lambda: parallel)
     monkeypatch.setattr(seam, "get_disagg", lambda: disagg)
-    monkeypatch.setattr(seam, "get_memory", lambda: SimpleNamespace(enable_hisparse=hisparse))
-    kv_args = SimpleNamespace(num_draft_entries=drafts, mla_compression_ratios=ratios)
-    mode = seam.DisaggregationMode[mode]
-    if says is None:
-        seam.check_supported(kv_args, mode)
-    else:
-        with pytest.raises(seam.UnsupportedServer, match=says):
-            seam.check_supported(kv_args, mode)
+    monkeypatch.setattr(seam, "get_memory", lambda: SimpleNamespace(enable_hisparse=True))
+    monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
+    kv_args = SimpleNamespace(
+        num_draft_entries=2, mla_compression_ratios=[4, 128], state_types=["swa"]
+    )
+    facts = seam._modes(kv_args, seam.DisaggregationMode.DECODE)
+    everything = Modes("decode", "prefill_complete", 4, *[True] * 6, states=("swa",))
+    assert facts == everything
+    with pytest.raises(seam.UnsupportedServer, match="does not serve"):
+        seam.check_supported(kv_args, seam.DisaggregationMode.DECODE)
 
 
 @pytest.mark.parametrize(

@@ -106,11 +106,17 @@ def make_context(
     page_size: int = PAGE_SIZE,
     topology: Topology = ALONE,
     coords: RankCoords = FIRST,
+    policy: str = "early",
 ) -> RankContext:
     return RankContext(
         role=role,
         coords=coords,
-        config=InstanceConfig(topology, KVFormat(page_size, "float32"), protocol=PROTOCOL_VERSION),
+        config=InstanceConfig(
+            topology,
+            KVFormat(page_size, "float32"),
+            decode_allocation_policy=policy,
+            protocol=PROTOCOL_VERSION,
+        ),
         host=HOST,
         bootstrap_address=address,
         prefill_http_port=None,
@@ -208,6 +214,7 @@ def handover(
     source: Memory | None = None,
     target: Memory | None = None,
     decode_page_size: int = PAGE_SIZE,
+    policy: str = "early",
 ) -> Iterator[Handover]:
     """One prefill and one decode rank around a registry; all of it is gone afterwards."""
     deadlines = deadlines or Deadlines()
@@ -215,10 +222,10 @@ def handover(
     target = target or Pool(page_size=decode_page_size)
     server = BootstrapServer(host=HOST, port=0)
     address = f"{HOST}:{server.port}"
-    prefill = PrefillRank(
-        make_context("prefill", address, deadlines), prefill_config or Config(), source
-    )
-    decode = DecodeRank(make_context("decode", "", deadlines, decode_page_size), Config(), target)
+    here = make_context("prefill", address, deadlines, policy=policy)
+    there = make_context("decode", "", deadlines, decode_page_size, policy=policy)
+    prefill = PrefillRank(here, prefill_config or Config(), source)
+    decode = DecodeRank(there, Config(), target)
     try:
         yield Handover(address, prefill, decode, source, target)
     finally:

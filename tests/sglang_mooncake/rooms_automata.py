@@ -17,7 +17,13 @@ from counted_tags import CountedTags
 
 from sglang_mooncake.executor import Executor
 from sglang_mooncake.layout import Seal
-from sglang_mooncake.messages import RoomAbort, RoomFailed, RoomRequest
+from sglang_mooncake.messages import (
+    RoomAbort,
+    RoomComputed,
+    RoomFailed,
+    RoomRequest,
+    RoomWait,
+)
 from sglang_mooncake.rooms import decode, prefill
 from sglang_mooncake.rooms.events import Aborted, Broken, Opened, Tick
 from sglang_mooncake.rooms.states import RoomState, RoomView
@@ -119,7 +125,7 @@ class Automaton:
 class Heard:
     """A message. There is one object of each, so that states are compared quickly."""
 
-    message: RoomRequest | RoomAbort | RoomFailed
+    message: RoomWait | RoomComputed | RoomRequest | RoomAbort | RoomFailed
 
 
 heard = cache(Heard)
@@ -150,7 +156,9 @@ def _decode_event(token: Token, view: RoomView) -> Any:
             return decode.Fenced(view)
         case ("link down", link):
             return decode.LinkDown(link, "")
-        case ("failed", link, heard):
+        case ("told", link, Heard(RoomComputed() as message)):
+            return decode.PeerComputed(link, message)
+        case ("told", link, heard):
             return decode.PeerFailed(link, heard.message)
         case ("tick", _):
             return Tick()
@@ -178,6 +186,10 @@ def _prefill_event(token: Token, view: RoomView) -> Any:
             return prefill.ChunkSent(view, CHUNKS[number])
         case ("aborted",):
             return Aborted(view, "")
+        case ("computed",):
+            return prefill.Computed(view)
+        case ("message", Heard(RoomWait() as message)):
+            return prefill.Awaited(DECODE_RANK, message)
         case ("message", Heard(RoomRequest() as message)):
             return prefill.Requested(DECODE_RANK, message)
         case ("message", heard):
@@ -206,19 +218,22 @@ def _prefill_output(instruction: Any) -> Token | None:
     return None
 
 
-def decode_automaton(links: tuple[str, ...]) -> Automaton:
+def decode_automaton(
+    links: tuple[str, ...], computed_first: bool = False
+) -> tuple[Automaton, tuple[Token, ...]]:
+    """The table with its links up, and what it has said by then."""
     deadlines, tags = decode.DecodeDeadlines(10.0, 20.0), CountedTags(200)
-    rooms = decode.DecodeRooms(deadlines, 2 * len(links), first_generation=100, new_tag=tags)
+    rooms = decode.DecodeRooms(deadlines, 2 * len(links), 100, tags, computed_first)
     view = RoomView(ROOM, 0.0, serial=1)
     sources = tuple(decode.RoomSource(link, aux=not nth) for nth, link in enumerate(links))
     rooms.handle(Opened(view), 0.0)
     rooms.handle(decode.SourcesChosen(view, sources), 0.0)
-    for link in links:
-        rooms.handle(decode.LinkUp(link), 0.0)
-    assert view.state is RoomState.READY
-    return Automaton(Local(rooms, view), _decode_event, _decode_output, decode.after_failure)
+    said = [out for link in links for out in rooms.handle(decode.LinkUp(link), 0.0)]
+    assert view.state is (RoomState.COMPUTING if computed_first else RoomState.READY)
+    made = Automaton(Local(rooms, view), _decode_event, _decode_output, decode.after_failure)
+    return made, tuple(token for token in map(_decode_output, said) if token is not None)
 
 
-def prefill_automaton() -> Automaton:
-    local = Local(prefill.PrefillRooms(10.0, 40.0), RoomView(ROOM, 0.0, serial=1))
+def prefill_automaton(computed_first: bool = False) -> Automaton:
+    local = Local(prefill.PrefillRooms(10.0, 40.0, computed_first), RoomView(ROOM, 0.0, serial=1))
     return Automaton(local, _prefill_event, _prefill_output, broken)

@@ -58,6 +58,7 @@ class Source(NamedTuple):
 
     table: int = 0
     opened: bool = False
+    computed: bool = False  # said so; only where the decode rank waits for that
     #: Chunks that the scheduler sends, or has sent, and that are still on their way to the loop.
     chunks: tuple[int, ...] = (0, 1)
     asked: tuple[Heard, ...] = ()  # messages to it
@@ -107,6 +108,7 @@ class Model:
         lands_at_once: a transfer's bytes land in one step, so that no fence ever waits. The world
             is a third as large.
         compare_seals: False looks at the number of transfers alone (finding A1).
+        computed_first: the policy prefill_complete: the room is ready once its prompt is computed.
         drop_after_fence: True fences in the loop, and a fence that does not end drops the other
             instructions of its batch (finding A4).
     """
@@ -119,13 +121,17 @@ class Model:
         lands_at_once: bool = False,
         compare_seals: bool = True,
         drop_after_fence: bool = False,
+        computed_first: bool = False,
     ) -> None:
         self.links = tuple(f"p{nth}" for nth in range(sources))
-        self.decode = decode_automaton(self.links)
-        self.prefill = prefill_automaton()
+        self.decode, said = decode_automaton(self.links, computed_first)
+        self.prefill = prefill_automaton(computed_first)
+        self._computed_first = computed_first
         self._lands_at_once = lands_at_once
         self._compare_seals, self._drop_after_fence = compare_seals, drop_after_fence
-        self.first = World(faults, budget, (Source(),) * sources, seals=(NO_SEAL,) * 2 * sources)
+        asked = [tuple(word for _, link, word in said if link == to) for to in self.links]
+        ranks = tuple(Source(asked=words) for words in asked)
+        self.first = World(faults, budget, ranks, seals=(NO_SEAL,) * 2 * sources)
         self._decode_ends = cache(self._decode_ends_uncached)
         self._prefill_ends = cache(self._prefill_ends_uncached)
 
@@ -198,7 +204,9 @@ class Model:
 
     def _prefill_ends_uncached(self, table: int, opened: bool, transfers: int) -> bool:
         """The same for a prefill room: its transfers have outcomes, for the engine bounds them."""
-        for token in [*[("ended", False)] * transfers, ("tick", FOREVER_S)]:
+        # Where the clock starts with the computed prompt, its scheduler computes it or gives up.
+        computed = [("computed",)] * self._computed_first
+        for token in [*[("ended", False)] * transfers, *computed, ("tick", FOREVER_S)]:
             table, _ = self.prefill.step(table, token)
         return not opened or (self.prefill.view(table).over and not self.prefill.rooms(table))
 
@@ -260,6 +268,9 @@ class Model:
         elif not self.prefill.view(one.table).over:
             if after := _spend(world, "prefill abort"):
                 yield "aborts", self._to_prefill(after, nth, ("aborted",))
+            if self._computed_first and not one.computed:
+                said = _with(world, nth, computed=True)
+                yield "has computed", self._to_prefill(said, nth, ("computed",))
             if state is RoomState.OPEN:
                 waited = self._to_prefill(world, nth, ("tick", prefill.ABORT_GRACE_S))
                 if waited != world:
@@ -305,7 +316,7 @@ class Model:
     def _deliver(self, world: World, nth: int, way: str, message: Heard) -> World:
         if way == "asked":
             return self._to_prefill(world, nth, ("message", message))
-        return self._to_decode(world, ("failed", self.links[nth], message))
+        return self._to_decode(world, ("told", self.links[nth], message))
 
     def _transfer_steps(self, world: World, nth: int, at: int) -> Iterator[Step]:
         one = world.sources[nth]

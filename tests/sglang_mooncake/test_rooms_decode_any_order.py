@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_mooncake.executor import Executor
-from sglang_mooncake.messages import RoomFailed, RoomRequest
+from sglang_mooncake.messages import RoomComputed, RoomFailed, RoomRequest
 from sglang_mooncake.rooms.decode import (
     Aborted,
     Arrived,
@@ -32,6 +32,7 @@ from sglang_mooncake.rooms.decode import (
     OpenLink,
     Over,
     PagesNamed,
+    PeerComputed,
     PeerFailed,
     RoomSource,
     SourcesChosen,
@@ -52,9 +53,9 @@ DEADLINES = DecodeDeadlines(bootstrap_s=10.0, waiting_s=20.0, ready_s=30.0)
 class AnyOrder(RuleBasedStateMachine):
     """Pages are safe at every end, slots never leak, tags never repeat, and every room ends."""
 
-    @initialize()
-    def start(self):
-        self.rooms = DecodeRooms(DEADLINES, SLOTS, first_generation=100, new_tag=CountedTags(200))
+    @initialize(computed_first=st.booleans())
+    def start(self, computed_first):
+        self.rooms = DecodeRooms(DEADLINES, SLOTS, 100, CountedTags(200), computed_first)
         self.now_s = 0.0
         self.executor = Executor(self.handle, self.perform, after_failure, lambda: self.now_s)
         self.inbox: deque = deque()  # what the scheduler has posted and the loop not seen
@@ -116,6 +117,12 @@ class AnyOrder(RuleBasedStateMachine):
         self.loop_catches_up(len(self.inbox))
         for source in sources:
             self.link(source.link, "up")
+        for source in sources:
+            self.compute(source.link, self.views[-1])
+
+    def compute(self, link, view):
+        said = RoomComputed(view.room, view.generation)
+        self.executor.submit(PeerComputed(link, said))
 
     @property
     def ready(self):
@@ -164,6 +171,11 @@ class AnyOrder(RuleBasedStateMachine):
         elif self.links.pop(link, None) is not None:
             event = LinkDown(link, "lost") if how == "down" else LinkRefused(link, "refused")
             self.executor.submit(event)
+
+    @precondition(lambda self: self.views)
+    @rule(data=st.data(), link=st.sampled_from(LINKS))
+    def peer_has_computed(self, data, link):
+        self.compute(link, data.draw(st.sampled_from(self.views)))
 
     @precondition(lambda self: self.views)
     @rule(data=st.data(), link=st.sampled_from(LINKS))

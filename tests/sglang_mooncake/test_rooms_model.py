@@ -34,6 +34,12 @@ def test_one_prefill_rank_and_any_three_faults():
     assert_sound(Model(sources=1, faults=FAULTS, budget=3).explore(), 15_000, 1)
 
 
+def test_a_room_that_waits_for_its_prompt_and_any_two_faults():
+    """The allocation policy prefill_complete."""
+    model = Model(sources=1, faults=FAULTS, budget=2, computed_first=True)
+    assert_sound(model.explore(), 7_000, 1)
+
+
 @pytest.mark.slow
 def test_two_prefill_ranks_and_any_fault():
     assert_sound(Model(sources=2, faults=FAULTS, budget=1).explore(), 75_000, 2)

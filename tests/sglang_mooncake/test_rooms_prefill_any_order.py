@@ -15,12 +15,14 @@ from prefill_rooms import (
 )
 
 from bootstrap_server.matching import ALL_PAGES, PageShare
-from sglang_mooncake.messages import RoomAbort, RoomRequest
+from sglang_mooncake.messages import RoomAbort, RoomRequest, RoomWait
 from sglang_mooncake.rooms.prefill import (
     Aborted,
+    Awaited,
     CancelWrites,
     ChunkSent,
     Closed,
+    Computed,
     Opened,
     Over,
     PeerLost,
@@ -37,9 +39,9 @@ from sglang_mooncake.rooms.states import ENDS, RoomState, RoomView
 class AnyOrder(RuleBasedStateMachine):
     """Whatever comes in whatever order: no exception, no forgotten write, no end that changes."""
 
-    @initialize()
-    def start(self):
-        self.rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    @initialize(computed_first=st.booleans())
+    def start(self, computed_first):
+        self.rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S, computed_first)
         self.now_s = 0.0
         self.views: list[RoomView] = []
         self.outstanding: dict[int, int] = {}
@@ -77,6 +79,19 @@ class AnyOrder(RuleBasedStateMachine):
             asked = request(room, self.generation, destinations=destinations, share=share)
         self.asked.append((peer, asked))
         self.do(Requested(peer, asked))
+
+    @rule(room=st.integers(1, 3), peer=st.sampled_from("ab"), asks=st.booleans())
+    def wait(self, room, peer, asks):
+        """For the prompt; perhaps the request of that generation is on its way already."""
+        self.generation += 1
+        self.do(Awaited(peer, RoomWait(room, self.generation)))
+        if asks:
+            self.asked.append((peer, request(room, self.generation)))
+
+    @rule(data=st.data())
+    def compute(self, data):
+        if self.views:
+            self.do(Computed(data.draw(st.sampled_from(self.views))))
 
     @rule(data=st.data())
     def ask_again(self, data):
