@@ -58,6 +58,9 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         seam.UnsupportedServer, kv_args.UnsupportedPool, config.ConfigError: what they say.
     """
 
+    #: --enable-pd-role-switch: `teardown` comes before a manager of the other role is made.
+    supports_role_switch = True
+
     def __init__(
         self,
         args: KVArgsLike,
@@ -232,6 +235,14 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self._recompute.ask(
             recompute_address(address, info.prefill_http_port), payload, kv_receiver.fail
         )
+
+    def teardown(self) -> None:
+        """The server changes its role: it is idle, and a manager of the other role follows, with
+        the same memory. Nothing lands in it after this returns."""
+        self.close()
+        self.recorder.close()
+        atexit.unregister(self.close)
+        logger.info("%s has ended: the server changes its role", self.context.name)
 
     def close(self) -> None:
         """Ends all threads and connections. Idempotent."""

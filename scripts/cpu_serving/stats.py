@@ -73,7 +73,8 @@ def collect(server: Server, since: float) -> list[RankStats]:
 
 def read_stats(server: Server) -> list[RankStats]:
     """One RankStats per rank; raises ServingError unless all are there and name our classes."""
-    found = [_decode(path) for path in sorted(server.stats_dir.glob("*.json"))]
+    files = server.stats_dir.glob(f"{server.role}-*.json")  # it may have had another role before
+    found = [_decode(path) for path in sorted(files)]
     if len(found) != server.options.ranks:
         raise ServingError(
             f"{len(found)} of {server.options.ranks} ranks of the {server.process.name} wrote to "
