@@ -38,7 +38,7 @@ def in_c(name: str) -> Extension:
 
 
 found = [extension(one) for one in sorted(Path("te").rglob("*.pyx"))]
-found += [in_c("_floors"), in_c("_copier")]
+found += [in_c("_floors"), in_c("_copier"), in_c("_gpu")]
 if "bdist_wheel" in sys.argv:
     found = [one for one in found if not one.name.startswith("te.bench.")]
 setup(ext_modules=found)

@@ -9,7 +9,7 @@ from typing import Final, Literal
 from te.bench.report import CaseResult
 from te.bench.shapes import SHAPES
 
-__all__ = ["BARS", "BAR_CASES", "Bar", "BarCase", "judge"]
+__all__ = ["BARS", "BAR_CASES", "CUDA_BARS", "Bar", "BarCase", "Verdict", "judge", "verdict"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ _KV_ANY: Final = BarCase("kv", "samehost")
 _KV_ENGINE: Final = BarCase("kv", "samehost", "engine")
 _LAT: Final = BarCase("lat", "tcp")
 _LAT_HOST: Final = BarCase("lat", "samehost")
+_KV_CUDA: Final = BarCase("kv", "samehost", "cuda")
+_KV_CUDA_TCP: Final = BarCase("kv", "tcp", "cuda")
 _KV_BUSY: Final = BarCase("kv", "tcp", busy=True)
 _S256_BUSY: Final = BarCase("s256", "tcp", busy=True)
 _LAT_BUSY: Final = BarCase("lat", "tcp", busy=True)
@@ -75,11 +77,31 @@ BARS: Final = (
     Bar(_LAT_BUSY, "p99_us", "mooncake", "most", 0.5),
 )
 
+#: Of a machine with a GPU, whose two processes share it (scripts/gpu-check).
+CUDA_BARS: Final = (
+    Bar(_KV_CUDA, "gb_per_s", "device-copy", "least", 0.8),
+    Bar(_KV_CUDA, "gb_per_s", "mooncake", "least", 1.2),
+    Bar(_KV_CUDA, "gb_per_s", "nixl", "least", 1.2),
+    Bar(_KV_CUDA_TCP, "gb_per_s", "te-host", "least", 0.9),
+    Bar(_KV_CUDA_TCP, "gb_per_s", "mooncake", "least", 3.0),
+)
+
 BAR_CASES: Final = tuple(dict.fromkeys(bar.case for bar in BARS))
 
 
-def judge(bar: Bar, result: CaseResult) -> str:
-    """The bar and where te stands, in one line."""
+@dataclass(frozen=True)
+class Verdict:
+    """Where te stands."""
+
+    #: ``"gb_per_s ≥ 0.8 × device-copy's"``.
+    bar: str
+    #: The ratio, or the metric itself; None if it could not be measured.
+    value: float | None
+    is_reached: bool | None
+
+
+def verdict(bar: Bar, result: CaseResult) -> Verdict:
+    """Of a case that the bar concerns."""
     sign = "≥" if bar.at == "least" else "≤"
     if bar.against is None:
         what = f"{bar.metric} {sign} {bar.factor:g}"
@@ -88,6 +110,14 @@ def judge(bar: Bar, result: CaseResult) -> str:
         what = f"{bar.metric} {sign} {bar.factor:g} × {bar.against}'s"
         value = result.ratios(bar.metric)[bar.against]
     if value is None:
-        return f"bar: {what}: not measured"
-    reached = value >= bar.factor if bar.at == "least" else value <= bar.factor
-    return f"bar: {what}: {value:.2f}, {'reached' if reached else 'NOT reached'}"
+        return Verdict(what, None, None)
+    return Verdict(what, value, value >= bar.factor if bar.at == "least" else value <= bar.factor)
+
+
+def judge(bar: Bar, result: CaseResult) -> str:
+    """The bar and where te stands, in one line."""
+    found = verdict(bar, result)
+    if found.value is None:
+        return f"bar: {found.bar}: not measured"
+    reached = "reached" if found.is_reached else "NOT reached"
+    return f"bar: {found.bar}: {found.value:.2f}, {reached}"

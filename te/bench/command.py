@@ -15,6 +15,7 @@ from te.bench import machine, null_post, plot, tables
 from te.bench.bars import BAR_CASES
 from te.bench.contenders import VARIANTS, floor
 from te.bench.contenders.te_engine import engine_memory_offered
+from te.bench.memory import MEMORIES
 from te.bench.progress import ProgressBar
 from te.bench.report import CaseResult, as_json
 from te.bench.runner import Case, run_case
@@ -24,7 +25,6 @@ from te.errors import Error, UsageError
 __all__ = ["add_arguments", "run"]
 
 TRANSPORTS = ("auto", "tcp", "samehost", "rdma")
-MEMORIES = ("any", "engine")
 ROUNDS_MAX = 1000
 
 
@@ -43,7 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     how = parser.add_argument_group("how")
     how.add_argument("--transport", default="auto", help=f"{', '.join(TRANSPORTS)} (default: auto)")
-    how.add_argument("--memory", default="any", help="any, or engine: what te.allocate gives")
+    how.add_argument(
+        "--memory",
+        default="any",
+        help="any; engine: what te.allocate gives; cuda: of the first GPU, on both sides, or on"
+        " one as in cuda-host and host-cuda",
+    )
     how.add_argument("--busy", action="store_true", help="a pure-Python loop in every process")
     how.add_argument("--rounds", type=int, default=5, metavar="N", help="default: 5")
     how.add_argument("--seed", type=int, default=1, help="of slots and contents (default: 1)")
@@ -59,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     beside = parser.add_argument_group("beside whom")
     beside.add_argument(
-        "--peers", default="", help="of mooncake, nixl, floor, te-staged, MODULE:CLASS"
+        "--peers",
+        default="",
+        help="of mooncake, nixl, floor, te-staged, te-host, device-copy, MODULE:CLASS",
     )
     beside.add_argument("--floors", default="fit", help="fit, all, or names such as vm_writev-2")
     beside.add_argument(
@@ -218,7 +225,7 @@ def _check(arguments: argparse.Namespace) -> None:
             f"no transport {arguments.transport!r} to measure; there are {', '.join(TRANSPORTS)}"
         )
     if arguments.memory not in MEMORIES:
-        raise UsageError(f"--memory is any or engine, not {arguments.memory!r}")
+        raise UsageError(f"--memory is one of {', '.join(MEMORIES)}, not {arguments.memory!r}")
     if arguments.memory == "engine" and not engine_memory_offered():
         raise UsageError("--memory engine needs te.allocate, which this te does not have")
     if not 1 <= arguments.rounds <= ROUNDS_MAX:
@@ -229,11 +236,18 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--deadline {arguments.deadline:g} must be above 0 and at most 3600 s")
     if arguments.bars and (arguments.shape or arguments.blocks or arguments.busy):
         raise UsageError("--bars brings its own shapes and settings")
+    is_cuda = "cuda" in arguments.memory
     for peer in filter(None, arguments.peers.split(",")):
+        if is_cuda and peer in ("floor", "te-staged"):
+            raise UsageError(
+                f"--peers {peer} is of host memory, not of --memory {arguments.memory}"
+            )
+        if peer == "device-copy" and arguments.memory != "cuda":
+            raise UsageError("--peers device-copy goes with --memory cuda")
         if peer == "te" or (peer not in (*VARIANTS, "floor") and ":" not in peer):
             raise UsageError(
-                f"no peer {peer!r}; there are mooncake, nixl, floor, te-staged, or a contender"
-                " MODULE:CLASS"
+                f"no peer {peer!r}; there are mooncake, nixl, floor, te-staged, te-host,"
+                " device-copy, or a contender MODULE:CLASS"
             )
     if arguments.floors not in ("fit", "all"):
         for name in arguments.floors.split(","):

@@ -17,7 +17,7 @@ import msgspec
 from te.bench.protocol import Channel, ChannelClosed, Info, Op, Reply, Request, Setup, Timing
 from te.bench.report import Sample
 
-__all__ = ["ContenderAbsent", "ContenderFailed", "Pair"]
+__all__ = ["ContenderAbsent", "ContenderFailed", "Pair", "Solo"]
 
 STDERR_TAIL_BYTES = 400
 # -P: the directory that te bench was started in must not be able to shadow a module. The tree
@@ -175,13 +175,41 @@ class Pair:
         timing = msgspec.convert(self._source.ask("transfer"), Timing)
         self._destination.answer()
         cpu_s = sum(process.ask("end") for process in both)
-        landing = self._destination.ask("check", seed=seed)
-        return Sample(
-            elapsed_ns=timing.elapsed_ns,
-            ops_ns=timing.ops_ns,
-            submit_ns=timing.submit_ns,
-            late_ns=timing.late_ns,
-            cpu_s=cpu_s,
-            wrong_blocks=landing["wrong_blocks"],
-            stray_slots=landing["stray_slots"],
-        )
+        return _sample(timing, cpu_s, self._destination.ask("check", seed=seed))
+
+
+class Solo(Pair):
+    """The same of a contender that is one process, and its own destination."""
+
+    def __init__(self, python: str, setup: Setup) -> None:
+        """Raises ``ContenderAbsent`` or ``ContenderFailed``; then nothing is left behind."""
+        self._stack = contextlib.ExitStack()
+        with self._stack:
+            self._source = self._destination = _Process(python, setup)
+            self._stack.callback(self._source.close)
+            opened: Info = self._source.ask("open", setup=setup)
+            self._source.ask("connect", info=opened)
+            self._stack = self._stack.pop_all()
+        self._spins_idle = False
+        self.version = opened["version"]
+        self.rails = 1
+
+    def _round(self, seed: int, *, busy: bool) -> Sample:
+        only = self._source
+        only.ask("fill", seed=seed)
+        only.ask("begin", busy=busy)
+        timing = msgspec.convert(only.ask("transfer"), Timing)
+        cpu_s = only.ask("end")
+        return _sample(timing, cpu_s, only.ask("check", seed=seed))
+
+
+def _sample(timing: Timing, cpu_s: float, landing: Info) -> Sample:
+    return Sample(
+        elapsed_ns=timing.elapsed_ns,
+        ops_ns=timing.ops_ns,
+        submit_ns=timing.submit_ns,
+        late_ns=timing.late_ns,
+        cpu_s=cpu_s,
+        wrong_blocks=landing["wrong_blocks"],
+        stray_slots=landing["stray_slots"],
+    )

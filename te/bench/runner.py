@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from te.bench import machine
-from te.bench.contenders import VARIANTS, family
+from te.bench.contenders import ALONE, OURS, VARIANTS, family
 from te.bench.contenders.floor import all_floors, fitting
-from te.bench.pairs import ContenderAbsent, ContenderFailed, Pair
+from te.bench.pairs import ContenderAbsent, ContenderFailed, Pair, Solo
 from te.bench.protocol import Setup
 from te.bench.report import CaseResult, VariantRun
 from te.bench.shapes import Shape
@@ -109,7 +109,7 @@ def _family(case: Case, name: str, rails: int) -> str:
 
 
 def _start(case: Case, run: VariantRun) -> Pair | None:
-    ours = run.name in {"te", "te-staged"} or run.name.startswith("floor:")
+    ours = run.name in OURS or run.name.startswith("floor:")
     python = case.python if ours else case.peers_python
 
     def setup(role: Literal["source", "destination"]) -> Setup:
@@ -128,7 +128,10 @@ def _start(case: Case, run: VariantRun) -> Pair | None:
         )
 
     try:
-        pair = Pair(python, setup("source"), setup("destination"))
+        if run.name in ALONE:
+            pair: Pair = Solo(python, setup("source"))
+        else:
+            pair = Pair(python, setup("source"), setup("destination"))
     except ContenderAbsent as error:
         run.state, run.reason = "absent", str(error)
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from te.bench.bars import BARS, judge
+from te.bench.bars import BARS, CUDA_BARS, judge
 from te.bench.report import CaseResult, Figures
 
 __all__ = ["markdown", "text", "title", "versions"]
@@ -107,7 +107,7 @@ def _remarks(case: CaseResult) -> list[str]:
         for result in case.results().values()
         if result.late_us is not None
     ]
-    return lines + [judge(bar, case) for bar in BARS if bar.concerns(case)]
+    return lines + [judge(bar, case) for bar in (*BARS, *CUDA_BARS) if bar.concerns(case)]
 
 
 def _number(value: float | None) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from te.bench import pattern
 from te.bench.busy import BusyLoop
 from te.bench.contenders import Absent, Contender, load
+from te.bench.memory import HostMemory, Memory
 from te.bench.protocol import Channel, ChannelClosed, Info, Reply, Request, Setup
 from te.bench.shapes import Shape, plan
 
@@ -33,7 +33,7 @@ class Worker:
         shape = Shape("asked", setup.blocks, setup.nbytes, setup.threads, setup.sync)
         self._plan = plan(shape, setup.seed)
         self._contender: Contender = load(setup.contender)(setup, self._plan)
-        self._memory: pattern.U8 = np.empty(0, np.uint8)
+        self._memory: Memory = HostMemory(np.empty(0, np.uint8))
         self._busy: BusyLoop | None = None
         self._cpu_s = 0.0
 
@@ -41,11 +41,11 @@ class Worker:
         """Makes the memory and the engine; what the other side must know."""
         self._memory = self._contender.allocate(self._plan.memory_nbytes)
         # Every page is touched now, so that no round pays for it.
-        self._memory[:] = 0
+        self._memory.clear()
         info = self._contender.open(self._memory)
         return {
             "version": self._contender.version(),
-            "address": int(self._memory.ctypes.data),
+            "address": self._memory.address,
             "pid": os.getpid(),
             "spins_idle": self._contender.SPINS_IDLE,
             **info,
@@ -61,7 +61,7 @@ class Worker:
 
     def fill(self, request: Request) -> None:
         """Source: contents of a new round."""
-        pattern.fill(self._memory, request.seed)
+        self._memory.fill(request.seed)
 
     def begin(self, request: Request) -> None:
         """The round starts here, for the count of processor time."""
@@ -86,7 +86,7 @@ class Worker:
 
     def check(self, request: Request) -> dict[str, int]:
         """Destination: looks at every byte."""
-        landing = pattern.check(self._plan, self._memory, request.seed)
+        landing = self._memory.check(self._plan, request.seed)
         return {"wrong_blocks": landing.wrong_blocks, "stray_slots": landing.stray_slots}
 
     def _used_s(self) -> float:

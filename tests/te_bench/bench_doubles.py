@@ -8,10 +8,10 @@ import time
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from te.bench.contenders.base import Absent
 from te.bench.contenders.te_engine import TeEngine
+from te.bench.memory import Memory
 from te.bench.protocol import Info, Timing
 
 
@@ -19,7 +19,7 @@ class Corrupting(TeEngine):
     """One byte of its last block is not the source's."""
 
     def transfer(self) -> Timing:
-        self._memory[int(self.plan.source[-1]) * self.plan.stride] ^= 1
+        self._memory.array[int(self.plan.source[-1]) * self.plan.stride] ^= 1
         return super().transfer()
 
 
@@ -28,11 +28,11 @@ class Straying(TeEngine):
 
     def receive(self) -> None:
         unused = np.setdiff1d(np.arange(self.plan.slots), self.plan.destination)
-        self._memory[int(unused[0]) * self.plan.stride] = 1
+        self._memory.array[int(unused[0]) * self.plan.stride] = 1
 
 
 class _Idle(TeEngine):
-    def open(self, memory: npt.NDArray[np.uint8]) -> Info:
+    def open(self, memory: Memory) -> Info:
         return {}
 
     def connect(self, there: Info) -> Info:
@@ -65,5 +65,5 @@ class Raising(_Idle):
 class Missing(_Idle):
     """Is not installed."""
 
-    def open(self, memory: npt.NDArray[np.uint8]) -> Any:
+    def open(self, memory: Memory) -> Any:
         raise Absent("libnothing.so is not installed")

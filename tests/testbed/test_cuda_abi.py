@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from te_cuda import SOURCES
 
+from te.bench.gpu import PROTOTYPES
+
 pytestmark = pytest.mark.testbed
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +123,25 @@ def test_te_declares_what_the_headers_do(wheel: str, tmp_path: Path) -> None:
     assert found.count("PFN_") == len(re.findall(r"\b(?:NEED|MAY)\(cu", abi))
     done = compiled_checks(abi, wheel, tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def same_prototypes(prototypes: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    source = directory / "prototypes.c"
+    lines = ["#define __CUDA_API_VERSION_INTERNAL", "#include <cuda.h>"]
+    for one in filter(None, prototypes.split("\n")):
+        name, _, parameters = one.partition("(")
+        same = f"__builtin_types_compatible_p(__typeof__({name}), CUresult({parameters})"
+        lines.append(f'_Static_assert({same}, "{one}");')
+    source.write_text("\n".join(lines) + "\n")
+    return compiled(source, headers(NEWEST))
+
+
+def test_te_bench_calls_what_the_headers_declare(tmp_path: Path) -> None:
+    done = same_prototypes(PROTOTYPES, tmp_path)
+    assert done.returncode == 0, done.stderr
+    wrong = PROTOTYPES.replace("cuMemFree_v2(CUdeviceptr)", "cuMemFree_v2(unsigned)")
+    assert wrong != PROTOTYPES
+    assert same_prototypes(wrong, tmp_path).returncode != 0
 
 
 @pytest.mark.parametrize(

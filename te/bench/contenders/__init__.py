@@ -8,20 +8,28 @@ from typing import Final
 
 from te.bench.contenders.base import Absent, Contender
 
-__all__ = ["VARIANTS", "Absent", "Contender", "family", "load"]
+__all__ = ["ALONE", "OURS", "VARIANTS", "Absent", "Contender", "family", "load"]
 
 #: Families that can be asked for by name, and the variants that are tried for each. A floor's
 #: variants depend on the rest: ``floor.fitting``.
 VARIANTS: Final = {
     "te": ("te",),
     "te-staged": ("te-staged",),
+    "te-host": ("te-host",),
+    "device-copy": ("device-copy",),
     "mooncake": ("mooncake", "mooncake-pool"),
     "nixl": ("nixl",),
 }
 
+#: Those that are run by te's own interpreter; and that are one process instead of two.
+OURS: Final = ("te", "te-staged", "te-host", "device-copy")
+ALONE: Final = ("device-copy",)
+
 _CLASSES: Final = {
     "te": "te.bench.contenders.te_engine:TeEngine",
     "te-staged": "te.bench.contenders.staged:StagedTeEngine",
+    "te-host": "te.bench.contenders.te_engine:HostTeEngine",
+    "device-copy": "te.bench.contenders.device_copy:DeviceCopy",
     "mooncake": "te.bench.contenders.mooncake:Mooncake",
     "mooncake-pool": "te.bench.contenders.mooncake:MooncakePool",
     "nixl": "te.bench.contenders.nixl:Nixl",

@@ -15,6 +15,8 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from te.bench.gpu import Gpu, NoGpu
+from te.bench.memory import GpuMemory, HostMemory, Memory, place_of
 from te.bench.protocol import Info, Setup, Timing
 from te.bench.shapes import Plan
 
@@ -53,12 +55,28 @@ class Contender(ABC):
     def version(self) -> str:
         """Of the engine; after ``open``."""
 
-    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """The memory to copy from or to: ordinary memory of the process unless overridden."""
-        return np.empty(nbytes, np.uint8)
+    @property
+    def place(self) -> str:
+        """What this side's memory is: ``"any"``, ``"engine"`` or ``"cuda"``."""
+        return place_of(self.setup.memory, self.setup.role)
+
+    def allocate(self, nbytes: int) -> Memory:
+        """The memory to copy from or to: a GPU's if that is asked for, else ordinary memory of the
+        process unless overridden. ``Absent`` without a GPU."""
+        if self.place == "cuda":
+            return GpuMemory(self.gpu(), nbytes)
+        return HostMemory(np.empty(nbytes, np.uint8))
+
+    @staticmethod
+    def gpu() -> Gpu:
+        """The first one; ``Absent`` without."""
+        try:
+            return Gpu()
+        except NoGpu as error:
+            raise Absent(str(error)) from error
 
     @abstractmethod
-    def open(self, memory: npt.NDArray[np.uint8]) -> Info:
+    def open(self, memory: Memory) -> Info:
         """Starts the engine on this side; what the other side must know beyond address and pid.
 
         Raises ``Absent`` when it is not installed.
@@ -78,9 +96,9 @@ class Contender(ABC):
     def receive(self) -> None:  # noqa: B027 - one-sided engines have nothing to do
         """Destination: its part in a round."""
 
-    def source_addresses(self, memory: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    def source_addresses(self, memory: Memory) -> npt.NDArray[np.uint64]:
         """First bytes of the blocks in the source's memory, shape (blocks,)."""
-        return self.plan.addresses(memory.ctypes.data, self.plan.source)
+        return self.plan.addresses(memory.address, self.plan.source)
 
     def destination_addresses(self, there: Info) -> npt.NDArray[np.uint64]:
         """First bytes of the blocks in the destination's memory, shape (blocks,)."""

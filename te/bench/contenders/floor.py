@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te.bench.contenders.base import Absent, Contender
+from te.bench.memory import HostMemory, Memory
 from te.bench.protocol import Info, Setup, Timing
 from te.bench.shapes import Plan
 
@@ -114,14 +115,14 @@ class Floor(Contender):
     def version(self) -> str:
         return "C"
 
-    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+    def allocate(self, nbytes: int) -> Memory:
         if self._spec.memory != "engine" or self.setup.role == "source":
             return super().allocate(nbytes)
         self._memory_fd = os.memfd_create("te-bench")
         os.ftruncate(self._memory_fd, nbytes)
-        return np.frombuffer(mmap.mmap(self._memory_fd, nbytes), np.uint8)
+        return HostMemory(np.frombuffer(mmap.mmap(self._memory_fd, nbytes), np.uint8))
 
-    def open(self, memory: npt.NDArray[np.uint8]) -> Info:
+    def open(self, memory: Memory) -> Info:
         try:
             from te.bench import _floors
         except ImportError as error:
@@ -150,7 +151,7 @@ class Floor(Contender):
             for _ in range(self._count):
                 self._add_control(_connect(self._spec.channel, there["listening"]))
         self._fds = list(self._controls)
-        told: Info = {"address": int(self._memory.ctypes.data), "rails": self._count}
+        told: Info = {"address": self._memory.address, "rails": self._count}
         if self._spec.source is Kind.SPLICE:
             pipes = [os.pipe() for _ in range(self._count)]
             self._fds = [writer for _, writer in pipes]
@@ -178,7 +179,7 @@ class Floor(Contender):
             self._move(self._spec.destination, self.plan.destination)
 
     def _move(self, kind: Kind, slots: npt.NDArray[np.uint64]) -> tuple[int, list[int]]:
-        near = self._iovecs(self.plan.addresses(self._memory.ctypes.data, slots))
+        near = self._iovecs(self.plan.addresses(self._memory.address, slots))
         bounds = np.linspace(0, len(near), self._count + 1).astype(np.int64)
         times_ns = np.zeros(len(near), np.uint64)
         none = [-1] * self._count

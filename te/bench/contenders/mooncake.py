@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te.bench.contenders.base import Absent, Call, Contender, Spent, time_calls
+from te.bench.memory import Memory
 from te.bench.protocol import Info, Timing
 
 __all__ = ["Mooncake", "MooncakePool"]
@@ -36,7 +37,7 @@ class Mooncake(Contender):
         )
         return next(found, "unknown")
 
-    def open(self, memory: npt.NDArray[np.uint8]) -> Info:
+    def open(self, memory: Memory) -> Info:
         os.environ.update(self.ENVIRONMENT)  # Mooncake reads them when it starts.
         try:
             module: Any = importlib.import_module("mooncake.engine")
@@ -46,7 +47,7 @@ class Mooncake(Contender):
         self._memory = memory
         if code := self._engine.initialize(HOST, "P2PHANDSHAKE", "tcp", ""):
             raise RuntimeError(f"initialize returned {code}")
-        if code := self._engine.register_memory(memory.ctypes.data, memory.nbytes):
+        if code := self._engine.register_memory(memory.address, memory.nbytes):
             raise RuntimeError(f"register_memory returned {code}")
         return {"target": f"{HOST}:{self._engine.get_rpc_port()}"}
 

@@ -8,15 +8,19 @@ import importlib
 import os
 import time
 from importlib import metadata
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from te.bench.contenders.base import Absent, Call, Contender, Spent, time_calls
+from te.bench.memory import Memory, place_of
 from te.bench.protocol import Info, Timing
 
 __all__ = ["Nixl"]
+
+#: NIXL's words for a place.
+KINDS: Final = {"any": "DRAM", "engine": "DRAM", "cuda": "VRAM"}
 
 
 class Nixl(Contender):
@@ -29,7 +33,7 @@ class Nixl(Contender):
     def version(self) -> str:
         return f"nixl {metadata.version('nixl')}"
 
-    def open(self, memory: npt.NDArray[np.uint8]) -> Info:
+    def open(self, memory: Memory) -> Info:
         # UCX reads these when it starts. Left alone it picks process_vm_* between these processes.
         os.environ["UCX_LOG_LEVEL"] = "error"
         if self.setup.transport == "tcp":
@@ -40,8 +44,8 @@ class Nixl(Contender):
             raise Absent(f"nixl cannot be imported: {error}") from error
         self._agent: Any = api.nixl_agent(self.setup.role, api.nixl_agent_config(backends=["UCX"]))
         self._memory = memory
-        ranges = [(memory.ctypes.data, memory.nbytes, 0, "")]
-        self._agent.register_memory(self._agent.get_reg_descs(ranges, "DRAM"))
+        ranges = [(memory.address, memory.nbytes, 0, "")]
+        self._agent.register_memory(self._agent.get_reg_descs(ranges, KINDS[self.place]))
         return {"agent": base64.b64encode(self._agent.get_agent_metadata()).decode()}
 
     def connect(self, there: Info) -> Info:
@@ -52,8 +56,10 @@ class Nixl(Contender):
         destination = self.destination_addresses(there)
 
         def call(numbers: npt.NDArray[np.int64]) -> Call:
-            here = self._descriptors(source[numbers])
-            far = self._descriptors(destination[numbers])
+            here = self._descriptors(source[numbers], self.place)
+            far = self._descriptors(
+                destination[numbers], place_of(self.setup.memory, "destination")
+            )
             check = agent.check_xfer_state
 
             def move() -> Spent:
@@ -76,8 +82,8 @@ class Nixl(Contender):
     def transfer(self) -> Timing:
         return time_calls(self._calls)
 
-    def _descriptors(self, addresses: npt.NDArray[np.uint64]) -> Any:
+    def _descriptors(self, addresses: npt.NDArray[np.uint64], place: str) -> Any:
         rows = np.zeros((addresses.size, 3), np.uint64)
         rows[:, 0] = addresses
         rows[:, 1] = self.plan.shape.nbytes
-        return self._agent.get_xfer_descs(rows, "DRAM")
+        return self._agent.get_xfer_descs(rows, KINDS[place])

@@ -6,12 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
 from te import memory_kinds
 from te.bench.contenders.base import Absent
 from te.bench.contenders.te_engine import TeEngine
+from te.bench.memory import Memory
 from te.bench.protocol import Info
 from te.memory_kinds import MemoryKind, Reach
 from te.topology import ANYWHERE
@@ -40,12 +38,12 @@ class _Untouchable(MemoryKind):
 class StagedTeEngine(TeEngine):
     """Both sides' memory is of such a kind."""
 
-    def open(self, memory: npt.NDArray[np.uint8]) -> Info:
+    def open(self, memory: Memory) -> Info:
         try:
             from te.bench import _copier
         except ImportError as error:
             raise Absent(f"te.bench._copier is not built: {error}") from error
         kind = _Untouchable(_copier.start())
-        start, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
+        start, end = memory.address, memory.address + memory.nbytes
         memory_kinds.add(lambda address: kind if start <= address < end else None)
         return super().open(memory)

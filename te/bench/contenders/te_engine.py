@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 import te
 from te.bench.contenders.base import Call, Contender, Spent, time_calls
+from te.bench.memory import HostMemory, Memory
 from te.bench.protocol import Info, Timing
 
-__all__ = ["TeEngine", "engine_memory_offered"]
+__all__ = ["HostTeEngine", "TeEngine", "engine_memory_offered"]
 
 
 def engine_memory_offered() -> bool:
@@ -28,8 +29,7 @@ class TeEngine(Contender):
     """``peer.write`` and ``Transfer.wait``."""
 
     _engine: te.Engine
-    _memory: npt.NDArray[np.uint8]
-    _allocated: Any = None
+    _memory: Memory
 
     def version(self) -> str:
         try:
@@ -37,23 +37,26 @@ class TeEngine(Contender):
         except metadata.PackageNotFoundError:
             return "from the source tree"
 
-    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        if self.setup.memory != "engine":
+    def allocate(self, nbytes: int) -> Memory:
+        if self.place != "engine":
             return super().allocate(nbytes)
         # Asked by name: a te that cannot do this is still to be measured in every other way.
         allocate: Any = getattr(te, "allocate", None)
         if allocate is None:
             raise RuntimeError("this te has no te.allocate; use --memory any")
-        self._allocated = allocate(nbytes)
-        return np.frombuffer(self._allocated, np.uint8)[:nbytes]
+        buffer = allocate(nbytes)
+        return HostMemory(np.frombuffer(buffer, np.uint8)[:nbytes], buffer)
 
-    def open(self, memory: npt.NDArray[np.uint8]) -> Info:
+    def open(self, memory: Memory) -> Info:
         config = te.Config(host="127.0.0.1")
         if self.setup.transport != "auto":
             config = dataclasses.replace(config, transports=(self.setup.transport,))
         self._engine = te.Engine(config)
-        own = memory if self._allocated is None else self._allocated
-        self._engine.register(own, remote="read-write")  # The writes have no tag.
+        # The writes have no tag.
+        if isinstance(memory, HostMemory):
+            self._engine.register(memory.owner, remote="read-write")
+        else:
+            self._engine.register(memory.address, memory.nbytes, remote="read-write")
         self._memory = memory
         return {"card": base64.b64encode(self._engine.card()).decode()}
 
@@ -86,3 +89,11 @@ class TeEngine(Contender):
 
     def transfer(self) -> Timing:
         return time_calls(self._calls)
+
+
+class HostTeEngine(TeEngine):
+    """The same blocks in host memory, whatever memory the case is about."""
+
+    @property
+    def place(self) -> str:
+        return "any"

@@ -119,6 +119,15 @@ CUresult cuDeviceGetCount(int *count) {
     return leave(r);
 }
 
+CUresult cuDeviceGetName(char *text, int nbytes, CUdevice device) {
+    CUresult r = enter("cuDeviceGetName", 0);
+    if (r == 0 && ordinal_of(device) < 0)
+        r = CUDA_ERROR_INVALID_DEVICE;
+    if (r == 0)
+        snprintf(text, (size_t)nbytes, "stand-in without a GPU");
+    return leave(r);
+}
+
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
     CUresult r = enter("cuDeviceGetAttribute", 0);
     if (r == 0 && ordinal_of(device) < 0)

@@ -98,6 +98,7 @@ enum {
     CU_MEM_LOCATION_TYPE_DEVICE = 1,
     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
     CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1,
+    CU_MEM_ATTACH_GLOBAL = 1,
 };
 
 CUresult cuInit(unsigned flags);
@@ -109,6 +110,7 @@ CUresult cuGetProcAddress_v2(
 CUresult cuGetErrorName(CUresult error, const char **name);
 CUresult cuDeviceGet(CUdevice *device, int ordinal);
 CUresult cuDeviceGetCount(int *count);
+CUresult cuDeviceGetName(char *text, int nbytes, CUdevice device);
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device);
 CUresult cuDeviceGetPCIBusId(char *text, int nbytes, CUdevice device);
 CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device);
@@ -127,6 +129,10 @@ CUresult cuPointerGetAttributes(
     unsigned n, CUpointer_attribute *attributes, void **data, CUdeviceptr address);
 CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t nbytes);
 CUresult cuMemFree_v2(CUdeviceptr address);
+CUresult cuMemGetInfo_v2(size_t *free_nbytes, size_t *nbytes);
+CUresult cuMemAllocManaged(CUdeviceptr *address, size_t nbytes, unsigned flags);
+CUresult cuMemAllocAsync(CUdeviceptr *address, size_t nbytes, CUstream stream);
+CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream);
 CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *nbytes, CUdeviceptr address);
 CUresult cuMemGetHandleForAddressRange(
     void *handle, CUdeviceptr address, size_t nbytes, CUmemRangeHandleType type,

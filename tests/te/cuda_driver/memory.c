@@ -75,6 +75,13 @@ char *reach(uintptr_t address, size_t nbytes) {
     return m->alias + (address - m->start);
 }
 
+size_t device_nbytes(void) {
+    size_t sum = 0;
+    for (Memory *m = memories; m < memories_end; m++)
+        sum += m->owner == DEVICE && m->opened == 0 ? m->nbytes : 0;
+    return sum;
+}
+
 /* -- what an address is */
 
 static CUresult attribute_of(const Memory *m, unsigned attribute, void *data) {

@@ -107,6 +107,7 @@ Memory *memory_at(uintptr_t address);
 Memory *memory_opened(long pid, uint64_t id); /* what a legacy handle named */
 Memory *memory_new(Owner owner, uintptr_t start, size_t nbytes);
 void memory_drop(Memory *m);
+size_t device_nbytes(void); /* that are in use, of all devices */
 char *reach(uintptr_t address, size_t nbytes); /* NULL when it is no memory that engines reach */
 bool map_file(Memory *m, int fd, uintptr_t fixed); /* PROT_NONE, and the alias */
 
