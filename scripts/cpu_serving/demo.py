@@ -25,7 +25,7 @@ from cpu_serving.pools import leaked_pages
 from cpu_serving.processes import ServingError
 from cpu_serving.progress import Step
 from cpu_serving.reference import read_reference, write_reference
-from cpu_serving.report import Report
+from cpu_serving.report import Drafts, Report
 from cpu_serving.servers import Fleet, Pair, Server, ServerOptions, wait_ready
 from te.topology import Nic
 
@@ -143,6 +143,8 @@ def _start_pair(
     decode = _layout(
         options, model, options.decode_tp, options.decode_pp, devices and devices.decode
     )
+    prefill = replace(prefill, mtp=options.mtp in ("both", "prefill"))
+    decode = replace(decode, mtp=options.mtp in ("both", "decode"))
     if options.pretend_cuda:
         cuda = PretendedCuda(build_driver(fleet.run_dir), seed=options.seed)
         prefill, decode = replace(prefill, cuda=cuda), replace(decode, cuda=cuda)
@@ -210,6 +212,7 @@ def _report(
             for server in (pair.prefill, pair.decode)
             if server.options.cuda
         ),
+        drafts=Drafts.of(got.answers) if options.mtp in ("both", "decode") else None,
         single_s=expected.elapsed_s,
         disaggregated_s=got.elapsed_s,
     )

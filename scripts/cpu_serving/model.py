@@ -20,6 +20,8 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from cpu_serving import deepseek_v3
+
 __all__ = ["ARCHITECTURES", "FIRST_PLAIN_TOKEN", "MODELS_DIR", "VOCAB_SIZE", "make_model"]
 
 MODELS_DIR = Path(sys.prefix) / "cpu-serving" / "models"  # in the .venv, and gone with it
@@ -140,6 +142,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.0,
     },
+    "deepseek-v3": deepseek_v3.CONFIG,
 }
 
 
@@ -168,7 +171,10 @@ def _write(out: Path, arch: str, seed: int) -> None:
     config = _COMMON | ARCHITECTURES[arch]
     (out / "config.json").write_text(json.dumps(config, indent=1))
     rng = np.random.default_rng(seed)
-    tensors = {name: _tensor(rng, name, shape) for name, shape in _weights(arch)}
+    shapes = deepseek_v3.weights() if arch == "deepseek-v3" else _weights(arch)
+    tensors = {name: _tensor(rng, name, shape) for name, shape in shapes}
+    if arch == "deepseek-v3":
+        deepseek_v3.settle(tensors)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(out)
 

@@ -17,6 +17,7 @@ __all__ = ["DemoOptions", "parse"]
 
 #: Most prompts are longer: their chunks are sent as cached prefixes of the next ones.
 OVERLAP_CHUNK = 256
+MTP_MODEL = "deepseek-v3"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class DemoOptions:
     overlap: bool
     ignore_events: bool
     pretend_cuda: bool
+    #: "both", "decode" or "prefill": which servers draft.
+    mtp: str | None
     model: str
     max_prompt_tokens: int
     seed: int
@@ -52,6 +55,8 @@ class DemoOptions:
             pages += f", chunks of {self.chunked_prefill_size}"
         if self.overlap:
             pages += ", overlap scheduling"
+        if self.mtp:
+            pages += f", MTP on {self.mtp}"
         if self.pretend_cuda:
             pages += ", pools said to be CUDA memory"
         return f"{self.model}: prefill {prefill} -> decode {decode}, {pages}"
@@ -88,7 +93,8 @@ def parse(argv: Sequence[str]) -> DemoOptions:
         overlap=args.overlap,
         ignore_events=args.ignore_events,
         pretend_cuda=args.pretend_cuda,
-        model=args.model or ("qwen3" if args.dp_attention else "llama"),
+        mtp=args.mtp,
+        model=args.model or _default_model(args),
         max_prompt_tokens=args.max_prompt_tokens,
         seed=args.seed,
         keep=args.keep,
@@ -100,6 +106,12 @@ def parse(argv: Sequence[str]) -> DemoOptions:
     if problem:
         parser.error(problem)
     return options
+
+
+def _default_model(args: argparse.Namespace) -> str:
+    if args.mtp:
+        return MTP_MODEL
+    return "qwen3" if args.dp_attention else "llama"
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -138,6 +150,13 @@ def _build_parser() -> argparse.ArgumentParser:
         "--pretend-cuda",
         action="store_true",
         help="a driver without a GPU, whose copies are late, reports the KV pools as CUDA memory",
+    )
+    add(
+        "--mtp",
+        nargs="?",
+        const="both",
+        choices=("both", "decode", "prefill"),
+        help=f"speculative decoding with the draft layer of {MTP_MODEL}, on both servers or one",
     )
     add("--transport", choices=TRANSPORTS, help="this one or none (default: the best that works)")
     add(
@@ -191,6 +210,12 @@ def _problem(options: DemoOptions) -> str | None:
         return f"--dp-attention: SGLang has it for qwen3 and deepseek, not for {options.model}"
     if options.dp_attention and max(options.prefill_tp, options.decode_tp) < 2:
         return "--dp-attention needs 2 ranks on one of the servers (--prefill-tp, --decode-tp)"
+    if options.mtp and options.model != MTP_MODEL:
+        return f"--mtp: {options.model} has no draft layer, {MTP_MODEL} has one (--model)"
+    if options.mtp and options.prefill_pp > 1:
+        return "--mtp with --prefill-pp: no tiny model has both"
+    if options.mtp and options.overlap:
+        return "--mtp with --overlap: SGLang has no overlap scheduling of drafts on a CPU"
     if options.ignore_events and not options.overlap:
         return "--ignore-events: there are no events without --overlap"
     if options.overlap and options.prefill_pp > 1:

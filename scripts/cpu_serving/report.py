@@ -10,10 +10,24 @@ from dataclasses import asdict, dataclass
 from cpu_serving.cuda import CudaCounts
 from cpu_serving.overlap import OverlapCounts
 from cpu_serving.stats import Handover
+from cpu_serving.traffic import Answer
 
-__all__ = ["Report"]
+__all__ = ["Drafts", "Report"]
 
 MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """How often the decode server verified drafts, and how many were right."""
+
+    verified: int
+    right: int
+
+    @classmethod
+    def of(cls, answers: Iterable[Answer]) -> Drafts:
+        pairs = [(answer.verified, answer.right_drafts) for answer in answers]
+        return cls(sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs))
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,8 @@ class Report:
     overlap: OverlapCounts | None
     #: What the driver without a GPU counted on each server, if there was one.
     cuda: tuple[CudaCounts, ...]
+    #: Of speculative decoding, if the decode server has it.
+    drafts: Drafts | None
     single_s: float
     disaggregated_s: float
 
@@ -49,6 +65,7 @@ class Report:
             and self.transport in (None, self.handover.transport)
             and (self.carried_bytes is None or self.carried_bytes >= self.handover.bytes)
             and (self.overlap is None or self.overlap.taken)
+            and (self.drafts is None or self.drafts.right > 0)
             # What devices have carried, they took from the pools.
             and all(counts.good(is_staged=self.carried_bytes is None) for counts in self.cuda)
         )
@@ -69,6 +86,7 @@ class Report:
             *self._carried(),
             *self._overlapped(),
             *self._staged(),
+            *self._drafted(),
             ("scheduler send() p99", _figure(handover.send_p99_us, "us")),
             ("scheduler poll() p99", _figure(handover.poll_p99_us, "us")),
             ("leaked pages", f"{self.leaked_pages}"),
@@ -106,6 +124,11 @@ class Report:
             ("scheduler's CUDA waits", on_both(one.synchronising_calls for one in self.cuda)),
         ]
 
+    def _drafted(self) -> list[tuple[str, str]]:
+        if self.drafts is None:
+            return []
+        return [("drafts", f"{self.drafts.right:,} right in {self.drafts.verified:,} times")]
+
     def json_line(self) -> str:
         handover = self.handover
         return json.dumps(
@@ -123,6 +146,7 @@ class Report:
                 "carried_bytes": self.carried_bytes,
                 "overlap": asdict(self.overlap) if self.overlap else None,
                 "cuda": [asdict(counts) for counts in self.cuda],
+                "drafts": asdict(self.drafts) if self.drafts else None,
                 "scheduler_call_us": {
                     "send_p99": handover.send_p99_us,
                     "poll_p99": handover.poll_p99_us,

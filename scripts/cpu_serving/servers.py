@@ -33,6 +33,16 @@ __all__ = [
 Role = Literal["single", "prefill", "decode"]
 
 SHIM = Path(__file__).parent / "shim"
+# Of backends for CPUs, SGLang's for AMX alone has what speculative decoding needs; the shim has its
+# kernels. As the two sides' choice, as SGLang takes back the one for all without AMX.
+MTP_FLAGS = {
+    "--speculative-algorithm": "NEXTN",
+    "--speculative-num-steps": 3,
+    "--speculative-eagle-topk": 1,
+    "--speculative-num-draft-tokens": 4,
+    "--prefill-attention-backend": "intel_amx",
+    "--decode-attention-backend": "intel_amx",
+}
 # A pair starts in about 25 s on two idle cores; a loaded machine may need many times that.
 READY_TIMEOUT_S = 400.0 if len(os.sched_getaffinity(0)) > 1 else 1200.0
 POLL_S = 0.2
@@ -48,6 +58,8 @@ class ServerOptions:
     tp: int = 1
     pp: int = 1
     dp_attention: bool = False
+    #: Speculative decoding with the model's own draft layer.
+    mtp: bool = False
     page_size: int = 1
     chunked_prefill_size: int | None = None
     max_total_tokens: int = 65_536
@@ -121,6 +133,8 @@ class Server:
             flags["--dp-size"] = options.tp
         if options.chunked_prefill_size is not None:
             flags["--chunked-prefill-size"] = options.chunked_prefill_size
+        if options.mtp:
+            flags |= MTP_FLAGS
         switches = ["--disable-cuda-graph", "--sleep-on-idle"]
         if options.overlap is None:
             switches.append("--skip-server-warmup")

@@ -52,6 +52,9 @@ class Answer:
     error: str | None
     elapsed_s: float
     cached_tokens: int = 0
+    #: Of a server that drafts: how often it verified, and how many drafts were right.
+    verified: int = 0
+    right_drafts: int = 0
 
 
 def make_requests(
@@ -105,7 +108,12 @@ def _answer(status: int, payload: Any, elapsed_s: float) -> Answer:
     finish = meta.get("finish_reason") or {}
     error = finish.get("message", "aborted") if finish.get("type") == "abort" else None
     return Answer(
-        tuple(payload["output_ids"]), error, elapsed_s, int(meta.get("cached_tokens") or 0)
+        tuple(payload["output_ids"]),
+        error,
+        elapsed_s,
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+        verified=int(meta.get("spec_verify_ct") or 0),
+        right_drafts=int(meta.get("spec_num_correct_drafts") or 0),
     )
 
 

@@ -12,7 +12,7 @@ from cpu_serving import cuda, demo, devices
 from cpu_serving.cuda import CudaCounts, read_cuda_counts
 from cpu_serving.overlap import OverlapCounts
 from cpu_serving.processes import ServingError
-from cpu_serving.report import Report
+from cpu_serving.report import Drafts, Report
 from cpu_serving.stats import Handover
 from te_sysfs import Sysfs
 
@@ -43,6 +43,7 @@ def report(
     carried_bytes: int | None,
     overlap: OverlapCounts | None,
     on_gpu: tuple[CudaCounts, ...] = (),
+    drafts: Drafts | None = None,
 ) -> Report:
     handover = Handover(
         bytes=1000,
@@ -67,6 +68,7 @@ def report(
         carried_bytes=carried_bytes,
         overlap=overlap,
         cuda=on_gpu,
+        drafts=drafts,
         single_s=1.0,
         disaggregated_s=1.0,
     )
@@ -124,3 +126,8 @@ def test_counts_are_of_all_ranks_and_fresh(tmp_path: Path, monkeypatch: pytest.M
         read_cuda_counts(tmp_path, 2, time.time() + 1000)
     with pytest.raises(ServingError, match="2 of 3 ranks"):
         read_cuda_counts(tmp_path, 3, 0.0)
+
+
+def test_a_demo_of_drafts_fails_unless_some_were_right() -> None:
+    assert report("rdma", 1000, None, drafts=Drafts(verified=5, right=1)).good
+    assert not report("rdma", 1000, None, drafts=Drafts(verified=5, right=0)).good

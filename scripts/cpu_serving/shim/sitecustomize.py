@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test support: lets the unmodified SGLang run on a machine without a GPU.
 
-This directory stands first on PYTHONPATH of every server process. Five gaps are closed, each when
+This directory stands first on PYTHONPATH of every server process. Seven gaps are closed, each when
 the module it concerns is imported and not otherwise:
 
 - PyPI's torchvision is built for CUDA; beside a CPU torch its C extension does not load and the
@@ -11,8 +11,12 @@ the module it concerns is imported and not otherwise:
 - The torch-native backend writes the KV of sliding-window layers into their own pool, and reads it
   at the indices of the other pool. It is given those of the right one.
 - DeepSeek's MLA has an absorbed form (one latent per token, as the KV pool stores it) that the
-  torch-native backend computes correctly. SGLang's dispatch has no rule for that backend and would
-  pick the form with a key per head, which does not fit the pool. The rule is added.
+  backends for CPUs compute correctly. SGLang's dispatch has no rule for them and would pick the
+  form with a key per head, which does not fit the pool. The rule is added.
+- A draft model (MTP) shares DeepSeek's embedding and head, and SGLang waits for the GPU that has
+  copied them. There is none to wait for.
+- Where the last token of a draft's prefix lies SGLang asks Triton, except for `torch_native`, and
+  MTP runs on `intel_amx` (`servers.py` says why). It has the same in torch, which is taken.
 - Overlap scheduling of a prefill server needs the streams and events of a GPU. A server that is to
   run it gets a stand-in, see `cpu_overlap.py`.
 
@@ -71,7 +75,27 @@ def _reading_windows(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _dispatch_to_absorbed_mla(module: ModuleType) -> None:
     method = module.AttnForwardMethod.MLA
-    module.AttentionBackendRegistry.register("torch_native", lambda _attn, _batch: method)
+    for name in ("torch_native", "intel_amx"):
+        module.AttentionBackendRegistry.register(name, lambda _attn, _batch: method)
+
+
+def _share_without_waiting(module: ModuleType) -> None:
+    model = module.DeepseekV2ForCausalLM
+    share = model.set_embed_and_head
+
+    def wrapped(self: Any, embed: Any, head: Any) -> None:
+        cuda = module.torch.cuda
+        wait, cuda.synchronize = cuda.synchronize, lambda: None
+        try:
+            share(self, embed, head)
+        finally:
+            cuda.synchronize = wait
+
+    model.set_embed_and_head = wrapped
+
+
+def _locate_without_triton(module: ModuleType) -> None:
+    module.get_last_loc_triton = module.get_last_loc_torch
 
 
 def stand_in_for_a_gpu(torch_module: ModuleType | None = None) -> None:
@@ -107,6 +131,8 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "torch": stand_in_for_a_gpu,
     "sglang.srt.layers.attention.torch_native_backend": _mend_torch_native,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _dispatch_to_absorbed_mla,
+    "sglang.srt.mem_cache.allocation": _locate_without_triton,
+    "sglang.srt.models.deepseek_v2": _share_without_waiting,
     "sglang_mooncake.layout.plan": _leave_kv_out,
     "sglang_mooncake.manager": _pretend_cuda,
 }

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand-in for SGLang's compiled CPU kernel package, which no package index has for this platform.
 
-Without Intel AMX SGLang computes every layer of the tiny models with its own torch code. Only a
-few names are looked up at import; the one kernel that plain decoding could call is written out here
-and every other one raises when it is called. `sgl_kernel.scalar_type` is left out on purpose:
-SGLang has a fallback for it.
+Without Intel AMX SGLang computes every layer of the tiny models with its own torch code. What plain
+and speculative decoding call is written out here, and every other kernel raises when it is called.
+`sgl_kernel.scalar_type` is left out on purpose: SGLang has a fallback for it.
 """
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
+
+from sgl_kernel import attention
+from sgl_kernel.speculative import *  # noqa: F403
+
+attention.register()
 
 
 def assign_req_to_token_pool_cpu(
