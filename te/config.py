@@ -5,17 +5,32 @@ from __future__ import annotations
 
 import ipaddress
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from te.core.engine import WORKERS_LIMIT
 from te.core.wire import FRAME_BLOCKS_MAX, RAILS_LIMIT
 from te.transports import registry
 
-__all__ = ["TRANSPORTS", "Config"]
+__all__ = ["LIMITS", "TRANSPORTS", "Config"]
 
 TRANSPORTS = registry.BY_DEFAULT
 """Names of the transports that an engine offers and uses by itself, the preferred one first."""
+
+LIMITS: Final[Mapping[str, tuple[int, int]]] = {
+    "port": (0, 65535),
+    "port_last": (1, 65535),
+    "rails": (1, RAILS_LIMIT),
+    "rails_per_nic": (1, RAILS_LIMIT),
+    "workers": (1, WORKERS_LIMIT),
+    "traffic_class": (0, 255),
+    "service_level": (0, 15),
+    "partition_key_index": (0, 65535),
+    "gid_index": (0, 255),
+}
+"""Least and greatest value of fields that are numbers, for those that read them from elsewhere."""
 
 SEGMENT_BYTES_MAX = 64 << 20
 # Linux takes 1024 iovecs a call (UIO_MAXIOV); headers, trailer and acknowledgements need some.
@@ -35,11 +50,18 @@ class Config:
     host: str = "127.0.0.1"
     #: TCP port to listen on; 0 takes any free one.
     port: int = 0
+    #: With it, the engine listens on the first free port from ``port`` to this one. iWARP listens
+    #: on further ones of them.
+    port_last: int | None = None
     #: Transports this engine offers and uses, the preferred one first. Each peer gets the first
     #: that works; with only one named, not getting it is a ``te.ConnectError``.
     transports: tuple[str, ...] = TRANSPORTS
-    #: Connections to a peer, which share the work; the peer's own setting is a bound, too.
+    #: Connections to a peer, which share the work; the peer's own setting is a bound, too. Over
+    #: RDMA there are as many as devices, times ``rails_per_nic``.
     rails: int = 2
+    #: Queue pairs to a peer by each pair of devices; a link has ``RAILS_LIMIT`` at most in all. A
+    #: bonded port may need two to fill both wires.
+    rails_per_nic: int = 1
     #: Threads that move bytes, over all peers; never more than cores.
     workers: int = 2
     #: How long a thread that has just moved bytes, or waits for a small write, looks again before
@@ -66,8 +88,16 @@ class Config:
     #: Longest time between two attempts to make a rail over RDMA anew. A port that gets its link
     #: back is tried at once; what is broken behind a switch has to be tried for.
     rail_backoff_max_s: float = 1.0
-    #: Traffic class of packets over RDMA (ibv_modify_qp(3)); networks map it to priorities.
+    #: Traffic class of packets over RDMA (ibv_modify_qp(3)); networks map it to priorities. It and
+    #: the next three say nothing to iWARP, which is TCP to the network.
     traffic_class: int = 0
+    #: Service level of InfiniBand, or priority of Ethernet, up to 7 there (ibv_modify_qp(3)).
+    service_level: int = 0
+    #: Entry of each port's table of partition keys (ibv_modify_qp(3)).
+    partition_key_index: int = 0
+    #: RoCE: the entry of each port's table of GIDs that is to be used; without it, all are tried
+    #: with each peer, the likeliest first. Within an InfiniBand subnet none is used.
+    gid_index: int | None = None
     #: Unfinished transfers a peer may have; one more raises ``te.QueueFull``.
     max_queued_transfers: int = 1024
     #: Incoming connections an engine accepts; one more is refused.
@@ -90,13 +120,19 @@ class Config:
     def __post_init__(self) -> None:
         _check_host(self.host)
         _check_transports(self.transports)
-        _check_range("port", self.port, 0, 65535)
+        for field, limits in LIMITS.items():
+            value = getattr(self, field)
+            if value is not None:
+                _check_range(field, value, *limits)
+        if self.port_last is not None and not 1 <= self.port <= self.port_last:
+            raise ValueError(
+                f"port={self.port} and port_last={self.port_last}: give the first and last port of"
+                " a range"
+            )
         _check_range("max_queued_transfers", self.max_queued_transfers, 1, 1 << 20)
         _check_range("max_connections", self.max_connections, 1, 1 << 16)
         _check_range("segment_bytes", self.segment_bytes, 1, SEGMENT_BYTES_MAX)
         _check_range("segment_blocks", self.segment_blocks, 1, SEGMENT_BLOCKS_MAX)
-        _check_range("rails", self.rails, 1, RAILS_LIMIT)
-        _check_range("workers", self.workers, 1, WORKERS_LIMIT)
         if not 0 <= self.spin_s <= 0.1:
             raise ValueError(f"spin_s={self.spin_s} must be between 0 and 0.1 seconds")
         _check_range("staging_slot_bytes", self.staging_slot_bytes, 4096, SEGMENT_BYTES_MAX)
@@ -112,7 +148,6 @@ class Config:
         _check_timeout("stall_timeout_s", self.stall_timeout_s)
         _check_timeout("rail_timeout_s", self.rail_timeout_s)
         _check_timeout("rail_backoff_max_s", self.rail_backoff_max_s)
-        _check_range("traffic_class", self.traffic_class, 0, 255)
         if self.topology is not None and self.nics:
             raise ValueError(
                 f"topology={str(self.topology)!r} is complete:"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import socket
@@ -266,7 +267,23 @@ def _describe(_sock: socket.socket, address: Any) -> tuple[str, str]:
 
 
 def _listen(config: Config) -> socket.socket:
-    host, port, buffer_bytes = config.host, config.port, config.socket_buffer_bytes
+    """On the first free port of those that are configured; ``te.ListenError``."""
+    if config.port_last is None:
+        return _listen_at(config, config.port)
+    for port in range(config.port, config.port_last + 1):
+        try:
+            return _listen_at(config, port)
+        except ListenError as exc:
+            if not isinstance(exc.__cause__, OSError) or exc.__cause__.errno != errno.EADDRINUSE:
+                raise
+    raise ListenError(
+        f"cannot listen on {config.host}: none of the ports from {config.port} to"
+        f" {config.port_last} is free; give a wider range"
+    )
+
+
+def _listen_at(config: Config, port: int) -> socket.socket:
+    host, buffer_bytes = config.host, config.socket_buffer_bytes
     where = address_text(host, port)
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

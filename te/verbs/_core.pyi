@@ -30,8 +30,8 @@ class Device:
         family only events of the device and its ports come here."""
 
     def port(self, number: int) -> tuple[int, int, int, bool, int, int]:
-        """State (4 is active), active MTU as its enum, LID, whether it is Ethernet, GIDs, longest
-        message in bytes; ibv_query_port(3)."""
+        """State (4 is active), active MTU as its enum, LID, whether it is Ethernet, partition keys,
+        longest message in bytes; ibv_query_port(3)."""
 
     def gids(self) -> list[tuple[int, int, bytes, int, int]]:
         """(port, index, GID as 16 bytes, 0 InfiniBand or 1 or 2 for RoCE, number of the interface)
@@ -111,6 +111,8 @@ class QueuePair:
         timeout: int,
         retries: int,
         traffic_class: int,
+        service_level: int,
+        partition_key_index: int,
         is_target: bool,
     ) -> None:
         """To the ready-to-send state; ibv_modify_qp(3). ``remote_gid`` is empty within an
@@ -120,8 +122,8 @@ class QueuePair:
 class CmListener:
     """Takes connections by rdma_cm(7) at one address of this host, 16 bytes as in ``dial``."""
 
-    def __init__(self, address: bytes) -> None:
-        """``OSError``."""
+    def __init__(self, address: bytes, port: int) -> None:
+        """``port``: 0 for one that the kernel chooses. ``OSError``."""
 
     @property
     def fd(self) -> int:
@@ -129,7 +131,7 @@ class CmListener:
 
     @property
     def port(self) -> int:
-        """Chosen by the kernel."""
+        """Where it listens."""
 
     def requests(self) -> list[CmRequest]:
         """Those that wait."""

@@ -138,7 +138,8 @@ cdef class Device:
                 self.attr.phys_port_cnt)
 
     def port(self, int number):
-        """(state, active MTU as its enum, LID, is it Ethernet, GIDs, longest message in bytes)"""
+        """(state, active MTU as its enum, LID, is it Ethernet, partition keys, longest message in
+        bytes)"""
         cdef VPortAttr attr
         cdef Opened device = self.use()
         cdef int errnum
@@ -148,7 +149,7 @@ cdef class Device:
         if errnum:
             fail(f"ibv_query_port of {self.name} port {number}", errnum)
         return (attr.state, attr.active_mtu, attr.lid, attr.link_layer == LINK_LAYER_ETHERNET,
-                attr.gid_tbl_len, attr.max_msg_sz)
+                attr.pkey_tbl_len, attr.max_msg_sz)
 
     def gids(self):
         """(port, index, 16 bytes, type, number of the interface) of each valid entry."""
@@ -296,7 +297,7 @@ cdef class QueuePair:
     def connect(
         self, uint32_t remote_number, uint32_t remote_psn, uint32_t local_psn, bytes remote_gid,
         int gid_index, int remote_lid, int mtu, int timeout, int retries, int traffic_class,
-        bint is_target
+        int service_level, int partition_key_index, bint is_target
     ):
         """RESET → INIT → RTR → RTS; ibv_modify_qp(3)."""
         cdef VQpAttr a
@@ -305,6 +306,7 @@ cdef class QueuePair:
         memset(&a, 0, sizeof(a))
         a.qp_state = QPS_INIT
         a.port_num = self.port
+        a.pkey_index = partition_key_index
         a.qp_access_flags = access_of(is_target, is_target)
         self.modify(&a, QP_STATE | QP_PKEY_INDEX | QP_PORT | QP_ACCESS_FLAGS, "INIT")
         memset(&a, 0, sizeof(a))
@@ -316,6 +318,7 @@ cdef class QueuePair:
         a.min_rnr_timer = 12
         a.ah.port_num = self.port
         a.ah.dlid = remote_lid
+        a.ah.sl = service_level
         a.ah.is_global = is_global
         if is_global:
             memcpy(a.ah.dgid, <const char *>remote_gid, 16)

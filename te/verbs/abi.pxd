@@ -47,9 +47,9 @@ cdef extern from "verbs/abi.h" nogil:
         int32_t max_qp_wr, max_cqe, max_mr
         uint8_t phys_port_cnt
     ctypedef struct VPortAttr:
-        int32_t state, active_mtu, gid_tbl_len
+        int32_t state, active_mtu
         uint32_t max_msg_sz
-        uint16_t lid
+        uint16_t pkey_tbl_len, lid
         uint8_t link_layer
     ctypedef struct VQpInitAttr:
         void *qp_context
@@ -59,12 +59,13 @@ cdef extern from "verbs/abi.h" nogil:
         int32_t qp_type
     ctypedef struct VAh:
         uint8_t dgid[16]
-        uint8_t sgid_index, hop_limit, traffic_class, is_global, port_num
+        uint8_t sgid_index, hop_limit, traffic_class, sl, is_global, port_num
         uint16_t dlid
     ctypedef struct VQpAttr:
         int32_t qp_state, path_mtu
         uint32_t rq_psn, sq_psn, dest_qp_num, qp_access_flags
         VAh ah
+        uint16_t pkey_index
         uint8_t max_rd_atomic, max_dest_rd_atomic, min_rnr_timer, port_num, timeout, retry_cnt
         uint8_t rnr_retry
     ctypedef struct VGidEntry:

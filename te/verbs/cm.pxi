@@ -187,10 +187,10 @@ cdef class CmListener:
     cdef VCmId *cm
     cdef readonly int port
 
-    def __init__(self, bytes address):
+    def __init__(self, bytes address, uint16_t port):
         cdef sockaddr_storage where
         load_cm()
-        fill_address(&where, address, 0)
+        fill_address(&where, address, port)
         self.channel = lib.cm_create_event_channel()
         if self.channel == NULL:
             fail("rdma_create_event_channel", last_errno())

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -243,9 +243,15 @@ def _ways(address: int, nbytes: int, rights: int, kind: MemoryKind) -> Iterator[
         yield as_dma_buf, plainly
 
 
-def open_fabric(patterns: tuple[str, ...], override: Path | None) -> Fabric:
+def open_fabric(
+    patterns: tuple[str, ...],
+    override: Path | None,
+    gid_index: int | None = None,
+    partition_key_index: int = 0,
+) -> Fabric:
     """Opens the active devices that the file ``override`` names; without one those whose names
-    match one of the ``fnmatch`` patterns; all if there are none.
+    match one of the ``fnmatch`` patterns; all if there are none. Those without the entries that the
+    two indices name are left out.
 
     Raises ``te.DeviceError`` that says what is missing when there is not a single one,
     ``te.TopologyError`` for a bad file or pattern.
@@ -271,7 +277,8 @@ def open_fabric(patterns: tuple[str, ...], override: Path | None) -> Fabric:
             problems.append(f"{one.name}: an engine uses {NICS_LIMIT} devices")
         else:
             try:
-                nics.append(_open(len(nics), one, known[one.device]))
+                nic = _open(len(nics), one, known[one.device], partition_key_index)
+                nics.append(_with_gid(nic, gid_index))
             except DeviceError as exc:
                 problems.append(str(exc))
     if not nics:
@@ -304,10 +311,10 @@ def _gids(one: MachineNic, device: verbs.Device) -> tuple[Gid, ...]:
     return tuple(found)
 
 
-def _open(index: int, one: MachineNic, is_iwarp: bool) -> Nic:
+def _open(index: int, one: MachineNic, is_iwarp: bool, partition_key_index: int) -> Nic:
     try:
         device = verbs.Device(one.device)
-        state, mtu, lid, is_ethernet, _, max_message = device.port(one.port)
+        state, mtu, lid, is_ethernet, partition_keys, max_message = device.port(one.port)
         gids = read_addresses(one.netdev) if is_iwarp else _gids(one, device)
     except OSError as exc:
         raise DeviceError(f"{one.name}: {exc.strerror}") from exc
@@ -315,6 +322,11 @@ def _open(index: int, one: MachineNic, is_iwarp: bool) -> Nic:
         raise DeviceError(
             f"{one.name}: its port {one.port} is {one.state or 'down'}, not active;"
             f" bring its link up{f' (ip link set {one.netdev} up)' if one.netdev else ''}"
+        )
+    if not is_iwarp and partition_key_index >= partition_keys:
+        raise DeviceError(
+            f"{one.name}: partition_key_index={partition_key_index}, but its port {one.port} has"
+            f" {partition_keys} partition keys, counted from 0"
         )
     if is_ethernet and not is_iwarp and not any(gid.roce == 2 for gid in gids):
         raise DeviceError(f"{one.name}: no RoCE v2 GID; give {one.netdev or 'it'} an IP address")
@@ -334,3 +346,17 @@ def _open(index: int, one: MachineNic, is_iwarp: bool) -> Nic:
         netdev=one.netdev,
         bytes_per_s=one.rate_gbps * 1e9 / 8,
     )
+
+
+def _with_gid(nic: Nic, gid_index: int | None) -> Nic:
+    """With that address alone, where addresses of the table are used; ``te.DeviceError``."""
+    if gid_index is None or nic.family != "roce":
+        return nic
+    gids = tuple(gid for gid in nic.gids if gid.index == gid_index and gid.roce == GID_ROCE_V2)
+    if not gids:
+        there = ", ".join(f"{gid.index} ({gid.text})" for gid in nic.gids if gid.roce == 2)
+        raise DeviceError(
+            f"{nic.name}: gid_index={gid_index} is no RoCE v2 GID of its port {nic.port}, which has"
+            f" {there}"
+        )
+    return replace(nic, gids=gids)

@@ -63,7 +63,7 @@ class CmAcceptor:
         with self._lock:
             listener = self._listeners.get((nic.index, index))
             if listener is None:
-                listener = CmListener(nic.gids[index].raw)
+                listener = self._listen(nic.gids[index].raw)
                 self._listeners[nic.index, index] = listener
                 self._watch(listener.fd, lambda _, one=listener: self._on_ready(one))  # type: ignore[misc]
             self._expected = {k: one for k, one in self._expected.items() if one.until_s > now_s}
@@ -71,6 +71,23 @@ class CmAcceptor:
                 token, link, offer, nic, now_s + BUILD_TIMEOUT_S
             )
         return RailAnswer(port=listener.port, token=token)
+
+    def _listen(self, address: bytes) -> CmListener:
+        """On the first free port of those that are configured; ``OSError``."""
+        config = self._local.config
+        if config.port_last is None:
+            return CmListener(address, 0)
+        for port in range(config.port, config.port_last + 1):
+            try:
+                return CmListener(address, port)
+            except OSError as exc:
+                if exc.errno != errno.EADDRINUSE:
+                    raise
+        raise OSError(
+            errno.EADDRINUSE,
+            f"none of the ports from {config.port} to {config.port_last} is free; give a wider"
+            " range",
+        )
 
     def close(self) -> None:
         """Expects nobody any more; its listeners go with the loop that watches them."""

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 from te.core.wire import RECEIVE_DEPTH
 from te.errors import ConnectError
 from te.topology import Gid, gid_pairs
@@ -75,12 +77,19 @@ class Path:
         )
 
 
-def paths(nics: tuple[Nic, ...], remote: list[CardNic], rails_max: int) -> list[list[Path]]:
-    """For each rail the ways to try, the likeliest first; rails without any are left out."""
+def paths(
+    nics: tuple[Nic, ...], remote: list[CardNic], per_pair: int, rails_max: int
+) -> list[list[Path]]:
+    """For each rail the ways to try, the likeliest first; rails without any are left out.
+
+    Each pair of devices has ``per_pair`` rails, but as many as ``rails_max`` allows in all: every
+    pair has its first before one has a second.
+    """
     if not nics or not remote:
         return []
     found = []
-    for nic_index, remote_index in pairs(len(nics), len(remote))[:rails_max].tolist():
+    each = np.tile(pairs(len(nics), len(remote)), (per_pair, 1))[:rails_max]
+    for nic_index, remote_index in each.tolist():
         nic = nics[nic_index]
         ways: list[Path] = []
         for other in sorted(partners(nic_index, len(remote)), key=lambda i: i != remote_index):
@@ -141,6 +150,8 @@ def build_rail(
         ACK_TIMEOUT,
         RETRIES,
         local.config.traffic_class,
+        local.config.service_level,
+        local.config.partition_key_index,
         is_target=False,
     )
     hand_over(queue_pair, link, offer, nic.index, path.remote, answer.fences)
@@ -192,6 +203,8 @@ def accept_rail(local: Local, link: RdmaLink, offer: RailOffer, nic: Nic) -> Rai
         ACK_TIMEOUT,
         RETRIES,
         local.config.traffic_class,
+        local.config.service_level,
+        local.config.partition_key_index,
         is_target=True,
     )
     number = queue_pair.number

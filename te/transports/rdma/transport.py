@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import time
 from typing import ClassVar
@@ -47,6 +48,8 @@ from te.verbs.fabric import Fabric, Nic, open_fabric
 
 __all__ = ["Rdma"]
 
+logger = logging.getLogger(__name__)
+
 
 class Rdma(Transport):
     """The devices of an engine, and its links by them."""
@@ -71,7 +74,9 @@ class Rdma(Transport):
         self._problem: str | None = None
         if fabric is None:
             try:
-                self.fabric = open_fabric(config.nics, config.topology)
+                self.fabric = open_fabric(
+                    config.nics, config.topology, config.gid_index, config.partition_key_index
+                )
             except DeviceError as exc:
                 self._problem = str(exc)
 
@@ -84,6 +89,8 @@ class Rdma(Transport):
         self._local = local
         self._keeper = Keeper(f"te-rails-{local.id[:8]}")
         self._cm = CmAcceptor(local, watch)
+        for sentence in _idle_settings(local.config, self._nics):
+            logger.warning("%s", sentence)
         for nic in self._nics:
             watch(nic.device.events_fd, DeviceWatch(local, self._keeper, nic).on_ready)
         return ()
@@ -125,7 +132,7 @@ class Rdma(Transport):
     def open(self, card: Card, offer: bytes, deadline_s: float, timeout_s: float) -> OutgoingLink:
         """See ``Transport.open``."""
         local, nics, there = self._local, self._nics, decode_body(offer, RdmaOffer).nics
-        ways = paths(nics, there, RAILS_LIMIT)
+        ways = paths(nics, there, local.config.rails_per_nic, RAILS_LIMIT)
         if not ways:
             raise TransportRefused(
                 f"no device of one side can be connected with one of the other: here"
@@ -192,6 +199,27 @@ class Rdma(Transport):
         else:
             answer = accept_rail(self._local, link, offer, nic)
         return encode(RdmaWelcome(rail=answer))
+
+
+def _idle_settings(config: Config, nics: tuple[Nic, ...]) -> list[str]:
+    """What was configured and says nothing to some of the devices."""
+    of_packets = ("traffic_class", "service_level", "partition_key_index", "gid_index")
+    # By family: what is none of its own, and why.
+    idle = {
+        "iwarp": (of_packets, "iWARP connects by rdma_cm and is TCP to the network"),
+        "ib": (("gid_index",), "within an InfiniBand subnet no GID is used"),
+    }
+    found = []
+    for family, (fields, why) in idle.items():
+        names = [nic.name for nic in nics if nic.family == family]
+        given = [
+            f"{field}={getattr(config, field)}"
+            for field in fields
+            if getattr(config, field) != getattr(Config, field)
+        ]
+        if names and given:
+            found.append(f"{', '.join(given)}: no effect on {', '.join(names)}: {why}")
+    return found
 
 
 def _lacking(nics: tuple[Nic, ...], there: list[CardNic]) -> str:
