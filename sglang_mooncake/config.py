@@ -8,9 +8,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from sglang_mooncake.mooncake_variables import read_courtesies
 from sglang_mooncake.registries import Registries
-from te.config import TRANSPORTS
+from sglang_mooncake.values import ConfigError, integer, names, port_range, seconds
+from te.config import LIMITS, TRANSPORTS
 
 __all__ = ["SGLANGS_OWN", "Config", "ConfigError"]
 
@@ -27,8 +30,29 @@ SGLANGS_OWN = frozenset(
 )
 
 
-class ConfigError(ValueError):
-    """A variable has a value that we cannot use; the sentence names it."""
+#: Settings that te.Config has by the same names.
+_ENGINE = (
+    "RAILS",
+    "RAILS_PER_NIC",
+    "WORKERS",
+    "TRAFFIC_CLASS",
+    "SERVICE_LEVEL",
+    "PARTITION_KEY_INDEX",
+    "GID_INDEX",
+)
+_NAMES = {
+    "HOST",
+    "REGISTER_TIMEOUT_S",
+    "LINK_TIMEOUT_S",
+    "STALL_TIMEOUT_S",
+    "TRANSPORTS",
+    "NICS",
+    "TOPOLOGY",
+    "PORTS",
+    "REGISTRIES",
+    "STATS_DIR",
+    *_ENGINE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +64,21 @@ class Config:
     LINK_TIMEOUT_S: how long a decode rank waits for a prefill rank's answer to its hello.
     STALL_TIMEOUT_S: a transfer without progress this long fails.
     TRANSPORTS: transports to use, the preferred one first, separated by commas (default: all of
-        te's that can move the KV cache). With one alone, not getting it is an error. Without it a
-        wish for TCP that is Mooncake's is heard: MC_FORCE_TCP=1 (SGLang sets it for the backend
-        mooncake_tcp), MOONCAKE_PROTOCOL=tcp.
+        te's that can move the KV cache). With one alone, not getting it is an error.
     NICS: RDMA devices to use, patterns separated by commas, `!` before those to leave out
         (default: those of --disaggregation-ib-device, else all).
     TOPOLOGY: JSON file that says which RDMA devices memory uses, instead of NICS and of what is
         found (te.Config.topology; Mooncake's MC_CUSTOM_TOPO_JSON).
+    RAILS, RAILS_PER_NIC, WORKERS, TRAFFIC_CLASS, SERVICE_LEVEL, PARTITION_KEY_INDEX, GID_INDEX: as
+        te.Config has them, with its defaults.
+    PORTS: first and last port that this rank listens on, for the transfer engine and for control
+        messages: `20000-20100` (default: any free ones).
     REGISTRIES: registries (`bootstrap_host` and `bootstrap_port` of a request) that a decode rank
         asks: names, addresses or networks, with or without a port, separated by commas
         (`Registries`; default: any).
     STATS_DIR: directory for one JSON file per scheduler process (default: none are written).
+
+    Where a variable is not given, what Mooncake's say of the same is taken (`mooncake_variables`).
     """
 
     host: str | None = None
@@ -60,8 +88,16 @@ class Config:
     transports: tuple[str, ...] = ()
     nics: tuple[str, ...] = ()
     topology: Path | None = None
+    #: Devices that Mooncake's variables name: for ranks for which neither `nics` nor a flag of
+    #: SGLang's names any.
+    nics_of_mooncake: tuple[str, ...] = ()
+    #: Fields of te.Config, by name.
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    ports: tuple[int, int] | None = None
     registries: Registries = field(default_factory=Registries)
     stats_dir: Path | None = None
+    #: What became of variables of Mooncake's, for the log.
+    courtesies: tuple[str, ...] = ()
 
     @staticmethod
     def from_environment(environment: Mapping[str, str] = os.environ) -> Config:
@@ -71,65 +107,63 @@ class Config:
             for name, value in environment.items()
             if name.startswith(_PREFIX)
         }
-        transports = _transports(given.pop("TRANSPORTS", ""), environment)
         for name in SGLANGS_OWN:
             given.pop(name.removeprefix(_PREFIX), None)
-        stats_dir, topology = given.pop("STATS_DIR", ""), given.pop("TOPOLOGY", "")
-        config = Config(
-            host=given.pop("HOST", "") or None,
-            register_timeout_s=_seconds(given, "REGISTER_TIMEOUT_S", 60.0),
-            link_timeout_s=_seconds(given, "LINK_TIMEOUT_S", 10.0),
-            stall_timeout_s=_seconds(given, "STALL_TIMEOUT_S", 5.0),
-            transports=transports,
-            nics=_names(given.pop("NICS", "")),
-            topology=Path(topology) if topology else None,
-            registries=_registries(given.pop("REGISTRIES", "")),
-            stats_dir=Path(stats_dir) if stats_dir else None,
-        )
-        if config.topology is not None and config.nics:
+        nics, has_topology = names(given.get("NICS", "")), bool(given.get("TOPOLOGY"))
+        if nics and has_topology:
             raise ConfigError(
                 f"{_PREFIX}TOPOLOGY is complete: {_PREFIX}NICS cannot be given beside it"
             )
-        if given:
-            unknown = ", ".join(sorted(_PREFIX + name for name in given))
-            raise ConfigError(f"unknown variable {unknown}: see sglang_mooncake/config.py")
+        taken = read_courtesies(environment, given, _PREFIX)
+        asked = taken.settings | {name: text for name, text in given.items() if text}
+        ports, topology, stats_dir = (asked.get(n) for n in ("PORTS", "TOPOLOGY", "STATS_DIR"))
+        config = Config(
+            host=asked.get("HOST"),
+            register_timeout_s=_seconds(asked, "REGISTER_TIMEOUT_S", 60.0),
+            link_timeout_s=_seconds(asked, "LINK_TIMEOUT_S", 10.0),
+            stall_timeout_s=_seconds(asked, "STALL_TIMEOUT_S", 5.0),
+            transports=_transports(asked.get("TRANSPORTS", "")),
+            nics=nics,
+            topology=Path(topology) if topology else None,
+            nics_of_mooncake=names(taken.settings.get("NICS", "")),
+            engine=_engine(asked),
+            ports=port_range(f"{_PREFIX}PORTS", ports) if ports else None,
+            registries=_registries(asked.get("REGISTRIES", "")),
+            stats_dir=Path(stats_dir) if stats_dir else None,
+            courtesies=taken.notes,
+        )
+        unknown = sorted(given.keys() - _NAMES)
+        if unknown:
+            raise ConfigError(
+                f"unknown variable {', '.join(_PREFIX + name for name in unknown)}: see"
+                " sglang_mooncake/config.py"
+            )
         return config
 
 
-def _transports(text: str, environment: Mapping[str, str]) -> tuple[str, ...]:
+def _engine(asked: Mapping[str, str]) -> dict[str, int]:
+    return {
+        name.lower(): integer(_PREFIX + name, asked[name], *LIMITS[name.lower()])
+        for name in _ENGINE
+        if name in asked
+    }
+
+
+def _transports(text: str) -> tuple[str, ...]:
     """None if nobody asked for any."""
-    names = _names(text)
-    if not names:
-        wishes = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}
-        for name, value in wishes.items():
-            if environment.get(name, "").strip().lower() == value:
-                return ("tcp",)
-        return ()
-    if len(set(names)) != len(names) or not set(names) <= set(TRANSPORTS):
+    given = names(text)
+    if len(set(given)) != len(given) or not set(given) <= set(TRANSPORTS):
         known = ", ".join(TRANSPORTS)
         raise ConfigError(f"{_PREFIX}TRANSPORTS={text!r}: give some of {known}, each once")
-    return names
+    return given
 
 
 def _registries(text: str) -> Registries:
     try:
-        return Registries(_names(text))
+        return Registries(names(text))
     except ValueError as error:
         raise ConfigError(f"{_PREFIX}REGISTRIES={text!r}: {error}") from error
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _seconds(given: dict[str, str], name: str, default: float) -> float:
-    text = given.pop(name, "")
-    if not text:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.01 <= value <= 86_400:
-        raise ConfigError(f"{_PREFIX}{name}={text!r}: give seconds between 0.01 and 86400")
-    return value
+def _seconds(asked: Mapping[str, str], name: str, default: float) -> float:
+    return seconds(_PREFIX + name, asked[name]) if name in asked else default

@@ -9,6 +9,7 @@ links reaches the rooms as events, in order, and by no other way.
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import secrets
 import time
@@ -40,7 +41,15 @@ from sglang_mooncake.rooms.decode_events import (
     PeerFailed,
 )
 
-__all__ = ["LinkEvent", "LinkKey", "Links", "Readers", "open_dealer", "open_router"]
+__all__ = [
+    "LinkEvent",
+    "LinkKey",
+    "Links",
+    "PortsTaken",
+    "Readers",
+    "open_dealer",
+    "open_router",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +64,10 @@ _srand.argtypes = (ctypes.c_uint,)
 _srand.restype = None
 #: A rank that has refused us is still told which rooms it need not wait for.
 _FAREWELL_MS = 1_000
+
+
+class PortsTaken(RuntimeError):
+    """None of the ports that a rank may listen on is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,13 +254,20 @@ class Links:
 
 
 def open_router(
-    context: zmq.Context[zmq.Socket[bytes]], host: str, message_bytes_max: int
+    context: zmq.Context[zmq.Socket[bytes]],
+    host: str,
+    message_bytes_max: int,
+    ports: tuple[int, int] | None = None,
 ) -> tuple[zmq.Socket[bytes], int]:
     """A bound ROUTER socket and its port; peers connect with `open_dealer`. It gives each of them a
     name; one that asks for the name of another is not heard.
 
+    Args:
+        ports: the first and the last of those of which a free one is taken (default: of all).
+
     Raises:
         zmq.ZMQError: the address cannot be bound.
+        PortsTaken: none of `ports` is free.
     """
     # A ROUTER numbers its peers from rand(), which is the same in each process unless it is seeded.
     # libzmq 4.3.5 aborts the process when it gives out a number that a peer has claimed before, so
@@ -257,8 +277,21 @@ def open_router(
     _bound(socket, host, message_bytes_max)
     # A send to a peer that is gone raises instead of vanishing.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    port = socket.bind_to_random_port(_tcp(host))
-    return socket, port
+    if ports is None:
+        return socket, socket.bind_to_random_port(_tcp(host))
+    for port in range(ports[0], ports[1] + 1):
+        try:
+            socket.bind(f"{_tcp(host)}:{port}")
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return socket, port
+    socket.close(linger=0)
+    raise PortsTaken(
+        f"cannot listen on {host}: none of the ports from {ports[0]} to {ports[1]} is free; give a "
+        "wider range"
+    )
 
 
 def open_dealer(

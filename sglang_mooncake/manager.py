@@ -137,7 +137,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self.prefill_side = PrefillSide(
             self.context, self.engine, layout, self.recorder, self.stages
         )
-        self._control_port = self.prefill_side.start()
+        self._control_port = self.prefill_side.start(self.config.ports)
         self.register_to_bootstrap()
 
     def register_to_bootstrap(self) -> None:

@@ -21,7 +21,7 @@ from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.destinations import Destination, Destinations
 from sglang_mooncake.executor import Executor
 from sglang_mooncake.layout import Layout, LayoutMismatch, Plan
-from sglang_mooncake.links import open_router
+from sglang_mooncake.links import PortsTaken, open_router
 from sglang_mooncake.messages import (
     Hello,
     HelloReply,
@@ -109,18 +109,24 @@ class PrefillSide(Side):
             context.deadlines.waiting_s,
         )
         self._router: zmq.Socket[bytes] | None = None
+        self._ports: tuple[int, int] | None = None
         self._port: queue.Queue[int | Exception] = queue.Queue(1)
         #: Rooms (by serial) that the scheduler polls in every step. Its thread alone uses this.
         self._polled: set[int] = set()
 
     # --- for the manager and the scheduler ---
 
-    def start(self) -> int:
+    def start(self, ports: tuple[int, int] | None = None) -> int:
         """Starts the loop; returns the port where decode ranks say hello.
+
+        Args:
+            ports: the first and the last of those of which it is one (default: any).
 
         Raises:
             zmq.ZMQError: the address of this rank cannot be bound.
+            PortsTaken: none of `ports` is free.
         """
+        self._ports = ports
         self._order.start()
         self._loop.start()
         port = self._port.get(timeout=_START_TIMEOUT_S)
@@ -184,9 +190,9 @@ class PrefillSide(Side):
     def started(self, loop: ControlLoop) -> None:
         try:
             self._router, port = open_router(
-                loop.zmq_context, self._context.host, messages.MESSAGE_BYTES_MAX
+                loop.zmq_context, self._context.host, messages.MESSAGE_BYTES_MAX, self._ports
             )
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, PortsTaken) as error:
             self._port.put(error)
             return
         loop.add_reader(self._router, self._read_peers)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import te
@@ -11,6 +12,8 @@ from te.config import TRANSPORTS
 from te.memory import Remote
 
 __all__ = ["HandoverUnavailable", "open_engine", "register"]
+
+logger = logging.getLogger(__name__)
 
 #: Chunks on their way to one decode rank; far more than requests that a prefill rank can hold.
 _TRANSFERS_MAX = 16_384
@@ -21,7 +24,8 @@ class HandoverUnavailable(RuntimeError):
 
 
 def open_engine(config: Config, host: str, nics: tuple[str, ...]) -> te.Engine:
-    """The engine over the transports of the settings, or over all.
+    """The engine over the transports of the settings, or over all; says in the log what became of
+    Mooncake's variables.
 
     Args:
         nics: RDMA devices that SGLang's flags name.
@@ -29,14 +33,20 @@ def open_engine(config: Config, host: str, nics: tuple[str, ...]) -> te.Engine:
     Raises:
         te.Error: what te says of its configuration.
     """
+    if config.courtesies:
+        logger.info("variables of Mooncake's engine: %s", "; ".join(config.courtesies))
+    port, port_last = config.ports or (0, None)
     return te.Engine(
         te.Config(
             host=host,
+            port=port,
+            port_last=port_last,
             transports=config.transports or TRANSPORTS,
-            nics=() if config.topology else config.nics or nics,
+            nics=() if config.topology else config.nics or nics or config.nics_of_mooncake,
             topology=config.topology,
             stall_timeout_s=config.stall_timeout_s,
             max_queued_transfers=_TRANSFERS_MAX,
+            **config.engine,
         )
     )
 

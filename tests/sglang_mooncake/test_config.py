@@ -4,9 +4,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from te_ports import two_ports
 
 from sglang_mooncake.config import SGLANGS_OWN, Config, ConfigError
 from sglang_mooncake.registries import Registries
+from sglang_mooncake.transports import open_engine
 
 
 def test_nothing_given_means_the_defaults():
@@ -31,6 +33,14 @@ def test_every_variable_is_taken():
             "SGLANG_MOONCAKE_NICS": "mlx5_*,!mlx5_1",
             "SGLANG_MOONCAKE_REGISTRIES": "prefill-*, 10.0.0.0/8:8998",
             "SGLANG_MOONCAKE_STATS_DIR": "/stats",
+            "SGLANG_MOONCAKE_PORTS": "20000-20100",
+            "SGLANG_MOONCAKE_RAILS": "4",
+            "SGLANG_MOONCAKE_RAILS_PER_NIC": "2",
+            "SGLANG_MOONCAKE_WORKERS": "3",
+            "SGLANG_MOONCAKE_TRAFFIC_CLASS": "106",
+            "SGLANG_MOONCAKE_SERVICE_LEVEL": "3",
+            "SGLANG_MOONCAKE_PARTITION_KEY_INDEX": "1",
+            "SGLANG_MOONCAKE_GID_INDEX": "3",
         }
     ) == Config(
         "10.0.0.1",
@@ -41,6 +51,16 @@ def test_every_variable_is_taken():
         nics=("mlx5_*", "!mlx5_1"),
         registries=Registries(("prefill-*", "10.0.0.0/8:8998")),
         stats_dir=Path("/stats"),
+        ports=(20000, 20100),
+        engine={
+            "rails": 4,
+            "rails_per_nic": 2,
+            "workers": 3,
+            "traffic_class": 106,
+            "service_level": 3,
+            "partition_key_index": 1,
+            "gid_index": 3,
+        },
     )
 
 
@@ -55,6 +75,16 @@ def test_every_variable_is_taken():
         ("TRANSPORTS", "tcp,tcp"),
         ("REGISTRIES", "10.0.0.1/8"),
         ("STAL_TIMEOUT_S", "1"),
+        ("RAILS", "9"),
+        ("RAILS_PER_NIC", "0"),
+        ("WORKERS", "5"),
+        ("TRAFFIC_CLASS", "256"),
+        ("SERVICE_LEVEL", "low"),
+        ("PARTITION_KEY_INDEX", "-1"),
+        ("GID_INDEX", "256"),
+        ("PORTS", "20000"),
+        ("PORTS", "20100-20000"),
+        ("PORTS", "0-20"),
     ],
 )
 def test_a_value_or_name_that_we_cannot_use_is_named(name, value):
@@ -79,3 +109,17 @@ def test_variables_of_sglang_that_begin_like_ours_do_not_stop_a_server(name):
 )
 def test_mooncakes_wishes_for_tcp_are_heard_where_no_transport_is_named(given, transports):
     assert Config.from_environment(given).transports == transports
+
+
+def test_every_setting_reaches_the_engine():
+    """Each by the name that te.Config has for it."""
+    with two_ports(0) as first:
+        given = dict.fromkeys(("RAILS", "RAILS_PER_NIC", "WORKERS", "TRAFFIC_CLASS"), "2")
+        given |= dict.fromkeys(("SERVICE_LEVEL", "PARTITION_KEY_INDEX", "GID_INDEX"), "2")
+        given |= {"PORTS": f"{first}-{first + 1}", "TRANSPORTS": "tcp"}
+        environment = {f"SGLANG_MOONCAKE_{name}": value for name, value in given.items()}
+        with open_engine(Config.from_environment(environment), "127.0.0.1", ()) as engine:
+            config = engine._config
+            assert (config.port, config.port_last) == (first, first + 1)
+            fields = [name.lower() for name, value in given.items() if value == "2"]
+            assert [getattr(config, name) for name in fields] == [2] * 7

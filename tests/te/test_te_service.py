@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 from te_direct import NullEngine
 from te_far import wait_until
+from te_ports import two_ports
 
 import te
 from te.bench._null import Device, Wires
@@ -47,26 +45,6 @@ def nic(family: str = "ib", index: int = 0, gids: tuple[Gid, ...] = ()) -> Nic:
 
 def gid(index: int, text: str, roce: int = 2) -> Gid:
     return Gid(index=index, text=text, kind=GidKind.IPV4, roce=roce, netdev="eth0")
-
-
-@contextlib.contextmanager
-def two_ports(taken: int) -> Iterator[int]:
-    """The first of two ports in a row, of which so many have a listener."""
-    for first in range(20_000, 32_000, 2):
-        with contextlib.ExitStack() as undo:
-            socks = [undo.enter_context(socket.socket()) for _ in range(2)]
-            try:
-                for i, sock in enumerate(socks):
-                    sock.bind((HOST, first + i))
-            except OSError:
-                continue
-            for sock in socks[taken:]:
-                sock.close()
-            for sock in socks[:taken]:
-                sock.listen()
-            yield first
-            return
-    raise AssertionError("no two ports in a row are free")
 
 
 @pytest.mark.parametrize("taken", [0, 1])

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variables of Mooncake's engine, which published commands set: what te can do of them is taken
+over where nothing of ours says otherwise. Pure: `config.py` hands the environment in.
+
+Names and meanings are those of Mooncake's `config.cpp` and `environ.cpp`. MC_IB_PKEY_INDEX is not
+read there, but is found in commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from sglang_mooncake.values import ConfigError, integer, names
+from te.config import LIMITS
+
+__all__ = ["Courtesies", "read_courtesies"]
+
+#: A setting of ours, without the prefix, and Mooncake's variables for it, the strongest first.
+_NUMBERS: dict[str, tuple[str, ...]] = {
+    "GID_INDEX": ("MC_GID_INDEX", "NCCL_IB_GID_INDEX"),
+    "TRAFFIC_CLASS": ("MC_IB_TC",),
+    "SERVICE_LEVEL": ("MC_IB_SL",),
+    "PARTITION_KEY_INDEX": ("MC_PKEY_INDEX", "MC_IB_PKEY_INDEX"),
+}
+_AUTOMATIC = -1
+_TCP = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}
+_FILTERS, _EXCLUDE = "MC_TE_FILTERS", "MC_TE_FILTERS_EXCLUDE"
+_PORT_FIRST, _PORT_LAST = "MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT"
+#: Mooncake's range where only one end of it is given.
+_PORTS_OF_MOONCAKE = {_PORT_FIRST: "15000", _PORT_LAST: "17000"}
+_TOPOLOGY = "MC_CUSTOM_TOPO_JSON"
+#: A topology names the devices itself: one of the two is used.
+_INSTEAD_OF = {"NICS": "TOPOLOGY", "TOPOLOGY": "NICS"}
+
+
+@dataclass(frozen=True, slots=True)
+class Courtesies:
+    """What Mooncake's variables say."""
+
+    #: Settings of ours, by name without the prefix, in the form of our variables.
+    settings: dict[str, str]
+    #: What became of each variable, for the log.
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    #: As it stands in the environment: `MC_GID_INDEX=3`.
+    said: str
+    ours: str
+    value: str
+    #: What else comes first.
+    unless: str = ""
+
+
+def read_courtesies(
+    environment: Mapping[str, str], given: Mapping[str, str], prefix: str
+) -> Courtesies:
+    """What is taken over from Mooncake's variables.
+
+    Args:
+        given: our own variables that are set, without the prefix; they come first.
+
+    Raises:
+        ConfigError: a value that a variable of Mooncake's cannot have.
+    """
+    there = {name: text.strip() for name, text in environment.items() if text.strip()}
+    ours = {name: f"{prefix}{name}={text}" for name, text in given.items() if text}
+    settings: dict[str, str] = {}
+    notes: list[str] = []
+    for wish in _wishes(there):
+        other = ours.get(wish.ours) or ours.get(_INSTEAD_OF.get(wish.ours, ""))
+        if other is None:
+            settings[wish.ours] = wish.value
+            ours[wish.ours] = wish.said
+            honoured = f"{wish.said} is honoured as {prefix}{wish.ours}={wish.value}"
+            notes.append(honoured + wish.unless)
+        elif settings.get(wish.ours) == wish.value:
+            notes.append(f"{wish.said} says the same")
+        else:
+            notes.append(f"{wish.said} is not used, {other} is")
+    return Courtesies(settings, (*notes, *_idle(there)))
+
+
+def _wishes(there: Mapping[str, str]) -> Iterator[_Wish]:
+    """Each thing that te can do; of two for one setting the stronger first."""
+    for ours, variables in _NUMBERS.items():
+        for name in variables:
+            if name in there:
+                number = integer(name, there[name], _AUTOMATIC, LIMITS[ours.lower()][1])
+                if number != _AUTOMATIC:
+                    yield _Wish(f"{name}={there[name]}", ours, str(number))
+    for name, value in _TCP.items():
+        if there.get(name, "").lower() == value:
+            yield _Wish(f"{name}={there[name]}", "TRANSPORTS", "tcp")
+    if _TOPOLOGY in there:
+        yield _Wish(f"{_TOPOLOGY}={there[_TOPOLOGY]}", "TOPOLOGY", there[_TOPOLOGY])
+    yield from _devices(there)
+    yield from _ports(there)
+
+
+def _devices(there: Mapping[str, str]) -> Iterator[_Wish]:
+    given = [name for name in (_FILTERS, _EXCLUDE) if name in there]
+    wanted = names(there.get(_FILTERS, ""))
+    unwanted = tuple(f"!{name}" for name in names(there.get(_EXCLUDE, "")))
+    if given:
+        said = ", ".join(f"{name}={there[name]}" for name in given)
+        unless = " where --disaggregation-ib-device names none"
+        yield _Wish(said, "NICS", ",".join(wanted + unwanted), unless)
+
+
+def _ports(there: Mapping[str, str]) -> Iterator[_Wish]:
+    given = [name for name in (_PORT_FIRST, _PORT_LAST) if name in there]
+    if not given:
+        return
+    said = ", ".join(f"{name}={there[name]}" for name in given)
+    first, last = (
+        integer(name, there.get(name, default), 1, 65_535)
+        for name, default in _PORTS_OF_MOONCAKE.items()
+    )
+    if first > last:
+        raise ConfigError(f"{said}: the first port, {first}, is above the last, {last}")
+    yield _Wish(said, "PORTS", f"{first}-{last}")
+
+
+def _idle(there: Mapping[str, str]) -> Iterator[str]:
+    """Those that tune what te does not have."""
+    known = {*_TCP, _FILTERS, _EXCLUDE, _PORT_FIRST, _PORT_LAST, _TOPOLOGY}
+    known.update(name for variables in _NUMBERS.values() for name in variables)
+    others = sorted(name for name in there if name.startswith("MC_") and name not in known)
+    if others:
+        yield f"{', '.join(others)}: no effect here"

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ports of this host that are free, or taken on purpose."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+__all__ = ["two_ports"]
+
+HOST = "127.0.0.1"
+
+
+@contextlib.contextmanager
+def two_ports(taken: int) -> Iterator[int]:
+    """The first of two ports in a row, of which so many have a listener."""
+    for first in range(20_000, 32_000, 2):
+        with contextlib.ExitStack() as undo:
+            socks = [undo.enter_context(socket.socket()) for _ in range(2)]
+            try:
+                for i, sock in enumerate(socks):
+                    sock.bind((HOST, first + i))
+            except OSError:
+                continue
+            for sock in socks[taken:]:
+                sock.close()
+            for sock in socks[:taken]:
+                sock.listen()
+            yield first
+            return
+    raise AssertionError("no two ports in a row are free")
