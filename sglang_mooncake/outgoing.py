@@ -33,6 +33,8 @@ class TransferEnded:
     write: Write
     transfer: te.Transfer
     seal_slot: int | None
+    #: Of its bytes those of caches and state, without metadata and seal.
+    cache_nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ class Outgoing:
             ValueError, te.Error, and what else may go wrong: no byte of it has moved or will move.
         """
         room = self._rooms.setdefault(write.view.serial, _Room())
-        blocks, seal_slot = self._blocks(write, plan), None
+        cached = self._cached(write, plan)
+        blocks, seal_slot = self._with_metadata(write, plan, cached), None
         try:
             if write.chunk.is_last:
                 seal_slot = self._take_seal_slot()
@@ -84,7 +87,7 @@ class Outgoing:
         room.transfers.append(transfer)
         room.nbytes[write.peer] += blocks.total_nbytes
         self._recorder.transfer_began(time.monotonic())
-        ended = TransferEnded(write, transfer, seal_slot)
+        ended = TransferEnded(write, transfer, seal_slot, cached.total_nbytes)
         try:
             transfer.add_done_callback(lambda _: self._post(ended))
         except Exception:  # no thread could be started, say; but the write is under way
@@ -113,9 +116,11 @@ class Outgoing:
             return None
         room.transfers.remove(transfer)
         self._give_back(ended.seal_slot)
-        self._recorder.transfer_ended(transfer.nbytes, time.monotonic())
         status = transfer.poll()
-        if status is te.Status.DONE:
+        is_done = status is te.Status.DONE
+        self._recorder.transfer_ended(transfer.nbytes if is_done else 0, time.monotonic())
+        if is_done:
+            view.landed_nbytes += ended.cache_nbytes
             return WriteEnded(view, None)
         return WriteEnded(view, f"a transfer was {status.value}: {transfer.reason}")
 
@@ -138,16 +143,22 @@ class Outgoing:
         if seal_slot is not None:
             self._free_seals.append(seal_slot)
 
-    def _blocks(self, write: Write, plan: Plan) -> te.Blocks:
+    @staticmethod
+    def _cached(write: Write, plan: Plan) -> te.Blocks:
         chunk, target, span = write.chunk, write.target, write.span
         ours = chunk.pages[span.start - chunk.first : span.stop - chunk.first]
         theirs = messages.indices_from_bytes(target.pages[4 * span.start : 4 * span.stop])
         parts = [plan.kv(ours, theirs)]
         if chunk.is_last:
             parts.append(plan.state(chunk.states, messages.states_from_bytes(target.states)))
-        if chunk.aux_slot is not None and target.aux_slot is not None:
-            parts.append(plan.aux(chunk.aux_slot, target.aux_slot))
         return te.Blocks.concat(parts)
+
+    @staticmethod
+    def _with_metadata(write: Write, plan: Plan, cached: te.Blocks) -> te.Blocks:
+        ours, theirs = write.chunk.aux_slot, write.target.aux_slot
+        if ours is None or theirs is None:
+            return cached
+        return te.Blocks.concat([cached, plan.aux(ours, theirs)])
 
     def _sealed(
         self, write: Write, plan: Plan, blocks: te.Blocks, nbytes: int, seal_slot: int

@@ -146,8 +146,10 @@ class KVSender(BaseKVSender):  # type: ignore[misc]
         self._side.computed(self._view)
 
     def get_transfer_metric(self) -> KVTransferMetric:
-        per_page = sum(self.kv_mgr.kv_args.kv_item_lens)
-        self._metric.transfer_total_bytes = self._next_page * per_page
+        """Seconds from the first `send()` until all had landed, None for a request that failed; and
+        the bytes of caches and state that this rank sent and that landed, each destination's
+        counted, without metadata."""
+        self._metric.transfer_total_bytes = self._view.landed_nbytes
         return self._metric
 
     def failure_exception(self) -> None:

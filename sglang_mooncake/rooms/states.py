@@ -131,6 +131,9 @@ class RoomView:
     end: RoomState | None = None
     #: Prefill: tokens the decode server already holds (its radix cache), so they are not sent.
     decode_prefix_len: int = 0
+    #: Prefill: bytes of caches and state that have landed, with every decode rank that was sent
+    #: them; what SGLang's figures are made of.
+    landed_nbytes: int = 0
     #: Decode: what each source was asked for; set once before `state` becomes `REQUESTED`.
     awaited: tuple[Awaited, ...] = ()
     generation: int = 0

@@ -81,3 +81,40 @@ def test_a_decode_rank_that_holds_more_tokens_than_the_prompt_has_fails_the_requ
     sender.init(pages, aux_index=1)
     until(lambda: sender._view.over and target.over, "both sides let go of the room")
     assert "holds 1000 tokens of the prompt, which has fewer" in (target.reason or "")
+
+
+def test_sglang_takes_seconds_and_bytes_of_a_request_for_its_figures(pair):
+    """As its prefill scheduler asks for them when the request is done."""
+    from handover import LAYERS, PAGE_BYTES, until
+    from sglang.srt.disaggregation.base.conn import KVPoll
+    from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
+
+    from sglang_mooncake.rooms.states import RoomState
+
+    sender, target = sender_and_view(pair, 3)
+    sender.init(3, aux_index=1)
+    sender.send(np.array([0, 1], np.int32))
+    assert sender.get_transfer_metric().transfer_latency_s is None
+    sender.send(np.array([2], np.int32), state_indices=[])
+    until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
+    pair.decode.side.arrived(target)
+    until(lambda: sender._view.state is RoomState.DONE, "the prefill room is done")
+    assert sender.poll() == KVPoll.Success
+    nbytes = 3 * LAYERS * PAGE_BYTES
+    assert sender.get_transfer_metric().transfer_total_bytes == nbytes
+    stats = SchedulerReqTimeStats()
+    figures = stats.compute_and_observe_kv_transfer_metrics(sender.get_transfer_metric())
+    assert figures["total_mb"] == nbytes / 2**20
+    assert figures["latency_ms"] == sender.get_transfer_metric().transfer_latency_s * 1000
+    assert figures["speed_gb_s"] > 0
+
+
+def test_a_request_that_failed_has_sent_nothing_that_counts(pair):
+    from handover import until
+
+    sender, target = sender_and_view(pair, 4)
+    sender.init(3, aux_index=1)
+    sender.abort()
+    until(lambda: sender._view.over and target.over, "both sides let go of the room")
+    metric = sender.get_transfer_metric()
+    assert (metric.transfer_latency_s, metric.transfer_total_bytes) == (None, 0)

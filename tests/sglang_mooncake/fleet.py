@@ -273,7 +273,21 @@ class Ranks:
             self.send(handed, coords, chunks)
         self.arrive(handed)
         self.check(handed)
+        landed = sum(view.landed_nbytes for view in handed.sources.values())
+        assert landed == self.cached_nbytes(handed), "figures of SGLang's are made of it"
         return handed
+
+    def cached_nbytes(self, handed: Handed) -> int:
+        """Of the request on all decode ranks, copies of a head counted as often as they are kept;
+        without metadata."""
+        total = 0
+        for coords in handed.targets:
+            pages, _, _ = handed.places["decode", coords]
+            kv, state, _ = self.memory["decode", coords].part(
+                self.model.truth(handed.room, len(pages))
+            )
+            total += kv.nbytes + (state.nbytes if self.model.channels else 0)
+        return total
 
     def arrive(self, handed: Handed) -> None:
         """Waits for every byte, takes the room on every rank, and sees it done everywhere."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fleet import Model, Ranks, ranks
-from handover import HOST, Pool, handover, make_context, until
+from handover import HOST, LAYERS, PAGE_BYTES, Pool, handover, make_context, until
 
 import te
 from bootstrap_server import Topology
@@ -99,6 +99,27 @@ def test_a_write_of_which_nobody_can_be_told_is_found_by_the_next_tick(outgoing)
     assert outgoing.overlooked() == []
     assert outgoing.outcome(ended) is None, "said twice"
     assert len(outgoing._free_seals) == SEAL_SLOTS
+
+
+@pytest.mark.parametrize(
+    ("ends", "landed"),
+    [
+        ([te.Status.DONE], 1),
+        ([te.Status.DONE, te.Status.DONE], 2),
+        ([te.Status.FAILED], 0),
+        ([te.Status.CANCELLED, te.Status.DONE], 1),
+    ],
+)
+def test_what_counts_as_sent_has_landed_and_is_of_caches_alone(outgoing, ends, landed):
+    view, transfers = RoomView(1, 0.0), [Transfer(raises={"callback"}) for _ in ends]
+    peer = Peer(*transfers)
+    for transfer, end in zip(transfers, ends, strict=True):
+        outgoing.begin(write(view), peer, PLAN)
+        transfer.status = end
+    for ended in outgoing.overlooked():
+        outgoing.outcome(ended)
+    assert view.landed_nbytes == landed * LAYERS * PAGE_BYTES
+    assert outgoing._recorder.snapshot()["bytes"] == landed * transfers[0].nbytes
 
 
 def test_a_transfer_that_takes_no_cancel_keeps_no_other_from_it(outgoing, caplog):
