@@ -278,14 +278,34 @@ def test_a_server_is_refused_by_what_sglang_says_of_it(monkeypatch):
     [
         (None, ()),
         ("mlx5_0, mlx5_1", ("mlx5_0", "mlx5_1")),
+        ("mlx5_0,mlx5_0", ("mlx5_0",)),
         ('{"0": "mlx5_0", "1": "mlx5_2,mlx5_3"}', ("mlx5_2", "mlx5_3")),
+        ("devices.json", ("mlx5_2", "mlx5_3")),
     ],
 )
-def test_devices_given_to_sglang_are_those_of_the_engine(given, expected):
-    """In each form that --disaggregation-ib-device takes, for the rank of GPU 1."""
+def test_devices_given_to_sglang_are_those_of_the_engine(monkeypatch, tmp_path, given, expected):
+    """In each form that --disaggregation-ib-device takes, as SGLang checks it when the server
+    starts and hands it to the manager, for the rank of GPU 1."""
+    from sglang.srt.arg_groups import validation_hook
+
     from sglang_mooncake import seam
 
-    assert seam.rdma_devices(SimpleNamespace(ib_device=given, gpu_id=1)) == expected
+    (tmp_path / "devices.json").write_text('{"0": "mlx5_0", "1": "mlx5_2, mlx5_3"}')
+    monkeypatch.chdir(tmp_path)
+    names = [f"mlx5_{i}" for i in range(4)]
+    found = SimpleNamespace(
+        listdir=lambda _: names, path=SimpleNamespace(isdir=lambda _: True), environ={}
+    )
+    monkeypatch.setattr(validation_hook, "os", found)
+    checked = validation_hook.validate_ib_devices(given)
+    assert seam.rdma_devices(SimpleNamespace(ib_device=checked, gpu_id=1)) == expected
+
+
+def test_a_gpu_that_is_given_no_device_stops_the_server():
+    from sglang_mooncake import seam
+
+    with pytest.raises(ValueError, match="No IB devices configured for GPU 1"):
+        seam.rdma_devices(SimpleNamespace(ib_device='{"0": "mlx5_0"}', gpu_id=1))
 
 
 def test_the_variables_of_sglang_that_begin_like_ours_are_known(srt):
