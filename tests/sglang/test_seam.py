@@ -222,6 +222,42 @@ def test_mooncakes_own_engine_is_made_for_whoever_else_wants_it(
     assert module.get_disagg is before
 
 
+def test_elastic_ep_is_given_mooncakes_own_engine(monkeypatch):
+    """Not ours, whatever the backend of PD."""
+    from sglang.srt.distributed.device_communicators import mooncake_transfer_engine as module
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    theirs, given = object(), []
+    disagg = SimpleNamespace(
+        disaggregation_mode="decode",
+        disaggregation_transfer_backend="mooncake",
+        disaggregation_ib_device=None,
+        encoder_only=False,
+        language_only=False,
+    )
+    moe = SimpleNamespace(
+        enable_elastic_expert_backup=False, elastic_ep_backend="mooncake", mooncake_ib_device="m0"
+    )
+    asked: list[str] = []
+
+    def init(**wanted):
+        asked.append(wanted["ib_device"])
+        monkeypatch.setattr(module, "_mooncake_transfer_engine", SimpleNamespace(engine=theirs))
+
+    monkeypatch.setattr(module, "get_disagg", lambda: disagg)
+    monkeypatch.setattr(module, "get_memory", lambda: NULL_MEMORY)
+    monkeypatch.setattr(module, "get_exec", lambda: SimpleNamespace(moe=moe))
+    monkeypatch.setattr(module, "init_mooncake_transfer_engine", init)
+    monkeypatch.setattr(module, "_mooncake_transfer_engine", None)
+    monkeypatch.setitem(
+        sys.modules, "mooncake.pg", SimpleNamespace(set_transfer_engine=given.append)
+    )
+    monkeypatch.setenv("SGLANG_HOST_IP", "127.0.0.1")
+    module.maybe_init_shared_mooncake_transfer_engine(gpu_id=0)
+    assert (asked, given) == (["m0"], [theirs])
+
+
 def test_no_mooncake_package_is_installed():
     names = {str(d.metadata["Name"]).lower() for d in distributions()}
     assert not {name for name in names if name.startswith("mooncake")}
