@@ -37,6 +37,7 @@ __all__ = [
     "check_configs",
     "check_formats",
     "cp_transfer",
+    "dealt_over",
     "holding",
     "prefill_dp_rank",
     "sending",
@@ -62,6 +63,9 @@ class CPTransfer(enum.Enum):
     PAGES = "pages"
     #: Each CP rank sends the layers that it alone stores (--enable-dsa-cache-layer-split).
     LAYERS = "layers"
+    #: Each CP rank sends the pages that it alone stores, KV and state: which, their numbers tell
+    #: the prefill side (--enable-kv-cache-sharding).
+    NUMBERS = "numbers"
 
 
 class PageShare(msgspec.Struct, frozen=True):
@@ -134,13 +138,23 @@ def check_configs(prefill: InstanceConfig, decode: InstanceConfig) -> None:
     check_formats(prefill.format, decode.format)
     for name in _EQUAL_POLICIES:
         _check_equal(name, getattr(prefill, name), getattr(decode, name))
-    # Sharding splits the pages of one KV cache over prefill ranks, which `sources` does not
-    # know yet. SGLang offers it on prefill only, so the two sides cannot be asked to be equal.
-    if prefill.enable_kv_cache_sharding:
+    _check_dcp(prefill, decode)
+
+
+def _check_dcp(prefill: InstanceConfig, decode: InstanceConfig) -> None:
+    """Tokens that decode deals out come from a prefill server that deals them out alike, or not at
+    all; then it must hold whole pages (SGLang's `try_ensure_parallel_info`)."""
+    if decode.dcp_size == prefill.dcp_size:
+        if decode.dcp_size > 1:
+            _check_equal("tp_size", prefill.topology.tp_size, decode.topology.tp_size)
+    elif prefill.dcp_size > 1:
+        _check_equal("dcp_size", prefill.dcp_size, decode.dcp_size)
+    if decode.dcp_size > 1 and (prefill.topology.cp_size > 1 or prefill.enable_kv_cache_sharding):
         raise MismatchError(
-            "enable_kv_cache_sharding is True on prefill and "
-            f"{decode.enable_kv_cache_sharding} on decode, and sharded KV is not supported; "
-            f"start prefill without {FLAGS['enable_kv_cache_sharding']}"
+            f"dcp_size is {decode.dcp_size} on decode, while prefill has cp_size "
+            f"{prefill.topology.cp_size} and enable_kv_cache_sharding "
+            f"{prefill.enable_kv_cache_sharding}: start decode without {FLAGS['dcp_size']}, or "
+            f"prefill without {FLAGS['cp_size']} and {FLAGS['enable_kv_cache_sharding']}"
         )
 
 
@@ -152,7 +166,19 @@ def cp_transfer(prefill: InstanceConfig, all_cp_ranks: bool) -> CPTransfer:
     """
     if prefill.enable_dsa_cache_layer_split:
         return CPTransfer.LAYERS
+    if prefill.enable_kv_cache_sharding and prefill.topology.cp_size > 1:
+        return CPTransfer.NUMBERS
     return CPTransfer.PAGES if all_cp_ranks else CPTransfer.FIRST
+
+
+def dealt_over(prefill: InstanceConfig) -> int:
+    """Over how many ranks of `prefill` each cache of KV pages is dealt out by their numbers: its CP
+    ranks, or without CP the TP ranks, as these would hold MLA latents alike (SGLang's
+    `mem_cache/page_interleave.py`, `get_kv_shard_group`)."""
+    if not prefill.enable_kv_cache_sharding:
+        return 1
+    sizes = prefill.topology
+    return sizes.cp_size if sizes.cp_size > 1 else sizes.tp_size
 
 
 def holding(units: int, tp_size: int, tp: int, what: str = "KV heads") -> range:
@@ -221,9 +247,11 @@ def sources(
     coords: RankCoords,
     prefill_dp_rank: int,
     cp: CPTransfer = CPTransfer.FIRST,
+    every_tp_rank: bool = False,
 ) -> tuple[Source, ...]:
     """The prefill ranks that the decode rank at `coords` asks for a room, in ascending order.
 
+    `every_tp_rank`: each prefill TP rank has pages for each decode rank (`dealt_over`).
     `prefill_dp_rank` is the prefill DP rank that serves the request. Raises `MismatchError` for
     a pair of topologies that cannot be served, `ValueError` for `coords` outside `decode`.
     """
@@ -240,8 +268,13 @@ def sources(
     found: list[Source] = []
     for cp_rank in range(prefill.cp_size):
         pages, state = _cp_part(cp, cp_rank, prefill.cp_size)
-        for p in _overlapping(decode.tp_size, coords.tp, prefill.tp_size):
-            destinations = len(_overlapping(prefill.tp_size, p, decode.tp_size))
+        asked = range(prefill.tp_size)
+        if not every_tp_rank:
+            asked = _overlapping(decode.tp_size, coords.tp, prefill.tp_size)
+        for p in asked:
+            destinations = decode.tp_size
+            if not every_tp_rank:
+                destinations = len(_overlapping(prefill.tp_size, p, decode.tp_size))
             for stage in stages:
                 place = RankCoords(dp=prefill_dp_rank, cp=cp_rank, tp=p, pp=stage)
                 aux = (cp_rank, p, stage) == aux_place
@@ -262,7 +295,7 @@ def _cp_part(cp: CPTransfer, cp_rank: int, cp_size: int) -> tuple[PageShare, boo
         case CPTransfer.PAGES:
             # Nothing is known of the inside of state, so it is not split.
             return PageShare(cp_rank, cp_size), cp_rank == 0
-        case CPTransfer.LAYERS:
+        case CPTransfer.LAYERS | CPTransfer.NUMBERS:
             return ALL_PAGES, True
 
 

@@ -57,6 +57,7 @@ FLAGS: Final[dict[str, str]] = {
     "decode_allocation_policy": "--disaggregation-decode-allocation-policy",
     "enable_dsa_cache_layer_split": "--enable-dsa-cache-layer-split",
     "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
+    "dcp_size": "--dcp-size",
     "dsv41_spec_layout": "--speculative-algorithm",
     "protocol": "the installed version of sglang-mooncake",
 }
@@ -158,6 +159,8 @@ class InstanceConfig(msgspec.Struct, frozen=True):
     Fields below `format` carry what SGLang 0.5.23 registers
     (`disaggregation/common/conn.py`, `CommonKVManager.register_to_bootstrap`).
     `protocol` is the version of sglang_mooncake's hand-over protocol; 0 is a stock SGLang rank.
+    `dcp_size`: over how many of its attention TP ranks the tokens of a page are dealt out (decode
+    context parallelism); stock ranks do not say.
     """
 
     topology: Topology
@@ -168,11 +171,13 @@ class InstanceConfig(msgspec.Struct, frozen=True):
     enable_kv_cache_sharding: bool = False
     dsv41_spec_layout: SpecLayout | None = None
     protocol: int = 0
+    dcp_size: int = 1
 
     def __post_init__(self) -> None:
         _check_text("load_balance_method", self.load_balance_method)
         _check_text("decode_allocation_policy", self.decode_allocation_policy)
         _check_range("protocol", self.protocol, 0, 2**31 - 1)
+        _check_range("dcp_size", self.dcp_size, 1, self.topology.tp_size)
 
     @property
     def follow_bootstrap_room(self) -> bool:

@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _plan(parsed: argparse.Namespace) -> Report:
     prefill, decode = _flags("--prefill", parsed.prefill), _flags("--decode", parsed.decode)
+    if decode.kv_cache_sharding:
+        raise FlagError("--decode: --enable-kv-cache-sharding is for prefill servers alone")
     model = parsed.model or prefill.model or decode.model
     if model is None:
         raise ModelError("name a model: --model, or --model-path in one of the command lines")
@@ -63,6 +65,9 @@ def _plan(parsed: argparse.Namespace) -> Report:
             load_model(model).with_dtype(flags.kv_cache_dtype),
             flags.topology,
             flags.page_size or parsed.page_size,
+            flags.dcp_size,
+            flags.kv_cache_sharding,
+            flags.decode_allocation_policy,
         )
         for flags in (prefill, decode)
     ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bootstrap_server import InstanceConfig, RankCoords
+from sglang_mooncake.kv_entries import UNSPLIT, Split
 from sglang_mooncake.layout import Place
 
 __all__ = ["PREFILL_COMPLETE", "Deadlines", "RankContext", "Role"]
@@ -39,6 +40,7 @@ class RankContext:
         derive it (several DP ranks, and the load balancer does not follow the room number).
     all_cp_ranks: decode: every CP rank of the prefill instance shall send its share of the pages,
         instead of the first one all of them.
+    split: how SGLang splits this rank's KV cache beside TP and pipeline stages.
     """
 
     role: Role
@@ -50,6 +52,7 @@ class RankContext:
     register_dp_rank: bool
     deadlines: Deadlines
     all_cp_ranks: bool = False
+    split: Split = UNSPLIT
 
     @property
     def place(self) -> Place:

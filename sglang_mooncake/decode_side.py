@@ -26,7 +26,7 @@ from sglang_mooncake.layout.pairing import DRAFT
 from sglang_mooncake.links import LinkKey, Links
 from sglang_mooncake.messages import Hello
 from sglang_mooncake.rooms import decode as rooms
-from sglang_mooncake.rooms.arrival import SealDisagrees, has_arrived
+from sglang_mooncake.rooms.arrival import SealDisagrees, check_dealt, has_arrived
 from sglang_mooncake.rooms.states import RoomView
 from sglang_mooncake.side import Side
 from sglang_mooncake.sources import sources_of
@@ -180,6 +180,8 @@ class DecodeSide(Side):
                     source.state,
                     source.pages,
                     self._required_states(instance) if source.state else frozenset(),
+                    self._context.config.dcp_size // instance.config.dcp_size,
+                    matching.dealt_over(instance.config),
                 )
                 for source, sends in asked
             )
@@ -200,14 +202,18 @@ class DecodeSide(Side):
         aux_slot: int,
         decode_prefix_len: int,
         states: tuple[npt.NDArray[np.integer] | None, ...] = (),
+        device_pages: npt.NDArray[np.integer] | None = None,
     ) -> None:
         view.named = True  # before the loop can hear of it: see `RoomView.named`
-        self._loop.post(rooms.PagesNamed(view, pages, aux_slot, decode_prefix_len, states))
+        view.num_pages = len(pages)
+        self._loop.post(
+            rooms.PagesNamed(view, pages, aux_slot, decode_prefix_len, states, device_pages)
+        )
 
     def has_arrived(self, view: RoomView) -> bool:
         """Whether all is here that every source was asked for. A room of which a source has ended
         with something else fails at once."""
-        arrived = bool(view.awaited)
+        arrived, seals = bool(view.awaited), []
         for awaited in view.awaited:
             writes = self._engine.arrived(awaited.tag)
             if not writes:
@@ -215,11 +221,19 @@ class DecodeSide(Side):
                 continue
             nbytes = self._engine.arrived_nbytes(awaited.tag)
             try:
-                is_here = has_arrived(awaited, self._seals.read(awaited.slot), writes, nbytes)
+                seal = self._seals.read(awaited.slot)
+                is_here = has_arrived(awaited, seal, writes, nbytes)
             except SealDisagrees as error:
                 self.fail(view, str(error))
                 return False
             arrived = arrived and is_here
+            seals.append((awaited, seal))
+        if arrived:
+            try:
+                check_dealt(seals, view.num_pages)
+            except SealDisagrees as error:
+                self.fail(view, str(error))
+                return False
         return arrived
 
     def arrived(self, view: RoomView) -> None:

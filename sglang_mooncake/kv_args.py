@@ -9,18 +9,21 @@ is refused when a rank starts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bootstrap_server import MismatchError
 from sglang_mooncake.kv_entries import (
     DRAFT,
+    UNSPLIT,
     Entry,
     Heads,
     KVArgsLike,
     Pointers,
+    Split,
     UnsupportedPool,
     components,
     head_cuts,
+    latents,
     opaque,
     stage_of,
     whole,
@@ -28,7 +31,14 @@ from sglang_mooncake.kv_entries import (
 from sglang_mooncake.kv_states import Known, state_entries, state_names
 from sglang_mooncake.layout import ALONE, Buffers, Layout, Place
 
-__all__ = ["Heads", "KVArgsLike", "UnsupportedPool", "layout_from_kv_args", "memory_ranges"]
+__all__ = [
+    "Heads",
+    "KVArgsLike",
+    "Split",
+    "UnsupportedPool",
+    "layout_from_kv_args",
+    "memory_ranges",
+]
 
 
 def layout_from_kv_args(
@@ -38,6 +48,7 @@ def layout_from_kv_args(
     seals: Buffers,
     heads: Heads,
     place: Place = ALONE,
+    split: Split = UNSPLIT,
 ) -> Layout:
     """The rank's memory as SGLang's schedulers describe it.
 
@@ -51,7 +62,7 @@ def layout_from_kv_args(
     """
     _check_scales(kv_args, dtype)
     try:
-        entries, known = _kv_entries(kv_args, is_mla, heads, place)
+        entries, known = _kv_entries(kv_args, is_mla, heads, place, split)
         states = state_entries(kv_args, known)
     except MismatchError as error:
         raise UnsupportedPool(str(error)) from error
@@ -70,6 +81,8 @@ def layout_from_kv_args(
         seals=seals,
         states=state_names(kv_args),
         draft_aux=_draft_aux(len(aux)),
+        pages_dealt=split.pages_dealt,
+        tokens_dealt=split.tokens_dealt,
     )
 
 
@@ -96,7 +109,7 @@ def memory_ranges(kv_args: KVArgsLike) -> list[tuple[int, int]]:
 
 
 def _kv_entries(
-    kv_args: KVArgsLike, is_mla: bool, heads: Heads, place: Place
+    kv_args: KVArgsLike, is_mla: bool, heads: Heads, place: Place, split: Split
 ) -> tuple[list[Entry], Known]:
     """The caches that are addressed by KV pages: the model's, then its draft model's."""
     pointers = Pointers.of("KV", kv_args.kv_data_ptrs, kv_args.kv_item_lens, kv_args.kv_data_lens)
@@ -112,11 +125,16 @@ def _kv_entries(
     first = _first_layer(kv_args, place)
     stage, ratios = stage_of(kv_args, place)
     if ratios:
-        ours = _compressed(pointers[:main], stage, ratios)
+        ours = _compressed(pointers[:main], stage, ratios, split)
     else:
-        pool = _Pool("", None if is_latent else heads.total, heads.head_major, page, place)
+        total = None if is_latent else heads.total
+        pool = _Pool("", total, heads.head_major, page, place, split.whole_heads)
         ours = pool.entries(pointers[:main], ids[:main], first)
-    drafter = _Pool(DRAFT, heads.draft, heads.head_major, page, place)
+    # Of a draft model, each rank keeps every token that its scheduler's pages have.
+    tokens = page * split.tokens_dealt.of
+    drafter = _Pool(
+        DRAFT, heads.draft, heads.head_major, tokens, place, split.whole_heads, split.on_host
+    )
     known = Known(
         layers=ours[0].layers if ours else (),
         numbered=bool(ids) or first is not None,
@@ -133,7 +151,9 @@ def _kv_entries(
     return ours + drafter.entries(pointers[main:], [], 0), known
 
 
-def _compressed(pointers: Pointers, stage: list[int], ratios: list[int]) -> list[Entry]:
+def _compressed(
+    pointers: Pointers, stage: list[int], ratios: list[int], split: Split
+) -> list[Entry]:
     """DeepSeek-V4: the latents of layers that keep every fourth token, their indexers' keys, and
     the latents of layers that keep every 128th (`get_contiguous_buf_infos`,
     mem_cache/deepseek_v4_memory_pool.py). Other orders go between alike stages only."""
@@ -147,27 +167,37 @@ def _compressed(pointers: Pointers, stage: list[int], ratios: list[int]) -> list
     for kind, layers in spans:
         part = pointers[begin : begin + len(layers)]
         begin += len(layers)
-        made.append(Entry(kind, part, layers, whole(part)))
+        # With HiSparse the latents of every fourth token are on the host, everything else is not.
+        on_device = split.on_host and kind != "c4 latent"
+        made.append(Entry(kind, part, layers, whole(part), on_device=on_device))
     return made
 
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """A pool of KV pages; `heads` is None where it holds latents."""
+    """A pool of KV pages.
+
+    heads: None where it holds latents.
+    all_heads: on each TP rank.
+    on_device: see `Component`.
+    """
 
     prefix: str
     heads: int | None
     head_major: bool
     page_size: int
     place: Place
+    all_heads: bool = False
+    on_device: bool = False
 
     def entries(self, pointers: Pointers, ids: list[int], first: int | None) -> list[Entry]:
         """Latents layer by layer, or the K of all layers and then the V of all layers."""
         numbered, count = bool(ids) or first is not None, len(pointers)
         if self.heads is None:
             layers = ids or [(first or 0) + layer for layer in range(count)]
-            shapes = whole(pointers)
-            return [Entry(self.prefix + "latent", pointers, layers, shapes, 1, numbered)]
+            shapes, rows = latents(pointers, self.page_size)
+            kind = self.prefix + "latent"
+            return [Entry(kind, pointers, layers, shapes, rows, numbered, on_device=self.on_device)]
         if count == 1:
             # Unified memory: one region with the pages of all layers, as that pool likes it.
             shapes = opaque(pointers, self.place.topology.tp_size)
@@ -178,8 +208,10 @@ class _Pool:
         layers = ids[:half] or [(first or 0) + layer for layer in range(half)]
         rows = 1 if self.head_major else self.page_size
         for name, part in (("k", pointers[:half]), ("v", pointers[half:])):
-            cuts = head_cuts(self.prefix + name, part, self.heads, rows, self.place)
-            made.append(Entry(self.prefix + name, part, layers, cuts, rows, numbered))
+            kind = self.prefix + name
+            cuts = head_cuts(kind, part, self.heads, rows, self.place, self.all_heads)
+            entry = Entry(kind, part, layers, cuts, rows, numbered)
+            made.append(replace(entry, replicated=self.all_heads, on_device=self.on_device))
         return made
 
 

@@ -9,19 +9,22 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from bootstrap_server.matching import holding
-from sglang_mooncake.layout import Buffers, Component, Place, Units
+from sglang_mooncake.layout import ALL, Buffers, Component, Dealt, Place, Units
 from sglang_mooncake.layout.pairing import DRAFT
 
 __all__ = [
     "DRAFT",
+    "UNSPLIT",
     "Entry",
     "Heads",
     "KVArgsLike",
     "Pointers",
     "Shape",
+    "Split",
     "UnsupportedPool",
     "components",
     "head_cuts",
+    "latents",
     "opaque",
     "stage_of",
     "whole",
@@ -77,6 +80,25 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """How SGLang splits the KV cache of a rank beside TP and pipeline stages.
+
+    pages_dealt, tokens_dealt: see `Layout`.
+    whole_heads: every TP rank has all KV heads; TP deals out the state alone (CP-TP group sharing).
+    on_host: the model's KV pages lie in host memory, and what is on the device has other numbers
+        (HiSparse).
+    """
+
+    pages_dealt: Dealt = ALL
+    tokens_dealt: Dealt = ALL
+    whole_heads: bool = False
+    on_host: bool = False
+
+
+UNSPLIT = Split()
+
+
+@dataclass(frozen=True, slots=True)
 class Pointers:
     """Three lists of KVArgs that belong together, of one length."""
 
@@ -125,11 +147,21 @@ class Entry:
     numbered: bool = True
     slack: int = 0
     segments: bool = False
+    replicated: bool = False
+    on_device: bool = False
 
 
 def whole(pointers: Pointers) -> list[Shape]:
     """Cuts of items that every TP rank stores alike."""
     return [(Units(1, item),) if item else () for item in pointers.item_nbytes]
+
+
+def latents(pointers: Pointers, tokens: int) -> tuple[list[Shape], int]:
+    """Cuts and rows of items that every TP rank stores alike, one row for each of `tokens`; of one
+    row where the items are no such thing."""
+    if any(item % tokens for item in pointers.item_nbytes):
+        return whole(pointers), 1
+    return [(Units(1, item // tokens),) if item else () for item in pointers.item_nbytes], tokens
 
 
 def opaque(pointers: Pointers, tp_size: int) -> list[Shape]:
@@ -138,7 +170,9 @@ def opaque(pointers: Pointers, tp_size: int) -> list[Shape]:
     return [(Units(tp_size, item),) if item else () for item in pointers.item_nbytes]
 
 
-def head_cuts(kind: str, pointers: Pointers, total: int, rows: int, place: Place) -> list[Shape]:
+def head_cuts(
+    kind: str, pointers: Pointers, total: int, rows: int, place: Place, all_heads: bool = False
+) -> list[Shape]:
     """Cuts of items of `rows` rows, each with the heads that this rank holds of `total`.
 
     Raises:
@@ -146,7 +180,7 @@ def head_cuts(kind: str, pointers: Pointers, total: int, rows: int, place: Place
         ValueError: the items are no whole number of heads.
     """
     tp_size, tp = place.topology.tp_size, place.coords.tp
-    heads = len(holding(total, tp_size, tp))
+    heads = total if all_heads else len(holding(total, tp_size, tp))
     for item in pointers.item_nbytes:
         if not item or item % (rows * heads):
             raise ValueError(
@@ -209,4 +243,6 @@ def _component(
         state=state,
         slack=one.slack,
         segments=one.segments,
+        replicated=one.replicated,
+        on_device=one.on_device,
     )

@@ -130,6 +130,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             seals,
             kv_heads(self.kv_args, self.server_args),
             self.context.place,
+            self.context.split,
         )
 
     def _start_prefill(self, layout: Layout) -> None:

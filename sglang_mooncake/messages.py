@@ -103,6 +103,8 @@ class Target(msgspec.Struct, frozen=True):
     states: as `pages`, a list or None for each of the model's kinds of state (`Layout.states`);
         empty when another rank sends them.
     aux_slot: for SGLang's metadata; None when another rank sends it.
+    page_span: how many prefill pages it takes to fill one of `pages` (decode context parallelism).
+    device_pages: as `pages`, of buffers on the device where `pages` are of host memory (HiSparse).
     """
 
     tag: int
@@ -112,10 +114,15 @@ class Target(msgspec.Struct, frozen=True):
     states: tuple[bytes | None, ...]
     aux_slot: int | None
     seal_slot: int
+    page_span: int = 1
+    device_pages: bytes | None = None
 
     def __post_init__(self) -> None:
-        if len(self.pages) != 4 * self.num_pages:
-            raise ValueError(f"{len(self.pages)} bytes of pages for {self.num_pages} pages")
+        for pages in (self.pages, self.device_pages):
+            if pages is not None and len(pages) != 4 * self.num_pages:
+                raise ValueError(f"{len(pages)} bytes of pages for {self.num_pages} pages")
+        if not 1 <= self.page_span <= 65_536:
+            raise ValueError(f"pages of {self.page_span} prefill pages")
         if any(len(indices or b"") % 4 for indices in self.states):
             raise ValueError("state indices that are no whole number of int32")
         if (self.aux_slot or 0) < 0 or self.seal_slot < 0:

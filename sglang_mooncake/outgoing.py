@@ -13,7 +13,7 @@ import numpy as np
 
 import te
 from sglang_mooncake import messages
-from sglang_mooncake.layout import SEAL_BYTES, Plan, Seal, seal_bytes
+from sglang_mooncake.layout import SEAL_BYTES, Named, Plan, Seal, seal_bytes
 from sglang_mooncake.rooms.prefill import Write, WriteEnded
 from sglang_mooncake.rooms.states import RoomView
 from sglang_mooncake.stats import Recorder
@@ -147,8 +147,13 @@ class Outgoing:
     def _cached(write: Write, plan: Plan) -> te.Blocks:
         chunk, target, span = write.chunk, write.target, write.span
         ours = chunk.pages[span.start - chunk.first : span.stop - chunk.first]
-        theirs = messages.indices_from_bytes(target.pages[4 * span.start : 4 * span.stop])
-        parts = [plan.kv(ours, theirs)]
+        device = target.device_pages
+        named = Named(
+            messages.indices_from_bytes(target.pages),
+            None if device is None else messages.indices_from_bytes(device),
+            write.view.decode_prefix_len,
+        )
+        parts = [plan.part(ours, span.start, named)]
         if chunk.is_last:
             parts.append(plan.state(chunk.states, messages.states_from_bytes(target.states)))
         return te.Blocks.concat(parts)

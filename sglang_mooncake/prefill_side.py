@@ -95,6 +95,7 @@ class PrefillSide(Side):
             context.deadlines.bootstrap_s,
             2 * context.deadlines.waiting_s,
             context.waits_for_prompt,
+            layout.pages_dealt,
         )
         self._executor = Executor(self._rooms.handle, self._perform, self._failed)
         self._destinations = Destinations()

@@ -81,10 +81,11 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         device_kv_indices: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Names the pages and the metadata slot that wait for this request's KV."""
-        if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
+        if destination != KVTransferDestination.DEVICE:
+            # SGLang asks `supports_host_destination` before; its server would not have started.
             raise NotImplementedError(
-                "sglang-mooncake writes into the device's KV pool alone: start without HiSparse "
-                "and with --disaggregation-decode-host-receive-threshold 1"
+                "sglang-mooncake writes into the KV pool that it was given when the server started:"
+                " start with --disaggregation-decode-host-receive-threshold 1"
             )
         if aux_index is None:
             self._side.fail(self._view, "the scheduler named no metadata slot for the request")
@@ -98,6 +99,7 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
             aux_index,
             decode_prefix_len or 0,
             state_lists(state_indices),
+            None if device_kv_indices is None else np.array(device_kv_indices, dtype=np.int64),
         )
 
     def poll(self) -> int:

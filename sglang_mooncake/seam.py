@@ -28,14 +28,16 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     get_ib_devices_for_gpu,
 )
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.page_interleave import get_kv_shard_group
 from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel, get_serving, get_spec
 from sglang.srt.utils import is_hip
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
 from bootstrap_server import InstanceConfig, KVFormat, RankCoords, SGLangParallel, Topology
 from sglang_mooncake.context import Deadlines, RankContext, Role
-from sglang_mooncake.kv_args import Heads, KVArgsLike
+from sglang_mooncake.kv_args import Heads, KVArgsLike, Split
 from sglang_mooncake.kv_states import state_names
+from sglang_mooncake.layout import ALL, Dealt
 from sglang_mooncake.messages import PROTOCOL_VERSION
 from sglang_mooncake.rooms.states import RoomView
 from sglang_mooncake.supported import Modes, refusal
@@ -91,7 +93,7 @@ def rank_context(
         UnsupportedServer: a mode that would give wrong bytes or hang later.
     """
     parallel, disagg, serving = get_parallel(), get_disagg(), get_serving()
-    check_supported(kv_args, mode)
+    check_supported(kv_args, mode, kv_heads(kv_args, server_args).draft is not None)
     role: Role = "prefill" if mode == DisaggregationMode.PREFILL else "decode"
     topology, coords = _place(kv_args)
     return RankContext(
@@ -108,6 +110,7 @@ def rank_context(
             enable_kv_cache_sharding=bool(parallel.enable_kv_cache_sharding),
             dsv41_spec_layout=get_dsv41_spec_layout(kv_args),
             protocol=PROTOCOL_VERSION,
+            dcp_size=int(parallel.attn_dcp_size),
         ),
         host=host or own_address(),
         bootstrap_address=_bootstrap_address() if role == "prefill" else "",
@@ -126,6 +129,23 @@ def rank_context(
             envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
             or getattr(kv_args, "is_hybrid_mla_backend", False)
         ),
+        split=_split(role),
+    )
+
+
+def _split(role: Role) -> Split:
+    """As SGLang's own backend reads it (`CommonKVManager.__init__`)."""
+    parallel = get_parallel()
+    pages_dealt = ALL
+    if parallel.enable_kv_cache_sharding:
+        # Without CP it is for MLA alone, which SGLang has checked.
+        group = get_kv_shard_group(use_mla_backend=True)
+        pages_dealt = Dealt(group.rank_in_group, group.world_size)
+    return Split(
+        pages_dealt,
+        Dealt(parallel.attn_dcp_rank, parallel.attn_dcp_size),
+        whole_heads=bool(parallel.enable_cp_tp_group_sharing),
+        on_host=role == "decode" and bool(get_memory().enable_hisparse),
     )
 
 
@@ -192,11 +212,19 @@ def kv_heads(kv_args: KVArgsLike, server_args: Any) -> Heads:
 
 def _place(kv_args: Any) -> tuple[Topology, RankCoords]:
     parallel = get_parallel()
+    tp, cp = (
+        (parallel.attn_tp_size, parallel.attn_tp_rank),
+        (parallel.attn_cp_size, parallel.attn_cp_rank),
+    )
+    if parallel.enable_cp_tp_group_sharing:
+        # State is dealt out over the CP ranks as over TP ranks, and all of them hold the pages:
+        # for its peers it is a server with so many TP ranks.
+        tp, cp = cp, (1, 0)
     return SGLangParallel(
-        attn_tp_size=parallel.attn_tp_size,
-        attn_tp_rank=parallel.attn_tp_rank,
-        attn_cp_size=parallel.attn_cp_size,
-        attn_cp_rank=parallel.attn_cp_rank,
+        attn_tp_size=tp[0],
+        attn_tp_rank=tp[1],
+        attn_cp_size=cp[0],
+        attn_cp_rank=cp[1],
         attn_dp_size=parallel.attn_dp_size,
         attn_dp_rank=parallel.attn_dp_rank,
         pp_size=parallel.pp_size,
@@ -233,14 +261,14 @@ def _bootstrap_address() -> str:
     return str(NetworkAddress(host, port).to_host_port_str())
 
 
-def check_supported(kv_args: KVArgsLike, mode: DisaggregationMode) -> None:
+def check_supported(kv_args: KVArgsLike, mode: DisaggregationMode, has_draft_heads: bool) -> None:
     """Raises UnsupportedServer for a mode that would fail at a request, or give wrong bytes."""
-    problem = refusal(_modes(kv_args, mode))
+    problem = refusal(_modes(kv_args, mode, has_draft_heads))
     if problem is not None:
         raise UnsupportedServer(problem)
 
 
-def _modes(kv_args: KVArgsLike, mode: DisaggregationMode) -> Modes:
+def _modes(kv_args: KVArgsLike, mode: DisaggregationMode, has_draft_heads: bool) -> Modes:
     parallel = get_parallel()
     return Modes(
         role="prefill" if mode == DisaggregationMode.PREFILL else "decode",
@@ -248,10 +276,8 @@ def _modes(kv_args: KVArgsLike, mode: DisaggregationMode) -> Modes:
         dcp_size=int(parallel.attn_dcp_size),
         kv_cache_sharding=bool(parallel.enable_kv_cache_sharding),
         cp_tp_group_sharing=bool(parallel.enable_cp_tp_group_sharing),
-        hisparse=bool(get_memory().enable_hisparse),
         staging_buffer=bool(envs.SGLANG_DISAGG_STAGING_BUFFER.get()),
-        has_draft=bool(kv_args.num_draft_entries),
-        is_compressed=bool(kv_args.mla_compression_ratios),
+        has_draft_heads=has_draft_heads,
         states=state_names(kv_args),
     )
 

@@ -32,8 +32,23 @@ def sources_of(
         MismatchError: the two cannot hand over KV; names both values and the flag.
     """
     cp = matching.cp_transfer(prefill, all_cp_ranks)
-    chosen = matching.sources(prefill.topology, place.topology, place.coords, prefill_dp_rank, cp)
-    return [(source, _sends(source, prefill, place, layout)) for source in chosen]
+    sharded = matching.dealt_over(prefill) > 1
+    every_tp_rank = sharded and prefill.topology.cp_size == 1
+    chosen = matching.sources(
+        prefill.topology, place.topology, place.coords, prefill_dp_rank, cp, every_tp_rank
+    )
+    if every_tp_rank:
+        return [(source, True) for source in chosen]
+    sends = [_sends(source, prefill, place, layout) for source in chosen]
+    if sharded:
+        # The parts of the pages must add up: of a TP rank, all its CP ranks send or none.
+        groups = {_group(source) for source, some in zip(chosen, sends, strict=True) if some}
+        sends = [_group(source) in groups for source in chosen]
+    return list(zip(chosen, sends, strict=True))
+
+
+def _group(source: Source) -> tuple[int, int]:
+    return source.coords.tp, source.coords.pp
 
 
 def _sends(source: Source, prefill: InstanceConfig, place: Place, layout: Layout) -> bool:

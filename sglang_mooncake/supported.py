@@ -11,6 +11,12 @@ from sglang_mooncake.context import PREFILL_COMPLETE, Role
 __all__ = ["Modes", "refusal"]
 
 _WITHOUT = "sglang-mooncake does not serve {} yet: start the server without it"
+_GROUP_SHARING = "CP-TP group sharing (--enable-prefill-cp with this model)"
+#: State that lies on every rank as it would without the mode, or whose pages are known to be dealt
+#: out as those of the KV cache are.
+_DCP_STATES = frozenset({"mamba"})
+_SHARDED_STATES = frozenset({"dsa"})
+_SHARED_STATES = frozenset({"mamba", "qsa_pending", "qsa_compressed", "dsa", "dsa_tail"})
 _POLICY = f"--disaggregation-decode-allocation-policy {PREFILL_COMPLETE}"
 
 
@@ -19,8 +25,7 @@ class Modes:
     """One server, as far as it matters here; the defaults are SGLang's.
 
     states: kinds of state that the model keeps beside its KV pages (SGLang's names).
-    has_draft: it runs a draft model, whose caches are handed over, too.
-    is_compressed: DeepSeek-V4's pools.
+    has_draft_heads: it runs a draft model that caches KV heads, not latents.
     """
 
     role: Role
@@ -28,28 +33,27 @@ class Modes:
     dcp_size: int = 1
     kv_cache_sharding: bool = False
     cp_tp_group_sharing: bool = False
-    hisparse: bool = False
     staging_buffer: bool = False
-    has_draft: bool = False
-    is_compressed: bool = False
+    has_draft_heads: bool = False
     states: tuple[str, ...] = ()
 
 
 def refusal(modes: Modes) -> str | None:
     """Why this server cannot take part, and what to change; None if it can."""
-    # Then pages of two pools, on the host and on the device, are named for one request.
-    hisparse = modes.hisparse and modes.role == "decode"
-    refused = {
-        "CP-TP group sharing (--enable-prefill-cp with this model)": modes.cp_tp_group_sharing,
-        "--dcp-size above 1": modes.dcp_size > 1,
-        "--enable-kv-cache-sharding": modes.kv_cache_sharding,
-        "--enable-hisparse with a draft model": hisparse and modes.has_draft,
-        "--enable-hisparse with DeepSeek-V4": hisparse and modes.is_compressed,
-        "SGLANG_DISAGG_STAGING_BUFFER": modes.staging_buffer,
-    }
-    for what, given in refused.items():
-        if given:
-            return _WITHOUT.format(what)
+    if modes.staging_buffer:
+        return _WITHOUT.format("SGLANG_DISAGG_STAGING_BUFFER")
+    for what, given, served in (
+        ("--dcp-size above 1", modes.dcp_size > 1, _DCP_STATES),
+        ("--enable-kv-cache-sharding", modes.kv_cache_sharding, _SHARDED_STATES),
+        (_GROUP_SHARING, modes.cp_tp_group_sharing, _SHARED_STATES),
+    ):
+        others = sorted(set(modes.states) - served)
+        if given and others:
+            return _WITHOUT.format(
+                f"{what} with a model that keeps {' and '.join(others)} state beside its KV cache"
+            )
+    if modes.cp_tp_group_sharing and modes.has_draft_heads:
+        return _WITHOUT.format(f"{_GROUP_SHARING} and a draft model with KV heads")
     return _prefill_complete(modes)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from bootstrap_server import Topology
+from sglang_mooncake.context import PREFILL_COMPLETE
 
 __all__ = ["FlagError", "ServerFlags", "parse_flags"]
 
@@ -23,6 +24,9 @@ class ServerFlags:
 
     topology: Topology
     ep_size: int = 1
+    dcp_size: int = 1
+    kv_cache_sharding: bool = False
+    decode_allocation_policy: str = "early"
     page_size: int | None = None
     kv_cache_dtype: str | None = None
     model: str | None = None
@@ -36,10 +40,12 @@ _FLAGS: dict[str, tuple[str, ...]] = {
     "pp": ("--pp-size", "--pp", "--pipeline-parallel-size"),
     "cp": ("--attn-cp-size", "--attention-context-parallel-size"),
     "ep": ("--ep-size", "--ep", "--expert-parallel-size"),
+    "dcp": ("--dcp-size", "--decode-context-parallel-size"),
     "page": ("--page-size",),
     "dtype": ("--kv-cache-dtype",),
+    "policy": ("--disaggregation-decode-allocation-policy",),
 }
-_TEXTS = {"dtype"}
+_POLICIES = ("early", PREFILL_COMPLETE)
 
 
 def parse_flags(text: str) -> ServerFlags:
@@ -49,30 +55,64 @@ def parse_flags(text: str) -> ServerFlags:
         text: SGLang's command line (other flags are passed over), or words of the form
             `tp=16 dp=4 pp=1 cp=1 ep=16 page=64 dtype=bfloat16`. `tp` is the width of one replica,
             of which `dp` attention groups and `cp` take parts, as with SGLang's flags; `replicas`
-            is SGLang's `--dp-size` without DP attention.
+            is SGLang's `--dp-size` without DP attention. `sharded=1` is --enable-kv-cache-sharding,
+            `policy` --disaggregation-decode-allocation-policy.
 
     Raises:
         FlagError: not to be understood, or sizes that do not fit each other.
     """
     given = _from_command_line(text) if "--" in text else _from_words(text)
     model, dtype = given.pop("model", None), given.pop("dtype", None)
+    policy = given.pop("policy", None) or "early"
+    if policy not in _POLICIES:
+        raise FlagError(f"policy={policy} ({_FLAGS['policy'][0]}): {' or '.join(_POLICIES)}")
+    sharded = given.pop("sharded", None)
     sizes = {name: _size(name, value) for name, value in given.items() if value is not None}
     page_size = sizes.pop("page", None)
-    return ServerFlags(_topology(sizes), sizes.get("ep", 1), page_size, dtype, model)
+    topology = _topology(sizes)
+    flags = ServerFlags(
+        topology,
+        sizes.get("ep", 1),
+        sizes.get("dcp", 1),
+        sharded == "1",
+        policy,
+        page_size,
+        dtype,
+        model,
+    )
+    _check(flags)
+    return flags
+
+
+def _check(flags: ServerFlags) -> None:
+    """What SGLang itself refuses (arg_groups/attention_hook.py, pd_disaggregation_hook.py)."""
+    sizes = flags.topology
+    if sizes.tp_size % flags.dcp_size:
+        raise FlagError(
+            f"--dcp-size {flags.dcp_size} does not divide an attention TP size of {sizes.tp_size}"
+        )
+    alone = (sizes.tp_size, sizes.cp_size, sizes.pp_size) == (1, 1, 1)
+    if flags.decode_allocation_policy == PREFILL_COMPLETE and not alone:
+        raise FlagError(
+            f"{_FLAGS['policy'][0]} {PREFILL_COMPLETE} is for servers with one rank in each DP "
+            "group: SGLang has it without TP (but with DP attention), CP and stages alone"
+        )
 
 
 def _from_words(text: str) -> dict[str, str | None]:
     given: dict[str, str | None] = {}
     for word in text.replace(",", " ").split():
         name, equals, value = word.partition("=")
-        if not equals or name not in _FLAGS:
+        if not equals or (name not in _FLAGS and name != "sharded"):
             raise FlagError(
                 f"{word!r} is not understood: give words like tp=16 dp=4 "
-                f"({', '.join(_FLAGS)}), or SGLang's own flags"
+                f"({', '.join(_FLAGS)}, sharded), or SGLang's own flags"
             )
         if name in given:
             raise FlagError(f"{name} is given twice")
         given[name] = value
+    if given.get("sharded") not in (None, "0", "1"):
+        raise FlagError(f"sharded={given['sharded']}: give 1 for --enable-kv-cache-sharding, or 0")
     return given
 
 
@@ -87,6 +127,9 @@ def _from_command_line(text: str) -> dict[str, str | None]:
         parser.add_argument(*flags, dest=name)
     parser.add_argument("--model-path", "--model", dest="model")
     parser.add_argument("--enable-dp-attention", action="store_true")
+    parser.add_argument(
+        "--enable-kv-cache-sharding", dest="sharded", action="store_const", const="1"
+    )
     try:
         words = shlex.split(text)
     except ValueError as error:

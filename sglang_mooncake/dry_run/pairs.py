@@ -9,9 +9,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from bootstrap_server import InstanceConfig, KVFormat, RankCoords, Topology
-from bootstrap_server.matching import PageShare, Source, check_configs, holding, sending
+from bootstrap_server.matching import PageShare, Source, check_configs, dealt_over, holding, sending
 from sglang_mooncake.dry_run.models import ModelShape
-from sglang_mooncake.layout import Buffers, Component, Layout, Place, Plan, Units
+from sglang_mooncake.kv_entries import UNSPLIT, Split
+from sglang_mooncake.layout import (
+    ALL,
+    Buffers,
+    Component,
+    Dealt,
+    Layout,
+    Named,
+    Place,
+    Plan,
+    Units,
+)
 from sglang_mooncake.sources import sources_of
 
 __all__ = ["TOKENS", "Move", "PairPlan", "Server", "plan_pairs"]
@@ -61,10 +72,28 @@ class Server:
     model: ModelShape
     topology: Topology
     page_size: int
+    dcp_size: int = 1
+    kv_cache_sharding: bool = False
+    decode_allocation_policy: str = "early"
 
     @property
     def config(self) -> InstanceConfig:
-        return InstanceConfig(self.topology, KVFormat(self.page_size, self.model.dtype))
+        return InstanceConfig(
+            self.topology,
+            KVFormat(self.page_size, self.model.dtype),
+            decode_allocation_policy=self.decode_allocation_policy,
+            enable_kv_cache_sharding=self.kv_cache_sharding,
+            dcp_size=self.dcp_size,
+        )
+
+    def split(self, coords: RankCoords) -> Split:
+        """How this rank's caches are split beside TP and stages."""
+        over = dealt_over(self.config)
+        index = coords.cp if self.topology.cp_size > 1 else coords.tp
+        return Split(
+            Dealt(index, over) if over > 1 else ALL,
+            Dealt(coords.tp % self.dcp_size, self.dcp_size),
+        )
 
 
 def plan_pairs(
@@ -77,10 +106,10 @@ def plan_pairs(
         MismatchError, LayoutMismatch: the hand-over would refuse these servers.
     """
     check_configs(prefill.config, decode.config)
-    planner = _Planner(prefill.model, prefill.page_size)
+    planner = _Planner(prefill, decode)
     for coords in decode.topology.coords():
         place = Place(decode.topology, coords)
-        layout = planner.layout(place)
+        layout = planner.layout(place, decode.split(coords))
         for source, sends in sources_of(prefill.config, 0, place, layout, all_cp_ranks):
             sender = Place(prefill.topology, source.coords)
             move = planner.move(sender, place, source) if sends else None
@@ -97,12 +126,13 @@ def plan_pairs(
 class _Planner:
     """Plans pairs of ranks. Those that are alike up to addresses are planned once."""
 
-    def __init__(self, model: ModelShape, page_size: int) -> None:
-        self._model, self._page_size = model, page_size
-        self._pages = -(-TOKENS // page_size)
+    def __init__(self, prefill: Server, decode: Server) -> None:
+        self._servers = prefill, decode
+        self._model, self._page_size = prefill.model, prefill.page_size
+        self._pages = -(-TOKENS // prefill.page_size)
         self._moves: dict[tuple[object, ...], Move] = {}
 
-    def layout(self, place: Place) -> Layout:
+    def layout(self, place: Place, split: Split = UNSPLIT) -> Layout:
         """What the rank at `place` stores, at made-up addresses."""
         model, heads = self._model, self._heads
         held = len(holding(heads, place.topology.tp_size, place.coords.tp))
@@ -117,12 +147,21 @@ class _Planner:
                 Component(kind, tuple(layers), buffers, (unit,), rows=self._page_size)
             )
         return Layout(
-            self._page_size, model.dtype, None, tuple(components), aux=_AUX, seals=_NO_SEALS
+            self._page_size,
+            model.dtype,
+            None,
+            tuple(components),
+            aux=_AUX,
+            seals=_NO_SEALS,
+            pages_dealt=split.pages_dealt,
+            tokens_dealt=split.tokens_dealt,
         )
 
     def move(self, prefill: Place, decode: Place, source: Source) -> Move:
         key = (
             source.pages,
+            self._servers[0].split(prefill.coords),
+            self._servers[1].split(decode.coords),
             self._units_within(prefill, decode),
             prefill.coords.pp,
             prefill.topology,
@@ -154,12 +193,22 @@ class _Planner:
         return sent.start - ours, sent.start - theirs, len(sent)
 
     def _plan(self, prefill: Place, decode: Place, source: Source) -> Move:
-        ours, theirs = self.layout(prefill), self.layout(decode)
+        splits = [
+            server.split(place.coords)
+            for server, place in zip(self._servers, (prefill, decode), strict=True)
+        ]
+        ours, theirs = self.layout(prefill, splits[0]), self.layout(decode, splits[1])
         plan = Plan(ours, theirs, prefill, decode)
         span = source.pages.bounds(self._pages)
-        in_runs = np.arange(span.start, span.stop)
-        apart = plan.kv(2 * in_runs, 2 * in_runs)
+        numbers = np.arange(span.start, span.stop)
+        # Each rank shall have its part of the numbers, and no two of them side by side.
+        step = 2 if splits[0].pages_dealt == ALL else 2 * splits[0].pages_dealt.of + 1
+        named = np.arange(-(-self._pages * ours.tokens_dealt.of // theirs.tokens_dealt.of))
+        apart = plan.part(step * numbers, span.start, Named(2 * named))
+        in_runs = plan.part(numbers, span.start, Named(named))
         _, _, heads = self._units_within(prefill, decode)
+        if self._model.heads is None:
+            heads = 1
         layers = len(
             set(_stage_layers(self._model.layers, prefill))
             & set(_stage_layers(self._model.layers, decode))
@@ -170,7 +219,7 @@ class _Planner:
         return Move(
             nbytes=nbytes,
             blocks=len(apart),
-            blocks_in_runs=len(plan.kv(in_runs, in_runs)),
+            blocks_in_runs=len(in_runs),
             heads=heads,
             layers=layers,
             is_sliced=heads > 0 and moved < max(whole),

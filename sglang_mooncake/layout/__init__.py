@@ -9,10 +9,12 @@ a choice of layers, replicas as a choice of one rank among several.
 """
 
 from sglang_mooncake.layout.description import (
+    ALL,
     ALONE,
     SEAL_BYTES,
     Buffers,
     Component,
+    Dealt,
     Layout,
     LayoutMismatch,
     Place,
@@ -20,15 +22,18 @@ from sglang_mooncake.layout.description import (
     Units,
     seal_bytes,
 )
-from sglang_mooncake.layout.plan import Plan
+from sglang_mooncake.layout.plan import Named, Plan
 
 __all__ = [
+    "ALL",
     "ALONE",
     "SEAL_BYTES",
     "Buffers",
     "Component",
+    "Dealt",
     "Layout",
     "LayoutMismatch",
+    "Named",
     "Place",
     "Plan",
     "Seal",

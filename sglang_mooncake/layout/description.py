@@ -12,10 +12,12 @@ from bootstrap_server import RankCoords, Topology
 from bootstrap_server.matching import holding
 
 __all__ = [
+    "ALL",
     "ALONE",
     "SEAL_BYTES",
     "Buffers",
     "Component",
+    "Dealt",
     "Layout",
     "LayoutMismatch",
     "Place",
@@ -74,6 +76,21 @@ class Units(msgspec.Struct, frozen=True):
             raise ValueError(f"{self.total} units of {self.nbytes} bytes are no piece of a cache")
 
 
+class Dealt(msgspec.Struct, frozen=True):
+    """Every `of`-th thing: those whose number leaves `index` when it is divided by `of`."""
+
+    index: int = 0
+    of: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.of:
+            raise ValueError(f"there is no part {self.index} of {self.of}")
+
+
+#: Nothing is dealt out.
+ALL = Dealt()
+
+
 class Component(msgspec.Struct, frozen=True):
     """One kind of cached tensor (K, MLA latent, indexer …): a buffer per layer, all alike.
 
@@ -90,6 +107,8 @@ class Component(msgspec.Struct, frozen=True):
     slack: by how many items the lists of both sides may differ in length; the longer one's last
         ones are left out. SGLang's own counts differ by a page at times.
     segments: the indices name live parts of one row of a ring, not items (see `indices.py`).
+    replicated: TP deals nothing out here: every TP rank of this instance holds all units.
+    on_device: beside pages in host memory (HiSparse), the request's device pages name the items.
     """
 
     kind: str
@@ -102,6 +121,8 @@ class Component(msgspec.Struct, frozen=True):
     state: int | None = None
     slack: int = 0
     segments: bool = False
+    replicated: bool = False
+    on_device: bool = False
 
     def __post_init__(self) -> None:
         if len(self.layers) != len(self.buffers.addresses):
@@ -128,9 +149,14 @@ class Component(msgspec.Struct, frozen=True):
             MismatchError: the units cannot be dealt out to so many ranks.
         """
         return self.rows * sum(
-            len(holding(cut.total, tp_size, tp, f"units of {self.kind}")) * cut.nbytes
-            for cut in self.cuts
+            len(self.holding(cut, tp_size, tp)) * cut.nbytes for cut in self.cuts
         )
+
+    def holding(self, cut: Units, tp_size: int, tp: int) -> range:
+        """Which units of a cut TP rank `tp` of `tp_size` stores. Raises as `held_nbytes` does."""
+        if self.replicated:
+            return range(cut.total)
+        return holding(cut.total, tp_size, tp, f"units of {self.kind}")
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -141,6 +167,11 @@ class Layout(msgspec.Struct, frozen=True):
     aux: SGLang's metadata of a request (first token, logprobs, …); items are metadata slots.
     draft_aux: which of `aux` holds what the draft model continues from; a server without one has a
         buffer of another size there, and nothing in it. None where SGLang's order is not known.
+    pages_dealt: which pages this rank stores of those that its scheduler numbers; number n is its
+        n // of-th page (SGLang's KV cache sharding, on prefill).
+    tokens_dealt: which tokens of a request this rank stores; a page that its scheduler names holds
+        `of` times the tokens of `page_size`, and each rank of them its own (decode context
+        parallelism). The draft model's caches hold all of them.
     seals: see `Seal`; the decode side alone has them.
     """
 
@@ -152,6 +183,8 @@ class Layout(msgspec.Struct, frozen=True):
     seals: Buffers
     states: tuple[str, ...] = ()
     draft_aux: int | None = None
+    pages_dealt: Dealt = ALL
+    tokens_dealt: Dealt = ALL
 
     def __post_init__(self) -> None:
         if self.page_size < 1:

@@ -8,7 +8,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Indices", "as_indices", "check_indices", "in_runs", "ring_slots"]
+from sglang_mooncake.layout.description import Dealt
+
+__all__ = ["Indices", "as_indices", "check_indices", "in_runs", "owned", "ring_slots"]
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 
@@ -34,6 +36,11 @@ def check_indices(what: str, indices: Indices, items: int) -> None:
         raise ValueError(
             f"{what} outside 0..{items - 1}: {int(indices.min())}..{int(indices.max())}"
         )
+
+
+def owned(pages: npt.NDArray[np.integer], dealt: Dealt) -> npt.NDArray[np.bool_]:
+    """Which of these page numbers are dealt to this part."""
+    return np.asarray(pages % dealt.of == dealt.index)
 
 
 def in_runs(source: Indices, target: Indices) -> tuple[Indices, Indices]:

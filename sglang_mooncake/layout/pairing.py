@@ -34,11 +34,48 @@ def pair_buffers(source: Layout, target: Layout, prefill: Place, decode: Place) 
         if kind.startswith(DRAFT) and not (ours and theirs and _has_drafter(prefill, decode)):
             continue
         pairs += _pair_kind(kind, ours, theirs, prefill, decode)
+    dealt = _check_dealt(source, target, prefill)
     for component, _, counterpart, _ in pairs:
-        _check_cuts(component, counterpart)
+        _check_cuts(component, counterpart, dealt)
     _check_sizes(source, prefill, "prefill")
     _check_sizes(target, decode, "decode")
     return pairs
+
+
+def _check_dealt(source: Layout, target: Layout, prefill: Place) -> int:
+    """Over how many decode ranks the tokens of a prefill rank are dealt out."""
+    ours, theirs = source.tokens_dealt, target.tokens_dealt
+    if target.pages_dealt.of > 1 or (source.pages_dealt.of > 1 and theirs.of > 1):
+        raise LayoutMismatch(
+            "pages that are dealt out over ranks go from prefill to a decode server that holds "
+            "whole pages: start decode without --dcp-size, and without --enable-kv-cache-sharding"
+        )
+    heads = [c.kind for c in source.components if c.state is None and _has_heads(c)]
+    if source.pages_dealt.of > 1 and prefill.topology.cp_size == 1 and heads:
+        raise LayoutMismatch(
+            f"{heads[0]}: pages are dealt out over prefill's TP ranks, which hold different heads "
+            "of them: start prefill with --enable-prefill-cp, or without --enable-kv-cache-sharding"
+        )
+    if ours == theirs:
+        return 1
+    remedy = "use the same --tp-size and --dcp-size on both servers, or no --dcp-size on prefill"
+    if ours.of > 1:
+        raise LayoutMismatch(
+            f"tokens are dealt out: prefill has part {ours.index} of {ours.of}, decode part "
+            f"{theirs.index} of {theirs.of}: {remedy}"
+        )
+    for one in target.components:
+        whole_latents = not _has_heads(one) and one.rows == target.page_size
+        if one.state is None and not one.kind.startswith(DRAFT) and not whole_latents:
+            raise LayoutMismatch(
+                f"{one.kind}: tokens that decode deals out over {theirs.of} ranks must be MLA "
+                f"latents, one for each token of a page: {remedy}"
+            )
+    return theirs.of
+
+
+def _has_heads(component: Component) -> bool:
+    return any(cut.total > 1 for cut in component.cuts)
 
 
 def _has_drafter(prefill: Place, decode: Place) -> bool:
@@ -166,14 +203,15 @@ def _told(value: object) -> str:
     return str(value)
 
 
-def _check_cuts(ours: Component, theirs: Component) -> None:
+def _check_cuts(ours: Component, theirs: Component, dealt: int) -> None:
     if (ours.state, ours.segments) != (theirs.state, theirs.segments):
         raise LayoutMismatch(
             f"{ours.kind}: prefill names its items by state list {ours.state}, decode by "
             f"{theirs.state}: use the same model and version of SGLang on both servers"
         )
     # Rings may be of different length; their slots are compared when a request names them.
-    if not ours.segments and (ours.rows, ours.cuts) != (theirs.rows, theirs.cuts):
+    rows = ours.rows * dealt if ours.kind.startswith(DRAFT) and ours.state is None else ours.rows
+    if not ours.segments and (rows, ours.cuts) != (theirs.rows, theirs.cuts):
         raise LayoutMismatch(
             f"{ours.kind}: prefill stores {_cuts(ours)}, decode {_cuts(theirs)}: use the same "
             "model, and the same --tp-size and --dp-size where it cannot be cut otherwise"

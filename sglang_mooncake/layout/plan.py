@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,14 +23,29 @@ from sglang_mooncake.layout.indices import (
     as_indices,
     check_indices,
     in_runs,
+    owned,
     ring_slots,
 )
-from sglang_mooncake.layout.pairing import Pair, aux_buffers, pair_buffers
+from sglang_mooncake.layout.pairing import DRAFT, Pair, aux_buffers, pair_buffers
 from sglang_mooncake.layout.pieces import pieces
 
-__all__ = ["Plan"]
+__all__ = ["Named", "Plan"]
 
 _NOTHING = te.Blocks.concat([])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Named:
+    """What a decode rank has named for a request, in the order of its tokens.
+
+    pages: of its KV pool.
+    device_pages: of buffers on the device, where `pages` are of host memory (HiSparse).
+    prefix_len: tokens before the first page, which it has already.
+    """
+
+    pages: Indices
+    device_pages: Indices | None = None
+    prefix_len: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +101,10 @@ class _Indexed:
     target_items: int
     slack: int
 
+    @property
+    def segments(self) -> bool:
+        return any(share.segments for share in self.shares)
+
 
 class Plan:
     """The intersection of two layouts.
@@ -111,16 +131,27 @@ class Plan:
             np.array(of_all, dtype=np.uint64)[moves]
             for of_all in (source.aux.addresses, target.aux.addresses, source.aux.item_nbytes)
         )
-        self._kv = _index(None, pairs, source, target, prefill, decode)
-        self._states = tuple(
-            _index(state, pairs, source, target, prefill, decode)
-            for state in range(len(source.states))
-        )
+        # Where TP ranks hold different pages of what they would else hold alike, all of them send.
+        every_rank = source.pages_dealt.of > 1 and prefill.topology.cp_size == 1
+        # Pages of tokens that are dealt out over decode ranks are cut into their rows.
+        by_row = source.tokens_dealt.of != target.tokens_dealt.of
+
+        def index(state: int | None, wanted: Callable[[Component], bool]) -> _Indexed:
+            chosen = [pair for pair in pairs if pair[0].state == state and wanted(pair[2])]
+            rows = by_row and state is None
+            slack = max((c.slack for c in source.components if c.state == state), default=0)
+            return _index(chosen, prefill, decode, every_rank, rows, slack)
+
+        self._kv = index(None, lambda one: not one.on_device and not (by_row and _is_draft(one)))
+        self._device = index(None, lambda one: one.on_device)
+        self._draft_rows = index(None, _is_draft) if by_row else None
+        self._states = tuple(index(state, lambda _: True) for state in range(len(source.states)))
 
     @property
     def sends_kv(self) -> bool:
         """Whether this pair moves any byte of a page; a replica that was not chosen does not."""
-        return bool(self._kv.shares)
+        drafts = self._draft_rows is not None and self._draft_rows.shares
+        return bool(self._kv.shares or self._device.shares or drafts)
 
     @property
     def sends_state(self) -> bool:
@@ -136,6 +167,63 @@ class Plan:
             ValueError: lengths differ, or a page lies outside the buffers of its side.
         """
         return _apply("page", self._kv, source_pages, target_pages)
+
+    def part(self, pages: npt.NDArray[np.integer], first: int, named: Named) -> te.Blocks:
+        """Blocks that bring a part of a request: `pages` of the prefill side, shape (pages,), of
+        which the first is the request's page `first`.
+
+        Raises:
+            ValueError: the decode rank has named no place for them, or one outside its buffers.
+        """
+        ours = as_indices("page", pages)
+        if self._draft_rows is not None:
+            return self._tokens(ours, first, named, self._draft_rows)
+        parts = []
+        for what, indexed, theirs in (
+            ("page", self._kv, named.pages),
+            ("device page", self._device, named.device_pages),
+        ):
+            if not indexed.shares:
+                continue
+            if theirs is None:
+                raise ValueError(f"decode has named no {what}s")
+            parts.append(_apply(what, indexed, *self._own(ours, theirs[first : first + len(ours)])))
+        return te.Blocks.concat(parts)
+
+    def _own(self, ours: Indices, theirs: Indices) -> tuple[Indices, Indices]:
+        """Of pages that are dealt out by their numbers, those that are here, by their places."""
+        dealt = self._source.pages_dealt
+        if dealt.of == 1:
+            return ours, theirs
+        if len(ours) != len(theirs):
+            raise ValueError(f"{len(ours)} pages on prefill, {len(theirs)} on decode")
+        mine = owned(ours, dealt)
+        return ours[mine] // dealt.of, theirs[mine]
+
+    def _tokens(self, pages: Indices, first: int, named: Named, draft_rows: _Indexed) -> te.Blocks:
+        """Token by token: a page that decode names has the tokens of several of ours, of which it
+        stores its own; the draft model's caches all of them."""
+        dealt, size = self._target.tokens_dealt, self._source.page_size
+        if named.prefix_len % (size * dealt.of):
+            raise ValueError(
+                f"decode holds {named.prefix_len} tokens of the prompt, which is no whole number "
+                f"of its pages of {size * dealt.of}"
+            )
+        source = (pages[:, None] * size + np.arange(size)).reshape(-1)
+        at = first * size + np.arange(len(source))  # in the request, from the first page on
+        if len(at) and at[-1] >= len(named.pages) * size * dealt.of:
+            raise ValueError(f"decode has named {len(named.pages)} pages for {at[-1] + 1} tokens")
+
+        def rows(tokens: Indices, of_page: int) -> Indices:
+            return named.pages[tokens // of_page] * of_page + tokens % of_page
+
+        mine = at % dealt.of == dealt.index
+        return te.Blocks.concat(
+            [
+                _apply("token", self._kv, source[mine], rows(at[mine] // dealt.of, size)),
+                _apply("token", draft_rows, source, rows(at, size * dealt.of)),
+            ]
+        )
 
     def state(
         self,
@@ -156,7 +244,10 @@ class Plan:
             self._source.states, self._states, source_indices, target_indices, strict=False
         ):
             if ours is not None and theirs is not None:
-                parts.append(_apply(name, indexed, ours, theirs))
+                lists = as_indices(name, ours), as_indices(name, theirs)
+                if not indexed.segments:
+                    lists = self._own(*lists)
+                parts.append(_apply(name, indexed, *lists))
         return te.Blocks.concat(parts)
 
     def aux(self, source_slot: int, target_slot: int) -> te.Blocks:
@@ -180,52 +271,55 @@ class Plan:
         )
 
 
+def _is_draft(component: Component) -> bool:
+    return component.kind.startswith(DRAFT)
+
+
 def _index(
-    state: int | None,
     pairs: list[Pair],
-    source: Layout,
-    target: Layout,
     prefill: Place,
     decode: Place,
+    every_rank: bool,
+    by_row: bool,
+    slack: int,
 ) -> _Indexed:
-    inside = {
-        id(one): pieces(one, prefill, decode) for one in source.components if one.state == state
-    }
+    """by_row: the indices name rows of items, not items."""
+    inside: dict[tuple[int, int], te.Blocks] = {}
     alike: dict[tuple[object, ...], list[Pair]] = {}
     for pair in pairs:
         ours, _, theirs, _ = pair
-        if ours.state != state:
-            continue
-        parts = inside[id(ours)]
+        which = id(ours), id(theirs)
+        if which not in inside:
+            one = msgspec.structs.replace(ours, rows=1) if by_row else ours
+            inside[which] = pieces(one, theirs, prefill, decode, every_rank=every_rank)
+        parts = inside[which]
         if len(parts):
-            key = (ours.item_nbytes, theirs.item_nbytes, ours.segments, parts.array.tobytes())
-            alike.setdefault(key, []).append(pair)
-    shares = []
+            items = ours.item_nbytes, theirs.item_nbytes, ours.rows, theirs.rows
+            alike.setdefault((*items, ours.segments, parts.array.tobytes()), []).append(pair)
+    shares, source_items, target_items = [], [], []
     for found in alike.values():
         ours, _, theirs, _ = found[0]
+        our_rows, their_rows = (ours.rows, theirs.rows) if by_row else (1, 1)
         shares.append(
             _Share(
                 kind=ours.kind,
                 source=_addresses((component, at) for component, at, _, _ in found),
                 target=_addresses((component, at) for _, _, component, at in found),
-                source_item=ours.item_nbytes,
-                target_item=theirs.item_nbytes,
-                pieces=inside[id(ours)],
+                source_item=ours.item_nbytes // our_rows,
+                target_item=theirs.item_nbytes // their_rows,
+                pieces=inside[id(ours), id(theirs)],
                 segments=ours.segments,
             )
         )
-    slack = max((c.slack for c in source.components if c.state == state), default=0)
-    return _Indexed(tuple(shares), _items(source, state), _items(target, state), slack)
+        source_items += [one.buffers.items * our_rows for one, _, _, _ in found]
+        target_items += [one.buffers.items * their_rows for _, _, one, _ in found]
+    return _Indexed(
+        tuple(shares), min(source_items, default=0), min(target_items, default=0), slack
+    )
 
 
 def _addresses(buffers: Iterable[tuple[Component, int]]) -> npt.NDArray[np.uint64]:
     return np.array([one.buffers.addresses[at] for one, at in buffers], dtype=np.uint64)
-
-
-def _items(layout: Layout, state: int | None) -> int:
-    return min(
-        (c.buffers.items for c in layout.components if c.state == state and c.layers), default=0
-    )
 
 
 def _apply(
@@ -234,7 +328,7 @@ def _apply(
     source, target = as_indices(name, source_indices), as_indices(name, target_indices)
     if not indexed.shares:
         return _NOTHING
-    if any(share.segments for share in indexed.shares):
+    if indexed.segments:
         return _apply_segments(name, indexed, source, target)
     if abs(len(source) - len(target)) > indexed.slack:
         raise ValueError(

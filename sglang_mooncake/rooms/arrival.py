@@ -4,11 +4,12 @@ beside what the engine has counted. Pure: `poll()` calls it with what it has jus
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_mooncake.layout import Seal
 
-__all__ = ["Awaited", "SealDisagrees", "has_arrived"]
+__all__ = ["Awaited", "SealDisagrees", "check_dealt", "has_arrived"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,18 +19,20 @@ class Awaited:
     tag: of te, under which its transfers are counted.
     slot: of the seal.
     generation: of the request.
-    pages: how many are its to send.
+    pages: how many it may send. It is one number, except where only prefill knows.
     states: how many state lists it may follow. It is one number, except where a draft model on this
         side alone has lists that nobody sends.
     aux: 1 when it sends the request's metadata, else 0.
+    dealt_over: see `RoomSource`.
     """
 
     tag: int
     slot: int
     generation: int
-    pages: int
+    pages: range
     states: range
     aux: int
+    dealt_over: int = 1
 
 
 class SealDisagrees(Exception):
@@ -51,15 +54,27 @@ def has_arrived(awaited: Awaited, seal: Seal, writes: int, nbytes: int) -> bool:
     """
     if seal.generation != awaited.generation or not seal.nbytes or writes < max(seal.writes, 1):
         return False
-    least, most = awaited.states[0], awaited.states[-1]
-    asked = str(least) if least == most else f"{least} to {most}"
     differ = [
         f"{what}: {expected} {verb}, {found} {ending}"
         for what, expected, verb, found, ending, is_right in (
             ("transfers", seal.writes, "sent", writes, "landed", seal.writes == writes),
             ("bytes", seal.nbytes, "sent", nbytes, "landed", seal.nbytes == nbytes),
-            ("pages", awaited.pages, "asked for", seal.pages, "sent", awaited.pages == seal.pages),
-            ("state lists", asked, "asked for", seal.states, "sent", seal.states in awaited.states),
+            (
+                "pages",
+                _told(awaited.pages),
+                "asked for",
+                seal.pages,
+                "sent",
+                seal.pages in awaited.pages,
+            ),
+            (
+                "state lists",
+                _told(awaited.states),
+                "asked for",
+                seal.states,
+                "sent",
+                seal.states in awaited.states,
+            ),
             ("metadata", awaited.aux, "asked for", seal.aux, "sent", awaited.aux == seal.aux),
         )
         if not is_right
@@ -70,3 +85,27 @@ def has_arrived(awaited: Awaited, seal: Seal, writes: int, nbytes: int) -> bool:
             "Do both servers run the same release of sglang-mooncake and of SGLang?"
         )
     return True
+
+
+def check_dealt(seals: Sequence[tuple[Awaited, Seal]], pages: int) -> None:
+    """Of sources that have each its part of `pages` pages, all of which have arrived: whether the
+    parts are the whole.
+
+    Raises:
+        SealDisagrees: they are not; the sentence has both figures.
+    """
+    dealt = [(awaited.dealt_over, seal.pages) for awaited, seal in seals if awaited.dealt_over > 1]
+    if not dealt:
+        return
+    over = dealt[0][0]
+    sent, expected = sum(count for _, count in dealt), pages * len(dealt) // over
+    if sent != expected:
+        raise SealDisagrees(
+            f"{len(dealt)} prefill ranks, which hold {over} parts of the pages, have sent {sent} "
+            f"pages where {expected} were asked for"
+        )
+
+
+def _told(numbers: range) -> str:
+    least, most = numbers[0], numbers[-1]
+    return str(least) if least == most else f"{least} to {most}"

@@ -18,13 +18,8 @@ from sglang_mooncake.messages import (
     RoomAbort,
     RoomComputed,
     RoomFailed,
-    RoomRequest,
     RoomWait,
-    Target,
-    indices_to_bytes,
-    states_to_bytes,
 )
-from sglang_mooncake.rooms.arrival import Awaited
 from sglang_mooncake.rooms.decode_events import (
     Arrived,
     Event,
@@ -53,6 +48,7 @@ from sglang_mooncake.rooms.states import (
     Step,
     advance,
 )
+from sglang_mooncake.rooms.targets import Targets
 
 __all__ = [
     "Aborted",
@@ -204,7 +200,7 @@ class DecodeRooms:
             return []  # it ended between the scheduler's poll and its pages
         if view.withdrawn:
             return []  # the event that ends it follows; its pages stay what they are
-        targets = _Targets(named)
+        targets = Targets(named)
         sending = [source for source in room.sources if source.sends]
         if len(self._free_slots) < len(sending):
             return self._end(
@@ -380,47 +376,6 @@ def _open_links(links: Iterable[Hashable]) -> list[Instruction]:
 
 def _fence(view: RoomView) -> Fence:
     return Fence(view, tuple(awaited.tag for awaited in view.awaited))
-
-
-class _Targets:
-    """What the sources of one room are asked for, encoded once for all of them.
-
-    Raises:
-        ValueError: an index is no int32 above -1.
-    """
-
-    def __init__(self, named: PagesNamed) -> None:
-        self._named = named
-        self._pages = indices_to_bytes(named.pages)
-        self._states = states_to_bytes(named.states)
-
-    def awaited(self, source: RoomSource, generation: int, tag: int, slot: int) -> Awaited:
-        lists = [indices is not None for indices in self._states] if source.state else []
-        least = sum(given for at, given in enumerate(lists) if at in source.required_states)
-        return Awaited(
-            tag,
-            slot,
-            generation,
-            pages=len(source.share.bounds(len(self._named.pages))),
-            states=range(least, sum(lists) + 1),
-            aux=int(source.aux),
-        )
-
-    def request(self, source: RoomSource, view: RoomView, awaited: Awaited | None) -> RoomRequest:
-        """`awaited`: None for a source that sends nothing."""
-        target = None
-        if awaited is not None:
-            target = Target(
-                awaited.tag,
-                len(self._named.pages),
-                self._pages,
-                source.share,
-                self._states if source.state else (),
-                self._named.aux_slot if source.aux else None,
-                awaited.slot,
-            )
-        prefix_len = self._named.decode_prefix_len
-        return RoomRequest(view.room, view.generation, prefix_len, source.destinations, target)
 
 
 def _leave_out(room: _Room, link: Hashable) -> bool:

@@ -59,6 +59,9 @@ class RoomSource:
     share: the pages that it sends.
     required_states: which state lists it follows without fail. It may lack others: those of a
         draft model that the prefill server does not run.
+    page_span: see `Target`.
+    dealt_over: so many sources, this one included, have each its part of the pages, and only they
+        know which: by the numbers that prefill gives them. 1: it has all that `share` says.
     """
 
     link: Hashable
@@ -68,6 +71,8 @@ class RoomSource:
     state: bool = True
     share: PageShare = ALL_PAGES
     required_states: frozenset[int] = frozenset()
+    page_span: int = 1
+    dealt_over: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +104,15 @@ class NotServed:
 
 @dataclass(frozen=True, slots=True)
 class PagesNamed:
-    """`states`: a list of indices or None for each of the model's kinds of state."""
+    """`states`: a list of indices or None for each of the model's kinds of state. `device_pages`:
+    see `Target`."""
 
     view: RoomView
     pages: npt.NDArray[np.integer]
     aux_slot: int
     decode_prefix_len: int
     states: tuple[npt.NDArray[np.integer] | None, ...] = ()
+    device_pages: npt.NDArray[np.integer] | None = None
 
 
 @dataclass(frozen=True, slots=True)

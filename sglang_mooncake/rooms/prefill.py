@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sglang_mooncake.layout import ALL, Dealt
+from sglang_mooncake.layout.indices import owned
 from sglang_mooncake.messages import (
     RoomAbort,
     RoomComputed,
@@ -15,6 +17,7 @@ from sglang_mooncake.messages import (
     RoomRequest,
     RoomWait,
 )
+from sglang_mooncake.rooms.checks import chunk_problem, disagreement
 from sglang_mooncake.rooms.early import Early, EarlyRooms
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
 from sglang_mooncake.rooms.prefill_events import (
@@ -101,13 +104,18 @@ class PrefillRooms:
             rank gives up and says so; this is for one whose word never comes.
         computed_first: decode ranks ask for a room only once its prompt is computed (the policy
             prefill_complete), so that it waits for them from then on.
+        pages_dealt: which of the pages of a chunk this rank has (`Layout.pages_dealt`).
     """
 
     def __init__(
-        self, bootstrap_timeout_s: float, chunk_timeout_s: float, computed_first: bool = False
+        self,
+        bootstrap_timeout_s: float,
+        chunk_timeout_s: float,
+        computed_first: bool = False,
+        pages_dealt: Dealt = ALL,
     ) -> None:
         self._bootstrap_timeout_s, self._chunk_timeout_s = bootstrap_timeout_s, chunk_timeout_s
-        self._computed_first = computed_first
+        self._computed_first, self._pages_dealt = computed_first, pages_dealt
         self._rooms: dict[int, _Room] = {}  # by serial: a room number may be in use twice
         self._current: dict[int, _Room] = {}  # by room number: the newest use
         self._early = EarlyRooms(bootstrap_timeout_s)
@@ -184,15 +192,17 @@ class PrefillRooms:
         room = self._rooms.get(view.serial)
         if room is None or view.state is RoomState.ENDING:
             return []  # the scheduler had not yet seen the end when it sent this
-        if problem := _chunk_problem(room, chunk):
+        if problem := chunk_problem(view.state, room.next_page, room.requests, chunk):
             return self._end(view, RoomState.FAILED, problem)
         writes: list[Instruction] = []
         for peer, request in room.requests.items():
             if request.target is None:
                 continue
-            span = request.target.share.within(chunk.span, request.target.num_pages)
-            if span or chunk.is_last:  # the last one carries the seal, with or without pages
-                sent = room.sent.get(peer, Sent()).with_write(span)
+            total = request.target.num_pages * request.target.page_span
+            span = request.target.share.within(chunk.span, total)
+            pages = self._count(chunk, span)
+            if pages or chunk.is_last:  # the last one carries the seal, with or without pages
+                sent = room.sent.get(peer, Sent()).with_write(pages)
                 writes.append(
                     Write(view, peer, request.generation, request.target, chunk, span, sent)
                 )
@@ -206,6 +216,13 @@ class PrefillRooms:
         if chunk.is_last and room.outstanding == 0:
             return self._quiet(room)  # none of those who asked wants a byte from this rank
         return writes
+
+    def _count(self, chunk: Chunk, span: range) -> int:
+        """How many pages at these positions of the room this rank has."""
+        if self._pages_dealt == ALL:
+            return len(span)
+        pages = chunk.pages[span.start - chunk.first : span.stop - chunk.first]
+        return int(owned(pages, self._pages_dealt).sum())
 
     # --- events of peers ---
 
@@ -255,7 +272,7 @@ class PrefillRooms:
         if abort is not None and abort.generation >= request.generation:
             return self._end(view, RoomState.ABORTED, _peer_gave_up(abort))
         room.requests[peer] = request
-        if problem := _disagreement(room):
+        if problem := disagreement(room.requests.values()):
             return self._end(view, RoomState.FAILED, problem)
         if len(room.requests) == request.destinations:
             view.decode_prefix_len = request.decode_prefix_len
@@ -400,45 +417,3 @@ def _who_asked(room: _Room) -> str:
         return "no decode rank asked"
     expected = next(iter(room.requests.values())).destinations
     return f"{len(room.requests)} of {expected} decode ranks asked"
-
-
-def _disagreement(room: _Room) -> str | None:
-    """Decode ranks that ask for one room must be the ranks of one request."""
-    counts = {request.destinations for request in room.requests.values()}
-    if len(counts) > 1 or len(room.requests) > max(counts):
-        return (
-            f"{len(room.requests)} decode ranks asked for room {room.view.room} and disagree "
-            f"how many of them there are: {sorted(counts)}"
-        )
-    cached = {request.decode_prefix_len for request in room.requests.values()}
-    if len(cached) > 1:
-        return (
-            f"the decode ranks that asked for room {room.view.room} hold different numbers of "
-            f"its tokens: {sorted(cached)}"
-        )
-    return None
-
-
-def _chunk_problem(room: _Room, chunk: Chunk) -> str | None:
-    """A chunk must continue where the last one ended, and end where the destination's pages do."""
-    if room.view.state is RoomState.OPEN:
-        return "the scheduler sent pages before a decode rank had asked for them"
-    if chunk.first != room.next_page or room.view.state is RoomState.SEALED:
-        return (
-            f"the prefill server sends pages {chunk.first}..{chunk.span.stop} after pages "
-            f"0..{room.next_page}{' and the last chunk' * (room.view.state is RoomState.SEALED)}: "
-            "a chunk was lost or overtaken on its way"
-        )
-    after = chunk.span.stop
-    for peer, request in room.requests.items():
-        if request.target is None:
-            continue
-        wanted = request.target.num_pages
-        if after > wanted or (chunk.is_last and after != wanted):
-            return (
-                f"the prefill server sends pages {chunk.first}..{after} "
-                f"({'last' if chunk.is_last else 'not the last'} chunk), but decode rank {peer} "
-                f"made room for {wanted} pages: do both servers see the same prompt, "
-                "and the same --page-size?"
-            )
-    return None

@@ -132,9 +132,9 @@ class Sent:
     writes: int = 0
     pages: int = 0
 
-    def with_write(self, span: range) -> Sent:
-        """With one more write, of these pages."""
-        return Sent(self.writes + 1, self.pages + len(span))
+    def with_write(self, pages: int) -> Sent:
+        """With one more write, of so many pages."""
+        return Sent(self.writes + 1, self.pages + pages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,8 @@ class RoomView:
     #: Decode, written by the scheduler thread before it tells the loop: it has named its pages, so
     #: a peer may be asked to write into them at any moment from now on.
     named: bool = False
+    #: Decode, written with `named`: how many pages those are.
+    num_pages: int = 0
     #: Decode, written by the scheduler thread before it tells the loop: the request is given up.
     #: A room whose pages are not exposed by then never exposes them.
     withdrawn: bool = False

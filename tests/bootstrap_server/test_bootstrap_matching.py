@@ -22,6 +22,7 @@ from bootstrap_server import (
     check_configs,
     check_formats,
     cp_transfer,
+    dealt_over,
     holding,
     prefill_dp_rank,
     sending,
@@ -84,8 +85,10 @@ def test_each_piece_of_a_decode_rank_is_sent_by_exactly_one_source(
     someone = data.draw(st.sampled_from(list(group)))
     for me, found in group.items():
         stages = range(prefill.pp_size) if decode.pp_size == 1 else [me.pp]
-        # With split layers each CP rank stores layers of its own, so its pages are its own, too.
-        owners = range(prefill.cp_size) if cp is CPTransfer.LAYERS else [0]
+        # With split layers each CP rank stores layers of its own, so its pages are its own, too;
+        # and where pages are dealt out by their numbers, it sends what it has of each.
+        is_owner = cp in (CPTransfer.LAYERS, CPTransfer.NUMBERS)
+        owners = range(prefill.cp_size) if is_owner else [0]
         held = holding(units, decode.tp_size, me.tp)
         sent: Counter[tuple[int, int, int, int]] = Counter()
         state: Counter[tuple[int, int, int]] = Counter()
@@ -94,7 +97,7 @@ def test_each_piece_of_a_decode_rank_is_sent_by_exactly_one_source(
             # The prefill rank waits for as many requests as it was told to expect.
             assert source.destinations == asked[place]
             assert place.dp == prefill_dp
-            owner = place.cp if cp is CPTransfer.LAYERS else 0
+            owner = place.cp if is_owner else 0
             for unit in sending(units, prefill.tp_size, place.tp, decode.tp_size, me.tp, me.dp):
                 assert unit in holding(units, prefill.tp_size, place.tp)
                 state[place.pp, owner, unit] += source.state
@@ -274,7 +277,6 @@ def test_equal_configs_and_free_choices_fit() -> None:
         ({"protocol": 2}, ["protocol is 2 on prefill and 1 on decode", "sglang-mooncake"]),
         ({"decode_allocation_policy": "prefill_complete"}, ["prefill_complete", "early"]),
         ({"dsv41_spec_layout": {"n": 2}}, ["{'n': 2} on prefill", "None on decode"]),
-        ({"enable_kv_cache_sharding": True}, ["True on prefill", "False on decode", "--enable-kv"]),
         ({"format": KVFormat(1, "bfloat16")}, ["--page-size"]),
     ],
 )
@@ -283,6 +285,60 @@ def test_configs_that_cannot_hand_over(changes: dict[str, object], words: list[s
         check_configs(msgspec.structs.replace(CONFIG, **changes), CONFIG)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "words"),
+    [
+        ({"dcp_size": 2}, {}, ["dcp_size is 2 on prefill and 1 on decode", "--dcp-size"]),
+        ({"dcp_size": 2}, {"dcp_size": 4}, ["2 on prefill and 4 on decode"]),
+        (
+            {"dcp_size": 2, "topology": Topology(1, 1, 8, 1)},
+            {"dcp_size": 2},
+            ["tp_size is 8 on prefill and 4 on decode"],
+        ),
+        ({"topology": Topology(1, 2, 4, 1)}, {"dcp_size": 2}, ["cp_size 2", "--attn-cp-size"]),
+        ({"enable_kv_cache_sharding": True}, {"dcp_size": 2}, ["--enable-kv-cache-sharding"]),
+    ],
+)
+def test_context_parallelism_that_does_not_fit(prefill, decode, words) -> None:
+    four = msgspec.structs.replace(CONFIG, topology=Topology(1, 1, 4, 1))
+    ours, theirs = (msgspec.structs.replace(four, **changes) for changes in (prefill, decode))
+    with pytest.raises(MismatchError) as caught:
+        check_configs(ours, theirs)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_context_parallelism_that_fits() -> None:
+    four = msgspec.structs.replace(CONFIG, topology=Topology(1, 1, 4, 1))
+    dealt = msgspec.structs.replace(four, dcp_size=4)
+    for ours in (four, dealt, CONFIG):
+        check_configs(ours, dealt)
+    check_configs(msgspec.structs.replace(four, enable_kv_cache_sharding=True), four)
+
+
+@pytest.mark.parametrize(
+    ("topology", "parts", "cp"),
+    [
+        (Topology(1, 1, 4, 1), 4, CPTransfer.FIRST),
+        (Topology(1, 2, 4, 1), 2, CPTransfer.NUMBERS),
+    ],
+)
+def test_sharded_pages_are_dealt_out_over_the_ranks_that_else_hold_them_alike(topology, parts, cp):
+    sharded = msgspec.structs.replace(CONFIG, topology=topology, enable_kv_cache_sharding=True)
+    assert dealt_over(sharded) == parts
+    assert dealt_over(CONFIG) == 1
+    assert cp_transfer(sharded, all_cp_ranks=False) is cp
+
+
+def test_each_tp_rank_is_asked_where_each_has_pages_of_its_own() -> None:
+    prefill, decode = Topology(1, 1, 4, 1), Topology(2, 1, 2, 1)
+    for coords in decode.coords():
+        found = sources(prefill, decode, coords, 0, every_tp_rank=True)
+        assert [source.coords.tp for source in found] == [0, 1, 2, 3]
+        assert {source.destinations for source in found} == {2}
+        assert sum(source.aux for source in found) == 1
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(1, 64))

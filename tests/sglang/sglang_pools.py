@@ -15,8 +15,9 @@ import torch
 from caches import SEALS
 
 from bootstrap_server.matching import holding
-from sglang_mooncake.kv_args import Heads, layout_from_kv_args, memory_ranges
-from sglang_mooncake.layout import Layout, Place
+from sglang_mooncake.kv_args import Heads, Split, layout_from_kv_args, memory_ranges
+from sglang_mooncake.kv_entries import UNSPLIT
+from sglang_mooncake.layout import ALONE, Layout, Place
 
 SLOTS, AUX_SLOTS = 64, 4
 
@@ -143,7 +144,7 @@ def mha(
     return Caches(pool, views, Heads(total, draft=2), draft, total_heads=total)
 
 
-def mla(place: Place, page: int) -> Caches:
+def mla(place: Place, page: int, draft_page: int | None = None) -> Caches:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
     first, end = stage(3, place)
@@ -151,7 +152,14 @@ def mla(place: Place, page: int) -> Caches:
         kv_lora_rank=32, qk_rope_head_dim=8, layer_num=end - first, start_layer=first,
         end_layer=end - 1, **base(page),
     )  # fmt: skip
-    return Caches(pool, latent_views(pool, page, first), Heads(1))
+    views, draft = latent_views(pool, page, first), None
+    if draft_page is not None:
+        draft = MLATokenToKVPool(
+            kv_lora_rank=32, qk_rope_head_dim=8, layer_num=1,
+            **{**base(draft_page), "size": SLOTS * draft_page // page},
+        )  # fmt: skip
+        views += latent_views(draft, draft_page, 100)
+    return Caches(pool, views, Heads(1), draft)
 
 
 def mxfp8(place: Place, page: int) -> Caches:
@@ -205,7 +213,7 @@ def _mamba_views(pool: Any, place: Place, groups: list[int], axis: int, heads: i
     return views
 
 
-def gdn(place: Place, page: int) -> Caches:
+def gdn(place: Place, page: int, whole_heads: bool = False) -> Caches:
     """Linear attention as Qwen3-Next's beside MHA."""
     from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MambaPool
@@ -220,27 +228,29 @@ def gdn(place: Place, page: int) -> Caches:
         cache_params=Mamba2CacheParams(layers=layers, shape=shape), mamba_layer_ids=layers,
         device="cpu",
     )  # fmt: skip
+    attention = ALONE if whole_heads else place
     pool = HybridLinearKVPool(
-        size=SLOTS, dtype=torch.bfloat16, page_size=page, head_num=local_heads(4, place),
+        size=SLOTS, dtype=torch.bfloat16, page_size=page, head_num=local_heads(4, attention),
         head_dim=16, full_attention_layer_ids=[1, 3], device="cpu", mamba_pool=mamba,
     )  # fmt: skip
-    views = attention_views(pool.full_kv_pool, 4, page, place)
+    views = attention_views(pool.full_kv_pool, 4, page, attention)
     views += _mamba_views(mamba, place, groups, 1, 8)
     return Caches(pool, views, Heads(4), total_heads=4, state_names=("mamba",), full_layers=[1, 3])
 
 
-def qsa(place: Place, page: int) -> Caches:
+def qsa(place: Place, page: int, whole_heads: bool = False) -> Caches:
     """Attention over pooled keys beside linear attention; the keys are alike on all ranks."""
     from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 
-    linear = gdn(place, page)
+    linear = gdn(place, page, whole_heads)
+    attention = ALONE if whole_heads else place
     pool = QSATokenToKVPool(
-        size=SLOTS, dtype=torch.bfloat16, page_size=page, head_num=local_heads(4, place),
+        size=SLOTS, dtype=torch.bfloat16, page_size=page, head_num=local_heads(4, attention),
         head_dim=16, full_attention_layer_ids=[1, 3], device="cpu",
         mamba_pool=linear.pool.mamba_pool, qsa_index_kv_heads=1, qsa_index_head_dim=128,
         qsa_compress_ratio=4, qsa_token_topk=16, num_request_slots=8,
     )  # fmt: skip
-    views = attention_views(pool.full_kv_pool, 4, page, place)
+    views = attention_views(pool.full_kv_pool, 4, page, attention)
     views += [view for view in linear.views if view.state == 0]
     rings = [*pool.qsa_key_state_buffer_pool, pool.qsa_rope_position_buffer]
     for name, state, buffers, rows in (
@@ -280,15 +290,15 @@ def kimi(place: Place, page: int) -> Caches:
     return Caches(pool, views, Heads(1), state_names=("mamba",), full_layers=[1, 3])
 
 
-def dsa(place: Place, page: int) -> Caches:
+def dsa(place: Place, page: int, kpool: int = 4) -> Caches:
     """DeepSeek sparse attention, every fourth token pooled; layer 1 shares its choice of tokens."""
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
-    page = 4 * 64
+    page = kpool * 64
     first, end = stage(3, place)
     pool = DSATokenToKVPool(
         kv_lora_rank=32, qk_rope_head_dim=8, layer_num=end - first, index_head_dim=128,
-        kv_cache_dim=40, index_kpool=4, index_kpool_compress=True, max_running_requests=6,
+        kv_cache_dim=40, index_kpool=kpool, index_kpool_compress=kpool > 1, max_running_requests=6,
         tail_extra_slots=2, skip_topk_layers=[layer == 1 for layer in range(first, end)],
         start_layer=first, end_layer=end - 1,
         **{**base(page), "size": 10 * page},
@@ -298,7 +308,8 @@ def dsa(place: Place, page: int) -> Caches:
         if buffer.shape[0]:
             raw = as_bytes(buffer)
             views.append(View(f"index{first + layer}", raw, tuple(raw.shape[1:]), state=0))
-    return Caches(pool, views, Heads(1), state_names=("dsa", "dsa_tail"))
+    names = ("dsa", "dsa_tail") if kpool > 1 else ("dsa",)
+    return Caches(pool, views, Heads(1), state_names=names)
 
 
 MODELS: dict[str, Callable[[Place, int], Caches]] = {
@@ -308,25 +319,39 @@ MODELS: dict[str, Callable[[Place, int], Caches]] = {
     "mha in fp8": lambda place, page: mha(place, page, dtype=torch.float8_e4m3fn),
     "mha with a draft model": lambda place, page: mha(place, page, drafted=True),
     "mla": mla,
+    "mla with a draft model": lambda place, page: mla(place, page, draft_page=page),
     "mxfp8": mxfp8,
     "swa": swa,
     "gdn": gdn,
     "qsa": qsa,
     "kimi": kimi,
     "dsa": dsa,
+    "dsa with a key for each token": lambda place, page: dsa(place, page, kpool=1),
+}
+
+
+#: Those of a rank whose KV cache is split in another way than over TP ranks.
+SPLIT_MODELS: dict[str, Callable[[Place, int], Caches]] = {
+    "mla with a draft model, two ranks' tokens in a page": lambda place, page: mla(
+        place, page, draft_page=2 * page
+    ),
+    "gdn with all heads": lambda place, page: gdn(place, page, whole_heads=True),
+    "qsa with all heads": lambda place, page: qsa(place, page, whole_heads=True),
 }
 
 
 class Rank:
-    """A rank of a prefill or decode server that serves one of `MODELS`."""
+    """A rank of a prefill or decode server that serves one of `MODELS`, or of `SPLIT_MODELS`."""
 
-    def __init__(self, model: str, role: str, place: Place, page: int) -> None:
+    def __init__(
+        self, model: str, role: str, place: Place, page: int, split: Split = UNSPLIT
+    ) -> None:
         from sglang.srt.disaggregation.utils import MetadataBuffers, is_mla_backend
         from sglang.srt.runtime_context import get_parallel
 
-        self.role, self.place = role, place
+        self.role, self.place, self.split = role, place, split
         with get_parallel().override(attn_dcp_size=1):
-            self.caches = MODELS[model](place, page)
+            self.caches = (MODELS | SPLIT_MODELS)[model](place, page)
         pool = self.caches.pool
         self.page = pool.page_size
         self.is_mla = is_mla_backend(pool)
@@ -400,9 +425,8 @@ class Rank:
             return owner._init_kv_manager(queue).kv_args
 
     def layout(self) -> Layout:
-        return layout_from_kv_args(
-            self.kv_args, "bfloat16", self.is_mla, SEALS, self.caches.heads, self.place
-        )
+        facts = self.kv_args, "bfloat16", self.is_mla, SEALS, self.caches.heads
+        return layout_from_kv_args(*facts, self.place, self.split)
 
     def ranges(self) -> list[tuple[int, int]]:
         return memory_ranges(self.kv_args)

@@ -22,7 +22,7 @@ from sglang_pools import Rank
 
 import te
 from bootstrap_server import Topology
-from bootstrap_server.matching import PageShare, holding, sources
+from bootstrap_server.matching import PageShare, sources
 from sglang_mooncake.layout import ALONE, Layout, Place, Plan
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
@@ -205,7 +205,8 @@ def regions(layout: Layout, place: Place) -> list[tuple[int, int, Block]]:
     found = []
     for component in layout.components:
         held = tuple(
-            holding(cut.total, place.topology.tp_size, place.coords.tp) for cut in component.cuts
+            component.holding(cut, place.topology.tp_size, place.coords.tp)
+            for cut in component.cuts
         )
         for layer, address, nbytes in zip(
             component.layers, component.buffers.addresses, component.buffers.nbytes, strict=True

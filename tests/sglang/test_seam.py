@@ -297,16 +297,56 @@ def test_a_server_is_refused_by_what_sglang_says_of_it(monkeypatch):
     disagg = SimpleNamespace(disaggregation_decode_allocation_policy="prefill_complete")
     monkeypatch.setattr(seam, "get_parallel", lambda: parallel)
     monkeypatch.setattr(seam, "get_disagg", lambda: disagg)
-    monkeypatch.setattr(seam, "get_memory", lambda: SimpleNamespace(enable_hisparse=True))
     monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
-    kv_args = SimpleNamespace(
-        num_draft_entries=2, mla_compression_ratios=[4, 128], state_types=["swa"]
-    )
-    facts = seam._modes(kv_args, seam.DisaggregationMode.DECODE)
-    everything = Modes("decode", "prefill_complete", 4, *[True] * 6, states=("swa",))
+    kv_args = SimpleNamespace(state_types=["swa"])
+    facts = seam._modes(kv_args, seam.DisaggregationMode.DECODE, has_draft_heads=True)
+    everything = Modes("decode", "prefill_complete", 4, *[True] * 4, states=("swa",))
     assert facts == everything
     with pytest.raises(seam.UnsupportedServer, match="does not serve"):
-        seam.check_supported(kv_args, seam.DisaggregationMode.DECODE)
+        seam.check_supported(kv_args, seam.DisaggregationMode.DECODE, has_draft_heads=True)
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "group", "dealt"), [(1, "attn_tp_group", (2, 4)), (2, "attn_cp_group", (1, 2))]
+)
+def test_how_a_cache_is_split_is_what_sglang_says(monkeypatch, cp_size, group, dealt):
+    from sglang.srt.mem_cache import page_interleave
+
+    from sglang_mooncake import seam
+    from sglang_mooncake.kv_args import Split
+    from sglang_mooncake.layout import Dealt
+
+    groups = {
+        "attn_tp_group": SimpleNamespace(rank_in_group=2, world_size=4),
+        "attn_cp_group": SimpleNamespace(rank_in_group=1, world_size=cp_size),
+    }
+    assert (groups[group].rank_in_group, groups[group].world_size) == dealt
+    parallel = SimpleNamespace(
+        **groups,
+        enable_kv_cache_sharding=True,
+        enable_cp_tp_group_sharing=True,
+        attn_dcp_rank=3,
+        attn_dcp_size=4,
+    )
+    monkeypatch.setattr(seam, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(page_interleave, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(seam, "get_memory", lambda: SimpleNamespace(enable_hisparse=True))
+    assert seam._split("decode") == Split(Dealt(*dealt), Dealt(3, 4), True, True)
+    assert seam._split("prefill").on_host is False, "its own pages are on the device"
+
+
+def test_ranks_that_share_the_cp_and_the_tp_group_stand_as_tp_ranks(monkeypatch):
+    """As SGLang registers them (CommonKVManager.register_to_bootstrap)."""
+    from bootstrap_server import RankCoords, Topology
+    from sglang_mooncake import seam
+
+    parallel = SimpleNamespace(
+        attn_tp_size=1, attn_tp_rank=0, attn_cp_size=4, attn_cp_rank=3, attn_dp_size=1,
+        attn_dp_rank=0, pp_size=1, dp_size=1, enable_cp_tp_group_sharing=True,
+    )  # fmt: skip
+    monkeypatch.setattr(seam, "get_parallel", lambda: parallel)
+    place = seam._place(SimpleNamespace(pp_rank=0, system_dp_rank=None))
+    assert place == (Topology(1, 1, 4, 1), RankCoords(0, 0, 3, 0))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -106,16 +106,14 @@ def make_context(
     page_size: int = PAGE_SIZE,
     topology: Topology = ALONE,
     coords: RankCoords = FIRST,
-    policy: str = "early",
+    **config: Any,
 ) -> RankContext:
+    """`config`: further fields of the instance's."""
     return RankContext(
         role=role,
         coords=coords,
         config=InstanceConfig(
-            topology,
-            KVFormat(page_size, "float32"),
-            decode_allocation_policy=policy,
-            protocol=PROTOCOL_VERSION,
+            topology, KVFormat(page_size, "float32"), protocol=PROTOCOL_VERSION, **config
         ),
         host=HOST,
         bootstrap_address=address,
@@ -222,8 +220,8 @@ def handover(
     target = target or Pool(page_size=decode_page_size)
     server = BootstrapServer(host=HOST, port=0)
     address = f"{HOST}:{server.port}"
-    here = make_context("prefill", address, deadlines, policy=policy)
-    there = make_context("decode", "", deadlines, decode_page_size, policy=policy)
+    here = make_context("prefill", address, deadlines, decode_allocation_policy=policy)
+    there = make_context("decode", "", deadlines, decode_page_size, decode_allocation_policy=policy)
     prefill = PrefillRank(here, prefill_config or Config(), source)
     decode = DecodeRank(there, Config(), target)
     try:

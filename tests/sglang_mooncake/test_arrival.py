@@ -14,7 +14,7 @@ from sglang_mooncake.layout import SEAL_BYTES, Seal, seal_bytes
 from sglang_mooncake.rooms.arrival import Awaited, SealDisagrees, has_arrived
 from sglang_mooncake.rooms.states import RoomState
 
-AWAITED = Awaited(tag=7, slot=0, generation=100, pages=4, states=range(1, 3), aux=1)
+AWAITED = Awaited(tag=7, slot=0, generation=100, pages=range(4, 5), states=range(1, 3), aux=1)
 SEAL = Seal(generation=100, writes=3, pages=4, states=1, aux=1, nbytes=4_096)
 
 

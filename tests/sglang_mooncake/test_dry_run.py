@@ -301,3 +301,50 @@ def test_the_dry_run_imports_neither_sglang_nor_torch():
         "assert not {'sglang', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "says"),
+    [
+        ("tp=4", "tp=4 dcp=3", "--dcp-size 3 does not divide an attention TP size of 4"),
+        ("tp=4 dcp=4", "tp=4", "dcp_size is 4 on prefill and 1 on decode"),
+        ("tp=8 cp=2", "tp=4 dcp=2", "start decode without --dcp-size"),
+        ("tp=4", "tp=4 sharded=1", "for prefill servers alone"),
+        ("tp=4 sharded=yes", "tp=4", "sharded=yes"),
+        ("policy=prefill_complete", "", "decode_allocation_policy is prefill_complete on prefill"),
+        ("tp=2 policy=prefill_complete", "tp=2 policy=prefill_complete", "one rank in each DP"),
+        ("policy=late", "", "policy=late"),
+    ],
+)
+def test_modes_that_do_not_fit_are_refused_as_the_servers_would(capsys, prefill, decode, says):
+    arguments = ["plan", "--model", "deepseek-v3", "--prefill", prefill, "--decode", decode]
+    assert main(arguments) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_heads_of_pages_that_are_dealt_out_over_tp_ranks_are_refused(capsys):
+    model = ["plan", "--model", "llama-70b"]
+    assert main([*model, "--prefill", "tp=4 sharded=1", "--decode", "tp=4"]) == 2
+    assert "without --enable-kv-cache-sharding" in capsys.readouterr().err
+    assert main([*model, "--prefill", "tp=4", "--decode", "tp=4 dcp=2"]) == 2
+    assert "must be MLA latents" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "senders", "shares"),
+    [
+        ("tp=4", "tp=4 dcp=4", 4, 4),
+        ("tp=4 dcp=4", "tp=4 dcp=4", 4, 1),
+        ("--tp 4 --enable-kv-cache-sharding", "--tp-size 4", 16, 4),
+        ("--tp 4 --attn-cp-size 4 --enable-kv-cache-sharding", "--tp-size 4", 16, 4),
+        ("", "--disaggregation-decode-allocation-policy early", 1, 1),
+    ],
+)
+def test_dealt_out_caches_move_their_parts(capsys, prefill, decode, senders, shares):
+    arguments = ["plan", "--json", "--page-size", "8", "--model", "deepseek-v3"]
+    assert main([*arguments, "--prefill", prefill, "--decode", decode]) == 0
+    pairs = [pair for pair in json.loads(capsys.readouterr().out)["pairs"] if pair["nbytes"]]
+    assert len(pairs) == senders
+    whole = 61 * 576 * 2 * 1_000
+    for pair in pairs:
+        assert abs(pair["nbytes"] * shares - whole) <= whole / 20

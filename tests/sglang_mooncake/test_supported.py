@@ -8,19 +8,22 @@ import pytest
 from sglang_mooncake.supported import Modes, refusal
 
 REFUSED = [
-    (Modes("prefill", cp_tp_group_sharing=True), "--enable-prefill-cp"),
-    (Modes("decode", dcp_size=2), "--dcp-size above 1"),
-    (Modes("prefill", kv_cache_sharding=True), "--enable-kv-cache-sharding"),
-    (Modes("decode", hisparse=True, has_draft=True), "--enable-hisparse with a draft model"),
-    (Modes("decode", hisparse=True, is_compressed=True), "--enable-hisparse with DeepSeek-V4"),
+    (
+        Modes("decode", dcp_size=2, states=("dsa",)),
+        "--dcp-size above 1 with a model that keeps dsa",
+    ),
+    (Modes("prefill", kv_cache_sharding=True, states=("dsa", "swa")), "keeps swa state"),
+    (Modes("prefill", cp_tp_group_sharing=True, states=("swa",)), "--enable-prefill-cp"),
+    (Modes("prefill", cp_tp_group_sharing=True, has_draft_heads=True), "a draft model"),
     (Modes("prefill", staging_buffer=True), "SGLANG_DISAGG_STAGING_BUFFER"),
     (Modes("decode", "prefill_complete", states=("dsa", "swa")), "keeps swa state"),
 ]
 SERVED = [
     Modes("prefill"),
-    Modes("decode", hisparse=True),
-    Modes("decode", has_draft=True, is_compressed=True),
-    Modes("prefill", hisparse=True, has_draft=True),
+    Modes("decode", dcp_size=8, states=("mamba",)),
+    Modes("prefill", kv_cache_sharding=True, states=("dsa",)),
+    Modes("prefill", cp_tp_group_sharing=True, states=("mamba", "qsa_pending", "qsa_compressed")),
+    Modes("decode", has_draft_heads=True),
     Modes("decode", "prefill_complete", states=("dsa",)),
     Modes("decode", states=("mamba", "swa")),
 ]
