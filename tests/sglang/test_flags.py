@@ -16,11 +16,8 @@ import pytest
 
 import sglang_mooncake
 
-pytestmark = [
-    pytest.mark.sglang,
-    # SGLang's own imports warn on a machine without a GPU; they are not ours to mend.
-    pytest.mark.filterwarnings("ignore"),
-]
+# SGLang's own imports warn on a machine without a GPU; they are not ours to mend.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 TABLE = Path(__file__).parents[2] / "docs/sglang-flags.md"
 ELSEWHERE = Path(__file__).with_name("flags_elsewhere.toml")
@@ -89,6 +86,7 @@ def compare(there: set[str], table: list[str], groups: dict[str, list[str]]) -> 
     assert not [name for name, times in ours.items() if times > 1], "each in one place"
 
 
+@pytest.mark.sglang
 def test_each_flag_of_sglang_is_in_the_table_or_said_to_be_elsewhere(options):
     named = [name for row in ROWS for name in row.names if name.startswith("--")]
     strange = [name for name in named if name not in options]
@@ -96,6 +94,7 @@ def test_each_flag_of_sglang_is_in_the_table_or_said_to_be_elsewhere(options):
     compare(set(options.values()), [options[name] for name in named], elsewhere("flags"))
 
 
+@pytest.mark.sglang
 def test_each_variable_of_sglang_is_in_the_table_or_said_to_be_elsewhere(variables):
     named = [name for row in ROWS for name in row.names if not name.startswith("--")]
     foreign = [name for name in named if name not in variables]
@@ -103,6 +102,7 @@ def test_each_variable_of_sglang_is_in_the_table_or_said_to_be_elsewhere(variabl
     compare(variables, [name for name in named if name in variables], elsewhere("variables"))
 
 
+@pytest.mark.sglang
 def test_variables_that_sglang_does_not_declare_are_read_by_it_or_mooncakes(variables):
     spec = importlib.util.find_spec("sglang")
     assert spec is not None
@@ -148,6 +148,7 @@ def test_a_sentence_that_the_table_quotes_of_us_is_in_our_code():
         assert what in words, quote
 
 
+@pytest.mark.sglang
 def test_a_flag_of_a_new_release_would_be_named(options):
     there = {*options.values(), "brand_new_flag"}
     named = [options[name] for row in ROWS for name in row.names if name.startswith("--")]
