@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test support: lets the unmodified SGLang run on a machine without a GPU.
 
-This directory stands first on PYTHONPATH of every server process. Seven gaps are closed, each when
+This directory stands first on PYTHONPATH of every server process. Nine gaps are closed, each when
 the module it concerns is imported and not otherwise:
 
 - PyPI's torchvision is built for CUDA; beside a CPU torch its C extension does not load and the
@@ -13,6 +13,9 @@ the module it concerns is imported and not otherwise:
 - DeepSeek's MLA has an absorbed form (one latent per token, as the KV pool stores it) that the
   backends for CPUs compute correctly. SGLang's dispatch has no rule for them and would pick the
   form with a key per head, which does not fit the pool. The rule is added.
+- SGLang's torch code for experts knows no EP, see `cpu_experts.py`.
+- EPLB, before it moves experts, has the device give back memory; torch's module for CPUs has none
+  to give back.
 - A draft model (MTP) shares DeepSeek's embedding and head, and SGLang waits for the GPU that has
   copied them. There is none to wait for.
 - Where the last token of a draft's prefix lies SGLang asks Triton, except for `torch_native`, and
@@ -79,6 +82,16 @@ def _dispatch_to_absorbed_mla(module: ModuleType) -> None:
         module.AttentionBackendRegistry.register(name, lambda _attn, _batch: method)
 
 
+def _skip_experts_of_others(module: ModuleType) -> None:
+    import cpu_experts
+
+    cpu_experts.patch(module)
+
+
+def _keep_no_memory(module: ModuleType) -> None:
+    module.torch.cpu.empty_cache = lambda: None
+
+
 def _share_without_waiting(module: ModuleType) -> None:
     model = module.DeepseekV2ForCausalLM
     share = model.set_embed_and_head
@@ -129,8 +142,10 @@ _keep_alive: list[Any] = []
 _BEFORE_SUBMODULES_OF = {"torchvision": _declare_torchvision_ops}
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "torch": stand_in_for_a_gpu,
+    "sglang.srt.eplb.expert_distribution": _keep_no_memory,
     "sglang.srt.layers.attention.torch_native_backend": _mend_torch_native,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _dispatch_to_absorbed_mla,
+    "sglang.srt.layers.moe.fused_moe_native": _skip_experts_of_others,
     "sglang.srt.mem_cache.allocation": _locate_without_triton,
     "sglang.srt.models.deepseek_v2": _share_without_waiting,
     "sglang_mooncake.layout.plan": _leave_kv_out,

@@ -48,9 +48,10 @@ def _extend(
 ) -> None:
     """Several new tokens of each request, whose keys and values are in the pool already."""
     _refuse(logit_cap, is_cross, window, encoder_lens, sinks, tree_mask, not is_causal)
-    for i, row in enumerate(rows.tolist()):
+    output.zero_()  # with DP attention, there are tokens and requests behind the last
+    for i in range(seq_lens.numel()):
         total, new, start = int(seq_lens[i]), int(extend_lens[i]), int(starts[i])
-        seen = slots[row, :total].long()
+        seen = slots[rows[i], :total].long()
         # Token j sees those up to its own position.
         sees = torch.ones(new, total, dtype=torch.bool).tril(total - new)
         output[start : start + new] = _attend(
@@ -84,8 +85,9 @@ def _decode(
     if key is not None:
         keys[new_slots] = key.view(-1, *keys.shape[1:])
         values[new_slots] = value.view(-1, *values.shape[1:])
-    for i, row in enumerate(rows.tolist()):
-        seen = slots[row, : int(seq_lens[i])].long()
+    output.zero_()
+    for i in range(seq_lens.numel()):
+        seen = slots[rows[i], : int(seq_lens[i])].long()
         output[i : i + 1] = _attend(query[i : i + 1], keys[seen], values[seen], None, scaling)
 
 
