@@ -71,6 +71,30 @@ def variables() -> set[str]:
     return {name for name in vars(Envs) if not name.startswith("__")}
 
 
+@pytest.fixture(scope="module")
+def code() -> str:
+    """All of SGLang's server, with the pieces of each text put together."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    srt = Path(spec.origin).parent / "srt"
+    return joined("".join(path.read_text() for path in srt.rglob("*.py")))
+
+
+def joined(source: str) -> str:
+    return re.sub(r'"\s*f?"', "", source)
+
+
+def quoted(by_sglang: bool) -> list[str]:
+    """What the table says that a server which is refused says."""
+    return [
+        quote
+        for row in ROWS
+        for quote in re.findall('"([^"]+)"', row.how)
+        if row.what == "refused" and ("SGLang" in row.how) == by_sglang
+    ]
+
+
 def elsewhere(kind: str) -> dict[str, list[str]]:
     return {
         name: group["names"] for name, group in tomllib.loads(ELSEWHERE.read_text())[kind].items()
@@ -103,16 +127,8 @@ def test_each_variable_of_sglang_is_in_the_table_or_said_to_be_elsewhere(variabl
 
 
 @pytest.mark.sglang
-def test_variables_that_sglang_does_not_declare_are_read_by_it_or_mooncakes(variables):
-    spec = importlib.util.find_spec("sglang")
-    assert spec is not None
-    assert spec.origin is not None
-    srt = Path(spec.origin).parent / "srt"
-    read = {
-        name
-        for path in srt.rglob("*.py")
-        for name in re.findall("SGLANG_[A-Z0-9_]+", path.read_text())
-    }
+def test_variables_that_sglang_does_not_declare_are_read_by_it_or_mooncakes(variables, code):
+    read = set(re.findall("SGLANG_[A-Z0-9_]+", code))
     named = {name for row in ROWS for name in row.names if name.startswith("SGLANG_")}
     assert named <= read | variables
 
@@ -133,19 +149,18 @@ def test_each_group_of_the_others_has_a_reason():
 
 
 def test_a_sentence_that_the_table_quotes_of_us_is_in_our_code():
-    code = "".join(path.read_text() for path in Path(sglang_mooncake.__file__).parent.rglob("*.py"))
-    words = re.sub(r'"\s*f?"', "", code)
-    quotes = [
-        quote
-        for row in ROWS
-        for quote in re.findall('"([^"]+)"', row.how)
-        if row.what == "refused" and "SGLang" not in row.how
-    ]
-    assert quotes
-    for quote in quotes:
+    paths = Path(sglang_mooncake.__file__).parent.rglob("*.py")
+    ours = joined("".join(path.read_text() for path in paths))
+    assert quoted(by_sglang=False)
+    for quote in quoted(by_sglang=False):
         start, _, rest = quote.partition("sglang-mooncake does not serve ")
-        what = rest.removesuffix(" yet") if rest else start
-        assert what in words, quote
+        assert (rest.removesuffix(" yet") if rest else start) in ours, quote
+
+
+@pytest.mark.sglang
+def test_a_sentence_that_the_table_quotes_of_sglang_is_in_sglangs_code(code):
+    assert quoted(by_sglang=True)
+    assert not [quote for quote in quoted(by_sglang=True) if quote not in code]
 
 
 @pytest.mark.sglang
