@@ -55,7 +55,7 @@ def main(
             settings = _settings(arguments, python, out)
             results = _run(wanted, settings, arguments.minutes * 60, out)
             print("\n" + tables(results, caveat), file=out)
-    except (ValueError, BuildError) as exc:
+    except (ValueError, BuildError, OSError) as exc:
         print(f"gpu-check: {exc}", file=sys.stderr)
         return 1
     _write(arguments.json, as_json(results, caveat, _about()))

@@ -11,8 +11,10 @@ from gpu_check.processes import SideProcess, connected, sides
 
 __all__ = ["cancels", "fences", "kills", "remaps"]
 
-#: Transfers of all of the memory: tens of ms over a GPU's own copies, seconds over TCP.
-FLOOD: Final = 32
+#: Transfers of all of the memory, 48 GiB: tens of ms even at a GPU's own rate, so that whoever is
+#: stopped is stopped in its middle.
+FLOOD: Final = 512
+REMAP_BYTES: Final = 32 << 20
 ROUNDS: Final = 6
 QUIET_S: Final = 0.2
 PLACES: Final = ("plain", "plain")
@@ -43,8 +45,8 @@ def cancels(task: Task, transport: str) -> dict[str, Any]:
             target.ask("guard")
             _nothing_lands(target, "after cancel", QUIET_S * task.scale)
             target.ask("fence", tag=TAG + number)
-        if counts.get("failed"):
-            raise Failed(f"cancelled transfers failed: {counts}")
+        if counts.get("failed") or not counts.get("cancelled"):
+            raise Failed(f"what was cancelled in its middle ended as {counts}")
         pieces_arrive(task, source, target, "after all", range(1))
     return {"found": {"outcomes": counts}}
 
@@ -60,7 +62,8 @@ def fences(task: Task, transport: str) -> dict[str, Any]:
             _flooded(source, target, TAG + number)
             times_s.append(target.ask("fence", tag=TAG + number))
             target.ask("guard")
-            source.ask("settle")
+            if not (outcomes := source.ask("settle")).get("failed"):
+                raise Failed(f"what was fenced in its middle ended as {outcomes}")
             _nothing_lands(target, "after fence", QUIET_S * task.scale)
         pieces_arrive(task, source, target, "after all", range(1))
     return {"found": {"fence_ms_max": 1e3 * max(times_s)}}
@@ -83,7 +86,8 @@ def kills(task: Task, transport: str) -> dict[str, Any]:
         task.doing("killing the target")
         _flooded(third, target, TAG)
         target.kill()
-        outcomes = third.ask("settle")
+        if not (outcomes := third.ask("settle")).get("failed"):
+            raise Failed(f"transfers to a target that was killed ended as {outcomes}")
     with sides(task, "source", "target") as (source, target):
         task.doing("going on with two others")
         connected(source, target, transport, PLACES, nbytes)
@@ -94,7 +98,7 @@ def kills(task: Task, transport: str) -> dict[str, Any]:
 def remaps(task: Task, transport: str) -> dict[str, Any]:
     """Memory that is given back while the other side may have it mapped, and comes back as other
     memory at the same addresses."""
-    nbytes = task.scaled(MEMORY_BYTES, 1 << 20)
+    nbytes = task.scaled(REMAP_BYTES, 1 << 20)
     largest = task.scaled(LARGEST_BYTES, 1 << 15)
     freed = []
     with sides(task, "source", "target") as (source, target):

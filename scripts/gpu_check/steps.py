@@ -52,7 +52,7 @@ STEPS: Final = (
     *_both("cancels", "gpu_check.endings:cancels", 90.0),
     *_both("fences", "gpu_check.endings:fences", 90.0),
     *_both("kills", "gpu_check.endings:kills", 120.0),
-    *_both("remaps", "gpu_check.endings:remaps", 90.0),
+    *_both("remaps", "gpu_check.endings:remaps", 150.0),
     *_both("torch-memory", "gpu_check.with_torch:allocations", 180.0),
     *_both("torch-graph", "gpu_check.with_torch:graph", 120.0),
     Step("copies", "speed", "gpu_check.speed:copies", 240.0),
