@@ -75,26 +75,27 @@ class Pool(Allocation):
 
 
 class Virtual(Allocation):
-    """Two handles, one behind the other; ``nbytes`` is rounded up to whole ones."""
+    """Across the border between two handles, one behind the other."""
 
     HANDLES: Final = 2
 
     def __init__(self, gpu: Gpu, nbytes: int, handle_types: int) -> None:
-        self._gpu = gpu
+        self._gpu, self.nbytes = gpu, nbytes
         self._properties = Properties(PINNED, handle_types, ON_DEVICE, gpu.ordinal)
-        granularity, address = ctypes.c_size_t(), ctypes.c_uint64()
+        granularity, start = ctypes.c_size_t(), ctypes.c_uint64()
         about = ctypes.byref(self._properties)
         gpu.call("cuMemGetAllocationGranularity", ctypes.byref(granularity), about, 0)
         step = granularity.value * self.HANDLES
-        self.nbytes = -(-nbytes // step) * step
-        gpu.call("cuMemAddressReserve", ctypes.byref(address), self.nbytes, 0, 0, 0)
-        self.address = address.value
+        self._reserved_nbytes = -(-nbytes // step) * step
+        gpu.call("cuMemAddressReserve", ctypes.byref(start), self._reserved_nbytes, 0, 0, 0)
+        self._start = start.value
+        self.address = self._start + (self._reserved_nbytes - nbytes) // 2
         self.back()
 
     @property
     def _parts(self) -> list[tuple[int, int]]:
-        nbytes = self.nbytes // self.HANDLES
-        return [(self.address + i * nbytes, nbytes) for i in range(self.HANDLES)]
+        nbytes = self._reserved_nbytes // self.HANDLES
+        return [(self._start + i * nbytes, nbytes) for i in range(self.HANDLES)]
 
     def back(self) -> None:
         """New memory at the addresses."""
@@ -115,7 +116,7 @@ class Virtual(Allocation):
 
     def free(self) -> None:
         self.unback()
-        self._gpu.call("cuMemAddressFree", self.address, self.nbytes)
+        self._gpu.call("cuMemAddressFree", self._start, self._reserved_nbytes)
 
 
 class Torch(Allocation):

@@ -146,6 +146,22 @@ def test_pageable_memory_is_counted() -> None:
         one.driver.reset()
 
 
+def test_a_copy_crosses_handles_of_virtual_memory() -> None:
+    with app() as (one, memory):
+        address = one.driver.reserve(2 * GRANULARITY)
+        for i in (0, 1):
+            one.driver.map(address + i * GRANULARITY, GRANULARITY, handle_types=0)
+        one.host[:] = np.arange(NBYTES) % 251
+        place = address + GRANULARITY - 1001
+        one.copy(place, one.host.ctypes.data)
+        one.copy(memory.address, place)
+        one.record()
+        assert one.wait() == 0
+        assert (memory.view == one.host).all()
+        for i in (0, 1):
+            one.driver.unmap(address + i * GRANULARITY, GRANULARITY)
+
+
 def test_streams_wait_for_events() -> None:
     with app() as (one, memory):
         other = ctypes.c_void_p()

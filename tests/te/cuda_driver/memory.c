@@ -173,6 +173,7 @@ CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t nbytes) {
     }
     m->nbytes = nbytes; /* what is behind it is nobody's */
     m->ordinal = current()->ordinal;
+    m->reached_by = 1u << m->ordinal;
     m->is_ipc = true;
     *address = m->start;
     return leave(CUDA_SUCCESS);
@@ -298,6 +299,7 @@ void fake_claim(uintptr_t address, size_t nbytes, int ordinal, int is_managed) {
     Memory *m = memory_new(DEVICE, address, nbytes);
     m->alias = (char *)address;
     m->ordinal = ordinal;
+    m->reached_by = 1u << ordinal;
     m->is_managed = is_managed;
     pthread_mutex_unlock(&lock);
 }

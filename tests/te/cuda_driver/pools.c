@@ -34,6 +34,7 @@ CUresult cuMemAllocAsync(CUdeviceptr *address, size_t nbytes, CUstream stream) {
     }
     m->nbytes = nbytes;
     m->ordinal = current()->ordinal;
+    m->reached_by = 1u << m->ordinal;
     *address = m->start;
     return leave(CUDA_SUCCESS);
 }
@@ -65,6 +66,7 @@ CUresult cuMemAllocManaged(CUdeviceptr *address, size_t nbytes, unsigned flags) 
     Memory *m = memory_new(DEVICE, (uintptr_t)at, nbytes);
     m->alias = at;
     m->ordinal = current()->ordinal;
+    m->reached_by = 1u << m->ordinal;
     m->is_managed = true;
     *address = m->start;
     return leave(CUDA_SUCCESS);

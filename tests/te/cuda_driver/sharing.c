@@ -36,6 +36,7 @@ static CUresult open_ticket(CUdeviceptr *address, const Ticket *t) {
     Memory *m = memory_opened(t->pid, t->id);
     if (m) {
         m->opened++;
+        m->reached_by |= 1u << current()->ordinal;
         *address = m->start;
         return CUDA_SUCCESS;
     }
@@ -52,6 +53,7 @@ static CUresult open_ticket(CUdeviceptr *address, const Ticket *t) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     m->ordinal = t->ordinal;
+    m->reached_by = 1u << current()->ordinal;
     m->opened = 1;
     m->opened_pid = t->pid;
     m->opened_id = t->id;

@@ -68,6 +68,7 @@ typedef struct {
     size_t nbytes;
     char *alias; /* where the engines find it; NULL of what is reserved alone */
     int ordinal; /* of the device */
+    unsigned reached_by; /* devices whose engines may, as bits */
     int fd;      /* its memory file, or -1 */
     uint64_t id;
     bool is_ours;     /* mapped here, and unmapped with it */

@@ -269,8 +269,8 @@ static Side side_of(CUstream s, uintptr_t address, size_t nbytes) {
     Memory *m = memory_at(address);
     if (m == NULL)
         return PAGEABLE;
-    if (m->owner == DEVICE && m->ordinal != s->context->ordinal)
-        return BAD; /* te has a stream for each device */
+    if (m->owner == DEVICE && !(m->reached_by & 1u << s->context->ordinal))
+        return BAD; /* te has a stream for each device, and maps what it copies of others */
     return reach(address, nbytes) ? GOOD : BAD;
 }
 
@@ -283,27 +283,57 @@ static CUresult copy_pageable(CUstream s, CopyOp c) {
     return broken;
 }
 
+/* How much of a copy lies in one memory on either side: virtual memory is made of pieces. */
+static size_t within_one(uintptr_t dst, uintptr_t src, size_t nbytes) {
+    uintptr_t sides[] = {dst, src};
+    for (int i = 0; i < 2; i++) {
+        Memory *m = memory_at(sides[i]);
+        if (m && nbytes > m->nbytes - (sides[i] - m->start))
+            nbytes = m->nbytes - (sides[i] - m->start);
+    }
+    return nbytes;
+}
+
+/* Of one copy, its parts; how many. */
+static size_t split(CopyOp *parts, uintptr_t dst, uintptr_t src, size_t nbytes) {
+    size_t n = 0, part;
+    for (; nbytes; dst += part, src += part, nbytes -= part, n++) {
+        part = within_one(dst, src, nbytes);
+        if (parts)
+            parts[n] = (CopyOp){dst, src, part, NULL};
+    }
+    return n;
+}
+
 static CUresult submit(
     CUstream s, const CUdeviceptr *dsts, const CUdeviceptr *srcs, const size_t *sizes, size_t n,
     unsigned order) {
     CUresult r = check_stream(s);
+    size_t parts_n = 0;
+    for (size_t i = 0; i < n; i++)
+        parts_n += split(NULL, dsts[i], srcs[i], sizes[i]);
+    Op op = {.copies = object(parts_n * sizeof(CopyOp)), .copies_n = 0};
     for (size_t i = 0; r == 0 && i < n; i++) {
-        Side dst = side_of(s, dsts[i], sizes[i]), src = side_of(s, srcs[i], sizes[i]);
-        if (dst == BAD || src == BAD || sizes[i] == 0)
+        op.copies_n += split(op.copies + op.copies_n, dsts[i], srcs[i], sizes[i]);
+        if (sizes[i] == 0)
+            return CUDA_ERROR_INVALID_VALUE;
+    }
+    for (size_t i = 0; r == 0 && i < op.copies_n; i++) {
+        CopyOp *c = &op.copies[i];
+        Side dst = side_of(s, c->dst, c->nbytes), src = side_of(s, c->src, c->nbytes);
+        if (dst == BAD || src == BAD)
             return CUDA_ERROR_INVALID_VALUE;
         if (dst == PAGEABLE || src == PAGEABLE)
-            return copy_pageable(s, (CopyOp){dsts[i], srcs[i], sizes[i], NULL});
+            return copy_pageable(s, *c);
     }
     if (r)
         return r;
-    Op op = {.copies = object(n * sizeof(CopyOp)), .copies_n = n, .failure = next_copy_failure()};
+    op.failure = next_copy_failure();
     bool at_once = order == CU_MEMCPY_SRC_ACCESS_ORDER_ANY && draw(2);
-    for (size_t i = 0; i < n; i++) {
-        op.copies[i] = (CopyOp){dsts[i], srcs[i], sizes[i], NULL};
-        if (at_once) {
-            op.copies[i].snapshot = object(sizes[i]);
-            memcpy(op.copies[i].snapshot, reach(srcs[i], sizes[i]), sizes[i]);
-        }
+    for (size_t i = 0; at_once && i < op.copies_n; i++) {
+        CopyOp *c = &op.copies[i];
+        c->snapshot = object(c->nbytes);
+        memcpy(c->snapshot, reach(c->src, c->nbytes), c->nbytes);
     }
     enqueue(s, op);
     return CUDA_SUCCESS;

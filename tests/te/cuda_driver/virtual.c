@@ -167,9 +167,17 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t nbytes) {
 CUresult cuMemSetAccess(
     CUdeviceptr address, size_t nbytes, const CUmemAccessDesc *access, size_t count) {
     CUresult r = enter("cuMemSetAccess", SYNCHRONISES);
-    (void)access;
-    if (r == 0 && (count != 1 || !is_whole(address, nbytes) || memory_at(address) == NULL))
+    if (r == 0 && (count != 1 || !is_whole(address, nbytes) || access->location.id >= DEVICES))
         r = CUDA_ERROR_INVALID_VALUE;
+    for (CUdeviceptr at = address; r == 0 && at < address + nbytes;) {
+        Memory *m = memory_at(at);
+        if (m == NULL || m->handle == 0) {
+            r = CUDA_ERROR_INVALID_VALUE;
+        } else {
+            m->reached_by |= 1u << access->location.id;
+            at = m->start + m->nbytes;
+        }
+    }
     return leave(r);
 }
 
