@@ -22,6 +22,8 @@ __all__ = ["Settings", "run_step"]
 
 CODE: Final = "from gpu_check.child import main; main()"
 TAIL_BYTES: Final = 600
+#: Until a process that was killed is gone; who waits inside of a driver may never be.
+KILL_WAIT_S: Final = 20.0
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,13 @@ def run_step(step: Step, settings: Settings, limit_s: float) -> Result:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            status = process.wait()
+            status = _wait(process)
         elapsed_s = time.monotonic() - begun_s
         if end is not None:
             return Result(step, elapsed_s=elapsed_s, **end)
+        if status is None:
+            reason = f"its process {process.pid} cannot be killed; it was {doing}"
+            return Result(step, "hung", reason, elapsed_s)
         if elapsed_s >= deadline_s:
             reason = f"ended after {deadline_s:.0f} s; it was {doing}"
             return Result(step, "hung", reason, elapsed_s)
@@ -98,6 +103,14 @@ def _listen(answers: IO[bytes], until_s: float) -> tuple[str, dict[str, Any] | N
                 return doing, told["end"]
             doing = told["doing"]
     return doing, None
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int | None:
+    """Its status; None if it does not end."""
+    try:
+        return process.wait(KILL_WAIT_S)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _how_it_ended(status: int, said: IO[bytes]) -> str:

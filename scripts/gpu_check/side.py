@@ -76,8 +76,9 @@ class Side:
         }
 
     def close(self) -> None:
-        """Engine and memory are given back."""
+        """Engine and memory are given back: the memory once nobody has it mapped any more."""
         if self._engine is not None:
+            self._engine.deregister(self._region, SETTLE_S)
             self._engine.close()
             self._engine = None
         if self._allocation is not None:

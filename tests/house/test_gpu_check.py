@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,11 +15,12 @@ from typing import Any
 
 import pytest
 from cpu_serving.cuda import build_driver
-from gpu_check import needs
+from gpu_check import needs, runner
 from gpu_check.build import BuildError, build
 from gpu_check.command import main
 from gpu_check.report import SCHEMA, Result, exit_status, verdicts
 from gpu_check.steps import DRIVER, STEPS, Step, chosen
+from te_far import wait_until
 from te_gpu_python import gpu_python
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +112,30 @@ def double(name: str, deadline_s: float = 60.0) -> Step:
     return Step(name, "correctness", f"gpu_check_doubles:{name}", deadline_s)
 
 
+def has_ended(pid: int) -> bool:
+    """Whether or not somebody has collected its status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+# Nobody can wait for it.
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_a_process_that_cannot_be_killed_holds_nothing_up(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: list[int] = []
+    real = os.killpg
+    monkeypatch.setattr(os, "killpg", lambda group, _: groups.append(group))
+    monkeypatch.setattr(runner, "KILL_WAIT_S", 0.2)
+    settings = runner.Settings(python, ROOT, 1.0, "", python)
+    result = runner.run_step(double("hang", 2.0), settings, 60.0)
+    real(groups[0], signal.SIGKILL)
+    assert result.state == "hung"
+    assert result.reason.startswith(f"its process {groups[0]} cannot be killed; it was waiting")
+
+
 def test_steps_that_hang_or_die_lose_no_other(python: str, tmp_path: Path) -> None:
     last = next(one for one in STEPS if one.name == "machine")
     steps = (DRIVER, double("hang", 2.0), double("die"), double("break_the_context"), last)
@@ -124,8 +150,7 @@ def test_steps_that_hang_or_die_lose_no_other(python: str, tmp_path: Path) -> No
     }
     assert found["hang"]["reason"].startswith("ended after 2 s; it was waiting for good, beside")
     beside = int(found["hang"]["reason"].rsplit(" ", 1)[1])
-    state = Path(f"/proc/{beside}/stat")
-    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    wait_until(lambda: has_ended(beside), "the process beside the one that hung is gone")
     assert "ended with status 7, with the last words: out of luck" in found["die"]["reason"]
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in found["break_the_context"]["reason"]
 
