@@ -18,7 +18,7 @@ from te.core.engine import Engine as Plane
 from te.core.wire import MAY_READ, MAY_WRITE_TAGGED, MAY_WRITE_UNTAGGED, RANGES_LIMIT
 from te.errors import FenceTimeout, RegistrationError
 from te.fences import late
-from te.memory_kinds import MemoryKind, Reach, kind_of
+from te.memory_kinds import Export, MemoryKind, Reach, kind_of
 from te.memory_kinds.ring import Ring
 from te.topology import ANYWHERE
 from te.verbs.fabric import Fabric, Registration
@@ -52,8 +52,8 @@ class Region:
     serial: int
     #: Keeps the buffer alive; None when the caller gave an address.
     owner: object = field(repr=False)
-    #: The memory file that peers on this host may map; None if it is not ``te.allocate``'s.
-    fd: int | None = field(default=None, repr=False)
+    #: How peers on this host map it; None if they cannot.
+    export: Export | None = field(default=None, repr=False)
     #: What RDMA devices call it; None without such devices.
     registration: Registration | None = field(default=None, repr=False)
     #: ``"cpu:0"``, or as the caller said; ``"*"`` if it is not known, or there are no RDMA devices.
@@ -123,20 +123,20 @@ class RegionTable:
                     f"[{address:#x}, {address + nbytes:#x}) of {nbytes} bytes"
                     f" overlaps the registered region {other}"
                 )
-            fd = None
+            export = None
             with contextlib.suppress(OSError):  # Peers on this host copy it by other ways then.
-                fd = kind.export(buffer_or_address, address, nbytes)
+                export = kind.export(buffer_or_address, address, nbytes)
             self._make_ready(kind)
             known = self._with_devices(address, nbytes, RIGHTS[remote], kind, location)
             if known is not None:
                 location = known.location
             serial = next(self._serials)
-            region = Region(
-                address, nbytes, kind.name, serial, owner, fd, known, location or ANYWHERE, remote
-            )
+            place = location or ANYWHERE
+            region = Region(address, nbytes, kind.name, serial, owner, export, known, place, remote)
             keys = b"" if known is None else known.keys
+            is_shared = export is not None and Reach.KERNEL in kind.reach
             self._plane.add_region(
-                address, region.end, serial, kind.compiled, RIGHTS[remote], fd is not None, keys
+                address, region.end, serial, kind.compiled, RIGHTS[remote], is_shared, keys
             )
             self.regions = tuple(sorted((*self.regions, region), key=lambda one: one.address))
             return region
@@ -213,6 +213,12 @@ class RegionTable:
         for region in (*self.regions, *self._leaving):
             if region.registration is not None:
                 region.registration.close()
+
+    def mappers(self, handles: str) -> tuple[MemoryKind, ...]:
+        """The kinds that map other processes' memory by such handles, of memory that is, or was,
+        registered here."""
+        kinds = () if self._ring is None else self._ring.kinds
+        return tuple(kind for kind in kinds if kind.handles == handles)
 
     @property
     def trouble(self) -> str:

@@ -3,7 +3,7 @@
  * so that a kind can be written in C as well as in Cython.
  *
  * All of it is called without the interpreter's lock, by any of te's threads, by several at once, and
- * nothing of it waits: a worker that waits for one device serves nobody else. */
+ * nothing of it but `unmap` waits: a worker that waits for one device serves nobody else. */
 #ifndef TE_CORE_KINDS_H
 #define TE_CORE_KINDS_H
 
@@ -17,8 +17,9 @@ enum {
     TOUCHED_BY_NIC = 4,    /* an RDMA device that has registered it */
 };
 
-/* Which side of a batch of copies is host memory; that was pinned (te.memory_kinds.base). */
-typedef enum { TO_HOST, FROM_HOST } Direction;
+/* Which side of a batch of copies is host memory; that was pinned (te.memory_kinds.base). WITHIN: neither
+ * is; both sides are the kind's own memory, or memory of another process that it has mapped. */
+typedef enum { TO_HOST, FROM_HOST, WITHIN } Direction;
 
 typedef struct {
     void *dst;
@@ -40,6 +41,9 @@ typedef struct {
     int (*query)(void *state, Event *event);
     /* Once, after `query` has given another answer than EAGAIN. */
     void (*release)(void *state, Event *event);
+    /* Undoes a `MemoryKind.map` (te.memory_kinds.base), by the number that it gave, once no copy touches
+     * that memory any more. This alone may wait, for the device. NULL of a kind that maps nothing. */
+    void (*unmap)(void *state, uint64_t mapped);
 } KindOps;
 
 typedef struct {
@@ -49,6 +53,6 @@ typedef struct {
 } Kind;
 
 /* Name of the PyCapsule by which Python hands a Kind over; its number rises when this file changes. */
-#define KIND_CAPSULE "te.memory_kind.1"
+#define KIND_CAPSULE "te.memory_kind.2"
 
 #endif

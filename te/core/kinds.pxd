@@ -2,6 +2,7 @@
 # Kinds of memory: who can touch it directly, and how it is copied where the processor cannot. The
 # contract stands in kinds.h.
 
+from libc.stdint cimport uint64_t
 from te.core.sync cimport u32
 
 cdef extern from "core/kinds.h" nogil:
@@ -12,6 +13,7 @@ cdef extern from "core/kinds.h" nogil:
     ctypedef enum Direction:
         TO_HOST
         FROM_HOST
+        WITHIN
     ctypedef struct Copy:
         void *dst
         const void *src
@@ -22,6 +24,7 @@ cdef extern from "core/kinds.h" nogil:
         int (*copy)(void *, const Copy *, u32, Direction, Event **) noexcept nogil
         int (*query)(void *, Event *) noexcept nogil
         void (*release)(void *, Event *) noexcept nogil
+        void (*unmap)(void *, uint64_t) noexcept nogil
     ctypedef struct Kind:
         const KindOps *ops
         void *state

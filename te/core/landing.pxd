@@ -27,9 +27,12 @@ cdef bint landing_may_land(Connection *c, char *reason) noexcept nogil
 cdef void landing_refuse(Connection *c, const char *reason) noexcept nogil
 cdef void landing_moved(Connection *c, u64 nbytes) noexcept nogil
 cdef void landing_landed(Connection *c, bint is_good) noexcept nogil
+cdef void landing_part(Connection *c, void *of, u64 nbytes, int fault) noexcept nogil
 
 # A payload begins, whose ranges are in `local`; False if it must not land, and is refused.
 cdef bint landing_begin(Connection *c, Arriving *a) noexcept nogil
+# The payload that has begun goes through slots, whatever memory it is for; under no lock.
+cdef void landing_stage(Connection *c, Arriving *a) noexcept nogil
 # An empty transfer, END, has come; False after a violation.
 cdef bint landing_empty(Connection *c) noexcept nogil
 # All of it has come: counts it, answers, forgets it. Under the link's lock.

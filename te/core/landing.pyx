@@ -98,12 +98,16 @@ cdef bint landing_begin(Connection *c, Arriving *a) noexcept nogil:
     if not good:
         landing_refuse(c, reason)
     elif is_staged:
-        staged_expect(c, a)
-        pthread_mutex_lock(&c.link.lock)
-        a.unread += 1
-        pthread_mutex_unlock(&c.link.lock)
+        landing_stage(c, a)
         c.place = AT_COPY
     return good
+
+
+cdef void landing_stage(Connection *c, Arriving *a) noexcept nogil:
+    staged_expect(c, a)
+    pthread_mutex_lock(&c.link.lock)
+    a.unread += 1
+    pthread_mutex_unlock(&c.link.lock)
 
 
 cdef bint must_stage(Connection *c) noexcept nogil:
@@ -156,7 +160,7 @@ cdef void landing_landed(Connection *c, bint is_good) noexcept nogil:
     pthread_mutex_unlock(&c.link.lock)
 
 
-cdef void part(Connection *c, void *of, u64 nbytes, int fault) noexcept nogil:
+cdef void landing_part(Connection *c, void *of, u64 nbytes, int fault) noexcept nogil:
     cdef Arriving *a = <Arriving *>of
     cdef char reason[TEXT_MAX]
     if fault == 0:
@@ -364,7 +368,7 @@ cdef LandingProtocol landing_protocol(int over, uint8_t reply) noexcept:
     protocol.frames.copy = staged_receive
     protocol.frames.turn = staged_turn
     protocol.frames.settle = staged_settle
-    protocol.frames.part = part
+    protocol.frames.part = landing_part
     protocol.frames.leave = sending_leave
     protocol.reply = reply
     return protocol

@@ -28,6 +28,8 @@ cdef struct Sending:
 cdef Ops sending_ops() noexcept
 # A write's frames are to be `frame`, unless its memory has to be staged.
 cdef void sending_prepare(Transfer *t, uint8_t frame, u32 ahead) noexcept nogil
+# A write's frames are to be PULLs: the destination reaches its memory.
+cdef void sending_pull(Transfer *t, u32 ahead) noexcept nogil
 cdef void sending_submit(Transfer *t) noexcept nogil
 
 # What `Protocol` of such a transport calls.

@@ -58,6 +58,12 @@ cdef void sending_prepare(Transfer *t, uint8_t frame, u32 ahead) noexcept nogil:
         s.ahead = ahead
 
 
+cdef void sending_pull(Transfer *t, u32 ahead) noexcept nogil:
+    cdef Sending *s = <Sending *>t.own
+    s.frame = PULL
+    s.ahead = ahead
+
+
 cdef void settled(Transfer *t) noexcept nogil:
     if t.is_read:
         (<Streams *>t.link.own).reads_asked -= <u32>(<Sending *>t.own).outstanding

@@ -4,8 +4,9 @@
 
 from libc.stdint cimport uint8_t
 from te.core.frames cimport Connection, Moved
+from te.core.kinds cimport Copy, Kind
 from te.core.link cimport Transfer
-from te.core.staging cimport Lane, Slot, SLOTS_MAX
+from te.core.staging cimport Lane, Slot, SLOTS_MAX, Span
 from te.core.sync cimport u32, u64
 
 cdef enum:
@@ -33,6 +34,7 @@ cdef struct Staged:
     Part parts[SLOTS_MAX]
     u32 parts_first, parts_n
     void *of  # what is being received belongs to that; NULL: it does not go through slots
+    bint is_gathering  # mapped memory is being copied into the last slot
     u64 have  # received into the last slot
     u64 handed_over  # of the frame: what is told, or was told, as parts
 
@@ -53,7 +55,7 @@ cdef bint staged_load(Connection *c) noexcept nogil
 # What was loaded has been sent.
 cdef void staged_sent(Connection *c) noexcept nogil
 # The connection goes: its next prepared frame, with the reference, NULL when there is no more; once
-# `staged_is_quiet`, as no copy reads for it any more.
+# `staged_is_quiet`, as no copy reads for it any more, here or of another process.
 cdef bint staged_is_quiet(Connection *c) noexcept nogil
 cdef Transfer *staged_forget(Connection *c) noexcept nogil
 
@@ -70,6 +72,16 @@ cdef Slot *staged_slot(Connection *c) noexcept nogil
 cdef bint staged_got(Connection *c, u64 nbytes) noexcept nogil
 # The same, but what there is is copied at once.
 cdef bint staged_push(Connection *c, u64 nbytes) noexcept nogil
+# The payload lies in memory of another process that a kind has mapped. Both inside the section, with a
+# slot of `staged_slot`: copies `nbytes` of it to where they belong, past the slot, which is the lane's no
+# more; `payload_left` is what is still to come. Or copies some into the slot: until `staged_gathered`
+# the connection is held up.
+cdef void staged_move(
+    Connection *c, Kind *kind, const Copy *copies, u32 n, u64 nbytes
+) noexcept nogil
+cdef void staged_gather(Connection *c, const Span *spans, u32 n) noexcept nogil
+# The slot if it has what was gathered, and may be pushed, or holds the fault; NULL if it has not yet.
+cdef Slot *staged_gathered(Connection *c) noexcept nogil
 # `Protocol.copy` of a payload that comes through the channel.
 cdef Moved staged_receive(Connection *c) noexcept nogil
 
@@ -81,3 +93,7 @@ cdef void staged_turn(Connection *c) noexcept nogil
 cdef inline bint staged_is_open(Connection *c) noexcept nogil:
     """Whether the payload that is coming goes through slots."""
     return c.staged != NULL and (<Staged *>c.staged).of != NULL
+
+
+cdef inline bint staged_is_gathering(Connection *c) noexcept nogil:
+    return c.staged != NULL and (<Staged *>c.staged).is_gathering

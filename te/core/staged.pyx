@@ -7,6 +7,7 @@ from libc.string cimport memcpy, memset
 from te.core.channels cimport channel_receive
 from te.core.frames cimport *
 from te.core.heap cimport need
+from te.core.kinds cimport Copy, Kind
 from te.core.regions cimport Snapshot
 from te.core.sections cimport enter, leave
 from te.core.stager cimport Stager, spans_of
@@ -103,16 +104,22 @@ cdef void staged_sent(Connection *c) noexcept nogil:
     lane_give(&stager_of(c).out, &s.out)
 
 
+cdef bint is_reading(Slot *slot, bint is_ours) noexcept nogil:
+    """Whether a copy of the lane reads what may go with the connection."""
+    while slot != NULL:
+        if load32(&slot.state) == SLOT_COPYING and (is_ours or slot.is_foreign):
+            return True
+        slot = slot.next
+    return False
+
+
 cdef bint staged_is_quiet(Connection *c) noexcept nogil:
     cdef Staged *s = <Staged *>c.staged
-    cdef Slot *slot = NULL if s == NULL else s.out.first
-    if slot != NULL:
-        staging_poll(&stager_of(c).out)
-    while slot != NULL:
-        if load32(&slot.state) == SLOT_COPYING:
-            return False
-        slot = slot.next
-    return True
+    if s == NULL:
+        return True
+    staging_poll(&stager_of(c).out)
+    staging_poll(&stager_of(c).into)
+    return not is_reading(s.out.first, True) and not is_reading(s.into.first, False)
 
 
 cdef Transfer *staged_forget(Connection *c) noexcept nogil:
@@ -169,7 +176,6 @@ cdef bint hand_over(Connection *c) noexcept nogil:
     cdef Snapshot *now
     cdef void *right = c.protocol.right(c)
     cdef u64 nbytes = s.have
-    cdef Part *part
     cdef bint good
     s.have = 0
     enter(&c.polled.worker.section, c.link, right)
@@ -184,13 +190,19 @@ cdef bint hand_over(Connection *c) noexcept nogil:
         lane_return(ring, &s.into)
         c.protocol.refuse(c, reason)
         return False
-    part = &s.parts[(s.parts_first + s.parts_n) % SLOTS_MAX]
+    note_part(c, nbytes)
+    return True
+
+
+cdef void note_part(Connection *c, u64 nbytes) noexcept nogil:
+    """So much is being copied to where it belongs."""
+    cdef Staged *s = <Staged *>c.staged
+    cdef Part *part = &s.parts[(s.parts_first + s.parts_n) % SLOTS_MAX]
     part.of, part.nbytes = s.of, nbytes
     s.parts_n += 1
     s.handed_over += nbytes
     if c.payload_left:
         c.local_at = advance(c.local, c.local_at, nbytes)
-    return True
 
 
 cdef bint staged_got(Connection *c, u64 nbytes) noexcept nogil:
@@ -204,6 +216,31 @@ cdef bint staged_got(Connection *c, u64 nbytes) noexcept nogil:
 cdef bint staged_push(Connection *c, u64 nbytes) noexcept nogil:
     (<Staged *>c.staged).have += nbytes
     return hand_over(c)
+
+
+cdef void staged_move(
+    Connection *c, Kind *kind, const Copy *copies, u32 n, u64 nbytes
+) noexcept nogil:
+    cdef Staged *s = <Staged *>c.staged
+    s.into.last.is_foreign = True
+    slot_move(&stager_of(c).into, s.into.last, kind, copies, n, nbytes, c.link, c.protocol.right(c))
+    note_part(c, nbytes)
+
+
+cdef void staged_gather(Connection *c, const Span *spans, u32 n) noexcept nogil:
+    cdef Staged *s = <Staged *>c.staged
+    s.into.last.is_foreign = s.is_gathering = c.is_held_up = True
+    slot_gather(&stager_of(c).into, s.into.last, spans, n, c.link, c.protocol.right(c))
+
+
+cdef Slot *staged_gathered(Connection *c) noexcept nogil:
+    cdef Staged *s = <Staged *>c.staged
+    cdef Slot *slot = s.into.last
+    if load32(&slot.state) != SLOT_COPIED:
+        return NULL
+    slot.is_foreign = s.is_gathering = c.is_held_up = False
+    store32(&slot.state, SLOT_HELD)
+    return slot
 
 
 cdef bint give_way(Connection *c) noexcept nogil:
@@ -261,7 +298,9 @@ cdef void staged_settle(Connection *c) noexcept nogil:
     cdef Slot *slot = s.into.first
     cdef Part *part
     cdef int fault
-    while slot != NULL and load32(&slot.state) == SLOT_COPIED:
+    while slot != NULL and load32(&slot.state) == SLOT_COPIED and not (
+        s.is_gathering and slot == s.into.last
+    ):
         part = &s.parts[s.parts_first]
         s.parts_first = (s.parts_first + 1) % SLOTS_MAX
         s.parts_n -= 1

@@ -6,6 +6,7 @@
 #   source:       lane_take, slot_gather (memory to slot) ... SLOT_COPIED: send it ... lane_give
 #   destination:  lane_take, receive into the slot, slot_scatter (slot to memory) ... SLOT_COPIED: the
 #                 bytes have landed and may be counted ... lane_give
+#   destination of memory that it has mapped: lane_take, slot_move (past the slot) ... SLOT_COPIED, ...
 #
 # Nothing here waits. The thread that uses the lanes calls `staging_poll` while `staging_copying` is
 # not 0, and may sleep for 50 us at most meanwhile (no descriptor becomes readable when a device is
@@ -20,7 +21,7 @@
 # asking: a worker that hangs in a copy of another kind holds nothing up.
 
 from libc.stdint cimport uint8_t
-from te.core.kinds cimport Event, Kind, KINDS_MAX
+from te.core.kinds cimport Copy, Event, Kind, KINDS_MAX
 from te.core.sync cimport pthread_mutex_t, u32, u64
 
 cdef enum:
@@ -51,6 +52,7 @@ cdef struct Slot:
     int fault  # once SLOT_COPIED: 0, or the errno of a copy that failed
     u32 state  # atomic
     Slot *next  # of its lane
+    bint is_foreign  # what is copied is mapped memory of another process: it must stay mapped meanwhile
     # Under the staging's lock.
     bint is_begun  # all batches have been handed over
     bint is_orphan  # its lane has gone
@@ -120,6 +122,11 @@ cdef void slot_gather(
 ) noexcept nogil
 cdef void slot_scatter(
     Staging *s, Slot *slot, const Span *spans, u32 n, void *link, void *right
+) noexcept nogil
+# The same by one kind within its own memory: the slot's is not used, but there are no more such copies
+# under way than slots. `nbytes` is the sum.
+cdef void slot_move(
+    Staging *s, Slot *slot, Kind *kind, const Copy *copies, u32 n, u64 nbytes, void *link, void *right
 ) noexcept nogil
 
 # Any thread.

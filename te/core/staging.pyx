@@ -3,7 +3,7 @@
 
 from libc.stdint cimport uint8_t
 from libc.string cimport memset
-from te.core.kinds cimport Copy, Direction, FROM_HOST, Kind, KINDS_MAX, TO_HOST
+from te.core.kinds cimport Copy, Direction, FROM_HOST, Kind, KINDS_MAX, TO_HOST, WITHIN
 from te.core.posix cimport E2BIG, EAGAIN, EINVAL, EMSGSIZE, EOPNOTSUPP
 from te.core.sync cimport (
     add32, load32, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
@@ -88,6 +88,7 @@ cdef Slot *lane_take(Staging *s, Lane *lane) noexcept nogil:
         slot.nbytes = 0
         slot.fault = 0
         slot.next = NULL
+        slot.is_foreign = False
         store32(&slot.state, SLOT_HELD)
     else:
         start_waiting(s, lane)
@@ -191,15 +192,27 @@ cdef int check_spans(Staging *s, const Span *spans, u32 n, u64 *total) noexcept 
     return 0 if total[0] else EINVAL
 
 
+cdef int begin_batch(
+    Slot *slot, Kind *kind, const Copy *copies, u32 n, Direction direction
+) noexcept nogil:
+    cdef Batch *batch = &slot.batches[slot.batches_n]
+    cdef int problem
+    if slot.batches_n == KINDS_MAX:
+        return E2BIG
+    problem = kind.ops.copy(kind.state, copies, n, direction, &batch.event)
+    if problem == 0:
+        batch.kind = kind
+        slot.batches_n += 1
+    return problem
+
+
 cdef int hand_over(
     Slot *slot, const Span *spans, u32 n, Kind *kind, Direction direction
 ) noexcept nogil:
     """Begins the copies between the slot and those spans that are of the kind."""
     cdef Copy copies[SPANS_MAX]
-    cdef Batch *batch = &slot.batches[slot.batches_n]
     cdef uint8_t *at = slot.base
     cdef u32 i, k = 0
-    cdef int problem
     for i in range(n):
         if spans[i].kind == kind and spans[i].nbytes:
             copies[k].dst = at if direction == TO_HOST else spans[i].at
@@ -209,13 +222,7 @@ cdef int hand_over(
         at += spans[i].nbytes
     if k == 0:
         return 0
-    if slot.batches_n == KINDS_MAX:
-        return E2BIG
-    problem = kind.ops.copy(kind.state, copies, k, direction, &batch.event)
-    if problem == 0:
-        batch.kind = kind
-        slot.batches_n += 1
-    return problem
+    return begin_batch(slot, kind, copies, k, direction)
 
 
 cdef bint is_first_of_kind(const Span *spans, u32 i) noexcept nogil:
@@ -226,34 +233,41 @@ cdef bint is_first_of_kind(const Span *spans, u32 i) noexcept nogil:
     return True
 
 
-cdef void begin_copy(
-    Staging *s, Slot *slot, const Span *spans, u32 n, void *link, void *right, Direction direction
-) noexcept nogil:
-    cdef u64 total
-    cdef int problem = check_spans(s, spans, n, &total)
-    cdef u32 i
+cdef void set_copying(Staging *s, Slot *slot, u64 nbytes, void *link, void *right) noexcept nogil:
     pthread_mutex_lock(&s.lock)
     s.begun += 1
     slot.number = s.begun
     slot.link, slot.right = link, right
-    slot.nbytes = total
+    slot.nbytes = nbytes
     slot.batches_n = 0
     slot.is_begun = False
     store32(&slot.state, SLOT_COPYING)
     add32(&s.copying, 1)
     pthread_mutex_unlock(&s.lock)
-    # Without the lock: a driver may take its time to accept a batch, and who fences must not wait
-    # for that longer than it wants to.
-    i = 0
-    while problem == 0 and i < n:
-        if is_first_of_kind(spans, i):
-            problem = hand_over(slot, spans, n, spans[i].kind, direction)
-        i += 1
+
+
+cdef void set_begun(Staging *s, Slot *slot, int problem) noexcept nogil:
     pthread_mutex_lock(&s.lock)
     slot.fault = problem
     slot.is_begun = True
     end_copy(s, slot)
     pthread_mutex_unlock(&s.lock)
+
+
+cdef void begin_copy(
+    Staging *s, Slot *slot, const Span *spans, u32 n, void *link, void *right, Direction direction
+) noexcept nogil:
+    cdef u64 total
+    cdef int problem = check_spans(s, spans, n, &total)
+    cdef u32 i = 0
+    set_copying(s, slot, total, link, right)
+    # Without the lock: a driver may take its time to accept a batch, and who fences must not wait
+    # for that longer than it wants to.
+    while problem == 0 and i < n:
+        if is_first_of_kind(spans, i):
+            problem = hand_over(slot, spans, n, spans[i].kind, direction)
+        i += 1
+    set_begun(s, slot, problem)
 
 
 cdef void slot_gather(
@@ -266,6 +280,13 @@ cdef void slot_scatter(
     Staging *s, Slot *slot, const Span *spans, u32 n, void *link, void *right
 ) noexcept nogil:
     begin_copy(s, slot, spans, n, link, right, FROM_HOST)
+
+
+cdef void slot_move(
+    Staging *s, Slot *slot, Kind *kind, const Copy *copies, u32 n, u64 nbytes, void *link, void *right
+) noexcept nogil:
+    set_copying(s, slot, nbytes, link, right)
+    set_begun(s, slot, begin_batch(slot, kind, copies, n, WITHIN))
 
 
 cdef bint end_copy(Staging *s, Slot *slot) noexcept nogil:

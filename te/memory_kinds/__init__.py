@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import threading
 
-from te.memory_kinds.base import MemoryKind, Reach, Recogniser
+from te.memory_kinds.base import Export, MemoryKind, Reach, Recogniser
 from te.memory_kinds.cuda import recognise_cuda
 from te.memory_kinds.host import HOST
 
-__all__ = ["HOST", "MemoryKind", "Reach", "Recogniser", "add", "kind_of", "remove"]
+__all__ = ["HOST", "Export", "MemoryKind", "Reach", "Recogniser", "add", "kind_of", "remove"]
 
 _lock = threading.Lock()
 # Asked in this order; what nobody knows is host memory. Replaced, never changed.

@@ -10,10 +10,23 @@ from __future__ import annotations
 import enum
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
-__all__ = ["MemoryKind", "Reach", "Recogniser"]
+__all__ = [
+    "HANDLE_BYTES_MAX",
+    "Export",
+    "Exported",
+    "Mapped",
+    "MemoryKind",
+    "Reach",
+    "Recogniser",
+    "TakeDescriptor",
+]
+
+HANDLE_BYTES_MAX = 1536
+"""Of an ``Exported``: it goes into a greeting."""
 
 
 class Reach(enum.IntFlag):
@@ -22,6 +35,45 @@ class Reach(enum.IntFlag):
     CPU = 1
     KERNEL = 2
     NIC = 4
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A part of a region, as other processes on this host map it: by a memory file, or by what the
+    kind that is ``handles`` there makes of ``handle``."""
+
+    address: int
+    nbytes: int
+    #: A descriptor of this process; None if there is a handle.
+    fd: int | None = None
+    #: At most ``HANDLE_BYTES_MAX`` bytes. It may name descriptors of this process by their numbers.
+    handle: bytes = b""
+
+
+@dataclass(frozen=True)
+class Export:
+    """How other processes on this host map a region."""
+
+    #: Which kind of memory there does (``MemoryKind.handles``); empty: by memory files.
+    handles: str
+    #: Its parts, in any order and without overlap. They are made anew for each peer: descriptors
+    #: that a part names stay open until the next one is asked for. ``OSError``.
+    parts: Callable[[], Iterator[Exported]]
+
+
+TakeDescriptor = Callable[[int], int]
+"""A descriptor of the exporting process by its number there, as one of this process, which the
+caller closes (pidfd_getfd(2)). ``OSError``."""
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Memory of another process as this one has mapped it."""
+
+    #: Where its first byte lies here, for copies by the kind that mapped it.
+    address: int
+    #: What its compiled ``unmap`` is given.
+    number: int
 
 
 class MemoryKind(ABC):
@@ -36,7 +88,9 @@ class MemoryKind(ABC):
     #: Whether te can copy it to and from host memory, so that transports which do not reach it
     #: carry it, too.
     has_copier: bool = False
-    #: The compiled half, a PyCapsule named ``te.memory_kind.1`` of a ``Kind``.
+    #: Whose handles it maps: what its own ``export`` makes. Empty if none.
+    handles: ClassVar[str] = ""
+    #: The compiled half, a PyCapsule named ``te.memory_kind.2`` of a ``Kind``.
     compiled: object
 
     @property
@@ -62,14 +116,15 @@ class MemoryKind(ABC):
         reach and the processor does not; ``OSError`` that names the call that failed."""
         raise OSError(errno.EOPNOTSUPP, f"{self.description} has no dma-buf")
 
-    def export(self, source: object, address: int, nbytes: int) -> int:
-        """What other processes map the memory by: a descriptor, which stays the kind's. ``source``
-        is what was given to ``Engine.register``. ``OSError`` that says why they cannot."""
+    def export(self, source: object, address: int, nbytes: int) -> Export:
+        """How other processes on this host map the memory; until it is freed. ``source`` is what
+        was given to ``Engine.register``. ``OSError`` that says why they cannot."""
         raise OSError(errno.EOPNOTSUPP, f"other processes cannot map {self.description}")
 
-    def map(self, descriptor: int, nbytes: int) -> Any:
-        """The memory that another process has exported, as a buffer to read from; it is unmapped
-        with its last reference. ``OSError``."""
+    def map(self, handle: bytes, nbytes: int, take: TakeDescriptor) -> Mapped:
+        """Maps so many bytes that a process other than this one has exported, so that they are
+        copied to memory of this kind without the processor. ``ValueError`` for what is no handle,
+        ``OSError`` for one that cannot be mapped."""
         raise OSError(errno.EOPNOTSUPP, f"{self.description} of other processes cannot be mapped")
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None]:

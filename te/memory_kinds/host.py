@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Final
@@ -13,7 +12,7 @@ from te.buffers import Buffer
 from te.core import kinds
 from te.core.engine import numa_node
 from te.errors import RegistrationError
-from te.memory_kinds.base import MemoryKind, Reach
+from te.memory_kinds.base import Export, Exported, MemoryKind, Reach
 from te.topology import ANYWHERE
 
 __all__ = ["HOST"]
@@ -51,13 +50,11 @@ class _Host(MemoryKind):
         node = numa_node(address)
         return ANYWHERE if node < 0 else f"cpu:{node}"
 
-    def export(self, source: object, address: int, nbytes: int) -> int:
+    def export(self, source: object, address: int, nbytes: int) -> Export:
         if not isinstance(source, Buffer):
             raise OSError(errno.EOPNOTSUPP, "other processes can map memory of te.allocate alone")
-        return source.fd
-
-    def map(self, descriptor: int, nbytes: int) -> mmap.mmap:
-        return mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
+        part = Exported(address, nbytes, fd=source.fd)
+        return Export("", lambda: iter((part,)))
 
 
 HOST: Final[MemoryKind] = _Host()

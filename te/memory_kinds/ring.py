@@ -37,9 +37,14 @@ class Ring:
         self._unpin[kind] = kind.pin(self._memory.ctypes.data, self._memory.nbytes)
 
     @property
+    def kinds(self) -> tuple[MemoryKind, ...]:
+        """That use it. Any thread may ask."""
+        return tuple(self._unpin)
+
+    @property
     def trouble(self) -> str:
         """Of each kind that uses it; empty if none has any. Any thread may ask."""
-        return "; ".join(kind.trouble for kind in tuple(self._unpin) if kind.trouble)
+        return "; ".join(kind.trouble for kind in self.kinds if kind.trouble)
 
     def close(self, timeout_s: float) -> bool:
         """Once the workers have ended; False if a device is still copying at the end of that time:

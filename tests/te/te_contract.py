@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from te_direct import NullEngine
 from te_far import pattern, wait_until
+from te_far_gpu import is_shared
 from te_sealed import Sealed, SealedMemory, sealed
 
 import te
@@ -82,6 +83,8 @@ class Way:
     looks_up_all: bool = False
     #: Whose memory no kernel can touch: the source's, the target's.
     is_sealed: tuple[bool, bool] = (False, False)
+    #: Whether the target's kind maps the source's.
+    is_mapped: bool = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -98,6 +101,17 @@ WAYS: Final = [
     ),
     pytest.param(
         Way("rdma", _of_config("rdma"), looks_up_all=True), id="rdma", marks=pytest.mark.rdma
+    ),
+    *(
+        pytest.param(
+            Way("samehost", _of_few_slots("samehost"), is_sealed=is_sealed, is_mapped=True),
+            id=f"samehost-mapped-{places}",
+            marks=marks,
+        )
+        for places, is_sealed, marks in (
+            ("sealed-sealed", (True, True), ()),
+            ("sealed-host", (True, False), pytest.mark.slow),
+        )
     ),
     *(
         pytest.param(
@@ -133,11 +147,15 @@ class Pair:
         self.src, self.dst = (
             self._allocate(kind if is_sealed else None, nbytes) for is_sealed in way.is_sealed
         )
+        if kind is not None and way.is_mapped:  # Else the target does not know the kind.
+            self.register(self.target, self._allocate(kind, 1), remote="none")
         self.src[:], self.dst[:] = pattern(1, nbytes), GUARD
         self.src_region = self.register(self.source, self.src, remote="none")
         self.dst_region = self.register(self.target, self.dst, remote=remote)
         self.peer = self.source.connect(self.target.card())
         assert self.peer.transport == way.transport
+        if way.is_mapped:
+            wait_until(lambda: is_shared(self.source, self.src_region), "the target has mapped it")
 
     def register(
         self, engine: te.Engine, memory: np.ndarray, remote: Remote = "tagged"
@@ -219,7 +237,9 @@ class Pair:
 def paired(way: Way, nbytes: int = 4 << 20, **config: Any) -> Iterator[Pair]:
     """Engines with these settings."""
     with contextlib.ExitStack() as stack:
-        kind = stack.enter_context(sealed(1, COPY_DELAY_US)) if any(way.is_sealed) else None
+        kind = None
+        if any(way.is_sealed):
+            kind = stack.enter_context(sealed(1, COPY_DELAY_US, way.is_mapped))
         yield stack.enter_context(contextlib.closing(Pair(way, kind, nbytes, **config)))
 
 

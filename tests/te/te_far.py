@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -43,13 +43,15 @@ class FarError(Exception):
 class FarEngine:
     """The near end. ``far.op(**arguments)`` runs ``Far.op`` in the process."""
 
+    #: What runs there.
+    program: ClassVar[str] = __file__
+
     def __init__(self, **config: Any) -> None:
-        root = str(Path(te.__file__).parents[1])
         self.process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, self.program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": root},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             start_new_session=True,
         )
         self.engine_id = self.start(config=config)
@@ -153,8 +155,7 @@ def commands() -> Iterator[tuple[str, dict[str, Any]]]:
         yield op, arguments
 
 
-def main() -> None:
-    far = Far()
+def main(far: Far) -> None:
     for op, arguments in commands():
         try:
             reply = [getattr(far, op)(**arguments), None]
@@ -165,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Far())

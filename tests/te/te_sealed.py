@@ -23,11 +23,12 @@ import numpy as np
 
 from te import RegistrationError
 from te.memory_kinds import MemoryKind, Reach, add, remove
+from te.memory_kinds.base import Export, Exported
 
 __all__ = ["Sealed", "SealedMemory", "capsule", "sealed"]
 
 HERE = Path(__file__).parent
-CAPSULE = b"te.memory_kind.1"
+CAPSULE = b"te.memory_kind.2"
 DELAY_US = 200
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
@@ -101,7 +102,8 @@ class Sealed(MemoryKind):
     reach: ClassVar = Reach(0)
     has_copier: ClassVar = True
 
-    def __init__(self, seed: int, delay_us: int) -> None:
+    def __init__(self, seed: int, delay_us: int, is_shared: bool) -> None:
+        self.handles = self.name if is_shared else ""  # type: ignore[misc]
         self._library = _load()
         self._copier = self._library.sealed_new(seed, delay_us)
         self.struct: int = self._library.sealed_kind(self._copier)
@@ -132,6 +134,12 @@ class Sealed(MemoryKind):
 
     def location(self, address: int, gpus: Mapping[str, str]) -> str:
         return "*"
+
+    def export(self, source: object, address: int, nbytes: int) -> Export:
+        """To engines of this process alone, which map nothing."""
+        if not self.handles:
+            return super().export(source, address, nbytes)
+        return Export(self.handles, lambda: iter((Exported(address, nbytes),)))
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None]:
         """A copy to or from other host memory fails."""
@@ -165,9 +173,10 @@ class Sealed(MemoryKind):
 
 
 @contextlib.contextmanager
-def sealed(seed: int = 1, delay_us: int = DELAY_US) -> Iterator[Sealed]:
-    """The kind, known to te for as long as this lasts; every event of it must be released."""
-    kind = Sealed(seed, delay_us)
+def sealed(seed: int = 1, delay_us: int = DELAY_US, is_shared: bool = False) -> Iterator[Sealed]:
+    """The kind, known to te for as long as this lasts; every event of it must be released.
+    ``is_shared``: a peer on the same host has its copier copy out of the source's memory."""
+    kind = Sealed(seed, delay_us, is_shared)
     add(kind.recognise)
     try:
         yield kind

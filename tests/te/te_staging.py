@@ -44,7 +44,7 @@ _name_of.argtypes = [ctypes.py_object]
 
 def struct_of(compiled: object) -> int:
     """The address of the ``Kind`` in a capsule."""
-    return int(_pointer_of(compiled, b"te.memory_kind.1"))
+    return int(_pointer_of(compiled, b"te.memory_kind.2"))
 
 
 HOST_KIND = struct_of(kinds.HOST)
@@ -215,7 +215,12 @@ _RELEASE = ctypes.CFUNCTYPE(None, _P, _P)
 
 
 class Ops(ctypes.Structure):
-    _fields_ = (("copy", _COPY), ("query", _QUERY), ("release", _RELEASE))
+    _fields_ = (
+        ("copy", _COPY),
+        ("query", _QUERY),
+        ("release", _RELEASE),
+        ("unmap", ctypes.c_void_p),
+    )
 
 
 class KindStruct(ctypes.Structure):

@@ -250,7 +250,7 @@ def test_all_that_was_taken_of_the_driver_is_given_back() -> None:
     gc.collect()
     driver = stand_in()
     with world("tcp") as here:
-        before = [driver.count("streams") - 2, driver.retained(0) - 1]
+        before = [driver.count("streams") - 3, driver.retained(0) - 1]
         assert here.write().wait(TIMEOUT_S) is te.Status.DONE
         vars(here).clear()
     del here

@@ -85,7 +85,7 @@ ANSWERS: list[tuple[Answer, type[te.Error], str]] = [
     (lambda proven: welcome(proven)[:-1] + b"x", te.HandshakeError, "without a proof"),
     (lambda _: encode_greeting(GreetingKind.WELCOME, PROTOCOL_VERSION, b""),
      te.HandshakeError, "without a proof"),
-    (lambda proven: welcome(proven, version=9), te.VersionError, "speaks te protocol 9"),
+    (lambda proven: welcome(proven, version=99), te.VersionError, "speaks te protocol 99"),
     (lambda _: b"HTTP/1.1 400 Bad Request\r\n", te.HandshakeError, "not a te engine"),
     (sealed(GreetingKind.WELCOME, b"?"), te.HandshakeError, "Welcome"),
     (sealed(GreetingKind.REFUSE, b"?"), te.HandshakeError, "Refuse"),
@@ -115,7 +115,7 @@ def test_answers_to_a_hello(answer: Answer, error: type[te.Error], says: str) ->
 @pytest.mark.parametrize(
     ("beginning", "error", "says"),
     [
-        (encode_greeting(GreetingKind.CHALLENGE, 9, CHALLENGE), te.VersionError, "te protocol 9"),
+        (encode_greeting(GreetingKind.CHALLENGE, 99, CHALLENGE), te.VersionError, "te protocol 99"),
         (encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, CHALLENGE[:-1]),
          te.HandshakeError, "31 bytes instead of a challenge"),
         (encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, CHALLENGE + b"x"),

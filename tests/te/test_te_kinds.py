@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
 import random
 import threading
@@ -229,8 +230,12 @@ def test_only_allocated_host_memory_is_mapped_by_others() -> None:
     buffer = te.allocate(8192)
     buffer[:3] = b"abc"
     address = np.frombuffer(buffer, np.uint8).ctypes.data
-    there = HOST.map(HOST.export(buffer, address, 8192), 8192)
-    assert there[:4] == b"abc\0"
+    export = HOST.export(buffer, address, 8192)
+    (part,) = export.parts()
+    assert (export.handles, part.address, part.nbytes, part.handle) == ("", address, 8192, b"")
+    assert part.fd is not None
+    with mmap.mmap(part.fd, 8192, prot=mmap.PROT_READ) as there:
+        assert there[:4] == b"abc\0"
     with pytest.raises(OSError, match=r"map memory of te\.allocate alone"):
         HOST.export(bytearray(8192), address, 8192)
 
@@ -240,7 +245,7 @@ def test_a_kind_without_more_says_what_it_has_not() -> None:
         for call, says in [
             (lambda: kind.dma_buf(0, 1), "sealed memory has no dma-buf"),
             (lambda: kind.export(None, 0, 1), "other processes cannot map sealed memory"),
-            (lambda: kind.map(0, 1), "sealed memory of other processes cannot be mapped"),
+            (lambda: kind.map(b"", 1, os.dup), "sealed memory of other processes cannot be mapped"),
         ]:
             with pytest.raises(OSError, match=says):
                 call()

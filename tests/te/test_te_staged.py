@@ -303,5 +303,5 @@ def test_memory_whose_kind_cannot_use_the_slots_is_refused(monkeypatch: pytest.M
             ):
                 engine.register(memory.address, NBYTES)
         region = engine.register(memory.address, NBYTES)
-        assert (region.kind, region.fd) == ("sealed", None)
+        assert (region.kind, region.export) == ("sealed", None)
         engine.deregister(region)

@@ -14,6 +14,24 @@ class Copier:
     def mapped_until(self, address: int, end: int) -> int:
         """Up to which address [address, end) is memory of GPUs; ``end`` if it all is."""
 
+    def block(self, address: int) -> tuple[bytes, int, int]:
+        """The block of ``cuMemAlloc`` that has the address: its handle for other processes, where
+        it begins, and its size in bytes. ``OSError``."""
+
+    def piece(self, address: int) -> tuple[int, int, int]:
+        """The piece of virtual memory that is mapped there: a descriptor, which is the caller's,
+        and the same. ``OSError`` also if it was made without one."""
+
+    def open_block(self, handle: bytes, nbytes: int) -> tuple[int, int]:
+        """Another process's block, of so many bytes at least: its address here, and a number for
+        ``unmap``. ``OSError``, ``ValueError``."""
+
+    def map_pieces(self, fds: list[int], sizes: list[int]) -> tuple[int, int]:
+        """Another process's pieces, side by side; the same. The descriptors stay the caller's."""
+
+    def unmap(self, number: int) -> None:
+        """What ``open_block`` or ``map_pieces`` has mapped. It may wait for the GPU."""
+
     def pin(self, address: int, nbytes: int) -> bool:
         """Host memory for copies; False if somebody has pinned it already. ``OSError``."""
 

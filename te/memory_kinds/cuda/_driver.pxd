@@ -9,6 +9,7 @@ cdef extern from "memory_kinds/cuda/abi.h" nogil:
     ctypedef unsigned CUstreamCaptureMode
     ctypedef int CUdevice
     ctypedef unsigned long long CUdeviceptr
+    ctypedef unsigned long long CUmemGenericAllocationHandle
     ctypedef struct CUctx_st:
         pass
     ctypedef struct CUstream_st:
@@ -21,6 +22,14 @@ cdef extern from "memory_kinds/cuda/abi.h" nogil:
     ctypedef struct CUmemcpyAttributes:
         unsigned srcAccessOrder
         unsigned flags
+    ctypedef struct CUmemLocation:
+        unsigned type
+        int id
+    ctypedef struct CUmemAccessDesc:
+        CUmemLocation location
+        unsigned flags
+    ctypedef struct CUipcMemHandle:
+        char reserved[64]
     enum:
         CUDA_SUCCESS
         CUDA_ERROR_INVALID_VALUE
@@ -39,6 +48,10 @@ cdef extern from "memory_kinds/cuda/abi.h" nogil:
         CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
         CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
         CU_MEMHOSTREGISTER_PORTABLE
+        CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        CU_MEM_LOCATION_TYPE_DEVICE
+        CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     ctypedef CUresult (*GetProcAddress)(const char *, void **, int, uint64_t) noexcept nogil
     ctypedef struct Functions:
         CUresult (*cuGetErrorName)(CUresult, const char **) noexcept nogil
@@ -63,6 +76,25 @@ cdef extern from "memory_kinds/cuda/abi.h" nogil:
         CUresult (*cuEventQuery)(CUevent) noexcept nogil
         CUresult (*cuEventDestroy)(CUevent) noexcept nogil
         CUresult (*cuMemcpyAsync)(CUdeviceptr, CUdeviceptr, size_t, CUstream) noexcept nogil
+        CUresult (*cuIpcGetMemHandle)(CUipcMemHandle *, CUdeviceptr) noexcept nogil
+        CUresult (*cuIpcOpenMemHandle)(CUdeviceptr *, CUipcMemHandle, unsigned) noexcept nogil
+        CUresult (*cuIpcCloseMemHandle)(CUdeviceptr) noexcept nogil
+        CUresult (*cuMemRetainAllocationHandle)(
+            CUmemGenericAllocationHandle *, void *) noexcept nogil
+        CUresult (*cuMemRelease)(CUmemGenericAllocationHandle) noexcept nogil
+        CUresult (*cuMemExportToShareableHandle)(
+            void *, CUmemGenericAllocationHandle, unsigned, unsigned long long) noexcept nogil
+        CUresult (*cuMemImportFromShareableHandle)(
+            CUmemGenericAllocationHandle *, void *, unsigned) noexcept nogil
+        CUresult (*cuMemAddressReserve)(
+            CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long) noexcept nogil
+        CUresult (*cuMemAddressFree)(CUdeviceptr, size_t) noexcept nogil
+        CUresult (*cuMemMap)(
+            CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle,
+            unsigned long long) noexcept nogil
+        CUresult (*cuMemUnmap)(CUdeviceptr, size_t) noexcept nogil
+        CUresult (*cuMemSetAccess)(
+            CUdeviceptr, size_t, const CUmemAccessDesc *, size_t) noexcept nogil
         CUresult (*cuMemGetHandleForAddressRange)(
             void *, CUdeviceptr, size_t, unsigned, unsigned long long) noexcept nogil
         CUresult (*cuMemcpyBatchAsync_12080)(

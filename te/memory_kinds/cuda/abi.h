@@ -11,8 +11,9 @@
 
 /* gcc takes an enum without negative values for an unsigned int, also in prototypes. */
 typedef unsigned CUresult, CUpointer_attribute, CUstreamCaptureMode, CUmemRangeHandleType;
+typedef unsigned CUmemAllocationHandleType;
 typedef int CUdevice;
-typedef unsigned long long CUdeviceptr;
+typedef unsigned long long CUdeviceptr, CUmemGenericAllocationHandle;
 typedef struct CUctx_st *CUcontext;
 typedef struct CUstream_st *CUstream;
 typedef struct CUevent_st *CUevent;
@@ -28,6 +29,16 @@ typedef struct {
     unsigned flags;
 } CUmemcpyAttributes;
 _Static_assert(sizeof(CUmemcpyAttributes) == 24, "CUmemcpyAttributes");
+
+typedef struct {
+    CUmemLocation location;
+    unsigned flags;
+} CUmemAccessDesc;
+_Static_assert(sizeof(CUmemAccessDesc) == 12, "CUmemAccessDesc");
+
+typedef struct {
+    char reserved[64];
+} CUipcMemHandle;
 
 enum {
     CUDA_SUCCESS = 0,
@@ -47,6 +58,10 @@ enum {
     CU_MEMCPY_SRC_ACCESS_ORDER_STREAM = 1,
     CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE = 1,
     CU_MEMHOSTREGISTER_PORTABLE = 1,
+    CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1,
+    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
+    CU_MEM_LOCATION_TYPE_DEVICE = 1,
+    CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
 };
 
 /* NEED(name, version, parameters): without one of these there is no CUDA memory here. MAY: NULL where
@@ -73,6 +88,22 @@ enum {
     NEED(cuEventQuery, 2000, (CUevent))                                                              \
     NEED(cuEventDestroy, 4000, (CUevent))                                                            \
     NEED(cuMemcpyAsync, 4000, (CUdeviceptr, CUdeviceptr, size_t, CUstream))                          \
+    NEED(cuIpcGetMemHandle, 4010, (CUipcMemHandle *, CUdeviceptr))                                   \
+    NEED(cuIpcOpenMemHandle, 11000, (CUdeviceptr *, CUipcMemHandle, unsigned))                       \
+    NEED(cuIpcCloseMemHandle, 4010, (CUdeviceptr))                                                   \
+    NEED(cuMemRetainAllocationHandle, 11000, (CUmemGenericAllocationHandle *, void *))               \
+    NEED(cuMemRelease, 10020, (CUmemGenericAllocationHandle))                                        \
+    NEED(cuMemExportToShareableHandle, 10020,                                                        \
+        (void *, CUmemGenericAllocationHandle, CUmemAllocationHandleType, unsigned long long))       \
+    NEED(cuMemImportFromShareableHandle, 10020,                                                      \
+        (CUmemGenericAllocationHandle *, void *, CUmemAllocationHandleType))                         \
+    NEED(cuMemAddressReserve, 10020,                                                                 \
+        (CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long))                            \
+    NEED(cuMemAddressFree, 10020, (CUdeviceptr, size_t))                                             \
+    NEED(cuMemMap, 10020,                                                                            \
+        (CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long))             \
+    NEED(cuMemUnmap, 10020, (CUdeviceptr, size_t))                                                   \
+    NEED(cuMemSetAccess, 10020, (CUdeviceptr, size_t, const CUmemAccessDesc *, size_t))              \
     MAY(cuMemGetHandleForAddressRange, cuMemGetHandleForAddressRange, 11070,                         \
         (void *, CUdeviceptr, size_t, CUmemRangeHandleType, unsigned long long))                     \
     MAY(cuMemcpyBatchAsync_12080, cuMemcpyBatchAsync, 12080,                                         \

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kind: which GPU's memory an address is, and what te does with it.
 
-NICs take it as a dma-buf, or through nvidia-peermem; for the kernel it is staged.
+NICs take it as a dma-buf, or through nvidia-peermem; processes of one host map each other's; for
+the kernel it is staged.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import threading
@@ -15,7 +17,8 @@ from typing import ClassVar, Final
 
 from te.core import kinds
 from te.errors import RegistrationError
-from te.memory_kinds.base import MemoryKind, Reach
+from te.memory_kinds.base import Export, Mapped, MemoryKind, Reach, TakeDescriptor
+from te.memory_kinds.cuda import handles
 from te.memory_kinds.cuda._copier import Copier, is_in_use
 from te.memory_kinds.cuda._driver import Driver, find
 from te.topology import ANYWHERE
@@ -30,6 +33,7 @@ class _Cuda(MemoryKind):
 
     description: ClassVar = "CUDA memory"
     reach: ClassVar = Reach.NIC
+    handles: ClassVar = "cuda"
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
         """``ordinal``: CUDA's number of the GPU in this process."""
@@ -67,6 +71,21 @@ class _Cuda(MemoryKind):
     def dma_buf(self, address: int, nbytes: int) -> int:
         """The driver's own error is in the text of the ``OSError``."""
         return self._driver.dma_buf(address, nbytes)
+
+    def export(self, source: object, address: int, nbytes: int) -> Export:
+        copier = self._copier
+        if copier is None:
+            raise OSError(errno.EOPNOTSUPP, f"the context of {self.name} is not te's")
+        if handles.can_export_pieces(copier, address):
+            return Export(self.handles, lambda: handles.pieces(copier, address, nbytes))
+        part = handles.block(copier, address, nbytes)
+        return Export(self.handles, lambda: iter((part,)))
+
+    def map(self, handle: bytes, nbytes: int, take: TakeDescriptor) -> Mapped:
+        """Of any GPU that this one reaches: its own, or a peer by NVLink or PCIe."""
+        if self._copier is None:
+            raise OSError(errno.EOPNOTSUPP, f"the context of {self.name} is not te's")
+        return handles.map_exported(self._copier, handle, nbytes, take)
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None]:
         """Once for all GPUs: what one of them has pinned is pinned for the others."""

@@ -33,6 +33,20 @@ class SamehostLink(LinkHandle):
         """Maps memory of the source, read-only, so that it is copied from directly. ``OSError``,
         also for a range that touches one which is mapped, and for too many."""
 
+    def take_descriptor(self, number: int) -> int:
+        """A descriptor of the source by its number there (pidfd_getfd(2), Linux 5.6); the caller's.
+        ``OSError``."""
+
+    def add_mapped(
+        self, serial: int, start: int, nbytes: int, kind: object, here: int, number: int
+    ) -> None:
+        """Memory of the source that a kind, by its capsule, has mapped at ``here``, so that it is
+        copied by that; ``number`` is for the kind's ``unmap``, 0 if there is nothing to undo.
+        ``OSError`` as above, and it is unmapped."""
+
     def remove_mapping(self, serial: int) -> bool:
-        """Unmaps it, if it is mapped; False when a copy out of it did not end: then it is no longer
-        copied from, and is unmapped with the link. Waits without the lock."""
+        """Unmaps what is mapped of a region; False when a copy out of it did not end: then it is no
+        longer copied from, and is unmapped with the link. Waits without the lock."""
+
+    def mapped_by_peer(self, serial: int, is_mapped: bool) -> None:
+        """The source's side: whether the peer has mapped all of a region."""

@@ -11,22 +11,34 @@ from te.core.engine cimport Engine
 from te.core.connections cimport connections_free
 from te.core.handles cimport LinkHandle
 from te.core.heap cimport need
+from te.core.kinds cimport Kind, TOUCHED_BY_KERNEL, kind_of
 from te.core.landing cimport LandingProtocol, landing_protocol
 from te.core.link cimport Link, Ops, PROCESS_GONE, Transfer, link_die
-from te.core.plane cimport plane_private
+from te.core.maps cimport map_free, map_get, map_put, map_take
+from te.core.plane cimport plane_quiesce, plane_stages
 from te.core.posix cimport *
-from te.core.sections cimport quiesce
-from te.core.sending cimport Sending, sending_ops, sending_prepare, sending_submit
+from te.core.sending cimport (
+    Sending, sending_ops, sending_prepare, sending_pull, sending_submit,
+)
 from te.core.sync cimport *
 from te.core.wire cimport OVER_RINGS, PULL, SEGMENT
+from te.transports.samehost.alive cimport process_gone
+from te.transports.samehost.mappings cimport (
+    mapped_bytes, mapping_put, mappings_drop, mappings_free, mappings_keep, mappings_take,
+)
 from te.transports.samehost.pulling cimport *
+from te.transports.samehost.state cimport Mapping, NONCE_BYTES, Pulling, Samehost
 
 import os
 
 RINGS_NBYTES = RINGS_BYTES
 NONCE_NBYTES = NONCE_BYTES
 
+cdef extern from "<unistd.h>" nogil:
+    long syscall(long number, ...)
+
 cdef enum:
+    PIDFD_GETFD = 438  # pidfd_getfd(2) has this number everywhere; C libraries have no name for it
     SENDS_INLINE = 8
     # Frames a connection is ahead of the copying: milliseconds of it, for the copying threads may
     # keep the source off the processor; few enough that a cancel has something to stop.
@@ -36,11 +48,6 @@ cdef enum:
     MAPPED_GIB_MAX = 1 << 12  # of a link
     PLANE_MAPPED_GIB_MAX = 1 << 15  # of all; a process has 2 ** 17 to give
     QUIESCE_NS = 900000000
-
-
-# What the transport keeps for an engine.
-cdef struct Shared:
-    u64 mapped_bytes  # atomic: of peers' memory
 
 
 def read_process(int pid, u64 address, size_t nbytes):
@@ -54,13 +61,29 @@ def read_process(int pid, u64 address, size_t nbytes):
     return bytes(room)
 
 
-cdef inline Shared *shared_of(Link *link) noexcept nogil:
-    return <Shared *>plane_private(link.plane, &OPS, sizeof(Shared))
-
-
 # -- the contract
 
+cdef bint is_mapped(Transfer *t) noexcept nogil:
+    """Whether the peer has mapped what it reads that only a kind of memory can copy; False if there is
+    no such memory."""
+    cdef Samehost *own = <Samehost *>t.link.own
+    cdef bint found = False
+    cdef u32 i
+    pthread_mutex_lock(&t.link.lock)
+    for i in range(t.held_n):
+        if t.held[i].kind.touched_by & TOUCHED_BY_KERNEL:
+            continue
+        found = map_get(&own.mapped_by_peer, t.held[i].serial) != NULL
+        if not found:
+            break
+    pthread_mutex_unlock(&t.link.lock)
+    return found
+
+
 cdef void prepare(Transfer *t, bint is_shared) noexcept nogil:
+    if plane_stages(t.link.plane) and not t.is_read and is_mapped(t):
+        sending_pull(t, PULLS_AHEAD)
+        return
     # process_vm_readv costs 0.5 us and more for each block, and the ring a second copy.
     if is_shared or t.total >= t.n * PULL_BLOCK_BYTES:
         sending_prepare(t, PULL, PULLS_AHEAD)
@@ -88,8 +111,8 @@ cdef void forget(Link *link) noexcept nogil:
 cdef void release(Link *link) noexcept nogil:
     cdef Samehost *own = <Samehost *>link.own
     connections_free(link)
-    unmap_all(link, own.mappings)
-    unmap_all(link, own.unlinked)
+    mappings_free(link)
+    map_free(&own.mapped_by_peer)
     if own.pidfd >= 0:
         close(own.pidfd)
     free(own)
@@ -104,26 +127,11 @@ OPS.release = release
 
 cdef LandingProtocol PROTOCOL = landing_protocol(OVER_RINGS, PULL)
 PROTOCOL.frames.landed = pulling_landed
+PROTOCOL.frames.part = pulling_part
 PROTOCOL.frames.copy = pulling_copy
 PROTOCOL.frames.take_up = pulling_take_up
 PROTOCOL.frames.has_work = pulling_has_work
 PROTOCOL.pull = pulling_pull
-
-
-# -- mappings
-
-cdef void unmap(Link *link, Mapping *m) noexcept nogil:
-    munmap(m.here, m.mapped)
-    add64(&shared_of(link).mapped_bytes, -m.mapped)
-    free(m)
-
-
-cdef void unmap_all(Link *link, Mapping *first) noexcept nogil:
-    cdef Mapping *next
-    while first != NULL:
-        next = first.next
-        unmap(link, first)
-        first = next
 
 
 cdef class SamehostLink(LinkHandle):
@@ -147,52 +155,77 @@ cdef class SamehostLink(LinkHandle):
             raise OSError(EINVAL, f"cannot use the connection: {os.strerror(EINVAL)}")
         return self.add(&PROTOCOL.frames, fd, rings_fd, sizeof(Pulling), -1)
 
-    def add_mapping(self, u64 serial, u64 start, int fd, u64 nbytes):
+    def take_descriptor(self, int number):
         cdef Samehost *own = <Samehost *>self.k.own
-        cdef Mapping *m = own.mappings
+        cdef int fd = <int>syscall(PIDFD_GETFD, own.pidfd, number, 0)
+        if fd < 0:
+            raise OSError(last_errno(), f"pidfd_getfd: {os.strerror(last_errno())}")
+        return fd
+
+    cdef int check_mapping(self, u64 start, u64 nbytes, u64 file_bytes) except -1:
+        """Whether there is room for one more, and the range touches none that is mapped."""
+        cdef Mapping *m = (<Samehost *>self.k.own).mappings
         cdef u32 count = 0
-        cdef u64 mapped = file_bytes(fd), total = mapped
-        if nbytes == 0 or mapped < nbytes:
-            raise OSError(EFAULT, "the memory file is too short, or can be made so")
-        if start + nbytes < start:
+        cdef u64 total = file_bytes
+        if nbytes == 0 or start + nbytes < start:
             raise OSError(EINVAL, f"{nbytes} bytes at {start:#x} are not an address range")
         while m != NULL:
             count += 1
-            total += m.mapped
-            if m.serial == serial or (m.start < start + nbytes and start < m.end):
+            total += m.file_bytes
+            if m.start < start + nbytes and start < m.end:
                 raise OSError(EINVAL, f"{nbytes} bytes at {start:#x} are mapped already")
             m = m.next
         if count >= MAPPINGS_MAX or total > <u64>MAPPED_GIB_MAX << 30:
             raise OSError(ENOMEM, f"{count} mappings and {total} bytes are too many for a link")
-        total = load64(&shared_of(self.k).mapped_bytes) + mapped
+        total = load64(mapped_bytes(self.k)) + file_bytes
         if total > <u64>PLANE_MAPPED_GIB_MAX << 30:
             raise OSError(ENOMEM, f"{total} bytes of all peers are too many to be mapped")
+        return 0
+
+    def add_mapping(self, u64 serial, u64 start, int fd, u64 nbytes):
+        cdef u64 mapped = file_bytes(fd)
+        if mapped < nbytes:
+            raise OSError(EFAULT, "the memory file is too short, or can be made so")
+        self.check_mapping(start, nbytes, mapped)
         cdef void *here = mmap(NULL, mapped, PROT_READ, MAP_SHARED, fd, 0)
         if here == MAP_FAILED:
             raise OSError(last_errno(), os.strerror(last_errno()))
-        m = <Mapping *>need(sizeof(Mapping))
-        add64(&shared_of(self.k).mapped_bytes, mapped)
-        m.serial, m.start, m.end, m.mapped = serial, start, start + nbytes, mapped
+        cdef Mapping *m = <Mapping *>need(sizeof(Mapping))
+        m.serial, m.start, m.end, m.file_bytes = serial, start, start + nbytes, mapped
         m.here = <uint8_t *>here
-        m.next = own.mappings
-        store_pointer(&own.mappings, m)
+        mapping_put(self.k, m)
+
+    def add_mapped(self, u64 serial, u64 start, u64 nbytes, object kind, u64 here, u64 number):
+        cdef Kind *compiled = kind_of(kind)
+        cdef Mapping *m = <Mapping *>need(sizeof(Mapping))
+        m.serial, m.start, m.end = serial, start, start + nbytes
+        m.here, m.kind, m.number = <uint8_t *>here, compiled, number
+        try:
+            self.check_mapping(start, nbytes, 0)
+        except OSError:
+            with nogil:
+                mappings_drop(self.k, m)
+            raise
+        self.engine.kinds.add(kind)  # It has to unmap what it has mapped.
+        mapping_put(self.k, m)
 
     def remove_mapping(self, u64 serial):
-        cdef Samehost *own = <Samehost *>self.k.own
-        cdef Mapping *m = own.mappings
-        cdef Mapping *before = NULL
+        cdef Mapping *taken = mappings_take(self.k, serial)
         cdef bint done
-        while m != NULL and m.serial != serial:
-            before = m
-            m = m.next
-        if m == NULL:
+        if taken == NULL:
             return True
-        store_pointer(&own.mappings if before == NULL else &before.next, m.next)
         with nogil:
-            done = quiesce(&self.k.plane.sections, self.k, NULL, QUIESCE_NS)
-        if done:
-            unmap(self.k, m)
-        else:  # Somebody still copies out of it; nobody does once the connections have gone.
-            m.next = own.unlinked
-            own.unlinked = m
+            done = plane_quiesce(self.k.plane, self.k, NULL, QUIESCE_NS)
+            if done:
+                mappings_drop(self.k, taken)
+        if not done:  # Somebody still copies out of it; nobody does once the connections have gone.
+            mappings_keep(self.k, taken)
         return done
+
+    def mapped_by_peer(self, u64 serial, bint is_mapped):
+        cdef Samehost *own = <Samehost *>self.k.own
+        pthread_mutex_lock(&self.k.lock)
+        map_take(&own.mapped_by_peer, serial)
+        if is_mapped:
+            map_put(&own.mapped_by_peer, serial, own)
+        pthread_mutex_unlock(&self.k.lock)

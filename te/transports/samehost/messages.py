@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from te.handshake import Unsigned, message
+from te.memory_kinds.base import HANDLE_BYTES_MAX
 from te.transports.samehost._core import NONCE_NBYTES
 
 __all__ = ["HostHello", "HostWelcome", "Nonce", "Shared"]
@@ -22,8 +23,9 @@ class Nonce(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Shared(msgspec.Struct, frozen=True, array_like=True):
-    """Memory of the sender: to be mapped if its descriptor comes with the greeting, else to be
-    unmapped. Address, size in bytes, serial of the region."""
+    """A part of a region of the sender: to be mapped, by the descriptor that comes with the
+    greeting or by a handle. With neither, all of that region is to be unmapped. Address, size in
+    bytes, serial of the region."""
 
     address: Unsigned
     nbytes: Annotated[int, msgspec.Meta(ge=1)]
@@ -31,6 +33,10 @@ class Shared(msgspec.Struct, frozen=True, array_like=True):
     #: Rises with each such greeting of a link. One that comes behind a later one counts no more: it
     #: was given up, and its memory may be another region's.
     number: Annotated[int, msgspec.Meta(ge=1)]
+    #: Which kind of memory maps it (``MemoryKind.handles``), and by what. It may name descriptors
+    #: of the sender by their numbers.
+    handles: Annotated[str, msgspec.Meta(max_length=32)] = ""
+    handle: Annotated[bytes, msgspec.Meta(max_length=HANDLE_BYTES_MAX)] = b""
 
 
 @message

@@ -4,31 +4,37 @@
 from libc.stdio cimport snprintf
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
-from libc.string cimport memcmp, memcpy, strerror
+from libc.string cimport memcpy, strerror
 from te.core.frames cimport AT_COPY, AT_HEAD, LOST, MOVED, WAITING, queue_frame
 from te.core.heap cimport need
+from te.core.inbound cimport Arriving
+from te.core.kinds cimport Copy, Kind
 from te.core.landing cimport *
 from te.core.link cimport ENDED, PROCESS_GONE, link_die
-from te.core.posix cimport POLLIN, POLLRDHUP, poll, pollfd, process_vm_readv
+from te.core.posix cimport iovec, process_vm_readv
 from te.core.sections cimport enter, leave
 from te.core.staged cimport (
-    staged_is_open, staged_push, staged_receive, staged_slot, staged_slot_bytes,
+    staged_gather, staged_gathered, staged_is_gathering, staged_is_open, staged_move, staged_push,
+    staged_receive, staged_slot, staged_slot_bytes,
 )
-from te.core.staging cimport Slot
+from te.core.staging cimport Slot, Span, SPANS_MAX
 from te.core.sync cimport *
 from te.core.vectors cimport advance, within
-from te.core.wire cimport ACK, Block, PROGRESS, PULL, TEXT_MAX, header_of
+from te.core.wire cimport ACK, Block, Header, PROGRESS, PULL, TEXT_MAX, header_of
 from te.core.worker cimport polled_kick, worker_spread
+from te.transports.samehost.alive cimport (
+    ALIVE_NS, is_nonce, may_be_gone, nonce_read, source_lives,
+)
+from te.transports.samehost.mappings cimport (
+    bytes_before_kinds, direct_copies, is_kinds, mapped_spans, mapping_at,
+)
+from te.transports.samehost.state cimport Job, Mapping, NONCE_BYTES, Pulling, Samehost
 
 cdef enum:
     PULLS_TOLD = 4  # frames copied between two words of it: each may wake the source up
     PULL_BYTES = 4 << 20  # of one copy, which is one section
     SPREAD_BYTES = 256 << 10  # smaller copies are over before another thread has woken up
     JOBS_MAX = 64
-    # How long a process that was seen alive is copied from unasked (to ask costs 2 us, and 0.5 us
-    # for its nonce): before its number is given out again, 32,768 others are made and end, at 15 us
-    # each at best.
-    ALIVE_NS = 1000000
 
 
 cdef inline Samehost *own_of(Connection *c) noexcept nogil:
@@ -134,16 +140,6 @@ cdef void forget_jobs(Samehost *own) noexcept nogil:
 
 # -- copying
 
-cdef Mapping *mapping_of(Samehost *own, u64 address, u64 nbytes) noexcept nogil:
-    """The mapping that has the range, if this process has mapped that memory of the source."""
-    cdef Mapping *m = <Mapping *>load_pointer(&own.mappings)
-    while m != NULL:
-        if m.start <= address and address < m.end and nbytes <= m.end - address:
-            return m
-        m = m.next
-    return NULL
-
-
 cdef ssize_t copy_mapped(Connection *c, iovec *remote, uint8_t *slot, u64 most) noexcept nogil:
     """Copies the next ranges that lie in mapped memory, so much at most, to where they belong or
     into a slot; 0 if there are none."""
@@ -153,8 +149,8 @@ cdef ssize_t copy_mapped(Connection *c, iovec *remote, uint8_t *slot, u64 most) 
     while i < c.local_n and done < most:
         src = <u64>remote[i].iov_base
         n = min(<u64>c.local[i].iov_len, most - done)
-        m = mapping_of(own_of(c), src, n)
-        if m == NULL:
+        m = mapping_at(own_of(c), src)
+        if m == NULL or m.kind != NULL or n > m.end - src:
             break
         memcpy(
             c.local[i].iov_base if slot == NULL else slot + done, m.here + (src - m.start), n)
@@ -214,45 +210,6 @@ cdef inline u64 nbytes_of(iovec *v, u32 n) noexcept nogil:
     return total
 
 
-cdef inline bint is_nonce(Samehost *own, uint8_t *seen) noexcept nogil:
-    return memcmp(seen, own.nonce, NONCE_BYTES) == 0
-
-
-cdef bint nonce_read(Samehost *own, uint8_t *seen) noexcept nogil:
-    cdef iovec local, remote
-    local.iov_base = seen
-    remote.iov_base = <void *>own.nonce_at
-    local.iov_len = remote.iov_len = NONCE_BYTES
-    return process_vm_readv(own.pid, &local, 1, &remote, 1, 0) == NONCE_BYTES
-
-
-cdef bint process_gone(Samehost *own) noexcept nogil:
-    cdef u64 now = now_ns()
-    cdef pollfd p
-    p.fd = own.pidfd
-    p.events = POLLIN
-    p.revents = 0
-    if poll(&p, 1, 0) != 0:
-        return True
-    store64(&own.alive_ns, now)
-    return False
-
-
-cdef inline bint may_be_gone(Samehost *own) noexcept nogil:
-    """The same, without a call to the kernel where the number cannot be another's yet."""
-    return now_ns() > load64(&own.alive_ns) + ALIVE_NS and process_gone(own)
-
-
-cdef bint source_lives(Connection *c) noexcept nogil:
-    """Whether the source has lived and kept the connection open until now, and so its memory as it
-    was."""
-    cdef pollfd p
-    p.fd = c.channel.fd
-    p.events = POLLRDHUP
-    p.revents = 0
-    return poll(&p, 1, 0) == 0 and not may_be_gone(own_of(c))
-
-
 cdef Moved pulling_copy(Connection *c) noexcept nogil:
     """One copy, inside a section, if that is still allowed."""
     cdef Pulling *p = <Pulling *>c.own
@@ -265,9 +222,13 @@ cdef Moved pulling_copy(Connection *c) noexcept nogil:
     cdef bint good, gone = False
     if c.head.kind != PULL:
         return staged_receive(c)
+    if staged_is_gathering(c):
+        return gathered(c)
     if load32(&a.refused):
         end_copy(c)
         return MOVED
+    if by_kind(c):
+        return copy_by_kind(c)
     if staged_is_open(c):
         slot = staged_slot(c)
         if slot == NULL:
@@ -278,6 +239,7 @@ cdef Moved pulling_copy(Connection *c) noexcept nogil:
     enter(&c.polled.worker.section, c.link, a.opening)
     good = landing_may_land(c, reason)
     if good:
+        most = min(most, bytes_before_kinds(c, p.remote))
         n = copy_mapped(c, p.remote, into, most)
         if n == 0:
             gone = may_be_gone(own_of(c))
@@ -296,6 +258,97 @@ cdef Moved pulling_copy(Connection *c) noexcept nogil:
         end_copy(c)
         return MOVED
     return copied(c, n, into != NULL)
+
+
+cdef bint by_kind(Connection *c) noexcept nogil:
+    """Whether what comes next is memory that a kind has mapped."""
+    cdef bint found
+    if load32(&own_of(c).has_kinds) == 0:
+        return False
+    enter(&c.polled.worker.section, c.link, NULL)
+    found = is_kinds(own_of(c), <u64>(<Pulling *>c.own).remote[c.local_at].iov_base)
+    leave(&c.polled.worker.section)
+    return found
+
+
+cdef Moved copy_by_kind(Connection *c) noexcept nogil:
+    """Begins one copy by the kind that has mapped the memory: at once to where it belongs, if that is
+    memory of the same kind, else into a slot."""
+    cdef Pulling *p = <Pulling *>c.own
+    cdef Arriving *a = p.landings.arriving
+    cdef char reason[TEXT_MAX]
+    cdef bint good
+    if may_be_gone(own_of(c)):
+        link_die(c.link, PROCESS_GONE, 0, NULL)
+        return LOST
+    if not staged_is_open(c):
+        landing_stage(c, a)
+    if staged_slot(c) == NULL:
+        return WAITING
+    enter(&c.polled.worker.section, c.link, a.opening)
+    good = landing_may_land(c, reason)
+    if good:
+        good = move_direct(c) or gather(c, reason)
+    leave(&c.polled.worker.section)
+    if not good:
+        landing_refuse(c, reason)
+        end_copy(c)
+        return MOVED
+    store64(&c.link.progress_ns, now_ns())
+    if staged_is_gathering(c):
+        return WAITING
+    if c.payload_left == 0:
+        end_copy(c)
+    return MOVED
+
+
+cdef bint move_direct(Connection *c) noexcept nogil:
+    cdef Copy copies[SPANS_MAX]
+    cdef Pulling *p = <Pulling *>c.own
+    cdef Kind *kind
+    cdef u64 nbytes
+    cdef u32 n = direct_copies(c, p.remote, copies, SPANS_MAX, &kind, &nbytes)
+    if n == 0:
+        return False
+    c.payload_left -= nbytes
+    if c.payload_left:
+        advance(p.remote, c.local_at, nbytes)
+    staged_move(c, kind, copies, n, nbytes)
+    return True
+
+
+cdef bint gather(Connection *c, char *reason) noexcept nogil:
+    cdef Span spans[SPANS_MAX]
+    cdef u32 n = mapped_spans(
+        c, (<Pulling *>c.own).remote, spans, SPANS_MAX, staged_slot_bytes(c))
+    if n == 0:
+        snprintf(reason, TEXT_MAX, b"the source memory is mapped no more")
+        return False
+    staged_gather(c, spans, n)
+    return True
+
+
+cdef Moved gathered(Connection *c) noexcept nogil:
+    """Whether a slot has what was copied into it."""
+    cdef char reason[TEXT_MAX]
+    cdef Slot *slot = staged_gathered(c)
+    if slot == NULL:
+        return WAITING
+    if slot.fault:
+        snprintf(reason, TEXT_MAX, b"the source memory cannot be read: %s", strerror(slot.fault))
+        landing_refuse(c, reason)
+    if load32(&(<Pulling *>c.own).landings.arriving.refused):
+        end_copy(c)
+        return MOVED
+    return copied(c, slot.nbytes, True)
+
+
+cdef void pulling_part(Connection *c, void *of, u64 nbytes, int fault) noexcept nogil:
+    if load32(&own_of(c).has_kinds) and fault == 0 and not source_lives(c):
+        # As behind a copy by the processor: it may have used the memory for something else already.
+        link_die(c.link, ENDED, 0, b" in the middle of a transfer")
+        return
+    landing_part(c, of, nbytes, fault)
 
 
 cdef Moved copied(Connection *c, u64 n, bint is_staged) noexcept nogil:

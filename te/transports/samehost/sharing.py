@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from te.core.handles import LinkHandle
+from te.memory_kinds.base import Export, Exported
 from te.reasons import Reason
+from te.transports.samehost._core import SamehostLink
 
 __all__ = ["Say", "SharedMemory", "Shares", "Sharing"]
 
@@ -25,30 +26,38 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Memory that the engine allocated, which peers on this host may map."""
+    """A region that peers on this host may map."""
 
     #: Of its region: another one at the same address has another.
     serial: int
     address: int
     nbytes: int
-    fd: int
+    export: Export
 
 
-Say = Callable[[SharedMemory, int, bool, float], str | None]
-"""Has the peer map memory (True) or unmap it: with the number of this word, until a time of the
-monotonic clock. Why it has not, or None."""
+Say = Callable[[SharedMemory, int, Exported | None, float], str | None]
+"""Has the peer map a part of memory, or unmap all of it (None): with the number of this word, until
+a time of the monotonic clock. Why it has not, or None."""
 
 
 class Shares:
     """What one peer has mapped. Any thread may call anything."""
 
-    def __init__(self, link: LinkHandle, say: Say) -> None:
+    def __init__(self, link: SamehostLink, say: Say) -> None:
         self._link = link
         self._say = say
         self._lock = threading.Lock()
         self._number = 0
         #: Serials of what it has mapped, or may have.
         self._mapped: set[int] = set()
+        #: And of what it has said so.
+        self._confirmed: set[int] = set()
+        #: What has been logged: the same holds for many regions.
+        self._problems: set[str] = set()
+
+    def has(self, serial: int) -> bool:
+        """Whether all of a region is mapped."""
+        return serial in self._confirmed
 
     @property
     def alive(self) -> bool:
@@ -64,9 +73,29 @@ class Shares:
             if memory.serial in self._mapped or not is_current(memory.serial) or not self.alive:
                 return
             self._mapped.add(memory.serial)
-            problem = self._tell(memory, True, deadline_s)
-        if problem is not None:
-            logger.warning("a peer does not map %d bytes: %s", memory.nbytes, problem)
+            problem = self._share_parts(memory, deadline_s)
+            if problem is None:
+                self._link.mapped_by_peer(memory.serial, True)
+                self._confirmed.add(memory.serial)
+            elif self.alive and problem not in self._problems:
+                self._problems.add(problem)
+                logger.warning(
+                    "a peer on this host does not map %d bytes, which are copied by slower ways:"
+                    " %s",
+                    memory.nbytes,
+                    problem,
+                )
+
+    def _share_parts(self, memory: SharedMemory, deadline_s: float) -> str | None:
+        """Under the lock."""
+        try:
+            for part in memory.export.parts():
+                problem = self._tell(memory, part, deadline_s)
+                if problem is not None:
+                    return problem
+        except OSError as exc:
+            return f"they cannot be exported: {exc.strerror}"
+        return None
 
     def unshare(self, memory: SharedMemory, timeout_s: float) -> None:
         """Has the peer unmap it; the link dies if that is not confirmed in time."""
@@ -78,7 +107,9 @@ class Shares:
         try:
             if memory.serial not in self._mapped or not self.alive:
                 return
-            problem = self._tell(memory, False, deadline_s)
+            self._link.mapped_by_peer(memory.serial, False)
+            self._confirmed.discard(memory.serial)
+            problem = self._tell(memory, None, deadline_s)
             self._mapped.discard(memory.serial)
         finally:
             self._lock.release()
@@ -86,9 +117,9 @@ class Shares:
             logger.warning("a peer does not unmap %d bytes: %s", memory.nbytes, problem)
             self._link.die(Reason.PEER_CLOSED)
 
-    def _tell(self, memory: SharedMemory, is_mapped: bool, deadline_s: float) -> str | None:
+    def _tell(self, memory: SharedMemory, part: Exported | None, deadline_s: float) -> str | None:
         self._number += 1
-        return self._say(memory, self._number, is_mapped, deadline_s)
+        return self._say(memory, self._number, part, deadline_s)
 
 
 class Sharing:
@@ -100,13 +131,34 @@ class Sharing:
         self._lock = threading.Lock()
         self._links: list[Shares] = []
 
-    def attach(self, shares: Shares, deadline_s: float) -> None:
+    def attach(self, shares: Shares) -> None:
         """A link has been opened, and its peer may map what is registered."""
-        # First the list, then the memory: what goes meanwhile finds the link, or is not seen.
         with self._lock:
             self._links = [one for one in self._links if one.alive] + [shares]
-        for memory in self._current():
-            shares.share(memory, self._is_current, deadline_s)
+
+    def share_files(self, shares: Shares, deadline_s: float) -> None:
+        """Behind ``attach``: has the peer map memory files, in 0.5 ms each."""
+        self._share(shares, deadline_s, by_files=True)
+
+    def share_handles(self, shares: Shares, deadline_s: float) -> None:
+        """The same of memory that a kind maps there. A GPU server has hundreds of regions, and a
+        driver takes its time: meanwhile the link works without."""
+        told = self._share(shares, deadline_s, by_files=False)
+        if told and shares.alive:
+            logger.info(
+                "a peer on this host copies %d of %d regions by its own GPU; the others go through"
+                " host memory",
+                sum(shares.has(memory.serial) for memory in told),
+                len(told),
+            )
+
+    def _share(self, shares: Shares, deadline_s: float, by_files: bool) -> tuple[SharedMemory, ...]:
+        # First the list, then the memory: what goes meanwhile finds the link, or is not seen.
+        found = tuple(one for one in self._current() if (one.export.handles == "") == by_files)
+        for memory in found:
+            if time.monotonic() < deadline_s:
+                shares.share(memory, self._is_current, deadline_s)
+        return found
 
     def add(self, memory: SharedMemory, timeout_s: float) -> None:
         """Memory was registered."""

@@ -8,7 +8,9 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,7 +21,8 @@ from te.core.wire import RAILS_LIMIT
 from te.errors import Error, ProtocolViolation
 from te.handshake import Card, decode_body, encode
 from te.memory import Region
-from te.memory_kinds import Reach
+from te.memory_kinds import MemoryKind, Reach, kind_of
+from te.memory_kinds.base import Exported, Mapped
 from te.transports.base import (
     Accepted,
     Answer,
@@ -70,6 +73,8 @@ class _HostLink(IncomingLink):
     nonce: Nonce
     #: The highest number of a greeting about memory.
     shared_number: int = 0
+    #: What such greetings ask for is done one at a time.
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class SameHost(Transport):
@@ -162,8 +167,20 @@ class SameHost(Transport):
             self._local.config.rails,
             lambda one: link.add_rail(one.fileno(), one.rings_fd),
         )
-        self._sharing.attach(Shares(link, self._about_memory(card, number)), deadline_s)
+        self._share(Shares(link, self._about_memory(card, number)), deadline_s, timeout_s)
         return OutgoingLink(link)
+
+    def _share(self, shares: Shares, deadline_s: float, timeout_s: float) -> None:
+        def share_handles() -> None:
+            try:
+                self._sharing.share_handles(shares, time.monotonic() + timeout_s)
+            except Exception:
+                logger.exception("a bug while memory was shared with a peer; it goes other ways")
+
+        self._sharing.attach(shares)
+        self._sharing.share_files(shares, deadline_s)
+        if any(memory.export.handles for memory in self._shared()):
+            self._local.run(share_handles)
 
     def _hello(self, card: Card, number: int, shared: Shared | None = None) -> Hello:
         body = encode(HostHello(nonce=self._nonce, shared=shared))
@@ -190,27 +207,29 @@ class SameHost(Transport):
     # -- memory that peers map
 
     def share(self, region: Region, timeout_s: float) -> None:
-        """Peers may map what ``te.allocate`` made."""
-        if region.fd is not None:
-            self._sharing.add(_shared_memory(region), timeout_s)
+        """Peers may map what ``te.allocate`` made, and what its kind exports."""
+        for memory in _shared_memory(region):
+            self._sharing.add(memory, timeout_s)
 
     def unshare(self, region: Region, timeout_s: float) -> None:
         """After it returns no live link has it mapped."""
-        if region.fd is not None:
-            self._sharing.remove(_shared_memory(region), timeout_s)
+        for memory in _shared_memory(region):
+            self._sharing.remove(memory, timeout_s)
 
     def _shared(self) -> tuple[SharedMemory, ...]:
         regions = self._local.memory.regions
-        return tuple(_shared_memory(region) for region in regions if region.fd is not None)
+        return tuple(memory for region in regions for memory in _shared_memory(region))
 
     def _about_memory(self, card: Card, number: int) -> Say:
-        """Tells the engine about memory that was allocated here, for the link ``number``."""
+        """Tells the engine about memory of this one, for the link ``number``."""
 
-        def say(memory: SharedMemory, turn: int, is_mapped: bool, deadline_s: float) -> str | None:
+        def say(
+            memory: SharedMemory, turn: int, part: Exported | None, deadline_s: float
+        ) -> str | None:
             timeout_s = max(deadline_s - time.monotonic(), 0.001)
-            shared = Shared(memory.address, memory.nbytes, memory.serial, turn)
+            shared = _word(memory, turn, part)
             hello = self._hello(card, number, shared)
-            fds = [memory.fd] if is_mapped else []
+            fds = [] if part is None or part.fd is None else [part.fd]
             where = _where(card)
             try:
                 with blame(card, where, timeout_s), reach.dial(card, timeout_s) as sock:
@@ -230,7 +249,7 @@ class SameHost(Transport):
         if link is not None and said.nonce != link.nonce:
             raise TransportRefused("the link that it names has another nonce")
         if said.shared is not None:
-            return _about_shared(call, link, said.shared)
+            return _about_shared(call, link, said.shared, self._local.memory.mappers)
         if not call.fds:
             raise ProtocolViolation("a rail on the same host without memory for its rings")
         return _Join(
@@ -282,7 +301,12 @@ class _Join(Join):
             self.process = None
 
 
-def _about_shared(call: Call, link: _HostLink | None, shared: Shared) -> Answer | Work:
+def _about_shared(
+    call: Call,
+    link: _HostLink | None,
+    shared: Shared,
+    mappers: Callable[[str], tuple[MemoryKind, ...]],
+) -> Answer | Work:
     """Maps memory of the source, or unmaps it."""
     if link is None:
         raise TransportRefused("no such link")
@@ -290,9 +314,17 @@ def _about_shared(call: Call, link: _HostLink | None, shared: Shared) -> Answer 
     if shared.number <= link.shared_number:
         raise TransportRefused("a later greeting about memory came first")
     link.shared_number = shared.number
+    if shared.handles:
+        kinds = mappers(shared.handles)
+        if link.pid == os.getpid():  # What is this process's own needs no mapping.
+            kinds = tuple(kind for kind in kinds if kind is kind_of(shared.address))
+        if not kinds:
+            raise TransportRefused(f"no memory here is copied by {shared.handles}")
+        # A driver may take its time.
+        return Work("mapping memory", lambda: _map(link, kinds[0], shared))
     if not call.fds:
         # A copy out of it may have to be waited for.
-        return Work("unmapping memory", lambda: _unmap(link.handle, shared.serial))
+        return Work("unmapping memory", lambda: _unmap(link, shared.serial))
     try:
         link.handle.add_mapping(shared.serial, shared.address, call.fds[0], shared.nbytes)
     except OSError as exc:
@@ -300,9 +332,33 @@ def _about_shared(call: Call, link: _HostLink | None, shared: Shared) -> Answer 
     return Answer("mapping memory")
 
 
-def _unmap(handle: SamehostLink, serial: int) -> bytes:
-    if not handle.remove_mapping(serial):
-        raise TransportRefused("a copy out of it did not end")
+def _map(link: _HostLink, kind: MemoryKind, shared: Shared) -> bytes:
+    """By a kind of memory."""
+    mapped = Mapped(shared.address, 0)
+    with link.lock:
+        if shared.number != link.shared_number:
+            raise TransportRefused("a later greeting about memory came first")
+        try:
+            if link.pid != os.getpid():
+                mapped = kind.map(shared.handle, shared.nbytes, link.handle.take_descriptor)
+            link.handle.add_mapped(
+                shared.serial,
+                shared.address,
+                shared.nbytes,
+                kind.compiled,
+                mapped.address,
+                mapped.number,
+            )
+        except (OSError, ValueError) as exc:
+            why = exc.strerror if isinstance(exc, OSError) else exc
+            raise TransportRefused(f"cannot map {shared.nbytes} bytes: {why}") from exc
+    return b""
+
+
+def _unmap(link: _HostLink, serial: int) -> bytes:
+    with link.lock:
+        if not link.handle.remove_mapping(serial):
+            raise TransportRefused("a copy out of it did not end")
     return b""
 
 
@@ -320,6 +376,15 @@ def _where(card: Card) -> str:
     return f"the abstract socket of {card.id}"
 
 
-def _shared_memory(region: Region) -> SharedMemory:
-    assert region.fd is not None
-    return SharedMemory(region.serial, region.address, region.nbytes, region.fd)
+def _shared_memory(region: Region) -> tuple[SharedMemory, ...]:
+    """None of one that peers cannot map."""
+    if region.export is None:
+        return ()
+    return (SharedMemory(region.serial, region.address, region.nbytes, region.export),)
+
+
+def _word(memory: SharedMemory, turn: int, part: Exported | None) -> Shared:
+    if part is None:
+        return Shared(memory.address, memory.nbytes, memory.serial, turn)
+    handles = memory.export.handles
+    return Shared(part.address, part.nbytes, memory.serial, turn, handles, part.handle)

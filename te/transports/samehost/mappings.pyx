@@ -1,0 +1,180 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+
+from libc.stdlib cimport free
+from te.core.frames cimport Connection
+from te.core.kinds cimport Copy, Kind
+from te.core.link cimport Link
+from te.core.plane cimport plane_private
+from te.core.posix cimport iovec, munmap
+from te.core.regions cimport regions_above, Snapshot
+from te.core.staging cimport Span
+from te.core.sync cimport add64, load32, load_pointer, store32, store_pointer, u32, u64
+from te.transports.samehost.state cimport Mapping, Samehost
+
+cdef char OURS  # its address tells the transport's
+
+
+cdef u64 *mapped_bytes(Link *link) noexcept nogil:
+    return <u64 *>plane_private(link.plane, &OURS, sizeof(u64))
+
+
+# -- the list
+
+cdef Mapping *mapping_at(Samehost *own, u64 address) noexcept nogil:
+    cdef Mapping *m = <Mapping *>load_pointer(&own.mappings)
+    while m != NULL and not m.start <= address < m.end:
+        m = m.next
+    return m
+
+
+cdef bint is_kinds(Samehost *own, u64 address) noexcept nogil:
+    cdef Mapping *m
+    if load32(&own.has_kinds) == 0:
+        return False
+    m = mapping_at(own, address)
+    return m != NULL and m.kind != NULL
+
+
+cdef void mapping_put(Link *link, Mapping *m) noexcept nogil:
+    cdef Samehost *own = <Samehost *>link.own
+    add64(mapped_bytes(link), m.file_bytes)
+    if m.kind != NULL:
+        store32(&own.has_kinds, 1)
+    m.next = own.mappings
+    store_pointer(&own.mappings, m)
+
+
+cdef void unmap(Link *link, Mapping *m) noexcept nogil:
+    if m.kind == NULL:
+        munmap(m.here, m.file_bytes)
+        add64(mapped_bytes(link), -m.file_bytes)
+    elif m.number:
+        m.kind.ops.unmap(m.kind.state, m.number)
+    free(m)
+
+
+cdef Mapping *mappings_take(Link *link, u64 serial) noexcept nogil:
+    cdef Samehost *own = <Samehost *>link.own
+    cdef Mapping **at = &own.mappings
+    cdef Mapping *m
+    cdef Mapping *taken = NULL
+    while at[0] != NULL:
+        m = at[0]
+        if m.serial != serial:
+            at = &m.next
+            continue
+        store_pointer(at, m.next)
+        m.after = taken
+        taken = m
+    return taken
+
+
+cdef void mappings_drop(Link *link, Mapping *taken) noexcept nogil:
+    cdef Mapping *m
+    while taken != NULL:
+        m = taken
+        taken = m.after
+        unmap(link, m)
+
+
+cdef void mappings_keep(Link *link, Mapping *taken) noexcept nogil:
+    cdef Samehost *own = <Samehost *>link.own
+    cdef Mapping *last = taken
+    while last.after != NULL:
+        last = last.after
+    last.after = own.unlinked
+    own.unlinked = taken
+
+
+cdef void mappings_free(Link *link) noexcept nogil:
+    cdef Samehost *own = <Samehost *>link.own
+    cdef Mapping *m = own.mappings
+    while m != NULL:
+        m.after = m.next
+        m = m.next
+    mappings_drop(link, own.mappings)
+    mappings_drop(link, own.unlinked)
+    own.mappings = own.unlinked = NULL
+
+
+# -- copies by kinds
+
+cdef inline u64 left_of(Connection *c, u32 i, u64 offset) noexcept nogil:
+    return c.local[i].iov_len - offset
+
+
+cdef Kind *kind_at(Snapshot *now, u64 address, u64 *end) noexcept nogil:
+    """Of the registered memory there, and where its region ends; NULL if there is none."""
+    cdef u32 i = regions_above(now.regions, now.count, address)
+    if i == 0 or address >= now.regions[i - 1].end:
+        return NULL
+    end[0] = now.regions[i - 1].end
+    return now.regions[i - 1].kind
+
+
+cdef u32 direct_copies(
+    Connection *c, iovec *remote, Copy *copies, u32 most, Kind **kind, u64 *nbytes
+) noexcept nogil:
+    cdef Samehost *own = <Samehost *>c.link.own
+    cdef Snapshot *now = <Snapshot *>load_pointer(&c.link.plane.regions.now)
+    cdef u32 i = c.local_at, n = 0
+    cdef u64 src, dst, end = 0, part, offset = 0
+    cdef Mapping *m = NULL
+    kind[0] = NULL
+    nbytes[0] = 0
+    while i < c.local_n and n < most:
+        src, dst = <u64>remote[i].iov_base + offset, <u64>c.local[i].iov_base + offset
+        if m == NULL or not m.start <= src < m.end:
+            m = mapping_at(own, src)
+        if m == NULL or m.kind == NULL or kind_at(now, dst, &end) != m.kind:
+            break
+        if kind[0] != NULL and kind[0] != m.kind:
+            break
+        kind[0] = m.kind
+        part = min(left_of(c, i, offset), min(m.end - src, end - dst))
+        copies[n].dst, copies[n].src = <void *>dst, m.here + (src - m.start)
+        copies[n].nbytes = part
+        n += 1
+        nbytes[0] += part
+        offset += part
+        if offset == c.local[i].iov_len:
+            i += 1
+            offset = 0
+    return n
+
+
+cdef u32 mapped_spans(
+    Connection *c, iovec *remote, Span *spans, u32 most, u64 most_bytes
+) noexcept nogil:
+    cdef Samehost *own = <Samehost *>c.link.own
+    cdef u32 i = c.local_at, n = 0
+    cdef u64 src, part, offset = 0
+    cdef Mapping *m
+    while i < c.local_n and n < most and most_bytes:
+        src = <u64>remote[i].iov_base + offset
+        m = mapping_at(own, src)
+        if m == NULL or m.kind == NULL:
+            break
+        part = min(min(left_of(c, i, offset), m.end - src), most_bytes)
+        spans[n].kind, spans[n].at, spans[n].nbytes = m.kind, m.here + (src - m.start), part
+        n += 1
+        most_bytes -= part
+        offset += part
+        if offset == c.local[i].iov_len:
+            i += 1
+            offset = 0
+    return n
+
+
+cdef u64 bytes_before_kinds(Connection *c, iovec *remote) noexcept nogil:
+    cdef Samehost *own = <Samehost *>c.link.own
+    cdef u64 nbytes = 0
+    cdef u32 i
+    if load32(&own.has_kinds) == 0:
+        return c.payload_left
+    for i in range(c.local_at, c.local_n):
+        if is_kinds(own, <u64>remote[i].iov_base):
+            break
+        nbytes += c.local[i].iov_len
+    return nbytes
