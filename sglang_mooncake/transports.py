@@ -31,24 +31,40 @@ def open_engine(config: Config, host: str, nics: tuple[str, ...]) -> te.Engine:
         nics: RDMA devices that SGLang's flags name.
 
     Raises:
-        te.Error: what te says of its configuration.
+        HandoverUnavailable: devices that were named are not there; it says where they were named.
+        te.Error: what else te says of its configuration.
     """
     if config.courtesies:
         logger.info("variables of Mooncake's engine: %s", "; ".join(config.courtesies))
     port, port_last = config.ports or (0, None)
-    return te.Engine(
-        te.Config(
-            host=host,
-            port=port,
-            port_last=port_last,
-            transports=config.transports or TRANSPORTS,
-            nics=() if config.topology else config.nics or nics or config.nics_of_mooncake,
-            topology=config.topology,
-            stall_timeout_s=config.stall_timeout_s,
-            max_queued_transfers=_TRANSFERS_MAX,
-            **config.engine,
+    source, devices = _devices(config, nics)
+    try:
+        return te.Engine(
+            te.Config(
+                host=host,
+                port=port,
+                port_last=port_last,
+                transports=config.transports or TRANSPORTS,
+                nics=devices,
+                topology=config.topology,
+                stall_timeout_s=config.stall_timeout_s,
+                max_queued_transfers=_TRANSFERS_MAX,
+                **config.engine,
+            )
         )
-    )
+    except te.TopologyError as error:
+        raise HandoverUnavailable(f"{error}; asked for by {source}") from error
+
+
+def _devices(config: Config, nics: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """RDMA devices to use, and what names them; none where a topology names its own."""
+    if config.topology is not None:
+        return "SGLANG_MOONCAKE_TOPOLOGY or MC_CUSTOM_TOPO_JSON", ()
+    if config.nics:
+        return "SGLANG_MOONCAKE_NICS", config.nics
+    if nics:
+        return "--disaggregation-ib-device", nics
+    return "MC_TE_FILTERS or MC_TE_FILTERS_EXCLUDE", config.nics_of_mooncake
 
 
 def register(

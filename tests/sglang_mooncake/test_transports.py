@@ -61,3 +61,33 @@ def test_memory_is_registered_wholly_or_not_at_all():
             register(engine, [*ranges(good), (0, 4096)], "none")
         (region,) = register(engine, ranges(good), "tagged")
         assert region.remote == "tagged"
+
+
+@pytest.mark.parametrize(
+    ("environment", "flag", "used", "source"),
+    [
+        ({}, (), (), "MC_TE_FILTERS or MC_TE_FILTERS_EXCLUDE"),
+        ({"MC_TE_FILTERS": "a"}, (), ("a",), "MC_TE_FILTERS or MC_TE_FILTERS_EXCLUDE"),
+        ({"MC_TE_FILTERS": "a"}, ("b",), ("b",), "--disaggregation-ib-device"),
+        ({"SGLANG_MOONCAKE_NICS": "c"}, ("b",), ("c",), "SGLANG_MOONCAKE_NICS"),
+        (
+            {"SGLANG_MOONCAKE_TOPOLOGY": "/t.json"},
+            ("b",),
+            (),
+            "SGLANG_MOONCAKE_TOPOLOGY or MC_CUSTOM_TOPO_JSON",
+        ),
+    ],
+)
+def test_devices_that_are_not_there_are_said_with_what_asked_for_them(
+    monkeypatch, environment, flag, used, source
+):
+    asked = []
+
+    def refuse(config):
+        asked.append(config.nics)
+        raise te.TopologyError("no RDMA device matches 'a'; there are: none")
+
+    monkeypatch.setattr(te, "Engine", refuse)
+    with pytest.raises(HandoverUnavailable, match=f"there are: none; asked for by {source}"):
+        open_engine(Config.from_environment(environment), HOST, flag)
+    assert asked == [used]
