@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,9 +20,10 @@ import te
 from te.bench._null import Device, Wires
 from te.errors import DeviceError
 from te.topology import Gid, GidKind
+from te.transports.base import Local
 from te.transports.rdma import direct
 from te.transports.rdma.direct import paths
-from te.transports.rdma.messages import CardNic, RailOffer
+from te.transports.rdma.messages import CardNic, RailAnswer, RailOffer
 from te.transports.rdma.transport import _idle_settings
 from te.verbs import _core as verbs
 from te.verbs.fabric import Nic, _with_gid
@@ -142,3 +147,48 @@ def test_it_is_said_once_in_the_log_of_the_engine(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING), NullEngine(Wires(), nics=1, gid_index=3):
         pass
     assert [one.getMessage().partition(":")[0] for one in caplog.records] == ["gid_index=3"]
+
+
+def test_what_is_configured_of_packets_is_given_to_the_queue_pair(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both ends, in the order of verbs.QueuePair.connect. Soft devices tell the traffic class
+    (tests/rdma), but no service level, and have one partition key."""
+    told: list[dict[str, Any]] = []
+    names = parameters_of_connect()
+
+    class Recorded:
+        number = 1
+
+        def connect(self, *values: Any, is_target: bool) -> None:
+            told.append(dict(zip(names, (*values, is_target), strict=True)))
+
+    monkeypatch.setattr(direct, "hand_over", lambda *_: None)
+    monkeypatch.setattr(Nic, "check_port", lambda _: None)
+    device = cast(verbs.Device, SimpleNamespace(queue_pair=lambda *_: Recorded()))
+    near = replace(nic(), device=device)
+    config = te.Config(traffic_class=106, service_level=3, partition_key_index=7)
+    local = cast(Local, SimpleNamespace(config=config))
+    link = cast(Any, SimpleNamespace(fences=0))
+    far = CardNic(name="far", family="ib", lid=2, mtu=5, gids=[])
+
+    def greet(offer: RailOffer) -> RailAnswer:
+        return direct.accept_rail(local, link, offer, near)
+
+    direct.build_rail(local, link, far, 0, 0, direct.Path(near, 0, None), greet)
+    assert [one["is_target"] for one in told] == [True, False]
+    for one in told:
+        assert one["traffic_class"] == 106
+        assert one["service_level"] == 3
+        assert one["partition_key_index"] == 7
+
+
+def parameters_of_connect() -> list[str]:
+    """Of verbs.QueuePair.connect, as its stub declares it: the compiled one tells no signature."""
+    source = Path(verbs.__file__).with_name("_core.pyi").read_text()
+    tree = ast.parse(source)
+    (cls,) = [one for one in tree.body if getattr(one, "name", "") == "QueuePair"]
+    assert isinstance(cls, ast.ClassDef)
+    (method,) = [one for one in cls.body if getattr(one, "name", "") == "connect"]
+    assert isinstance(method, ast.FunctionDef)
+    return [one.arg for one in method.args.args if one.arg != "self"]
