@@ -147,11 +147,13 @@ class Outgoing:
     def _cached(write: Write, plan: Plan) -> te.Blocks:
         chunk, target, span = write.chunk, write.target, write.span
         ours = chunk.pages[span.start - chunk.first : span.stop - chunk.first]
-        device = target.device_pages
+        first, end = span.start // target.page_span, -(-span.stop // target.page_span)
+        wanted, device = slice(4 * first, 4 * end), target.device_pages
         named = Named(
-            messages.indices_from_bytes(target.pages),
-            None if device is None else messages.indices_from_bytes(device),
+            messages.indices_from_bytes(target.pages[wanted]),
+            None if device is None else messages.indices_from_bytes(device[wanted]),
             write.view.decode_prefix_len,
+            first,
         )
         parts = [plan.part(ours, span.start, named)]
         if chunk.is_last:

@@ -41,11 +41,13 @@ class Named:
     pages: of its KV pool.
     device_pages: of buffers on the device, where `pages` are of host memory (HiSparse).
     prefix_len: tokens before the first page, which it has already.
+    first: how many of its pages come before these lists begin: no part needs them all.
     """
 
     pages: Indices
     device_pages: Indices | None = None
     prefix_len: int = 0
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,7 +180,7 @@ class Plan:
         ours = as_indices("page", pages)
         if self._draft_rows is not None:
             return self._tokens(ours, first, named, self._draft_rows)
-        parts = []
+        parts, begin = [], first - named.first
         for what, indexed, theirs in (
             ("page", self._kv, named.pages),
             ("device page", self._device, named.device_pages),
@@ -187,7 +189,8 @@ class Plan:
                 continue
             if theirs is None:
                 raise ValueError(f"decode has named no {what}s")
-            parts.append(_apply(what, indexed, *self._own(ours, theirs[first : first + len(ours)])))
+            span = theirs[begin : begin + len(ours)]
+            parts.append(_apply(what, indexed, *self._own(ours, span)))
         return te.Blocks.concat(parts)
 
     def _own(self, ours: Indices, theirs: Indices) -> tuple[Indices, Indices]:
@@ -211,11 +214,12 @@ class Plan:
             )
         source = (pages[:, None] * size + np.arange(size)).reshape(-1)
         at = first * size + np.arange(len(source))  # in the request, from the first page on
-        if len(at) and at[-1] >= len(named.pages) * size * dealt.of:
-            raise ValueError(f"decode has named {len(named.pages)} pages for {at[-1] + 1} tokens")
+        pages_named = named.first + len(named.pages)
+        if len(at) and at[-1] >= pages_named * size * dealt.of:
+            raise ValueError(f"decode has named {pages_named} pages for {at[-1] + 1} tokens")
 
         def rows(tokens: Indices, of_page: int) -> Indices:
-            return named.pages[tokens // of_page] * of_page + tokens % of_page
+            return named.pages[tokens // of_page - named.first] * of_page + tokens % of_page
 
         mine = at % dealt.of == dealt.index
         return te.Blocks.concat(

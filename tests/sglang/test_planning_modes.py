@@ -16,8 +16,9 @@ from test_planning import PAGES, STATES, manager, merged, registration, settings
 import te
 from bootstrap_server import InstanceConfig, KVFormat, RankCoords, Topology
 from bootstrap_server.matching import check_configs
-from sglang_mooncake.kv_args import Split
-from sglang_mooncake.layout import ALONE, Dealt, Named, Place, Plan
+from sglang_mooncake.kv_args import Heads, Split, layout_from_kv_args
+from sglang_mooncake.kv_entries import UNSPLIT
+from sglang_mooncake.layout import ALONE, Buffers, Dealt, Layout, Named, Place, Plan
 from sglang_mooncake.sources import sources_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
@@ -293,6 +294,60 @@ def test_pages_on_the_host_and_on_the_device_go_as_sglang_sends_them():
     assert len(merged(blocks, source)) == len(blocks)
     with pytest.raises(ValueError, match="named no device pages"):
         plan.part(OURS, 0, Named(THEIRS))
+
+
+#: Lists of KVArgs that are empty for a model without state.
+ABSENT = [
+    "state_types",
+    "state_data_ptrs",
+    "state_data_lens",
+    "state_item_lens",
+    "state_layer_ids",
+    "state_dim_per_tensor",
+    "state_slice_outer_counts",
+    "state_conv_shard_groups",
+    "kv_layer_ids",
+    "aux_data_ptrs",
+    "aux_data_lens",
+    "aux_item_lens",
+]
+
+
+class Compressed:
+    """DeepSeek-V4 of four layers, two of which keep every fourth token, and one every 128th."""
+
+    def __init__(self, role: str, split: Split = UNSPLIT) -> None:
+        nbytes = [64, 64, 24, 24, 40]  # latents and indexers of two layers, latents of one
+        self.memory = [np.zeros(20 * one, np.uint8) for one in nbytes]
+        self.place, self.is_mla, self.split = ALONE, True, split
+        self.kv_args = SimpleNamespace(
+            **{name: [] for name in ABSENT},
+            kv_data_ptrs=[one.ctypes.data for one in self.memory],
+            kv_data_lens=[one.nbytes for one in self.memory], kv_item_lens=nbytes,
+            num_draft_entries=0, page_size=PAGE, kv_layout=None, is_hybrid_mla_backend=False,
+            swa_kv_cache_layout=None, mla_compression_ratios=[4, 128, 0, 4], engine_rank=0,
+            prefill_start_layer=0, prefill_end_layer=4,
+        )  # fmt: skip
+
+    def layout(self) -> Layout:
+        facts = self.kv_args, "bfloat16", True, Buffers((), (), ()), Heads(1)
+        return layout_from_kv_args(*facts, self.place, self.split)
+
+
+def test_compressed_latents_on_the_host_and_the_others_on_the_device_go_as_sglang_sends_them():
+    source, target = Compressed("prefill"), Compressed("decode", Split(on_host=True))
+    device = np.array([8, 9, 1, 2, 3, 4], np.int32)
+    made = manager(source, "prefill")
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        made.send_kvcache(
+            "", OURS, target.kv_args.kv_data_ptrs, THEIRS, executor,
+            dst_device_kv_indices=device, dst_kv_item_len=64, dst_attn_tp_size=1,
+        )  # fmt: skip
+    blocks = Plan(source.layout(), target.layout()).part(OURS, 0, Named(THEIRS, device))
+    assert merged(blocks.array.tolist(), source) == merged(made.engine.rows, source)
+    assert {kind for kind, *_ in merged(made.engine.rows, source)} == {
+        "c4 latent", "c4 indexer", "c128 latent"
+    }  # fmt: skip
 
 
 def test_the_coordinates_of_a_rank_are_those_that_peers_ask_for():
