@@ -31,7 +31,7 @@ def _main(library: str, modules: str, arguments: list[str]) -> None:
     driver.fake_reset(ctypes.c_uint64(1), ctypes.c_uint64(DELAY_US), NEWEST)
     assert arguments[:2] == ["-P", "-c"], arguments
     sys.argv = ["-c", *arguments[3:]]
-    sys.path[0] = modules  # -P: not the directory of the program
+    sys.path[:1] = [modules] if modules else []  # -P: not the directory of the program
     exec(compile(arguments[2], "<string>", "exec"), {"__name__": "__main__"})
 
 
