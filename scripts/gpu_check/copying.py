@@ -14,10 +14,12 @@ from te.bench import _gpu
 from te.bench.gpu import Gpu
 from te.memory_kinds import MemoryKind, kind_of
 
-__all__ = ["FROM_HOST", "TO_HOST", "copier"]
+__all__ = ["FROM_HOST", "TO_HOST", "WITHIN", "copier"]
 
+#: Direction of te/core/kinds.h.
 TO_HOST: Final = 0
 FROM_HOST: Final = 1
+WITHIN: Final = 2
 MEMORY_BYTES: Final = 96 << 20
 LARGEST_BYTES: Final = 16 << 20
 ROUNDS: Final = 6

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from gpu_check.child import Failed, Task
-from gpu_check.copying import FROM_HOST, TO_HOST
+from gpu_check.copying import FROM_HOST, TO_HOST, WITHIN
 from te.bench import _gpu, tables
 from te.bench.bars import CUDA_BARS, verdict
 from te.bench.gpu import U64, Gpu, rows
@@ -29,7 +29,8 @@ MEMORY_BYTES: Final = 128 << 20
 BLOCKS_MAX: Final = 16384
 BLOCK_BYTES: Final = (256, 1024, 4096, 16384, 65536, 262144, 1 << 20)
 ROUNDS: Final = 7
-WAYS: Final = ("D2H", "H2D", "D2D")
+DIRECTIONS: Final = {"D2H": TO_HOST, "H2D": FROM_HOST, "D2D": WITHIN}
+WAYS: Final = tuple(DIRECTIONS)
 METHODS: Final = ("te", "loop", "batch", "one_large", "pageable_loop")
 CALLS: Final = 2000
 RING_BYTES: Final = 64 << 20
@@ -112,8 +113,7 @@ def _rates(
 
 
 def _by_te(kind: MemoryKind, table: U64, way: str) -> float:
-    direction = FROM_HOST if way == "H2D" else TO_HOST
-    error, _, elapsed_ns = _gpu.kind_copy(kind.compiled, table, direction)
+    error, _, elapsed_ns = _gpu.kind_copy(kind.compiled, table, DIRECTIONS[way])
     if error:
         raise Failed(f"te's copier gave errno {error}: {kind.trouble}")
     return elapsed_ns / 1e9
