@@ -72,7 +72,7 @@ static void release(void *state, Event *event)
     free(event);
 }
 
-static const KindOps OPS = {copy, query, release, NULL};
+static const KindOps OPS = {.copy = copy, .query = query, .release = release};
 static Kind kind = {&OPS, NULL, 0};
 
 PyDoc_STRVAR(start_doc,

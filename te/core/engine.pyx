@@ -7,9 +7,9 @@ from libc.string cimport memcpy, memset
 from te.core.heap cimport need
 from te.core.link cimport Link, link_drop
 from te.core.notices cimport Bulletin, Notice, bulletin_take, notice_take
-from te.core.kinds cimport kind_of
+from te.core.kinds cimport kind_of, KINDS_MAX
 from te.core.plane cimport (
-    CANCELLED, DONE, FAILED, plane_close, plane_open, plane_quiesce, plane_stage, plane_unstage,
+    CANCELLED, DONE, FAILED, plane_close, plane_know, plane_open, plane_quiesce, plane_stage, plane_unstage,
 )
 from te.core.posix cimport eventfd_read, eventfd_write
 from te.core.regions cimport *
@@ -80,7 +80,11 @@ cdef class Engine:
     ):
         cdef Region *r = region_new(
             start, end, serial, kind_of(kind), rights, is_shared, <char *>keys, len(keys))
+        if kind not in self.kinds and len(self.kinds) == KINDS_MAX:
+            region_drop(r)
+            raise ValueError(f"memory of more than {KINDS_MAX} kinds")
         self.kinds.add(kind)  # A region may be in use for longer than it is registered.
+        plane_know(self.p, r.kind)
         region_put(&self.p.regions, r)
 
     def stage(self, u64 base, u64 nbytes, u64 slot_bytes):

@@ -3,9 +3,11 @@
 
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
+from libc.string cimport strerror
 from te.core.heap cimport need
 from te.core.link cimport FENCED, Transfer, link_die_locked
 from te.core.maps cimport map_free, map_get, map_put, map_take
+from te.core.plane cimport plane_flush
 from te.core.regions cimport *
 from te.core.sections cimport enter, leave
 from te.core.sync cimport add32, add64, load32, load_pointer, store32
@@ -90,6 +92,10 @@ cdef bint arriving_abandon(Arriving *a, u64 nbytes) noexcept nogil:
 
 cdef bint arriving_count(Link *link, Section *section, Arriving *a, char *reason) noexcept nogil:
     cdef bint good
+    cdef int problem = plane_flush(link.plane) if link.ops.lands_by_device else 0
+    if problem:
+        snprintf(reason, TEXT_MAX, b"what was written does not show: %s", strerror(problem))
+        return False
     enter(section, link, a.opening)
     good = may_land(link, a, NULL, NULL, 0, reason)
     if good and a.opening != NULL:

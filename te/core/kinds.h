@@ -44,6 +44,9 @@ typedef struct {
     /* Undoes a `MemoryKind.map` (te.memory_kinds.base), by the number that it gave, once no copy touches
      * that memory any more. This alone may wait, for the device. NULL of a kind that maps nothing. */
     void (*unmap)(void *state, uint64_t mapped);
+    /* Has what NICs have written be seen by what begins on the device from now on. 0 or an errno; it takes
+     * microseconds. NULL where that is so anyway. */
+    int (*flush)(void *state);
 } KindOps;
 
 typedef struct {

@@ -25,6 +25,7 @@ cdef extern from "core/kinds.h" nogil:
         int (*query)(void *, Event *) noexcept nogil
         void (*release)(void *, Event *) noexcept nogil
         void (*unmap)(void *, uint64_t) noexcept nogil
+        int (*flush)(void *) noexcept nogil
     ctypedef struct Kind:
         const KindOps *ops
         void *state

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What all links of an engine share.
 
+from te.core.kinds cimport Kind, KINDS_MAX
 from te.core.notices cimport Notices
 from te.core.regions cimport Regions
 from te.core.sections cimport Sections, WORKERS_MAX
@@ -31,6 +32,8 @@ cdef struct Plane:
     u64 segment_bytes  # of a frame, at most
     u32 segment_blocks
     Stager *stagers[WORKERS_MAX]  # atomic: by worker; NULL while all memory is the kernel's to touch
+    Kind *late[KINDS_MAX]  # kinds that must be flushed before they show what NICs have written
+    u32 late_n  # atomic
     u64 links  # made so far, under the interpreter lock
     # Atomic.
     u64 bytes_sent, bytes_received, connections_in, connections_out
@@ -49,6 +52,10 @@ cdef bint plane_unstage(Plane *p) noexcept nogil
 # Returns once each landing under way at the call, in a section or as a copy, has ended that is the
 # link's and under the right (NULL is any); False when one has not in time.
 cdef bint plane_quiesce(Plane *p, void *link, void *right, u64 timeout_ns) noexcept nogil
+# Memory of the kind is registered; under the interpreter's lock.
+cdef void plane_know(Plane *p, Kind *kind) noexcept nogil
+# A NIC has written something that is to be told as landed: has it be seen. 0 or an errno.
+cdef int plane_flush(Plane *p) noexcept nogil
 # What a transport, told by any address of its own, keeps for the engine: `nbytes` of memory, zeroed
 # when it is first asked for, until the engine is gone.
 cdef void *plane_private(Plane *p, const void *of, size_t nbytes) noexcept nogil

@@ -4,14 +4,15 @@
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from te.core.heap cimport need
+from te.core.kinds cimport Kind
 from te.core.notices cimport notices_close, notices_open
 from te.core.regions cimport regions_close, regions_open
 from te.core.posix cimport EINVAL
 from te.core.sections cimport quiesce
 from te.core.stager cimport stager_free, stager_new, stager_quiesce
 from te.core.sync cimport (
-    now_ns, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
-    store_pointer,
+    load32, now_ns, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
+    store32, store_pointer,
 )
 from te.core.tags cimport tags_close, tags_init
 from te.core.worker cimport workers_close, workers_open
@@ -83,6 +84,26 @@ cdef bint plane_quiesce(Plane *p, void *link, void *right, u64 timeout_ns) noexc
         if s != NULL and not stager_quiesce(s, link, right, until):
             return False
     return True
+
+
+cdef void plane_know(Plane *p, Kind *kind) noexcept nogil:
+    cdef u32 i
+    if kind.ops == NULL or kind.ops.flush == NULL:
+        return
+    for i in range(p.late_n):
+        if p.late[i] == kind:
+            return
+    p.late[p.late_n] = kind
+    store32(&p.late_n, p.late_n + 1)
+
+
+cdef int plane_flush(Plane *p) noexcept nogil:
+    cdef u32 i
+    cdef int problem = 0
+    for i in range(load32(&p.late_n)):
+        if problem == 0:
+            problem = p.late[i].ops.flush(p.late[i].state)
+    return problem
 
 
 cdef void *plane_private(Plane *p, const void *of, size_t nbytes) noexcept nogil:

@@ -171,7 +171,7 @@ static void *work(void *state) {
     return NULL;
 }
 
-static const KindOps OPS = {copy, query, release, NULL};
+static const KindOps OPS = {.copy = copy, .query = query, .release = release};
 
 Sealed *sealed_new(uint64_t seed, uint32_t delay_us) {
     Sealed *s = calloc(1, sizeof *s);

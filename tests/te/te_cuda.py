@@ -187,6 +187,10 @@ class StandIn:
         """The call of copies that comes after so many fails in its middle, for good."""
         self._library.fake_fail_copy(ctypes.c_uint64(after), error)
 
+    def order_writes(self, order: int) -> None:
+        """The attribute GPU_DIRECT_RDMA_WRITES_ORDERING; 0: they have to be flushed."""
+        self._library.fake_order_writes(order)
+
     @contextlib.contextmanager
     def stuck(self) -> Iterator[None]:
         """No work of any stream begins."""

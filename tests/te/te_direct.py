@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import queue
 import select
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Self
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from te_frames import ALL_RIGHTS, FAR, HEADER, PIECE, AckStatus, Kind, header
@@ -48,13 +50,16 @@ from te.transports.rdma.messages import (
     RdmaWelcome,
 )
 from te.transports.rdma.transport import Rdma
+from te.verbs.fabric import Fabric
 
 __all__ = [
+    "DeviceEngine",
     "Frame",
     "NullEngine",
     "RawDirectDestination",
     "RawDirectListener",
     "RawDirectSource",
+    "Refusing",
     "ask",
     "raw_direct_destination",
     "table",
@@ -77,6 +82,36 @@ class NullEngine(te.Engine):
         if name == "rdma":
             return Rdma(self._config, self._null_fabric)
         return super()._transport(name)
+
+
+class Refusing(Device):
+    """A device without dma-bufs, which refuses some memory altogether: in a kernel without
+    nvidia-peermem, a GPU's."""
+
+    refused = range(0)
+
+    def register_dma_buf(self, *_: int) -> Any:
+        raise OSError(errno.EOPNOTSUPP, "ibv_reg_dmabuf_mr: Operation not supported")
+
+    def register(self, address: int, nbytes: int, **rights: bool) -> Any:
+        if address in self.refused:
+            raise OSError(errno.EFAULT, "ibv_reg_mr: Bad address")
+        return super().register(address, nbytes, **rights)
+
+
+class DeviceEngine(te.Engine):
+    """With this one RDMA device."""
+
+    ALL: ClassVar = ("rdma", "samehost", "tcp")
+
+    def __init__(self, device: Device, transports: tuple[str, ...] = ALL) -> None:
+        whole = null_fabric(Wires(), 1)
+        nics = (replace(whole.nics[0], device=device),)
+        self._fabric = Fabric(nics, whole._topology, (0,))
+        super().__init__(te.Config(transports=transports))
+
+    def _transport(self, name: str) -> Any:
+        return Rdma(self._config, self._fabric) if name == "rdma" else super()._transport(name)
 
 
 class Frame(NamedTuple):

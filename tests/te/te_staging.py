@@ -220,6 +220,7 @@ class Ops(ctypes.Structure):
         ("query", _QUERY),
         ("release", _RELEASE),
         ("unmap", ctypes.c_void_p),
+        ("flush", ctypes.c_void_p),
     )
 
 

@@ -4,54 +4,20 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 from te_cuda import CudaMemory, StandIn, cuda, fake_cuda
+from te_direct import DeviceEngine, Refusing
 
 import te
-from te.bench._null import Device, Wires
-from te.bench.null_post import null_fabric
-from te.transports.rdma.transport import Rdma
-from te.verbs.fabric import Fabric
+from te.bench._null import Wires
 
 NBYTES = 3 * 4096
 TAG, TIMEOUT_S = 0xC0DA, 30.0
-ALL = ("rdma", "samehost", "tcp")
 WHY = "ibv_reg_dmabuf_mr: Operation not supported; ibv_reg_mr: Bad address"
-
-
-class Refusing(Device):
-    """A device without dma-bufs, which refuses some memory altogether: in a kernel without
-    nvidia-peermem, a GPU's."""
-
-    refused = range(0)
-
-    def register_dma_buf(self, *_: int) -> Any:
-        raise OSError(errno.EOPNOTSUPP, "ibv_reg_dmabuf_mr: Operation not supported")
-
-    def register(self, address: int, nbytes: int, **rights: bool) -> Any:
-        if address in self.refused:
-            raise OSError(errno.EFAULT, "ibv_reg_mr: Bad address")
-        return super().register(address, nbytes, **rights)
-
-
-class Engine(te.Engine):
-    """With this one RDMA device."""
-
-    def __init__(self, device: Device, transports: tuple[str, ...] = ALL) -> None:
-        whole = null_fabric(Wires(), 1)
-        nics = (replace(whole.nics[0], device=device),)
-        self._fabric = Fabric(nics, whole._topology, (0,))
-        super().__init__(te.Config(transports=transports))
-
-    def _transport(self, name: str) -> Any:
-        return Rdma(self._config, self._fabric) if name == "rdma" else super()._transport(name)
 
 
 @contextlib.contextmanager
@@ -71,7 +37,7 @@ def test_memory_that_devices_refuse_goes_another_way(caplog: pytest.LogCaptureFi
         memory.view[:] = np.arange(NBYTES) % 251
         target.register(there.address, NBYTES)
         target.expect(TAG)
-        with Engine(device) as source:
+        with DeviceEngine(device) as source:
             host = source.register(np.zeros(NBYTES, np.uint8))
             assert host.registration is not None
             with caplog.at_level(logging.WARNING, "te"):
@@ -93,9 +59,9 @@ def test_memory_that_devices_refuse_goes_another_way(caplog: pytest.LogCaptureFi
 
 
 def test_the_reason_is_a_peers_too() -> None:
-    with gpu() as (_, memory, device), Engine(device) as source:
+    with gpu() as (_, memory, device), DeviceEngine(device) as source:
         source.register(memory.address, NBYTES)
-        with Engine(Refusing(Wires())) as target:
+        with DeviceEngine(Refusing(Wires())) as target:
             reason = source.connect(target.card()).transport_reason
         assert reason == f"rdma: it cannot move CUDA memory: {WHY}"
 
@@ -103,16 +69,16 @@ def test_the_reason_is_a_peers_too() -> None:
 @pytest.mark.parametrize("known_by", ["card", "connect"])
 def test_a_peer_that_may_count_on_rdma_keeps_it(known_by: str) -> None:
     says = f"12288 bytes at 0x.* are CUDA memory, which the devices do not take: {WHY}"
-    with gpu() as (_, memory, device), Engine(device) as engine, te.Engine() as other:
+    with gpu() as (_, memory, device), DeviceEngine(device) as engine, te.Engine() as other:
         engine.card() if known_by == "card" else engine.connect(other.card())
         with pytest.raises(te.RegistrationError, match=says):
             engine.register(memory.address, NBYTES)
-        assert engine.stats().transports == ALL
+        assert engine.stats().transports == DeviceEngine.ALL
         assert engine.register(np.zeros(9, np.uint8)).registration is not None
 
 
 def test_without_another_transport_it_is_refused() -> None:
-    with gpu() as (_, memory, device), Engine(device, ("rdma",)) as engine:
+    with gpu() as (_, memory, device), DeviceEngine(device, ("rdma",)) as engine:
         with pytest.raises(te.RegistrationError, match=f"devices do not take: {WHY}$"):
             engine.register(memory.address, NBYTES)
         assert engine.stats().transports == ("rdma",)
@@ -120,7 +86,7 @@ def test_without_another_transport_it_is_refused() -> None:
 
 def test_memory_without_a_copier_goes_over_rdma_alone() -> None:
     memory = np.zeros(NBYTES, np.uint8)
-    with fake_cuda(memory.ctypes.data, NBYTES), Engine(Refusing(Wires())) as engine:
+    with fake_cuda(memory.ctypes.data, NBYTES), DeviceEngine(Refusing(Wires())) as engine:
         assert engine.register(memory.ctypes.data, NBYTES).registration is not None
         assert engine.stats().transports == ("rdma",)
 
@@ -129,17 +95,17 @@ def test_what_neither_devices_nor_others_take_changes_nothing() -> None:
     memory = np.zeros(NBYTES, np.uint8)
     device = Refusing(Wires())
     device.refused = range(memory.ctypes.data, memory.ctypes.data + NBYTES)
-    with fake_cuda(memory.ctypes.data, NBYTES), Engine(device) as engine:
+    with fake_cuda(memory.ctypes.data, NBYTES), DeviceEngine(device) as engine:
         with pytest.raises(te.RegistrationError, match="devices do not take"):
             engine.register(memory.ctypes.data, NBYTES)
-        assert engine.stats().transports == ALL
+        assert engine.stats().transports == DeviceEngine.ALL
 
 
 def test_host_memory_that_devices_refuse_is_an_error() -> None:
     """It lacks a limit, which can be raised, and not a driver."""
     memory, device = np.zeros(NBYTES, np.uint8), Refusing(Wires())
     device.refused = range(memory.ctypes.data, memory.ctypes.data + NBYTES)
-    with Engine(device) as engine:
+    with DeviceEngine(device) as engine:
         with pytest.raises(te.RegistrationError, match=r"^ibv_reg_mr: Bad address$"):
             engine.register(memory)
-        assert engine.stats().transports == ALL
+        assert engine.stats().transports == DeviceEngine.ALL

@@ -19,11 +19,12 @@ from te.core.sync cimport (
     u32, u64,
 )
 from te.memory_kinds.cuda._device cimport (
-    Batch, Device, enter, failed, IN_CONTEXT, IN_COPY, IN_EVENT, IN_QUERY, IN_RECORD, IN_UNMAP, leave,
-    STREAMS,
+    Batch, Device, enter, failed, IN_CONTEXT, IN_COPY, IN_EVENT, IN_FLUSH, IN_QUERY, IN_RECORD,
+    IN_UNMAP, leave, STREAMS,
 )
 from te.memory_kinds.cuda._driver cimport (
-    CU_EVENT_DISABLE_TIMING, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE,
+    CU_EVENT_DISABLE_TIMING, CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
+    CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE,
     CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, CU_MEMHOSTREGISTER_PORTABLE, CU_STREAM_NON_BLOCKING,
     CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUdevice,
     CUdeviceptr, CUipcMemHandle, CUmemcpyAttributes, CUresult, CUstream, CUstreamCaptureMode, Driver,
@@ -38,13 +39,14 @@ cdef enum:
     # thread waits long for the driver's lock.
     COPIES_MAX = 256
 
-cdef const char *CALLS[6]
+cdef const char *CALLS[7]
 CALLS[IN_CONTEXT] = b"cuCtxPushCurrent"
 CALLS[IN_EVENT] = b"cuEventCreate"
 CALLS[IN_COPY] = b"the call that copies"
 CALLS[IN_RECORD] = b"cuEventRecord"
 CALLS[IN_QUERY] = b"cuEventQuery"
 CALLS[IN_UNMAP] = b"the call that unmaps"
+CALLS[IN_FLUSH] = b"cuFlushGPUDirectRDMAWrites"
 
 
 cdef Batch *batch_take(Device *d) noexcept nogil:
@@ -167,8 +169,24 @@ cdef void release(void *state, Event *event) noexcept nogil:
     batch_give(<Device *>state, <Batch *>event)
 
 
+cdef int flush(void *state) noexcept nogil:
+    cdef Device *d = <Device *>state
+    cdef CUstreamCaptureMode mode
+    cdef CUresult error = enter(d, &mode)
+    if error:
+        return failed(d, IN_CONTEXT, error)
+    error = d.functions.cuFlushGPUDirectRDMAWrites(
+        CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX, CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER)
+    leave(d, &mode)
+    return failed(d, IN_FLUSH, error) if error else 0
+
+
 cdef KindOps OPS
 OPS.copy, OPS.query, OPS.release, OPS.unmap = copy, query, release, unmap
+
+# Of a GPU that does not show what NICs have written without being told to.
+cdef KindOps LATE_OPS = OPS
+LATE_OPS.flush = flush
 
 
 cdef void forget(object capsule) noexcept:
@@ -197,6 +215,8 @@ cdef class Copier:
         error = driver.functions.cuDevicePrimaryCtxRetain(&self.device.context, self.number)
         self.must(error, "cuDevicePrimaryCtxRetain")
         self.is_retained = True
+        if not driver.shows_writes(ordinal):
+            self.kind.ops = &LATE_OPS
         self.must(self.make_streams(), "cuStreamCreate")
 
     cdef CUresult make_streams(self):

@@ -19,6 +19,7 @@ cdef enum:
     IN_RECORD = 3
     IN_QUERY = 4
     IN_UNMAP = 5
+    IN_FLUSH = 6
 
 # `Event` of te/core/kinds.h.
 cdef struct Batch:

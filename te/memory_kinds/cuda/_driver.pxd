@@ -52,10 +52,16 @@ cdef extern from "memory_kinds/cuda/abi.h" nogil:
         CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         CU_MEM_LOCATION_TYPE_DEVICE
         CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
+        CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
+        CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
+        CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
     ctypedef CUresult (*GetProcAddress)(const char *, void **, int, uint64_t) noexcept nogil
     ctypedef struct Functions:
         CUresult (*cuGetErrorName)(CUresult, const char **) noexcept nogil
         CUresult (*cuDeviceGet)(CUdevice *, int) noexcept nogil
+        CUresult (*cuDeviceGetAttribute)(int *, unsigned, CUdevice) noexcept nogil
+        CUresult (*cuFlushGPUDirectRDMAWrites)(unsigned, unsigned) noexcept nogil
         CUresult (*cuDeviceGetPCIBusId)(char *, int, CUdevice) noexcept nogil
         CUresult (*cuDevicePrimaryCtxGetState)(CUdevice, unsigned *, int *) noexcept nogil
         CUresult (*cuDevicePrimaryCtxRetain)(CUcontext *, CUdevice) noexcept nogil

@@ -9,6 +9,10 @@ class Driver:
     def pci_address(self, ordinal: int) -> str:
         """Of the GPU, as sysfs writes it (``0000:1b:00.0``); empty if the driver does not tell."""
 
+    def shows_writes(self, ordinal: int) -> bool:
+        """Whether kernels that are launched after a NIC's completion see what it has written to the
+        GPU; else it has to be flushed (cuFlushGPUDirectRDMAWrites)."""
+
     def dma_buf(self, address: int, nbytes: int) -> int:
         """A descriptor, which is the caller's. ``OSError`` with the driver's own error."""
 

@@ -50,6 +50,16 @@ cdef class Driver:
             return ""
         return text.decode().lower()
 
+    def shows_writes(self, int ordinal):
+        cdef CUdevice device
+        cdef int order = 0
+        return (
+            self.functions.cuDeviceGet(&device, ordinal) == 0
+            and self.functions.cuDeviceGetAttribute(
+                &order, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING, device) == 0
+            and order >= <int>CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
+        )
+
     def dma_buf(self, unsigned long long address, size_t nbytes):
         cdef int fd = -1
         cdef CUresult error

@@ -11,7 +11,8 @@
 
 /* gcc takes an enum without negative values for an unsigned int, also in prototypes. */
 typedef unsigned CUresult, CUpointer_attribute, CUstreamCaptureMode, CUmemRangeHandleType;
-typedef unsigned CUmemAllocationHandleType;
+typedef unsigned CUmemAllocationHandleType, CUdevice_attribute;
+typedef unsigned CUflushGPUDirectRDMAWritesTarget, CUflushGPUDirectRDMAWritesScope;
 typedef int CUdevice;
 typedef unsigned long long CUdeviceptr, CUmemGenericAllocationHandle;
 typedef struct CUctx_st *CUcontext;
@@ -62,6 +63,10 @@ enum {
     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
     CU_MEM_LOCATION_TYPE_DEVICE = 1,
     CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
+    CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING = 118,
+    CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER = 100,
+    CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX = 0,
+    CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER = 100,
 };
 
 /* NEED(name, version, parameters): without one of these there is no CUDA memory here. MAY: NULL where
@@ -69,6 +74,9 @@ enum {
 #define CUDA_FUNCTIONS(NEED, MAY)                                                                    \
     NEED(cuGetErrorName, 6000, (CUresult, const char **))                                            \
     NEED(cuDeviceGet, 2000, (CUdevice *, int))                                                       \
+    NEED(cuDeviceGetAttribute, 2000, (int *, CUdevice_attribute, CUdevice))                          \
+    NEED(cuFlushGPUDirectRDMAWrites, 11030,                                                          \
+        (CUflushGPUDirectRDMAWritesTarget, CUflushGPUDirectRDMAWritesScope))                         \
     NEED(cuDeviceGetPCIBusId, 4010, (char *, int, CUdevice))                                         \
     NEED(cuDevicePrimaryCtxGetState, 7000, (CUdevice, unsigned *, int *))                            \
     NEED(cuDevicePrimaryCtxRetain, 7000, (CUcontext *, CUdevice))                                    \

@@ -6,7 +6,7 @@ from te.core.frames cimport frame_load
 from te.core.heap cimport need
 from te.core.link cimport *
 from te.core.maps cimport map_get
-from te.core.plane cimport FAILED
+from te.core.plane cimport FAILED, plane_flush
 from te.core.regions cimport UNUSED
 from te.core.sending cimport check_reason, say_unexpected
 from te.core.sync cimport *
@@ -118,7 +118,10 @@ cdef void go_on(Connection *c, Transfer *t) noexcept nogil:
                 queue_abandon(c, t.id, t.tag, p.pieces_n - p.waiting - p.unmarked)
             advance(t, SAID)
     elif t.is_read and p.granted and p.waiting == 0 and t.in_flight == 0:
-        advance(t, LANDS)
+        if plane_flush(c.link.plane):
+            refuse_read(t, b"what was read does not show in the memory")
+        else:
+            advance(t, LANDS)
     conclude(t)
 
 

@@ -142,11 +142,19 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
         *value = 1;
         break;
     case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING:
-        *value = 100;
+        *value = writes_ordering;
         break;
     default:
         r = CUDA_ERROR_INVALID_VALUE;
     }
+    return leave(r);
+}
+
+CUresult cuFlushGPUDirectRDMAWrites(
+    CUflushGPUDirectRDMAWritesTarget target, CUflushGPUDirectRDMAWritesScope scope) {
+    CUresult r = enter("cuFlushGPUDirectRDMAWrites", NEEDS_CONTEXT);
+    if (r == 0 && (target != 0 || scope != 100))
+        r = CUDA_ERROR_INVALID_VALUE;
     return leave(r);
 }
 

@@ -17,6 +17,7 @@
 typedef unsigned CUresult, CUpointer_attribute, CUdevice_attribute, CUstreamCaptureMode;
 typedef unsigned CUmemRangeHandleType, CUmemAllocationHandleType, CUmemAllocationGranularity_flags;
 typedef unsigned CUdriverProcAddressQueryResult;
+typedef unsigned CUflushGPUDirectRDMAWritesTarget, CUflushGPUDirectRDMAWritesScope;
 typedef uint64_t cuuint64_t;
 typedef int CUdevice;
 typedef unsigned long long CUdeviceptr, CUmemGenericAllocationHandle;
@@ -162,6 +163,8 @@ CUresult cuMemcpyBatchAsync_v2(
     CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *sizes, size_t count, CUmemcpyAttributes *attributes,
     size_t *starts, size_t attributes_n, CUstream stream);
 
+CUresult cuFlushGPUDirectRDMAWrites(
+    CUflushGPUDirectRDMAWritesTarget target, CUflushGPUDirectRDMAWritesScope scope);
 CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address);
 CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsigned flags);
 CUresult cuIpcCloseMemHandle(CUdeviceptr address);

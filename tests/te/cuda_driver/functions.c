@@ -61,6 +61,7 @@ static const Function FUNCTIONS[] = {
     {"cuMemcpyAsync", 4000, cuMemcpyAsync},
     {"cuMemcpyBatchAsync", 13000, cuMemcpyBatchAsync_v2},
     {"cuMemcpyBatchAsync", 12080, cuMemcpyBatchAsync},
+    {"cuFlushGPUDirectRDMAWrites", 11030, cuFlushGPUDirectRDMAWrites},
     {"cuIpcGetMemHandle", 4010, cuIpcGetMemHandle},
     {"cuIpcOpenMemHandle", 11000, cuIpcOpenMemHandle_v2},
     {"cuIpcCloseMemHandle", 4010, cuIpcCloseMemHandle},
