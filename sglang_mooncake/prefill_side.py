@@ -304,14 +304,7 @@ class PrefillSide(Side):
             self._reply(result.identity, HelloReply(refused=result.peer))
             return
         made = Destination(result.identity.hex(), result.rank, result.peer, result.plan)
-        why = result.peer.transport_reason
-        logger.info(
-            "%s writes to %s over %s%s",
-            self._context.name,
-            result.rank,
-            result.peer.transport,
-            f" ({why})" if why else "",
-        )
+        logger.info("%s writes to %s over %s", self._context.name, result.rank, _way(result.peer))
         for former in self._destinations.add(made):
             self._reset(former, f"has too many links to {former.rank}")
         # First the others: this hello may be the end of one of them.
@@ -407,3 +400,10 @@ class PrefillSide(Side):
         self._executor.submit(outcome)
         if outcome.view.state is RoomState.DONE:
             self._recorder.handed_over(now_s - ended.write.chunk.sent_s)
+
+
+def _way(peer: te.Peer) -> str:
+    """The transport, what to expect of it, and why it is no better one."""
+    rate = f", {peer.bytes_per_s / 1e9:.3g} GB/s at best" if peer.bytes_per_s else ""
+    why = f" ({peer.transport_reason})" if peer.transport_reason else ""
+    return f"{peer.transport}{rate}{why}"

@@ -115,6 +115,8 @@ class Recorder:
             "classes": self._classes,
             # What carries bytes, not what is on offer; empty on a rank that writes to nobody.
             "transport": ",".join(sorted({name for name, _ in stats.peer_transports.values()})),
+            # What the slowest way to a peer carries at best; 0.0 if nobody tells.
+            "bytes_per_s_at_best": min(filter(None, stats.peer_bytes_per_s.values()), default=0.0),
             "rails": stats.rails,
             "rooms": {
                 "done": self._rooms["done"],

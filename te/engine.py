@@ -60,6 +60,8 @@ class Stats:
     transports: tuple[str, ...]
     #: How each live peer is reached, by its id: the transport, and why not by a preferred one.
     peer_transports: dict[str, tuple[str, str]]
+    #: And what the way there carries at best (``Peer.bytes_per_s``).
+    peer_bytes_per_s: dict[str, float]
 
 
 def _work(plane: Plane, index: int, memory: RegionTable) -> None:
@@ -377,6 +379,7 @@ class Engine:
             rails=rails_out + rails_in,
             transports=self._chosen.names,
             peer_transports={one.id: (one.transport, one.transport_reason) for one in alive},
+            peer_bytes_per_s={one.id: one.bytes_per_s for one in alive},
         )
 
     def _transport(self, name: str) -> Transport:

@@ -89,6 +89,12 @@ class Peer:
         """Why no preferred transport was taken; empty if this is the first choice."""
         return self._opened.reason
 
+    @property
+    def bytes_per_s(self) -> float:
+        """What the devices or the interface on the way to it carry at best; 0.0 if nobody tells, as
+        on the same host."""
+        return self._link.bytes_per_s
+
     def write(self, blocks: Blocks, tag: int = 0) -> Transfer:
         """Begins to copy ``blocks`` from this engine's memory into the peer's; returns at once.
 

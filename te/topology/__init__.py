@@ -9,7 +9,7 @@ an iWARP device. ``report`` is ``te topology``.
 
 from __future__ import annotations
 
-from te.topology.addresses import read_addresses
+from te.topology.addresses import bytes_per_s_of, read_addresses
 from te.topology.choice import choose_topology
 from te.topology.gids import Gid, GidKind, gid_pairs, read_gids
 from te.topology.locality import (
@@ -33,6 +33,7 @@ __all__ = [
     "Machine",
     "Nic",
     "Topology",
+    "bytes_per_s_of",
     "choose_nics",
     "choose_topology",
     "gid_pairs",

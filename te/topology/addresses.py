@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
 import socket
@@ -12,12 +13,13 @@ from typing import Final
 
 from te.topology.gids import Gid, GidKind
 
-__all__ = ["parse_inet6", "read_addresses"]
+__all__ = ["bytes_per_s_of", "parse_inet6", "read_addresses"]
 
 SIOCGIFADDR: Final = 0x8915
 # netdevice(7): struct ifreq, 16 bytes of name and then a struct sockaddr_in.
 IFREQ: Final = struct.Struct("16s4x4s16x")
 SCOPE_GLOBAL: Final = "00"
+_INTERFACES: Final = Path("/sys/class/net")
 
 
 def read_addresses(netdev: str) -> tuple[Gid, ...]:
@@ -40,6 +42,19 @@ def read_addresses(netdev: str) -> tuple[Gid, ...]:
         Gid(index=i, text=text, kind=kind, roce=0, netdev=netdev)
         for i, (text, kind) in enumerate(texts)
     )
+
+
+def bytes_per_s_of(address: str, interfaces: Path = _INTERFACES) -> float:
+    """The speed of the interface that has a numeric IP address, as its driver tells it
+    (sysfs-class-net in the kernel's ABI); 0.0 where none does: on the loopback interface, and many
+    virtual ones."""
+    text = str(ipaddress.ip_address(address))
+    wanted = text if ":" in text else f"::ffff:{text}"
+    with contextlib.suppress(OSError, ValueError):
+        for path in interfaces.iterdir():
+            if any(gid.text == wanted for gid in read_addresses(path.name)):
+                return max(int((path / "speed").read_text()), 0) * 1e6 / 8
+    return 0.0
 
 
 def parse_inet6(table: str, netdev: str) -> list[str]:

@@ -174,6 +174,11 @@ class OutgoingLink:
         return self.handle.rails
 
     @property
+    def bytes_per_s(self) -> float:
+        """What its devices or its interface carry at best; 0.0 if nobody tells."""
+        return 0.0
+
+    @property
     def views(self) -> tuple[RailView, ...]:
         """The rails that the transport makes by itself."""
         return ()

@@ -21,6 +21,7 @@ ENGINE = te.Stats(
     rails=2,
     transports=("samehost", "tcp"),
     peer_transports={"a": ("tcp", "another host"), "b": ("tcp", "another host")},
+    peer_bytes_per_s={"a": 1.25e9, "b": 0.0},
 )
 
 
@@ -66,6 +67,7 @@ def test_the_file_is_whole_and_kept_by_a_thread_of_its_own(recorder):
     until(lambda: recorder.path.exists() and written()["handover_ms"] == [250.0], "it is written")
     assert written()["rank"] == {"dp": 0, "cp": 0, "tp": 0, "pp": 0}
     assert (written()["transport"], written()["rails"]) == ("tcp", 2)
+    assert written()["bytes_per_s_at_best"] == 1.25e9
     assert len(written()["scheduler_call_us"]["send"]) == 1
     assert written()["classes"] == {"manager": "a.B"}
     recorder.handed_over(0.5)

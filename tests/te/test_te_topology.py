@@ -17,6 +17,7 @@ from te.topology import (
     GidKind,
     Link,
     Locality,
+    bytes_per_s_of,
     choose_nics,
     gid_pairs,
     parse_override,
@@ -299,6 +300,20 @@ def test_addresses_of_an_interface() -> None:
     assert (found[0].text, found[0].kind) == ("::ffff:127.0.0.1", GidKind.IPV4)
     assert found[0].raw == bytes(10) + b"\xff\xff\x7f\0\0\x01"
     assert read_addresses("no-such-link") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"), [("25000\n", 3.125e9), ("-1\n", 0.0), ("fast\n", 0.0), (None, 0.0)]
+)
+def test_the_speed_of_the_interface_that_has_an_address(
+    tmp_path: Path, text: str | None, bytes_per_s: float
+) -> None:
+    (tmp_path / "lo").mkdir()
+    if text is not None:
+        (tmp_path / "lo" / "speed").write_text(text)
+    assert bytes_per_s_of("127.0.0.1", tmp_path) == bytes_per_s
+    assert bytes_per_s_of("192.0.2.1", tmp_path) == 0.0  # Nobody here has it.
+    assert bytes_per_s_of("127.0.0.1", tmp_path / "nothing") == 0.0
 
 
 def test_global_addresses_in_the_kernels_table() -> None:

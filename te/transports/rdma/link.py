@@ -49,6 +49,12 @@ class KeptLink(OutgoingLink):
         return self.states().count(State.UP)
 
     @property
+    def bytes_per_s(self) -> float:
+        """The sum of the devices by which rails are up."""
+        up = [kept.ways[kept.way].nic for kept in self.kept if kept.rail.state is State.UP]
+        return sum({nic.name: nic.bytes_per_s for nic in up}.values())
+
+    @property
     def views(self) -> tuple[RailView, ...]:
         """Every rail."""
         return tuple(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 from typing import ClassVar
 
 from te.config import SEGMENT_BYTES_MAX
@@ -12,6 +13,7 @@ from te.core.wire import RAILS_LIMIT
 from te.errors import ProtocolViolation
 from te.handshake import Card
 from te.memory_kinds import Reach
+from te.topology import bytes_per_s_of
 from te.transports.base import (
     Call,
     Capabilities,
@@ -24,6 +26,16 @@ from te.transports.base import (
 from te.transports.tcp._core import TcpLink
 
 __all__ = ["Tcp"]
+
+
+@dataclass(eq=False)
+class _Link(OutgoingLink):
+    speed: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of the interface by which it leaves."""
+        return self.speed
 
 
 class Tcp(Transport):
@@ -49,9 +61,10 @@ class Tcp(Transport):
             return connect(local, card, hello, deadline_s, timeout_s)
 
         first = dial()
+        speed = bytes_per_s_of(first.sock.getsockname()[0])
         link = TcpLink(local.plane, False)
         add_rails(first, dial, local.config.rails, lambda one: link.add_rail(one.fileno()))
-        return OutgoingLink(link)
+        return _Link(link, speed)
 
     def accept(self, call: Call, link: IncomingLink | None) -> Join:
         """Every greeting asks for a rail."""
