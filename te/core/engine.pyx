@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Methods keep the interpreter lock unless they say otherwise: it is what makes callers one at a time.
 
+cimport cython
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
 from te.core.heap cimport need
@@ -37,6 +38,7 @@ cdef u64 ns_of(double seconds) noexcept:
     return <u64>(max(seconds, 0.0) * 1e9)
 
 
+@cython.no_gc_clear
 cdef class Engine:
     def __cinit__(
         self, u32 workers, double stall_s, double rail_s, double spin_s, u64 segment_bytes,
@@ -237,6 +239,7 @@ cdef void *take_notice(Plane *p) noexcept:
     return t
 
 
+@cython.no_gc_clear
 cdef class Revocation:
     def __dealloc__(self):
         opening_drop(self.o)

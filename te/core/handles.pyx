@@ -1,6 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
+cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uint8_t
@@ -39,6 +40,7 @@ cdef struct Scan:
     u64 out_n, bad, begun_ns
 
 
+@cython.no_gc_clear
 cdef class LinkHandle:
     def __dealloc__(self):
         if self.k != NULL:
@@ -244,6 +246,7 @@ cdef object enqueue(
     return handle
 
 
+@cython.no_gc_clear
 cdef class TransferHandle:
     def __dealloc__(self):
         if self.t != NULL:

@@ -3,6 +3,8 @@
 # Devices, memory regions and queue pairs; see _core.pyi for the contract. Calls that may go to the
 # kernel give the interpreter lock away.
 
+cimport cython
+
 include "library.pxi"
 include "endpoint.pxi"
 include "cm.pxi"
@@ -82,6 +84,7 @@ cdef class Opened:
             lib.close_device(self.watched)
 
 
+@cython.no_gc_clear
 cdef class Device:
     cdef Opened opened  # None: closed
     cdef VDeviceAttr attr
@@ -236,6 +239,7 @@ cdef int access_of(bint remote_read, bint remote_write) noexcept:
     return access
 
 
+@cython.no_gc_clear
 cdef class MemoryRegion:
     cdef VMr *mr
     cdef Opened device  # It must outlive the region.
@@ -273,6 +277,7 @@ cdef MemoryRegion wrap_mr(Opened device, VMr *mr):
     return region
 
 
+@cython.no_gc_clear
 cdef class QueuePair:
     cdef Endpoint *e
     cdef Opened device

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import threading
@@ -16,7 +17,9 @@ from te_raw import CHALLENGE, RAW_ID, TIMEOUT_S, host_welcome, open_greeting, we
 
 import te
 from te.connect.greeting import GREETING, GreetingKind, Proven, encode_greeting
+from te.core.engine import Engine as Plane
 from te.handshake import PROTOCOL_VERSION, Card, decode_body, encode
+from te.transports.samehost._core import SamehostLink
 from te.transports.samehost.messages import HostHello
 
 PAGE = 4096
@@ -164,3 +167,17 @@ def test_a_region_at_the_address_of_an_earlier_one_is_copied_from_its_own_memory
             del memory, region
             if turn % 3 == 0:
                 peer.close()
+
+
+def test_a_link_that_is_collected_with_its_engine_goes_first() -> None:
+    """The collector clears what objects of a cycle refer to in any order; it must not take the
+    engine from a link that has memory mapped."""
+    memory = te.allocate(PAGE)
+    for keep in (0, 1):
+        plane = Plane(1, 1.0, 1.0, 0.0, 1 << 20, 16)
+        link = SamehostLink(plane, True, os.getpid(), os.pidfd_open(os.getpid()), 1, bytes(16))
+        link.add_mapping(1, PAGE, memory.fd, PAGE)
+        cycle: list[object] = [link, plane] if keep else [plane, link]
+        cycle.append(cycle)
+        del link, plane, cycle
+        gc.collect()

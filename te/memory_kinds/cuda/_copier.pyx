@@ -5,6 +5,7 @@
 # driver's calls are safe among threads; an event that is
 # recorded behind another worker's copies as well as one's own is only later.
 
+cimport cython
 from cpython.pycapsule cimport PyCapsule_GetContext, PyCapsule_New, PyCapsule_SetContext
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.errno cimport EAGAIN
@@ -193,6 +194,7 @@ cdef void forget(object capsule) noexcept:
     Py_DECREF(<object>PyCapsule_GetContext(capsule))
 
 
+@cython.no_gc_clear
 cdef class Copier:
     cdef Driver driver
     cdef Device device
