@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
+import logging
 import re
 import threading
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from te.verbs.fabric import Fabric, Registration
 __all__ = ["RIGHTS", "Region", "RegionTable", "Remote"]
 
 Remote = Literal["tagged", "read", "read-write", "none"]
+
+logger = logging.getLogger(__name__)
 
 RIGHTS: Final[dict[Remote, int]] = {
     "tagged": MAY_WRITE_TAGGED,
@@ -89,6 +92,8 @@ class RegionTable:
         self._refusal = refusal
         self._ring = ring
         self._lock = threading.Lock()
+        # Of all memory that was ever registered: the plane keeps their compiled halves as long.
+        self._kinds: set[MemoryKind] = set()
         self._serials = itertools.count(1)
         # Taken away, but a landing has not ended: kept so that nobody gets that memory.
         self._leaving: set[Region] = set()
@@ -123,9 +128,7 @@ class RegionTable:
                     f"[{address:#x}, {address + nbytes:#x}) of {nbytes} bytes"
                     f" overlaps the registered region {other}"
                 )
-            export = None
-            with contextlib.suppress(OSError):  # Peers on this host copy it by other ways then.
-                export = kind.export(buffer_or_address, address, nbytes)
+            export = self._export(kind, buffer_or_address, address, nbytes)
             self._make_ready(kind)
             known = self._with_devices(address, nbytes, RIGHTS[remote], kind, location)
             if known is not None:
@@ -135,11 +138,26 @@ class RegionTable:
             region = Region(address, nbytes, kind.name, serial, owner, export, known, place, remote)
             keys = b"" if known is None else known.keys
             is_shared = export is not None and Reach.KERNEL in kind.reach
-            self._plane.add_region(
-                address, region.end, serial, kind.compiled, RIGHTS[remote], is_shared, keys
-            )
+            try:
+                self._plane.add_region(
+                    address, region.end, serial, kind.compiled, RIGHTS[remote], is_shared, keys
+                )
+            except ValueError as exc:
+                if known is not None:
+                    known.close()
+                raise RegistrationError(str(exc)) from exc
+            self._kinds.add(kind)
             self.regions = tuple(sorted((*self.regions, region), key=lambda one: one.address))
             return region
+
+    def _export(self, kind: MemoryKind, source: object, address: int, nbytes: int) -> Export | None:
+        """None if peers on this host have to copy it by other ways."""
+        try:
+            return kind.export(source, address, nbytes)
+        except OSError as exc:
+            if Reach.KERNEL not in kind.reach and self._ring is not None:
+                _say_not_mapped(f"{kind.description} of {kind.name}", exc.strerror or str(exc))
+            return None
 
     def _with_devices(
         self, address: int, nbytes: int, rights: int, kind: MemoryKind, location: str | None
@@ -239,6 +257,14 @@ class RegionTable:
             if region.address < address + nbytes and address < region.end:
                 return region
         return None
+
+
+@functools.cache
+def _say_not_mapped(what: str, why: str) -> None:
+    """Once: the same holds for many regions."""
+    logger.warning(
+        "other processes on this host cannot map %s, which is staged then: %s", what, why
+    )
 
 
 def _distance(region: Region, address: int) -> int:

@@ -202,7 +202,8 @@ cdef class Engine:
             if b.has_ended:
                 text = (<bytes>k.text).decode("ascii", "replace")
                 found.append((k.number, -1, 0, k.code, k.errnum, text))
-            link_drop(k)
+            with nogil:
+                link_drop(k)
         return found
 
     def wait_notices(self):

@@ -46,7 +46,8 @@ cdef class LinkHandle:
         if self.k != NULL:
             if not load32(&self.k.dead) and self.k.connections_n:
                 link_die(self.k, PEER_CLOSED, 0, NULL)
-            link_drop(self.k)
+            with nogil:  # What a kind of memory has mapped is unmapped with it, which may take a while.
+                link_drop(self.k)
 
     cdef void make(self, Engine engine, const Ops *ops, bint is_incoming, void *own):
         self.engine = engine

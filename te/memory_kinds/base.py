@@ -74,6 +74,8 @@ class Mapped:
     address: int
     #: What its compiled ``unmap`` is given.
     number: int
+    #: How many bytes are mapped: more than was asked for, where only whole parts can be.
+    nbytes: int
 
 
 class MemoryKind(ABC):

@@ -187,9 +187,9 @@ class StandIn:
         """The call of copies that comes after so many fails in its middle, for good."""
         self._library.fake_fail_copy(ctypes.c_uint64(after), error)
 
-    def order_writes(self, order: int) -> None:
+    def order_writes(self, order: int, can_flush: bool = True) -> None:
         """The attribute GPU_DIRECT_RDMA_WRITES_ORDERING; 0: they have to be flushed."""
-        self._library.fake_order_writes(order)
+        self._library.fake_order_writes(order, can_flush)
 
     @contextlib.contextmanager
     def stuck(self) -> Iterator[None]:

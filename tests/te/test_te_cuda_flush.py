@@ -20,6 +20,7 @@ from te.memory_kinds.cuda import kind
 TIMEOUT_S = 20.0
 NBYTES = 1 << 20
 TAG = 0xF1
+SAYS = r"are CUDA memory, which .* can move"
 FLUSH = "cuFlushGPUDirectRDMAWrites"
 
 
@@ -95,5 +96,27 @@ def test_memory_that_nobody_here_can_have_flushed_does_not_go_over_rdma() -> Non
     with fake_cuda(memory.ctypes.data, NBYTES), rdma(Wires()) as engine:
         stand_in().order_writes(0)
         kind._kinds.clear()
-        with pytest.raises(te.RegistrationError, match="no transport of this build can move"):
+        with pytest.raises(te.RegistrationError, match=SAYS):
             engine.register(memory.ctypes.data, NBYTES)
+
+
+def test_memory_of_a_gpu_that_cannot_flush_does_not_go_over_rdma() -> None:
+    memory = np.zeros(NBYTES, np.uint8)
+    with cuda() as driver:
+        driver.order_writes(0, can_flush=False)
+        driver.claim(memory.ctypes.data, NBYTES, 0)
+        with rdma(Wires()) as engine, pytest.raises(te.RegistrationError, match=SAYS):
+            engine.register(memory.ctypes.data, NBYTES)
+        driver.unclaim(memory.ctypes.data)
+
+
+def test_an_engine_with_devices_alone_has_one_kind_for_all_regions_of_a_gpu() -> None:
+    memory = np.zeros(40 * NBYTES, np.uint8)
+    with cuda() as driver:
+        driver.claim(memory.ctypes.data, memory.nbytes, 0)
+        before = driver.count("streams")
+        with rdma(Wires()) as engine:
+            for at in range(0, memory.nbytes, 2 * NBYTES):
+                engine.register(memory.ctypes.data + at, NBYTES)
+            assert driver.count("streams") == before + 3
+        driver.unclaim(memory.ctypes.data)

@@ -19,6 +19,7 @@ from te_far import pattern, wait_until
 from te_far_gpu import FarGpu, allocate, is_shared
 
 import te
+from te.memory import _say_not_mapped
 from te.memory_kinds import kind_of
 from te.memory_kinds.cuda import handles
 
@@ -313,3 +314,31 @@ def test_a_block_that_is_shorter_than_is_said_is_refused() -> None:
         with pytest.raises(OSError, match="CUDA_ERROR_INVALID_VALUE"):
             kind.map(base64.b64decode(handle), 2 * PAGE, refused)
         assert driver.calls(name="cuIpcCloseMemHandle") == calls + 1
+
+
+def pieces_of(fds: list[int], sizes: list[int], offset: int) -> bytes:
+    return handles._encode(handles._Pieces(fds, sizes, offset))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "offset"),
+    [
+        ([GRANULARITY] * 3, 0),  # The last two have nothing of it.
+        ([GRANULARITY] * 2, GRANULARITY),  # The first has nothing of it.
+        ([GRANULARITY], GRANULARITY - 1),  # It ends behind the only one.
+    ],
+)
+def test_pieces_that_the_range_does_not_touch_are_refused(sizes: list[int], offset: int) -> None:
+    """A message of a few bytes must not take any number of addresses."""
+    handle = pieces_of([1] * len(sizes), sizes, offset)
+    with pytest.raises(ValueError, match="pieces of"):
+        handles.map_exported(None, handle, 2, refused)  # type: ignore[arg-type]
+
+
+def test_memory_that_cannot_be_exported_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    _say_not_mapped.cache_clear()
+    with cuda() as driver, te.Engine() as engine:
+        memory = allocate(driver, "private", NBYTES)
+        for at in range(0, NBYTES, NBYTES // 4):
+            engine.register(memory.address + at, NBYTES // 4)
+    assert caplog.text.count("cannot map CUDA memory of cuda:0, which is staged") == 1

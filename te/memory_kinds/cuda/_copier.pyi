@@ -22,12 +22,13 @@ class Copier:
         """The piece of virtual memory that is mapped there: a descriptor, which is the caller's,
         and the same. ``OSError`` also if it was made without one."""
 
-    def open_block(self, handle: bytes, nbytes: int) -> tuple[int, int]:
-        """Another process's block, of so many bytes at least: its address here, and a number for
-        ``unmap``. ``OSError``, ``ValueError``."""
+    def open_block(self, handle: bytes, nbytes: int) -> tuple[int, int, int]:
+        """Another process's block, of so many bytes at least: its address here, a number for
+        ``unmap``, and its size in bytes. ``OSError``, ``ValueError``."""
 
     def map_pieces(self, fds: list[int], sizes: list[int]) -> tuple[int, int]:
-        """Another process's pieces, side by side; the same. The descriptors stay the caller's."""
+        """Another process's pieces, side by side; address and number. The descriptors stay the
+        caller's."""
 
     def unmap(self, number: int) -> None:
         """What ``open_block`` or ``map_pieces`` has mapped. It may wait for the GPU."""

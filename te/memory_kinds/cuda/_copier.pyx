@@ -289,14 +289,19 @@ cdef class Copier:
         cdef CUipcMemHandle handle
         cdef CUdeviceptr base = 0
         cdef size_t nbytes = 0
-        self.must(block_export(&self.device, address, &handle, &base, &nbytes), "cuIpcGetMemHandle")
+        cdef CUresult error
+        with nogil:
+            error = block_export(&self.device, address, &handle, &base, &nbytes)
+        self.must(error, "cuIpcGetMemHandle")
         return handle.reserved[:sizeof(handle)], base, nbytes
 
     def piece(self, unsigned long long address):
         cdef CUdeviceptr base = 0
         cdef size_t nbytes = 0
         cdef int fd = -1
-        cdef CUresult error = piece_export(&self.device, address, &fd, &base, &nbytes)
+        cdef CUresult error
+        with nogil:
+            error = piece_export(&self.device, address, &fd, &base, &nbytes)
         self.must(error, "cuMemExportToShareableHandle")
         return fd, base, nbytes
 
@@ -309,7 +314,7 @@ cdef class Copier:
         with nogil:
             error = block_open(&self.device, given, nbytes, &o)
         self.must(error, "cuIpcOpenMemHandle")
-        return o.base, <unsigned long long>o
+        return o.base, <unsigned long long>o, o.nbytes
 
     def map_pieces(self, list fds, list sizes):
         cdef Opened *o = NULL

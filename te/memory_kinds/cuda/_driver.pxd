@@ -52,6 +52,8 @@ cdef extern from "memory_kinds/cuda/abi.h" nogil:
         CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         CU_MEM_LOCATION_TYPE_DEVICE
         CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
+        CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
         CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
         CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
         CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
@@ -113,6 +115,7 @@ cdef extern from "memory_kinds/cuda/abi.h" nogil:
 
 cdef class Driver:
     cdef Functions functions
+    cdef int attribute(self, unsigned which, int ordinal)
     # Of an error: "CUDA_ERROR_OUT_OF_MEMORY".
     cdef str name_of(self, CUresult error)
 

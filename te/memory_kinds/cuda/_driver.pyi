@@ -13,6 +13,9 @@ class Driver:
         """Whether kernels that are launched after a NIC's completion see what it has written to the
         GPU; else it has to be flushed (cuFlushGPUDirectRDMAWrites)."""
 
+    def flushes_writes(self, ordinal: int) -> bool:
+        """Whether that call does it."""
+
     def dma_buf(self, address: int, nbytes: int) -> int:
         """A descriptor, which is the caller's. ``OSError`` with the driver's own error."""
 

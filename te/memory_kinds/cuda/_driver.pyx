@@ -50,15 +50,25 @@ cdef class Driver:
             return ""
         return text.decode().lower()
 
-    def shows_writes(self, int ordinal):
+    cdef int attribute(self, unsigned which, int ordinal):
+        """0 of one that the driver does not know."""
         cdef CUdevice device
-        cdef int order = 0
-        return (
-            self.functions.cuDeviceGet(&device, ordinal) == 0
-            and self.functions.cuDeviceGetAttribute(
-                &order, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING, device) == 0
-            and order >= <int>CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
-        )
+        cdef int value = 0
+        if self.functions.cuDeviceGet(&device, ordinal) or self.functions.cuDeviceGetAttribute(
+            &value, which, device
+        ):
+            return 0
+        return value
+
+    def shows_writes(self, int ordinal):
+        cdef int order = self.attribute(
+            CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING, ordinal)
+        return order >= <int>CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
+
+    def flushes_writes(self, int ordinal):
+        cdef int options = self.attribute(
+            CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS, ordinal)
+        return options & CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST != 0
 
     def dma_buf(self, unsigned long long address, size_t nbytes):
         cdef int fd = -1

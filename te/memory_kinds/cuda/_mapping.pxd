@@ -12,6 +12,7 @@ cdef enum:
 # What this process has mapped; of malloc.
 cdef struct Opened:
     CUdeviceptr base
+    size_t nbytes  # of a block
     u32 n  # pieces, side by side in addresses reserved for them; 0: a block
     size_t *sizes
     int *fds

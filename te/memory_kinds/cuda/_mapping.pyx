@@ -84,7 +84,7 @@ cdef CUresult block_open(
     leave(d, &mode)
     if error == CUDA_SUCCESS:
         opened[0] = opened_new(0)
-        opened[0].base = base
+        opened[0].base, opened[0].nbytes = base, found
     return error
 
 

@@ -24,7 +24,7 @@ __all__ = ["block", "can_export_pieces", "map_exported", "pieces"]
 _PIECES_MAX = 100
 """Of one message. PyTorch's are of 20 MiB; a message of so many has 900 bytes."""
 _HANDLE_BYTES = 64
-_NBYTES_MAX = 1 << 46
+_NBYTES_MAX = 1 << 40
 
 _Size = Annotated[int, msgspec.Meta(ge=1, le=_NBYTES_MAX)]
 _Offset = Annotated[int, msgspec.Meta(ge=0, le=_NBYTES_MAX)]
@@ -101,10 +101,15 @@ def map_exported(copier: Copier, handle: bytes, nbytes: int, take: TakeDescripto
     except msgspec.MsgspecError as exc:
         raise ValueError(f"a handle of CUDA memory that is none: {exc}") from exc
     if isinstance(said, _Block):
-        base, number = copier.open_block(said.handle, said.offset + nbytes)
-        return Mapped(base + said.offset, number)
-    if len(said.sizes) != len(said.fds) or sum(said.sizes) < said.offset + nbytes:
-        raise ValueError(f"{len(said.fds)} pieces of {sum(said.sizes)} bytes for {nbytes} bytes")
+        base, number, total = copier.open_block(said.handle, said.offset + nbytes)
+        return Mapped(base + said.offset, number, total)
+    total, end = sum(said.sizes), said.offset + nbytes
+    # Each piece has some of the range: else a message of a few bytes could take any number of
+    # addresses.
+    if len(said.sizes) != len(said.fds) or not (
+        said.offset < said.sizes[0] and total - said.sizes[-1] < end <= total
+    ):
+        raise ValueError(f"{len(said.fds)} pieces of {total} bytes for {nbytes} bytes")
     taken: list[int] = []
     try:
         taken.extend(take(fd) for fd in said.fds)
@@ -112,4 +117,4 @@ def map_exported(copier: Copier, handle: bytes, nbytes: int, take: TakeDescripto
     finally:
         for fd in taken:
             os.close(fd)
-    return Mapped(base + said.offset, number)
+    return Mapped(base + said.offset, number, total)

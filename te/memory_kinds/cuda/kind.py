@@ -42,7 +42,8 @@ class _Cuda(MemoryKind):
         self.name = f"cuda:{ordinal}"
         self._copier = _copier(driver, ordinal)
         self.has_copier = self._copier is not None
-        if self._copier is None and not driver.shows_writes(ordinal):
+        can_flush = self._copier is not None and driver.flushes_writes(ordinal)
+        if not driver.shows_writes(ordinal) and not can_flush:
             self.reach = Reach(0)  # type: ignore[misc]  # Nobody here can have them shown.
         self.compiled = kinds.NIC_ONLY if self._copier is None else self._copier.compiled
 

@@ -37,11 +37,23 @@ class SamehostLink(LinkHandle):
         """A descriptor of the source by its number there (pidfd_getfd(2), Linux 5.6); the caller's.
         ``OSError``."""
 
+    def check_mapping(self, start: int, nbytes: int, mapped: int) -> None:
+        """``OSError`` if the range touches one that is mapped, or if with ``mapped`` bytes more
+        there would be too many."""
+
     def add_mapped(
-        self, serial: int, start: int, nbytes: int, kind: object, here: int, number: int
+        self,
+        serial: int,
+        start: int,
+        nbytes: int,
+        kind: object,
+        here: int,
+        number: int,
+        mapped: int,
     ) -> None:
         """Memory of the source that a kind, by its capsule, has mapped at ``here``, so that it is
-        copied by that; ``number`` is for the kind's ``unmap``, 0 if there is nothing to undo.
+        copied by that; ``number`` is for the kind's ``unmap``, 0 if there is nothing to undo, and
+        ``mapped`` how many bytes it has mapped.
         ``OSError`` as above, and it is unmapped."""
 
     def remove_mapping(self, serial: int) -> bool:

@@ -24,7 +24,7 @@ from te.core.sync cimport *
 from te.core.wire cimport OVER_RINGS, PULL, SEGMENT
 from te.transports.samehost.alive cimport process_gone
 from te.transports.samehost.mappings cimport (
-    mapped_bytes, mapping_put, mappings_drop, mappings_free, mappings_keep, mappings_take,
+    mapped_bytes, mapping_put, mapping_undo, mappings_drop, mappings_free, mappings_keep, mappings_take,
 )
 from te.transports.samehost.pulling cimport *
 from te.transports.samehost.state cimport Mapping, NONCE_BYTES, Pulling, Samehost
@@ -162,25 +162,23 @@ cdef class SamehostLink(LinkHandle):
             raise OSError(last_errno(), f"pidfd_getfd: {os.strerror(last_errno())}")
         return fd
 
-    cdef int check_mapping(self, u64 start, u64 nbytes, u64 file_bytes) except -1:
-        """Whether there is room for one more, and the range touches none that is mapped."""
+    def check_mapping(self, u64 start, u64 nbytes, u64 mapped):
         cdef Mapping *m = (<Samehost *>self.k.own).mappings
         cdef u32 count = 0
-        cdef u64 total = file_bytes
+        cdef u64 total = mapped
         if nbytes == 0 or start + nbytes < start:
             raise OSError(EINVAL, f"{nbytes} bytes at {start:#x} are not an address range")
         while m != NULL:
             count += 1
-            total += m.file_bytes
+            total += m.nbytes
             if m.start < start + nbytes and start < m.end:
                 raise OSError(EINVAL, f"{nbytes} bytes at {start:#x} are mapped already")
             m = m.next
         if count >= MAPPINGS_MAX or total > <u64>MAPPED_GIB_MAX << 30:
             raise OSError(ENOMEM, f"{count} mappings and {total} bytes are too many for a link")
-        total = load64(mapped_bytes(self.k)) + file_bytes
+        total = load64(mapped_bytes(self.k)) + mapped
         if total > <u64>PLANE_MAPPED_GIB_MAX << 30:
             raise OSError(ENOMEM, f"{total} bytes of all peers are too many to be mapped")
-        return 0
 
     def add_mapping(self, u64 serial, u64 start, int fd, u64 nbytes):
         cdef u64 mapped = file_bytes(fd)
@@ -191,22 +189,24 @@ cdef class SamehostLink(LinkHandle):
         if here == MAP_FAILED:
             raise OSError(last_errno(), os.strerror(last_errno()))
         cdef Mapping *m = <Mapping *>need(sizeof(Mapping))
-        m.serial, m.start, m.end, m.file_bytes = serial, start, start + nbytes, mapped
+        m.serial, m.start, m.end, m.nbytes = serial, start, start + nbytes, mapped
         m.here = <uint8_t *>here
         mapping_put(self.k, m)
 
-    def add_mapped(self, u64 serial, u64 start, u64 nbytes, object kind, u64 here, u64 number):
+    def add_mapped(
+        self, u64 serial, u64 start, u64 nbytes, object kind, u64 here, u64 number, u64 mapped
+    ):
         cdef Kind *compiled = kind_of(kind)
         cdef Mapping *m = <Mapping *>need(sizeof(Mapping))
-        m.serial, m.start, m.end = serial, start, start + nbytes
+        m.serial, m.start, m.end, m.nbytes = serial, start, start + nbytes, mapped
         m.here, m.kind, m.number = <uint8_t *>here, compiled, number
+        self.engine.kinds.add(kind)  # It has to unmap what it has mapped.
         try:
-            self.check_mapping(start, nbytes, 0)
+            self.check_mapping(start, nbytes, mapped)
         except OSError:
             with nogil:
-                mappings_drop(self.k, m)
+                mapping_undo(m)
             raise
-        self.engine.kinds.add(kind)  # It has to unmap what it has mapped.
         mapping_put(self.k, m)
 
     def remove_mapping(self, u64 serial):

@@ -11,7 +11,7 @@ from te.core.staging cimport Span
 from te.core.sync cimport u32, u64
 from te.transports.samehost.state cimport Mapping, Samehost
 
-# What the transport keeps for an engine: bytes of peers' memory files that are mapped; atomic.
+# What the transport keeps for an engine: bytes of peers' memory that are mapped; atomic.
 cdef u64 *mapped_bytes(Link *link) noexcept nogil
 
 # That has the address; NULL if there is none.
@@ -20,6 +20,8 @@ cdef Mapping *mapping_at(Samehost *own, u64 address) noexcept nogil
 cdef bint is_kinds(Samehost *own, u64 address) noexcept nogil
 # A new one, whose fields the caller has set.
 cdef void mapping_put(Link *link, Mapping *m) noexcept nogil
+# One that is not put into the list after all.
+cdef void mapping_undo(Mapping *m) noexcept nogil
 # Takes those of a region out of the list: nothing more is copied from them; the first of them, or NULL.
 cdef Mapping *mappings_take(Link *link, u64 serial) noexcept nogil
 # Unmaps what was taken out, without any lock. No copy from it is under way.

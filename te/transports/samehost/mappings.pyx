@@ -38,20 +38,24 @@ cdef bint is_kinds(Samehost *own, u64 address) noexcept nogil:
 
 cdef void mapping_put(Link *link, Mapping *m) noexcept nogil:
     cdef Samehost *own = <Samehost *>link.own
-    add64(mapped_bytes(link), m.file_bytes)
+    add64(mapped_bytes(link), m.nbytes)
     if m.kind != NULL:
         store32(&own.has_kinds, 1)
     m.next = own.mappings
     store_pointer(&own.mappings, m)
 
 
-cdef void unmap(Link *link, Mapping *m) noexcept nogil:
+cdef void mapping_undo(Mapping *m) noexcept nogil:
     if m.kind == NULL:
-        munmap(m.here, m.file_bytes)
-        add64(mapped_bytes(link), -m.file_bytes)
+        munmap(m.here, m.nbytes)
     elif m.number:
         m.kind.ops.unmap(m.kind.state, m.number)
     free(m)
+
+
+cdef void unmap(Link *link, Mapping *m) noexcept nogil:
+    add64(mapped_bytes(link), -m.nbytes)
+    mapping_undo(m)
 
 
 cdef Mapping *mappings_take(Link *link, u64 serial) noexcept nogil:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import msgspec
 
+from te.blocks import ADDRESS_LIMIT
 from te.handshake import Unsigned, message
 from te.memory_kinds.base import HANDLE_BYTES_MAX
 from te.transports.samehost._core import NONCE_NBYTES
@@ -28,7 +29,7 @@ class Shared(msgspec.Struct, frozen=True, array_like=True):
     bytes, serial of the region."""
 
     address: Unsigned
-    nbytes: Annotated[int, msgspec.Meta(ge=1)]
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=ADDRESS_LIMIT - 1)]
     serial: Unsigned
     #: Rises with each such greeting of a link. One that comes behind a later one counts no more: it
     #: was given up, and its memory may be another region's.

@@ -240,6 +240,9 @@ cdef Moved pulling_copy(Connection *c) noexcept nogil:
     good = landing_may_land(c, reason)
     if good:
         most = min(most, bytes_before_kinds(c, p.remote))
+        if most == 0:  # A kind has just mapped it.
+            leave(&c.polled.worker.section)
+            return MOVED
         n = copy_mapped(c, p.remote, into, most)
         if n == 0:
             gone = may_be_gone(own_of(c))

@@ -15,7 +15,7 @@ from te.core.wire cimport BLOCKS_MAX, Header
 cdef struct Mapping:
     u64 serial, start, end
     uint8_t *here  # where `start` lies in this process
-    u64 file_bytes  # that are mapped of a memory file; 0 if a kind has mapped it
+    u64 nbytes  # that are mapped: the whole memory file, or whole parts of what a kind maps
     Kind *kind  # that has; NULL: the processor reads it
     u64 number  # for the kind's `unmap`; 0 if there is nothing to undo
     Mapping *next

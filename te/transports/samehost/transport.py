@@ -334,11 +334,12 @@ def _about_shared(
 
 def _map(link: _HostLink, kind: MemoryKind, shared: Shared) -> bytes:
     """By a kind of memory."""
-    mapped = Mapped(shared.address, 0)
+    mapped = Mapped(shared.address, 0, shared.nbytes)
     with link.lock:
         if shared.number != link.shared_number:
             raise TransportRefused("a later greeting about memory came first")
         try:
+            link.handle.check_mapping(shared.address, shared.nbytes, 0)
             if link.pid != os.getpid():
                 mapped = kind.map(shared.handle, shared.nbytes, link.handle.take_descriptor)
             link.handle.add_mapped(
@@ -348,6 +349,7 @@ def _map(link: _HostLink, kind: MemoryKind, shared: Shared) -> bytes:
                 kind.compiled,
                 mapped.address,
                 mapped.number,
+                mapped.nbytes,
             )
         except (OSError, ValueError) as exc:
             why = exc.strerror if isinstance(exc, OSError) else exc

@@ -29,6 +29,7 @@ uint64_t delay_us = 100, pageable_copies, freed_while_open;
 CUresult broken;
 int driver_version = 13000;
 int writes_ordering = 100;
+int can_flush_writes = 1;
 bool is_stuck, is_capturing, capture_is_dead;
 
 static uint64_t random_state = 1;
@@ -92,7 +93,7 @@ void fake_reset(uint64_t seed, uint64_t longest_delay_us, int version);
 void fake_fail(const char *name, uint64_t after, uint64_t times, unsigned error);
 void fake_fail_copy(uint64_t after, unsigned error);
 void fake_set(int stuck, int capturing);
-void fake_order_writes(int order);
+void fake_order_writes(int order, int can_flush);
 int fake_capture_is_dead(void);
 uint64_t fake_calls(long thread, const char *name, unsigned flags);
 void fake_forget_calls(void);
@@ -106,6 +107,7 @@ void fake_reset(uint64_t seed, uint64_t longest_delay_us, int version) {
     delay_us = longest_delay_us;
     driver_version = version;
     writes_ordering = 100;
+    can_flush_writes = 1;
     is_stuck = is_capturing = capture_is_dead = false;
     broken = copy_failure = CUDA_SUCCESS;
     copies_until_failure = pageable_copies = freed_while_open = 0;
@@ -116,9 +118,10 @@ void fake_reset(uint64_t seed, uint64_t longest_delay_us, int version) {
 }
 
 /* 0: what NICs have written has to be flushed; 100: its owner sees it; 200: all devices do. */
-void fake_order_writes(int order) {
+void fake_order_writes(int order, int can_flush) {
     pthread_mutex_lock(&lock);
     writes_ordering = order;
+    can_flush_writes = can_flush;
     pthread_mutex_unlock(&lock);
 }
 

@@ -98,7 +98,7 @@ void break_context(CUresult error); /* from now on every call fails with it */
 uint64_t draw(uint64_t below);
 extern uint64_t delay_us, pageable_copies, freed_while_open;
 extern CUresult broken;
-extern int driver_version, writes_ordering;
+extern int driver_version, writes_ordering, can_flush_writes;
 extern bool is_stuck, is_capturing, capture_is_dead;
 extern pthread_mutex_t lock;
 extern pthread_cond_t changed;
