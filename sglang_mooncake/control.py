@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,9 @@ class ControlLoop:
         self._handler = handler
         self._inbox: deque[Any] = deque()
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Once nobody has the loop any more: who wakes it up late must not write to a number that is
+        # somebody else's by then.
+        weakref.finalize(self, os.close, self._eventfd).atexit = False
         self._signalled = False
         self._stopping = threading.Event()
         self._poller = zmq.Poller()

@@ -161,6 +161,12 @@ def _compressed(
     last = [layer for layer in stage if ratios[layer] == 128]
     spans = [("c4 latent", fourth), ("c4 indexer", fourth), ("c128 latent", last)]
     if len(pointers) != sum(len(layers) for _, layers in spans):
+        if split.on_host:
+            raise UnsupportedPool(
+                f"{len(pointers)} buffers of a DeepSeek-V4 cache with HiSparse, whose layers need"
+                f" {sum(len(layers) for _, layers in spans)}: it is not known which of them are on"
+                " the host"
+            )
         positions = range(len(pointers))
         return [Entry("latent", pointers, positions, whole(pointers), numbered=False)]
     made, begin = [], 0

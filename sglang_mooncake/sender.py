@@ -148,8 +148,9 @@ class KVSender(BaseKVSender):  # type: ignore[misc]
     def get_transfer_metric(self) -> KVTransferMetric:
         """Seconds from the first `send()` until all had landed, None for a request that failed; and
         the bytes of caches and state that this rank sent and that landed, each destination's
-        counted, without metadata."""
-        self._metric.transfer_total_bytes = self._view.landed_nbytes
+        counted, without metadata. None where this rank had none to send, as of an MLA cache another
+        rank's turn it is: SGLang would take 0 for a rate."""
+        self._metric.transfer_total_bytes = self._view.landed_nbytes or None
         return self._metric
 
     def failure_exception(self) -> None:

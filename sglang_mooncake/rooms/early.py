@@ -37,7 +37,8 @@ class Early:
         if target is None:
             return _OVERHEAD_BYTES
         states = sum(len(indices or b"") for indices in target.states)
-        return _OVERHEAD_BYTES + len(target.pages) + states
+        pages = len(target.pages) + len(target.device_pages or b"")
+        return _OVERHEAD_BYTES + pages + states
 
 
 @dataclass(slots=True)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 
 import pytest
@@ -118,3 +120,20 @@ def test_sockets_talk_both_ways_and_a_broken_connection_is_reported(host):
             dealer.disable_monitor()
             for socket in (monitor, dealer, router):
                 socket.close(linger=0)
+
+
+def test_a_loop_that_was_closed_gives_its_descriptor_back(monkeypatch):
+    """A server that changes its role makes a new one each time."""
+    closed, close = [], os.close
+    monkeypatch.setattr(os, "close", lambda fd: (closed.append(fd), close(fd)))
+    handler = Log()
+    handler.ticks = 1  # An error's traceback would keep the loop.
+    loop = ControlLoop("test", handler)
+    fd = loop._eventfd
+    loop.start()
+    loop.close()
+    loop.post("late")
+    assert fd not in closed
+    del loop
+    gc.collect()
+    assert fd in closed
