@@ -135,7 +135,7 @@ def _leave_kv_out(module: ModuleType) -> None:
     import te
 
     nothing = te.Blocks.concat([])
-    module.Plan.kv = module.Plan.state = lambda *_indices: nothing
+    module.Plan.part = module.Plan.state = lambda *_indices: nothing
 
 
 _keep_alive: list[Any] = []
