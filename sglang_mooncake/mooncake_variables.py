@@ -18,15 +18,17 @@ __all__ = ["Courtesies", "read_courtesies"]
 
 #: A setting of ours, without the prefix, and Mooncake's variables for it, the strongest first.
 _NUMBERS: dict[str, tuple[str, ...]] = {
-    "GID_INDEX": ("MC_GID_INDEX", "NCCL_IB_GID_INDEX"),
+    "GID_INDEX": ("MC_GID_INDEX",),
     "TRAFFIC_CLASS": ("MC_IB_TC",),
     "SERVICE_LEVEL": ("MC_IB_SL",),
     "PARTITION_KEY_INDEX": ("MC_PKEY_INDEX", "MC_IB_PKEY_INDEX"),
 }
 _AUTOMATIC = -1
-_TCP = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}
+_TCP = {"MC_FORCE_TCP": ("1", "true", "yes", "on"), "MOONCAKE_PROTOCOL": ("tcp",)}
 _FILTERS, _EXCLUDE = "MC_TE_FILTERS", "MC_TE_FILTERS_EXCLUDE"
 _PORT_FIRST, _PORT_LAST = "MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT"
+#: As Mooncake's documentation spells them; its engine reads these, too.
+_ALSO_SPELLED = {_PORT_FIRST: "MC_MIN_PRC_PORT", _PORT_LAST: "MC_MAX_PRC_PORT"}
 #: Mooncake's range where only one end of it is given.
 _PORTS_OF_MOONCAKE = {_PORT_FIRST: "15000", _PORT_LAST: "17000"}
 _TOPOLOGY = "MC_CUSTOM_TOPO_JSON"
@@ -52,6 +54,8 @@ class _Wish:
     value: str
     #: What else comes first.
     unless: str = ""
+    #: Why it cannot be used; Mooncake, too, goes on without.
+    problem: str = ""
 
 
 def read_courtesies(
@@ -62,16 +66,20 @@ def read_courtesies(
     Args:
         given: our own variables that are set, without the prefix; they come first.
 
-    Raises:
-        ConfigError: a value that a variable of Mooncake's cannot have.
+    What cannot be used is a note, and no error, as for Mooncake itself.
     """
     there = {name: text.strip() for name, text in environment.items() if text.strip()}
+    for name, spelled in _ALSO_SPELLED.items():
+        if spelled in there:
+            there.setdefault(name, there[spelled])
     ours = {name: f"{prefix}{name}={text}" for name, text in given.items() if text}
     settings: dict[str, str] = {}
     notes: list[str] = []
     for wish in _wishes(there):
         other = ours.get(wish.ours) or ours.get(_INSTEAD_OF.get(wish.ours, ""))
-        if other is None:
+        if wish.problem:
+            notes.append(f"{wish.said} is not used: {wish.problem}")
+        elif other is None:
             settings[wish.ours] = wish.value
             ours[wish.ours] = wish.said
             honoured = f"{wish.said} is honoured as {prefix}{wish.ours}={wish.value}"
@@ -88,16 +96,25 @@ def _wishes(there: Mapping[str, str]) -> Iterator[_Wish]:
     for ours, variables in _NUMBERS.items():
         for name in variables:
             if name in there:
-                number = integer(name, there[name], _AUTOMATIC, LIMITS[ours.lower()][1])
-                if number != _AUTOMATIC:
-                    yield _Wish(f"{name}={there[name]}", ours, str(number))
-    for name, value in _TCP.items():
-        if there.get(name, "").lower() == value:
+                yield from _number(name, there[name], ours)
+    for name, values in _TCP.items():
+        if there.get(name, "").lower() in values:
             yield _Wish(f"{name}={there[name]}", "TRANSPORTS", "tcp")
     if _TOPOLOGY in there:
         yield _Wish(f"{_TOPOLOGY}={there[_TOPOLOGY]}", "TOPOLOGY", there[_TOPOLOGY])
     yield from _devices(there)
     yield from _ports(there)
+
+
+def _number(name: str, text: str, ours: str) -> Iterator[_Wish]:
+    said = f"{name}={text}"
+    try:
+        number = integer(name, text, _AUTOMATIC, LIMITS[ours.lower()][1])
+    except ConfigError as error:
+        yield _Wish(said, ours, "", problem=str(error).removeprefix(f"{name}={text!r}: "))
+        return
+    if number != _AUTOMATIC:
+        yield _Wish(said, ours, str(number))
 
 
 def _devices(there: Mapping[str, str]) -> Iterator[_Wish]:
@@ -115,18 +132,27 @@ def _ports(there: Mapping[str, str]) -> Iterator[_Wish]:
     if not given:
         return
     said = ", ".join(f"{name}={there[name]}" for name in given)
-    first, last = (
-        integer(name, there.get(name, default), 1, 65_535)
-        for name, default in _PORTS_OF_MOONCAKE.items()
-    )
+    try:
+        first, last = (
+            integer(name, there.get(name, default), 1, 65_535)
+            for name, default in _PORTS_OF_MOONCAKE.items()
+        )
+    except ConfigError as error:
+        yield _Wish(said, "PORTS", "", problem=str(error))
+        return
+    if _PORT_LAST not in there and first > last:
+        last = 65_535
     if first > last:
-        raise ConfigError(f"{said}: the first port, {first}, is above the last, {last}")
+        why = f"the first port, {first}, is above the last, {last}"
+        yield _Wish(said, "PORTS", "", problem=why)
+        return
     yield _Wish(said, "PORTS", f"{first}-{last}")
 
 
 def _idle(there: Mapping[str, str]) -> Iterator[str]:
     """Those that tune what te does not have."""
-    known = {*_TCP, _FILTERS, _EXCLUDE, _PORT_FIRST, _PORT_LAST, _TOPOLOGY}
+    known = {_FILTERS, _EXCLUDE, _PORT_FIRST, _PORT_LAST, _TOPOLOGY, *_ALSO_SPELLED.values()}
+    known.update(name for name, values in _TCP.items() if there.get(name, "").lower() in values)
     known.update(name for variables in _NUMBERS.values() for name in variables)
     others = sorted(name for name in there if name.startswith("MC_") and name not in known)
     if others:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 from collections.abc import Iterable
 
@@ -10,6 +11,7 @@ import te
 from sglang_mooncake.config import Config
 from te.config import TRANSPORTS
 from te.memory import Remote
+from te.topology import read_machine
 
 __all__ = ["HandoverUnavailable", "open_engine", "register"]
 
@@ -64,7 +66,17 @@ def _devices(config: Config, nics: tuple[str, ...]) -> tuple[str, tuple[str, ...
         return "SGLANG_MOONCAKE_NICS", config.nics
     if nics:
         return "--disaggregation-ib-device", nics
-    return "MC_TE_FILTERS or MC_TE_FILTERS_EXCLUDE", config.nics_of_mooncake
+    return "MC_TE_FILTERS or MC_TE_FILTERS_EXCLUDE", _that_match(config.nics_of_mooncake)
+
+
+def _that_match(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """Without those that no device here has: one list for a whole fleet names them all."""
+    there = [name for nic in read_machine().nics for name in (nic.name, nic.device)]
+    kept = tuple(one for one in patterns if one.startswith("!") or fnmatch.filter(there, one))
+    if kept != patterns:
+        missing = ", ".join(one for one in patterns if one not in kept)
+        logger.warning("MC_TE_FILTERS: no RDMA device here is called %s", missing)
+    return kept
 
 
 def register(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_mooncake.config import Config, ConfigError
+from sglang_mooncake.config import Config
 from sglang_mooncake.transports import open_engine
 
 P = "SGLANG_MOONCAKE_"
@@ -22,7 +22,6 @@ def read(**environment: str) -> Config:
     ("variable", "value", "field"),
     [
         ("MC_GID_INDEX", "3", "gid_index"),
-        ("NCCL_IB_GID_INDEX", "3", "gid_index"),
         ("MC_IB_TC", "106", "traffic_class"),
         ("MC_IB_SL", "5", "service_level"),
         ("MC_PKEY_INDEX", "1", "partition_key_index"),
@@ -37,7 +36,7 @@ def test_a_number_is_taken_over_and_said(variable, value, field):
 
 
 def test_what_is_automatic_for_mooncake_is_so_here():
-    assert read(MC_GID_INDEX="-1", MC_IB_TC="-1", NCCL_IB_GID_INDEX="-1") == Config()
+    assert read(MC_GID_INDEX="-1", MC_IB_TC="-1") == Config()
 
 
 def test_ours_come_first_and_it_is_said_which_was_used():
@@ -47,11 +46,15 @@ def test_ours_come_first_and_it_is_said_which_was_used():
 
 
 def test_of_two_of_mooncakes_the_one_that_it_prefers_is_used():
-    config = read(NCCL_IB_GID_INDEX="1", MC_GID_INDEX="3")
-    assert config.engine == {"gid_index": 3}
-    assert config.courtesies[1] == "NCCL_IB_GID_INDEX=1 is not used, MC_GID_INDEX=3 is"
-    config = read(NCCL_IB_GID_INDEX="3", MC_GID_INDEX="3")
-    assert config.courtesies[1] == "NCCL_IB_GID_INDEX=3 says the same"
+    config = read(MC_IB_PKEY_INDEX="1", MC_PKEY_INDEX="3")
+    assert config.engine == {"partition_key_index": 3}
+    assert config.courtesies[1] == "MC_IB_PKEY_INDEX=1 is not used, MC_PKEY_INDEX=3 is"
+    config = read(MC_IB_PKEY_INDEX="3", MC_PKEY_INDEX="3")
+    assert config.courtesies[1] == "MC_IB_PKEY_INDEX=3 says the same"
+
+
+def test_what_nccl_is_told_is_not_for_us():
+    assert read(NCCL_IB_GID_INDEX="3") == Config()
 
 
 @pytest.mark.parametrize(
@@ -62,13 +65,27 @@ def test_of_two_of_mooncakes_the_one_that_it_prefers_is_used():
         ("MC_IB_SL", "16"),
         ("MC_PKEY_INDEX", "65536"),
         ("MC_MIN_RPC_PORT", "0"),
-        ("MC_MIN_RPC_PORT", "18000"),
+        ("MC_MIN_PRC_PORT", "port"),
         ("MC_MAX_RPC_PORT", "70000"),
     ],
 )
-def test_a_value_that_it_cannot_have_is_an_error_with_its_name(variable, value):
-    with pytest.raises(ConfigError, match=f"{variable}='?{value}"):
-        read(**{variable: value})
+def test_a_value_that_cannot_be_used_is_said_and_stops_nothing(variable, value):
+    """As Mooncake itself goes on without."""
+    config = read(**{variable: value})
+    assert config == Config(courtesies=config.courtesies)
+    (note,) = config.courtesies
+    assert f"={value} is not used: " in note
+
+
+def test_a_range_that_is_empty_is_said_and_stops_nothing():
+    config = read(MC_MIN_RPC_PORT="20000", MC_MAX_RPC_PORT="15000")
+    assert config.ports == Config().ports
+    assert "the first port, 20000, is above the last, 15000" in config.courtesies[0]
+
+
+@pytest.mark.parametrize("value", ["1", "true", "Yes", "ON"])
+def test_every_true_value_forces_tcp(value):
+    assert read(MC_FORCE_TCP=value).transports == ("tcp",)
 
 
 def test_filters_choose_devices_where_nothing_else_does():
@@ -105,6 +122,8 @@ def test_a_topology_is_taken_over_unless_ours_names_devices():
     [
         ({"MC_MIN_RPC_PORT": "16000"}, (16000, 17000)),
         ({"MC_MAX_RPC_PORT": "15010"}, (15000, 15010)),
+        ({"MC_MIN_RPC_PORT": "18000"}, (18000, 65535)),
+        ({"MC_MIN_PRC_PORT": "20000", "MC_MAX_PRC_PORT": "20010"}, (20000, 20010)),
         ({"MC_MIN_RPC_PORT": "20000", "MC_MAX_RPC_PORT": "20010"}, (20000, 20010)),
         ({"MC_MIN_RPC_PORT": "16000", "SGLANG_MOONCAKE_PORTS": "30000-30010"}, (30000, 30010)),
     ],
@@ -115,7 +134,16 @@ def test_a_range_of_ports_is_taken_over(given, ports):
 
 def test_variables_that_tune_what_te_does_not_have_are_named():
     config = read(MC_SLICE_SIZE="1", MC_RETRY_CNT="3", MC_FORCE_TCP="0", PATH="/bin")
-    assert config == Config(courtesies=("MC_RETRY_CNT, MC_SLICE_SIZE: no effect here",))
+    assert config == Config(
+        courtesies=("MC_FORCE_TCP, MC_RETRY_CNT, MC_SLICE_SIZE: no effect here",)
+    )
+
+
+def test_devices_of_other_hosts_are_left_out_with_a_warning(caplog):
+    """One list for a whole fleet."""
+    with open_engine(read(MC_TE_FILTERS="mlx5_77"), "127.0.0.1", ()):
+        pass
+    assert "MC_TE_FILTERS: no RDMA device here is called mlx5_77" in caplog.text
 
 
 def test_all_is_said_in_one_line_of_the_log(caplog):

@@ -67,7 +67,7 @@ def test_memory_is_registered_wholly_or_not_at_all():
     ("environment", "flag", "used", "source"),
     [
         ({}, (), (), "MC_TE_FILTERS or MC_TE_FILTERS_EXCLUDE"),
-        ({"MC_TE_FILTERS": "a"}, (), ("a",), "MC_TE_FILTERS or MC_TE_FILTERS_EXCLUDE"),
+        ({"MC_TE_FILTERS_EXCLUDE": "a"}, (), ("!a",), "MC_TE_FILTERS or MC_TE_FILTERS_EXCLUDE"),
         ({"MC_TE_FILTERS": "a"}, ("b",), ("b",), "--disaggregation-ib-device"),
         ({"SGLANG_MOONCAKE_NICS": "c"}, ("b",), ("c",), "SGLANG_MOONCAKE_NICS"),
         (
