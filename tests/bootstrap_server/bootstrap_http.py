@@ -48,8 +48,8 @@ def route(dp: object, cp: object, tp: object, pp: object) -> str:
 
 
 def put_route(server: BootstrapServer, **changes: object) -> requests.Response:
-    return requests.put(url(server, "/route"), json=route_body(**changes), timeout=5)
+    return requests.put(url(server, "/route"), json=route_body(**changes), timeout=30)
 
 
 def get(server: BootstrapServer, path: str) -> requests.Response:
-    return requests.get(url(server, path), timeout=5)
+    return requests.get(url(server, path), timeout=30)

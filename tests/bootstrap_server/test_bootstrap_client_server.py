@@ -94,7 +94,7 @@ def test_instances_by_name(server: BootstrapServer, make_record: MakeRecord) -> 
         with pytest.raises(BootstrapError, match="dp_rank 2 does not exist: dp_size is 1"):
             default.register_dp_rank(8, 2)
         assert default.query_dp_ranks([7, 8]) == {7: 2}
-    counts = requests.get(f"http://{address}/v1/instances", timeout=5).json()
+    counts = requests.get(f"http://{address}/v1/instances", timeout=30).json()
     assert {name: (of["registered"], of["expected"]) for name, of in counts.items()} == {
         "default": (1, 1),
         "a.b-C_1": (3, 3),
@@ -142,7 +142,7 @@ def test_waiting_ends_with_the_server(make_record: MakeRecord) -> None:
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(lambda: wait_after(f"127.0.0.1:{server.port}", 0))
         url = f"http://127.0.0.1:{server.port}/health"
-        assert requests.get(url, timeout=5).text == "OK"
+        assert requests.get(url, timeout=30).text == "OK"
         server.close()
         with pytest.raises((NotReady, Unreachable)):
             answer.result(timeout=30)

@@ -37,7 +37,7 @@ def script(*connections: list[bytes]) -> Iterator[str]:
         with ThreadPoolExecutor(1) as pool:
             served = pool.submit(serve)
             yield f"127.0.0.1:{listener.getsockname()[1]}"
-            served.result(timeout=10)
+            served.result(timeout=60)
 
 
 def answer(body: bytes, *headers: str, length: int | None = None) -> bytes:
@@ -137,7 +137,7 @@ def test_an_answer_in_drops_is_given_up_at_the_deadline(at_once: bytes) -> None:
         accepted = pool.submit(listener.accept)
         client = HttpClient(f"127.0.0.1:{listener.getsockname()[1]}", 0.1)
         asked = pool.submit(client.request, "GET", "/", wait_s=0.1)
-        connection, _ = accepted.result(timeout=10)
+        connection, _ = accepted.result(timeout=60)
         dripping = threading.Thread(target=drip, args=(connection,))
         dripping.start()
         try:

@@ -118,7 +118,7 @@ def standalone(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -130,14 +130,14 @@ def test_standalone_serves_until_it_is_told_to_stop(number: signal.Signals) -> N
         with BootstrapClient(f"127.0.0.1:{line.split()[-1]}") as client, pytest.raises(NotReady):
             client.instance()
         process.send_signal(number)
-        output, errors = process.communicate(timeout=10)
+        output, errors = process.communicate(timeout=60)
         assert (process.returncode, output) == (0, "")
         assert "Traceback" not in errors
 
 
 def test_standalone_refuses_leases_that_do_not_last() -> None:
     with standalone("--port", "0", "--lease-s", "0") as process:
-        output, errors = process.communicate(timeout=10)
+        output, errors = process.communicate(timeout=60)
         assert (process.returncode, output) == (1, "")
         assert errors.count("\n") == 1
         assert "lease_s is 0" in errors
@@ -145,7 +145,7 @@ def test_standalone_refuses_leases_that_do_not_last() -> None:
 
 def test_standalone_says_in_one_line_that_the_port_is_taken(server: BootstrapServer) -> None:
     with standalone("--port", str(server.port)) as process:
-        output, errors = process.communicate(timeout=10)
+        output, errors = process.communicate(timeout=60)
         assert (process.returncode, output) == (1, "")
         assert errors.count("\n") == 1
         assert os.strerror(errno.EADDRINUSE) in errors

@@ -106,7 +106,7 @@ def stopped(directory: Path, grace_s: float, script: str, number: int) -> list[P
     files = [directory / name for name in "ab"]
     wait_until(lambda: all(file.exists() and file.read_text().strip() for file in files))
     process.send_signal(number)
-    said, error = process.communicate(timeout=30)
+    said, error = process.communicate(timeout=100)
     assert process.returncode != 0
     assert "KeyboardInterrupt" in error
     assert said.count("after: left out, since the run was stopped") == 2

@@ -45,7 +45,7 @@ from te.transports.rdma.messages import RailAnswer, RailOffer, RdmaHello, RdmaWe
 from te.transports.samehost.messages import HostHello, HostWelcome, Nonce, Shared
 from te.transports.samehost.reach import NonceMemory
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 RAW_ID = "ab" * 16
 #: What every same-host link begins with: bytes of this process.
 NONCE = NonceMemory()

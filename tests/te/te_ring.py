@@ -19,7 +19,7 @@ RINGS_BYTES = HEAD_BYTES + 2 * RING_BYTES
 # Offsets in the head of a ring: what was written, what was read, and who sleeps.
 HEAD, TAIL, READER_ASLEEP, WRITER_ASLEEP = 0, 64, 128, 192
 OUT, IN = 0, 256
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 def make_rings(nbytes: int = RINGS_BYTES, seals: int = fcntl.F_SEAL_SHRINK) -> int:
