@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bootstrap_server import InstanceConfig, RankCoords
-from sglang_mooncake.kv_entries import UNSPLIT, Split
-from sglang_mooncake.layout import Place
+from sglang_mooncake.layout import UNSPLIT, Place, Split
 
 __all__ = ["PREFILL_COMPLETE", "Deadlines", "RankContext", "Role"]
 

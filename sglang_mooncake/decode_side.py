@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 import te
 from bootstrap_server import Instance, MismatchError, matching
-from sglang_mooncake.config import Config
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.executor import Executor
@@ -25,6 +24,7 @@ from sglang_mooncake.layout import SEAL_BYTES, Buffers, Layout, Seal
 from sglang_mooncake.layout.pairing import DRAFT
 from sglang_mooncake.links import LinkKey, Links
 from sglang_mooncake.messages import Hello
+from sglang_mooncake.registries import Registries
 from sglang_mooncake.rooms import decode as rooms
 from sglang_mooncake.rooms.arrival import SealDisagrees, check_dealt, has_arrived
 from sglang_mooncake.rooms.states import RoomView
@@ -74,13 +74,14 @@ class DecodeSide(Side):
     def __init__(
         self,
         context: RankContext,
-        config: Config,
         engine: te.Engine,
         layout: Layout,
         seals: SealBuffer,
         recorder: Recorder,
+        registries: Registries,
+        link_timeout_s: float,
     ) -> None:
-        self._context, self._config, self._engine = context, config, engine
+        self._context, self._engine = context, engine
         self._layout, self._seals, self._recorder = layout, seals, recorder
         self._rooms = rooms.DecodeRooms(
             rooms.DecodeDeadlines(context.deadlines.bootstrap_s, context.deadlines.waiting_s),
@@ -89,7 +90,7 @@ class DecodeSide(Side):
             new_tag=te.new_tag,
             computed_first=context.waits_for_prompt,
         )
-        self.instances = PrefillInstances(config.registries)
+        self.instances = PrefillInstances(registries)
         self._sources_of: dict[str, _Sources] = {}  # of the scheduler thread alone
         self._optional_states = _optional_states(layout)
         self._executor: Executor[rooms.Event, rooms.Instruction] = Executor(
@@ -100,7 +101,7 @@ class DecodeSide(Side):
             self._loop,
             self._hello,
             context.deadlines,
-            config.link_timeout_s,
+            link_timeout_s,
             self._executor.submit,
             self.instances.forget,
         )

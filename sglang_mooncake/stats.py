@@ -37,7 +37,7 @@ class Recorder:
     thread.
 
     Args:
-        classes: which classes serve, by role ("manager": "sglang_mooncake.manager.KVManager", …).
+        classes: which classes serve, by role ("manager": "package.module.Class", …).
         directory: where to keep the file, or None.
     """
 

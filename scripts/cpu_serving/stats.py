@@ -21,7 +21,7 @@ from cpu_serving.servers import Server
 __all__ = ["Handover", "RankStats", "collect", "read_stats", "summarise"]
 
 FORMAT_VERSION = 1
-MANAGER = "sglang_mooncake.manager.KVManager"
+MANAGER = "sglang_mooncake.sglang.manager.KVManager"
 OUR_PACKAGES = ("sglang_mooncake", "bootstrap_server", "te")
 # The files are rewritten about once a second.
 SETTLE_TIMEOUT_S = 5.0

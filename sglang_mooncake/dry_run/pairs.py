@@ -11,9 +11,9 @@ import numpy as np
 from bootstrap_server import InstanceConfig, KVFormat, RankCoords, Topology
 from bootstrap_server.matching import PageShare, Source, check_configs, dealt_over, holding, sending
 from sglang_mooncake.dry_run.models import ModelShape
-from sglang_mooncake.kv_entries import UNSPLIT, Split
 from sglang_mooncake.layout import (
     ALL,
+    UNSPLIT,
     Buffers,
     Component,
     Dealt,
@@ -21,6 +21,7 @@ from sglang_mooncake.layout import (
     Named,
     Place,
     Plan,
+    Split,
     Units,
 )
 from sglang_mooncake.sources import sources_of

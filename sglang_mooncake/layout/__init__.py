@@ -23,11 +23,13 @@ from sglang_mooncake.layout.description import (
     seal_bytes,
 )
 from sglang_mooncake.layout.plan import Named, Plan
+from sglang_mooncake.layout.split import UNSPLIT, Split
 
 __all__ = [
     "ALL",
     "ALONE",
     "SEAL_BYTES",
+    "UNSPLIT",
     "Buffers",
     "Component",
     "Dealt",
@@ -37,6 +39,7 @@ __all__ = [
     "Place",
     "Plan",
     "Seal",
+    "Split",
     "Units",
     "seal_bytes",
 ]

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_mooncake.mooncake_variables import read_courtesies
 from sglang_mooncake.registries import Registries
-from sglang_mooncake.values import ConfigError, integer, names, port_range, seconds
+from sglang_mooncake.sglang.mooncake_variables import read_courtesies
+from sglang_mooncake.sglang.values import ConfigError, integer, names, port_range, seconds
 from te.config import LIMITS, TRANSPORTS
 
 __all__ = ["SGLANGS_OWN", "Config", "ConfigError"]
@@ -136,7 +136,7 @@ class Config:
         if unknown:
             raise ConfigError(
                 f"unknown variable {', '.join(_PREFIX + name for name in unknown)}: see"
-                " sglang_mooncake/config.py"
+                " sglang_mooncake/sglang/config.py"
             )
         return config
 

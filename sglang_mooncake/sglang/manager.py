@@ -15,16 +15,16 @@ from typing import Any
 
 import te
 from bootstrap_server import Rank, RankLease, RankRecord
-from sglang_mooncake.config import Config
 from sglang_mooncake.decode_side import DecodeSide, SealBuffer
 from sglang_mooncake.instances import PrefillInfo
-from sglang_mooncake.kv_args import KVArgsLike, layout_from_kv_args, memory_ranges
 from sglang_mooncake.layout import Buffers, Layout
-from sglang_mooncake.plugin import hook_decode_queue, serving_classes
 from sglang_mooncake.prefill_side import PrefillSide
-from sglang_mooncake.recompute import Recompute
 from sglang_mooncake.rooms.states import RoomView
-from sglang_mooncake.seam import (
+from sglang_mooncake.sglang.config import Config
+from sglang_mooncake.sglang.plugin import hook_decode_queue, serving_classes
+from sglang_mooncake.sglang.pools.kv_args import KVArgsLike, layout_from_kv_args, memory_ranges
+from sglang_mooncake.sglang.recompute import Recompute
+from sglang_mooncake.sglang.seam import (
     BaseKVManager,
     DisaggregationMode,
     StageBoard,
@@ -36,8 +36,8 @@ from sglang_mooncake.seam import (
     recompute_address,
     stage_board,
 )
+from sglang_mooncake.sglang.transports import open_engine, register
 from sglang_mooncake.stats import Recorder
-from sglang_mooncake.transports import open_engine, register
 from te.memory import Remote
 
 __all__ = ["KVManager"]
@@ -108,7 +108,13 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             seals = SealBuffer(self.engine)
             layout = self._layout(seals.buffers)
             self.decode_side = DecodeSide(
-                self.context, self.config, self.engine, layout, seals, self.recorder
+                self.context,
+                self.engine,
+                layout,
+                seals,
+                self.recorder,
+                self.config.registries,
+                self.config.link_timeout_s,
             )
             self.decode_side.start()
         atexit.register(self.close)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from sglang_mooncake.values import ConfigError, integer, names
+from sglang_mooncake.sglang.values import ConfigError, integer, names
 from te.config import LIMITS
 
 __all__ = ["Courtesies", "read_courtesies"]

@@ -44,9 +44,9 @@ def register() -> None:
 def serving_classes() -> dict[str, type]:
     """The classes that SGLang gets for the backend name `mooncake`."""
     from bootstrap_server import BootstrapServer
-    from sglang_mooncake.manager import KVManager
-    from sglang_mooncake.receiver import KVReceiver
-    from sglang_mooncake.sender import KVSender
+    from sglang_mooncake.sglang.manager import KVManager
+    from sglang_mooncake.sglang.receiver import KVReceiver
+    from sglang_mooncake.sglang.sender import KVSender
 
     return {
         "manager": KVManager,
@@ -106,7 +106,7 @@ def hook_decode_queue() -> None:
     """
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
 
-    from sglang_mooncake.manager import KVManager
+    from sglang_mooncake.sglang.manager import KVManager
 
     original = getattr(DecodePreallocQueue, _ENSURE, None)
     if getattr(original, "of_sglang_mooncake", False):

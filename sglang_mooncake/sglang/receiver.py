@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_mooncake.decode_side import FENCE_NOW_TIMEOUT_S
-from sglang_mooncake.manager import KVManager
 from sglang_mooncake.rooms.states import RoomState, RoomView
-from sglang_mooncake.seam import (
+from sglang_mooncake.sglang.manager import KVManager
+from sglang_mooncake.sglang.seam import (
     BaseKVReceiver,
     KVPoll,
     KVTransferDestination,

@@ -35,12 +35,12 @@ from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
 from bootstrap_server import InstanceConfig, KVFormat, RankCoords, SGLangParallel, Topology
 from sglang_mooncake.context import Deadlines, RankContext, Role
-from sglang_mooncake.kv_args import Heads, KVArgsLike, Split
-from sglang_mooncake.kv_states import state_names
-from sglang_mooncake.layout import ALL, Dealt
+from sglang_mooncake.layout import ALL, Dealt, Split
 from sglang_mooncake.messages import PROTOCOL_VERSION
 from sglang_mooncake.rooms.states import RoomView
-from sglang_mooncake.supported import Modes, refusal
+from sglang_mooncake.sglang.pools.kv_args import Heads, KVArgsLike
+from sglang_mooncake.sglang.pools.states import state_names
+from sglang_mooncake.sglang.supported import Modes, refusal
 
 __all__ = [
     "ABSENT_MEMBERS",

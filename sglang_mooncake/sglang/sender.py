@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from sglang_mooncake.manager import KVManager
 from sglang_mooncake.rooms.prefill import Chunk
 from sglang_mooncake.rooms.states import RoomState, RoomView
-from sglang_mooncake.seam import (
+from sglang_mooncake.sglang.manager import KVManager
+from sglang_mooncake.sglang.seam import (
     BaseKVSender,
     KVPoll,
     KVTransferError,

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable
 
 import te
-from sglang_mooncake.config import Config
+from sglang_mooncake.sglang.config import Config
 from te.config import TRANSPORTS
 from te.memory import Remote
 from te.topology import read_machine

@@ -15,9 +15,8 @@ import torch
 from caches import SEALS
 
 from bootstrap_server.matching import holding
-from sglang_mooncake.kv_args import Heads, Split, layout_from_kv_args, memory_ranges
-from sglang_mooncake.kv_entries import UNSPLIT
-from sglang_mooncake.layout import ALONE, Layout, Place
+from sglang_mooncake.layout import ALONE, UNSPLIT, Layout, Place, Split
+from sglang_mooncake.sglang.pools.kv_args import Heads, layout_from_kv_args, memory_ranges
 
 SLOTS, AUX_SLOTS = 64, 4
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from caches import SEALS
 
-from sglang_mooncake.kv_args import Heads, layout_from_kv_args
 from sglang_mooncake.layout import Layout, Plan
+from sglang_mooncake.sglang.pools.kv_args import Heads, layout_from_kv_args
 
 pytestmark = [
     pytest.mark.sglang,

@@ -24,9 +24,9 @@ def queue(monkeypatch):
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
 
     from sglang_mooncake.instances import PrefillInstances
-    from sglang_mooncake.manager import KVManager
-    from sglang_mooncake.plugin import hook_decode_queue
     from sglang_mooncake.registries import Registries
+    from sglang_mooncake.sglang.manager import KVManager
+    from sglang_mooncake.sglang.plugin import hook_decode_queue
 
     hook_decode_queue()
     hook_decode_queue()  # a second manager in one process changes nothing
@@ -98,7 +98,7 @@ class _WithoutTheStamp:
 def test_a_decode_queue_that_the_hook_does_not_fit_stops_the_server(another, monkeypatch):
     from sglang.srt.disaggregation import decode
 
-    from sglang_mooncake.plugin import hook_decode_queue
+    from sglang_mooncake.sglang.plugin import hook_decode_queue
 
     monkeypatch.setattr(decode, "DecodePreallocQueue", another)
     with pytest.raises(LookupError, match=r"has no DecodePreallocQueue\._ensure_prefill_info"):
@@ -112,8 +112,8 @@ def test_a_decode_queue_that_the_hook_does_not_fit_stops_the_server(another, mon
 def test_a_request_that_names_a_registry_in_vain_fails_at_once(address, says):
     """SGLang would ask for it fifteen times, a second apart."""
     from sglang_mooncake.instances import PrefillInstances
-    from sglang_mooncake.receiver import KVReceiver
     from sglang_mooncake.registries import Registries
+    from sglang_mooncake.sglang.receiver import KVReceiver
 
     failures: list[str] = []
     instances = PrefillInstances(Registries((ADDRESS,)), fetch())

@@ -19,7 +19,7 @@ def asked(monkeypatch):
     """`own_address()` of a server with this `--host`, where SGLang looks in vain."""
     from sglang.srt.utils import network
 
-    from sglang_mooncake import seam
+    from sglang_mooncake.sglang import seam
 
     for name in ("SGLANG_HOST_IP", "HOST_IP", "SGLANG_LOCAL_IP_NIC"):
         monkeypatch.delenv(name, raising=False)
@@ -41,7 +41,7 @@ def test_a_concrete_host_is_the_address_where_there_is_no_default_route(asked, h
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", ""])
 def test_a_wildcard_is_refused_with_the_variable_that_helps(asked, host):
-    from sglang_mooncake.seam import UnsupportedServer
+    from sglang_mooncake.sglang.seam import UnsupportedServer
 
     with pytest.raises(UnsupportedServer, match="SGLANG_HOST_IP, or as --host"):
         asked(host)

@@ -42,7 +42,7 @@ def pair() -> Iterator[Handover]:
 
 
 def make_sender(pair: Handover, room: int, pins_host_memory: bool = True):
-    from sglang_mooncake.sender import KVSender
+    from sglang_mooncake.sglang.sender import KVSender
 
     manager = SimpleNamespace(
         prefill_side=pair.prefill.side,
@@ -103,7 +103,7 @@ def test_a_chunk_waits_for_its_pages_and_for_their_numbers(pair):
 
 
 def test_without_a_gpu_the_scheduler_is_asked_for_plain_numbers(pair):
-    from sglang_mooncake.seam import pins_host_memory
+    from sglang_mooncake.sglang.seam import pins_host_memory
 
     assert not pins_host_memory()
     assert not make_sender(pair, 7, pins_host_memory=False).supports_host_tensor_indices

@@ -15,9 +15,9 @@ from sglang_pools import MODELS, Rank
 import te
 from bootstrap_server import Topology
 from bootstrap_server.matching import sources
-from sglang_mooncake.kv_args import UnsupportedPool
 from sglang_mooncake.layout import ALONE, LayoutMismatch, Place, Plan
-from sglang_mooncake.transports import register
+from sglang_mooncake.sglang.pools.kv_args import UnsupportedPool
+from sglang_mooncake.sglang.transports import register
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
 

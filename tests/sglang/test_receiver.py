@@ -22,9 +22,9 @@ def receiver():
     """One that has named its pages, with deferred release switched off."""
     from handover import handover, until
 
-    from sglang_mooncake.manager import KVManager
-    from sglang_mooncake.receiver import KVReceiver
     from sglang_mooncake.rooms.states import RoomState
+    from sglang_mooncake.sglang.manager import KVManager
+    from sglang_mooncake.sglang.receiver import KVReceiver
 
     with handover() as pair:
         pair.decode.know(pair.address)
@@ -41,7 +41,7 @@ def receiver():
 
 
 def test_without_deferred_release_the_failure_comes_when_the_pages_are_safe(receiver):
-    from sglang_mooncake.seam import KVTransferError
+    from sglang_mooncake.sglang.seam import KVTransferError
 
     with pytest.raises(KVTransferError) as caught:
         receiver.failure_exception()
@@ -58,12 +58,12 @@ def test_a_write_that_is_stuck_does_not_hide_the_transfers_error_and_the_log_nam
 
     import te
     from sglang_mooncake.rooms.states import RoomState
-    from sglang_mooncake.seam import KVTransferError
+    from sglang_mooncake.sglang.seam import KVTransferError
 
     def late(tag: int, timeout_s: float) -> None:
         raise te.FenceTimeout("stuck")
 
-    monkeypatch.setattr("sglang_mooncake.receiver.FENCE_NOW_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("sglang_mooncake.sglang.receiver.FENCE_NOW_TIMEOUT_S", 0.2)
     until(lambda: receiver._view.exposed, "its pages are published")
     fencer = receiver._side._fencer
     with monkeypatch.context() as patch:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from handover import CANARY, Handover, Pool, handover, until
 
-from sglang_mooncake.config import Config
 from sglang_mooncake.rooms.states import RoomState
+from sglang_mooncake.sglang.config import Config
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
 
@@ -21,7 +21,7 @@ class Manager:
     """The two methods of the manager for a rank whose memory it registers."""
 
     def __init__(self, rank, memory: Pool, role: str) -> None:
-        from sglang_mooncake.manager import KVManager
+        from sglang_mooncake.sglang.manager import KVManager
 
         self._manager_class = KVManager
         for region in list(rank.engine._memory.regions):

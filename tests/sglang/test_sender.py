@@ -37,7 +37,7 @@ def sender_and_view(pair, room: int, prefix: int = 0, pages: int = 3):
     from handover import until
 
     from sglang_mooncake.rooms.states import RoomState
-    from sglang_mooncake.sender import KVSender
+    from sglang_mooncake.sglang.sender import KVSender
 
     side = pair.prefill.side
     manager = SimpleNamespace(

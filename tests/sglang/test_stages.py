@@ -31,7 +31,7 @@ def until(condition: Callable[[], object]) -> None:
 @pytest.fixture
 def boards(monkeypatch) -> Iterator[list]:
     """The boards of two stages; the group that joins them hands one object from stage 0 to 1."""
-    from sglang_mooncake import seam
+    from sglang_mooncake.sglang import seam
 
     passed: list[object] = []
 
@@ -51,7 +51,7 @@ def boards(monkeypatch) -> Iterator[list]:
 
 
 def test_stage_0_waits_for_the_other_stage_and_learns_of_its_failure(boards):
-    from sglang_mooncake.seam import KVPoll
+    from sglang_mooncake.sglang.seam import KVPoll
 
     first, second = boards
     ready = KVPoll.WaitingForInput
@@ -67,7 +67,7 @@ def test_stage_0_waits_for_the_other_stage_and_learns_of_its_failure(boards):
 
 
 def test_a_newer_use_of_a_room_number_outlives_the_words_of_the_former(boards):
-    from sglang_mooncake.seam import KVPoll
+    from sglang_mooncake.sglang.seam import KVPoll
 
     first, second = boards
     former, newer = RoomView(ROOM, 0.0), RoomView(ROOM, 1.0)
@@ -83,7 +83,7 @@ def test_a_newer_use_of_a_room_number_outlives_the_words_of_the_former(boards):
 @pytest.mark.parametrize(("tp", "pp", "asks"), [(0, 0, True), (1, 0, False), (0, 1, False)])
 def test_one_rank_of_all_stages_has_a_retracted_request_computed_again(tp, pp, asks):
     from bootstrap_server import RankCoords
-    from sglang_mooncake.manager import KVManager
+    from sglang_mooncake.sglang.manager import KVManager
 
     failures: list[str] = []
     rank = SimpleNamespace(
@@ -101,7 +101,7 @@ def test_recomputing_takes_none_of_the_threads_for_queries_of_dp_ranks():
     import threading
 
     from bootstrap_server import RankCoords
-    from sglang_mooncake.manager import KVManager
+    from sglang_mooncake.sglang.manager import KVManager
 
     with socket.create_server(("127.0.0.1", 0), backlog=256) as silent:
         port = silent.getsockname()[1]

@@ -24,11 +24,11 @@ from handover import (
 
 from bootstrap_server import BootstrapServer, RankCoords, Topology
 from bootstrap_server.matching import CPTransfer, PageShare, holding
-from sglang_mooncake.config import Config
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import Buffers, Component, Layout, Place, Units
 from sglang_mooncake.rooms.prefill import Chunk
 from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.sglang.config import Config
 
 Bytes = npt.NDArray[np.uint8]
 

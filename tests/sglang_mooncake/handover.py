@@ -24,7 +24,6 @@ from bootstrap_server import (
     RankRecord,
     Topology,
 )
-from sglang_mooncake.config import Config
 from sglang_mooncake.context import Deadlines, RankContext, Role
 from sglang_mooncake.decode_side import DecodeSide, SealBuffer
 from sglang_mooncake.layout import Buffers, Component, Layout, Units
@@ -32,6 +31,7 @@ from sglang_mooncake.messages import PROTOCOL_VERSION
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rooms.prefill import Chunk
 from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.sglang.config import Config
 from sglang_mooncake.stats import Recorder
 from sglang_mooncake.stream_order import StreamEvent
 from te.memory import Remote
@@ -159,7 +159,15 @@ class DecodeRank:
         self.seals = SealBuffer(self.engine)
         layout = memory.layout(self.seals.buffers)
         recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
-        self.side = DecodeSide(context, config, self.engine, layout, self.seals, recorder)
+        self.side = DecodeSide(
+            context,
+            self.engine,
+            layout,
+            self.seals,
+            recorder,
+            config.registries,
+            config.link_timeout_s,
+        )
         self.side.start()
 
     def know(self, address: str) -> None:

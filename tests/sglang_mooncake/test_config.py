@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from te_ports import two_ports
 
-from sglang_mooncake.config import SGLANGS_OWN, Config, ConfigError
 from sglang_mooncake.registries import Registries
-from sglang_mooncake.transports import open_engine
+from sglang_mooncake.sglang.config import SGLANGS_OWN, Config, ConfigError
+from sglang_mooncake.sglang.transports import open_engine
 
 
 def test_nothing_given_means_the_defaults():

@@ -10,9 +10,9 @@ from handover import CANARY, until
 
 from bootstrap_server import RankCoords, Topology
 from bootstrap_server.matching import CPTransfer
-from sglang_mooncake.config import Config
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.rooms.states import RoomState
+from sglang_mooncake.sglang.config import Config
 
 GQA = Model(heads=4)
 MLA = Model(heads=1, is_mla=True)

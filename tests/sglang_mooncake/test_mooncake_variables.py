@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_mooncake.config import Config
-from sglang_mooncake.transports import open_engine
+from sglang_mooncake.sglang.config import Config
+from sglang_mooncake.sglang.transports import open_engine
 
 P = "SGLANG_MOONCAKE_"
 

@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from handover import until
 
-from sglang_mooncake import recompute
-from sglang_mooncake.recompute import Recompute
+from sglang_mooncake.sglang import recompute
+from sglang_mooncake.sglang.recompute import Recompute
 
 
 @contextmanager

@@ -22,11 +22,11 @@ from handover import (
 )
 
 from bootstrap_server import BootstrapServer, Topology
-from sglang_mooncake.config import Config
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import ALL, Buffers, Component, Dealt, Layout, Units
 from sglang_mooncake.rooms.prefill import Chunk
 from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.sglang.config import Config
 
 PAGES, PAGE, WIDTH, LAYERS = 32, 4, 8, 2
 #: Numbers of the request's pages, by which they are dealt out; and of decode's.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_mooncake.supported import Modes, refusal
+from sglang_mooncake.sglang.supported import Modes, refusal
 
 REFUSED = [
     (

@@ -8,8 +8,8 @@ import pytest
 from te_cuda import cuda
 
 import te
-from sglang_mooncake.config import Config
-from sglang_mooncake.transports import HandoverUnavailable, open_engine, register
+from sglang_mooncake.sglang.config import Config
+from sglang_mooncake.sglang.transports import HandoverUnavailable, open_engine, register
 
 HOST, NBYTES = "127.0.0.1", 8192
 TAG = 0xC0DA

@@ -22,7 +22,7 @@ ALLOWED = {
     "te/transports/registry.py": "the list of them",
     "te/doctor/": "says what a machine lacks for each",
     "te/bench/": "compares them, and names them in its tables",
-    "sglang_mooncake/mooncake_variables.py": "wishes of Mooncake's users, such as MC_FORCE_TCP",
+    "sglang_mooncake/sglang/mooncake_variables.py": "such as MC_FORCE_TCP",
 }
 #: Names of variables, parameters and attributes that stand for one.
 TELLING = re.compile(

@@ -90,7 +90,7 @@ class _Driver:
 
 
 def claim_pools(module: ModuleType) -> None:
-    """Patches `sglang_mooncake.manager`. Nothing happens unless `CPU_SERVING_CUDA` is set."""
+    """Patches our manager module. Nothing happens unless `CPU_SERVING_CUDA` is set."""
     original = module.KVManager.__init__
 
     @functools.wraps(original)

@@ -149,7 +149,7 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.mem_cache.allocation": _locate_without_triton,
     "sglang.srt.models.deepseek_v2": _share_without_waiting,
     "sglang_mooncake.layout.plan": _leave_kv_out,
-    "sglang_mooncake.manager": _pretend_cuda,
+    "sglang_mooncake.sglang.manager": _pretend_cuda,
 }
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's pointer lists as tensors with a kind, a layer and an inside: what `kv_args.py` and
-`kv_states.py` share."""
+`states.py` share."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from bootstrap_server.matching import holding
-from sglang_mooncake.layout import ALL, Buffers, Component, Dealt, Place, Units
+from sglang_mooncake.layout import Buffers, Component, Place, Units
 from sglang_mooncake.layout.pairing import DRAFT
 
 __all__ = [
     "DRAFT",
-    "UNSPLIT",
     "Entry",
     "Heads",
     "KVArgsLike",
     "Pointers",
     "Shape",
-    "Split",
     "UnsupportedPool",
     "components",
     "head_cuts",
@@ -77,25 +75,6 @@ class Heads:
     swa: int | None = None
     draft: int | None = None
     head_major: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How SGLang splits the KV cache of a rank beside TP and pipeline stages.
-
-    pages_dealt, tokens_dealt: see `Layout`.
-    whole_heads: every TP rank has all KV heads; TP deals out the state alone (CP-TP group sharing).
-    on_host: the model's KV pages lie in host memory, and what is on the device has other numbers
-        (HiSparse).
-    """
-
-    pages_dealt: Dealt = ALL
-    tokens_dealt: Dealt = ALL
-    whole_heads: bool = False
-    on_host: bool = False
-
-
-UNSPLIT = Split()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from bootstrap_server import MismatchError
-from sglang_mooncake.kv_entries import (
+from sglang_mooncake.layout import ALONE, UNSPLIT, Buffers, Layout, Place, Split
+from sglang_mooncake.sglang.pools.entries import (
     DRAFT,
-    UNSPLIT,
     Entry,
     Heads,
     KVArgsLike,
     Pointers,
-    Split,
     UnsupportedPool,
     components,
     head_cuts,
@@ -28,13 +27,11 @@ from sglang_mooncake.kv_entries import (
     stage_of,
     whole,
 )
-from sglang_mooncake.kv_states import Known, state_entries, state_names
-from sglang_mooncake.layout import ALONE, Buffers, Layout, Place
+from sglang_mooncake.sglang.pools.states import Known, state_entries, state_names
 
 __all__ = [
     "Heads",
     "KVArgsLike",
-    "Split",
     "UnsupportedPool",
     "layout_from_kv_args",
     "memory_ranges",

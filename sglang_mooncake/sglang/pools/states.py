@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_mooncake.kv_entries import (
+from sglang_mooncake.layout import Place, Units
+from sglang_mooncake.sglang.pools.entries import (
     DRAFT,
     Entry,
     Heads,
@@ -25,7 +26,6 @@ from sglang_mooncake.kv_entries import (
     opaque,
     whole,
 )
-from sglang_mooncake.layout import Place, Units
 
 __all__ = ["Known", "state_entries", "state_names"]
 

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From SGLang's pools, as `KVArgs` lists their pointers, to a `Layout`."""
