@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decode side at work: pages opened for writing, prefill ranks asked, arrival seen. What is to
-be done is decided in `rooms/decode.py`; here it is done, on the loop thread, and by `links.py` and
+be done is decided in `rooms/decode.py`; here it is done, on the loop thread, and by `links/` and
 `fences.py`."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_mooncake.fences import Fencer
 from sglang_mooncake.instances import PrefillInstances
 from sglang_mooncake.layout import SEAL_BYTES, Buffers, Layout, Seal
 from sglang_mooncake.layout.pairing import DRAFT
-from sglang_mooncake.links import LinkKey, Links
+from sglang_mooncake.links.decode import DecodeLinks, LinkKey
 from sglang_mooncake.messages import Hello
 from sglang_mooncake.registries import Registries
 from sglang_mooncake.rooms import decode as rooms
@@ -97,7 +97,7 @@ class DecodeSide(Side):
             self._rooms.handle, self._perform, rooms.after_failure
         )
         self._loop = ControlLoop("kv-decode", self)
-        self._links = Links(
+        self._links = DecodeLinks(
             self._loop,
             self._hello,
             context.deadlines,

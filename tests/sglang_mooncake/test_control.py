@@ -11,7 +11,7 @@ import pytest
 from handover import HOST, until
 
 from sglang_mooncake.control import ControlLoop
-from sglang_mooncake.links import open_dealer, open_router
+from sglang_mooncake.links.sockets import open_dealer, open_router
 
 
 class Poison:

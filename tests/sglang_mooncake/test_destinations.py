@@ -12,8 +12,8 @@ from handover import Handover, handover, until
 
 import te
 from sglang_mooncake.context import Deadlines
-from sglang_mooncake.destinations import PER_ENGINE_MAX, Destination, Destinations, NoDataPath
 from sglang_mooncake.layout import ALONE, Buffers
+from sglang_mooncake.links.destinations import PER_ENGINE_MAX, Destination, Destinations, NoDataPath
 from sglang_mooncake.messages import Hello, HelloReply, LinkReset, Message, encode
 from sglang_mooncake.messages import decode as decode_message
 from sglang_mooncake.prefill_side import PrefillSide
@@ -58,7 +58,7 @@ def links(pair: Handover) -> Iterator[list[Link]]:
 def destinations(pair: Handover) -> Destinations:
     side = pair.prefill.side
     assert isinstance(side, PrefillSide)
-    return side._destinations
+    return side._links._destinations
 
 
 def test_a_decode_rank_that_connects_again_and_again_takes_the_place_of_one(pair):

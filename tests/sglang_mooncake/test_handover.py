@@ -39,7 +39,7 @@ from bootstrap_server import (
 )
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import SEAL_BYTES, Seal
-from sglang_mooncake.links import open_dealer, open_router
+from sglang_mooncake.links.sockets import open_dealer, open_router
 from sglang_mooncake.messages import PROTOCOL_VERSION, HelloReply, LinkReset, encode
 from sglang_mooncake.messages import decode as decode_message
 from sglang_mooncake.rooms.states import RoomState

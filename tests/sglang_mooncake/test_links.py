@@ -20,7 +20,8 @@ from bootstrap_server import Rank
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.layout import Buffers
-from sglang_mooncake.links import LinkKey, Links, PortsTaken, open_dealer, open_router
+from sglang_mooncake.links.decode import DecodeLinks, LinkKey
+from sglang_mooncake.links.sockets import PortsTaken, open_dealer, open_router
 from sglang_mooncake.messages import (
     Hello,
     HelloReply,
@@ -78,7 +79,7 @@ class Bench:
     def __init__(self, context: zmq.Context) -> None:
         self.loop = Hand(context)
         self.events, self.forgotten = [], []
-        self.links = Links(
+        self.links = DecodeLinks(
             self.loop, hello, Deadlines(), 10.0, self.events.append, self.forgotten.append
         )
         self.router, port = open_router(context, HOST, 1 << 20)
@@ -206,7 +207,7 @@ def test_a_message_that_cannot_be_sent_takes_the_link_down_and_raises_nothing(be
 
 
 def test_a_rank_that_takes_nothing_in_loses_its_link(bench, monkeypatch):
-    monkeypatch.setattr("sglang_mooncake.links._QUEUE_MESSAGES_MAX", 2)
+    monkeypatch.setattr("sglang_mooncake.links.sockets._QUEUE_MESSAGES_MAX", 2)
     with socket.create_server((HOST, 0)) as silent:
         key = key_of(silent.getsockname()[1])
         bench.links.open(key)
@@ -251,10 +252,10 @@ class Peers:
         self.keys = keys
         self.up: set[LinkKey] = set()
         self.others: list[object] = []
-        self.links: Links | None = None
+        self.links: DecodeLinks | None = None
 
     def started(self, loop: ControlLoop) -> None:
-        self.links = Links(loop, hello, Deadlines(), 60.0, self.report, lambda address: None)
+        self.links = DecodeLinks(loop, hello, Deadlines(), 60.0, self.report, lambda address: None)
         for key in self.keys:
             self.links.open(key)
 

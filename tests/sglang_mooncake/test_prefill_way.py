@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import te
-from sglang_mooncake.prefill_side import _way
+from sglang_mooncake.links.prefill import way
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_the_line_of_the_log_says_what_to_expect_and_why(
     rate: float, reason: str, says: str
 ) -> None:
     peer = SimpleNamespace(transport="samehost", bytes_per_s=rate, transport_reason=reason)
-    assert _way(peer) == says
+    assert way(peer) == says
 
 
 def test_engines_tell_it_of_their_peers() -> None:
@@ -33,5 +33,5 @@ def test_engines_tell_it_of_their_peers() -> None:
         te.Engine(te.Config(transports=("tcp",))) as target,
     ):
         peer = source.connect(target.card())
-        assert _way(peer) == "tcp"  # The loopback interface has no speed.
+        assert way(peer) == "tcp"  # The loopback interface has no speed.
         assert source.stats().peer_bytes_per_s == {peer.id: 0.0}

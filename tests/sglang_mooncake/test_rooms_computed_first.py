@@ -182,8 +182,8 @@ def test_a_prefill_rank_that_has_forgotten_us_is_asked_for_a_link_again():
         first = pair.decode.side.new_room(1)
         pair.decode.side.choose_sources(first, pair.address, 0)
         until(lambda: first.state is RoomState.COMPUTING, "it waits for the prompt")
-        for destination in pair.prefill.side._destinations:
-            pair.prefill.side._destinations.remove(destination.key)
+        for destination in pair.prefill.side._links._destinations:
+            pair.prefill.side._links._destinations.remove(destination.key)
         second = pair.decode.side.new_room(2)
         pair.decode.side.choose_sources(second, pair.address, 0)
         until(lambda: first.over and second.over, "both rooms were told")

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The links of a prefill rank to decode ranks: hellos answered, the data paths that belong to them,
+and the one place that knows which of them stand.
+
+A decode rank says hello, its engine is connected in a worker, and the link stands once that is done
+and answered. One whose data path or control connection has ended is forgotten at once. What happens
+to links reaches the rooms as events, in order, and by no other way.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import zmq
+
+import te
+from sglang_mooncake import messages
+from sglang_mooncake.layout import LayoutMismatch, Plan
+from sglang_mooncake.links.destinations import Destination, Destinations
+from sglang_mooncake.links.sockets import Readers, open_router
+from sglang_mooncake.messages import (
+    Hello,
+    HelloReply,
+    LinkReset,
+    Message,
+    MessageError,
+    RoomAbort,
+    RoomRequest,
+    RoomWait,
+)
+from sglang_mooncake.rooms.prefill_events import Awaited, PeerLost, Requested, RoomAborted
+
+__all__ = ["Connected", "LinkEvent", "PrefillLinks", "Workers"]
+
+logger = logging.getLogger(__name__)
+
+LinkEvent = Requested | Awaited | RoomAborted | PeerLost
+
+#: A peer that floods us must not keep the loop from everybody else's rooms.
+MESSAGES_PER_TURN = 256
+#: Hellos whose data path is being made.
+GREETINGS_MAX = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A worker's result: the data path to a decode rank, or why there is none."""
+
+    identity: bytes
+    rank: str
+    plan: Plan
+    peer: te.Peer | str
+
+
+class Workers(Readers, Protocol):
+    """What `ControlLoop` has for those who use sockets and do what may block."""
+
+    def work(self, call: Callable[[], Any], done: Callable[[Any], Any]) -> None: ...
+
+
+class PrefillLinks:
+    """For the loop thread alone; no call waits. Peers go by `key`, the name of their control
+    connection.
+
+    Args:
+        name: of this rank, for sentences.
+        loop: calls back when a socket can be read. What its `work` posts, a `Connected`, is to be
+            handed to `connected`.
+        plan: what is written to the decode rank of a hello; raises LayoutMismatch.
+        stands: says to a decode rank that its data path stands.
+        report: takes the events. It may come back to `send` before it returns.
+        probe_s: how often each decode rank is told that its link stands.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        loop: Workers,
+        engine: te.Engine,
+        plan: Callable[[Hello], Plan],
+        stands: HelloReply,
+        report: Callable[[LinkEvent], None],
+        probe_s: float,
+    ) -> None:
+        self._name, self._loop, self._engine = name, loop, engine
+        self._plan, self._stands, self._report = plan, stands, report
+        self._probe_s, self._next_probe_s = probe_s, 0.0
+        self._destinations = Destinations()
+        self._greeting: set[bytes] = set()
+        self._router: zmq.Socket[bytes] | None = None
+
+    def __len__(self) -> int:
+        return len(self._destinations)
+
+    def __getitem__(self, key: str) -> Destination:
+        """Raises NoDataPath."""
+        return self._destinations[key]
+
+    def listen(self, host: str, ports: tuple[int, int] | None) -> int:
+        """Lets decode ranks say hello; returns the port. Raises as `open_router` does."""
+        self._router, port = open_router(
+            self._loop.zmq_context, host, messages.MESSAGE_BYTES_MAX, ports
+        )
+        self._loop.add_reader(self._router, self._read)
+        return port
+
+    def send(self, key: str, message: Message) -> None:
+        """Raises nothing: a decode rank that has gone is reported, once."""
+        assert self._router is not None
+        try:
+            self._router.send_multipart([bytes.fromhex(key), messages.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # EAGAIN: it takes nothing in; it has deadlines of its own.
+            destination = self._destinations.get(key)
+            if error.errno != errno.EHOSTUNREACH or destination is None:
+                logger.warning("cannot tell %s: %s (%s)", key, message, error)
+            else:
+                self._lose(destination, f"lost the control connection to {destination.rank}")
+
+    def tick(self, now_s: float) -> None:
+        """Gives up links whose data path has ended, and probes the others where that is due."""
+        for destination in self._destinations:
+            if not destination.peer.alive:
+                self._reset(destination, f"lost the data path to {destination.rank}")
+        if now_s >= self._next_probe_s:
+            self._next_probe_s = now_s + self._probe_s
+            self._probe(self._destinations)
+
+    def connected(self, result: Connected) -> None:
+        """Answers a hello."""
+        self._greeting.discard(result.identity)
+        key = result.identity.hex()
+        if isinstance(result.peer, str):
+            logger.error("%s", result.peer)
+            self.send(key, HelloReply(refused=result.peer))
+            return
+        made = Destination(key, result.rank, result.peer, result.plan)
+        logger.info("%s writes to %s over %s", self._name, result.rank, way(result.peer))
+        for former in self._destinations.add(made):
+            self._reset(former, f"has too many links to {former.rank}")
+        # First the others: this hello may be the end of one of them.
+        self._probe([one for one in self._destinations.of_engine(made) if one is not made])
+        self._probe([made])
+
+    def close(self) -> None:
+        """Closes the socket, when nobody reads it any more."""
+        if self._router is not None:
+            self._router.close(linger=0)
+
+    def _read(self) -> None:
+        assert self._router is not None
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 1:
+                    raise MessageError(f"{len(frames)} frames where one message was expected")
+                message = messages.decode(frames[0])
+            except MessageError as error:
+                logger.warning("refused a message from %s: %s", identity.hex(), error)
+                self.send(identity.hex(), HelloReply(refused=str(error)))
+                continue
+            self._take(identity, message)
+
+    def _take(self, identity: bytes, message: Message) -> None:
+        key = identity.hex()
+        match message:
+            case Hello():
+                self._greet(identity, message)
+            case RoomAbort():  # welcome from strangers too: a refused rank gives its rooms up
+                self._report(RoomAborted(key, message))
+            case RoomWait() if key in self._destinations:
+                self._report(Awaited(key, message))
+            case RoomRequest() if key in self._destinations:
+                self._report(Requested(key, message))
+            case RoomRequest() | RoomWait():
+                self.send(key, LinkReset(f"{self._name} has no data path to you"))
+            case _:
+                logger.warning("%s sent a %s to a prefill rank", key, type(message).__name__)
+
+    def _greet(self, identity: bytes, hello: Hello) -> None:
+        if identity in self._greeting:
+            return  # it will be answered
+        if len(self._greeting) >= GREETINGS_MAX:
+            reason = f"{GREETINGS_MAX} decode ranks are being connected: say hello again later"
+            self.send(identity.hex(), HelloReply(refused=f"{self._name}: {reason}"))
+            return
+        try:
+            plan = self._plan(hello)
+        except LayoutMismatch as error:
+            logger.error("refused %s: %s", hello.rank, error)
+            self.send(identity.hex(), HelloReply(refused=str(error)))
+            return
+
+        def connect() -> te.Peer | str:
+            try:
+                return self._engine.connect(hello.card)
+            except te.Error as error:
+                return f"{self._name} cannot reach the engine of {hello.rank}: {error}"
+            except Exception as error:  # the card is the peer's, who waits for an answer
+                logger.exception("the hello of %s", hello.rank)
+                return f"{self._name} cannot connect {hello.rank}: {error!r}"
+
+        self._greeting.add(identity)
+        self._loop.work(connect, lambda peer: Connected(identity, hello.rank, plan, peer))
+
+    def _probe(self, destinations: Iterable[Destination]) -> None:
+        """Says that the data path stands. Whoever cannot be told has gone, or has said hello again
+        over another connection: nothing else tells us that a control connection has ended."""
+        for destination in destinations:
+            self.send(destination.key, self._stands)
+
+    def _lose(self, destination: Destination, what: str) -> None:
+        """It is no destination any more: its rooms end."""
+        self._destinations.remove(destination.key)
+        logger.warning("%s %s", self._name, what)
+        self._report(PeerLost(destination.key, f"{self._name} {what}"))
+
+    def _reset(self, destination: Destination, what: str) -> None:
+        """The same for one that is there still: it is to say hello again."""
+        self._lose(destination, what)
+        self.send(destination.key, LinkReset(f"{self._name} {what}"))
+
+
+def way(peer: te.Peer) -> str:
+    """The transport, what to expect of it, and why it is no better one."""
+    rate = f", {peer.bytes_per_s / 1e9:.3g} GB/s at best" if peer.bytes_per_s else ""
+    why = f" ({peer.transport_reason})" if peer.transport_reason else ""
+    return f"{peer.transport}{rate}{why}"
