@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cpu_serving import deepseek_v3
 
-__all__ = ["ARCHITECTURES", "FIRST_PLAIN_TOKEN", "MODELS_DIR", "VOCAB_SIZE", "make_model"]
+__all__ = [
+    "ARCHITECTURES",
+    "FIRST_PLAIN_TOKEN",
+    "MODELS_DIR",
+    "VOCAB_SIZE",
+    "LlamaSize",
+    "make_llama",
+    "make_model",
+]
 
 MODELS_DIR = Path(sys.prefix) / "cpu-serving" / "models"  # in the .venv, and gone with it
 VOCAB_SIZE = 512
@@ -146,18 +155,67 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class LlamaSize:
+    """A Llama with as many KV heads as heads: what its prefill computes and what KV it leaves.
+
+    positions: the longest sequence, in tokens.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    head_dim: int
+    positions: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of all layers in float32."""
+        return self.layers * 2 * self.heads * self.head_dim * 4
+
+    @property
+    def name(self) -> str:
+        """Tells models of different sizes apart."""
+        return "llama-" + "-".join(str(value) for value in asdict(self).values())
+
+
 def make_model(arch: str, cache_dir: Path = MODELS_DIR, *, seed: int = 0) -> Path:
     """The directory of the tiny model `arch` under `cache_dir`; written if it is not there."""
     if arch not in ARCHITECTURES:
         raise ValueError(f"no tiny model {arch!r}; there are {', '.join(ARCHITECTURES)}")
-    target = cache_dir / f"{arch}-seed{seed}-v{FORMAT}"
+    config = _COMMON | ARCHITECTURES[arch]
+    shapes = deepseek_v3.weights() if arch == "deepseek-v3" else _weights(arch)
+    return _make(f"{arch}-seed{seed}-v{FORMAT}", cache_dir, arch, config, shapes, seed)
+
+
+def make_llama(size: LlamaSize, cache_dir: Path = MODELS_DIR, *, seed: int = 0) -> Path:
+    """The directory of a Llama of that size under `cache_dir`; written if it is not there."""
+    config = _COMMON | ARCHITECTURES["llama"]
+    config |= {
+        "hidden_size": size.hidden,
+        "intermediate_size": size.intermediate,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads,
+        "head_dim": size.head_dim,
+        "max_position_embeddings": size.positions,
+    }
+    name = f"{size.name}-seed{seed}-v{FORMAT}"
+    return _make(name, cache_dir, "llama", config, _llama_weights(size), seed)
+
+
+def _make(
+    name: str, cache_dir: Path, arch: str, config: dict[str, Any], shapes: Weights, seed: int
+) -> Path:
+    target = cache_dir / name
     if target.is_dir():
         return target
     cache_dir.mkdir(parents=True, exist_ok=True)
     # A half-written model must never be found: write beside the target, then rename.
-    scratch = Path(tempfile.mkdtemp(prefix=f".{arch}-", dir=cache_dir))
+    scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache_dir))
     try:
-        _write(scratch, arch, seed)
+        _write(scratch, arch, config, shapes, seed)
         scratch.rename(target)
     except OSError:
         if not target.is_dir():  # else another process was faster, with the same bytes
@@ -167,16 +225,14 @@ def make_model(arch: str, cache_dir: Path = MODELS_DIR, *, seed: int = 0) -> Pat
     return target
 
 
-def _write(out: Path, arch: str, seed: int) -> None:
-    config = _COMMON | ARCHITECTURES[arch]
+def _write(out: Path, arch: str, config: dict[str, Any], shapes: Weights, seed: int) -> None:
     (out / "config.json").write_text(json.dumps(config, indent=1))
     rng = np.random.default_rng(seed)
-    shapes = deepseek_v3.weights() if arch == "deepseek-v3" else _weights(arch)
     tensors = {name: _tensor(rng, name, shape) for name, shape in shapes}
     if arch == "deepseek-v3":
         deepseek_v3.settle(tensors)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(out)
+    _write_tokenizer(out, config["max_position_embeddings"])
 
 
 def _tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
@@ -211,6 +267,23 @@ def _mha_attention(prefix: str, arch: str) -> Weights:
         yield f"{prefix}.k_norm.weight", (HEAD_DIM,)
 
 
+def _llama_weights(size: LlamaSize) -> Weights:
+    width = size.heads * size.head_dim
+    yield "model.embed_tokens.weight", (VOCAB_SIZE, size.hidden)
+    for layer in range(size.layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (size.hidden,)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            yield f"{prefix}.self_attn.{name}.weight", (width, size.hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", (size.hidden, width)
+        yield f"{prefix}.post_attention_layernorm.weight", (size.hidden,)
+        yield f"{prefix}.mlp.gate_proj.weight", (size.intermediate, size.hidden)
+        yield f"{prefix}.mlp.up_proj.weight", (size.intermediate, size.hidden)
+        yield f"{prefix}.mlp.down_proj.weight", (size.hidden, size.intermediate)
+    yield "model.norm.weight", (size.hidden,)
+    yield "lm_head.weight", (VOCAB_SIZE, size.hidden)
+
+
 def _mla_attention(prefix: str, _arch: str) -> Weights:
     yield f"{prefix}.q_proj.weight", (HEADS * (QK_NOPE_DIM + QK_ROPE_DIM), HIDDEN)
     yield f"{prefix}.kv_a_proj_with_mqa.weight", (KV_LORA_RANK + QK_ROPE_DIM, HIDDEN)
@@ -219,7 +292,7 @@ def _mla_attention(prefix: str, _arch: str) -> Weights:
     yield f"{prefix}.o_proj.weight", (HIDDEN, HEADS * V_DIM)
 
 
-def _write_tokenizer(out: Path) -> None:
+def _write_tokenizer(out: Path, positions: int) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -238,6 +311,6 @@ def _write_tokenizer(out: Path) -> None:
         "bos_token": "<s>",
         "eos_token": "</s>",
         "pad_token": "</s>",
-        "model_max_length": MAX_POSITIONS,
+        "model_max_length": positions,
     }
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))

@@ -66,6 +66,8 @@ class ServerOptions:
     max_running_requests: int = 64
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
+    #: The address of all that the server and its hand-overs listen on.
+    host: str = HOST
     #: With overlap scheduling on a prefill server, warm-up and health requests, on a stand-in for a
     #: GPU's streams.
     overlap: Overlap | None = None
@@ -94,7 +96,7 @@ class Server:
         self.role = role
         self.options = options
         self.port = port
-        self.url = f"http://{HOST}:{port}"
+        self.url = f"http://{options.host}:{port}"
         self.bootstrap_port = bootstrap_port or port + 1
         self.stats_dir = run_dir / f"stats-{name or role}"
         self.stats_dir.mkdir(parents=True)
@@ -118,7 +120,7 @@ class Server:
             "--model-path": options.model,
             "--device": "cpu",
             "--attention-backend": "torch_native",
-            "--host": HOST,
+            "--host": options.host,
             "--port": self.port,
             "--dtype": "float32",
             "--max-total-tokens": options.max_total_tokens,
@@ -157,7 +159,7 @@ class Server:
         return [*pairs, *switches, *options.extra_args]
 
     def _environment(self) -> dict[str, str]:
-        env = base_environment()
+        env = base_environment() | {"SGLANG_HOST_IP": self.options.host}
         env["SGLANG_MOONCAKE_STATS_DIR"] = str(self.stats_dir)
         if self.options.ranks > 1:
             cores = sorted(os.sched_getaffinity(0))

@@ -43,6 +43,11 @@ class RankStats(msgspec.Struct, frozen=True):
     busy_s: float
     handover_ms: list[float]
     scheduler_call_us: dict[str, list[float]]
+    #: Layer by layer: bytes that were written before `send()`, why requests went as a whole, and
+    #: what the hooks took of each forward.
+    bytes_early: int = 0
+    fallbacks: dict[str, int] = {}
+    hooks_us: list[float] = []
 
 
 @dataclass(frozen=True)

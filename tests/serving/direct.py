@@ -3,27 +3,13 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from dataclasses import replace
 
 from cpu_serving import stats
-from cpu_serving.servers import HOST, Server
-from cpu_serving.traffic import Request
+from cpu_serving.direct import in_a_room
+from cpu_serving.servers import Server
 
 __all__ = ["computed_tokens", "in_a_room", "open_rooms"]
-
-_rooms = itertools.count(1 << 40)
-
-
-def in_a_room(prefill: Server, request: Request, **fields: object) -> Request:
-    """The request with what the router adds for both servers: a room of its own."""
-    where = {
-        "bootstrap_host": HOST,
-        "bootstrap_port": prefill.bootstrap_port,
-        "bootstrap_room": next(_rooms),
-    }
-    return replace(request, fields={**where, **fields})
 
 
 def computed_tokens(server: Server) -> int:
