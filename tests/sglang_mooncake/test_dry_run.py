@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootstrap_server import MismatchError, Topology
-from sglang_mooncake.cli import main
-from sglang_mooncake.dry_run.flags import FlagError, parse_flags
-from sglang_mooncake.dry_run.models import KNOWN, ModelError, ModelShape, load_model
-from sglang_mooncake.dry_run.pairs import TOKENS, Server, plan_pairs
-from sglang_mooncake.dry_run.report import Report
+from sglang_mooncake.sglang.cli import main
+from sglang_mooncake.sglang.dry_run.flags import FlagError, parse_flags
+from sglang_mooncake.sglang.dry_run.models import KNOWN, ModelError, ModelShape, load_model
+from sglang_mooncake.sglang.dry_run.pairs import TOKENS, Server, plan_pairs
+from sglang_mooncake.sglang.dry_run.report import Report
 
 ISSUE = [
     "plan",
@@ -296,7 +296,7 @@ def test_bad_options_end_with_status_2_and_one_sentence(option, capsys):
 
 def test_the_dry_run_imports_neither_sglang_nor_torch():
     check = (
-        "import sys; from sglang_mooncake.cli import main; "
+        "import sys; from sglang_mooncake.sglang.cli import main; "
         f"assert main({ISSUE!r}) == 0; "
         "assert not {'sglang', 'torch'} & set(sys.modules)"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_mooncake.cli import main
+from sglang_mooncake.sglang.cli import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deepseek-recipes.md").read_text()
 COMMANDS = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)

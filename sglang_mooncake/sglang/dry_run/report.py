@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bootstrap_server import RankCoords, Topology
-from sglang_mooncake.dry_run.pairs import TOKENS, Move, PairPlan, Server
+from sglang_mooncake.sglang.dry_run.pairs import TOKENS, Move, PairPlan, Server
 
 __all__ = ["Report"]
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from bootstrap_server import InstanceConfig, KVFormat, RankCoords, Topology
 from bootstrap_server.matching import PageShare, Source, check_configs, dealt_over, holding, sending
-from sglang_mooncake.dry_run.models import ModelShape
 from sglang_mooncake.layout import (
     ALL,
     UNSPLIT,
@@ -24,6 +23,7 @@ from sglang_mooncake.layout import (
     Split,
     Units,
 )
+from sglang_mooncake.sglang.dry_run.models import ModelShape
 from sglang_mooncake.sources import sources_of
 
 __all__ = ["TOKENS", "Move", "PairPlan", "Server", "plan_pairs"]

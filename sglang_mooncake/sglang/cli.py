@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from bootstrap_server import MismatchError
-from sglang_mooncake.dry_run.flags import FlagError, ServerFlags, parse_flags
-from sglang_mooncake.dry_run.models import KNOWN, ModelError, load_model
-from sglang_mooncake.dry_run.pairs import Server, plan_pairs
-from sglang_mooncake.dry_run.report import Report
 from sglang_mooncake.layout import LayoutMismatch
+from sglang_mooncake.sglang.dry_run.flags import FlagError, ServerFlags, parse_flags
+from sglang_mooncake.sglang.dry_run.models import KNOWN, ModelError, load_model
+from sglang_mooncake.sglang.dry_run.pairs import Server, plan_pairs
+from sglang_mooncake.sglang.dry_run.report import Report
 
 __all__ = ["main"]
 
