@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a manager needs to know of the SGLang process that it lives in, as plain values: `seam.py`
-takes them from SGLang once, tests make them up."""
+"""What the hand-over needs to know of the serving process that it lives in, as plain values: for
+SGLang `sglang/seam.py` takes them from there once, tests make them up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from typing import Literal
 from bootstrap_server import InstanceConfig, RankCoords
 from sglang_mooncake.layout import UNSPLIT, Place, Split
 
-__all__ = ["PREFILL_COMPLETE", "Deadlines", "RankContext", "Role"]
+__all__ = [
+    "FIELD_NAMES",
+    "PREFILL_COMPLETE",
+    "Deadlines",
+    "RankContext",
+    "Role",
+    "SettingNames",
+]
 
 Role = Literal["prefill", "decode"]
 
@@ -20,12 +27,30 @@ PREFILL_COMPLETE = "prefill_complete"
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """From SGLang's SGLANG_DISAGGREGATION_* variables, in seconds."""
+    """
+    bootstrap_s: how long the two sides of a room wait until they have found each other.
+    waiting_s: how long a request waits for its prompt, and then for its KV cache.
+    heartbeat_s: how often each side of a control link shows that it is there.
+    heartbeat_failures_max: after how many of these without a sign it counts as gone.
+    """
 
-    bootstrap_s: float = 300.0  # BOOTSTRAP_TIMEOUT
-    waiting_s: float = 300.0  # WAITING_TIMEOUT
-    heartbeat_s: float = 5.0  # HEARTBEAT_INTERVAL
-    heartbeat_failures_max: int = 2  # HEARTBEAT_MAX_FAILURE
+    bootstrap_s: float = 300.0
+    waiting_s: float = 300.0
+    heartbeat_s: float = 5.0
+    heartbeat_failures_max: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SettingNames:
+    """What those who run a server call its deadlines, for sentences about one that was missed."""
+
+    bootstrap: str = "bootstrap_s"
+    waiting: str = "waiting_s"
+    link: str = "link_timeout_s"
+
+
+#: Where nobody has other words for them.
+FIELD_NAMES = SettingNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +64,7 @@ class RankContext:
         derive it (several DP ranks, and the load balancer does not follow the room number).
     all_cp_ranks: decode: every CP rank of the prefill instance shall send its share of the pages,
         instead of the first one all of them.
-    split: how SGLang splits this rank's KV cache beside TP and pipeline stages.
+    split: how this rank's KV cache is split beside TP and pipeline stages.
     """
 
     role: Role
@@ -52,6 +77,7 @@ class RankContext:
     deadlines: Deadlines
     all_cp_ranks: bool = False
     split: Split = UNSPLIT
+    names: SettingNames = FIELD_NAMES
 
     @property
     def place(self) -> Place:

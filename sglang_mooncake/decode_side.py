@@ -89,6 +89,7 @@ class DecodeSide(Side):
             first_generation=secrets.randbits(62) + 1,
             new_tag=te.new_tag,
             computed_first=context.waits_for_prompt,
+            names=context.names,
         )
         self.instances = PrefillInstances(registries)
         self._sources_of: dict[str, _Sources] = {}  # of the scheduler thread alone
@@ -102,6 +103,7 @@ class DecodeSide(Side):
             self._hello,
             context.deadlines,
             link_timeout_s,
+            context.names.link,
             self._executor.submit,
             self.instances.forget,
         )

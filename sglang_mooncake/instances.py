@@ -105,7 +105,7 @@ class PrefillInstances:
             return None
         allowed = ", ".join(self._registries.patterns)
         return (
-            f"the request names the registry {address}, which SGLANG_MOONCAKE_REGISTRIES of this "
+            f"the request names the registry {address}, which {self._registries.setting} of this "
             f"decode server does not allow ({allowed})"
         )
 

@@ -67,6 +67,7 @@ class PrefillSide(Side):
             2 * context.deadlines.waiting_s,
             context.waits_for_prompt,
             layout.pages_dealt,
+            context.names,
         )
         self._executor = Executor(self._rooms.handle, self._perform, self._failed)
         self._loop = ControlLoop("kv-prefill", self)
@@ -85,6 +86,7 @@ class PrefillSide(Side):
             lambda view, reason: self._executor.submit(rooms.Broken(view, reason)),
             lambda waited: self._loop.post(waited),
             context.deadlines.waiting_s,
+            context.names.waiting,
         )
         self._ports: tuple[int, int] | None = None
         self._port: queue.Queue[int | Exception] = queue.Queue(1)

@@ -28,11 +28,14 @@ class Registries:
     address as requests spell it, where `*` and `?` stand for anything but a dot or a colon, or a
     network such as `10.1.0.0/16`. Names are not resolved.
 
+    setting: what those who run the server call the list.
+
     Raises:
         ValueError: a pattern that is none; names it.
     """
 
     patterns: tuple[str, ...] = ()
+    setting: str = field(default="registries", compare=False)
     _compiled: tuple[_Pattern, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

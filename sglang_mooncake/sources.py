@@ -25,8 +25,7 @@ def sources_of(
     Args:
         prefill: the prefill instance; `prefill_dp_rank` is the group that serves the request.
         layout: what the decode rank stores.
-        all_cp_ranks: every CP rank of prefill sends its share (SGLang's
-            SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER).
+        all_cp_ranks: every CP rank of prefill sends its share.
 
     Raises:
         MismatchError: the two cannot hand over KV; names both values and the flag.

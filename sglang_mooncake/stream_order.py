@@ -66,6 +66,7 @@ class StreamOrder:
         deliver: takes a stimulus whose events have happened.
         fail: takes the room of one whose events have not, and why.
         post: hands a `Waited` to the loop thread, which calls `waited` with it.
+        timeout_name: the setting of `timeout_s`, for sentences.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class StreamOrder:
         fail: Callable[[RoomView, str], None],
         post: Callable[[Waited], None],
         timeout_s: float,
+        timeout_name: str,
     ) -> None:
-        self._deliver, self._fail, self._post, self._timeout_s = deliver, fail, post, timeout_s
+        self._deliver, self._fail, self._post = deliver, fail, post
+        self._timeout_s, self._timeout_name = timeout_s, timeout_name
         self._waiting: deque[_Submission] = deque()
         self._to_wait_for: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -127,7 +130,7 @@ class StreamOrder:
                     if waited_s >= self._timeout_s:
                         return (
                             f"the GPU did not fill the pages that were sent for room {room} within "
-                            f"{waited_s:.0f} s (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)"
+                            f"{waited_s:.0f} s ({self._timeout_name})"
                         )
                     if _needs_no_more(submission.view) or self._stopping.is_set():
                         return None  # the rules drop what is sent for it

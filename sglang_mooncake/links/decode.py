@@ -77,7 +77,8 @@ class DecodeLinks:
     Args:
         readers: the loop that calls back when a socket can be read.
         hello: what to say first on each link.
-        timeout_s: how long a prefill rank may take to answer it.
+        timeout_s: how long a prefill rank may take to answer it; `timeout_name` is the setting, for
+            sentences.
         report: takes the events. It may come back to `send` and `open` before it returns.
         forget_instance: the instance of a rank, by its registry's address, may have been started
             elsewhere: it must be looked up afresh.
@@ -89,11 +90,13 @@ class DecodeLinks:
         hello: Callable[[], Hello],
         deadlines: Deadlines,
         timeout_s: float,
+        timeout_name: str,
         report: Callable[[LinkEvent], None],
         forget_instance: Callable[[str], None],
     ) -> None:
         self._readers, self._hello = readers, hello
-        self._deadlines, self._timeout_s = deadlines, timeout_s
+        self._deadlines = deadlines
+        self._timeout_s, self._timeout_name = timeout_s, timeout_name
         self._report, self._forget_instance = report, forget_instance
         self._links: dict[LinkKey, _Link] = {}
 
@@ -148,7 +151,7 @@ class DecodeLinks:
                 self._drop(
                     link,
                     f"{link.key} did not answer the hello within {self._timeout_s:g} s"
-                    " (SGLANG_MOONCAKE_LINK_TIMEOUT_S)",
+                    f" ({self._timeout_name})",
                     forget_instance=True,
                 )
 

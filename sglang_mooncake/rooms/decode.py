@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
+from sglang_mooncake.context import FIELD_NAMES, SettingNames
 from sglang_mooncake.messages import (
     RoomAbort,
     RoomComputed,
@@ -117,6 +118,7 @@ class DecodeRooms:
         new_tag: a tag that was never used, and that nobody can guess.
         computed_first: a room is ready only once its prompt is computed (the allocation policy
             prefill_complete).
+        names: what the deadlines are called.
     """
 
     def __init__(
@@ -126,8 +128,9 @@ class DecodeRooms:
         first_generation: int,
         new_tag: Callable[[], int],
         computed_first: bool = False,
+        names: SettingNames = FIELD_NAMES,
     ) -> None:
-        self._deadlines = deadlines
+        self._deadlines, self._names = deadlines, names
         self._rooms: dict[int, _Room] = {}  # by serial
         self._free_slots = list(range(seal_slots - 1, -1, -1))
         self._next_generation = first_generation
@@ -341,33 +344,34 @@ class DecodeRooms:
     def _tick(self, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
         for room in list(self._rooms.values()):
-            late = _late(room, self._deadlines, now_s)
+            late = _late(room, self._deadlines, self._names, now_s)
             if late is not None:
                 reason = f"room {room.view.room}: {late}"
                 instructions += self._end(room.view, RoomState.TIMED_OUT, reason)
         return instructions
 
 
-def _late(room: _Room, deadlines: DecodeDeadlines, now_s: float) -> str | None:
+def _late(room: _Room, deadlines: DecodeDeadlines, names: SettingNames, now_s: float) -> str | None:
     """Which deadline the room has missed; None when it has not."""
+    name: str | None
     match room.view.state:
         case RoomState.OPEN:
             waited_s, limit_s = now_s - room.view.opened_s, deadlines.bootstrap_s
-            what = "no data path to its prefill ranks stood within {} s "
-            what += "(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)"
+            what, name = "no data path to its prefill ranks stood", names.bootstrap
         case RoomState.COMPUTING:
             waited_s, limit_s = now_s - room.since_s, deadlines.waiting_s
-            what = "the prefill server did not compute its prompt within {} s "
-            what += "(SGLANG_DISAGGREGATION_WAITING_TIMEOUT)"
+            what, name = "the prefill server did not compute its prompt", names.waiting
         case RoomState.READY:
             waited_s, limit_s = now_s - room.since_s, deadlines.ready_s
-            what = "the scheduler of the decode server named no pages for it within {} s"
+            what, name = "the scheduler of the decode server named no pages for it", None
         case RoomState.REQUESTED:
             waited_s, limit_s = now_s - room.since_s, deadlines.waiting_s
-            what = "its KV cache did not arrive within {} s (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)"
+            what, name = "its KV cache did not arrive", names.waiting
         case _:
             return None
-    return what.format(f"{waited_s:.0f}") if waited_s >= limit_s else None
+    if waited_s < limit_s:
+        return None
+    return f"{what} within {waited_s:.0f} s" + (f" ({name})" if name else "")
 
 
 def _open_links(links: Iterable[Hashable]) -> list[Instruction]:

@@ -50,10 +50,15 @@ class _Peer:
 
 
 class EarlyRooms:
-    """Rooms that are not open yet."""
+    """Rooms that are not open yet.
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    Args:
+        timeout_s: how long what is said of one is kept; `timeout_name` is the setting, for
+            sentences.
+    """
+
+    def __init__(self, timeout_s: float, timeout_name: str) -> None:
+        self._timeout_s, self._timeout_name = timeout_s, timeout_name
         self._peers: dict[str, _Peer] = {}
         #: Who has said something of a room. It is in `_peers`.
         self._rooms: dict[int, dict[str, None]] = {}
@@ -94,7 +99,7 @@ class EarlyRooms:
         """Takes out what waited too long, and says why."""
         reason = (
             f"no request with this room reached the prefill server within {self._timeout_s:.0f} s "
-            "(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)"
+            f"({self._timeout_name})"
         )
         found = []
         for name in list(self._peers):

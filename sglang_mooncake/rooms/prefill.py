@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sglang_mooncake.context import FIELD_NAMES, SettingNames
 from sglang_mooncake.layout import ALL, Dealt
 from sglang_mooncake.layout.indices import owned
 from sglang_mooncake.messages import (
@@ -105,6 +106,7 @@ class PrefillRooms:
         computed_first: decode ranks ask for a room only once its prompt is computed (the policy
             prefill_complete), so that it waits for them from then on.
         pages_dealt: which of the pages of a chunk this rank has (`Layout.pages_dealt`).
+        names: what the two deadlines are called: `chunk_timeout_s` is twice that of `waiting`.
     """
 
     def __init__(
@@ -113,12 +115,13 @@ class PrefillRooms:
         chunk_timeout_s: float,
         computed_first: bool = False,
         pages_dealt: Dealt = ALL,
+        names: SettingNames = FIELD_NAMES,
     ) -> None:
         self._bootstrap_timeout_s, self._chunk_timeout_s = bootstrap_timeout_s, chunk_timeout_s
-        self._computed_first, self._pages_dealt = computed_first, pages_dealt
+        self._computed_first, self._pages_dealt, self._names = computed_first, pages_dealt, names
         self._rooms: dict[int, _Room] = {}  # by serial: a room number may be in use twice
         self._current: dict[int, _Room] = {}  # by room number: the newest use
-        self._early = EarlyRooms(bootstrap_timeout_s)
+        self._early = EarlyRooms(bootstrap_timeout_s, names.bootstrap)
         self._ended: dict[int, str] = {}  # room number → why it ended badly
         self._answered: dict[tuple[str, int], int] = {}  # (peer, room number) → newest generation
 
@@ -347,7 +350,7 @@ class PrefillRooms:
                 if waited_s >= self._bootstrap_timeout_s:
                     return (
                         f"{_who_asked(room)} for room {room.view.room} within {waited_s:.0f} s "
-                        "(SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)"
+                        f"({self._names.bootstrap})"
                     )
             case RoomState.READY | RoomState.SENDING:
                 waited_s = now_s - room.moved_s
@@ -355,7 +358,7 @@ class PrefillRooms:
                     return (
                         f"the scheduler sent nothing after page {room.next_page} of room "
                         f"{room.view.room} for {waited_s:.0f} s "
-                        "(twice SGLANG_DISAGGREGATION_WAITING_TIMEOUT)"
+                        f"(twice {self._names.waiting})"
                     )
         return None
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_mooncake.context import SettingNames
 from sglang_mooncake.registries import Registries
 from sglang_mooncake.sglang.mooncake_variables import read_courtesies
 from sglang_mooncake.sglang.values import ConfigError, integer, names, port_range, seconds
 from te.config import LIMITS, TRANSPORTS
 
-__all__ = ["SGLANGS_OWN", "Config", "ConfigError"]
+__all__ = ["SETTING_NAMES", "SGLANGS_OWN", "Config", "ConfigError"]
 
 _PREFIX = "SGLANG_MOONCAKE_"
 #: SGLang's own variables that begin like ours. They tune the engine of the mooncake package or its
@@ -28,8 +29,12 @@ SGLANGS_OWN = frozenset(
         "SGLANG_MOONCAKE_SEND_AUX_TCP",
     }
 )
-
-
+#: What the neutral part calls them in its sentences.
+SETTING_NAMES = SettingNames(
+    bootstrap="SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT",
+    waiting="SGLANG_DISAGGREGATION_WAITING_TIMEOUT",
+    link=f"{_PREFIX}LINK_TIMEOUT_S",
+)
 #: Settings that te.Config has by the same names.
 _ENGINE = (
     "RAILS",
@@ -160,7 +165,7 @@ def _transports(text: str) -> tuple[str, ...]:
 
 def _registries(text: str) -> Registries:
     try:
-        return Registries(names(text))
+        return Registries(names(text), f"{_PREFIX}REGISTRIES")
     except ValueError as error:
         raise ConfigError(f"{_PREFIX}REGISTRIES={text!r}: {error}") from error
 

@@ -38,6 +38,7 @@ from sglang_mooncake.context import Deadlines, RankContext, Role
 from sglang_mooncake.layout import ALL, Dealt, Split
 from sglang_mooncake.messages import PROTOCOL_VERSION
 from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.sglang.config import SETTING_NAMES
 from sglang_mooncake.sglang.pools.kv_args import Heads, KVArgsLike
 from sglang_mooncake.sglang.pools.states import state_names
 from sglang_mooncake.sglang.supported import Modes, refusal
@@ -130,6 +131,7 @@ def rank_context(
             or getattr(kv_args, "is_hybrid_mla_backend", False)
         ),
         split=_split(role),
+        names=SETTING_NAMES,
     )
 
 

@@ -1,48 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each part may import from elsewhere: a list of what is allowed, so that what nobody has
-thought of is refused. Which module of ours knows which: pyproject.toml (import-linter)."""
+"""What each part may import from elsewhere, and which variables it may name: lists of what is
+allowed, so that what nobody has thought of is refused. Which module of ours knows which:
+pyproject.toml (import-linter)."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ["te", "bootstrap_server", "sglang_mooncake"]
+SGLANGS = "sglang_mooncake/sglang"
 
 #: Folder → what its modules import beside Python's own; the deepest folder of a module counts.
 ALLOWED = {
     "te": {"msgspec", "numpy"},
+    "te/bench": {"matplotlib", "mooncake", "msgspec", "nixl", "numpy"},  # those that are installed
     "bootstrap_server": {"aiohttp", "msgspec", "uvloop"},
     "sglang_mooncake": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
-    "sglang_mooncake/sglang": {"bootstrap_server", "msgspec", "numpy", "sglang", "te", "torch"},
+    SGLANGS: {"bootstrap_server", "msgspec", "numpy", "sglang", "te", "torch"},
+}
+#: Folder → why its files name variables of SGLang.
+VARIABLES_OF_SGLANG = {
+    SGLANGS: "is made for it",
+    "bootstrap_server": "refuses pairs of SGLang's servers, and says which setting to change",
 }
 
 
-def imports(path: Path) -> set[str]:
-    """The packages that a module names, wherever in it."""
+def modules(package: str) -> Iterator[tuple[str, str]]:
+    """Each module's path and text."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        yield path.relative_to(ROOT).as_posix(), path.read_text()
+
+
+def imports(source: str) -> set[str]:
+    """What a module imports, wherever in it, by an import statement or by a call with the name."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(source)):
         match node:
-            case ast.ImportFrom(module=str(module), level=0):
-                found.add(module.partition(".")[0])
+            case ast.ImportFrom(module=str(module), level=0, names=names):
+                found |= {f"{module}.{one.name}" for one in names}
             case ast.Import(names=names):
-                found |= {one.name.partition(".")[0] for one in names}
-    return found - set(sys.stdlib_module_names)
+                found |= {one.name for one in names}
+            case ast.Call(
+                func=ast.Name(id=called) | ast.Attribute(attr=called),
+                args=[ast.Constant(value=str(name)), *_],
+            ) if called in ("import_module", "__import__"):
+                found.add(name)
+    return found
 
 
-def allowed(module: str) -> set[str]:
+def refused(module: str, source: str) -> set[str]:
+    """What the module imports although its folder may not."""
     folder = max((one for one in ALLOWED if module.startswith(f"{one}/")), key=len)
-    return ALLOWED[folder] | {folder.partition("/")[0]}
+    own = folder.partition("/")[0]
+    may = ALLOWED[folder] | {own} | set(sys.stdlib_module_names)
+    found = {name for name in imports(source) if name.partition(".")[0] not in may}
+    if folder != SGLANGS:
+        found |= {name for name in imports(source) if f"{name}.".startswith(f"{own}.sglang.")}
+    return found
 
 
-@pytest.mark.parametrize("package", ["te", "bootstrap_server", "sglang_mooncake"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_modules_import_what_their_folder_may(package: str) -> None:
     found = {
         module: sorted(more)
-        for path in (ROOT / package).rglob("*.py")
-        if (more := imports(path) - allowed(module := path.relative_to(ROOT).as_posix()))
+        for module, source in modules(package)
+        if (more := refused(module, source))
     }
     assert not found, "imports that are not allowed there (ALLOWED in this file)"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import sglang",
+        "from sglang.srt import utils",
+        "import torch.cuda as cuda",
+        "from sglang_mooncake import sglang",
+        "from sglang_mooncake.sglang.seam import rank_context",
+        "importlib.import_module('sglang.srt')",
+        "__import__('torch')",
+    ],
+)
+def test_an_import_that_comes_late_is_seen(statement: str) -> None:
+    source = f"import importlib\ndef late():\n    if True:\n        {statement}\n"
+    assert refused("sglang_mooncake/rooms/decode.py", source)
+    assert not refused(f"{SGLANGS}/seam.py", source)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_variables_of_sglang_are_named_where_sglang_is_known(package: str) -> None:
+    found = {
+        module: sorted(set(names))
+        for module, source in modules(package)
+        if (names := re.findall("SGLANG_[A-Z0-9_]*", source))
+        and not any(module.startswith(f"{folder}/") for folder in VARIABLES_OF_SGLANG)
+    }
+    assert not found, "names of SGLang's variables; hand them in (context.SettingNames)"

@@ -56,9 +56,9 @@ def test_a_malformed_address_is_refused_and_not_looked_up_for_ever(address):
 
 def test_a_registry_that_the_list_does_not_name_is_not_asked():
     gate = Gate()
-    with lookups(gate, Registries((HOST_A,))) as known:
+    with lookups(gate, Registries((HOST_A,), "THE_LIST")) as known:
         assert not known.ensure(f"{HOST_B}:8998")
-        assert "SGLANG_MOONCAKE_REGISTRIES" in str(known.problem(f"{HOST_B}:8998"))
+        assert "which THE_LIST of this decode server" in str(known.problem(f"{HOST_B}:8998"))
         assert known.refusal(f"{HOST_A}:8998") is None
         known.ensure(f"{HOST_A}:8998")
         until(lambda: gate.began == [f"{HOST_A}:8998"], "the allowed one is asked")

@@ -80,7 +80,7 @@ class Bench:
         self.loop = Hand(context)
         self.events, self.forgotten = [], []
         self.links = DecodeLinks(
-            self.loop, hello, Deadlines(), 10.0, self.events.append, self.forgotten.append
+            self.loop, hello, Deadlines(), 10.0, "T", self.events.append, self.forgotten.append
         )
         self.router, port = open_router(context, HOST, 1 << 20)
         self.key = key_of(port)
@@ -255,7 +255,9 @@ class Peers:
         self.links: DecodeLinks | None = None
 
     def started(self, loop: ControlLoop) -> None:
-        self.links = DecodeLinks(loop, hello, Deadlines(), 60.0, self.report, lambda address: None)
+        self.links = DecodeLinks(
+            loop, hello, Deadlines(), 60.0, "T", self.report, lambda address: None
+        )
         for key in self.keys:
             self.links.open(key)
 

@@ -198,18 +198,18 @@ def test_the_prefill_sides_failure_ends_the_room_it_names_and_no_other():
     assert other.state is RoomState.REQUESTED
 
 
-def test_both_deadlines_end_in_a_sentence_that_names_the_variable():
+def test_both_deadlines_end_in_a_sentence_that_names_the_setting():
     rooms, waiting = new_rooms(), RoomView(1, 0.0)
     rooms.handle(Opened(waiting), 0)
     view = requested(rooms, 2)
     rooms.handle(Tick(), 10.0)
     assert waiting.state is RoomState.TIMED_OUT
-    assert "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT" in (waiting.reason or "")
+    assert "within 10 s (bootstrap_s)" in (waiting.reason or "")
     assert view.state is RoomState.REQUESTED
     rooms.handle(Tick(), 20.0)
     rooms.handle(Fenced(view), 20.0)
     assert view.state is RoomState.TIMED_OUT
-    assert "SGLANG_DISAGGREGATION_WAITING_TIMEOUT" in (view.reason or "")
+    assert "within 20 s (waiting_s)" in (view.reason or "")
 
 
 def test_without_a_free_seal_slot_the_room_fails_and_the_others_go_on():

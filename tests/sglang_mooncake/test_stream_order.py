@@ -43,6 +43,7 @@ class Loop:
             lambda view, reason: self.failed.append((view, reason)),
             self.inbox.put,
             timeout_s,
+            "GPU_TIMEOUT",
         )
         self.order.start()
 
@@ -118,7 +119,10 @@ def test_an_event_that_never_happens_fails_its_room_and_the_next_goes_on(loop):
     loop.turn(2)
     ((room, reason),) = loop.failed
     assert room is stuck
-    assert "the GPU did not fill the pages that were sent for room 1 within 0 s" in reason
+    assert (
+        "the GPU did not fill the pages that were sent for room 1 within 0 s (GPU_TIMEOUT)"
+        in reason
+    )
     assert loop.delivered == ["b", "c"]
 
 
