@@ -24,15 +24,19 @@ class Overlap:
 
     delay_ms: time of a long piece of work on a stream: the KV of one layer, an event. One in eight
         is long. Machines are busy, and a sender that reads too early must be early by far.
+    layer_ms: what the KV of each layer takes besides, at most: it comes so much after the layer
+        before.
     """
 
     delay_ms: float = 100.0
+    layer_ms: float = 2.0
     seed: int = 0
 
     def environment(self, role: str, folder: Path) -> dict[str, str]:
         """Of a server with this role; `folder` is for `read_counts` and `events_ignored`."""
         settings = {
             "delay_ms": self.delay_ms,
+            "layer_ms": self.layer_ms,
             "seed": self.seed,
             # Writes from outside land in the pool of a decode server: it has one copy alone.
             "published": role == "prefill",

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stand-in for a GPU's streams, with which CPU servers run overlap scheduling."""
+"""The stand-in for a GPU's streams, with which CPU servers run overlap scheduling, and for KV that
+is there layer by layer."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -25,14 +27,15 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """The modules of the shim, as in a server process."""
     monkeypatch.syspath_prepend(str(SHIM))
     import cpu_overlap
+    import cpu_published
     import cpu_streams
 
     before = cpu_streams.device()
     cpu_streams.reset(cpu_streams.Device(delay_s=0.002, seed=1))
-    yield SimpleNamespace(overlap=cpu_overlap, **vars(cpu_streams))
+    yield SimpleNamespace(overlap=cpu_overlap, published=cpu_published, **vars(cpu_streams))
     cpu_streams.device().wait_all()
     cpu_streams.reset(before)
-    for name in ("cpu_overlap", "cpu_streams"):
+    for name in ("cpu_overlap", "cpu_published", "cpu_streams"):
         sys.modules.pop(name)
 
 
@@ -143,15 +146,21 @@ class Pool:
         self.buffers[layer][slots] = value
 
 
+def written(pool, layer, slots, _value):
+    return [pool.buffers[layer]], slots
+
+
 @pytest.fixture
 def pool(streams) -> Pool:
+    """Its layers are seen when the stream gets there."""
+
     class Patched(Pool):
         pass
 
-    def written(pool, layer, slots, _value):
-        return [pool.buffers[layer]], slots
+    def arrive(action) -> None:
+        streams.current_stream().launch(action, is_layer=True)
 
-    streams.overlap.publish(Patched, "write", lambda pool: pool.buffers, written)
+    streams.published.publish(Patched, "write", lambda pool: pool.buffers, written, arrive)
     return Patched()
 
 
@@ -166,7 +175,7 @@ def published(pool: Pool, layer: int) -> list[float]:
 
 
 def test_readers_find_garbage_until_the_event_and_forwards_find_the_truth(streams, pool):
-    junk, stream = float(streams.overlap.GARBAGE), streams.Stream()
+    junk, stream = float(streams.published.GARBAGE), streams.Stream()
     assert published(pool, 1) == [junk] * 8
     slots = torch.tensor([2, 5])
     with streams.StreamContext(stream):
@@ -186,6 +195,94 @@ def test_readers_find_garbage_until_the_event_and_forwards_find_the_truth(stream
     second.synchronize()
     assert published(pool, 1) == [junk, junk, 1, junk, junk, 2, junk, junk]
     assert published(pool, 0) == [junk] * 8
+
+
+def test_a_layer_is_there_at_its_event_and_later_layers_are_not(streams, pool):
+    junk, stream = float(streams.published.GARBAGE), streams.Stream()
+    published(pool, 0)
+    slots = torch.tensor([2, 5])
+    with streams.StreamContext(stream):
+        for layer in range(2):  # of an earlier request
+            pool.write(layer, slots, 1.0)
+    stream.synchronize()
+    with streams.StreamContext(stream):
+        pool.publisher.begin(slots)
+        gates, events = [], []
+        for layer in range(2):
+            gates.append(Gate(stream))
+            pool.write(layer, slots, 2.0)
+            events.append(stream.record_event())
+    for layer in range(2):
+        assert published(pool, layer)[2] == junk, "what the earlier request left is gone"
+    gates[0].open()
+    events[0].synchronize()
+    assert published(pool, 0)[2] == 2.0
+    assert published(pool, 1)[2] == junk
+    gates[1].open()
+    events[1].synchronize()
+    assert published(pool, 1)[2] == 2.0
+
+
+def test_without_streams_a_layer_is_there_once_it_is_written(streams):
+    class Patched(Pool):
+        pass
+
+    published_ = streams.published
+    garbled: list[int] = []
+    published_.publish(
+        Patched, "write", lambda pool: pool.buffers, written, published_.at_once, garbled.append
+    )
+    pool, slots = Patched(), torch.tensor([1, 4])
+    published(pool, 0)
+    for layer in range(2):
+        pool.write(layer, slots, 1.0)
+    pool.publisher.begin(slots)
+    assert garbled == [4], "two slots of two buffers"
+    pool.write(0, slots, 2.0)
+    assert published(pool, 0)[4] == 2.0
+    assert published(pool, 1)[4] == float(published_.GARBAGE)
+    pool.write(1, slots, 2.0)
+    assert published(pool, 1)[4] == 2.0
+
+
+def test_every_forward_begins_with_garbage(streams, pool):
+    class Runner:
+        def __init__(self, pool) -> None:
+            self.token_to_kv_pool, self.seen = pool, []
+
+        def forward(self, batch, reinit_attn_backend=False):
+            addresses, _sizes, _items = pool.get_contiguous_buf_infos()
+            self.seen.append([published(pool, layer)[3] for layer in range(len(addresses))])
+            return batch, reinit_attn_backend
+
+    module = SimpleNamespace(ModelRunner=Runner)
+    patch = streams.published.patches(streams.published.at_once)
+    patch["sglang.srt.model_executor.model_runner"](module)
+    junk = float(streams.published.GARBAGE)
+    published(pool, 0)
+    for layer in range(2):
+        pool.write(layer, torch.tensor([3]), 1.0)
+    streams.device().wait_all()
+    batch = SimpleNamespace(out_cache_loc=torch.tensor([3]))
+    runner = Runner(pool)
+    assert runner.forward(batch, reinit_attn_backend=True) == (batch, True)
+    windows = Runner(SimpleNamespace(full_kv_pool=pool))
+    windows.forward(batch)
+    idle = SimpleNamespace(out_cache_loc=None)
+    runner.forward(idle)
+    assert runner.seen == [[junk, junk]] * 2
+    assert windows.seen == [[junk, junk]]
+    assert list(inspect.signature(Runner.forward).parameters)[1] == "batch", "others look at it"
+
+
+def test_layers_take_a_seeded_time(streams):
+    def durations(seed: int) -> list[float]:
+        device = streams.Device(layer_s=0.004, seed=seed)
+        return [device.submit(None, [], is_layer=True).duration_s for _ in range(20)]
+
+    assert durations(1) == durations(1) != durations(2)
+    assert all(0.002 <= duration_s <= 0.004 for duration_s in durations(1))
+    assert streams.Device(layer_s=0.004).submit(None, []).duration_s == 0.0
 
 
 def test_a_pool_that_nobody_asked_for_its_addresses_is_left_alone(streams, pool):

@@ -4,9 +4,9 @@
 SGLang computes a forward on the spot. With this stand-in, nobody outside may see that:
 
 - `torch.cuda` and `torch.cpu` have the streams and events of `cpu_streams`.
-- On a prefill server the KV pool tells the hand-over the addresses of *published* copies of its
-  buffers. A write of KV fills the published slots with garbage at once, and with what was written
-  when its stream gets there. Forwards read the pool itself and are right in any case.
+- On a prefill server the KV pool gives out the addresses of copies (`cpu_published`), in which the
+  slots of a forward are garbage until its stream gets there, layer by layer: the next layer comes a
+  seeded time later, and what is recorded between two layers has happened between them.
 - Pinned memory is ordinary memory into which a non-blocking copy writes when its stream gets there.
 
 So who reads a page, or a pinned array, before its event has happened gets garbage. Set up by the
@@ -25,14 +25,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import cpu_published
 import cpu_streams
 import torch
 
-__all__ = ["COUNTED", "GARBAGE", "Counts", "PinnedTensor", "Settings", "install", "publish"]
+__all__ = ["COUNTED", "Counts", "PinnedTensor", "Settings", "install"]
 
 VARIABLE = "CPU_SERVING_STREAMS"
-#: Of an ordinary size: it must change tokens, not overflow.
-GARBAGE = 7
 #: What `Counts` counts, in this order.
 COUNTED = ("events", "waits", "early_prefixes", "pinned_copies", "garbled_slots")
 #: While the folder of the counts holds a file of this name, nobody but SGLang's scheduler waits for
@@ -42,11 +41,13 @@ CONTROL = "ignore-events"
 
 class Settings(NamedTuple):
     """delay_ms: time of a long piece of work on a stream.
+    layer_ms: time that the KV of one layer takes, at most.
     published: whether the KV pool's addresses are those of published copies (prefill servers).
     folder: of the file of counts, and of the file that begins a negative control (`CONTROL`).
     """
 
     delay_ms: float
+    layer_ms: float
     seed: int
     published: bool
     folder: str
@@ -103,62 +104,7 @@ class PinnedTensor(torch.Tensor):
         return self
 
 
-class _Publisher:
-    """The published copies of the buffers of one pool."""
-
-    def __init__(self, buffers: list[torch.Tensor], counts: Counts | None) -> None:
-        self.copies = {buffer.data_ptr(): torch.full_like(buffer, GARBAGE) for buffer in buffers}
-        self._counts = counts
-
-    def written(self, buffers: list[torch.Tensor], slots: torch.Tensor) -> None:
-        """The forward has written these slots of the buffers, as far as it can see."""
-        where = slots.clone()
-        values = [buffer[where].clone() for buffer in buffers]
-        copies = [self.copies[buffer.data_ptr()] for buffer in buffers]
-        for copy in copies:
-            copy[where] = GARBAGE
-        if self._counts is not None:
-            self._counts.add("garbled_slots", len(where) * len(copies))
-
-        def arrive() -> None:
-            for copy, value in zip(copies, values, strict=True):
-                copy[where] = value
-
-        cpu_streams.current_stream().launch(arrive)
-
-
-def publish(
-    pool_class: type,
-    write: str,
-    buffers_of: Callable[[Any], list[torch.Tensor]],
-    written: Callable[..., tuple[list[torch.Tensor], torch.Tensor]],
-    counts: Counts | None = None,
-) -> None:
-    """Patches a class of pools.
-
-    write: name of the method that writes the KV of one layer.
-    buffers_of: the pool's buffers in the order of `get_contiguous_buf_infos`.
-    written: given what `write` is given, the buffers that it wrote to and the slots.
-    """
-    infos, original = pool_class.get_contiguous_buf_infos, getattr(pool_class, write)
-
-    def get_contiguous_buf_infos(pool: Any) -> Any:
-        addresses, *rest = infos(pool)
-        if not hasattr(pool, "publisher"):
-            pool.publisher = _Publisher(buffers_of(pool), counts)
-        return [pool.publisher.copies[address].data_ptr() for address in addresses], *rest
-
-    def writing(pool: Any, *args: Any, **kwargs: Any) -> None:
-        original(pool, *args, **kwargs)
-        if hasattr(pool, "publisher"):
-            buffers, slots = written(pool, *args, **kwargs)
-            pool.publisher.written(buffers, slots)
-
-    pool_class.get_contiguous_buf_infos = get_contiguous_buf_infos
-    setattr(pool_class, write, writing)
-
-
-def install(torch_module: ModuleType) -> dict[str, Callable[[ModuleType], None]]:
+def install(torch_module: ModuleType) -> cpu_published.Patches:
     """To be called once torch is imported; returns what to do with which of SGLang's modules then.
 
     Nothing happens unless `CPU_SERVING_STREAMS` is set.
@@ -168,16 +114,23 @@ def install(torch_module: ModuleType) -> dict[str, Callable[[ModuleType], None]]
         return {}
     counts = Counts(Path(settings.folder))
     _give_streams(torch_module, settings, counts)
-    patches = {
+    patches: cpu_published.Patches = {
         "sglang.srt.disaggregation.prefill": lambda module: _count_early_sends(module, counts)
     }
     if settings.published:
-        patches["sglang.srt.mem_cache.memory_pool"] = lambda module: _publish_pools(module, counts)
+        patches |= cpu_published.patches(
+            _arrive_in_stream, lambda slots: counts.add("garbled_slots", slots)
+        )
     return patches
 
 
+def _arrive_in_stream(action: Callable[[], None]) -> None:
+    cpu_streams.current_stream().launch(action, is_layer=True)
+
+
 def _give_streams(torch_module: ModuleType, settings: Settings, counts: Counts) -> None:
-    cpu_streams.reset(cpu_streams.Device(settings.delay_ms / 1000, settings.seed))
+    times_s = (settings.delay_ms / 1000, settings.layer_ms / 1000)
+    cpu_streams.reset(cpu_streams.Device(*times_s, settings.seed))
     control = Path(settings.folder) / CONTROL
 
     class CountedEvent(cpu_streams.Event):
@@ -236,31 +189,3 @@ def _count_early_sends(module: ModuleType, counts: Counts) -> None:
             counts.add("early_prefixes")
 
     mixin.maybe_send_cached_prefix_chunk = counting
-
-
-def _publish_pools(module: ModuleType, counts: Counts) -> None:
-    def mha_written(
-        pool: Any, layer: int, slots: torch.Tensor, *_kv: torch.Tensor
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        return [pool.k_buffer[layer], pool.v_buffer[layer]], slots
-
-    def mla_written(
-        pool: Any, layer: Any, where: Any, *_kv: Any, layer_id_override: int | None = None
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        number = layer.layer_id if layer_id_override is None else layer_id_override
-        return [pool.kv_buffer[number - pool.start_layer]], module.unwrap_write_loc(where)[0]
-
-    publish(
-        module.MHATokenToKVPool,
-        "_store_kv_layer",
-        lambda pool: pool.k_buffer + pool.v_buffer,
-        mha_written,
-        counts,
-    )
-    publish(
-        module.MLATokenToKVPool,
-        "set_kv_buffer",
-        lambda pool: list(pool.kv_buffer),
-        mla_written,
-        counts,
-    )

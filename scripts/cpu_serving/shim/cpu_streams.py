@@ -41,20 +41,26 @@ class Device:
     Args:
         delay_s: time of a long piece of work. One in `LONG_ONE_IN` takes it, as the seed decides;
             the others take hardly any. So a run is not slow, and who reads too early is so by far.
-        seed: of that choice.
+        layer_s: what each layer of a forward takes besides: at most that, at least half of it.
+        seed: of these choices.
     """
 
-    def __init__(self, delay_s: float = 0.0, seed: int = 0) -> None:
-        self._delay_s, self._random = delay_s, random.Random(seed)
+    def __init__(self, delay_s: float = 0.0, layer_s: float = 0.0, seed: int = 0) -> None:
+        self._delay_s, self._layer_s, self._random = delay_s, layer_s, random.Random(seed)
         self._changed = threading.Condition()
         self._pending: list[_Op] = []
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def submit(self, action: Callable[[], None] | None, after: list[_Op]) -> _Op:
+    def submit(
+        self, action: Callable[[], None] | None, after: list[_Op], is_layer: bool = False
+    ) -> _Op:
         with self._changed:
             is_long = self._random.randrange(LONG_ONE_IN) == 0
-            op = _Op(action, [a for a in after if not a.done], is_long * self._delay_s)
+            duration_s = is_long * self._delay_s
+            if is_layer:
+                duration_s += self._layer_s * self._random.uniform(0.5, 1.0)
+            op = _Op(action, [a for a in after if not a.done], duration_s)
             self._pending.append(op)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="device", daemon=True)
@@ -128,9 +134,9 @@ class Stream:
         self.cuda_stream = next(_handles)
         self._tails: list[_Op] = []  # what the next piece of work must come after
 
-    def launch(self, action: Callable[[], None] | None) -> _Op:
-        """Leaves a piece of work and returns at once."""
-        op = device().submit(action, self._tails)
+    def launch(self, action: Callable[[], None] | None, *, is_layer: bool = False) -> _Op:
+        """Leaves a piece of work and returns at once. `is_layer`: one layer of a forward."""
+        op = device().submit(action, self._tails, is_layer)
         self._tails = [op]
         return op
 
