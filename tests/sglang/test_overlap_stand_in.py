@@ -76,6 +76,19 @@ def test_an_event_that_was_never_recorded_has_happened(streams):
     assert event.query()
 
 
+def test_the_time_between_two_events_is_that_of_the_work_between_them(streams):
+    stream = streams.Stream()
+    first, second = streams.Event(enable_timing=True), streams.Event(enable_timing=True)
+    first.record(stream)
+    gate = Gate(stream)
+    second.record(stream)
+    first.synchronize()
+    between = first.ops[0].done_s
+    gate.open()
+    second.synchronize()
+    assert first.elapsed_time(second) == (second.ops[0].done_s - between) * 1000 > 0
+
+
 def test_a_stream_waits_for_another_one_when_told_and_not_otherwise(streams):
     first, second, third = streams.Stream(), streams.Stream(), streams.Stream()
     gate = Gate(first)
@@ -317,6 +330,7 @@ event = torch.cuda.Event()
 event.record(stream)
 with torch.cuda.stream(stream):
     assert torch.cpu.current_stream() is torch.cuda.current_stream() is stream
+    assert not torch.cuda.is_current_stream_capturing()
     late = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)
     late.copy_(torch.tensor([3, 4]), non_blocking=True)
 found = []

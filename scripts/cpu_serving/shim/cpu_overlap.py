@@ -167,6 +167,7 @@ def _give_streams(torch_module: ModuleType, settings: Settings, counts: Counts) 
         module.StreamContext = module.stream = cpu_streams.StreamContext
         module.current_stream = cpu_streams.current_stream
         module.synchronize = lambda _device=None: cpu_streams.device().wait_all()
+    torch_module.cuda.is_current_stream_capturing = lambda: False
     torch_module.empty = _pinning(torch_module.empty)
 
 

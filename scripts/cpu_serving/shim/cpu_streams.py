@@ -25,7 +25,7 @@ LONG_ONE_IN = 8
 class _Op:
     """A piece of work on a stream; an event is one that does nothing."""
 
-    __slots__ = ("action", "after", "done", "due_s", "duration_s")
+    __slots__ = ("action", "after", "done", "done_s", "due_s", "duration_s")
 
     def __init__(
         self, action: Callable[[], None] | None, after: list[_Op], duration_s: float
@@ -33,6 +33,7 @@ class _Op:
         self.action, self.after, self.duration_s = action, after, duration_s
         self.due_s: float | None = None  # known once all of `after` is done
         self.done = False
+        self.done_s = 0.0  # when
 
 
 class Device:
@@ -91,7 +92,7 @@ class Device:
                 self._error = error
             with self._changed:
                 self._pending.remove(op)
-                op.done, op.action, op.after = True, None, []
+                op.done, op.done_s, op.action, op.after = True, time.monotonic(), None, []
                 self._changed.notify_all()
 
     def _next(self) -> _Op:
@@ -177,6 +178,10 @@ class Event:
     def synchronize(self) -> None:
         for op in self.ops:
             device().wait(op)
+
+    def elapsed_time(self, end: Event) -> float:
+        """In milliseconds; both have happened."""
+        return (end.ops[0].done_s - self.ops[0].done_s) * 1000
 
 
 _default_stream = Stream()
