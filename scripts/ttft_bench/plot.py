@@ -12,7 +12,7 @@ from ttft_bench.tables import NAMES
 
 __all__ = ["svg"]
 
-PANEL_WIDTH, PANEL_HEIGHT = 460, 260
+PANEL_WIDTH, PANEL_HEIGHT = 520, 260
 LEFT, TOP, RIGHT, BOTTOM = 64, 44, 16, 40
 COLOURS: dict[Kind, str] = {"one": "#888888", "pd": "#c0392b", "layers": "#1f77b4"}
 BOUND_COLOUR = "#2c8c3c"

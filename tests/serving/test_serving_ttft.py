@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/ttft for real: what an interrupt leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+BOUND_S = 600.0
+UNUSABLE = 2
+
+
+def start(*argv: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "ttft_bench", *argv],
+        env={**os.environ, "PYTHONPATH": str(SCRIPTS)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Its output; the test is left out where there are no namespaces."""
+    out, err = process.communicate(timeout=BOUND_S)
+    if process.returncode == UNUSABLE:
+        pytest.skip(err.strip())
+    return out, err
+
+
+def test_interrupt_ends_all_servers() -> None:
+    process = start("--kinds", "one,pd", "--rate", "unlimited", "--prompt", "16")
+    bench = psutil.Process(process.pid)
+    deadline = time.monotonic() + BOUND_S
+    while len(children := bench.children(recursive=True)) < 3:
+        if process.poll() is not None:
+            finish(process)
+            pytest.fail("it ended before its servers had started")
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = finish(process)
+    assert process.returncode == 130, err
+    assert "interrupted, all servers are stopped" in err
+    assert psutil.wait_procs(children, timeout=10)[1] == []
