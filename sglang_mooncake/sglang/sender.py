@@ -56,30 +56,33 @@ class KVSender(BaseKVSender):  # type: ignore[misc]
         self._early_send_wait_event: Any = None
         self._side = mgr.prefill_side
         self._num_pages: int | None = None
-        self._aux_slot: int | None = None
-        self._next_page = 0
+        # Read by `layerwise`: where metadata will go, and the position of the next page to be sent.
+        self.aux_slot: int | None = None
+        self.next_page = 0
+        #: Written by `layerwise`: pages of the tokens below it were told layer by layer.
+        self.told_tokens = 0
         self._first_send_s: float | None = None
         self._metric = KVTransferMetric()
-        self._view: RoomView = self._side.open_room(
+        self.view: RoomView = self._side.open_room(
             bootstrap_room, mgr.context.register_dp_rank and not req_has_disagg_prefill_dp_rank
         )
         conflict = dp_rank_conflict(mgr.context, bootstrap_room, req_has_disagg_prefill_dp_rank)
         if conflict is not None:
-            self._side.fail(self._view, conflict)
+            self._side.fail(self.view, conflict)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """`num_kv_indices`: pages that all `send()` calls together will name."""
-        self._num_pages, self._aux_slot = num_kv_indices, aux_index
+        self._num_pages, self.aux_slot = num_kv_indices, aux_index
         if num_kv_indices < 0:
             self._side.fail(
-                self._view,
-                f"the decode server says that it holds {self._view.decode_prefix_len} tokens of "
+                self.view,
+                f"the decode server says that it holds {self.view.decode_prefix_len} tokens of "
                 f"the prompt, which has fewer ({num_kv_indices} pages would be left)",
             )
 
     def pop_decode_prefix_len(self) -> int:
         """Tokens at the start of the prompt whose KV the decode side has already."""
-        return self._view.decode_prefix_len
+        return self.view.decode_prefix_len
 
     def get_max_transfer_tokens(self) -> int | None:
         return None
@@ -106,13 +109,13 @@ class KVSender(BaseKVSender):  # type: ignore[misc]
             now_s = time.monotonic()
             if self._first_send_s is None:
                 self._first_send_s = now_s
-            first = self._next_page
-            self._next_page += len(kv_indices)
+            first = self.next_page
+            self.next_page += len(kv_indices)
             is_last = state_indices is not None
-            if is_last != (self._next_page == self._num_pages) or self._aux_slot is None:
+            if is_last != (self.next_page == self._num_pages) or self.aux_slot is None:
                 self._side.fail(
-                    self._view,
-                    f"the scheduler sent {self._next_page} of {self._num_pages} pages with its "
+                    self.view,
+                    f"the scheduler sent {self.next_page} of {self._num_pages} pages with its "
                     f"{'last' if is_last else 'not yet last'} chunk",
                 )
                 return
@@ -122,16 +125,16 @@ class KVSender(BaseKVSender):  # type: ignore[misc]
                 # The scheduler may reuse its array. The tensor is seen, not read: its numbers come.
                 pages=np.array(kv_indices) if indices_event is None else kv_indices.numpy(),
                 first=first,
-                aux_slot=self._aux_slot if is_last else None,
+                aux_slot=self.aux_slot if is_last else None,
                 sent_s=now_s,
                 states=state_lists(state_indices),
             )
-            self._side.send_chunk(self._view, chunk, events)
+            self._side.send_chunk(self.view, chunk, events)
 
     def poll(self) -> int:
         with self.kv_mgr.recorder.scheduler_call("poll"):
-            self._side.polled(self._view, sent=self._next_page == self._num_pages)
-            state = self._view.state
+            self._side.polled(self.view, sent=self.next_page == self._num_pages)
+            state = self.view.state
             if state is RoomState.DONE and self._metric.transfer_latency_s is None:
                 self._metric.transfer_latency_s = time.monotonic() - (self._first_send_s or 0.0)
             return int(_POLL.get(state, KVPoll.Failed))
@@ -143,26 +146,26 @@ class KVSender(BaseKVSender):  # type: ignore[misc]
 
     def mark_prefill_complete(self) -> None:
         """With the allocation policy `prefill_complete`: decode may make room for the request."""
-        self._side.computed(self._view)
+        self._side.computed(self.view)
 
     def get_transfer_metric(self) -> KVTransferMetric:
         """Seconds from the first `send()` until all had landed, None for a request that failed; and
         the bytes of caches and state that this rank sent and that landed, each destination's
         counted, without metadata. None where this rank had none to send, as of an MLA cache another
         rank's turn it is: SGLang would take 0 for a rate."""
-        self._metric.transfer_total_bytes = self._view.landed_nbytes or None
+        self._metric.transfer_total_bytes = self.view.landed_nbytes or None
         return self._metric
 
     def failure_exception(self) -> None:
         """Raises the reason, and lets go of the room: SGLang does not call `clear()` then."""
-        view = self._view
+        view = self.view
         from_another_rank = view.reason is None
         reason = view.reason or "another rank of the group failed"
         self._side.close_room(view)
         raise KVTransferError(self.bootstrap_room, reason, from_another_rank)
 
     def abort(self) -> None:
-        self._side.abort(self._view, "aborted by the scheduler of the prefill server")
+        self._side.abort(self.view, "aborted by the scheduler of the prefill server")
 
     def clear(self) -> None:
-        self._side.close_room(self._view)
+        self._side.close_room(self.view)

@@ -52,7 +52,7 @@ def sender_and_view(pair, room: int, prefix: int = 0, pages: int = 3):
     pair.decode.side.choose_sources(target, pair.address, 0)
     until(lambda: target.state is RoomState.READY, "the decode room is ready")
     pair.name_pages(target, list(range(10, 10 + pages)), aux=0, prefix=prefix)
-    until(lambda: sender._view.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: sender.view.state is RoomState.READY, "the prefill room is ready")
     return sender, target
 
 
@@ -79,7 +79,7 @@ def test_a_decode_rank_that_holds_more_tokens_than_the_prompt_has_fails_the_requ
     sender, target = sender_and_view(pair, 2, prefix=1_000)
     pages = kv_to_page_num(10 - sender.pop_decode_prefix_len(), 4)
     sender.init(pages, aux_index=1)
-    until(lambda: sender._view.over and target.over, "both sides let go of the room")
+    until(lambda: sender.view.over and target.over, "both sides let go of the room")
     assert "holds 1000 tokens of the prompt, which has fewer" in (target.reason or "")
 
 
@@ -98,7 +98,7 @@ def test_sglang_takes_seconds_and_bytes_of_a_request_for_its_figures(pair):
     sender.send(np.array([2], np.int32), state_indices=[])
     until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
     pair.decode.side.arrived(target)
-    until(lambda: sender._view.state is RoomState.DONE, "the prefill room is done")
+    until(lambda: sender.view.state is RoomState.DONE, "the prefill room is done")
     assert sender.poll() == KVPoll.Success
     nbytes = 3 * LAYERS * PAGE_BYTES
     assert sender.get_transfer_metric().transfer_total_bytes == nbytes
@@ -115,6 +115,6 @@ def test_a_request_that_failed_has_sent_nothing_that_counts(pair):
     sender, target = sender_and_view(pair, 4)
     sender.init(3, aux_index=1)
     sender.abort()
-    until(lambda: sender._view.over and target.over, "both sides let go of the room")
+    until(lambda: sender.view.over and target.over, "both sides let go of the room")
     metric = sender.get_transfer_metric()
     assert (metric.transfer_latency_s, metric.transfer_total_bytes) == (None, None)

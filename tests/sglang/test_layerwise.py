@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hooks on SGLang's forwards: its own classes, with a model of nothing but layers."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_mooncake.layer_groups import Pace
+
+pytestmark = [
+    pytest.mark.sglang,
+    # SGLang's own imports warn on a machine without a GPU; they are not ours to mend.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+PAGE = 4
+LAYERS = 16
+#: What the forwards of these tests seem to take: long enough for a group of each layer.
+SLOW_S = 10.0
+
+
+class Seeming(Pace):
+    """Whatever is measured, forwards seem to take so long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seems_s = seconds
+
+    def forward_s(self, tokens: int) -> float:
+        return self.seems_s
+
+
+class Sink:
+    """What takes layers, and what counts."""
+
+    by_layers = True
+    bytes_per_s = 0.0
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Any, list[int], int, int, int]] = []
+        self.failed: list[tuple[Any, str]] = []
+        self.fallbacks: Counter[str] = Counter()
+        self.hooked: list[float] = []
+        self.events: list[Any] = []
+        self.pages: list[Any] = []
+        self.error: Exception | None = None
+
+    def send_layers(self, view, pages, first, below, events=()) -> None:
+        if self.error is not None:
+            raise self.error
+        self.sent.append((view, pages.tolist(), first, below, len(events)))
+        self.pages.append(pages)
+        self.events += events
+
+    def fail(self, view, reason) -> None:
+        self.failed.append((view, reason))
+
+    def fell_back(self, reason: str) -> None:
+        self.fallbacks[reason] += 1
+
+    def forward_hooked(self, us: float) -> None:
+        self.hooked.append(us)
+
+
+def sender(next_page: int = 0, aux_slot: int | None = 0) -> Any:
+    """A sender after `init`, in no room."""
+    from sglang_mooncake.sglang.sender import KVSender
+
+    made = KVSender.__new__(KVSender)
+    made.view, made.next_page, made.aux_slot, made.told_tokens = object(), next_page, aux_slot, 0
+    return made
+
+
+def request(tokens: int, end: int | None = None, sent: int = 0, row: int = 0, **more: Any) -> Any:
+    """As much of a `Req` as the hooks read; it has `tokens` tokens, computed up to `end`."""
+    fields = {
+        "disagg_kv_sender": sender(next_page=sent // PAGE),
+        "pending_bootstrap": False,
+        "to_finish": None,
+        "finished_reason": None,
+        "origin_input_ids": list(range(tokens)),
+        "start_send_idx": sent,
+        "extend_end": tokens if end is None else end,
+        "kv": SimpleNamespace(req_pool_idx=row),
+    }
+    return SimpleNamespace(**fields | more)
+
+
+class Model:
+    """A scheduler, a runner and an attention backend of SGLang's classes, without a model: what
+    `forward` runs is a list of layers."""
+
+    def __init__(self, sink: Sink, has_streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+        from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+        from sglang.srt.model_executor.model_runner import ModelRunner
+
+        from sglang_mooncake.sglang.layerwise import Layerwise, hooks
+
+        monkeypatch.setattr(hooks, "mode_in_the_way", lambda: None)
+
+        class Backend(AttentionBackend):
+            def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+                model.ran.append(layer.layer_id)
+
+        self.ran: list[int] = []
+        self.layers = list(range(LAYERS))
+        self.is_draft_worker = False
+        self.at_layer: Any = None
+        model = self
+
+        def raw(runner: Any, forward_batch: Any, *_args: Any) -> Any:
+            mode = SimpleNamespace(is_idle=bool, is_decode=bool, is_mixed=bool)
+            for number in model.layers:
+                if model.at_layer is not None:
+                    model.at_layer(number)
+                layer = SimpleNamespace(layer_id=number)
+                call = {"layer": layer} if number % 2 else {}
+                args = (None, None, None) if call else (None, None, None, layer)
+                runner.attn_backend.forward(
+                    *args, forward_batch=SimpleNamespace(forward_mode=mode), **call
+                )
+            return "logits"
+
+        monkeypatch.setattr(ModelRunner, "forward", raw)
+
+        def run_batch(scheduler: Any, batch: Any, pp_proxy_tensors: Any = None) -> Any:
+            for runner in model.runners:
+                result = runner.forward(batch)
+            return result
+
+        monkeypatch.setattr(Scheduler, "run_batch", run_batch)
+        self.runner = ModelRunner.__new__(ModelRunner)
+        self.runner.is_draft_worker = False
+        self.runner.attn_backend = Backend()
+        self.runner.device = "cpu"
+        self.runners = [self.runner]
+        self.backend = Backend
+        self.pool = MHATokenToKVPool.__new__(MHATokenToKVPool)
+        rows = torch.arange(4 * 64, dtype=torch.int32).reshape(4, 64)
+        self.scheduler = Scheduler.__new__(Scheduler)
+        self.scheduler.req_to_token_pool = SimpleNamespace(req_to_token=rows)
+        self.scheduler.token_to_kv_pool_allocator = SimpleNamespace(
+            page_size=PAGE,
+            translate_kv_indices_for_transfer=lambda slots: slots,
+            get_kvcache=lambda: self.pool,
+        )
+        self.originals = (run_batch, raw)
+        self.layerwise = Layerwise(sink, sink, page_nbytes=1 << 20, has_streams=has_streams)
+        # A forward of this model is over in microseconds.
+        self.layerwise._pace = Seeming(SLOW_S)
+        self.sink = sink
+
+    def run(self, *requests: Any, mode: str = "EXTEND", load: int = -1) -> Any:
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        batch = SimpleNamespace(
+            reqs=list(requests),
+            forward_mode=ForwardMode[mode],
+            extend_num_tokens=sum(r.extend_end for r in requests),
+            hicache_consumer_index=load,
+        )
+        self.ran.clear()
+        return self.scheduler.run_batch(batch)
+
+
+@pytest.fixture
+def model(monkeypatch) -> Iterator[Model]:
+    """Hooked, and after the first forward, which is only looked at."""
+    pytest.importorskip("torch")
+    from sglang_mooncake.sglang.layerwise import internals
+
+    made = Model(Sink(), False, monkeypatch)
+    monkeypatch.setattr(internals, "INTERNALS", ())
+    assert made.layerwise.install()
+    made.run(request(8))
+    assert made.sink.sent == []
+    yield made
+    made.layerwise.close()
+
+
+def test_layers_are_handed_over_when_attention_of_a_later_one_begins(model):
+    seen: list[tuple[int, int]] = []
+    model.at_layer = lambda number: seen.append((number, len(model.sink.sent)))
+    req = request(10, row=1)
+    assert model.run(req) == "logits"
+    assert model.ran == list(range(LAYERS))
+    view = req.disagg_kv_sender.view
+    assert {(sent[0], *map(str, sent[1:3])) for sent in model.sink.sent} == {
+        (view, str([16, 17, 18]), "0")
+    }, "the last page is partial, and goes with the prompt's last chunk"
+    belows = [below for *_, below, _events in model.sink.sent]
+    assert belows == sorted(set(belows))
+    assert len(belows) > 8
+    assert belows[-1] == LAYERS, "what is left goes when the forward returns"
+    for number, sent in seen:
+        assert all(below <= number for below in belows[:sent]), "never a layer that has not run"
+    assert len(model.sink.hooked) == 1
+
+
+def test_pages_that_a_chunk_does_not_fill_go_with_the_next_one(model):
+    req = request(tokens=20, end=10, sent=4, row=2)
+    model.run(req)
+    assert {str(sent[1:3]) for sent in model.sink.sent} == {str(([33], 1))}
+    assert req.disagg_kv_sender.told_tokens == 8
+
+
+def test_the_chunk_behind_one_that_is_not_sent_yet_begins_behind_it(model):
+    """Overlap scheduling: the second forward is launched before the first chunk is sent."""
+    req = request(tokens=20, end=10)
+    model.run(req)
+    model.sink.sent.clear()
+    req.extend_end = 20
+    model.run(req)
+    assert {str(sent[1:3]) for sent in model.sink.sent} == {str(([2, 3, 4], 2))}
+    req.start_send_idx, req.disagg_kv_sender.next_page = 8, 2
+    model.sink.sent.clear()
+    req.disagg_kv_sender.told_tokens = 8
+    model.run(req)
+    assert {str(sent[1:3]) for sent in model.sink.sent} == {str(([2, 3, 4], 2))}
+
+
+@pytest.mark.parametrize(
+    ("req", "reason"),
+    [
+        (lambda: request(8, disagg_kv_sender=object()), "health checks"),
+        (lambda: request(8, disagg_kv_sender=None), "health checks"),
+        (lambda: request(8, pending_bootstrap=True), "not known yet"),
+        (lambda: request(8, disagg_kv_sender=sender(aux_slot=None)), "not known yet"),
+        (lambda: request(8, to_finish=object()), "aborted"),
+        (lambda: request(8, finished_reason=object()), "aborted"),
+        (lambda: request(12, sent=6), "within a page"),
+        (lambda: request(12, end=3), "without a whole page"),
+    ],
+)
+def test_requests_that_cannot_go_early_are_left_out_and_counted(model, req, reason):
+    other = request(8, row=3)
+    model.run(req(), other)
+    assert {sent[0] for sent in model.sink.sent} == {other.disagg_kv_sender.view}
+    model.sink.sent.clear()
+    model.run(req())
+    assert model.sink.sent == []
+    (counted,) = [key for key in model.sink.fallbacks if reason in key]
+    assert model.sink.fallbacks[counted] == 2
+
+
+def test_batches_of_other_kinds_are_left_alone(model):
+    for mode in ("DECODE", "MIXED", "IDLE", "TARGET_VERIFY", "SPLIT_PREFILL", "PREBUILT"):
+        model.run(request(8), mode=mode)
+    model.run(request(8), load=3)
+    model.run()
+    assert model.sink.sent == []
+    assert [key for key in model.sink.fallbacks if "HiCache" in key]
+
+
+def test_a_draft_models_forward_says_nothing(model):
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    draft = ModelRunner.__new__(ModelRunner)
+    draft.is_draft_worker, draft.attn_backend = True, model.backend()
+    model.runners = [draft, model.runner, draft]
+    model.run(request(8))
+    belows = [below for *_, below, _events in model.sink.sent]
+    assert belows == sorted(set(belows))
+    model.runners = [draft]
+    model.sink.sent.clear()
+    model.run(request(8))
+    model.runner.forward(None)  # outside any batch, as for a graph
+    assert model.sink.sent == []
+
+
+def test_short_prompts_take_the_old_way(model):
+    model.layerwise._pace = Seeming(1e-4)
+    model.run(request(8))
+    assert model.sink.sent == []
+    assert model.sink.fallbacks["too little to hide"] == 1
+
+
+def test_a_forward_whose_layers_are_not_seen_is_counted(model):
+    """As in a graph of the whole forward."""
+    model.layers = []
+    model.run(request(8))
+    assert model.sink.sent == []
+    assert model.sink.fallbacks["forwards whose layers are not seen"] == 1
+
+
+def test_layers_that_run_again_after_they_were_sent_fail_the_request(model):
+    model.layers = [*range(LAYERS), 0, 1]
+    req = request(8)
+    model.run(req)
+    assert [view for view, _ in model.sink.failed] == [req.disagg_kv_sender.view]
+    assert "ran again" in model.sink.failed[0][1]
+    model.sink.sent.clear()
+    model.run(request(8))
+    assert model.sink.sent == []
+
+
+def test_a_model_that_runs_its_layers_in_another_order_is_served_the_old_way(monkeypatch):
+    from sglang_mooncake.sglang.layerwise import internals
+
+    monkeypatch.setattr(internals, "INTERNALS", ())
+    model = Model(Sink(), False, monkeypatch)
+    model.layers = [1, 0, 2]
+    model.layerwise.install()
+    try:
+        for _ in range(2):
+            assert model.run(request(8)) == "logits"
+    finally:
+        model.layerwise.close()
+    assert model.sink.sent == []
+    assert "order" in model.layerwise.off
+
+
+def test_an_error_in_the_hooks_leaves_the_forward_alone(model, caplog):
+    model.sink.error = ZeroDivisionError("a bug")
+    with caplog.at_level(logging.ERROR):
+        assert model.run(request(8)) == "logits"
+    assert model.ran == list(range(LAYERS))
+    assert "a bug" in caplog.text
+    model.sink.error = None
+    model.run(request(8))
+    assert model.sink.sent == []
+    model.layerwise.off = None
+    model.scheduler.req_to_token_pool = None
+    assert model.run(request(8)) == "logits"
+    assert model.layerwise.off is not None
+
+
+def test_an_error_in_the_forward_is_sglangs_own(model):
+    def fails(number: int) -> None:
+        if number == 9:
+            raise MemoryError("of the device")
+
+    model.at_layer = fails
+    with pytest.raises(MemoryError):
+        model.run(request(8))
+    model.at_layer = None
+    model.sink.sent.clear()
+    model.run(request(8))
+    assert model.sink.sent[-1][3] == LAYERS
+
+
+def test_another_pool_or_device_is_served_the_old_way(model, monkeypatch):
+    class Another(type(model.runner.attn_backend)):
+        pass
+
+    model.runner.attn_backend = Another()
+    for change in ("pool", "device", "layer"):
+        model.layerwise.off = None
+        with monkeypatch.context() as patch:
+            if change == "pool":
+                patch.setattr(model, "pool", object())
+            elif change == "device":
+                patch.setattr(model.runner, "device", "npu")
+            else:
+                patch.setattr(model.backend, "forward", lambda self, *args, **kwargs: None)
+            model.run(request(8))
+        assert model.sink.sent == []
+        assert model.layerwise.off is not None
+        assert {"pool": "KV pool", "device": "npu", "layer": "takes no layer"}[
+            change
+        ] in model.layerwise.off
+
+
+def test_another_backend_of_the_same_server_is_hooked_too(model):
+    class Another(type(model.runner.attn_backend)):
+        pass
+
+    model.runner.attn_backend = Another()
+    model.run(request(8))
+    belows = [below for *_, below, _events in model.sink.sent]
+    assert belows[-1] == LAYERS
+    assert belows == sorted(set(belows))
+
+
+def test_close_takes_the_hooks_off(model):
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    assert (Scheduler.run_batch, ModelRunner.forward) != model.originals
+    model.layerwise.close()
+    assert (Scheduler.run_batch, ModelRunner.forward) == model.originals
+    assert model.backend.forward is AttentionBackend.forward
+    model.layerwise.close()
+    model.run(request(8))
+    assert model.sink.sent == []
+
+
+def test_hooks_that_others_have_wrapped_stay_and_do_nothing(model):
+    from sglang.srt.managers.scheduler import Scheduler
+
+    ours = Scheduler.run_batch
+    Scheduler.run_batch = lambda *args: ours(*args)
+    model.layerwise.close()
+    assert model.run(request(8)) == "logits"
+    assert model.sink.sent == []
