@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import aiohttp
 import numpy as np
+import psutil
 from cpu_serving import stats, traffic
 from cpu_serving.direct import Streamed, in_a_room, stream
 from cpu_serving.model import FIRST_PLAIN_TOKEN, VOCAB_SIZE, make_llama
@@ -141,7 +143,11 @@ class Bench:
         return samples
 
     def _ask(self, kind: Kind, request: traffic.Request, number: int) -> Sample:
-        return traffic.run(lambda session: self._measure(session, kind, request, number))
+        asked = [self._servers[kind], *([self._decode] if kind != "one" else [])]
+        before = [_cpu_s(server) for server in asked]
+        sample = traffic.run(lambda session: self._measure(session, kind, request, number))
+        used = [_cpu_s(server) - earlier for server, earlier in zip(asked, before, strict=True)]
+        return replace(sample, cpu_s=used[0], decode_cpu_s=sum(used[1:]))
 
     async def _measure(
         self, session: aiohttp.ClientSession, kind: Kind, request: traffic.Request, number: int
@@ -200,6 +206,12 @@ def _forward_s(answer: Streamed) -> float:
         return float(meta["prefill_finished_time"]) - float(meta["forward_entry_time"])
     except KeyError as error:
         raise ServingError(f"SGLang does not say when its forward ran: no {error}") from error
+
+
+def _cpu_s(server: Server) -> float:
+    leader = psutil.Process(server.process.pid)
+    times = [one.cpu_times() for one in (leader, *leader.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
 
 
 def _busy_share() -> float:

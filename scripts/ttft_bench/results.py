@@ -41,6 +41,8 @@ class Sample:
 
     forward_s: as SGLang's scheduler of the server that prefills says it: from the batch being
         made until its result is there.
+    cpu_s, decode_cpu_s: processor time of the server that prefills and of the decode server, until
+        the whole answer was there.
     """
 
     kind: Kind
@@ -48,6 +50,8 @@ class Sample:
     ttft_s: float
     forward_s: float
     output_ids: tuple[int, ...]
+    cpu_s: float = 0.0
+    decode_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,11 @@ class Point:
     def forward_s(self, kind: Kind) -> float:
         """The median."""
         return median(sample.forward_s for sample in self.of(kind))
+
+    def cpu_s(self, kind: Kind) -> tuple[float, float]:
+        """Processor time of the server that prefills, and of the decode server; medians."""
+        samples = self.of(kind)
+        return median(one.cpu_s for one in samples), median(one.decode_cpu_s for one in samples)
 
     def spread_s(self, kind: Kind) -> tuple[float, float]:
         """The fastest and the slowest time to first token."""

@@ -19,8 +19,8 @@ Row = tuple[str, ...]
 
 
 def text(points: Sequence[Point], kinds: Sequence[Kind]) -> str:
-    """Times to first token, and where they come from."""
-    return "\n\n".join([_times(points, kinds), _parts(points, kinds)])
+    """Times to first token, where they come from, and what they cost."""
+    return "\n\n".join([_times(points, kinds), _parts(points, kinds), _processors(points, kinds)])
 
 
 def as_json(
@@ -82,6 +82,20 @@ def _part(point: Point, kinds: Sequence[Kind]) -> Row:
         f"{carried['layers'].hooks_s * 1000:.2f}" if has_layers else NONE,
         NONE if ratio is None else f"{ratio:.3f}",
     )
+
+
+def _processors(points: Sequence[Point], kinds: Sequence[Kind]) -> str:
+    titles = (
+        NAMES[kind] if kind == "one" else f"{NAMES[kind]}: prefill + decode" for kind in kinds
+    )
+    rows = [("prompt", "rate", *titles)]
+    for point in points:
+        cells = [str(point.prompt_tokens), point.rate]
+        for kind in kinds:
+            own, decode = point.cpu_s(kind)
+            cells.append(f"{own:.2f}" if kind == "one" else f"{own:.2f} + {decode:.2f}")
+        rows.append(tuple(cells))
+    return "Processor time of a request, its whole answer included, s\n" + _table(rows)
 
 
 def _derived(point: Point, kinds: Sequence[Kind]) -> dict[str, float]:

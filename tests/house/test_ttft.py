@@ -201,7 +201,7 @@ def test_tables_json_and_plot_of_any_kinds(kinds: tuple[Kind, ...]) -> None:
         for found in (EVEN_POINT, replace(EVEN_POINT, prompt_tokens=4096, rate="unlimited"))
     ]
     lines = text(points, kinds).splitlines()
-    assert len(lines) == 9
+    assert len(lines) == 14
     assert lines[2].split()[:2] == ["1024", "1:1"]
     document = as_json(points, kinds, judge(points, kinds), {"at": "now"})
     assert json.loads(json.dumps(document))["points"][1]["prompt_tokens"] == 4096
