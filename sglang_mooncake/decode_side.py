@@ -151,6 +151,12 @@ class DecodeSide(Side):
             reason = f"the prefill server at {address} does not fit this one: {error}"
             self._loop.post(rooms.NotServed(view, links, reason))
             return
+        # A scheduler's step may take tens of milliseconds: where nothing has to be opened, pages
+        # can be named in this one.
+        view.linked = not self._context.waits_for_prompt and all(
+            isinstance(source.link, LinkKey) and self._links.stands(source.link)
+            for source in sources
+        )
         self._loop.post(rooms.SourcesChosen(view, sources))
 
     def _sources(

@@ -72,7 +72,7 @@ class _Link:
 
 
 class DecodeLinks:
-    """For the loop thread alone; no call waits.
+    """For the loop thread alone, but for `stands`; no call waits.
 
     Args:
         readers: the loop that calls back when a socket can be read.
@@ -138,6 +138,11 @@ class DecodeLinks:
             raise LookupError(f"there is no link to {key}")
         return link.engine
 
+    def stands(self, key: LinkKey) -> bool:
+        """Whether the link stands now. Any thread may ask."""
+        link = self._links.get(key)
+        return link is not None and link.engine is not None
+
     def send(self, key: LinkKey, message: Message) -> None:
         """Says nothing over a link that is gone: its rooms have been told, or are about to be."""
         link = self._links.get(key)
@@ -169,11 +174,11 @@ class DecodeLinks:
         except zmq.ZMQError as error:
             self._drop(link, f"cannot write to {link.key}: {error}", forget_instance=True)
 
-    def _stands(self, link: _Link) -> bool:
+    def _is_current(self, link: _Link) -> bool:
         return self._links.get(link.key) is link
 
     def _read(self, link: _Link) -> None:
-        while self._stands(link):
+        while self._is_current(link):
             try:
                 message = messages.decode(link.dealer.recv(zmq.NOBLOCK))
             except zmq.Again:
@@ -208,7 +213,7 @@ class DecodeLinks:
     def _drop(self, link: _Link, reason: str, forget_instance: bool) -> None:
         """The next room opens it again, after a fresh look at the registry when the rank may have
         been restarted elsewhere."""
-        if not self._stands(link):
+        if not self._is_current(link):
             return  # a late word of a link that has been replaced
         logger.warning("%s", reason)
         self._close(link)
@@ -217,7 +222,7 @@ class DecodeLinks:
         self._report(LinkDown(link.key, reason))
 
     def _close(self, link: _Link) -> None:
-        if not self._stands(link):
+        if not self._is_current(link):
             return
         del self._links[link.key]
         self._readers.remove_reader(link.dealer)

@@ -84,6 +84,8 @@ __all__ = [
 #: The scheduler may keep a request waiting for free memory much longer than any other deadline
 #: allows; this one only ends what it has forgotten.
 READY_S = 3_600.0
+#: States in which pages may be named. What is named before a room is ready waits for that.
+_NAMEABLE = (RoomState.OPEN, RoomState.COMPUTING, RoomState.READY)
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +97,7 @@ class _Room:
     #: Links of those that have not said that the prompt is computed; empty unless that matters.
     computing: set[Hashable] = field(default_factory=set)
     since_s: float = 0.0  # in its present state; counted from COMPUTING on
+    targets: Targets | None = None  # of pages that were named before the room was ready
     slots: tuple[int, ...] = ()
 
 
@@ -154,7 +157,7 @@ class DecodeRooms:
             case NotServed(view, links, reason):
                 return self._not_served(view, links, reason)
             case PagesNamed(view):
-                return self._publish(view, event, now_s)
+                return self._name(view, event, now_s)
             case Arrived(view):
                 return self._arrive(view)
             case Aborted(view, reason):
@@ -197,13 +200,25 @@ class DecodeRooms:
         room.sources = tuple(RoomSource(link, sends=False, aux=False) for link in links)
         return _open_links(links) + self._end(view, RoomState.FAILED, reason)
 
-    def _publish(self, view: RoomView, named: PagesNamed, now_s: float) -> list[Instruction]:
+    def _name(self, view: RoomView, named: PagesNamed, now_s: float) -> list[Instruction]:
         room = self._rooms.get(view.serial)
-        if room is None or view.state is not RoomState.READY:
+        if room is None or view.state not in _NAMEABLE:
             return []  # it ended between the scheduler's poll and its pages
+        room.targets = Targets(named)
+        return self._publish(room, now_s) if view.state is RoomState.READY else []
+
+    def _meet(self, room: _Room, now_s: float) -> list[Instruction]:
+        """All prefill ranks are ready to be asked, which is for those whose pages have a name."""
+        room.since_s = now_s
+        advance(room.view, Step.MET, TRANSITIONS_DECODE)
+        return self._publish(room, now_s) if room.targets is not None else []
+
+    def _publish(self, room: _Room, now_s: float) -> list[Instruction]:
+        view, targets = room.view, room.targets
+        assert targets is not None
+        room.targets = None  # as many numbers as the prompt has pages
         if view.withdrawn:
             return []  # the event that ends it follows; its pages stay what they are
-        targets = Targets(named)
         sending = [source for source in room.sources if source.sends]
         if len(self._free_slots) < len(sending):
             return self._end(
@@ -285,19 +300,18 @@ class DecodeRooms:
 
     def _link_up(self, link: Hashable, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
-        for room in self._rooms.values():
+        for room in list(self._rooms.values()):
             if room.view.state is RoomState.OPEN and link in room.unlinked:
                 room.unlinked.discard(link)
                 if not room.unlinked:
-                    room.since_s = now_s
-                    instructions += self._linked(room)
+                    instructions += self._linked(room, now_s)
         return instructions
 
-    def _linked(self, room: _Room) -> list[Instruction]:
-        view = room.view
+    def _linked(self, room: _Room, now_s: float) -> list[Instruction]:
         if not self._computed_first:
-            advance(view, Step.MET, TRANSITIONS_DECODE)
-            return []
+            return self._meet(room, now_s)
+        view = room.view
+        room.since_s = now_s
         self._name_use(view)
         room.computing = {source.link for source in room.sources}
         advance(view, Step.LINKED, TRANSITIONS_DECODE)
@@ -320,7 +334,7 @@ class DecodeRooms:
     def _peer_computed(
         self, link: Hashable, message: RoomComputed, now_s: float
     ) -> list[Instruction]:
-        for room in self._rooms.values():
+        for room in list(self._rooms.values()):
             view = room.view
             if view.state is RoomState.COMPUTING and (view.room, view.generation) == (
                 message.room,
@@ -328,8 +342,7 @@ class DecodeRooms:
             ):
                 room.computing.discard(link)
                 if not room.computing:
-                    room.since_s = now_s
-                    advance(view, Step.MET, TRANSITIONS_DECODE)
+                    return self._meet(room, now_s)
         return []
 
     def _peer_failed(self, link: Hashable, message: RoomFailed) -> list[Instruction]:

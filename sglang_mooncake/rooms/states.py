@@ -139,6 +139,10 @@ class RoomView:
     generation: int = 0
     #: True from the moment a peer may write to (decode) or is sent (prefill) this room's pages.
     exposed: bool = False
+    #: Decode, written by the scheduler thread when it chooses the sources: the links to all of
+    #: them stood then, so that the room is ready as soon as the loop has heard of it, and pages may
+    #: be named without waiting for that. Those of a room whose link has ended meanwhile are kept.
+    linked: bool = False
     #: Decode, written by the scheduler thread before it tells the loop: it has named its pages, so
     #: a peer may be asked to write into them at any moment from now on.
     named: bool = False
@@ -151,6 +155,12 @@ class RoomView:
     #: the fence is confirmed. Until then pages that were named must not be used for anything else.
     safe: bool = False
     serial: int = field(default_factory=lambda: next(_serial))
+
+    @property
+    def nameable(self) -> bool:
+        """Decode: whether the scheduler may name its pages."""
+        state = self.state  # one read: the loop may write it at any moment
+        return state is RoomState.READY or (state is RoomState.OPEN and self.linked)
 
     @property
     def releasable(self) -> bool:

@@ -111,7 +111,8 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
                 self._side.arrived(self._view)
                 self.conclude_state = KVPoll.Success
                 return int(KVPoll.Success)
-            status = int(_POLL.get(state, KVPoll.Failed))
+            known = KVPoll.WaitingForInput if self._view.nameable else _POLL.get(state)
+            status = int(KVPoll.Failed if known is None else known)
             if status in (KVPoll.Success, KVPoll.Failed):
                 self.conclude_state = status
             return status

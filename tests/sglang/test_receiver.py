@@ -40,6 +40,22 @@ def receiver():
         yield made
 
 
+def test_pages_may_be_named_in_the_step_that_chooses_linked_sources(receiver):
+    from handover import until
+
+    from sglang_mooncake.rooms.states import RoomState
+    from sglang_mooncake.sglang.receiver import KVReceiver
+    from sglang_mooncake.sglang.seam import KVPoll
+
+    another = KVReceiver(receiver.kv_mgr, receiver.bootstrap_addr, 8)
+    assert another.poll() == KVPoll.Bootstrapping
+    another.init(0)
+    assert another.poll() == KVPoll.WaitingForInput, "whatever the loop has heard of it by now"
+    another.send_metadata(np.array([6], np.int32), 1, decode_prefix_len=0)
+    until(lambda: another._view.state is RoomState.REQUESTED, "its pages are asked for")
+    assert another.poll() == KVPoll.Transferring
+
+
 def test_without_deferred_release_the_failure_comes_when_the_pages_are_safe(receiver):
     from sglang_mooncake.sglang.seam import KVTransferError
 

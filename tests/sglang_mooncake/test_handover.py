@@ -60,6 +60,28 @@ def assert_copied(pair: Handover, sources: list[int], targets: list[int]) -> Non
     np.testing.assert_array_equal(pair.target.kv, expected)
 
 
+def test_where_the_links_stand_pages_are_named_without_waiting_for_the_loop(pair):
+    pair.complete(1, [1], [2], aux=0)
+    source = pair.prefill.side.open_room(2, register_dp_rank=False)
+    target = pair.decode.side.new_room(2)
+    assert not target.nameable
+    pair.decode.side.choose_sources(target, pair.address, 0)
+    assert target.linked
+    assert target.nameable
+    pair.name_pages(target, [3, 4], aux=1)
+    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    pair.prefill.send(source, [5, 6], 0, aux_slot=1)
+    until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
+    assert_copied(pair, [1, 5, 6], [2, 3, 4])
+
+
+def test_a_room_whose_links_do_not_stand_yet_waits_for_them(pair):
+    target = pair.decode.side.new_room(1)
+    pair.decode.side.choose_sources(target, pair.address, 0)
+    assert not target.linked
+    until(lambda: target.nameable, "the decode room is ready")
+
+
 def test_one_chunk_lands_byte_for_byte_and_nothing_else_changes(pair):
     source, target = pair.open_both(7)
     pair.name_pages(target, [5, 6, 7, 30], aux=3, prefix=8)

@@ -140,6 +140,15 @@ def test_a_room_is_ready_once_every_source_has_computed():
     assert [message.generation for message in asked] == [100, 100]
 
 
+def test_pages_that_are_named_too_early_are_asked_for_once_the_prompt_is_computed():
+    rooms, view, _ = linked(P0, P1)
+    assert rooms.handle(decode.PagesNamed(view, np.array([4, 5]), 2, 8), 0) == []
+    rooms.handle(decode.PeerComputed("p0", RoomComputed(1, 100)), 0)
+    instructions = rooms.handle(decode.PeerComputed("p1", RoomComputed(1, 100)), 0)
+    assert len([one for one in instructions if isinstance(one, decode.Tell)]) == 2
+    assert view.state is RoomState.REQUESTED
+
+
 def test_a_prompt_that_is_never_computed_ends_the_room():
     rooms, view, _ = linked(P0)
     tell, _ = rooms.handle(Tick(), 20.0)

@@ -117,6 +117,64 @@ def test_a_link_that_cannot_be_opened_fails_its_room_at_once():
     assert (view.state, view.reason) == (RoomState.FAILED, "too many open files")
 
 
+def test_pages_that_are_named_before_the_links_stand_are_asked_for_once_they_do():
+    rooms, view = new_rooms(), RoomView(1, 0.0)
+    rooms.handle(Opened(view), 0)
+    rooms.handle(SourcesChosen(view, (P0, P1B)), 0)
+    view.named = True
+    assert rooms.handle(PagesNamed(view, np.array([4, 5]), 2, 8), 0) == []
+    assert rooms.handle(LinkUp("p0"), 0) == []
+    assert view.state is RoomState.OPEN
+    assert not view.exposed
+    instructions = rooms.handle(LinkUp("p1"), 0)
+    assert [type(one) for one in instructions] == [Expect, Expect, Tell, Tell]
+    assert view.state is RoomState.REQUESTED
+
+
+@pytest.mark.parametrize("end", ["link", "abort"])
+def test_pages_of_a_room_that_ends_before_its_links_stand_are_never_exposed(end):
+    rooms, view, other = new_rooms(), RoomView(1, 0.0), RoomView(2, 0.0)
+    for room in (view, other):
+        rooms.handle(Opened(room), 0)
+        rooms.handle(SourcesChosen(room, (P0, P1B)), 0)
+        room.named = True
+        rooms.handle(PagesNamed(room, np.array([4, 5]), 2, 8), 0)
+    rooms.handle(LinkUp("p0"), 0)
+    if end == "link":
+        rooms.handle(LinkDown("p1", "lost"), 0)
+        assert (other.state, other.reason) == (RoomState.FAILED, "lost")
+    else:
+        view.withdrawn = True
+        rooms.handle(LinkUp("p1"), 0)
+        assert other.state is RoomState.REQUESTED, "the others go on"
+        rooms.handle(Aborted(view, "another rank failed"), 0)
+    assert view.over
+    assert view.releasable
+    assert not view.exposed
+
+
+def test_pages_with_numbers_that_are_none_end_their_room_when_they_are_named():
+    """And not when its links stand, which other rooms wait for, too."""
+    rooms, view = new_rooms(), RoomView(1, 0.0)
+    rooms.handle(Opened(view), 0)
+    rooms.handle(SourcesChosen(view, (P0,)), 0)
+    with pytest.raises(ValueError, match="index outside"):
+        rooms.handle(PagesNamed(view, np.array([-1]), 0, 0), 0)
+    assert rooms.handle(LinkUp("p0"), 0) == []
+
+
+def test_when_the_scheduler_may_name_pages():
+    view = RoomView(1, 0.0)
+    assert not view.nameable
+    view.linked = True
+    assert view.nameable
+    for state in set(RoomState) - {RoomState.OPEN, RoomState.READY}:
+        view.state = state
+        assert not view.nameable
+    view.state, view.linked = RoomState.READY, False
+    assert view.nameable
+
+
 def test_pages_that_were_withdrawn_before_the_loop_published_them_are_never_exposed():
     rooms, view = new_rooms(), RoomView(1, 0.0)
     rooms.handle(Opened(view), 0)
