@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 #: Raise it with every change that an older peer would misread.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 #: A million-token context at page size 1 is 4 MB of indices; nothing we send is longer than this.
 MESSAGE_BYTES_MAX = 64 << 20
 #: SGLang counts a prompt's tokens in 32 bits.
@@ -81,15 +81,20 @@ class HelloReply(msgspec.Struct, frozen=True, tag="hello_reply"):
     the former as long as that is so, to learn of links that have ended.
 
     engine_id, engine_epoch: of te; where the data path stands, whom to expect writes from.
+    layers: of each page, how many this prefill rank writes to that decode rank: those that both
+        have, a draft model's among them.
     """
 
     refused: str | None
     engine_id: str = ""
     engine_epoch: int = 0
+    layers: int = 0
 
     def __post_init__(self) -> None:
         if self.refused is not None:
             return
+        if self.layers < 0:
+            raise ValueError(f"{self.layers} layers of a page")
         if not _ENGINE_ID.fullmatch(self.engine_id) or not 0 <= self.engine_epoch < 1 << 64:
             raise ValueError(f"engine {self.engine_id!r} of {self.engine_epoch} is none of te")
 

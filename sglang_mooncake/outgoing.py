@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 import te
 from sglang_mooncake import messages
-from sglang_mooncake.layout import SEAL_BYTES, Named, Plan, Seal, seal_bytes
+from sglang_mooncake.layout import EVERY_LAYER, SEAL_BYTES, Named, Plan, Seal, seal_bytes
 from sglang_mooncake.rooms.prefill import Write, WriteEnded
 from sglang_mooncake.rooms.states import RoomView
 from sglang_mooncake.stats import Recorder
@@ -43,6 +43,33 @@ class _Room:
 
     transfers: list[te.Transfer] = field(default_factory=list)
     nbytes: Counter[str] = field(default_factory=Counter)
+    page_layers: defaultdict[str, PageLayers] = field(
+        default_factory=lambda: defaultdict(PageLayers)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayers:
+    """Layers of pages that one decode rank has been sent, each counted once (`Seal.page_layers`).
+
+    whole: of chunks that were sent.
+    early: of chunks that are announced, by first page. They count once their chunk is sent as it
+        was announced, and for nothing if it is sent whole.
+    """
+
+    whole: int = 0
+    early: Mapping[int, int] = field(default_factory=dict)
+
+    def with_write(self, write: Write, layers: int) -> PageLayers:
+        """With one more write, of `layers` layers."""
+        count, first = write.pages * layers, write.chunk.first
+        if write.early:
+            known = self.early.get(first, 0)
+            return PageLayers(self.whole, {**self.early, first: known + count})
+        announced = self.early.get(first, 0) if write.layers != EVERY_LAYER else 0
+        stop = write.chunk.span.stop
+        later = {place: count for place, count in self.early.items() if place >= stop}
+        return PageLayers(self.whole + announced + count, later)
 
 
 class Outgoing:
@@ -75,17 +102,19 @@ class Outgoing:
         room = self._rooms.setdefault(write.view.serial, _Room())
         cached = self._cached(write, plan)
         blocks, seal_slot = self._with_metadata(write, plan, cached), None
+        counted = room.page_layers[write.peer].with_write(write, plan.layer_count(write.layers))
         try:
             if write.chunk.is_last:
                 seal_slot = self._take_seal_slot()
                 nbytes = room.nbytes[write.peer] + blocks.total_nbytes
-                blocks = self._sealed(write, plan, blocks, nbytes, seal_slot)
+                blocks = self._sealed(write, plan, blocks, nbytes, counted.whole, seal_slot)
             transfer = peer.write(blocks, tag=write.target.tag)
         except Exception:
             self._give_back(seal_slot)
             raise
         room.transfers.append(transfer)
         room.nbytes[write.peer] += blocks.total_nbytes
+        room.page_layers[write.peer] = counted
         self._recorder.transfer_began(time.monotonic())
         ended = TransferEnded(write, transfer, seal_slot, cached.total_nbytes)
         try:
@@ -119,16 +148,19 @@ class Outgoing:
         status = transfer.poll()
         is_done = status is te.Status.DONE
         self._recorder.transfer_ended(transfer.nbytes if is_done else 0, time.monotonic())
+        early = ended.write.early
         if is_done:
             view.landed_nbytes += ended.cache_nbytes
-            return WriteEnded(view, None)
-        return WriteEnded(view, f"a transfer was {status.value}: {transfer.reason}")
+            if early:
+                self._recorder.landed_early(ended.cache_nbytes)
+            return WriteEnded(view, None, early)
+        return WriteEnded(view, f"a transfer was {status.value}: {transfer.reason}", early)
 
     @staticmethod
     def refused(write: Write, error: Exception) -> WriteEnded:
         """What `begin` raised."""
-        pages = len(write.span)
-        return WriteEnded(write.view, f"could not hand {pages} pages to the engine: {error!r}")
+        reason = f"could not hand {len(write.span)} pages to the engine: {error!r}"
+        return WriteEnded(write.view, reason, write.early)
 
     def forget(self, view: RoomView) -> None:
         """The room is over: all its writes have ended."""
@@ -155,7 +187,7 @@ class Outgoing:
             write.view.decode_prefix_len,
             first,
         )
-        parts = [plan.part(ours, span.start, named)]
+        parts = [plan.part(ours, span.start, named, write.layers)]
         if chunk.is_last:
             parts.append(plan.state(chunk.states, messages.states_from_bytes(target.states)))
         return te.Blocks.concat(parts)
@@ -168,16 +200,23 @@ class Outgoing:
         return te.Blocks.concat([cached, plan.aux(ours, theirs)])
 
     def _sealed(
-        self, write: Write, plan: Plan, blocks: te.Blocks, nbytes: int, seal_slot: int
+        self,
+        write: Write,
+        plan: Plan,
+        blocks: te.Blocks,
+        nbytes: int,
+        page_layers: int,
+        seal_slot: int,
     ) -> te.Blocks:
         """The blocks of a last chunk with the seal behind them. `nbytes`: the payload that the
-        destination has had, with these blocks and without the seal."""
+        destination has had, with these blocks and without the seal; `page_layers`: see `Seal`."""
         target = write.target
         lists = zip(write.chunk.states, target.states, strict=False)
         seal = Seal(
             write.generation,
             write.sent.writes,
             write.sent.pages,
+            page_layers,
             states=sum(ours is not None and theirs is not None for ours, theirs in lists),
             aux=int(target.aux_slot is not None),
             nbytes=nbytes + SEAL_BYTES,

@@ -6,10 +6,13 @@ engine. What is to be done is decided in `rooms/prefill.py`; here it is done, on
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import zmq
 
 import te
@@ -17,7 +20,7 @@ from bootstrap_server import BootstrapClient, BootstrapError
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.executor import Executor
-from sglang_mooncake.layout import Layout, Plan
+from sglang_mooncake.layout import Layout, Plan, can_go_by_layers
 from sglang_mooncake.links.prefill import Connected, PrefillLinks
 from sglang_mooncake.links.sockets import PortsTaken
 from sglang_mooncake.messages import HelloReply, RoomFailed
@@ -37,7 +40,7 @@ _START_TIMEOUT_S = 10.0
 class _SentAfter:
     """A chunk whose pages the GPU has yet to fill."""
 
-    sent: rooms.ChunkSent
+    sent: rooms.ChunkSent | rooms.LayersFilled
     events: Sequence[StreamEvent]
 
 
@@ -69,6 +72,8 @@ class PrefillSide(Side):
             layout.pages_dealt,
             context.names,
         )
+        #: Whether pages can go some layers at a time.
+        self.by_layers = can_go_by_layers(layout)
         self._executor = Executor(self._rooms.handle, self._perform, self._failed)
         self._loop = ControlLoop("kv-prefill", self)
         self._links = PrefillLinks(
@@ -141,6 +146,25 @@ class PrefillSide(Side):
         if not self._polled:
             self._loop.wake()
 
+    def send_layers(
+        self,
+        view: RoomView,
+        pages: npt.NDArray[np.integer],
+        first: int,
+        below: int,
+        events: Sequence[StreamEvent] = (),
+    ) -> None:
+        """While a forward goes on: of these pages (as in `Chunk`), every layer with a number below
+        `below` is filled once `events` have happened. `send_chunk` follows when all are. Wakes the
+        loop: the scheduler polls nothing before its forward ends."""
+        filled = rooms.LayersFilled(view, pages, first, below, time.monotonic())
+        self._loop.post(_SentAfter(filled, events) if events else filled)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """At which rate this rank's bytes land, as measured; 0.0 before anything was."""
+        return self._recorder.bytes_per_s
+
     def computed(self, view: RoomView) -> None:
         """The whole prompt is computed. The next `polled` wakes the loop, as after `send_chunk`."""
         self._loop.leave(rooms.Computed(view))
@@ -182,7 +206,7 @@ class PrefillSide(Side):
                 pass  # a worker that went well and has nothing to say
             case _SentAfter(sent, events):
                 self._order.submit(sent.view, sent, events)
-            case rooms.ChunkSent(view):
+            case rooms.ChunkSent(view) | rooms.LayersFilled(view):
                 self._order.submit(view, stimulus)
             case Waited():
                 self._order.waited(stimulus)
@@ -225,6 +249,8 @@ class PrefillSide(Side):
                 self._outgoing.cancel(view)
             case rooms.Tell(peer, message):
                 self._links.send(peer, message)
+            case rooms.FellBack(_, reason):
+                self._recorder.fell_back(reason)
             case rooms.Met(view):
                 if self._stages is not None:
                     self._stages.ready(view)

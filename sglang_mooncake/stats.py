@@ -20,6 +20,7 @@ import msgspec
 
 import te
 from sglang_mooncake.context import RankContext
+from sglang_mooncake.pace import Pace
 from sglang_mooncake.rooms.states import RoomState, RoomView
 
 __all__ = ["STATS_VERSION", "Recorder"]
@@ -56,6 +57,11 @@ class Recorder:
         self._in_flight = 0
         self._busy_since_s = 0.0
         self._busy_s = 0.0
+        self._pace = Pace()
+        self._bytes_early = 0
+        self._fallbacks: Counter[str] = Counter()
+        self._fallbacks_lock = threading.Lock()
+        self._hooks_us: deque[float] = deque(maxlen=_SAMPLES_MAX)
         self._handover_ms: deque[float] = deque(maxlen=_SAMPLES_MAX)
         self._calls_us: dict[str, deque[float]] = {
             name: deque(maxlen=_SAMPLES_MAX) for name in ("send", "poll")
@@ -81,12 +87,32 @@ class Recorder:
         if not self._in_flight:
             self._busy_since_s = now_s
         self._in_flight += 1
+        self._pace.began(now_s)
 
     def transfer_ended(self, nbytes: int, now_s: float) -> None:
         self._in_flight -= 1
         self._bytes += nbytes
+        self._pace.ended(nbytes, now_s)
         if not self._in_flight:
             self._busy_s += now_s - self._busy_since_s
+
+    @property
+    def bytes_per_s(self) -> float:
+        """At which rate bytes land, as measured; any thread may ask."""
+        return self._pace.bytes_per_s
+
+    def landed_early(self, nbytes: int) -> None:
+        """Of the bytes of caches: written while the forward that fills the rest went on."""
+        self._bytes_early += nbytes
+
+    def fell_back(self, reason: str) -> None:
+        """Something that could have gone layer by layer did not. Any thread may tell."""
+        with self._fallbacks_lock:
+            self._fallbacks[reason] += 1
+
+    def forward_hooked(self, hooks_us: float) -> None:
+        """How long the hooks of one forward took, in the scheduler thread."""
+        self._hooks_us.append(hooks_us)
 
     def handed_over(self, latency_s: float) -> None:
         """The last chunk's way from `send()` to the destination's memory."""
@@ -107,6 +133,8 @@ class Recorder:
     def snapshot(self) -> dict[str, Any]:
         """Everything, as it goes into the file."""
         stats, coords = self._engine_stats(), self._context.coords
+        with self._fallbacks_lock:
+            fallbacks = dict(self._fallbacks)
         return {
             "version": STATS_VERSION,
             "pid": os.getpid(),
@@ -126,6 +154,9 @@ class Recorder:
             },
             "bytes": self._bytes,
             "busy_s": self._busy_s,
+            "bytes_early": self._bytes_early,
+            "fallbacks": fallbacks,
+            "hooks_us": list(self._hooks_us),
             "handover_ms": list(self._handover_ms),
             "scheduler_call_us": {name: list(calls) for name, calls in self._calls_us.items()},
         }

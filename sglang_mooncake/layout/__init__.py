@@ -22,17 +22,20 @@ from sglang_mooncake.layout.description import (
     Units,
     seal_bytes,
 )
+from sglang_mooncake.layout.layers import EVERY_LAYER, Layers, can_go_by_layers, layers_from
 from sglang_mooncake.layout.plan import Named, Plan
 from sglang_mooncake.layout.split import UNSPLIT, Split
 
 __all__ = [
     "ALL",
     "ALONE",
+    "EVERY_LAYER",
     "SEAL_BYTES",
     "UNSPLIT",
     "Buffers",
     "Component",
     "Dealt",
+    "Layers",
     "Layout",
     "LayoutMismatch",
     "Named",
@@ -41,5 +44,7 @@ __all__ = [
     "Seal",
     "Split",
     "Units",
+    "can_go_by_layers",
+    "layers_from",
     "seal_bytes",
 ]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import msgspec
 
@@ -217,7 +217,7 @@ ALONE = Place(Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0))
 
 
 #: The fields of `Seal` in their order, little-endian u64 each.
-_SEAL = struct.Struct("<6Q")
+_SEAL = struct.Struct("<7Q")
 SEAL_BYTES = _SEAL.size
 
 
@@ -231,6 +231,8 @@ class Seal:
     generation: that of the request.
     writes: transfers into this target, the one with the seal included.
     pages: that were written into this target in all.
+    page_layers: layers of these pages that were written, each counted once: of whole pages, pages ×
+        layers (`HelloReply.layers`).
     states: lists of state indices that were followed.
     aux: 1 when the request's metadata was written, else 0.
     nbytes: payload of all these transfers, that of the seal included.
@@ -239,6 +241,7 @@ class Seal:
     generation: int
     writes: int
     pages: int
+    page_layers: int
     states: int
     aux: int
     nbytes: int
@@ -249,4 +252,4 @@ class Seal:
 
 
 def seal_bytes(seal: Seal) -> bytes:
-    return _SEAL.pack(seal.generation, seal.writes, seal.pages, seal.states, seal.aux, seal.nbytes)
+    return _SEAL.pack(*astuple(seal))

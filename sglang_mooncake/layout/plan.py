@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from sglang_mooncake.layout.indices import (
     owned,
     ring_slots,
 )
+from sglang_mooncake.layout.layers import EVERY_LAYER, Layers, number_of
 from sglang_mooncake.layout.pairing import DRAFT, Pair, aux_buffers, pair_buffers
 from sglang_mooncake.layout.pieces import pieces
 
@@ -57,16 +58,28 @@ class _Share:
 
     kind: of the first of them, for sentences.
     source, target: addresses of the buffers, shape (buffers,).
+    layers: of the buffers, rising, shape (buffers,).
     segments: items are rows of a ring, of which the slots are copied.
     """
 
     kind: str
     source: npt.NDArray[np.uint64]
     target: npt.NDArray[np.uint64]
+    layers: npt.NDArray[np.int64]
     source_item: int
     target_item: int
     pieces: te.Blocks
     segments: bool
+
+    def of(self, layers: Layers) -> _Share:
+        """The buffers of these layers alone."""
+        begin, end = np.searchsorted(self.layers, (layers.start, layers.stop))
+        if end - begin == len(self.layers):
+            return self
+        some = slice(begin, end)
+        return replace(
+            self, source=self.source[some], target=self.target[some], layers=self.layers[some]
+        )
 
     def blocks(self, source: Indices, target: Indices) -> te.Blocks:
         """The copies of item source[i] to item target[i], which come in runs."""
@@ -106,6 +119,13 @@ class _Indexed:
     @property
     def segments(self) -> bool:
         return any(share.segments for share in self.shares)
+
+    def of(self, layers: Layers) -> _Indexed:
+        """The buffers of these layers alone."""
+        if layers == EVERY_LAYER:
+            return self
+        some = (share.of(layers) for share in self.shares)
+        return replace(self, shares=tuple(share for share in some if len(share.layers)))
 
 
 class Plan:
@@ -148,6 +168,9 @@ class Plan:
         self._device = index(None, lambda one: one.on_device)
         self._draft_rows = index(None, _is_draft) if by_row else None
         self._states = tuple(index(state, lambda _: True) for state in range(len(source.states)))
+        paged = (self._kv, self._device, *filter(None, [self._draft_rows]))
+        numbers = [share.layers for one in paged for share in one.shares]
+        self._layers = np.unique(np.concatenate([np.empty(0, np.int64), *numbers]))
 
     @property
     def sends_kv(self) -> bool:
@@ -160,30 +183,54 @@ class Plan:
         """Whether this pair moves any byte of any state."""
         return any(indexed.shares for indexed in self._states)
 
+    @property
+    def by_layers(self) -> bool:
+        """Whether a part may be some layers alone; not where pages are cut into their tokens."""
+        return self._draft_rows is None
+
+    def layer_count(self, layers: Layers = EVERY_LAYER) -> int:
+        """How many of these layers this pair moves; K and V of one layer are one, and a draft
+        model's layers count beside the model's."""
+        begin, end = np.searchsorted(self._layers, (layers.start, layers.stop))
+        return int(end - begin)
+
     def kv(
-        self, source_pages: npt.NDArray[np.integer], target_pages: npt.NDArray[np.integer]
+        self,
+        source_pages: npt.NDArray[np.integer],
+        target_pages: npt.NDArray[np.integer],
+        layers: Layers = EVERY_LAYER,
     ) -> te.Blocks:
-        """Blocks that copy source_pages[i] to target_pages[i], page numbers of shape (pages,).
+        """Blocks that copy these layers of source_pages[i] to target_pages[i], page numbers of
+        shape (pages,).
 
         Raises:
             ValueError: lengths differ, or a page lies outside the buffers of its side.
         """
-        return _apply("page", self._kv, source_pages, target_pages)
+        return _apply("page", self._kv.of(layers), source_pages, target_pages)
 
-    def part(self, pages: npt.NDArray[np.integer], first: int, named: Named) -> te.Blocks:
-        """Blocks that bring a part of a request: `pages` of the prefill side, shape (pages,), of
-        which the first is the request's page `first`.
+    def part(
+        self,
+        pages: npt.NDArray[np.integer],
+        first: int,
+        named: Named,
+        layers: Layers = EVERY_LAYER,
+    ) -> te.Blocks:
+        """Blocks that bring a part of a request: these layers of `pages` of the prefill side, shape
+        (pages,), of which the first is the request's page `first`.
 
         Raises:
-            ValueError: the decode rank has named no place for them, or one outside its buffers.
+            ValueError: the decode rank has named no place for them, or one outside its buffers, or
+                this pair cannot send some layers alone.
         """
         ours = as_indices("page", pages)
         if self._draft_rows is not None:
+            if layers != EVERY_LAYER:
+                raise ValueError("pages that are cut into their tokens go with all their layers")
             return self._tokens(ours, first, named, self._draft_rows)
         parts, begin = [], first - named.first
         for what, indexed, theirs in (
-            ("page", self._kv, named.pages),
-            ("device page", self._device, named.device_pages),
+            ("page", self._kv.of(layers), named.pages),
+            ("device page", self._device.of(layers), named.device_pages),
         ):
             if not indexed.shares:
                 continue
@@ -302,6 +349,7 @@ def _index(
             alike.setdefault((*items, ours.segments, parts.array.tobytes()), []).append(pair)
     shares, source_items, target_items = [], [], []
     for found in alike.values():
+        found.sort(key=_number)
         ours, _, theirs, _ = found[0]
         our_rows, their_rows = (ours.rows, theirs.rows) if by_row else (1, 1)
         shares.append(
@@ -309,6 +357,7 @@ def _index(
                 kind=ours.kind,
                 source=_addresses((component, at) for component, at, _, _ in found),
                 target=_addresses((component, at) for _, _, component, at in found),
+                layers=np.array([_number(pair) for pair in found], np.int64),
                 source_item=ours.item_nbytes // our_rows,
                 target_item=theirs.item_nbytes // their_rows,
                 pieces=inside[id(ours), id(theirs)],
@@ -320,6 +369,11 @@ def _index(
     return _Indexed(
         tuple(shares), min(source_items, default=0), min(target_items, default=0), slack
     )
+
+
+def _number(pair: Pair) -> int:
+    ours, at, _, _ = pair
+    return number_of(ours, ours.layers[at])
 
 
 def _addresses(buffers: Iterable[tuple[Component, int]]) -> npt.NDArray[np.uint64]:

@@ -69,6 +69,8 @@ class _Link:
     opened_s: float
     #: The engine of the prefill rank; None until its hello is answered.
     engine: te.Identity | None = None
+    #: How many layers of each page it writes (`HelloReply.layers`).
+    layers: int = 0
 
 
 class DecodeLinks:
@@ -109,7 +111,7 @@ class DecodeLinks:
         known = self._links.get(key)
         if known is not None:
             if known.engine is not None:
-                self._report(LinkUp(key))
+                self._report(LinkUp(key, known.layers))
             return
         try:
             hello = messages.encode(self._hello())
@@ -191,9 +193,9 @@ class DecodeLinks:
     def _take(self, link: _Link, message: Message) -> None:
         key = link.key
         match message:
-            case HelloReply(None, engine_id, engine_epoch):
-                link.engine = te.Identity(engine_id, engine_epoch)
-                self._report(LinkUp(key))
+            case HelloReply(None, engine_id, engine_epoch, layers):
+                link.engine, link.layers = te.Identity(engine_id, engine_epoch), layers
+                self._report(LinkUp(key, layers))
             case HelloReply(refused=reason):
                 # It can be told until the link is closed; see `_FAREWELL_MS`.
                 self._report(LinkRefused(key, f"{key} refused: {reason}"))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import zmq
 
 import te
@@ -71,7 +72,7 @@ class PrefillLinks:
         loop: calls back when a socket can be read. What its `work` posts, a `Connected`, is to be
             handed to `connected`.
         plan: what is written to the decode rank of a hello; raises LayoutMismatch.
-        stands: says to a decode rank that its data path stands.
+        stands: says to a decode rank that its data path stands; with the layers of its plan.
         report: takes the events. It may come back to `send` before it returns.
         probe_s: how often each decode rank is told that its link stands.
     """
@@ -214,7 +215,8 @@ class PrefillLinks:
         """Says that the data path stands. Whoever cannot be told has gone, or has said hello again
         over another connection: nothing else tells us that a control connection has ended."""
         for destination in destinations:
-            self.send(destination.key, self._stands)
+            layers = destination.plan.layer_count()
+            self.send(destination.key, msgspec.structs.replace(self._stands, layers=layers))
 
     def _lose(self, destination: Destination, what: str) -> None:
         """It is no destination any more: its rooms end."""

@@ -20,6 +20,7 @@ class Awaited:
     slot: of the seal.
     generation: of the request.
     pages: how many it may send. It is one number, except where only prefill knows.
+    layers: of each of these pages.
     states: how many state lists it may follow. It is one number, except where a draft model on this
         side alone has lists that nobody sends.
     aux: 1 when it sends the request's metadata, else 0.
@@ -30,6 +31,7 @@ class Awaited:
     slot: int
     generation: int
     pages: range
+    layers: int
     states: range
     aux: int
     dealt_over: int = 1
@@ -66,6 +68,14 @@ def has_arrived(awaited: Awaited, seal: Seal, writes: int, nbytes: int) -> bool:
                 seal.pages,
                 "sent",
                 seal.pages in awaited.pages,
+            ),
+            (
+                "layers of pages",
+                seal.pages * awaited.layers,
+                "asked for",
+                seal.page_layers,
+                "sent",
+                seal.page_layers == seal.pages * awaited.layers,
             ),
             (
                 "state lists",

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from sglang_mooncake.messages import RoomRequest
 from sglang_mooncake.rooms.prefill_events import Chunk
 from sglang_mooncake.rooms.states import RoomState
 
-__all__ = ["chunk_problem", "disagreement"]
+__all__ = ["chunk_problem", "disagreement", "layers_problem"]
 
 
 def disagreement(requests: Collection[RoomRequest]) -> str | None:
@@ -55,4 +55,18 @@ def chunk_problem(
                 f"made room for {wanted * span} pages: do both servers see the same prompt, "
                 "and the same --page-size?"
             )
+    return None
+
+
+def layers_problem(requests: Iterable[RoomRequest], chunk: Chunk) -> str | None:
+    """Why no layer of a chunk can be written before the chunk is sent. Nothing is wrong then: the
+    chunk itself decides."""
+    for request in requests:
+        target = request.target
+        if target is None:
+            continue
+        if target.page_span > 1:
+            return "decode ranks deal out the tokens of a page"
+        if chunk.span.stop > target.num_pages:
+            return "more pages are filled than the decode side made room for"
     return None

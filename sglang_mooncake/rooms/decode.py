@@ -94,6 +94,8 @@ class _Room:
     sources: tuple[RoomSource, ...] = ()
     #: Links of these sources that have not been heard to stand.
     unlinked: set[Hashable] = field(default_factory=set)
+    #: How many layers of a page each of the others writes (`HelloReply.layers`).
+    layers: dict[Hashable, int] = field(default_factory=dict)
     #: Links of those that have not said that the prompt is computed; empty unless that matters.
     computing: set[Hashable] = field(default_factory=set)
     since_s: float = 0.0  # in its present state; counted from COMPUTING on
@@ -168,8 +170,8 @@ class DecodeRooms:
                 return self._end(view, RoomState.ABORTED, "the scheduler released the request")
             case Fenced(view):
                 return self._fenced(view)
-            case LinkUp(link):
-                return self._link_up(link, now_s)
+            case LinkUp(link, layers):
+                return self._link_up(link, layers, now_s)
             case LinkDown(link, reason):
                 return self._link_down(link, reason)
             case LinkRefused(link, reason):
@@ -230,7 +232,9 @@ class DecodeRooms:
         room.since_s = now_s
         self._name_use(view)
         view.awaited = tuple(
-            targets.awaited(source, view.generation, self._new_tag(), slot)
+            targets.awaited(
+                source, room.layers[source.link], view.generation, self._new_tag(), slot
+            )
             for source, slot in zip(sending, room.slots, strict=True)
         )
         view.exposed = True
@@ -298,11 +302,12 @@ class DecodeRooms:
 
     # --- peers and the clock ---
 
-    def _link_up(self, link: Hashable, now_s: float) -> list[Instruction]:
+    def _link_up(self, link: Hashable, layers: int, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
         for room in list(self._rooms.values()):
             if room.view.state is RoomState.OPEN and link in room.unlinked:
                 room.unlinked.discard(link)
+                room.layers[link] = layers
                 if not room.unlinked:
                     instructions += self._linked(room, now_s)
         return instructions

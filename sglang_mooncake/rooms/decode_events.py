@@ -131,9 +131,13 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
-    """It stands. Said when it comes up, and again to each room that asks for one that stands."""
+    """It stands. Said when it comes up, and again to each room that asks for one that stands.
+
+    layers: see `HelloReply`.
+    """
 
     link: Hashable
+    layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sglang_mooncake.context import FIELD_NAMES, SettingNames
-from sglang_mooncake.layout import ALL, Dealt
+from sglang_mooncake.layout import ALL, Dealt, Layers
 from sglang_mooncake.layout.indices import owned
 from sglang_mooncake.messages import (
     RoomAbort,
@@ -18,9 +18,10 @@ from sglang_mooncake.messages import (
     RoomRequest,
     RoomWait,
 )
-from sglang_mooncake.rooms.checks import chunk_problem, disagreement
+from sglang_mooncake.rooms.checks import chunk_problem, disagreement, layers_problem
 from sglang_mooncake.rooms.early import Early, EarlyRooms
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
+from sglang_mooncake.rooms.layers import EarlyLayers
 from sglang_mooncake.rooms.prefill_events import (
     Awaited,
     CancelWrites,
@@ -28,7 +29,9 @@ from sglang_mooncake.rooms.prefill_events import (
     ChunkSent,
     Computed,
     Event,
+    FellBack,
     Instruction,
+    LayersFilled,
     Met,
     PeerLost,
     Requested,
@@ -56,7 +59,9 @@ __all__ = [
     "Closed",
     "Computed",
     "Event",
+    "FellBack",
     "Instruction",
+    "LayersFilled",
     "Met",
     "Opened",
     "Over",
@@ -94,6 +99,7 @@ class _Room:
     outstanding: int = 0
     next_page: int = 0  # where the next chunk must begin
     moved_s: float = 0.0  # when its decode ranks had asked, or the latest chunk came
+    early: EarlyLayers = field(default_factory=EarlyLayers)
 
 
 class PrefillRooms:
@@ -135,6 +141,8 @@ class PrefillRooms:
                 return self._open(view, now_s)
             case ChunkSent(view, chunk):
                 return self._chunk(view, chunk, now_s)
+            case LayersFilled():
+                return self._layers_filled(event, now_s)
             case Aborted(view, reason):
                 return self._end(view, RoomState.ABORTED, reason)
             case Broken(view, reason):
@@ -149,8 +157,8 @@ class PrefillRooms:
                 return self._request(peer, request, now_s)
             case RoomAborted(peer, message):
                 return self._peer_abort(peer, message, now_s)
-            case WriteEnded(view, failure):
-                return self._write_ended(view, failure)
+            case WriteEnded():
+                return self._write_ended(event, now_s)
             case PeerLost(peer, reason):
                 return self._peer_lost(peer, reason)
             case Tick():
@@ -191,34 +199,71 @@ class PrefillRooms:
             for peer, generation in room.waiting.items()
         ]
 
+    def _layers_filled(self, filled: LayersFilled, now_s: float) -> list[Instruction]:
+        view = filled.view
+        room = self._rooms.get(view.serial)
+        if room is None or view.state not in (RoomState.READY, RoomState.SENDING):
+            return []  # it has ended, or its last chunk was sent
+        chunk = Chunk(filled.pages, filled.first, None, filled.sent_s)
+        problem = layers_problem(room.requests.values(), chunk)
+        layers = problem or room.early.announce(filled, room.next_page)
+        if isinstance(layers, str):
+            return [FellBack(view, layers)]
+        if not layers:
+            return []
+        view.exposed = True
+        room.moved_s = now_s
+        writes = self._writes(room, chunk, layers, early=True)
+        room.early.outstanding += len(writes)
+        return self._begun(room, writes)
+
     def _chunk(self, view: RoomView, chunk: Chunk, now_s: float) -> list[Instruction]:
         room = self._rooms.get(view.serial)
         if room is None or view.state is RoomState.ENDING:
             return []  # the scheduler had not yet seen the end when it sent this
+        early = room.early
+        unannounced = early.contradicts(chunk)
+        if early.held or (unannounced and early.outstanding):
+            early.held.append(chunk)
+            room.moved_s = now_s
+            return []
         if problem := chunk_problem(view.state, room.next_page, room.requests, chunk):
             return self._end(view, RoomState.FAILED, problem)
-        writes: list[Instruction] = []
-        for peer, request in room.requests.items():
-            if request.target is None:
-                continue
-            total = request.target.num_pages * request.target.page_span
-            span = request.target.share.within(chunk.span, total)
-            pages = self._count(chunk, span)
-            if pages or chunk.is_last:  # the last one carries the seal, with or without pages
-                sent = room.sent.get(peer, Sent()).with_write(pages)
-                writes.append(
-                    Write(view, peer, request.generation, request.target, chunk, span, sent)
-                )
+        writes = self._writes(room, chunk, early.left(chunk), early=False)
         # From here on nothing can raise: what is counted is also written.
         view.exposed = True
         step = Step.LAST_CHUNK if chunk.is_last else Step.CHUNK
         advance(view, step, TRANSITIONS_PREFILL)
         room.next_page, room.moved_s = chunk.span.stop, now_s
-        room.sent |= {write.peer: write.sent for write in writes if isinstance(write, Write)}
-        room.outstanding += len(writes)
+        begun = self._begun(room, writes)
+        if unannounced:
+            begun.append(FellBack(view, "a chunk was sent with other pages than were announced"))
         if chunk.is_last and room.outstanding == 0:
-            return self._quiet(room)  # none of those who asked wants a byte from this rank
+            return begun + self._quiet(room)  # none of those who asked wants a byte from this rank
+        return begun
+
+    def _writes(self, room: _Room, chunk: Chunk, layers: Layers, *, early: bool) -> list[Write]:
+        writes = []
+        for peer, request in room.requests.items():
+            target = request.target
+            if target is None:
+                continue
+            span = target.share.within(chunk.span, target.num_pages * target.page_span)
+            pages = self._count(chunk, span)
+            if pages or chunk.is_last:  # the last one carries the seal, with or without pages
+                sent = room.sent.get(peer, Sent()).with_write(0 if early else pages)
+                generation = request.generation
+                writes.append(
+                    Write(
+                        room.view, peer, generation, target, chunk, span, pages, sent, layers, early
+                    )
+                )
         return writes
+
+    def _begun(self, room: _Room, writes: list[Write]) -> list[Instruction]:
+        room.sent |= {write.peer: write.sent for write in writes}
+        room.outstanding += len(writes)
+        return list(writes)
 
     def _count(self, chunk: Chunk, span: range) -> int:
         """How many pages at these positions of the room this rank has."""
@@ -321,16 +366,22 @@ class PrefillRooms:
 
     # --- the engine and the clock ---
 
-    def _write_ended(self, view: RoomView, failure: str | None) -> list[Instruction]:
+    def _write_ended(self, ended: WriteEnded, now_s: float) -> list[Instruction]:
+        view = ended.view
         room = self._rooms[view.serial]
         room.outstanding -= 1
-        if room.outstanding < 0:
+        room.early.outstanding -= ended.early
+        if min(room.outstanding, room.early.outstanding) < 0:
             raise RuntimeError(f"room {view.room} ended more writes than it began")
         instructions: list[Instruction] = []
-        if failure is not None:
-            instructions = self._end(view, RoomState.FAILED, failure)
+        if ended.failure is not None:
+            instructions = self._end(view, RoomState.FAILED, ended.failure)
         if room.outstanding == 0 and view.state in (RoomState.SEALED, RoomState.ENDING):
-            instructions += self._quiet(room)
+            return instructions + self._quiet(room)
+        if room.early.outstanding == 0:
+            held, room.early.held = room.early.held, []
+            for chunk in held:
+                instructions += self._chunk(view, chunk, now_s)
         return instructions
 
     def _tick(self, now_s: float) -> list[Instruction]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sglang_mooncake.layout import EVERY_LAYER, Layers
 from sglang_mooncake.messages import (
     RoomAbort,
     RoomComputed,
@@ -26,7 +27,9 @@ __all__ = [
     "ChunkSent",
     "Computed",
     "Event",
+    "FellBack",
     "Instruction",
+    "LayersFilled",
     "Met",
     "PeerLost",
     "Requested",
@@ -70,6 +73,18 @@ class ChunkSent:
 
 
 @dataclass(frozen=True, slots=True)
+class LayersFilled:
+    """While a forward goes on: of these pages, as in `Chunk`, every layer whose number is below
+    `below` is filled. A `ChunkSent` with the same pages follows once all of them are."""
+
+    view: RoomView
+    pages: npt.NDArray[np.integer]
+    first: int
+    below: int
+    sent_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Computed:
     """The pages of the whole prompt are filled. Said with the policy prefill_complete alone."""
 
@@ -96,8 +111,11 @@ class RoomAborted:
 
 @dataclass(frozen=True, slots=True)
 class WriteEnded:
+    """early: it was a write of some layers, from before its chunk was sent."""
+
     view: RoomView
     failure: str | None
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +127,7 @@ class PeerLost:
 Event = (
     Opened
     | ChunkSent
+    | LayersFilled
     | Aborted
     | Broken
     | Closed
@@ -133,7 +152,7 @@ class Sent:
     pages: int = 0
 
     def with_write(self, pages: int) -> Sent:
-        """With one more write, of so many pages."""
+        """With one more write, which ends the sending of so many pages."""
         return Sent(self.writes + 1, self.pages + pages)
 
 
@@ -142,8 +161,11 @@ class Write:
     """Write a part of one chunk into the target of one request.
 
     span: the pages of it, as positions in the room (`Chunk.first` is that of the chunk).
+    pages: how many of these this rank has.
     sent: what this request has had so far, with this write; with the last chunk that is what the
         destination must have seen arrive.
+    layers: of these pages.
+    early: the forward that fills the other layers goes on, and the chunk is yet to be sent.
     """
 
     view: RoomView
@@ -152,7 +174,18 @@ class Write:
     target: Target
     chunk: Chunk
     span: range
+    pages: int
     sent: Sent
+    layers: Layers = EVERY_LAYER
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FellBack:
+    """Layers that were filled early do not go early, or went for nothing; with the reason."""
+
+    view: RoomView
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,4 +206,4 @@ class Tell:
     message: RoomComputed | RoomFailed
 
 
-Instruction = Met | Write | CancelWrites | Tell | Over
+Instruction = Met | Write | CancelWrites | Tell | FellBack | Over

@@ -25,7 +25,9 @@ class Targets:
         device = named.device_pages
         self._device_pages = None if device is None else indices_to_bytes(device)
 
-    def awaited(self, source: RoomSource, generation: int, tag: int, slot: int) -> Awaited:
+    def awaited(
+        self, source: RoomSource, layers: int, generation: int, tag: int, slot: int
+    ) -> Awaited:
         lists = [indices is not None for indices in self._states] if source.state else []
         least = sum(given for at, given in enumerate(lists) if at in source.required_states)
         return Awaited(
@@ -33,6 +35,7 @@ class Targets:
             slot,
             generation,
             pages=self._expected(source),
+            layers=layers,
             states=range(least, sum(lists) + 1),
             aux=int(source.aux),
             dealt_over=source.dealt_over,

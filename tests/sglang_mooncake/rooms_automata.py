@@ -209,7 +209,7 @@ def _prefill_output(instruction: Any) -> Token | None:
             seal = None
             if chunk.is_last:
                 aux = int(target.aux_slot is not None)
-                seal = Seal(generation, sent.writes, sent.pages, 0, aux, 0)
+                seal = Seal(generation, sent.writes, sent.pages, 0, 0, aux, 0)
             return "write", target.tag, tuple(span), seal, target.seal_slot
         case prefill.CancelWrites():
             return ("cancel",)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ __all__ = ["FAULTS", "Found", "Model"]
 
 PAGE_NBYTES, SEAL_NBYTES = 10, 1
 FOREVER_S = 1e9
-NO_SEAL = Seal(0, 0, 0, 0, 0, 0)
+NO_SEAL = Seal(0, 0, 0, 0, 0, 0, 0)
 #: What may happen once each, besides delay: to chunks between a prefill scheduler and its loop, to
 #: messages, to transfers, and by a scheduler's doing.
 FAULTS = frozenset({"reorder", "twice", "drop", "loss", "failure", "decode abort", "prefill abort"})
@@ -384,7 +384,7 @@ class Model:
 
 
 def _fields(seal: Seal) -> tuple[int, ...]:
-    return seal.generation, seal.writes, seal.pages, seal.states, seal.aux, seal.nbytes
+    return astuple(seal)
 
 
 def _with(world: World, nth: int, **changes: Any) -> World:

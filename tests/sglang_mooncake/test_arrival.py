@@ -7,15 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from handover import handover, until
+from handover import LAYERS, handover, until
 
 import te
 from sglang_mooncake.layout import SEAL_BYTES, Seal, seal_bytes
 from sglang_mooncake.rooms.arrival import Awaited, SealDisagrees, has_arrived
 from sglang_mooncake.rooms.states import RoomState
 
-AWAITED = Awaited(tag=7, slot=0, generation=100, pages=range(4, 5), states=range(1, 3), aux=1)
-SEAL = Seal(generation=100, writes=3, pages=4, states=1, aux=1, nbytes=4_096)
+AWAITED = Awaited(
+    tag=7, slot=0, generation=100, pages=range(4, 5), layers=6, states=range(1, 3), aux=1
+)
+SEAL = Seal(generation=100, writes=3, pages=4, page_layers=24, states=1, aux=1, nbytes=4_096)
 
 
 def test_a_seal_that_says_what_was_asked_for_and_what_landed_is_an_arrival():
@@ -45,7 +47,8 @@ def test_what_is_not_all_there_is_waited_for(seal, writes, nbytes):
 @pytest.mark.parametrize(
     ("seal", "writes", "nbytes", "says"),
     [
-        (replace(SEAL, pages=2), 3, 4_096, "pages: 4 asked for, 2 sent"),
+        (replace(SEAL, pages=2, page_layers=12), 3, 4_096, "pages: 4 asked for, 2 sent"),
+        (replace(SEAL, page_layers=23), 3, 4_096, "layers of pages: 24 asked for, 23 sent"),
         (replace(SEAL, states=0), 3, 4_096, "state lists: 1 to 2 asked for, 0 sent"),
         (replace(SEAL, states=3), 3, 4_096, "state lists: 1 to 2 asked for, 3 sent"),
         (replace(SEAL, aux=0), 3, 4_096, "metadata: 1 asked for, 0 sent"),
@@ -77,7 +80,15 @@ def test_a_source_that_ends_with_less_than_was_asked_for_fails_the_room_at_once(
         pair.name_pages(view, [4, 5, 6], aux=0)
         until(lambda: view.state is RoomState.REQUESTED, "the pages are published")
         (awaited,) = view.awaited
-        sent = Seal(view.generation, writes=1, pages=3, states=0, aux=1, nbytes=SEAL_BYTES)
+        sent = Seal(
+            view.generation,
+            writes=1,
+            pages=3,
+            page_layers=3 * LAYERS,
+            states=0,
+            aux=1,
+            nbytes=SEAL_BYTES,
+        )
         memory = np.frombuffer(bytearray(seal_bytes(replace(sent, **change))), np.uint8)
         near = source.register(memory)
         slot = pair.decode.seals.buffers.addresses[0] + awaited.slot * SEAL_BYTES

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 import zmq
-from handover import Handover, handover, until
+from handover import LAYERS, Handover, handover, until
 
 import te
 from sglang_mooncake.context import Deadlines
@@ -42,7 +42,7 @@ class Link:
         layout = pair.target.layout(Buffers((), (), ()))
         self.dealer.send(encode(Hello("a rank", ALONE, pair.decode.engine.card(), layout)))
         engine = pair.prefill.engine
-        assert heard(self.dealer) == HelloReply(None, engine.id, engine.epoch)
+        assert heard(self.dealer) == HelloReply(None, engine.id, engine.epoch, LAYERS)
 
 
 @pytest.fixture

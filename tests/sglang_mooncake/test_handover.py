@@ -120,7 +120,9 @@ def test_the_seal_says_what_was_sent_and_the_engine_has_counted_that(pair):
     until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
     (awaited,) = target.awaited
     nbytes = 5 * LAYERS * PAGE_BYTES + AUX_BYTES + SEAL_BYTES
-    sent = Seal(target.generation, writes=3, pages=5, states=0, aux=1, nbytes=nbytes)
+    sent = Seal(
+        target.generation, writes=3, pages=5, page_layers=5 * LAYERS, states=0, aux=1, nbytes=nbytes
+    )
     assert pair.decode.seals.read(awaited.slot) == sent
     assert pair.decode.engine.arrived_nbytes(awaited.tag) == nbytes
 

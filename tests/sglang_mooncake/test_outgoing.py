@@ -72,7 +72,7 @@ PLAN = Plan(MEMORY.layout(Buffers((), (), ())), MEMORY.layout(SEALS))
 def write(view):
     chunk = Chunk(np.array([1]), 0, 0, 0.0)
     target = Target(1, 1, b"\1\0\0\0", ALL_PAGES, (), 0, 0)
-    return Write(view, "a", 1, target, chunk, range(1), Sent(1, 1))
+    return Write(view, "a", 1, target, chunk, range(1), 1, Sent(1, 1))
 
 
 def test_a_write_that_cannot_begin_keeps_no_seal_slot(outgoing):

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill rooms whose layers go while the forward goes on: the cases that matter by name."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from prefill_rooms import CHUNK_TIMEOUT_S, TIMEOUT_S, chunk, nothing_wanted, opened, ready, request
+
+from bootstrap_server.matching import PageShare
+from sglang_mooncake.layout import EVERY_LAYER, layers_from
+from sglang_mooncake.rooms.layers import ANNOUNCED_MAX
+from sglang_mooncake.rooms.prefill import (
+    Aborted,
+    CancelWrites,
+    Chunk,
+    ChunkSent,
+    FellBack,
+    Instruction,
+    LayersFilled,
+    Over,
+    PrefillRooms,
+    Requested,
+    Write,
+    WriteEnded,
+)
+from sglang_mooncake.rooms.states import RoomState, RoomView
+
+
+@pytest.fixture
+def rooms() -> PrefillRooms:
+    return PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+
+
+def filled(view: RoomView, pages: int, below: int, first: int = 0, add: int = 0) -> LayersFilled:
+    """The pages of `chunk(pages, first)`; others with `add`."""
+    return LayersFilled(view, np.arange(pages) + add, first, below, 0.0)
+
+
+def writes(instructions: list[Instruction]) -> list[Write]:
+    assert all(isinstance(one, Write) for one in instructions), instructions
+    return [one for one in instructions if isinstance(one, Write)]
+
+
+def reasons(instructions: list[Instruction]) -> list[str]:
+    return [one.reason for one in instructions if isinstance(one, FellBack)]
+
+
+def test_layers_go_as_they_are_filled_and_the_chunk_brings_the_rest(rooms):
+    view = ready(rooms)
+    said = [
+        instruction
+        for event in (filled(view, 2, 2), filled(view, 2, 5), ChunkSent(view, chunk(2)))
+        for instruction in rooms.handle(event, 0)
+    ]
+    assert [(one.layers, one.early, one.pages) for one in writes(said)] == [
+        (range(2), True, 2),
+        (range(2, 5), True, 2),
+        (layers_from(5), False, 2),
+    ]
+    assert [one.chunk.aux_slot for one in writes(said)] == [None, None, 0]
+    assert (said[-1].sent.writes, said[-1].sent.pages) == (3, 2)
+    assert view.state is RoomState.SEALED
+    for early in (True, True, False):
+        assert view.state is RoomState.SEALED
+        rooms.handle(WriteEnded(view, None, early), 0)
+    assert view.state is RoomState.DONE
+
+
+def test_what_was_said_before_is_not_written_again(rooms):
+    view = ready(rooms)
+    assert len(rooms.handle(filled(view, 2, 3), 0)) == 1
+    assert rooms.handle(filled(view, 2, 3), 0) == rooms.handle(filled(view, 2, 1), 0) == []
+    rooms.handle(ChunkSent(view, chunk(2)), 0)
+    assert rooms.handle(filled(view, 2, 5), 0) == [], "its chunk was sent"
+
+
+def test_each_chunk_of_a_prompt_has_its_own_layers(rooms):
+    view = ready(rooms)
+    assert len(rooms.handle(filled(view, 1, 4), 0)) == 1
+    assert len(rooms.handle(filled(view, 1, 2, first=1, add=1), 0)) == 1, "a second forward"
+    (first,) = writes(rooms.handle(ChunkSent(view, chunk(1, last=False)), 0))
+    second = Chunk(np.array([1]), 1, 0, 0.0)
+    (last,) = writes(rooms.handle(ChunkSent(view, second), 0))
+    assert (first.layers, last.layers) == (layers_from(4), layers_from(2))
+    assert (last.sent.writes, last.sent.pages) == (4, 2)
+
+
+def test_a_chunk_with_other_pages_is_written_whole_once_no_early_write_is_under_way(rooms):
+    view = ready(rooms)
+    rooms.handle(filled(view, 1, 4, add=7), 0)
+    assert rooms.handle(ChunkSent(view, chunk(1, last=False)), 0) == []
+    assert rooms.handle(ChunkSent(view, chunk(1, first=1)), 0) == [], "it does not overtake"
+    assert reasons(rooms.handle(filled(view, 1, 4, first=1), 0)) == [
+        "an announced chunk was sent with other pages"
+    ]
+    said = rooms.handle(WriteEnded(view, None, early=True), 0)
+    assert reasons(said) == ["a chunk was sent with other pages than were announced"]
+    whole = [one for one in said if isinstance(one, Write)]
+    assert [(one.layers, tuple(one.span)) for one in whole] == [
+        (EVERY_LAYER, (0,)),
+        (EVERY_LAYER, (1,)),
+    ]
+    assert view.state is RoomState.SEALED
+    for _ in whole:
+        rooms.handle(WriteEnded(view, None), 0)
+    assert view.state is RoomState.DONE
+
+
+def test_a_chunk_with_other_pages_goes_at_once_when_the_early_writes_have_ended(rooms):
+    view = ready(rooms)
+    rooms.handle(filled(view, 2, 4, add=7), 0)
+    assert rooms.handle(WriteEnded(view, None, early=True), 0) == []
+    said = rooms.handle(ChunkSent(view, chunk(2)), 0)
+    assert [one.layers for one in said if isinstance(one, Write)] == [EVERY_LAYER]
+    assert len(reasons(said)) == 1
+
+
+def test_a_chunk_that_covers_two_that_were_announced_is_written_whole(rooms):
+    view = ready(rooms)
+    rooms.handle(filled(view, 1, 4), 0)
+    rooms.handle(filled(view, 1, 4, first=1, add=1), 0)
+    assert rooms.handle(ChunkSent(view, chunk(2)), 0) == []
+    assert rooms.handle(WriteEnded(view, None, early=True), 0) == []
+    (write, _) = rooms.handle(WriteEnded(view, None, early=True), 0)
+    assert isinstance(write, Write)
+    assert (write.layers, write.pages) == (EVERY_LAYER, 2)
+
+
+def test_an_announcement_again_with_other_pages_goes_late(rooms):
+    view = ready(rooms)
+    rooms.handle(filled(view, 2, 2), 0)
+    assert reasons(rooms.handle(filled(view, 2, 4, add=1), 0)) == [
+        "a chunk was announced again with other pages"
+    ]
+    (last,) = writes(rooms.handle(ChunkSent(view, chunk(2)), 0))
+    assert last.layers == layers_from(2)
+
+
+@pytest.mark.parametrize("end", ["abort", "a write that fails"])
+def test_a_room_that_ends_in_the_middle_of_a_forward_waits_for_its_early_writes(rooms, end):
+    view = ready(rooms)
+    rooms.handle(filled(view, 2, 2), 0)
+    rooms.handle(filled(view, 2, 4), 0)
+    left = 2
+    if end == "abort":
+        said = rooms.handle(Aborted(view, "the client has gone"), 0)
+    else:
+        said = rooms.handle(WriteEnded(view, "the peer has gone", early=True), 0)
+        left = 1
+    assert CancelWrites(view) in said
+    assert view.exposed
+    assert rooms.handle(filled(view, 2, 6), 0) == []
+    assert rooms.handle(ChunkSent(view, chunk(2)), 0) == []
+    for nth in range(left):
+        assert view.state is RoomState.ENDING
+        said = rooms.handle(WriteEnded(view, "cancelled", early=True), 0)
+        assert (Over(view) in said) == (nth == left - 1)
+    assert view.over
+
+
+def test_a_room_that_ends_while_a_chunk_is_held_never_writes_it(rooms):
+    view = ready(rooms)
+    rooms.handle(filled(view, 1, 4, add=7), 0)
+    rooms.handle(ChunkSent(view, chunk(2)), 0)
+    rooms.handle(Aborted(view, "the client has gone"), 0)
+    assert rooms.handle(WriteEnded(view, "cancelled", early=True), 0) == [Over(view)]
+
+
+def test_every_decode_rank_gets_its_share_and_one_that_wants_nothing_gets_nothing(rooms):
+    view = opened(rooms)
+    rooms.handle(Requested("a", request(1, destinations=3, share=PageShare(0, 2))), 0)
+    rooms.handle(Requested("b", request(1, destinations=3, share=PageShare(1, 2))), 0)
+    rooms.handle(Requested("c", nothing_wanted(1, destinations=3)), 0)
+    early = writes(rooms.handle(filled(view, 2, 2), 0))
+    assert [(one.peer, tuple(one.span)) for one in early] == [("a", (0,)), ("b", (1,))]
+    rest = writes(rooms.handle(ChunkSent(view, chunk(2)), 0))
+    assert [(one.peer, one.layers, one.sent.pages) for one in rest] == [
+        ("a", layers_from(2), 1),
+        ("b", layers_from(2), 1),
+    ]
+
+
+def test_what_cannot_go_early_goes_late_and_why_is_said(rooms):
+    view = opened(rooms)
+    assert rooms.handle(filled(view, 2, 2), 0) == [], "nobody has asked"
+    asked = request(1)
+    assert asked.target is not None
+    rooms.handle(Requested("a", replace_target(asked, page_span=2)), 0)
+    assert reasons(rooms.handle(filled(view, 2, 2), 0)) == [
+        "decode ranks deal out the tokens of a page"
+    ]
+    other = ready(rooms, room=2)
+    assert reasons(rooms.handle(filled(other, 3, 2), 0)) == [
+        "more pages are filled than the decode side made room for"
+    ]
+    assert not other.exposed
+
+
+def replace_target(asked, **changes):
+    return msgspec.structs.replace(asked, target=msgspec.structs.replace(asked.target, **changes))
+
+
+def test_announcements_of_a_room_are_bounded(rooms):
+    view = opened(rooms)
+    rooms.handle(Requested("a", request(1, pages=2 * ANNOUNCED_MAX)), 0)
+    for first in range(ANNOUNCED_MAX):
+        assert len(rooms.handle(filled(view, 1, 2, first=first), 0)) == 1
+    assert reasons(rooms.handle(filled(view, 1, 2, first=ANNOUNCED_MAX), 0)) == [
+        f"{ANNOUNCED_MAX} chunks of one request were announced and not sent"
+    ]
+
+
+def test_an_announcement_does_not_change_with_the_array_that_made_it(rooms):
+    view = ready(rooms)
+    event = filled(view, 2, 2)
+    rooms.handle(event, 0)
+    event.pages[:] = 9
+    (last,) = writes(rooms.handle(ChunkSent(view, chunk(2)), 0))
+    assert last.layers == layers_from(2)
+
+
+def test_an_early_write_beyond_those_that_were_begun_is_a_bug(rooms):
+    view = ready(rooms)
+    rooms.handle(ChunkSent(view, chunk(1, last=False)), 0)
+    with pytest.raises(RuntimeError, match="more writes than it began"):
+        rooms.handle(WriteEnded(view, None, early=True), 0)
