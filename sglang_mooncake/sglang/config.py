@@ -13,7 +13,7 @@ from typing import Any
 from sglang_mooncake.context import SettingNames
 from sglang_mooncake.registries import Registries
 from sglang_mooncake.sglang.mooncake_variables import read_courtesies
-from sglang_mooncake.sglang.values import ConfigError, integer, names, port_range, seconds
+from sglang_mooncake.sglang.values import ConfigError, integer, names, port_range, seconds, switch
 from te.config import LIMITS, TRANSPORTS
 
 __all__ = ["SETTING_NAMES", "SGLANGS_OWN", "Config", "ConfigError"]
@@ -55,6 +55,7 @@ _NAMES = {
     "TOPOLOGY",
     "PORTS",
     "REGISTRIES",
+    "LAYERWISE",
     "STATS_DIR",
     *_ENGINE,
 }
@@ -81,6 +82,8 @@ class Config:
     REGISTRIES: registries (`bootstrap_host` and `bootstrap_port` of a request) that a decode rank
         asks: names, addresses or networks, with or without a port, separated by commas
         (`Registries`; default: any).
+    LAYERWISE: `1`: a prefill rank hands KV over in groups of layers while the forward that computes
+        it still runs (`layerwise`). `0`, the default: when it is over.
     STATS_DIR: directory for one JSON file per scheduler process (default: none are written).
 
     Where a variable is not given, what Mooncake's say of the same is taken (`mooncake_variables`).
@@ -100,6 +103,7 @@ class Config:
     engine: Mapping[str, Any] = field(default_factory=dict)
     ports: tuple[int, int] | None = None
     registries: Registries = field(default_factory=Registries)
+    layerwise: bool = False
     stats_dir: Path | None = None
     #: What became of variables of Mooncake's, for the log.
     courtesies: tuple[str, ...] = ()
@@ -134,6 +138,7 @@ class Config:
             engine=_engine(asked),
             ports=port_range(f"{_PREFIX}PORTS", ports) if ports else None,
             registries=_registries(asked.get("REGISTRIES", "")),
+            layerwise=switch(f"{_PREFIX}LAYERWISE", asked.get("LAYERWISE", "0")),
             stats_dir=Path(stats_dir) if stats_dir else None,
             courtesies=taken.notes,
         )

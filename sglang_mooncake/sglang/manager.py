@@ -21,6 +21,7 @@ from sglang_mooncake.layout import Buffers, Layout
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rooms.states import RoomView
 from sglang_mooncake.sglang.config import Config
+from sglang_mooncake.sglang.layerwise import Layerwise
 from sglang_mooncake.sglang.plugin import hook_decode_queue, serving_classes
 from sglang_mooncake.sglang.pools.kv_args import KVArgsLike, layout_from_kv_args, memory_ranges
 from sglang_mooncake.sglang.recompute import Recompute
@@ -96,6 +97,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self.decode_side: DecodeSide | None = None
         self._lease: RankLease | None = None
         self.stages: StageBoard | None = None
+        self._layerwise: Layerwise | None = None
         #: Decode: rooms whose pages SGLang may ask about, by number. A number may be in use again
         #: while the pages of its former use are still held.
         self._views: dict[int, list[RoomView]] = {}
@@ -145,6 +147,13 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             self.context, self.engine, layout, self.recorder, self.stages
         )
         self._control_port = self.prefill_side.start(self.config.ports)
+        if self.config.layerwise:
+            drafts = int(self.kv_args.num_draft_entries)
+            page_nbytes = sum(self.kv_args.kv_item_lens[: len(self.kv_args.kv_item_lens) - drafts])
+            self._layerwise = Layerwise(
+                self.prefill_side, self.recorder, page_nbytes, self.pins_host_memory
+            )
+            self._layerwise.install()
         self.register_to_bootstrap()
 
     def register_to_bootstrap(self) -> None:
@@ -253,6 +262,8 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
 
     def close(self) -> None:
         """Ends all threads and connections. Idempotent."""
+        if self._layerwise is not None:
+            self._layerwise.close()
         if self._lease is not None:
             self._lease.close()
         for side in (self.prefill_side, self.decode_side):

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from sglang_mooncake.rooms.prefill import Chunk
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.states import RoomState
+from sglang_mooncake.sglang.layerwise.spans import SpanSender
 from sglang_mooncake.sglang.manager import KVManager
 from sglang_mooncake.sglang.seam import (
     BaseKVSender,
@@ -34,7 +35,7 @@ _POLL = {
 }
 
 
-class KVSender(BaseKVSender):  # type: ignore[misc]
+class KVSender(SpanSender, BaseKVSender):  # type: ignore[misc]
     """Names and semantics are SGLang's (BaseKVSender). No call waits for anything."""
 
     def __init__(
@@ -56,14 +57,11 @@ class KVSender(BaseKVSender):  # type: ignore[misc]
         self._early_send_wait_event: Any = None
         self._side = mgr.prefill_side
         self._num_pages: int | None = None
-        # Read by `layerwise`: where metadata will go, and the position of the next page to be sent.
-        self.aux_slot: int | None = None
-        self.next_page = 0
-        #: Written by `layerwise`: pages of the tokens below it were told layer by layer.
-        self.told_tokens = 0
+        self.aux_slot = None
+        self.next_page = self.told_tokens = 0
         self._first_send_s: float | None = None
         self._metric = KVTransferMetric()
-        self.view: RoomView = self._side.open_room(
+        self.view = self._side.open_room(
             bootstrap_room, mgr.context.register_dp_rank and not req_has_disagg_prefill_dp_rank
         )
         conflict = dp_rank_conflict(mgr.context, bootstrap_room, req_has_disagg_prefill_dp_rank)

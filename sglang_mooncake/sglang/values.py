@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "integer", "names", "port_range", "seconds"]
+__all__ = ["ConfigError", "integer", "names", "port_range", "seconds", "switch"]
 
 _PORT_MAX = 65_535
 
@@ -45,3 +45,10 @@ def port_range(variable: str, text: str) -> tuple[int, int]:
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= _PORT_MAX):
         raise ConfigError(f"{variable}={text!r}: give the first and last port, as in 20000-20100")
     return int(first), int(last)
+
+
+def switch(variable: str, text: str) -> bool:
+    """Raises ConfigError."""
+    if text not in ("0", "1"):
+        raise ConfigError(f"{variable}={text!r}: give 1 or 0")
+    return text == "1"

@@ -32,6 +32,7 @@ def test_every_variable_is_taken():
             "SGLANG_MOONCAKE_TRANSPORTS": "tcp, samehost",
             "SGLANG_MOONCAKE_NICS": "mlx5_*,!mlx5_1",
             "SGLANG_MOONCAKE_REGISTRIES": "prefill-*, 10.0.0.0/8:8998",
+            "SGLANG_MOONCAKE_LAYERWISE": "1",
             "SGLANG_MOONCAKE_STATS_DIR": "/stats",
             "SGLANG_MOONCAKE_PORTS": "20000-20100",
             "SGLANG_MOONCAKE_RAILS": "4",
@@ -50,6 +51,7 @@ def test_every_variable_is_taken():
         transports=("tcp", "samehost"),
         nics=("mlx5_*", "!mlx5_1"),
         registries=Registries(("prefill-*", "10.0.0.0/8:8998")),
+        layerwise=True,
         stats_dir=Path("/stats"),
         ports=(20000, 20100),
         engine={
@@ -75,6 +77,7 @@ def test_every_variable_is_taken():
         ("TRANSPORTS", "tcp,tcp"),
         ("REGISTRIES", "10.0.0.1/8"),
         ("STAL_TIMEOUT_S", "1"),
+        ("LAYERWISE", "yes"),
         ("RAILS", "9"),
         ("RAILS_PER_NIC", "0"),
         ("WORKERS", "5"),

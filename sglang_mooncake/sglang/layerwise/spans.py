@@ -11,16 +11,30 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_mooncake.sglang.sender import KVSender
+from sglang_mooncake.rooms.states import RoomView
 
-__all__ = ["LeftOut", "Span", "gather", "span_of"]
+__all__ = ["LeftOut", "Span", "SpanSender", "gather", "span_of"]
+
+
+class SpanSender:
+    """What is read of our senders here. Those of health checks and warm-ups are SGLang's own.
+
+    aux_slot: where metadata will go; None before `init`.
+    next_page: position in the room of the first page that is not sent.
+    told_tokens: pages of the tokens below it were told layer by layer; written here alone.
+    """
+
+    view: RoomView
+    aux_slot: int | None
+    next_page: int
+    told_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Tokens `start … end - 1` of a request, whose pages begin at position `first` of its room."""
 
-    sender: KVSender
+    sender: SpanSender
     row: int
     start: int
     end: int
@@ -41,7 +55,7 @@ def span_of(request: Any, page_size: int) -> Span | LeftOut:
     sender remembers up to which token its pages have been told.
     """
     sender = request.disagg_kv_sender
-    if not isinstance(sender, KVSender):
+    if not isinstance(sender, SpanSender):
         return LeftOut("requests of health checks and warm-ups")
     if request.pending_bootstrap or sender.aux_slot is None:
         return LeftOut("decode side not known yet")
