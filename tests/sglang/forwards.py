@@ -69,8 +69,11 @@ def sender(next_page: int = 0, aux_slot: int | None = 0) -> Any:
     return made
 
 
-def request(tokens: int, end: int | None = None, sent: int = 0, row: int = 0, **more: Any) -> Any:
-    """As much of a `Req` as the hooks read; it has `tokens` tokens, computed up to `end`."""
+def request(
+    tokens: int, end: int | None = None, sent: int = 0, row: int = 0, prefix: int = 0, **more: Any
+) -> Any:
+    """As much of a `Req` as the hooks read; it has `tokens` tokens, and the forward that is about
+    to be launched computes those from `prefix` up to `end`."""
     fields = {
         "disagg_kv_sender": sender(next_page=sent // PAGE),
         "pending_bootstrap": False,
@@ -78,6 +81,7 @@ def request(tokens: int, end: int | None = None, sent: int = 0, row: int = 0, **
         "finished_reason": None,
         "origin_input_ids": list(range(tokens)),
         "start_send_idx": sent,
+        "prefix_len": prefix,
         "extend_end": tokens if end is None else end,
         "kv": SimpleNamespace(req_pool_idx=row),
     }

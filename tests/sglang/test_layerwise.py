@@ -62,14 +62,28 @@ def test_the_chunk_behind_one_that_is_not_sent_yet_begins_behind_it(model):
     req = request(tokens=20, end=10)
     model.run(req)
     model.sink.sent.clear()
-    req.extend_end = 20
+    req.prefix_len, req.extend_end = 10, 20
     model.run(req)
     assert {str(sent[1:3]) for sent in model.sink.sent} == {str(([2, 3, 4], 2))}
-    req.start_send_idx, req.disagg_kv_sender.next_page = 8, 2
+
+
+def test_the_chunk_behind_one_that_is_sent_begins_there(model):
+    req = request(tokens=20, end=10)
+    model.run(req)
     model.sink.sent.clear()
-    req.disagg_kv_sender.told_tokens = 8
+    req.start_send_idx, req.disagg_kv_sender.next_page = 8, 2
+    req.prefix_len, req.extend_end = 10, 20
     model.run(req)
     assert {str(sent[1:3]) for sent in model.sink.sent} == {str(([2, 3, 4], 2))}
+
+
+def test_a_chunk_that_is_computed_again_goes_the_old_way(model):
+    req = request(tokens=20, end=10)
+    model.run(req)
+    model.sink.sent.clear()
+    model.run(req)
+    assert model.sink.sent == []
+    assert model.sink.fallbacks["chunks that are computed again"] == 1
 
 
 @pytest.mark.parametrize(

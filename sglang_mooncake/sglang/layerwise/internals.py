@@ -67,7 +67,7 @@ INTERNALS = (
     Internal(
         "sglang.srt.disaggregation.prefill",
         "SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk",
-        uses=("pending_bootstrap", "start_send_idx"),
+        uses=("pending_bootstrap", "start_send_idx", "prefix_len"),
     ),
     # What is sent after the forward, and so what may be told during it.
     Internal(

@@ -61,6 +61,8 @@ def span_of(request: Any, page_size: int) -> Span | LeftOut:
         return LeftOut("decode side not known yet")
     if request.to_finish is not None or request.finished_reason is not None:
         return LeftOut("aborted requests")
+    if sender.told_tokens > request.prefix_len:
+        return LeftOut("chunks that are computed again")
     total, sent = len(request.origin_input_ids), int(request.start_send_idx)
     start, end = max(sent, sender.told_tokens), min(int(request.extend_end), total)
     if end < total:
