@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GROUPS_MAX", "Pace", "borders"]
+__all__ = ["GROUPS_MAX", "ForwardPace", "borders"]
 
 #: More would not help: the last group, which alone is sent after the forward, is then at most a
 #: fiftieth of the bytes.
@@ -55,7 +55,7 @@ def borders(
 
 
 @dataclass(slots=True)
-class Pace:
+class ForwardPace:
     """What forwards and hand-overs were seen to take, as estimates.
 
     A forward is judged by its tokens, and those of many count for more: the first ones of a server

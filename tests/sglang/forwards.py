@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_mooncake.layer_groups import Pace
+from sglang_mooncake.layer_groups import ForwardPace
 
 PAGE = 4
 LAYERS = 16
@@ -17,7 +17,7 @@ LAYERS = 16
 SLOW_S = 10.0
 
 
-class Seeming(Pace):
+class Seeming(ForwardPace):
     """Whatever is measured, forwards seem to take so long."""
 
     def __init__(self, seconds: float) -> None:
@@ -56,8 +56,8 @@ class Sink:
     def fell_back(self, reason: str) -> None:
         self.fallbacks[reason] += 1
 
-    def forward_hooked(self, us: float) -> None:
-        self.hooked.append(us)
+    def forward_hooked(self, hooks_us: float) -> None:
+        self.hooked.append(hooks_us)
 
 
 def sender(next_page: int = 0, aux_slot: int | None = 0) -> Any:

@@ -93,9 +93,9 @@ def test_groups_go_behind_events_between_the_layers_and_nobody_waits(model, stre
 
 
 def test_the_time_of_a_forward_is_taken_from_its_stream(model, streams):
-    from sglang_mooncake.layer_groups import Pace
+    from sglang_mooncake.layer_groups import ForwardPace
 
-    model.layerwise._pace = Pace()
+    model.layerwise._pace = ForwardPace()
     stream = streams.Stream()
     opened = threading.Event()
     with streams.StreamContext(stream):

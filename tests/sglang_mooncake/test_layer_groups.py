@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from sglang_mooncake.layer_groups import GROUPS_MAX, WORTH_S, Pace, borders
+from sglang_mooncake.layer_groups import GROUPS_MAX, WORTH_S, ForwardPace, borders
 
 
 def test_borders_rise_leave_something_and_are_few():
@@ -65,7 +65,7 @@ def test_hand_overs_take_a_hundredth_of_a_forward_at_most():
 
 
 def test_a_servers_first_slow_forwards_of_few_tokens_are_soon_forgotten():
-    pace = Pace()
+    pace = ForwardPace()
     assert pace.forward_s(1000) == 0.0
     pace.forward_took(0.2, 4)
     pace.forward_took(0.3, 2048)
@@ -76,7 +76,7 @@ def test_a_servers_first_slow_forwards_of_few_tokens_are_soon_forgotten():
 
 
 def test_a_lost_core_does_not_make_hand_overs_dear():
-    pace = Pace()
+    pace = ForwardPace()
     for _ in range(20):
         pace.hand_over_took(20e-6)
     pace.hand_over_took(5e-3)

@@ -11,7 +11,7 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-from sglang_mooncake.layer_groups import Pace, borders
+from sglang_mooncake.layer_groups import ForwardPace, borders
 from sglang_mooncake.sglang.layerwise.forward import Figures, Forward, LayerSink, Part, Streams
 from sglang_mooncake.sglang.layerwise.internals import (
     EXTEND,
@@ -44,7 +44,7 @@ class Layerwise:
         self._sink, self._figures, self._page_nbytes = sink, figures, page_nbytes
         self._streams = Streams() if has_streams else None
         self._patches = Patches()
-        self._pace = Pace()
+        self._pace = ForwardPace()
         self._untimed: deque[Forward] = deque(maxlen=_UNTIMED_MAX)
         self._said: set[str] = set()
         #: The model's layers, rising, as one forward has run them; none before.
