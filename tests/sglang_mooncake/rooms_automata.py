@@ -29,7 +29,7 @@ from sglang_mooncake.rooms.events import Aborted, Broken, Opened, Tick
 from sglang_mooncake.rooms.states import RoomState, RoomView
 from sglang_mooncake.side import broken
 
-ROOM, PAGES = 1, 2
+ROOM, PAGES, LAYERS = 1, 2, 2
 DECODE_RANK = "d"
 CHUNKS = (
     prefill.Chunk(np.array([0]), 0, None, 0.0),
@@ -56,6 +56,8 @@ def _frozen(value: Any) -> Any:
         return tuple(map(_frozen, value))
     if isinstance(value, set | frozenset):
         return frozenset(map(_frozen, value))
+    if isinstance(value, np.ndarray):
+        return tuple(value.tolist())
     if isinstance(value, msgspec.Struct):
         return type(value).__name__, _frozen(msgspec.structs.astuple(value))
     if is_dataclass(value):
@@ -184,6 +186,9 @@ def _prefill_event(token: Token, view: RoomView) -> Any:
             return Opened(view)
         case ("chunk", number):
             return prefill.ChunkSent(view, CHUNKS[number])
+        case ("layers", number):  # of one chunk, the first of its two
+            chunk = CHUNKS[number]
+            return prefill.LayersFilled(view, chunk.pages, chunk.first, LAYERS - 1, 0.0)
         case ("aborted",):
             return Aborted(view, "")
         case ("computed",):
@@ -194,8 +199,8 @@ def _prefill_event(token: Token, view: RoomView) -> Any:
             return prefill.Requested(DECODE_RANK, message)
         case ("message", heard):
             return prefill.RoomAborted(DECODE_RANK, heard.message)
-        case ("ended", is_done):
-            return prefill.WriteEnded(view, None if is_done else "")
+        case ("ended", is_done, early):
+            return prefill.WriteEnded(view, None if is_done else "", early)
         case ("lost",):
             return prefill.PeerLost(DECODE_RANK, "")
         case ("tick", _):
@@ -205,12 +210,16 @@ def _prefill_event(token: Token, view: RoomView) -> Any:
 
 def _prefill_output(instruction: Any) -> Token | None:
     match instruction:
-        case prefill.Write(generation=generation, target=target, chunk=chunk, span=span, sent=sent):
+        case prefill.Write(
+            generation=generation, target=target, chunk=chunk, span=span, sent=sent, layers=layers
+        ):
             seal = None
             if chunk.is_last:
                 aux = int(target.aux_slot is not None)
                 seal = Seal(generation, sent.writes, sent.pages, 0, 0, aux, 0)
-            return "write", target.tag, tuple(span), seal, target.seal_slot
+            known = range(layers.start, min(layers.stop, LAYERS))
+            places = tuple((page, layer) for page in span for layer in known)
+            return "write", target.tag, places, seal, target.seal_slot, instruction.early
         case prefill.CancelWrites():
             return ("cancel",)
         case prefill.Tell(_, message):
@@ -228,7 +237,7 @@ def decode_automaton(
     sources = tuple(decode.RoomSource(link, aux=not nth) for nth, link in enumerate(links))
     rooms.handle(Opened(view), 0.0)
     rooms.handle(decode.SourcesChosen(view, sources), 0.0)
-    said = [out for link in links for out in rooms.handle(decode.LinkUp(link), 0.0)]
+    said = [out for link in links for out in rooms.handle(decode.LinkUp(link, LAYERS), 0.0)]
     assert view.state is (RoomState.COMPUTING if computed_first else RoomState.READY)
     made = Automaton(Local(rooms, view), _decode_event, _decode_output, decode.after_failure)
     return made, tuple(token for token in map(_decode_output, said) if token is not None)

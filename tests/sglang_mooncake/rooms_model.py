@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
 from rooms_automata import (
+    LAYERS,
     PAGES,
     Heard,
     Token,
@@ -33,7 +34,7 @@ from sglang_mooncake.rooms.states import RoomState, RoomView
 
 __all__ = ["FAULTS", "Found", "Model"]
 
-PAGE_NBYTES, SEAL_NBYTES = 10, 1
+LAYER_NBYTES, SEAL_NBYTES = 10, 1
 FOREVER_S = 1e9
 NO_SEAL = Seal(0, 0, 0, 0, 0, 0, 0)
 #: What may happen once each, besides delay: to chunks between a prefill scheduler and its loop, to
@@ -41,14 +42,19 @@ NO_SEAL = Seal(0, 0, 0, 0, 0, 0, 0)
 FAULTS = frozenset({"reorder", "twice", "drop", "loss", "failure", "decode abort", "prefill abort"})
 
 
+#: A layer of a page: (page, layer).
+Place = tuple[int, int]
+
+
 class Transfer(NamedTuple):
     """One write of a source. `begun`: some of its bytes may be landing."""
 
     tag: int
-    pages: tuple[int, ...]
+    places: tuple[Place, ...]
     nbytes: int
     seal: Seal | None
     slot: int
+    early: bool
     begun: bool = False
     cancelled: bool = False
 
@@ -59,13 +65,15 @@ class Source(NamedTuple):
     table: int = 0
     opened: bool = False
     computed: bool = False  # said so; only where the decode rank waits for that
-    #: Chunks that the scheduler sends, or has sent, and that are still on their way to the loop.
-    chunks: tuple[int, ...] = (0, 1)
+    #: What the scheduler says, or has said, and what is still on its way to the loop: of each
+    #: chunk, perhaps, that its first layer is filled ("layers"), and that it is sent ("chunk").
+    chunks: tuple[tuple[str, int], ...] = (("chunk", 0), ("chunk", 1))
     asked: tuple[Heard, ...] = ()  # messages to it
     told: tuple[Heard, ...] = ()  # messages from it
     transfers: tuple[Transfer, ...] = ()
     nbytes: int = 0  # payload handed to the engine
-    landed: frozenset[int] = frozenset()  # pages
+    page_layers: int = 0  # in it
+    landed: frozenset[Place] = frozenset()
     link_up: bool = True
     knows_loss: bool = False
     decode_knows_loss: bool = False
@@ -109,6 +117,7 @@ class Model:
             is a third as large.
         compare_seals: False looks at the number of transfers alone (finding A1).
         computed_first: the policy prefill_complete: the room is ready once its prompt is computed.
+        by_layers: each chunk is announced when the first of its two layers is filled.
         drop_after_fence: True fences in the loop, and a fence that does not end drops the other
             instructions of its batch (finding A4).
     """
@@ -122,6 +131,7 @@ class Model:
         compare_seals: bool = True,
         drop_after_fence: bool = False,
         computed_first: bool = False,
+        by_layers: bool = False,
     ) -> None:
         self.links = tuple(f"p{nth}" for nth in range(sources))
         self.decode, said = decode_automaton(self.links, computed_first)
@@ -130,7 +140,9 @@ class Model:
         self._lands_at_once = lands_at_once
         self._compare_seals, self._drop_after_fence = compare_seals, drop_after_fence
         asked = [tuple(word for _, link, word in said if link == to) for to in self.links]
-        ranks = tuple(Source(asked=words) for words in asked)
+        said_of = ("layers", "chunk") if by_layers else ("chunk",)
+        chunks = tuple((what, number) for number in range(PAGES) for what in said_of)
+        ranks = tuple(Source(asked=words, chunks=chunks) for words in asked)
         self.first = World(faults, budget, ranks, seals=(NO_SEAL,) * 2 * sources)
         self._decode_ends = cache(self._decode_ends_uncached)
         self._prefill_ends = cache(self._prefill_ends_uncached)
@@ -167,7 +179,7 @@ class Model:
         view = self.decode.view(world.table)
         flying = [transfer for one in world.sources for transfer in one.transfers]
         if world.done or view.state is RoomState.DONE:
-            if any(len(one.landed) < PAGES for one in world.sources):
+            if any(len(one.landed) < PAGES * LAYERS for one in world.sources):
                 return "the decode room is done with a page missing"
             if flying:
                 return "the decode room is done while something of it moves"
@@ -183,9 +195,9 @@ class Model:
             state = self.prefill.view(one.table).state
             if self.prefill.view(one.table).over and one.transfers:
                 return "a prefill room is over while a transfer reads its pages"
-            if state is RoomState.DONE and len(one.landed) < PAGES:
+            if state is RoomState.DONE and len(one.landed) < PAGES * LAYERS:
                 return "a prefill room is done with a page missing"
-            if not self._prefill_ends(one.table, one.opened, len(one.transfers)):
+            if not self._prefill_ends(one.table, one.opened, _early(one.transfers)):
                 return "a prefill room never ends"
         return None
 
@@ -202,11 +214,11 @@ class Model:
             world = self._to_decode(world, ("tick", FOREVER_S))
         return self.decode.view(world.table).over and not self.decode.rooms(world.table)
 
-    def _prefill_ends_uncached(self, table: int, opened: bool, transfers: int) -> bool:
+    def _prefill_ends_uncached(self, table: int, opened: bool, early: tuple[bool, ...]) -> bool:
         """The same for a prefill room: its transfers have outcomes, for the engine bounds them."""
         # Where the clock starts with the computed prompt, its scheduler computes it or gives up.
         computed = [("computed",)] * self._computed_first
-        for token in [*[("ended", False)] * transfers, *computed, ("tick", FOREVER_S)]:
+        for token in [*(("ended", False, one) for one in early), *computed, ("tick", FOREVER_S)]:
             table, _ = self.prefill.step(table, token)
         return not opened or (self.prefill.view(table).over and not self.prefill.rooms(table))
 
@@ -281,16 +293,18 @@ class Model:
         for at in range(len(one.transfers)):
             yield from self._transfer_steps(world, nth, at)
 
-    def _chunk_steps(self, world: World, nth: int, chunks: tuple[int, ...]) -> Iterator[Step]:
-        for at, number in enumerate(chunks):
+    def _chunk_steps(
+        self, world: World, nth: int, chunks: tuple[tuple[str, int], ...]
+    ) -> Iterator[Step]:
+        for at, (what, number) in enumerate(chunks):
             rest = _with(world, nth, chunks=chunks[:at] + chunks[at + 1 :])
             in_order = rest if at == 0 else _spend(rest, "reorder")
             if in_order:
-                yield f"chunk {number}", self._to_prefill(in_order, nth, ("chunk", number))
+                yield f"{what} {number}", self._to_prefill(in_order, nth, (what, number))
             if at == 0 and (again := _spend(world, "twice")):
-                yield f"chunk {number}, twice", self._to_prefill(again, nth, ("chunk", number))
+                yield f"{what} {number}, twice", self._to_prefill(again, nth, (what, number))
             if lost := _spend(rest, "drop"):
-                yield f"chunk {number} is lost", lost
+                yield f"{what} {number} is lost", lost
 
     def _message_steps(self, world: World, nth: int, one: Source) -> Iterator[Step]:
         for way in ("asked", "told"):
@@ -322,20 +336,33 @@ class Model:
         one = world.sources[nth]
         transfer = one.transfers[at]
         others = one.transfers[:at] + one.transfers[at + 1 :]
-        gone = _with(world, nth, transfers=others)
+        gone, name = _with(world, nth, transfers=others), transfer.places
+        succeeds, fails = (("ended", is_done, transfer.early) for is_done in (True, False))
         is_open = any(tag == transfer.tag for tag, _, _ in world.tags)
         if transfer.begun or (is_open and self._lands_at_once):
             landed = _landed(gone, nth, transfer)
-            yield f"{transfer.pages} land", self._to_prefill(landed, nth, ("ended", is_open))
+            yield (
+                f"{name} land",
+                self._to_prefill(landed, nth, succeeds if is_open else fails),
+            )
         elif is_open:
             begun = (*others, transfer._replace(begun=True))
-            yield f"{transfer.pages} begin to land", _with(world, nth, transfers=begun)
+            yield f"{name} begin to land", _with(world, nth, transfers=begun)
         else:
-            yield f"{transfer.pages} are refused", self._to_prefill(gone, nth, ("ended", False))
+            yield (
+                f"{name} are refused",
+                self._to_prefill(gone, nth, fails),
+            )
         if transfer.cancelled and not transfer.begun and is_open:
-            yield f"{transfer.pages} are cancelled", self._to_prefill(gone, nth, ("ended", False))
+            yield (
+                f"{name} are cancelled",
+                self._to_prefill(gone, nth, fails),
+            )
         if after := _spend(gone, "failure"):
-            yield f"{transfer.pages} fail", self._to_prefill(after, nth, ("ended", False))
+            yield (
+                f"{name} fail",
+                self._to_prefill(after, nth, fails),
+            )
 
     # --- events to the tables, and what they want done ---
 
@@ -369,12 +396,12 @@ class Model:
             one = one._replace(table=table)
         for output in outputs:
             match output:
-                case ("write", tag, pages, seal, slot):
-                    nbytes = PAGE_NBYTES * len(pages) + SEAL_NBYTES * (seal is not None)
-                    total = one.nbytes + nbytes
-                    sealed = seal and Seal(*_fields(seal)[:-1], nbytes=total)
-                    transfers = (*one.transfers, Transfer(tag, pages, nbytes, sealed, slot))
-                    one = one._replace(transfers=transfers, nbytes=total)
+                case ("write", tag, places, seal, slot, early):
+                    nbytes = LAYER_NBYTES * len(places) + SEAL_NBYTES * (seal is not None)
+                    total, count = one.nbytes + nbytes, one.page_layers + len(places)
+                    sealed = seal and replace(seal, page_layers=count, nbytes=total)
+                    transfers = (*one.transfers, Transfer(tag, places, nbytes, sealed, slot, early))
+                    one = one._replace(transfers=transfers, nbytes=total, page_layers=count)
                 case ("cancel",):
                     transfers = tuple(each._replace(cancelled=True) for each in one.transfers)
                     one = one._replace(transfers=transfers)
@@ -383,8 +410,8 @@ class Model:
         return _put(world, nth, one)
 
 
-def _fields(seal: Seal) -> tuple[int, ...]:
-    return astuple(seal)
+def _early(transfers: tuple[Transfer, ...]) -> tuple[bool, ...]:
+    return tuple(sorted(transfer.early for transfer in transfers))
 
 
 def _with(world: World, nth: int, **changes: Any) -> World:
@@ -419,7 +446,7 @@ def _without_tags(world: World, tags: tuple[int, ...]) -> World:
 
 def _landed(world: World, nth: int, transfer: Transfer) -> World:
     """Its bytes are in memory; they count when the tag is still open."""
-    landed = world.sources[nth].landed | frozenset(transfer.pages)
+    landed = world.sources[nth].landed | frozenset(transfer.places)
     tags = tuple(
         (tag, count + 1, nbytes + transfer.nbytes) if tag == transfer.tag else (tag, count, nbytes)
         for tag, count, nbytes in world.tags

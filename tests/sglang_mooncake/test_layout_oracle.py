@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 import te
 from bootstrap_server import MismatchError, RankCoords, Topology
 from bootstrap_server.matching import holding, sources
-from sglang_mooncake.layout import Place, Plan, Units
+from sglang_mooncake.layout import Place, Plan, Units, layers_from
 
 ITEMS = 6
 Moved = dict[int | None, list[tuple[int, int]]]
@@ -35,10 +36,14 @@ def lists(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.array([pair[side] for pair in pairs], np.int64) for side in (0, 1))
 
 
-def blocks_of(plan: Plan, moved: Moved) -> te.Blocks:
+def blocks_of(plan: Plan, moved: Moved, borders: Iterable[int] = ()) -> te.Blocks:
+    """`borders`: between groups of layers that go one after another."""
     states = [lists(moved[state]) for state in (0, 1)]
-    parts = [plan.kv(*lists(moved[None])), plan.state(*zip(*states, strict=True))]
-    return te.Blocks.concat(parts)
+    starts = [0, *sorted(borders)]
+    groups = [*map(range, starts, starts[1:]), layers_from(starts[-1])]
+    parts = [plan.kv(*lists(moved[None]), layers) for layers in groups]
+    assert sum(map(plan.layer_count, groups)) == plan.layer_count()
+    return te.Blocks.concat([*parts, plan.state(*zip(*states, strict=True))])
 
 
 @st.composite
@@ -61,7 +66,8 @@ def test_every_byte_of_a_decode_rank_comes_from_exactly_one_prefill_rank(
     for asked in sources(prefill, decode, coords, 0):
         source = RankMemory(model, Place(prefill, asked.coords), ITEMS, full=True)
         plan = Plan(source.layout(address=1), target.layout(address=1), source.place, target.place)
-        blocks = blocks_of(plan, moved)
+        borders = data.draw(st.lists(st.integers(0, 8), max_size=3), label="borders of groups")
+        blocks = blocks_of(plan, moved, borders)
         copy(blocks, source.base, target.base)
         for _, dst, nbytes in blocks.array.tolist():
             times[dst - 1 : dst - 1 + nbytes] += 1

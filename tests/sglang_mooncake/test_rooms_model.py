@@ -40,6 +40,15 @@ def test_a_room_that_waits_for_its_prompt_and_any_two_faults():
     assert_sound(model.explore(), 7_000, 1)
 
 
+def test_layers_that_go_before_their_chunk_and_any_fault():
+    assert_sound(Model(sources=1, faults=FAULTS, budget=1, by_layers=True).explore(), 15_000, 1)
+
+
+@pytest.mark.slow
+def test_layers_that_go_before_their_chunk_and_any_two_faults():
+    assert_sound(Model(sources=1, faults=FAULTS, budget=2, by_layers=True).explore(), 120_000, 1)
+
+
 @pytest.mark.slow
 def test_two_prefill_ranks_and_any_fault():
     assert_sound(Model(sources=2, faults=FAULTS, budget=1).explore(), 75_000, 2)
@@ -77,4 +86,4 @@ def test_the_seal_alone_keeps_the_decode_side_from_a_room_with_a_page_missing():
 def test_a_batch_that_is_dropped_after_a_late_fence_is_found():
     problems = Model(sources=1, drop_after_fence=True).explore().problems
     way = problems["the decode room never ends"]
-    assert way[-2:] == ["p0: (0,) begin to land", "decode loop: ('aborted',)"]
+    assert way[-2:] == ["p0: ((0, 0), (0, 1)) begin to land", "decode loop: ('aborted',)"]

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -16,6 +19,7 @@ from prefill_rooms import (
 
 from bootstrap_server.matching import ALL_PAGES, PageShare
 from sglang_mooncake.messages import RoomAbort, RoomRequest, RoomWait
+from sglang_mooncake.outgoing import PageLayers
 from sglang_mooncake.rooms.prefill import (
     Aborted,
     Awaited,
@@ -23,6 +27,7 @@ from sglang_mooncake.rooms.prefill import (
     ChunkSent,
     Closed,
     Computed,
+    LayersFilled,
     Opened,
     Over,
     PeerLost,
@@ -35,6 +40,28 @@ from sglang_mooncake.rooms.prefill import (
 )
 from sglang_mooncake.rooms.states import ENDS, RoomState, RoomView
 
+LAYERS = 4
+
+
+def _known(layers: range) -> range:
+    return range(layers.start, min(layers.stop, LAYERS))
+
+
+def _places(write: Write) -> dict[tuple[int, int], int]:
+    """(position, layer) → page."""
+    pages = write.chunk.pages
+    return {
+        (at, layer): int(pages[at - write.chunk.first])
+        for at in write.span
+        for layer in _known(write.layers)
+    }
+
+
+def _differ(one: Write, other: Write) -> bool:
+    """Whether they bring other pages to one place."""
+    mine, theirs = _places(one), _places(other)
+    return any(mine[place] != theirs[place] for place in mine.keys() & theirs.keys())
+
 
 class AnyOrder(RuleBasedStateMachine):
     """Whatever comes in whatever order: no exception, no forgotten write, no end that changes."""
@@ -44,7 +71,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S, computed_first)
         self.now_s = 0.0
         self.views: list[RoomView] = []
-        self.outstanding: dict[int, int] = {}
+        self.outstanding: dict[int, list[Write]] = {}
+        #: By room and peer: (position, layer) → the page that was last written there.
+        self.written: defaultdict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(dict)
+        self.counted: defaultdict[tuple[int, str], PageLayers] = defaultdict(PageLayers)
         self.ends: dict[int, tuple[RoomState, str | None]] = {}
         self.generation = 0
         self.over: list[RoomView] = []
@@ -53,12 +83,27 @@ class AnyOrder(RuleBasedStateMachine):
     def do(self, event):
         for instruction in self.rooms.handle(event, self.now_s):
             if isinstance(instruction, Write):
-                serial = instruction.view.serial
-                self.outstanding[serial] = self.outstanding.get(serial, 0) + 1
+                self.write(instruction)
             if isinstance(instruction, Over):
                 self.over.append(instruction.view)
             if isinstance(instruction, CancelWrites):
                 assert self.outstanding[instruction.view.serial]
+
+    def write(self, write: Write) -> None:
+        serial, layers = write.view.serial, _known(write.layers)
+        under_way = self.outstanding.setdefault(serial, [])
+        for other in under_way:
+            assert other.peer != write.peer or not _differ(other, write), "they could overtake"
+        under_way.append(write)
+        which = serial, write.peer
+        self.written[which] |= _places(write)
+        self.counted[which] = self.counted[which].with_write(write, len(layers))
+        if write.chunk.is_last:
+            asked = write.target.num_pages
+            share = write.target.share.bounds(asked)
+            places = {(at, layer) for at in share for layer in range(LAYERS)}
+            assert self.written[which].keys() >= places, "sealed with a layer of a page missing"
+            assert self.counted[which].whole == len(share) * LAYERS == write.sent.pages * LAYERS
 
     @rule(room=st.integers(1, 3))
     def open(self, room):
@@ -104,13 +149,27 @@ class AnyOrder(RuleBasedStateMachine):
             view = data.draw(st.sampled_from(self.views))
             self.do(ChunkSent(view, chunk(pages, first, last)))
 
-    @rule(data=st.data(), failure=st.sampled_from([None, "broken"]))
+    @rule(
+        data=st.data(),
+        pages=st.integers(1, 2),
+        first=st.integers(0, 2),
+        below=st.integers(0, LAYERS - 1),
+        add=st.sampled_from([0, 0, 5]),
+    )
+    def fill(self, data, pages, first, below, add):
+        """Of the pages that `send` names, or of others."""
+        if self.views:
+            view = data.draw(st.sampled_from(self.views))
+            self.do(LayersFilled(view, np.arange(pages) + add, first, below, 0.0))
+
+    @rule(data=st.data(), failure=st.sampled_from([None, None, "broken"]))
     def write_ends(self, data, failure):
         under_way = [v for v in self.views if self.outstanding.get(v.serial)]
         if under_way:
             view = data.draw(st.sampled_from(under_way))
-            self.outstanding[view.serial] -= 1
-            self.do(WriteEnded(view, failure))
+            writes = self.outstanding[view.serial]
+            write = writes.pop(data.draw(st.integers(0, len(writes) - 1)))
+            self.do(WriteEnded(view, failure, write.early))
 
     @rule(data=st.data(), close=st.booleans())
     def give_up(self, data, close):
