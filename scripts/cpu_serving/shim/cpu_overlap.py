@@ -15,6 +15,7 @@ JSON of `CPU_SERVING_STREAMS`, see `Settings`; what was seen is counted in a fil
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 import os
@@ -183,6 +184,7 @@ def _count_early_sends(module: ModuleType, counts: Counts) -> None:
     mixin = module.SchedulerDisaggregationPrefillMixin
     original = mixin.maybe_send_cached_prefix_chunk
 
+    @functools.wraps(original)  # others look at what it is
     def counting(scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
         before = req.start_send_idx
         original(scheduler, req, *args, **kwargs)
