@@ -57,6 +57,10 @@ class EarlyLayers:
             return "an announced chunk was sent with other pages"
         known = self._announced.get(filled.first)
         if known is None:
+            if self._overlap(filled):
+                return (
+                    "chunks that overlap were announced"  # their writes could overtake each other
+                )
             if len(self._announced) >= ANNOUNCED_MAX:
                 return f"{ANNOUNCED_MAX} chunks of one request were announced and not sent"
             known = self._announced[filled.first] = _Announced(np.array(filled.pages), 0)
@@ -79,6 +83,13 @@ class EarlyLayers:
         whole = self.contradicts(chunk)
         known = [self._announced.pop(first) for first in self._places(chunk)]
         return EVERY_LAYER if whole or not known else layers_from(known[0].below)
+
+    def _overlap(self, filled: LayersFilled) -> bool:
+        stop = filled.first + len(filled.pages)
+        return any(
+            first < stop and filled.first < first + len(one.pages)
+            for first, one in self._announced.items()
+        )
 
     def _places(self, chunk: Chunk) -> list[int]:
         return [first for first in self._announced if first < chunk.span.stop]

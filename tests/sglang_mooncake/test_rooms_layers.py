@@ -138,6 +138,13 @@ def test_an_announcement_again_with_other_pages_goes_late(rooms):
     assert last.layers == layers_from(2)
 
 
+def test_announcements_that_overlap_are_not_both_taken(rooms):
+    view = ready(rooms)
+    rooms.handle(filled(view, 2, 2), 0)
+    said = rooms.handle(filled(view, 1, 2, first=1, add=1), 0)
+    assert reasons(said) == ["chunks that overlap were announced"]
+
+
 @pytest.mark.parametrize("end", ["abort", "a write that fails"])
 def test_a_room_that_ends_in_the_middle_of_a_forward_waits_for_its_early_writes(rooms, end):
     view = ready(rooms)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import numpy as np
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from prefill_rooms import (
@@ -24,6 +24,7 @@ from sglang_mooncake.rooms.prefill import (
     Aborted,
     Awaited,
     CancelWrites,
+    Chunk,
     ChunkSent,
     Closed,
     Computed,
@@ -220,3 +221,49 @@ class AnyOrder(RuleBasedStateMachine):
 
 AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 test_any_order = AnyOrder.TestCase
+
+
+fills = st.tuples(
+    st.just("fill"), st.integers(0, 2), st.integers(0, LAYERS - 1), st.sampled_from([0, 0, 0, 5])
+)
+sends = st.tuples(st.just("send"), st.integers(1, 2))
+ends = st.tuples(st.just("end"), st.integers(0, 3))
+
+
+@given(st.lists(st.one_of(fills, sends, ends), max_size=12))
+@settings(max_examples=400)
+def test_layers_of_one_prompt_in_any_order(steps):
+    """Two chunks of one page or one of two, with whatever is announced: the seal is exact, and the
+    room is done."""
+    machine = AnyOrder()
+    machine.start(computed_first=False)
+    machine.open(1)
+    (view,) = machine.views
+    machine.do(Requested("a", request(1)))
+    sent = 0
+
+    def send(pages: int) -> int:
+        stop = min(sent + pages, 2)
+        numbers = np.arange(sent, stop)
+        machine.do(ChunkSent(view, Chunk(numbers, sent, 0 if stop == 2 else None, 0.0)))
+        return stop
+
+    def end(nth: int) -> None:
+        writes = machine.outstanding.get(view.serial)
+        if writes:
+            machine.do(WriteEnded(view, None, writes.pop(nth % len(writes)).early))
+
+    for step in steps:
+        match step:
+            case "fill", first, below, add:
+                pages = np.arange(first % 2, 2 if first < 2 else 1 + first % 2) + add
+                machine.do(LayersFilled(view, pages, first % 2, below, 0.0))
+            case "send", pages if sent < 2:
+                sent = send(pages)
+            case "end", nth:
+                end(nth)
+    if sent < 2:
+        send(2)
+    while machine.outstanding.get(view.serial):
+        end(0)
+    assert view.state is RoomState.DONE, view.reason
