@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from sglang_mooncake.context import FIELD_NAMES, SettingNames
 from sglang_mooncake.layout import ALL, Dealt, Layers
 from sglang_mooncake.layout.indices import owned
@@ -21,7 +19,6 @@ from sglang_mooncake.messages import (
 from sglang_mooncake.rooms.checks import chunk_problem, disagreement, layers_problem
 from sglang_mooncake.rooms.early import Early, EarlyRooms
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
-from sglang_mooncake.rooms.layers import EarlyLayers
 from sglang_mooncake.rooms.prefill_events import (
     Awaited,
     CancelWrites,
@@ -40,6 +37,13 @@ from sglang_mooncake.rooms.prefill_events import (
     Tell,
     Write,
     WriteEnded,
+)
+from sglang_mooncake.rooms.prefill_room import (
+    Deadlines,
+    Room,
+    abort_of_nobody_else,
+    overdue,
+    peer_gave_up,
 )
 from sglang_mooncake.rooms.states import (
     TRANSITIONS_PREFILL,
@@ -81,25 +85,6 @@ ENDED_ROOMS_MAX = 4_096
 #: Requests that were met or refused are remembered, so that what is said of them late ends no later
 #: use of the same room number.
 ANSWERED_MAX = 65_536
-#: An abort whose request never came is of the room's present use or of a former one. The request of
-#: the present use decides; it comes within milliseconds, or, if this was its abort, never.
-ABORT_GRACE_S = 2.0
-
-
-@dataclass(slots=True, eq=False)
-class _Room:
-    view: RoomView
-    requests: dict[str, RoomRequest] = field(default_factory=dict)
-    #: Peers that will ask once the prompt is computed; with which generation.
-    waiting: dict[str, int] = field(default_factory=dict)
-    computed_s: float | None = None
-    #: By peers that have not asked; since when.
-    aborts: dict[str, tuple[RoomAbort, float]] = field(default_factory=dict)
-    sent: dict[str, Sent] = field(default_factory=dict)  # by peer
-    outstanding: int = 0
-    next_page: int = 0  # where the next chunk must begin
-    moved_s: float = 0.0  # when its decode ranks had asked, or the latest chunk came
-    early: EarlyLayers = field(default_factory=EarlyLayers)
 
 
 class PrefillRooms:
@@ -123,10 +108,10 @@ class PrefillRooms:
         pages_dealt: Dealt = ALL,
         names: SettingNames = FIELD_NAMES,
     ) -> None:
-        self._bootstrap_timeout_s, self._chunk_timeout_s = bootstrap_timeout_s, chunk_timeout_s
-        self._computed_first, self._pages_dealt, self._names = computed_first, pages_dealt, names
-        self._rooms: dict[int, _Room] = {}  # by serial: a room number may be in use twice
-        self._current: dict[int, _Room] = {}  # by room number: the newest use
+        self._deadlines = Deadlines(bootstrap_timeout_s, chunk_timeout_s, computed_first, names)
+        self._pages_dealt = pages_dealt
+        self._rooms: dict[int, Room] = {}  # by serial: a room number may be in use twice
+        self._current: dict[int, Room] = {}  # by room number: the newest use
         self._early = EarlyRooms(bootstrap_timeout_s, names.bootstrap)
         self._ended: dict[int, str] = {}  # room number → why it ended badly
         self._answered: dict[tuple[str, int], int] = {}  # (peer, room number) → newest generation
@@ -175,7 +160,7 @@ class PrefillRooms:
                 RoomState.SUPERSEDED,
                 f"room {view.room} was opened again by a newer request",
             )
-        room = _Room(view)
+        room = Room(view)
         self._rooms[view.serial] = room
         self._current[view.room] = room
         self._ended.pop(view.room, None)
@@ -242,7 +227,7 @@ class PrefillRooms:
             return begun + self._quiet(room)  # none of those who asked wants a byte from this rank
         return begun
 
-    def _writes(self, room: _Room, chunk: Chunk, layers: Layers, *, early: bool) -> list[Write]:
+    def _writes(self, room: Room, chunk: Chunk, layers: Layers, *, early: bool) -> list[Write]:
         writes = []
         for peer, request in room.requests.items():
             target = request.target
@@ -260,7 +245,7 @@ class PrefillRooms:
                 )
         return writes
 
-    def _begun(self, room: _Room, writes: list[Write]) -> list[Instruction]:
+    def _begun(self, room: Room, writes: list[Write]) -> list[Instruction]:
         room.sent |= {write.peer: write.sent for write in writes}
         room.outstanding += len(writes)
         return list(writes)
@@ -282,7 +267,7 @@ class PrefillRooms:
             return self._too_late(peer, wait) or self._too_early(peer, wait, now_s)
         abort, _ = room.aborts.pop(peer, (None, 0.0))
         if abort is not None and abort.generation >= wait.generation:
-            return self._end(room.view, RoomState.ABORTED, _peer_gave_up(abort))
+            return self._end(room.view, RoomState.ABORTED, peer_gave_up(abort))
         room.waiting[peer] = wait.generation
         if room.computed_s is None:
             return []
@@ -310,15 +295,13 @@ class PrefillRooms:
         self._early.request(peer, request, now_s)
         return self._refuse(self._early.crowd(peer))
 
-    def _meet(
-        self, room: _Room, peer: str, request: RoomRequest, now_s: float
-    ) -> list[Instruction]:
+    def _meet(self, room: Room, peer: str, request: RoomRequest, now_s: float) -> list[Instruction]:
         view = room.view
         self._remember(peer, request)
         room.waiting.pop(peer, None)
         abort, _ = room.aborts.pop(peer, (None, 0.0))
         if abort is not None and abort.generation >= request.generation:
-            return self._end(view, RoomState.ABORTED, _peer_gave_up(abort))
+            return self._end(view, RoomState.ABORTED, peer_gave_up(abort))
         room.requests[peer] = request
         if problem := disagreement(room.requests.values()):
             return self._end(view, RoomState.FAILED, problem)
@@ -341,10 +324,10 @@ class PrefillRooms:
         request = room.requests.get(peer) if room is not None else None
         if room is not None and request is not None and request.generation == message.generation:
             del room.requests[peer]  # it knows: no need to tell it
-            return self._end(room.view, RoomState.ABORTED, _peer_gave_up(message))
+            return self._end(room.view, RoomState.ABORTED, peer_gave_up(message))
         if room is not None and room.waiting.get(peer) == message.generation:
             del room.waiting[peer]
-            return self._end(room.view, RoomState.ABORTED, _peer_gave_up(message))
+            return self._end(room.view, RoomState.ABORTED, peer_gave_up(message))
         # A rank that gave up before it named its pages says 0: that can be of no former use which
         # had been asked for.
         if 0 < message.generation <= self._answered.get((peer, message.room), -1):
@@ -387,31 +370,11 @@ class PrefillRooms:
     def _tick(self, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
         for room in list(self._rooms.values()):
-            if abort := _abort_of_nobody_else(room, now_s):
-                instructions += self._end(room.view, RoomState.ABORTED, _peer_gave_up(abort))
-            elif late := self._late(room, now_s):
+            if abort := abort_of_nobody_else(room, now_s):
+                instructions += self._end(room.view, RoomState.ABORTED, peer_gave_up(abort))
+            elif late := overdue(room, self._deadlines, now_s):
                 instructions += self._end(room.view, RoomState.TIMED_OUT, late)
         return instructions + self._refuse(self._early.late(now_s))
-
-    def _late(self, room: _Room, now_s: float) -> str | None:
-        match room.view.state:
-            case RoomState.OPEN:
-                since_s = room.computed_s if self._computed_first else room.view.opened_s
-                waited_s = 0.0 if since_s is None else now_s - since_s
-                if waited_s >= self._bootstrap_timeout_s:
-                    return (
-                        f"{_who_asked(room)} for room {room.view.room} within {waited_s:.0f} s "
-                        f"({self._names.bootstrap})"
-                    )
-            case RoomState.READY | RoomState.SENDING:
-                waited_s = now_s - room.moved_s
-                if waited_s >= self._chunk_timeout_s:
-                    return (
-                        f"the scheduler sent nothing after page {room.next_page} of room "
-                        f"{room.view.room} for {waited_s:.0f} s "
-                        f"(twice {self._names.waiting})"
-                    )
-        return None
 
     def _refuse(self, overdue: list[tuple[Early, str]]) -> list[Instruction]:
         instructions: list[Instruction] = []
@@ -445,29 +408,10 @@ class PrefillRooms:
             instructions += self._quiet(room)
         return instructions
 
-    def _quiet(self, room: _Room) -> list[Instruction]:
+    def _quiet(self, room: Room) -> list[Instruction]:
         """The end. The scheduler still has the view; the table needs the room no more."""
         advance(room.view, Step.QUIET, TRANSITIONS_PREFILL)
         del self._rooms[room.view.serial]
         if self._current.get(room.view.room) is room:
             del self._current[room.view.room]
         return [Over(room.view)]
-
-
-def _abort_of_nobody_else(room: _Room, now_s: float) -> RoomAbort | None:
-    """The abort that ends an open room, because no request has shown that it was of another use."""
-    if room.view.state is not RoomState.OPEN:
-        return None
-    old = (abort for abort, since_s in room.aborts.values() if now_s - since_s >= ABORT_GRACE_S)
-    return next(old, None)
-
-
-def _peer_gave_up(message: RoomAbort) -> str:
-    return f"the decode server gave the request up: {message.reason}"
-
-
-def _who_asked(room: _Room) -> str:
-    if not room.requests:
-        return "no decode rank asked"
-    expected = next(iter(room.requests.values())).destinations
-    return f"{len(room.requests)} of {expected} decode ranks asked"

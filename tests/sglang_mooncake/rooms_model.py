@@ -28,7 +28,7 @@ from rooms_automata import (
 )
 
 from sglang_mooncake.layout import Seal
-from sglang_mooncake.rooms import prefill
+from sglang_mooncake.rooms import prefill_room
 from sglang_mooncake.rooms.arrival import Awaited, SealDisagrees, has_arrived
 from sglang_mooncake.rooms.states import RoomState, RoomView
 
@@ -284,7 +284,7 @@ class Model:
                 said = _with(world, nth, computed=True)
                 yield "has computed", self._to_prefill(said, nth, ("computed",))
             if state is RoomState.OPEN:
-                waited = self._to_prefill(world, nth, ("tick", prefill.ABORT_GRACE_S))
+                waited = self._to_prefill(world, nth, ("tick", prefill_room.ABORT_GRACE_S))
                 if waited != world:
                     yield "no newer request came", waited
         if one.opened and state is not RoomState.OPEN:

@@ -11,7 +11,7 @@ from prefill_rooms import CHUNK_TIMEOUT_S, TIMEOUT_S, chunk, opened, request
 
 from sglang_mooncake.context import PREFILL_COMPLETE, Deadlines
 from sglang_mooncake.messages import RoomAbort, RoomComputed, RoomFailed, RoomWait
-from sglang_mooncake.rooms import decode, prefill
+from sglang_mooncake.rooms import decode, prefill, prefill_room
 from sglang_mooncake.rooms.events import Aborted, Opened, Tick
 from sglang_mooncake.rooms.states import RoomState, RoomView
 
@@ -90,7 +90,7 @@ def test_the_abort_of_a_former_use_does_not(rooms):
     view = opened(rooms)
     rooms.handle(prefill.RoomAborted("a", RoomAbort(1, 0, "gone")), 0)
     rooms.handle(prefill.Awaited("a", WAIT), 0)
-    rooms.handle(Tick(), prefill.ABORT_GRACE_S)
+    rooms.handle(Tick(), prefill_room.ABORT_GRACE_S)
     assert view.state is RoomState.OPEN
 
 

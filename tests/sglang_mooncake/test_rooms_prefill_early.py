@@ -17,7 +17,6 @@ from sglang_mooncake.messages import REASON_CHARS_MAX, RoomAbort
 from sglang_mooncake.rooms import early
 from sglang_mooncake.rooms.early import EARLY_PEER_BYTES_MAX
 from sglang_mooncake.rooms.prefill import (
-    ABORT_GRACE_S,
     Aborted,
     ChunkSent,
     PeerLost,
@@ -28,6 +27,7 @@ from sglang_mooncake.rooms.prefill import (
     Tick,
     WriteEnded,
 )
+from sglang_mooncake.rooms.prefill_room import ABORT_GRACE_S
 from sglang_mooncake.rooms.states import RoomState
 
 

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the prefill side knows of one room, and for how long it waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sglang_mooncake.context import SettingNames
+from sglang_mooncake.messages import RoomAbort, RoomRequest
+from sglang_mooncake.rooms.layers import EarlyLayers
+from sglang_mooncake.rooms.prefill_events import Sent
+from sglang_mooncake.rooms.states import RoomState, RoomView
+
+__all__ = ["ABORT_GRACE_S", "Deadlines", "Room", "abort_of_nobody_else", "overdue", "peer_gave_up"]
+
+#: An abort whose request never came is of the room's present use or of a former one. The request of
+#: the present use decides; it comes within milliseconds, or, if this was its abort, never.
+ABORT_GRACE_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class Room:
+    view: RoomView
+    requests: dict[str, RoomRequest] = field(default_factory=dict)
+    #: Peers that will ask once the prompt is computed; with which generation.
+    waiting: dict[str, int] = field(default_factory=dict)
+    computed_s: float | None = None
+    #: By peers that have not asked; since when.
+    aborts: dict[str, tuple[RoomAbort, float]] = field(default_factory=dict)
+    sent: dict[str, Sent] = field(default_factory=dict)  # by peer
+    outstanding: int = 0
+    next_page: int = 0  # where the next chunk must begin
+    moved_s: float = 0.0  # when its decode ranks had asked, or the latest chunk came
+    early: EarlyLayers = field(default_factory=EarlyLayers)
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """See `PrefillRooms`."""
+
+    bootstrap_s: float
+    chunk_s: float
+    computed_first: bool
+    names: SettingNames
+
+
+def overdue(room: Room, deadlines: Deadlines, now_s: float) -> str | None:
+    """Why a room has waited for too long; None if it has not."""
+    match room.view.state:
+        case RoomState.OPEN:
+            since_s = room.computed_s if deadlines.computed_first else room.view.opened_s
+            waited_s = 0.0 if since_s is None else now_s - since_s
+            if waited_s >= deadlines.bootstrap_s:
+                return (
+                    f"{_who_asked(room)} for room {room.view.room} within {waited_s:.0f} s "
+                    f"({deadlines.names.bootstrap})"
+                )
+        case RoomState.READY | RoomState.SENDING:
+            waited_s = now_s - room.moved_s
+            if waited_s >= deadlines.chunk_s:
+                return (
+                    f"the scheduler sent nothing after page {room.next_page} of room "
+                    f"{room.view.room} for {waited_s:.0f} s "
+                    f"(twice {deadlines.names.waiting})"
+                )
+    return None
+
+
+def abort_of_nobody_else(room: Room, now_s: float) -> RoomAbort | None:
+    """The abort that ends an open room, because no request has shown that it was of another use."""
+    if room.view.state is not RoomState.OPEN:
+        return None
+    old = (abort for abort, since_s in room.aborts.values() if now_s - since_s >= ABORT_GRACE_S)
+    return next(old, None)
+
+
+def peer_gave_up(message: RoomAbort) -> str:
+    return f"the decode server gave the request up: {message.reason}"
+
+
+def _who_asked(room: Room) -> str:
+    if not room.requests:
+        return "no decode rank asked"
+    expected = next(iter(room.requests.values())).destinations
+    return f"{len(room.requests)} of {expected} decode ranks asked"
