@@ -120,11 +120,13 @@ def test_a_link_is_opened_once_and_says_to_each_who_asks_that_it_stands(bench):
     bench.links.open(bench.key)
     bench.links.open(bench.key)
     assert bench.events == []
+    assert not bench.links.stands(bench.key)
     identity, _ = bench.take()
     bench.say(identity, STANDS, STANDS)
     bench.loop.turn()
     until(lambda: bench.events or bench.loop.turn(), "it stands")
     assert bench.events[0] == LinkUp(bench.key)
+    assert bench.links.stands(bench.key)
     bench.events.clear()
     bench.links.open(bench.key)
     assert bench.events == [LinkUp(bench.key)]
