@@ -237,7 +237,7 @@ class Layerwise:
             self._figures.fell_back(reason)
         if reason not in self._said:
             self._said.add(reason)
-            logger.info("layer by layer: %s go after the forward", reason)
+            logger.info("KV goes after the forward, not layer by layer: %s", reason)
 
     def _turn_off(self, reason: str) -> None:
         self.off = reason
