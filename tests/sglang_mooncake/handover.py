@@ -34,6 +34,7 @@ from sglang_mooncake.rooms.states import RoomState, RoomView
 from sglang_mooncake.sglang.config import Config
 from sglang_mooncake.stats import Recorder
 from sglang_mooncake.stream_order import StreamEvent
+from te.config import TRANSPORTS
 from te.memory import Remote
 
 HOST = "127.0.0.1"
@@ -179,7 +180,10 @@ class DecodeRank:
 
 
 def _engine(memory: Memory, config: Config, remote: Remote) -> te.Engine:
-    engine = te.Engine(te.Config(host=HOST, stall_timeout_s=config.stall_timeout_s))
+    transports = config.transports or TRANSPORTS
+    engine = te.Engine(
+        te.Config(host=HOST, stall_timeout_s=config.stall_timeout_s, transports=transports)
+    )
     for address, nbytes in memory.ranges():
         engine.register(address, nbytes, remote=remote)
     return engine

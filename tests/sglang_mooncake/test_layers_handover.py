@@ -11,10 +11,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from handover import CANARY, LAYERS, Handover, Pool, handover, until
+from te_transports import TRANSPORTS
 
 from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.sglang.config import Config
 
 SOURCES, TARGETS = [3, 9, 4, 20], [11, 12, 2, 30]
+
+over_each = pytest.mark.parametrize("pair", TRANSPORTS, indirect=True)
 
 
 class Event:
@@ -44,10 +48,14 @@ class Forward:
 
 
 @pytest.fixture
-def pair() -> Iterator[Handover]:
-    with handover() as ranks:
+def pair(request: pytest.FixtureRequest) -> Iterator[Handover]:
+    """Over the transport that the test asks for, or over the best one."""
+    transport = getattr(request, "param", None)
+    with handover(Config(transports=(transport,) if transport else ())) as ranks:
         ranks.decode.know(ranks.address)
         yield ranks
+        used = ranks.prefill.side._recorder.snapshot()["transport"]
+        assert transport in (None, used)
 
 
 def begun(pair: Handover, room: int = 7) -> tuple[RoomView, RoomView]:
@@ -68,6 +76,7 @@ def early_nbytes(pair: Handover) -> int:
     return int(pair.prefill.side._recorder.snapshot()["bytes_early"])
 
 
+@over_each
 @pytest.mark.parametrize("late", [False, True], ids=["filled when told", "events happen later"])
 def test_a_forward_hands_over_layer_by_layer(pair, late):
     source, target = begun(pair)
@@ -98,6 +107,7 @@ def test_a_forward_hands_over_layer_by_layer(pair, late):
     assert side.by_layers
 
 
+@over_each
 def test_two_chunks_of_a_prompt_each_go_by_layers(pair):
     source, target = begun(pair)
     forward, side = Forward(pair, SOURCES), pair.prefill.side
@@ -111,6 +121,7 @@ def test_two_chunks_of_a_prompt_each_go_by_layers(pair):
     check(pair, forward)
 
 
+@over_each
 def test_pages_that_differ_from_those_announced_arrive_whole(pair):
     source, target = begun(pair)
     forward, side = Forward(pair, SOURCES), pair.prefill.side
@@ -142,6 +153,7 @@ def test_a_layer_that_was_counted_and_not_sent_fails_the_room(pair, monkeypatch)
     assert "layers of pages: 12 asked for, 8 sent" in (target.reason or "")
 
 
+@over_each
 def test_a_room_that_is_aborted_in_the_middle_of_a_forward_ends(pair):
     source, target = begun(pair)
     side, never = pair.prefill.side, Event()
