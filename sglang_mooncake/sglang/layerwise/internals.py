@@ -115,14 +115,15 @@ INTERNALS = (
     Internal("sglang.srt.layers.radix_attention", "RadixAttention.__init__", uses=("layer_id",)),
 )
 
-#: Pools whose layers are written in the order of the model and lie still while a forward runs.
+#: Pools whose layers are written in the order of the model and lie still while a forward runs, and
+#: have the model's numbers in a layout. Those of a pool with windows have not: `kv_layer_ids` is
+#: empty for it (`build_kv_layer_ids`, disaggregation/utils.py), and its full layers count from 0.
 KNOWN_POOLS = frozenset(
     {
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
         "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool",
         "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool",
         "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool",
-        "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool",
     }
 )
 
