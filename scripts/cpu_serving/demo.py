@@ -18,6 +18,7 @@ from types import FrameType
 from cpu_serving import stats, traffic
 from cpu_serving.cuda import PretendedCuda, build_driver, read_cuda_counts
 from cpu_serving.devices import Devices
+from cpu_serving.layerwise import Layerwise
 from cpu_serving.model import make_model
 from cpu_serving.options import DemoOptions, parse
 from cpu_serving.overlap import Overlap, events_ignored, read_counts
@@ -172,6 +173,7 @@ def _layout(
         chunked_prefill_size=options.chunked_prefill_size,
         extra_env=env,
         overlap=Overlap(seed=options.seed) if options.overlap else None,
+        layerwise=Layerwise() if options.layerwise else None,
     )
 
 
@@ -207,6 +209,7 @@ def _report(
         transport=options.transport,
         carried_bytes=carried,
         overlap=read_counts(pair.prefill.stats_dir) if options.overlap else None,
+        layerwise=options.layerwise,
         cuda=tuple(
             read_cuda_counts(server.stats_dir, server.options.ranks, finished_at)
             for server in (pair.prefill, pair.decode)

@@ -38,6 +38,7 @@ VOCAB_SIZE = 512
 FIRST_PLAIN_TOKEN = 2  # 0 and 1 are <s> and </s>
 MAX_POSITIONS = 4096
 LAYERS = 3
+DEEP = 8
 HIDDEN = 128
 INTERMEDIATE = 256
 HEADS = 4
@@ -76,6 +77,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "rope_theta": 10000.0,
+        "mlp_bias": False,
+    },
+    # With several groups of layers.
+    "llama-deep": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": DEEP,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
         "rope_theta": 10000.0,
@@ -244,7 +255,7 @@ def _tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> npt.
 def _weights(arch: str) -> Weights:
     yield "model.embed_tokens.weight", (VOCAB_SIZE, HIDDEN)
     attention = _mla_attention if arch == "deepseek" else _mha_attention
-    for layer in range(LAYERS):
+    for layer in range(ARCHITECTURES[arch].get("num_hidden_layers", LAYERS)):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", (HIDDEN,)
         yield from attention(f"{prefix}.self_attn", arch)

@@ -18,6 +18,7 @@ __all__ = ["DemoOptions", "parse"]
 #: Most prompts are longer: their chunks are sent as cached prefixes of the next ones.
 OVERLAP_CHUNK = 256
 MTP_MODEL = "deepseek-v3"
+LAYERWISE_MODEL = "llama-deep"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class DemoOptions:
     chunked_prefill_size: int | None
     transport: str | None
     overlap: bool
+    layerwise: bool
     ignore_events: bool
     pretend_cuda: bool
     #: "both", "decode" or "prefill": which servers draft.
@@ -55,6 +57,8 @@ class DemoOptions:
             pages += f", chunks of {self.chunked_prefill_size}"
         if self.overlap:
             pages += ", overlap scheduling"
+        if self.layerwise:
+            pages += ", layer by layer"
         if self.mtp:
             pages += f", MTP on {self.mtp}"
         if self.pretend_cuda:
@@ -91,6 +95,7 @@ def parse(argv: Sequence[str]) -> DemoOptions:
         chunked_prefill_size=args.chunked_prefill_size or (OVERLAP_CHUNK if args.overlap else None),
         transport=args.transport,
         overlap=args.overlap,
+        layerwise=args.layerwise,
         ignore_events=args.ignore_events,
         pretend_cuda=args.pretend_cuda,
         mtp=args.mtp,
@@ -111,6 +116,8 @@ def parse(argv: Sequence[str]) -> DemoOptions:
 def _default_model(args: argparse.Namespace) -> str:
     if args.mtp:
         return MTP_MODEL
+    if args.layerwise and not args.dp_attention:
+        return LAYERWISE_MODEL
     return "qwen3" if args.dp_attention else "llama"
 
 
@@ -142,6 +149,12 @@ def _build_parser() -> argparse.ArgumentParser:
         f"prefixes, and chunks of {OVERLAP_CHUNK} unless told otherwise",
     )
     add(
+        "--layerwise",
+        action="store_true",
+        help="KV leaves layer by layer while the prefill server computes, and is garbage until its "
+        "layer is written",
+    )
+    add(
         "--ignore-events",
         action="store_true",
         help="with --overlap, the negative control: sends wait for no event, so tokens must differ",
@@ -160,7 +173,9 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     add("--transport", choices=TRANSPORTS, help="this one or none (default: the best that works)")
     add(
-        "--model", choices=sorted(ARCHITECTURES), help="tiny model (llama; qwen3 with DP attention)"
+        "--model",
+        choices=sorted(ARCHITECTURES),
+        help="tiny model (llama; llama-deep layer by layer; qwen3 with DP attention)",
     )
     add(
         "--max-prompt-tokens",
@@ -220,6 +235,8 @@ def _problem(options: DemoOptions) -> str | None:
         return "--ignore-events: there are no events without --overlap"
     if options.overlap and options.prefill_pp > 1:
         return "--overlap: SGLang has no overlap scheduling with pipeline stages (--prefill-pp)"
+    if options.layerwise and options.prefill_pp > 1:
+        return "--layerwise: with pipeline stages (--prefill-pp) KV leaves as a whole"
     longest = MAX_POSITIONS - NEW_TOKENS
     if options.max_prompt_tokens > longest:
         return f"--max-prompt-tokens {options.max_prompt_tokens}: the tiny models hold {longest}"

@@ -45,6 +45,8 @@ class Report:
     carried_bytes: int | None
     #: What the stand-in for a GPU's streams counted on the prefill server, if there was one.
     overlap: OverlapCounts | None
+    #: Whether KV was to leave layer by layer.
+    layerwise: bool
     #: What the driver without a GPU counted on each server, if there was one.
     cuda: tuple[CudaCounts, ...]
     #: Of speculative decoding, if the decode server has it.
@@ -65,6 +67,7 @@ class Report:
             and self.transport in (None, self.handover.transport)
             and (self.carried_bytes is None or self.carried_bytes >= self.handover.bytes)
             and (self.overlap is None or self.overlap.taken)
+            and (not self.layerwise or self.handover.bytes_early > 0)
             and (self.drafts is None or self.drafts.right > 0)
             # What devices have carried, they took from the pools.
             and all(counts.good(is_staged=self.carried_bytes is None) for counts in self.cuda)
@@ -85,6 +88,7 @@ class Report:
             ("transport", f"{handover.transport}, {handover.rails} rail(s)"),
             *self._carried(),
             *self._overlapped(),
+            *self._by_layers(),
             *self._staged(),
             *self._drafted(),
             ("scheduler send() p99", _figure(handover.send_p99_us, "us")),
@@ -109,6 +113,19 @@ class Report:
         return [
             ("early prefix sends", f"{self.overlap.early_prefixes}{seen}"),
             ("sends that waited", f"for {self.overlap.waits} events{seen}"),
+        ]
+
+    def _by_layers(self) -> list[tuple[str, str]]:
+        if not self.layerwise:
+            return []
+        handover = self.handover
+        share = handover.bytes_early / max(handover.bytes, 1)
+        seen = "" if handover.bytes_early else ": NOT THE WAY TAKEN"
+        reasons = sorted(handover.fallbacks.items(), key=lambda item: -item[1])
+        return [
+            ("bytes before send()", f"{handover.bytes_early:,} ({share:.0%}){seen}"),
+            ("hooks per forward p50", _figure(handover.hooks_p50_us, "us")),
+            *(("went as a whole", f"{count:,} times: {reason}") for reason, count in reasons),
         ]
 
     def _staged(self) -> list[tuple[str, str]]:
@@ -145,6 +162,8 @@ class Report:
                 "rails": handover.rails,
                 "carried_bytes": self.carried_bytes,
                 "overlap": asdict(self.overlap) if self.overlap else None,
+                "bytes_early": handover.bytes_early,
+                "fallbacks": handover.fallbacks,
                 "cuda": [asdict(counts) for counts in self.cuda],
                 "drafts": asdict(self.drafts) if self.drafts else None,
                 "scheduler_call_us": {

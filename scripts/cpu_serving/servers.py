@@ -13,6 +13,7 @@ from typing import Literal, Self
 import requests
 
 from cpu_serving.cuda import PretendedCuda
+from cpu_serving.layerwise import Layerwise
 from cpu_serving.nursery import Nursery
 from cpu_serving.overlap import Overlap
 from cpu_serving.ports import HOST, PortBlock
@@ -73,6 +74,8 @@ class ServerOptions:
     overlap: Overlap | None = None
     #: The KV pool is said to be CUDA memory.
     cuda: PretendedCuda | None = None
+    #: A prefill server sends layers while it computes others.
+    layerwise: Layerwise | None = None
 
     @property
     def ranks(self) -> int:
@@ -168,6 +171,11 @@ class Server:
             )
         if self.options.overlap is not None:
             env |= self.options.overlap.environment(self.role, self.stats_dir)
+        if self.options.layerwise is not None:
+            has_streams = self.options.overlap is not None
+            env |= self.options.layerwise.environment(
+                self.role, self.stats_dir, has_streams=has_streams
+            )
         if self.options.cuda is not None:
             env |= self.options.cuda.environment(self.stats_dir)
         return env | dict(self.options.extra_env)

@@ -8,6 +8,7 @@ with an engine of its own, which writes no such file.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,11 @@ class Handover:
     transport: str
     rails: int
     rooms: dict[str, int]
+    #: Of `bytes`, those that were written before `send()`; and how often something went as a whole
+    #: instead, by the reason.
+    bytes_early: int
+    fallbacks: dict[str, int]
+    hooks_p50_us: float | None
 
 
 def collect(server: Server, since: float) -> list[RankStats]:
@@ -134,6 +140,9 @@ def summarise(prefill: Sequence[RankStats], decode: Sequence[RankStats]) -> Hand
         transport=", ".join(sorted({rank.transport for rank in ranks} - {""})),
         rails=max(rank.rails for rank in ranks),
         rooms=rooms,
+        bytes_early=sum(rank.bytes_early for rank in prefill),
+        fallbacks=dict(sum((Counter(rank.fallbacks) for rank in prefill), Counter())),
+        hooks_p50_us=_percentile([us for rank in prefill for us in rank.hooks_us], 50),
     )
 
 

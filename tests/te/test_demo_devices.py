@@ -44,6 +44,7 @@ def report(
     overlap: OverlapCounts | None,
     on_gpu: tuple[CudaCounts, ...] = (),
     drafts: Drafts | None = None,
+    bytes_early: int | None = None,
 ) -> Report:
     handover = Handover(
         bytes=1000,
@@ -55,6 +56,9 @@ def report(
         transport=transport,
         rails=1,
         rooms={},
+        bytes_early=bytes_early or 0,
+        fallbacks={"short prompts": 3, "retries": 5},
+        hooks_p50_us=None,
     )
     return Report(
         layout="x",
@@ -67,6 +71,7 @@ def report(
         transport="rdma",
         carried_bytes=carried_bytes,
         overlap=overlap,
+        layerwise=bytes_early is not None,
         cuda=on_gpu,
         drafts=drafts,
         single_s=1.0,
@@ -114,6 +119,21 @@ def test_a_demo_of_cuda_fails_unless_both_servers_staged_and_waited_for_nothing(
 @pytest.mark.parametrize(("batches", "good"), [(0, True), (1, False)])
 def test_a_demo_of_cuda_over_rdma_fails_if_anything_was_staged(batches: int, good: bool) -> None:
     assert report("rdma", 1000, None, (CudaCounts(batches, 0, 0),)).good is good
+
+
+@pytest.mark.parametrize("bytes_early", [0, 670])
+def test_a_demo_of_layers_fails_unless_bytes_left_before_send(bytes_early: int) -> None:
+    got = report("rdma", None, None, bytes_early=bytes_early)
+    assert got.good is bool(bytes_early)
+    table = got.table()
+    assert ("NOT THE WAY TAKEN" in table) is (bytes_early == 0)
+    assert "670 (67%)" in table or not bytes_early
+    assert table.index("5 times: retries") < table.index("3 times: short prompts")
+    assert json.loads(got.json_line())["bytes_early"] == bytes_early
+
+
+def test_without_layers_nothing_is_said_of_them() -> None:
+    assert "before send()" not in report("rdma", None, None).table()
 
 
 def test_counts_are_of_all_ranks_and_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

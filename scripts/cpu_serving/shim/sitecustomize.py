@@ -21,7 +21,8 @@ the module it concerns is imported and not otherwise:
 - Where the last token of a draft's prefix lies SGLang asks Triton, except for `torch_native`, and
   MTP runs on `intel_amx` (`servers.py` says why). It has the same in torch, which is taken.
 - Overlap scheduling of a prefill server needs the streams and events of a GPU. A server that is to
-  run it gets a stand-in, see `cpu_overlap.py`.
+  run it gets a stand-in, see `cpu_overlap.py`. What servers get that hand KV over layer by layer
+  is in `cpu_layers.py`.
 
 A server may also pretend that its KV pool is memory of a GPU, see `cpu_cuda.py`.
 
@@ -38,7 +39,7 @@ from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 
 def _declare_torchvision_ops() -> None:
@@ -114,13 +115,24 @@ def _locate_without_triton(module: ModuleType) -> None:
 def stand_in_for_a_gpu(torch_module: ModuleType | None = None) -> None:
     """As the environment says. Called once torch is imported, and again by a process that has been
     forked since and has an environment of its own."""
+    import cpu_layers
     import cpu_overlap
 
-    for name, patch in cpu_overlap.install(torch_module or sys.modules["torch"]).items():
+    streams = cpu_overlap.install(torch_module or sys.modules["torch"])
+    for name, patch in (*streams.items(), *cpu_layers.install().items()):
         if name in sys.modules:
             patch(sys.modules[name])
         else:
-            _AFTER[name] = patch
+            _AFTER[name] = _both(_AFTER.get(name), patch)
+
+
+def _both(first: Patch | None, second: Patch) -> Patch:
+    def wrapped(module: ModuleType) -> None:
+        if first is not None:
+            first(module)
+        second(module)
+
+    return wrapped
 
 
 def _pretend_cuda(module: ModuleType) -> None:
@@ -138,9 +150,10 @@ def _leave_kv_out(module: ModuleType) -> None:
     module.Plan.part = module.Plan.state = lambda *_indices: nothing
 
 
+Patch: TypeAlias = Callable[[ModuleType], None]
 _keep_alive: list[Any] = []
 _BEFORE_SUBMODULES_OF = {"torchvision": _declare_torchvision_ops}
-_AFTER: dict[str, Callable[[ModuleType], None]] = {
+_AFTER: dict[str, Patch] = {
     "torch": stand_in_for_a_gpu,
     "sglang.srt.eplb.expert_distribution": _keep_no_memory,
     "sglang.srt.layers.attention.torch_native_backend": _mend_torch_native,
