@@ -10,6 +10,7 @@ from prefill_rooms import CHUNK_TIMEOUT_S, TIMEOUT_S, chunk, nothing_wanted, ope
 
 from bootstrap_server.matching import PageShare
 from sglang_mooncake.layout import EVERY_LAYER, layers_from
+from sglang_mooncake.messages import RoomAbort
 from sglang_mooncake.rooms.layers import ANNOUNCED_MAX
 from sglang_mooncake.rooms.prefill import (
     Aborted,
@@ -19,9 +20,12 @@ from sglang_mooncake.rooms.prefill import (
     FellBack,
     Instruction,
     LayersFilled,
+    Opened,
     Over,
+    PeerLost,
     PrefillRooms,
     Requested,
+    RoomAborted,
     Write,
     WriteEnded,
 )
@@ -145,17 +149,22 @@ def test_announcements_that_overlap_are_not_both_taken(rooms):
     assert reasons(said) == ["chunks that overlap were announced"]
 
 
-@pytest.mark.parametrize("end", ["abort", "a write that fails"])
-def test_a_room_that_ends_in_the_middle_of_a_forward_waits_for_its_early_writes(rooms, end):
+@pytest.mark.parametrize(
+    ("end", "left"),
+    [
+        (lambda view: Aborted(view, "the client has gone"), 2),
+        (lambda view: RoomAborted("a", RoomAbort(view.room, 1, "the client has gone")), 2),
+        (lambda view: PeerLost("a", "its link is gone"), 2),
+        (lambda view: Opened(RoomView(view.room, 0.0)), 2),
+        (lambda view: WriteEnded(view, "the peer has gone", early=True), 1),
+    ],
+    ids=["abort", "abort of decode", "lost link", "newer request", "a write that fails"],
+)
+def test_a_room_that_ends_in_the_middle_of_a_forward_waits_for_its_early_writes(rooms, end, left):
     view = ready(rooms)
     rooms.handle(filled(view, 2, 2), 0)
     rooms.handle(filled(view, 2, 4), 0)
-    left = 2
-    if end == "abort":
-        said = rooms.handle(Aborted(view, "the client has gone"), 0)
-    else:
-        said = rooms.handle(WriteEnded(view, "the peer has gone", early=True), 0)
-        left = 1
+    said = rooms.handle(end(view), 0)
     assert CancelWrites(view) in said
     assert view.exposed
     assert rooms.handle(filled(view, 2, 6), 0) == []
