@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/ttft for real: what an interrupt leaves behind."""
+"""scripts/ttft for real: the smallest run that compares, and what is left behind."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 BOUND_S = 600.0
+PROMPT, LAYERS, HIDDEN = 1024, 16, 256
 UNUSABLE = 2
 
 
@@ -37,6 +39,24 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
     if process.returncode == UNUSABLE:
         pytest.skip(err.strip())
     return out, err
+
+
+def test_one_prompt_at_one_rate_with_one_server_and_by_layers(tmp_path: Path) -> None:
+    file, plot = tmp_path / "ttft.json", tmp_path / "ttft.svg"
+    model = ("--layers", str(LAYERS), "--hidden", str(HIDDEN), "--intermediate", "256")
+    process = start(
+        "--kinds", "one,layers", "--rate", "100mbit", "--prompt", str(PROMPT), "--rounds", "1",
+        "--json", str(file), "--plot", str(plot), *model,
+    )  # fmt: skip
+    out, err = finish(process)
+    assert process.returncode == 0, err
+    assert "all tokens are equal" in out
+    (point,) = json.loads(file.read_text())["points"]
+    carried = point["carried"]["layers"]
+    assert carried["nbytes"] >= PROMPT * LAYERS * 2 * HIDDEN * 4
+    assert carried["early_nbytes"] > 0, "three times as long as the forward, and nothing left early"
+    assert 0.8 < point["bytes_per_s"] * 8 / 100e6 < 1.0
+    assert plot.read_text().startswith("<svg")
 
 
 def test_interrupt_ends_all_servers() -> None:
