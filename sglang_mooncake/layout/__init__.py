@@ -22,7 +22,13 @@ from sglang_mooncake.layout.description import (
     Units,
     seal_bytes,
 )
-from sglang_mooncake.layout.layers import EVERY_LAYER, Layers, can_go_by_layers, layers_from
+from sglang_mooncake.layout.layers import (
+    EVERY_LAYER,
+    Layers,
+    can_go_by_layers,
+    early_layers,
+    layers_from,
+)
 from sglang_mooncake.layout.plan import Named, Plan
 from sglang_mooncake.layout.split import UNSPLIT, Split
 
@@ -45,6 +51,7 @@ __all__ = [
     "Split",
     "Units",
     "can_go_by_layers",
+    "early_layers",
     "layers_from",
     "seal_bytes",
 ]

@@ -8,7 +8,14 @@ from typing import TypeAlias
 from sglang_mooncake.layout.description import Component, Layout
 from sglang_mooncake.layout.pairing import DRAFT
 
-__all__ = ["EVERY_LAYER", "Layers", "can_go_by_layers", "layers_from", "number_of"]
+__all__ = [
+    "EVERY_LAYER",
+    "Layers",
+    "can_go_by_layers",
+    "early_layers",
+    "layers_from",
+    "number_of",
+]
 
 #: Layer numbers [start, stop).
 Layers: TypeAlias = range
@@ -43,3 +50,10 @@ def can_go_by_layers(layout: Layout) -> bool:
         and any(number < _AT_END for number in numbers)
         and all(number < 2 * _AT_END for number in numbers)
     )
+
+
+def early_layers(layout: Layout) -> frozenset[int]:
+    """The layers that need not wait for the end of a forward."""
+    paged = (one for one in layout.components if one.state is None)
+    numbers = {number_of(one, layer) for one in paged for layer in one.layers}
+    return frozenset(number for number in numbers if number < _AT_END)

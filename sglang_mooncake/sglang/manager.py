@@ -17,7 +17,7 @@ import te
 from bootstrap_server import Rank, RankLease, RankRecord
 from sglang_mooncake.decode_side import DecodeSide, SealBuffer
 from sglang_mooncake.instances import PrefillInfo
-from sglang_mooncake.layout import Buffers, Layout
+from sglang_mooncake.layout import Buffers, Layout, early_layers
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rooms.states import RoomView
 from sglang_mooncake.sglang.config import Config
@@ -148,13 +148,21 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         )
         self._control_port = self.prefill_side.start(self.config.ports)
         if self.config.layerwise:
-            drafts = int(self.kv_args.num_draft_entries)
-            page_nbytes = sum(self.kv_args.kv_item_lens[: len(self.kv_args.kv_item_lens) - drafts])
-            self._layerwise = Layerwise(
-                self.prefill_side, self.recorder, page_nbytes, self.pins_host_memory
-            )
-            self._layerwise.install()
+            self._layerwise = self._hook_forwards(self.prefill_side, layout)
         self.register_to_bootstrap()
+
+    def _hook_forwards(self, side: PrefillSide, layout: Layout) -> Layerwise:
+        drafts = int(self.kv_args.num_draft_entries)
+        layerwise = Layerwise(
+            side,
+            self.recorder,
+            sum(self.kv_args.kv_item_lens[: len(self.kv_args.kv_item_lens) - drafts]),
+            early_layers(layout),
+            by_position=not self.kv_args.kv_layer_ids,
+            has_streams=self.pins_host_memory,
+        )
+        layerwise.install()
+        return layerwise
 
     def register_to_bootstrap(self) -> None:
         """Puts this prefill rank into its instance's registry, and keeps it there until `close()`;

@@ -150,7 +150,9 @@ class Model:
             get_kvcache=lambda: self.pool,
         )
         self.originals = (run_batch, raw)
-        self.layerwise = Layerwise(sink, sink, page_nbytes=1 << 20, has_streams=has_streams)
+        self.layerwise = Layerwise(
+            sink, sink, 1 << 20, range(LAYERS), by_position=True, has_streams=has_streams
+        )
         # A forward of this model is over in microseconds.
         self.layerwise._pace = Seeming(SLOW_S)
         self.sink = sink

@@ -177,6 +177,35 @@ def test_a_model_that_runs_its_layers_in_another_order_is_served_the_old_way(mon
     assert "order" in model.layerwise.off
 
 
+@pytest.mark.parametrize(
+    ("layers", "by_position", "goes"),
+    [
+        (range(LAYERS), True, True),
+        (range(LAYERS // 2), True, False),  # layers with windows have caches of their own
+        (range(1, LAYERS, 4), False, True),  # SGLang gives the numbers
+        (range(1, LAYERS + 4, 4), False, False),
+    ],
+)
+def test_layers_must_be_counted_by_attention_as_by_the_layout(
+    monkeypatch, layers, by_position, goes
+):
+    from sglang_mooncake.sglang.layerwise import internals
+
+    monkeypatch.setattr(internals, "INTERNALS", ())
+    model = Model(Sink(), False, monkeypatch)
+    model.layerwise._kv_layers = frozenset(layers)
+    model.layerwise._by_position = by_position
+    model.layerwise.install()
+    try:
+        for _ in range(2):
+            assert model.run(request(8)) == "logits"
+    finally:
+        off = model.layerwise.off
+        model.layerwise.close()
+    assert bool(model.sink.sent) == goes
+    assert ("caches are those of" in (off or "")) != goes
+
+
 def test_an_error_in_the_hooks_leaves_the_forward_alone(model, caplog):
     model.sink.error = ZeroDivisionError("a bug")
     with caplog.at_level(logging.ERROR):

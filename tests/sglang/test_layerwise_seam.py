@@ -42,7 +42,7 @@ def test_with_any_of_it_missing_the_feature_is_off_and_says_so(monkeypatch, capl
         monkeypatch.setattr(internals, "INTERNALS", (one,))
         sink: Any = SimpleNamespace(fell_back=lambda reason: None)
         caplog.clear()
-        assert not Layerwise(sink, sink, 1, has_streams=False).install()
+        assert not Layerwise(sink, sink, 1, (), by_position=True, has_streams=False).install()
         assert len(caplog.records) == 1
         assert str(one) in caplog.text
         assert "gone" in caplog.text.lower()
@@ -63,7 +63,7 @@ def test_caches_without_layers_are_served_the_old_way():
     sink: Any = SimpleNamespace(by_layers=False, fell_back=lambda reason: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hooks, "mode_in_the_way", lambda: None)
-        made = Layerwise(sink, sink, 1, has_streams=False)
+        made = Layerwise(sink, sink, 1, (), by_position=True, has_streams=False)
         assert not made.install()
     assert "told apart by layers" in made.off
 
@@ -101,7 +101,7 @@ def test_in_modes_that_could_carry_wrong_bytes_it_is_off(monkeypatch, flags):
     (mode,) = flags
     give(monkeypatch, internals, **flags)
     sink: Any = SimpleNamespace(by_layers=True, fell_back=lambda reason: None)
-    made = Layerwise(sink, sink, 1, has_streams=False)
+    made = Layerwise(sink, sink, 1, (), by_position=True, has_streams=False)
     assert not made.install()
     assert "does not go together with" in (made.off or ""), mode
 

@@ -8,6 +8,7 @@ import inspect
 import logging
 import time
 from collections import deque
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -35,13 +36,23 @@ class Layerwise:
 
     Args:
         page_nbytes: bytes of one page in all layers of this rank.
+        kv_layers: numbers that the rank's layout gives to its layers.
+        by_position: SGLang gives no numbers: they are positions among the buffers.
         has_streams: whether forwards run on a device's streams (`seam.pins_host_memory`).
     """
 
     def __init__(
-        self, sink: LayerSink, figures: Figures, page_nbytes: int, has_streams: bool
+        self,
+        sink: LayerSink,
+        figures: Figures,
+        page_nbytes: int,
+        kv_layers: Iterable[int],
+        *,
+        by_position: bool,
+        has_streams: bool,
     ) -> None:
         self._sink, self._figures, self._page_nbytes = sink, figures, page_nbytes
+        self._kv_layers, self._by_position = frozenset(kv_layers), by_position
         self._streams = Streams() if has_streams else None
         self._patches = Patches()
         self._pace = ForwardPace()
@@ -198,11 +209,20 @@ class Layerwise:
             self._figures.forward_hooked(forward.hook_s * 1e6)
 
     def _look(self, numbers: list[int]) -> None:
-        """The first forward is only looked at: its layers must rise, for what follows from one's
-        beginning to be true of those below it."""
+        """The first forward is only looked at. Its layers must rise, for what follows from one's
+        beginning to be true of those below it. And attention must count them as the layout does:
+        where that counts buffers, each layer must have some (with sliding windows a part has)."""
+        seen = set(numbers)
+        if len(seen) < 2:
+            return
         if numbers != sorted(numbers):
             self._turn_off("the model does not run its layers in their order")
-        elif len(set(numbers)) > 1:
+        elif not self._kv_layers <= seen or (self._by_position and seen != self._kv_layers):
+            self._turn_off(
+                f"attention runs in {len(seen)} layers, and its caches are those of "
+                f"{len(self._kv_layers)} others"
+            )
+        else:
             self._numbers = tuple(dict.fromkeys(numbers))
 
     def _learn(self) -> None:
