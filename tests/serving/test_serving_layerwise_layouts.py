@@ -23,8 +23,6 @@ CASES = {
     "mla-cuda": Case("deepseek", "tp1", "tp1", 16, chunked=True),
     "dp2-dp2": Case("qwen3", "dp2", "dp2", each_run=False),
     "mla-tp2-tp1": Case("deepseek", "tp2", "tp1", 64, chunked=True, each_run=False),
-    # What lies in windows goes with the last chunk.
-    "windows": Case("mellum", "tp1", "tp1", 16, chunked=True, each_run=False),
 }
 
 
