@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from sglang_mooncake.layer_groups import GROUPS_MAX, WORTH_S, ForwardPace, borders
+from sglang_mooncake.layer_groups import GROUPS_MAX, HAND_OVER_S, WORTH_S, ForwardPace, borders
 
 
 def test_borders_rise_leave_something_and_are_few():
@@ -81,3 +81,27 @@ def test_a_lost_core_does_not_make_hand_overs_dear():
         pace.hand_over_took(20e-6)
     pace.hand_over_took(5e-3)
     assert pace.hand_over_s < 50e-6
+
+
+def test_hand_overs_that_were_dear_once_are_tried_again():
+    """A forward whose hand-overs lost their core must not turn the feature off for good."""
+    pace, forward = ForwardPace(), (32, 1 << 20, 1e9, 0.02)
+    for _ in range(20):
+        pace.hand_over_took(5e-3)
+    assert borders(*forward, pace.hand_over_s) == ()
+    forwards = 0
+    while not borders(*forward, pace.hand_over_s):
+        pace.nothing_went()
+        forwards += 1
+    assert 3 < forwards < 100
+    for _ in range(100):
+        pace.nothing_went()
+    assert pace.hand_over_s == HAND_OVER_S
+
+
+def test_what_is_known_to_be_cheap_stays_so():
+    pace = ForwardPace()
+    for _ in range(20):
+        pace.hand_over_took(20e-6)
+    pace.nothing_went()
+    assert pace.hand_over_s < 21e-6

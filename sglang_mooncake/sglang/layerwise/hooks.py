@@ -169,6 +169,7 @@ class Layerwise:
             self._pace.hand_over_s * len(spans),
         )
         if not at:
+            self._pace.nothing_went()
             self._fall_back("too little to hide", len(spans))
         parts = []
         for span in spans if at else ():
