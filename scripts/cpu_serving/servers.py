@@ -7,10 +7,11 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Literal, Self
-
-import requests
+from urllib.parse import urlsplit
 
 from cpu_serving.cuda import PretendedCuda
 from cpu_serving.layerwise import Layerwise
@@ -340,7 +341,13 @@ def base_environment() -> dict[str, str]:
 
 
 def _answers(url: str) -> bool:
+    # Not by requests: urllib3 leaves finalizers behind, and an interrupt that comes in one is lost.
+    where = urlsplit(url)
+    connection = HTTPConnection(where.netloc, timeout=HEALTH_TIMEOUT_S)
     try:
-        return requests.get(url, timeout=HEALTH_TIMEOUT_S).ok
-    except requests.RequestException:
+        connection.request("GET", where.path)
+        return connection.getresponse().status == HTTPStatus.OK
+    except (OSError, HTTPException):
         return False
+    finally:
+        connection.close()
