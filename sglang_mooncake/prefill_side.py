@@ -153,12 +153,18 @@ class PrefillSide(Side):
         first: int,
         below: int,
         events: Sequence[StreamEvent] = (),
+        wake: bool = True,
     ) -> None:
         """While a forward goes on: of these pages (as in `Chunk`), every layer with a number below
-        `below` is filled once `events` have happened. `send_chunk` follows when all are. Wakes the
-        loop: the scheduler polls nothing before its forward ends."""
+        `below` is filled once `events` have happened. `send_chunk` follows when all are.
+
+        wake: the loop, at once: the scheduler polls nothing before its forward ends. Who says this
+            of several rooms leaves it to the last of them.
+        """
         filled = rooms.LayersFilled(view, pages, first, below, time.monotonic())
-        self._loop.post(_SentAfter(filled, events) if events else filled)
+        self._loop.leave(_SentAfter(filled, events) if events else filled)
+        if wake:
+            self._loop.wake()
 
     @property
     def bytes_per_s(self) -> float:

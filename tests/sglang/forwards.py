@@ -39,14 +39,17 @@ class Sink:
         self.sent: list[tuple[Any, list[int], int, int, int]] = []
         #: The same, as they were given: pages and events.
         self.given: list[tuple[Any, Any]] = []
+        #: Whether it was to wake the loop.
+        self.wakes: list[bool] = []
         self.failed: list[tuple[Any, str]] = []
         self.fallbacks: Counter[str] = Counter()
         self.hooked: list[float] = []
         self.error: Exception | None = None
 
-    def send_layers(self, view, pages, first, below, events=()) -> None:
+    def send_layers(self, view, pages, first, below, events=(), wake=True) -> None:
         if self.error is not None:
             raise self.error
+        self.wakes.append(wake)
         self.sent.append((view, pages.tolist(), first, below, len(events)))
         self.given.append((pages, events))
 

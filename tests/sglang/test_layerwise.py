@@ -45,9 +45,16 @@ def test_layers_are_handed_over_when_attention_of_a_later_one_begins(model):
     assert belows == sorted(set(belows))
     assert len(belows) > 8
     assert belows[-1] == LAYERS, "what is left goes when the forward returns"
+    assert all(model.sink.wakes)
     for number, sent in seen:
         assert all(below <= number for below in belows[:sent]), "never a layer that has not run"
     assert len(model.sink.hooked) == 1
+
+
+def test_the_requests_of_a_batch_wake_the_loop_once_at_each_border(model):
+    model.run(request(16, row=1), request(8, row=2), request(12, row=0))
+    assert len(model.sink.wakes) > 3
+    assert model.sink.wakes == [False, False, True] * (len(model.sink.wakes) // 3)
 
 
 def test_pages_that_a_chunk_does_not_fill_go_with_the_next_one(model):

@@ -62,9 +62,9 @@ def _announce_more(module: ModuleType, folder: Path) -> None:
     send_layers = module.PrefillSide.send_layers
 
     @functools.wraps(send_layers)
-    def wrapped(side: Any, view: Any, pages: Any, first: int, below: int, events: Any = ()) -> None:
+    def wrapped(side: Any, view: Any, pages: Any, first: int, below: int, *others: Any) -> None:
         more = (folder / ONE_TOO_EARLY).exists()
-        send_layers(side, view, pages, first, below + more, events)
+        send_layers(side, view, pages, first, below + more, *others)
 
     module.PrefillSide.send_layers = wrapped
 

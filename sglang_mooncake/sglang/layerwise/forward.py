@@ -33,6 +33,7 @@ class LayerSink(Protocol):
         first: int,
         below: int,
         events: Sequence[StreamEvent] = (),
+        wake: bool = True,
     ) -> None: ...
     def fail(self, view: RoomView, reason: str) -> None: ...
 
@@ -138,7 +139,8 @@ class Forward:
         self._below = below
         for part in self.parts:
             span = part.span
-            self._sink.send_layers(span.sender.view, part.pages, span.first, below, events)
+            is_last = part is self.parts[-1]
+            self._sink.send_layers(span.sender.view, part.pages, span.first, below, events, is_last)
         took_s = time.perf_counter() - began_s
         self.hand_overs += 1
         self.hand_over_s += took_s
