@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+import math
+
 __all__ = ["Pace"]
 
-#: A transfer of less tells of latency, not of a rate.
+#: Before that many have landed, there is latency to be seen, and no rate.
 SAMPLE_BYTES_MIN = 1 << 20
-#: What one more sample counts beside the former mean.
-_WEIGHT = 0.3
+#: Of the time in which something was under way: what is older counts for less than 1/e.
+MEMORY_S = 0.5
 
 
 class Pace:
-    """Counts only the time in which something is under way."""
+    """Counts only the time in which something is under way.
+
+    Bytes and time fade alike, and their ratio is the rate. Transfers that end together are told one
+    after the other within microseconds: a rate for each would be that of no network.
+    """
 
     def __init__(self) -> None:
         #: 0.0 before anything was measured.
@@ -20,7 +26,8 @@ class Pace:
         self._under_way = 0
         self._since_s = 0.0
         self._busy_s = 0.0
-        self._nbytes = 0
+        self._nbytes = 0.0
+        self._landed_nbytes = 0
 
     def began(self, now_s: float) -> None:
         if not self._under_way:
@@ -29,12 +36,12 @@ class Pace:
 
     def ended(self, nbytes: int, now_s: float) -> None:
         """`nbytes`: that have landed; 0 for a transfer that failed."""
-        self._busy_s += now_s - self._since_s
+        took_s = now_s - self._since_s
+        left = math.exp(-took_s / MEMORY_S)
+        self._busy_s = self._busy_s * left + took_s
+        self._nbytes = self._nbytes * left + nbytes
+        self._landed_nbytes += nbytes
         self._since_s = now_s
         self._under_way -= 1
-        self._nbytes += nbytes
-        if self._nbytes >= SAMPLE_BYTES_MIN and self._busy_s > 0:
-            rate = self._nbytes / self._busy_s
-            former = self.bytes_per_s or rate
-            self.bytes_per_s = former + _WEIGHT * (rate - former)
-            self._nbytes, self._busy_s = 0, 0.0
+        if self._landed_nbytes >= SAMPLE_BYTES_MIN and self._busy_s > 0:
+            self.bytes_per_s = self._nbytes / self._busy_s

@@ -43,7 +43,27 @@ def test_what_fails_lands_nothing_but_takes_its_time():
     assert pace.bytes_per_s == 0.0
     pace.began(1.0)
     pace.ended(SAMPLE_BYTES_MIN, 2.0)
-    assert pace.bytes_per_s == pytest.approx(SAMPLE_BYTES_MIN / 2)
+    assert SAMPLE_BYTES_MIN / 2 <= pace.bytes_per_s < SAMPLE_BYTES_MIN
+
+
+@pytest.mark.parametrize("took_s", [0.001, 0.2, 5.0])
+def test_transfers_that_end_together_are_one_measurement(took_s):
+    pace, nbytes = Pace(), 4 * SAMPLE_BYTES_MIN
+    for begin_s in (0.0, 100.0):
+        for _ in range(5):
+            pace.began(begin_s)
+        for nth in range(5):
+            pace.ended(nbytes, begin_s + took_s + nth * 1e-6)
+        assert pace.bytes_per_s == pytest.approx(5 * nbytes / took_s, rel=0.01)
+
+
+def test_a_rate_that_has_changed_is_soon_believed():
+    pace, now_s = Pace(), 0.0
+    for nbytes in [100 << 20] * 20 + [10 << 20] * 20:
+        pace.began(now_s)
+        now_s += 0.1
+        pace.ended(nbytes, now_s)
+    assert pace.bytes_per_s == pytest.approx(100 << 20, rel=0.2)
 
 
 @given(st.lists(st.tuples(st.integers(1, 1 << 30), st.floats(1e-6, 10.0)), min_size=1))
