@@ -77,12 +77,14 @@ class Point:
 
     bits_per_s: the limit that was set; None without one.
     bytes_per_s: what a plain TCP connection carried at this limit.
+    layers: of the model.
     """
 
     rate: str
     bits_per_s: float | None
     bytes_per_s: float
     prompt_tokens: int
+    layers: int
     samples: tuple[Sample, ...]
     carried: dict[Kind, Carried]
 
@@ -129,9 +131,11 @@ class Point:
 
     @property
     def last_group_s(self) -> float:
-        """Of the bytes that leave after the forward."""
+        """Of the bytes that cannot leave before the forward ends, at the rate that the network had:
+        those of the last layer, or all that left with `send()` if that is more."""
         carried = self.carried["layers"]
-        return (carried.nbytes - carried.early_nbytes) / self.bytes_per_s
+        late_nbytes = carried.nbytes - carried.early_nbytes
+        return max(late_nbytes, carried.nbytes / self.layers) / self.bytes_per_s
 
     @property
     def hidden(self) -> float:

@@ -54,7 +54,7 @@ def point(
         "layers": Carried(nbytes, early * nbytes, 0.1, 0.0002, {}),
     }
     rate = nbytes / transfer_s
-    return Point("1:1", rate * 8, rate, 1024, samples, carried)
+    return Point("1:1", rate * 8, rate, 1024, 16, samples, carried)
 
 
 EVEN_POINT = point(ttft_s={"one": 1.0, "pd": 2.0, "layers": 1.2}, transfer_s=1.0)
@@ -157,6 +157,12 @@ def test_bytes_that_were_late_are_no_excuse_but_for_the_last_group() -> None:
     found = point(ttft_s={"one": 1.0, "pd": 2.0, "layers": 1.4}, transfer_s=1.0, early=0.5)
     assert judge([found], KINDS)[0].met, "half of the bytes took half a second after the forward"
     assert judge([replace(found, bytes_per_s=found.bytes_per_s * 2)], KINDS)[0].met is False
+
+
+def test_the_last_layer_is_computed_before_it_leaves() -> None:
+    all_early = point(ttft_s={"one": 1.0, "pd": 2.0, "layers": 1.15}, transfer_s=0.8, early=1.0)
+    assert all_early.last_group_s == pytest.approx(0.8 / 16)
+    assert judge([all_early], KINDS)[0].met
 
 
 def test_a_slow_network_has_no_bar_of_its_own() -> None:
