@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from bootstrap_server import MismatchError
+from bootstrap_server.secret import new_secret
+from bootstrap_server.secret_file import write_secret_file
 from sglang_mooncake.layout import LayoutMismatch
 from sglang_mooncake.sglang.dry_run.flags import FlagError, ServerFlags, parse_flags
 from sglang_mooncake.sglang.dry_run.models import KNOWN, ModelError, load_model
@@ -32,6 +34,13 @@ whether the hand-over would serve them at all (exit status 2 and the reason if n
   sglang-mooncake plan --prefill "--model-path /models/m --tp 8" --decode "--tp 4 --pp-size 1"
 """
 
+_SECRET = """\
+Makes a secret for a deployment: 256 random bits, printed, or written to a new file that its owner
+alone may read. All servers get the same one, by SGLANG_MOONCAKE_SECRET_FILE.
+
+  sglang-mooncake secret --file /etc/sglang-mooncake.secret
+"""
+
 
 class _Parser(argparse.ArgumentParser):
     """One sentence on an error, without the usage."""
@@ -43,6 +52,22 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of the command."""
     parsed = _parser().parse_args(arguments)
+    return _secret(parsed.file) if parsed.command == "secret" else _planned(parsed)
+
+
+def _secret(path: str | None) -> int:
+    if path is None:
+        sys.stdout.write(new_secret() + "\n")
+        return 0
+    try:
+        write_secret_file(path)
+    except ValueError as error:
+        sys.stderr.write(f"sglang-mooncake secret: {error}\n")
+        return EXIT_REFUSED
+    return 0
+
+
+def _planned(parsed: argparse.Namespace) -> int:
     try:
         report = _plan(parsed)
     except (FlagError, ModelError, MismatchError, LayoutMismatch) as error:
@@ -115,6 +140,13 @@ def _parser() -> argparse.ArgumentParser:
         help="as with SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER on both servers",
     )
     add("--json", action="store_true", help="one JSON object with every pair of ranks")
+    secret = commands.add_parser(
+        "secret",
+        help="make a secret that all servers share",
+        description=_SECRET,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    secret.add_argument("--file", metavar="PATH", help="a new file for it, instead of printing it")
     return parser
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bootstrap_server.secret import Keys, split_secrets
+from bootstrap_server.secret_file import read_secret_file
 from sglang_mooncake.context import SettingNames
 from sglang_mooncake.registries import Registries
 from sglang_mooncake.sglang.mooncake_variables import read_courtesies
@@ -57,6 +59,8 @@ _NAMES = {
     "REGISTRIES",
     "LAYERWISE",
     "STATS_DIR",
+    "SECRET",
+    "SECRET_FILE",
     *_ENGINE,
 }
 
@@ -85,6 +89,9 @@ class Config:
     LAYERWISE: `1`: a prefill rank hands KV over in groups of layers while the forward that computes
         it still runs (`layerwise`). `0`, the default: when it is over.
     STATS_DIR: directory for one JSON file per scheduler process (default: none are written).
+    SECRET_FILE: file with the deployment's secrets, one a line (docs/security.md; default: none, so
+        that whoever reaches the ports is served).
+    SECRET: the secrets themselves, instead of SECRET_FILE.
 
     Where a variable is not given, what Mooncake's say of the same is taken (`mooncake_variables`).
     """
@@ -105,6 +112,8 @@ class Config:
     registries: Registries = field(default_factory=Registries)
     layerwise: bool = False
     stats_dir: Path | None = None
+    #: Made of the secrets, which are not kept.
+    keys: Keys = field(default_factory=Keys, repr=False)
     #: What became of variables of Mooncake's, for the log.
     courtesies: tuple[str, ...] = ()
 
@@ -140,6 +149,7 @@ class Config:
             registries=_registries(asked.get("REGISTRIES", "")),
             layerwise=switch(f"{_PREFIX}LAYERWISE", asked.get("LAYERWISE", "0")),
             stats_dir=Path(stats_dir) if stats_dir else None,
+            keys=_keys(given),
             courtesies=taken.notes,
         )
         unknown = sorted(given.keys() - _NAMES)
@@ -173,6 +183,20 @@ def _registries(text: str) -> Registries:
         return Registries(names(text), f"{_PREFIX}REGISTRIES")
     except ValueError as error:
         raise ConfigError(f"{_PREFIX}REGISTRIES={text!r}: {error}") from error
+
+
+def _keys(given: Mapping[str, str]) -> Keys:
+    # A variable that is empty is an error: who sets one wants a secret.
+    text, path = given.get("SECRET"), given.get("SECRET_FILE")
+    if text is not None and path is not None:
+        raise ConfigError(f"{_PREFIX}SECRET and {_PREFIX}SECRET_FILE are both set: leave one out")
+    try:
+        if path is not None:
+            return Keys.from_secrets(read_secret_file(path))
+        return Keys() if text is None else Keys.from_secrets(split_secrets(text))
+    except ValueError as error:
+        name = "SECRET" if path is None else "SECRET_FILE"
+        raise ConfigError(f"{_PREFIX}{name}: {error}") from error
 
 
 def _seconds(asked: Mapping[str, str], name: str, default: float) -> float:

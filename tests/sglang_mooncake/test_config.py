@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from te_ports import two_ports
 
+from bootstrap_server.secret import Keys
 from sglang_mooncake.registries import Registries
 from sglang_mooncake.sglang.config import SGLANGS_OWN, Config, ConfigError
 from sglang_mooncake.sglang.transports import open_engine
@@ -126,3 +127,33 @@ def test_every_setting_reaches_the_engine():
             assert (config.port, config.port_last) == (first, first + 1)
             fields = [name.lower() for name, value in given.items() if value == "2"]
             assert [getattr(config, name) for name in fields] == [2] * 7
+
+
+SECRET, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
+
+
+def test_secrets_become_keys_and_show_nowhere(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text(f"{SECRET}\n{OTHER}\n")
+    path.chmod(0o600)
+    of_file = Config.from_environment({"SGLANG_MOONCAKE_SECRET_FILE": str(path)})
+    of_text = Config.from_environment({"SGLANG_MOONCAKE_SECRET": f"{SECRET}\n{OTHER}"})
+    assert of_file == of_text
+    assert of_file.keys == Keys.from_secrets([SECRET.encode(), OTHER.encode()])
+    assert repr(of_file) == repr(Config.from_environment({}))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"SECRET": "short"}, "SECRET: the secret has 5 characters"),
+        ({"SECRET": ""}, "SECRET: there is no secret in it"),
+        ({"SECRET_FILE": "/absent"}, "SECRET_FILE: cannot read the secret from /absent"),
+        ({"SECRET_FILE": ""}, "SECRET_FILE: cannot read"),
+        ({"SECRET": SECRET, "SECRET_FILE": "/absent"}, "are both set"),
+    ],
+)
+def test_a_secret_that_we_cannot_use_stops_the_server(given, sentence):
+    with pytest.raises(ConfigError, match=f"SGLANG_MOONCAKE_.*{sentence}") as refusal:
+        Config.from_environment({f"SGLANG_MOONCAKE_{name}": text for name, text in given.items()})
+    assert SECRET not in str(refusal.value)
