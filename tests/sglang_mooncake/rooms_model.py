@@ -16,7 +16,6 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
 
 from rooms_automata import (
     LAYERS,
@@ -25,6 +24,17 @@ from rooms_automata import (
     Token,
     decode_automaton,
     prefill_automaton,
+)
+from rooms_world import (
+    Source,
+    Transfer,
+    World,
+    as_landed,
+    is_landing,
+    put,
+    spend,
+    with_source,
+    without_tags,
 )
 
 from sglang_mooncake.layout import Seal
@@ -40,56 +50,6 @@ NO_SEAL = Seal(0, 0, 0, 0, 0, 0, 0)
 #: What may happen once each, besides delay: to chunks between a prefill scheduler and its loop, to
 #: messages, to transfers, and by a scheduler's doing.
 FAULTS = frozenset({"reorder", "twice", "drop", "loss", "failure", "decode abort", "prefill abort"})
-
-
-#: A layer of a page: (page, layer).
-Place = tuple[int, int]
-
-
-class Transfer(NamedTuple):
-    """One write of a source. `begun`: some of its bytes may be landing."""
-
-    tag: int
-    places: tuple[Place, ...]
-    nbytes: int
-    seal: Seal | None
-    slot: int
-    early: bool
-    begun: bool = False
-    cancelled: bool = False
-
-
-class Source(NamedTuple):
-    """A prefill rank and the way to it and from it."""
-
-    table: int = 0
-    opened: bool = False
-    computed: bool = False  # said so; only where the decode rank waits for that
-    #: What the scheduler says, or has said, and what is still on its way to the loop: of each
-    #: chunk, perhaps, that its first layer is filled ("layers"), and that it is sent ("chunk").
-    chunks: tuple[tuple[str, int], ...] = (("chunk", 0), ("chunk", 1))
-    asked: tuple[Heard, ...] = ()  # messages to it
-    told: tuple[Heard, ...] = ()  # messages from it
-    transfers: tuple[Transfer, ...] = ()
-    nbytes: int = 0  # payload handed to the engine
-    page_layers: int = 0  # in it
-    landed: frozenset[Place] = frozenset()
-    link_up: bool = True
-    knows_loss: bool = False
-    decode_knows_loss: bool = False
-
-
-class World(NamedTuple):
-    faults: frozenset[str]
-    budget: int
-    sources: tuple[Source, ...]
-    table: int = 0  # of the decode rank
-    inbox: tuple[Token, ...] = ()  # of its loop
-    tags: tuple[tuple[int, int, int], ...] = ()  # open ones: tag, transfers, bytes
-    seals: tuple[Seal, ...] = ()  # by slot
-    fences: tuple[tuple[int, ...], ...] = ()  # to be confirmed
-    given_up: bool = False  # by the decode scheduler
-    done: bool = False  # its poll() said so
 
 
 Step = tuple[str, World]
@@ -237,7 +197,7 @@ class Model:
         if view.state is RoomState.READY and not view.named and idle:
             named = self._to_decode(world, ("name",))
             yield "names its pages", named._replace(inbox=(*named.inbox, ("named",)))
-        if idle and (after := _spend(world, "decode abort")):
+        if idle and (after := spend(world, "decode abort")):
             yield "decode aborts", self._give_up(after, ("aborted",))
         if world.inbox:
             rest = world._replace(inbox=world.inbox[1:])
@@ -245,8 +205,8 @@ class Model:
         if view.state is RoomState.REQUESTED and idle:
             yield from self._poll(world, view)
         for job in world.fences[:1]:
-            closed = _without_tags(world, job)
-            if not _landing(world, job):
+            closed = without_tags(world, job)
+            if not is_landing(world, job):
                 closed = closed._replace(fences=world.fences[1:], inbox=(*world.inbox, ("fenced",)))
             if closed != world:
                 yield "fence", closed
@@ -276,12 +236,12 @@ class Model:
         one = world.sources[nth]
         state = self.prefill.view(one.table).state
         if not one.opened:
-            yield "opens", self._to_prefill(_with(world, nth, opened=True), nth, ("open",))
+            yield "opens", self._to_prefill(with_source(world, nth, opened=True), nth, ("open",))
         elif not self.prefill.view(one.table).over:
-            if after := _spend(world, "prefill abort"):
+            if after := spend(world, "prefill abort"):
                 yield "aborts", self._to_prefill(after, nth, ("aborted",))
             if self._computed_first and not one.computed:
-                said = _with(world, nth, computed=True)
+                said = with_source(world, nth, computed=True)
                 yield "has computed", self._to_prefill(said, nth, ("computed",))
             if state is RoomState.OPEN:
                 waited = self._to_prefill(world, nth, ("tick", prefill_room.ABORT_GRACE_S))
@@ -297,13 +257,13 @@ class Model:
         self, world: World, nth: int, chunks: tuple[tuple[str, int], ...]
     ) -> Iterator[Step]:
         for at, (what, number) in enumerate(chunks):
-            rest = _with(world, nth, chunks=chunks[:at] + chunks[at + 1 :])
-            in_order = rest if at == 0 else _spend(rest, "reorder")
+            rest = with_source(world, nth, chunks=chunks[:at] + chunks[at + 1 :])
+            in_order = rest if at == 0 else spend(rest, "reorder")
             if in_order:
                 yield f"{what} {number}", self._to_prefill(in_order, nth, (what, number))
-            if at == 0 and (again := _spend(world, "twice")):
+            if at == 0 and (again := spend(world, "twice")):
                 yield f"{what} {number}, twice", self._to_prefill(again, nth, (what, number))
-            if lost := _spend(rest, "drop"):
+            if lost := spend(rest, "drop"):
                 yield f"{what} {number} is lost", lost
 
     def _message_steps(self, world: World, nth: int, one: Source) -> Iterator[Step]:
@@ -311,20 +271,20 @@ class Model:
             queue = getattr(one, way)
             if not queue:
                 continue
-            rest = _with(world, nth, **{way: queue[1:]})
+            rest = with_source(world, nth, **{way: queue[1:]})
             name = type(queue[0].message).__name__
             yield f"hears {way}: {name}", self._deliver(rest, nth, way, queue[0])
-            if again := _spend(world, "twice"):
+            if again := spend(world, "twice"):
                 yield f"hears {way}, twice: {name}", self._deliver(again, nth, way, queue[0])
-            if lost := _spend(rest, "drop"):
+            if lost := spend(rest, "drop"):
                 yield f"{way}: {name} is lost", lost
-        if one.link_up and (after := _spend(world, "loss")):
-            yield "the link breaks", _with(after, nth, link_up=False, asked=(), told=())
+        if one.link_up and (after := spend(world, "loss")):
+            yield "the link breaks", with_source(after, nth, link_up=False, asked=(), told=())
         if not one.link_up and not one.knows_loss:
-            knows = _with(world, nth, knows_loss=True)
+            knows = with_source(world, nth, knows_loss=True)
             yield "sees the loss", self._to_prefill(knows, nth, ("lost",))
         if not one.link_up and not one.decode_knows_loss:
-            knows = _with(world, nth, decode_knows_loss=True)
+            knows = with_source(world, nth, decode_knows_loss=True)
             yield "decode sees the loss", self._to_decode(knows, ("link down", self.links[nth]))
 
     def _deliver(self, world: World, nth: int, way: str, message: Heard) -> World:
@@ -336,18 +296,18 @@ class Model:
         one = world.sources[nth]
         transfer = one.transfers[at]
         others = one.transfers[:at] + one.transfers[at + 1 :]
-        gone, name = _with(world, nth, transfers=others), transfer.places
+        gone, name = with_source(world, nth, transfers=others), transfer.places
         succeeds, fails = (("ended", is_done, transfer.early) for is_done in (True, False))
         is_open = any(tag == transfer.tag for tag, _, _ in world.tags)
         if transfer.begun or (is_open and self._lands_at_once):
-            landed = _landed(gone, nth, transfer)
+            landed = as_landed(gone, nth, transfer)
             yield (
                 f"{name} land",
                 self._to_prefill(landed, nth, succeeds if is_open else fails),
             )
         elif is_open:
             begun = (*others, transfer._replace(begun=True))
-            yield f"{name} begin to land", _with(world, nth, transfers=begun)
+            yield f"{name} begin to land", with_source(world, nth, transfers=begun)
         else:
             yield (
                 f"{name} are refused",
@@ -358,7 +318,7 @@ class Model:
                 f"{name} are cancelled",
                 self._to_prefill(gone, nth, fails),
             )
-        if after := _spend(gone, "failure"):
+        if after := spend(gone, "failure"):
             yield (
                 f"{name} fail",
                 self._to_prefill(after, nth, fails),
@@ -378,12 +338,12 @@ class Model:
                     nth = self.links.index(link)
                     if world.sources[nth].link_up:
                         asked = (*world.sources[nth].asked, message)
-                        world = _with(world, nth, asked=asked)
+                        world = with_source(world, nth, asked=asked)
                 case ("fence", tags) if not self._drop_after_fence:
                     world = world._replace(fences=(*world.fences, tags))
                 case ("fence", tags):
-                    is_late = _landing(world, tags)
-                    world = _without_tags(world, tags)
+                    is_late = is_landing(world, tags)
+                    world = without_tags(world, tags)
                     if is_late:
                         return world
                     world = self._to_decode(world, ("fenced",))
@@ -407,54 +367,11 @@ class Model:
                     one = one._replace(transfers=transfers)
                 case ("tell", message) if one.link_up:
                     one = one._replace(told=(*one.told, message))
-        return _put(world, nth, one)
+        return put(world, nth, one)
 
 
 def _early(transfers: tuple[Transfer, ...]) -> tuple[bool, ...]:
     return tuple(sorted(transfer.early for transfer in transfers))
-
-
-def _with(world: World, nth: int, **changes: Any) -> World:
-    return _put(world, nth, world.sources[nth]._replace(**changes))
-
-
-def _put(world: World, nth: int, one: Source) -> World:
-    if one is world.sources[nth]:
-        return world
-    return world._replace(sources=(*world.sources[:nth], one, *world.sources[nth + 1 :]))
-
-
-def _spend(world: World, fault: str) -> World | None:
-    """The world with one fault less to come; None when this one cannot come any more."""
-    if fault not in world.faults or not world.budget:
-        return None
-    left = world.faults - {fault} if world.budget > 1 else frozenset()
-    return world._replace(faults=left, budget=world.budget - 1)
-
-
-def _landing(world: World, tags: tuple[int, ...]) -> bool:
-    return any(
-        transfer.begun and transfer.tag in tags
-        for one in world.sources
-        for transfer in one.transfers
-    )
-
-
-def _without_tags(world: World, tags: tuple[int, ...]) -> World:
-    return world._replace(tags=tuple(one for one in world.tags if one[0] not in tags))
-
-
-def _landed(world: World, nth: int, transfer: Transfer) -> World:
-    """Its bytes are in memory; they count when the tag is still open."""
-    landed = world.sources[nth].landed | frozenset(transfer.places)
-    tags = tuple(
-        (tag, count + 1, nbytes + transfer.nbytes) if tag == transfer.tag else (tag, count, nbytes)
-        for tag, count, nbytes in world.tags
-    )
-    seals = world.seals
-    if transfer.seal is not None:
-        seals = (*seals[: transfer.slot], transfer.seal, *seals[transfer.slot + 1 :])
-    return _with(world, nth, landed=landed)._replace(tags=tags, seals=seals)
 
 
 def _way(came_from: dict[World, tuple[World, str] | None], world: World) -> list[str]:
