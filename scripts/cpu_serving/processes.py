@@ -16,7 +16,7 @@ from types import FrameType
 
 from cpu_serving.nursery import ForkedProcess, Nursery
 
-__all__ = ["ManagedProcess", "ServingError", "signals_deferred"]
+__all__ = ["ManagedProcess", "ServingError", "leaves", "signals_deferred"]
 
 TAIL_LINES = 60
 TERM_GRACE_S = 10.0
@@ -24,6 +24,14 @@ TERM_GRACE_S = 10.0
 
 class ServingError(Exception):
     """A server did not start, died or did not answer; the message says which and shows its log."""
+
+
+def leaves(errors: BaseExceptionGroup[ServingError]) -> list[ServingError]:
+    """The errors in a group, which may be groups themselves."""
+    found: list[ServingError] = []
+    for error in errors.exceptions:
+        found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found
 
 
 class ManagedProcess:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
@@ -25,6 +25,7 @@ __all__ = [
     "HOST",
     "Fleet",
     "Pair",
+    "Role",
     "Router",
     "Server",
     "ServerOptions",
@@ -183,12 +184,12 @@ class Server:
 
 
 class Router:
-    """SGLang's mini-lb, or its router in Rust, in front of one prefill and one decode server."""
+    """SGLang's mini-lb, or its router in Rust, in front of prefill and decode servers."""
 
     def __init__(
         self,
-        prefill: Server,
-        decode: Server,
+        prefill: Sequence[Server],
+        decode: Sequence[Server],
         run_dir: Path,
         port: int,
         name: str = "router",
@@ -203,7 +204,10 @@ class Router:
             argv += ["--mini-lb"]
         if metrics_port is not None:
             argv += ["--prometheus-port", str(metrics_port)]
-        argv += ["--prefill", prefill.url, str(prefill.bootstrap_port), "--decode", decode.url]
+        for server in prefill:
+            argv += ["--prefill", server.url, str(server.bootstrap_port)]
+        for server in decode:
+            argv += ["--decode", server.url]
         self.process = ManagedProcess(
             name, argv, base_environment(), run_dir / f"{name}.log", nursery
         )
@@ -271,14 +275,25 @@ class Fleet:
         )
 
     def router(
-        self, prefill: Server, decode: Server, *, name: str = "router", mini_lb: bool = True
+        self,
+        prefill: Server | Sequence[Server],
+        decode: Server | Sequence[Server],
+        *,
+        name: str = "router",
+        mini_lb: bool = True,
     ) -> Router:
         with signals_deferred():
             metrics_port = None if mini_lb else self._port()
             router = Router(
-                prefill, decode, self.run_dir, self._port(), name, mini_lb, metrics_port,
+                [prefill] if isinstance(prefill, Server) else prefill,
+                [decode] if isinstance(decode, Server) else decode,
+                self.run_dir,
+                self._port(),
+                name,
+                mini_lb,
+                metrics_port,
                 self._nursery,
-            )  # fmt: skip
+            )
             self._started.append(router)
         return router
 

@@ -18,11 +18,12 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
-from cpu_serving.processes import ServingError
+from cpu_serving.namespaces import NoNetwork
+from cpu_serving.processes import ServingError, leaves
 from cpu_serving.servers import Fleet
 
 from ttft_bench.bench import Bench
-from ttft_bench.network import Network, NoNetwork
+from ttft_bench.network import Network
 from ttft_bench.options import TtftOptions, parse
 from ttft_bench.plot import svg
 from ttft_bench.results import Point, differences, judge
@@ -50,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         code = _run(options, network, run_dir)
     except* ServingError as errors:
-        for error in _leaves(errors):
-            print(f"ttft: {error}", file=sys.stderr)
+        for failed in leaves(errors):
+            print(f"ttft: {failed}", file=sys.stderr)
     except* KeyboardInterrupt:
         print("ttft: interrupted, all servers are stopped", file=sys.stderr)
         code = EXIT_INTERRUPTED
@@ -64,13 +65,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def _leaves(errors: BaseExceptionGroup[ServingError]) -> list[BaseException]:
-    found: list[BaseException] = []
-    for error in errors.exceptions:
-        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found
 
 
 def _run(options: TtftOptions, network: Network, run_dir: Path) -> int:

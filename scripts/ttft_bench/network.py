@@ -5,25 +5,26 @@ The process that makes a `Network` moves into the first namespace, the near one,
 server, ordinary server and client run there. The prefill servers run in the far one, whose way out
 has a token bucket (tc-tbf(8)). So what is limited is what prefill servers send: KV, words between
 the ranks, and a few bytes of HTTP answers. Prompts go the other way, without a limit.
-
-Namespaces and their devices go with the last process in them, so nothing has to be undone.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import shutil
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing
 
+from cpu_serving.namespaces import (
+    NoNetwork,
+    enter_new_namespace,
+    inside,
+    need_programs,
+    run_tool,
+)
 from cpu_serving.processes import ServingError
 
-__all__ = ["FAR", "NEAR", "Network", "NoNetwork"]
+__all__ = ["FAR", "NEAR", "Network"]
 
 NEAR = "10.78.0.1"
 FAR = "10.78.0.2"
@@ -38,25 +39,15 @@ PROBE_BYTES = (2 << 20, 256 << 20)
 PROBE_TIMEOUT_S = 60.0
 RECEIVE_BYTES = 1 << 20
 
-_CLONE_NEWNET = 0x40000000
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class NoNetwork(Exception):
-    """This machine or user cannot have it; the message says why and what would help."""
-
 
 class Network:
     """The two namespaces. `close` ends neither: processes in them do."""
 
     def __init__(self) -> None:
         """Raises NoNetwork."""
-        for program in ("ip", "tc", "nsenter"):
-            if shutil.which(program) is None:
-                raise NoNetwork(f"{program} is missing: apt-get install iproute2 util-linux")
-        self._far = self._enter_new()
-        os.close(self._enter_new())
-        self._near = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        need_programs()
+        self._far = enter_new_namespace("scripts/ttft")
+        self._near = enter_new_namespace("scripts/ttft")
         pid = os.getpid()
         try:
             self._tool("ip", "link", "set", "dev", "lo", "up")
@@ -71,15 +62,10 @@ class Network:
         except ServingError as error:
             raise NoNetwork(f"the kernel has no veth or no token bucket (tbf): {error}") from error
 
-    @contextmanager
-    def far_side(self) -> Iterator[None]:
+    def far_side(self) -> AbstractContextManager[None]:
         """Sockets that the calling thread makes, and processes that it starts, are in the far
         namespace."""
-        _set_namespace(self._far)
-        try:
-            yield
-        finally:
-            _set_namespace(self._near)
+        return inside(self._far, self._near)
 
     def limit(self, bits_per_s: float | None) -> None:
         """Let the far side send so much, headers included; None for as much as it can."""
@@ -111,23 +97,11 @@ class Network:
             # The first bytes find a full bucket, and are not counted.
             connection.sendall(bytes(2 * BURST_BYTES + nbytes))
 
-    def _enter_new(self) -> int:
-        if _libc.unshare(_CLONE_NEWNET):
-            reason = os.strerror(ctypes.get_errno())
-            raise NoNetwork(
-                f"no network namespace can be made here ({reason}): run it as root, or as"
-                " unshare --user --map-root-user --net scripts/ttft"
-            )
-        return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    def _tool(self, *argv: str) -> str:
+        return run_tool(argv)
 
     def _far_tool(self, *argv: str) -> str:
-        return self._tool("nsenter", f"--net=/proc/{os.getpid()}/fd/{self._far}", *argv)
-
-    def _tool(self, *argv: str) -> str:
-        done = subprocess.run(argv, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ServingError(f"{' '.join(argv)}: {done.stderr.strip()}")
-        return done.stdout
+        return run_tool(argv, self._far)
 
 
 def _discipline(bits_per_s: float | None) -> tuple[str, ...]:
@@ -148,9 +122,3 @@ def _receive(connection: socket.socket) -> float:
         if not first and got >= 2 * BURST_BYTES:
             first, began_s = got, time.monotonic()
     return (got - first) / (time.monotonic() - began_s)
-
-
-def _set_namespace(descriptor: int) -> None:
-    if _libc.setns(descriptor, _CLONE_NEWNET):
-        number = ctypes.get_errno()
-        raise OSError(number, f"setns: {os.strerror(number)}")

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of `scripts/chaos`. A bad argument is answered with a sentence and status 2."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from chaos_run.schedule import KINDS, Kind
+
+__all__ = ["ChaosOptions", "parse"]
+
+
+@dataclass(frozen=True)
+class ChaosOptions:
+    minutes: float
+    seed: int
+    kinds: tuple[Kind, ...]
+    clients: int
+    #: Of requests, the share whose client leaves before the answer is whole.
+    abort_share: float
+    #: Until then each request has ended, whatever happens.
+    deadline_s: float
+    layerwise: bool
+    json: Path | None
+    plot: Path | None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"chaos: {message} (--help lists the options)\n")
+
+
+def parse(argv: Sequence[str]) -> ChaosOptions:
+    parser = _Parser(
+        prog="scripts/chaos",
+        description="Two prefill and two decode SGLang servers, each a host of its own in a "
+        "network namespace, and SGLang's mini-lb. Clients ask what has known answers, some leave "
+        "early, and faults come one after another. All on the CPU. Needs root.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--minutes", type=_positive, default=3.0, metavar="M", help="of traffic with faults (3)")
+    add("--seed", type=int, default=0, metavar="N", help="of prompts, aborts and faults (0)")
+    add(
+        "--kinds",
+        type=_kinds,
+        default=",".join(KINDS),
+        metavar="K,…",
+        help=f"which faults, of {', '.join(KINDS)} (all)",
+    )
+    add("--clients", type=int, default=8, metavar="N", help="requests under way at a time (8)")
+    add("--aborts", type=_share, default=0.2, metavar="F", help="share of clients that leave (0.2)")
+    add("--deadline", type=_positive, default=60.0, metavar="S", help="of each request (60)")
+    add("--layerwise", action="store_true", help="KV leaves layer by layer")
+    add("--json", type=Path, metavar="FILE", help="write everything, every request included")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw requests and faults over time")
+    args = parser.parse_args(argv)
+    if args.seed < 0:
+        parser.error(f"--seed {args.seed} is negative")
+    if not 1 <= args.clients <= 64:
+        parser.error(f"--clients {args.clients} is not from 1 to 64")
+    return ChaosOptions(
+        minutes=args.minutes,
+        seed=args.seed,
+        kinds=args.kinds,
+        clients=args.clients,
+        abort_share=args.aborts,
+        deadline_s=args.deadline,
+        layerwise=args.layerwise,
+        json=args.json,
+        plot=args.plot,
+    )
+
+
+def _kinds(text: str) -> tuple[Kind, ...]:
+    asked = text.split(",")
+    unknown = sorted(set(asked) - set(KINDS))
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(KINDS)}")
+    return tuple(kind for kind in KINDS if kind in asked)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to less than 1")
+    return value

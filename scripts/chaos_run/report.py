@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table, the JSON and the picture of a run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from html import escape
+from statistics import median
+from typing import Any
+
+from chaos_run.results import Result
+
+__all__ = ["as_json", "svg", "text"]
+
+_COLOURS = {
+    "equal": "#4a9",
+    "left": "#bbb",
+    "failed": "#e80",
+    "wrong": "#d00",
+    "late": "#a0f",
+}
+_WIDTH, _LEFT, _LANE, _TOP = 1200, 170, 26, 40
+
+
+def text(result: Result) -> str:
+    """For people: faults, how requests ended, and what must not be."""
+    ends = result.ends()
+    lines = [f"seed {result.seed}, {result.ended_s - result.began_s:.0f} s", "", "faults"]
+    for one in result.happened:
+        at_s, lasted_s = one.began_s - result.began_s, one.ended_s - one.began_s
+        lines.append(
+            f"  {at_s:6.1f} s  {one.fault.kind:9} {one.fault.victim:10} {lasted_s:5.1f} s, "
+            f"served again {one.recovered_s:.2f} s later"
+        )
+    lines += ["", "requests"]
+    for end in _COLOURS:
+        took = [o.ended_s - o.began_s for o in result.outcomes if o.end == end]
+        times = f", median {median(took):.2f} s, longest {max(took):.2f} s" if took else ""
+        lines.append(f"  {ends[end]:6} {_MEANINGS[end]}{times}")
+    lines += ["", "what the failed ones were told"]
+    lines += [f"  {count:6} {cause}" for cause, count in result.causes().most_common()]
+    quiet, spared = result.rates()
+    if quiet and spared:
+        beside = f"{spared:.2f} over pairs without the victim ({spared / quiet:.2f} x)"
+        lines += ["", f"answers per second over a pair: {quiet:.2f} undisturbed, {beside}"]
+    bad = result.faults_found()
+    lines += ["", *(bad or ["nothing that must not be"])]
+    return "\n".join(lines)
+
+
+_MEANINGS = {
+    "equal": "answered, tokens equal",
+    "left": "left by their clients",
+    "failed": "failed with a cause",
+    "wrong": "answered, wrong tokens",
+    "late": "not ended by their deadline",
+}
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Everything; times in seconds since the traffic began."""
+    began_s = result.began_s
+    quiet, spared = result.rates()
+    return {
+        "seed": result.seed,
+        "seconds": result.ended_s - began_s,
+        "ends": dict(result.ends()),
+        "causes": dict(result.causes()),
+        "rate_undisturbed": quiet,
+        "rate_of_others_during_faults": spared,
+        "leaked_pages": result.leaked_pages,
+        "held_more": result.held,
+        "bad": result.faults_found(),
+        "faults": [
+            {
+                **asdict(one.fault),
+                "began_s": one.began_s - began_s,
+                "ended_s": one.ended_s - began_s,
+                "recovered_s": one.recovered_s,
+            }
+            for one in result.happened
+        ],
+        "requests": [
+            [one.way, one.began_s - began_s, one.ended_s - began_s, one.end, one.error]
+            for one in result.outcomes
+        ],
+    }
+
+
+def svg(result: Result) -> str:
+    """A lane for each way, a bar for each request, a band for each fault."""
+    height = _TOP + _LANE * len(result.ways) + 60
+    body = "\n".join([*_bands(result, height), *_lanes(result), *_legend(height)])
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+        f'font-family="sans-serif" font-size="11">\n<rect width="100%" height="100%" '
+        f'fill="white"/>\n{body}\n</svg>\n'
+    )
+
+
+def _at(result: Result, time_s: float) -> float:
+    whole_s = max(result.ended_s - result.began_s, 1e-9)
+    share = (time_s - result.began_s) / whole_s
+    return _LEFT + min(max(share, 0.0), 1.0) * (_WIDTH - _LEFT - 10)
+
+
+def _bands(result: Result, height: int) -> Iterator[str]:
+    for nth, one in enumerate(result.happened):
+        left, right = _at(result, one.began_s), _at(result, one.ended_s)
+        served = _at(result, one.ended_s + one.recovered_s)
+        for begin, end, colour in ((left, right, "#f6c9c0"), (right, served, "#fdebc8")):
+            yield (
+                f'<rect x="{begin:.1f}" y="{_TOP - 4}" width="{max(end - begin, 0.5):.1f}" '
+                f'height="{height - _TOP - 50}" fill="{colour}"/>'
+            )
+        label = f"{one.fault.kind} {one.fault.victim}"
+        yield f'<text x="{left:.1f}" y="{12 + 11 * (nth % 2)}">{escape(label)}</text>'
+
+
+def _lanes(result: Result) -> Iterator[str]:
+    for nth, way in enumerate(result.ways):
+        y = _TOP + nth * _LANE
+        yield f'<text x="4" y="{y + 14}">{escape(way.name)}</text>'
+        for one in result.outcomes:
+            if one.way != way.name:
+                continue
+            left, right = _at(result, one.began_s), _at(result, one.ended_s)
+            big = one.end not in ("equal", "left")
+            top, tall = (y, 20) if big else (y + 6, 8)
+            yield (
+                f'<rect x="{left:.1f}" y="{top}" width="{max(right - left, 0.8):.1f}" '
+                f'height="{tall}" fill="{_COLOURS[one.end]}" fill-opacity="0.6">'
+                f"<title>{escape(one.end)} {escape(one.error[:200])}</title></rect>"
+            )
+
+
+def _legend(height: int) -> Iterator[str]:
+    for nth, (end, colour) in enumerate(_COLOURS.items()):
+        x = _LEFT + nth * 190
+        yield f'<rect x="{x}" y="{height - 30}" width="12" height="12" fill="{colour}"/>'
+        yield f'<text x="{x + 16}" y="{height - 20}">{_MEANINGS[end]}</text>'

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients: each asks over one way, again and again, what has a known answer; some leave early."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import aiohttp
+from cpu_serving.direct import in_a_room
+from cpu_serving.servers import Server
+from cpu_serving.traffic import Answer, Request, send
+
+__all__ = ["Ask", "End", "Known", "Outcome", "Way", "client", "through"]
+
+End = Literal["equal", "wrong", "failed", "late", "left"]
+#: Clients that leave do so within this time, in which most answers come.
+_LEAVES_WITHIN_S = 1.0
+#: After a failure, as a client would.
+_PAUSE_S = 0.2
+
+
+@dataclass(frozen=True)
+class Known:
+    """A request, and the tokens that one ordinary server has answered."""
+
+    request: Request
+    output_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a request ended. Times are `time.monotonic`.
+
+    error: what the client was told, of one that failed.
+    """
+
+    way: str
+    began_s: float
+    ended_s: float
+    end: End
+    error: str = ""
+
+
+Ask = Callable[[aiohttp.ClientSession, Request], "asyncio.Future[Answer] | asyncio.Task[Answer]"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """From a client to an answer.
+
+    servers: that every request on this way needs; none where a router chooses.
+    """
+
+    name: str
+    servers: frozenset[str]
+    ask: Ask
+
+
+def through(find: Callable[[], tuple[Server, Server]]) -> Ask:
+    """Asks a pair itself, as a router would; `find` gives its servers, of which one may have been
+    started anew."""
+
+    async def both(session: aiohttp.ClientSession, request: Request) -> Answer:
+        prefill, decode = find()
+        request = in_a_room(prefill, request)
+        computed = asyncio.create_task(send(session, prefill.url, request))
+        try:
+            answer = await send(session, decode.url, request)
+            if answer.error is None:
+                await computed
+        finally:
+            computed.cancel()
+        return answer
+
+    return lambda session, request: asyncio.create_task(both(session, request))
+
+
+async def client(
+    session: aiohttp.ClientSession,
+    way: Way,
+    known: Sequence[Known],
+    rng: random.Random,
+    abort_share: float,
+    deadline_s: float,
+    record: Callable[[Outcome], None],
+) -> None:
+    """Asks until it is cancelled."""
+    while True:
+        one = rng.choice(known)
+        leaves_s = rng.uniform(0, _LEAVES_WITHIN_S) if rng.random() < abort_share else None
+        outcome = await ask_once(session, way, one, leaves_s, deadline_s)
+        record(outcome)
+        if outcome.end in ("failed", "late"):
+            await asyncio.sleep(_PAUSE_S)
+
+
+async def ask_once(
+    session: aiohttp.ClientSession,
+    way: Way,
+    known: Known,
+    leaves_s: float | None,
+    deadline_s: float,
+) -> Outcome:
+    """One request. leaves_s: when the client goes away; None: it waits for `deadline_s`."""
+    began_s = time.monotonic()
+    task = way.ask(session, known.request)
+    try:
+        answer = await asyncio.wait_for(task, deadline_s if leaves_s is None else leaves_s)
+    except TimeoutError:
+        end: End = "late" if leaves_s is None else "left"
+        return Outcome(way.name, began_s, time.monotonic(), end)
+    error = answer.error or ""
+    if error:
+        return Outcome(way.name, began_s, time.monotonic(), "failed", error)
+    end = "equal" if answer.output_ids == known.output_ids else "wrong"
+    return Outcome(way.name, began_s, time.monotonic(), end)
