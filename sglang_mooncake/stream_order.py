@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holds what the scheduler sends back until the GPU has filled the memory that it names, and lets
-nothing overtake what is held back."""
+nothing of the same room overtake what is held back."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 #: Far more chunks than a prefill server has under way. One is a few hundred bytes and its pages.
 WAITING_MAX = 65_536
-#: Between two looks at an event. It grows from the first to the second, so that a wait is at most
-#: about a tenth longer than it had to be, and one of a whole forward pass takes the interpreter's
-#: lock a thousand times a second at most.
+#: Between two looks at the events. It grows from the first to the second, and begins anew whenever
+#: one has happened or comes in, so that a wait is at most about a tenth longer than it had to be,
+#: and one of a whole forward pass takes the interpreter's lock a thousand times a second at most.
 _PAUSE_MIN_S, _PAUSE_MAX_S = 5e-5, 1e-3
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -38,10 +38,10 @@ class StreamEvent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """The thread's word on the oldest submission with events: they have happened, or why no more
-    waiting for them makes sense."""
+    """The thread's word on rooms, by `RoomView.serial`: the events of the oldest submission with
+    any have happened (None), or why no more waiting for them makes sense."""
 
-    failure: str | None
+    rooms: tuple[tuple[int, str | None], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,15 @@ class _Submission:
 
 
 class StreamOrder:
-    """Delivers stimuli in the order of `submit`, each after its events.
+    """Delivers the stimuli of each room in the order of `submit`, each after its events.
 
     The loop thread alone calls `submit` and `waited`, and gets the deliveries; a thread of its own
-    waits. A stimulus without events that has nothing before it is delivered at once.
+    waits. A stimulus without events that has nothing of its room before it is delivered at once.
+    Rooms do not wait for each other: with overlap scheduling the last chunk of one forward is sent
+    when the layers of the next one have been announced, and those take that forward's time.
 
-    A device that hangs must not hold back for ever what other streams fill: an event that does not
-    happen within `timeout_s` of its submission fails its room, and so does one that raises. What
-    was submitted behind it meanwhile and is ready then goes on at once.
+    A device that hangs must not hold a room back for ever: an event that does not happen within
+    `timeout_s` of its submission fails its room, and so does one that raises.
 
     Args:
         deliver: takes a stimulus whose events have happened.
@@ -79,9 +80,10 @@ class StreamOrder:
     ) -> None:
         self._deliver, self._fail, self._post = deliver, fail, post
         self._timeout_s, self._timeout_name = timeout_s, timeout_name
-        self._waiting: deque[_Submission] = deque()
+        #: By serial; of the loop thread. The oldest of each has events.
+        self._waiting: dict[int, deque[_Submission]] = {}
+        self._count = 0
         self._to_wait_for: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
-        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-stream-events", daemon=True)
 
     def start(self) -> None:
@@ -89,57 +91,102 @@ class StreamOrder:
 
     def submit(self, view: RoomView, stimulus: Any, events: Sequence[StreamEvent] = ()) -> None:
         """Has `stimulus`, which is about the room `view`, delivered when its turn comes."""
-        if not events and not self._waiting:
+        before = self._waiting.get(view.serial)
+        if not events and before is None:
             self._deliver(stimulus)
             return
-        if len(self._waiting) >= WAITING_MAX:
+        if self._count >= WAITING_MAX:
             self._fail(view, f"{WAITING_MAX} chunks wait for the GPU already: it seems to hang")
             return
         submission = _Submission(view, stimulus, events)
-        self._waiting.append(submission)
+        self._count += 1
+        if before is None:
+            self._waiting[view.serial] = deque((submission,))
+        else:
+            before.append(submission)
         if events:
             self._to_wait_for.put(submission)
 
     def waited(self, waited: Waited) -> None:
-        """The oldest submission's wait is over; those behind it that wait for nothing go, too."""
-        submission = self._waiting.popleft()
-        if waited.failure is None:
-            self._deliver(submission.stimulus)
-        else:
-            self._fail(submission.view, waited.failure)
-        while self._waiting and not self._waiting[0].events:
-            self._deliver(self._waiting.popleft().stimulus)
+        """Waits of these rooms are over; what is behind and waits for nothing goes, too."""
+        for serial, failure in waited.rooms:
+            submissions = self._waiting[serial]
+            over = submissions.popleft()
+            ready = [over] if failure is None else []
+            while submissions and not submissions[0].events:
+                ready.append(submissions.popleft())
+            if not submissions:
+                del self._waiting[serial]
+            self._count -= len(ready) + (failure is not None)
+            if failure is not None:
+                self._fail(over.view, failure)
+            for submission in ready:
+                self._deliver(submission.stimulus)
 
     def close(self) -> None:
         """Ends the thread, whatever it waits for. Idempotent."""
-        self._stopping.set()
         self._to_wait_for.put(None)
         if self._thread.is_alive():
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        while (submission := self._to_wait_for.get()) is not None and not self._stopping.is_set():
-            self._post(Waited(self._wait(submission)))
+        #: By serial, the oldest first.
+        rooms: dict[int, deque[_Submission]] = {}
+        pause_s = _PAUSE_MIN_S
+        while True:
+            try:
+                added = self._to_wait_for.get(timeout=pause_s if rooms else None)
+            except queue.Empty:
+                pause_s = min(pause_s * 1.1, _PAUSE_MAX_S)
+            else:
+                if added is None:
+                    return
+                rooms.setdefault(added.view.serial, deque()).append(added)
+                pause_s = _PAUSE_MIN_S
+                if not self._to_wait_for.empty():
+                    continue
+            if over := self._look(rooms):
+                self._post(Waited(tuple(over)))
+                pause_s = _PAUSE_MIN_S
 
-    def _wait(self, submission: _Submission) -> str | None:
-        room, pause_s = submission.view.room, _PAUSE_MIN_S
+    def _look(self, rooms: dict[int, deque[_Submission]]) -> list[tuple[int, str | None]]:
+        """Takes out what is over by now: of each room as many as are, in order."""
+        #: An event of a whole batch is one of many rooms.
+        asked: dict[int, bool] = {}
+        found: list[tuple[int, str | None]] = []
+        for serial, submissions in list(rooms.items()):
+            while submissions:
+                over, failure = self._is_over(submissions[0], asked)
+                if not over:
+                    break
+                submissions.popleft()
+                found.append((serial, failure))
+            if not submissions:
+                del rooms[serial]
+        return found
+
+    def _is_over(self, submission: _Submission, asked: dict[int, bool]) -> tuple[bool, str | None]:
+        room = submission.view.room
+        if _needs_no_more(submission.view):
+            return True, None  # the rules drop what is sent for it
         try:
-            for event in submission.events:
-                while not event.query():
-                    waited_s = time.monotonic() - submission.since_s
-                    if waited_s >= self._timeout_s:
-                        return (
-                            f"the GPU did not fill the pages that were sent for room {room} within "
-                            f"{waited_s:.0f} s ({self._timeout_name})"
-                        )
-                    if _needs_no_more(submission.view) or self._stopping.is_set():
-                        return None  # the rules drop what is sent for it
-                    time.sleep(pause_s)
-                    pause_s = min(pause_s * 1.1, _PAUSE_MAX_S)
+            if all(_has_happened(event, asked) for event in submission.events):
+                return True, None
         except Exception as error:  # whatever a device's library raises
             logger.exception("an event of the GPU's stream, before room %d can be sent", room)
-            return f"the event before the pages of room {room} failed on the GPU: {error!r}"
-        return None
+            return True, f"the event before the pages of room {room} failed on the GPU: {error!r}"
+        waited_s = time.monotonic() - submission.since_s
+        if waited_s < self._timeout_s:
+            return False, None
+        within = f"within {waited_s:.0f} s ({self._timeout_name})"
+        return True, f"the GPU did not fill the pages that were sent for room {room} {within}"
+
+
+def _has_happened(event: StreamEvent, asked: dict[int, bool]) -> bool:
+    """Asks the device once for each event; `asked` is by identity, and of one look alone."""
+    if id(event) not in asked:
+        asked[id(event)] = event.query()
+    return asked[id(event)]
 
 
 def _needs_no_more(view: RoomView) -> bool:

@@ -82,6 +82,9 @@ __all__ = [
 
 #: Rooms that ended badly are remembered, so that a decode rank which asks later is told at once.
 ENDED_ROOMS_MAX = 4_096
+#: Writes of layers before their chunk, of all rooms. Engine and peers take a bounded number of
+#: transfers, and must have room for chunks.
+EARLY_WRITES_MAX = 4_096
 #: Requests that were met or refused are remembered, so that what is said of them late ends no later
 #: use of the same room number.
 ANSWERED_MAX = 65_536
@@ -115,6 +118,7 @@ class PrefillRooms:
         self._early = EarlyRooms(bootstrap_timeout_s, names.bootstrap)
         self._ended: dict[int, str] = {}  # room number → why it ended badly
         self._answered: dict[tuple[str, int], int] = {}  # (peer, room number) → newest generation
+        self._early_writes = 0  # under way
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -189,6 +193,8 @@ class PrefillRooms:
         room = self._rooms.get(view.serial)
         if room is None or view.state not in (RoomState.READY, RoomState.SENDING):
             return []  # it has ended, or its last chunk was sent
+        if self._early_writes >= EARLY_WRITES_MAX:
+            return [FellBack(view, "so many layers are on their way already")]
         chunk = Chunk(filled.pages, filled.first, None, filled.sent_s)
         problem = layers_problem(room.requests.values(), chunk)
         layers = problem or room.early.announce(filled, room.next_page)
@@ -200,6 +206,7 @@ class PrefillRooms:
         room.moved_s = now_s
         writes = self._writes(room, chunk, layers, early=True)
         room.early.outstanding += len(writes)
+        self._early_writes += len(writes)
         return self._begun(room, writes)
 
     def _chunk(self, view: RoomView, chunk: Chunk, now_s: float) -> list[Instruction]:
@@ -354,6 +361,7 @@ class PrefillRooms:
         room = self._rooms[view.serial]
         room.outstanding -= 1
         room.early.outstanding -= ended.early
+        self._early_writes -= ended.early
         if min(room.outstanding, room.early.outstanding) < 0:
             raise RuntimeError(f"room {view.room} ended more writes than it began")
         instructions: list[Instruction] = []

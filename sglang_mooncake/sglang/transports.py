@@ -17,7 +17,8 @@ __all__ = ["HandoverUnavailable", "open_engine", "register"]
 
 logger = logging.getLogger(__name__)
 
-#: Chunks on their way to one decode rank; far more than requests that a prefill rank can hold.
+#: Chunks on their way to one decode rank; far more than requests that a prefill rank can hold, and
+#: the layers that may go before them (`rooms.prefill.EARLY_WRITES_MAX`).
 _TRANSFERS_MAX = 16_384
 
 

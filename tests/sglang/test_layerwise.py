@@ -213,6 +213,24 @@ def test_layers_must_be_counted_by_attention_as_by_the_layout(
     assert ("caches are those of" in (off or "")) != goes
 
 
+def test_groups_are_cut_by_layers_with_kv(monkeypatch):
+    """Of a model with linear attention in three of four layers, a group for each of the others."""
+    from sglang_mooncake.sglang.layerwise import internals
+
+    monkeypatch.setattr(internals, "INTERNALS", ())
+    model = Model(Sink(), False, monkeypatch)
+    model.layerwise._kv_layers = frozenset(range(3, LAYERS, 4))
+    model.layerwise._by_position = False
+    model.layerwise.install()
+    try:
+        for _ in range(2):
+            model.run(request(8))
+    finally:
+        model.layerwise.close()
+    belows = [below for *_, below, _events in model.sink.sent]
+    assert belows == [7, 11, 15, LAYERS], "each when attention of the next one with KV begins"
+
+
 def test_an_error_in_the_hooks_leaves_the_forward_alone(model, caplog):
     model.sink.error = ZeroDivisionError("a bug")
     with caplog.at_level(logging.ERROR):

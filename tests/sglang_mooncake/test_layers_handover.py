@@ -122,6 +122,25 @@ def test_two_chunks_of_a_prompt_each_go_by_layers(pair):
 
 
 @over_each
+def test_a_room_does_not_wait_for_the_layers_of_another(pair):
+    """With overlap scheduling the next forward is launched, and its layers are announced, before
+    the last chunk of this one is sent."""
+    source, target = begun(pair)
+    others, theirs = pair.open_both(8)
+    pair.name_pages(theirs, [1, 3, 5, 6], aux=6)
+    until(lambda: others.state is RoomState.READY, "the other prefill room is ready")
+    next_forward = Event()
+    pair.prefill.side.send_layers(others, np.array([1, 2, 5, 6]), 0, 2, [next_forward])
+    filled = Event()
+    filled.happen()
+    pair.prefill.send(source, SOURCES, 0, 2, [filled])
+    until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
+    until(lambda: source.state is RoomState.DONE, "the prefill room is done")
+    assert early_nbytes(pair) == 0, "the other one's layers are not filled yet"
+    next_forward.happen()
+    until(lambda: early_nbytes(pair) == 2 * 4 * 512, "then they go")
+
+
 def test_pages_that_differ_from_those_announced_arrive_whole(pair):
     source, target = begun(pair)
     forward, side = Forward(pair, SOURCES), pair.prefill.side

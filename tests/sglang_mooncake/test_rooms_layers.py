@@ -11,6 +11,7 @@ from prefill_rooms import CHUNK_TIMEOUT_S, TIMEOUT_S, chunk, nothing_wanted, ope
 from bootstrap_server.matching import PageShare
 from sglang_mooncake.layout import EVERY_LAYER, layers_from
 from sglang_mooncake.messages import RoomAbort
+from sglang_mooncake.rooms import prefill
 from sglang_mooncake.rooms.layers import ANNOUNCED_MAX
 from sglang_mooncake.rooms.prefill import (
     Aborted,
@@ -226,6 +227,23 @@ def test_announcements_of_a_room_are_bounded(rooms):
     assert reasons(rooms.handle(filled(view, 1, 2, first=ANNOUNCED_MAX), 0)) == [
         f"{ANNOUNCED_MAX} chunks of one request were announced and not sent"
     ]
+
+
+def test_early_writes_of_all_rooms_are_bounded(rooms, monkeypatch):
+    """Engine and peers take a bounded number of transfers, and refusing one would end its room."""
+    monkeypatch.setattr(prefill, "EARLY_WRITES_MAX", 2)
+    view = ready(rooms)
+    for below in (1, 2):
+        assert len(writes(rooms.handle(filled(view, 2, below), 0))) == 1
+    assert reasons(rooms.handle(filled(view, 2, 3), 0)) == [
+        "so many layers are on their way already"
+    ]
+    rooms.handle(WriteEnded(view, None, early=True), 0)
+    (early,) = writes(rooms.handle(filled(view, 2, 4), 0))
+    assert early.layers == range(2, 4), "those that were held back, too"
+    (last,) = writes(rooms.handle(ChunkSent(view, chunk(2)), 0))
+    assert last.layers == layers_from(4)
+    assert last.sent.writes == 4
 
 
 def test_an_announcement_does_not_change_with_the_array_that_made_it(rooms):

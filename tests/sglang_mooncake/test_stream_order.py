@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waits for the GPU: in order, with a deadline, and at nobody else's cost."""
+"""What waits for the GPU: in the order of its room, with a deadline, and at nobody else's cost."""
 
 from __future__ import annotations
 
@@ -47,9 +47,12 @@ class Loop:
         )
         self.order.start()
 
-    def turn(self, times=1):
-        for _ in range(times):
-            self.order.waited(self.inbox.get(timeout=WAIT_S))
+    def turn(self, rooms=1):
+        """Until the waits of so many submissions are over."""
+        while rooms:
+            waited = self.inbox.get(timeout=WAIT_S)
+            rooms -= len(waited.rooms)
+            self.order.waited(waited)
 
 
 @pytest.fixture(params=[WAIT_S])
@@ -70,22 +73,51 @@ def test_what_waits_for_nothing_goes_at_once(loop):
     assert loop.delivered == ["a", "b"]
 
 
-def test_nothing_overtakes_what_waits(loop):
+def test_nothing_overtakes_what_waits_in_its_room(loop):
     first, second = Event(), Event(happened=True)
-    loop.order.submit(view(), "cached prefix", (first,))
-    loop.order.submit(view(), "last chunk")
-    loop.order.submit(view(2), "another room's", (second,))
-    loop.order.submit(view(2), "its last chunk")
+    room = view()
+    loop.order.submit(room, "cached prefix", (first,))
+    loop.order.submit(room, "middle")
+    loop.order.submit(room, "a chunk with an event", (second,))
+    loop.order.submit(room, "last chunk")
     until(lambda: first.asked > 3, "the thread waits")
     assert loop.delivered == []
     assert loop.inbox.empty()
+    assert second.asked == 0
     first.happened.set()
-    loop.turn()
-    assert loop.delivered == ["cached prefix", "last chunk"]
-    loop.turn()
-    assert loop.delivered == ["cached prefix", "last chunk", "another room's", "its last chunk"]
-    loop.order.submit(view(), "later")
+    loop.turn(2)
+    assert loop.delivered == ["cached prefix", "middle", "a chunk with an event", "last chunk"]
+    loop.order.submit(room, "later")
     assert loop.delivered[-1] == "later"
+
+
+def test_rooms_do_not_wait_for_each_other(loop):
+    """The layers of the next forward are announced before the last chunk of this one is sent."""
+    next_forward = Event()
+    loop.order.submit(view(2), "layers of the next forward", (next_forward,))
+    loop.order.submit(view(1), "last chunk")
+    assert loop.delivered == ["last chunk"]
+    until(lambda: next_forward.asked > 3, "the thread waits")
+    loop.order.submit(view(3), "another last chunk", (Event(happened=True),))
+    loop.turn()
+    assert loop.delivered == ["last chunk", "another last chunk"]
+    next_forward.happened.set()
+    loop.turn()
+    assert loop.delivered[-1] == "layers of the next forward"
+
+
+def test_one_look_asks_once_for_an_event_of_many_rooms(loop):
+    event, rooms = Event(), 8
+    for room in range(rooms):
+        loop.order.submit(view(room), room, (event,))
+    until(loop.order._to_wait_for.empty, "the thread has taken all of them")
+    asked = event.asked
+    until(lambda: event.asked > asked + 1, "and has looked at all of them")
+    event.happened.set()
+    waited = loop.inbox.get(timeout=WAIT_S)
+    assert len(waited.rooms) == rooms
+    loop.order.waited(waited)
+    assert loop.delivered == list(range(rooms))
 
 
 def test_all_events_of_one_submission_must_happen(loop):
@@ -114,6 +146,7 @@ def test_an_event_that_raises_fails_its_room_and_the_next_goes_on(loop):
 def test_an_event_that_never_happens_fails_its_room_and_the_next_goes_on(loop):
     stuck = view(1)
     loop.order.submit(stuck, "a", (Event(),))
+    loop.order.submit(stuck, "its last chunk")
     loop.order.submit(view(2), "b", (Event(happened=True),))
     loop.order.submit(view(3), "c")
     loop.turn(2)
@@ -123,14 +156,16 @@ def test_an_event_that_never_happens_fails_its_room_and_the_next_goes_on(loop):
         "the GPU did not fill the pages that were sent for room 1 within 0 s (GPU_TIMEOUT)"
         in reason
     )
-    assert loop.delivered == ["b", "c"]
+    assert loop.delivered == ["c", "b", "its last chunk"], "the rules drop the last one"
+    assert loop.order._count == 0
+    assert not loop.order._waiting
 
 
 @pytest.mark.parametrize("state", [RoomState.ENDING, RoomState.ABORTED])
 def test_a_room_that_ends_is_waited_for_no_more(loop, state):
     stuck, event = view(1), Event()
     loop.order.submit(stuck, "a", (event,))
-    loop.order.submit(view(2), "b")
+    loop.order.submit(stuck, "b")
     until(lambda: event.asked, "the thread waits")
     stuck.state = state
     loop.turn()
@@ -143,7 +178,7 @@ def test_what_waits_is_bounded(loop, monkeypatch):
     for _ in range(2):
         loop.order.submit(first, "a", (event,))
     crowd = view(2)
-    loop.order.submit(crowd, "b")
+    loop.order.submit(crowd, "b", (event,))
     ((room, reason),) = loop.failed
     assert room is crowd
     assert "2 chunks wait for the GPU already" in reason

@@ -58,8 +58,10 @@ class Layerwise:
         self._pace = ForwardPace()
         self._untimed: deque[Forward] = deque(maxlen=_UNTIMED_MAX)
         self._said: set[str] = set()
-        #: The model's layers, rising, as one forward has run them; none before.
+        #: The model's layers, rising, as one forward has run them; none before. And those of them
+        #: that have KV: with linear attention a part has none.
         self._numbers: tuple[int, ...] = ()
+        self._with_kv: tuple[int, ...] = ()
         #: Classes of attention backends whose `forward` is hooked.
         self._backends: set[type] = set()
         #: What is under way in this thread: a batch of prompts (scheduler, batch), its forward.
@@ -162,8 +164,8 @@ class Layerwise:
             return None
         pages = sum(-(-(span.end - span.start) // allocator.page_size) for span in spans)
         at = borders(
-            len(self._numbers),
-            pages * self._page_nbytes // len(self._numbers),
+            len(self._with_kv),
+            pages * self._page_nbytes // len(self._with_kv),
             self._sink.bytes_per_s,
             self._pace.forward_s(tokens),
             self._pace.hand_over_s * len(spans),
@@ -175,7 +177,7 @@ class Layerwise:
         for span in spans if at else ():
             parts.append(Part(span, gather(scheduler, span, streams is not None)))
             span.sender.told_tokens = span.end
-        numbers = [self._numbers[border] for border in at]
+        numbers = [self._with_kv[border] for border in at]
         forward = Forward(self._sink, parts, numbers, streams, tokens)
         forward.hook_s = time.perf_counter() - began_s
         return forward
@@ -225,6 +227,7 @@ class Layerwise:
             )
         else:
             self._numbers = tuple(dict.fromkeys(numbers))
+            self._with_kv = tuple(sorted(self._kv_layers))
 
     def _learn(self) -> None:
         """Takes up the times of forwards that are over by now."""
