@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from bootstrap_server.errors import BootstrapError
 from bootstrap_server.registry import LEASE_S
+from bootstrap_server.secret import Keys
+from bootstrap_server.secret_file import read_secret_file
 from bootstrap_server.server import BootstrapServer
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -32,6 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--log-level", default="warning", choices=("debug", "info", "warning", "error")
     )
+    parser.add_argument(
+        "--secret-file",
+        metavar="PATH",
+        help="file with the deployment's secrets, one a line: only servers that have one of them "
+        "are served (docs/security.md; default: everybody is)",
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -40,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # sigwait below, wherever they arrive.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        server = BootstrapServer(options.host, options.port, options.lease_s)
+        secrets = read_secret_file(options.secret_file) if options.secret_file else []
+        keys = Keys.from_secrets(secrets).registry
+        server = BootstrapServer(options.host, options.port, options.lease_s, keys=keys)
     except (BootstrapError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

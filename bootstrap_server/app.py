@@ -17,6 +17,8 @@ version and the name of an instance in the path, errors as `{"error": sentence}`
 `GET /v1/instances/NAME?wait_s=…&after=…` waits until the instance is ready with a revision above
 `after`. A 409 has `left_s` where a live rank holds the place: how long, unless it renews.
 
+With keys a `Gate` stands before all of them but `GET /health`.
+
 Handlers run on one event loop and never await between reading and writing the registry, so
 there are no locks.
 """
@@ -29,6 +31,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from msgspec.json import Decoder
 
 from bootstrap_server.connections import ConnectionWatch
@@ -39,6 +42,7 @@ from bootstrap_server.errors import (
     RegistrationRefused,
     RegistryFull,
 )
+from bootstrap_server.gate import Gate, Refusals, guard
 from bootstrap_server.http_body import (
     BODY_BYTES_MAX,
     RefusalError,
@@ -89,10 +93,15 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(
-    registry: Registry, rooms: RoomTable, clock: Callable[[], float], watch: ConnectionWatch
+    registry: Registry,
+    rooms: RoomTable,
+    clock: Callable[[], float],
+    watch: ConnectionWatch,
+    gate: Gate | None = None,
 ) -> web.Application:
     """The application over `registry` and `rooms`; `clock` gives the seconds of leases and
-    rooms, `watch` hears of every request that has begun."""
+    rooms, `watch` hears of every request that has begun, `gate` says whose requests are served
+    (None: everybody's)."""
     handlers = _Handlers(registry, rooms, clock)
 
     @web.middleware
@@ -103,7 +112,10 @@ def make_app(
             response.force_close()
         return response
 
-    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[hear, _sentences])
+    middlewares: list[Middleware] = [hear, _sentences]
+    if gate is not None:
+        middlewares.insert(1, guard(gate, Refusals()))
+    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=middlewares)
     app.add_routes(
         [
             web.put("/route", handlers.put_route),

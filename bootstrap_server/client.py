@@ -79,8 +79,9 @@ class BootstrapClient:
 
     A request takes `timeout_s` at most, plus the time for which the server is asked to wait. Raises
     `BootstrapError` with a sentence, and `Unreachable`, a kind of it, when asking again later
-    can help. Keeps one connection open and must be used from one thread. `sleep` and `clock`
-    are for tests. What a rank needs all its life is `RankLease`.
+    can help. Keeps one connection open and must be used from one thread. With `keys`
+    (`secret.Keys.registry`) requests and answers are proved. `sleep` and `clock` are for tests.
+    What a rank needs all its life is `RankLease`.
     """
 
     def __init__(
@@ -89,11 +90,12 @@ class BootstrapClient:
         timeout_s: float = 5.0,
         *,
         instance: str = DEFAULT_INSTANCE,
+        keys: Sequence[bytes] = (),
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = address
-        self._http = HttpClient(address, timeout_s)
+        self._http = HttpClient(address, timeout_s, keys=keys)
         try:
             check_instance_name(instance)
         except ValueError as error:
@@ -241,7 +243,12 @@ class BootstrapClient:
     def _stranger(self, what: str, status: int, answer: bytes) -> BootstrapError:
         """Error for a refusal, or for an answer that our server would not give."""
         refusal = self._error_of(answer)
-        if refusal is not None:
+        if status == 401:
+            sentence = (
+                "it serves only servers that have its secret: start this one with the same "
+                "SGLANG_MOONCAKE_SECRET_FILE"
+            )
+        elif refusal is not None:
             sentence = refusal.error
         else:
             sentence = repr(answer[:ANSWER_EXCERPT_CHARS].decode(errors="replace"))

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import hmac
 from typing import Final, TypeVar
 
 import msgspec
 from aiohttp import web
 
+from bootstrap_server.proof import digest_of
+
 __all__ = [
     "BODY_BYTES_MAX",
     "RefusalError",
     "Snapshot",
+    "check_body",
     "error_response",
     "json_response",
     "read_body",
@@ -39,23 +43,39 @@ class RefusalError(Exception):
 
 async def read_body(request: web.Request, decoder: msgspec.json.Decoder[_T]) -> _T:
     """The request's body, decoded; `RefusalError` when it is too large, too slow or not one."""
-    what = f"{request.method} {request.path}"
-    too_large = RefusalError(413, f"{what}: the body is larger than {BODY_BYTES_MAX} bytes")
+    data = await _read(request)
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RefusalError(400, f"{_what(request)}: bad body: {error}") from error
+
+
+async def check_body(request: web.Request, digest: bytes) -> None:
+    """`RefusalError` unless the request's body is the one of that digest."""
+    if not hmac.compare_digest(digest_of(await _read(request)), digest):
+        raise RefusalError(400, f"{_what(request)}: the body is not the one that was proved")
+
+
+async def _read(request: web.Request) -> bytes:
+    """The body; asking again costs nothing."""
+    too_large = RefusalError(
+        413, f"{_what(request)}: the body is larger than {BODY_BYTES_MAX} bytes"
+    )
     # Asked before reading, so that a client that says so is not listened to at all.
     if request.content_length is not None and request.content_length > BODY_BYTES_MAX:
         raise too_large
     try:
         async with asyncio.timeout(BODY_DEADLINE_S):
-            data = await request.read()
+            return await request.read()
     except TimeoutError as error:
-        sentence = f"{what}: the body did not arrive within {BODY_DEADLINE_S:g} s"
+        sentence = f"{_what(request)}: the body did not arrive within {BODY_DEADLINE_S:g} s"
         raise RefusalError(408, sentence) from error
     except web.HTTPRequestEntityTooLarge as error:
         raise too_large from error
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RefusalError(400, f"{what}: bad body: {error}") from error
+
+
+def _what(request: web.Request) -> str:
+    return f"{request.method} {request.path}"
 
 
 def json_response(value: object, status: int = 200) -> web.Response:

@@ -12,8 +12,10 @@ import re
 import socket
 import time
 import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from bootstrap_server.client_proof import ClientProof
 from bootstrap_server.errors import BootstrapError, Unreachable
 
 __all__ = ["ANSWER_BYTES_MAX", "HttpClient", "split_address"]
@@ -99,12 +101,19 @@ class HttpClient:
 
     Follows no redirection and uses no proxy: ranks talk to each other directly. A request takes
     `timeout_s` at most, from connecting to the last byte of the answer, plus the time for which
-    the server was asked to wait. `server` is what errors call the other side.
+    the server was asked to wait. `server` is what errors call the other side. With `keys` each
+    request is proved with the first, and an answer that is not proved with it is an error.
     """
 
     def __init__(
-        self, address: str, timeout_s: float, server: str = "the bootstrap server"
+        self,
+        address: str,
+        timeout_s: float,
+        server: str = "the bootstrap server",
+        *,
+        keys: Sequence[bytes] = (),
     ) -> None:
+        self._key = keys[0] if keys else None
         self._address, self._server = address, server
         host, self._port = split_address(address)
         self._host = _LOOPBACK_OF_WILDCARD.get(host, host)
@@ -123,11 +132,12 @@ class HttpClient:
         """Status and body of one request, which must be one that may be made twice.
 
         `wait_s` is how long the server was asked to take over it. Raises `Unreachable` when there
-        is no complete answer, `BootstrapError` when it is longer than any that is expected.
+        is no complete answer, `BootstrapError` when it is longer than any that is expected, or is
+        not proved.
         """
         try:
-            response = self._send(method, path, body, wait_s)
-            status, answer = response.status, self._read(response)
+            response, proof = self._send(method, path, body, wait_s)
+            status, answer = response.status, self._read(response, proof)
             if response.will_close:
                 self.close()
             return status, answer
@@ -144,49 +154,84 @@ class HttpClient:
 
     def _send(
         self, method: str, path: str, body: bytes | None, wait_s: float
-    ) -> http.client.HTTPResponse:
+    ) -> tuple[http.client.HTTPResponse, ClientProof | None]:
         """Send on the open connection; on a new one when the server has closed it meanwhile."""
         deadline_s = time.monotonic() + self._timeout_s + wait_s
         kept = self._connection
         if kept is not None:
             try:
-                return _send_on(kept, method, path, body, deadline_s)
+                return self._send_on(kept, method, path, body, deadline_s)
             except (ConnectionError, http.client.RemoteDisconnected):
                 self.close()
         fresh = _DeadlineConnection(self._host, self._port)
         self._connection = fresh
-        return _send_on(fresh, method, path, body, deadline_s)
+        return self._send_on(fresh, method, path, body, deadline_s)
 
-    def _read(self, response: http.client.HTTPResponse) -> bytes:
-        gzipped = response.getheader("Content-Encoding", "") == "gzip"
-        unpack = zlib.decompressobj(wbits=31) if gzipped else None
-        parts: list[bytes] = []
+    def _send_on(
+        self,
+        connection: _DeadlineConnection,
+        method: str,
+        path: str,
+        body: bytes | None,
+        deadline_s: float,
+    ) -> tuple[http.client.HTTPResponse, ClientProof | None]:
+        headers = {"Accept-Encoding": "gzip"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        connection.begin(deadline_s)
+        proof = None
+        if self._key is not None:
+            if connection.sock is None:
+                # The time of a proof is that of sending.
+                connection.connect()
+            # A proof is good for one request: a second try needs another.
+            proof = ClientProof(self._key, method, path, body)
+            headers |= proof.headers
+        connection.request(method, path, body, headers)
+        return connection.getresponse(), proof
+
+    def _read(self, response: http.client.HTTPResponse, proof: ClientProof | None) -> bytes:
+        encoding = response.getheader("Content-Encoding", "")
+        if proof is not None:
+            # Nothing of a stranger's answer is unpacked.
+            packed = b"".join(self._parts(response))
+            refusal = proof.refusal(response, encoding, packed)
+            if refusal is not None:
+                raise BootstrapError(f"{self._server} at {self._address} {refusal}")
+            return b"".join(self._unpacked([packed], encoding))
+        return b"".join(self._unpacked(self._parts(response), encoding))
+
+    def _parts(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
+        """The body as it was sent."""
         size_bytes = 0
         while part := response.read(_PART_BYTES):
-            if unpack is not None:
-                part = unpack.decompress(part, ANSWER_BYTES_MAX + 1)
-            parts.append(part)
             size_bytes += len(part)
-            if size_bytes > ANSWER_BYTES_MAX:
-                raise BootstrapError(
-                    f"{self._address} answers with more than {ANSWER_BYTES_MAX} bytes, so it is "
-                    f"not {self._server} (--disaggregation-bootstrap-port)"
-                )
+            self._check_size(size_bytes)
+            yield part
         # Reading in parts, http.client takes a connection that breaks off for the end.
-        if response.length or (unpack is not None and not unpack.eof):
-            raise http.client.IncompleteRead(b"".join(parts[-1:]), response.length)
-        return b"".join(parts)
+        if response.length:
+            raise http.client.IncompleteRead(b"", response.length)
 
+    def _unpacked(self, parts: Iterable[bytes], encoding: str) -> Iterator[bytes]:
+        if encoding != "gzip":
+            yield from parts
+            return
+        unpack = zlib.decompressobj(wbits=31)
+        size_bytes = 0
+        for packed in parts:
+            part = unpack.decompress(packed, ANSWER_BYTES_MAX + 1)
+            size_bytes += len(part)
+            self._check_size(size_bytes)
+            yield part
+        if not unpack.eof:
+            raise http.client.IncompleteRead(b"")
 
-def _send_on(
-    connection: _DeadlineConnection, method: str, path: str, body: bytes | None, deadline_s: float
-) -> http.client.HTTPResponse:
-    headers = {"Accept-Encoding": "gzip"}
-    if body is not None:
-        headers["Content-Type"] = "application/json"
-    connection.begin(deadline_s)
-    connection.request(method, path, body, headers)
-    return connection.getresponse()
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > ANSWER_BYTES_MAX:
+            raise BootstrapError(
+                f"{self._address} answers with more than {ANSWER_BYTES_MAX} bytes, so it is "
+                f"not {self._server} (--disaggregation-bootstrap-port)"
+            )
 
 
 def _left_s(deadline_s: float) -> float:

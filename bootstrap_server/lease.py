@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Self
 
 from bootstrap_server.client import BootstrapClient
@@ -25,8 +25,8 @@ class RankLease:
     """Registers a rank and keeps it registered, from a thread of its own, until closed.
 
     The constructor waits until the registry has taken the rank (see `BootstrapClient.register`:
-    `deadline_s`, and the errors that it raises); no later call waits for the registry, except
-    `close()`, for a few seconds at most.
+    `deadline_s`, and the errors that it raises; `keys` as for the client); no later call waits for
+    the registry, except `close()`, for a few seconds at most.
 
     What comes later is healed here: a registry that was restarted, or forgot the rank while this
     process was held, gets the rank again at the next renewal; one that cannot be reached, or has
@@ -47,10 +47,11 @@ class RankLease:
         *,
         instance: str = DEFAULT_INSTANCE,
         deadline_s: float = 60.0,
+        keys: Sequence[bytes] = (),
         make_client: Callable[..., BootstrapClient] = BootstrapClient,
     ) -> None:
         self._record = record
-        self._client = make_client(address, instance=instance)
+        self._client = make_client(address, instance=instance, keys=keys)
         self._closing = threading.Event()
         #: Why the registry does not show this rank, or may soon cease to; None when it does.
         self.problem: str | None = None

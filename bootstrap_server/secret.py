@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Final
 
-__all__ = ["KEY_BYTES", "SECRETS_MAX", "Keys", "hkdf", "new_secret", "split_secrets"]
+__all__ = ["KEY_BYTES", "SECRETS_MAX", "Keys", "hkdf", "new_secret", "seal", "split_secrets"]
 
 KEY_BYTES: Final = 32
 #: A rotation needs two.
@@ -66,6 +66,13 @@ def hkdf(secret: bytes, salt: bytes, label: bytes, length_bytes: int) -> bytes:
         block = hmac.digest(extracted, block + label + bytes([number]), "sha256")
         made += block
     return made[:length_bytes]
+
+
+def seal(key: bytes, label: bytes, *parts: bytes) -> bytes:
+    """HMAC with SHA-256 over `parts`, each with its length, so that none can run into the next;
+    `label` keeps the uses of one key apart. 32 bytes."""
+    text = b"".join(len(part).to_bytes(8, "big") + part for part in (label, *parts))
+    return hmac.digest(key, text, "sha256")
 
 
 def new_secret() -> str:

@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import Final, Self
 
@@ -22,6 +23,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from bootstrap_server.app import log_lapsed, make_app
 from bootstrap_server.connections import ConnectionWatch
 from bootstrap_server.errors import BootstrapError
+from bootstrap_server.gate import Gate
 from bootstrap_server.registry import LEASE_S, LeaseClock, Registry
 from bootstrap_server.rooms import RoomTable
 
@@ -52,15 +54,19 @@ class BootstrapServer:
 
     `host` is a name, an IPv4 or IPv6 address or a wildcard (`0.0.0.0`, `::`); a name that
     resolves to several addresses is served on all of them. `port` 0 takes any free one.
-    A rank's lease lasts `lease_s`. Raises `BootstrapError` when it cannot listen. Usable as a
-    context manager.
+    A rank's lease lasts `lease_s`. With `keys` (`secret.Keys.registry`) only who proves that he has
+    one of them is served, and gets the answers proved. Raises `BootstrapError` when it cannot
+    listen. Usable as a context manager.
 
     The face that SGLang uses (`managers/disagg_service.py`): constructed with `host=` and
     `port=`, kept until the process ends, and never called again.
     """
 
-    def __init__(self, host: str, port: int, lease_s: float = LEASE_S) -> None:
+    def __init__(
+        self, host: str, port: int, lease_s: float = LEASE_S, *, keys: Sequence[bytes] = ()
+    ) -> None:
         self.host = host
+        self._gate = Gate(keys) if keys else None
         # Revisions count changes: never as many as nanoseconds.
         self._registry = Registry(lease_s, first_revision=time.time_ns())
         sockets = _listen(host, port)
@@ -119,7 +125,8 @@ class BootstrapServer:
     ) -> None:
         clock = LeaseClock(time.monotonic, TICK_MAX_S)
         watch = ConnectionWatch()
-        app = make_app(self._registry, RoomTable(ROOMS_MAX, ROOM_EXPIRY_S), clock.now_s, watch)
+        rooms = RoomTable(ROOMS_MAX, ROOM_EXPIRY_S)
+        app = make_app(self._registry, rooms, clock.now_s, watch, self._gate)
         runner = web.AppRunner(
             app,
             access_log=None,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bootstrap_server import InstanceConfig, RankCoords
+from bootstrap_server.secret import Keys
 from sglang_mooncake.layout import UNSPLIT, Place, Split
 
 __all__ = [
@@ -65,6 +66,7 @@ class RankContext:
     all_cp_ranks: decode: every CP rank of the prefill instance shall send its share of the pages,
         instead of the first one all of them.
     split: how this rank's KV cache is split beside TP and pipeline stages.
+    keys: those of the deployment's secrets; empty without one.
     """
 
     role: Role
@@ -78,6 +80,7 @@ class RankContext:
     all_cp_ranks: bool = False
     split: Split = UNSPLIT
     names: SettingNames = FIELD_NAMES
+    keys: Keys = Keys()  # noqa: RUF009 - it is frozen
 
     @property
     def place(self) -> Place:

@@ -5,6 +5,7 @@ be done is decided in `rooms/decode.py`; here it is done, on the loop thread, an
 
 from __future__ import annotations
 
+import functools
 import secrets
 import threading
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.executor import Executor
 from sglang_mooncake.fences import Fencer
-from sglang_mooncake.instances import PrefillInstances
+from sglang_mooncake.instances import PrefillInstances, fetch_instance
 from sglang_mooncake.layout import SEAL_BYTES, Buffers, Layout, Seal
 from sglang_mooncake.layout.pairing import DRAFT
 from sglang_mooncake.links.decode import DecodeLinks, LinkKey
@@ -91,7 +92,9 @@ class DecodeSide(Side):
             computed_first=context.waits_for_prompt,
             names=context.names,
         )
-        self.instances = PrefillInstances(registries)
+        self.instances = PrefillInstances(
+            registries, functools.partial(fetch_instance, keys=context.keys)
+        )
         self._sources_of: dict[str, _Sources] = {}  # of the scheduler thread alone
         self._optional_states = _optional_states(layout)
         self._executor: Executor[rooms.Event, rooms.Instruction] = Executor(

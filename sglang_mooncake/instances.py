@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from bootstrap_server import BootstrapClient, BootstrapError, Instance, split_address
+from bootstrap_server.secret import Keys
 from sglang_mooncake.fair_queue import FairQueue, Work
 from sglang_mooncake.registries import Registries
 
@@ -36,6 +37,7 @@ WAITING_MAX_S = 15.0
 RETURN_WORKERS = 2
 RETURN_FIRST_S, RETURN_MAX_S = 0.1, 5.0
 RETURN_GIVEN_UP_S = 900.0
+_NO_KEYS = Keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +60,14 @@ class _Return:
     at_work: bool = False
 
 
-def fetch_instance(address: str) -> Instance:
+def fetch_instance(address: str, keys: Keys = _NO_KEYS) -> Instance:
     """The instance behind the registry at `address`; takes up to `LOOKUP_WAIT_S` longer than a
     request does while ranks are missing.
 
     Raises:
         BootstrapError: a sentence that says why it is not known.
     """
-    client = BootstrapClient(address)
+    client = BootstrapClient(address, keys=keys.registry)
     try:
         return client.instance(wait_s=LOOKUP_WAIT_S)
     finally:

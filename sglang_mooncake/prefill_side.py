@@ -235,7 +235,7 @@ class PrefillSide(Side):
         self._recorder.open_rooms(len(self._rooms))
 
     def _register_dp_rank(self, room: int) -> str | None:
-        client = BootstrapClient(self._context.bootstrap_address)
+        client = BootstrapClient(self._context.bootstrap_address, keys=self._context.keys.registry)
         try:
             client.register_dp_rank(room, self._context.coords.dp)
         except BootstrapError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import dataclasses
 import logging
 from typing import Any
 
@@ -25,6 +26,7 @@ from sglang_mooncake.sglang.layerwise import Layerwise
 from sglang_mooncake.sglang.plugin import hook_decode_queue, serving_classes
 from sglang_mooncake.sglang.pools.kv_args import KVArgsLike, layout_from_kv_args, memory_ranges
 from sglang_mooncake.sglang.recompute import Recompute
+from sglang_mooncake.sglang.registry import prove_dp_rank_queries
 from sglang_mooncake.sglang.seam import (
     BaseKVManager,
     DisaggregationMode,
@@ -74,7 +76,10 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self.disaggregation_mode = disaggregation_mode
         self.is_mla_backend = bool(is_mla_backend)
         self.config = Config.from_environment()
-        self.context = rank_context(args, disaggregation_mode, server_args, self.config.host)
+        self.context = dataclasses.replace(
+            rank_context(args, disaggregation_mode, server_args, self.config.host),
+            keys=self.config.keys,
+        )
         # Read by SGLang's schedulers as they stand.
         self.attn_cp_rank = self.context.coords.cp
         self.attn_cp_size = self.context.config.topology.cp_size
@@ -107,6 +112,8 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             self._start_prefill(self._layout(_NO_SEALS))
         else:
             hook_decode_queue()
+            if self.config.keys:
+                prove_dp_rank_queries(self.config.keys.registry)
             seals = SealBuffer(self.engine)
             layout = self._layout(seals.buffers)
             self.decode_side = DecodeSide(
@@ -178,7 +185,10 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             ),
         )
         self._lease = RankLease(
-            self.context.bootstrap_address, record, deadline_s=self.config.register_timeout_s
+            self.context.bootstrap_address,
+            record,
+            deadline_s=self.config.register_timeout_s,
+            keys=self.config.keys.registry,
         )
 
     # --- memory ---

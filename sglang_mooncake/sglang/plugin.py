@@ -43,16 +43,16 @@ def register() -> None:
 
 def serving_classes() -> dict[str, type]:
     """The classes that SGLang gets for the backend name `mooncake`."""
-    from bootstrap_server import BootstrapServer
     from sglang_mooncake.sglang.manager import KVManager
     from sglang_mooncake.sglang.receiver import KVReceiver
+    from sglang_mooncake.sglang.registry import ServersRegistry
     from sglang_mooncake.sglang.sender import KVSender
 
     return {
         "manager": KVManager,
         "sender": KVSender,
         "receiver": KVReceiver,
-        "bootstrap_server": BootstrapServer,
+        "bootstrap_server": ServersRegistry,
     }
 
 

@@ -27,6 +27,8 @@ from bootstrap_server import (
     Topology,
     Unreachable,
 )
+from bootstrap_server.secret import Keys
+from bootstrap_server.secret_file import read_secret_file, write_secret_file
 
 MakeRecord = Callable[..., RankRecord]
 
@@ -149,3 +151,26 @@ def test_standalone_says_in_one_line_that_the_port_is_taken(server: BootstrapSer
         assert (process.returncode, output) == (1, "")
         assert errors.count("\n") == 1
         assert os.strerror(errno.EADDRINUSE) in errors
+
+
+def test_standalone_serves_those_who_have_the_secret(tmp_path: Path) -> None:
+    write_secret_file(tmp_path / "secret")
+    keys = Keys.from_secrets(read_secret_file(tmp_path / "secret")).registry
+    with standalone("--port", "0", "--secret-file", str(tmp_path / "secret")) as process:
+        assert process.stdout is not None
+        address = f"127.0.0.1:{process.stdout.readline().split()[-1]}"
+        with BootstrapClient(address, keys=keys) as client, pytest.raises(NotReady):
+            client.instance()
+        with (
+            BootstrapClient(address) as client,
+            pytest.raises(BootstrapError, match="serves only servers that have its secret"),
+        ):
+            client.instance()
+
+
+def test_standalone_does_not_serve_without_the_secret_that_it_was_told_of(tmp_path: Path) -> None:
+    absent = tmp_path / "secret"
+    with standalone("--port", "0", "--secret-file", str(absent)) as process:
+        output, errors = process.communicate(timeout=60)
+        assert (process.returncode, output) == (1, "")
+        assert errors == f"error: cannot read the secret from {absent}: {os.strerror(2)}\n"

@@ -19,6 +19,7 @@ import pytest
 from cpu_serving.model import make_model
 
 from bootstrap_server import (
+    BootstrapClient,
     BootstrapServer,
     CPTransfer,
     MismatchError,
@@ -327,3 +328,30 @@ def test_page_shares_agree_with_sglangs() -> None:
                     ours = source.pages.within(chunk, total)
                     assert list(indices) == list(ours)
                     assert len(ours) == 0 or (where.start, where.stop) == (ours.start, ours.stop)
+
+
+def test_a_decode_scheduler_with_a_secret_proves_its_queries(monkeypatch: pytest.MonkeyPatch):
+    from sglang.srt.disaggregation import decode
+
+    from sglang_mooncake.sglang.registry import prove_dp_rank_queries
+
+    own = decode.CommonKVReceiver.query_prefill_dp_ranks
+    monkeypatch.setattr(decode.CommonKVReceiver, "query_prefill_dp_ranks", staticmethod(own))
+    key = b"k" * 32
+    with BootstrapServer(HOST, 0, keys=[key]) as server:
+        address = f"{HOST}:{server.port}"
+        with BootstrapClient(address, keys=[key]) as client:
+            client.register_dp_rank(40, 1)
+        assert decode.CommonKVReceiver.query_prefill_dp_ranks(address, [40, 41]) == {}
+        prove_dp_rank_queries([key])
+        assert decode.CommonKVReceiver.query_prefill_dp_ranks(address, [40, 41]) == {"40": 1}
+
+
+def test_an_sglang_that_asks_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+    from sglang_mooncake.sglang.registry import prove_dp_rank_queries
+
+    monkeypatch.delattr(CommonKVReceiver, "query_prefill_dp_ranks")
+    with pytest.raises(LookupError, match="query_prefill_dp_ranks"):
+        prove_dp_rank_queries([b"k" * 32])

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets in who proves that he has the secret, before anything of a request is looked at."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from bootstrap_server.http_body import RefusalError, check_body, error_response
+from bootstrap_server.proof import HEADER, RequestProof, key_of, prove_answer
+from bootstrap_server.replays import Replays
+
+__all__ = ["Gate", "Refusals", "guard"]
+
+logger = logging.getLogger(__name__)
+
+#: Strangers get no more of the log than a line in this time.
+LOG_EVERY_S: Final = 5.0
+#: Tells nothing, and those who ask for it (orchestrators) have no secret.
+_OPEN: Final = ("GET", "/health")
+
+
+class Refusals:
+    """Writes who was refused into the log, at a bounded rate."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next_s = clock()
+        self._left_out = 0
+
+    def note(self, address: str, why: str) -> None:
+        """A request from `address` was refused."""
+        now_s = self._clock()
+        if now_s < self._next_s:
+            self._left_out += 1
+            return
+        more = f" ({self._left_out} refusals before it are not shown)" if self._left_out else ""
+        logger.warning("refused a request from %s: %s%s", address, why, more)
+        self._next_s, self._left_out = now_s + LOG_EVERY_S, 0
+
+
+class Gate:
+    """Decides by the keys of the registry; `clock` gives seconds since 1970."""
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        clock: Callable[[], float] = time.time,
+        replays: Replays | None = None,
+    ) -> None:
+        self._keys, self._clock = tuple(keys), clock
+        self._replays = Replays() if replays is None else replays
+
+    def admit(
+        self, method: str, path: str, header: str | None, address: str
+    ) -> tuple[bytes, RequestProof] | str:
+        """The key and the proof of a request, or why it is refused."""
+        if header is None:
+            return (
+                "it does not prove that it has our secret: start it with the same "
+                "SGLANG_MOONCAKE_SECRET_FILE; stock SGLang servers and tools cannot be served"
+            )
+        try:
+            proof = RequestProof.parse(header)
+        except ValueError as error:
+            return str(error)
+        key = key_of(self._keys, method, path, proof)
+        if key is None:
+            return "wrong key: it has another secret than we have; give both the same"
+        claim, now_s = proof.claim, self._clock()
+        refusal = self._replays.refusal(
+            claim.client, claim.number, claim.time_ms / 1e3, now_s, address
+        )
+        return (key, proof) if refusal is None else refusal
+
+
+def guard(gate: Gate, refusals: Refusals) -> Middleware:
+    """A middleware that asks `gate` first, and proves the answers to those who are let in. Others
+    get status 401 and not a word."""
+
+    @web.middleware
+    async def let_in(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if (request.method, request.raw_path) == _OPEN:
+            return await handler(request)
+        address = request.remote or "an unknown address"
+        header = request.headers.get(HEADER)
+        admitted = gate.admit(request.method, request.raw_path, header, address)
+        if isinstance(admitted, str):
+            refusals.note(address, admitted)
+            refused = web.Response(status=401)
+            refused.force_close()
+            return refused
+        key, proof = admitted
+        try:
+            await check_body(request, proof.claim.body_digest)
+            response = await handler(request)
+        except RefusalError as refusal:
+            response = error_response(request, refusal)
+        assert isinstance(response, web.Response)
+        body = response.body or b""
+        assert isinstance(body, bytes)
+        encoding = response.headers.get("Content-Encoding", "")
+        response.headers[HEADER] = prove_answer(key, proof, response.status, encoding, body)
+        return response
+
+    return let_in

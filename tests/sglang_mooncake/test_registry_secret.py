@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What asks a registry, with a secret and without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from handover import ALONE, FIRST
+
+from bootstrap_server import (
+    BootstrapClient,
+    BootstrapError,
+    InstanceConfig,
+    KVFormat,
+    Rank,
+    RankLease,
+    RankRecord,
+)
+from bootstrap_server.secret import Keys
+from sglang_mooncake.instances import fetch_instance
+from sglang_mooncake.sglang.config import ConfigError
+from sglang_mooncake.sglang.registry import ServersRegistry, query_dp_ranks
+
+SECRET = "0123456789abcdef" * 2
+KEYS = Keys.from_secrets([SECRET.encode()])
+
+
+@pytest.fixture(params=[False, True], ids=["open", "secret"])
+def keys(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Keys:
+    """Also set for what reads the environment."""
+    monkeypatch.delenv("SGLANG_MOONCAKE_SECRET_FILE", raising=False)
+    monkeypatch.delenv("SGLANG_MOONCAKE_SECRET", raising=False)
+    if request.param:
+        monkeypatch.setenv("SGLANG_MOONCAKE_SECRET", SECRET)
+    return KEYS if request.param else Keys()
+
+
+@pytest.fixture
+def address(keys: Keys) -> Iterator[str]:
+    with ServersRegistry(host="127.0.0.1", port=0) as server:
+        yield f"127.0.0.1:{server.port}"
+
+
+def test_decode_ranks_find_instances_and_dp_ranks(address: str, keys: Keys) -> None:
+    config = InstanceConfig(topology=ALONE, format=KVFormat(1, "bfloat16", None))
+    record = RankRecord(config, Rank(FIRST, "127.0.0.1", 1, 1))
+    with (
+        RankLease(address, record, keys=keys.registry),
+        BootstrapClient(address, keys=keys.registry) as client,
+    ):
+        assert fetch_instance(address, keys).ranks == (record.rank,)
+        client.register_dp_rank(7, 0)
+        assert query_dp_ranks(address, [7, 8], keys.registry) == {"7": 0}
+
+
+def test_strangers_find_nothing(caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+    monkeypatch.setenv("SGLANG_MOONCAKE_SECRET", SECRET)
+    with ServersRegistry(host="127.0.0.1", port=0) as server:
+        address = f"127.0.0.1:{server.port}"
+        with pytest.raises(BootstrapError, match="serves only servers that have its secret"):
+            fetch_instance(address)
+        assert query_dp_ranks(address, [7], ()) == {}
+        assert "cannot ask for the DP ranks of 1 rooms" in caplog.text
+
+
+def test_a_bad_secret_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_MOONCAKE_SECRET", "short")
+    with pytest.raises(ConfigError, match="SGLANG_MOONCAKE_SECRET: the secret has 5 characters"):
+        ServersRegistry(host="127.0.0.1", port=0)
