@@ -42,6 +42,7 @@ EPOCH_MAX: Final = 2**63 - 1
 VALUE_CHARS_MAX: Final = 120
 #: The instance of a bootstrap server that serves one SGLang server, as SGLang's own does.
 DEFAULT_INSTANCE: Final = "default"
+_SIGNATURE: Final = re.compile("[0-9a-f]{64}")
 _INSTANCE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 #: The SGLang flag behind each value, for sentences that say what to change.
@@ -191,7 +192,8 @@ class Rank(msgspec.Struct, frozen=True):
     `host` and `port` are its control endpoint. `epoch` is the start of this life in
     nanoseconds since 1970, so that a restarted rank can be told from its former self;
     0 means unknown (stock SGLang ranks do not say). `prefill_http_port` is the port of
-    SGLang's HTTP API on that node.
+    SGLang's HTTP API on that node. `signature` is the rank's over all this and its configuration
+    (`signatures.py`), 64 hexadecimal digits, or empty.
     """
 
     coords: RankCoords
@@ -199,6 +201,7 @@ class Rank(msgspec.Struct, frozen=True):
     port: int
     epoch: int = 0
     prefill_http_port: int | None = None
+    signature: str = ""
 
     def __post_init__(self) -> None:
         _check_text("host", self.host)
@@ -208,6 +211,8 @@ class Rank(msgspec.Struct, frozen=True):
         _check_range("epoch", self.epoch, 0, EPOCH_MAX)
         if self.prefill_http_port is not None:
             _check_range("prefill_http_port", self.prefill_http_port, 1, 65_535)
+        if self.signature and not _SIGNATURE.fullmatch(self.signature):
+            raise ValueError(f"signature {_short(self.signature)!r} is not 64 hexadecimal digits")
 
 
 class RankRecord(msgspec.Struct, frozen=True):

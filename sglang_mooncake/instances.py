@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from bootstrap_server import BootstrapClient, BootstrapError, Instance, split_address
 from bootstrap_server.secret import Keys
+from bootstrap_server.signatures import check_signatures
 from sglang_mooncake.fair_queue import FairQueue, Work
 from sglang_mooncake.registries import Registries
 
@@ -67,11 +68,16 @@ def fetch_instance(address: str, keys: Keys = _NO_KEYS) -> Instance:
     Raises:
         BootstrapError: a sentence that says why it is not known.
     """
-    client = BootstrapClient(address, keys=keys.registry)
+    with BootstrapClient(address, keys=keys.registry) as client:
+        instance = client.instance(wait_s=LOOKUP_WAIT_S)
     try:
-        return client.instance(wait_s=LOOKUP_WAIT_S)
-    finally:
-        client.close()
+        check_signatures(instance, keys.record, address)
+    except BootstrapError as error:
+        # Somebody has taken the registry over, or the secret is not the same everywhere: that
+        # belongs into the log beside the failures of requests.
+        logger.error("%s", error)
+        raise
+    return instance
 
 
 class PrefillInstances:

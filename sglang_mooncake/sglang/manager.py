@@ -16,6 +16,7 @@ from typing import Any
 
 import te
 from bootstrap_server import Rank, RankLease, RankRecord
+from bootstrap_server.signatures import signed
 from sglang_mooncake.decode_side import DecodeSide, SealBuffer
 from sglang_mooncake.instances import PrefillInfo
 from sglang_mooncake.layout import Buffers, Layout, early_layers
@@ -186,7 +187,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         )
         self._lease = RankLease(
             self.context.bootstrap_address,
-            record,
+            signed(record, self.config.keys.record),
             deadline_s=self.config.register_timeout_s,
             keys=self.config.keys.registry,
         )

@@ -24,6 +24,8 @@ from bootstrap_server import (
     RankRecord,
     Topology,
 )
+from bootstrap_server.secret import Keys
+from bootstrap_server.signatures import signed
 from sglang_mooncake.context import Deadlines, RankContext, Role
 from sglang_mooncake.decode_side import DecodeSide, SealBuffer
 from sglang_mooncake.layout import Buffers, Component, Layout, Units
@@ -43,6 +45,7 @@ AUX_SLOTS, AUX_BYTES = 16, 64
 CANARY = 0xEE
 ALONE, FIRST = Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0)
 WAIT_S = 20.0
+NO_KEYS = Keys()
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -107,6 +110,7 @@ def make_context(
     page_size: int = PAGE_SIZE,
     topology: Topology = ALONE,
     coords: RankCoords = FIRST,
+    keys: Keys = NO_KEYS,
     **config: Any,
 ) -> RankContext:
     """`config`: further fields of the instance's."""
@@ -121,6 +125,7 @@ def make_context(
         prefill_http_port=None,
         register_dp_rank=False,
         deadlines=deadlines,
+        keys=keys,
     )
 
 
@@ -132,8 +137,12 @@ class PrefillRank:
         self.side = PrefillSide(context, self.engine, layout, recorder)
         self.port = self.side.start()
         rank = Rank(context.coords, HOST, self.port, self.engine.epoch)
-        record = RankRecord(context.config, rank)
-        self.lease = RankLease(context.bootstrap_address, record, deadline_s=WAIT_S)
+        self.lease = RankLease(
+            context.bootstrap_address,
+            signed(RankRecord(context.config, rank), context.keys.record),
+            deadline_s=WAIT_S,
+            keys=context.keys.registry,
+        )
 
     def send(
         self,
@@ -225,15 +234,18 @@ def handover(
     target: Memory | None = None,
     decode_page_size: int = PAGE_SIZE,
     policy: str = "early",
+    keys: Keys = NO_KEYS,
 ) -> Iterator[Handover]:
-    """One prefill and one decode rank around a registry; all of it is gone afterwards."""
+    """One prefill and one decode rank around a registry; all of it is gone afterwards. `keys` are
+    those of all three."""
     deadlines = deadlines or Deadlines()
     source = source or Pool(seed=1)
     target = target or Pool(page_size=decode_page_size)
-    server = BootstrapServer(host=HOST, port=0)
+    server = BootstrapServer(host=HOST, port=0, keys=keys.registry)
     address = f"{HOST}:{server.port}"
-    here = make_context("prefill", address, deadlines, decode_allocation_policy=policy)
-    there = make_context("decode", "", deadlines, decode_page_size, decode_allocation_policy=policy)
+    alike: dict[str, Any] = {"keys": keys, "decode_allocation_policy": policy}
+    here = make_context("prefill", address, deadlines, **alike)
+    there = make_context("decode", "", deadlines, decode_page_size, **alike)
     prefill = PrefillRank(here, prefill_config or Config(), source)
     decode = DecodeRank(there, Config(), target)
     try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from handover import ALONE, FIRST
+from handover import ALONE, FIRST, handover, until
 
 from bootstrap_server import (
     BootstrapClient,
@@ -18,6 +18,7 @@ from bootstrap_server import (
     RankRecord,
 )
 from bootstrap_server.secret import Keys
+from bootstrap_server.signatures import signed
 from sglang_mooncake.instances import fetch_instance
 from sglang_mooncake.sglang.config import ConfigError
 from sglang_mooncake.sglang.registry import ServersRegistry, query_dp_ranks
@@ -44,7 +45,7 @@ def address(keys: Keys) -> Iterator[str]:
 
 def test_decode_ranks_find_instances_and_dp_ranks(address: str, keys: Keys) -> None:
     config = InstanceConfig(topology=ALONE, format=KVFormat(1, "bfloat16", None))
-    record = RankRecord(config, Rank(FIRST, "127.0.0.1", 1, 1))
+    record = signed(RankRecord(config, Rank(FIRST, "127.0.0.1", 1, 1)), keys.record)
     with (
         RankLease(address, record, keys=keys.registry),
         BootstrapClient(address, keys=keys.registry) as client,
@@ -52,6 +53,31 @@ def test_decode_ranks_find_instances_and_dp_ranks(address: str, keys: Keys) -> N
         assert fetch_instance(address, keys).ranks == (record.rank,)
         client.register_dp_rank(7, 0)
         assert query_dp_ranks(address, [7, 8], keys.registry) == {"7": 0}
+
+
+@pytest.mark.parametrize("signer", [(), (b"x" * 32,)], ids=["unsigned", "other key"])
+def test_a_registry_that_was_taken_over_leads_nobody_elsewhere(
+    signer: tuple[bytes, ...], monkeypatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SGLANG_MOONCAKE_SECRET", SECRET)
+    config = InstanceConfig(topology=ALONE, format=KVFormat(1, "bfloat16", None))
+    record = signed(RankRecord(config, Rank(FIRST, "10.6.6.6", 666, 1)), signer)
+    with ServersRegistry(host="127.0.0.1", port=0) as server:
+        address = f"127.0.0.1:{server.port}"
+        with (
+            RankLease(address, record, keys=KEYS.registry),
+            pytest.raises(BootstrapError, match=r"at 10\.6\.6\.6 port 666 is not asked"),
+        ):
+            fetch_instance(address, KEYS)
+        assert f"from the registry at {address}, is" in caplog.text
+
+
+def test_ranks_with_a_secret_find_each_other() -> None:
+    with handover(keys=KEYS) as pair:
+        pair.decode.know(pair.address)
+        pair.complete(1, [0, 1], [2, 3], aux=0)
+        pair.prefill.side.open_room(2, register_dp_rank=True)
+        until(lambda: query_dp_ranks(pair.address, [2], KEYS.registry) == {"2": 0}, "it is told")
 
 
 def test_strangers_find_nothing(caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
