@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from bootstrap_server.secret_file import write_secret_file
 from cpu_serving import stats, traffic
 from cpu_serving.cuda import PretendedCuda, build_driver, read_cuda_counts
 from cpu_serving.devices import Devices
@@ -27,7 +28,7 @@ from cpu_serving.processes import ServingError
 from cpu_serving.progress import Step
 from cpu_serving.reference import read_reference, write_reference
 from cpu_serving.report import Drafts, Report
-from cpu_serving.servers import Fleet, Pair, Server, ServerOptions, wait_ready
+from cpu_serving.servers import Fleet, Pair, Server, ServerOptions, wait_ready, with_secret
 from te.topology import Nic
 
 __all__ = ["main"]
@@ -144,6 +145,10 @@ def _start_pair(
     decode = _layout(
         options, model, options.decode_tp, options.decode_pp, devices and devices.decode
     )
+    if options.secret:
+        path = fleet.run_dir / "secret"
+        write_secret_file(path)
+        prefill, decode = (with_secret(server, path) for server in (prefill, decode))
     prefill = replace(prefill, mtp=options.mtp in ("both", "prefill"))
     decode = replace(decode, mtp=options.mtp in ("both", "decode"))
     if options.pretend_cuda:

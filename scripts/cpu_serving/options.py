@@ -33,6 +33,8 @@ class DemoOptions:
     page_size: int
     chunked_prefill_size: int | None
     transport: str | None
+    #: A secret is made for all servers.
+    secret: bool
     overlap: bool
     layerwise: bool
     ignore_events: bool
@@ -55,6 +57,8 @@ class DemoOptions:
         pages = f"page size {self.page_size}"
         if self.chunked_prefill_size:
             pages += f", chunks of {self.chunked_prefill_size}"
+        if self.secret:
+            pages += ", with a secret"
         if self.overlap:
             pages += ", overlap scheduling"
         if self.layerwise:
@@ -94,6 +98,7 @@ def parse(argv: Sequence[str]) -> DemoOptions:
         page_size=args.page_size,
         chunked_prefill_size=args.chunked_prefill_size or (OVERLAP_CHUNK if args.overlap else None),
         transport=args.transport,
+        secret=args.secret,
         overlap=args.overlap,
         layerwise=args.layerwise,
         ignore_events=args.ignore_events,
@@ -172,6 +177,7 @@ def _build_parser() -> argparse.ArgumentParser:
         help=f"speculative decoding with the draft layer of {MTP_MODEL}, on both servers or one",
     )
     add("--transport", choices=TRANSPORTS, help="this one or none (default: the best that works)")
+    add("--secret", action="store_true", help="make a secret that both servers get")
     add(
         "--model",
         choices=sorted(ARCHITECTURES),

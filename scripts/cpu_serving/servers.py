@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -31,6 +31,7 @@ __all__ = [
     "ServerOptions",
     "base_environment",
     "wait_ready",
+    "with_secret",
 ]
 
 Role = Literal["single", "prefill", "decode"]
@@ -83,6 +84,12 @@ class ServerOptions:
     def ranks(self) -> int:
         """Scheduler processes."""
         return self.tp * self.pp
+
+
+def with_secret(options: ServerOptions, path: Path) -> ServerOptions:
+    """The options of a server that has the deployment's secrets from this file."""
+    extra_env = {**options.extra_env, "SGLANG_MOONCAKE_SECRET_FILE": str(path)}
+    return replace(options, extra_env=extra_env)
 
 
 class Server:
