@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 900.0
+DEADLINE_S = 1800.0
 
 
 @pytest.mark.sanitize
