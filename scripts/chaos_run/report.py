@@ -20,7 +20,7 @@ _COLOURS = {
     "wrong": "#d00",
     "late": "#a0f",
 }
-_WIDTH, _LEFT, _LANE, _TOP = 1200, 170, 26, 40
+_WIDTH, _LEFT, _LANE, _TOP = 1200, 170, 26, 50
 
 
 def text(result: Result) -> str:
@@ -115,7 +115,7 @@ def _bands(result: Result, height: int) -> Iterator[str]:
                 f'height="{height - _TOP - 50}" fill="{colour}"/>'
             )
         label = f"{one.fault.kind} {one.fault.victim}"
-        yield f'<text x="{left:.1f}" y="{12 + 11 * (nth % 2)}">{escape(label)}</text>'
+        yield f'<text x="{left:.1f}" y="{11 + 11 * (nth % 3)}">{escape(label)}</text>'
 
 
 def _lanes(result: Result) -> Iterator[str]:

@@ -65,7 +65,7 @@ class Run:
         """Traffic and faults, and then what is left of them."""
         options = self._options
         with Step("warming up") as step:
-            run(self._warm_up, options.deadline_s)
+            run(self._warm_up, 2 * options.deadline_s)
             before = self._held_when_idle(step.tick)
         began_s = time.monotonic()
         with Step(f"{options.minutes:g} minutes of chaos, seed {options.seed}") as step:
@@ -73,7 +73,7 @@ class Run:
                 lambda session: self._with_clients(
                     session, lambda: self._chaos(session, step.tick)
                 ),
-                options.deadline_s,
+                2 * options.deadline_s,  # each request has its own
             )
         ended_s = time.monotonic()
         with Step("looking for what was left behind") as step:
@@ -145,10 +145,11 @@ class Run:
     async def _with_clients(
         self, session: aiohttp.ClientSession, job: Callable[[], Awaitable[None]]
     ) -> None:
-        """Clients ask for as long as `job` takes."""
-        options = self._options
+        """Clients ask for as long as `job` takes. What they have asked by then still ends, or is
+        late."""
+        options, stopping = self._options, asyncio.Event()
         async with asyncio.TaskGroup() as clients:
-            asking = [
+            for n in range(options.clients):
                 clients.create_task(
                     client(
                         session,
@@ -158,15 +159,13 @@ class Run:
                         options.abort_share,
                         options.deadline_s,
                         self._outcomes.append,
+                        stopping,
                     )
                 )
-                for n in range(options.clients)
-            ]
             try:
                 await job()
             finally:
-                for task in asking:
-                    task.cancel()
+                stopping.set()
 
     async def _chaos(self, session: aiohttp.ClientSession, tick: Tick) -> None:
         options = self._options

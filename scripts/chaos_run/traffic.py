@@ -68,14 +68,17 @@ def through(find: Callable[[], tuple[Server, Server]]) -> Ask:
     async def both(session: aiohttp.ClientSession, request: Request) -> Answer:
         prefill, decode = find()
         request = in_a_room(prefill, request)
-        computed = asyncio.create_task(send(session, prefill.url, request))
-        try:
-            answer = await send(session, decode.url, request)
-            if answer.error is None:
-                await computed
-        finally:
-            computed.cancel()
-        return answer
+        async with asyncio.TaskGroup() as group:
+            computed = group.create_task(send(session, prefill.url, request))
+            answered = group.create_task(send(session, decode.url, request))
+            await asyncio.wait((computed, answered), return_when=asyncio.FIRST_COMPLETED)
+            if computed.done() and (answer := computed.result()).error is not None:
+                answered.cancel()  # it would wait for a room that its prefill never opens
+                return answer
+            if (answer := await answered).error is not None:
+                computed.cancel()
+                return answer
+        return answer if computed.result().error is None else computed.result()
 
     return lambda session, request: asyncio.create_task(both(session, request))
 
@@ -88,9 +91,10 @@ async def client(
     abort_share: float,
     deadline_s: float,
     record: Callable[[Outcome], None],
+    stopping: asyncio.Event,
 ) -> None:
-    """Asks until it is cancelled."""
-    while True:
+    """Asks until it is to stop, and then waits for what it has asked last."""
+    while not stopping.is_set():
         one = rng.choice(known)
         leaves_s = rng.uniform(0, _LEAVES_WITHIN_S) if rng.random() < abort_share else None
         outcome = await ask_once(session, way, one, leaves_s, deadline_s)
