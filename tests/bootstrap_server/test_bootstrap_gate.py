@@ -201,7 +201,16 @@ def test_a_client_whose_clock_is_wrong_learns_both_times(
     assert "set the clocks" in refused(guarded, [OLD])
 
 
-def test_the_log_names_the_cause(caplog: pytest.LogCaptureFixture) -> None:
+def test_who_is_refused_is_in_the_log_of_the_server_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with BootstrapServer(host="127.0.0.1", port=0, keys=[OLD]) as server:
+        assert requests.get(url(server, INSTANCE), timeout=30).content == b""
+    (line,) = [record.getMessage() for record in caplog.records if "refused" in record.msg]
+    assert line.startswith("refused a request from 127.0.0.1: it does not prove that it has our")
+
+
+def test_each_cause_has_a_sentence() -> None:
     claim = Claim(5_000, b"c" * 16, 1, digest_of(b""))
     proof = prove_request(OLD, "GET", INSTANCE, claim)
     gate = Gate([OLD], clock=lambda: 1000.0)
