@@ -214,7 +214,7 @@ def test_layers_must_be_counted_by_attention_as_by_the_layout(
 
 
 def test_groups_are_cut_by_layers_with_kv(monkeypatch):
-    """Of a model with linear attention in three of four layers, a group for each of the others."""
+    """Of a model with linear attention in three of four layers, no group is of those alone."""
     from sglang_mooncake.sglang.layerwise import internals
 
     monkeypatch.setattr(internals, "INTERNALS", ())
@@ -228,7 +228,7 @@ def test_groups_are_cut_by_layers_with_kv(monkeypatch):
     finally:
         model.layerwise.close()
     belows = [below for *_, below, _events in model.sink.sent]
-    assert belows == [7, 11, 15, LAYERS], "each when attention of the next one with KV begins"
+    assert belows == [7, 15, LAYERS], "each when attention of a layer with KV begins"
 
 
 def test_an_error_in_the_hooks_leaves_the_forward_alone(model, caplog):
