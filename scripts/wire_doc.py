@@ -26,6 +26,7 @@ from te.connect.greeting import (
     GREETING_BODY_MAX,
     HELLO_BODY_MAX,
     MAGIC,
+    NONCE_BYTES,
     GreetingKind,
 )
 from te.handshake import (
@@ -37,7 +38,7 @@ from te.handshake import (
     Refuse,
     Welcome,
 )
-from te.proof import CHALLENGE_BYTES, PROOF_BYTES
+from te.proof import CHALLENGE_BYTES, KEY_BYTES, KEY_ID_BYTES, KEYS_MAX, PROOF_BYTES
 from te.topology.gids import Gid, GidKind
 from te.transports.rdma.direct import FENCES
 from te.transports.rdma.messages import (
@@ -111,6 +112,10 @@ def document() -> str:
     numbers = {
         "PROTOCOL_VERSION": PROTOCOL_VERSION,
         "GREETING_BYTES": GREETING.size,
+        "NONCE_BYTES": NONCE_BYTES,
+        "KEYS_MAX": KEYS_MAX,
+        "KEY_BYTES": KEY_BYTES,
+        "KEY_ID_BYTES": KEY_ID_BYTES,
         "CHALLENGE_BYTES": CHALLENGE_BYTES,
         "PROOF_BYTES": PROOF_BYTES,
         "CLAIM_BYTES": CLAIM.size,

@@ -6,12 +6,13 @@ from __future__ import annotations
 import ipaddress
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from te.core.engine import WORKERS_LIMIT
 from te.core.wire import FRAME_BLOCKS_MAX, RAILS_LIMIT
+from te.proof import KEY_BYTES, KEYS_MAX
 from te.transports import registry
 
 __all__ = ["LIMITS", "TRANSPORTS", "Config"]
@@ -56,6 +57,11 @@ class Config:
     #: Transports this engine offers and uses, the preferred one first. Each peer gets the first
     #: that works; with only one named, not getting it is a ``te.ConnectError``.
     transports: tuple[str, ...] = TRANSPORTS
+    #: Keys of 32 random bytes, or derived from a secret. Engines connect only if they have one in
+    #: common: the first here that the peer has is proved to it, and any is accepted from it. To
+    #: replace one, give all engines (old, new), then all (new, old), then (new,). Without any, an
+    #: engine connects with all others that have none.
+    keys: tuple[bytes, ...] = field(default=(), repr=False)
     #: Connections to a peer, which share the work; the peer's own setting is a bound, too. Over
     #: RDMA there are as many as devices, times ``rails_per_nic``.
     rails: int = 2
@@ -120,10 +126,11 @@ class Config:
     def __post_init__(self) -> None:
         _check_host(self.host)
         _check_transports(self.transports)
-        for field, limits in LIMITS.items():
-            value = getattr(self, field)
+        _check_keys(self.keys)
+        for name, limits in LIMITS.items():
+            value = getattr(self, name)
             if value is not None:
-                _check_range(field, value, *limits)
+                _check_range(name, value, *limits)
         if self.port_last is not None and not 1 <= self.port <= self.port_last:
             raise ValueError(
                 f"port={self.port} and port_last={self.port_last}: give the first and last port of"
@@ -177,6 +184,18 @@ def _check_transports(names: tuple[str, ...]) -> None:
                 f"transport {name!r} is not available in this build;"
                 f" available: {', '.join(registry.NAMES)}"
             )
+
+
+def _check_keys(keys: tuple[bytes, ...]) -> None:
+    """Says nothing of what they are."""
+    if len(keys) > KEYS_MAX or len(set(keys)) != len(keys):
+        raise ValueError(f"keys has {len(keys)}: give at most {KEYS_MAX}, each once")
+    for i, one in enumerate(keys):
+        if not isinstance(one, bytes) or len(one) != KEY_BYTES:
+            size = f"{len(one)} bytes" if isinstance(one, bytes) else type(one).__name__
+            raise ValueError(f"keys[{i}] is of {size}, and must be of {KEY_BYTES} bytes")
+        if not any(one):  # To HMAC it is the empty key, which everybody has.
+            raise ValueError(f"keys[{i}] is all zeros: give random bytes")
 
 
 def _check_range(field: str, value: int, low: int, high: int) -> None:

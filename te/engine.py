@@ -27,7 +27,7 @@ from te.handshake import PROTOCOL_VERSION, Card, CardRegion, decode_card, encode
 from te.memory import Region, RegionTable, Remote
 from te.memory_kinds.ring import Ring
 from te.peers import Peer
-from te.proof import null_key
+from te.proof import keys_of
 from te.tags import TAG_LIMIT, Identified, check_tag, packed_peer, packed_ranges
 from te.transfers import Notifier
 from te.transports import registry
@@ -107,7 +107,13 @@ class Engine:
         short_id = self._id[:8]
         self._pool = Pool(f"te-pool-{short_id}")
         self._local = Local(
-            self._id, self._epoch, config, self._plane, self._memory, null_key, self._pool.run
+            self._id,
+            self._epoch,
+            config,
+            self._plane,
+            self._memory,
+            keys_of(config.keys),
+            self._pool.run,
         )
         self._notifier = Notifier(f"te-notify-{short_id}", self._plane)
         self._workers: list[threading.Thread] = []
@@ -267,8 +273,8 @@ class Engine:
         """A peer for the engine that made the card; the existing one if that is alive.
 
         Blocks for at most ``timeout_s`` (default ``Config.connect_timeout_s``). Raises
-        ``te.ConnectError`` (unreachable, restarted, no common transport), ``te.VersionError``,
-        ``te.HandshakeError`` (not a card, or not an engine that answers).
+        ``te.ConnectError`` (unreachable, restarted, no common key or transport),
+        ``te.VersionError``, ``te.HandshakeError`` (not a card, or not an engine that answers).
         """
         self._check_open()
         decoded = decode_card(card)

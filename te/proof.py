@@ -1,43 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the two sides of a connection prove to each other. Pure.
 
-A proof is a message authentication code over everything that was said before: the destination's
-challenge, the source's nonce, both identities, the link, the transport and the bodies. So what was
-recorded counts on no other connection, for no other engine, link or transport, and with no byte
-changed. With the empty key, the only one that there is today, anybody can compute it: then a proof
-shows that its maker has read what it answers, and nothing of who that is.
+A proof is a message authentication code over what is said and over the proof before it: the
+destination's over the source's call, the source's over that, the destination's answer over that. So
+what was recorded counts on no other connection, for no other engine, link or transport, in no other
+role, and with no byte changed.
+
+The first connection of a link is proved with a key that both engines were given
+(``te.Config.keys``), or with ``NO_KEY`` if they were given none: anybody can compute those proofs,
+and they show only that their maker has read what they answer. From that greeting both sides derive
+the link's session key, with which every later connection of the link is proved.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
-from typing import Final, TypeAlias
+from collections.abc import Iterable
+from typing import Final
 
 __all__ = [
     "CHALLENGE_BYTES",
+    "KEYS_MAX",
+    "KEY_BYTES",
+    "KEY_ID_BYTES",
+    "NO_KEY",
     "PROOF_BYTES",
-    "Prover",
+    "Key",
     "answer_proof",
+    "challenge_proof",
     "hello_proof",
     "is_same",
-    "null_key",
+    "keys_of",
+    "session_key",
 ]
 
+KEY_BYTES: Final = 32
+KEYS_MAX: Final = 4
+"""That an engine accepts: two while an operator replaces one, and two more."""
+KEY_ID_BYTES: Final = 8
 CHALLENGE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 
-# What a proof is for comes first, so that none can be taken for another.
+# What a code is for comes first, so that none can be taken for another.
+_CHALLENGE: Final = b"te challenge\0"
 _HELLO: Final = b"te hello\0"
 _ANSWER: Final = b"te answer\0"
+_SESSION: Final = b"te session\0"
+_ID: Final = b"te key id\0"
 
-Prover: TypeAlias = Callable[[bytes], bytes]
-"""Returns the code, ``PROOF_BYTES``, of what was said: with the key of an engine. Any thread."""
+
+class Key:
+    """Makes codes. Any thread may call anything."""
+
+    __slots__ = ("_secret", "id")
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        #: Names the key to whoever has it, too. It tells nobody else anything: it is as hard to
+        #: compute the key from it as to guess the key.
+        self.id: Final = self.expand(_ID)[:KEY_ID_BYTES]
+
+    def __repr__(self) -> str:
+        return f"Key({self.id.hex()})"
+
+    def code(self, said: bytes) -> bytes:
+        """HMAC-SHA256 (RFC 2104)."""
+        return hmac.digest(self._secret, said, "sha256")
+
+    def expand(self, info: bytes) -> bytes:
+        """HKDF-Expand (RFC 5869, 2.3) to 32 bytes."""
+        return self.code(info + b"\x01")
 
 
-def null_key(said: bytes) -> bytes:
-    """HMAC-SHA256 (RFC 2104) with the empty key."""
-    return hmac.digest(b"", said, "sha256")
+NO_KEY: Final = Key(b"")
+"""Of engines without keys."""
+
+
+def keys_of(secrets: Iterable[bytes]) -> tuple[Key, ...]:
+    """The keys that an engine with these accepts, the preferred one first; never empty."""
+    return tuple(Key(one) for one in secrets) or (NO_KEY,)
 
 
 def is_same(one: bytes, other: bytes) -> bool:
@@ -45,13 +86,26 @@ def is_same(one: bytes, other: bytes) -> bool:
     return hmac.compare_digest(one, other)
 
 
-def hello_proof(prover: Prover, challenge: bytes, claim: bytes, body: bytes) -> bytes:
-    """The source's: it has read the challenge, and says this. Only the body's size may differ."""
+def challenge_proof(key: Key, challenge: bytes, who: bytes, kind: int, call: bytes) -> bytes:
+    """The destination's: it is ``who``, of a fixed size, and has read that call."""
     assert len(challenge) == CHALLENGE_BYTES
-    return prover(_HELLO + challenge + claim + body)
+    return key.code(_CHALLENGE + challenge + who + kind.to_bytes(2, "little") + call)
 
 
-def answer_proof(prover: Prover, hello: bytes, kind: int, body: bytes) -> bytes:
+def hello_proof(key: Key, challenge: bytes, claim: bytes, body: bytes) -> bytes:
+    """The source's: it has read the challenge with that proof, and says this. Only the body's size
+    may differ."""
+    assert len(challenge) == PROOF_BYTES
+    return key.code(_HELLO + challenge + claim + body)
+
+
+def answer_proof(key: Key, hello: bytes, kind: int, body: bytes) -> bytes:
     """The destination's, in its welcome or refusal, to the hello with that proof."""
     assert len(hello) == PROOF_BYTES
-    return prover(_ANSWER + hello + kind.to_bytes(2, "little") + body)
+    return key.code(_ANSWER + hello + kind.to_bytes(2, "little") + body)
+
+
+def session_key(key: Key, hello: bytes, answer: bytes) -> Key:
+    """Of the link whose first hello and welcome have these proofs."""
+    assert len(hello) == len(answer) == PROOF_BYTES
+    return Key(key.expand(_SESSION + hello + answer))

@@ -18,6 +18,7 @@ from te.connect.admission import Admission, HalfOpen
 from te.connect.chosen import Chosen
 from te.connect.dial import address_text
 from te.connect.incoming import Incoming
+from te.connect.links import Links
 from te.connect.loop import READABLE, IoLoop
 from te.connect.throttle import Throttle
 from te.core.engine import Revocation
@@ -56,7 +57,7 @@ class Acceptor:
         self.chosen = chosen
         self._lock = threading.Lock()
         #: Under the lock. The other is being welcomed: it gets its first connection next.
-        self._links: dict[LinkKey, IncomingLink] = {}
+        self._links = Links()
         self._welcomed: IncomingLink | None = None
         self._greeting: set[Incoming] = set()
         self._admission = Admission()
@@ -83,9 +84,10 @@ class Acceptor:
         """Ends that engine's links; how many, or None when a landing did not end in time."""
         with self._lock:
             fenced = [
-                one for one in self._links.values() if one.key.engine_id == engine_id
-                and not one.handle.ended
-            ]  # fmt: skip
+                one
+                for one in self._links
+                if one.key.engine_id == engine_id and not one.handle.ended
+            ]
             count, welcomed = len(fenced), self._welcomed
             if welcomed is not None and welcomed.key.engine_id == engine_id:
                 welcomed.handle.die(Reason.FENCED)  # It takes no connection any more.
@@ -104,7 +106,7 @@ class Acceptor:
         """Has transfers end that were granted under a tag which was revoked; the revocation says
         when they have."""
         with self._lock:
-            links = list(self._links.values())
+            links = list(self._links)
         for one in links:
             one.handle.revoke(revocation)
 
@@ -135,6 +137,11 @@ class Acceptor:
         """The open one. Loop's thread only."""
         with self._lock:
             return self._links.get(key)
+
+    def link_of(self, session: bytes) -> IncomingLink | None:
+        """The open one whose session key has that identifier. Loop's thread only."""
+        with self._lock:
+            return self._links.of_session(session)
 
     def misfit(self, link: IncomingLink) -> str | None:
         """Why a connection cannot be one more of the link; None if it can."""
@@ -172,8 +179,8 @@ class Acceptor:
             self._welcomed = None
             if len(self._links) > 2 * self.local.config.max_connections:
                 # The plane tells of each that ends, but loses what is not listened to.
-                self._links = {key: one for key, one in self._links.items() if one.handle.alive}
-            self._links[link.key] = link
+                self._links.forget_dead()
+            self._links.add(link)
         return None
 
     def check_waiting(self) -> None:
@@ -218,7 +225,6 @@ class Acceptor:
         self._half_open[half_open] = incoming
         self._greeting.add(incoming)
         self.loop.watch(sock.fileno(), READABLE, incoming.on_ready)
-        incoming.begin()
         while (surplus := self._admission.surplus(time.monotonic())) is not None:
             self._give_up(surplus, "too many connections say nothing")
 
@@ -247,8 +253,7 @@ class Acceptor:
             if rail >= 0:
                 continue
             with self._lock:
-                keys = [key for key, one in self._links.items() if one.handle.number == number]
-                link = self._links.pop(keys[0]) if keys else None
+                link = self._links.take(number)
             who = f"{link.where} ({link.key.engine_id})" if link else f"link {number}"
             reason = sentence(who, code, errnum, text, self.local.config.stall_timeout_s)
             level = logging.WARNING if code == Reason.VIOLATED else logging.INFO

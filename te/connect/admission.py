@@ -22,11 +22,11 @@ HALF_OPEN_OF_SOURCE_MAX: Final = 128
 """Of one source address, or of one process of this host."""
 
 FIRST_BYTE_TIMEOUT_S: Final = 2.0
-"""An engine answers the challenge at once; this is for one whose interpreter is busy."""
+"""An engine calls as soon as it is connected; this is for one whose interpreter is busy."""
 
 SILENT_S: Final = 0.25
 """Who is silent for so long goes before who has begun to speak. A friend is held up for less
-between the challenge and its hello (5 ms for each turn of another thread in its interpreter). Else
+before its call (5 ms for each turn of another thread in its interpreter). Else
 it would be the one to go where everybody has said a few bytes."""
 
 

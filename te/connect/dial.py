@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from te.connect.greeting import (
+    CHALLENGE_BODY,
     NONCE_BYTES,
     Greeting,
     GreetingKind,
     GreetingReader,
     Hello,
+    Turn,
+    encode_call,
     encode_greeting,
     open_answer,
+    open_challenge,
     seal_hello,
 )
 from te.errors import ConnectError, HandshakeError, ProtocolViolation, VersionError
@@ -31,7 +35,7 @@ from te.handshake import (
     decode_body,
     version_mismatch,
 )
-from te.proof import CHALLENGE_BYTES
+from te.proof import NO_KEY, PROOF_BYTES, Key, session_key
 from te.transports.base import Local, TransportRefused
 
 __all__ = [
@@ -62,6 +66,8 @@ class Dialled:
 
     sock: socket.socket
     welcome: Welcome
+    #: Of its link: later connections prove it.
+    session: Key
 
     def close(self) -> None:
         """Of one that is not handed to the plane."""
@@ -125,9 +131,11 @@ def greet(
     where: str,
     deadline_s: float,
     fds: Sequence[int] = (),
+    session: Key | None = None,
 ) -> Dialled:
-    """Answers the challenge with the hello, with descriptors if any (unix sockets only), and waits
-    for the welcome; closes the socket on any error.
+    """Calls, has the other side prove that it is the engine of the card, says the hello, with
+    descriptors if any (unix sockets only), and waits for the welcome; closes the socket on any
+    error. ``session``: of the link, which stands; without it the hello begins one.
 
     Raises ``OSError``, ``te.ConnectError``, ``te.VersionError``, ``te.HandshakeError``,
     ``TransportRefused``.
@@ -135,24 +143,83 @@ def greet(
     with contextlib.ExitStack() as undo:
         undo.callback(sock.close)
         try:
-            challenge = _check_challenge(_read_greeting(sock, deadline_s), where)
-            body, proof = seal_hello(hello, challenge, os.urandom(NONCE_BYTES), local.prover)
-            sock.settimeout(max(deadline_s - time.monotonic(), 0.001))
-            # One that refuses at once may have closed already: its reason is still to be read.
-            with contextlib.suppress(BrokenPipeError):
-                data = encode_greeting(GreetingKind.HELLO, PROTOCOL_VERSION, body)
-                if fds:
-                    # A new connection's empty buffer takes it whole.
-                    socket.send_fds(sock, [data], fds)
-                else:
-                    sock.sendall(data)
+            turn = _call(sock, card, where, deadline_s, local.keys, session)
+            body, proof = seal_hello(hello, turn)
+            _send(sock, GreetingKind.HELLO, body, deadline_s, fds)
             greeting = _read_greeting(sock, deadline_s)
         except ProtocolViolation as exc:
             raise HandshakeError(f"{where}: {exc}") from None
-        welcome = _check_answer(greeting, open_answer(greeting, proof, local.prover), card, where)
+        welcome = _check_answer(greeting, open_answer(greeting, proof, turn.key), where)
+        if session is None:
+            session = session_key(turn.key, proof, greeting.body[:PROOF_BYTES])
         sock.setblocking(False)
         undo.pop_all()
-        return Dialled(sock, welcome)
+        return Dialled(sock, welcome, session)
+
+
+def _call(
+    sock: socket.socket,
+    card: Card,
+    where: str,
+    deadline_s: float,
+    keys: tuple[Key, ...],
+    session: Key | None,
+) -> Turn:
+    """Speaks first, and takes the challenge: nothing of this engine is said before the other has
+    proved that it is the one of the card."""
+    kind = GreetingKind.CALL
+    if session is not None:
+        kind, keys = GreetingKind.CALL_LINK, (session,)
+    call = Greeting(PROTOCOL_VERSION, kind, encode_call(os.urandom(NONCE_BYTES), keys))
+    _send(sock, kind, call.body, deadline_s)
+    challenge = _read_greeting(sock, deadline_s)
+    _check_version(challenge, where)
+    if challenge.kind == GreetingKind.REFUSE and not challenge.body:
+        raise ConnectError(f"{where} refuses this engine without a word: {_no_key(session, keys)}")
+    if challenge.kind != GreetingKind.CHALLENGE or len(challenge.body) != CHALLENGE_BODY.size:
+        raise HandshakeError(
+            f"{where} began with a greeting of kind {challenge.kind} and"
+            f" {len(challenge.body)} bytes instead of a challenge"
+        )
+    turn = open_challenge(challenge.body, call, keys, card.id, card.epoch)
+    if turn is None:
+        raise ConnectError(
+            f"{where} does not prove to be the engine {card.id} of the card: it was restarted or"
+            " another one took its port; get its new card"
+        )
+    return turn
+
+
+def _no_key(session: Key | None, keys: tuple[Key, ...]) -> str:
+    """What a refusal of the call says."""
+    if session is not None:
+        return "the link that this connection is for has ended there"
+    if keys == (NO_KEY,):
+        return (
+            "it has keys, and this engine has none; give both the same secret (keys in te.Config)"
+        )
+    return (
+        f"it has none of the {len(keys)} keys of this engine, or no key at all; give both the same"
+        " secret (keys in te.Config)"
+    )
+
+
+def _send(
+    sock: socket.socket,
+    kind: GreetingKind,
+    body: bytes,
+    deadline_s: float,
+    fds: Sequence[int] = (),
+) -> None:
+    sock.settimeout(max(deadline_s - time.monotonic(), 0.001))
+    data = encode_greeting(kind, PROTOCOL_VERSION, body)
+    # One that refuses at once may have closed already: its reason is still to be read.
+    with contextlib.suppress(BrokenPipeError):
+        if fds:
+            # A new connection's empty buffer takes it whole.
+            socket.send_fds(sock, [data], fds)
+        else:
+            sock.sendall(data)
 
 
 def insist(dial: Callable[[], _Rail], deadline_s: float) -> _Rail:
@@ -170,9 +237,16 @@ def insist(dial: Callable[[], _Rail], deadline_s: float) -> _Rail:
     return dial()
 
 
-def connect(local: Local, card: Card, hello: Hello, deadline_s: float, timeout_s: float) -> Dialled:
-    """A welcomed connection to the host and port of the card; raises as ``greet``, but for
-    ``OSError``."""
+def connect(
+    local: Local,
+    card: Card,
+    hello: Hello,
+    deadline_s: float,
+    timeout_s: float,
+    session: Key | None = None,
+) -> Dialled:
+    """A welcomed connection to the host and port of the card, of a new link or of the one with that
+    session; raises as ``greet``, but for ``OSError``."""
     where, config = address_text(card.host, card.port), local.config
     source = None if config.source_host is None else (config.source_host, 0)
     try:
@@ -192,7 +266,7 @@ def connect(local: Local, card: Card, hello: Hello, deadline_s: float, timeout_s
             tune(sock, config.stall_timeout_s)
             if config.socket_buffer_bytes:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.socket_buffer_bytes)
-            dialled = greet(local, sock, hello, card, where, deadline_s)
+            dialled = greet(local, sock, hello, card, where, deadline_s, (), session)
             undo.pop_all()
             return dialled
 
@@ -201,14 +275,14 @@ def connect(local: Local, card: Card, hello: Hello, deadline_s: float, timeout_s
 
 
 def add_rails(
-    first: _Rail, dial: Callable[[], _Rail], rails: int, add: Callable[[_Rail], bool]
+    first: _Rail, dial: Callable[[Key], _Rail], rails: int, add: Callable[[_Rail], bool]
 ) -> None:
     """Has ``add`` hand the first connection to the plane, and as many more as both sides want; it
-    says whether the link took it."""
+    says whether the link took it. ``dial`` gets the link's session key."""
     dialled = [first]
     try:
         while len(dialled) < min(rails, first.welcome.rails):
-            dialled.append(dial())
+            dialled.append(dial(first.session))
         while dialled:
             if add(dialled[0]):
                 dialled.pop(0).sock.detach()
@@ -234,25 +308,9 @@ def _read_greeting(sock: socket.socket, deadline_s: float) -> Greeting:
             return greeting
 
 
-def _check_challenge(greeting: Greeting, where: str) -> bytes:
-    _check_version(greeting, where)
-    if greeting.kind != GreetingKind.CHALLENGE or len(greeting.body) != CHALLENGE_BYTES:
-        raise HandshakeError(
-            f"{where} began with a greeting of kind {greeting.kind} and {len(greeting.body)} bytes"
-            " instead of a challenge"
-        )
-    return greeting.body
-
-
-def _check_answer(greeting: Greeting, said: bytes | None, card: Card, where: str) -> Welcome:
+def _check_answer(greeting: Greeting, said: bytes | None, where: str) -> Welcome:
     """``said``: what the greeting says, if it proves to be an answer."""
     _check_version(greeting, where)
-    if greeting.kind == GreetingKind.REFUSE and not greeting.body:
-        # Strangers are told nothing; nor is one whose card is out of date.
-        raise ConnectError(
-            f"{where} refuses this engine without a word: it is not the engine {card.id} of the"
-            " card, as it was restarted or another one took its port; get its new card"
-        )
     if greeting.kind not in (GreetingKind.WELCOME, GreetingKind.REFUSE):
         raise HandshakeError(f"{where} answered with a greeting of kind {greeting.kind}")
     if said is None:

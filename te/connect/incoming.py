@@ -14,14 +14,20 @@ from typing import Protocol
 from te.connect.admission import HalfOpen
 from te.connect.chosen import Chosen
 from te.connect.greeting import (
+    CALL_BODY_MAX,
+    CALL_KINDS,
     HELLO_BODY_MAX,
     Greeting,
     GreetingKind,
     GreetingReader,
     Hello,
+    Proven,
+    Turn,
+    called_keys,
     encode_greeting,
     open_hello,
     seal_answer,
+    seal_challenge,
 )
 from te.connect.loop import IoLoop
 from te.errors import HandshakeError, ProtocolViolation
@@ -33,7 +39,7 @@ from te.handshake import (
     Welcome,
     encode,
 )
-from te.proof import CHALLENGE_BYTES
+from te.proof import CHALLENGE_BYTES, NO_KEY, session_key
 from te.transports.base import (
     Answer,
     Call,
@@ -74,6 +80,9 @@ class Acceptor(Protocol):
     def link(self, key: LinkKey) -> IncomingLink | None:
         """The open one."""
 
+    def link_of(self, session: bytes) -> IncomingLink | None:
+        """The open one whose session key has that identifier."""
+
     def misfit(self, link: IncomingLink) -> str | None:
         """Why a connection cannot be one more of the link."""
 
@@ -110,20 +119,17 @@ class Incoming:
         self._owner = owner
         self._takes_descriptor = takes_descriptor
         self._half_open = half_open
-        self._challenge = os.urandom(CHALLENGE_BYTES)
-        self._reader = GreetingReader(HELLO_BODY_MAX)
-        #: Of its hello, once that has been found good.
-        self._proof = b""
+        self._reader = GreetingReader(CALL_BODY_MAX)
+        #: What its hello has to answer, once it has called, and the link whose session key that is.
+        self._turn: Turn | None = None
+        self._link: IncomingLink | None = None
+        #: Its hello, once that has been found good.
+        self._proven: Proven | None = None
         #: The descriptor that came with the hello, if any.
         self._fds: list[int] = []
         #: What its transport makes of it, once its hello is whole.
         self._join: Join | None = None
         self._is_released = False
-
-    def begin(self) -> None:
-        """Speaks first."""
-        challenge = encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, self._challenge)
-        self._guard(lambda: self._send(challenge))
 
     def check_deadline(self, now_s: float) -> float:
         """Closes it if it has not introduced itself in time; returns when it must have."""
@@ -175,9 +181,14 @@ class Incoming:
 
     def _take(self) -> None:
         greeting = self._read()
-        if greeting is not None:
+        if greeting is None:
+            return
+        if self._turn is None:
+            self._reader = GreetingReader(HELLO_BODY_MAX)
+            self._challenge(greeting)
+        else:
             self._acceptor.introduced(self._half_open)
-            self._greet(greeting)
+            self._greet(greeting, self._turn)
 
     def _read(self) -> Greeting | None:
         room = self._reader.room()
@@ -195,7 +206,30 @@ class Incoming:
         self._half_open.has_spoken = True
         return self._reader.filled(nbytes)
 
-    def _greet(self, greeting: Greeting) -> None:
+    def _challenge(self, call: Greeting) -> None:
+        """Proves which engine this is, with a key that the other side has, too."""
+        if call.kind not in CALL_KINDS:
+            raise ProtocolViolation(f"a greeting of kind {call.kind} instead of a call")
+        if call.version != PROTOCOL_VERSION:
+            self._turn_away(f"it speaks te protocol {call.version}")
+            return
+        called = called_keys(call)
+        if call.kind == GreetingKind.CALL_LINK:
+            self._link = self._acceptor.link_of(called[0])
+            key = None if self._link is None else self._link.session
+            problem = "the link that it calls has ended, or never was"
+        else:
+            keys = {one.id: one for one in self._local.keys}
+            key = next((keys[one] for one in called if one in keys), None)
+            problem = "" if key is not None else _wrong_key(NO_KEY.id in called, NO_KEY.id in keys)
+        if key is None:
+            self._turn_away(problem)
+            return
+        local, challenge = self._local, os.urandom(CHALLENGE_BYTES)
+        body, self._turn = seal_challenge(call, challenge, key, local.id, local.epoch)
+        self._send(encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, body))
+
+    def _greet(self, greeting: Greeting, turn: Turn) -> None:
         """Tells strangers nothing: they are those who cannot answer the challenge for this engine,
         in this version."""
         if greeting.kind != GreetingKind.HELLO:
@@ -203,13 +237,16 @@ class Incoming:
         if greeting.version != PROTOCOL_VERSION:
             self._turn_away(f"it speaks te protocol {greeting.version}")
             return
-        proven = open_hello(greeting.body, self._challenge, self._local.prover)
-        if proven is None:
+        self._proven = open_hello(greeting.body, turn)
+        if self._proven is None:
             self._turn_away("its hello does not answer the challenge")
             return
-        hello, self._proof = proven.hello, proven.proof
+        hello = self._proven.hello
         if (hello.peer_id, hello.peer_epoch) != (self._local.id, self._local.epoch):
             self._turn_away(f"its hello is for the engine {hello.peer_id}")
+            return
+        if self._link is not None and self._link.key != _key_of(hello):
+            self._turn_away("its hello is for another link than the session key that it proves")
             return
         transport = self._acceptor.chosen.get(hello.transport)
         if transport is None:
@@ -223,11 +260,12 @@ class Incoming:
                 self._refuse(Refusal.TRANSPORT, str(exc))
 
     def _hand_to(self, transport: Transport, hello: Hello) -> None:
-        key = LinkKey(hello.id, hello.epoch, hello.link)
-        link = self._acceptor.link(key)
+        key, link = _key_of(hello), self._link
         problem = self._acceptor.chosen.problem(transport)
         if problem is None and link is not None and link.transport is not transport:
             problem = "the link that it names is over another transport"
+        if problem is None and link is None and self._acceptor.link(key) is not None:
+            problem = "an earlier connection of this link was welcomed; connect again"
         if problem is not None:
             raise TransportRefused(problem)
         accepted = transport.accept(Call(key, hello.body, self._sock, self._where, self._fds), link)
@@ -251,7 +289,11 @@ class Incoming:
         if problem is not None:
             raise TransportRefused(problem)
         with self._acceptor.welcomed(join, link) as link:
-            self._say(GreetingKind.WELCOME, Welcome(rails=self._local.config.rails, body=body))
+            welcome = Welcome(rails=self._local.config.rails, body=body)
+            answer = self._say(GreetingKind.WELCOME, welcome)
+            if link.session is None:
+                assert self._proven is not None
+                link.session = session_key(self._proven.key, self._proven.proof, answer)
             self._release()
             problem = self._acceptor.joined(self._sock, join, link)
         if problem is None:
@@ -298,11 +340,28 @@ class Incoming:
         self._send(encode_greeting(GreetingKind.REFUSE, PROTOCOL_VERSION, b""))
         self.close("refused")
 
-    def _say(self, kind: GreetingKind, body: Welcome | Refuse) -> None:
-        """To one whose hello is good."""
-        sealed = seal_answer(kind, encode(body), self._proof, self._local.prover)
+    def _say(self, kind: GreetingKind, body: Welcome | Refuse) -> bytes:
+        """To one whose hello is good; returns the proof."""
+        assert self._proven is not None
+        sealed, proof = seal_answer(kind, encode(body), self._proven)
         self._send(encode_greeting(kind, PROTOCOL_VERSION, sealed))
+        return proof
 
     def _send(self, data: bytes) -> None:
         # All that is said in a greeting is so little that the buffer takes it whole.
         self._sock.send(data)
+
+
+def _key_of(hello: Hello) -> LinkKey:
+    return LinkKey(hello.id, hello.epoch, hello.link)
+
+
+def _wrong_key(is_without: bool, are_without: bool) -> str:
+    """For the log: why the two sides have no key in common."""
+    if is_without:
+        why = "it has no key, and this engine has some"
+    elif are_without:
+        why = "it has keys, and this engine has none"
+    else:
+        why = "none of its keys is one of this engine's"
+    return f"wrong key: {why}; give both the same secret"

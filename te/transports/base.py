@@ -29,7 +29,7 @@ from te.errors import ConnectError
 from te.handshake import Card
 from te.memory import Region, RegionTable
 from te.memory_kinds import Reach
-from te.proof import Prover
+from te.proof import Key
 from te.reasons import Reason
 from te.verbs.fabric import Fabric
 
@@ -91,8 +91,8 @@ class Local:
     config: Config
     plane: Plane
     memory: RegionTable
-    #: For the proofs in greetings.
-    prover: Prover
+    #: For the proofs in greetings; any is accepted, and the first is preferred. Never empty.
+    keys: tuple[Key, ...]
     #: Has a function that may block run on another thread; False when the engine was closed.
     run: Callable[[Callable[[], None]], bool]
 
@@ -206,6 +206,8 @@ class IncomingLink:
     transport: Transport
     #: For the log.
     where: str
+    #: What every connection but the first proves. Set when that one is welcomed.
+    session: Key | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -330,9 +332,10 @@ class Transport(ABC):
 
     @abstractmethod
     def accept(self, call: Call, link: IncomingLink | None) -> Accepted:
-        """What is to be done for a hello, whose link is open already if ``link`` is not None. On
-        the accepting thread: it must not block. ``TransportRefused`` has the reason for the peer,
-        ``te.HandshakeError`` and ``te.ProtocolViolation`` are for a body that no engine makes."""
+        """What is to be done for a hello. ``link``: the open one that it is about, whose session
+        key it has proved; None of a new link. On the accepting thread: it must not block.
+        ``TransportRefused`` has the reason for the peer, ``te.HandshakeError`` and
+        ``te.ProtocolViolation`` are for a body that no engine makes."""
 
     def share(self, region: Region, timeout_s: float) -> None:
         """Memory was registered: peers may learn of it."""

@@ -82,7 +82,7 @@ def test_a_queue_pair_broken_by_the_destination_fails_nothing(rdma_nics: tuple[N
     near, far = rdma_nics[:count], rdma_nics[count : 2 * count]
     with two_engines(near, far) as (source, target), Stream(source, target) as stream:
         stream.go_on()
-        for link in tuple(target._acceptor._links.values()):
+        for link in tuple(target._acceptor._links):
             assert link.handle.quiesce(1.0)
         stream.go_on()
         wait_for(lambda: stream.rails_up() == count, WAIT_S, "every rail is up again")

@@ -221,10 +221,10 @@ class RawDirectSource(_Control):
 
     def __init__(self, card: bytes, wires: Wires) -> None:
         self._card, self._wires = card, wires
-        self._link = next(_links)
+        self.link = next(_links)
         sock = dial(card)
         super().__init__(sock)
-        self.send(rdma_hello(sock, card, link=self._link))
+        self.send(rdma_hello(sock, card, link=self.link))
         greeting = read_greeting(sock)
         assert greeting is not None
         assert greeting.kind == GreetingKind.WELCOME
@@ -237,7 +237,7 @@ class RawDirectSource(_Control):
             number=pair.number,
         )  # fmt: skip
         with dial(self._card) as sock:
-            sock.sendall(rdma_hello(sock, self._card, offer, link=self._link))
+            sock.sendall(rdma_hello(sock, self._card, offer, link=self.link))
             greeting = read_greeting(sock)
         if greeting is None or greeting.kind != GreetingKind.WELCOME:
             return None

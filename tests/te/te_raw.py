@@ -10,6 +10,7 @@ import itertools
 import os
 import secrets
 import socket
+import weakref
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -25,9 +26,14 @@ from te.connect.greeting import (
     GreetingReader,
     Hello,
     Proven,
+    Turn,
+    called_keys,
+    encode_call,
     encode_greeting,
+    open_challenge,
     open_hello,
     seal_answer,
+    seal_challenge,
     seal_hello,
 )
 from te.handshake import (
@@ -40,7 +46,7 @@ from te.handshake import (
     decode_card,
     encode,
 )
-from te.proof import CHALLENGE_BYTES, PROOF_BYTES, null_key
+from te.proof import CHALLENGE_BYTES, NO_KEY, PROOF_BYTES, Key, keys_of, session_key
 from te.transports.rdma.messages import RailAnswer, RailOffer, RdmaHello, RdmaWelcome
 from te.transports.samehost.messages import HostHello, HostWelcome, Nonce, Shared
 from te.transports.samehost.reach import NonceMemory
@@ -51,7 +57,27 @@ RAW_ID = "ab" * 16
 NONCE = NonceMemory()
 #: Of every destination by hand.
 CHALLENGE = bytes(range(CHALLENGE_BYTES))
-_numbers = itertools.count(1)
+#: Of a hello that answers no challenge at all.
+BLIND = Turn(NO_KEY, CHALLENGE)
+_numbers = itertools.count(1 << 20)
+
+#: The keys of all that is said by hand.
+KEYS = [NO_KEY]
+#: What hellos by hand have proven, until their welcome comes; session keys of links by hand.
+_said: weakref.WeakKeyDictionary[socket.socket, tuple[tuple[str, int], Key, bytes]]
+_said = weakref.WeakKeyDictionary()
+_sessions: dict[tuple[str, int], Key] = {}
+_sessions_taken: dict[bytes, Key] = {}
+
+
+@contextlib.contextmanager
+def with_keys(*keys: bytes) -> Iterator[None]:
+    """What is said by hand is proved with these."""
+    before, KEYS[:] = KEYS[:], keys_of(keys)
+    try:
+        yield
+    finally:
+        KEYS[:] = before
 
 
 def dial(card: bytes) -> socket.socket:
@@ -78,6 +104,9 @@ def read_greeting(sock: socket.socket) -> Greeting | None:
             return None
         greeting = reader.filled(nbytes)
         if greeting is not None:
+            if greeting.kind == GreetingKind.WELCOME and sock in _said:
+                link, key, proof = _said.pop(sock)
+                _sessions[link] = session_key(key, proof, greeting.body[:PROOF_BYTES])
             return greeting
 
 
@@ -95,32 +124,60 @@ def read_exactly(sock: socket.socket | RingEnd, nbytes: int) -> bytes | None:
     return data
 
 
-def take_challenge(sock: socket.socket) -> bytes:
+def take_challenge(
+    sock: socket.socket, card: bytes, session: Key | None = None, keys: tuple[Key, ...] = ()
+) -> Turn:
+    """Calls the engine of the card; ``ConnectionRefusedError`` if it answers without a word."""
+    kind = GreetingKind.CALL if session is None else GreetingKind.CALL_LINK
+    keys = keys or (tuple(KEYS) if session is None else (session,))
+    call = Greeting(PROTOCOL_VERSION, kind, encode_call(os.urandom(NONCE_BYTES), keys))
+    sock.sendall(encode_greeting(kind, PROTOCOL_VERSION, call.body))
     greeting = read_greeting(sock)
     assert greeting is not None, "no challenge but the end"
+    if greeting == Greeting(PROTOCOL_VERSION, GreetingKind.REFUSE, b""):
+        raise ConnectionRefusedError
     assert greeting.kind == GreetingKind.CHALLENGE
-    return greeting.body
+    decoded = decode_card(card)
+    turn = open_challenge(greeting.body, call, keys, decoded.id, decoded.epoch)
+    assert turn is not None
+    return turn
 
 
 def hello(
-    to: socket.socket | bytes,
+    to: socket.socket | Turn,
     card: bytes,
     transport: str = "tcp",
     version: int = PROTOCOL_VERSION,
+    joins: bool = True,
     **changes: Any,
 ) -> bytes:
-    """A whole greeting that answers a challenge, or the one that comes by the connection."""
-    challenge = to if isinstance(to, bytes) else take_challenge(to)
+    """A whole greeting that answers a challenge, or the one that comes by the connection. That is
+    for a link by hand which stands, if ``joins`` and it has that number."""
     decoded = decode_card(card)
     fields = {"id": RAW_ID, "epoch": 1, "peer_id": decoded.id, "peer_epoch": decoded.epoch}
     fields |= {"link": next(_numbers), "transport": transport}
     said = Hello(**fields | changes)
-    body, _ = seal_hello(said, challenge, os.urandom(NONCE_BYTES), null_key)
+    link = (decoded.id, said.link)
+    session = _sessions.get(link) if joins else None
+    turn = to if isinstance(to, Turn) else take_challenge(to, card, session)
+    body, proof = seal_hello(said, turn)
+    if isinstance(to, socket.socket) and session is None:
+        _said[to] = (link, turn.key, proof)
     return encode_greeting(GreetingKind.HELLO, version, body)
 
 
+def session_of(card: bytes, link: int) -> Key:
+    """Of a link by hand that was welcomed by the engine of the card."""
+    return _sessions[decode_card(card).id, link]
+
+
+def knows_session(card: bytes, link: int, secret: bytes) -> None:
+    """As if it had been opened here."""
+    _sessions[decode_card(card).id, link] = Key(secret)
+
+
 def host_hello(
-    to: socket.socket | bytes,
+    to: socket.socket | Turn,
     card: bytes,
     nonce: Nonce = NONCE.nonce,
     shared: Shared | None = None,
@@ -133,7 +190,7 @@ def host_hello(
 
 
 def rdma_hello(
-    to: socket.socket | bytes, card: bytes, rail: RailOffer | None = None, **changes: Any
+    to: socket.socket | Turn, card: bytes, rail: RailOffer | None = None, **changes: Any
 ) -> bytes:
     return hello(to, card, "rdma", body=encode(RdmaHello(rail=rail)), **changes)
 
@@ -152,9 +209,10 @@ def refusal(sock: socket.socket) -> Refuse:
 
 
 class RawSource:
-    """A welcomed connection to an engine."""
+    """A welcomed connection to an engine: the first of a link."""
 
     def __init__(self, card: bytes, transport: str = "tcp", **changes: Any) -> None:
+        changes["joins"] = False
         self.sock: socket.socket | RingEnd
         if transport == "samehost":
             rings = self.sock = RingSocket(card)
@@ -210,23 +268,40 @@ def raw_destination() -> Iterator[tuple[socket.socket, bytes]]:
         yield listener, encode(card)
 
 
-def take_hello(sock: socket.socket) -> Proven:
+def take_call(sock: socket.socket, id_: str = RAW_ID) -> Turn:
     """Challenges the one who has dialled."""
-    sock.sendall(encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, CHALLENGE))
+    call = read_greeting(sock)
+    assert call is not None, "no call but the end"
+    if call.kind == GreetingKind.CALL:
+        known = {one.id: one for one in KEYS}
+    else:
+        assert call.kind == GreetingKind.CALL_LINK
+        known = _sessions_taken
+    key = next(known[one] for one in called_keys(call) if one in known)
+    body, turn = seal_challenge(call, CHALLENGE, key, id_, 1)
+    sock.sendall(encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, body))
+    return turn
+
+
+def take_hello(sock: socket.socket, id_: str = RAW_ID) -> Proven:
+    """Challenges the one who has dialled, and hears who it is."""
+    turn = take_call(sock, id_)
     greeting = read_greeting(sock)
     assert greeting is not None, "no hello but the end"
-    return open_greeting(greeting.body)
+    return open_greeting(greeting.body, turn)
 
 
-def open_greeting(body: bytes) -> Proven:
-    proven = open_hello(body, CHALLENGE, null_key)
+def open_greeting(body: bytes, turn: Turn) -> Proven:
+    proven = open_hello(body, turn)
     assert proven is not None
     return proven
 
 
 def welcome(proven: Proven, version: int = PROTOCOL_VERSION, **changes: Any) -> bytes:
     message = Welcome(**{"rails": 1} | changes)
-    body = seal_answer(GreetingKind.WELCOME, encode(message), proven.proof, null_key)
+    body, proof = seal_answer(GreetingKind.WELCOME, encode(message), proven)
+    session = session_key(proven.key, proven.proof, proof)
+    _sessions_taken[session.id] = session
     return encode_greeting(GreetingKind.WELCOME, version, body)
 
 
@@ -274,9 +349,9 @@ class RawListener:
             sock.settimeout(TIMEOUT_S)
             end: socket.socket | RingEnd = sock
             if self._is_samehost:
-                sock.sendall(encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, CHALLENGE))
+                turn = take_call(sock, self._id)
                 end, data = accept_rings(sock)
-                sock.sendall(host_welcome(open_greeting(data[GREETING.size :])))
+                sock.sendall(host_welcome(open_greeting(data[GREETING.size :], turn)))
             else:
-                sock.sendall(welcome(take_hello(sock)))
+                sock.sendall(welcome(take_hello(sock, self._id)))
             return dialled.result(TIMEOUT_S), end

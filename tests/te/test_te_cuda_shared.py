@@ -243,7 +243,7 @@ def test_a_source_that_is_killed_in_the_middle_counts_for_nothing() -> None:
 
 
 def _lives(engine: te.Engine) -> bool:
-    return any(link.handle.alive for link in engine._acceptor._links.values())
+    return any(link.handle.alive for link in engine._acceptor._links)
 
 
 def test_a_frozen_peer_that_has_memory_mapped_is_reported_and_holds_nothing_up(

@@ -30,7 +30,7 @@ PAGE = 4096
 
 
 def incoming(engine: te.Engine) -> list[LinkHandle]:
-    return [one.handle for one in engine._acceptor._links.values()]
+    return [one.handle for one in engine._acceptor._links]
 
 
 def keeper_of(engine: te.Engine) -> Keeper:

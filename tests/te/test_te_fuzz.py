@@ -15,7 +15,7 @@ import pytest
 from te_far import wait_until
 from te_frames import HEADER
 from te_nonsense import U64_EDGES, Nonsense
-from te_raw import RawListener, RawSource
+from te_raw import RawListener, RawSource, with_keys
 from te_ring import RingEnd
 from te_steady import INPUTS, Reasons, Steady
 from te_wire import PATHS, TRANSPORTS, Path
@@ -25,6 +25,7 @@ from te.wire import RULES, Over
 
 GUARD, OPEN, PART = 1 << 16, 1 << 16, 1 << 12
 TAG = 5
+KEY = b"k" * 32
 TIMEOUT_S = 10.0
 
 
@@ -136,9 +137,10 @@ def ask_for(peer: te.Peer, arena: Arena) -> list[te.Transfer]:
 def test_hostile_frames(path: Path) -> None:
     rng, inputs = random.Random(20), INPUTS // 2
     steady, transport = Steady(inputs, str(path)), TRANSPORTS[path.over]
+    config = te.Config(keys=(KEY,))
     with (
-        te.Engine() as engine, te.Engine() as friend_engine, Reasons() as reasons,
-        RawListener(transport) as listener,
+        te.Engine(config) as engine, te.Engine(config) as friend_engine, Reasons() as reasons,
+        RawListener(transport) as listener, with_keys(KEY),
     ):  # fmt: skip
         arena, friend, card = Arena(engine), Friend(engine, friend_engine), engine.card()
         frames = Nonsense(rng, path, lambda: address(rng, arena))

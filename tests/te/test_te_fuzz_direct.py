@@ -23,6 +23,7 @@ from te_direct import (
 from te_far import wait_until
 from te_frames import FAR, AckStatus, Kind, abandon, ack, end, header
 from te_nonsense import U64_EDGES, Nonsense
+from te_raw import with_keys
 from te_steady import INPUTS, Reasons, Steady
 from te_wire import Path
 from test_te_fuzz import broken
@@ -37,6 +38,7 @@ OPEN_TAGS = (5, 6)
 OTHERS_TAG = 9
 MEMORY, PAGE = 1 << 16, 4096
 TIMEOUT_S = 20.0
+KEY = b"k" * 32
 
 
 def wild(rng: random.Random) -> int:
@@ -159,8 +161,8 @@ class Source:
 def test_a_hostile_source() -> None:
     rng, wires, steady = random.Random(4), Wires(), Steady(INPUTS, "direct, source")
     with (
-        NullEngine(wires, nics=1, max_connections=64) as engine,
-        NullEngine(wires, nics=1) as friend_engine, Reasons() as reasons,
+        NullEngine(wires, nics=1, max_connections=64, keys=(KEY,)) as engine, with_keys(KEY),
+        NullEngine(wires, nics=1, keys=(KEY,)) as friend_engine, Reasons() as reasons,
     ):  # fmt: skip
         memory = np.zeros(MEMORY, np.uint8)
         region, near = engine.register(memory, remote="read-write"), friend_engine.register(memory)
@@ -294,8 +296,11 @@ class Destination:
 def test_a_hostile_destination() -> None:
     rng, wires, steady = random.Random(5), Wires(), Steady(INPUTS, "direct, destination")
     with (
-        NullEngine(wires, nics=2, rail_timeout_s=0.05, stall_timeout_s=5.0) as engine,
-        NullEngine(wires, nics=2) as friend_engine,
+        NullEngine(
+            wires, nics=2, rail_timeout_s=0.05, stall_timeout_s=5.0, keys=(KEY,)
+        ) as engine,
+        with_keys(KEY),
+        NullEngine(wires, nics=2, keys=(KEY,)) as friend_engine,
         RawDirectListener(wires, nics=2) as listener, Reasons() as reasons,
     ):  # fmt: skip
         memory = np.zeros(MEMORY, np.uint8)

@@ -39,7 +39,7 @@ from te_raw import (
 )
 
 import te
-from te.connect.greeting import MAGIC, Greeting, GreetingKind
+from te.connect.greeting import MAGIC, Greeting, GreetingKind, encode_greeting
 from te.handshake import PROTOCOL_VERSION, decode_card, encode
 
 NBYTES = 1 << 20
@@ -205,15 +205,19 @@ def test_abandon_is_confirmed_and_does_not_arrive(target: Target) -> None:
 # -- greetings
 
 
-def test_hello_of_another_version(target: Target) -> None:
+@pytest.mark.parametrize("at", ["call", "hello"])
+def test_greetings_of_another_version(
+    target: Target, at: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """What it reads first says which one this is."""
-    with dial(target.card) as sock:
-        challenge = read_greeting(sock)
-        assert challenge is not None
-        assert challenge.version == PROTOCOL_VERSION
-        sock.sendall(hello(challenge.body, target.card, version=PROTOCOL_VERSION + 1))
+    with caplog.at_level(logging.WARNING), dial(target.card) as sock:
+        if at == "call":
+            sock.sendall(encode_greeting(GreetingKind.CALL, PROTOCOL_VERSION + 1, b"?"))
+        else:
+            sock.sendall(hello(sock, target.card, version=PROTOCOL_VERSION + 1))
         assert read_greeting(sock) == Greeting(PROTOCOL_VERSION, GreetingKind.REFUSE, b"")
         assert sock.recv(1) == b""
+    assert f"it speaks te protocol {PROTOCOL_VERSION + 1}" in caplog.text
     target.assert_serves()
 
 
@@ -233,7 +237,7 @@ def test_connecting_with_the_card_of_a_former_engine(target: Target) -> None:
     former = encode(msgspec.structs.replace(card, id="12" * 16))
     with (
         te.Engine() as source,
-        pytest.raises(te.ConnectError, match=r"not the engine 1212.*restarted"),
+        pytest.raises(te.ConnectError, match=r"not prove to be the engine 1212.*restarted"),
     ):
         source.connect(former)
     with (
@@ -253,7 +257,6 @@ def test_garbage_instead_of_a_hello(
     with caplog.at_level(logging.WARNING), dial(target.card) as sock:
         with contextlib.suppress(ConnectionError):
             sock.sendall(garbage)
-        take_challenge(sock)
         assert read_greeting(sock) is None
     assert "broke the protocol" in caplog.text
     target.assert_serves()
@@ -261,7 +264,7 @@ def test_garbage_instead_of_a_hello(
 
 def test_silence_instead_of_a_hello(target: Target) -> None:
     with dial(target.card) as sock:
-        take_challenge(sock)
+        take_challenge(sock, target.card)
         assert sock.recv(1) == b""
     target.assert_serves()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import socket
 import threading
 import time
@@ -26,7 +27,7 @@ from te_frames import (
     segment,
     trailer,
 )
-from te_raw import CHALLENGE, TIMEOUT_S, raw_destination, take_hello, welcome
+from te_raw import CHALLENGE, TIMEOUT_S, raw_destination, read_greeting, take_hello, welcome
 
 import te
 from te.connect.dial import DIALS_MAX
@@ -39,7 +40,7 @@ from te.connect.greeting import (
     seal_answer,
 )
 from te.handshake import PROTOCOL_VERSION, Refusal, Refuse, encode
-from te.proof import PROOF_BYTES, null_key
+from te.proof import NO_KEY, PROOF_BYTES
 
 #: What a destination by hand says to a good hello.
 Answer = Callable[[Proven], bytes]
@@ -65,19 +66,19 @@ def connected_to_raw(
 def sealed(kind: GreetingKind, body: bytes) -> Answer:
     """A greeting that proves to be an answer."""
     return lambda proven: encode_greeting(
-        kind, PROTOCOL_VERSION, seal_answer(kind, body, proven.proof, null_key)
+        kind, PROTOCOL_VERSION, seal_answer(kind, body, proven)[0]
     )
 
 
 def another(proven: Proven) -> Proven:
     """As if the hello had been another one."""
-    return Proven(proven.hello, bytes(PROOF_BYTES))
+    return dataclasses.replace(proven, proof=bytes(PROOF_BYTES))
 
 
 REFUSE = Refuse(code=Refusal.LIMIT, reason="no room")
 ANSWERS: list[tuple[Answer, type[te.Error], str]] = [
-    (lambda _: encode_greeting(GreetingKind.REFUSE, PROTOCOL_VERSION, b""), te.ConnectError,
-     "refuses this engine without a word: it is not the engine abab.*restarted"),
+    (lambda _: encode_greeting(GreetingKind.REFUSE, PROTOCOL_VERSION, b""), te.HandshakeError,
+     "without a proof"),
     (sealed(GreetingKind.REFUSE, encode(REFUSE)), te.ConnectError, "refused .* no room"),
     (lambda _: encode_greeting(GreetingKind.REFUSE, PROTOCOL_VERSION, encode(REFUSE)),
      te.HandshakeError, "without a proof"),
@@ -116,14 +117,21 @@ def test_answers_to_a_hello(answer: Answer, error: type[te.Error], says: str) ->
     ("beginning", "error", "says"),
     [
         (encode_greeting(GreetingKind.CHALLENGE, 99, CHALLENGE), te.VersionError, "te protocol 99"),
-        (encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, CHALLENGE[:-1]),
-         te.HandshakeError, "31 bytes instead of a challenge"),
-        (encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, CHALLENGE + b"x"),
-         te.HandshakeError, "33 bytes instead of a challenge"),
-        (encode_greeting(GreetingKind.WELCOME, PROTOCOL_VERSION, CHALLENGE),
-         te.HandshakeError, "kind 2 and 32 bytes instead of a challenge"),
-        (encode_greeting(GreetingKind.REFUSE, PROTOCOL_VERSION, b""),
-         te.HandshakeError, "kind 3 and 0 bytes instead of a challenge"),
+        (encode_greeting(GreetingKind.REFUSE, 99, b""), te.VersionError, "te protocol 99"),
+        (encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, bytes(71)),
+         te.HandshakeError, "71 bytes instead of a challenge"),
+        (encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, bytes(73)),
+         te.HandshakeError, "73 bytes instead of a challenge"),
+        (encode_greeting(GreetingKind.WELCOME, PROTOCOL_VERSION, bytes(72)),
+         te.HandshakeError, "kind 2 and 72 bytes instead of a challenge"),
+        (encode_greeting(GreetingKind.REFUSE, PROTOCOL_VERSION, b"x"),
+         te.HandshakeError, "kind 3 and 1 bytes instead of a challenge"),
+        (encode_greeting(GreetingKind.REFUSE, PROTOCOL_VERSION, b""), te.ConnectError,
+         "without a word: it has keys, and this engine has none; give both the same secret"),
+        (encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, bytes(72)), te.ConnectError,
+         "does not prove to be the engine abab.* of the card: it was restarted"),
+        (encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, NO_KEY.id + bytes(64)),
+         te.ConnectError, "does not prove to be the engine abab.* of the card: it was restarted"),
         (b"SSH-2.0-OpenSSH_9.2p1 Debian\r\n", te.HandshakeError, "not a te engine"),
     ],
 )  # fmt: skip
@@ -137,6 +145,7 @@ def test_what_comes_instead_of_a_challenge(
             sock, _ = listener.accept()
             with sock:
                 sock.settimeout(TIMEOUT_S)
+                read_greeting(sock)
                 sock.sendall(beginning)
                 with contextlib.suppress(ConnectionResetError):  # It left bytes unread.
                     heard.append(sock.recv(1))
@@ -146,7 +155,7 @@ def test_what_comes_instead_of_a_challenge(
         with pytest.raises(error, match=says):
             source.connect(card)
         thread.join(TIMEOUT_S)
-        assert not b"".join(heard)  # Nothing was said to it.
+        assert not b"".join(heard)  # Nothing was said to it but the call.
 
 
 def test_no_answer_and_nobody_there() -> None:

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from te_far import wait_until
 from te_raw import (
+    BLIND,
     RAW_ID,
     TIMEOUT_S,
     RawSource,
@@ -29,18 +30,22 @@ from te_raw import (
     host_hello,
     read_greeting,
     refusal,
+    with_keys,
 )
 from te_ring import make_rings
 
 import te
 from te import nesting
-from te.connect.greeting import CLAIM, GREETING, HELLO_BODY_MAX
+from te.connect.greeting import CLAIM, GREETING, HELLO_BODY_MAX, NONCE_BYTES, encode_call
 from te.connect.loop import READABLE, IoLoop
 from te.connect.throttle import BURST, Throttle
 from te.handshake import BODY_BYTES_MAX, PROTOCOL_VERSION, Refuse, decode_body, decode_card
-from te.proof import CHALLENGE_BYTES, PROOF_BYTES
+from te.proof import NO_KEY, PROOF_BYTES, Key
 
 RESET = struct.pack("ii", 1, 0)
+
+
+KEY = b"k" * 32
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +54,17 @@ def target() -> Iterator[te.Engine]:
         yield engine
 
 
+@pytest.fixture(scope="module", params=[(), (KEY,)], ids=["no keys", "keys"])
+def fuzzed(request: pytest.FixtureRequest) -> Iterator[te.Engine]:
+    with te.Engine(te.Config(connect_timeout_s=1.0, keys=request.param)) as engine:
+        yield engine
+
+
 def assert_accepts(engine: te.Engine) -> None:
     """A new engine finds in, by each transport."""
     for transport in ("tcp", "samehost"):
-        with te.Engine(te.Config(transports=(transport,))) as friend:
+        config = te.Config(transports=(transport,), keys=engine._config.keys)
+        with te.Engine(config) as friend:
             assert friend.connect(engine.card()).alive
 
 
@@ -171,13 +183,19 @@ def test_any_bytes_are_a_message_or_a_handshake_error(data: bytes) -> None:
 @st.composite
 def greetings(draw: st.DrawFn) -> bytes:
     """Mostly a good header and version; a body of any MessagePack, or of any bytes."""
-    kind = draw(st.sampled_from([1, 1, 1, 1, 2, 3, 4, 9]))
+    kind = draw(st.sampled_from([1, 5, 5, 5, 5, 6, 2, 3, 4, 9]))
     version = draw(st.sampled_from([PROTOCOL_VERSION] * 6 + [0, 65535]))
     body = draw(
         st.one_of(
             VALUES.map(msgspec.msgpack.encode),
             st.binary(max_size=300),
             st.binary(min_size=CLAIM.size + PROOF_BYTES, max_size=300),
+            st.integers(0, 5).flatmap(
+                lambda n: st.binary(min_size=32 + 8 * n, max_size=32 + 8 * n)
+            ),
+            st.sampled_from([NO_KEY, Key(KEY)]).map(
+                lambda key: encode_call(bytes(NONCE_BYTES), (key,))
+            ),
             st.sampled_from(DEEP),
         )
     )[:HELLO_BODY_MAX]
@@ -214,7 +232,7 @@ HELLO_CHANGES = st.fixed_dictionaries(
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(greetings(), HELLO_CHANGES, st.booleans(), st.integers(0, 4), st.booleans(), st.booleans())
 def test_greetings_of_any_kind(
-    target: te.Engine,
+    fuzzed: te.Engine,
     strange: bytes,
     changes: dict[str, object],
     is_hello: bool,
@@ -222,10 +240,11 @@ def test_greetings_of_any_kind(
     over_unix: bool,
     resets: bool,
 ) -> None:
-    card = target.card()
+    card = fuzzed.card()
     sock = dial_unix(card) if over_unix else dial(card)
     # It may have closed the connection at any of these.
-    with sock, contextlib.suppress(OSError):
+    keys = with_keys(*fuzzed._config.keys)
+    with sock, keys, contextlib.suppress(OSError):
         data = hello(sock, card, **changes) if is_hello else strange  # type: ignore[arg-type]
         if over_unix:
             fd = make_rings()
@@ -242,9 +261,9 @@ def test_greetings_of_any_kind(
             read_greeting(sock)
 
 
-def test_after_all_these_greetings(target: te.Engine) -> None:
-    wait_until(lambda: not target._acceptor._greeting, "no greeting is left")
-    assert_accepts(target)
+def test_after_all_these_greetings(fuzzed: te.Engine) -> None:
+    wait_until(lambda: not fuzzed._acceptor._greeting, "no greeting is left")
+    assert_accepts(fuzzed)
 
 
 def test_a_reset_at_the_limit_of_connections(caplog: pytest.LogCaptureFixture) -> None:
@@ -254,7 +273,7 @@ def test_a_reset_at_the_limit_of_connections(caplog: pytest.LogCaptureFixture) -
         with in_loop(engine):
             for _ in range(50):
                 with dial(card) as sock:
-                    sock.sendall(hello(bytes(CHALLENGE_BYTES), card))
+                    sock.sendall(hello(BLIND, card))
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         with dial(card) as sock:
             sock.sendall(hello(sock, card))
@@ -373,7 +392,7 @@ def test_rings_that_cannot_be_used_are_given_back(target: te.Engine) -> None:
             with contextlib.suppress(ConnectionError):
                 sock.recv(1)
     wait_until(lambda: descriptors() == before, "nothing was kept")
-    assert not any(key[0] == RAW_ID for key in target._acceptor._links)
+    assert not any(one.key.engine_id == RAW_ID for one in target._acceptor._links)
 
 
 def test_the_memory_of_an_engine_that_was_greeted_badly_is_as_it_was() -> None:

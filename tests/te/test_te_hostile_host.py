@@ -30,6 +30,7 @@ from te_raw import (
     host_hello,
     read_exactly,
     refusal,
+    session_of,
 )
 from te_ring import RINGS_BYTES, make_rings
 
@@ -142,13 +143,15 @@ def test_a_rail_of_another_process_joins_no_link() -> None:
                 assert in_child(card, what) == f"the link that it names is of process {os.getpid()}"
 
 
-#: Another process that has got to know what the greetings of link 3 say: it names the same nonce.
+#: Another process that has got to know what the greetings of link 3 say, and its session key: it
+#: names the same nonce.
 CHILD = """
 import os, socket, sys
 sys.path[:0] = sys.argv[1].split(":")
 import te_raw, te_ring
 from te.transports.samehost.messages import Nonce, Shared
 card, what = bytes.fromhex(sys.argv[2]), sys.argv[3]
+te_raw.knows_session(card, 3, bytes.fromhex(sys.argv[6]))
 nonce = Nonce(int(sys.argv[4]), bytes.fromhex(sys.argv[5]))
 shared = Shared(1, 1, 1, 1) if what == "memory" else None
 with te_raw.dial_unix(card) as sock:
@@ -161,7 +164,8 @@ with te_raw.dial_unix(card) as sock:
 def in_child(card: bytes, what: str) -> str:
     """Why its greeting was refused."""
     nonce = NONCE.nonce
-    arguments = [PATHS, card.hex(), what, str(nonce.address), nonce.data.hex()]
+    session = session_of(card, 3)._secret.hex()
+    arguments = [PATHS, card.hex(), what, str(nonce.address), nonce.data.hex(), session]
     return subprocess.run(
         [sys.executable, "-c", CHILD, *arguments],
         check=True, capture_output=True, text=True, timeout=TIMEOUT_S,

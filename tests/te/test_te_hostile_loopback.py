@@ -83,12 +83,19 @@ def test_random_bytes_end_their_link_and_no_other(
         assert pair.write(0, 0, 100).wait(TIMEOUT_S) is te.Status.DONE
 
 
-def test_who_dials_again_is_told_that_its_link_has_been_welcomed(pair: Pair) -> None:
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_who_dials_again_is_told_that_its_link_has_been_welcomed(
+    pair: Pair, has_ended: bool
+) -> None:
     """As an engine does whose welcome was lost on the way."""
-    card = pair.target.card()
-    with raw_link(pair), dial(card) as sock:
+    card, links = pair.target.card(), pair.target._acceptor._links
+    with raw_link(pair) as raw, dial(card) as sock:
         (key,) = _open
-        sock.sendall(hello(sock, card, "loopback", link=key.number))
+        wait_until(lambda: links.get(key) is not None, "its link is known")
+        if has_ended:
+            raw.sock.close()
+            wait_until(lambda: links.get(key) is None, "its link is forgotten")
+        sock.sendall(hello(sock, card, "loopback", joins=False, link=key.number))
         assert "was welcomed; connect again" in refusal(sock).reason
     assert pair.write(0, 0, 100).wait(TIMEOUT_S) is te.Status.DONE
 

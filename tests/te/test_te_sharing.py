@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from te_far import wait_until
-from te_raw import CHALLENGE, RAW_ID, TIMEOUT_S, host_welcome, open_greeting, welcome
+from te_raw import RAW_ID, TIMEOUT_S, host_welcome, open_greeting, take_call, welcome
 
 import te
-from te.connect.greeting import GREETING, GreetingKind, Proven, encode_greeting
+from te.connect.greeting import GREETING, Proven
 from te.core.engine import Engine as Plane
 from te.handshake import PROTOCOL_VERSION, Card, decode_body, encode
 from te.transports.samehost._core import SamehostLink
@@ -69,11 +69,11 @@ class HeldDestination:
                 self._take(sock)
 
     def _take(self, sock: socket.socket) -> None:
-        sock.sendall(encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, CHALLENGE))
+        turn = take_call(sock)
         data, fds, _, _ = socket.recv_fds(sock, 1 << 16, 4)
         for fd in fds:
             os.close(fd)
-        proven = open_greeting(data[GREETING.size :])
+        proven = open_greeting(data[GREETING.size :], turn)
         shared = decode_body(proven.hello.body, HostHello).shared
         if shared is None:
             self._kept.append(sock)

@@ -142,12 +142,12 @@ class Rdma(Transport):
         number = secrets.randbits(62)
         first = connect(local, card, self._hello(card, number), deadline_s, timeout_s)
         handle = RdmaLink(local.plane, False)
-        add_rails(first, lambda: first, 1, lambda one: handle.add_connection(one.fileno()))
+        add_rails(first, lambda _: first, 1, lambda one: handle.add_connection(one.fileno()))
 
         def greet(rail: RailOffer) -> RailAnswer:
             until_s = time.monotonic() + BUILD_TIMEOUT_S
             hello = self._hello(card, number, rail)
-            dialled = connect(local, card, hello, until_s, BUILD_TIMEOUT_S)
+            dialled = connect(local, card, hello, until_s, BUILD_TIMEOUT_S, first.session)
             dialled.close()
             answer = decode_body(dialled.welcome.body, RdmaWelcome).rail
             if answer is None:

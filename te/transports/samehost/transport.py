@@ -23,6 +23,7 @@ from te.handshake import Card, decode_body, encode
 from te.memory import Region
 from te.memory_kinds import MemoryKind, Reach, kind_of
 from te.memory_kinds.base import Exported, Mapped
+from te.proof import Key
 from te.transports.base import (
     Accepted,
     Answer,
@@ -136,9 +137,9 @@ class SameHost(Transport):
         """See ``Transport.open``."""
         number = secrets.randbits(62)
 
-        def dial() -> _Rail:
+        def dial(session: Key | None = None) -> _Rail:
             with blame(card, _where(card), timeout_s):
-                return insist(lambda: self._dial(card, number, deadline_s), deadline_s)
+                return insist(lambda: self._dial(card, number, deadline_s, session), deadline_s)
 
         first = dial()
         with contextlib.ExitStack() as undo:
@@ -167,7 +168,8 @@ class SameHost(Transport):
             self._local.config.rails,
             lambda one: link.add_rail(one.fileno(), one.rings_fd),
         )
-        self._share(Shares(link, self._about_memory(card, number)), deadline_s, timeout_s)
+        say = self._about_memory(card, number, first.session)
+        self._share(Shares(link, say), deadline_s, timeout_s)
         return OutgoingLink(link)
 
     def _share(self, shares: Shares, deadline_s: float, timeout_s: float) -> None:
@@ -186,7 +188,7 @@ class SameHost(Transport):
         body = encode(HostHello(nonce=self._nonce, shared=shared))
         return hello_to(card, self._local, self.name, number, body)
 
-    def _dial(self, card: Card, number: int, deadline_s: float) -> _Rail:
+    def _dial(self, card: Card, number: int, deadline_s: float, session: Key | None) -> _Rail:
         left_s = max(deadline_s - time.monotonic(), 0.001)
         hello = self._hello(card, number)
         with contextlib.ExitStack() as undo:
@@ -200,9 +202,10 @@ class SameHost(Transport):
                 raise TransportRefused(problem)
             rings_fd = reach.make_rings()
             undo.callback(os.close, rings_fd)
-            dialled = greet(self._local, sock, hello, card, _where(card), deadline_s, [rings_fd])
+            where = _where(card)
+            dialled = greet(self._local, sock, hello, card, where, deadline_s, [rings_fd], session)
             undo.pop_all()
-            return _Rail(dialled.sock, dialled.welcome, rings_fd)
+            return _Rail(dialled.sock, dialled.welcome, dialled.session, rings_fd)
 
     # -- memory that peers map
 
@@ -220,7 +223,7 @@ class SameHost(Transport):
         regions = self._local.memory.regions
         return tuple(memory for region in regions for memory in _shared_memory(region))
 
-    def _about_memory(self, card: Card, number: int) -> Say:
+    def _about_memory(self, card: Card, number: int, session: Key) -> Say:
         """Tells the engine about memory of this one, for the link ``number``."""
 
         def say(
@@ -233,7 +236,7 @@ class SameHost(Transport):
             where = _where(card)
             try:
                 with blame(card, where, timeout_s), reach.dial(card, timeout_s) as sock:
-                    greet(self._local, sock, hello, card, where, deadline_s, fds)
+                    greet(self._local, sock, hello, card, where, deadline_s, fds, session)
             except Error as exc:
                 return str(exc)
             return None

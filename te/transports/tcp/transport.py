@@ -13,6 +13,7 @@ from te.core.wire import RAILS_LIMIT
 from te.errors import ProtocolViolation
 from te.handshake import Card
 from te.memory_kinds import Reach
+from te.proof import Key
 from te.topology import bytes_per_s_of
 from te.transports.base import (
     Call,
@@ -57,8 +58,8 @@ class Tcp(Transport):
         local = self._local
         hello = hello_to(card, local, self.name, secrets.randbits(62))
 
-        def dial() -> Dialled:
-            return connect(local, card, hello, deadline_s, timeout_s)
+        def dial(session: Key | None = None) -> Dialled:
+            return connect(local, card, hello, deadline_s, timeout_s, session)
 
         first = dial()
         speed = bytes_per_s_of(first.sock.getsockname()[0])
