@@ -45,6 +45,7 @@ def open_engine(config: Config, host: str, nics: tuple[str, ...]) -> te.Engine:
         return te.Engine(
             te.Config(
                 host=host,
+                keys=config.keys.data,
                 port=port,
                 port_last=port_last,
                 transports=config.transports or TRANSPORTS,

@@ -26,8 +26,8 @@ FIRST_BYTE_TIMEOUT_S: Final = 2.0
 
 SILENT_S: Final = 0.25
 """Who is silent for so long goes before who has begun to speak. A friend is held up for less
-before its call (5 ms for each turn of another thread in its interpreter). Else
-it would be the one to go where everybody has said a few bytes."""
+before its call (5 ms for each turn of another thread in its interpreter). Else it would be the one
+to go where everybody has said a few bytes."""
 
 
 @dataclass(eq=False)

@@ -63,6 +63,34 @@ def test_memory_is_registered_wholly_or_not_at_all():
         assert region.remote == "tagged"
 
 
+OLD, NEW, OTHER = (f"{name}-{'0123456789abcdef' * 3}" for name in ("old", "new", "other"))
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "connects"),
+    [
+        (None, None, True),
+        (NEW, NEW, True),
+        (f"{OLD}\n{NEW}", NEW, True),
+        (OLD, f"{NEW}\n{OLD}", True),
+        (NEW, OTHER, False),
+        (NEW, None, False),
+        (None, NEW, False),
+    ],
+)
+def test_engines_connect_whose_ranks_have_a_secret_in_common(here, there, connects):
+    def open_one(secret):
+        given = {} if secret is None else {"SGLANG_MOONCAKE_SECRET": secret}
+        return open_with(SGLANG_MOONCAKE_TRANSPORTS="tcp", **given)
+
+    with open_one(here) as source, open_one(there) as target:
+        if connects:
+            assert source.connect(target.card()).alive
+            return
+        with pytest.raises(te.ConnectError, match="give both the same secret"):
+            source.connect(target.card())
+
+
 @pytest.mark.parametrize(
     ("environment", "flag", "used", "source"),
     [
