@@ -26,8 +26,8 @@ def _silence(_rng: random.Random) -> bytes:
 
 def _greeting(rng: random.Random) -> bytes:
     """Of te, with a body of noise (docs/wire.md)."""
-    body = rng.randbytes(rng.choice((0, 16, 200, 4096)))
-    header = struct.pack("<8sHHI", b"te-wire\0", rng.randrange(20), rng.randrange(6), len(body))
+    body = rng.randbytes(rng.choice((0, 16, 40, 72, 200, 4096)))
+    header = struct.pack("<8sHHI", b"te-wire\0", rng.randrange(20), rng.randrange(8), len(body))
     return header + body
 
 

@@ -208,11 +208,11 @@ class Incoming:
 
     def _challenge(self, call: Greeting) -> None:
         """Proves which engine this is, with a key that the other side has, too."""
-        if call.kind not in CALL_KINDS:
-            raise ProtocolViolation(f"a greeting of kind {call.kind} instead of a call")
         if call.version != PROTOCOL_VERSION:
             self._turn_away(f"it speaks te protocol {call.version}")
             return
+        if call.kind not in CALL_KINDS:
+            raise ProtocolViolation(f"a greeting of kind {call.kind} instead of a call")
         called = called_keys(call)
         if call.kind == GreetingKind.CALL_LINK:
             self._link = self._acceptor.link_of(called[0])
