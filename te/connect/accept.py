@@ -118,6 +118,10 @@ class Acceptor:
             if dropped:
                 logger.log(level, "%d more such lines were left out", dropped)
 
+    def called(self, half_open: HalfOpen) -> None:
+        """A connection has called, and was challenged. Loop's thread only."""
+        self._admission.renew(half_open)
+
     def introduced(self, half_open: HalfOpen) -> None:
         """A connection's hello is whole, or it was closed. Loop's thread only."""
         self._admission.leave(half_open)

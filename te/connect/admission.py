@@ -49,7 +49,7 @@ class HalfOpen:
 
 
 class Admission:
-    """The half-open connections of an engine, in the order in which they came."""
+    """The half-open connections of an engine, in the order in which they came or called."""
 
     def __init__(self) -> None:
         self._half_open: dict[HalfOpen, None] = {}
@@ -64,6 +64,13 @@ class Admission:
         self._half_open[one] = None
         self._of_source[source] = self._of_source.get(source, 0) + 1
         return one
+
+    def renew(self, one: HalfOpen) -> None:
+        """It has called, and has yet to say hello: it counts as the youngest once more, so that
+        each of the two has as much time while many connections come. Its deadline stays."""
+        if one in self._half_open:
+            del self._half_open[one]
+            self._half_open[one] = None
 
     def leave(self, one: HalfOpen) -> None:
         """It has introduced itself, or was closed; idempotent."""

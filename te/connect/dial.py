@@ -54,7 +54,7 @@ __all__ = [
 KEEPALIVE_IDLE_S = 5
 KEEPALIVE_INTERVAL_S = 2
 KEEPALIVE_PROBES = 3
-DIALS_MAX = 4
+DIALS_MAX = 8
 DIAL_PAUSE_S = 0.05
 
 _Rail = TypeVar("_Rail", bound="Dialled")

@@ -65,6 +65,9 @@ class Acceptor(Protocol):
     chosen: Chosen
     loop: IoLoop
 
+    def called(self, half_open: HalfOpen) -> None:
+        """A connection has called, and was challenged."""
+
     def introduced(self, half_open: HalfOpen) -> None:
         """A connection's hello is whole, or it was closed."""
 
@@ -228,6 +231,7 @@ class Incoming:
         local, challenge = self._local, os.urandom(CHALLENGE_BYTES)
         body, self._turn = seal_challenge(call, challenge, key, local.id, local.epoch)
         self._send(encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, body))
+        self._acceptor.called(self._half_open)
 
     def _greet(self, greeting: Greeting, turn: Turn) -> None:
         """Tells strangers nothing: they are those who cannot answer the challenge for this engine,

@@ -234,6 +234,19 @@ def test_one_loud_source_costs_no_other_its_place() -> None:
 
 
 @pytest.mark.pure
+def test_who_has_called_counts_as_the_youngest_once_more() -> None:
+    admission = Admission()
+    first, second = admission.enter("a", 0.0, 5.0), admission.enter("a", 0.0, 5.0)
+    first.has_spoken = second.has_spoken = True
+    admission.renew(first)
+    assert admission.sacrifice(0.1) is second
+    assert first.due_s == 5.0
+    admission.leave(first)
+    admission.renew(first)  # It was closed meanwhile.
+    assert len(admission) == 1
+
+
+@pytest.mark.pure
 def test_deadlines_of_the_first_byte_and_of_all() -> None:
     admission = Admission()
     one = admission.enter("a", 10.0, 60.0)
