@@ -10,10 +10,13 @@ import sys
 from collections.abc import Sequence
 
 from bootstrap_server.errors import BootstrapError
+from bootstrap_server.exposure import exposure
 from bootstrap_server.registry import LEASE_S
 from bootstrap_server.secret import Keys
 from bootstrap_server.secret_file import read_secret_file
 from bootstrap_server.server import BootstrapServer
+
+logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -40,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="file with the deployment's secrets, one a line: only servers that have one of them "
         "are served (docs/security.md; default: everybody is)",
     )
+    parser.add_argument(
+        "--insecure", action="store_true", help="serve everybody on a public address"
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -50,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         secrets = read_secret_file(options.secret_file) if options.secret_file else []
         keys = Keys.from_secrets(secrets).registry
+        said = exposure(options.host, bool(keys), options.insecure, "--insecure")
+        if said is not None and said.refused:
+            raise ValueError(said.sentence)
+        if said is not None:
+            logger.warning("%s", said.sentence)
         server = BootstrapServer(options.host, options.port, options.lease_s, keys=keys)
     except (BootstrapError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")

@@ -18,9 +18,10 @@ from sglang_mooncake.sglang.mooncake_variables import read_courtesies
 from sglang_mooncake.sglang.values import ConfigError, integer, names, port_range, seconds, switch
 from te.config import LIMITS, TRANSPORTS
 
-__all__ = ["SETTING_NAMES", "SGLANGS_OWN", "Config", "ConfigError"]
+__all__ = ["INSECURE", "SETTING_NAMES", "SGLANGS_OWN", "Config", "ConfigError"]
 
 _PREFIX = "SGLANG_MOONCAKE_"
+INSECURE = f"{_PREFIX}INSECURE"
 #: SGLang's own variables that begin like ours. They tune the engine of the mooncake package or its
 #: memory and mean nothing to the hand-over, but must not stop a server whose recipe sets them.
 SGLANGS_OWN = frozenset(
@@ -61,6 +62,7 @@ _NAMES = {
     "STATS_DIR",
     "SECRET",
     "SECRET_FILE",
+    "INSECURE",
     *_ENGINE,
 }
 
@@ -92,6 +94,7 @@ class Config:
     SECRET_FILE: file with the deployment's secrets, one a line (docs/security.md; default: none, so
         that whoever reaches the ports is served).
     SECRET: the secrets themselves, instead of SECRET_FILE.
+    INSECURE: `1`: start without a secret on a public address, too.
 
     Where a variable is not given, what Mooncake's say of the same is taken (`mooncake_variables`).
     """
@@ -114,6 +117,7 @@ class Config:
     stats_dir: Path | None = None
     #: Made of the secrets, which are not kept.
     keys: Keys = field(default_factory=Keys, repr=False)
+    insecure: bool = False
     #: What became of variables of Mooncake's, for the log.
     courtesies: tuple[str, ...] = ()
 
@@ -150,6 +154,7 @@ class Config:
             layerwise=switch(f"{_PREFIX}LAYERWISE", asked.get("LAYERWISE", "0")),
             stats_dir=Path(stats_dir) if stats_dir else None,
             keys=_keys(given),
+            insecure=switch(INSECURE, asked.get("INSECURE", "0")),
             courtesies=taken.notes,
         )
         unknown = sorted(given.keys() - _NAMES)

@@ -16,13 +16,14 @@ from typing import Any
 
 import te
 from bootstrap_server import Rank, RankLease, RankRecord
+from bootstrap_server.exposure import exposure
 from bootstrap_server.signatures import signed
 from sglang_mooncake.decode_side import DecodeSide, SealBuffer
 from sglang_mooncake.instances import PrefillInfo
 from sglang_mooncake.layout import Buffers, Layout, early_layers
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rooms.states import RoomView
-from sglang_mooncake.sglang.config import Config
+from sglang_mooncake.sglang.config import INSECURE, Config
 from sglang_mooncake.sglang.layerwise import Layerwise
 from sglang_mooncake.sglang.plugin import hook_decode_queue, serving_classes
 from sglang_mooncake.sglang.pools.kv_args import KVArgsLike, layout_from_kv_args, memory_ranges
@@ -32,6 +33,7 @@ from sglang_mooncake.sglang.seam import (
     BaseKVManager,
     DisaggregationMode,
     StageBoard,
+    UnsupportedServer,
     deferred_release_enabled,
     kv_heads,
     pins_host_memory,
@@ -81,6 +83,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             rank_context(args, disaggregation_mode, server_args, self.config.host),
             keys=self.config.keys,
         )
+        self._check_exposure()
         # Read by SGLang's schedulers as they stand.
         self.attn_cp_rank = self.context.coords.cp
         self.attn_cp_size = self.context.config.topology.cp_size
@@ -137,6 +140,16 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             self.context.config.format.kv_cache_dtype,
             ",".join(self.engine.stats().transports),
         )
+
+    def _check_exposure(self) -> None:
+        """Of a server's ranks, the first one says what all of them are."""
+        host, config = self.context.host, self.config
+        said = exposure(host, bool(config.keys), config.insecure, f"{INSECURE}=1")
+        if said is not None and said.refused:
+            raise UnsupportedServer(said.sentence)
+        coords = self.context.coords
+        if said is not None and not any((coords.dp, coords.cp, coords.tp, coords.pp)):
+            logger.warning("%s", said.sentence)
 
     def _layout(self, seals: Buffers) -> Layout:
         return layout_from_kv_args(

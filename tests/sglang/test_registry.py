@@ -28,6 +28,7 @@ from bootstrap_server import (
     sending,
     sources,
 )
+from bootstrap_server.secret import Keys
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
@@ -355,3 +356,32 @@ def test_an_sglang_that_asks_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delattr(CommonKVReceiver, "query_prefill_dp_ranks")
     with pytest.raises(LookupError, match="query_prefill_dp_ranks"):
         prove_dp_rank_queries([b"k" * 32])
+
+
+def ranks_say(host: str, tp: int = 0, **settings: object) -> None:
+    """What a manager says of its address as it is made."""
+    from sglang_mooncake.sglang.config import Config
+    from sglang_mooncake.sglang.manager import KVManager
+
+    manager = KVManager.__new__(KVManager)
+    manager.config = Config(**settings)
+    manager.context = SimpleNamespace(host=host, coords=SimpleNamespace(dp=0, cp=0, tp=tp, pp=0))
+    manager._check_exposure()
+
+
+def test_a_server_without_a_secret_says_so_once(caplog):
+    ranks_say("10.0.0.7", tp=0)
+    ranks_say("10.0.0.7", tp=1)
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert "no secret is set: whoever can reach 10.0.0.7" in said
+
+
+def test_a_server_without_a_secret_stays_off_public_addresses(caplog):
+    from sglang_mooncake.sglang.seam import UnsupportedServer
+
+    with pytest.raises(UnsupportedServer, match="start with SGLANG_MOONCAKE_INSECURE=1"):
+        ranks_say("192.88.99.1", tp=1)
+    ranks_say("192.88.99.1", insecure=True)
+    assert "192.88.99.1 is a public address" in caplog.text
+    ranks_say("192.88.99.1", keys=Keys.from_secrets([b"a secret of the deployment"]))
+    assert len(caplog.records) == 1

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server without a secret says of it, and when it does not start. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import NamedTuple
+
+__all__ = ["Exposure", "exposure"]
+
+_ADVICE = "make one with `sglang-mooncake secret` and give it to all servers (docs/security.md)"
+
+
+class Exposure(NamedTuple):
+    """What is to be said of an address on which everybody is served.
+
+    refused: the server must not start.
+    """
+
+    sentence: str
+    refused: bool
+
+
+def exposure(host: str, has_secret: bool, is_insecure: bool, how_to_insist: str) -> Exposure | None:
+    """None where nobody from elsewhere can connect, or where there is a secret.
+
+    Args:
+        host: address or name that the server listens on.
+        is_insecure: the operator has said that it may be open to all.
+        how_to_insist: which option says so.
+    """
+    if has_secret:
+        return None
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])  # fe80::1%eth0
+    except ValueError:
+        address = None  # a name
+    if address is not None and address.is_loopback:
+        return None
+    if address is None or not address.is_global:
+        return Exposure(
+            f"no secret is set: whoever can reach {host} can read and overwrite KV caches and take "
+            f"the places of servers; {_ADVICE}",
+            refused=False,
+        )
+    if is_insecure:
+        return Exposure(
+            f"no secret is set, and {host} is a public address: whoever on the internet can reach "
+            f"it can read and overwrite KV caches; {_ADVICE}",
+            refused=False,
+        )
+    return Exposure(
+        f"no secret is set, and {host} is a public address: whoever on the internet can reach it "
+        f"could read and overwrite KV caches. Listen on a private address, or {_ADVICE}, or start "
+        f"with {how_to_insist} if nobody else can reach it",
+        refused=True,
+    )

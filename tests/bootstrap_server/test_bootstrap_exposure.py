@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What servers without a secret say, and where they do not start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from bootstrap_server.exposure import exposure
+
+#: Of a range that is not routed, but counts as public (RFC 7526: it was for relays to IPv6).
+PUBLIC = "192.88.99.1"
+
+
+def said(host: str, has_secret: bool = False, is_insecure: bool = False):
+    return exposure(host, has_secret, is_insecure, "--insecure")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1"])
+def test_nothing_is_said_of_addresses_that_nobody_else_reaches(host):
+    assert said(host) is None
+
+
+@pytest.mark.parametrize("host", ["10.0.0.5", PUBLIC, "::1", "some-host"])
+def test_nothing_is_said_with_a_secret(host):
+    assert said(host, has_secret=True) is None
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["10.0.0.5", "192.168.1.9", "100.64.3.3", "fd12::1", "fe80::1%eth0", "0.0.0.0", "node-7"],
+)
+def test_private_addresses_are_warned_of(host):
+    found = said(host)
+    assert not found.refused
+    assert f"no secret is set: whoever can reach {host} can read" in found.sentence
+    assert "sglang-mooncake secret" in found.sentence
+
+
+@pytest.mark.parametrize("host", [PUBLIC, "8.8.8.8", "2a00:1450::1"])
+def test_public_addresses_are_refused_unless_somebody_insists(host):
+    found = said(host)
+    assert found.refused
+    assert f"{host} is a public address" in found.sentence
+    assert "start with --insecure" in found.sentence
+    insisted = said(host, is_insecure=True)
+    assert not insisted.refused
+    assert f"{host} is a public address" in insisted.sentence
+
+
+def registry(*options: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "bootstrap_server", "--host", PUBLIC, "--port", "0", *options]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_registry_does_not_start_on_a_public_address():
+    done = registry()
+    assert done.returncode == 1
+    assert f"error: no secret is set, and {PUBLIC} is a public address" in done.stderr
+
+
+def test_with_insecure_it_tries_to():
+    done = registry("--insecure")
+    assert done.returncode == 1
+    assert "is a public address" in done.stderr
+    assert "cannot listen" in done.stderr, "the machine has no such address"
