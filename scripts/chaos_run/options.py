@@ -25,6 +25,8 @@ class ChaosOptions:
     #: Until then each request has ended, whatever happens.
     deadline_s: float
     layerwise: bool
+    #: A secret is made for all servers.
+    secret: bool
     json: Path | None
     plot: Path | None
 
@@ -56,6 +58,7 @@ def parse(argv: Sequence[str]) -> ChaosOptions:
     add("--aborts", type=_share, default=0.2, metavar="F", help="share of clients that leave (0.2)")
     add("--deadline", type=_positive, default=60.0, metavar="S", help="of each request (60)")
     add("--layerwise", action="store_true", help="KV leaves layer by layer")
+    add("--secret", action="store_true", help="the servers have a secret in common")
     add("--json", type=Path, metavar="FILE", help="write everything, every request included")
     add("--plot", type=Path, metavar="FILE.svg", help="draw requests and faults over time")
     args = parser.parse_args(argv)
@@ -71,6 +74,7 @@ def parse(argv: Sequence[str]) -> ChaosOptions:
         abort_share=args.aborts,
         deadline_s=args.deadline,
         layerwise=args.layerwise,
+        secret=args.secret,
         json=args.json,
         plot=args.plot,
     )

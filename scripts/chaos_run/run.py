@@ -15,9 +15,10 @@ from cpu_serving.model import make_model
 from cpu_serving.pools import leaked_pages
 from cpu_serving.processes import ServingError
 from cpu_serving.progress import Step
-from cpu_serving.servers import Fleet, Role, Server, ServerOptions, wait_ready
+from cpu_serving.servers import Fleet, Role, Server, ServerOptions, wait_ready, with_secret
 from cpu_serving.traffic import Answer, Request, make_requests, run, send, send_all
 
+from bootstrap_server.secret_file import write_secret_file
 from chaos_run.hosts import Hosts
 from chaos_run.options import ChaosOptions
 from chaos_run.resources import Held, grown, held_by
@@ -49,6 +50,9 @@ class Run:
         self._options, self._hosts, self._fleet = options, hosts, fleet
         self._servers: dict[str, Server] = {}
         self._restarts = 0
+        self._secret = fleet.run_dir / "secret" if options.secret else None
+        if self._secret is not None:
+            write_secret_file(self._secret)
         self._outcomes: list[Outcome] = []
         self._happened: list[Happened] = []
         self._known = self._ask_one_server()
@@ -91,6 +95,8 @@ class Run:
         role: Role = "prefill" if name.startswith("prefill") else "decode"
         host = self._hosts.address(name)
         how = ServerOptions(make_model("llama"), extra_env=env, host=host)
+        if self._secret is not None:
+            how = with_secret(how, self._secret)
         ports = {"port": old.port, "bootstrap_port": old.bootstrap_port} if old else {}
         label = name if old is None else f"{name}-again-{self._restarts}"
         with self._hosts.on(name):
