@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 __all__ = ["Exposure", "exposure"]
 
+#: Of a host itself (RFC 1122 3.2.1.3, RFC 4291 2.5.3).
+_ITS_OWN = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
 _ADVICE = "make one with `sglang-mooncake secret` and give it to all servers (docs/security.md)"
 
 
@@ -35,7 +37,7 @@ def exposure(host: str, has_secret: bool, is_insecure: bool, how_to_insist: str)
         address = ipaddress.ip_address(host.partition("%")[0])  # fe80::1%eth0
     except ValueError:
         address = None  # a name
-    if address is not None and address.is_loopback:
+    if address is not None and any(address in network for network in _ITS_OWN):
         return None
     if address is None or not address.is_global:
         return Exposure(
