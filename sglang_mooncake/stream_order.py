@@ -83,7 +83,9 @@ class StreamOrder:
         #: By serial; of the loop thread. The oldest of each has events.
         self._waiting: dict[int, deque[_Submission]] = {}
         self._count = 0
-        self._to_wait_for: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
+        # A SimpleQueue waits for ever when a short time-out is over before it has begun to wait
+        # (CPython 3.11: the time that is left is negative then).
+        self._to_wait_for: queue.Queue[_Submission | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="kv-stream-events", daemon=True)
 
     def start(self) -> None:

@@ -45,7 +45,9 @@ class Keeper:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # A SimpleQueue waits for ever when a short time-out is over before it has begun to wait
+        # (CPython 3.11: the time that is left is negative then).
+        self._calls: queue.Queue[Callable[[], None]] = queue.Queue()
         self._links: dict[int, KeptLink] = {}
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
