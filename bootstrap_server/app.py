@@ -42,7 +42,7 @@ from bootstrap_server.errors import (
     RegistrationRefused,
     RegistryFull,
 )
-from bootstrap_server.gate import Gate, Refusals, guard
+from bootstrap_server.gate import Gate, guard
 from bootstrap_server.http_body import (
     BODY_BYTES_MAX,
     RefusalError,
@@ -53,6 +53,7 @@ from bootstrap_server.http_body import (
 )
 from bootstrap_server.instance import InstanceTable
 from bootstrap_server.records import RANKS_MAX, Rank, RankCoords, RankLife, RankRecord
+from bootstrap_server.refusals import Refusals
 from bootstrap_server.registry import Registry
 from bootstrap_server.rooms import RoomTable
 from bootstrap_server.sglang_http import (

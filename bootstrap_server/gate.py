@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -13,35 +12,13 @@ from aiohttp.typedefs import Handler, Middleware
 
 from bootstrap_server.http_body import RefusalError, check_body, error_response
 from bootstrap_server.proof import HEADER, RequestProof, key_of, prove_answer
+from bootstrap_server.refusals import Refusals
 from bootstrap_server.replays import Replays
 
-__all__ = ["Gate", "Refusals", "guard"]
+__all__ = ["Gate", "guard"]
 
-logger = logging.getLogger(__name__)
-
-#: Strangers get no more of the log than a line in this time.
-LOG_EVERY_S: Final = 5.0
 #: Tells nothing, and those who ask for it (orchestrators) have no secret.
 _OPEN: Final = ("GET", "/health")
-
-
-class Refusals:
-    """Writes who was refused into the log, at a bounded rate."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._next_s = clock()
-        self._left_out = 0
-
-    def note(self, address: str, why: str) -> None:
-        """A request from `address` was refused."""
-        now_s = self._clock()
-        if now_s < self._next_s:
-            self._left_out += 1
-            return
-        more = f" ({self._left_out} refusals before it are not shown)" if self._left_out else ""
-        logger.warning("refused a request from %s: %s%s", address, why, more)
-        self._next_s, self._left_out = now_s + LOG_EVERY_S, 0
 
 
 class Gate:

@@ -43,6 +43,8 @@ VALUE_CHARS_MAX: Final = 120
 #: The instance of a bootstrap server that serves one SGLang server, as SGLang's own does.
 DEFAULT_INSTANCE: Final = "default"
 _SIGNATURE: Final = re.compile("[0-9a-f]{64}")
+#: Z85 (RFC 32) of 32 bytes.
+_CONTROL_KEY: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _INSTANCE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 #: The SGLang flag behind each value, for sentences that say what to change.
@@ -192,8 +194,9 @@ class Rank(msgspec.Struct, frozen=True):
     `host` and `port` are its control endpoint. `epoch` is the start of this life in
     nanoseconds since 1970, so that a restarted rank can be told from its former self;
     0 means unknown (stock SGLang ranks do not say). `prefill_http_port` is the port of
-    SGLang's HTTP API on that node. `signature` is the rank's over all this and its configuration
-    (`signatures.py`), 64 hexadecimal digits, or empty.
+    SGLang's HTTP API on that node. `control_key` is the public key of the control endpoint, in Z85,
+    or empty where links are not encrypted. `signature` is the rank's over all this and its
+    configuration (`signatures.py`), 64 hexadecimal digits, or empty.
     """
 
     coords: RankCoords
@@ -201,6 +204,7 @@ class Rank(msgspec.Struct, frozen=True):
     port: int
     epoch: int = 0
     prefill_http_port: int | None = None
+    control_key: str = ""
     signature: str = ""
 
     def __post_init__(self) -> None:
@@ -211,6 +215,10 @@ class Rank(msgspec.Struct, frozen=True):
         _check_range("epoch", self.epoch, 0, EPOCH_MAX)
         if self.prefill_http_port is not None:
             _check_range("prefill_http_port", self.prefill_http_port, 1, 65_535)
+        if self.control_key and not _CONTROL_KEY.fullmatch(self.control_key):
+            raise ValueError(
+                f"control_key {_short(self.control_key)!r} is not 40 characters of Z85 (RFC 32)"
+            )
         if self.signature and not _SIGNATURE.fullmatch(self.signature):
             raise ValueError(f"signature {_short(self.signature)!r} is not 64 hexadecimal digits")
 

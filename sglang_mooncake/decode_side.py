@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 import te
-from bootstrap_server import Instance, MismatchError, matching
+from bootstrap_server import Instance, MismatchError, RankCoords, matching
+from bootstrap_server.signatures import key_index
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.executor import Executor
@@ -109,6 +110,7 @@ class DecodeSide(Side):
             context.names.link,
             self._executor.submit,
             self.instances.forget,
+            context.keys.control,
         )
         self._fencer = Fencer(
             engine.fence, lambda view: self._loop.post(rooms.Fenced(view)), "kv-decode-fences"
@@ -150,7 +152,7 @@ class DecodeSide(Side):
             sources = self._sources(address, instance, prefill_dp_rank)
         except MismatchError as error:
             coords = [c for c in instance.config.topology.coords() if c.dp == prefill_dp_rank]
-            links = tuple(LinkKey(address, instance.rank(c)) for c in coords)
+            links = tuple(self._link(address, instance, c) for c in coords)
             reason = f"the prefill server at {address} does not fit this one: {error}"
             self._loop.post(rooms.NotServed(view, links, reason))
             return
@@ -185,7 +187,7 @@ class DecodeSide(Side):
             )
             found = known.by_dp_rank[prefill_dp_rank] = tuple(
                 rooms.RoomSource(
-                    LinkKey(address, instance.rank(source.coords)),
+                    self._link(address, instance, source.coords),
                     source.destinations,
                     sends,
                     source.aux,
@@ -198,6 +200,12 @@ class DecodeSide(Side):
                 for source, sends in asked
             )
         return found
+
+    def _link(self, address: str, instance: Instance, coords: RankCoords) -> LinkKey:
+        rank, keys = instance.rank(coords), self._context.keys.record
+        secret = key_index(instance.config, rank, keys) if keys else 0
+        assert secret is not None, "checked when the instance was looked up"
+        return LinkKey(address, rank, secret)
 
     def _required_states(self, instance: Instance) -> frozenset[int]:
         """The state lists that a source follows without fail: with pipeline stages of another

@@ -84,6 +84,7 @@ class PrefillSide(Side):
             HelloReply(None, engine.id, engine.epoch),
             self._executor.submit,
             context.deadlines.heartbeat_s,
+            context.keys.control,
         )
         self._outgoing = Outgoing(engine, recorder, lambda ended: self._loop.post(ended))
         self._order = StreamOrder(
@@ -99,6 +100,12 @@ class PrefillSide(Side):
         self._polled: set[int] = set()
 
     # --- for the manager and the scheduler ---
+
+    @property
+    def control_key(self) -> str:
+        """The public key with which decode ranks make sure that they speak to this rank; empty
+        without a secret."""
+        return self._links.control_key
 
     def start(self, ports: tuple[int, int] | None = None) -> int:
         """Starts the loop; returns the port where decode ranks say hello.

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 import te
 from bootstrap_server import Rank
 from sglang_mooncake import messages
 from sglang_mooncake.context import Deadlines
-from sglang_mooncake.links.sockets import Readers, open_dealer
+from sglang_mooncake.links.curve import take_seat
+from sglang_mooncake.links.sockets import HANDSHAKE_FAILED, CurvePair, Readers, open_dealer
 from sglang_mooncake.messages import (
     Hello,
     HelloReply,
@@ -50,10 +52,12 @@ _FAREWELL_MS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class LinkKey:
-    """One life of one prefill rank; `address` is that of its instance's registry."""
+    """One life of one prefill rank; `address` is that of its instance's registry, `secret` the
+    number of the deployment's secret with which the rank has signed its record."""
 
     address: str
     rank: Rank
+    secret: int = 0
 
     def __str__(self) -> str:
         return f"prefill rank ({self.rank.coords}) at {self.rank.host}:{self.rank.port}"
@@ -84,6 +88,7 @@ class DecodeLinks:
         report: takes the events. It may come back to `send` and `open` before it returns.
         forget_instance: the instance of a rank, by its registry's address, may have been started
             elsewhere: it must be looked up afresh.
+        keys: `secret.Keys.control`; empty: links are not encrypted.
     """
 
     def __init__(
@@ -95,11 +100,13 @@ class DecodeLinks:
         timeout_name: str,
         report: Callable[[LinkEvent], None],
         forget_instance: Callable[[str], None],
+        keys: Sequence[bytes] = (),
     ) -> None:
         self._readers, self._hello = readers, hello
         self._deadlines = deadlines
         self._timeout_s, self._timeout_name = timeout_s, timeout_name
         self._report, self._forget_instance = report, forget_instance
+        self._keys = tuple(keys)
         self._links: dict[LinkKey, _Link] = {}
 
     def __len__(self) -> int:
@@ -115,6 +122,7 @@ class DecodeLinks:
             return
         try:
             hello = messages.encode(self._hello())
+            pair, router_key = self._credentials(key)
             dealer, monitor = open_dealer(
                 self._readers.zmq_context,
                 key.rank.host,
@@ -122,6 +130,8 @@ class DecodeLinks:
                 self._deadlines.heartbeat_s,
                 self._deadlines.heartbeat_failures_max,
                 messages.MESSAGE_BYTES_MAX,
+                pair,
+                router_key,
             )
         except (zmq.ZMQError, OSError, ValueError, te.Error) as error:
             reason = f"cannot open a link to {key}: {error}"
@@ -168,6 +178,14 @@ class DecodeLinks:
             _close_sockets(link)
         self._links.clear()
 
+    def _credentials(self, key: LinkKey) -> tuple[CurvePair | None, bytes]:
+        """Who we are, and the public key of whom we want to speak to; ValueError if it has none."""
+        if not self._keys:
+            return None, b""
+        if not key.rank.control_key:
+            raise ValueError("its record in the registry has no key for control links")
+        return take_seat(self._keys[key.secret]), key.rank.control_key.encode("ascii")
+
     def _send(self, link: _Link, frame: bytes) -> None:
         try:
             link.dealer.send(frame, zmq.NOBLOCK)
@@ -210,7 +228,20 @@ class DecodeLinks:
                 logger.warning("%s sent a %s", key, type(message).__name__)
 
     def _lost(self, link: _Link) -> None:
-        self._drop(link, f"lost the connection to {link.key}", forget_instance=True)
+        if not self._is_current(link):
+            return  # its sockets are closed
+        try:
+            event = recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"]
+        except zmq.Again:
+            return
+        if event & HANDSHAKE_FAILED:
+            reason = (
+                f"no control link to {link.key}: its process has another key than its record in "
+                "the registry, or another secret than we have; the record is read again"
+            )
+        else:
+            reason = f"lost the connection to {link.key}"
+        self._drop(link, reason, forget_instance=True)
 
     def _drop(self, link: _Link, reason: str, forget_instance: bool) -> None:
         """The next room opens it again, after a fresh look at the registry when the rank may have

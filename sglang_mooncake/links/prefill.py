@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ import zmq
 import te
 from sglang_mooncake import messages
 from sglang_mooncake.layout import LayoutMismatch, Plan
+from sglang_mooncake.links.curve import Gatekeeper, new_pair
 from sglang_mooncake.links.destinations import Destination, Destinations
 from sglang_mooncake.links.sockets import Readers, open_router
 from sglang_mooncake.messages import (
@@ -43,15 +45,17 @@ LinkEvent = Requested | Awaited | RoomAborted | PeerLost
 
 #: A peer that floods us must not keep the loop from everybody else's rooms.
 MESSAGES_PER_TURN = 256
-#: Hellos whose data path is being made.
+#: Hellos whose data path is being made, in all and of those who hold one seat (`links/curve.py`):
+#: 4,096 decode ranks are 16 for each seat.
 GREETINGS_MAX = 4_096
+GREETINGS_OF_SEAT_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
     """A worker's result: the data path to a decode rank, or why there is none."""
 
-    identity: bytes
+    key: str
     rank: str
     plan: Plan
     peer: te.Peer | str
@@ -65,7 +69,8 @@ class Workers(Readers, Protocol):
 
 class PrefillLinks:
     """For the loop thread alone; no call waits. Peers go by `key`, the name of their control
-    connection.
+    connection: zmq's routing id, and with a secret also the name that the gatekeeper has given to
+    the connection, so that whoever takes over a routing id has another key.
 
     Args:
         name: of this rank, for sentences.
@@ -75,6 +80,7 @@ class PrefillLinks:
         stands: says to a decode rank that its data path stands; with the layers of its plan.
         report: takes the events. It may come back to `send` before it returns.
         probe_s: how often each decode rank is told that its link stands.
+        keys: `secret.Keys.control`; empty: everybody is let in.
     """
 
     def __init__(
@@ -86,12 +92,17 @@ class PrefillLinks:
         stands: HelloReply,
         report: Callable[[LinkEvent], None],
         probe_s: float,
+        keys: Sequence[bytes] = (),
     ) -> None:
         self._name, self._loop, self._engine = name, loop, engine
         self._plan, self._stands, self._report = plan, stands, report
         self._probe_s, self._next_probe_s = probe_s, 0.0
         self._destinations = Destinations()
-        self._greeting: set[bytes] = set()
+        self._greeting: set[str] = set()
+        self._greeting_of: Counter[str] = Counter()  # by seat
+        self._keys = tuple(keys)
+        self._pair = new_pair() if keys else None
+        self._gatekeeper: Gatekeeper | None = None
         self._router: zmq.Socket[bytes] | None = None
 
     def __len__(self) -> int:
@@ -101,10 +112,17 @@ class PrefillLinks:
         """Raises NoDataPath."""
         return self._destinations[key]
 
+    @property
+    def control_key(self) -> str:
+        """The public key of this rank's socket, for its record; empty without a secret."""
+        return self._pair.public.decode("ascii") if self._pair is not None else ""
+
     def listen(self, host: str, ports: tuple[int, int] | None) -> int:
         """Lets decode ranks say hello; returns the port. Raises as `open_router` does."""
+        if self._keys:
+            self._gatekeeper = Gatekeeper(self._loop, self._keys)
         self._router, port = open_router(
-            self._loop.zmq_context, host, messages.MESSAGE_BYTES_MAX, ports
+            self._loop.zmq_context, host, messages.MESSAGE_BYTES_MAX, ports, self._pair
         )
         self._loop.add_reader(self._router, self._read)
         return port
@@ -113,7 +131,7 @@ class PrefillLinks:
         """Raises nothing: a decode rank that has gone is reported, once."""
         assert self._router is not None
         try:
-            self._router.send_multipart([bytes.fromhex(key), messages.encode(message)], zmq.NOBLOCK)
+            self._router.send_multipart([_routing_id(key), messages.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             # EAGAIN: it takes nothing in; it has deadlines of its own.
             destination = self._destinations.get(key)
@@ -133,8 +151,8 @@ class PrefillLinks:
 
     def connected(self, result: Connected) -> None:
         """Answers a hello."""
-        self._greeting.discard(result.identity)
-        key = result.identity.hex()
+        key = result.key
+        self._end_greeting(key)
         if isinstance(result.peer, str):
             logger.error("%s", result.peer)
             self.send(key, HelloReply(refused=result.peer))
@@ -151,29 +169,31 @@ class PrefillLinks:
         """Closes the socket, when nobody reads it any more."""
         if self._router is not None:
             self._router.close(linger=0)
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
 
     def _read(self) -> None:
         assert self._router is not None
         for _ in range(MESSAGES_PER_TURN):
             try:
-                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+                routing_id, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            key = _key(routing_id, encrypted=self._pair is not None)
             try:
                 if len(frames) != 1:
                     raise MessageError(f"{len(frames)} frames where one message was expected")
-                message = messages.decode(frames[0])
+                message = messages.decode(frames[0].bytes)
             except MessageError as error:
-                logger.warning("refused a message from %s: %s", identity.hex(), error)
-                self.send(identity.hex(), HelloReply(refused=str(error)))
+                logger.warning("refused a message from %s: %s", key, error)
+                self.send(key, HelloReply(refused=str(error)))
                 continue
-            self._take(identity, message)
+            self._take(key, message)
 
-    def _take(self, identity: bytes, message: Message) -> None:
-        key = identity.hex()
+    def _take(self, key: str, message: Message) -> None:
         match message:
             case Hello():
-                self._greet(identity, message)
+                self._greet(key, message)
             case RoomAbort():  # welcome from strangers too: a refused rank gives its rooms up
                 self._report(RoomAborted(key, message))
             case RoomWait() if key in self._destinations:
@@ -185,18 +205,21 @@ class PrefillLinks:
             case _:
                 logger.warning("%s sent a %s to a prefill rank", key, type(message).__name__)
 
-    def _greet(self, identity: bytes, hello: Hello) -> None:
-        if identity in self._greeting:
+    def _greet(self, key: str, hello: Hello) -> None:
+        if key in self._greeting:
             return  # it will be answered
-        if len(self._greeting) >= GREETINGS_MAX:
-            reason = f"{GREETINGS_MAX} decode ranks are being connected: say hello again later"
-            self.send(identity.hex(), HelloReply(refused=f"{self._name}: {reason}"))
+        seat = _seat(key)
+        crowded = self._greeting_of[seat] >= GREETINGS_OF_SEAT_MAX if seat else False
+        if crowded or len(self._greeting) >= GREETINGS_MAX:
+            number = self._greeting_of[seat] if crowded else GREETINGS_MAX
+            reason = f"{number} decode ranks are being connected: say hello again later"
+            self.send(key, HelloReply(refused=f"{self._name}: {reason}"))
             return
         try:
             plan = self._plan(hello)
         except LayoutMismatch as error:
             logger.error("refused %s: %s", hello.rank, error)
-            self.send(identity.hex(), HelloReply(refused=str(error)))
+            self.send(key, HelloReply(refused=str(error)))
             return
 
         def connect() -> te.Peer | str:
@@ -208,8 +231,14 @@ class PrefillLinks:
                 logger.exception("the hello of %s", hello.rank)
                 return f"{self._name} cannot connect {hello.rank}: {error!r}"
 
-        self._greeting.add(identity)
-        self._loop.work(connect, lambda peer: Connected(identity, hello.rank, plan, peer))
+        self._greeting.add(key)
+        self._greeting_of[seat] += 1
+        self._loop.work(connect, lambda peer: Connected(key, hello.rank, plan, peer))
+
+    def _end_greeting(self, key: str) -> None:
+        if key in self._greeting:
+            self._greeting.remove(key)
+            self._greeting_of -= Counter([_seat(key)])  # forgets those that have none left
 
     def _probe(self, destinations: Iterable[Destination]) -> None:
         """Says that the data path stands. Whoever cannot be told has gone, or has said hello again
@@ -228,6 +257,23 @@ class PrefillLinks:
         """The same for one that is there still: it is to say hello again."""
         self._lose(destination, what)
         self.send(destination.key, LinkReset(f"{self._name} {what}"))
+
+
+def _key(routing_id: zmq.Frame, encrypted: bool) -> str:
+    """The name of the connection that a message came over. It has a point when there is a secret,
+    and then the gatekeeper's name for the connection, `SEAT.NUMBER`, behind it."""
+    name = routing_id.bytes.hex()
+    return f"{name}.{routing_id.get('User-Id')}" if encrypted else name
+
+
+def _routing_id(key: str) -> bytes:
+    return bytes.fromhex(key.partition(".")[0])
+
+
+def _seat(key: str) -> str:
+    """Whose key pair the connection has proved; empty without a secret."""
+    _, _, connection = key.partition(".")
+    return connection.partition(".")[0]
 
 
 def way(peer: te.Peer) -> str:

@@ -8,16 +8,34 @@ import ctypes
 import errno
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import zmq
 
-__all__ = ["PortsTaken", "Readers", "open_dealer", "open_router"]
+__all__ = [
+    "HANDSHAKE_FAILED",
+    "CurvePair",
+    "PortsTaken",
+    "Readers",
+    "open_dealer",
+    "open_router",
+]
 
 #: Control messages that wait for one peer; beyond it the peer counts as unreachable.
 _QUEUE_MESSAGES_MAX = 10_000
+#: A connection that could not be made safe; `EVENT_DISCONNECTED` follows.
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 #: zmq takes milliseconds as a C int: 24 days, which is "never" for a heartbeat.
 _ZMQ_MS_MAX = 2**31 - 1
+#: How long a connection may take to prove itself; zmq's own value is 30 s.
+_HANDSHAKE_MS_MAX = 10_000
+#: Names the gatekeeper's question; without a domain libzmq asks nobody and lets everybody in.
+_ZAP_DOMAIN = b"sglang-mooncake"
 _srand = ctypes.PyDLL(None).srand
 _srand.argtypes = (ctypes.c_uint,)
 _srand.restype = None
@@ -25,6 +43,14 @@ _srand.restype = None
 
 class PortsTaken(RuntimeError):
     """None of the ports that a rank may listen on is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePair:
+    """A key pair of Curve25519 for CURVE (RFC 26), both in Z85 (RFC 32)."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
 
 
 class Readers(Protocol):
@@ -41,12 +67,14 @@ def open_router(
     host: str,
     message_bytes_max: int,
     ports: tuple[int, int] | None = None,
+    pair: CurvePair | None = None,
 ) -> tuple[zmq.Socket[bytes], int]:
     """A bound ROUTER socket and its port; peers connect with `open_dealer`. It gives each of them a
     name; one that asks for the name of another is not heard.
 
     Args:
         ports: the first and the last of those of which a free one is taken (default: of all).
+        pair: let in only whom `curve.Gatekeeper` lets in, encrypted; None: everybody, in plain.
 
     Raises:
         zmq.ZMQError: the address cannot be bound.
@@ -58,6 +86,12 @@ def open_router(
     _srand(secrets.randbits(32))
     socket = context.socket(zmq.ROUTER)
     _bound(socket, host, message_bytes_max)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS_MAX)
+    if pair is not None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
+        socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else: no gatekeeper, everybody comes in
     # A send to a peer that is gone raises instead of vanishing.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     if ports is None:
@@ -84,8 +118,11 @@ def open_dealer(
     heartbeat_s: float,
     heartbeat_failures_max: int,
     message_bytes_max: int,
+    pair: CurvePair | None = None,
+    router_key: bytes = b"",
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """A DEALER socket to a ROUTER, and the socket that reports when its connection breaks.
+    """A DEALER socket to a ROUTER, and the socket that reports when its connection breaks or is
+    refused. With a `pair` it is encrypted, to the ROUTER whose public key is `router_key`.
 
     zmq's own heartbeats run in its I/O thread, so a busy interpreter on either side is not mistaken
     for a dead peer, while a frozen process is found after heartbeat_s × heartbeat_failures_max, or
@@ -101,7 +138,11 @@ def open_dealer(
         socket.setsockopt(
             zmq.HEARTBEAT_TIMEOUT, _milliseconds(heartbeat_s * heartbeat_failures_max)
         )
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        if pair is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, router_key)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
         try:
             socket.connect(f"{_tcp(host)}:{port}")
         except BaseException:

@@ -168,6 +168,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             self.context, self.engine, layout, self.recorder, self.stages
         )
         self._control_port = self.prefill_side.start(self.config.ports)
+        self._control_key = self.prefill_side.control_key
         if self.config.layerwise:
             self._layerwise = self._hook_forwards(self.prefill_side, layout)
         self.register_to_bootstrap()
@@ -196,6 +197,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
                 port=self._control_port,
                 epoch=self.engine.epoch,
                 prefill_http_port=self.context.prefill_http_port,
+                control_key=self._control_key,
             ),
         )
         self._lease = RankLease(

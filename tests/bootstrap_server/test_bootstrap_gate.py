@@ -30,8 +30,9 @@ from bootstrap_server import (
     Topology,
     client_proof,
 )
-from bootstrap_server.gate import LOG_EVERY_S, Gate, Refusals
+from bootstrap_server.gate import Gate
 from bootstrap_server.proof import HEADER, Claim, digest_of, prove_request
+from bootstrap_server.refusals import LOG_EVERY_S, Refusals
 from bootstrap_server.replays import SKEW_MAX_S, Replays
 
 MakeRecord = Callable[..., RankRecord]
@@ -224,7 +225,7 @@ def test_each_cause_has_a_sentence() -> None:
 
 def test_the_log_has_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
     now_s = [0.0]
-    refusals = Refusals(lambda: now_s[0])
+    refusals = Refusals(clock=lambda: now_s[0])
     with caplog.at_level(logging.WARNING):
         for _ in range(100):
             refusals.note("10.0.0.9", "wrong key")

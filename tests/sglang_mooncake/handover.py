@@ -136,7 +136,13 @@ class PrefillRank:
         recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
         self.side = PrefillSide(context, self.engine, layout, recorder)
         self.port = self.side.start()
-        rank = Rank(context.coords, HOST, self.port, self.engine.epoch)
+        rank = Rank(
+            context.coords,
+            HOST,
+            self.port,
+            self.engine.epoch,
+            control_key=self.side.control_key,
+        )
         self.lease = RankLease(
             context.bootstrap_address,
             signed(RankRecord(context.config, rank), context.keys.record),
@@ -235,17 +241,19 @@ def handover(
     decode_page_size: int = PAGE_SIZE,
     policy: str = "early",
     keys: Keys = NO_KEYS,
+    decode_keys: Keys | None = None,
 ) -> Iterator[Handover]:
     """One prefill and one decode rank around a registry; all of it is gone afterwards. `keys` are
-    those of all three."""
+    those of all three, unless the decode rank has its own."""
     deadlines = deadlines or Deadlines()
     source = source or Pool(seed=1)
     target = target or Pool(page_size=decode_page_size)
     server = BootstrapServer(host=HOST, port=0, keys=keys.registry)
     address = f"{HOST}:{server.port}"
-    alike: dict[str, Any] = {"keys": keys, "decode_allocation_policy": policy}
-    here = make_context("prefill", address, deadlines, **alike)
-    there = make_context("decode", "", deadlines, decode_page_size, **alike)
+    alike: dict[str, Any] = {"decode_allocation_policy": policy}
+    here = make_context("prefill", address, deadlines, keys=keys, **alike)
+    decode_keys = keys if decode_keys is None else decode_keys
+    there = make_context("decode", "", deadlines, decode_page_size, keys=decode_keys, **alike)
     prefill = PrefillRank(here, prefill_config or Config(), source)
     decode = DecodeRank(there, Config(), target)
     try:
