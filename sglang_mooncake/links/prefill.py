@@ -20,10 +20,12 @@ import msgspec
 import zmq
 
 import te
+from bootstrap_server.refusals import Refusals
 from sglang_mooncake import messages
 from sglang_mooncake.layout import LayoutMismatch, Plan
 from sglang_mooncake.links.curve import Gatekeeper, new_pair
 from sglang_mooncake.links.destinations import Destination, Destinations
+from sglang_mooncake.links.newcomers import Newcomers
 from sglang_mooncake.links.sockets import Readers, open_router
 from sglang_mooncake.messages import (
     Hello,
@@ -104,6 +106,8 @@ class PrefillLinks:
         self._pair = new_pair() if keys else None
         self._gatekeeper: Gatekeeper | None = None
         self._router: zmq.Socket[bytes] | None = None
+        self._newcomers: Newcomers | None = None
+        self._refusals = Refusals("message")
 
     def __len__(self) -> int:
         return len(self._destinations)
@@ -124,6 +128,7 @@ class PrefillLinks:
         self._router, port = open_router(
             self._loop.zmq_context, host, messages.MESSAGE_BYTES_MAX, ports, self._pair
         )
+        self._newcomers = Newcomers(self._loop, self._router, port)
         self._loop.add_reader(self._router, self._read)
         return port
 
@@ -135,13 +140,18 @@ class PrefillLinks:
         except zmq.ZMQError as error:
             # EAGAIN: it takes nothing in; it has deadlines of its own.
             destination = self._destinations.get(key)
-            if error.errno != errno.EHOSTUNREACH or destination is None:
+            if destination is None:
+                # A line for each would let strangers fill the log: they ask, and leave.
+                logger.debug("cannot tell %s: %s (%s)", key, message, error)
+            elif error.errno != errno.EHOSTUNREACH:
                 logger.warning("cannot tell %s: %s (%s)", key, message, error)
             else:
                 self._lose(destination, f"lost the control connection to {destination.rank}")
 
     def tick(self, now_s: float) -> None:
         """Gives up links whose data path has ended, and probes the others where that is due."""
+        if self._newcomers is not None:
+            self._newcomers.tick()
         for destination in self._destinations:
             if not destination.peer.alive:
                 self._reset(destination, f"lost the data path to {destination.rank}")
@@ -167,6 +177,8 @@ class PrefillLinks:
 
     def close(self) -> None:
         """Closes the socket, when nobody reads it any more."""
+        if self._newcomers is not None:
+            self._newcomers.close()
         if self._router is not None:
             self._router.close(linger=0)
         if self._gatekeeper is not None:
@@ -174,6 +186,7 @@ class PrefillLinks:
 
     def _read(self) -> None:
         assert self._router is not None
+        assert self._newcomers is not None
         for _ in range(MESSAGES_PER_TURN):
             try:
                 routing_id, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -185,9 +198,11 @@ class PrefillLinks:
                     raise MessageError(f"{len(frames)} frames where one message was expected")
                 message = messages.decode(frames[0].bytes)
             except MessageError as error:
-                logger.warning("refused a message from %s: %s", key, error)
+                self._refusals.note(key, str(error))
                 self.send(key, HelloReply(refused=str(error)))
                 continue
+            if key not in self._destinations:  # which have said hello
+                self._newcomers.heard(routing_id)
             self._take(key, message)
 
     def _take(self, key: str, message: Message) -> None:

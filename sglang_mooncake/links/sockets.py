@@ -34,6 +34,8 @@ HANDSHAKE_FAILED = (
 _ZMQ_MS_MAX = 2**31 - 1
 #: How long a connection may take to prove itself; zmq's own value is 30 s.
 _HANDSHAKE_MS_MAX = 10_000
+#: Connections that libzmq has yet to accept. Who finds no place comes again after 1 s, 3 s, 7 s.
+_BACKLOG = 1_024
 #: Names the gatekeeper's question; without a domain libzmq asks nobody and lets everybody in.
 _ZAP_DOMAIN = b"sglang-mooncake"
 _srand = ctypes.PyDLL(None).srand
@@ -87,6 +89,7 @@ def open_router(
     socket = context.socket(zmq.ROUTER)
     _bound(socket, host, message_bytes_max)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS_MAX)
+    socket.setsockopt(zmq.BACKLOG, _BACKLOG)
     if pair is not None:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections to a prefill rank's control port that say nothing, too little or too much: bounded,
+and no other one suffers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from handover import HOST, WAIT_S, until
+from test_links_curve import ABORT, OLD, Dealer, Prefill
+
+from bootstrap_server.secret import Keys
+from sglang_mooncake.links import newcomers
+from sglang_mooncake.links.curve import take_seat
+from sglang_mooncake.links.newcomers import BYTES_MAX
+from sglang_mooncake.messages import encode
+
+LISTEN = "0A"  # TCP_LISTEN of linux/tcp_states.h
+MANY = 1200
+#: ZMTP 3.0 with CURVE (RFC 23), and the greeting of one without security.
+CURVE = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+PLAIN = CURVE.replace(b"CURVE", b"NULL\0")
+SAYINGS = {"nothing": b"", "a byte": b"\xff", "a greeting": CURVE, "of no security": PLAIN}
+
+
+@pytest.fixture
+def descriptors_enough() -> Iterator[None]:
+    """The strangers are in this process, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4 * MANY)), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture(params=["secret", "no secret"])
+def prefill(request: pytest.FixtureRequest) -> Iterator[Prefill]:
+    with Prefill(OLD if request.param == "secret" else Keys.from_secrets([])) as made:
+        yield made
+
+
+def pair(prefill: Prefill):
+    return take_seat(OLD.control[0]) if prefill.router_key else None
+
+
+def connect(prefill: Prefill) -> socket.socket:
+    return socket.create_connection((HOST, prefill.port), timeout=WAIT_S)
+
+
+def is_heard(prefill: Prefill) -> None:
+    with Dealer(prefill, pair(prefill)) as dealer:
+        dealer.say(ABORT)
+        until(lambda: prefill.events, "a friend is heard")
+        prefill.events.clear()
+
+
+def accepted(prefill: Prefill) -> int:
+    """Connections that the process has at the rank's port; strangers' ends do not count."""
+    port, own = f":{prefill.port:04X}", set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(str(path.readlink()))
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(
+        row[1].endswith(port) and row[3] != LISTEN and f"socket:[{row[9]}]" in own for row in rows
+    )
+
+
+@pytest.mark.usefixtures("descriptors_enough")
+@pytest.mark.parametrize("said", SAYINGS)
+def test_however_many_say_too_little_few_are_kept_and_friends_are_heard(
+    prefill, said, caplog, monkeypatch
+):
+    monkeypatch.setattr(newcomers, "OF_SOURCE_MAX", 100)
+    with (
+        Prefill(prefill.keys) as prefill,
+        contextlib.ExitStack() as undo,
+        Dealer(prefill, pair(prefill)) as friend,
+    ):
+        friend.say(ABORT)
+        until(lambda: prefill.events, "the friend is heard")
+        assert not len(prefill.links._newcomers), "who has said something good is none"
+        for _ in range(MANY):
+            stranger = undo.enter_context(connect(prefill))
+            with contextlib.suppress(OSError):
+                stranger.sendall(SAYINGS[said])
+        prefill.events.clear()
+        is_heard(prefill)
+        until(lambda: accepted(prefill) <= 100 + 1, "few are kept")
+        assert len(prefill.links._newcomers) <= 100
+        friend.say(ABORT)
+        until(lambda: prefill.events, "the friend's connection has gone on")
+    # Not by libzmq, when the time for a handshake is over; and they fill no log.
+    at_once = said == ("of no security" if prefill.router_key else "a greeting")
+    least = 0 if at_once else 1
+    assert least <= caplog.text.count("ended a control connection from 127.0.0.1") <= 2
+
+
+def test_the_oldest_goes_for_a_new_one(prefill, monkeypatch):
+    monkeypatch.setattr(newcomers, "OF_SOURCE_MAX", 3)
+    with Prefill(prefill.keys) as few, contextlib.ExitStack() as undo:
+        strangers = []
+        for _ in range(5):
+            strangers.append(undo.enter_context(connect(few)))
+            strangers[-1].recv(1)  # libzmq has said its first words: it has been accepted
+        for gone in strangers[:2]:
+            while gone.recv(4096):
+                pass
+        until(lambda: len(few.links._newcomers) == 3, "the others are kept")
+        for here in strangers[2:]:
+            here.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                assert here.recv(4096), "it was ended"
+        is_heard(few)
+
+
+def begins_to_say(prefill: Prefill) -> bytes:
+    """The head of a frame that may be as long as any, in a handshake or behind it."""
+    greeting = CURVE
+    if not prefill.router_key:
+        ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+        greeting = PLAIN + b"\x04" + bytes([len(ready)]) + ready
+    return greeting + b"\x02" + (32 << 20).to_bytes(8, "big")
+
+
+def test_who_sends_too_much_before_a_message_is_ended(prefill, caplog):
+    with connect(prefill) as stranger:
+        stranger.sendall(begins_to_say(prefill))
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(bytes(BYTES_MAX))
+            while stranger.recv(4096):
+                pass
+    until(lambda: "bytes and no message" in caplog.text, "it is said")
+    until(lambda: not len(prefill.links._newcomers), "it is forgotten")
+    is_heard(prefill)
+
+
+def test_of_those_who_send_much_together_the_one_with_most_goes(prefill, monkeypatch, caplog):
+    monkeypatch.setattr(newcomers, "ALL_BYTES_MAX", 100_000)
+    with contextlib.ExitStack() as undo:
+        for nbytes in (70_000, 10_000, 60_000):
+            stranger = undo.enter_context(connect(prefill))
+            stranger.sendall(begins_to_say(prefill).ljust(nbytes, b"x"))
+        until(lambda: "it has sent 70000 bytes and no message" in caplog.text, "one is ended")
+        is_heard(prefill)
+        assert len(prefill.links._newcomers) == 2
+
+
+def test_a_number_that_is_anothers_by_now_is_let_alone(prefill):
+    """What libzmq closes may be anything before we look."""
+    watch = prefill.links._newcomers
+    with socket.create_server((HOST, 0)) as listener, socket.socket() as ours:
+        ours.connect(listener.getsockname())
+        theirs, _ = listener.accept()
+        with theirs, Path(os.devnull).open() as file:
+            for fd in (theirs.fileno(), file.fileno(), 10_000):
+                watch._accepted(fd)
+                assert not len(watch), "it is no connection of the rank's"
+            stranger = connect(prefill)
+            until(lambda: len(watch) == 1, "it is accepted")
+            (one,) = watch._by_fd.values()
+            watch._end(one._replace(fd=theirs.fileno()), "a test")
+            watch._end(one._replace(fd=10_000), "a test")
+            ours.sendall(b"x")
+            assert theirs.recv(1) == b"x"
+            stranger.close()
+
+
+@pytest.mark.usefixtures("descriptors_enough")
+def test_a_thousand_friends_at_once_all_come_in(prefill):
+    """Of one address, as behind a translation of addresses: a bound that friends meet would be an
+    attack itself."""
+    count = 1000
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 4 * count)
+    dealers = []
+    for _ in range(count):
+        dealer = context.socket(zmq.DEALER)
+        dealer.linger = 0
+        if prefill.router_key:
+            friend = pair(prefill)
+            dealer.curve_serverkey = prefill.router_key
+            dealer.curve_publickey, dealer.curve_secretkey = friend.public, friend.secret
+        dealer.connect(f"tcp://{HOST}:{prefill.port}")
+        dealers.append(dealer)
+    for dealer in dealers:
+        dealer.send(encode(ABORT))
+    until(lambda: len(prefill.events) == count, "all are heard")
+    context.destroy(linger=0)
+
+
+def test_lines_about_bad_messages_are_limited(prefill, caplog):
+    with Dealer(prefill, pair(prefill)) as dealer:
+        for _ in range(20):
+            dealer.socket.send(b"noise")
+            assert dealer.hear().refused
+    assert caplog.text.count("refused a message") == 1
