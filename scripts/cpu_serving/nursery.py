@@ -51,6 +51,7 @@ READ_LATER = (
     "SGLANG_CPU_OMP_THREADS_BIND",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION",
     "SGLANG_ENABLE_WAR_BARRIER",
+    "SGLANG_HOST_IP",
     "SGLANG_MOONCAKE_",
 )
 MESSAGE_BYTES = 1 << 17
@@ -59,11 +60,13 @@ MAX_FDS = 64
 HIGH_FD = 512
 START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 10.0
+_NETWORK = Path("/proc/thread-self/ns/net")
 POLL_S = 0.02
 
+_CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_libc = ctypes.CDLL(None)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ForkedProcess:
@@ -104,6 +107,7 @@ class Nursery:
         self._env = dict(env)
         # What is forked becomes this process's child once the one between them has ended.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._network = _NETWORK.stat().st_ino
         self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far, log.open("wb") as out:
             self._process = subprocess.Popen(
@@ -136,20 +140,25 @@ class Nursery:
     def start(
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], log: Path
     ) -> ForkedProcess:
-        """What ``python -m module`` would start with these arguments, in a session of its own.
+        """What ``python -m module`` would start with these arguments, in a session of its own, in
+        the network namespace and on the cores of the calling thread.
 
         The first one waits until SGLang is imported. Raises RuntimeError if that failed.
         """
-        with log.open("wb") as out:
+        with log.open("wb") as out, _NETWORK.open("rb") as network:
             message = {
                 "module": module,
                 "arguments": list(arguments),
                 "env": dict(env),
                 "parent": os.getpid(),
+                "cores": sorted(os.sched_getaffinity(0)),
             }
+            fds = [out.fileno()]
+            if os.fstat(network.fileno()).st_ino != self._network:  # entering one needs rights
+                fds.append(network.fileno())
             self._socket.settimeout(START_TIMEOUT_S)
             try:
-                return ForkedProcess(module, _ask(self._socket, message, [out.fileno()]))
+                return ForkedProcess(module, _ask(self._socket, message, fds))
             except OSError as error:
                 said = self._log.read_text(errors="replace")[-4000:]
                 raise RuntimeError(f"the nursery of servers failed: {error!r}\n{said}") from error
@@ -212,6 +221,9 @@ def _born(message: Mapping[str, Any], fds: Sequence[int]) -> Callable[[], object
     if "module" in message:
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        os.sched_setaffinity(0, message["cores"])
+        if len(high) > 1 and _libc.setns(high[1], _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "the network namespace cannot be entered")
         for number in (1, 2):
             os.dup2(high[0], number)
     template, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -223,7 +235,8 @@ def _born(message: Mapping[str, Any], fds: Sequence[int]) -> Callable[[], object
     far.close()
     _fork_what_is_spawned(template)
     if "module" in message:
-        os.close(high[0])
+        for fd in high:
+            os.close(fd)
         return functools.partial(_run_module, message["module"], message["arguments"])
     for fd, number in zip(high, message["numbers"], strict=True):
         os.dup2(fd, number)
