@@ -13,14 +13,15 @@ from pathlib import Path
 from types import FrameType
 
 from cpu_serving.namespaces import NoNetwork
+from cpu_serving.nursery import Nursery
 from cpu_serving.processes import ServingError, leaves
-from cpu_serving.servers import Fleet
+from cpu_serving.servers import Fleet, base_environment
 
 from chaos_run.hosts import Hosts
 from chaos_run.options import ChaosOptions, parse
 from chaos_run.report import as_json, svg, text
 from chaos_run.run import Run
-from chaos_run.schedule import SERVERS
+from chaos_run.schedule import REGISTRY, SERVERS
 
 __all__ = ["main"]
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        hosts = Hosts(SERVERS)
+        hosts = Hosts((*SERVERS, REGISTRY))
     except NoNetwork as error:
         print(f"chaos: {error}", file=sys.stderr)
         return EXIT_UNUSABLE
@@ -62,7 +63,10 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def _run(options: ChaosOptions, hosts: Hosts, run_dir: Path) -> int:
-    with Fleet(run_dir) as fleet:
+    with (
+        Nursery(base_environment(), run_dir / "nursery.log") as nursery,
+        Fleet(run_dir, nursery) as fleet,
+    ):
         result = Run(options, hosts, fleet).result()
     print(text(result))
     if options.json:

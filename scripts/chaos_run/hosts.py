@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four hosts in network namespaces, on one bridge, and what can happen to the way to each.
+"""Hosts in network namespaces, on one bridge, and what can happen to the way to each.
 
 The process that makes `Hosts` moves into a namespace of its own, for good, in which the bridge is:
 router and clients run there. What a host sends passes a veth pair.
@@ -8,7 +8,8 @@ router and clients run there. What a host sends passes a veth pair.
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from cpu_serving.namespaces import (
     NoNetwork,
@@ -18,6 +19,8 @@ from cpu_serving.namespaces import (
     run_tool,
 )
 from cpu_serving.processes import ServingError
+
+from chaos_run.control_filter import narrow, vanishing
 
 __all__ = ["CENTRE", "Hosts"]
 
@@ -31,6 +34,14 @@ _LOSSY_BITS_PER_S = 100e6
 _BURST_BYTES = 16 << 10
 _LOSSY_QUEUE_BYTES = 24 << 10
 _SLOW_QUEUE_BYTES = 4 << 20
+#: Of packets of control links, the share that vanishes on a way where some do. TCP sends again.
+_CONTROL_LOSS = 0.4
+#: What a narrow way carries of control messages: one for a request has 1 to 2 kB.
+_NARROW_BITS_PER_S = 16e3
+_PLAIN = ("pfifo", "limit", "10000")
+#: Of the table of routes that a forwarded port has.
+_TABLE = "100"
+_CENTRE_NAME = "centre"
 
 
 class Hosts:
@@ -47,17 +58,25 @@ class Hosts:
             run_tool(("ip", "link", "set", "dev", _BRIDGE, "up"))
             for name in names:
                 self._join(name)
-                self.slow(name)
-                self.mend(name)
+                for disturb in (self.slow, lambda one: self.control_lossy(one, [1])):
+                    disturb(name)
+                    self.mend(name)
         except ServingError as error:
-            raise NoNetwork(f"the kernel has no bridge, veth or tbf: {error}") from error
+            raise NoNetwork(f"the kernel lacks something of this: {error}") from error
 
     def address(self, name: str) -> str:
-        return f"10.79.0.{11 + list(self._namespaces).index(name)}"
+        return f"10.79.0.{11 + self._index(name)}"
 
-    def on(self, name: str) -> AbstractContextManager[None]:
-        """What the calling thread starts is on that host."""
-        return inside(self._namespaces[name], self._centre)
+    @contextmanager
+    def on(self, name: str, cores: Sequence[int]) -> Iterator[None]:
+        """What the calling thread starts is on that host, and on these of the machine's cores."""
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cores)
+        try:
+            with inside(self._namespaces[name], self._centre):
+                yield
+        finally:
+            os.sched_setaffinity(0, before)
 
     def listening_ports(self, name: str) -> list[int]:
         """TCP ports that can be reached from other hosts."""
@@ -75,11 +94,45 @@ class Hosts:
     def lossy(self, name: str) -> None:
         self._limit(name, _LOSSY_BITS_PER_S, _LOSSY_QUEUE_BYTES)
 
+    def control_cut(self, name: str, ports: Sequence[int]) -> None:
+        """Packets from and to these TCP ports vanish, on their way to the host and back."""
+        self._filter(name, lambda device: vanishing(device, ports, 1.0))
+
+    def control_lossy(self, name: str, ports: Sequence[int]) -> None:
+        """Some do."""
+        self._filter(name, lambda device: vanishing(device, ports, _CONTROL_LOSS))
+
+    def control_narrow(self, name: str, ports: Sequence[int]) -> None:
+        """They wait for each other, and senders for them."""
+        self._filter(name, lambda device: narrow(device, ports, _NARROW_BITS_PER_S))
+
     def mend(self, name: str) -> None:
         """Undoes all of these."""
         run_tool(("ip", "link", "set", "dev", self._port(name), "master", _BRIDGE))
-        fast = ("pfifo", "limit", "10000")
-        self._host_tool(name, "tc", "qdisc", "replace", "dev", _BRIDGE, "root", *fast)
+        self._host_tool(name, "tc", "qdisc", "replace", "dev", _BRIDGE, "root", *_PLAIN)
+        run_tool(("tc", "qdisc", "replace", "dev", self._port(name), "root", *_PLAIN))
+
+    def forward(self, owner: str, port: int, to: str) -> None:
+        """From now on a TCP port of the host `owner` is served by the host `to`, also for `owner`
+        itself; as a load balancer would have it, by routes alone.
+
+        What `owner` asks there it asks from another address of its own, as `to` has taken its
+        usual one for the answers."""
+        address, second = self.address(owner), f"10.79.0.{31 + self._index(owner)}"
+        self._host_tool(to, "sysctl", "-q", "-w", "net.ipv4.conf.all.arp_ignore=1")
+        self._host_tool(to, "ip", "address", "add", f"{address}/32", "dev", "lo")
+        self._host_tool(owner, "ip", "address", "add", f"{second}/24", "dev", _BRIDGE)
+        # The table of a host's own addresses comes first, unless it is moved.
+        self._host_tool(owner, "ip", "rule", "add", "pref", "10", "lookup", "local")
+        self._host_tool(owner, "ip", "rule", "del", "pref", "0")
+        from_owner = ("src", second)
+        for name in (*self._namespaces, _CENTRE_NAME):
+            if name != to:
+                rule = ("to", address, "ipproto", "tcp", "dport", str(port), "lookup", _TABLE)
+                self._host_tool(name, "ip", "rule", "add", "pref", "5", *rule)
+                route = ("default", "via", self.address(to), "dev", _BRIDGE, "table", _TABLE)
+                source = from_owner if name == owner else ()
+                self._host_tool(name, "ip", "route", "add", *route, *source)
 
     def _join(self, name: str) -> None:
         here = ("type", "veth", "peer", "name", self._port(name), "netns", str(os.getpid()))
@@ -95,8 +148,18 @@ class Hosts:
         bucket = ("tbf", "rate", rate, "burst", burst, "limit", str(queue_bytes))
         self._host_tool(name, "tc", "qdisc", "replace", "dev", _BRIDGE, "root", *bucket)
 
+    def _filter(self, name: str, commands: Callable[[str], Iterator[tuple[str, ...]]]) -> None:
+        for command in commands(_BRIDGE):
+            self._host_tool(name, *command)
+        for command in commands(self._port(name)):
+            run_tool(command)
+
     def _host_tool(self, name: str, *argv: str) -> str:
-        return run_tool(argv, self._namespaces[name])
+        namespace = self._centre if name == _CENTRE_NAME else self._namespaces[name]
+        return run_tool(argv, namespace)
+
+    def _index(self, name: str) -> int:
+        return list(self._namespaces).index(name)
 
     def _port(self, name: str) -> str:
         return f"to-{name}"

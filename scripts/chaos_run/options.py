@@ -50,11 +50,10 @@ def parse(argv: Sequence[str]) -> ChaosOptions:
     add(
         "--kinds",
         type=_kinds,
-        default=",".join(KINDS),
         metavar="K,…",
-        help=f"which faults, of {', '.join(KINDS)} (all)",
+        help=f"which faults, of {', '.join(KINDS)} (all; intruder with --secret alone)",
     )
-    add("--clients", type=int, default=8, metavar="N", help="requests under way at a time (8)")
+    add("--clients", type=int, default=10, metavar="N", help="requests under way at a time (10)")
     add("--aborts", type=_share, default=0.2, metavar="F", help="share of clients that leave (0.2)")
     add("--deadline", type=_positive, default=60.0, metavar="S", help="of each request (60)")
     add("--layerwise", action="store_true", help="KV leaves layer by layer")
@@ -66,10 +65,12 @@ def parse(argv: Sequence[str]) -> ChaosOptions:
         parser.error(f"--seed {args.seed} is negative")
     if not 1 <= args.clients <= 64:
         parser.error(f"--clients {args.clients} is not from 1 to 64")
+    if args.kinds is not None and "intruder" in args.kinds and not args.secret:
+        parser.error("--kinds intruder is somebody with another secret: give --secret")
     return ChaosOptions(
         minutes=args.minutes,
         seed=args.seed,
-        kinds=args.kinds,
+        kinds=args.kinds or tuple(kind for kind in KINDS if kind != "intruder" or args.secret),
         clients=args.clients,
         abort_share=args.aborts,
         deadline_s=args.deadline,

@@ -9,6 +9,7 @@ from html import escape
 from statistics import median
 from typing import Any
 
+from chaos_run.rates import kept
 from chaos_run.results import Result
 
 __all__ = ["as_json", "svg", "text"]
@@ -30,7 +31,7 @@ def text(result: Result) -> str:
     for one in result.happened:
         at_s, lasted_s = one.began_s - result.began_s, one.ended_s - one.began_s
         lines.append(
-            f"  {at_s:6.1f} s  {one.fault.kind:9} {one.fault.victim:10} {lasted_s:5.1f} s, "
+            f"  {at_s:6.1f} s  {one.fault.kind:13} {one.fault.victim:10} {lasted_s:5.1f} s, "
             f"served again {one.recovered_s:.2f} s later"
         )
     lines += ["", "requests"]
@@ -40,13 +41,26 @@ def text(result: Result) -> str:
         lines.append(f"  {ends[end]:6} {_MEANINGS[end]}{times}")
     lines += ["", "what the failed ones were told"]
     lines += [f"  {count:6} {cause}" for cause, count in result.causes().most_common()]
-    quiet, spared = result.rates()
-    if quiet and spared:
-        beside = f"{spared:.2f} over pairs without the victim ({spared / quiet:.2f} x)"
-        lines += ["", f"answers per second over a pair: {quiet:.2f} undisturbed, {beside}"]
+    lines += _kept(result)
     bad = result.faults_found()
     lines += ["", *(bad or ["nothing that must not be"])]
     return "\n".join(lines)
+
+
+def _kept(result: Result) -> list[str]:
+    """What faults cost the pair that they did not concern."""
+    found = result.spared()
+    share = kept(found)
+    if share is None:
+        return []
+    whole = (
+        f"{share:.2f} of its undisturbed rate, over {sum(one.answered for one in found)} answers"
+    )
+    lines = ["", f"the pair without the victim kept {whole}"]
+    return lines + [
+        f"  {one.kind:13} {one.answered:4} answers, {one.expected:6.1f} undisturbed"
+        for one in found
+    ]
 
 
 _MEANINGS = {
@@ -61,14 +75,13 @@ _MEANINGS = {
 def as_json(result: Result) -> dict[str, Any]:
     """Everything; times in seconds since the traffic began."""
     began_s = result.began_s
-    quiet, spared = result.rates()
     return {
         "seed": result.seed,
         "seconds": result.ended_s - began_s,
         "ends": dict(result.ends()),
         "causes": dict(result.causes()),
-        "rate_undisturbed": quiet,
-        "rate_of_others_during_faults": spared,
+        "other_pair_kept": kept(result.spared()),
+        "other_pair": [asdict(one) for one in result.spared()],
         "leaked_pages": result.leaked_pages,
         "held_more": result.held,
         "bad": result.faults_found(),
@@ -78,6 +91,7 @@ def as_json(result: Result) -> dict[str, Any]:
                 "began_s": one.began_s - began_s,
                 "ended_s": one.ended_s - began_s,
                 "recovered_s": one.recovered_s,
+                "let_in": one.let_in,
             }
             for one in result.happened
         ],

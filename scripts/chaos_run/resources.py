@@ -25,30 +25,38 @@ class Held:
     descriptors: Counter[str]
 
 
-def held_by(leader_pid: int) -> dict[int, Held]:
-    """Of a server's processes, by their ids."""
-    found = {}
+def held_by(leader_pid: int) -> dict[str, Held]:
+    """Of a server's processes, by their names, which a server that is started again has, too."""
+    found: dict[str, Held] = {}
     leader = psutil.Process(leader_pid)
-    for process in (leader, *leader.children(recursive=True)):
+    for process in (leader, *sorted(leader.children(recursive=True), key=_age)):
         try:
             kinds = Counter(_kind(path) for path in Path(f"/proc/{process.pid}/fd").iterdir())
-            found[process.pid] = Held(process.num_threads(), kinds)
+            held = Held(process.num_threads(), kinds)
+            name = process.cmdline()[0] if process.cmdline() else process.name()
         except (psutil.NoSuchProcess, FileNotFoundError):
             continue  # it has ended meanwhile
+        same = sum(one.startswith(name) for one in found)
+        found[f"{name} #{same}" if same else name] = held
     return found
 
 
-def grown(before: dict[int, Held], after: dict[int, Held]) -> list[str]:
+def _age(process: psutil.Process) -> tuple[float, int]:
+    return process.create_time(), process.pid
+
+
+def grown(before: dict[str, Held], after: dict[str, Held]) -> list[str]:
     """Sentences on processes of both that hold more."""
     sentences = []
-    for pid, now in after.items():
-        if pid not in before:
+    for name, now in after.items():
+        if name not in before:
+            sentences.append(f"{name}: a process that was not there before")
             continue
-        was = before[pid]
+        was = before[name]
         if now.threads > was.threads + POOLED_THREADS:
-            sentences.append(f"process {pid}: {was.threads} threads, then {now.threads}")
+            sentences.append(f"{name}: {was.threads} threads, then {now.threads}")
         sentences += [
-            f"process {pid}: {was.descriptors[kind]} descriptors of {kind}, then {count}"
+            f"{name}: {was.descriptors[kind]} descriptors of {kind}, then {count}"
             for kind, count in now.descriptors.items()
             if count > was.descriptors[kind]
         ]

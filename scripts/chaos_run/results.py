@@ -8,13 +8,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from chaos_run.schedule import Fault
+from chaos_run.rates import Spared, Window, kept, spared
+from chaos_run.schedule import SERVERS, Fault
 from chaos_run.traffic import Outcome, Way
 
 __all__ = ["Happened", "Result", "unexplained"]
 
 #: After a fault was undone its victim may still fail requests that came while it lasted.
 AFTERMATH_S = 20.0
+#: Of its undisturbed rate, what the pair without the victim has to keep.
+KEPT_MIN = 0.9
 _NUMBERS = re.compile(r"\b[0-9a-f]{16,}\b|0x[0-9a-f]+|\d+")
 
 
@@ -24,20 +27,26 @@ class Happened:
 
     ended_s: when it was undone; of a killed server, when it answered again.
     recovered_s: after that, until a request over each way with its victim was answered.
+    quiet: of a fault that was alone, the times before and after it.
+    let_in: of somebody who was not invited, what he got.
     """
 
     fault: Fault
     began_s: float
     ended_s: float
     recovered_s: float
+    quiet: tuple[Window, ...] = ()
+    let_in: tuple[str, ...] = ()
+
+    @property
+    def during(self) -> Window:
+        return Window(self.began_s, self.ended_s + self.recovered_s)
 
 
 @dataclass(frozen=True)
 class Result:
     """All of a run.
 
-    undisturbed: requests per second and way without faults; `disturbed`: of ways without the
-    victim, while a fault was under way.
     leaked_pages, held: by server; what is there at the end and was not before.
     """
 
@@ -58,31 +67,13 @@ class Result:
         errors = (one.error for one in self.outcomes if one.end == "failed")
         return Counter(_NUMBERS.sub("N", error)[:300] for error in errors)
 
-    def rates(self) -> tuple[float, float]:
-        """Equal answers per second and way: while nothing is disturbed, and while something is,
-        over the ways that do not need it."""
-        good = [one for one in self.outcomes if one.end == "equal"]
-        quiet_s, quiet = self.ended_s - self.began_s, 0
-        other_s, other = 0.0, 0
-        pairs = [way for way in self.ways if way.servers]
-        for one in self.happened:
-            whole_s = one.ended_s + one.recovered_s - one.began_s
-            quiet_s -= whole_s
-            spared = {way.name for way in pairs if one.fault.victim not in way.servers}
-            other_s += whole_s * len(spared)
-            other += sum(
-                one.began_s <= answer.ended_s < one.began_s + whole_s and answer.way in spared
-                for answer in good
-            )
-        names = {way.name for way in pairs}
-        quiet = sum(answer.way in names and not self._disturbed(answer.ended_s) for answer in good)
-        return (
-            quiet / quiet_s / len(pairs) if quiet_s > 0 else 0.0,
-            other / other_s if other_s > 0 else 0.0,
-        )
-
-    def _disturbed(self, at_s: float) -> bool:
-        return any(one.began_s <= at_s < one.ended_s + one.recovered_s for one in self.happened)
+    def spared(self) -> list[Spared]:
+        """Beside each fault that was alone, what the other pair did."""
+        return [
+            spared(one.fault.kind, one.fault.victim, one.during, one.quiet, self.outcomes)
+            for one in self.happened
+            if one.quiet
+        ]
 
     def faults_found(self) -> list[str]:
         """What must not be, in sentences; empty after a good run."""
@@ -106,6 +97,10 @@ class Result:
             for one in self.outcomes
             if one.end == "failed" and not one.error.strip()
         ]
+        bad += [f"{one.fault}: {got}" for one in self.happened for got in one.let_in]
+        share = kept(self.spared())
+        if share is not None and share < KEPT_MIN:
+            bad.append(f"beside a fault the other pair kept {share:.2f} of its undisturbed rate")
         bad += [f"{name}: {n} pages leaked" for name, n in self.leaked_pages.items() if n]
         bad += [f"{name}: {said}" for name, sentences in self.held.items() for said in sentences]
         return bad
@@ -114,7 +109,8 @@ class Result:
 def unexplained(
     outcomes: Sequence[Outcome], happened: Sequence[Happened], ways: Sequence[Way]
 ) -> list[Outcome]:
-    """Failed requests during whose life nothing was wrong with the servers that they need."""
+    """Failed requests during whose life nothing was wrong with the servers that they need. A
+    registry's host explains none: who knows an instance goes on without it."""
     needs = {way.name: way.servers for way in ways}
     return [
         one
@@ -123,7 +119,7 @@ def unexplained(
         and not any(
             fault.began_s <= one.ended_s
             and one.began_s <= fault.ended_s + AFTERMATH_S
-            and (fault.fault.victim in needs[one.way] or not needs[one.way])
+            and fault.fault.victim in (needs[one.way] or SERVERS)
             for fault in happened
         )
     ]

@@ -13,21 +13,44 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-__all__ = ["KINDS", "SERVERS", "Fault", "Kind", "faults"]
+__all__ = ["KINDS", "REGISTRY", "SERVERS", "Fault", "Kind", "faults", "pair_of"]
 
-Kind = Literal["kill", "freeze", "registry", "cut", "slow", "lossy", "stranger"]
+Kind = Literal[
+    "kill",
+    "freeze",
+    "cut",
+    "slow",
+    "lossy",
+    "control-cut",
+    "control-lossy",
+    "full",
+    "registry",
+    "registry-dies",
+    "newcomer",
+    "stranger",
+    "intruder",
+]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 SERVERS: Final = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+#: The host of the second prefill server's registry; the first one's is in its main process.
+REGISTRY: Final = "registry"
 
 #: Seconds that a fault lasts: the least and the most. A killed server is started again at once.
 _LASTS_S: Final[dict[Kind, tuple[float, float]]] = {
     "kill": (0.0, 0.0),
     "freeze": (2.0, 15.0),
-    "registry": (2.0, 15.0),
     "cut": (2.0, 15.0),
     "slow": (5.0, 10.0),
     "lossy": (5.0, 10.0),
+    "control-cut": (2.0, 15.0),
+    "control-lossy": (5.0, 15.0),
+    "full": (5.0, 10.0),
+    "registry": (2.0, 15.0),
+    # A registry that is away for longer than a lease (15 s) has forgotten nothing: it begins empty.
+    "registry-dies": (2.0, 25.0),
+    "newcomer": (2.0, 8.0),
     "stranger": (3.0, 6.0),
+    "intruder": (3.0, 6.0),
 }
 #: Seconds of undisturbed traffic between the end of one and the next.
 _GAP_S: Final = (1.0, 5.0)
@@ -39,12 +62,15 @@ class Fault:
 
     gap_s: undisturbed traffic before it.
     lasts_s: until it is undone.
+    alone: meanwhile nobody but the two pairs has clients, so that what the other pair does tells
+        of this fault (`rates`).
     """
 
     kind: Kind
     victim: str
     gap_s: float
     lasts_s: float
+    alone: bool = False
 
     def __str__(self) -> str:
         lasts = f" for {self.lasts_s:.1f} s" if self.lasts_s else ""
@@ -53,9 +79,10 @@ class Fault:
 
 def faults(seed: int, kinds: Sequence[Kind] = KINDS) -> Iterator[Fault]:
     """Without end. Each kind comes before any comes again, with another victim each time as long
-    as there are others."""
+    as there are others. Every other fault of a server is `alone`."""
     rng = random.Random(seed)
     hit: dict[Kind, list[str]] = {kind: [] for kind in kinds}
+    alone = False
     while True:
         for kind in rng.sample(kinds, len(kinds)):
             left = [name for name in _victims(kind) if name not in hit[kind]]
@@ -64,9 +91,24 @@ def faults(seed: int, kinds: Sequence[Kind] = KINDS) -> Iterator[Fault]:
                 left = list(_victims(kind))
             victim = rng.choice(left)
             hit[kind].append(victim)
-            yield Fault(kind, victim, rng.uniform(*_GAP_S), rng.uniform(*_LASTS_S[kind]))
+            times = rng.uniform(*_GAP_S), rng.uniform(*_LASTS_S[kind])
+            if victim in SERVERS:
+                alone = not alone
+            yield Fault(kind, victim, *times, alone and victim in SERVERS)
+
+
+def pair_of(name: str) -> int:
+    """0 or 1: the pair that a server belongs to."""
+    return int(name.rpartition("-")[2])
 
 
 def _victims(kind: Kind) -> tuple[str, ...]:
-    # An instance's registry runs in its prefill server's first process.
-    return SERVERS if kind != "registry" else SERVERS[:2]
+    match kind:
+        case "registry":
+            return (SERVERS[0], REGISTRY)
+        case "registry-dies":
+            return (REGISTRY,)
+        case "newcomer":
+            return SERVERS[2:]
+        case _:
+            return SERVERS

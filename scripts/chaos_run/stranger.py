@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Somebody who was not invited: connects to every port that a host listens on, and says things."""
+"""Somebody who was not invited: connects to every port that a host listens on, and says things.
+`python -m chaos_run.stranger HOST SECONDS SEED PORT…` prints how many connections were made."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import struct
+import sys
 from collections.abc import Callable
 from typing import Final
 
@@ -89,3 +91,13 @@ async def attack(host: str, ports: list[int], seed: int, lasts_s: float) -> int:
         if isinstance(error, Exception):
             raise error
     return made
+
+
+def main(argv: list[str]) -> None:
+    host, seconds, seed, *ports = argv
+    made = asyncio.run(attack(host, [int(port) for port in ports], int(seed), float(seconds)))
+    sys.stdout.write(str(made))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

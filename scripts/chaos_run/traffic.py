@@ -5,23 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import aiohttp
-from cpu_serving.direct import in_a_room
-from cpu_serving.servers import Server
 from cpu_serving.traffic import Answer, Request, send
 
-__all__ = ["Ask", "End", "Known", "Outcome", "Way", "client", "through"]
+__all__ = ["Ask", "End", "Known", "Outcome", "PairAddress", "Way", "client", "through"]
 
 End = Literal["equal", "wrong", "failed", "late", "left"]
 #: Clients that leave do so within this time, in which most answers come.
 _LEAVES_WITHIN_S = 1.0
 #: After a failure, as a client would.
 _PAUSE_S = 0.2
+_ROOM_BITS = 62
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,34 @@ class Way:
     ask: Ask
 
 
-def through(find: Callable[[], tuple[Server, Server]]) -> Ask:
-    """Asks a pair itself, as a router would; `find` gives its servers, of which one may have been
-    started anew."""
+@dataclass(frozen=True)
+class PairAddress:
+    """Two servers as a router knows them: their URLs, and the registry of the first."""
+
+    prefill_url: str
+    decode_url: str
+    registry_host: str
+    registry_port: int
+
+    def in_a_room(self, request: Request) -> Request:
+        """The request with what a router adds for both servers."""
+        where = {
+            "bootstrap_host": self.registry_host,
+            "bootstrap_port": self.registry_port,
+            "bootstrap_room": secrets.randbits(_ROOM_BITS),
+        }
+        return replace(request, fields=where)
+
+
+def through(find: Callable[[], PairAddress]) -> Ask:
+    """Asks a pair itself, as a router would."""
 
     async def both(session: aiohttp.ClientSession, request: Request) -> Answer:
-        prefill, decode = find()
-        request = in_a_room(prefill, request)
+        pair = find()
+        request = pair.in_a_room(request)
         async with asyncio.TaskGroup() as group:
-            computed = group.create_task(send(session, prefill.url, request))
-            answered = group.create_task(send(session, decode.url, request))
+            computed = group.create_task(send(session, pair.prefill_url, request))
+            answered = group.create_task(send(session, pair.decode_url, request))
             await asyncio.wait((computed, answered), return_when=asyncio.FIRST_COMPLETED)
             if computed.done() and (answer := computed.result()).error is not None:
                 answered.cancel()  # it would wait for a room that its prefill never opens
@@ -92,10 +110,17 @@ async def client(
     deadline_s: float,
     record: Callable[[Outcome], None],
     stopping: asyncio.Event,
+    may_ask: asyncio.Event,
 ) -> None:
-    """Asks until it is to stop, and then waits for what it has asked last."""
+    """Asks until it is to stop, and then waits for what it has asked last. All prompts come before
+    any comes again, so that as many answers are always about as much work."""
+    deck: list[Known] = []
     while not stopping.is_set():
-        one = rng.choice(known)
+        if not may_ask.is_set():
+            await asyncio.sleep(_PAUSE_S)
+            continue
+        deck = deck or rng.sample(known, len(known))
+        one = deck.pop()
         leaves_s = rng.uniform(0, _LEAVES_WITHIN_S) if rng.random() < abort_share else None
         outcome = await ask_once(session, way, one, leaves_s, deadline_s)
         record(outcome)

@@ -247,7 +247,7 @@ class Fleet:
         self.run_dir = run_dir
         self._nursery = nursery
         self._ports: list[PortBlock] = []
-        self._started: list[Server | Router] = []
+        self._started: list[ManagedProcess] = []
 
     def __enter__(self) -> Self:
         return self
@@ -268,7 +268,7 @@ class Fleet:
         port = port or self._port()
         with signals_deferred():
             server = Server(role, options, self.run_dir, port, bootstrap_port, name, self._nursery)
-            self._started.append(server)
+            self._started.append(server.process)
         return server
 
     def again(self, server: Server) -> Server:
@@ -301,8 +301,16 @@ class Fleet:
                 metrics_port,
                 self._nursery,
             )
-            self._started.append(router)
+            self._started.append(router.process)
         return router
+
+    def process(
+        self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path
+    ) -> ManagedProcess:
+        """Start ``python -m argv[0] argv[1:]``, whatever that is."""
+        with signals_deferred():
+            self._started.append(ManagedProcess(name, argv, env, log))
+        return self._started[-1]
 
     def pair(self, prefill: ServerOptions, decode: ServerOptions) -> Pair:
         first = self.server("prefill", prefill)
@@ -311,8 +319,8 @@ class Fleet:
 
     def stop(self) -> None:
         with signals_deferred():
-            for started in self._started:
-                started.process.ask_to_end()  # all at once: each takes seconds
+            for process in self._started:
+                process.ask_to_end()  # all at once: each takes seconds
             while self._started:
                 self._started.pop().stop()
             while self._ports:

@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from chaos_run.control_filter import classifier, narrow, vanishing
 from chaos_run.options import parse
+from chaos_run.rates import ANSWERS_MIN, Window, pair_name
 from chaos_run.report import as_json, svg, text
 from chaos_run.resources import POOLED_THREADS, Held, grown
 from chaos_run.results import AFTERMATH_S, Happened, Result, unexplained
-from chaos_run.schedule import KINDS, SERVERS, Fault, faults
+from chaos_run.schedule import KINDS, REGISTRY, SERVERS, Fault, Kind, faults
 from chaos_run.traffic import End, Outcome, Way
 from cpu_serving.traffic import Answer
 
@@ -40,8 +44,8 @@ def outcome(way: str, began_s: float, ended_s: float, end: End, error: str = "")
 
 def result(*outcomes: Outcome, **changes: object) -> Result:
     answered = [outcome(way.name, 0.5, 1.0, "equal") for way in WAYS]
-    fields = {"leaked_pages": {}, "held": {}} | changes
-    return Result(3, 0.0, 40.0, WAYS, (*answered, *outcomes), (FROZEN,), **fields)  # type: ignore[arg-type]
+    fields = {"leaked_pages": {}, "held": {}, "happened": (FROZEN,)} | changes
+    return Result(3, 0.0, 40.0, WAYS, outcomes=(*answered, *outcomes), **fields)  # type: ignore[arg-type]
 
 
 def test_a_seed_says_which_faults_come() -> None:
@@ -62,8 +66,85 @@ def test_each_server_has_its_turn() -> None:
     assert set(kills[:4]) == set(SERVERS)
 
 
-def test_registries_are_on_prefill_servers() -> None:
-    assert {fault.victim for fault in islice(faults(0, ["registry"]), 8)} == set(SERVERS[:2])
+@pytest.mark.parametrize(
+    ("kind", "victims"),
+    [
+        # The first prefill server's registry is in it, that of the second on a host of its own.
+        ("registry", {"prefill-0", REGISTRY}),
+        ("registry-dies", {REGISTRY}),
+        ("newcomer", set(SERVERS[2:])),
+        ("control-cut", set(SERVERS)),
+    ],
+)
+def test_whom_a_kind_can_hit(kind: Kind, victims: set[str]) -> None:
+    assert {fault.victim for fault in islice(faults(0, [kind]), 8)} == victims
+
+
+def test_every_other_fault_of_a_server_is_alone() -> None:
+    found = [fault for fault in islice(faults(2), 40) if fault.victim != REGISTRY]
+    assert [fault.alone for fault in found[:6]] == [True, False, True, False, True, False]
+    assert not any(fault.alone for fault in islice(faults(2), 40) if fault.victim == REGISTRY)
+
+
+class Packet:
+    """An Ethernet frame of IPv4."""
+
+    def __init__(self, protocol: int, source: int, destination: int) -> None:
+        ports = struct.pack(">HH", source, destination)
+        self.data = bytes(23) + bytes([protocol]) + bytes(10) + ports
+
+
+def says(program: str, packet: Packet, random: int) -> bool:
+    """What the kernel would: the instructions of bpf(4) that are used."""
+    _count, *lines = program.split(",")
+    held, at = 0, 0
+    while True:
+        code, yes, no, value = map(int, lines[at].split())
+        at += 1
+        match code:
+            case 0x30:
+                held = packet.data[value]
+            case 0x28:
+                (held,) = struct.unpack_from(">H", packet.data, value)
+            case 0x20:
+                assert value == 0xFFFFF038
+                held = random
+            case 0x15:
+                at += yes if held == value else no
+            case 0x35:
+                at += yes if held >= value else no
+            case 0x06:
+                return value != 0
+            case _:
+                raise AssertionError(f"instruction {code:#x}")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "source", "destination", "random", "chosen"),
+    [
+        (6, 7001, 50_000, 0, True),
+        (6, 50_000, 7002, 0, True),
+        (6, 50_000, 7002, 0xFFFFFFFE, False),
+        (6, 50_000, 50_001, 0, False),
+        (17, 7001, 7002, 0, False),
+    ],
+)
+def test_which_packets_of_control_links_vanish(
+    protocol: int, source: int, destination: int, random: int, chosen: bool
+) -> None:
+    program = classifier([7001, 7002], 0.5)
+    assert int(program.split(",")[0]) == program.count(",")
+    assert says(program, Packet(protocol, source, destination), random) is chosen
+
+
+def test_what_is_filtered_vanishes_or_waits() -> None:
+    gone, late = (
+        " ".join(list(made)[-1]) for made in (vanishing("x", [1], 1), narrow("x", [1], 8))
+    )
+    assert gone.endswith("pfifo limit 0")
+    assert "bfifo" in late
+    with pytest.raises(ValueError, match="no ports"):
+        list(vanishing("x", [], 1))
 
 
 @pytest.mark.parametrize(
@@ -74,6 +155,7 @@ def test_registries_are_on_prefill_servers() -> None:
         (["--kinds", "kill,flood"], "'flood' is none of kill, "),
         (["--clients", "0"], "--clients 0 is not from 1 to 64"),
         (["--aborts", "1"], "'1' is not a share"),
+        (["--kinds", "kill,intruder"], "give --secret"),
     ],
 )
 def test_bad_arguments_are_answered(
@@ -83,6 +165,12 @@ def test_bad_arguments_are_answered(
         parse(argv)
     assert stopped.value.code == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("secret", [False, True])
+def test_who_holds_another_secret_comes_where_there_is_one(secret: bool) -> None:
+    kinds = parse(["--secret"] if secret else []).kinds
+    assert set(KINDS) - set(kinds) == (set() if secret else {"intruder"})
 
 
 def test_arguments() -> None:
@@ -133,12 +221,47 @@ def test_a_run_without_answers_is_bad() -> None:
     assert empty.faults_found() == ["no request was answered"]
 
 
-def test_rates_are_those_of_pairs_and_of_pairs_without_the_victim() -> None:
-    # 33 quiet seconds of two pairs; 7 disturbed ones of the second pair.
-    quiet = [outcome(FIRST, 20.0, 20.5, "equal")] * 64
-    beside = [outcome(SECOND, 11.0, 12.0, "equal")] * 14
-    victims = [outcome(FIRST, 11.0, 12.0, "equal")] * 5
-    assert result(*quiet, *beside, *victims).rates() == (66 / 33 / 2, 14 / 7)
+#: A fault of the first pair that was alone: 5 s before it, 7 s of it, 5 s after.
+ALONE = replace(FROZEN, quiet=(Window(4.0, 9.0), Window(18.0, 23.0)))
+
+
+def spread(begin_s: float, end_s: float, count: int) -> list[Outcome]:
+    step_s = (end_s - begin_s) / count
+    ends = [begin_s + n * step_s for n in range(count)]
+    return [outcome(pair_name(1), at_s - 0.1, at_s, "equal") for at_s in ends]
+
+
+@pytest.mark.parametrize(("answered", "bad"), [(70, []), (64, []), (60, ["0.86"])])
+def test_the_pair_without_the_victim_keeps_its_rate(answered: int, bad: list[str]) -> None:
+    # 10 answers a second without the fault.
+    quiet = [*spread(4.0, 9.0, 50), *spread(18.0, 23.0, 50)]
+    victims = [outcome(FIRST, 11.0, 12.0, "equal")] * 50
+    found = result(*quiet, *spread(10.0, 17.0, answered), *victims, happened=(ALONE,))
+    (one,) = found.spared()
+    assert (one.expected, one.answered) == (pytest.approx(70), answered)
+    said = found.faults_found()
+    assert len(said) == len(bad)
+    assert all(share in sentence for share, sentence in zip(bad, said, strict=True))
+
+
+def test_few_answers_tell_nothing_of_a_rate() -> None:
+    few = int(ANSWERS_MIN * 10 / 7) - 2
+    quiet = [*spread(4.0, 9.0, few // 2), *spread(18.0, 23.0, few // 2)]
+    assert result(*quiet, happened=(ALONE,)).faults_found() == []
+
+
+def test_nobody_may_be_let_in() -> None:
+    got = replace(FROZEN, let_in=("the registry tells of 1 ranks",))
+    assert result(happened=(got,)).faults_found() == [
+        "freeze prefill-0 for 5.0 s: the registry tells of 1 ranks"
+    ]
+
+
+def test_a_registry_that_dies_explains_no_failure() -> None:
+    died = Happened(Fault("registry-dies", REGISTRY, 1.0, 5.0), 10.0, 15.0, 0.0)
+    for way in (FIRST, "router"):
+        failed = outcome(way, 11.0, 12.0, "failed", "no instance")
+        assert unexplained([failed], [died], WAYS) == [failed]
 
 
 def test_causes_are_counted_without_their_numbers() -> None:
@@ -148,13 +271,14 @@ def test_causes_are_counted_without_their_numbers() -> None:
     assert result(*failed).causes() == {"room N of N timed out": 3}
 
 
-def test_only_what_processes_of_both_hold_more_is_said() -> None:
-    before = {1: Held(10, Counter(socket=4, file=2)), 2: Held(3, Counter())}
+def test_what_processes_hold_more_is_said() -> None:
+    before = {"scheduler": Held(10, Counter(socket=4, file=2)), "leader": Held(3, Counter())}
     many = 11 + POOLED_THREADS
-    after = {1: Held(many, Counter(socket=6, file=1)), 3: Held(99, Counter(socket=99))}
+    after = {"scheduler": Held(many, Counter(socket=6, file=1)), "x": Held(9, Counter(socket=9))}
     assert grown(before, after) == [
-        f"process 1: 10 threads, then {many}",
-        "process 1: 4 descriptors of socket, then 6",
+        f"scheduler: 10 threads, then {many}",
+        "scheduler: 4 descriptors of socket, then 6",
+        "x: a process that was not there before",
     ]
     assert grown(before, before) == []
 
@@ -163,7 +287,7 @@ def test_what_a_run_prints_writes_and_draws() -> None:
     failed = outcome(FIRST, 11.0, 12.0, "failed", "the peer <prefill-0> answers nothing")
     shown = result(failed)
     printed = text(shown)
-    assert "10.0 s  freeze    prefill-0    5.0 s, served again 2.00 s later" in printed
+    assert "10.0 s  freeze        prefill-0    5.0 s, served again 2.00 s later" in printed
     assert "1 failed with a cause" in printed
     assert "1 the peer <prefill-N> answers nothing" in printed
     assert printed.endswith("nothing that must not be")
