@@ -105,7 +105,8 @@ def as_json(result: Result) -> dict[str, Any]:
 def svg(result: Result) -> str:
     """A lane for each way, a bar for each request, a band for each fault."""
     height = _TOP + _LANE * len(result.ways) + 60
-    body = "\n".join([*_bands(result, height), *_lanes(result), *_legend(height)])
+    parts = (_bands(result, height), _lanes(result), _times(result, height), _legend(height))
+    body = "\n".join(line for lines in parts for line in lines)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
         f'font-family="sans-serif" font-size="11">\n<rect width="100%" height="100%" '
@@ -147,6 +148,14 @@ def _lanes(result: Result) -> Iterator[str]:
                 f'height="{tall}" fill="{_COLOURS[one.end]}" fill-opacity="0.6">'
                 f"<title>{escape(one.end)} {escape(one.error[:200])}</title></rect>"
             )
+
+
+def _times(result: Result, height: int) -> Iterator[str]:
+    top = height - 54
+    for minute in range(int((result.ended_s - result.began_s) / 60) + 1):
+        x = f"{_at(result, result.began_s + 60 * minute):.1f}"
+        yield f'<line x1="{x}" x2="{x}" y1="{top}" y2="{top + 5}" stroke="#888"/>'
+        yield f'<text x="{x}" y="{top + 16}" text-anchor="middle">{minute} min</text>'
 
 
 def _legend(height: int) -> Iterator[str]:

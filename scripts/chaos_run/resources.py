@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-__all__ = ["POOLED_THREADS", "Held", "grown", "held_by"]
+__all__ = ["POOLED_THREADS", "Held", "grown", "held_by", "shared_in"]
 
 #: Pools of threads start one when there is work and none is idle, so that a fault may leave some. A
 #: run of four minutes left one or two; a thread for each fault, or for each link, would be more.
@@ -23,6 +24,8 @@ class Held:
     threads: int
     #: By kind: "socket", "anon_inode:[eventpoll]", "memfd", "file".
     descriptors: Counter[str]
+    #: Shared memory that it has mapped: objects, whether they still have names or not.
+    shared: int = 0
 
 
 def held_by(leader_pid: int) -> dict[str, Held]:
@@ -32,13 +35,26 @@ def held_by(leader_pid: int) -> dict[str, Held]:
     for process in (leader, *sorted(leader.children(recursive=True), key=_age)):
         try:
             kinds = Counter(_kind(path) for path in Path(f"/proc/{process.pid}/fd").iterdir())
-            held = Held(process.num_threads(), kinds)
+            maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            held = Held(process.num_threads(), kinds, shared_in(maps))
             name = process.cmdline()[0] if process.cmdline() else process.name()
         except (psutil.NoSuchProcess, FileNotFoundError):
             continue  # it has ended meanwhile
         same = sum(one.startswith(name) for one in found)
         found[f"{name} #{same}" if same else name] = held
     return found
+
+
+def shared_in(maps: Iterable[str]) -> int:
+    """Objects of shared memory in the lines of a process's maps (proc_pid_maps(5))."""
+    mapped = (line.split(maxsplit=5) for line in maps)
+    return len(
+        {
+            (device, inode)
+            for _, _, _, device, inode, *path in mapped
+            if path and path[0].startswith(("/dev/shm/", "/memfd:"))
+        }
+    )
 
 
 def _age(process: psutil.Process) -> tuple[float, int]:
@@ -55,6 +71,8 @@ def grown(before: dict[str, Held], after: dict[str, Held]) -> list[str]:
         was = before[name]
         if now.threads > was.threads + POOLED_THREADS:
             sentences.append(f"{name}: {was.threads} threads, then {now.threads}")
+        if now.shared > was.shared:
+            sentences.append(f"{name}: {was.shared} pieces of shared memory, then {now.shared}")
         sentences += [
             f"{name}: {was.descriptors[kind]} descriptors of {kind}, then {count}"
             for kind, count in now.descriptors.items()

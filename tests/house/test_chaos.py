@@ -16,7 +16,7 @@ from chaos_run.control_filter import classifier, narrow, vanishing
 from chaos_run.options import parse
 from chaos_run.rates import ANSWERS_MIN, Window, pair_name
 from chaos_run.report import as_json, svg, text
-from chaos_run.resources import POOLED_THREADS, Held, grown
+from chaos_run.resources import POOLED_THREADS, Held, grown, shared_in
 from chaos_run.results import AFTERMATH_S, Happened, Result, unexplained
 from chaos_run.schedule import KINDS, REGISTRY, SERVERS, Fault, Kind, faults
 from chaos_run.traffic import End, Outcome, Way
@@ -274,13 +274,25 @@ def test_causes_are_counted_without_their_numbers() -> None:
 def test_what_processes_hold_more_is_said() -> None:
     before = {"scheduler": Held(10, Counter(socket=4, file=2)), "leader": Held(3, Counter())}
     many = 11 + POOLED_THREADS
-    after = {"scheduler": Held(many, Counter(socket=6, file=1)), "x": Held(9, Counter(socket=9))}
+    after = {"scheduler": Held(many, Counter(socket=6, file=1), 2), "x": Held(9, Counter(socket=9))}
     assert grown(before, after) == [
         f"scheduler: 10 threads, then {many}",
+        "scheduler: 0 pieces of shared memory, then 2",
         "scheduler: 4 descriptors of socket, then 6",
         "x: a process that was not there before",
     ]
     assert grown(before, before) == []
+
+
+def test_shared_memory_counts_once() -> None:
+    maps = [
+        "7f00-7f01 r--s 00000000 00:1a 7 /dev/shm/one",
+        "7f01-7f02 rw-s 00001000 00:1a 7 /dev/shm/one",
+        "7f02-7f03 rw-s 00000000 00:01 8 /memfd:te (deleted)",
+        "7f03-7f04 r-xp 00000000 fe:00 9 /usr/lib/libc.so",
+        "7f04-7f05 rw-p 00000000 00:00 0",
+    ]
+    assert shared_in(maps) == 2
 
 
 def test_what_a_run_prints_writes_and_draws() -> None:
@@ -298,3 +310,5 @@ def test_what_a_run_prints_writes_and_draws() -> None:
     drawn = ElementTree.fromstring(svg(shown))
     titles = [one.text or "" for one in drawn.iter("{http://www.w3.org/2000/svg}title")]
     assert any("the peer <prefill-0> answers nothing" in title for title in titles)
+    words = [one.text for one in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"freeze prefill-0", "0 min", *(way.name for way in WAYS)} <= set(words)
