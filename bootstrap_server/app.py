@@ -48,6 +48,7 @@ from bootstrap_server.http_body import (
     RefusalError,
     Snapshot,
     error_response,
+    hear_body,
     json_response,
     read_body,
 )
@@ -113,9 +114,19 @@ def make_app(
             response.force_close()
         return response
 
+    @web.middleware
+    async def hear_out(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        await hear_body(request)
+        watch.proved(request.transport)
+        return await handler(request)
+
     middlewares: list[Middleware] = [hear, _sentences]
-    if gate is not None:
-        middlewares.insert(1, guard(gate, Refusals()))
+    if gate is None:
+        middlewares.append(hear_out)
+    else:
+        middlewares.insert(
+            1, guard(gate, Refusals(), lambda request: watch.proved(request.transport))
+        )
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=middlewares)
     app.add_routes(
         [

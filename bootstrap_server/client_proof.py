@@ -68,7 +68,7 @@ class ClientProof:
 
 
 def _unproved(status: int, date: str) -> str:
-    if status != 401:
+    if status not in (401, 429):  # the other says that we ask too often
         return (
             f"answers with status {status} and does not prove that it has our secret: it has "
             f"none, or is something else; {_SAME_SECRET}"

@@ -1,23 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds that aiohttp leaves open: for clients that do not go on, and for idle connections.
+"""Bounds that aiohttp leaves open: for clients that do not go on, and for connections.
 
-aiohttp limits neither how long a client takes to send the head of its first request, nor how
-long it takes to read an answer. Each connection's protocol is wrapped in one that does.
+aiohttp limits neither how many connections there are, nor how long a client takes to send the head
+of its first request, nor how long it takes to read an answer. Each connection's protocol is wrapped
+in one that does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Callable
 from typing import Final, cast
 
-__all__ = ["HEAD_DEADLINE_S", "KEPT_MAX", "READ_DEADLINE_S", "ConnectionWatch"]
+from bootstrap_server.crowd import Crowd, source_of
+from bootstrap_server.refusals import Refusals
+
+__all__ = [
+    "HEAD_DEADLINE_S",
+    "KEPT_MAX",
+    "OPEN_MAX",
+    "READ_DEADLINE_S",
+    "UNPROVED_MAX",
+    "UNPROVED_OF_SOURCE_MAX",
+    "ConnectionWatch",
+]
 
 #: A request's head is a few hundred bytes: one packet.
 HEAD_DEADLINE_S: Final = 10.0
 #: With more connections than this, none is kept open for another request: each costs about 10 kB,
 #: and opening one again when a rank renews costs less than a tenth of a millisecond.
 KEPT_MAX: Final = 1024
+#: Connections in all, or three quarters of the process's descriptors if that is less: SGLang's HTTP
+#: server is in the same process.
+OPEN_MAX: Final = 16_384
+#: Connections over which nothing was proved yet (without a secret: no whole request has come), in
+#: all and of one address; or a half and three eighths of the descriptors. 4,096 ranks may begin at
+#: once, and from one address, as behind a translation of addresses.
+UNPROVED_MAX: Final = 8192
+UNPROVED_OF_SOURCE_MAX: Final = 6144
 #: The longest answer is some MB, and most of it fits into socket buffers.
 READ_DEADLINE_S: Final = 20.0
 
@@ -28,12 +49,18 @@ _TOO_SLOW: Final = (
 
 
 class ConnectionWatch:
-    """Makes watched protocols; is told (`heard`) of every request whose head has come."""
+    """Makes watched protocols; is told of every request whose head has come (`heard`), and of those
+    that are to be served (`proved`)."""
 
     def __init__(self) -> None:
         #: Connections that have not sent a whole head yet, and when they came; oldest first.
         self._silent: dict[asyncio.BaseTransport, float] = {}
-        self._open = 0
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._unproved: Crowd[asyncio.BaseTransport] = Crowd(
+            min(UNPROVED_MAX, descriptors // 2), min(UNPROVED_OF_SOURCE_MAX, descriptors * 3 // 8)
+        )
+        self._open, self._open_max = 0, min(OPEN_MAX, descriptors * 3 // 4)
+        self._refusals = Refusals("connection")
 
     @property
     def crowded(self) -> bool:
@@ -49,15 +76,37 @@ class ConnectionWatch:
         if transport is not None:
             self._silent.pop(transport, None)
 
+    def proved(self, transport: asyncio.BaseTransport | None) -> None:
+        """A request on `transport` is to be served: it makes room for nobody any more."""
+        if transport is not None:
+            self._unproved.leave(transport)
+
     def opened(self, transport: asyncio.Transport) -> None:
         """A client has connected."""
         self._open += 1
         self._silent[transport] = asyncio.get_running_loop().time()
+        peer = transport.get_extra_info("peername")
+        self._unproved.enter(transport, source_of(peer[0]) if peer else "")
+        while (surplus := self._unproved.surplus()) is not None:
+            self._drop(surplus)
+        if self._open > self._open_max:
+            oldest = self._unproved.first_to_go()
+            assert oldest is not None  # one has just come
+            self._drop(oldest)
 
     def closed(self, transport: asyncio.Transport) -> None:
         """The connection is gone."""
         self._open -= 1
         self.heard(transport)
+        self.proved(transport)
+
+    def _drop(self, transport: asyncio.BaseTransport) -> None:
+        self.heard(transport)
+        self._unproved.leave(transport)
+        peer = transport.get_extra_info("peername")
+        why = f"there are too many connections ({self._open}) that have proved nothing"
+        self._refusals.note(peer[0] if peer else "a client that has gone", why)
+        cast(asyncio.Transport, transport).abort()
 
     def stuck(self, transport: asyncio.Transport) -> asyncio.TimerHandle:
         """An answer waits for `transport`'s client to read; cancel the timer when it goes on."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -10,6 +11,8 @@ from typing import Final
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from bootstrap_server.allowance import Allowance
+from bootstrap_server.crowd import source_of
 from bootstrap_server.http_body import RefusalError, check_body, error_response
 from bootstrap_server.proof import HEADER, RequestProof, key_of, prove_answer
 from bootstrap_server.refusals import Refusals
@@ -56,25 +59,41 @@ class Gate:
         return (key, proof) if refusal is None else refusal
 
 
-def guard(gate: Gate, refusals: Refusals) -> Middleware:
-    """A middleware that asks `gate` first, and proves the answers to those who are let in. Others
-    get status 401 and not a word."""
+def guard(
+    gate: Gate,
+    refusals: Refusals,
+    proved: Callable[[web.Request], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> Middleware:
+    """A middleware that asks `gate` first, tells `proved` of those who are let in, and proves the
+    answers to them. Others get status 401 and not a word, or 429 when they ask too often."""
+    allowance = Allowance()
+
+    def answer_to_stranger(source: str) -> web.Response | None:
+        """None if he may have another one."""
+        wait_s = allowance.wait_s(source, clock())
+        if not wait_s:
+            return None
+        answer = web.Response(status=429, headers={"Retry-After": str(math.ceil(wait_s))})
+        answer.force_close()
+        return answer
 
     @web.middleware
     async def let_in(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if (request.method, request.raw_path) == _OPEN:
-            return await handler(request)
         address = request.remote or "an unknown address"
+        if (request.method, request.raw_path) == _OPEN:
+            return answer_to_stranger(source_of(address)) or await handler(request)
         header = request.headers.get(HEADER)
         admitted = gate.admit(request.method, request.raw_path, header, address)
         if isinstance(admitted, str):
             refusals.note(address, admitted)
-            refused = web.Response(status=401)
+            refused = answer_to_stranger(source_of(address)) or web.Response(status=401)
             refused.force_close()
             return refused
         key, proof = admitted
         try:
             await check_body(request, proof.claim.body_digest)
+            proved(request)
             response = await handler(request)
         except RefusalError as refusal:
             response = error_response(request, refusal)

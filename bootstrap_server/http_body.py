@@ -19,6 +19,7 @@ __all__ = [
     "Snapshot",
     "check_body",
     "error_response",
+    "hear_body",
     "json_response",
     "read_body",
 ]
@@ -43,7 +44,7 @@ class RefusalError(Exception):
 
 async def read_body(request: web.Request, decoder: msgspec.json.Decoder[_T]) -> _T:
     """The request's body, decoded; `RefusalError` when it is too large, too slow or not one."""
-    data = await _read(request)
+    data = await hear_body(request)
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -52,12 +53,12 @@ async def read_body(request: web.Request, decoder: msgspec.json.Decoder[_T]) -> 
 
 async def check_body(request: web.Request, digest: bytes) -> None:
     """`RefusalError` unless the request's body is the one of that digest."""
-    if not hmac.compare_digest(digest_of(await _read(request)), digest):
+    if not hmac.compare_digest(digest_of(await hear_body(request)), digest):
         raise RefusalError(400, f"{_what(request)}: the body is not the one that was proved")
 
 
-async def _read(request: web.Request) -> bytes:
-    """The body; asking again costs nothing."""
+async def hear_body(request: web.Request) -> bytes:
+    """The body, `RefusalError` when it is too large or too slow; asking again costs nothing."""
     too_large = RefusalError(
         413, f"{_what(request)}: the body is larger than {BODY_BYTES_MAX} bytes"
     )

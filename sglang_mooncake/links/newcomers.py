@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 #: In all, and of one source address; fewer where the process may have few descriptors. Each takes
 #: about 5 kB. Decode ranks come all at once when their server starts, maybe from one address.
-NEWCOMERS_MAX: Final = 4096
-OF_SOURCE_MAX: Final = 2048
+NEWCOMERS_MAX: Final = 8192
+OF_SOURCE_MAX: Final = 6144
 #: What one may send before its first message is whole, which is a hello of some 10 kB; and all of
 #: them. libzmq itself takes as much of each as for any message, handshake or not.
 BYTES_MAX: Final = 1 << 20
@@ -63,7 +63,7 @@ class Newcomers:
         self._router, self._port = router, port
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = min(NEWCOMERS_MAX, descriptors // 4)
-        self._crowd: Crowd[int] = Crowd(most, min(OF_SOURCE_MAX, most // 2))
+        self._crowd: Crowd[int] = Crowd(most, min(OF_SOURCE_MAX, most * 3 // 4))
         self._by_fd: dict[int, _Newcomer] = {}
         self._next_line_s, self._left_out = time.monotonic(), 0
         address = f"inproc://newcomers-{id(self)}"
