@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from te.config import Config
-from te.connect.admission import Admission, HalfOpen
+from te.connect.admission import Admission, HalfOpen, source_of
 from te.connect.chosen import Chosen
 from te.connect.dial import address_text
 from te.connect.incoming import Incoming
@@ -272,7 +272,7 @@ class Acceptor:
 
 def _describe(_sock: socket.socket, address: Any) -> tuple[str, str]:
     """Of a TCP connection."""
-    return address_text(address[0], address[1]), address[0]
+    return address_text(address[0], address[1]), source_of(address[0])
 
 
 def _listen(config: Config) -> socket.socket:

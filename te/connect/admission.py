@@ -9,10 +9,11 @@ a place however many are silent, or begin to speak and stop.
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["HALF_OPEN_MAX", "HALF_OPEN_OF_SOURCE_MAX", "Admission", "HalfOpen"]
+__all__ = ["HALF_OPEN_MAX", "HALF_OPEN_OF_SOURCE_MAX", "Admission", "HalfOpen", "source_of"]
 
 HALF_OPEN_MAX: Final = 256
 """Connections without a whole hello, over all sources. Far below what a process may have open
@@ -28,6 +29,20 @@ SILENT_S: Final = 0.25
 """Who is silent for so long goes before who has begun to speak. A friend is held up for less
 before its call (5 ms for each turn of another thread in its interpreter). Else it would be the one
 to go where everybody has said a few bytes."""
+
+
+IPV6_PREFIX_BITS = 64
+"""What a host has of IPv6, at least (RFC 6177): 2^64 addresses that are one source."""
+
+
+def source_of(address: str) -> str:
+    """Which source a numeric address is of: itself, or its network of IPv6."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(ipaddress.ip_network((int(found), IPV6_PREFIX_BITS), strict=False))
 
 
 @dataclass(eq=False)

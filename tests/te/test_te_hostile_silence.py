@@ -36,6 +36,7 @@ from te.connect.admission import (
     SILENT_S,
     Admission,
     HalfOpen,
+    source_of,
 )
 from te.connect.greeting import GREETING, MAGIC, GreetingKind
 from te.handshake import PROTOCOL_VERSION
@@ -231,6 +232,26 @@ def test_one_loud_source_costs_no_other_its_place() -> None:
             assert gone.source == "loud"
             admission.leave(gone)
     assert len(admission) == len(quiet) + HALF_OPEN_OF_SOURCE_MAX
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("address", "source"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+    ],
+)
+def test_what_counts_as_one_source(address: str, source: str) -> None:
+    assert source_of(address) == source
+
+
+def test_all_addresses_of_a_network_of_ipv6_are_one_source() -> None:
+    with te.Engine(te.Config(host="::1")) as engine, dial(engine.card()):
+        wait_until(lambda: len(engine._acceptor._admission) == 1, "it is accepted")
+        assert set(engine._acceptor._admission._of_source) == {"::/64"}
 
 
 @pytest.mark.pure

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+from te.connect.throttle import Throttle
 from te.core.wire import RECEIVE_DEPTH
 from te.transports.base import Local, Watch
 from te.transports.rdma._core import RdmaLink
@@ -50,6 +51,8 @@ class CmAcceptor:
         self._listeners: dict[tuple[int, int], CmListener] = {}
         #: By link and rail: an offer replaces the one before it.
         self._expected: dict[tuple[int, int], _Expected] = {}
+        #: Of the loop's thread.
+        self._throttle = Throttle()
 
     def expect(self, link: RdmaLink, offer: RailOffer, nic: Nic) -> RailAnswer:
         """Where the source shall dial; ``OSError``."""
@@ -96,16 +99,22 @@ class CmAcceptor:
             self._expected.clear()
 
     def _on_ready(self, listener: CmListener) -> None:
+        """A request that nobody expects is rejected as it is dropped: a stranger's waits for no
+        thread."""
         for request in listener.requests():
-            # Making a queue pair may take a device milliseconds.
-            self._local.run(lambda one=request: self._take(one))  # type: ignore[misc]
+            expected = self._known(request.token)
+            if expected is not None:
+                # Making a queue pair may take a device milliseconds.
+                self._local.run(lambda one=request, of=expected: self._take(one, of))  # type: ignore[misc]
+            elif self._throttle.admits(time.monotonic()):
+                dropped = self._throttle.take_dropped()
+                logger.warning(
+                    "rejected a connection by rdma_cm that nobody expects any more%s",
+                    f" ({dropped} more were not logged)" if dropped else "",
+                )
 
-    def _take(self, request: CmRequest) -> None:
-        """Makes this side's end; the request is rejected as it is dropped if nobody expects it."""
-        expected = self._known(request.token)
-        if expected is None:
-            logger.warning("rejected a connection by rdma_cm that nobody expects any more")
-            return
+    def _take(self, request: CmRequest, expected: _Expected) -> None:
+        """Makes this side's end."""
         nic, offer = expected.nic, expected.offer
         try:
             queue_pair = request.queue_pair(nic.device, RECEIVE_DEPTH, nic.max_message_bytes)

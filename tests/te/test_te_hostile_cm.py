@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strangers at the port of rdma_cm. What becomes of those who are expected is in
+``tests/rdma/test_verbs_cm.py``."""
+
+from __future__ import annotations
+
+import secrets
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import te
+from te.connect.throttle import BURST
+from te.transports.rdma import cm
+from te.transports.rdma.messages import RailOffer
+
+STRANGERS = 500
+
+
+class Listener:
+    """What rdma_cm has, without a device."""
+
+    port, fd = 5000, -1
+
+    def __init__(self, *tokens: bytes) -> None:
+        self._tokens = tokens
+
+    def requests(self) -> list[Any]:
+        return [SimpleNamespace(token=token) for token in self._tokens]
+
+
+def test_only_who_is_expected_waits_for_a_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cm, "CmListener", lambda *_: Listener())
+    work: list[Any] = []
+    local: Any = SimpleNamespace(config=te.Config(), run=work.append)
+    acceptor = cm.CmAcceptor(local, lambda *_: None)
+    link: Any = SimpleNamespace(number=3)
+    nic: Any = SimpleNamespace(index=0, name="nic", gids=[SimpleNamespace(raw=bytes(16))])
+    offer = RailOffer(rail=1, epoch=1, nic=0, remote_nic=0, gid=bytes(16), remote_gid_index=0)
+    answer = acceptor.expect(link, offer, nic)
+    known = answer.token[:-16]
+    tokens = [known + secrets.token_bytes(16) for _ in range(STRANGERS)]
+    acceptor._on_ready(Listener(b"", b"short", *tokens))  # type: ignore[arg-type]
+    assert not work
+    assert BURST <= caplog.text.count("nobody expects any more") < BURST + STRANGERS // 10
+    acceptor._on_ready(Listener(answer.token, answer.token))  # type: ignore[arg-type]
+    assert len(work) == 1, "a token counts once"
