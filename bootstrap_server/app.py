@@ -142,8 +142,14 @@ def make_app(
             web.delete("/v1/instances/{name}/leases", handlers.release),
         ]
     )
+    app.on_response_prepare.append(_without_versions)
     app.on_shutdown.append(handlers.let_waiters_go)
     return app
+
+
+async def _without_versions(_: web.Request, response: web.StreamResponse) -> None:
+    """Strangers need not know which releases of Python and aiohttp answer them."""
+    response.headers.pop("Server", None)
 
 
 def log_lapsed(lapsed: Iterable[tuple[str, Rank]]) -> None:

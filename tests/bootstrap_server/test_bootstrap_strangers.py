@@ -243,6 +243,18 @@ def test_a_server_with_another_secret_hears_of_that_however_often_it_asks(
                 stranger.instance()
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/instances", "/no/such/path"])
+def test_answers_do_not_tell_which_releases_give_them(keys: list[bytes], path: str) -> None:
+    with (
+        BootstrapServer(host="127.0.0.1", port=0, keys=keys) as server,
+        contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=9)) as one,
+    ):
+        one.request("GET", path)
+        answer = one.getresponse()
+        assert answer.getheader("Date")
+        assert not [value for value in answer.headers.values() if "ython" in value]
+
+
 @pytest.mark.pure
 def test_an_allowance_fills_again_and_is_each_source_s_own() -> None:
     one = Allowance()
