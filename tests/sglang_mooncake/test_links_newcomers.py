@@ -8,8 +8,12 @@ import contextlib
 import os
 import resource
 import socket
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Self
 
 import pytest
 import zmq
@@ -54,9 +58,11 @@ def connect(prefill: Prefill) -> socket.socket:
 
 
 def is_heard(prefill: Prefill) -> None:
+    """One who connects now, and nobody else since the events were looked at."""
     with Dealer(prefill, pair(prefill)) as dealer:
         dealer.say(ABORT)
         until(lambda: prefill.events, "a friend is heard")
+        assert len(prefill.events) == 1
         prefill.events.clear()
 
 
@@ -201,3 +207,74 @@ def test_lines_about_bad_messages_are_limited(prefill, caplog):
             dealer.socket.send(b"noise")
             assert dealer.hear().refused
     assert caplog.text.count("refused a message") == 1
+
+
+# --- what was recorded, or comes back ---
+
+
+@dataclass
+class Recorder:
+    """Stands between a rank and one that dials it."""
+
+    port: int
+    #: What the one who dials has said.
+    said: bytearray = field(default_factory=bytearray)
+
+    def __enter__(self) -> Self:
+        self.listener = socket.create_server((HOST, 0))
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.thread.join(WAIT_S)
+        self.listener.close()
+
+    def run(self) -> None:
+        near, _ = self.listener.accept()
+        with near, socket.create_connection((HOST, self.port)) as far:
+            back = threading.Thread(target=copy, args=(far, near))
+            back.start()
+            copy(near, far, self.said)
+            back.join()
+
+
+def copy(source: socket.socket, target: socket.socket, into: bytearray | None = None) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+            if into is not None:
+                into += data
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+
+
+def test_a_recorded_connection_counts_once():
+    with Prefill(OLD) as prefill:
+        with Recorder(prefill.port) as recorder:
+            there = SimpleNamespace(
+                port=recorder.listener.getsockname()[1], router_key=prefill.router_key
+            )
+            with Dealer(there, pair(prefill)) as friend:
+                friend.say(ABORT)
+                until(lambda: prefill.events, "the friend is heard")
+        prefill.events.clear()
+        with connect(prefill) as stranger, contextlib.suppress(ConnectionError):
+            stranger.sendall(recorder.said)
+            while stranger.recv(4096):
+                pass
+        is_heard(prefill)  # and nobody before
+
+
+def test_who_sends_back_what_a_rank_says_is_not_let_in():
+    with Prefill(OLD) as prefill:
+        with connect(prefill) as stranger, contextlib.suppress(ConnectionError):
+            said = 0
+            while data := stranger.recv(4096):
+                stranger.sendall(data)
+                said += len(data)
+                if said == len(CURVE):  # it would wait for the other side's first command
+                    stranger.shutdown(socket.SHUT_WR)
+            assert said == len(CURVE)
+        assert not prefill.events
+        is_heard(prefill)
