@@ -36,8 +36,10 @@ WAITING_MAX_S = 15.0
 #: An instance whose rank was lost is asked for beside all that, by workers of its own, until it is
 #: there again or this long: a server with a large model starts for minutes.
 RETURN_WORKERS = 2
-RETURN_FIRST_S, RETURN_MAX_S = 0.1, 5.0
+RETURN_FIRST_S, RETURN_MAX_S = 0.1, 2.0
 RETURN_GIVEN_UP_S = 900.0
+#: A registry forgets who has died when its lease ends, after 15 s: whom it names then has lived on.
+RETURN_NOT_DEAD_S = 20.0
 _NO_KEYS = Keys()
 
 
@@ -55,6 +57,7 @@ class _Return:
     """The wait for an instance to come back."""
 
     former: Instance
+    not_dead_s: float
     next_s: float
     give_up_s: float
     pause_s: float = RETURN_FIRST_S
@@ -158,7 +161,9 @@ class PrefillInstances:
                 if len(self._returns) >= KNOWN_MAX:
                     del self._returns[next(iter(self._returns))]
                 now_s = self._clock()
-                self._returns[address] = _Return(former, now_s, now_s + RETURN_GIVEN_UP_S)
+                self._returns[address] = _Return(
+                    former, now_s + RETURN_NOT_DEAD_S, now_s, now_s + RETURN_GIVEN_UP_S
+                )
 
     @property
     def returning(self) -> int:
@@ -205,8 +210,11 @@ class PrefillInstances:
         self._problems[address] = problem
 
     def _note_known(self, address: str, instance: Instance) -> None:
-        for kept in (self._problems, self._returns, self._known):
-            kept.pop(address, None)
+        self._problems.pop(address, None)
+        self._known.pop(address, None)
+        awaited = self._returns.get(address)
+        if awaited is not None and awaited.former != instance:
+            del self._returns[address]  # else the registry has only not noticed yet
         if len(self._known) >= KNOWN_MAX:
             oldest = next(iter(self._known))
             del self._known[oldest], self.infos[oldest]
@@ -236,8 +244,12 @@ class PrefillInstances:
             one.next_s = self._clock() + one.pause_s
             one.pause_s = min(2 * one.pause_s, RETURN_MAX_S)
             awaited = self._returns.get(address) is one
-            if awaited and isinstance(found, Instance) and found != one.former:
+            if not awaited or not isinstance(found, Instance):
+                return
+            if found != one.former:
                 self._note_known(address, found)
+            elif self._clock() >= one.not_dead_s:
+                del self._returns[address]
 
     def _look_up(self, work: Work[str]) -> None:
         address = work.item

@@ -186,6 +186,40 @@ def test_an_instance_that_was_restarted_is_known_before_it_is_asked_for():
         assert not asked.acquire(timeout=0)
 
 
+@contextmanager
+def lost_and_looked_up_at_once() -> Iterator[tuple[PrefillInstances, list[float], list[Instance]]]:
+    """Its registry still tells of the life that was lost. The time; what the registry says."""
+    address, now_s, answers = f"{HOST_A}:1", [0.0], [instance(1)]
+    with lookups(lambda _: answers[0], clock=lambda: now_s[0]) as known:
+        for _ in range(2):
+            until(lambda: known.ensure(address), "it is known")
+            known.forget(address)
+        until(lambda: known.ensure(address), "the registry names it still")
+        assert known.returning == 1
+        yield known, now_s, answers
+
+
+def test_a_restart_is_noticed_though_a_request_has_brought_the_former_life_back():
+    with lost_and_looked_up_at_once() as (known, now_s, answers):
+        answers[0] = instance(2)
+        now_s[0] = instances.RETURN_FIRST_S
+        known.tick()
+        until(lambda: known.get(f"{HOST_A}:1") == instance(2), "the new life is known")
+        assert known.returning == 0
+
+
+def test_an_instance_that_its_registry_names_when_leases_have_ended_was_not_dead():
+    with lost_and_looked_up_at_once() as (known, now_s, _):
+        now_s[0] = instances.RETURN_NOT_DEAD_S - 0.1
+        known.tick()
+        until(lambda: not known._returns[f"{HOST_A}:1"].at_work, "the registry has answered")
+        assert known.returning == 1
+        now_s[0] += instances.RETURN_MAX_S
+        known.tick()
+        until(lambda: known.returning == 0, "nobody asks any more")
+        assert known.get(f"{HOST_A}:1") == instance(1)
+
+
 def test_an_instance_that_does_not_come_back_is_given_up():
     address, now_s = f"{HOST_A}:1", [0.0]
     with lookups(lambda _: instance(), clock=lambda: now_s[0]) as known:
