@@ -83,7 +83,7 @@ class PrefillSide(Side):
             lambda hello: Plan(layout, hello.layout, context.place, hello.place),
             HelloReply(None, engine.id, engine.epoch),
             self._executor.submit,
-            context.deadlines.heartbeat_s,
+            context.deadlines,
             context.keys.control,
         )
         self._outgoing = Outgoing(engine, recorder, lambda ended: self._loop.post(ended))

@@ -40,12 +40,16 @@ from sglang_mooncake.rooms.decode_events import (
     PeerFailed,
 )
 
-__all__ = ["DecodeLinks", "LinkEvent", "LinkKey"]
+__all__ = ["CONNECT_S", "DecodeLinks", "LinkEvent", "LinkKey"]
 
 logger = logging.getLogger(__name__)
 
 LinkEvent = LinkUp | LinkDown | LinkRefused | PeerComputed | PeerFailed
 
+#: How long a rank's address is tried. After that the registry is asked whether it has another, and
+#: the next room dials anew: TCP asks a host again after 1, 3, 7 and 15 s, and would find one that
+#: was cut off up to 8 s after it is back.
+CONNECT_S = 3.0
 #: A rank that has refused us is still told which rooms it need not wait for.
 _FAREWELL_MS = 1_000
 
@@ -71,6 +75,8 @@ class _Link:
     dealer: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     opened_s: float
+    #: Whether the host has answered.
+    connected: bool = False
     #: The engine of the prefill rank; None until its hello is answered.
     engine: te.Identity | None = None
     #: How many layers of each page it writes (`HelloReply.layers`).
@@ -127,8 +133,7 @@ class DecodeLinks:
                 self._readers.zmq_context,
                 key.rank.host,
                 key.rank.port,
-                self._deadlines.heartbeat_s,
-                self._deadlines.heartbeat_failures_max,
+                self._deadlines,
                 messages.MESSAGE_BYTES_MAX,
                 pair,
                 router_key,
@@ -140,7 +145,7 @@ class DecodeLinks:
             return
         link = self._links[key] = _Link(key, dealer, monitor, time.monotonic())
         self._readers.add_reader(dealer, partial(self._read, link))
-        self._readers.add_reader(monitor, partial(self._lost, link))
+        self._readers.add_reader(monitor, partial(self._watch, link))
         self._send(link, hello)
 
     def engine(self, key: LinkKey) -> te.Identity:
@@ -162,9 +167,12 @@ class DecodeLinks:
             self._send(link, messages.encode(message))
 
     def tick(self, now_s: float) -> None:
-        """Gives up links whose hello is not answered."""
+        """Gives up links to which nobody answers, or whose hello is not answered."""
         for link in list(self._links.values()):
-            if link.engine is None and now_s - link.opened_s >= self._timeout_s:
+            waited_s = now_s - link.opened_s
+            if not link.connected and waited_s >= min(CONNECT_S, self._timeout_s):
+                self._drop(link, f"nobody answers at {link.key}", forget_instance=True)
+            elif link.engine is None and waited_s >= self._timeout_s:
                 self._drop(
                     link,
                     f"{link.key} did not answer the hello within {self._timeout_s:g} s"
@@ -227,12 +235,15 @@ class DecodeLinks:
             case _:
                 logger.warning("%s sent a %s", key, type(message).__name__)
 
-    def _lost(self, link: _Link) -> None:
+    def _watch(self, link: _Link) -> None:
         if not self._is_current(link):
             return  # its sockets are closed
         try:
             event = recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"]
         except zmq.Again:
+            return
+        if event & zmq.EVENT_CONNECTED:
+            link.connected = True
             return
         if event & HANDSHAKE_FAILED:
             reason = (

@@ -22,6 +22,7 @@ import zmq
 import te
 from bootstrap_server.refusals import Refusals
 from sglang_mooncake import messages
+from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import LayoutMismatch, Plan
 from sglang_mooncake.links.curve import Gatekeeper, new_pair
 from sglang_mooncake.links.destinations import Destination, Destinations
@@ -61,6 +62,7 @@ class Connected:
     rank: str
     plan: Plan
     peer: te.Peer | str
+    card: bytes
 
 
 class Workers(Readers, Protocol):
@@ -81,7 +83,7 @@ class PrefillLinks:
         plan: what is written to the decode rank of a hello; raises LayoutMismatch.
         stands: says to a decode rank that its data path stands; with the layers of its plan.
         report: takes the events. It may come back to `send` before it returns.
-        probe_s: how often each decode rank is told that its link stands.
+        deadlines: a decode rank that shows no sign of life for so long is gone.
         keys: `secret.Keys.control`; empty: everybody is let in.
     """
 
@@ -93,12 +95,12 @@ class PrefillLinks:
         plan: Callable[[Hello], Plan],
         stands: HelloReply,
         report: Callable[[LinkEvent], None],
-        probe_s: float,
+        deadlines: Deadlines,
         keys: Sequence[bytes] = (),
     ) -> None:
         self._name, self._loop, self._engine = name, loop, engine
         self._plan, self._stands, self._report = plan, stands, report
-        self._probe_s, self._next_probe_s = probe_s, 0.0
+        self._deadlines, self._next_probe_s = deadlines, 0.0
         self._destinations = Destinations()
         self._greeting: set[str] = set()
         self._greeting_of: Counter[str] = Counter()  # by seat
@@ -126,7 +128,12 @@ class PrefillLinks:
         if self._keys:
             self._gatekeeper = Gatekeeper(self._loop, self._keys)
         self._router, port = open_router(
-            self._loop.zmq_context, host, messages.MESSAGE_BYTES_MAX, ports, self._pair
+            self._loop.zmq_context,
+            host,
+            messages.MESSAGE_BYTES_MAX,
+            ports,
+            self._pair,
+            self._deadlines,
         )
         self._newcomers = Newcomers(self._loop, self._router, port)
         self._loop.add_reader(self._router, self._read)
@@ -156,12 +163,16 @@ class PrefillLinks:
             if not destination.peer.alive:
                 self._reset(destination, f"lost the data path to {destination.rank}")
         if now_s >= self._next_probe_s:
-            self._next_probe_s = now_s + self._probe_s
+            self._next_probe_s = now_s + self._deadlines.heartbeat_s
             self._probe(self._destinations)
 
     def connected(self, result: Connected) -> None:
         """Answers a hello."""
         key = result.key
+        if not isinstance(result.peer, str) and not result.peer.alive:
+            # It has ended since, with the former connection of this decode rank (`_lose`), say.
+            self._connect(key, result.rank, result.plan, result.card)
+            return
         self._end_greeting(key)
         if isinstance(result.peer, str):
             logger.error("%s", result.peer)
@@ -236,19 +247,21 @@ class PrefillLinks:
             logger.error("refused %s: %s", hello.rank, error)
             self.send(key, HelloReply(refused=str(error)))
             return
-
-        def connect() -> te.Peer | str:
-            try:
-                return self._engine.connect(hello.card)
-            except te.Error as error:
-                return f"{self._name} cannot reach the engine of {hello.rank}: {error}"
-            except Exception as error:  # the card is the peer's, who waits for an answer
-                logger.exception("the hello of %s", hello.rank)
-                return f"{self._name} cannot connect {hello.rank}: {error!r}"
-
         self._greeting.add(key)
         self._greeting_of[seat] += 1
-        self._loop.work(connect, lambda peer: Connected(key, hello.rank, plan, peer))
+        self._connect(key, hello.rank, plan, hello.card)
+
+    def _connect(self, key: str, rank: str, plan: Plan, card: bytes) -> None:
+        def connect() -> te.Peer | str:
+            try:
+                return self._engine.connect(card)
+            except te.Error as error:
+                return f"{self._name} cannot reach the engine of {rank}: {error}"
+            except Exception as error:  # the card is the peer's, who waits for an answer
+                logger.exception("the hello of %s", rank)
+                return f"{self._name} cannot connect {rank}: {error!r}"
+
+        self._loop.work(connect, lambda peer: Connected(key, rank, plan, peer, card))
 
     def _end_greeting(self, key: str) -> None:
         if key in self._greeting:
@@ -263,8 +276,12 @@ class PrefillLinks:
             self.send(destination.key, msgspec.structs.replace(self._stands, layers=layers))
 
     def _lose(self, destination: Destination, what: str) -> None:
-        """It is no destination any more: its rooms end."""
+        """It is no destination any more: its rooms end. So do their transfers, at once and not when
+        they have stalled, unless the same engine has another connection: a rank that is there still
+        says hello again."""
         self._destinations.remove(destination.key)
+        if not self._destinations.of_engine(destination):
+            destination.peer.close()
         logger.warning("%s %s", self._name, what)
         self._report(PeerLost(destination.key, f"{self._name} {what}"))
 

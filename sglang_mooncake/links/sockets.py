@@ -13,6 +13,8 @@ from typing import Protocol
 
 import zmq
 
+from sglang_mooncake.context import Deadlines
+
 __all__ = [
     "HANDSHAKE_FAILED",
     "CurvePair",
@@ -38,6 +40,7 @@ _HANDSHAKE_MS_MAX = 10_000
 _BACKLOG = 1_024
 #: Names the gatekeeper's question; without a domain libzmq asks nobody and lets everybody in.
 _ZAP_DOMAIN = b"sglang-mooncake"
+_DEADLINES = Deadlines()
 _srand = ctypes.PyDLL(None).srand
 _srand.argtypes = (ctypes.c_uint,)
 _srand.restype = None
@@ -70,6 +73,7 @@ def open_router(
     message_bytes_max: int,
     ports: tuple[int, int] | None = None,
     pair: CurvePair | None = None,
+    deadlines: Deadlines = _DEADLINES,
 ) -> tuple[zmq.Socket[bytes], int]:
     """A bound ROUTER socket and its port; peers connect with `open_dealer`. It gives each of them a
     name; one that asks for the name of another is not heard.
@@ -77,6 +81,7 @@ def open_router(
     Args:
         ports: the first and the last of those of which a free one is taken (default: of all).
         pair: let in only whom `curve.Gatekeeper` lets in, encrypted; None: everybody, in plain.
+        deadlines: a peer that shows no sign of life for so long is gone: a send to it raises.
 
     Raises:
         zmq.ZMQError: the address cannot be bound.
@@ -87,7 +92,7 @@ def open_router(
     # nobody must be able to guess the next one. No option of the socket refuses such claims.
     _srand(secrets.randbits(32))
     socket = context.socket(zmq.ROUTER)
-    _bound(socket, host, message_bytes_max)
+    _bound(socket, host, message_bytes_max, deadlines)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS_MAX)
     socket.setsockopt(zmq.BACKLOG, _BACKLOG)
     if pair is not None:
@@ -118,34 +123,32 @@ def open_dealer(
     context: zmq.Context[zmq.Socket[bytes]],
     host: str,
     port: int,
-    heartbeat_s: float,
-    heartbeat_failures_max: int,
+    deadlines: Deadlines,
     message_bytes_max: int,
     pair: CurvePair | None = None,
     router_key: bytes = b"",
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """A DEALER socket to a ROUTER, and the socket that reports when its connection breaks or is
-    refused. With a `pair` it is encrypted, to the ROUTER whose public key is `router_key`.
+    refused, and when it is made. With a `pair` it is encrypted, to the ROUTER whose public key is
+    `router_key`.
 
     zmq's own heartbeats run in its I/O thread, so a busy interpreter on either side is not mistaken
-    for a dead peer, while a frozen process is found after heartbeat_s × heartbeat_failures_max, or
-    never when that is more than zmq can count.
+    for a dead peer, while a frozen process is found at most heartbeat_s after
+    heartbeat_s × heartbeat_failures_max, or never when that is more than zmq can count.
 
     Raises:
         zmq.ZMQError: the process has too many sockets or open files.
     """
     socket = context.socket(zmq.DEALER)
     try:
-        _bound(socket, host, message_bytes_max)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _milliseconds(heartbeat_s))
-        socket.setsockopt(
-            zmq.HEARTBEAT_TIMEOUT, _milliseconds(heartbeat_s * heartbeat_failures_max)
-        )
+        _bound(socket, host, message_bytes_max, deadlines)
         if pair is not None:
             socket.setsockopt(zmq.CURVE_SERVERKEY, router_key)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
+        monitor = socket.get_monitor_socket(
+            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
+        )
         try:
             socket.connect(f"{_tcp(host)}:{port}")
         except BaseException:
@@ -162,7 +165,12 @@ def _milliseconds(seconds: float) -> int:
     return int(min(seconds * 1000, _ZMQ_MS_MAX))
 
 
-def _bound(socket: zmq.Socket[bytes], host: str, message_bytes_max: int) -> None:
+def _bound(
+    socket: zmq.Socket[bytes], host: str, message_bytes_max: int, deadlines: Deadlines
+) -> None:
+    silence_s = deadlines.heartbeat_s * deadlines.heartbeat_failures_max
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _milliseconds(deadlines.heartbeat_s))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _milliseconds(silence_s))
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, int(":" in host))
     socket.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES_MAX)

@@ -120,10 +120,7 @@ def rank_context(
         deadlines=Deadlines(
             bootstrap_s=float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
             waiting_s=float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
-            heartbeat_s=max(float(envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.get()), 0.1),
-            heartbeat_failures_max=max(
-                int(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.get()), 1
-            ),
+            **_heartbeats(),
         ),
         # As SGLang decides it (CommonKVManager.__init__, enable_all_cp_ranks_for_transfer).
         all_cp_ranks=bool(
@@ -133,6 +130,19 @@ def rank_context(
         split=_split(role),
         names=SETTING_NAMES,
     )
+
+
+def _heartbeats() -> dict[str, Any]:
+    """What the operator says of them, if anything: SGLang's own defaults (5 s, 2) are made for HTTP
+    requests, and would find a frozen rank after 15 s."""
+    interval = envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL
+    failures = envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE
+    if not (interval.is_set() or failures.is_set()):
+        return {}
+    return {
+        "heartbeat_s": max(float(interval.get()), 0.1),
+        "heartbeat_failures_max": max(int(failures.get()), 1),
+    }
 
 
 def _split(role: Role) -> Split:

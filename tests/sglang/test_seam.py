@@ -394,3 +394,26 @@ def test_the_variables_of_sglang_that_begin_like_ours_are_known(srt):
         for name in re.findall("SGLANG_MOONCAKE_[A-Z0-9_]+", path.read_text())
     }
     assert found == SGLANGS_OWN
+
+
+@pytest.mark.parametrize(
+    ("said", "heartbeat_s", "failures"),
+    [
+        ({}, 0.5, 4),  # ours: SGLang's are made for HTTP requests
+        ({"INTERVAL": "3"}, 3.0, 2),
+        ({"MAX_FAILURE": "7"}, 5.0, 7),
+        ({"INTERVAL": "0", "MAX_FAILURE": "0"}, 0.1, 1),
+    ],
+)
+def test_heartbeats_are_the_operators_where_he_says_anything_of_them(
+    monkeypatch, said, heartbeat_s, failures
+):
+    from sglang_mooncake.context import Deadlines
+    from sglang_mooncake.sglang import seam
+
+    for name in ("INTERVAL", "MAX_FAILURE"):
+        monkeypatch.delenv(f"SGLANG_DISAGGREGATION_HEARTBEAT_{name}", raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(f"SGLANG_DISAGGREGATION_HEARTBEAT_{name}", value)
+    deadlines = Deadlines(**seam._heartbeats())
+    assert (deadlines.heartbeat_s, deadlines.heartbeat_failures_max) == (heartbeat_s, failures)

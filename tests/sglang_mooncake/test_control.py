@@ -10,6 +10,7 @@ import threading
 import pytest
 from handover import HOST, until
 
+from sglang_mooncake.context import Deadlines
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.links.sockets import open_dealer, open_router
 
@@ -103,19 +104,22 @@ def test_a_worker_posts_its_result_and_blocks_nobody(loop):
 @pytest.mark.parametrize("host", [HOST, "::1"])
 def test_sockets_talk_both_ways_and_a_broken_connection_is_reported(host):
     import zmq
+    from zmq.utils.monitor import recv_monitor_message
 
     with zmq.Context() as context:
         router, port = open_router(context, host, 1000)
-        dealer, monitor = open_dealer(context, host, port, 1.0, 2, 1000)
+        dealer, monitor = open_dealer(context, host, port, Deadlines(), 1000)
         try:
             dealer.send(b"hello")
             identity, frame = router.recv_multipart()
             assert frame == b"hello"
             router.send_multipart([identity, b"welcome"])
             assert dealer.recv() == b"welcome"
+            assert recv_monitor_message(monitor)["event"] == zmq.EVENT_CONNECTED
             assert not monitor.poll(0)
             router.close(linger=0)
             assert monitor.poll(20_000), "the dealer's monitor tells"
+            assert recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
         finally:
             dealer.disable_monitor()
             for socket in (monitor, dealer, router):

@@ -118,3 +118,38 @@ def test_what_the_same_connection_says_takes_the_place_of_what_it_said():
         assert list(known) == [second]
         assert known.remove("ab") is second
         assert known.remove("ab") is None
+
+
+def test_the_data_path_of_a_decode_rank_whose_control_connection_goes_is_closed(pair):
+    """Its engine may be frozen: transfers must not wait until they have stalled."""
+    pair.open_both(7)
+    (destination,) = destinations(pair)
+    pair.decode.side.close()  # its engine lives on
+    until(lambda: not destination.peer.alive, "it is closed")
+
+
+def test_a_data_path_that_other_links_use_stays(pair, links):
+    peer = next(iter(destinations(pair))).peer
+    for link in links[:-1]:
+        link.dealer.close()
+    until(lambda: len(destinations(pair)) == 1, "one link is left")
+    assert peer.alive
+    links[-1].dealer.close()
+    until(lambda: not peer.alive, "nobody needs it")
+
+
+def test_a_data_path_that_ends_before_its_hello_is_answered_is_made_again(pair, monkeypatch):
+    """The former connection of the decode rank may end meanwhile, and its data path with it."""
+    engine, made = pair.prefill.engine, []
+    connect = engine.connect
+
+    def connect_and_lose_the_first(card: bytes) -> te.Peer:
+        made.append(connect(card))
+        if len(made) == 1:
+            made[0].close()
+            until(lambda: not made[0].alive, "it has ended")
+        return made[-1]
+
+    monkeypatch.setattr(engine, "connect", connect_and_lose_the_first)
+    pair.complete(7, [1], [2], aux=0)
+    assert [peer.alive for peer in made] == [False, True]

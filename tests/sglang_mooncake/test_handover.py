@@ -366,7 +366,7 @@ def test_a_peer_that_speaks_another_version_is_told_apart_by_its_first_message(s
         else:
             with handover() as pair:
                 port = pair.prefill.port
-                dealer, monitor = open_dealer(context, HOST, port, 1.0, 2, 1000)
+                dealer, monitor = open_dealer(context, HOST, port, Deadlines(), 1000)
                 dealer.send(encode(LinkReset(""), other))
                 assert dealer.poll(20_000)
                 reply = decode_message(dealer.recv())
@@ -391,7 +391,7 @@ def test_a_prefill_rank_that_does_not_answer_is_named_after_the_deadline():
 
 def test_garbage_on_the_control_port_is_refused_and_serving_goes_on(pair):
     with zmq.Context() as context:
-        dealer, monitor = open_dealer(context, HOST, pair.prefill.port, 1.0, 2, 1000)
+        dealer, monitor = open_dealer(context, HOST, pair.prefill.port, Deadlines(), 1000)
         dealer.send(b"GET / HTTP/1.1")
         assert dealer.poll(20_000)
         reply = decode_message(dealer.recv())

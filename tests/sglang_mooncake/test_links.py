@@ -20,7 +20,7 @@ from bootstrap_server import Rank
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.layout import Buffers
-from sglang_mooncake.links.decode import DecodeLinks, LinkKey
+from sglang_mooncake.links.decode import CONNECT_S, DecodeLinks, LinkKey
 from sglang_mooncake.links.sockets import PortsTaken, open_dealer, open_router
 from sglang_mooncake.messages import (
     Hello,
@@ -95,13 +95,17 @@ class Bench:
         for message in messages:
             self.router.send_multipart([identity, encode(message)])
 
+    def hear(self) -> None:
+        """Waits until something has happened to the link: that a host answers is nothing yet."""
+        until(lambda: self.events or self.loop.turn(), "an event")
+
     def connected(self) -> bytes:
         """Opens the link, and has it answered."""
         self.links.open(self.key)
         identity, message = self.take()
         assert isinstance(message, Hello)
         self.say(identity, STANDS)
-        self.loop.turn()
+        self.hear()
         assert self.events.pop() == LinkUp(self.key)
         assert self.links.engine(self.key) == ENGINE
         return identity
@@ -123,8 +127,7 @@ def test_a_link_is_opened_once_and_says_to_each_who_asks_that_it_stands(bench):
     assert not bench.links.stands(bench.key)
     identity, _ = bench.take()
     bench.say(identity, STANDS, STANDS)
-    bench.loop.turn()
-    until(lambda: bench.events or bench.loop.turn(), "it stands")
+    bench.hear()
     assert bench.events[0] == LinkUp(bench.key)
     assert bench.links.stands(bench.key)
     bench.events.clear()
@@ -143,11 +146,12 @@ def test_a_refused_link_can_be_told_and_is_dialled_again_for_the_next_room(bench
     bench.links.open(bench.key)
     identity, _ = bench.take()
     bench.say(identity, HelloReply("another page size"))
-    bench.loop.turn()
+    bench.hear()
     (refused,) = bench.events
     assert isinstance(refused, LinkRefused)
     assert bench.take() == (identity, ABORT)
     assert len(bench.links) == 0
+    bench.events.clear()
     bench.connected()
 
 
@@ -182,7 +186,7 @@ def test_a_monitor_that_fires_late_says_nothing_of_the_link_that_has_taken_the_p
 def test_a_rank_that_dies_is_found_by_its_connection_and_looked_up_afresh(bench):
     bench.connected()
     bench.router.close(linger=0)
-    bench.loop.turn()
+    bench.hear()
     assert bench.events == [LinkDown(bench.key, f"lost the connection to {bench.key}")]
     assert bench.forgotten == [REGISTRY]
     assert len(bench.links) == 0
@@ -239,6 +243,31 @@ def test_a_link_that_cannot_be_opened_says_so_at_once_and_is_opened_for_the_next
             until(is_open, "the link is dialled again")
         bench.links.close()
         bench.router.close(linger=0)
+
+
+def test_a_rank_whose_host_answers_nobody_is_given_up_before_its_hello_is_due(bench):
+    with socket.create_server((HOST, 0)) as taken:
+        key = key_of(taken.getsockname()[1])
+    bench.links.open(key)  # nobody listens there any more
+    link = bench.links._links[key]
+    bench.links.tick(link.opened_s + CONNECT_S - 0.1)
+    assert bench.events == []
+    bench.links.tick(link.opened_s + CONNECT_S)
+    assert bench.events == [LinkDown(key, f"nobody answers at {key}")]
+    assert bench.forgotten == [REGISTRY], "it may have been started again elsewhere"
+
+
+def test_a_rank_that_is_reached_has_longer_for_its_answer(bench):
+    with socket.create_server((HOST, 0)) as silent:
+        key = key_of(silent.getsockname()[1])
+        bench.links.open(key)
+        link = bench.links._links[key]
+        until(lambda: link.connected or bench.loop.turn(), "the host answers")
+        bench.links.tick(link.opened_s + CONNECT_S)
+        assert bench.events == []
+        bench.links.tick(link.opened_s + 10.0)
+        (down,) = bench.events
+        assert down.reason == f"{key} did not answer the hello within 10 s (T)"
 
 
 @pytest.mark.parametrize("deadlines", [NEVER, Deadlines(heartbeat_s=1e300)])
@@ -337,12 +366,14 @@ def test_nobody_takes_the_name_of_another_rank(bench):
         frame = encode(LinkReset("from the thief"))
         thief.sendall(bytes([0, len(frame)]) + frame)
         # What the router does with the thief's connection is done before it hears of a later one.
-        dealer, monitor = open_dealer(bench.loop.zmq_context, HOST, bench.key.rank.port, 5, 2, 1000)
+        dealer, monitor = open_dealer(
+            bench.loop.zmq_context, HOST, bench.key.rank.port, Deadlines(), 1000
+        )
         dealer.send(encode(LinkReset("later")))
         heard = bench.take()
         assert heard[0] != identity
         bench.say(identity, RoomFailed(1, 1, "for the rank itself"))
-        bench.loop.turn()
+        bench.hear()
         assert bench.events == [PeerFailed(bench.key, RoomFailed(1, 1, "for the rank itself"))]
         dealer.disable_monitor()
         monitor.close(linger=0)

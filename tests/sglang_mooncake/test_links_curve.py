@@ -66,7 +66,7 @@ class Prefill:
             self.plan,
             HelloReply(None, "0a" * 16, 7),
             self.events.append,
-            5.0,
+            Deadlines(),
             self.keys.control,
         )
 
@@ -113,8 +113,7 @@ class Dealer:
             self.context,
             HOST,
             prefill.port,
-            5.0,
-            2,
+            Deadlines(),
             1 << 20,
             pair,
             router_key or prefill.router_key,
@@ -128,8 +127,12 @@ class Dealer:
         return decode(self.socket.recv())
 
     def event(self) -> int:
-        assert self.monitor.poll(WAIT_S * 1000), "nothing became of the connection"
-        return recv_monitor_message(self.monitor)["event"]
+        """What became of the connection, once there was one."""
+        event = zmq.EVENT_CONNECTED
+        while event == zmq.EVENT_CONNECTED:
+            assert self.monitor.poll(WAIT_S * 1000), "nothing became of the connection"
+            event = recv_monitor_message(self.monitor)["event"]
+        return event
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank is killed, frozen or cut off: the other side knows it in time and says so, its other peers
+notice nothing, and it serves again as soon as it is back.
+
+Each rank that something happens to is a process, on another host if that matters (a network
+namespace). Known in 1 s, on the same host, or 3 s if it is dead, in 5 s if it is frozen: that is
+what is wanted; a slow machine gets twice as long. Nobody sets anything: the heartbeats are
+the default ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import handover
+import pytest
+from chaos_run.hosts import CENTRE, Hosts
+from cpu_serving.namespaces import inside
+from handover import DecodeRank, PrefillRank, until
+from rank_process import (
+    AUX,
+    SOURCE_PAGES,
+    RankProcess,
+    decode_rank,
+    prefill_rank,
+    request,
+    take,
+)
+
+from sglang_mooncake.rooms.states import RoomState, RoomView
+
+pytestmark = pytest.mark.slow
+
+SLACK = 2.0
+KNOWN_S = {"kill": 1.0, "freeze": 5.0, "cut": 3.0}
+SERVES_AGAIN_S = 5.0
+VICTIM, OTHER = "victim", "other"
+ROOMS = itertools.count(1)
+
+
+class World:
+    """Where ranks run: this process at its centre, the others here or on hosts of their own."""
+
+    def __init__(self, transport: str, hosts: Hosts | None) -> None:
+        self.transport, self._hosts = transport, hosts
+        self._undo = contextlib.ExitStack()
+
+    def rank(self, role, name: str, port: int = 0) -> RankProcess:
+        if self._hosts is None:
+            made = RankProcess(role, handover.HOST, port, self.transport)
+        else:
+            with self._hosts.on(name, sorted(os.sched_getaffinity(0))):
+                made = RankProcess(role, self._hosts.address(name), port, self.transport)
+        self._undo.callback(made.kill)
+        return made
+
+    def harm(self, how: str, victim: RankProcess) -> float:
+        """When it happened."""
+        now_s = time.monotonic()
+        match how:
+            case "kill":
+                victim.kill()
+            case "freeze":
+                victim.freeze()
+            case "cut":
+                assert self._hosts is not None
+                self._hosts.cut(VICTIM)
+        return now_s
+
+    def heal(self, how: str, victim: RankProcess) -> None:
+        match how:
+            case "freeze":
+                victim.go_on()
+            case "cut":
+                assert self._hosts is not None
+                self._hosts.mend(VICTIM)
+
+    def close(self) -> None:
+        self._undo.close()
+
+
+@contextlib.contextmanager
+def other_hosts() -> Iterator[Hosts]:
+    """This thread, and what it starts, is at their centre meanwhile."""
+    here = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        with inside(here, otherwise=here):
+            yield Hosts((VICTIM, OTHER))
+    finally:
+        os.close(here)
+
+
+@pytest.fixture(params=["tcp", "samehost", "hosts"])
+def world(request: pytest.FixtureRequest, monkeypatch) -> Iterator[World]:
+    with contextlib.ExitStack() as undo:
+        hosts = None
+        if request.param == "hosts":
+            hosts = undo.enter_context(other_hosts())
+            monkeypatch.setattr(handover, "HOST", CENTRE)
+        transport = "samehost" if request.param == "samehost" else "tcp"
+        made = World(transport, hosts)
+        undo.callback(made.close)
+        yield made
+
+
+def each_harm(test: Callable[..., None]) -> Callable[..., None]:
+    """A host is cut off only where there are several."""
+    ways = [("tcp", "kill"), ("tcp", "freeze"), ("samehost", "kill"), ("samehost", "freeze")]
+    ways += [("hosts", "kill"), ("hosts", "freeze"), ("hosts", "cut")]
+    return pytest.mark.parametrize(("world", "how"), ways, indirect=["world"])(test)
+
+
+def known_in_time(how: str, harmed_s: float, view: RoomView, name: str) -> None:
+    took_s = time.monotonic() - harmed_s
+    assert view.state is RoomState.FAILED
+    assert view.reason is not None
+    assert name in view.reason
+    assert took_s < SLACK * KNOWN_S[how], f"it took {took_s:.1f} s"
+
+
+def serves_again(room: Callable[[], str | None]) -> None:
+    """Requests may fail until the rank that is back has noticed itself that it was lost."""
+    back_s, failures = time.monotonic(), []
+    while (failure := room()) is not None:
+        failures.append(failure)
+        assert time.monotonic() - back_s < SLACK * SERVES_AGAIN_S, failures
+    assert time.monotonic() - back_s < SLACK * SERVES_AGAIN_S, failures
+
+
+# --- a prefill rank, as its decode rank sees it ---
+
+
+def taken(rank: DecodeRank, prefill: RankProcess) -> str | None:
+    """One room, from beginning to end; why it failed otherwise."""
+    prefill.ask("send", room := next(ROOMS))
+    return take(rank, room, prefill.address)
+
+
+@each_harm
+def test_a_lost_prefill_rank_is_known_and_others_serve(world: World, how: str) -> None:
+    with decode_rank(world.transport) as rank:
+        victim, other = world.rank("prefill", VICTIM), world.rank("prefill", OTHER)
+        assert taken(rank, other) is None
+        victim.ask("hold", room := next(ROOMS))
+        view = request(rank, room, victim.address)
+        harmed_s = world.harm(how, victim)
+        while not view.over:
+            assert taken(rank, other) is None
+        known_in_time(how, harmed_s, view, "lost the connection to prefill rank")
+        assert taken(rank, other) is None
+        if how == "kill":
+            victim = world.rank("prefill", VICTIM, victim.registry_port)
+        world.heal(how, victim)
+        serves_again(lambda: taken(rank, victim))
+
+
+# --- a decode rank, as its prefill rank sees it ---
+
+
+def given(rank: PrefillRank, address: str, decode: RankProcess) -> str | None:
+    """One room, from beginning to end; why it failed otherwise."""
+    view = rank.side.open_room(room := next(ROOMS), register_dp_rank=False)
+    decode.tell("take", room, address)
+    until(lambda: view.state is not RoomState.OPEN or decode.has_answered(), "it asks")
+    if view.state is RoomState.READY:
+        rank.send(view, SOURCE_PAGES, 0, AUX)
+    answer = decode.answer()
+    if answer != "taken":
+        return answer
+    until(lambda: view.state is RoomState.DONE, "the room is done")
+    return None
+
+
+@each_harm
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_lost_decode_rank_is_known_and_others_are_served(
+    world: World, how: str, sends: bool
+) -> None:
+    with prefill_rank(world.transport) as (rank, address):
+        victim, other = world.rank("decode", VICTIM), world.rank("decode", OTHER)
+        assert given(rank, address, other) is None
+        view = rank.side.open_room(room := next(ROOMS), register_dp_rank=False)
+        victim.ask("ask", room, address)
+        until(lambda: view.state is RoomState.READY, "the decode rank asks")
+        harmed_s = world.harm(how, victim)
+        if sends:
+            rank.send(view, SOURCE_PAGES, 0, AUX)
+        while not view.over:
+            assert given(rank, address, other) is None
+        known_in_time(how, harmed_s, view, "" if sends else "to decode rank")
+        assert given(rank, address, other) is None
+        if how == "kill":
+            victim = world.rank("decode", VICTIM)
+        world.heal(how, victim)
+        serves_again(lambda: given(rank, address, victim))
