@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -25,7 +26,9 @@ from bootstrap_server import (
     Topology,
     allowance,
     connections,
+    http_body,
 )
+from bootstrap_server import server as running
 from bootstrap_server.allowance import BURST, PER_S, SOURCES_MAX, Allowance
 from bootstrap_server.connections import ConnectionWatch
 
@@ -191,6 +194,45 @@ def test_a_server_with_few_descriptors_serves_on(tmp_path: Path) -> None:
 
 def descriptors(pid: int) -> int:
     return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+# --- who drips ---
+
+
+@pytest.mark.parametrize(
+    ("module", "deadline", "said"),
+    [
+        (connections, "HEAD_DEADLINE_S", b""),
+        (
+            http_body,
+            "BODY_DEADLINE_S",
+            b"PUT /route HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n",
+        ),
+        (running, "KEEPALIVE_TIMEOUT_S", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"),
+    ],
+    ids=["first head", "body", "second head"],
+)
+def test_who_drips_has_one_deadline_for_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, deadline: str, said: bytes
+) -> None:
+    """A byte at a time, for longer than a minute."""
+    monkeypatch.setattr(module, deadline, 0.3)
+    with (
+        BootstrapServer(host="127.0.0.1", port=0) as server,
+        connect(server.port) as stranger,
+        contextlib.suppress(ConnectionError),
+    ):
+        stranger.sendall(said)
+        if deadline == "KEEPALIVE_TIMEOUT_S":
+            assert stranger.recv(4096).startswith(b"HTTP/1.1 200 ")
+        stranger.settimeout(0.02)
+        for byte in b"GET /health HTTP/1.1\r\nHost: x\r\nX: ".ljust(3000, b"x"):
+            stranger.sendall(bytes([byte]))
+            with contextlib.suppress(TimeoutError):
+                answer = stranger.recv(4096)
+                assert answer[:13] in (b"", b"HTTP/1.1 408 ")
+                return
+        pytest.fail("it may drip for as long as it likes")
 
 
 # --- requests that prove nothing ---

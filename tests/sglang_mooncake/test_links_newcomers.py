@@ -21,7 +21,7 @@ from handover import HOST, WAIT_S, until
 from test_links_curve import ABORT, OLD, Dealer, Prefill
 
 from bootstrap_server.secret import Keys
-from sglang_mooncake.links import newcomers
+from sglang_mooncake.links import newcomers, sockets
 from sglang_mooncake.links.curve import take_seat
 from sglang_mooncake.links.newcomers import BYTES_MAX
 from sglang_mooncake.messages import encode
@@ -124,6 +124,22 @@ def test_the_oldest_goes_for_a_new_one(prefill, monkeypatch):
             with contextlib.suppress(BlockingIOError):
                 assert here.recv(4096), "it was ended"
         is_heard(few)
+
+
+def test_who_drips_has_one_deadline_for_the_whole_handshake(monkeypatch):
+    monkeypatch.setattr(sockets, "_HANDSHAKE_MS_MAX", 300)
+    with Prefill(OLD) as prefill, connect(prefill) as stranger:
+        stranger.settimeout(0.05)
+        with contextlib.suppress(ConnectionError):
+            # A greeting, and a command that would take 20 s; libzmq itself allows 30.
+            for byte in (CURVE + b"\x06" + (1 << 20).to_bytes(8, "big")).ljust(400, b"x"):
+                stranger.sendall(bytes([byte]))
+                with contextlib.suppress(TimeoutError):
+                    if not stranger.recv(4096):
+                        break
+            else:
+                pytest.fail("it may drip for as long as it likes")
+        until(lambda: not len(prefill.links._newcomers), "it is forgotten")
 
 
 def begins_to_say(prefill: Prefill) -> bytes:
