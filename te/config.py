@@ -62,6 +62,9 @@ class Config:
     #: replace one, give all engines (old, new), then all (new, old), then (new,). Without any, an
     #: engine connects with all others that have none.
     keys: tuple[bytes, ...] = field(default=(), repr=False)
+    #: Encrypts all that goes over the network (AES-256-GCM, with keys that the greetings derive
+    #: from ``keys``); transports that cannot are left out. Peers must have the same here.
+    encrypt: bool = False
     #: Connections to a peer, which share the work; the peer's own setting is a bound, too. Over
     #: RDMA there are as many as devices, times ``rails_per_nic``.
     rails: int = 2
@@ -127,6 +130,8 @@ class Config:
         _check_host(self.host)
         _check_transports(self.transports)
         _check_keys(self.keys)
+        if self.encrypt and not self.keys:
+            raise ValueError("encrypt=True needs keys: give all engines the same ones")
         for name, limits in LIMITS.items():
             value = getattr(self, name)
             if value is not None:

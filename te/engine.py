@@ -93,7 +93,7 @@ class Engine:
             config.segment_bytes,
             config.segment_blocks,
         )
-        self._chosen = Chosen([self._transport(name) for name in config.transports])
+        self._chosen = Chosen([self._transport(name) for name in config.transports], config.encrypt)
         self._ring = Ring(self._plane, config.staging_bytes, config.staging_slot_bytes)
         self._memory = RegionTable(
             self._plane,

@@ -90,6 +90,12 @@ class Peer:
         return self._opened.reason
 
     @property
+    def is_encrypted(self) -> bool:
+        """Whether what goes to it over the network is encrypted (``Config.encrypt``); False on the
+        same host."""
+        return self._link.is_encrypted
+
+    @property
     def bytes_per_s(self) -> float:
         """What the devices or the interface on the way to it carry at best; 0.0 if nobody tells, as
         on the same host."""

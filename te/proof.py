@@ -32,6 +32,7 @@ __all__ = [
     "is_same",
     "keys_of",
     "session_key",
+    "stream_secrets",
 ]
 
 KEY_BYTES: Final = 32
@@ -47,6 +48,8 @@ _HELLO: Final = b"te hello\0"
 _ANSWER: Final = b"te answer\0"
 _SESSION: Final = b"te session\0"
 _ID: Final = b"te key id\0"
+_FROM_SOURCE: Final = b"te from the source\0"
+_FROM_DESTINATION: Final = b"te from the destination\0"
 
 
 class Key:
@@ -109,3 +112,11 @@ def session_key(key: Key, hello: bytes, answer: bytes) -> Key:
     """Of the link whose first hello and welcome have these proofs."""
     assert len(hello) == len(answer) == PROOF_BYTES
     return Key(key.expand(_SESSION + hello + answer))
+
+
+def stream_secrets(session: Key, hello: bytes) -> tuple[bytes, bytes]:
+    """For encrypting a connection of the link with that session key: of what its source says, and
+    of what its destination says. The proof of its hello covers random bytes of both, so no other
+    connection has these."""
+    assert len(hello) == PROOF_BYTES
+    return session.expand(_FROM_SOURCE + hello), session.expand(_FROM_DESTINATION + hello)

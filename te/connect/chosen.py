@@ -23,8 +23,15 @@ class Chosen:
     """Those of its configuration, the preferred one first. Any thread may call anything, but
     ``start`` once."""
 
-    def __init__(self, transports: Collection[Transport]) -> None:
-        """``te.DeviceError`` if none of them can be used."""
+    def __init__(self, transports: Collection[Transport], encrypt: bool = False) -> None:
+        """``encrypt``: ``Config.encrypt``. ``te.DeviceError`` if none of them can be used."""
+        private = [one for one in transports if one.capabilities.is_private]
+        if encrypt and len(private) < len(transports):
+            names = " and ".join(one.name for one in transports if one not in private)
+            if not private:
+                raise DeviceError(f"{names} cannot encrypt, and Config.encrypt asks for that")
+            logger.warning("the engine goes without %s, which cannot encrypt", names)
+            transports = private
         self._all = {one.name: one for one in transports}
         problems = [one.probe() for one in transports]
         if None not in problems:

@@ -68,6 +68,8 @@ class Dialled:
     welcome: Welcome
     #: Of its link: later connections prove it.
     session: Key
+    #: The proof of its hello.
+    hello: bytes
 
     def close(self) -> None:
         """Of one that is not handed to the plane."""
@@ -154,7 +156,7 @@ def greet(
             session = session_key(turn.key, proof, greeting.body[:PROOF_BYTES])
         sock.setblocking(False)
         undo.pop_all()
-        return Dialled(sock, welcome, session)
+        return Dialled(sock, welcome, session, proof)
 
 
 def _call(

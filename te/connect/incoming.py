@@ -272,7 +272,7 @@ class Incoming:
             problem = "an earlier connection of this link was welcomed; connect again"
         if problem is not None:
             raise TransportRefused(problem)
-        accepted = transport.accept(Call(key, hello.body, self._sock, self._where, self._fds), link)
+        accepted = transport.accept(self._call(key, hello.body), link)
         match accepted:
             case Answer():
                 self._answer(accepted)
@@ -281,6 +281,10 @@ class Incoming:
                 self._later(accepted)
             case _:
                 self._welcome(accepted, link)
+
+    def _call(self, key: LinkKey, body: bytes) -> Call:
+        assert self._proven is not None
+        return Call(key, body, self._sock, self._where, self._proven.proof, self._fds)
 
     def _welcome(self, join: Join, link: IncomingLink | None) -> None:
         self._join = join

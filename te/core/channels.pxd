@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# What a rail's bytes go through: a TCP socket; or on the same host two rings in memory that both
+# What a rail's bytes go through: a TCP socket, as they are or in encrypted records; or on the same host two rings in memory that both
 # sides have mapped, one for each direction, and a unix socket that wakes up who sleeps and that
 # tells of the other side's end.
 #
@@ -9,6 +9,7 @@
 
 from libc.stdint cimport uint8_t
 from te.core.posix cimport EPOLLIN, EPOLLOUT, iovec
+from te.core.encryption cimport Encrypted, encrypted_ready
 from te.core.sync cimport load32, load64, store32, u32, u64
 
 cdef enum:
@@ -31,6 +32,7 @@ cdef struct Ring:
 
 cdef struct Channel:
     int fd
+    Encrypted *encrypted  # NULL: what goes through the socket is as it is; the channel's
     uint8_t *rings  # NULL: the socket alone
     int rings_fd
     Ring *into
@@ -41,7 +43,7 @@ cdef struct Channel:
     bint is_patient  # wake-ups may wait for `channel_owes`
     u64 wake_due_ns  # 0: no wake-up is owed
 
-# Takes over the descriptors, of which the one of the rings' file (RINGS_BYTES, sealed) is for the
+# Takes over the descriptors, of which the one of the rings' file (RINGS_BYTES, encrypted) is for the
 # same host alone: the side that dialled writes the first ring. 0, or an errno; then they are the
 # caller's.
 cdef int channel_open(Channel *c, int fd, int rings_fd, bint dialled) noexcept nogil
@@ -50,7 +52,8 @@ cdef void channel_close(Channel *c) noexcept nogil
 cdef void channel_free(Channel *c) noexcept nogil
 
 # These return how many bytes, 0 at the end of the stream, or an errno below zero: -EAGAIN when the
-# call would have to wait, -EPROTO when the other side's position cannot be.
+# call would have to wait, -EPROTO when the other side's position cannot be, -EBADMSG for an encrypted
+# record that is not the other side's.
 
 # Memory of the application, or with `own` of the plane. It goes through pwritev(2) and preadv(2) on
 # the ring's file, as to a socket by sendmsg(2): where it has vanished that is -EFAULT, not a crash.
@@ -72,8 +75,10 @@ cdef inline bint has_input(Channel *c) noexcept nogil:
 
 
 cdef inline bint channel_moved(Channel *c, u32 interest) noexcept nogil:
-    """Whether the other side has done what is waited for, as its rings show; False of a socket. Any
-    thread."""
+    """Whether the other side has done what is waited for, as its rings show, or as has been taken out
+    of the socket already; False of a plain socket. Any thread."""
+    if c.encrypted != NULL:
+        return interest & EPOLLIN != 0 and encrypted_ready(c.encrypted)
     if c.rings == NULL:
         return False
     if interest & EPOLLIN and has_input(c):
@@ -87,7 +92,7 @@ cdef inline bint channel_moved(Channel *c, u32 interest) noexcept nogil:
 cdef inline bint channel_arm(Channel *c, u32 interest) noexcept nogil:
     """Asks the other side to ring; True if there is something already. Any thread."""
     if c.rings == NULL:
-        return False
+        return channel_moved(c, interest)
     if interest & EPOLLIN:
         store32(&c.into.reader_asleep, 1)
     if interest & EPOLLOUT:

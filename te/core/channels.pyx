@@ -4,6 +4,7 @@
 from libc.stdint cimport uint8_t
 from libc.string cimport memcpy, memset
 from te.core.posix cimport *
+from te.core.encryption cimport encrypted_free, encrypted_receive, encrypted_send
 from te.core.sync cimport last_errno, load32, load64, now_ns, store64, swap32, u32, u64
 from te.core.vectors cimport within
 
@@ -50,6 +51,8 @@ cdef void channel_close(Channel *c) noexcept nogil:
 
 
 cdef void channel_free(Channel *c) noexcept nogil:
+    encrypted_free(c.encrypted)
+    c.encrypted = NULL
     if c.rings != NULL:
         munmap(c.rings, RINGS_BYTES)
         close(c.rings_fd)
@@ -207,6 +210,8 @@ cdef ssize_t channel_send(Channel *c, iovec *v, u32 n, bint own) noexcept nogil:
     cdef ssize_t moved
     if c.rings != NULL:
         return ring_send(c, v, n, own)
+    if c.encrypted != NULL:
+        return encrypted_send(c.encrypted, c.fd, v, n, own)
     m = message_of(v, n)
     moved = sendmsg(c.fd, &m, MSG_DONTWAIT | MSG_NOSIGNAL)
     return -last_errno() if moved < 0 else moved
@@ -217,6 +222,8 @@ cdef ssize_t channel_land(Channel *c, iovec *v, u32 n) noexcept nogil:
     cdef ssize_t moved
     if c.rings != NULL:
         return ring_receive(c, v, n, False)
+    if c.encrypted != NULL:
+        return encrypted_receive(c.encrypted, c.fd, v, n, False)
     m = message_of(v, n)
     moved = recvmsg(c.fd, &m, MSG_DONTWAIT)
     return -last_errno() if moved < 0 else moved
@@ -225,9 +232,11 @@ cdef ssize_t channel_land(Channel *c, iovec *v, u32 n) noexcept nogil:
 cdef ssize_t channel_receive(Channel *c, void *p, size_t nbytes) noexcept nogil:
     cdef iovec v
     cdef ssize_t n
+    v.iov_base = p
+    v.iov_len = nbytes
     if c.rings != NULL:
-        v.iov_base = p
-        v.iov_len = nbytes
         return ring_receive(c, &v, 1, True)
+    if c.encrypted != NULL:
+        return encrypted_receive(c.encrypted, c.fd, &v, 1, True)
     n = recv(c.fd, p, nbytes, MSG_DONTWAIT)
     return -last_errno() if n < 0 else n

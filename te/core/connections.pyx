@@ -9,6 +9,7 @@ from te.core.frames cimport *
 from te.core.heap cimport need
 from te.core.link cimport *
 from te.core.posix cimport *
+from te.core.encryption cimport Encrypted
 from te.core.sync cimport *
 from te.core.wire cimport BLOCKS_MAX, Block, Header, body_bytes_max
 from te.core.worker cimport *
@@ -218,7 +219,8 @@ cdef void connections_free(Link *link) noexcept nogil:
 
 
 cdef int connection_add(
-    Link *link, const Protocol *protocol, Worker *w, int fd, int rings_fd, size_t own_nbytes
+    Link *link, const Protocol *protocol, Worker *w, int fd, int rings_fd, Encrypted *encrypted,
+    size_t own_nbytes
 ) noexcept nogil:
     cdef Connection *c = <Connection *>need(sizeof(Connection))
     cdef int errnum
@@ -234,6 +236,7 @@ cdef int connection_add(
     c.out = <iovec *>need(IOV_MAX * sizeof(iovec))
     c.interest = EPOLLIN
     errnum = channel_open(&c.channel, fd, rings_fd, not link.is_incoming)
+    c.channel.encrypted = encrypted
     # What the worker's first event finds must be there before.
     add32(&link.refs, 1)
     link.connections[link.connections_n] = &c.polled
@@ -245,7 +248,8 @@ cdef int connection_add(
         link.connections_n -= 1
         link.connections_alive -= 1
         add32(&link.refs, -1)
-        c.channel.rings_fd = -1  # It stays the caller's.
+        c.channel.rings_fd = -1  # It stays the caller's, as does the next.
+        c.channel.encrypted = NULL
         if c.channel.rings != NULL:
             munmap(c.channel.rings, RINGS_BYTES)
             c.channel.rings = NULL

@@ -5,6 +5,7 @@
 from te.core.engine cimport Engine
 from te.core.frames cimport Protocol
 from te.core.link cimport Link, Ops, Transfer
+from te.core.encryption cimport Encrypted
 
 cdef class LinkHandle:
     cdef Link *k
@@ -14,7 +15,8 @@ cdef class LinkHandle:
     # Takes over descriptors as `connection_add` does, on the worker that is next or the one given;
     # False on a dead or full link. `OSError`; then they are not taken.
     cdef bint add(
-        self, const Protocol *protocol, int fd, int rings_fd, size_t own_nbytes, int worker
+        self, const Protocol *protocol, int fd, int rings_fd, size_t own_nbytes, int worker,
+        Encrypted *encrypted=*
     ) except -1
 
 cdef class TransferHandle:

@@ -14,6 +14,7 @@ from te.core.heap cimport need
 from te.core.link cimport *
 from te.core.plane cimport DONE, FAILED, PENDING, Plane, plane_quiesce
 from te.core.regions cimport *
+from te.core.encryption cimport Encrypted
 from te.core.sync cimport *
 from te.core.tags cimport Identity
 from te.core.transfer cimport *
@@ -55,7 +56,8 @@ cdef class LinkHandle:
         self.k.own = own
 
     cdef bint add(
-        self, const Protocol *protocol, int fd, int rings_fd, size_t own_nbytes, int worker
+        self, const Protocol *protocol, int fd, int rings_fd, size_t own_nbytes, int worker,
+        Encrypted *encrypted=NULL
     ) except -1:
         cdef Link *k = self.k
         cdef Plane *p = k.plane
@@ -68,7 +70,7 @@ cdef class LinkHandle:
             if worker < 0:
                 worker = (k.number + k.connections_n) % p.workers.n
             w = &p.workers.of[worker]
-            errnum = connection_add(k, protocol, w, fd, rings_fd, own_nbytes)
+            errnum = connection_add(k, protocol, w, fd, rings_fd, encrypted, own_nbytes)
         pthread_mutex_unlock(&k.lock)
         if errnum:
             raise OSError(errnum, f"cannot use the connection: {os.strerror(errnum)}")

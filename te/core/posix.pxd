@@ -66,6 +66,7 @@ cdef extern from "<poll.h>" nogil:
 
 cdef extern from "<unistd.h>" nogil:
     int close(int fd)
+    int ftruncate(int fd, int64_t nbytes)
     int64_t lseek(int fd, int64_t offset, int whence)
     enum: SEEK_END
 
@@ -76,11 +77,14 @@ cdef extern from "<fcntl.h>" nogil:
 cdef extern from "<sys/mman.h>" nogil:
     void *mmap(void *address, size_t nbytes, int protection, int flags, int fd, int64_t offset)
     int munmap(void *address, size_t nbytes)
+    int memfd_create(const char *name, unsigned int flags)
+    enum: MFD_CLOEXEC
     void *MAP_FAILED
     enum: PROT_READ, PROT_WRITE, MAP_SHARED
 
 cdef extern from "<errno.h>" nogil:
-    enum: E2BIG, EAGAIN, EINTR, EFAULT, EINVAL, EMSGSIZE, ENOMEM, EOPNOTSUPP, EPROTO
+    enum: E2BIG, EAGAIN, EBADMSG, EINTR, EIO, EFAULT, EINVAL, EMSGSIZE, ENOMEM, ENOSYS, EOPNOTSUPP
+    enum: EPROTO
 
 
 cdef inline u64 file_bytes(int fd) noexcept nogil:

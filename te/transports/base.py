@@ -70,6 +70,8 @@ class Capabilities:
     stages: bool = False
     #: Whether transfers of a link arrive in the order in which they were submitted.
     keeps_order: bool
+    #: Whether it works with ``Config.encrypt``: what it carries stays on the host, or is encrypted.
+    is_private: bool
     #: Whether ``Peer.read`` needs nothing of the other side's processor while bytes move.
     reads_one_sided: bool
     #: The most bytes that it moves as one piece, which is what is sent anew after a loss and waited
@@ -174,6 +176,11 @@ class OutgoingLink:
         return self.handle.rails
 
     @property
+    def is_encrypted(self) -> bool:
+        """Whether what it carries is encrypted on the network."""
+        return False
+
+    @property
     def bytes_per_s(self) -> float:
         """What its devices or its interface carry at best; 0.0 if nobody tells."""
         return 0.0
@@ -219,6 +226,8 @@ class Call:
     body: bytes
     sock: socket.socket
     where: str
+    #: Of the hello.
+    proof: bytes
     #: The descriptor that came with it, if any. It is closed, unless the connection becomes a rail.
     fds: list[int] = field(default_factory=list)
 
@@ -251,8 +260,8 @@ class PlainJoin(Join):
     call: Call
     #: Makes the link's incoming end.
     make: Callable[[], LinkHandle]
-    #: Gives the descriptor of a connection to a link; see ``Join.add``.
-    give: Callable[[Any, int], bool]
+    #: Gives the descriptor of a connection to a link; see ``Join.add``. It has its session key.
+    give: Callable[[IncomingLink, int], bool]
     #: Of the welcome.
     body: bytes = b""
 
@@ -263,7 +272,7 @@ class PlainJoin(Join):
         return IncomingLink(self.make(), self.call.key, self.transport, self.call.where)
 
     def add(self, link: IncomingLink) -> bool:
-        return self.give(link.handle, self.call.sock.fileno())
+        return self.give(link, self.call.sock.fileno())
 
 
 @dataclass(frozen=True)

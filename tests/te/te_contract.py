@@ -64,6 +64,13 @@ def _of_few_slots(transport: str) -> Callable[[], Maker]:
     return lambda: make
 
 
+def _encrypted() -> Maker:
+    keys = (pattern(9, 32).tobytes(),)
+    return lambda **config: te.Engine(
+        te.Config(transports=("tcp",), **({"keys": keys, "encrypt": True} | config))
+    )
+
+
 def _of_null_devices() -> Maker:
     wires = Wires()
     return lambda **config: NullEngine(wires, **config)
@@ -95,6 +102,7 @@ class Way:
 WAYS: Final = [
     pytest.param(Way("loopback", _of_config("loopback")), id="loopback"),
     pytest.param(Way("tcp", _of_config("tcp")), id="tcp"),
+    pytest.param(Way("tcp", _encrypted), id="tcp-encrypted"),
     pytest.param(Way("samehost", _of_config("samehost")), id="samehost"),
     pytest.param(
         Way("rdma", _of_null_devices, moves_bytes=False, looks_up_all=True), id="null-devices"

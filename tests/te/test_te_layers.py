@@ -18,6 +18,7 @@ LAYERS = (
     "wire",
     "maps",
     "vectors",
+    "encryption",
     "channels",
     "kinds",
     "staging",

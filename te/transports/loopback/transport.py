@@ -37,6 +37,7 @@ class Loopback(Transport):
     capabilities: ClassVar = Capabilities(
         touches=Reach.CPU,
         keeps_order=True,
+        is_private=True,
         reads_one_sided=False,
         piece_nbytes_max=None,
         rails_max=1,
@@ -68,9 +69,9 @@ class Loopback(Transport):
             raise TransportRefused("an earlier connection of this link was welcomed; connect again")
         other = ends.pop()
         plane = self._local.plane
-        return PlainJoin(
-            self,
-            call,
-            lambda: LoopbackLink(plane, True),
-            lambda handle, fd: handle.add_connection(fd, other),
-        )
+
+        def give(link: IncomingLink, fd: int) -> bool:
+            assert isinstance(link.handle, LoopbackLink)
+            return link.handle.add_connection(fd, other)
+
+        return PlainJoin(self, call, lambda: LoopbackLink(plane, True), give)

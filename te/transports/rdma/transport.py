@@ -58,6 +58,7 @@ class Rdma(Transport):
     capabilities: ClassVar = Capabilities(
         touches=Reach.NIC,
         keeps_order=False,
+        is_private=False,
         reads_one_sided=True,
         piece_nbytes_max=None,
         rails_max=RAILS_LIMIT,
@@ -177,13 +178,8 @@ class Rdma(Transport):
         if rail is None:
             tune(call.sock, self._local.config.stall_timeout_s)
             plane = self._local.plane
-            return PlainJoin(
-                self,
-                call,
-                lambda: RdmaLink(plane, True),
-                lambda handle, fd: handle.add_connection(fd),
-                encode(RdmaWelcome()),
-            )
+            welcome = encode(RdmaWelcome())
+            return PlainJoin(self, call, lambda: RdmaLink(plane, True), _give, welcome)
         if link is None:
             raise TransportRefused("no such link")
         handle = link.handle
@@ -232,3 +228,8 @@ def _lacking(nics: tuple[Nic, ...], there: list[CardNic]) -> str:
         for name, netdev, gids in sides
         if gids and all(gid.kind is GidKind.LINK_LOCAL for gid in gids)
     )
+
+
+def _give(link: IncomingLink, fd: int) -> bool:
+    assert isinstance(link.handle, RdmaLink)
+    return link.handle.add_connection(fd)

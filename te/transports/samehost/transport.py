@@ -86,6 +86,7 @@ class SameHost(Transport):
         touches=Reach.CPU | Reach.KERNEL,
         stages=True,
         keeps_order=False,
+        is_private=True,
         reads_one_sided=False,
         piece_nbytes_max=SEGMENT_BYTES_MAX,
         rails_max=RAILS_LIMIT,
@@ -205,7 +206,7 @@ class SameHost(Transport):
             where = _where(card)
             dialled = greet(self._local, sock, hello, card, where, deadline_s, [rings_fd], session)
             undo.pop_all()
-            return _Rail(dialled.sock, dialled.welcome, dialled.session, rings_fd)
+            return _Rail(**vars(dialled), rings_fd=rings_fd)
 
     # -- memory that peers map
 
