@@ -312,4 +312,5 @@ def way(peer: te.Peer) -> str:
     """The transport, what to expect of it, and why it is no better one."""
     rate = f", {peer.bytes_per_s / 1e9:.3g} GB/s at best" if peer.bytes_per_s else ""
     why = f" ({peer.transport_reason})" if peer.transport_reason else ""
-    return f"{peer.transport}{rate}{why}"
+    encrypted = ", encrypted" if peer.is_encrypted else ""
+    return f"{peer.transport}{encrypted}{rate}{why}"

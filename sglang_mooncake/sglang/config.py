@@ -63,6 +63,7 @@ _NAMES = {
     "SECRET",
     "SECRET_FILE",
     "INSECURE",
+    "ENCRYPT",
     *_ENGINE,
 }
 
@@ -95,6 +96,7 @@ class Config:
         that whoever reaches the ports is served).
     SECRET: the secrets themselves, instead of SECRET_FILE.
     INSECURE: `1`: start without a secret on a public address, too.
+    ENCRYPT: `1`: encrypt KV caches between hosts, which only TCP can; takes a secret.
 
     Where a variable is not given, what Mooncake's say of the same is taken (`mooncake_variables`).
     """
@@ -118,6 +120,7 @@ class Config:
     #: Made of the secrets, which are not kept.
     keys: Keys = field(default_factory=Keys, repr=False)
     insecure: bool = False
+    encrypt: bool = False
     #: What became of variables of Mooncake's, for the log.
     courtesies: tuple[str, ...] = ()
 
@@ -155,8 +158,14 @@ class Config:
             stats_dir=Path(stats_dir) if stats_dir else None,
             keys=_keys(given),
             insecure=switch(INSECURE, asked.get("INSECURE", "0")),
+            encrypt=switch(f"{_PREFIX}ENCRYPT", asked.get("ENCRYPT", "0")),
             courtesies=taken.notes,
         )
+        if config.encrypt and not config.keys:
+            raise ConfigError(
+                f"{_PREFIX}ENCRYPT=1 takes a secret: give all servers the same"
+                f" {_PREFIX}SECRET_FILE (`sglang-mooncake secret` makes one)"
+            )
         unknown = sorted(given.keys() - _NAMES)
         if unknown:
             raise ConfigError(

@@ -46,6 +46,7 @@ def open_engine(config: Config, host: str, nics: tuple[str, ...]) -> te.Engine:
             te.Config(
                 host=host,
                 keys=config.keys.data,
+                encrypt=config.encrypt,
                 port=port,
                 port_last=port_last,
                 transports=config.transports or TRANSPORTS,

@@ -143,6 +143,13 @@ def test_secrets_become_keys_and_show_nowhere(tmp_path):
     assert repr(of_file) == repr(Config.from_environment({}))
 
 
+def test_to_encrypt_takes_a_secret():
+    with pytest.raises(ConfigError, match="SGLANG_MOONCAKE_ENCRYPT=1 takes a secret"):
+        Config.from_environment({"SGLANG_MOONCAKE_ENCRYPT": "1"})
+    given = {"SGLANG_MOONCAKE_ENCRYPT": "1", "SGLANG_MOONCAKE_SECRET": SECRET}
+    assert Config.from_environment(given).encrypt
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
