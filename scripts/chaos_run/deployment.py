@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 
 import aiohttp
 from cpu_serving.model import make_model
@@ -30,11 +31,12 @@ from cpu_serving.traffic import Answer, Request, send
 from bootstrap_server import BootstrapClient, Instance
 from bootstrap_server.secret import Keys
 from bootstrap_server.secret_file import read_secret_file, write_secret_file
+from chaos_run.clients import Spec
 from chaos_run.hosts import Hosts
 from chaos_run.options import ChaosOptions
 from chaos_run.rates import pair_name
 from chaos_run.schedule import REGISTRY, SERVERS, pair_of
-from chaos_run.traffic import PairAddress, Way, through
+from chaos_run.traffic import Known, PairAddress, Way, through
 
 __all__ = ["Deployment"]
 
@@ -122,6 +124,22 @@ class Deployment:
         """Of two servers, as they are now."""
         prefill, decode = self.servers[first], self.servers[second]
         return PairAddress(prefill.url, decode.url, prefill.options.host, _REGISTRY_PORT)
+
+    def clients_of(
+        self,
+        pair: int,
+        known: Sequence[Known],
+        clients: int,
+        abort_share: float,
+        deadline_s: float,
+        seed: int,
+    ) -> Spec:
+        """What a process with clients of a pair is told (`chaos_run.clients`). It holds for as
+        long as the run: servers are started again at their ports."""
+        first, second = SERVERS[pair], SERVERS[2 + pair]
+        tokens = [(one.request.input_ids, one.output_ids) for one in known]
+        address = self.address(first, second)
+        return Spec(pair_name(pair), address, tokens, clients, abort_share, deadline_s, seed)
 
     def _make_ways(self) -> tuple[Way, ...]:
         crossing = zip(SERVERS[:2], reversed(SERVERS[2:]), strict=True)

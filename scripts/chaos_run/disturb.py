@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -14,11 +13,10 @@ import msgspec
 from cpu_serving.processes import ServingError
 from cpu_serving.servers import wait_ready
 
-from chaos_run.crowd import Spec
+from chaos_run.beside import Beside
 from chaos_run.deployment import Deployment
 from chaos_run.hosts import Hosts
 from chaos_run.intruder import Attack, Found
-from chaos_run.rates import pair_name
 from chaos_run.schedule import REGISTRY, SERVERS, Fault, pair_of
 from chaos_run.traffic import Known, Outcome
 
@@ -104,18 +102,15 @@ class Disturber:
         """Control messages pass slowly, and there are many."""
         deployment, victim = self._deployment, fault.victim
         ports = await asyncio.to_thread(deployment.control_ports, victim)
-        pair = pair_of(victim)
-        spec = Spec(
-            pair_name(pair),
-            deployment.address(SERVERS[pair], SERVERS[2 + pair]),
-            [(one.request.input_ids, one.output_ids) for one in self._known],
-            _CROWD_CLIENTS,
-            fault.lasts_s,
-            self._seed,
+        spec = deployment.clients_of(
+            pair_of(victim), self._known, _CROWD_CLIENTS, 1.0, fault.lasts_s, self._seed
         )
         self._hosts.control_narrow(victim, ports)
         try:
-            told = await self._beside("chaos_run.crowd", [], fault, msgspec.json.encode(spec))
+            async with Beside("chaos_run.clients", [], deployment.cores(victim)) as clients:
+                await clients.tell(msgspec.json.encode(spec))
+                await asyncio.sleep(fault.lasts_s)
+                told = await clients.said(_GRACE_S)
         finally:
             self._hosts.mend(victim)
         for outcome in msgspec.json.decode(told, type=list[Outcome]):
@@ -144,31 +139,10 @@ class Disturber:
     def _reached(self, victim: str) -> tuple[str, list[int]]:
         return self._hosts.address(victim), self._hosts.listening_ports(victim)
 
-    async def _beside(
-        self, module: str, argv: Sequence[str], fault: Fault, told: bytes = b""
-    ) -> bytes:
-        """What a process prints that reads `told`. It has cores of the victim's pair alone."""
-        cores = self._deployment.cores(fault.victim)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            module,
-            *argv,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            preexec_fn=lambda: os.sched_setaffinity(0, cores),
-        )
-        try:
-            out, errors = await asyncio.wait_for(
-                process.communicate(told), fault.lasts_s + _GRACE_S
-            )
-        except BaseException:
-            process.kill()
-            raise
-        if process.returncode:
-            raise ServingError(f"{module} failed: {errors.decode(errors='replace')[-2000:]}")
-        return out
+    async def _beside(self, module: str, argv: Sequence[str], fault: Fault) -> bytes:
+        """What a process prints until it ends by itself. It has cores of the victim's pair."""
+        async with Beside(module, argv, self._deployment.cores(fault.victim)) as process:
+            return await process.said(fault.lasts_s + _GRACE_S)
 
 
 async def _between(begin: Callable[[], None], end: Callable[[], None], lasts_s: float) -> None:

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import aiohttp
+import msgspec
 from cpu_serving.model import make_model
 from cpu_serving.pools import leaked_pages
 from cpu_serving.processes import ServingError
@@ -17,6 +20,7 @@ from cpu_serving.progress import Step
 from cpu_serving.servers import Fleet, ServerOptions, wait_ready
 from cpu_serving.traffic import make_requests, run, send_all
 
+from chaos_run.beside import Beside, kept_busy
 from chaos_run.deployment import Deployment
 from chaos_run.disturb import Disturber
 from chaos_run.hosts import Hosts
@@ -24,7 +28,7 @@ from chaos_run.options import ChaosOptions
 from chaos_run.rates import Window
 from chaos_run.resources import Held, grown, held_by
 from chaos_run.results import Happened, Result
-from chaos_run.schedule import Fault, faults
+from chaos_run.schedule import SERVERS, Fault, faults
 from chaos_run.traffic import Known, Outcome, Way, ask_once, client
 
 __all__ = ["Run"]
@@ -105,28 +109,53 @@ class Run:
     ) -> None:
         """Clients ask for as long as `job` takes. What they have asked by then still ends, or is
         late."""
-        options, stopping, always = self._options, asyncio.Event(), asyncio.Event()
-        always.set()
+        async with AsyncExitStack() as processes:
+            await self._ask_beside(session, job, processes)
+
+    async def _ask_beside(
+        self,
+        session: aiohttp.ClientSession,
+        job: Callable[[], Awaitable[None]],
+        processes: AsyncExitStack,
+    ) -> None:
+        options, stopping = self._options, asyncio.Event()
+        of_pairs = [await self._clients_of_pair(processes, pair) for pair in (0, 1)]
         async with asyncio.TaskGroup() as clients:
             for n in range(options.clients):
-                way = self._ways[n % len(self._ways)]
-                clients.create_task(
-                    client(
-                        session,
-                        way,
-                        self._known,
-                        random.Random(options.seed * 1000 + n),
-                        options.abort_share,
-                        options.deadline_s,
-                        self._outcomes.append,
-                        stopping,
-                        always if way in self._ways[:2] else self._others_ask,
+                if (place := n % len(self._ways)) not in (0, 1):
+                    clients.create_task(
+                        client(
+                            session,
+                            self._ways[place],
+                            self._known,
+                            random.Random(options.seed * 1000 + n),
+                            options.abort_share,
+                            options.deadline_s,
+                            self._outcomes.append,
+                            stopping,
+                            self._others_ask,
+                        )
                     )
-                )
             try:
                 await job()
             finally:
                 stopping.set()
+        for process in of_pairs:
+            told = await process.said(2 * options.deadline_s)
+            self._outcomes += msgspec.json.decode(told, type=list[Outcome])
+
+    async def _clients_of_pair(self, processes: AsyncExitStack, pair: int) -> Beside:
+        """On the cores of that pair, so that nothing but the machine is left that two pairs share
+        while other clients rest."""
+        options, deployment = self._options, self._deployment
+        numbers = range(options.clients)
+        count = sum(n % len(self._ways) == pair for n in numbers)
+        how = (count, options.abort_share, options.deadline_s, options.seed * 1000 + pair)
+        spec = deployment.clients_of(pair, self._known, *how)
+        cores = deployment.cores(SERVERS[pair])
+        process = await processes.enter_async_context(Beside("chaos_run.clients", [], cores))
+        await process.tell(msgspec.json.encode(spec))
+        return process
 
     async def _chaos(self, session: aiohttp.ClientSession, tick: Tick) -> None:
         options = self._options
@@ -147,9 +176,10 @@ class Run:
         """With the clients of the two pairs alone, and time before and after it."""
         self._others_ask.clear()
         try:
-            before = await _quiet()
-            happened = await self._disturb(session, fault)
-            after = await _quiet()
+            async with kept_busy(sorted(os.sched_getaffinity(0))):
+                before = await _quiet()
+                happened = await self._disturb(session, fault)
+                after = await _quiet()
         finally:
             self._others_ask.set()
         return replace(happened, quiet=(before, after))
