@@ -22,7 +22,8 @@ from chaos_run.traffic import Known, Outcome
 
 __all__ = ["Disturber"]
 
-_CROWD_CLIENTS = 24
+#: About as much work for its servers as that of the clients who then wait.
+_CROWD_CLIENTS = 12
 #: A process beside the servers ends by itself at the end of its fault; its imports take seconds.
 _GRACE_S = 60.0
 
