@@ -99,7 +99,11 @@ def ports_of_ours(serving: Serving, instance: Instance) -> dict[int | str, str]:
     assert len(abstract) == ranks, "an engine in each rank"
     schedulers = {one.pid for one in abstract}
     tcp = [one.where for one in found if one.pid in schedulers and isinstance(one.where, int)]
-    engines = [port for port in tcp if port not in ours and is_engine(port)]
+    others = [port for port in tcp if port not in ours]
+    with ThreadPoolExecutor(len(others)) as pool:  # those of SGLang's do not answer
+        engines = [
+            port for port, yes in zip(others, pool.map(is_engine, others), strict=True) if yes
+        ]
     assert len(engines) == ranks
     return ours | dict.fromkeys([one.where for one in abstract] + engines, "engine")
 
@@ -190,7 +194,8 @@ def test_ten_thousand_strangers_cost_no_request_and_hear_nothing(
         return {one.pid: one for server in (prefill, decode) for one in of_group(server.pid)}
 
     def is_over() -> bool:
-        return all(now()[pid].descriptors <= one.descriptors + 8 for pid, one in before.items())
+        after = now()
+        return all(after[pid].descriptors <= one.descriptors + 8 for pid, one in before.items())
 
     until(is_over, "descriptors are given back")
     for pid, one in now().items():
