@@ -51,7 +51,8 @@ def parse(argv: Sequence[str]) -> ChaosOptions:
         "--kinds",
         type=_kinds,
         metavar="K,…",
-        help=f"which faults, of {', '.join(KINDS)} (all; intruder with --secret alone)",
+        help=f"which faults, of {', '.join(KINDS)} (all; intruder with --secret alone); or none,"
+        " to see whether anything grows",
     )
     add("--clients", type=int, default=10, metavar="N", help="requests under way at a time (10)")
     add("--aborts", type=_share, default=0.2, metavar="F", help="share of clients that leave (0.2)")
@@ -70,7 +71,7 @@ def parse(argv: Sequence[str]) -> ChaosOptions:
     return ChaosOptions(
         minutes=args.minutes,
         seed=args.seed,
-        kinds=args.kinds or tuple(kind for kind in KINDS if kind != "intruder" or args.secret),
+        kinds=_default_kinds(args.secret) if args.kinds is None else args.kinds,
         clients=args.clients,
         abort_share=args.aborts,
         deadline_s=args.deadline,
@@ -81,7 +82,13 @@ def parse(argv: Sequence[str]) -> ChaosOptions:
     )
 
 
+def _default_kinds(secret: bool) -> tuple[Kind, ...]:
+    return tuple(kind for kind in KINDS if kind != "intruder" or secret)
+
+
 def _kinds(text: str) -> tuple[Kind, ...]:
+    if text == "none":
+        return ()
     asked = text.split(",")
     unknown = sorted(set(asked) - set(KINDS))
     if unknown:

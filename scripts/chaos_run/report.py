@@ -42,6 +42,7 @@ def text(result: Result) -> str:
     lines += ["", "what the failed ones were told"]
     lines += [f"  {count:6} {cause}" for cause, count in result.causes().most_common()]
     lines += _kept(result)
+    lines += _thirds(result)
     bad = result.faults_found()
     lines += ["", *(bad or ["nothing that must not be"])]
     return "\n".join(lines)
@@ -61,6 +62,18 @@ def _kept(result: Result) -> list[str]:
         f"  {one.kind:13} {one.answered:4} answers, {one.expected:6.1f} undisturbed"
         for one in found
     ]
+
+
+def _thirds(result: Result) -> list[str]:
+    """Of a run without faults."""
+    lines = [""] if result.thirds else []
+    for name, one in zip(("first", "second", "last"), result.thirds, strict=False):
+        memory = ", ".join(f"{of} {n / 2**20:.0f} MiB" for of, n in one.nbytes.items())
+        lines.append(
+            f"{name + ' third:':13} {one.answers} answers, p50 {one.p50_s:.3f} s, "
+            f"p99 {one.p99_s:.3f} s; {memory}"
+        )
+    return lines
 
 
 _MEANINGS = {
@@ -84,6 +97,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "other_pair": [asdict(one) for one in result.spared()],
         "leaked_pages": result.leaked_pages,
         "held_more": result.held,
+        "thirds": [asdict(one) for one in result.thirds],
         "bad": result.faults_found(),
         "faults": [
             {

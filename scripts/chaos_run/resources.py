@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["POOLED_THREADS", "Held", "grown", "held_by", "shared_in"]
+__all__ = ["POOLED_THREADS", "Held", "grown", "held_by", "resident", "shared_in"]
 
 #: Pools of threads start one when there is work and none is idle, so that a fault may leave some. A
 #: run of four minutes left one or two; a thread for each fault, or for each link, would be more.
@@ -43,6 +43,18 @@ def held_by(leader_pid: int) -> dict[str, Held]:
         same = sum(one.startswith(name) for one in found)
         found[f"{name} #{same}" if same else name] = held
     return found
+
+
+def resident(leader_pid: int) -> int:
+    """Bytes of memory that a server's processes have."""
+    total = 0
+    leader = psutil.Process(leader_pid)
+    for process in (leader, *leader.children(recursive=True)):
+        try:
+            total += process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue  # it has ended meanwhile
+    return total
 
 
 def shared_in(maps: Iterable[str]) -> int:

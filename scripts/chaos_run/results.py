@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from chaos_run.rates import Spared, Window, kept, spared
 from chaos_run.schedule import SERVERS, Fault
+from chaos_run.soak import Third, grows
 from chaos_run.traffic import Outcome, Way
 
 __all__ = ["Happened", "Result", "unexplained"]
@@ -48,6 +49,7 @@ class Result:
     """All of a run.
 
     leaked_pages, held: by server; what is there at the end and was not before.
+    thirds: of a run without faults.
     """
 
     seed: int
@@ -58,6 +60,7 @@ class Result:
     happened: tuple[Happened, ...]
     leaked_pages: dict[str, int] = field(default_factory=dict)
     held: dict[str, list[str]] = field(default_factory=dict)
+    thirds: tuple[Third, ...] = ()
 
     def ends(self) -> Counter[str]:
         return Counter(outcome.end for outcome in self.outcomes)
@@ -102,6 +105,7 @@ class Result:
         if share is not None and share < KEPT_MIN:
             bad.append(f"beside a fault the other pair kept {share:.2f} of its undisturbed rate")
         bad += [f"{name}: {n} pages leaked" for name, n in self.leaked_pages.items() if n]
+        bad += grows(self.thirds)
         bad += [f"{name}: {said}" for name, sentences in self.held.items() for said in sentences]
         return bad
 

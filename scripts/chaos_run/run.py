@@ -26,9 +26,10 @@ from chaos_run.disturb import Disturber
 from chaos_run.hosts import Hosts
 from chaos_run.options import ChaosOptions
 from chaos_run.rates import Window
-from chaos_run.resources import Held, grown, held_by
+from chaos_run.resources import Held, grown, held_by, resident
 from chaos_run.results import Happened, Result
 from chaos_run.schedule import SERVERS, Fault, faults
+from chaos_run.soak import Sample, thirds
 from chaos_run.traffic import Known, Outcome, Way, ask_once, client
 
 __all__ = ["Run"]
@@ -49,6 +50,7 @@ REST_S = 2.0
 #: For links of the last fault to be made anew, and those of dead servers to go.
 SETTLE_S = 40.0
 SAMPLES_S = 1.0
+SOAK_SAMPLES_S = 5.0
 
 
 class Run:
@@ -58,6 +60,7 @@ class Run:
         self._options = options
         self._outcomes: list[Outcome] = []
         self._happened: list[Happened] = []
+        self._samples: list[Sample] = []
         #: Clear while a fault is alone: only clients of the two pairs ask.
         self._others_ask = asyncio.Event()
         self._others_ask.set()
@@ -87,7 +90,17 @@ class Run:
             leaked = {name: leaked_pages(server) for name, server in self._servers.items()}
             held = self._held_more(before, step.tick)
         outcomes, happened = tuple(self._outcomes), tuple(self._happened)
-        return Result(options.seed, began_s, ended_s, self._ways, outcomes, happened, leaked, held)
+        return Result(
+            options.seed,
+            began_s,
+            ended_s,
+            self._ways,
+            outcomes,
+            happened,
+            leaked,
+            held,
+            tuple(thirds(began_s, ended_s, self._samples, outcomes)),
+        )
 
     # --- traffic ---
 
@@ -160,6 +173,9 @@ class Run:
     async def _chaos(self, session: aiohttp.ClientSession, tick: Tick) -> None:
         options = self._options
         deadline_s = time.monotonic() + options.minutes * 60
+        if not options.kinds:
+            await self._soak(deadline_s, tick)
+            return
         for fault in faults(options.seed, options.kinds):
             ended = len(self._outcomes)
             tick(f"{ended} requests; quiet for {fault.gap_s:.0f} s, then {fault}")
@@ -169,6 +185,17 @@ class Run:
             tick(f"{ended} requests; {fault}")
             disturb = self._alone if fault.alone else self._disturb
             self._happened.append(await disturb(session, fault))
+
+    async def _soak(self, deadline_s: float, tick: Tick) -> None:
+        while time.monotonic() < deadline_s:
+            self._samples.append(
+                Sample(
+                    time.monotonic(),
+                    {name: resident(one.process.pid) for name, one in self._servers.items()},
+                )
+            )
+            tick(f"{len(self._samples)} samples of memory")
+            await asyncio.sleep(SOAK_SAMPLES_S)
 
     # --- faults ---
 
