@@ -8,6 +8,7 @@ its standard input and answers each with one line; `RankProcess` is the other en
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -55,7 +56,7 @@ class RankProcess:
         self.address = f"{host}:{self.registry_port}"
 
     def tell(self, *words: object) -> None:
-        """Has it do something, see `_prefill` and `_decode`; `answer` waits until that is done."""
+        """Has it do something, see `_obey`; `answer` waits until that is done."""
         assert self._process.stdin is not None
         self._process.stdin.write(" ".join(map(str, words)) + "\n")
 
@@ -161,17 +162,20 @@ def _obey(role: str, host: str, port: int, transport: str) -> None:
     handover.HOST = host
     with contextlib.ExitStack() as undo:
         if role == "prefill":
-            rank, address = undo.enter_context(prefill_rank(transport, port))
+            prefill, address = undo.enter_context(prefill_rank(transport, port))
             _say(address.rpartition(":")[2])
-            for line in sys.stdin:
-                command, room = line.split()
-                _say(_prefill(rank, command, int(room)))
         else:
             decode = undo.enter_context(decode_rank(transport))
             _say("0")
-            for line in sys.stdin:
-                command, room, address = line.split()
-                _say(_decode(decode, command, int(room), address))
+        for line in sys.stdin:
+            match line.split():
+                case "busy", seconds:  # any thread, Python's lock is held all the time
+                    ctypes.PyDLL(None).sleep(int(seconds))
+                    _say("busy")
+                case command, room:
+                    _say(_prefill(prefill, command, int(room)))
+                case command, room, address:
+                    _say(_decode(decode, command, int(room), address))
 
 
 def _say(line: str) -> None:

@@ -37,6 +37,9 @@ PAGES, PAGE_BYTES = 32, 1 << 20
 FIRST_HALF, SECOND_HALF = range(1, 17), range(17, 33)
 PATTERN = 0xCA
 
+#: A rank that was frozen is to go on writing: no heartbeat may end its link before.
+PATIENT = Deadlines(heartbeat_failures_max=10_000_000)
+
 
 class Pages:
     """One layer of large pages, with a slot of metadata for each room."""
@@ -73,7 +76,7 @@ class Prefill:
     def start(self, config: dict[str, str]) -> str:
         self.server = BootstrapServer(host=HOST, port=0)
         address = f"{HOST}:{self.server.port}"
-        context = make_context("prefill", address, Deadlines())
+        context = make_context("prefill", address, PATIENT)
         settings = Config(transports=(config["transport"],), stall_timeout_s=2 * WATCH_S)
         self.memory = Pages(seed=1)  # ranks do not keep it
         self.rank = PrefillRank(context, settings, self.memory)
@@ -149,7 +152,7 @@ def case(transport: str) -> Iterator[Case]:
         address = far.engine_id  # what `start` has returned
         target = Pages()
         settings = Config(transports=(transport,), stall_timeout_s=2 * WATCH_S)
-        decode = DecodeRank(make_context("decode", "", Deadlines()), settings, target)
+        decode = DecodeRank(make_context("decode", "", PATIENT), settings, target)
         try:
             decode.know(address)
             views = []

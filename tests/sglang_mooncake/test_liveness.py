@@ -38,6 +38,8 @@ pytestmark = pytest.mark.slow
 SLACK = 2.0
 KNOWN_S = {"kill": 1.0, "freeze": 5.0, "cut": 3.0}
 SERVES_AGAIN_S = 5.0
+#: Longer than a rank may be silent, with the default heartbeats.
+BUSY_S = 5
 VICTIM, OTHER = "victim", "other"
 ROOMS = itertools.count(1)
 
@@ -94,15 +96,14 @@ def other_hosts() -> Iterator[Hosts]:
         os.close(here)
 
 
-@pytest.fixture(params=["tcp", "samehost", "hosts"])
+@pytest.fixture
 def world(request: pytest.FixtureRequest, monkeypatch) -> Iterator[World]:
     with contextlib.ExitStack() as undo:
         hosts = None
         if request.param == "hosts":
             hosts = undo.enter_context(other_hosts())
             monkeypatch.setattr(handover, "HOST", CENTRE)
-        transport = "samehost" if request.param == "samehost" else "tcp"
-        made = World(transport, hosts)
+        made = World("tcp" if hosts else request.param, hosts)
         undo.callback(made.close)
         yield made
 
@@ -111,7 +112,11 @@ def each_harm(test: Callable[..., None]) -> Callable[..., None]:
     """A host is cut off only where there are several."""
     ways = [("tcp", "kill"), ("tcp", "freeze"), ("samehost", "kill"), ("samehost", "freeze")]
     ways += [("hosts", "kill"), ("hosts", "freeze"), ("hosts", "cut")]
+    ways += [pytest.param("rdma", how, marks=pytest.mark.rdma) for how in ("kill", "freeze")]
     return pytest.mark.parametrize(("world", "how"), ways, indirect=["world"])(test)
+
+
+one_host = pytest.mark.parametrize("world", ["tcp"], indirect=True)
 
 
 def known_in_time(how: str, harmed_s: float, view: RoomView, name: str) -> None:
@@ -158,6 +163,17 @@ def test_a_lost_prefill_rank_is_known_and_others_serve(world: World, how: str) -
         serves_again(lambda: taken(rank, victim))
 
 
+@one_host
+def test_a_prefill_rank_whose_interpreter_is_held_is_not_lost(world: World) -> None:
+    with decode_rank(world.transport) as rank:
+        busy = world.rank("prefill", VICTIM)
+        busy.ask("hold", room := next(ROOMS))
+        view = request(rank, room, busy.address)
+        busy.ask("busy", BUSY_S)
+        assert taken(rank, busy) is None
+        assert view.state is RoomState.REQUESTED
+
+
 # --- a decode rank, as its prefill rank sees it ---
 
 
@@ -197,3 +213,15 @@ def test_a_lost_decode_rank_is_known_and_others_are_served(
             victim = world.rank("decode", VICTIM)
         world.heal(how, victim)
         serves_again(lambda: given(rank, address, victim))
+
+
+@one_host
+def test_a_decode_rank_whose_interpreter_is_held_is_not_lost(world: World) -> None:
+    with prefill_rank(world.transport) as (rank, address):
+        busy = world.rank("decode", VICTIM)
+        view = rank.side.open_room(room := next(ROOMS), register_dp_rank=False)
+        busy.ask("ask", room, address)
+        until(lambda: view.state is RoomState.READY, "the decode rank asks")
+        busy.ask("busy", BUSY_S)
+        assert given(rank, address, busy) is None
+        assert view.state is RoomState.READY
