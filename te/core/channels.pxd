@@ -43,7 +43,7 @@ cdef struct Channel:
     bint is_patient  # wake-ups may wait for `channel_owes`
     u64 wake_due_ns  # 0: no wake-up is owed
 
-# Takes over the descriptors, of which the one of the rings' file (RINGS_BYTES, encrypted) is for the
+# Takes over the descriptors, of which the one of the rings' file (RINGS_BYTES, sealed) is for the
 # same host alone: the side that dialled writes the first ring. 0, or an errno; then they are the
 # caller's.
 cdef int channel_open(Channel *c, int fd, int rings_fd, bint dialled) noexcept nogil

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that encrypt, and somebody on the network who changes what goes by, record by record."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from te_far import wait_until
+from te_on_the_way import GREETINGS, Change, Middle, middle
+
+import te
+
+KEYS = (b"k" * 32,)
+TIMEOUT_S = 60.0
+NBYTES = 1 << 20
+RECORD = 64 << 10
+CHANGED = "an encrypted record that its engine did not send here, or not so"
+
+
+def engine() -> te.Engine:
+    return te.Engine(
+        te.Config(transports=("tcp",), keys=KEYS, encrypt=True, rails=1, stall_timeout_s=TIMEOUT_S)
+    )
+
+
+def written(card: bytes, target: te.Engine) -> tuple[te.Transfer, int]:
+    """One write to it by way of that card, and how many bytes have arrived: none but those that
+    were sent."""
+    source = np.arange(NBYTES, dtype=np.uint32).view(np.uint8)[:NBYTES] | 1
+    there = np.zeros(NBYTES, np.uint8)
+    with engine() as writer:
+        writer.register(source)
+        region = target.register(there)
+        tag = te.new_tag()
+        target.expect(tag)
+        try:
+            peer = writer.connect(card, TIMEOUT_S)
+            blocks = te.Blocks.of(source.ctypes.data, there.ctypes.data, NBYTES)
+            transfer = peer.write(blocks, tag)
+            with contextlib.suppress(te.TransferFailed):
+                transfer.wait(TIMEOUT_S)
+            assert target.arrived(tag) or transfer.poll() is te.Status.FAILED
+        finally:
+            target.fence(tag)
+            target.deregister(region)
+    landed = there != 0
+    assert np.array_equal(there[landed], source[landed])
+    return transfer, int(landed.sum())
+
+
+@pytest.fixture
+def target() -> Iterator[te.Engine]:
+    with engine() as found:
+        yield found
+
+
+@pytest.fixture
+def way(target: te.Engine) -> Iterator[Middle]:
+    with middle(target.card()) as found:
+        yield found
+
+
+def test_what_nobody_touched_lands(target: te.Engine, way: Middle) -> None:
+    transfer, landed = written(way.card, target)
+    assert (transfer.poll(), landed) == (te.Status.DONE, NBYTES)
+    assert len(way.seen[0]) > GREETINGS + NBYTES // RECORD
+
+
+AT = 5
+
+
+def at_record(change: Change) -> Change:
+    """From that record on."""
+
+    def changed(items: Iterator[bytes]) -> Iterator[bytes]:
+        for _ in range(GREETINGS + AT):
+            yield next(items)
+        yield from change(items)
+
+    return changed
+
+
+def flip(place: int) -> Change:
+    def change(items: Iterator[bytes]) -> Iterator[bytes]:
+        record = bytearray(next(items))
+        record[place] ^= 0x10
+        yield bytes(record)
+        yield from items
+
+    return change
+
+
+def repeat(items: Iterator[bytes]) -> Iterator[bytes]:
+    record = next(items)
+    yield record
+    yield record
+    yield from items
+
+
+def swap(items: Iterator[bytes]) -> Iterator[bytes]:
+    first, second = next(items), next(items)
+    yield second
+    yield first
+    yield from items
+
+
+def leave_out(items: Iterator[bytes]) -> Iterator[bytes]:
+    next(items)
+    yield from items
+
+
+def truncate(items: Iterator[bytes]) -> Iterator[bytes]:
+    yield next(items)[:1000]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        pytest.param(flip(0), CHANGED, id="size"),
+        pytest.param(flip(4), CHANGED, id="first byte"),
+        pytest.param(flip(5000), CHANGED, id="byte"),
+        pytest.param(flip(-17), CHANGED, id="last byte"),
+        pytest.param(flip(-1), CHANGED, id="tag"),
+        pytest.param(repeat, CHANGED, id="repeated"),
+        pytest.param(swap, CHANGED, id="out of order"),
+        pytest.param(leave_out, CHANGED, id="left out"),
+        pytest.param(truncate, "in the middle of a transfer", id="cut off"),
+    ],
+)
+def test_what_was_tampered_with_does_not_land(
+    target: te.Engine, way: Middle, caplog: pytest.LogCaptureFixture, change: Change, reason: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    way.changes[0] = at_record(change)
+    transfer, landed = written(way.card, target)
+    assert transfer.poll() is te.Status.FAILED
+    assert landed <= (AT + 1) * RECORD
+    wait_until(lambda: reason in caplog.text, "the cause in the log")
+
+
+def test_what_a_source_said_is_no_answer_to_it(target: te.Engine, way: Middle) -> None:
+    def reflect(items: Iterator[bytes]) -> Iterator[bytes]:
+        for _ in range(GREETINGS):
+            yield next(items)
+        next(items)
+        yield way.seen[0][GREETINGS]
+
+    way.changes[1] = reflect
+    transfer, _ = written(way.card, target)
+    assert transfer.poll() is te.Status.FAILED
+    assert transfer.reason is not None
+    assert CHANGED in transfer.reason
+
+
+def test_the_wish_to_encrypt_cannot_be_taken_out_of_a_hello(target: te.Engine, way: Middle) -> None:
+    """It is proved with it."""
+
+    def strip(items: Iterator[bytes]) -> Iterator[bytes]:
+        yield next(items)
+        hello, wish = next(items), b"encrypted 1"
+        assert hello.endswith(wish)
+        size = int.from_bytes(hello[12:16], "little") - len(wish)
+        yield hello[:12] + size.to_bytes(4, "little") + hello[16 : -len(wish)]
+        yield from items
+
+    way.changes[0] = strip
+    with pytest.raises(te.HandshakeError, match="answered without a proof"):
+        written(way.card, target)
