@@ -47,7 +47,10 @@ class Beside:
 
     async def said(self, timeout_s: float) -> bytes:
         """Ends its standard input; what it has printed by its end. Raises ServingError."""
-        out, errors = await asyncio.wait_for(self._process.communicate(b""), timeout_s)
+        try:
+            out, errors = await asyncio.wait_for(self._process.communicate(b""), timeout_s)
+        except TimeoutError:
+            raise ServingError(f"{self._module} has not ended after {timeout_s:.0f} s") from None
         if self._process.returncode:
             words = errors.decode(errors="replace")[-2000:]
             raise ServingError(f"{self._module} ended with {self._process.returncode}: {words}")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import aiohttp
 from cpu_serving.model import make_model
-from cpu_serving.processes import ManagedProcess
+from cpu_serving.processes import ManagedProcess, ServingError
 from cpu_serving.progress import Step
 from cpu_serving.servers import (
     Fleet,
@@ -28,7 +28,7 @@ from cpu_serving.servers import (
 )
 from cpu_serving.traffic import Answer, Request, send
 
-from bootstrap_server import BootstrapClient, Instance
+from bootstrap_server import BootstrapClient, BootstrapError, Instance
 from bootstrap_server.secret import Keys
 from bootstrap_server.secret_file import read_secret_file, write_secret_file
 from chaos_run.clients import Spec
@@ -103,12 +103,15 @@ class Deployment:
         return every[pair_of(name) :: 2] if len(every) > 1 else every
 
     def instance(self, prefill: str) -> Instance:
-        """What the registry of a prefill server tells of it."""
+        """What the registry of a prefill server tells of it. Raises ServingError."""
         keys = Keys()
         if self._secret is not None:
             keys = Keys.from_secrets(read_secret_file(self._secret))
-        with BootstrapClient(self.registry_address(prefill), keys=keys.registry) as client:
-            return client.instance(wait_s=_CLIENT_WAITS_S)
+        try:
+            with BootstrapClient(self.registry_address(prefill), keys=keys.registry) as client:
+                return client.instance(wait_s=_CLIENT_WAITS_S)
+        except BootstrapError as error:
+            raise ServingError(f"the registry of {prefill} says nothing of it: {error}") from error
 
     def registry_address(self, prefill: str) -> str:
         return f"{self._hosts.address(prefill)}:{_REGISTRY_PORT}"

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
 from collections import Counter
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -19,6 +21,7 @@ from chaos_run.report import as_json, svg, text
 from chaos_run.resources import POOLED_THREADS, Held, grown, shared_in
 from chaos_run.results import AFTERMATH_S, Happened, Result, unexplained
 from chaos_run.schedule import KINDS, REGISTRY, SERVERS, Fault, Kind, faults
+from chaos_run.stranger import attack
 from chaos_run.traffic import End, Outcome, Way
 from cpu_serving.traffic import Answer
 
@@ -293,6 +296,28 @@ def test_shared_memory_counts_once() -> None:
         "7f04-7f05 rw-p 00000000 00:00 0",
     ]
     assert shared_in(maps) == 2
+
+
+def test_a_stranger_comes_to_all_ports_and_leaves_in_time() -> None:
+    heard: set[int] = set()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.add(writer.get_extra_info("sockname")[1])
+        writer.write(b"x")
+        writer.close()
+
+    async def meet() -> int:
+        async with AsyncExitStack() as stack:
+            servers = [
+                await stack.enter_async_context(await asyncio.start_server(answer, "127.0.0.1", 0))
+                for _ in range(2)
+            ]
+            ports = [server.sockets[0].getsockname()[1] for server in servers]
+            made = await asyncio.wait_for(attack("127.0.0.1", ports, seed=1, lasts_s=1.0), 60.0)
+            assert heard == set(ports)
+            return made
+
+    assert asyncio.run(meet()) > 2
 
 
 def test_what_a_run_prints_writes_and_draws() -> None:
