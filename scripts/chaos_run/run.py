@@ -87,8 +87,10 @@ class Run:
             )
         ended_s = time.monotonic()
         with Step("looking for what was left behind") as step:
-            leaked = {name: leaked_pages(server) for name, server in self._servers.items()}
+            leaked, busy = self._leaked()
             held = self._held_more(before, step.tick)
+            for name, sentence in busy.items():
+                held[name].append(sentence)
         outcomes, happened = tuple(self._outcomes), tuple(self._happened)
         return Result(
             options.seed,
@@ -245,6 +247,16 @@ class Run:
             tick(f"waiting until the {server.process.name} is idle")
             leaked_pages(server)
         return {name: held_by(server.process.pid) for name, server in self._servers.items()}
+
+    def _leaked(self) -> tuple[dict[str, int], dict[str, str]]:
+        """Pages by server; and what is wrong with those that do not become idle."""
+        leaked, busy = dict[str, int](), dict[str, str]()
+        for name, server in self._servers.items():
+            try:
+                leaked[name] = leaked_pages(server)
+            except ServingError as error:
+                busy[name] = str(error).splitlines()[0]
+        return leaked, busy
 
     def _held_more(self, before: dict[str, dict[str, Held]], tick: Tick) -> dict[str, list[str]]:
         """Of servers that were there all the time, and of those that were started again beside what
