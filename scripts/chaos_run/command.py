@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -29,6 +30,9 @@ EXIT_BAD = 1
 EXIT_UNUSABLE = 2
 EXIT_BROKEN = 3
 EXIT_INTERRUPTED = 130
+#: A prefill server waits so long for a decode server to ask (SGLang: 300 s). The mini-lb does not
+#: tell it that the decode half of a request has failed.
+ASKED_WITHIN_S = 30
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     except NoNetwork as error:
         print(f"chaos: {error}", file=sys.stderr)
         return EXIT_UNUSABLE
+    os.environ["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] = str(ASKED_WITHIN_S)
     run_dir = Path(tempfile.mkdtemp(prefix="sglang-mooncake-chaos-"))
     code = EXIT_BROKEN
     try:
