@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 import te
-from bootstrap_server import Rank
+from bootstrap_server import Rank, RankCoords
 from sglang_mooncake import messages
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.links.curve import take_seat
@@ -29,6 +30,7 @@ from sglang_mooncake.messages import (
     LinkReset,
     Message,
     MessageError,
+    RoomAbort,
     RoomComputed,
     RoomFailed,
 )
@@ -50,8 +52,14 @@ LinkEvent = LinkUp | LinkDown | LinkRefused | PeerComputed | PeerFailed
 #: the next room dials anew: TCP asks a host again after 1, 3, 7 and 15 s, and would find one that
 #: was cut off up to 8 s after it is back.
 CONNECT_S = 3.0
+#: Ends of rooms that could not be told: of one rank, and for how many ranks.
+UNSAID_MAX = 1_024
+UNSAID_RANKS_MAX = 1_024
 #: A rank that has refused us is still told which rooms it need not wait for.
 _FAREWELL_MS = 1_000
+
+
+_Place = tuple[str, RankCoords]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,11 @@ class LinkKey:
     address: str
     rank: Rank
     secret: int = 0
+
+    @property
+    def place(self) -> _Place:
+        """The same for all lives of the rank."""
+        return self.address, self.rank.coords
 
     def __str__(self) -> str:
         return f"prefill rank ({self.rank.coords}) at {self.rank.host}:{self.rank.port}"
@@ -114,6 +127,7 @@ class DecodeLinks:
         self._report, self._forget_instance = report, forget_instance
         self._keys = tuple(keys)
         self._links: dict[LinkKey, _Link] = {}
+        self._unsaid: dict[_Place, deque[RoomAbort]] = {}  # the oldest rank first
 
     def __len__(self) -> int:
         return len(self._links)
@@ -161,10 +175,20 @@ class DecodeLinks:
         return link is not None and link.engine is not None
 
     def send(self, key: LinkKey, message: Message) -> None:
-        """Says nothing over a link that is gone: its rooms have been told, or are about to be."""
+        """Says nothing over a link that is gone: its rooms have been told, or are about to be. Only
+        that a room has ended is kept for the next link to the same rank, or to its next life: it
+        may have the request, and would wait for this rank until its own deadline."""
         link = self._links.get(key)
+        if isinstance(message, RoomAbort) and not self.stands(key):
+            self._keep(key, message)
         if link is not None:
             self._send(link, messages.encode(message))
+
+    def _keep(self, key: LinkKey, message: RoomAbort) -> None:
+        place = key.place
+        if place not in self._unsaid and len(self._unsaid) >= UNSAID_RANKS_MAX:
+            del self._unsaid[next(iter(self._unsaid))]
+        self._unsaid.setdefault(place, deque(maxlen=UNSAID_MAX)).append(message)
 
     def tick(self, now_s: float) -> None:
         """Gives up links to which nobody answers, or whose hello is not answered."""
@@ -221,6 +245,8 @@ class DecodeLinks:
         match message:
             case HelloReply(None, engine_id, engine_epoch, layers):
                 link.engine, link.layers = te.Identity(engine_id, engine_epoch), layers
+                for unsaid in self._unsaid.pop(key.place, ()):
+                    self.send(key, unsaid)
                 self._report(LinkUp(key, layers))
             case HelloReply(refused=reason):
                 # It can be told until the link is closed; see `_FAREWELL_MS`.
@@ -244,6 +270,10 @@ class DecodeLinks:
             return
         if event & zmq.EVENT_CONNECTED:
             link.connected = True
+            return
+        if event & zmq.EVENT_CONNECT_RETRIED:
+            # zmq tries again for ever. A rank listens before it registers: it is dead.
+            self._drop(link, f"nobody listens at {link.key}", forget_instance=True)
             return
         if event & HANDSHAKE_FAILED:
             reason = (

@@ -129,8 +129,8 @@ def open_dealer(
     router_key: bytes = b"",
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """A DEALER socket to a ROUTER, and the socket that reports when its connection breaks or is
-    refused, and when it is made. With a `pair` it is encrypted, to the ROUTER whose public key is
-    `router_key`.
+    refused, when nobody listens, and when it is made. With a `pair` it is encrypted, to the ROUTER
+    whose public key is `router_key`.
 
     zmq's own heartbeats run in its I/O thread, so a busy interpreter on either side is not mistaken
     for a dead peer, while a frozen process is found at most heartbeat_s after
@@ -147,7 +147,10 @@ def open_dealer(
             socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
         monitor = socket.get_monitor_socket(
-            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
+            zmq.EVENT_CONNECTED
+            | zmq.EVENT_CONNECT_RETRIED
+            | zmq.EVENT_DISCONNECTED
+            | HANDSHAKE_FAILED
         )
         try:
             socket.connect(f"{_tcp(host)}:{port}")

@@ -20,6 +20,7 @@ from bootstrap_server import Rank
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.layout import Buffers
+from sglang_mooncake.links import decode as decode_links
 from sglang_mooncake.links.decode import CONNECT_S, DecodeLinks, LinkKey
 from sglang_mooncake.links.sockets import PortsTaken, open_dealer, open_router
 from sglang_mooncake.messages import (
@@ -28,6 +29,7 @@ from sglang_mooncake.messages import (
     LinkReset,
     RoomAbort,
     RoomFailed,
+    RoomWait,
     decode,
     encode,
 )
@@ -188,6 +190,49 @@ def test_a_rank_that_dies_is_found_by_its_connection_and_looked_up_afresh(bench)
     bench.router.close(linger=0)
     bench.hear()
     assert bench.events == [LinkDown(bench.key, f"lost the connection to {bench.key}")]
+    assert bench.forgotten == [REGISTRY]
+    assert len(bench.links) == 0
+
+
+def test_a_rank_that_could_not_be_told_that_a_room_has_ended_is_told_over_the_next_link(bench):
+    """It may have the request, and waits for the decode rank: for minutes, if nobody tells it."""
+    bench.connected()
+    bench.links._drop(bench.links._links[bench.key], "lost", forget_instance=True)
+    bench.links.send(bench.key, ABORT)
+    bench.links.send(bench.key, RoomWait(2, 1))
+    bench.key = key_of(bench.key.rank.port, epoch=2)  # which has been started again meanwhile
+    bench.links.open(bench.key)
+    identity, message = bench.take()
+    assert isinstance(message, Hello)
+    later = RoomAbort(3, 1, "while the hello is under way")
+    bench.links.send(bench.key, later)
+    assert bench.take() == (identity, later)  # in case the rank refuses us
+    bench.say(identity, STANDS)
+    bench.loop.turn()
+    until(lambda: bench.links.stands(bench.key) or bench.loop.turn(), "it stands")
+    assert [bench.take(), bench.take()] == [(identity, ABORT), (identity, later)]
+    bench.say(identity, STANDS)
+    bench.loop.turn()
+    assert not bench.router.poll(0), "once"
+
+
+def test_of_what_could_not_be_said_so_much_is_kept_and_no_more(bench, monkeypatch):
+    monkeypatch.setattr(decode_links, "UNSAID_MAX", 2)
+    monkeypatch.setattr(decode_links, "UNSAID_RANKS_MAX", 2)
+    for address in "abc":
+        for room in (1, 2, 3):
+            key = LinkKey(address, Rank(FIRST, HOST, 1, 1))
+            bench.links.send(key, RoomAbort(room, 1, "gone"))
+    kept = {key[0]: [one.room for one in said] for key, said in bench.links._unsaid.items()}
+    assert kept == {"b": [2, 3], "c": [2, 3]}
+
+
+def test_a_port_at_which_nobody_listens_is_given_up_at_once(bench):
+    with socket.create_server((HOST, 0)) as server:
+        port = server.getsockname()[1]
+    bench.links.open(key_of(port))
+    bench.loop.turn()
+    assert bench.events == [LinkDown(key_of(port), f"nobody listens at {key_of(port)}")]
     assert bench.forgotten == [REGISTRY]
     assert len(bench.links) == 0
 
