@@ -67,7 +67,7 @@ def _kept(result: Result) -> list[str]:
 def _thirds(result: Result) -> list[str]:
     """Of a run without faults."""
     lines = [""] if result.thirds else []
-    for name, one in zip(("first", "second", "last"), result.thirds, strict=False):
+    for name, one in zip(("first", "second", "last"), result.thirds or (), strict=False):
         memory = ", ".join(f"{of} {n / 2**20:.0f} MiB" for of, n in one.nbytes.items())
         lines.append(
             f"{name + ' third:':13} {one.answers} answers, p50 {one.p50_s:.3f} s, "
@@ -97,7 +97,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "other_pair": [asdict(one) for one in result.spared()],
         "leaked_pages": result.leaked_pages,
         "held_more": result.held,
-        "thirds": [asdict(one) for one in result.thirds],
+        "thirds": [asdict(one) for one in result.thirds or ()],
         "bad": result.faults_found(),
         "faults": [
             {

@@ -49,7 +49,7 @@ class Result:
     """All of a run.
 
     leaked_pages, held: by server; what is there at the end and was not before.
-    thirds: of a run without faults.
+    thirds: of a run that is to have no faults, empty when there is too little to tell; else None.
     """
 
     seed: int
@@ -60,7 +60,7 @@ class Result:
     happened: tuple[Happened, ...]
     leaked_pages: dict[str, int] = field(default_factory=dict)
     held: dict[str, list[str]] = field(default_factory=dict)
-    thirds: tuple[Third, ...] = ()
+    thirds: tuple[Third, ...] | None = None
 
     def ends(self) -> Counter[str]:
         return Counter(outcome.end for outcome in self.outcomes)
@@ -105,7 +105,7 @@ class Result:
         if share is not None and share < KEPT_MIN:
             bad.append(f"beside a fault the other pair kept {share:.2f} of its undisturbed rate")
         bad += [f"{name}: {n} pages leaked" for name, n in self.leaked_pages.items() if n]
-        bad += grows(self.thirds)
+        bad += [] if self.thirds is None else grows(self.thirds)
         bad += [f"{name}: {said}" for name, sentences in self.held.items() for said in sentences]
         return bad
 

@@ -101,7 +101,7 @@ class Run:
             happened,
             leaked,
             held,
-            tuple(thirds(began_s, ended_s, self._samples, outcomes)),
+            None if options.kinds else tuple(thirds(began_s, ended_s, self._samples, outcomes)),
         )
 
     # --- traffic ---

@@ -58,9 +58,10 @@ def thirds(
 
 
 def grows(found: Sequence[Third]) -> list[str]:
-    """Sentences on what is more in the last third than in the first."""
+    """Sentences on what is more in the last third than in the first, or that nobody can tell."""
     if not found:
-        return []
+        why = f"a third of the run has fewer than {ANSWERS_MIN} answers, or no sample of memory"
+        return [f"too little to tell whether anything grows: {why}"]
     first, last = found[0], found[-1]
     bad = [
         f"{name}: {first.nbytes[name] / 2**20:.0f} MiB of memory in the first third of the run, "

@@ -17,8 +17,9 @@ from cpu_serving.traffic import Answer, Request, send
 __all__ = ["Ask", "End", "Known", "Outcome", "PairAddress", "Way", "client", "through"]
 
 End = Literal["equal", "wrong", "failed", "late", "left"]
-#: Clients that leave do so within this time, in which most answers come.
-_LEAVES_WITHIN_S = 1.0
+#: Clients that leave do so within this time, in which half of the answers come: who was answered
+#: before has not left.
+_LEAVES_WITHIN_S = 0.4
 #: After a failure, as a client would.
 _PAUSE_S = 0.2
 _ROOM_BITS = 62

@@ -66,7 +66,10 @@ def test_answers_that_take_longer_and_longer_are_named(last_s: float, is_bad: bo
 def test_of_too_little_nothing_is_said() -> None:
     assert thirds(0.0, 3.0, samples(100, 100), answers()) == []
     assert thirds(0.0, 3.0, samples(100, 100, 100), answers()[:ANSWERS_MIN]) == []
-    assert grows([]) == []
+    assert "too little to tell" in grows([])[0]
+    soak = Result(0, 0.0, 3.0, (), tuple(answers()), (), thirds=())
+    assert any("too little to tell" in one for one in soak.faults_found())
+    assert not replace(soak, thirds=None).faults_found()
 
 
 def test_it_is_in_the_report_and_in_the_verdict() -> None:
@@ -75,7 +78,7 @@ def test_it_is_in_the_report_and_in_the_verdict() -> None:
     assert any("200 in the last" in one for one in result.faults_found())
     assert "last third:" in text(result)
     assert len(as_json(result)["thirds"]) == 3
-    assert "third" not in text(replace(result, thirds=()))
+    assert "third" not in text(replace(result, thirds=None))
 
 
 def test_memory_of_a_process_is_counted() -> None:
