@@ -172,10 +172,8 @@ class DecodeRooms:
                 return self._fenced(view)
             case LinkUp(link, layers):
                 return self._link_up(link, layers, now_s)
-            case LinkDown(link, reason):
-                return self._link_down(link, reason)
-            case LinkRefused(link, reason):
-                return self._link_refused(link, reason)
+            case LinkDown(link, reason) | LinkRefused(link, reason):
+                return self._link_gone(link, reason)
             case PeerComputed(link, said):
                 return self._peer_computed(link, said, now_s)
             case PeerFailed(link, message):
@@ -322,14 +320,8 @@ class DecodeRooms:
         advance(view, Step.LINKED, TRANSITIONS_DECODE)
         return [Tell(source.link, RoomWait(view.room, view.generation)) for source in room.sources]
 
-    def _link_down(self, link: Hashable, reason: str) -> list[Instruction]:
-        instructions: list[Instruction] = []
-        for room in list(self._rooms.values()):
-            if _leave_out(room, link):
-                instructions += self._end(room.view, RoomState.FAILED, reason)
-        return instructions
-
-    def _link_refused(self, link: Hashable, reason: str) -> list[Instruction]:
+    def _link_gone(self, link: Hashable, reason: str) -> list[Instruction]:
+        """Its rank is told, too: by the next link, if there is none to say it over."""
         instructions: list[Instruction] = []
         for room in list(self._rooms.values()):
             if any(source.link == link for source in room.sources):
@@ -401,7 +393,7 @@ def _fence(view: RoomView) -> Fence:
 
 
 def _leave_out(room: _Room, link: Hashable) -> bool:
-    """Takes a source out that knows of the room's end, or cannot be told; False if it is none."""
+    """Takes a source out that knows of the room's end; False if it is none."""
     others = tuple(source for source in room.sources if source.link != link)
     was_source = len(others) < len(room.sources)
     room.sources = others

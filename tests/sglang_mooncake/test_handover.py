@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -401,3 +402,22 @@ def test_garbage_on_the_control_port_is_refused_and_serving_goes_on(pair):
     assert isinstance(reply, HelloReply)
     assert "not a hand-over message" in (reply.refused or "")
     pair.complete(30, [1], [2], aux=0)
+
+
+def test_a_room_asked_for_at_the_port_of_a_former_life_does_not_wait_for_its_deadline(pair):
+    """The request reached the prefill server after its restart; the decode server still knew the
+    former life, failed the room, and tells the next life when it has found it."""
+    source = pair.prefill.side.open_room(7, register_dp_rank=False)
+    known = pair.decode.side.instances._known
+    (rank,) = known[pair.address].ranks
+    with socket.create_server((HOST, 0)) as server:
+        dead = msgspec.structs.replace(rank, port=server.getsockname()[1], epoch=rank.epoch - 1)
+    known[pair.address] = msgspec.structs.replace(known[pair.address], ranks=(dead,))
+    target = pair.decode.side.new_room(7)
+    pair.decode.side.choose_sources(target, pair.address, 0)
+    until(lambda: target.state is RoomState.FAILED, "nobody listens there")
+    assert "nobody listens at" in target.reason
+    pair.decode.know(pair.address)
+    pair.complete(8, [0], [1], aux=0)
+    until(lambda: source.state is RoomState.ABORTED, "the prefill rank has been told")
+    assert "the decode server gave the request up: nobody listens at" in source.reason

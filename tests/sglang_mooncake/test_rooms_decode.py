@@ -113,7 +113,8 @@ def test_a_link_that_cannot_be_opened_fails_its_room_at_once():
     rooms, view = new_rooms(), RoomView(1, 0.0)
     rooms.handle(Opened(view), 0)
     rooms.handle(SourcesChosen(view, (P0,)), 0)
-    assert rooms.handle(LinkDown("p0", "too many open files"), 0) == [Over(view)]
+    abort = Tell("p0", RoomAbort(1, 0, "too many open files"))
+    assert rooms.handle(LinkDown("p0", "too many open files"), 0) == [abort, Over(view)]
     assert (view.state, view.reason) == (RoomState.FAILED, "too many open files")
 
 
@@ -236,9 +237,11 @@ def test_a_room_that_named_no_pages_needs_no_fence():
 def test_a_lost_link_fails_its_rooms_and_is_opened_again_by_the_next():
     rooms = new_rooms()
     view = requested(rooms)
-    (fence,) = rooms.handle(LinkDown("p0", "prefill rank died"), 0)
+    fence, tell = rooms.handle(LinkDown("p0", "prefill rank died"), 0)
     rooms.handle(Fenced(view), 0)
     assert isinstance(fence, Fence)
+    # By the next link; see `DecodeLinks.send`.
+    assert tell == Tell("p0", RoomAbort(view.room, view.generation, "prefill rank died"))
     assert (view.state, view.reason) == (RoomState.FAILED, "prefill rank died")
     again = RoomView(2, 0.0)
     rooms.handle(Opened(again), 0)
