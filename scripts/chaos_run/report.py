@@ -21,7 +21,9 @@ _COLOURS = {
     "wrong": "#d00",
     "late": "#a0f",
 }
-_WIDTH, _LEFT, _LANE, _TOP = 1200, 170, 26, 50
+_WIDTH, _LEFT, _LANE, _TOP = 1300, 170, 26, 120
+#: Names of faults rise to the right, so that those of short ones stay apart.
+_SLOPE = -50
 
 
 def text(result: Result) -> str:
@@ -131,11 +133,11 @@ def svg(result: Result) -> str:
 def _at(result: Result, time_s: float) -> float:
     whole_s = max(result.ended_s - result.began_s, 1e-9)
     share = (time_s - result.began_s) / whole_s
-    return _LEFT + min(max(share, 0.0), 1.0) * (_WIDTH - _LEFT - 10)
+    return _LEFT + min(max(share, 0.0), 1.0) * (_WIDTH - _LEFT - 110)
 
 
 def _bands(result: Result, height: int) -> Iterator[str]:
-    for nth, one in enumerate(result.happened):
+    for one in result.happened:
         left, right = _at(result, one.began_s), _at(result, one.ended_s)
         served = _at(result, one.ended_s + one.recovered_s)
         for begin, end, colour in ((left, right, "#f6c9c0"), (right, served, "#fdebc8")):
@@ -144,7 +146,8 @@ def _bands(result: Result, height: int) -> Iterator[str]:
                 f'height="{height - _TOP - 50}" fill="{colour}"/>'
             )
         label = f"{one.fault.kind} {one.fault.victim}"
-        yield f'<text x="{left:.1f}" y="{11 + 11 * (nth % 3)}">{escape(label)}</text>'
+        x, y = f"{(left + right) / 2:.1f}", _TOP - 8
+        yield f'<text x="{x}" y="{y}" transform="rotate({_SLOPE} {x} {y})">{escape(label)}</text>'
 
 
 def _lanes(result: Result) -> Iterator[str]:
