@@ -166,7 +166,7 @@ def test_what_is_wrong_is_found(python: str, tmp_path: Path) -> None:
 
 
 def test_steps_for_which_there_is_no_time_are_left_out(python: str, tmp_path: Path) -> None:
-    status, found = run(python, tmp_path, "--minutes", "0.02", "--only", "kinds")
+    status, found = run(python, tmp_path, "--minutes", "0.001", "--only", "kinds")
     assert status == 1
     assert "left-out" in states(found).values()
 
