@@ -23,15 +23,16 @@ from sglang_mooncake.links.prefill import way
 def test_the_line_of_the_log_says_what_to_expect_and_why(
     rate: float, reason: str, says: str
 ) -> None:
-    peer = SimpleNamespace(transport="samehost", bytes_per_s=rate, transport_reason=reason)
+    peer = SimpleNamespace(
+        transport="samehost", bytes_per_s=rate, transport_reason=reason, is_encrypted=False
+    )
     assert way(peer) == says
 
 
-def test_engines_tell_it_of_their_peers() -> None:
-    with (
-        te.Engine(te.Config(transports=("tcp",))) as source,
-        te.Engine(te.Config(transports=("tcp",))) as target,
-    ):
+@pytest.mark.parametrize(("encrypt", "says"), [(False, "tcp"), (True, "tcp, encrypted")])
+def test_engines_tell_it_of_their_peers(encrypt: bool, says: str) -> None:
+    config = te.Config(transports=("tcp",), keys=(bytes(range(32)),), encrypt=encrypt)
+    with te.Engine(config) as source, te.Engine(config) as target:
         peer = source.connect(target.card())
-        assert way(peer) == "tcp"  # The loopback interface has no speed.
+        assert way(peer) == says  # The loopback interface has no speed.
         assert source.stats().peer_bytes_per_s == {peer.id: 0.0}
