@@ -4,6 +4,7 @@ to be seen on the way."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -386,39 +387,40 @@ def test_a_rank_that_proves_another_key_is_named_and_looked_up_afresh(prefill, k
 
 
 class Tap:
-    """Passes on what goes to a port, and keeps a copy."""
+    """Passes on what goes to a port, over one connection, and keeps a copy."""
 
     def __init__(self, port: int) -> None:
         self.seen = bytearray()
         self._target = port
         self._listener = socket.create_server((HOST, 0))
         self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                one, _ = self._listener.accept()
-            except OSError:
-                return
-            other = socket.create_connection((HOST, self._target))
-            for here, there in ((one, other), (other, one)):
-                threading.Thread(target=self._pass_on, args=(here, there), daemon=True).start()
+    def _serve(self) -> None:
+        with (
+            contextlib.suppress(OSError),
+            self._listener.accept()[0] as one,
+            socket.create_connection((HOST, self._target)) as other,
+        ):
+            back = threading.Thread(target=self._pass_on, args=(other, one), daemon=True)
+            back.start()
+            self._pass_on(one, other)
+            back.join(WAIT_S)
 
     def _pass_on(self, here: socket.socket, there: socket.socket) -> None:
-        while True:
-            try:
-                data = here.recv(1 << 16)
+        with contextlib.suppress(OSError):
+            while data := here.recv(1 << 16):
+                self.seen += data
                 there.sendall(data)
-            except OSError:
-                data = b""
-            if not data:
-                there.close()
-                return
-            self.seen += data
+        for one in (here, there):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(WAIT_S)
         self._listener.close()
 
 

@@ -4,6 +4,7 @@ them. That transfers are as over plain TCP, the contract's tests show (te_contra
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import random
@@ -216,7 +217,9 @@ class Way:
         self.seen = {True: bytearray(), False: bytearray()}
         #: Gets each piece, and whether it goes to the destination; what it returns goes on.
         self.change: Callable[[bytes, bool], bytes] = lambda data, forth: data
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._ends: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
 
     def _accept(self) -> None:
         while True:
@@ -225,8 +228,10 @@ class Way:
             except OSError:
                 return
             far = socket.create_connection(self._target)
+            self._ends += [near, far]
             for one, other, forth in ((near, far, True), (far, near, False)):
                 thread = threading.Thread(target=self._pass, args=(one, other, forth), daemon=True)
+                self._threads.append(thread)
                 thread.start()
 
     def _pass(self, one: socket.socket, other: socket.socket, forth: bool) -> None:
@@ -239,14 +244,18 @@ class Way:
                 data = b""
             if not data:
                 for end in (one, other):
-                    try:
+                    with contextlib.suppress(OSError):
                         end.shutdown(socket.SHUT_RDWR)
-                    except OSError:
-                        return
                 return
 
     def close(self) -> None:
-        self._listener.close()
+        for one in (self._listener, *self._ends):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+        for one in (self._listener, *self._ends):
+            one.close()
 
 
 def replaced(card: Card, **fields: object) -> Card:
