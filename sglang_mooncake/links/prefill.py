@@ -27,7 +27,7 @@ from sglang_mooncake.layout import LayoutMismatch, Plan
 from sglang_mooncake.links.curve import Gatekeeper, new_pair
 from sglang_mooncake.links.destinations import Destination, Destinations
 from sglang_mooncake.links.newcomers import Newcomers
-from sglang_mooncake.links.sockets import Readers, open_router
+from sglang_mooncake.links.sockets import QUEUE_MESSAGES_MAX, Readers, open_router
 from sglang_mooncake.messages import (
     Hello,
     HelloReply,
@@ -109,6 +109,8 @@ class PrefillLinks:
         self._gatekeeper: Gatekeeper | None = None
         self._router: zmq.Socket[bytes] | None = None
         self._newcomers: Newcomers | None = None
+        #: By connection: what one whose queue is full must hear. At most one for each that stands.
+        self._unsaid: dict[str, LinkReset] = {}
         self._refusals = Refusals("message")
 
     def __len__(self) -> int:
@@ -140,16 +142,24 @@ class PrefillLinks:
         return port
 
     def send(self, key: str, message: Message) -> None:
-        """Raises nothing: a decode rank that has gone is reported, once."""
+        """Raises nothing: a decode rank that has gone, or takes nothing in, is reported, once. The
+        latter is told as soon as it takes something in, since it waits for what is lost now."""
         assert self._router is not None
         try:
             self._router.send_multipart([_routing_id(key), messages.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            # EAGAIN: it takes nothing in; it has deadlines of its own.
+            if error.errno == errno.EAGAIN and isinstance(message, LinkReset):
+                self._unsaid[key] = message
             destination = self._destinations.get(key)
             if destination is None:
                 # A line for each would let strangers fill the log: they ask, and leave.
                 logger.debug("cannot tell %s: %s (%s)", key, message, error)
+            elif error.errno == errno.EAGAIN:
+                self._reset(
+                    destination,
+                    f"gives up {destination.rank}, which takes no messages in: "
+                    f"{QUEUE_MESSAGES_MAX} wait for it",
+                )
             elif error.errno != errno.EHOSTUNREACH:
                 logger.warning("cannot tell %s: %s (%s)", key, message, error)
             else:
@@ -159,6 +169,9 @@ class PrefillLinks:
         """Gives up links whose data path has ended, and probes the others where that is due."""
         if self._newcomers is not None:
             self._newcomers.tick()
+        unsaid, self._unsaid = self._unsaid, {}
+        for key, reset in unsaid.items():  # what cannot be said yet comes back
+            self.send(key, reset)
         for destination in self._destinations:
             if not destination.peer.alive:
                 self._reset(destination, f"lost the data path to {destination.rank}")

@@ -17,6 +17,7 @@ from sglang_mooncake.context import Deadlines
 
 __all__ = [
     "HANDSHAKE_FAILED",
+    "QUEUE_MESSAGES_MAX",
     "CurvePair",
     "PortsTaken",
     "Readers",
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 #: Control messages that wait for one peer; beyond it the peer counts as unreachable.
-_QUEUE_MESSAGES_MAX = 10_000
+QUEUE_MESSAGES_MAX = 10_000
 #: A connection that could not be made safe; `EVENT_DISCONNECTED` follows.
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -176,8 +177,8 @@ def _bound(
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _milliseconds(silence_s))
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, int(":" in host))
-    socket.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES_MAX)
-    socket.setsockopt(zmq.RCVHWM, _QUEUE_MESSAGES_MAX)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES_MAX)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES_MAX)
     socket.setsockopt(zmq.MAXMSGSIZE, message_bytes_max)
 
 

@@ -258,7 +258,7 @@ def test_a_message_that_cannot_be_sent_takes_the_link_down_and_raises_nothing(be
 
 
 def test_a_rank_that_takes_nothing_in_loses_its_link(bench, monkeypatch):
-    monkeypatch.setattr("sglang_mooncake.links.sockets._QUEUE_MESSAGES_MAX", 2)
+    monkeypatch.setattr("sglang_mooncake.links.sockets.QUEUE_MESSAGES_MAX", 2)
     with socket.create_server((HOST, 0)) as silent:
         key = key_of(silent.getsockname()[1])
         bench.links.open(key)
