@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -128,7 +129,8 @@ def truncate(items: Iterator[bytes]) -> Iterator[bytes]:
         pytest.param(repeat, CHANGED, id="repeated"),
         pytest.param(swap, CHANGED, id="out of order"),
         pytest.param(leave_out, CHANGED, id="left out"),
-        pytest.param(truncate, "in the middle of a transfer", id="cut off"),
+        # Its end comes as a reset where the target was about to answer.
+        pytest.param(truncate, "in the middle of a transfer|reset by peer", id="cut off"),
     ],
 )
 def test_what_was_tampered_with_does_not_land(
@@ -139,7 +141,7 @@ def test_what_was_tampered_with_does_not_land(
     transfer, landed = written(way.card, target)
     assert transfer.poll() is te.Status.FAILED
     assert landed <= (AT + 1) * RECORD
-    wait_until(lambda: reason in caplog.text, "the cause in the log")
+    wait_until(lambda: re.search(reason, caplog.text), "the cause in the log")
 
 
 def test_what_a_source_said_is_no_answer_to_it(target: te.Engine, way: Middle) -> None:
