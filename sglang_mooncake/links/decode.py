@@ -179,10 +179,10 @@ class DecodeLinks:
         that a room has ended is kept for the next link to the same rank, or to its next life: it
         may have the request, and would wait for this rank until its own deadline."""
         link = self._links.get(key)
-        if isinstance(message, RoomAbort) and not self.stands(key):
-            self._keep(key, message)
         if link is not None:
             self._send(link, messages.encode(message))
+        if isinstance(message, RoomAbort) and not self.stands(key):
+            self._keep(key, message)
 
     def _keep(self, key: LinkKey, message: RoomAbort) -> None:
         place = key.place
@@ -247,7 +247,8 @@ class DecodeLinks:
                 link.engine, link.layers = te.Identity(engine_id, engine_epoch), layers
                 for unsaid in self._unsaid.pop(key.place, ()):
                     self.send(key, unsaid)
-                self._report(LinkUp(key, layers))
+                if self._is_current(link):  # else that has been reported
+                    self._report(LinkUp(key, layers))
             case HelloReply(refused=reason):
                 # It can be told until the link is closed; see `_FAREWELL_MS`.
                 self._report(LinkRefused(key, f"{key} refused: {reason}"))

@@ -257,6 +257,18 @@ def test_a_message_that_cannot_be_sent_takes_the_link_down_and_raises_nothing(be
     assert bench.events == [down]
 
 
+def test_a_link_that_is_lost_while_kept_ends_are_said_is_not_reported_to_stand(bench):
+    bench.links.send(bench.key, ABORT)
+    bench.links.open(bench.key)
+    identity, _ = bench.take()
+    bench.links._links[bench.key].dealer.__class__ = Unsendable
+    bench.say(identity, STANDS)
+    bench.hear()
+    (down,) = bench.events
+    assert isinstance(down, LinkDown)
+    assert [list(said) for said in bench.links._unsaid.values()] == [[ABORT]], "for the next link"
+
+
 def test_a_rank_that_takes_nothing_in_loses_its_link(bench, monkeypatch):
     monkeypatch.setattr("sglang_mooncake.links.sockets.QUEUE_MESSAGES_MAX", 2)
     with socket.create_server((HOST, 0)) as silent:
