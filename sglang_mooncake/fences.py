@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 #: of others waiting, so it is looked at again later.
 _TRY_S = 0.1
 _CLOSE_TIMEOUT_S = 5.0
+#: How often the log names a room whose fence is still not confirmed.
+_SAID_EVERY_S = 10.0
 
 
 @dataclass(slots=True)
@@ -29,7 +32,10 @@ class _Job:
 
     view: RoomView
     tags: tuple[int, ...]
+    began_s: float
     tries: int = 0
+    #: When the log is to name it next; at its first failure at once.
+    next_said_s: float = float("-inf")
 
 
 class Fencer:
@@ -48,8 +54,9 @@ class Fencer:
         fence: Callable[[int, float], object],
         confirmed: Callable[[RoomView], None],
         name: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._fence, self._confirmed = fence, confirmed
+        self._fence, self._confirmed, self._clock = fence, confirmed, clock
         self._changed = threading.Condition()
         self._new: deque[_Job] = deque()  # each is tried once before any other is tried again
         self._due: deque[_Job] = deque()
@@ -63,7 +70,7 @@ class Fencer:
     def close_tags(self, view: RoomView, tags: tuple[int, ...]) -> None:
         """Has the tags closed."""
         with self._changed:
-            self._new.append(_Job(view, tags))
+            self._new.append(_Job(view, tags, self._clock()))
             self._changed.notify()
 
     def retry(self) -> None:
@@ -92,7 +99,10 @@ class Fencer:
                 continue
             if job.tries:
                 logger.warning(
-                    "room %d: its fence is confirmed, at try %d", job.view.room, job.tries + 1
+                    "room %d: its fence is confirmed, at try %d, after %.1f s",
+                    job.view.room,
+                    job.tries + 1,
+                    self._clock() - job.began_s,
                 )
             self._confirmed(job.view)
 
@@ -107,11 +117,14 @@ class Fencer:
         try:
             self._fence(tag, _TRY_S)
         except Exception as error:
-            if not job.tries:  # once per room: a next try follows within tenths of a second
+            now_s = self._clock()
+            if now_s >= job.next_said_s:  # a next try follows within tenths of a second
+                job.next_said_s = now_s + _SAID_EVERY_S
                 logger.error(
-                    "room %d: it is not known that nothing lands in its pages any more (tag %#x), "
-                    "so they stay reserved, and the fence is tried again: %s",
+                    "room %d: since %.1f s it is not known that nothing lands in its pages any "
+                    "more (tag %#x), so they stay reserved, and the fence is tried again: %s",
                     job.view.room,
+                    now_s - job.began_s,
                     tag,
                     error,
                     exc_info=not isinstance(error, te.FenceTimeout),

@@ -157,7 +157,7 @@ def test_whatever_a_fence_raises_it_is_tried_again_until_it_is_confirmed(caplog)
             raise problems.pop(0)
 
     stuck, other = RoomView(1, 0.0), RoomView(2, 0.0)
-    fencer = Fencer(fence, confirmed.append, "fences")
+    fencer = Fencer(fence, confirmed.append, "fences", clock=lambda: 7.0)
     fencer.start()
     with caplog.at_level(logging.WARNING):
         fencer.close_tags(stuck, (1, 2))
@@ -170,4 +170,31 @@ def test_whatever_a_fence_raises_it_is_tried_again_until_it_is_confirmed(caplog)
     (problem, late) = caplog.records
     assert "RuntimeError: a bug" in caplog.text
     assert "so they stay reserved" in problem.message
-    assert late.message == "room 1: its fence is confirmed, at try 4"
+    assert late.message == "room 1: its fence is confirmed, at try 4, after 0.0 s"
+
+
+def test_a_fence_that_stays_unconfirmed_is_named_again_with_the_time(caplog):
+    now_s, tries = [100.0], [0]
+
+    def fence(tag: int, timeout_s: float) -> None:
+        tries[0] += 1
+        raise te.FenceTimeout("stuck")
+
+    def tried_again() -> None:
+        before = tries[0]
+        until(lambda: fencer.retry() or tries[0] > before, "it is tried again")
+
+    fencer = Fencer(fence, lambda view: None, "fences", clock=lambda: now_s[0])
+    fencer.start()
+    fencer.close_tags(RoomView(1, 0.0), (1,))
+    tried_again()
+    tried_again()
+    now_s[0] += 10.0
+    tried_again()
+    tried_again()
+    fencer.close()
+    said = [record.message for record in caplog.records]
+    assert [message.split(" it is not known")[0] for message in said] == [
+        "room 1: since 0.0 s",
+        "room 1: since 10.0 s",
+    ]
