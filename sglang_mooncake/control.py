@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one thread of a manager that decides: it takes stimuli from the scheduler, from peers, from
 the engine and from the clock, one at a time, and is the only one that changes rooms and uses zmq
-sockets. What may block (HTTP, connecting) runs beside it in a few workers that post their results.
+sockets. What may block (HTTP, connecting) runs in threads of others (`workers.py`), which post what
+comes of it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import zmq
@@ -24,8 +24,6 @@ __all__ = ["ControlLoop", "Handler"]
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
-#: A frozen or dead peer must not block another one's HTTP or connect.
-_WORKERS = 8
 _CLOSE_TIMEOUT_S = 5.0
 #: A link takes three sockets, of which zmq allows 1,023 unless told otherwise: a decode rank could
 #: not reach its 342nd prefill rank. This is the most that zmq has (ZMQ_SOCKET_LIMIT).
@@ -70,7 +68,6 @@ class ControlLoop:
         self._poller = zmq.Poller()
         self._poller.register(self._eventfd, zmq.POLLIN)
         self._readers: dict[Any, Callable[[], None]] = {}
-        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix=f"{name}-worker")
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -92,20 +89,6 @@ class ControlLoop:
             self._signalled = True
             _eventfd_write(self._eventfd, 1)
 
-    def work(self, call: Callable[[], Any], done: Callable[[Any], Any]) -> None:
-        """Runs `call()` in a worker, then posts `done(its result)`. `call` must turn what can go
-        wrong into its result; what it raises in spite of that is logged with its traceback."""
-
-        def run() -> None:
-            try:
-                result = call()
-            except Exception:
-                logger.exception("a worker of the hand-over failed; its request will time out")
-                raise
-            self.post(done(result))
-
-        self._workers.submit(run)
-
     def add_reader(self, socket: zmq.Socket[bytes], readable: Callable[[], None]) -> None:
         self._readers[socket] = readable
         self._poller.register(socket, zmq.POLLIN)
@@ -115,7 +98,7 @@ class ControlLoop:
         self._poller.unregister(socket)
 
     def close(self) -> None:
-        """Ends the thread, its sockets and workers. Idempotent."""
+        """Ends the thread and its sockets. Idempotent."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -124,7 +107,6 @@ class ControlLoop:
             self._thread.join(_CLOSE_TIMEOUT_S)
         elif self._thread.ident is None:
             self.zmq_context.destroy(linger=0)  # never started: nobody else will
-        self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
         try:

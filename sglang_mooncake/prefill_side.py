@@ -16,9 +16,10 @@ import numpy.typing as npt
 import zmq
 
 import te
-from bootstrap_server import BootstrapClient, BootstrapError
+from bootstrap_server import BootstrapClient
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
+from sglang_mooncake.dp_ranks import DpRankNotices
 from sglang_mooncake.executor import Executor
 from sglang_mooncake.layout import Layout, Plan, can_go_by_layers
 from sglang_mooncake.links.prefill import Connected, PrefillLinks
@@ -94,6 +95,7 @@ class PrefillSide(Side):
             context.deadlines.waiting_s,
             context.names.waiting,
         )
+        self._dp_ranks = DpRankNotices(self._register_dp_rank, self.fail)
         self._ports: tuple[int, int] | None = None
         self._port: queue.Queue[int | Exception] = queue.Queue(1)
         #: Rooms (by serial) that the scheduler polls in every step. Its thread alone uses this.
@@ -116,11 +118,18 @@ class PrefillSide(Side):
         Raises:
             zmq.ZMQError: the address of this rank cannot be bound.
             PortsTaken: none of `ports` is free.
+            TimeoutError: the loop did not come so far within 10 s.
         """
         self._ports = ports
         self._order.start()
         self._loop.start()
-        port = self._port.get(timeout=_START_TIMEOUT_S)
+        try:
+            port = self._port.get(timeout=_START_TIMEOUT_S)
+        except queue.Empty:
+            raise TimeoutError(
+                f"{self._context.name}: its thread for control messages has not opened its port "
+                f"after {_START_TIMEOUT_S:g} s; is the machine overloaded?"
+            ) from None
         if isinstance(port, Exception):
             raise port
         return port
@@ -130,10 +139,7 @@ class PrefillSide(Side):
         view = self.new_room(room)
         self._polled.add(view.serial)
         if register_dp_rank:
-            self._loop.work(
-                lambda: self._register_dp_rank(room),
-                lambda failure: rooms.Broken(view, failure) if failure else None,
-            )
+            self._dp_ranks.tell(view)
         return view
 
     def send_chunk(
@@ -199,6 +205,7 @@ class PrefillSide(Side):
 
     def close(self) -> None:
         super().close()
+        self._dp_ranks.close()
         self._order.close()
 
     # --- control.Handler ------------------------------------------------------------------------
@@ -215,8 +222,6 @@ class PrefillSide(Side):
 
     def on_stimulus(self, stimulus: Any, now_s: float) -> None:
         match stimulus:
-            case None:
-                pass  # a worker that went well and has nothing to say
             case _SentAfter(sent, events):
                 self._order.submit(sent.view, sent, events)
             case rooms.ChunkSent(view) | rooms.LayersFilled(view):
@@ -241,15 +246,11 @@ class PrefillSide(Side):
         self._links.tick(now_s)
         self._recorder.open_rooms(len(self._rooms))
 
-    def _register_dp_rank(self, room: int) -> str | None:
-        client = BootstrapClient(self._context.bootstrap_address, keys=self._context.keys.registry)
-        try:
-            client.register_dp_rank(room, self._context.coords.dp)
-        except BootstrapError as error:
-            return f"cannot tell the bootstrap server which DP rank has room {room}: {error}"
-        finally:
-            client.close()
-        return None
+    def _register_dp_rank(self, room: int) -> None:
+        """In a thread of `DpRankNotices`. Raises BootstrapError."""
+        context = self._context
+        with BootstrapClient(context.bootstrap_address, keys=context.keys.registry) as client:
+            client.register_dp_rank(room, context.coords.dp)
 
     # --- rooms ---
 

@@ -49,7 +49,7 @@ class Side:
         self._loop.post(Closed(view))
 
     def close(self) -> None:
-        """Ends the loop, its sockets and its workers. Idempotent."""
+        """Ends the loop and its sockets. Idempotent."""
         self._loop.close()
 
 

@@ -39,8 +39,9 @@ from sglang_mooncake.messages import (
     RoomWait,
 )
 from sglang_mooncake.rooms.prefill_events import Awaited, PeerLost, Requested, RoomAborted
+from sglang_mooncake.workers import Workers
 
-__all__ = ["Connected", "LinkEvent", "PrefillLinks", "Workers"]
+__all__ = ["Connected", "LinkEvent", "Poster", "PrefillLinks"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,23 +53,29 @@ MESSAGES_PER_TURN = 256
 #: 4,096 decode ranks are 16 for each seat.
 GREETINGS_MAX = 4_096
 GREETINGS_OF_SEAT_MAX = 256
+#: Data paths made at a time. One to a host that has been cut off takes 5 s
+#: (`te.Config.connect_timeout_s`), so those to one host leave threads for the others.
+CONNECT_THREADS = 16
+CONNECT_THREADS_OF_HOST = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A worker's result: the data path to a decode rank, or why there is none."""
+    """What came of a hello: the data path to a decode rank, or why there is none. `host` is where
+    it came from."""
 
     key: str
+    host: str
     rank: str
     plan: Plan
     peer: te.Peer | str
     card: bytes
 
 
-class Workers(Readers, Protocol):
-    """What `ControlLoop` has for those who use sockets and do what may block."""
+class Poster(Readers, Protocol):
+    """What `ControlLoop` has for those who use sockets and have threads of their own."""
 
-    def work(self, call: Callable[[], Any], done: Callable[[Any], Any]) -> None: ...
+    def post(self, stimulus: Any) -> None: ...
 
 
 class PrefillLinks:
@@ -78,7 +85,7 @@ class PrefillLinks:
 
     Args:
         name: of this rank, for sentences.
-        loop: calls back when a socket can be read. What its `work` posts, a `Connected`, is to be
+        loop: calls back when a socket can be read. A `Connected` that is posted to it is to be
             handed to `connected`.
         plan: what is written to the decode rank of a hello; raises LayoutMismatch.
         stands: says to a decode rank that its data path stands; with the layers of its plan.
@@ -90,7 +97,7 @@ class PrefillLinks:
     def __init__(
         self,
         name: str,
-        loop: Workers,
+        loop: Poster,
         engine: te.Engine,
         plan: Callable[[Hello], Plan],
         stands: HelloReply,
@@ -102,6 +109,13 @@ class PrefillLinks:
         self._plan, self._stands, self._report = plan, stands, report
         self._deadlines, self._next_probe_s = deadlines, 0.0
         self._destinations = Destinations()
+        self._connecting = Workers(
+            "kv-prefill-connect",
+            CONNECT_THREADS,
+            # One that is made again is counted twice for a moment.
+            GREETINGS_MAX + CONNECT_THREADS,
+            CONNECT_THREADS_OF_HOST,
+        )
         self._greeting: set[str] = set()
         self._greeting_of: Counter[str] = Counter()  # by seat
         self._keys = tuple(keys)
@@ -184,7 +198,7 @@ class PrefillLinks:
         key = result.key
         if not isinstance(result.peer, str) and not result.peer.alive:
             # It has ended since, with the former connection of this decode rank (`_lose`), say.
-            self._connect(key, result.rank, result.plan, result.card)
+            self._connect(key, result.host, result.rank, result.plan, result.card)
             return
         self._end_greeting(key)
         if isinstance(result.peer, str):
@@ -200,7 +214,8 @@ class PrefillLinks:
         self._probe([made])
 
     def close(self) -> None:
-        """Closes the socket, when nobody reads it any more."""
+        """Closes the socket, when nobody reads it any more, and connects nobody any more."""
+        self._connecting.close()
         if self._newcomers is not None:
             self._newcomers.close()
         if self._router is not None:
@@ -227,12 +242,12 @@ class PrefillLinks:
                 continue
             if key not in self._destinations:  # which have said hello
                 self._newcomers.heard(routing_id)
-            self._take(key, message)
+            self._take(key, str(routing_id.get("Peer-Address")), message)
 
-    def _take(self, key: str, message: Message) -> None:
+    def _take(self, key: str, host: str, message: Message) -> None:
         match message:
             case Hello():
-                self._greet(key, message)
+                self._greet(key, host, message)
             case RoomAbort():  # welcome from strangers too: a refused rank gives its rooms up
                 self._report(RoomAborted(key, message))
             case RoomWait() if key in self._destinations:
@@ -244,7 +259,7 @@ class PrefillLinks:
             case _:
                 logger.warning("%s sent a %s to a prefill rank", key, type(message).__name__)
 
-    def _greet(self, key: str, hello: Hello) -> None:
+    def _greet(self, key: str, host: str, hello: Hello) -> None:
         if key in self._greeting:
             return  # it will be answered
         seat = _seat(key)
@@ -262,19 +277,25 @@ class PrefillLinks:
             return
         self._greeting.add(key)
         self._greeting_of[seat] += 1
-        self._connect(key, hello.rank, plan, hello.card)
+        self._connect(key, host, hello.rank, plan, hello.card)
 
-    def _connect(self, key: str, rank: str, plan: Plan, card: bytes) -> None:
-        def connect() -> te.Peer | str:
-            try:
-                return self._engine.connect(card)
-            except te.Error as error:
-                return f"{self._name} cannot reach the engine of {rank}: {error}"
-            except Exception as error:  # the card is the peer's, who waits for an answer
-                logger.exception("the hello of %s", rank)
-                return f"{self._name} cannot connect {rank}: {error!r}"
+    def _connect(self, key: str, host: str, rank: str, plan: Plan, card: bytes) -> None:
+        """Has the data path made. Greetings are bounded, so there is always room for it."""
 
-        self._loop.work(connect, lambda peer: Connected(key, rank, plan, peer, card))
+        def connect(waited_s: float) -> None:
+            del waited_s
+            self._loop.post(Connected(key, host, rank, plan, self._path(rank, card), card))
+
+        self._connecting.submit(connect, host)
+
+    def _path(self, rank: str, card: bytes) -> te.Peer | str:
+        try:
+            return self._engine.connect(card)
+        except te.Error as error:
+            return f"{self._name} cannot reach the engine of {rank}: {error}"
+        except Exception as error:  # the card is the peer's, who waits for an answer
+            logger.exception("the hello of %s", rank)
+            return f"{self._name} cannot connect {rank}: {error!r}"
 
     def _end_greeting(self, key: str) -> None:
         if key in self._greeting:

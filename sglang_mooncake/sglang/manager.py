@@ -281,9 +281,13 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             )
             return
         if self._recompute is None:
-            self._recompute = Recompute(self.context.deadlines.waiting_s)
+            context = self.context
+            self._recompute = Recompute(context.deadlines.waiting_s, context.names.waiting)
         self._recompute.ask(
-            recompute_address(address, info.prefill_http_port), payload, kv_receiver.fail
+            recompute_address(address, info.prefill_http_port),
+            payload,
+            lambda: not kv_receiver.ended,
+            kv_receiver.fail,
         )
 
     def teardown(self) -> None:

@@ -171,6 +171,11 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         else:
             self._side.abort(self._view, "aborted by the scheduler of the decode server")
 
+    @property
+    def ended(self) -> bool:
+        """For the manager: whether the room was given up, or is over. Any thread may ask."""
+        return self._view.withdrawn or self._view.over
+
     def fail(self, reason: str) -> None:
         """For the manager: this room cannot succeed any more."""
         self._side.fail(self._view, reason)

@@ -108,13 +108,17 @@ def test_recomputing_takes_none_of_the_threads_for_queries_of_dp_ranks():
         info = SimpleNamespace(prefill_http_port=port)
         rank = SimpleNamespace(
             context=SimpleNamespace(
-                coords=RankCoords(0, 0, 0, 0), deadlines=SimpleNamespace(waiting_s=60.0)
+                coords=RankCoords(0, 0, 0, 0),
+                deadlines=SimpleNamespace(waiting_s=60.0),
+                names=SimpleNamespace(waiting="waiting_s"),
             ),
             prefill_info_table={"127.0.0.1:9": info},
             _queries=None,
             _recompute=None,
         )
-        receiver = SimpleNamespace(bootstrap_addr="127.0.0.1:9", fail=lambda reason: None)
+        receiver = SimpleNamespace(
+            bootstrap_addr="127.0.0.1:9", ended=False, fail=lambda reason: None
+        )
         for _ in range(64):
             KVManager.submit_prefill_recompute(rank, receiver, {})
         queries = KVManager._ensure_prefill_recompute_executor(rank)

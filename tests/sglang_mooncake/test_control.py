@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop thread: order, workers, and that no single error ends it."""
+"""The loop thread: order, and that no single error ends it."""
 
 from __future__ import annotations
 
@@ -89,16 +89,6 @@ def test_an_error_does_not_end_the_loop(loop, caplog):
 
 def test_ticks_go_on_after_one_that_failed(loop):
     until(lambda: loop.log.ticks >= 3, "ticks go on")
-
-
-def test_a_worker_posts_its_result_and_blocks_nobody(loop):
-    gate = threading.Event()
-    loop.work(lambda: gate.wait(20), lambda result: ("slow", result))
-    loop.work(lambda: 7, lambda result: ("fast", result))
-    until(lambda: ("fast", 7) in loop.log.seen, "the fast worker is done")
-    assert len(loop.log.seen) == 1
-    gate.set()
-    until(lambda: ("slow", True) in loop.log.seen, "the slow worker is done")
 
 
 @pytest.mark.parametrize("host", [HOST, "::1"])

@@ -284,6 +284,35 @@ def test_a_name_belongs_to_one_connection(prefill):
     assert first[1] != second[1], "the connection"
 
 
+def test_a_host_whose_engines_do_not_answer_leaves_threads_to_other_hosts():
+    """Each engine of a host that has been cut off holds a thread for 5 s."""
+    answers, cut_off = "127.0.0.2", "127.0.0.3"
+    with Prefill(Keys()) as prefill, zmq.Context() as context, contextlib.ExitStack() as stack:
+
+        def say_hello(host: str, name: str) -> zmq.Socket[bytes]:
+            made = stack.enter_context(context.socket(zmq.DEALER))
+            made.setsockopt(zmq.LINGER, 0)
+            made.connect(f"tcp://{host}:0;{HOST}:{prefill.port}")
+            made.send(encode(msgspec.structs.replace(hello(name), card=host.encode())))
+            return made
+
+        def connect(card: bytes) -> te.Peer:
+            if card.decode() == cut_off:
+                prefill.may_connect.wait(WAIT_S)
+            raise te.Error("no engine")
+
+        prefill.connect = connect  # type: ignore[method-assign]
+        waiting = [say_hello(cut_off, f"rank {n}") for n in range(links.CONNECT_THREADS + 1)]
+        until(lambda: len(prefill.links._greeting) == len(waiting), "all have said hello")
+        other = say_hello(answers, "another")
+        assert other.poll(WAIT_S * 1000), "it is held up"
+        assert "no engine" in decode(other.recv()).refused
+        assert len(prefill.links._greeting) == len(waiting), "they wait still"
+        prefill.may_connect.set()
+        for one in waiting:
+            assert one.poll(WAIT_S * 1000), "it is forgotten"
+
+
 def test_a_holder_of_a_seat_has_so_many_hellos_and_no_more(prefill, monkeypatch):
     monkeypatch.setattr(links, "GREETINGS_OF_SEAT_MAX", 2)
     crowd = [Dealer(prefill, seat_pair(OLD.control[0], 1)) for _ in range(3)]

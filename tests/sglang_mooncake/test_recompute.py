@@ -17,6 +17,10 @@ from sglang_mooncake.sglang import recompute
 from sglang_mooncake.sglang.recompute import Recompute
 
 
+def wanted() -> bool:
+    return True
+
+
 @contextmanager
 def prefill_server(status: int, free: threading.Event) -> Iterator[tuple[str, list[object]]]:
     """Answers POST /generate with `status` once `free`; its address, and what it was asked."""
@@ -54,10 +58,10 @@ def prefill_server(status: int, free: threading.Event) -> Iterator[tuple[str, li
 def test_the_prefill_server_is_asked_and_its_refusal_told(status, says):
     free, failures = threading.Event(), queue.Queue()
     free.set()
-    with prefill_server(status, free) as (address, asked), closing(Recompute(5.0)) as requests:
-        requests.ask(address, {"rid": "a"}, failures.put)
+    with prefill_server(status, free) as (address, asked), closing(Recompute(5.0, "T")) as requests:
+        requests.ask(address, {"rid": "a"}, wanted, failures.put)
         if says is None:
-            until(lambda: requests.open == 0, "the request is over")
+            until(lambda: len(requests) == 0, "the request is over")
             assert failures.empty()
         else:
             assert says in failures.get(timeout=20)
@@ -66,27 +70,72 @@ def test_the_prefill_server_is_asked_and_its_refusal_told(status, says):
 
 def test_a_server_that_is_not_there_is_told():
     failures: queue.Queue[str] = queue.Queue()
-    with closing(Recompute(5.0)) as requests:
-        requests.ask("127.0.0.1:1", {}, failures.put)
+    with closing(Recompute(5.0, "T")) as requests:
+        requests.ask("127.0.0.1:1", {}, wanted, failures.put)
         assert "the prefill server at 127.0.0.1:1 cannot be reached" in failures.get(timeout=20)
 
 
 def test_what_cannot_be_sent_ends_its_room():
     failures: queue.Queue[str] = queue.Queue()
-    with closing(Recompute(5.0)) as requests:
-        requests.ask("127.0.0.1:1", {"no json": object()}, failures.put)
+    with closing(Recompute(5.0, "T")) as requests:
+        requests.ask("127.0.0.1:1", {"no json": object()}, wanted, failures.put)
         assert "internal error" in failures.get(timeout=20)
 
 
 def test_requests_are_bounded_in_number_and_in_threads(monkeypatch):
     monkeypatch.setattr(recompute, "REQUESTS_MAX", recompute.WORKERS + 2)
     free, failures = threading.Event(), queue.Queue()
-    with prefill_server(200, free) as (address, asked), closing(Recompute(60.0)) as requests:
+    with prefill_server(200, free) as (address, asked), closing(Recompute(60.0, "T")) as requests:
         for number in range(recompute.WORKERS + 3):
-            requests.ask(address, {"number": number}, failures.put)
+            requests.ask(address, {"number": number}, wanted, failures.put)
         assert f"{recompute.WORKERS + 2} retracted requests wait" in failures.get_nowait()
         until(lambda: len(asked) == recompute.WORKERS, "all threads are taken")
         free.set()
-        until(lambda: requests.open == 0, "all are over")
+        until(lambda: len(requests) == 0, "all are over")
         assert not list(failures.queue)
         assert len(asked) == recompute.WORKERS + 2
+
+
+def test_what_nobody_wants_any_more_when_its_turn_comes_is_not_computed():
+    free, failures, wants = threading.Event(), queue.Queue(), [True] * recompute.WORKERS + [False]
+    with prefill_server(200, free) as (address, asked), closing(Recompute(60.0, "T")) as requests:
+        for number, want in enumerate(wants):
+            requests.ask(address, {"number": number}, lambda want=want: want, failures.put)
+        until(lambda: len(asked) == recompute.WORKERS, "all threads are taken")
+        free.set()
+        until(lambda: len(requests) == 0, "all are over")
+        assert not list(failures.queue)
+        assert len(asked) == recompute.WORKERS
+
+
+def test_the_time_in_the_queue_counts():
+    """Who waits behind others for as long as a request may take is told so, and nobody is asked."""
+    free, failures, now_s = threading.Event(), queue.Queue(), [0.0]
+    with prefill_server(200, free) as (address, asked), closing(Recompute(60.0, "T")) as requests:
+        requests._workers._clock = lambda: now_s[0]
+        for number in range(recompute.WORKERS):
+            requests.ask(address, {"number": number}, wanted, failures.put)
+        until(lambda: len(asked) == recompute.WORKERS, "all threads are taken")
+        requests.ask(address, {"number": "late"}, wanted, failures.put)
+        now_s[0] = 61.0
+        free.set()
+        assert failures.get(timeout=20) == (
+            "cannot recompute: the request waited 61 s behind 16 other retracted requests "
+            "(T is 60 s)"
+        )
+        assert len(asked) == recompute.WORKERS
+
+
+def test_whoever_is_told_of_a_full_queue_may_ask_again(monkeypatch):
+    """As a callback may: it must not be called under a lock."""
+    monkeypatch.setattr(recompute, "REQUESTS_MAX", 0)
+    failures: list[str] = []
+    with closing(Recompute(60.0, "T")) as requests:
+
+        def failed(reason: str) -> None:
+            failures.append(reason)
+            if len(failures) < 2:
+                requests.ask("127.0.0.1:1", {}, wanted, failed)
+
+        requests.ask("127.0.0.1:1", {}, wanted, failed)
+    assert len(failures) == 2
