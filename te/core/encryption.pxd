@@ -41,6 +41,7 @@ cdef struct Encrypted:
     uint8_t *cipher  # CIPHER_ROOM: what has come, from `cipher_from` on not opened yet
     u64 cipher_from, cipher_have
     u64 in_from, in_left  # of the record in `base` that was opened
+    ssize_t failed  # 0, or why nothing more can come
     u32 ready  # atomic: there is more than the socket shows
 
 # For the secrets of what goes out and of what comes in, SECRET_BYTES each. NULL and an errno: ENOSYS

@@ -27,7 +27,7 @@ cdef enum:
     CTRL_GET_TAG = 0x10
     CTRL_SET_TAG = 0x11
 
-cdef struct Crypto:  # of libcrypto 1.1 or 3
+cdef struct Crypto:  # of libcrypto 3
     void *(*cipher_new)() noexcept nogil
     void (*cipher_free)(void *) noexcept nogil
     int (*control)(void *, int, int, void *) noexcept nogil
@@ -42,6 +42,7 @@ cdef struct Crypto:  # of libcrypto 1.1 or 3
     uint8_t *(*hmac)(
         const void *, const void *, int, const uint8_t *, size_t, uint8_t *, unsigned int *
     ) noexcept nogil
+    void (*cleanse)(void *, size_t) noexcept nogil
     bint is_complete
 
 cdef Crypto crypto
@@ -57,9 +58,8 @@ cdef void load_crypto():
         b"EVP_CIPHER_CTX_new", b"EVP_CIPHER_CTX_free", b"EVP_CIPHER_CTX_ctrl", b"EVP_aes_256_gcm",
         b"EVP_sha256", b"EVP_EncryptInit_ex", b"EVP_EncryptUpdate", b"EVP_EncryptFinal_ex",
         b"EVP_DecryptInit_ex", b"EVP_DecryptUpdate", b"EVP_DecryptFinal_ex", b"HMAC",
+        b"OPENSSL_cleanse",
     )
-    if library == NULL:
-        library = dlopen(b"libcrypto.so.1.1", RTLD_NOW)
     if library == NULL:
         return
     for i, name in enumerate(names):
@@ -91,6 +91,7 @@ cdef bint new_key(Direction *d, bint encrypts) noexcept nogil:
         good = crypto.begin_encrypt(d.cipher, crypto.aes_256_gcm(), NULL, key, NULL) > 0
     elif good:
         good = crypto.begin_decrypt(d.cipher, crypto.aes_256_gcm(), NULL, key, NULL) > 0
+    crypto.cleanse(key, SECRET_BYTES)
     d.number = 0
     return good
 
@@ -104,6 +105,7 @@ cdef bint step(Direction *d, bint encrypts) noexcept nogil:
     if not expand(d.secret, b"te next secret\0\x01", 16, following):
         return False
     memcpy(d.secret, following, SECRET_BYTES)
+    crypto.cleanse(following, SECRET_BYTES)
     return new_key(d, encrypts)
 
 
@@ -192,7 +194,7 @@ cdef void encrypted_free(Encrypted *s) noexcept nogil:
     if s.file >= 0:
         close(s.file)
     free(s.cipher)
-    memset(s, 0, sizeof(Encrypted))
+    crypto.cleanse(s, sizeof(Encrypted))  # which a compiler does not leave out, as it may memset
     free(s)
 
 
@@ -278,24 +280,33 @@ cdef u64 whole_record(Encrypted *s) noexcept nogil:
     return nbytes if have >= RECORD_HEAD_BYTES + nbytes + TAG_BYTES else 0
 
 
+cdef ssize_t failed(Encrypted *s, ssize_t errnum) noexcept nogil:
+    if errnum != -EAGAIN and errnum != -EINTR:
+        s.failed = errnum
+    return errnum
+
+
 cdef ssize_t open_next(Encrypted *s, int fd) noexcept nogil:
-    """1, or as `recv`."""
+    """1, or as `recv`. What has failed fails again: a socket tells of its reset once, and that may be
+    behind bytes that are returned first."""
     cdef ssize_t n
     cdef u64 nbytes = whole_record(s)
+    if s.failed < 0:
+        return s.failed
     while nbytes == 0:
         s.cipher_have -= s.cipher_from
         memmove(s.cipher, s.cipher + s.cipher_from, s.cipher_have)
         s.cipher_from = 0
         n = recv(fd, s.cipher + s.cipher_have, CIPHER_ROOM - s.cipher_have, MSG_DONTWAIT)
         if n <= 0:
-            return n if n == 0 else -last_errno()
+            return n if n == 0 else failed(s, -last_errno())
         s.cipher_have += n
         nbytes = whole_record(s)
     if nbytes > RECORD_BYTES:
-        return -EBADMSG
+        return failed(s, -EBADMSG)
     n = decrypt_record(&s.into, s.cipher + s.cipher_from, <u32>nbytes, s.base + IN_AT)
     if n < 0:
-        return n
+        return failed(s, n)
     s.cipher_from += RECORD_HEAD_BYTES + nbytes + TAG_BYTES
     s.in_from = 0
     s.in_left = nbytes

@@ -9,6 +9,7 @@ import ctypes
 import errno
 import random
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,6 +33,8 @@ KEYS = (pattern(3, 32).tobytes(),)
 ENCRYPTED = te.Config(transports=("tcp",), keys=KEYS, encrypt=True, rails=1)
 NBYTES = 1 << 20
 TIMEOUT_S = 20.0
+#: tcpi_state of a connection that has ended (linux/tcp.h, net/tcp_states.h).
+TCP_CLOSE = 7
 
 
 class Ends:
@@ -175,6 +178,27 @@ def test_a_record_counts_once(ends: Ends) -> None:
     with pytest.raises(OSError, match="Bad message") as caught:
         ends.deliver(data)
     assert caught.value.errno == errno.EBADMSG
+
+
+def test_a_reset_behind_a_record_is_told_after_it() -> None:
+    """A socket tells of it once, and then looks as if the other side had closed it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = socket.create_connection(server.getsockname())
+        there, _ = server.accept()
+    with here, there:
+        there.setblocking(False)
+        source, target, room = Records(A, B), Records(B, A), bytearray(1 << 20)
+        assert source.send(here.fileno(), b"the last words") == 14
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        here.close()
+        wait_until(
+            lambda: there.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE,
+            "reset",
+        )
+        assert target.receive(there.fileno(), room) == 14
+        for _ in range(2):
+            with pytest.raises(ConnectionResetError):
+                target.receive(there.fileno(), room)
 
 
 def test_memory_of_the_application_that_has_vanished_is_an_error_and_no_crash(ends: Ends) -> None:
