@@ -8,6 +8,7 @@ installed SGLang for members that its schedulers read of our objects and that we
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,11 +118,7 @@ def rank_context(
         bootstrap_address=_bootstrap_address() if role == "prefill" else "",
         prefill_http_port=int(serving.port) if role == "prefill" else None,
         register_dp_rank=role == "prefill" and parallel.num_dp_ranks > 1 and not _follows_room(),
-        deadlines=Deadlines(
-            bootstrap_s=float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
-            waiting_s=float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
-            **_heartbeats(),
-        ),
+        deadlines=_deadlines(),
         # As SGLang decides it (CommonKVManager.__init__, enable_all_cp_ranks_for_transfer).
         all_cp_ranks=bool(
             envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get()
@@ -132,17 +129,22 @@ def rank_context(
     )
 
 
-def _heartbeats() -> dict[str, Any]:
-    """What the operator says of them, if anything: SGLang's own defaults (5 s, 2) are made for HTTP
-    requests, and would find a frozen rank after 15 s."""
+def _deadlines() -> Deadlines:
+    """SGLang's, but for heartbeats of which the operator says nothing: SGLang's own defaults (5 s,
+    2) are made for HTTP requests, and would find a frozen rank after 15 s."""
     interval = envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL
     failures = envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE
+    deadlines = Deadlines(
+        bootstrap_s=float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
+        waiting_s=float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
+    )
     if not (interval.is_set() or failures.is_set()):
-        return {}
-    return {
-        "heartbeat_s": max(float(interval.get()), 0.1),
-        "heartbeat_failures_max": max(int(failures.get()), 1),
-    }
+        return deadlines
+    return replace(
+        deadlines,
+        heartbeat_s=max(float(interval.get()), 0.1),
+        heartbeat_failures_max=max(int(failures.get()), 1),
+    )
 
 
 def _split(role: Role) -> Split:

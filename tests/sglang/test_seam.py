@@ -408,12 +408,25 @@ def test_the_variables_of_sglang_that_begin_like_ours_are_known(srt):
 def test_heartbeats_are_the_operators_where_he_says_anything_of_them(
     monkeypatch, said, heartbeat_s, failures
 ):
-    from sglang_mooncake.context import Deadlines
     from sglang_mooncake.sglang import seam
 
     for name in ("INTERVAL", "MAX_FAILURE"):
         monkeypatch.delenv(f"SGLANG_DISAGGREGATION_HEARTBEAT_{name}", raising=False)
     for name, value in said.items():
         monkeypatch.setenv(f"SGLANG_DISAGGREGATION_HEARTBEAT_{name}", value)
-    deadlines = Deadlines(**seam._heartbeats())
+    deadlines = seam._deadlines()
     assert (deadlines.heartbeat_s, deadlines.heartbeat_failures_max) == (heartbeat_s, failures)
+
+
+@pytest.mark.parametrize(("said", "bootstrap_s", "waiting_s"), [("", 300, 300), ("78", 7, 8)])
+def test_the_deadlines_of_a_room_are_those_of_sglang(monkeypatch, said, bootstrap_s, waiting_s):
+    from sglang_mooncake.sglang import seam
+
+    for name, value in zip(("BOOTSTRAP", "WAITING"), said or (None, None), strict=True):
+        variable = f"SGLANG_DISAGGREGATION_{name}_TIMEOUT"
+        if value is None:
+            monkeypatch.delenv(variable, raising=False)
+        else:
+            monkeypatch.setenv(variable, value)
+    deadlines = seam._deadlines()
+    assert (deadlines.bootstrap_s, deadlines.waiting_s) == (bootstrap_s, waiting_s)
