@@ -61,7 +61,7 @@ class Beside:
 async def kept_busy(cores: Sequence[int]) -> AsyncIterator[None]:
     """On each of these cores a process turns that gets what others leave (SCHED_IDLE). Processors
     are faster while their neighbours rest, and so would be a pair while the other one stands
-    still."""
+    still. Its own cores must have none: it would lose 30 % of its rate, more or less."""
     async with AsyncExitStack() as stack:
         for core in cores:
             process = await asyncio.create_subprocess_exec(

@@ -4,8 +4,9 @@
 Of a fault that is `alone` each pair has the same clients before, during and after it, and nobody
 else has any; each of them asks again as soon as it is answered, the same prompts in turns. Each
 pair, with its clients, has cores of its own (`Deployment`), so that a victim that starts, or stands
-still, neither takes CPU time from the other pair nor leaves it any; and no core rests meanwhile
-(`beside.kept_busy`). What the pairs still share is memory, the kernel and the rest of the machine.
+still, neither takes CPU time from the other pair nor leaves it any; and its cores do not rest
+meanwhile (`beside.kept_busy`). What the pairs still share is memory, the kernel and the rest of the
+machine.
 """
 
 from __future__ import annotations

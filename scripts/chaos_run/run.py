@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -205,7 +204,7 @@ class Run:
         """With the clients of the two pairs alone, and time before and after it."""
         self._others_ask.clear()
         try:
-            async with kept_busy(sorted(os.sched_getaffinity(0))):
+            async with kept_busy(self._deployment.cores(fault.victim)):
                 before = await _quiet()
                 happened = await self._disturb(session, fault)
                 after = await _quiet()
