@@ -131,6 +131,7 @@ def make_context(
 
 class PrefillRank:
     def __init__(self, context: RankContext, config: Config, memory: Memory) -> None:
+        self.memory = memory  # which is written and read for as long as the rank lives
         self.engine = _engine(memory, config, "none")
         layout = memory.layout(Buffers((), (), ()))
         recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
@@ -171,6 +172,7 @@ class PrefillRank:
 
 class DecodeRank:
     def __init__(self, context: RankContext, config: Config, memory: Memory) -> None:
+        self.memory = memory  # which is written and read for as long as the rank lives
         self.engine = _engine(memory, config, "tagged")
         self.seals = SealBuffer(self.engine)
         layout = memory.layout(self.seals.buffers)
