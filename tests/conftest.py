@@ -8,6 +8,7 @@ from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from testbed_nics import nics
 
 # The machines that run this are small and shared: time per example says nothing there.
 settings.register_profile(
@@ -37,11 +38,23 @@ def pytest_report_header() -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what the kernel lets only root do; in CI it fails instead."""
-    frozen = [item for item in items if item.get_closest_marker("userfaultfd")]
-    if frozen and _leaves_frozen_out():
-        items[:] = [item for item in items if item not in frozen]
-        config.hook.pytest_deselected(items=frozen)
+    """Leaves out what the kernel lets only root do (in CI it fails instead), and on RDMA devices
+    the tests of the other driver, which run when its testbed is up."""
+    left_out = [
+        item
+        for item in items
+        if (item.get_closest_marker("userfaultfd") and _leaves_frozen_out())
+        or _is_of_another_driver(item)
+    ]
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _is_of_another_driver(item: pytest.Item) -> bool:
+    driver = item.get_closest_marker("driver")
+    drivers = {nic.driver for nic in nics()} if driver else set()
+    return bool(drivers) and driver is not None and driver.args[0] not in drivers
 
 
 @pytest.hookimpl(wrapper=True)
