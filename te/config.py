@@ -62,8 +62,9 @@ class Config:
     #: replace one, give all engines (old, new), then all (new, old), then (new,). Without any, an
     #: engine connects with all others that have none.
     keys: tuple[bytes, ...] = field(default=(), repr=False)
-    #: Encrypts all that goes over the network (AES-256-GCM, with keys that the greetings derive
-    #: from ``keys``); transports that cannot are left out. Peers must have the same here.
+    #: Encrypts all that goes over the network, with keys that the greetings derive from ``keys``:
+    #: by the kernel where both hosts' can (``modprobe tls``), else by libcrypto. Transports that
+    #: cannot encrypt are left out. Peers must have the same here.
     encrypt: bool = False
     #: Connections to a peer, which share the work; the peer's own setting is a bound, too. Over
     #: RDMA there are as many as devices, times ``rails_per_nic``.

@@ -52,8 +52,8 @@ cdef void channel_close(Channel *c) noexcept nogil
 cdef void channel_free(Channel *c) noexcept nogil
 
 # These return how many bytes, 0 at the end of the stream, or an errno below zero: -EAGAIN when the
-# call would have to wait, -EPROTO when the other side's position cannot be, -EBADMSG for an encrypted
-# record that is not the other side's.
+# call would have to wait, -EPROTO when the other side's position cannot be, -EBADMSG or (from the
+# kernel's TLS) -EMSGSIZE for an encrypted record that is not the other side's.
 
 # Memory of the application, or with `own` of the plane. It goes through pwritev(2) and preadv(2) on
 # the ring's file, as to a socket by sendmsg(2): where it has vanished that is -EFAULT, not a crash.

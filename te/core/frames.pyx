@@ -163,7 +163,7 @@ cdef Moved connection_send(Connection *c, int turns) noexcept nogil:
 cdef void channel_broke(Connection *c, int errnum) noexcept nogil:
     if errnum == EPROTO:
         violate(c.link, b"a position in a ring that cannot be")
-    elif errnum == EBADMSG:
+    elif errnum == EBADMSG or errnum == EMSGSIZE:  # the latter from the kernel's TLS
         violate(c.link, b"an encrypted record that its engine did not send here, or not so")
     else:
         link_die(c.link, BROKE, errnum, NULL)

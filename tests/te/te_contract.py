@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from te.bench._null import Wires
 from te.memory import Remote
 from te.transports import registry
 from te.transports.base import Capabilities
+from te.transports.tcp import kernel_tls
 
 __all__ = ["EMPTY", "GUARD", "TIMEOUT_S", "WAYS", "Pair", "Way", "copied", "outcome", "paired"]
 
@@ -64,11 +66,17 @@ def _of_few_slots(transport: str) -> Callable[[], Maker]:
     return lambda: make
 
 
-def _encrypted() -> Maker:
+def _encrypted(by_kernel: bool) -> Callable[[], Maker]:
+    problem = None if by_kernel else "it is left out by a test"
     keys = (pattern(9, 32).tobytes(),)
-    return lambda **config: te.Engine(
-        te.Config(transports=("tcp",), **({"keys": keys, "encrypt": True} | config))
-    )
+
+    def make(**config: Any) -> te.Engine:
+        with patch.object(kernel_tls, "problem", lambda: problem):
+            return te.Engine(
+                te.Config(transports=("tcp",), **({"keys": keys, "encrypt": True} | config))
+            )
+
+    return lambda: make
 
 
 def _of_null_devices() -> Maker:
@@ -102,7 +110,13 @@ class Way:
 WAYS: Final = [
     pytest.param(Way("loopback", _of_config("loopback")), id="loopback"),
     pytest.param(Way("tcp", _of_config("tcp")), id="tcp"),
-    pytest.param(Way("tcp", _encrypted), id="tcp-encrypted"),
+    pytest.param(Way("tcp", _encrypted(by_kernel=False)), id="tcp-encrypted"),
+    pytest.param(
+        Way("tcp", _encrypted(by_kernel=True)),
+        id="tcp-encrypted-by-kernel",
+        # It is about the testbed's kernel, so one of its drivers is enough.
+        marks=[pytest.mark.rdma, pytest.mark.driver("rxe")],
+    ),
     pytest.param(Way("samehost", _of_config("samehost")), id="samehost"),
     pytest.param(
         Way("rdma", _of_null_devices, moves_bytes=False, looks_up_all=True), id="null-devices"

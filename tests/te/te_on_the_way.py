@@ -26,9 +26,11 @@ Change: TypeAlias = Callable[[Iterator[bytes]], Iterator[bytes]]
 
 
 class Middle:
-    """One connection at a time goes through it."""
+    """One connection at a time goes through it, in records of te's (te/core/encryption.pxd), or in
+    those of TLS (RFC 8446, 5.2)."""
 
-    def __init__(self, card: bytes) -> None:
+    def __init__(self, card: bytes, is_tls: bool = False) -> None:
+        self._is_tls = is_tls
         there = decode_card(card)
         self._there = (there.host, there.port)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -61,11 +63,14 @@ class Middle:
 
     def _items(self, side: int, source: socket.socket) -> Iterator[bytes]:
         for number in range(1 << 60):
-            head_nbytes = GREETING.size if number < GREETINGS else 4
-            head = _exactly(source, head_nbytes)
             if number < GREETINGS:
+                head = _exactly(source, GREETING.size)
                 body_nbytes = GREETING.unpack(head)[3]
+            elif self._is_tls:
+                head = _exactly(source, 5)
+                body_nbytes = int.from_bytes(head[3:], "big")
             else:
+                head = _exactly(source, 4)
                 body_nbytes = struct.unpack("<I", head)[0] + 16
             item = head + _exactly(source, body_nbytes)
             self.seen[side].append(item)
@@ -88,8 +93,8 @@ def _exactly(sock: socket.socket, nbytes: int) -> bytes:
 
 
 @contextlib.contextmanager
-def middle(card: bytes) -> Iterator[Middle]:
-    found = Middle(card)
+def middle(card: bytes, is_tls: bool = False) -> Iterator[Middle]:
+    found = Middle(card, is_tls)
     try:
         yield found
     finally:

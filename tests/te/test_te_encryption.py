@@ -29,6 +29,8 @@ from te.transports.tcp import transport as tcp
 
 A, B = bytes(range(32)), bytes(range(32, 64))
 RECORD_BYTES = 64 << 10
+pytestmark = pytest.mark.usefixtures("by_records")
+
 KEYS = (pattern(3, 32).tobytes(),)
 ENCRYPTED = te.Config(transports=("tcp",), keys=KEYS, encrypt=True, rails=1)
 NBYTES = 1 << 20
@@ -368,7 +370,7 @@ def test_one_that_encrypts_and_one_that_does_not_say_so(encrypts: bool) -> None:
             source.connect(target.card())
         # Nor does the destination believe a card that somebody has changed.
         card = decode_card(target.card())
-        lie = tcp._ENCRYPTED if encrypts else b""
+        lie = tcp._RECORDS if encrypts else b""
         with pytest.raises(te.ConnectError, match=r"encrypts and .* does not; give both the same"):
             source.connect(encode(replaced(card, offers=card.offers | {"tcp": lie})))
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from te_far import wait_until
 from te_on_the_way import GREETINGS, Change, Middle, middle
 
 import te
+from te.transports.tcp import kernel_tls
+from te.transports.tcp import transport as tcp
 
 KEYS = (b"k" * 32,)
 TIMEOUT_S = 60.0
@@ -53,15 +56,27 @@ def written(card: bytes, target: te.Engine) -> tuple[te.Transfer, int]:
     return transfer, int(landed.sum())
 
 
+@pytest.fixture(
+    params=[
+        pytest.param(tcp._RECORDS, id="records"),
+        pytest.param(tcp._KERNEL, id="kernel", marks=pytest.mark.rdma),
+    ]
+)
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    problem = None if request.param == tcp._KERNEL else "it is left out by a test"
+    monkeypatch.setattr(kernel_tls, "problem", lambda: problem)
+    return bytes(request.param)
+
+
 @pytest.fixture
-def target() -> Iterator[te.Engine]:
+def target(how: bytes) -> Iterator[te.Engine]:
     with engine() as found:
         yield found
 
 
 @pytest.fixture
-def way(target: te.Engine) -> Iterator[Middle]:
-    with middle(target.card()) as found:
+def way(target: te.Engine, how: bytes) -> Iterator[Middle]:
+    with middle(target.card(), is_tls=how == tcp._KERNEL) as found:
         yield found
 
 
@@ -95,6 +110,18 @@ def flip(place: int) -> Change:
     return change
 
 
+def flip_size(is_high: bool) -> Change:
+    """In its most, or least, significant byte."""
+
+    def change(items: Iterator[bytes]) -> Iterator[bytes]:
+        record = next(items)
+        is_tls = record.startswith(b"\x17\x03\x03")
+        place = (3 if is_high else 4) if is_tls else (3 if is_high else 0)
+        yield from flip(place)(chain((record,), items))
+
+    return change
+
+
 def repeat(items: Iterator[bytes]) -> Iterator[bytes]:
     record = next(items)
     yield record
@@ -121,16 +148,19 @@ def truncate(items: Iterator[bytes]) -> Iterator[bytes]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        pytest.param(flip(0), CHANGED, id="size"),
-        pytest.param(flip(4), CHANGED, id="first byte"),
+        pytest.param(flip_size(is_high=False), CHANGED, id="size"),
+        pytest.param(flip_size(is_high=True), CHANGED, id="size too large"),
+        pytest.param(flip(5), CHANGED, id="first byte"),
         pytest.param(flip(5000), CHANGED, id="byte"),
         pytest.param(flip(-17), CHANGED, id="last byte"),
         pytest.param(flip(-1), CHANGED, id="tag"),
         pytest.param(repeat, CHANGED, id="repeated"),
         pytest.param(swap, CHANGED, id="out of order"),
         pytest.param(leave_out, CHANGED, id="left out"),
-        # Its end comes as a reset where the target was about to answer.
-        pytest.param(truncate, "in the middle of a transfer|reset by peer", id="cut off"),
+        # Where the target was about to answer, that fails.
+        pytest.param(
+            truncate, "in the middle of a transfer|reset by peer|Broken pipe", id="cut off"
+        ),
     ],
 )
 def test_what_was_tampered_with_does_not_land(
@@ -158,12 +188,14 @@ def test_what_a_source_said_is_no_answer_to_it(target: te.Engine, way: Middle) -
     assert CHANGED in transfer.reason
 
 
-def test_the_wish_to_encrypt_cannot_be_taken_out_of_a_hello(target: te.Engine, way: Middle) -> None:
+def test_the_wish_to_encrypt_cannot_be_taken_out_of_a_hello(
+    target: te.Engine, way: Middle, how: bytes
+) -> None:
     """It is proved with it."""
 
     def strip(items: Iterator[bytes]) -> Iterator[bytes]:
         yield next(items)
-        hello, wish = next(items), b"encrypted 1"
+        hello, wish = next(items), how
         assert hello.endswith(wish)
         size = int.from_bytes(hello[12:16], "little") - len(wish)
         yield hello[:12] + size.to_bytes(4, "little") + hello[16 : -len(wish)]

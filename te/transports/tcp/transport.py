@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract over TCP connections. Beyond what all greetings say, its hellos say whether the
-connection is encrypted, on which both sides must agree: what a hello says is proved."""
+connection is encrypted, and how: by the kernel where both can, else in records of our own. Both
+sides must agree; what a hello says is proved."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 from dataclasses import dataclass
 from typing import ClassVar
 
 from te.config import SEGMENT_BYTES_MAX, Config
-from te.connect.dial import Dialled, add_rails, connect, hello_to, tune
+from te.connect.dial import (
+    Dialled,
+    add_rails,
+    address_text,
+    blame,
+    connect,
+    hello_to,
+    tune,
+)
 from te.core.encryption import has_libcrypto
 from te.core.wire import RAILS_LIMIT
 from te.errors import ProtocolViolation
@@ -27,12 +37,17 @@ from te.transports.base import (
     Transport,
     TransportRefused,
 )
+from te.transports.tcp import kernel_tls
 from te.transports.tcp._core import TcpLink
 
 __all__ = ["Tcp"]
 
-#: On the card and in a hello: what goes over the connection is encrypted (te/core/encryption.pxd).
-_ENCRYPTED = b"encrypted 1"
+logger = logging.getLogger(__name__)
+
+#: In a hello: the connection is encrypted in records of our own (te/core/encryption.pxd), or
+#: by the kernel (`kernel_tls`). On the card: that records can be had, or both.
+_RECORDS = b"encrypted 1"
+_KERNEL = b"encrypted 1 kernel"
 
 
 @dataclass(eq=False)
@@ -67,23 +82,28 @@ class Tcp(Transport):
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._says = _ENCRYPTED if config.encrypt else b""
+        self._offer = b""
+        if config.encrypt:
+            problem = kernel_tls.problem()
+            self._offer = _RECORDS if problem else _KERNEL
+            who = f"libcrypto: {problem}" if problem else "the kernel, where the peer's can, too"
+            logger.info("TCP connections are encrypted by %s", who)
 
     def probe(self) -> str | None:
         """Without encryption there is always a way."""
         if self._config.encrypt and not has_libcrypto():
-            return "it cannot encrypt: there is no libcrypto of OpenSSL 3 or 1.1"
+            return "it cannot encrypt: there is no libcrypto of OpenSSL 3"
         return None
 
     def offer(self) -> bytes | None:
-        return self._says
+        return self._offer
 
-    def _check(self, said: bytes) -> None:
-        """What the other side says of itself; ``TransportRefused``."""
-        if said == self._says:
-            return
+    def _choose(self, said: bytes) -> bytes:
+        """How to encrypt, by what the other side can, if either wishes to; ``TransportRefused``."""
+        if bool(said) == bool(self._offer):
+            return self._offer if said == self._offer else _RECORDS
         one, other = (
-            ("this engine", "the other") if self._says else ("the other engine", "this one")
+            ("this engine", "the other") if self._offer else ("the other engine", "this one")
         )
         raise TransportRefused(
             f"{one} encrypts and {other} does not; give both the same (encrypt in te.Config)"
@@ -91,9 +111,8 @@ class Tcp(Transport):
 
     def open(self, card: Card, offer: bytes, deadline_s: float, timeout_s: float) -> OutgoingLink:
         """See ``Transport.open``."""
-        local = self._local
-        self._check(offer)
-        hello = hello_to(card, local, self.name, secrets.randbits(62), self._says)
+        local, how = self._local, self._choose(offer)
+        hello = hello_to(card, local, self.name, secrets.randbits(62), how)
 
         def dial(session: Key | None = None) -> Dialled:
             return connect(local, card, hello, deadline_s, timeout_s, session)
@@ -103,27 +122,40 @@ class Tcp(Transport):
         link = TcpLink(local.plane, False)
 
         def add(one: Dialled) -> bool:
-            if not self._says:
-                return link.add_rail(one.fileno())
-            return link.add_rail(one.fileno(), stream_secrets(one.session, one.hello))
+            keys = stream_secrets(one.session, one.hello) if how else None
+            with blame(card, address_text(card.host, card.port), timeout_s):
+                return _add(link, one.fileno(), how, keys)
 
         add_rails(first, dial, local.config.rails, add)
-        return _Link(link, speed, bool(self._says))
+        return _Link(link, speed, bool(how))
 
     def accept(self, call: Call, link: IncomingLink | None) -> Join:
         """Every greeting asks for a rail."""
-        if call.body not in (b"", _ENCRYPTED):
-            raise ProtocolViolation(f"{len(call.body)} bytes about a rail that are not known here")
-        self._check(call.body)
+        how = call.body
+        if how not in (b"", _RECORDS, _KERNEL):
+            raise ProtocolViolation(f"{len(how)} bytes about a rail that are not known here")
+        if self._choose(how) != how:
+            raise TransportRefused("the kernel of this engine's host cannot encrypt connections")
         tune(call.sock, self._local.config.stall_timeout_s)
         plane = self._local.plane
 
         def give(link: IncomingLink, fd: int) -> bool:
             assert isinstance(link.handle, TcpLink)
-            if not self._says:
-                return link.handle.add_rail(fd)
-            assert link.session is not None
-            theirs, ours = stream_secrets(link.session, call.proof)
-            return link.handle.add_rail(fd, (ours, theirs))
+            keys = None
+            if how:
+                assert link.session is not None
+                theirs, ours = stream_secrets(link.session, call.proof)
+                keys = ours, theirs
+            return _add(link.handle, fd, how, keys)
 
         return PlainJoin(self, call, lambda: TcpLink(plane, True), give)
+
+
+def _add(link: TcpLink, fd: int, how: bytes, keys: tuple[bytes, bytes] | None) -> bool:
+    """Hands a connection to the plane, encrypted with these secrets of what goes out and what comes
+    in; whether the link took it. ``OSError`` when it cannot be encrypted."""
+    if how != _KERNEL:
+        return link.add_rail(fd, keys)
+    assert keys is not None
+    kernel_tls.encrypt(fd, *keys)
+    return link.add_rail(fd)
