@@ -32,10 +32,11 @@ def text(result: Result) -> str:
     lines = [f"seed {result.seed}, {result.ended_s - result.began_s:.0f} s", "", "faults"]
     for one in result.happened:
         at_s, lasted_s = one.began_s - result.began_s, one.ended_s - one.began_s
-        lines.append(
-            f"  {at_s:6.1f} s  {one.fault.kind:13} {one.fault.victim:10} {lasted_s:5.1f} s, "
-            f"served again {one.recovered_s:.2f} s later"
+        what = f"{one.fault.kind:13} {one.fault.victim:10}"
+        served = (
+            "has not served again" if one.lost else f"served again {one.recovered_s:.2f} s later"
         )
+        lines.append(f"  {at_s:6.1f} s  {what} {lasted_s:5.1f} s, {served}")
     lines += ["", "requests"]
     for end in _COLOURS:
         took = [o.ended_s - o.began_s for o in result.outcomes if o.end == end]
@@ -108,6 +109,7 @@ def as_json(result: Result) -> dict[str, Any]:
                 "ended_s": one.ended_s - began_s,
                 "recovered_s": one.recovered_s,
                 "let_in": one.let_in,
+                "lost": one.lost,
             }
             for one in result.happened
         ],

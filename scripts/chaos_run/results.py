@@ -30,6 +30,7 @@ class Happened:
     recovered_s: after that, until a request over each way with its victim was answered.
     quiet: of a fault that was alone, the times before and after it.
     let_in: of somebody who was not invited, what he got.
+    lost: why its victim has not served again, which ends the run; empty when it has.
     """
 
     fault: Fault
@@ -38,6 +39,7 @@ class Happened:
     recovered_s: float
     quiet: tuple[Window, ...] = ()
     let_in: tuple[str, ...] = ()
+    lost: str = ""
 
     @property
     def during(self) -> Window:
@@ -101,6 +103,7 @@ class Result:
             if one.end == "failed" and not one.error.strip()
         ]
         bad += [f"{one.fault}: {got}" for one in self.happened for got in one.let_in]
+        bad += [f"{one.fault}: {one.lost}" for one in self.happened if one.lost]
         share = kept(self.spared())
         if share is not None and share < KEPT_MIN:
             bad.append(f"beside a fault the other pair kept {share:.2f} of its undisturbed rate")

@@ -85,11 +85,13 @@ class Run:
                 2 * options.deadline_s,  # each request has its own
             )
         ended_s = time.monotonic()
-        with Step("looking for what was left behind") as step:
-            leaked, busy = self._leaked()
-            held = self._held_more(before, step.tick)
-            for name, sentence in busy.items():
-                held[name].append(sentence)
+        leaked, held = dict[str, int](), dict[str, list[str]]()
+        if not any(one.lost for one in self._happened):
+            with Step("looking for what was left behind") as step:
+                leaked, busy = self._leaked()
+                held = self._held_more(before, step.tick)
+                for name, sentence in busy.items():
+                    held[name].append(sentence)
         outcomes, happened = tuple(self._outcomes), tuple(self._happened)
         return Result(
             options.seed,
@@ -185,7 +187,10 @@ class Run:
                 break
             tick(f"{ended} requests; {fault}")
             disturb = self._alone if fault.alone else self._disturb
-            self._happened.append(await disturb(session, fault))
+            happened = await disturb(session, fault)
+            self._happened.append(happened)
+            if happened.lost:
+                break
 
     async def _soak(self, deadline_s: float, tick: Tick) -> None:
         while time.monotonic() < deadline_s:
@@ -213,12 +218,17 @@ class Run:
         return replace(happened, quiet=(before, after))
 
     async def _disturb(self, session: aiohttp.ClientSession, fault: Fault) -> Happened:
-        began_s = time.monotonic()
-        let_in = await self._disturber.carry_out(fault)
-        ended_s = time.monotonic()
-        await self._recovered(session, fault)
+        began_s = ended_s = time.monotonic()
+        let_in: list[str] = []
+        lost = ""
+        try:
+            let_in = await self._disturber.carry_out(fault)
+            ended_s = time.monotonic()
+            await self._recovered(session, fault)
+        except ServingError as error:
+            lost = str(error)
         recovered_s = time.monotonic() - ended_s
-        return Happened(fault, began_s, ended_s, recovered_s, let_in=tuple(let_in))
+        return Happened(fault, began_s, ended_s, recovered_s, let_in=tuple(let_in), lost=lost)
 
     async def _recovered(self, session: aiohttp.ClientSession, fault: Fault) -> None:
         """Once a request over each way with the victim was answered."""
@@ -229,7 +239,7 @@ class Run:
             until_s = deadline_s - time.monotonic()
             if until_s <= 0:
                 raise ServingError(
-                    f"{RECOVERY_S:.0f} s after {fault} requests over {left[0].name} still fail: "
+                    f"after {RECOVERY_S:.0f} s requests over {left[0].name} still fail: "
                     f"{self._outcomes[-1].error}\n{self._servers[fault.victim].process.tail()}"
                 )
             outcome = await ask_once(session, left[0], rng.choice(self._known), None, until_s)

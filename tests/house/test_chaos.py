@@ -260,6 +260,12 @@ def test_nobody_may_be_let_in() -> None:
     ]
 
 
+def test_a_victim_that_does_not_come_back_is_named() -> None:
+    lost = result(happened=(replace(FROZEN, lost="requests still fail: no answer"),))
+    assert lost.faults_found() == ["freeze prefill-0 for 5.0 s: requests still fail: no answer"]
+    assert "has not served again" in text(lost)
+
+
 def test_a_registry_that_dies_explains_no_failure() -> None:
     died = Happened(Fault("registry-dies", REGISTRY, 1.0, 5.0), 10.0, 15.0, 0.0)
     for way in (FIRST, "router"):
