@@ -39,6 +39,11 @@ class FairQueue(Generic[Item]):
         """How much waits."""
         return len(self._waiting)
 
+    @property
+    def at_work(self) -> int:
+        """How much was taken and is not done."""
+        return self._at_work.total()
+
     def add(self, owner: str, item: Item, now_s: float) -> bool:
         """False, and nothing is kept, when too much waits already."""
         if len(self._waiting) >= self._waiting_max:
@@ -48,7 +53,7 @@ class FairQueue(Generic[Item]):
 
     def take(self) -> Work[Item] | None:
         """The next that may begin now; None when there is none. `done` follows each."""
-        if self._at_work.total() >= self._at_work_max:
+        if self.at_work >= self._at_work_max:
             return None
         for place, work in enumerate(self._waiting):
             if self._at_work[work.owner] < self._of_one_owner_max:

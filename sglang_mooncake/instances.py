@@ -4,6 +4,7 @@ worker, so that SGLang's scheduler never waits for a registry."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from bootstrap_server import BootstrapClient, BootstrapError, Instance, split_address
 from bootstrap_server.secret import Keys
 from bootstrap_server.signatures import check_signatures
-from sglang_mooncake.fair_queue import FairQueue, Work
 from sglang_mooncake.registries import Registries
+from sglang_mooncake.workers import Workers
 
 __all__ = ["PrefillInfo", "PrefillInstances", "fetch_instance"]
 
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 #: Clients name registry addresses, so what is kept of them must be bounded.
 PROBLEMS_MAX = 1_024
 KNOWN_MAX = 1_024
+#: Look-ups, with those under way.
 WAITING_MAX = 1_024
 #: A registry whose instance lacks ranks answers when they come, or after this long: shorter than
 #: the 15 s for which SGLang's scheduler goes on asking us, so that we can say who was missing.
@@ -97,9 +99,8 @@ class PrefillInstances:
         self._lock = threading.Lock()  # held for a few dictionary accesses
         self._known: dict[str, Instance] = {}
         self._problems: dict[str, str] = {}
-        self._looked_up: set[str] = set()  # at work, or waiting in the queue
-        self._queue: FairQueue[str] = FairQueue(WORKERS, WORKERS_OF_ONE_HOST, WAITING_MAX)
-        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="kv-lookup")
+        self._looked_up: set[str] = set()  # by a worker, or soon
+        self._workers = Workers("kv-lookup", WORKERS, WAITING_MAX, WORKERS_OF_ONE_HOST, clock)
         self._returns: dict[str, _Return] = {}
         self._return_workers = ThreadPoolExecutor(RETURN_WORKERS, thread_name_prefix="kv-return")
         self._closed = False
@@ -130,9 +131,8 @@ class PrefillInstances:
                 self._note_problem(address, refusal)
             elif address not in self._looked_up and not self._closed:
                 host, _ = split_address(address)
-                if self._queue.add(host, address, self._clock()):
+                if self._workers.submit(functools.partial(self._look_up, address), host):
                     self._looked_up.add(address)
-                    self._begin_what_may()
                 else:
                     self._note_problem(
                         address, f"{WAITING_MAX} look-ups of other prefill instances wait already"
@@ -186,22 +186,10 @@ class PrefillInstances:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-        for workers in (self._workers, self._return_workers):
-            workers.shutdown(wait=False, cancel_futures=True)
+        self._workers.close()
+        self._return_workers.shutdown(wait=False, cancel_futures=True)
 
     # --- under the lock ---
-
-    def _begin_what_may(self) -> None:
-        while not self._closed and (work := self._queue.take()) is not None:
-            if self._clock() - work.queued_s < WAITING_MAX_S:
-                self._workers.submit(self._look_up, work)
-                continue
-            self._queue.done(work)
-            self._looked_up.discard(work.item)
-            self._note_problem(
-                work.item,
-                f"its look-up waited {WAITING_MAX_S:g} s behind those of other prefill instances",
-            )
 
     def _note_problem(self, address: str, problem: str) -> None:
         self._problems.pop(address, None)
@@ -251,14 +239,15 @@ class PrefillInstances:
             elif self._clock() >= one.not_dead_s:
                 del self._returns[address]
 
-    def _look_up(self, work: Work[str]) -> None:
-        address = work.item
-        result = self._ask(address)
+    def _look_up(self, address: str, waited_s: float) -> None:
+        result: Instance | str = (
+            f"its look-up waited {WAITING_MAX_S:g} s behind those of other prefill instances"
+        )
+        if waited_s < WAITING_MAX_S:
+            result = self._ask(address)
         with self._lock:
-            self._queue.done(work)
             self._looked_up.discard(address)
             if isinstance(result, Instance):
                 self._note_known(address, result)
             else:
                 self._note_problem(address, result)
-            self._begin_what_may()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from sglang_mooncake.fair_queue import FairQueue, Work
 
 __all__ = ["Workers"]
+
+logger = logging.getLogger(__name__)
 
 Call = Callable[[float], None]
 
@@ -33,26 +36,24 @@ class Workers:
         of_one_owner: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._calls_max, self._clock = calls_max, clock
+        self._name, self._calls_max, self._clock = name, calls_max, clock
         self._lock = threading.Lock()
         self._queue: FairQueue[Call] = FairQueue(threads, of_one_owner or threads, calls_max)
-        self._calls = 0
         self._closed = False
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     def __len__(self) -> int:
         """How many calls wait or run."""
-        return self._calls
+        return len(self._queue) + self._queue.at_work
 
     def submit(self, call: Call, owner: str = "") -> bool:
         """Has `call(waited_s)` made in a thread, where `waited_s` is how long it waited for one:
-        its budget begins now. False, and nothing is kept, when too many wait. `call` must raise
-        nothing.
+        its budget begins now. False, and nothing is kept, when too many wait. `call` must turn what
+        can go wrong into a result; what it raises in spite of that is logged with its traceback.
         """
         with self._lock:
-            if self._calls >= self._calls_max:
+            if len(self) >= self._calls_max:
                 return False
-            self._calls += 1
             self._queue.add(owner, call, self._clock())
             self._begin_what_may()
         return True
@@ -70,8 +71,11 @@ class Workers:
     def _run(self, work: Work[Call]) -> None:
         try:
             work.item(self._clock() - work.queued_s)
+        except Exception:
+            logger.exception(
+                "a call in the threads %s failed, and nobody else hears of it", self._name
+            )
         finally:
             with self._lock:
-                self._calls -= 1
                 self._queue.done(work)
                 self._begin_what_may()

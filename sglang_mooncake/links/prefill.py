@@ -242,12 +242,12 @@ class PrefillLinks:
                 continue
             if key not in self._destinations:  # which have said hello
                 self._newcomers.heard(routing_id)
-            self._take(key, str(routing_id.get("Peer-Address")), message)
+            self._take(key, routing_id, message)
 
-    def _take(self, key: str, host: str, message: Message) -> None:
+    def _take(self, key: str, routing_id: zmq.Frame, message: Message) -> None:
         match message:
             case Hello():
-                self._greet(key, host, message)
+                self._greet(key, str(routing_id.get("Peer-Address")), message)
             case RoomAbort():  # welcome from strangers too: a refused rank gives its rooms up
                 self._report(RoomAborted(key, message))
             case RoomWait() if key in self._destinations:

@@ -49,6 +49,17 @@ def test_a_call_is_told_how_long_it_has_waited():
         assert done.get(timeout=20) == (3.0, True)
 
 
+def test_a_call_that_raises_is_logged_and_leaves_its_thread_to_the_next(caplog):
+    done = queue.Queue()
+    with closing(Workers("test", threads=1, calls_max=9)) as workers:
+        workers.submit(lambda _: 1 // 0)
+        workers.submit(lambda _: done.put("next"))
+        assert done.get(timeout=20) == "next"
+        until(lambda: len(workers) == 0, "both are over")
+    assert "a call in the threads test failed" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+
+
 def test_nothing_begins_after_the_end():
     gate, done = threading.Event(), queue.Queue()
     with closing(Workers("test", 1, 9)) as workers:
