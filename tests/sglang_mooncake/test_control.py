@@ -8,11 +8,13 @@ import os
 import threading
 
 import pytest
+import zmq
 from handover import HOST, until
+from te_ports import two_ports
 
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.control import ControlLoop
-from sglang_mooncake.links.sockets import open_dealer, open_router
+from sglang_mooncake.links.sockets import PortsTaken, open_dealer, open_router
 
 
 class Poison:
@@ -93,7 +95,6 @@ def test_ticks_go_on_after_one_that_failed(loop):
 
 @pytest.mark.parametrize("host", [HOST, "::1"])
 def test_sockets_talk_both_ways_and_a_broken_connection_is_reported(host):
-    import zmq
     from zmq.utils.monitor import recv_monitor_message
 
     with zmq.Context() as context:
@@ -114,6 +115,18 @@ def test_sockets_talk_both_ways_and_a_broken_connection_is_reported(host):
             dealer.disable_monitor()
             for socket in (monitor, dealer, router):
                 socket.close(linger=0)
+
+
+def test_a_control_socket_listens_on_the_first_free_port_of_its_range():
+    with two_ports(1) as first, zmq.Context() as context:
+        ports = (first, first + 1)
+        router, port = open_router(context, HOST, 1 << 20, ports)
+        try:
+            assert port == first + 1
+            with pytest.raises(PortsTaken, match=f"from {first} to {first + 1} is free"):
+                open_router(context, HOST, 1 << 20, ports)
+        finally:
+            router.close(linger=0)
 
 
 def test_a_loop_that_was_closed_gives_its_descriptor_back(monkeypatch):

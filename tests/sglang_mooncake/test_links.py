@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import pytest
 import zmq
 from handover import FIRST, HOST, Pool, make_context, until
-from te_ports import two_ports
 
 import te
 from bootstrap_server import Rank
@@ -22,7 +21,7 @@ from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.layout import Buffers
 from sglang_mooncake.links import decode as decode_links
 from sglang_mooncake.links.decode import CONNECT_S, DecodeLinks, LinkKey
-from sglang_mooncake.links.sockets import PortsTaken, open_dealer, open_router
+from sglang_mooncake.links.sockets import open_dealer, open_router
 from sglang_mooncake.messages import (
     Hello,
     HelloReply,
@@ -447,15 +446,3 @@ def test_the_names_that_a_router_will_give_cannot_be_known():
             bench.links.close()
             bench.router.close(linger=0)
     assert names[0] != names[1]
-
-
-def test_a_control_socket_listens_on_the_first_free_port_of_its_range():
-    with two_ports(1) as first, zmq.Context() as context:
-        ports = (first, first + 1)
-        router, port = open_router(context, HOST, 1 << 20, ports)
-        try:
-            assert port == first + 1
-            with pytest.raises(PortsTaken, match=f"from {first} to {first + 1} is free"):
-                open_router(context, HOST, 1 << 20, ports)
-        finally:
-            router.close(linger=0)

@@ -10,139 +10,30 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Self
 
 import msgspec
 import pytest
 import zmq
-from handover import FIRST, HOST, WAIT_S, Pool, handover, make_context, until
+from handover import FIRST, HOST, WAIT_S, handover, make_context, until
+from prefill_links import NEW, OLD, OTHER, Dealer, Prefill, hello
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
-import te
 from bootstrap_server import Rank, RankRecord
 from bootstrap_server.secret import Keys
 from bootstrap_server.signatures import key_index, signed
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.control import ControlLoop
-from sglang_mooncake.layout import Buffers, Plan
 from sglang_mooncake.links import prefill as links
 from sglang_mooncake.links.curve import SEATS, Gatekeeper, new_pair, seat_pair, take_seat
 from sglang_mooncake.links.decode import DecodeLinks, LinkKey
-from sglang_mooncake.links.sockets import HANDSHAKE_FAILED, CurvePair, open_dealer
-from sglang_mooncake.messages import Hello, HelloReply, RoomAbort, decode, encode
+from sglang_mooncake.links.sockets import HANDSHAKE_FAILED
+from sglang_mooncake.messages import RoomAbort
 from sglang_mooncake.rooms.decode_events import LinkDown
 from sglang_mooncake.rooms.prefill_events import RoomAborted
 
-OLD, NEW, OTHER = (
-    Keys.from_secrets([text.encode()])
-    for text in ("0123456789abcdef-old", "0123456789abcdef-new", "0123456789abcdef-other")
-)
 BOTH = Keys.from_secrets([b"0123456789abcdef-new", b"0123456789abcdef-old"])
 ABORT = RoomAbort(1, 1, "gone")
-
-
-def hello(name: str = "decode rank") -> Hello:
-    context = make_context("decode", "", Deadlines())
-    return Hello(name, context.place, b"card", Pool().layout(Buffers((), (), ())))
-
-
-@dataclass
-class Prefill:
-    """The links of a prefill rank on a loop of their own; engines are not connected before they
-    are told to."""
-
-    keys: Keys
-    events: list[object] = field(default_factory=list)
-    ready: threading.Event = field(default_factory=threading.Event)
-    may_connect: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self.loop = ControlLoop("prefill", self)
-        self.links = links.PrefillLinks(
-            "prefill rank",
-            self.loop,
-            self,  # type: ignore[arg-type]
-            self.plan,
-            HelloReply(None, "0a" * 16, 7),
-            self.events.append,
-            Deadlines(),
-            self.keys.control,
-        )
-
-    def plan(self, hello: Hello) -> Plan:
-        return Plan(Pool().layout(Buffers((), (), ())), hello.layout, hello.place, hello.place)
-
-    def connect(self, card: bytes) -> te.Peer:
-        self.may_connect.wait(WAIT_S)
-        raise te.Error("no engine")
-
-    def started(self, loop: ControlLoop) -> None:
-        self.port = self.links.listen(HOST, None)
-        self.ready.set()
-
-    def on_stimulus(self, stimulus, now_s) -> None:
-        self.links.connected(stimulus)
-
-    def on_tick(self, now_s) -> None:
-        self.links.tick(now_s)
-
-    def stopped(self) -> None:
-        self.links.close()
-
-    def __enter__(self) -> Self:
-        self.loop.start()
-        assert self.ready.wait(WAIT_S)
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.may_connect.set()
-        self.loop.close()
-
-    @property
-    def router_key(self) -> bytes:
-        return self.links.control_key.encode()
-
-
-class Dealer:
-    """A decode rank's end, by hand."""
-
-    def __init__(self, prefill: Prefill, pair: CurvePair | None, router_key: bytes = b"") -> None:
-        self.context = zmq.Context()
-        self.socket, self.monitor = open_dealer(
-            self.context,
-            HOST,
-            prefill.port,
-            Deadlines(),
-            1 << 20,
-            pair,
-            router_key or prefill.router_key,
-        )
-
-    def say(self, message) -> None:
-        self.socket.send(encode(message))
-
-    def hear(self):
-        assert self.socket.poll(WAIT_S * 1000), "no answer"
-        return decode(self.socket.recv())
-
-    def event(self) -> int:
-        """What became of the connection, once there was one."""
-        event = zmq.EVENT_CONNECTED
-        while event == zmq.EVENT_CONNECTED:
-            assert self.monitor.poll(WAIT_S * 1000), "nothing became of the connection"
-            event = recv_monitor_message(self.monitor)["event"]
-        return event
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close(linger=0)
-        self.context.term()
 
 
 @pytest.fixture
@@ -282,68 +173,6 @@ def test_a_name_belongs_to_one_connection(prefill):
     first, second = (name.partition(".")[2].split(".") for name in names)
     assert first[0] == second[0], "the seat"
     assert first[1] != second[1], "the connection"
-
-
-def test_a_host_whose_engines_do_not_answer_leaves_threads_to_other_hosts():
-    """Each engine of a host that has been cut off holds a thread for 5 s."""
-    answers, cut_off = "127.0.0.2", "127.0.0.3"
-    with Prefill(Keys()) as prefill, zmq.Context() as context, contextlib.ExitStack() as stack:
-
-        def say_hello(host: str, name: str) -> zmq.Socket[bytes]:
-            made = stack.enter_context(context.socket(zmq.DEALER))
-            made.setsockopt(zmq.LINGER, 0)
-            made.connect(f"tcp://{host}:0;{HOST}:{prefill.port}")
-            made.send(encode(msgspec.structs.replace(hello(name), card=host.encode())))
-            return made
-
-        def connect(card: bytes) -> te.Peer:
-            if card.decode() == cut_off:
-                prefill.may_connect.wait(WAIT_S)
-            raise te.Error("no engine")
-
-        prefill.connect = connect  # type: ignore[method-assign]
-        waiting = [say_hello(cut_off, f"rank {n}") for n in range(links.CONNECT_THREADS + 1)]
-        until(lambda: len(prefill.links._greeting) == len(waiting), "all have said hello")
-        other = say_hello(answers, "another")
-        assert other.poll(WAIT_S * 1000), "it is held up"
-        assert "no engine" in decode(other.recv()).refused
-        assert len(prefill.links._greeting) == len(waiting), "they wait still"
-        prefill.may_connect.set()
-        for one in waiting:
-            assert one.poll(WAIT_S * 1000), "it is forgotten"
-
-
-def test_a_holder_of_a_seat_has_so_many_hellos_and_no_more(prefill, monkeypatch):
-    monkeypatch.setattr(links, "GREETINGS_OF_SEAT_MAX", 2)
-    crowd = [Dealer(prefill, seat_pair(OLD.control[0], 1)) for _ in range(3)]
-    try:
-        for dealer in crowd[:2]:
-            dealer.say(hello())
-        until(lambda: len(prefill.links._greeting) == 2, "two are being connected")
-        crowd[2].say(hello())
-        refused = crowd[2].hear()
-        assert "2 decode ranks are being connected: say hello again later" in refused.refused
-        with Dealer(prefill, seat_pair(OLD.control[0], 2)) as other:
-            other.say(hello())
-            until(lambda: len(prefill.links._greeting) == 3, "another seat is not concerned")
-            prefill.may_connect.set()
-            assert "no engine" in other.hear().refused
-        for dealer in crowd[:2]:
-            assert "no engine" in dealer.hear().refused
-        until(lambda: not prefill.links._greeting, "all are answered")
-        assert not prefill.links._greeting_of
-    finally:
-        for dealer in crowd:
-            dealer.__exit__()
-
-
-def test_a_rank_without_a_data_path_is_told_so(prefill):
-    with Dealer(prefill, take_seat(OLD.control[0])) as dealer:
-        dealer.socket.send(b"noise")
-        assert dealer.hear().refused
-        prefill.may_connect.set()
-        dealer.say(hello())
-        assert "no engine" in dealer.hear().refused
 
 
 # --- the decode side ---
