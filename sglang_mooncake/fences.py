@@ -121,11 +121,12 @@ class Fencer:
             if now_s >= job.next_said_s:  # a next try follows within tenths of a second
                 job.next_said_s = now_s + _SAID_EVERY_S
                 logger.error(
-                    "room %d: since %.1f s it is not known that nothing lands in its pages any "
-                    "more (tag %#x), so they stay reserved, and the fence is tried again: %s",
+                    "room %d: the fence of tag %#x is not confirmed after %.1f s. Writes may still "
+                    "land in the room's pages, so they stay reserved, and the fence is tried "
+                    "again: %s",
                     job.view.room,
-                    now_s - job.began_s,
                     tag,
+                    now_s - job.began_s,
                     error,
                     exc_info=not isinstance(error, te.FenceTimeout),
                 )

@@ -194,7 +194,7 @@ def test_a_fence_that_stays_unconfirmed_is_named_again_with_the_time(caplog):
     tried_again()
     fencer.close()
     said = [record.message for record in caplog.records]
-    assert [message.split(" it is not known")[0] for message in said] == [
-        "room 1: since 0.0 s",
-        "room 1: since 10.0 s",
+    assert [message.split(". Writes")[0] for message in said] == [
+        "room 1: the fence of tag 0x1 is not confirmed after 0.0 s",
+        "room 1: the fence of tag 0x1 is not confirmed after 10.0 s",
     ]

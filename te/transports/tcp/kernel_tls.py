@@ -58,7 +58,10 @@ def problem() -> str | None:
             one = stack.enter_context(socket.create_connection(listener.getsockname(), 1.0))
             encrypt(one.fileno(), bytes(32), bytes(32))
     except OSError as error:
-        return f"the kernel has no TLS with ChaCha20-Poly1305 for sockets ({error.strerror})"
+        return (
+            f"the kernel has no TLS with ChaCha20-Poly1305 for sockets ({error.strerror});"
+            " `modprobe tls` loads its module"
+        )
     return None
 
 
