@@ -40,6 +40,12 @@ def receiver():
         yield made
 
 
+def _broken(view):
+    from sglang_mooncake.rooms.events import Broken
+
+    return Broken(view, "a rank died")
+
+
 def test_pages_may_be_named_in_the_step_that_chooses_linked_sources(receiver):
     from handover import until
 
@@ -54,6 +60,21 @@ def test_pages_may_be_named_in_the_step_that_chooses_linked_sources(receiver):
     another.send_metadata(np.array([6], np.int32), 1, decode_prefix_len=0)
     until(lambda: another._view.state is RoomState.REQUESTED, "its pages are asked for")
     assert another.poll() == KVPoll.Transferring
+
+
+def test_a_receiver_that_was_given_up_has_ended_at_once(receiver):
+    """A retracted request that waits to be computed again is left out then."""
+    from handover import until
+
+    from sglang_mooncake.sglang.receiver import KVReceiver
+
+    assert not receiver.ended
+    receiver.abort()
+    assert receiver.ended
+    over = KVReceiver(receiver.kv_mgr, receiver.bootstrap_addr, 9)
+    over._side._loop.post(_broken(over._view))
+    until(lambda: over.ended, "its end is known")
+    assert not over._view.withdrawn, "by the loop"
 
 
 def test_without_deferred_release_the_failure_comes_when_the_pages_are_safe(receiver):

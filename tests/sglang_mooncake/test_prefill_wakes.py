@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When `send()` may leave its chunk for the wake-up of a later `poll()`, and when it must not."""
+"""How a prefill rank's loop starts; when `send()` may leave its chunk for the wake-up of a later
+`poll()`, and when it must not."""
 
 from __future__ import annotations
+
+import threading
 
 import numpy as np
 import pytest
 from handover import HOST, Pool, make_context
 
 import te
+from sglang_mooncake import prefill_side
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import Buffers
+from sglang_mooncake.links.prefill import PrefillLinks
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rooms.prefill import Chunk
 from sglang_mooncake.rooms.states import RoomState
@@ -104,3 +109,18 @@ def test_rooms_that_are_over_are_not_waited_for(side, end):
     before = side._loop.wakes
     side.send_chunk(view, chunk(last=False))
     assert (side._loop.left, side._loop.wakes) == ([], before + 1)
+
+
+def test_a_loop_that_does_not_open_its_port_is_named(monkeypatch):
+    free, context = threading.Event(), make_context("prefill", f"{HOST}:1", Deadlines())
+    monkeypatch.setattr(prefill_side, "_START_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(PrefillLinks, "listen", lambda *_: free.wait(60))
+    with te.Engine(te.Config(host=HOST)) as engine:
+        recorder = Recorder(context, {}, engine.stats, None)
+        made = PrefillSide(context, engine, Pool(seed=1).layout(Buffers((), (), ())), recorder)
+        try:
+            with pytest.raises(TimeoutError, match=r"has not opened its port after 0\.01 s"):
+                made.start()
+        finally:
+            free.set()
+            made.close()

@@ -125,6 +125,33 @@ def test_a_kernel_that_fails_after_all_sends_nothing_in_plain(monkeypatch) -> No
         source.connect(target.card())
 
 
+def test_a_kernel_that_fails_at_the_target_alone_ends_the_link(monkeypatch) -> None:
+    """The source has been welcomed by then."""
+    ours: list[int] = []
+
+    def encrypt(fd: int, out: bytes, into: bytes) -> None:
+        sock = socket.socket(fileno=fd)
+        port = sock.getsockname()[1]
+        sock.detach()
+        if port in ours:
+            raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(kernel_tls, "problem", lambda: None)
+    monkeypatch.setattr(kernel_tls, "encrypt", encrypt)
+    with te.Engine(replace(ENCRYPTED, rails=1)) as source, te.Engine(ENCRYPTED) as target:
+        ours.append(decode_card(target.card()).port)
+        data, there = np.ones(1 << 16, np.uint8), np.zeros(1 << 16, np.uint8)
+        source.register(data)
+        target.register(there)
+        tag = te.new_tag()
+        target.expect(tag)
+        peer = source.connect(target.card())
+        with pytest.raises(te.TransferFailed):
+            peer.write(te.Blocks.of(data.ctypes.data, there.ctypes.data, len(data)), tag).wait(20)
+        assert not there.any()
+        wait_until(lambda: not peer.alive, "the link has ended")
+
+
 def test_why_the_kernel_cannot(monkeypatch) -> None:
     monkeypatch.setattr(kernel_tls, "_CHACHA20_POLY1305", 999)
     found = kernel_tls.problem.__wrapped__()
