@@ -40,11 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--secret-file",
         metavar="PATH",
-        help="file with the deployment's secrets, one a line: only servers that have one of them "
+        help="file with the deployment's secrets, one per line: only servers that have one of them "
         "are served (docs/security.md; default: everybody is)",
     )
     parser.add_argument(
-        "--insecure", action="store_true", help="serve everybody on a public address"
+        "--insecure", action="store_true", help="listen on a public address without a secret"
     )
     options = parser.parse_args(arguments)
     logging.basicConfig(

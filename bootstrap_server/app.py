@@ -156,7 +156,8 @@ def log_lapsed(lapsed: Iterable[tuple[str, Rank]]) -> None:
     """Say which ranks are forgotten, each with the name of its instance."""
     for name, rank in lapsed:
         logger.warning(
-            "rank %s of instance %s, at %s port %d, has not renewed its lease and is forgotten",
+            "rank %s of instance %s, at %s port %d, has not renewed its lease and was removed "
+            "from the registry",
             rank.coords,
             name,
             rank.host,
@@ -205,7 +206,8 @@ class _Handlers:
             raise RefusalError(429, str(error)) from error
         if generation not in (0, table.generation):
             logger.warning(
-                "generation %d of instance %s begins: rank %s started with other flags",
+                "generation %d of instance %s begins: rank %s has a configuration that differs "
+                "from the former ranks'",
                 table.generation,
                 name,
                 rank.coords,
@@ -379,7 +381,8 @@ def _wait_s(request: web.Request) -> float:
     if not _SECONDS_PATTERN.fullmatch(text) or float(text) > WAIT_MAX_S:
         raise RefusalError(
             400,
-            f"query parameter wait_s is no number of seconds up to {WAIT_MAX_S:g}: {text[:40]!r}",
+            f"query parameter wait_s must be a number of seconds up to {WAIT_MAX_S:g}: "
+            f"{text[:40]!r}",
         )
     return float(text)
 
@@ -387,5 +390,7 @@ def _wait_s(request: web.Request) -> float:
 def _revision(request: web.Request) -> int:
     text = request.query.get("after", "0")
     if not _REVISION_PATTERN.fullmatch(text):
-        raise RefusalError(400, f"query parameter after is no revision: {text[:40]!r}")
+        raise RefusalError(
+            400, f"query parameter after must be a revision number, not {text[:40]!r}"
+        )
     return int(text)

@@ -135,7 +135,7 @@ class BootstrapClient:
                 if left_s <= 0:
                     raise Unreachable(
                         f"rank {record.rank.coords} could not register "
-                        f"for {deadline_s:g} s: {error}"
+                        f"with its bootstrap server within {deadline_s:g} s: {error}"
                     ) from error
                 logger.debug("registration will be tried again: %s", error)
                 self._sleep(min(backoff_s, left_s))
@@ -245,7 +245,7 @@ class BootstrapClient:
         refusal = self._error_of(answer)
         if status == 401:
             sentence = (
-                "it serves only servers that have its secret: start this one with the same "
+                "it serves only SGLang servers that have its secret: start this one with the same "
                 "SGLANG_MOONCAKE_SECRET_FILE"
             )
         elif refusal is not None:

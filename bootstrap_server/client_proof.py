@@ -61,7 +61,7 @@ class ClientProof:
         expected = prove_answer(self._key, self._proof, response.status, encoding, body)
         if not hmac.compare_digest(expected.encode("ascii"), given.encode("latin-1")):
             return (
-                "answers with a proof that is wrong: somebody between it and us changes answers, "
+                "answers with a wrong proof: somebody on the network changes its answers, "
                 "or pretends to be it"
             )
         return None

@@ -104,8 +104,8 @@ class ConnectionWatch:
         self.heard(transport)
         self._unproved.leave(transport)
         peer = transport.get_extra_info("peername")
-        why = f"there are too many connections ({self._open}) that have proved nothing"
-        self._refusals.note(peer[0] if peer else "a client that has gone", why)
+        why = f"the bootstrap server has too many unauthenticated connections ({self._open})"
+        self._refusals.note(peer[0] if peer else "a client that has disconnected", why)
         cast(asyncio.Transport, transport).abort()
 
     def stuck(self, transport: asyncio.Transport) -> asyncio.TimerHandle:

@@ -184,10 +184,10 @@ class InstanceTable:
     def _check_life(self, coords: RankCoords, epoch: int) -> None:
         live = self._ranks.get(coords)
         if live is None or coords not in self._renewed_s:
-            raise LeaseLost(f"rank {coords} holds no lease: register again")
+            raise LeaseLost(f"rank {coords} has no lease: it must register again")
         if live.epoch != epoch:
             raise LeaseLost(
-                f"rank {coords} with epoch {epoch} holds no lease: epoch {live.epoch} of it, at "
+                f"rank {coords} with epoch {epoch} has no lease: epoch {live.epoch} of it, at "
                 f"{live.host} port {live.port}, has taken its place"
             )
 
@@ -202,7 +202,8 @@ class InstanceTable:
         if _endpoint(rank) == _endpoint(live):
             if rank.epoch < live.epoch:
                 raise RegistrationRefused(
-                    f"rank {rank.coords} with epoch {rank.epoch} is a former life: epoch "
+                    f"rank {rank.coords} with epoch {rank.epoch} belongs to a process that has "
+                    "been replaced: epoch "
                     f"{live.epoch} of the same rank has registered since, from the same endpoint"
                 )
             return

@@ -96,7 +96,8 @@ class RankLease:
                 self._lease_s = self._client.try_register(self._record)
         except BootstrapError as error:
             self._say(
-                f"rank {rank.coords} is not, or soon no longer, known to its registry at "
+                f"rank {rank.coords} is not registered, or will soon lose its registration, at "
+                "the registry "
                 f"{self._client.address}: {error}"
             )
         else:

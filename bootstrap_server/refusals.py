@@ -32,6 +32,6 @@ class Refusals:
         if now_s < self._next_s:
             self._left_out += 1
             return
-        more = f" ({self._left_out} refusals before it are not shown)" if self._left_out else ""
+        more = f" ({self._left_out} earlier refusals were not logged)" if self._left_out else ""
         logger.warning("refused a %s from %s: %s%s", self._what, address, why, more)
         self._next_s, self._left_out = now_s + LOG_EVERY_S, 0

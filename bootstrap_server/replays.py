@@ -75,7 +75,10 @@ class Replays:
         else:
             bit = 1 << min(known.highest - number, WINDOW)
             if known.seen & bit or bit >> WINDOW:
-                return f"request {number} of this client has been here before, or is too old"
+                return (
+                    f"request {number} of this client is a replay: it was received before, or is"
+                    " too old"
+                )
             known.seen |= bit
         known.forget_s = forget_s
         self._clients.move_to_end(client)

@@ -57,7 +57,8 @@ class Waiting:
         """
         if len(self) >= WAITERS_MAX:
             raise RegistryFull(
-                f"{WAITERS_MAX} requests wait here already, which is the limit: ask without wait_s"
+                f"{WAITERS_MAX} requests are waiting already, which is the limit: send this one "
+                "without wait_s"
             )
         waiters = self._waiters.setdefault(name, _Waiters())
         waiters.number += 1

@@ -140,4 +140,4 @@ class ControlLoop:
         except Exception:
             # The loop serves every room of this rank: it must outlive a bug in one of them. Nothing
             # is hidden: the traceback is logged, and the rooms concerned run into their deadlines.
-            logger.exception("the hand-over's control loop hit an unexpected error")
+            logger.exception("unexpected error in the control loop of the KV-cache hand-over")

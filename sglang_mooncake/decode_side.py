@@ -145,7 +145,7 @@ class DecodeSide(Side):
         """Finds the prefill ranks that feed this rank for this room, and has them linked."""
         instance = self.instances.get(address)
         if instance is None:
-            known = self.instances.problem(address) or "it has not answered yet"
+            known = self.instances.problem(address) or "its registry has not answered yet"
             self.fail(view, f"prefill instance at {address} is not known: {known}")
             return
         try:

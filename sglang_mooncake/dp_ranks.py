@@ -63,7 +63,7 @@ class DpRankNotices:
         except BootstrapError as error:
             problem = str(error)
         except Exception as error:  # the room must end, whatever it was
-            logger.exception("the registry was not told of room %d", view.room)
+            logger.exception("could not tell the registry which DP rank serves room %d", view.room)
             problem = f"internal error: {error!r}"
         waited = f" (after {waited_s:.1f} s behind other rooms)" if waited_s >= 1 else ""
         self._failed(

@@ -65,7 +65,9 @@ class Executor(Generic[Event, Instruction]):
         try:
             instructions = self._handle(event, self._clock())
         except Exception as error:
-            logger.exception("the hand-over could not handle %s", _short(event))
+            logger.exception(
+                "internal error: the hand-over could not handle the event %s", _short(event)
+            )
             self._tell(event, error)
             return
         for instruction in instructions:
@@ -73,7 +75,9 @@ class Executor(Generic[Event, Instruction]):
                 self._perform(instruction)
             except Exception as error:
                 # The others of the batch are still carried out: they may be what ends a room.
-                logger.exception("the hand-over could not carry out %s", _short(instruction))
+                logger.exception(
+                    "internal error: the hand-over could not carry out %s", _short(instruction)
+                )
                 self._tell(instruction, error)
 
     def _tell(self, cause: Event | Instruction, error: Exception) -> None:

@@ -99,7 +99,8 @@ class Fencer:
                 continue
             if job.tries:
                 logger.warning(
-                    "room %d: its fence is confirmed, at try %d, after %.1f s",
+                    "room %d: the fence was confirmed at attempt %d, after %.1f s; its pages can "
+                    "be reused",
                     job.view.room,
                     job.tries + 1,
                     self._clock() - job.began_s,

@@ -135,7 +135,9 @@ class PrefillInstances:
                     self._looked_up.add(address)
                 else:
                     self._note_problem(
-                        address, f"{WAITING_MAX} look-ups of other prefill instances wait already"
+                        address,
+                        f"{WAITING_MAX} look-ups of prefill instances are queued already, which "
+                        "is the limit",
                     )
         return False
 

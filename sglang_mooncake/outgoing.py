@@ -120,7 +120,9 @@ class Outgoing:
         try:
             transfer.add_done_callback(lambda _: self._post(ended))
         except Exception:  # no thread could be started, say; but the write is under way
-            logger.exception("nobody tells when the %r of room %d ends", transfer, write.view.room)
+            logger.exception(
+                "cannot be told when the %r of room %d ends", transfer, write.view.room
+            )
             self._unwatched.append(ended)
 
     def cancel(self, view: RoomView) -> None:
@@ -129,7 +131,7 @@ class Outgoing:
             try:
                 transfer.cancel()
             except Exception:  # the others are to stop all the same
-                logger.exception("%r of room %d takes no cancel", transfer, view.room)
+                logger.exception("cannot cancel the %r of room %d", transfer, view.room)
 
     def overlooked(self) -> list[TransferEnded]:
         """Transfers with an outcome of which `post` could not be told."""
@@ -168,7 +170,9 @@ class Outgoing:
 
     def _take_seal_slot(self) -> int:
         if not self._free_seals:
-            raise te.QueueFull(f"{SEAL_SLOTS} last chunks are under way")
+            raise te.QueueFull(
+                f"{SEAL_SLOTS} last chunks are being written already, which is the limit"
+            )
         return self._free_seals.pop()
 
     def _give_back(self, seal_slot: int | None) -> None:

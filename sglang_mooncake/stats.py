@@ -176,7 +176,9 @@ class Recorder:
         """Replaces the file in one step, so that a reader never sees half of it."""
         assert self._path is not None
         if not self._write_lock.acquire(timeout=_WRITE_TIMEOUT_S):
-            logger.warning("%s is being written for over %g s", self._path, _WRITE_TIMEOUT_S)
+            logger.warning(
+                "writing the statistics file %s takes more than %g s", self._path, _WRITE_TIMEOUT_S
+            )
             return
         try:
             temporary = self._path.with_suffix(".tmp")

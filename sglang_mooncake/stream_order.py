@@ -98,7 +98,11 @@ class StreamOrder:
             self._deliver(stimulus)
             return
         if self._count >= WAITING_MAX:
-            self._fail(view, f"{WAITING_MAX} chunks wait for the GPU already: it seems to hang")
+            self._fail(
+                view,
+                f"{WAITING_MAX} chunks are waiting for GPU events, which is the limit: the GPU "
+                "seems to hang",
+            )
             return
         submission = _Submission(view, stimulus, events)
         self._count += 1

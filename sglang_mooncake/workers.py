@@ -72,9 +72,7 @@ class Workers:
         try:
             work.item(self._clock() - work.queued_s)
         except Exception:
-            logger.exception(
-                "a call in the threads %s failed, and nobody else hears of it", self._name
-            )
+            logger.exception("internal error: a call in the worker threads %s raised", self._name)
         finally:
             with self._lock:
                 self._queue.done(work)

@@ -24,11 +24,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(has_bench: bool) -> argparse.ArgumentParser:
-    parser = _Parser(prog="te", description="Looks at and measures the transfer engine.")
+    parser = _Parser(prog="te", description="Inspect and measure the transfer engine.")
     commands = parser.add_subparsers(dest="command", required=True)
     bench_parser = commands.add_parser(
         "bench",
-        help="te beside its peers and beside the least a copy can cost, on this machine"
+        help="measure te beside other engines and beside plain memory copies on this machine"
         + ("" if has_bench else " (not part of the wheel)"),
     )
     if has_bench:
@@ -36,12 +36,12 @@ def _parser(has_bench: bool) -> argparse.ArgumentParser:
         bench.add_arguments(bench_parser)
         bench_parser.set_defaults(run=bench.run)
     doctor_parser = commands.add_parser(
-        "doctor", help="which transports are possible on this machine, and why not"
+        "doctor", help="which transports this machine can use, and how to enable the others"
     )
     doctor.add_arguments(doctor_parser)
     doctor_parser.set_defaults(run=doctor.run)
     topology_parser = commands.add_parser(
-        "topology", help="RDMA devices, their addresses, and which memory they are near"
+        "topology", help="RDMA devices, their addresses, and which memory locations use them"
     )
     topology.add_arguments(topology_parser)
     topology_parser.set_defaults(run=topology.run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine can be told, checked when it is told."""
+"""Settings of an engine, checked when the configuration is made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from te.transports import registry
 __all__ = ["LIMITS", "TRANSPORTS", "Config"]
 
 TRANSPORTS = registry.BY_DEFAULT
-"""Names of the transports that an engine offers and uses by itself, the preferred one first."""
+"""Names of the transports that an engine offers and uses by default, in order of preference."""
 
 LIMITS: Final[Mapping[str, tuple[int, int]]] = {
     "port": (0, 65535),
@@ -31,7 +31,7 @@ LIMITS: Final[Mapping[str, tuple[int, int]]] = {
     "partition_key_index": (0, 65535),
     "gid_index": (0, 255),
 }
-"""Least and greatest value of fields that are numbers, for those that read them from elsewhere."""
+"""Smallest and largest value of integer fields, for code that reads them from elsewhere."""
 
 SEGMENT_BYTES_MAX = 64 << 20
 # Linux takes 1024 iovecs a call (UIO_MAXIOV); headers, trailer and acknowledgements need some.
@@ -47,84 +47,88 @@ class Config:
     Raises ``ValueError`` that names the field and its value when one is out of range.
     """
 
-    #: Address to listen on; peers read it on the card, so it must be one they can reach.
+    #: Address to listen on. The card carries it to peers, so peers must be able to reach it.
     host: str = "127.0.0.1"
-    #: TCP port to listen on; 0 takes any free one.
+    #: TCP port to listen on; 0 lets the kernel choose a free one.
     port: int = 0
-    #: With it, the engine listens on the first free port from ``port`` to this one. iWARP listens
-    #: on further ones of them.
+    #: Last port of a range that begins with ``port``: the engine listens on the first free port in
+    #: it. With iWARP the engine takes one more port of the range for each address of a device.
     port_last: int | None = None
-    #: Transports this engine offers and uses, the preferred one first. Each peer gets the first
-    #: that works; with only one named, not getting it is a ``te.ConnectError``.
+    #: Transports that this engine offers and uses, in order of preference. Each peer is reached by
+    #: the first transport that works. If only one is named and does not work, connecting raises
+    #: ``te.ConnectError``.
     transports: tuple[str, ...] = TRANSPORTS
-    #: Keys of 32 random bytes, or derived from a secret. Engines connect only if they have one in
-    #: common: the first here that the peer has is proved to it, and any is accepted from it. To
-    #: replace one, give all engines (old, new), then all (new, old), then (new,). Without any, an
-    #: engine connects with all others that have none.
+    #: Keys of 32 random bytes, or derived from a secret. Two engines connect only if they have a key
+    #: in common. This engine proves the first of its keys that the peer has, and accepts any of its
+    #: keys from a peer. To replace a key, give all engines (old, new), then all (new, old), then
+    #: (new,). An engine without keys connects with every other engine that has none.
     keys: tuple[bytes, ...] = field(default=(), repr=False)
-    #: Encrypts all that goes over the network, with keys that the greetings derive from ``keys``:
-    #: by the kernel where both hosts' can (``modprobe tls``), else by libcrypto. Transports that
-    #: cannot encrypt are left out. Peers must have the same here.
+    #: Encrypts everything that goes over the network, with keys that the greetings derive from
+    #: ``keys``. The kernel encrypts if the kernels of both hosts can (``modprobe tls``), else
+    #: libcrypto does. The engine does not use transports that cannot encrypt. Peers must have the
+    #: same setting.
     encrypt: bool = False
-    #: Connections to a peer, which share the work; the peer's own setting is a bound, too. Over
-    #: RDMA there are as many as devices, times ``rails_per_nic``.
+    #: Connections to a peer, over which transfers are striped; the smaller setting of both engines
+    #: counts. RDMA has one rail for each pair of devices instead, times ``rails_per_nic``.
     rails: int = 2
-    #: Queue pairs to a peer by each pair of devices; a link has ``RAILS_LIMIT`` at most in all. A
-    #: bonded port may need two to fill both wires.
+    #: Queue pairs to a peer for each pair of RDMA devices; a link has at most ``RAILS_LIMIT`` queue
+    #: pairs in all. A bonded port may need two to use both of its wires.
     rails_per_nic: int = 1
-    #: Threads that move bytes, over all peers; never more than cores.
+    #: Threads that move bytes, for all peers together; never more than the host has cores.
     workers: int = 2
-    #: How long a thread that has just moved bytes, or waits for a small write, looks again before
-    #: it sleeps: waking up costs more than moving a few KiB.
+    #: How long a thread that has just moved bytes, or waits for a small write, polls before it
+    #: sleeps: waking up takes longer than moving a few KiB.
     spin_s: float = 50e-6
-    #: Address that TCP connections to peers come from; None leaves it to the kernel.
+    #: Source address of TCP connections to peers; None lets the kernel choose.
     source_host: str | None = None
-    #: Longest time for a connection and its greetings, on both sides.
+    #: Deadline for a connection and its greetings, on both sides.
     connect_timeout_s: float = 5.0
-    #: A connection ends, and its transfers fail, when the first of them that is unfinished makes
-    #: no progress for so long.
+    #: A connection is closed, and its transfers fail, when its oldest unfinished transfer makes no
+    #: progress for this long.
     stall_timeout_s: float = 5.0
-    #: RDMA devices to use: ``fnmatch`` patterns, ``!`` before those to leave out; all active ones
-    #: when there are none.
+    #: RDMA devices to use: ``fnmatch`` patterns, with ``!`` before devices to exclude. Without
+    #: patterns the engine uses all active devices.
     nics: tuple[str, ...] = ()
-    #: JSON file that says which RDMA devices memory uses first, and which then:
-    #: ``{"cuda:0": [["mlx5_0"], ["mlx5_1"]], "*": [["mlx5_0", "mlx5_1"]]}``, for the locations of
-    #: ``Engine.register``. It is complete: no other device is used. ``te topology --override``
-    #: shows it.
+    #: JSON file that maps each memory location (see ``Engine.register``) to preferred and fallback
+    #: RDMA devices: ``{"cuda:0": [["mlx5_0"], ["mlx5_1"]], "*": [["mlx5_0", "mlx5_1"]]}``. The
+    #: engine uses no device that the file does not name. ``te topology --override FILE`` shows the
+    #: resulting order.
     topology: Path | None = None
-    #: A rail over RDMA on which nothing completes for so long is given up, and made anew: a device
-    #: may try for ever.
+    #: An RDMA rail on which no work request completes for this long is destroyed and made anew,
+    #: because a device may retry for ever.
     rail_timeout_s: float = 2.0
-    #: Longest time between two attempts to make a rail over RDMA anew. A port that gets its link
-    #: back is tried at once; what is broken behind a switch has to be tried for.
+    #: Longest pause between two attempts to make an RDMA rail anew. When a local port gets its link
+    #: back the engine tries at once; a fault behind a switch shows only by trying.
     rail_backoff_max_s: float = 1.0
-    #: Traffic class of packets over RDMA (ibv_modify_qp(3)); networks map it to priorities. It and
-    #: the next three say nothing to iWARP, which is TCP to the network.
+    #: Traffic class of RDMA packets (ibv_modify_qp(3)), which networks map to priorities. iWARP
+    #: ignores this and the next three settings, since it is TCP to the network.
     traffic_class: int = 0
-    #: Service level of InfiniBand, or priority of Ethernet, up to 7 there (ibv_modify_qp(3)).
+    #: InfiniBand service level, or Ethernet priority (0 to 7) with RoCE (ibv_modify_qp(3)).
     service_level: int = 0
-    #: Entry of each port's table of partition keys (ibv_modify_qp(3)).
+    #: Index into each port's table of partition keys (ibv_modify_qp(3)).
     partition_key_index: int = 0
-    #: RoCE: the entry of each port's table of GIDs that is to be used; without it, all are tried
-    #: with each peer, the likeliest first. Within an InfiniBand subnet none is used.
+    #: RoCE: index into each port's GID table. Without it the engine tries the GIDs with each peer,
+    #: the most likely one first. Within an InfiniBand subnet no GID is used.
     gid_index: int | None = None
-    #: Unfinished transfers a peer may have; one more raises ``te.QueueFull``.
+    #: Most unfinished transfers to one peer; one more raises ``te.QueueFull``.
     max_queued_transfers: int = 1024
-    #: Incoming connections an engine accepts; one more is refused.
+    #: Most incoming connections; one more is refused.
     max_connections: int = 1024
     #: Payload bytes of one segment: the unit after which a cancelled transfer stops.
     segment_bytes: int = 4 << 20
-    #: Blocks of one segment.
+    #: Most blocks in one segment.
     segment_blocks: int = SEGMENT_BLOCKS_MAX
-    #: Send and receive buffer of each connection; 0 leaves them to the kernel's tuning, which was
-    #: the faster choice on loopback (kv 4.0 against 3.6 GB/s with 4 MiB). net.core.{w,r}mem_max
-    #: cap it.
+    #: Send and receive buffer of each TCP connection; 0 leaves both to the kernel's auto-tuning,
+    #: which was faster on loopback (kv 4.0 against 3.6 GB/s with 4 MiB). net.core.{w,r}mem_max are
+    #: upper limits.
     socket_buffer_bytes: int = 0
 
-    #: Pinned host memory for memory that the kernel cannot touch (a GPU's, over TCP and on the same
-    #: host), for all workers and both directions; taken with the first region that needs it.
+    #: Pinned host memory through which memory is staged that the kernel cannot access (GPU memory
+    #: over TCP and on the same host). All workers and both directions share it. The engine allocates
+    #: it when the first such region is registered.
     staging_bytes: int = 64 << 20
-    #: Of that one copy's: smaller ones overlap better with the network, and cost more calls.
+    #: Size of one staged copy: smaller copies overlap better with the network, and need more calls
+    #: of the GPU's driver.
     staging_slot_bytes: int = 2 << 20
 
     def __post_init__(self) -> None:

@@ -112,7 +112,7 @@ class RegionTable:
             raise RegistrationError(f"remote={remote!r} is none of {', '.join(RIGHTS)}")
         if location is not None and not LOCATION.fullmatch(location):
             raise RegistrationError(
-                f"location={location!r} is no place of memory; give cpu:0, cuda:0 or *"
+                f"location={location!r} is not a memory location; give cpu:0, cuda:0 or *"
             )
         address, nbytes, owner = _describe(buffer_or_address, nbytes)
         if nbytes < 1:

@@ -40,7 +40,7 @@ def sentence(who: str, code: int, errnum: int, text: str, stall_s: float) -> str
         case Reason.VIOLATED:
             return f"{who} broke the protocol: {text}"
         case Reason.PEER_CLOSED:
-            return "this peer was closed by its application"
+            return "the application closed this peer"
         case Reason.ENGINE_CLOSED:
             return "this engine was closed"
         case Reason.FENCED:
@@ -48,7 +48,7 @@ def sentence(who: str, code: int, errnum: int, text: str, stall_s: float) -> str
         case Reason.WAS_REFUSED:
             return f"{who} refused: {text}"
         case Reason.NO_RAIL:
-            return f"no rail to {who} worked for {stall_s} s"
+            return f"all rails to {who} were down for {stall_s} s"
         case Reason.PROCESS_GONE:
             return f"{who} closed the connection: its process has ended"
         case Reason.SOURCE_FAULT:

@@ -47,7 +47,8 @@ def _check_dealt(source: Layout, target: Layout, prefill: Place) -> int:
     ours, theirs = source.tokens_dealt, target.tokens_dealt
     if target.pages_dealt.of > 1 or (source.pages_dealt.of > 1 and theirs.of > 1):
         raise LayoutMismatch(
-            "pages that are dealt out over ranks go from prefill to a decode server that holds "
+            "prefill ranks that each hold some of the pages can only send to decode ranks that "
+            "hold "
             "whole pages: start decode without --dcp-size, and without --enable-kv-cache-sharding"
         )
     heads = [c.kind for c in source.components if c.state is None and _has_heads(c)]
@@ -61,7 +62,8 @@ def _check_dealt(source: Layout, target: Layout, prefill: Place) -> int:
     remedy = "use the same --tp-size and --dcp-size on both servers, or no --dcp-size on prefill"
     if ours.of > 1:
         raise LayoutMismatch(
-            f"tokens are dealt out: prefill has part {ours.index} of {ours.of}, decode part "
+            f"the tokens of a page are distributed over ranks: prefill has part {ours.index} of "
+            f"{ours.of}, decode part "
             f"{theirs.index} of {theirs.of}: {remedy}"
         )
     for one in target.components:

@@ -85,7 +85,8 @@ class Gatekeeper:
         if seat is None:
             self._refusals.note(
                 address.decode("ascii", "replace"),
-                "it has another secret than this rank; give all servers of the deployment the same",
+                "its secret differs from this rank's; give all servers of the deployment the "
+                "same secret",
             )
             return [version, request_id, b"400", b"", b"", b""]
         self._admitted += 1

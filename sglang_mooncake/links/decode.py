@@ -195,7 +195,7 @@ class DecodeLinks:
         for link in list(self._links.values()):
             waited_s = now_s - link.opened_s
             if not link.connected and waited_s >= min(CONNECT_S, self._timeout_s):
-                self._drop(link, f"nobody answers at {link.key}", forget_instance=True)
+                self._drop(link, f"{link.key} does not answer", forget_instance=True)
             elif link.engine is None and waited_s >= self._timeout_s:
                 self._drop(
                     link,
@@ -222,7 +222,7 @@ class DecodeLinks:
         try:
             link.dealer.send(frame, zmq.NOBLOCK)
         except zmq.Again:
-            self._drop(link, f"{link.key} takes no messages in", forget_instance=True)
+            self._drop(link, f"{link.key} does not read its messages", forget_instance=True)
         except zmq.ZMQError as error:
             self._drop(link, f"cannot write to {link.key}: {error}", forget_instance=True)
 
@@ -274,7 +274,11 @@ class DecodeLinks:
             return
         if event & zmq.EVENT_CONNECT_RETRIED:
             # zmq tries again for ever. A rank listens before it registers: it is dead.
-            self._drop(link, f"nobody listens at {link.key}", forget_instance=True)
+            self._drop(
+                link,
+                f"the connection to {link.key} was refused: no process listens there",
+                forget_instance=True,
+            )
             return
         if event & HANDSHAKE_FAILED:
             reason = (

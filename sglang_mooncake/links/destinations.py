@@ -62,7 +62,9 @@ class Destinations:
         """Raises NoDataPath."""
         found = self._by_key.get(key)
         if found is None:
-            raise NoDataPath(f"no data path to the decode rank of connection {key} stands any more")
+            raise NoDataPath(
+                f"the data connection to the decode rank of connection {key} has been lost"
+            )
         return found
 
     def add(self, destination: Destination) -> list[Destination]:

@@ -122,7 +122,7 @@ class Newcomers:
         self._by_fd[fd] = _Newcomer(fd, peer)
         self._crowd.enter(fd, source_of(_host(peer)))
         while (surplus := self._crowd.surplus()) is not None:
-            self._end(self._by_fd[surplus], "too many connections have said nothing")
+            self._end(self._by_fd[surplus], "too many control connections have sent no message yet")
 
     def _end(self, one: _Newcomer, why: str) -> None:
         self._forget(one.fd)
@@ -140,7 +140,7 @@ class Newcomers:
         if now_s < self._next_line_s:
             self._left_out += 1
             return
-        more = f" ({self._left_out} before it are not shown)" if self._left_out else ""
+        more = f" ({self._left_out} earlier ones were not logged)" if self._left_out else ""
         logger.warning("ended a control connection from %s: %s%s", _host(one.peer), why, more)
         self._next_line_s, self._left_out = now_s + _LOG_EVERY_S, 0
 

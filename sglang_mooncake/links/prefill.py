@@ -171,8 +171,8 @@ class PrefillLinks:
             elif error.errno == errno.EAGAIN:
                 self._reset(
                     destination,
-                    f"gives up {destination.rank}, which takes no messages in: "
-                    f"{QUEUE_MESSAGES_MAX} wait for it",
+                    f"closes its link to {destination.rank}, which does not read its messages: "
+                    f"{QUEUE_MESSAGES_MAX} are queued",
                 )
             elif error.errno != errno.EHOSTUNREACH:
                 logger.warning("cannot tell %s: %s (%s)", key, message, error)
@@ -188,7 +188,7 @@ class PrefillLinks:
             self.send(key, reset)
         for destination in self._destinations:
             if not destination.peer.alive:
-                self._reset(destination, f"lost the data path to {destination.rank}")
+                self._reset(destination, f"lost the data connection to {destination.rank}")
         if now_s >= self._next_probe_s:
             self._next_probe_s = now_s + self._deadlines.heartbeat_s
             self._probe(self._destinations)
@@ -255,7 +255,9 @@ class PrefillLinks:
             case RoomRequest() if key in self._destinations:
                 self._report(Requested(key, message))
             case RoomRequest() | RoomWait():
-                self.send(key, LinkReset(f"{self._name} has no data path to you"))
+                self.send(
+                    key, LinkReset(f"{self._name} has no data connection to this decode rank")
+                )
             case _:
                 logger.warning("%s sent a %s to a prefill rank", key, type(message).__name__)
 

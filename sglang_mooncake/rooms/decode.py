@@ -367,16 +367,16 @@ def _late(room: _Room, deadlines: DecodeDeadlines, names: SettingNames, now_s: f
     match room.view.state:
         case RoomState.OPEN:
             waited_s, limit_s = now_s - room.view.opened_s, deadlines.bootstrap_s
-            what, name = "no data path to its prefill ranks stood", names.bootstrap
+            what, name = "could not connect to all prefill ranks", names.bootstrap
         case RoomState.COMPUTING:
             waited_s, limit_s = now_s - room.since_s, deadlines.waiting_s
-            what, name = "the prefill server did not compute its prompt", names.waiting
+            what, name = "the prefill server did not compute the prompt", names.waiting
         case RoomState.READY:
             waited_s, limit_s = now_s - room.since_s, deadlines.ready_s
-            what, name = "the scheduler of the decode server named no pages for it", None
+            what, name = "the decode server's scheduler allocated no pages for the request", None
         case RoomState.REQUESTED:
             waited_s, limit_s = now_s - room.since_s, deadlines.waiting_s
-            what, name = "its KV cache did not arrive", names.waiting
+            what, name = "the KV cache did not arrive", names.waiting
         case _:
             return None
     if waited_s < limit_s:

@@ -194,7 +194,7 @@ class PrefillRooms:
         if room is None or view.state not in (RoomState.READY, RoomState.SENDING):
             return []  # it has ended, or its last chunk was sent
         if self._early_writes >= EARLY_WRITES_MAX:
-            return [FellBack(view, "so many layers are on their way already")]
+            return [FellBack(view, "too many early writes of layers are under way")]
         chunk = Chunk(filled.pages, filled.first, None, filled.sent_s)
         problem = layers_problem(room.requests.values(), chunk)
         layers = problem or room.early.announce(filled, room.next_page)

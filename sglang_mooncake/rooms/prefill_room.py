@@ -75,7 +75,7 @@ def abort_of_nobody_else(room: Room, now_s: float) -> RoomAbort | None:
 
 
 def peer_gave_up(message: RoomAbort) -> str:
-    return f"the decode server gave the request up: {message.reason}"
+    return f"the decode server ended the request: {message.reason}"
 
 
 def _who_asked(room: Room) -> str:

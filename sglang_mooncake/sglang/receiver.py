@@ -88,7 +88,10 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
                 " start with --disaggregation-decode-host-receive-threshold 1"
             )
         if aux_index is None:
-            self._side.fail(self._view, "the scheduler named no metadata slot for the request")
+            self._side.fail(
+                self._view,
+                "the decode server's scheduler allocated no metadata slot for the request",
+            )
             return
         pages = np.array(kv_indices, dtype=np.int64)
         if not self.kv_mgr.enable_deferred_decode_kv_release:

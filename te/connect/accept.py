@@ -116,7 +116,7 @@ class Acceptor:
             dropped = self._throttle.take_dropped()
             logger.log(level, message, *values)
             if dropped:
-                logger.log(level, "%d more such lines were left out", dropped)
+                logger.log(level, "%d similar messages were not logged", dropped)
 
     def called(self, half_open: HalfOpen) -> None:
         """A connection has called, and was challenged. Loop's thread only."""
@@ -191,7 +191,10 @@ class Acceptor:
         """``TransportRefused`` if too many connections wait for work. Loop's thread only."""
         waiting = len(self._greeting) - len(self._admission)
         if waiting > WAITING_MAX:
-            raise TransportRefused(f"{waiting} connections wait for this engine already")
+            raise TransportRefused(
+                f"{waiting} connections are waiting to be accepted by this engine, which is the "
+                "limit"
+            )
 
     def _watch(self, fd: int, handler: Callable[[int], None]) -> None:
         self.loop.call(lambda: self.loop.watch(fd, READABLE, handler))
@@ -230,7 +233,7 @@ class Acceptor:
         self._greeting.add(incoming)
         self.loop.watch(sock.fileno(), READABLE, incoming.on_ready)
         while (surplus := self._admission.surplus(time.monotonic())) is not None:
-            self._give_up(surplus, "too many connections say nothing")
+            self._give_up(surplus, "too many connections have sent no greeting")
 
     def _give_up(self, half_open: HalfOpen, reason: str) -> None:
         """Closes a connection for others, unless it has said something by now."""

@@ -30,7 +30,11 @@ class Chosen:
             names = " and ".join(one.name for one in transports if one not in private)
             if not private:
                 raise DeviceError(f"{names} cannot encrypt, and Config.encrypt asks for that")
-            logger.warning("the engine goes without %s, which cannot encrypt", names)
+            logger.warning(
+                "the engine does not use %s, because it cannot encrypt and Config.encrypt asks "
+                "for that",
+                names,
+            )
             transports = private
         self._all = {one.name: one for one in transports}
         problems = [one.probe() for one in transports]

@@ -118,7 +118,7 @@ def blame(card: Card, where: str, timeout_s: float) -> Iterator[None]:
         yield
     except TimeoutError:
         raise ConnectError(
-            f"no welcome from the engine {card.id} at {where} within {timeout_s} s"
+            f"the engine {card.id} at {where} did not answer within {timeout_s} s"
         ) from None
     except OSError as exc:
         cause = exc.strerror or str(exc)
@@ -177,7 +177,9 @@ def _call(
     challenge = _read_greeting(sock, deadline_s)
     _check_version(challenge, where)
     if challenge.kind == GreetingKind.REFUSE and not challenge.body:
-        raise ConnectError(f"{where} refuses this engine without a word: {_no_key(session, keys)}")
+        raise ConnectError(
+            f"{where} refused this engine and closed the connection: {_no_key(session, keys)}"
+        )
     if challenge.kind != GreetingKind.CHALLENGE or len(challenge.body) != CHALLENGE_BODY.size:
         raise HandshakeError(
             f"{where} began with a greeting of kind {challenge.kind} and"

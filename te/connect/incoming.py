@@ -173,7 +173,7 @@ class Incoming:
         except Exception as exc:  # noqa: BLE001 - logged; it must cost this connection alone
             text = "".join(traceback.format_exception(exc))
             self._acceptor.log(logging.ERROR, "a bug in greeting %s: %s", self._where, text)
-            self.close("a bug of this engine")
+            self.close("internal error of this engine")
 
     def _release(self) -> None:
         if not self._is_released:
@@ -220,7 +220,7 @@ class Incoming:
         if call.kind == GreetingKind.CALL_LINK:
             self._link = self._acceptor.link_of(called[0])
             key = None if self._link is None else self._link.session
-            problem = "the link that it calls has ended, or never was"
+            problem = "the link that it names has ended, or never existed"
         else:
             keys = {one.id: one for one in self._local.keys}
             key = next((keys[one] for one in called if one in keys), None)
@@ -320,7 +320,7 @@ class Incoming:
                 answer = exc.strerror or str(exc)
             except Exception as exc:
                 logger.exception("a bug in %s for %s", work.what, self._where)
-                answer = f"a bug of this engine: {exc!r}"
+                answer = f"internal error of this engine: {exc!r}"
             self._acceptor.loop.call(lambda: self._guard(lambda: self._answer(answer)))
 
         self._acceptor.loop.rewatch(self._fd, 0)  # There is nothing to read before the answer.

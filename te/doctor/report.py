@@ -18,11 +18,13 @@ __all__ = ["add_arguments", "explain", "run", "text"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--json", action="store_true", help="all that was found, for programs")
+    parser.add_argument(
+        "--json", action="store_true", help="print everything that was found as JSON"
+    )
     parser.add_argument(
         "--transport",
         choices=TRANSPORTS,
-        help="say nothing about the others, and fail if this one is not possible",
+        help="report on this transport only; exit status 1 if it cannot be used",
     )
     parser.add_argument(
         "--root",

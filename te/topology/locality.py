@@ -154,7 +154,9 @@ def parse_override(text: str, machine: Machine) -> Topology:
             f'the topology is not JSON of the form {{"cuda:0": [[first NICs], [others]]}}: {exc}'
         ) from None
     if not table:
-        raise TopologyError("the topology names no location; give one, or '*' for all")
+        raise TopologyError(
+            "the topology contains no memory location; give at least one, or '*' for all"
+        )
     by_name = {nic.name: nic for nic in machine.nics}
     gpus = {gpu.address: f"cuda:{gpu.index}" for gpu in machine.gpus}
     _check_places(table, machine, gpus)

@@ -26,7 +26,7 @@ NO_DEVICES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--json", action="store_true", help="all of it, for programs")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "--nics",
         default="",

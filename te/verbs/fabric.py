@@ -265,7 +265,10 @@ def open_fabric(
     except OSError as exc:
         text = exc.strerror
         if exc.errno == errno.ENOSYS and "ibv_" in str(text):
-            text = "the kernel has no RDMA drivers: load those of the device (rdma_ucm, ib_uverbs)"
+            text = (
+                "the kernel's RDMA modules are not loaded: load rdma_ucm, ib_uverbs and the"
+                " device's driver"
+            )
         raise DeviceError(f"no RDMA device: {text}") from exc
     topology = wanted or choose_topology(machine, patterns, None)
     nics: list[Nic] = []
@@ -295,7 +298,10 @@ def _unknown(one: MachineNic) -> str:
         return f"there is no {path}; in a container start it with --device=/dev/infiniband"
     if not os.access(path, os.R_OK | os.W_OK):
         return f"{path} may not be opened; give this user read and write permission for it"
-    return "libibverbs does not know it; install its provider (apt-get install ibverbs-providers)"
+    return (
+        "libibverbs has no provider for this device; install one (apt-get install"
+        " ibverbs-providers)"
+    )
 
 
 def _gids(one: MachineNic, device: verbs.Device) -> tuple[Gid, ...]:

@@ -72,7 +72,7 @@ def test_a_refusal_is_final(client: BootstrapClient, make_record: MakeRecord) ->
     client.register(make_record(ONE, FIRST, epoch=2))
     with pytest.raises(RegistrationRefused, match="page_size 1, but"):
         client.register(make_record(ONE, FIRST, epoch=2, page_size=1))
-    with pytest.raises(RegistrationRefused, match="former life"):
+    with pytest.raises(RegistrationRefused, match="has been replaced"):
         client.register(make_record(ONE, FIRST, epoch=1))
 
 
@@ -180,7 +180,7 @@ def test_a_taken_place_is_asked_for_until_the_lease_must_have_ended(
         client.release(make_record(ONE, FIRST).rank)
         client.register(second)
         assert client.instance().ranks[0].port == 5
-        with pytest.raises(LeaseLost, match="epoch 1 holds no lease: epoch 2"):
+        with pytest.raises(LeaseLost, match="epoch 1 has no lease: epoch 2"):
             client.renew(make_record(ONE, FIRST).rank)
         assert client.renew(second.rank) == 30
 
@@ -277,7 +277,7 @@ def test_registration_gives_up_at_the_deadline(make_record: MakeRecord) -> None:
             with pytest.raises(Unreachable, match="refused"):
                 client.instance()
     assert now_s[0] == pytest.approx(109)
-    for words in ("dp 0 cp 0 tp 0 pp 0", "for 9 s", address, "refused"):
+    for words in ("dp 0 cp 0 tp 0 pp 0", "within 9 s", address, "refused"):
         assert words in str(caught.value)
 
 

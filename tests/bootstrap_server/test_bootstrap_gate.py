@@ -174,7 +174,7 @@ def refused(server: BootstrapServer, keys: list[bytes]) -> str:
 def test_a_client_learns_why_it_is_not_served(
     guarded: BootstrapServer, server: BootstrapServer
 ) -> None:
-    assert "serves only servers that have its secret" in refused(guarded, [])
+    assert "serves only SGLang servers that have its secret" in refused(guarded, [])
     assert "refuses us: it has another secret" in refused(guarded, [NEW])
     unproved = refused(server, [NEW])
     assert "status 503 and does not prove that it has our secret: it has none" in unproved
@@ -233,7 +233,7 @@ def test_the_log_has_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
         refusals.note("10.0.0.9", "wrong key")
     assert caplog.messages == [
         "refused a request from 10.0.0.9: wrong key",
-        "refused a request from 10.0.0.9: wrong key (99 refusals before it are not shown)",
+        "refused a request from 10.0.0.9: wrong key (99 earlier refusals were not logged)",
     ]
 
 
@@ -320,7 +320,7 @@ def test_answers_that_somebody_has_changed_are_refused(liar: HTTPServer) -> None
                 client.instance()
             sentences.append(str(error.value))
         assert "is not ready: none of its ranks" in sentences[0]
-        assert all("a proof that is wrong" in sentence for sentence in sentences[1:])
+        assert all("a wrong proof" in sentence for sentence in sentences[1:])
         liar.change = lambda status, headers, body: (status, {}, body)
         with pytest.raises(BootstrapError, match="does not prove that it has our secret"):
             client.instance()

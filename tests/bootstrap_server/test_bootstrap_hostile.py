@@ -58,7 +58,7 @@ def test_what_contradicts_the_registered_ranks_changes_nothing(
     assert answer.status_code == 400
     assert "dp_size 1, but the 8 registered ranks" in answer.text
     for life, words in (
-        ({"coords": msgspec.to_builtins(last), "epoch": 2}, "epoch 2 holds no lease: epoch 1"),
+        ({"coords": msgspec.to_builtins(last), "epoch": 2}, "epoch 2 has no lease: epoch 1"),
         ({"coords": {"dp": 9, "cp": 0, "tp": 0, "pp": 0}, "epoch": 1}, "dp 9 cp 0 tp 0 pp 0"),
     ):
         for method in ("PUT", "DELETE"):
@@ -205,15 +205,15 @@ def test_a_dp_rank_outside_the_instance_is_refused(server: BootstrapServer) -> N
 @pytest.mark.parametrize(
     ("query", "words"),
     [
-        ("wait_s=x", "wait_s is no number of seconds up to 60: 'x'"),
+        ("wait_s=x", "wait_s must be a number of seconds up to 60: 'x'"),
         ("wait_s=-1", "wait_s"),
         ("wait_s=61", "up to 60"),
         ("wait_s=1e3", "wait_s"),
         ("wait_s=nan", "wait_s"),
         ("wait_s=", "wait_s"),
-        ("after=-1", "after is no revision"),
-        ("after=1.5", "after is no revision"),
-        ("after=" + "9" * 20, "after is no revision"),
+        ("after=-1", "after must be a revision number"),
+        ("after=1.5", "after must be a revision number"),
+        ("after=" + "9" * 20, "after must be a revision number"),
     ],
 )
 def test_bad_waits(server: BootstrapServer, query: str, words: str) -> None:

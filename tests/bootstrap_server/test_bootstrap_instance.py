@@ -173,7 +173,7 @@ def test_a_rank_without_a_lease_never_lapses(make_record: MakeRecord) -> None:
     table, one = make_table(), Topology(1, 1, 1, 1)
     table.register(make_record(one, FIRST, epoch=0, protocol=0), 0, leased=False)
     assert table.expire(1e9) == []
-    with pytest.raises(LeaseLost, match="holds no lease"):
+    with pytest.raises(LeaseLost, match="has no lease"):
         table.renew(FIRST, 0, 1e9)
     # Another one takes its place: nothing tells its restart from a second server.
     table.register(make_record(one, FIRST, 0, protocol=0, port=5), 1e9, leased=False)
@@ -213,9 +213,11 @@ def test_a_restarted_rank_gets_its_place(make_record: MakeRecord) -> None:
     table.register(make_record(one, FIRST, epoch=1), 0, leased=True)
     # At the same endpoint at once: the former process cannot be listening there any more.
     table.register(make_record(one, FIRST, epoch=2), 1, leased=True)
-    with pytest.raises(LeaseLost, match=r"epoch 1 holds no lease: epoch 2 of it.*has taken"):
+    with pytest.raises(LeaseLost, match=r"epoch 1 has no lease: epoch 2 of it.*has taken"):
         table.renew(FIRST, 1, 1)
-    with pytest.raises(RegistrationRefused, match=r"epoch 1 is a former life: epoch 2"):
+    with pytest.raises(
+        RegistrationRefused, match=r"epoch 1 belongs to a process that has been replaced: epoch 2"
+    ):
         table.register(make_record(one, FIRST, epoch=1), 2, leased=True)
     # At another one when the lease has lapsed, or was given back.
     elsewhere = make_record(one, FIRST, epoch=3, port=5)

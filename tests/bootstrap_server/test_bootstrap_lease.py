@@ -119,7 +119,7 @@ def test_a_registry_that_was_restarted_or_forgot_gets_the_rank_again(
         assert lease.problem is not None
         for words in ("dp 0 cp 0 tp 0 pp 0", address(server), "refused"):
             assert words in lease.problem
-        assert sum("soon no longer" in line for line in caplog.messages) == 1
+        assert sum("soon lose its registration" in line for line in caplog.messages) == 1
         with BootstrapServer("127.0.0.1", server.port):
             lease.renew()
             assert (client.instance().ranks, lease.problem) == ((record.rank,), None)

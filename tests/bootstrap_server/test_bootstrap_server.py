@@ -163,7 +163,7 @@ def test_standalone_serves_those_who_have_the_secret(tmp_path: Path) -> None:
             client.instance()
         with (
             BootstrapClient(address) as client,
-            pytest.raises(BootstrapError, match="serves only servers that have its secret"),
+            pytest.raises(BootstrapError, match="serves only SGLang servers that have its secret"),
         ):
             client.instance()
 

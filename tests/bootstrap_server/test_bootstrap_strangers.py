@@ -107,7 +107,7 @@ def test_however_many_say_too_little_few_are_kept_and_ranks_are_served(
         # Over the connection that it had.
         assert friend.renew(record.rank) > 0
         assert watch[0]._open <= FEW + 1
-    assert caplog.text.count("too many connections") == 1
+    assert caplog.text.count("too many unauthenticated connections") == 1
 
 
 def test_connections_that_have_proved_something_make_room_for_nobody(

@@ -146,7 +146,7 @@ def test_short_prompts_take_the_old_way(model):
     model.layerwise._pace = Seeming(1e-4)
     model.run(request(8))
     assert model.sink.sent == []
-    assert model.sink.fallbacks["too little to hide"] == 1
+    assert model.sink.fallbacks["forwards too short to gain anything"] == 1
 
 
 def test_a_forward_whose_layers_are_not_seen_is_counted(model):
@@ -154,7 +154,7 @@ def test_a_forward_whose_layers_are_not_seen_is_counted(model):
     model.layers = []
     model.run(request(8))
     assert model.sink.sent == []
-    assert model.sink.fallbacks["forwards whose layers are not seen"] == 1
+    assert model.sink.fallbacks["forwards whose layers the hooks do not see"] == 1
 
 
 def test_layers_that_run_again_after_they_were_sent_fail_the_request(model):

@@ -143,7 +143,7 @@ def test_pages_count_as_exposed_before_the_loop_has_published_them(pair, monkeyp
     assert not target.exposed
     assert (target.state, target.awaited) == (RoomState.ABORTED, ())
     until(lambda: source.over, "the prefill rank is told")
-    assert source.reason == "the decode server gave the request up: another rank failed"
+    assert source.reason == "the decode server ended the request: another rank failed"
 
 
 def test_whatever_a_fence_raises_it_is_tried_again_until_it_is_confirmed(caplog):
@@ -170,7 +170,10 @@ def test_whatever_a_fence_raises_it_is_tried_again_until_it_is_confirmed(caplog)
     (problem, late) = caplog.records
     assert "RuntimeError: a bug" in caplog.text
     assert "so they stay reserved" in problem.message
-    assert late.message == "room 1: its fence is confirmed, at try 4, after 0.0 s"
+    assert (
+        late.message
+        == "room 1: the fence was confirmed at attempt 4, after 0.0 s; its pages can be reused"
+    )
 
 
 def test_a_fence_that_stays_unconfirmed_is_named_again_with_the_time(caplog):

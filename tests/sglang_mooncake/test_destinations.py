@@ -106,7 +106,7 @@ def test_a_card_that_no_engine_could_have_made_is_refused(pair):
 
 
 def test_a_destination_that_has_gone_is_named():
-    with pytest.raises(NoDataPath, match="connection 00ab stands any more"):
+    with pytest.raises(NoDataPath, match="connection 00ab has been lost"):
         Destinations()["00ab"]
 
 

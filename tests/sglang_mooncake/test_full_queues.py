@@ -65,14 +65,14 @@ def test_a_decode_rank_that_takes_no_messages_in_hears_so_as_soon_as_it_does(cap
         until(lambda: source.state is RoomState.READY, "the prefill room is ready")
         with held(pair.decode) as go_on:
             flood(pair)
-            assert caplog.text.count("takes no messages in") == 1, "a line for all of them"
+            assert caplog.text.count("does not read its messages") == 1, "a line for all of them"
             until(lambda: source.over, "the prefill room ends")
             assert source.state is RoomState.FAILED
-            assert "takes no messages in: 10000 wait for it" in str(source.reason)
+            assert "does not read its messages: 10000 are queued" in str(source.reason)
             assert target.state is RoomState.REQUESTED
             go_on()
             until(lambda: target.over, "the decode room ends")
         assert target.state is RoomState.FAILED
-        assert "takes no messages in: 10000 wait for it" in str(target.reason)
+        assert "does not read its messages: 10000 are queued" in str(target.reason)
         until(lambda: not pair.prefill.side._links._unsaid, "nothing is left to say")
         pair.complete(2, [5], [6], 2)

@@ -121,7 +121,7 @@ def test_what_is_kept_is_bounded(monkeypatch):
         assert known.get(some[0]) is None
         for address in (f"{HOST_A}:{port}" for port in range(1, 30)):
             known.ensure(address)
-        assert "3 look-ups of other prefill instances wait" in str(known.problem(f"{HOST_A}:29"))
+        assert "3 look-ups of prefill instances are queued" in str(known.problem(f"{HOST_A}:29"))
         gate.free.release(30)
 
 

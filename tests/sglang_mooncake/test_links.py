@@ -231,7 +231,8 @@ def test_a_port_at_which_nobody_listens_is_given_up_at_once(bench):
         port = server.getsockname()[1]
     bench.links.open(key_of(port))
     bench.loop.turn()
-    assert bench.events == [LinkDown(key_of(port), f"nobody listens at {key_of(port)}")]
+    reason = f"the connection to {key_of(port)} was refused: no process listens there"
+    assert bench.events == [LinkDown(key_of(port), reason)]
     assert bench.forgotten == [REGISTRY]
     assert len(bench.links) == 0
 
@@ -275,7 +276,7 @@ def test_a_rank_that_takes_nothing_in_loses_its_link(bench, monkeypatch):
         bench.links.open(key)
         for _ in range(3):
             bench.links.send(key, ABORT)
-    assert bench.events == [LinkDown(key, f"{key} takes no messages in")]
+    assert bench.events == [LinkDown(key, f"{key} does not read its messages")]
 
 
 def test_a_link_that_cannot_be_opened_says_so_at_once_and_is_opened_for_the_next_room():
@@ -309,7 +310,7 @@ def test_a_rank_whose_host_answers_nobody_is_given_up_before_its_hello_is_due(be
     bench.links.tick(link.opened_s + CONNECT_S - 0.1)
     assert bench.events == []
     bench.links.tick(link.opened_s + CONNECT_S)
-    assert bench.events == [LinkDown(key, f"nobody answers at {key}")]
+    assert bench.events == [LinkDown(key, f"{key} does not answer")]
     assert bench.forgotten == [REGISTRY], "it may have been started again elsewhere"
 
 

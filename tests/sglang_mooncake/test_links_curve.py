@@ -94,7 +94,7 @@ def test_strangers_are_refused_before_anything_is_heard(prefill, pair, caplog):
         assert [event.message.room for event in prefill.events] == [2]
         assert not dealer.socket.poll(0), "nothing is said to strangers"
     if pair is not None:
-        assert "refused a control connection from 127.0.0.1: it has another secret" in caplog.text
+        assert "refused a control connection from 127.0.0.1: its secret differs" in caplog.text
 
 
 def test_strangers_fill_no_log(prefill, caplog):

@@ -147,7 +147,7 @@ def test_a_decode_rank_that_dies_ends_the_room_on_all_others():
         instance.decode[second].close()
         (source,) = handed.sources.values()
         until(lambda: source.over, "the prefill room failed")
-        assert "lost the data path" in (source.reason or "")
+        assert "lost the data connection" in (source.reason or "")
         until(lambda: handed.targets[first].over, "the other decode rank is told")
 
 

@@ -84,7 +84,7 @@ def test_strangers_find_nothing(caplog: pytest.LogCaptureFixture, monkeypatch) -
     monkeypatch.setenv("SGLANG_MOONCAKE_SECRET", SECRET)
     with ServersRegistry(host="127.0.0.1", port=0) as server:
         address = f"127.0.0.1:{server.port}"
-        with pytest.raises(BootstrapError, match="serves only servers that have its secret"):
+        with pytest.raises(BootstrapError, match="serves only SGLang servers that have its secret"):
             fetch_instance(address)
         assert query_dp_ranks(address, [7], ()) == {}
         assert "cannot ask for the DP ranks of 1 rooms" in caplog.text

@@ -154,7 +154,7 @@ def test_a_prompt_that_is_never_computed_ends_the_room():
     tell, _ = rooms.handle(Tick(), 20.0)
     assert tell == decode.Tell("p0", RoomAbort(1, 100, view.reason))
     assert view.state is RoomState.TIMED_OUT
-    assert "compute its prompt within 20 s" in view.reason
+    assert "compute the prompt within 20 s" in view.reason
 
 
 def test_a_wait_that_cannot_be_said_ends_the_room():

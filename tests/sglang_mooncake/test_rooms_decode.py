@@ -213,7 +213,7 @@ def test_a_scheduler_that_never_names_pages_holds_the_room_for_an_hour_at_most()
     assert view.state is RoomState.READY, "it may wait long for free memory"
     rooms.handle(Tick(), 5.0 + DEADLINES.ready_s)
     assert view.state is RoomState.TIMED_OUT
-    assert "named no pages for it within 3600 s" in (view.reason or "")
+    assert "allocated no pages for the request within 3600 s" in (view.reason or "")
 
 
 def test_an_aborted_room_is_fenced_before_it_is_over_and_before_anybody_is_told():

@@ -236,7 +236,7 @@ def test_early_writes_of_all_rooms_are_bounded(rooms, monkeypatch):
     for below in (1, 2):
         assert len(writes(rooms.handle(filled(view, 2, below), 0))) == 1
     assert reasons(rooms.handle(filled(view, 2, 3), 0)) == [
-        "so many layers are on their way already"
+        "too many early writes of layers are under way"
     ]
     rooms.handle(WriteEnded(view, None, early=True), 0)
     (early,) = writes(rooms.handle(filled(view, 2, 4), 0))

@@ -181,7 +181,7 @@ def test_what_waits_is_bounded(loop, monkeypatch):
     loop.order.submit(crowd, "b", (event,))
     ((room, reason),) = loop.failed
     assert room is crowd
-    assert "2 chunks wait for the GPU already" in reason
+    assert "2 chunks are waiting for GPU events" in reason
 
 
 def test_closing_waits_for_no_event(loop):

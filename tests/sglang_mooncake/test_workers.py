@@ -56,7 +56,7 @@ def test_a_call_that_raises_is_logged_and_leaves_its_thread_to_the_next(caplog):
         workers.submit(lambda _: done.put("next"))
         assert done.get(timeout=20) == "next"
         until(lambda: len(workers) == 0, "both are over")
-    assert "a call in the threads test failed" in caplog.text
+    assert "a call in the worker threads test raised" in caplog.text
     assert "ZeroDivisionError" in caplog.text
 
 

@@ -266,7 +266,7 @@ def test_a_peer_that_is_closed_fails_what_is_unfinished(way: Way) -> None:
         pair.peer.close()
         pair.peer.close()
         assert {outcome(one) for one in transfers} <= {DONE, FAILED}
-        says = "this peer was closed by its application"
+        says = "the application closed this peer"
         assert {one.reason for one in transfers} <= {None, says}
         wait_until(lambda: not pair.peer.alive, "dead")
         with pytest.raises(te.TransferFailed, match=says):

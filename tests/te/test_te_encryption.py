@@ -390,7 +390,7 @@ def test_a_transport_that_cannot_encrypt_is_left_out(caplog, monkeypatch):
     )
     with te.Engine(replace(ENCRYPTED, transports=("loopback", "tcp"))) as engine:
         assert engine.stats().transports == ("tcp",)
-    assert "the engine goes without loopback, which cannot encrypt" in caplog.text
+    assert "the engine does not use loopback, because it cannot encrypt" in caplog.text
     with pytest.raises(te.DeviceError, match=r"loopback cannot encrypt, and Config\.encrypt asks"):
         te.Engine(replace(ENCRYPTED, transports=("loopback",)))
 

@@ -127,7 +127,7 @@ def test_answers_to_a_hello(answer: Answer, error: type[te.Error], says: str) ->
         (encode_greeting(GreetingKind.REFUSE, PROTOCOL_VERSION, b"x"),
          te.HandshakeError, "kind 3 and 1 bytes instead of a challenge"),
         (encode_greeting(GreetingKind.REFUSE, PROTOCOL_VERSION, b""), te.ConnectError,
-         "without a word: it has keys, and this engine has none; give both the same secret"),
+         "closed the connection: it has keys, and this engine has none; give both the same secret"),
         (encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, bytes(72)), te.ConnectError,
          "does not prove to be the engine abab.* of the card: it was restarted"),
         (encode_greeting(GreetingKind.CHALLENGE, PROTOCOL_VERSION, NO_KEY.id + bytes(64)),
@@ -160,7 +160,7 @@ def test_what_comes_instead_of_a_challenge(
 
 def test_no_answer_and_nobody_there() -> None:
     with raw_destination() as (listener, card), te.Engine() as source:
-        with pytest.raises(te.ConnectError, match=r"no welcome .* within 0.05 s"):
+        with pytest.raises(te.ConnectError, match=r"did not answer within 0.05 s"):
             source.connect(card, timeout_s=0.05)
         where = f"127.0.0.1:{listener.getsockname()[1]}"
         listener.close()

@@ -127,10 +127,13 @@ def test_without_memory_that_children_do_not_have_there_is_no_link_on_this_host(
             assert list(decode_card(engine.card()).offers) == ["tcp"]
             peer = engine.connect(other.card())
             assert peer.transport == "tcp"
-            assert "samehost: no memory that is not a child's, too" in peer.transport_reason
+            assert (
+                "samehost: cannot allocate memory that child processes do not inherit"
+                in peer.transport_reason
+            )
             source = RawSource(engine.card())
             source.sock.close()
-        with pytest.raises(te.DeviceError, match="no memory that is not a child's"):
+        with pytest.raises(te.DeviceError, match="cannot allocate memory that child processes"):
             te.Engine(te.Config(transports=("samehost",)))
 
 

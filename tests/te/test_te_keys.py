@@ -124,7 +124,7 @@ def test_engines_connect_that_have_a_key_in_common(
             return
         with pytest.raises(te.ConnectError) as caught:
             source.connect(target.card())
-        assert "refuses this engine without a word" in str(caught.value)
+        assert "refused this engine and closed the connection" in str(caught.value)
         assert "give both the same secret (keys in te.Config)" in str(caught.value)
         if not here:
             why = "it has no key, and this engine has some"

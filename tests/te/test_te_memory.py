@@ -98,7 +98,9 @@ def test_where_memory_is() -> None:
     assert table.register(bytearray(100), None).location == "*"
     assert table.register(bytearray(100), None, "cuda:3").location == "cuda:3"
     for location in ("", "gpu:0", "cpu", "cuda:-1", "cpu:0 "):
-        with pytest.raises(RegistrationError, match=f"location='{location}' is no place of memory"):
+        with pytest.raises(
+            RegistrationError, match=f"location='{location}' is not a memory location"
+        ):
             table.register(bytearray(100), None, location)
 
 

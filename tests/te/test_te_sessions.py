@@ -124,7 +124,7 @@ def test_a_later_connection_proves_the_session_of_its_link_and_no_other(
             # None that there is; one by the right name.
             knows_session(card, 1, b"x" * 32)
             assert answer(card, transport, later, 1) == NOTHING
-            assert "the link that it calls has ended, or never was" in caplog.text
+            assert "the link that it names has ended, or never existed" in caplog.text
             assert engine.stats().rails == 2
             knows_session(card, 1, mine._secret)
             found = answer(card, transport, later, 1)

@@ -176,7 +176,7 @@ def test_an_override_is_complete(tmp_path: Path) -> None:
         ("{", "is not JSON of the form"),
         ('{"cpu:0": ["rxe0"]}', "is not JSON of the form"),
         ('{"cpu:0": [["rxe0"], [], []]}', "is not JSON of the form"),
-        ("{}", "names no location"),
+        ("{}", "contains no memory location"),
         ('{"cpu:7": [["rxe0"]]}', r"the location 'cpu:7'; here are: cpu:0, \*"),
         ('{"cpu:0": [["mlx5_0"]]}', "gives cpu:0 the NIC 'mlx5_0'; there are: rxe0, siw0"),
         ('{"cpu:0": [["rxe0"], ["rxe0"]]}', "the NIC 'rxe0' twice"),

@@ -145,7 +145,7 @@ class Layerwise:
         `send()`."""
         logger.error("a forward whose KV was to go layer by layer", exc_info=error)
         self._forward = None
-        self._turn_off("an error of its own, see above")
+        self._turn_off("an internal error, logged above")
 
     # --- a forward ---
 
@@ -172,7 +172,7 @@ class Layerwise:
         )
         if not at:
             self._pace.nothing_went()
-            self._fall_back("too little to hide", len(spans))
+            self._fall_back("forwards too short to gain anything", len(spans))
         parts = []
         for span in spans if at else ():
             parts.append(Part(span, gather(scheduler, span, streams is not None)))
@@ -207,7 +207,7 @@ class Layerwise:
             each_s = forward.hand_over_s / (forward.hand_overs * len(forward.parts))
             self._pace.hand_over_took(each_s)
         elif forward.parts:
-            self._fall_back("forwards whose layers are not seen", len(forward.parts))
+            self._fall_back("forwards whose layers the hooks do not see", len(forward.parts))
         if forward.parts:
             self._figures.forward_hooked(forward.hook_s * 1e6)
 

@@ -152,10 +152,12 @@ class Keeper:
         kept = link.kept[index]
         if kept.rail.state is State.SUSPECT:
             logger.info(
-                "rail %d to %s does not move: the others get its work", index, link.engine_id
+                "rail %d to %s makes no progress: the other rails take over its work",
+                index,
+                link.engine_id,
             )
         elif before is State.SUSPECT and kept.rail.state is State.UP:
-            logger.info("rail %d to %s moves again", index, link.engine_id)
+            logger.info("rail %d to %s makes progress again", index, link.engine_id)
         elif kept.rail.state is State.UP:
             logger.info("rail %d to %s is up: %s", index, link.engine_id, kept.ways[kept.way])
             kept.has_worked = True
@@ -176,7 +178,7 @@ class Keeper:
         kept = link.kept[index]
         epoch, path = kept.rail.generation, kept.ways[kept.way]
         if kept.attempts == ATTEMPTS_MAX:
-            why = f"{kept.attempts} attempts still wait in the device"
+            why = f"{kept.attempts} attempts to make the rail are still blocked in the device"
             self._handle(link, index, Event.REFUSED, epoch, why)
         elif local.run(lambda: self._build(local, link, index, epoch, path)):
             kept.attempts += 1
@@ -185,7 +187,7 @@ class Keeper:
         reason, rail = "", link.kept[index].rail
         try:
             if (rail.generation, rail.state) != (epoch, State.REBUILD):
-                raise TimeoutError(None, "its time was over before a thread was free")
+                raise TimeoutError(None, "its deadline passed before a thread was free")
             remote = link.nics[path.remote]
             build_rail(local, link.handle, remote, index, epoch, path, link.greet)
         except (OSError, Error) as exc:

@@ -80,8 +80,8 @@ class Shares:
             elif self.alive and problem not in self._problems:
                 self._problems.add(problem)
                 logger.warning(
-                    "a peer on this host does not map %d bytes, which are copied by slower ways:"
-                    " %s",
+                    "a peer on this host cannot map %d bytes of this engine's memory and copies"
+                    " them more slowly: %s",
                     memory.nbytes,
                     problem,
                 )
@@ -101,7 +101,10 @@ class Shares:
         """Has the peer unmap it; the link dies if that is not confirmed in time."""
         deadline_s = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
-            logger.warning("a peer does not answer: its link ends, as it may map freed memory")
+            logger.warning(
+                "a peer does not answer a request to unmap memory: its link is closed, because "
+                "it could read freed memory"
+            )
             self._link.die(Reason.PEER_CLOSED)
             return
         try:

@@ -104,7 +104,10 @@ class SameHost(Transport):
         try:
             self._memory = reach.NonceMemory()
         except OSError as exc:
-            self._problem = f"no memory that is not a child's, too (Linux 4.14): {exc.strerror}"
+            self._problem = (
+                "cannot allocate memory that child processes do not inherit"
+                f" (MADV_WIPEONFORK, Linux 4.14): {exc.strerror}"
+            )
         self._sharing = Sharing(self._shared)
         self._listens = False
 
@@ -178,7 +181,10 @@ class SameHost(Transport):
             try:
                 self._sharing.share_handles(shares, time.monotonic() + timeout_s)
             except Exception:
-                logger.exception("a bug while memory was shared with a peer; it goes other ways")
+                logger.exception(
+                    "internal error while memory was shared with a peer; transfers use slower "
+                    "copies"
+                )
 
         self._sharing.attach(shares)
         self._sharing.share_files(shares, deadline_s)

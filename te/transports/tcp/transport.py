@@ -86,7 +86,11 @@ class Tcp(Transport):
         if config.encrypt:
             problem = kernel_tls.problem()
             self._offer = _RECORDS if problem else _KERNEL
-            who = f"libcrypto, as {problem}" if problem else "the kernel, where the peer's can, too"
+            who = (
+                f"libcrypto, as {problem}"
+                if problem
+                else "the kernel if the peer's kernel can, too"
+            )
             logger.info("TCP connections are encrypted by %s", who)
 
     def probe(self) -> str | None:
