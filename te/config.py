@@ -58,9 +58,9 @@ class Config:
     #: the first transport that works. If only one is named and does not work, connecting raises
     #: ``te.ConnectError``.
     transports: tuple[str, ...] = TRANSPORTS
-    #: Keys of 32 random bytes, or derived from a secret. Two engines connect only if they have a key
-    #: in common. This engine proves the first of its keys that the peer has, and accepts any of its
-    #: keys from a peer. To replace a key, give all engines (old, new), then all (new, old), then
+    #: Keys of 32 random bytes, or derived from a secret. Two engines connect only if they have a
+    #: key in common. This engine proves the first of its keys that the peer has, and accepts any of
+    #: its keys from a peer. To replace one, give all engines (old, new), then all (new, old), then
     #: (new,). An engine without keys connects with every other engine that has none.
     keys: tuple[bytes, ...] = field(default=(), repr=False)
     #: Encrypts everything that goes over the network, with keys that the greetings derive from
@@ -124,8 +124,8 @@ class Config:
     socket_buffer_bytes: int = 0
 
     #: Pinned host memory through which memory is staged that the kernel cannot access (GPU memory
-    #: over TCP and on the same host). All workers and both directions share it. The engine allocates
-    #: it when the first such region is registered.
+    #: over TCP and on the same host). All workers and both directions share it. The engine
+    #: allocates it when the first such region is registered.
     staging_bytes: int = 64 << 20
     #: Size of one staged copy: smaller copies overlap better with the network, and need more calls
     #: of the GPU's driver.
