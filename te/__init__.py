@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""te moves bytes between registered memory of processes: regions, blocks, peers, transfers.
+"""te copies bytes between registered memory of processes, on one host or over a network.
 
-Engine = the memory, peers and arrivals of one process. A destination registers memory, gives its
-card to sources and expects a tag; a source connects and writes blocks with that tag; the
-destination sees the arrival, or fences the tag and may use the memory for something else.
+An ``Engine`` owns the registered memory, the peers and the arrivals of one process. The destination
+registers memory, gives its card to the source and opens a tag. The source connects with the card
+and writes blocks under that tag. The destination then sees the arrival; or it fences the tag, after
+which it may use the memory for something else.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptors of copies, as arrays: build, merge, split. Pure: no memory is touched here."""
+"""Lists of copies as numpy arrays: build, merge, split. Nothing here touches the memory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ ADDRESS_LIMIT: Final = 1 << 63
 
 
 class Blocks:
-    """An immutable, ordered set of blocks; the unit of every call.
+    """An immutable, ordered list of blocks: what one transfer copies.
 
-    Every block has ``nbytes >= 1`` and ends, on both sides, below 2**63, and so does the sum of
-    all ``nbytes``; constructors raise ``ValueError`` with the value that breaks this.
+    Every block has at least one byte and ends below 2**63 on both sides, and the sum of all sizes
+    is below 2**63. Constructors raise ``ValueError`` with the value that violates this.
     """
 
     __slots__ = ("_array", "_total_nbytes")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that peers on the same host may map: the fastest source there is."""
+"""Memory that other processes of the same host can map."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ F_SEAL_FUTURE_WRITE: Final = 0x10  # linux/fcntl.h; Python has no name for it ye
 class Buffer(mmap.mmap):
     """Zeroed memory of ``nbytes`` bytes, rounded up to whole pages; made by ``te.allocate``.
 
-    It has the buffer protocol (``np.frombuffer``) and is given back with its last reference.
+    It supports the buffer protocol (``np.frombuffer``). The memory is freed with the last
+    reference.
     """
 
     #: The memory file, and whether it is made of huge pages.
@@ -43,11 +44,11 @@ class Buffer(mmap.mmap):
 
 
 def allocate(nbytes: int) -> Buffer:
-    """Memory to register with an engine. Peers on the same host copy out of it directly, about
-    twice as fast as out of other memory; everywhere else it is like any other.
+    """Allocates memory to register with an engine. Peers on the same host map it, and copy from it
+    about twice as fast as from other memory. For other peers it is ordinary memory.
 
-    Huge pages are taken if the system has enough of them set aside. ``ValueError`` for no bytes,
-    ``OSError`` when there is no memory.
+    The memory consists of huge pages if the system has reserved enough of them. Raises
+    ``ValueError`` if ``nbytes`` is below 1, ``OSError`` if there is not enough memory.
     """
     if nbytes < 1:
         raise ValueError(f"nbytes={nbytes} must be at least 1")

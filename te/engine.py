@@ -71,16 +71,22 @@ def _work(plane: Plane, index: int, memory: RegionTable) -> None:
 
 
 class Engine:
-    """Registers memory, writes to peers, and lets peers write here. Any thread may call anything.
+    """The transfer engine of one process. All methods are thread-safe.
 
     Use it as a context manager, or call ``close``.
     """
 
     def __init__(self, config: Config | None = None) -> None:
-        """Listens and starts the threads; ``te.ListenError`` when the address cannot be had,
-        ``te.DeviceError`` when no transport that is wanted can be used, ``te.TopologyError`` when
-        ``Config.nics`` or ``Config.topology`` name devices that are not there, ``OSError`` and
-        ``RuntimeError`` without descriptors or threads. Then nothing of it is left."""
+        """Starts to listen and starts the engine's threads.
+
+        Raises:
+            te.ListenError: the engine cannot listen on the configured address.
+            te.DeviceError: none of the configured transports can be used.
+            te.TopologyError: ``Config.nics`` or ``Config.topology`` name devices that do not exist.
+            OSError, RuntimeError: the process has no free file descriptors or threads.
+
+        When the constructor raises, it has released everything that it had acquired.
+        """
         self._config = Config() if config is None else config
         self._id = secrets.token_hex(16)
         self._epoch = time.time_ns()
@@ -148,12 +154,12 @@ class Engine:
 
     @property
     def id(self) -> str:
-        """Random, 32 hex digits."""
+        """A random name of this engine, 32 hex digits."""
         return self._id
 
     @property
     def epoch(self) -> int:
-        """When it started, in ns since 1970."""
+        """When this engine started, in ns since 1970."""
         return self._epoch
 
     def close(self) -> None:
@@ -201,30 +207,35 @@ class Engine:
         location: str | None = None,
         remote: Remote = "tagged",
     ) -> Region:
-        """Lets this engine use a range of memory, and peers as far as ``remote`` says.
+        """Registers a range of memory for transfers, and grants peers the rights in ``remote``.
 
-        ``"tagged"``: peers may write under a tag that is open (``expect``). ``"read"``: they may
-        read, and not write. ``"read-write"``: they may read and write, with a tag or without.
-        ``"none"``: they may do nothing; the memory is for this engine's own transfers, as the
-        source of writes or the destination of reads. What is not allowed fails at the peer, before
-        a byte moves, with a sentence that names the right. docs/architecture.md says what of this
-        holds over RDMA against a peer that does not keep to the protocol.
+        Args:
+            buffer_or_address: an object with a writable, contiguous buffer, or an address. The
+                region keeps a buffer alive; memory behind a bare address must stay mapped until
+                ``deregister``. The address may be of CUDA memory.
+            nbytes: size in bytes; required for an address. For a buffer it may be less than the
+                buffer's size.
+            location: the memory location, from which the engine chooses the nearest RDMA devices:
+                ``"cpu:0"`` (a NUMA node), ``"cuda:3"`` (a GPU, counted by PCI address) or ``"*"``
+                (no preference). Default: the NUMA node of the first page, or the GPU that CUDA's
+                driver reports.
+            remote: the rights of peers. ``"tagged"``: peers may write under an open tag (see
+                ``expect``). ``"read"``: peers may read. ``"read-write"``: peers may read and write,
+                with or without a tag. ``"none"``: peers have no access; the memory serves as the
+                source of this engine's writes or the destination of its reads. A transfer without
+                the right fails at the peer before a byte moves, and its reason names the right.
+                docs/architecture.md says which of these rights hold over RDMA against a peer that
+                violates the protocol.
 
-        Takes an object with a writable, contiguous buffer (of which ``nbytes`` limits the part)
-        or an address with ``nbytes``. The region keeps the buffer alive; memory behind a bare
-        address must stay mapped until ``deregister``. ``location`` says what RDMA devices it is
-        near to: ``"cpu:0"``, a NUMA node, ``"cuda:3"``, a GPU counted by PCI address, or ``"*"``
-        for none in particular; without it that is the node of the first page, or the GPU that the
-        driver tells. Raises
-        ``te.RegistrationError`` for nothing, a null address, an overlap with another region,
-        another word for the location or for ``remote``, or memory that is not mapped readable and
-        writable; then nothing was registered.
+        Raises:
+            te.RegistrationError: the range is empty, begins at address 0, overlaps another region,
+                or is not mapped readable and writable; or ``location`` or ``remote`` is none of the
+                values above. Nothing was registered then.
 
-        The address may be of CUDA memory. RDMA devices take it as a dma-buf, or through the
-        peer-memory module nvidia-peermem; over other transports it is staged (``staging_bytes``).
-        An engine with several transports, some of which cannot move the memory, goes without those
-        from then on, and says so in the log; once it has made a card, or connected, that memory is
-        refused instead.
+        RDMA devices access CUDA memory as a dma-buf or through the kernel module nvidia-peermem.
+        The other transports stage it through host memory (``Config.staging_bytes``). If some of the
+        engine's transports cannot move the memory, the engine stops using those transports and logs
+        it. Once the engine has made a card or has connected, it refuses such memory instead.
         """
         self._check_open()
         region = self._memory.register(buffer_or_address, nbytes, location, remote)
@@ -232,13 +243,16 @@ class Engine:
         return region
 
     def deregister(self, region: Region, timeout_s: float = QUIESCE_TIMEOUT_S) -> None:
-        """Takes the right back: after it returns nothing can land in the region, or be read.
+        """Ends a registration. After it returns, no peer can write to the region or read from it.
 
-        Waits for up to ``timeout_s`` for transfers that read from it, as those that were cancelled
-        do until their destination has answered, and for landings under way. Raises
-        ``te.RegistrationError`` if it is not registered, or transfers still read from it (then
-        nothing was changed), ``te.FenceTimeout`` if a landing did not end: then nothing new lands,
-        but the memory must not be freed yet; call it again.
+        The call waits up to ``timeout_s`` seconds for transfers that still read from the region
+        (a cancelled transfer does until its destination has answered) and for writes under way.
+
+        Raises:
+            te.RegistrationError: the region is not registered, or transfers still read from it.
+                Nothing was changed then.
+            te.FenceTimeout: a write under way did not end. No new write can begin, but the memory
+                must not be freed yet; call ``deregister`` again.
         """
         try:
             self._memory.deregister(region, timeout_s)
@@ -249,8 +263,8 @@ class Engine:
     # -- peers
 
     def card(self) -> bytes:
-        """What a peer needs to connect: identity, address, transports, present regions in which
-        peers may do anything."""
+        """The bytes that a peer needs to connect to this engine: its identity, address and
+        transports, and the regions that peers may access now."""
         self._check_open()
         host, port = self._acceptor.address
         return encode(
@@ -270,11 +284,15 @@ class Engine:
         )
 
     def connect(self, card: bytes, timeout_s: float | None = None) -> Peer:
-        """A peer for the engine that made the card; the existing one if that is alive.
+        """Connects to the engine that made ``card``. A live connection to it is used again.
 
-        Blocks for at most ``timeout_s`` (default ``Config.connect_timeout_s``). Raises
-        ``te.ConnectError`` (unreachable, restarted, no common key or transport),
-        ``te.VersionError``, ``te.HandshakeError`` (not a card, or not an engine that answers).
+        Blocks for at most ``timeout_s`` seconds (default: ``Config.connect_timeout_s``).
+
+        Raises:
+            te.ConnectError: the engine is unreachable, was restarted, or has no key or no transport
+                in common with this one.
+            te.VersionError: the engine speaks another version of te's protocol.
+            te.HandshakeError: ``card`` is not a card, or the answer is not an engine's.
         """
         self._check_open()
         decoded = decode_card(card)
@@ -302,19 +320,24 @@ class Engine:
         peer: str | Identified | None = None,
         ranges: npt.ArrayLike | None = None,
     ) -> None:
-        """Opens a tag, 1 to 2**64 - 1, for writes; ``ValueError`` if it is open already, a fence
-        of it has not been confirmed, or an argument is not what follows.
+        """Opens a tag: from now on peers may write under it.
 
-        ``peer``: only that engine may write under it: an id, for all lives of the engine, or what
-        has an id and an epoch (``te.Peer``, ``te.Identity``), for that life alone. ``ranges``,
-        shape (n, 2) of (address, bytes): only there, as far as the regions allow it too; at most
-        65,536 that are apart from each other. A write by another engine is refused as if the tag
-        were not open. One outside the ranges is refused before a byte of its segment lands, but
-        over RDMA lands in any region that allows tagged writes: a NIC knows no ranges.
+        Args:
+            tag: 1 to 2**64 - 1. Use each value once (``te.new_tag`` makes a random one). A source
+                that was frozen may still have unsent writes under an earlier use of the value, and
+                these would count as new ones.
+            peer: the only engine that may write under the tag: an engine's id, which includes later
+                restarts of it, or a ``te.Peer`` or ``te.Identity``, which names one start of it.
+                Writes of other engines are refused as if the tag were not open.
+            ranges: shape (n, 2) of (address, bytes): the only ranges that may be written under the
+                tag, at most 65,536 that are not adjacent. The regions must allow the writes, too.
+                The destination refuses a write outside the ranges before a byte of its segment
+                lands. Over RDMA, where a NIC does not know ranges, it lands in any region that
+                allows tagged writes.
 
-        Choose a value never used before (``te.new_tag`` makes one that nobody can guess): writes
-        that a frozen source submitted under an earlier use of it and has not begun to send would
-        count as new ones.
+        Raises:
+            ValueError: the tag is open already, or a fence of it is not confirmed yet, or an
+                argument is not as described above.
         """
         self._check_open()
         check_tag(tag)
@@ -331,40 +354,45 @@ class Engine:
             raise ValueError(f"tag {tag:#x} is open already")
 
     def arrived(self, tag: int) -> int:
-        """Transfers with this tag that have landed completely; 0 if the tag is not open, and no
-        fence of it is waiting for confirmation."""
+        """The number of transfers with this tag that have landed completely; 0 if the tag is
+        neither open nor being fenced."""
         return self._plane.arrived(tag) if 0 < tag < TAG_LIMIT else 0
 
     def arrived_nbytes(self, tag: int) -> int:
-        """Payload in bytes of the transfers that ``arrived(tag)`` counts; 0 if it is not open.
+        """The payload of the transfers that ``arrived(tag)`` counts, in bytes; 0 if it is not open.
 
-        Read the count first: then the bytes of every transfer that it counts are in this.
+        Call ``arrived`` first: the bytes of every transfer in that count are then in this sum.
         """
         return self._plane.arrived_nbytes(tag) if 0 < tag < TAG_LIMIT else 0
 
     def revoke(self, tag: int) -> Fence | None:
-        """Closes a tag without waiting: no landing begins under it any more, and ``Fence`` says
-        when those under way have ended. None if the tag is not open, and not being closed."""
+        """Closes a tag without waiting: no new write can land under it, and the returned ``Fence``
+        tells when the writes under way have ended. None if the tag is neither open nor being
+        closed."""
         check_tag(tag)
         revocation = self._plane.revoke_tag(tag)
         return None if revocation is None else Fence(tag, revocation, self._acceptor.withdraw)
 
     def fence(self, tag: int, timeout_s: float = QUIESCE_TIMEOUT_S) -> int:
-        """Closes a tag: after it returns no write of it can land, whatever its source does.
+        """Closes a tag. After it returns, no write under the tag can land, whatever its source
+        does.
 
-        Returns the last ``arrived(tag)`` and forgets it; 0 if the tag was not open. Raises
-        ``te.FenceTimeout`` if a landing under it did not end in time: then the memory must
-        not be reused, the tag stays closed, and ``fence`` is to be called again. Several threads
-        may fence a tag at once; each returns when it is confirmed.
+        Returns the last value of ``arrived(tag)``; 0 if the tag was not open. Several threads may
+        fence one tag at the same time.
+
+        Raises:
+            te.FenceTimeout: a write under way did not end within ``timeout_s`` seconds. The tag
+            stays
+                closed, but the memory must not be reused yet; call ``fence`` again.
         """
         fence = self.revoke(tag)
         return 0 if fence is None else fence.wait(timeout_s)
 
     def fence_peer(self, engine_id: str) -> int:
-        """Drops the links of that engine into this one; returns how many there were.
+        """Closes all links from that engine to this one; returns how many there were.
 
-        After it returns nothing can land that it submitted before. It may connect again. Raises
-        ``te.FenceTimeout`` like ``fence``.
+        After it returns, no write that the engine has submitted can land. The engine may connect
+        again. Raises ``te.FenceTimeout`` as ``fence`` does.
         """
         count = self._acceptor.fence(engine_id, QUIESCE_TIMEOUT_S)
         if count is None:

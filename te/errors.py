@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything te raises by itself, grouped by who has to change something."""
+"""The exceptions of te, grouped by who has to change something."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BoundsError(Error):
 
 
 class QueueFull(Error):
-    """The peer has ``max_queued_transfers`` unfinished transfers; settle some first."""
+    """The peer has ``max_queued_transfers`` unfinished transfers; wait for some of them first."""
 
 
 class ClosedError(Error):
@@ -65,7 +65,7 @@ class ConnectError(Error):
 
 
 class HandshakeError(Error):
-    """A card or a greeting is not one of ours."""
+    """A card or a greeting is not one of te's."""
 
 
 class VersionError(HandshakeError):
@@ -88,8 +88,8 @@ class TransferFailed(Error):
 
 
 class WaitTimeout(Error, TimeoutError):
-    """The time given to ``Transfer.wait`` is over; the transfer goes on."""
+    """``Transfer.wait`` timed out; the transfer goes on."""
 
 
 class FenceTimeout(Error):
-    """A landing did not end in time: the memory must not be reused yet."""
+    """A write into this engine's memory did not end in time: the memory must not be reused yet."""

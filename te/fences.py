@@ -29,8 +29,8 @@ class FenceState(enum.Enum):
 
 
 class Fence:
-    """A tag that is being closed; ``Engine.revoke`` makes it. Any thread may call anything, and
-    several fences of one tag are each closed by themselves."""
+    """A tag that is being closed, as ``Engine.revoke`` returns it. All methods are thread-safe, and
+    several fences of one tag are independent of each other."""
 
     def __init__(
         self, tag: int, revocation: Revocation, withdraw: Callable[[Revocation], None]
@@ -47,12 +47,12 @@ class Fence:
 
     @property
     def state(self) -> FenceState:
-        """As ``poll`` or ``wait`` has last found it."""
+        """The state that ``poll`` or ``wait`` found last."""
         return FenceState.REVOKING if self._count is None else FenceState.CLOSED
 
     def poll(self) -> bool:
-        """Whether it is closed now: one look, which waits for nothing. Until then the memory must
-        not be reused."""
+        """Whether the tag is closed now, without waiting. Until then the memory must not be
+        reused."""
         return self._step(0.0)
 
     def wait(self, timeout_s: float = QUIESCE_TIMEOUT_S) -> int:

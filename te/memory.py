@@ -36,7 +36,7 @@ RIGHTS: Final[dict[Remote, int]] = {
     "read-write": MAY_READ | MAY_WRITE_TAGGED | MAY_WRITE_UNTAGGED,
     "none": 0,
 }
-"""What peers may do in a region, by the word that registers it so."""
+"""The rights of peers in a region, by the value of ``remote``."""
 
 LOCATION: Final = re.compile(r"\*|(cpu|cuda):\d+")
 
@@ -49,7 +49,7 @@ class Region:
     address: int
     #: Size in bytes, at least 1.
     nbytes: int
-    #: What the memory is: ``"host"``, ``"cuda:0"``; ``te.memory_kinds.MemoryKind.name``.
+    #: The kind of memory: ``"host"``, ``"cuda:0"`` (``te.memory_kinds.MemoryKind.name``).
     kind: str
     #: Rises with each registration, so that a range registered twice is two regions.
     serial: int
@@ -59,9 +59,10 @@ class Region:
     export: Export | None = field(default=None, repr=False)
     #: What RDMA devices call it; None without such devices.
     registration: Registration | None = field(default=None, repr=False)
-    #: ``"cpu:0"``, or as the caller said; ``"*"`` if it is not known, or there are no RDMA devices.
+    #: The memory location, such as ``"cpu:0"``; ``"*"`` if it is not known or there is no RDMA
+    #: device.
     location: str = ANYWHERE
-    #: What peers may do there, as the caller said.
+    #: The rights of peers.
     remote: Remote = "tagged"
 
     @property

@@ -19,10 +19,10 @@ __all__ = ["Peer"]
 
 
 class Peer:
-    """What ``Engine.connect`` returns. Any thread may call anything.
+    """A connected engine, as ``Engine.connect`` returns it. All methods are thread-safe.
 
-    Once one of its connections is gone it stays dead: its writes fail at once with the reason, and
-    ``Engine.connect`` makes a new peer.
+    A peer that has lost one of its connections stays dead: its transfers fail at once with the
+    reason, and ``Engine.connect`` makes a new peer.
     """
 
     def __init__(
@@ -56,67 +56,69 @@ class Peer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port it listens on."""
+        """Host and port on which the peer listens."""
         return self._card.host, self._card.port
 
     @property
     def regions(self) -> tuple[CardRegion, ...]:
-        """Its regions when the card was made. It may have others now."""
+        """The peer's regions when its card was made; the peer may have others now."""
         return tuple(self._card.regions)
 
     @property
     def alive(self) -> bool:
-        """Whether writes have a chance."""
+        """Whether the connection stands. False is final."""
         return self._link.alive
 
     @property
     def rails(self) -> int:
-        """Paths to it that work: connections, or rails over RDMA."""
+        """The number of rails to the peer that work."""
         return self._link.rails
 
     @property
     def rail_views(self) -> tuple[RailView, ...]:
-        """Each rail over RDMA as it is now; empty for other transports."""
+        """The state of each RDMA rail; empty for other transports."""
         return self._link.views
 
     @property
     def transport(self) -> str:
-        """Its name, as in ``Config.transports``."""
+        """The name of the transport to this peer, as in ``Config.transports``."""
         return self._opened.transport
 
     @property
     def transport_reason(self) -> str:
-        """Why no preferred transport was taken; empty if this is the first choice."""
+        """Why a preferred transport could not be used; empty for the first choice."""
         return self._opened.reason
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether what goes to it over the network is encrypted (``Config.encrypt``); False on the
-        same host."""
+        """Whether transfers to the peer are encrypted on the network (``Config.encrypt``); False on
+        the same host."""
         return self._link.is_encrypted
 
     @property
     def bytes_per_s(self) -> float:
-        """What the devices or the interface on the way to it carry at best; 0.0 if nobody tells, as
-        on the same host."""
+        """The nominal rate of the local devices or interface to the peer, in bytes per second;
+        0.0 if it is not known, as on the same host."""
         return self._link.bytes_per_s
 
     def write(self, blocks: Blocks, tag: int = 0) -> Transfer:
         """Begins to copy ``blocks`` from this engine's memory into the peer's; returns at once.
 
-        Every source range must be registered memory of this engine (``te.BoundsError`` otherwise,
-        before a byte moves); its regions cannot be deregistered until there is an outcome.
-        Destination ranges are checked by the destination, segment by segment, against what is
-        registered there at that time; a range outside fails the transfer, and nothing of its
-        segment lands. Over RDMA all of them are looked up in what the destination has told once it
-        lets the transfer begin: then nothing of it lands. With a ``tag`` other than 0 the
-        destination must have opened it with ``expect`` and counts the arrival. No blocks at all is
-        a transfer too: it counts.
+        Every source range must be registered with this engine, and stays registered until the
+        transfer has an outcome. Do not change the source before that. The destination checks every
+        destination range: one that is not registered there fails the transfer, and nothing of its
+        segment lands (over RDMA, nothing of the whole transfer).
 
-        Transfers to one peer are sent in the order of submission, but share its rails, so that a
-        later one may end first. Raises ``te.QueueFull`` when too many have no outcome,
-        ``ValueError`` for a tag out of range. The source must not change before there is an
-        outcome.
+        With a ``tag`` other than 0, the destination must have opened that tag with ``expect``, and
+        counts the transfer's arrival; a transfer without blocks counts, too.
+
+        Transfers to one peer begin in the order of submission. They share its rails, so that a
+        later transfer may end first.
+
+        Raises:
+            te.BoundsError: a source range is not registered; no byte has moved.
+            te.QueueFull: the peer has ``Config.max_queued_transfers`` unfinished transfers.
+            ValueError: the tag is out of range.
         """
         if tag:
             check_tag(tag)
@@ -125,15 +127,18 @@ class Peer:
     def read(self, blocks: Blocks) -> Transfer:
         """Begins to copy ``blocks`` from the peer's memory (``src``) into this engine's (``dst``).
 
-        The mirror of ``write``: every ``dst`` range must be registered here (``te.BoundsError``),
-        ``src`` ranges are checked by the peer against its regions. Unlike a write's, its
-        cancellation needs nobody's confirmation. Pieces of a read that has failed may still be
-        landing: the memory is free once ``Transfer.cancel`` has returned. Raises ``te.QueueFull``.
+        Every ``dst`` range must be registered with this engine; the peer checks that every ``src``
+        range lies in its regions and may be read. When a read has failed, pieces of it may still be
+        landing: call ``Transfer.cancel`` before the memory is reused.
+
+        Raises:
+            te.BoundsError: a ``dst`` range is not registered here.
+            te.QueueFull: the peer has ``Config.max_queued_transfers`` unfinished transfers.
         """
         return self._submit(blocks, 0, is_read=True)
 
     def close(self) -> None:
-        """Drops the connections; unfinished transfers fail. Returns at once, idempotent."""
+        """Closes the connections; unfinished transfers fail. Returns at once. Idempotent."""
         self._link.close()
 
     def describe(self, code: int, errnum: int, text: str) -> str:

@@ -41,14 +41,14 @@ class Identified(Protocol):
 
 
 class Identity(NamedTuple):
-    """One life of an engine, as it is told to others."""
+    """One start of an engine: its id and epoch."""
 
     id: str
     epoch: int
 
 
 def new_tag() -> int:
-    """A random tag: nobody can guess it who was not told."""
+    """A random tag, which nobody can guess."""
     return 1 + secrets.randbelow(TAG_LIMIT - 1)
 
 

@@ -88,7 +88,7 @@ class Notifier:
 
 
 class Transfer:
-    """What ``Peer.write`` and ``Peer.read`` return. Any thread may call anything."""
+    """A write or read under way, or its outcome. All methods are thread-safe."""
 
     def __init__(
         self,
@@ -137,14 +137,15 @@ class Transfer:
         return self._handle.cancel_requested()
 
     def poll(self) -> Status:
-        """The state now. Reads one word; waits for nothing."""
+        """The state now, without waiting."""
         return _STATUSES[self._handle.status()]
 
     def wait(self, timeout_s: float) -> Status:
         """Blocks until there is an outcome and returns ``DONE`` or ``CANCELLED``.
 
-        Raises ``te.TransferFailed`` with the reason, and ``te.WaitTimeout`` when the time is over
-        (the transfer goes on).
+        Raises:
+            te.TransferFailed: the transfer failed; the message is the reason.
+            te.WaitTimeout: there was no outcome within ``timeout_s`` seconds; the transfer goes on.
         """
         if not self._handle.wait(timeout_s):
             raise WaitTimeout(f"{self!r} has no outcome after {timeout_s} s")
@@ -168,15 +169,19 @@ class Transfer:
         return self._outcome()
 
     def cancel(self) -> None:
-        """Asks that the transfer stop; for a write it returns at once.
+        """Cancels the transfer.
 
-        The outcome of a write is ``CANCELLED`` once the destination has confirmed that nothing of
-        it can land any more, ``DONE`` when it was too late, ``FAILED`` when no confirmation came.
+        For a write the call returns at once. The write becomes ``CANCELLED`` once the destination
+        has confirmed that nothing of it can land any more, ``DONE`` if the cancellation came too
+        late, ``FAILED`` if no confirmation came.
 
-        A read needs no confirmation of the other side: when this returns, nothing of it lands any
-        more, also if it had failed before. Raises ``te.FenceTimeout`` if a landing did not end
-        within seconds: then the memory must not be reused, the read is not ``CANCELLED`` yet, and
-        ``cancel`` is to be called again.
+        For a read, no confirmation of the peer is needed: when the call returns, nothing of the
+        read can land any more, even if the read had failed before.
+
+        Raises:
+            te.FenceTimeout: a piece of the read did not stop landing in time. The memory must not
+            be
+                reused, and the read is not ``CANCELLED`` yet; call ``cancel`` again.
         """
         if not self._handle.cancel():
             raise FenceTimeout(
@@ -187,8 +192,9 @@ class Transfer:
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         """Calls ``callback(self)`` once there is an outcome: now, if there is one already.
 
-        It runs on the engine's thread for callbacks, so it should be quick; what it raises is
-        logged. Raises RuntimeError when that thread cannot be started; the callback is not kept.
+        The engine's callback thread calls it, so it should return quickly; exceptions that it
+        raises are logged. Raises RuntimeError if that thread cannot be started; the callback is
+        then not kept.
         """
         if self.poll() is Status.PENDING:
             self._notifier.start()
