@@ -13,6 +13,7 @@ from typing import Final
 from te.core.engine import WORKERS_LIMIT
 from te.core.wire import FRAME_BLOCKS_MAX, RAILS_LIMIT
 from te.proof import KEY_BYTES, KEYS_MAX
+from te.status import default_directory
 from te.transports import registry
 
 __all__ = ["LIMITS", "TRANSPORTS", "Config"]
@@ -130,6 +131,11 @@ class Config:
     #: Size of one staged copy: smaller copies overlap better with the network, and need more calls
     #: of the GPU's driver.
     staging_slot_bytes: int = 2 << 20
+
+    #: Where programs of the same user find this engine to ask how it is, as ``te top`` does
+    #: (``te.status``): the engine makes the directory with mode 0700 and puts a Unix socket into
+    #: it. None: nobody can ask.
+    status_dir: Path | None = field(default_factory=default_directory)
 
     def __post_init__(self) -> None:
         _check_host(self.host)

@@ -9,7 +9,9 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -21,13 +23,14 @@ from te.connect.chosen import Chosen
 from te.connect.outgoing import open_link
 from te.connect.pool import Pool
 from te.core.engine import Engine as Plane
-from te.errors import ClosedError, FenceTimeout
+from te.errors import ClosedError, FenceTimeout, StatusError
 from te.fences import QUIESCE_TIMEOUT_S, Fence, late
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, decode_card, encode
 from te.memory import Region, RegionTable, Remote
 from te.memory_kinds.ring import Ring
 from te.peers import Peer
 from te.proof import keys_of
+from te.status import Answer, StatusSocket
 from te.tags import TAG_LIMIT, Identified, check_tag, packed_peer, packed_ranges
 from te.transfers import Notifier
 from te.transports import registry
@@ -135,6 +138,8 @@ class Engine:
                 worker = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
                 worker.start()
                 self._workers.append(worker)
+            self._answers: dict[str, Answer] = {"engine": lambda _: self._status()}
+            self._status_socket = self._open_status()
             undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -171,6 +176,8 @@ class Engine:
         again waits again.
         """
         self._closed = True
+        if self._status_socket is not None:
+            self._status_socket.close()
         self._pool.stop()
         self._chosen.close(CLOSE_TIMEOUT_S)
         self._acceptor.loop.stop(CLOSE_TIMEOUT_S)
@@ -415,6 +422,35 @@ class Engine:
             peer_transports={one.id: (one.transport, one.transport_reason) for one in alive},
             peer_bytes_per_s={one.id: one.bytes_per_s for one in alive},
         )
+
+    def add_answers(self, answers: Mapping[str, Answer]) -> None:
+        """More questions that this engine's status socket answers (``te.status``,
+        ``Config.status_dir``), beside "engine"; a function gets the arguments of its question. They
+        are called on the socket's own thread, one at a time."""
+        self._answers |= answers
+
+    @property
+    def status_path(self) -> Path | None:
+        """The status socket; None if there is none."""
+        return None if self._status_socket is None else self._status_socket.path
+
+    def _open_status(self) -> StatusSocket | None:
+        """The engine works without one, too."""
+        directory = self._config.status_dir
+        if directory is None:
+            return None
+        try:
+            return StatusSocket(directory, self._id, self._answers)
+        except StatusError as exc:
+            logger.warning("te top and other programs cannot ask this engine how it is: %s", exc)
+            return None
+
+    def _status(self) -> dict[str, Any]:
+        """The answer to "engine"."""
+        host, port = self._acceptor.address
+        return {"id": self._id, "pid": os.getpid(), "host": host, "port": port} | {
+            "stats": self.stats()
+        }
 
     def _transport(self, name: str) -> Transport:
         """``te.TopologyError``. Of its own, so that ``te bench --null-post`` can have devices that

@@ -15,6 +15,7 @@ __all__ = [
     "ProtocolViolation",
     "QueueFull",
     "RegistrationError",
+    "StatusError",
     "TopologyError",
     "TransferFailed",
     "VersionError",
@@ -74,6 +75,10 @@ class VersionError(HandshakeError):
 
 class ProtocolViolation(Error):
     """A peer sent what the wire format does not allow; its connection is closed."""
+
+
+class StatusError(Error):
+    """A process of this host could not be asked how it is, or could not answer (``te.status``)."""
 
 
 class UsageError(Error):

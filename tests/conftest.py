@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +20,16 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("house")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def status_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where engines of the tests, and of processes that these start, have their status sockets: not
+    among those of the user's servers."""
+    runtime = tmp_path_factory.mktemp("runtime")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(runtime))
+        yield runtime / "te"
 
 
 def _leaves_frozen_out() -> bool:
