@@ -9,18 +9,22 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from te.doctor import report as doctor
+from te.doctor import command as doctor
 from te.errors import TopologyError, UsageError
 from te.topology import report as topology
 
 __all__ = ["main"]
 
 
+BAD_USAGE = 2
+
+
 class _Parser(argparse.ArgumentParser):
     """One sentence on an error, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        status: int = self.get_default("bad_usage") or BAD_USAGE
+        self.exit(status, f"{self.prog}: {message}\n")
 
 
 def _parser(has_bench: bool) -> argparse.ArgumentParser:
@@ -36,10 +40,12 @@ def _parser(has_bench: bool) -> argparse.ArgumentParser:
         bench.add_arguments(bench_parser)
         bench_parser.set_defaults(run=bench.run)
     doctor_parser = commands.add_parser(
-        "doctor", help="which transports this machine can use, and how to enable the others"
+        "doctor",
+        help="what is wrong with this machine for transfers, and what mends it",
+        description=doctor.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     doctor.add_arguments(doctor_parser)
-    doctor_parser.set_defaults(run=doctor.run)
     topology_parser = commands.add_parser(
         "topology", help="RDMA devices, their addresses, and which memory locations use them"
     )
@@ -54,13 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     has_bench = importlib.util.find_spec("te.bench") is not None
     if words[:1] == ["bench"] and not has_bench:
         sys.stderr.write("te bench is not part of the wheel: use a checkout (pip install -e .)\n")
-        return 2
+        return BAD_USAGE
     parsed = _parser(has_bench).parse_args(words)
+    bad_usage: int = getattr(parsed, "bad_usage", BAD_USAGE)
     try:
         status: int = parsed.run(parsed)
     except (UsageError, TopologyError) as error:
         sys.stderr.write(f"te {parsed.command}: {error}\n")
-        return 2
+        return bad_usage
     except KeyboardInterrupt:
         return 130
     return status

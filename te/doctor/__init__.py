@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which transports are possible on this machine, and why not: one sentence each, with the fix.
+"""What is wrong with a machine for transfers, by name: what, what that costs, what mends it.
 
-``facts`` looks at the machine, ``rules`` judges what was found (pure), ``report`` is ``te doctor``.
+``facts`` looks at the machine; ``rules`` and ``host_rules`` judge what was found (pure);
+``catalogue`` has the text of every finding; ``command`` is ``te doctor``; ``startup`` is
+what a process that starts an engine asks.
 """
 
 from __future__ import annotations
 
 from te.doctor.facts import Facts, Port, gather
-from te.doctor.report import explain
-from te.doctor.rules import Finding, findings
+from te.doctor.findings import Finding, Severity
+from te.doctor.rules import findings
+from te.doctor.startup import verdict
 
-__all__ = ["Facts", "Finding", "Port", "explain", "findings", "gather"]
+__all__ = ["Facts", "Finding", "Port", "Severity", "findings", "gather", "verdict"]

@@ -3,23 +3,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import os
 import resource
 from pathlib import Path
 
 import msgspec
 
-from te.topology import Gid, Nic, read_gids, read_machine
+from te.core.encryption import has_libcrypto
+from te.doctor.pci import acs_redirects
+from te.topology import Gid, Gpu, Machine, Nic, read_gids, read_machine
 from te.transports.samehost._core import read_process
+from te.verbs import _core as verbs
 
-__all__ = ["UNLIMITED", "Facts", "Port", "gather"]
+__all__ = ["UNLIMITED", "Bridge", "Facts", "Port", "gather"]
 
 UNLIMITED = -1
 
 # Bits of CapEff in /proc/self/status; linux/capability.h.
 _CAP_IPC_LOCK = 14
 _CAP_SYS_PTRACE = 19
+_MTU_MIN_LOG2 = 7  # enum ibv_mtu: IBV_MTU_256 is 1
+_PEER_MEMORY_MODULES = ("nvidia_peermem", "nv_peer_mem")
+_TCP_BUFFERS = ("net.ipv4.tcp_rmem", "net.ipv4.tcp_wmem")
 
 
 class Port(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +37,22 @@ class Port(msgspec.Struct, frozen=True, kw_only=True):
     gids: tuple[Gid, ...]
     #: Why its file in /dev/infiniband cannot be opened; ``""`` when it can.
     problem: str
+    #: Of its network interface, in bytes; None without one.
+    netdev_mtu: int | None = None
+    #: Payload of its packets in bytes; None if the device was not asked, or does not tell.
+    active_mtu: int | None = None
+    #: Type of the IOMMU domain that it is in (``identity``, ``DMA``, ``DMA-FQ``); ``""`` if none.
+    iommu: str = ""
+    #: Whether congestion control (RoCE's ECN) is on for any priority; None if that is not known.
+    has_ecn: bool | None = None
+
+
+class Bridge(msgspec.Struct, frozen=True):
+    """A PCI bridge on the way to a GPU or a NIC."""
+
+    address: str
+    #: Whether it sends peer-to-peer traffic up to the processor; None if that is not known.
+    redirects: bool | None
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,25 +72,59 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     may_ptrace: bool
     #: Why this process cannot read even its own memory by process_vm_readv; ``""`` when it can.
     own_read_problem: str
+    gpus: tuple[Gpu, ...] = ()
+    #: NUMA nodes with memory.
+    nodes: tuple[int, ...] = (0,)
+    #: Whether the kernel has a module by which ``ibv_reg_mr`` takes GPU memory.
+    has_peer_memory: bool = False
+    #: Of the kernel: ``6.8.0-45-generic``; ``""`` if it is not known.
+    kernel: str = ""
+    #: First line of /proc/driver/nvidia/version; ``""`` without NVIDIA's driver.
+    gpu_driver: str = ""
+    bridges: tuple[Bridge, ...] = ()
+    #: Soft limit of file descriptors, or ``UNLIMITED``.
+    descriptors: int = UNLIMITED
+    #: Name of the setting → most bytes that the kernel gives to the buffer of a TCP connection;
+    #: None if that is not known.
+    tcp_buffers: dict[str, int | None] = {}
+    #: Whether the kernel encrypts TCP connections; None if that is not known.
+    has_kernel_tls: bool | None = None
+    has_libcrypto: bool = True
+    #: ``always``, ``madvise`` or ``never``; ``""`` if it is not known.
+    huge_pages: str = ""
 
 
-def gather(root: Path = Path("/")) -> Facts:
-    """Looks at the machine, at files below ``root``."""
-    nics = read_machine(root).nics
+def gather(root: Path = Path("/"), ask_devices: bool = False) -> Facts:
+    """Looks at the machine, at files below ``root``. Takes milliseconds, and moves nothing.
+
+    Args:
+        ask_devices: opens each RDMA device to ask for its active MTU, which sysfs does not have.
+            That may take some 10 ms a device.
+    """
+    machine = read_machine(root)
     capabilities = _capabilities(root / "proc/self/status")
     devices = root / "dev/infiniband"
     return Facts(
         libraries={name: _load(name) for name in ("libibverbs.so.1", "librdmacm.so.1")},
-        ports=tuple(
-            Port(nic=nic, gids=read_gids(nic, root), problem=_open(devices, nic)) for nic in nics
-        ),
+        ports=tuple(_port(root, nic, ask_devices) for nic in machine.nics),
         has_verbs_class=(root / "sys/class/infiniband_verbs").is_dir(),
         has_device_directory=devices.is_dir(),
-        memlock_nbytes=_memlock(),
+        memlock_nbytes=_limit(resource.RLIMIT_MEMLOCK),
         may_lock=bool(capabilities >> _CAP_IPC_LOCK & 1),
         ptrace_scope=_number(root / "proc/sys/kernel/yama/ptrace_scope"),
         may_ptrace=bool(capabilities >> _CAP_SYS_PTRACE & 1),
         own_read_problem=_read_own(),
+        gpus=machine.gpus,
+        nodes=machine.nodes,
+        has_peer_memory=any((root / "sys/module" / one).is_dir() for one in _PEER_MEMORY_MODULES),
+        kernel=_text(root / "proc/sys/kernel/osrelease"),
+        gpu_driver=_text(root / "proc/driver/nvidia/version").partition("\n")[0],
+        bridges=_bridges(root, machine),
+        descriptors=_limit(resource.RLIMIT_NOFILE),
+        tcp_buffers={name: _last_number(root, name) for name in _TCP_BUFFERS},
+        has_kernel_tls=_has_tls(root / "proc/sys/net/ipv4/tcp_available_ulp"),
+        has_libcrypto=has_libcrypto(),
+        huge_pages=_selected(_text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
     )
 
 
@@ -76,6 +134,20 @@ def _load(library: str) -> str:
     except OSError as exc:
         return str(exc)
     return ""
+
+
+def _port(root: Path, nic: Nic, ask_device: bool) -> Port:
+    problem = _open(root / "dev/infiniband", nic)
+    sys = root / "sys"
+    return Port(
+        nic=nic,
+        gids=read_gids(nic, root),
+        problem=problem,
+        netdev_mtu=_number(sys / "class/net" / nic.netdev / "mtu") if nic.netdev else None,
+        active_mtu=_active_mtu(nic) if ask_device and not problem else None,
+        iommu=_text(sys / "bus/pci/devices" / nic.pci[-1] / "iommu_group/type") if nic.pci else "",
+        has_ecn=_has_ecn(sys / "class/net" / nic.netdev / "ecn") if nic.netdev else None,
+    )
 
 
 def _open(devices: Path, nic: Nic) -> str:
@@ -89,24 +161,76 @@ def _open(devices: Path, nic: Nic) -> str:
     return ""
 
 
-def _memlock() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+def _active_mtu(nic: Nic) -> int | None:
+    """None of a device that libibverbs does not open: the rules have a finding for that."""
+    with contextlib.suppress(OSError):
+        verbs.load()
+        device = verbs.Device(nic.device)
+        try:
+            return 1 << _MTU_MIN_LOG2 + device.port(nic.port)[1]
+        finally:
+            device.close()
+    return None
+
+
+def _has_ecn(ecn: Path) -> bool | None:
+    """By the files of NVIDIA's driver, one for each priority."""
+    switches = [_text(path) for path in ecn.glob("roce_[nr]p/enable/[0-7]")]
+    return any(text == "1" for text in switches) if switches else None
+
+
+def _bridges(root: Path, machine: Machine) -> tuple[Bridge, ...]:
+    """Those on the way to a NIC or a GPU."""
+    chains = [nic.pci for nic in machine.nics] + [gpu.pci for gpu in machine.gpus]
+    addresses = sorted({address for chain in chains for address in chain[1:-1]})
+    return tuple(
+        Bridge(one, acs_redirects(_bytes(root / "sys/bus/pci/devices" / one / "config")))
+        for one in addresses
+    )
+
+
+def _limit(which: int) -> int:
+    soft, _ = resource.getrlimit(which)
     return UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
 def _capabilities(status: Path) -> int:
-    try:
-        lines = status.read_text().splitlines()
-    except OSError:
-        return 0
+    lines = _text(status).splitlines()
     return next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
 
 
+def _has_tls(ulps: Path) -> bool | None:
+    text = _text(ulps)
+    return "tls" in text.split() if text or ulps.exists() else None
+
+
+def _last_number(root: Path, setting: str) -> int | None:
+    words = _text(root / "proc/sys" / setting.replace(".", "/")).split()
+    return int(words[-1]) if words else None
+
+
+def _selected(text: str) -> str:
+    """``madvise`` of ``always [madvise] never``."""
+    return text.partition("[")[2].partition("]")[0]
+
+
 def _number(path: Path) -> int | None:
+    text = _text(path)
+    return int(text) if text else None
+
+
+def _text(path: Path) -> str:
+    """Its content; empty when there is none, or none for this process."""
+    return _bytes(path).decode(errors="replace").strip()
+
+
+def _bytes(path: Path) -> bytes:
     try:
-        return int(path.read_text())
-    except OSError:
-        return None
+        return path.read_bytes()
+    except OSError as exc:
+        if exc.errno in (errno.EMFILE, errno.ENFILE):
+            raise  # it may be there
+        return b""
 
 
 def _read_own() -> str:

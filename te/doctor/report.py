@@ -1,71 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``te doctor``."""
+"""What ``te doctor`` prints. Pure."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
-from te.config import TRANSPORTS
-from te.doctor.facts import Facts, gather
-from te.doctor.rules import Finding, findings, possible, usable_nics
+from te.doctor.facts import Facts
+from te.doctor.findings import Finding, Severity, exit_status
+from te.doctor.host_rules import unknown
+from te.doctor.rules import possible, usable_ports
 
-__all__ = ["add_arguments", "explain", "run", "text"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument(
-        "--json", action="store_true", help="print everything that was found as JSON"
-    )
-    parser.add_argument(
-        "--transport",
-        choices=TRANSPORTS,
-        help="report on this transport only; exit status 1 if it cannot be used",
-    )
-    parser.add_argument(
-        "--root",
-        type=Path,
-        default=Path("/"),
-        metavar="DIR",
-        help="look at proc/, sys/ and dev/ below this directory (default: /)",
-    )
+__all__ = ["Report", "summary"]
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """The exit status: 1 when the transport asked for is not possible here."""
-    facts = gather(arguments.root)
-    asked = TRANSPORTS if arguments.transport is None else (arguments.transport,)
-    found = tuple(one for one in findings(facts) if one.transport in asked)
-    if arguments.json:
-        body = {
-            "transports": {name: possible(name, found) for name in asked},
-            "findings": found,
-            "facts": facts,
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one call of ``te doctor`` has found."""
+
+    host: str
+    #: Transports that were looked at.
+    transports: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    facts: Facts
+    #: As it was asked for; None if it was not.
+    gid_index: int | None = None
+
+    @property
+    def exit_status(self) -> int:
+        """Of the command."""
+        return exit_status(self.findings)
+
+    def json(self) -> str:
+        """For programs."""
+        body: dict[str, Any] = {
+            "host": self.host,
+            "exit_status": self.exit_status,
+            "transports": {name: possible(name, self.findings) for name in self.transports},
+            "findings": self.findings,
+            "unknown": unknown(self.facts),
+            "facts": self.facts,
         }
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(body).decode()) + "\n")
-    else:
-        sys.stdout.write(text(asked, facts, found))
-    is_possible = arguments.transport is None or possible(arguments.transport, found)
-    return 0 if is_possible else 1
+        return msgspec.json.format(msgspec.json.encode(body).decode()) + "\n"
+
+    def text(self) -> str:
+        """For people."""
+        parts = [
+            [f"te doctor on {self.host}"],
+            [self._transport(name) for name in self.transports],
+            *([*_finding(one)] for one in self.findings),
+        ]
+        gaps = unknown(self.facts)
+        if gaps:
+            parts.append(["Not known:", *(f"    {one}" for one in gaps)])
+        parts.append([summary(self.findings)])
+        return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
+
+    def _transport(self, name: str) -> str:
+        if not possible(name, self.findings):
+            return f"{name:9} not possible"
+        if name != "rdma":
+            return f"{name:9} possible"
+        devices = (port.nic.name for port in usable_ports(self.facts, self.gid_index))
+        return f"{name:9} possible: {', '.join(devices)}"
 
 
-def text(asked: tuple[str, ...], facts: Facts, found: tuple[Finding, ...]) -> str:
-    """A line per transport, and below it a line per finding."""
-    lines = []
-    for name in asked:
-        answer = "possible" if possible(name, found) else "not possible"
-        if name == "rdma" and possible(name, found):
-            answer += f" ({', '.join(usable_nics(facts))})"
-        lines.append(f"{name:9} {answer}")
-        lines += [f"    {one.text}" for one in found if one.transport == name]
-    return "\n".join(lines) + "\n"
+def summary(found: Iterable[Finding]) -> str:
+    """``1 error, 2 warnings, 0 hints.``"""
+    severities = [one.severity for one in found]
+    counts = [(one.value, severities.count(one)) for one in Severity]
+    return ", ".join(f"{n} {name}{'' if n == 1 else 's'}" for name, n in counts) + "."
 
 
-def explain(transport: str) -> str:
-    """Why the transport is not possible on this machine, in a sentence each; empty if it is."""
-    found = findings(gather())
-    return "; ".join(one.text for one in found if one.transport == transport and one.blocks)
+def _finding(one: Finding) -> Sequence[str]:
+    return (
+        f"{one.severity:8} {one.title}",
+        f"    {one.what}",
+        f"    Consequence: {one.consequence}",
+        f"    Mend: {one.mend}",
+    )
