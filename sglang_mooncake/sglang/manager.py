@@ -96,7 +96,12 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         #: For the senders.
         self.pins_host_memory = self.context.role == "prefill" and pins_host_memory()
 
-        self.engine = open_engine(self.config, self.context.host, rdma_devices(args))
+        self.engine = open_engine(
+            self.config,
+            self.context.host,
+            rdma_devices(args),
+            is_first=args.gpu_id == server_args.base_gpu_id,
+        )
         self.recorder = Recorder(
             self.context, _serving_classes(), self.engine.stats, self.config.stats_dir
         )

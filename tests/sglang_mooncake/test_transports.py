@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec import structs
 from te_cuda import cuda
 
 import te
 from sglang_mooncake.sglang.config import Config
 from sglang_mooncake.sglang.transports import HandoverUnavailable, open_engine, register
+from te import doctor
 
 HOST, NBYTES = "127.0.0.1", 8192
 TAG = 0xC0DA
@@ -48,10 +50,42 @@ def test_gpu_memory_goes_without_rdma_too(environment, transport):
         driver.free(far)
 
 
-def test_rdma_that_was_asked_for_and_is_missing_is_tes_own_error():
+def test_rdma_that_was_asked_for_and_is_missing_is_told_with_what_the_doctor_finds():
     given = {"SGLANG_MOONCAKE_TRANSPORTS": "rdma", "SGLANG_MOONCAKE_NICS": "no_such_device"}
-    with pytest.raises(te.DeviceError):
+    says = "no RDMA device: .*; te doctor finds: error rdma-device-missing: .*modprobe mlx5_ib"
+    with pytest.raises(HandoverUnavailable, match=says) as caught:
         open_with(**given)
+    assert isinstance(caught.value.__cause__, te.DeviceError)
+
+
+def test_what_the_doctor_cannot_explain_is_tes_own_error(monkeypatch):
+    monkeypatch.setattr(doctor, "verdict", lambda *_: ())
+    with pytest.raises(te.DeviceError):
+        open_with(SGLANG_MOONCAKE_TRANSPORTS="rdma")
+
+
+@pytest.fixture
+def restricted(monkeypatch):
+    """A machine on which no process may read the memory of another."""
+    gathered = doctor.gather()
+    facts = structs.replace(gathered, ptrace_scope=3, descriptors=64)
+    monkeypatch.setattr("te.doctor.startup.gather", lambda root: facts)
+
+
+@pytest.mark.parametrize(("is_first", "level"), [(True, "WARNING"), (False, "DEBUG")])
+def test_the_first_rank_of_a_host_logs_the_doctors_verdict(restricted, caplog, is_first, level):
+    caplog.set_level("DEBUG", "sglang_mooncake.sglang.transports")
+    open_engine(Config.from_environment({}), HOST, (), is_first).close()
+    (record,) = [one for one in caplog.records if "te doctor" in one.message]
+    assert record.levelname == level
+    assert "warning ptrace-restricted: kernel.yama.ptrace_scope is 3" in record.message
+    assert "descriptors" not in record.message, "hints are left out"
+
+
+def test_a_verdict_on_a_transport_that_is_not_used_is_not_logged(restricted, caplog):
+    caplog.set_level("DEBUG")
+    open_with(SGLANG_MOONCAKE_TRANSPORTS="tcp").close()
+    assert "te doctor" not in caplog.text
 
 
 def test_memory_is_registered_wholly_or_not_at_all():
