@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bootstrap_server.access import StatusPage
 from bootstrap_server.client import BootstrapClient
 from bootstrap_server.errors import (
     BootstrapError,
@@ -28,6 +29,13 @@ from bootstrap_server.matching import (
     sending,
     sources,
 )
+from bootstrap_server.rank_status import (
+    FailureStatus,
+    PeerStatus,
+    RailStatus,
+    RankStatus,
+    TransportRate,
+)
 from bootstrap_server.records import (
     Instance,
     InstanceConfig,
@@ -46,6 +54,7 @@ __all__ = [
     "BootstrapError",
     "BootstrapServer",
     "CPTransfer",
+    "FailureStatus",
     "HttpClient",
     "Instance",
     "InstanceConfig",
@@ -54,16 +63,21 @@ __all__ = [
     "MismatchError",
     "NotReady",
     "PageShare",
+    "PeerStatus",
     "PlaceTaken",
+    "RailStatus",
     "Rank",
     "RankCoords",
     "RankLease",
     "RankRecord",
+    "RankStatus",
     "RegistrationRefused",
     "SGLangParallel",
     "Source",
     "SpecLayout",
+    "StatusPage",
     "Topology",
+    "TransportRate",
     "Unreachable",
     "check_configs",
     "check_formats",

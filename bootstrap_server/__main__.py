@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from bootstrap_server.access import StatusPage
 from bootstrap_server.errors import BootstrapError
 from bootstrap_server.exposure import exposure
 from bootstrap_server.registry import LEASE_S
@@ -46,6 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--insecure", action="store_true", help="listen on a public address without a secret"
     )
+    parser.add_argument(
+        "--status-page",
+        choices=[page.value for page in StatusPage],
+        help="who may open the status page, http://HOST:PORT/, without proving the secret: `open` "
+        "everybody, `local` programs on this host, `off` nobody (default: local with a secret, "
+        "open without one)",
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -61,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(said.sentence)
         if said is not None:
             logger.warning("%s", said.sentence)
-        server = BootstrapServer(options.host, options.port, options.lease_s, keys=keys)
+        page = StatusPage(options.status_page) if options.status_page else None
+        server = BootstrapServer(options.host, options.port, options.lease_s, keys=keys, page=page)
     except (BootstrapError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

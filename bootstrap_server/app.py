@@ -11,8 +11,10 @@ version and the name of an instance in the path, errors as `{"error": sentence}`
 | `GET /v1/instances` | | how many ranks each instance has |
 | `GET /v1/instances/NAME` | | `Instance`, or 503 and who is missing |
 | `PUT /v1/instances/NAME/ranks` | `RankRecord` | `{"lease_s": …}`, or 409 |
-| `PUT /v1/instances/NAME/leases` | `RankLife` | `{"lease_s": …}`, or 410: no such lease |
+| `PUT /v1/instances/NAME/leases` | `Renewal` | `{"lease_s": …}`, or 410: no such lease |
 | `DELETE /v1/instances/NAME/leases` | `RankLife` | `OK`, or 410 |
+| `GET /` | | the status page (`status_http.py`) |
+| `GET /v1/status` | | what it shows |
 
 `GET /v1/instances/NAME?wait_s=…&after=…` waits until the instance is ready with a revision above
 `after`. A 409 has `left_s` where a live rank holds the place: how long, unless it renews.
@@ -26,18 +28,19 @@ there are no locks.
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from typing import Final
 
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 from msgspec.json import Decoder
 
+from bootstrap_server.access import StatusPage
+from bootstrap_server.board import Board, Report
 from bootstrap_server.connections import ConnectionWatch
 from bootstrap_server.errors import (
     LeaseLost,
-    NotReady,
     PlaceTaken,
     RegistrationRefused,
     RegistryFull,
@@ -47,13 +50,14 @@ from bootstrap_server.http_body import (
     BODY_BYTES_MAX,
     RefusalError,
     Snapshot,
-    error_response,
     hear_body,
     json_response,
     read_body,
+    sentences,
 )
+from bootstrap_server.http_query import rank_number, revision_of, wait_s_of
 from bootstrap_server.instance import InstanceTable
-from bootstrap_server.records import RANKS_MAX, Rank, RankCoords, RankLife, RankRecord
+from bootstrap_server.records import RANKS_MAX, Rank, RankCoords, RankLife, RankRecord, Renewal
 from bootstrap_server.refusals import Refusals
 from bootstrap_server.registry import Registry
 from bootstrap_server.rooms import RoomTable
@@ -64,14 +68,17 @@ from bootstrap_server.sglang_http import (
     rank_answer,
     topology_answer,
 )
-from bootstrap_server.waiting import WAIT_MAX_S, Waiting
+from bootstrap_server.status_http import StatusHandlers
+from bootstrap_server.status_report import read_report
+from bootstrap_server.waiting import Waiting
 
-__all__ = ["log_lapsed", "make_app"]
+__all__ = ["forget_lapsed", "make_app"]
 
 logger = logging.getLogger(__name__)
 
 _RECORD = Decoder(RankRecord)
 _LIFE = Decoder(RankLife)
+_RENEWAL = Decoder(Renewal)
 _ROUTE = Decoder(RouteBody)
 _ROOM = Decoder(RoomBody)
 _QUERY = Decoder(QueryBody)
@@ -83,12 +90,10 @@ _ROUTE_PARAMETERS: Final = (
     "target_tp_rank",
     "target_pp_rank",
 )
-_RANK_PATTERN: Final = re.compile("-?[0-9]{1,9}")
-_REVISION_PATTERN: Final = re.compile("[0-9]{1,19}")
-_SECONDS_PATTERN: Final = re.compile(r"[0-9]{1,4}(\.[0-9]{1,9})?")
 _PATHS: Final = (
     "/route, /register_dp_rank, /query_dp_ranks, /health (SGLang 0.5.23) and /v1/instances, "
-    "/v1/instances/NAME, /v1/instances/NAME/ranks, /v1/instances/NAME/leases"
+    "/v1/instances/NAME, /v1/instances/NAME/ranks, /v1/instances/NAME/leases, and for people / "
+    "and /v1/status"
 )
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -99,18 +104,21 @@ def make_app(
     rooms: RoomTable,
     clock: Callable[[], float],
     watch: ConnectionWatch,
+    board: Board,
     gate: Gate | None = None,
+    page: StatusPage = StatusPage.OPEN,
 ) -> web.Application:
-    """The application over `registry` and `rooms`; `clock` gives the seconds of leases and
+    """The application over `registry`, `rooms` and `board`; `clock` gives the seconds of leases and
     rooms, `watch` hears of every request that has begun, `gate` says whose requests are served
-    (None: everybody's)."""
-    handlers = _Handlers(registry, rooms, clock)
+    (None: everybody's), `page` who may see the status page without a proof."""
+    handlers = _Handlers(registry, rooms, clock, watch, board)
+    status = StatusHandlers(registry, board, clock, page)
 
     @web.middleware
     async def hear(request: web.Request, handler: _Handler) -> web.StreamResponse:
         watch.heard(request.transport)
         response = await handler(request)
-        if watch.crowded:
+        if watch.closes(request.transport):
             response.force_close()
         return response
 
@@ -120,12 +128,18 @@ def make_app(
         watch.proved(request.transport)
         return await handler(request)
 
-    middlewares: list[Middleware] = [hear, _sentences]
+    middlewares: list[Middleware] = [hear, sentences(_PATHS)]
     if gate is None:
         middlewares.append(hear_out)
     else:
         middlewares.insert(
-            1, guard(gate, Refusals(), lambda request: watch.proved(request.transport))
+            1,
+            guard(
+                gate,
+                Refusals(),
+                lambda request: watch.proved(request.transport),
+                page.is_for_browsers,
+            ),
         )
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=middlewares)
     app.add_routes(
@@ -140,10 +154,12 @@ def make_app(
             web.put("/v1/instances/{name}/ranks", handlers.put_rank),
             web.put("/v1/instances/{name}/leases", handlers.renew),
             web.delete("/v1/instances/{name}/leases", handlers.release),
+            *status.routes(),
         ]
     )
     app.on_response_prepare.append(_without_versions)
     app.on_shutdown.append(handlers.let_waiters_go)
+    app.on_shutdown.append(status.let_watchers_go)
     return app
 
 
@@ -152,9 +168,11 @@ async def _without_versions(_: web.Request, response: web.StreamResponse) -> Non
     response.headers.pop("Server", None)
 
 
-def log_lapsed(lapsed: Iterable[tuple[str, Rank]]) -> None:
-    """Say which ranks are forgotten, each with the name of its instance."""
+def forget_lapsed(lapsed: Iterable[tuple[str, Rank]], board: Board, now_s: float) -> None:
+    """Say, in the log and on the board, which ranks the registry has forgotten; each comes with the
+    name of its instance."""
     for name, rank in lapsed:
+        board.ended(name, rank, "lease lapsed", now_s)
         logger.warning(
             "rank %s of instance %s, at %s port %d, has not renewed its lease and was removed "
             "from the registry",
@@ -166,10 +184,20 @@ def log_lapsed(lapsed: Iterable[tuple[str, Rank]]) -> None:
 
 
 class _Handlers:
-    def __init__(self, registry: Registry, rooms: RoomTable, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        rooms: RoomTable,
+        clock: Callable[[], float],
+        watch: ConnectionWatch,
+        board: Board,
+    ) -> None:
         self._registry = registry
         self._rooms = rooms
         self._clock = clock
+        self._watch = watch
+        self._board = board
+        self._bad_reports = Refusals("status report")
         self._waiting = Waiting()
         #: By instance name: the revision that it shows, and the encoded instance.
         self._snapshots: dict[str, tuple[int, Snapshot]] = {}
@@ -178,7 +206,9 @@ class _Handlers:
 
     async def put_rank(self, request: web.Request) -> web.Response:
         record = await read_body(request, _RECORD)
-        self._register(_name(request), record, refused_status=409, leased=True)
+        name = _name(request)
+        self._register(name, record, refused_status=409, leased=True)
+        self._board.registered(name, record, self._kept(request), self._clock())
         return json_response({"lease_s": self._registry.lease_s})
 
     async def put_route(self, request: web.Request) -> web.Response:
@@ -188,7 +218,9 @@ class _Handlers:
         except ValueError as error:
             raise RefusalError(400, f"PUT /route: bad value: {error}") from error
         # SGLang's server answers 400 to a rank that contradicts the others.
-        self._register(self._registry.default.name, record, refused_status=400, leased=False)
+        name = self._registry.default.name
+        self._register(name, record, refused_status=400, leased=False)
+        self._board.registered(name, record, None, self._clock())
         return web.Response(text="OK")
 
     def _register(
@@ -225,20 +257,41 @@ class _Handlers:
             self._waiting.wake(name)
 
     async def renew(self, request: web.Request) -> web.Response:
-        life = await read_body(request, _LIFE)
+        life, name = await read_body(request, _RENEWAL), _name(request)
+        now_s = self._clock()
         try:
-            self._table(_name(request)).renew(life.coords, life.epoch, self._clock())
+            self._table(name).renew(life.coords, life.epoch, now_s)
         except LeaseLost as error:
             raise RefusalError(410, str(error)) from error
+        report = self._report(life.status, request.remote)
+        self._board.renewed(name, life.coords, self._kept(request), report, now_s)
         return json_response({"lease_s": self._registry.lease_s})
 
-    async def release(self, request: web.Request) -> web.Response:
-        life = await read_body(request, _LIFE)
+    def _report(self, encoded: msgspec.Raw, address: str | None) -> Report | None:
+        """A report that is no good costs the rank its line on the status page, not its lease."""
         try:
-            self._table(_name(request)).release(life.coords, life.epoch, self._clock())
+            return read_report(encoded)
+        except ValueError as error:
+            self._bad_reports.note(address or "an unknown address", str(error))
+            return None
+
+    def _kept(self, request: web.Request) -> Hashable | None:
+        """The connection, when its end will tell that the rank at its other end is gone."""
+        if request.keep_alive and self._watch.keep(request.transport):
+            return request.transport
+        return None
+
+    async def release(self, request: web.Request) -> web.Response:
+        life, name = await read_body(request, _LIFE), _name(request)
+        table, now_s = self._table(name), self._clock()
+        rank = table.find(life.coords)
+        try:
+            table.release(life.coords, life.epoch, now_s)
         except LeaseLost as error:
             raise RefusalError(410, str(error)) from error
-        logger.info("rank %s of instance %s was shut down", life.coords, _name(request))
+        assert rank is not None  # it was released
+        self._board.ended(name, rank, "shut down", now_s)
+        logger.info("rank %s of instance %s was shut down", life.coords, name)
         return web.Response(text="OK")
 
     # --- instances ---
@@ -249,7 +302,8 @@ class _Handlers:
             table = self._registry.get(name)
         except ValueError as error:
             raise RefusalError(400, str(error)) from error
-        log_lapsed((name, rank) for rank in table.expire(self._clock()))
+        now_s = self._clock()
+        forget_lapsed(((name, rank) for rank in table.expire(now_s)), self._board, now_s)
         return table
 
     async def get_instances(self, _: web.Request) -> web.Response:
@@ -266,8 +320,8 @@ class _Handlers:
         )
 
     async def get_instance(self, request: web.Request) -> web.Response:
-        name, wait_s = _name(request), _wait_s(request)
-        after = _revision(request)
+        name, wait_s = _name(request), wait_s_of(request)
+        after = revision_of(request)
 
         def is_there() -> bool:
             table = self._table(name)
@@ -298,7 +352,7 @@ class _Handlers:
         return web.Response(text="OK")
 
     async def get_route(self, request: web.Request) -> web.Response:
-        numbers = tuple(_query_number(request, name) for name in _ROUTE_PARAMETERS)
+        numbers = tuple(rank_number(request, name) for name in _ROUTE_PARAMETERS)
         table = self._table(self._registry.default.name)
         if all(number == -1 for number in numbers):
             return json_response(topology_answer(table.snapshot()))
@@ -340,57 +394,5 @@ def _stock_rank(table: InstanceTable, coords: RankCoords) -> Rank:
     return rank
 
 
-@web.middleware
-async def _sentences(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Turn everything that is refused into a status and one sentence."""
-    try:
-        return await handler(request)
-    except RefusalError as refusal:
-        return error_response(request, refusal)
-    except NotReady as error:
-        fields = ("registered", "expected", "missing", "note", "instance")
-        details = {name: getattr(error, name) for name in fields}
-        return error_response(request, RefusalError(503, str(error), **details))
-    except web.HTTPMethodNotAllowed as error:
-        allowed = ", ".join(sorted(error.allowed_methods))
-        sentence = f"{request.method} is not allowed on {request.path}, only {allowed}"
-        response = error_response(request, RefusalError(405, sentence))
-        response.headers["Allow"] = allowed
-        return response
-    except web.HTTPNotFound:
-        sentence = f"{request.path} does not exist; this bootstrap server answers {_PATHS}"
-        return error_response(request, RefusalError(404, sentence))
-
-
 def _name(request: web.Request) -> str:
     return request.match_info["name"]
-
-
-def _query_number(request: web.Request, name: str) -> int:
-    text = request.query.get(name)
-    if not text:
-        raise RefusalError(400, f"GET /route: query parameter {name} is missing")
-    # int() alone would also take "1_0", " 1" and digits of other scripts.
-    if not _RANK_PATTERN.fullmatch(text):
-        raise RefusalError(400, f"GET /route: query parameter {name} is not a rank: {text[:40]!r}")
-    return int(text)
-
-
-def _wait_s(request: web.Request) -> float:
-    text = request.query.get("wait_s", "0")
-    if not _SECONDS_PATTERN.fullmatch(text) or float(text) > WAIT_MAX_S:
-        raise RefusalError(
-            400,
-            f"query parameter wait_s must be a number of seconds up to {WAIT_MAX_S:g}: "
-            f"{text[:40]!r}",
-        )
-    return float(text)
-
-
-def _revision(request: web.Request) -> int:
-    text = request.query.get("after", "0")
-    if not _REVISION_PATTERN.fullmatch(text):
-        raise RefusalError(
-            400, f"query parameter after must be a revision number, not {text[:40]!r}"
-        )
-    return int(text)

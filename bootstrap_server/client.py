@@ -20,6 +20,7 @@ from bootstrap_server.errors import (
     Unreachable,
 )
 from bootstrap_server.http_client import HttpClient
+from bootstrap_server.rank_status import RankStatus
 from bootstrap_server.records import (
     DEFAULT_INSTANCE,
     Instance,
@@ -27,6 +28,7 @@ from bootstrap_server.records import (
     RankCoords,
     RankLife,
     RankRecord,
+    Renewal,
     check_instance_name,
 )
 from bootstrap_server.sglang_http import ROOMS_PER_QUERY_MAX
@@ -160,15 +162,17 @@ class BootstrapClient:
             raise PlaceTaken(refusal.error, refusal.left_s)
         raise RegistrationRefused(refusal.error)
 
-    def renew(self, rank: Rank) -> float:
+    def renew(self, rank: Rank, status: RankStatus | None = None) -> float:
         """Prolong the lease of this life of a rank; returns how long it lasts, in seconds.
 
-        Raises `LeaseLost` when there is no such lease: the rank should register again.
+        `status` is for the registry's status page. Raises `LeaseLost` when there is no such lease:
+        the rank should register again.
         """
         path = f"{self._path}/leases"
-        status, answer = self._http.request("PUT", path, _life(rank))
-        self._check_held(status, answer)
-        return self._lease_s(f"PUT {path}", status, answer)
+        body = _life(rank) if status is None else _renewal(rank, status)
+        code, answer = self._http.request("PUT", path, body)
+        self._check_held(code, answer)
+        return self._lease_s(f"PUT {path}", code, answer)
 
     def release(self, rank: Rank) -> None:
         """End the lease of this life of a rank, so that its place is free at once.
@@ -266,6 +270,11 @@ class BootstrapClient:
             return _ERROR.decode(answer)
         except msgspec.DecodeError:
             return None
+
+
+def _renewal(rank: Rank, status: RankStatus) -> bytes:
+    encoded = msgspec.Raw(msgspec.json.encode(status))
+    return msgspec.json.encode(Renewal(rank.coords, rank.epoch, encoded))
 
 
 def _life(rank: Rank) -> bytes:

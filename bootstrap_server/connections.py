@@ -20,6 +20,7 @@ __all__ = [
     "HEAD_DEADLINE_S",
     "KEPT_MAX",
     "OPEN_MAX",
+    "RANKS_KEPT_MAX",
     "READ_DEADLINE_S",
     "UNPROVED_MAX",
     "UNPROVED_OF_SOURCE_MAX",
@@ -29,8 +30,11 @@ __all__ = [
 #: A request's head is a few hundred bytes: one packet.
 HEAD_DEADLINE_S: Final = 10.0
 #: With more connections than this, none is kept open for another request: each costs about 10 kB,
-#: and opening one again when a rank renews costs less than a tenth of a millisecond.
+#: and opening one again costs less than a tenth of a millisecond.
 KEPT_MAX: Final = 1024
+#: Except the connections over which ranks renew their leases: when such a connection closes, its
+#: rank has probably died. Or a quarter of the process's descriptors, if that is less.
+RANKS_KEPT_MAX: Final = 4096
 #: Connections in all, or three quarters of the process's descriptors if that is less: SGLang's HTTP
 #: server is in the same process.
 OPEN_MAX: Final = 16_384
@@ -52,7 +56,11 @@ class ConnectionWatch:
     """Makes watched protocols; is told of every request whose head has come (`heard`), and of those
     that are to be served (`proved`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_closed: Callable[[asyncio.BaseTransport], None] | None = None) -> None:
+        """`on_closed` hears of each connection of a rank (`keep`) that has ended."""
+        self._on_closed = on_closed
+        #: Connections over which ranks hold their leases.
+        self._ranks: set[asyncio.BaseTransport] = set()
         #: Connections that have not sent a whole head yet, and when they came; oldest first.
         self._silent: dict[asyncio.BaseTransport, float] = {}
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -60,12 +68,22 @@ class ConnectionWatch:
             min(UNPROVED_MAX, descriptors // 2), min(UNPROVED_OF_SOURCE_MAX, descriptors * 3 // 8)
         )
         self._open, self._open_max = 0, min(OPEN_MAX, descriptors * 3 // 4)
+        self._ranks_max = min(RANKS_KEPT_MAX, descriptors // 4)
         self._refusals = Refusals("connection")
 
-    @property
-    def crowded(self) -> bool:
-        """Whether connections should be closed after their answer."""
-        return self._open > KEPT_MAX
+    def keep(self, transport: asyncio.BaseTransport | None) -> bool:
+        """A rank holds its lease over `transport`: whether that is kept open however many others
+        there are, and its end told."""
+        if transport is None or transport.is_closing():
+            return False
+        if transport not in self._ranks and len(self._ranks) >= self._ranks_max:
+            return False
+        self._ranks.add(transport)
+        return True
+
+    def closes(self, transport: asyncio.BaseTransport | None) -> bool:
+        """Whether the connection should be closed after its answer."""
+        return self._open > KEPT_MAX and transport not in self._ranks
 
     def factory(self, inner: Callable[[], asyncio.Protocol]) -> Callable[[], asyncio.Protocol]:
         """A protocol factory for `loop.create_server` around another one."""
@@ -99,6 +117,10 @@ class ConnectionWatch:
         self._open -= 1
         self.heard(transport)
         self.proved(transport)
+        if transport in self._ranks:
+            self._ranks.remove(transport)
+            if self._on_closed is not None:
+                self._on_closed(transport)
 
     def _drop(self, transport: asyncio.BaseTransport) -> None:
         self.heard(transport)

@@ -18,8 +18,10 @@ from bootstrap_server.proof import HEADER, RequestProof, key_of, prove_answer
 from bootstrap_server.refusals import Refusals
 from bootstrap_server.replays import Replays
 
-__all__ = ["Gate", "guard"]
+__all__ = ["PROVED", "Gate", "guard"]
 
+#: In requests that were proved.
+PROVED: Final = web.RequestKey("proved", bool)
 #: Tells nothing, and those who ask for it (orchestrators) have no secret.
 _OPEN: Final = ("GET", "/health")
 
@@ -63,10 +65,12 @@ def guard(
     gate: Gate,
     refusals: Refusals,
     proved: Callable[[web.Request], None],
+    is_for_browsers: Callable[[web.Request], bool] = lambda _: False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Middleware:
     """A middleware that asks `gate` first, tells `proved` of those who are let in, and proves the
-    answers to them. Others get status 401 and not a word, or 429 when they ask too often."""
+    answers to them. Others get status 401 and not a word, or 429 when they ask too often;
+    `is_for_browsers` says which requests need no proof, beside `GET /health`."""
     allowance = Allowance()
 
     def answer_to_stranger(source: str) -> web.Response | None:
@@ -81,9 +85,10 @@ def guard(
     @web.middleware
     async def let_in(request: web.Request, handler: Handler) -> web.StreamResponse:
         address = request.remote or "an unknown address"
-        if (request.method, request.raw_path) == _OPEN:
-            return answer_to_stranger(source_of(address)) or await handler(request)
         header = request.headers.get(HEADER)
+        is_open = (request.method, request.raw_path) == _OPEN
+        if is_open or (header is None and is_for_browsers(request)):
+            return answer_to_stranger(source_of(address)) or await handler(request)
         admitted = gate.admit(request.method, request.raw_path, header, address)
         if isinstance(admitted, str):
             refusals.note(address, admitted)
@@ -94,6 +99,7 @@ def guard(
         try:
             await check_body(request, proof.claim.body_digest)
             proved(request)
+            request[PROVED] = True
             response = await handler(request)
         except RefusalError as refusal:
             response = error_response(request, refusal)

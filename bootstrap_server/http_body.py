@@ -10,7 +10,9 @@ from typing import Final, TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
+from bootstrap_server.errors import NotReady
 from bootstrap_server.proof import digest_of
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "hear_body",
     "json_response",
     "read_body",
+    "sentences",
 ]
 
 BODY_BYTES_MAX: Final = 1 << 20
@@ -91,6 +94,32 @@ def error_response(request: web.Request, refusal: RefusalError) -> web.Response:
     if request.path.startswith("/v"):
         return json_response({"error": str(refusal), **refusal.details}, refusal.status)
     return web.Response(text=str(refusal), status=refusal.status)
+
+
+def sentences(known_paths: str) -> Middleware:
+    """A middleware that turns everything that is refused into a status and one sentence."""
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except RefusalError as refusal:
+            return error_response(request, refusal)
+        except NotReady as error:
+            fields = ("registered", "expected", "missing", "note", "instance")
+            details = {name: getattr(error, name) for name in fields}
+            return error_response(request, RefusalError(503, str(error), **details))
+        except web.HTTPMethodNotAllowed as error:
+            allowed = ", ".join(sorted(error.allowed_methods))
+            sentence = f"{request.method} is not allowed on {request.path}, only {allowed}"
+            response = error_response(request, RefusalError(405, sentence))
+            response.headers["Allow"] = allowed
+            return response
+        except web.HTTPNotFound:
+            sentence = f"{request.path} does not exist; this bootstrap server answers {known_paths}"
+            return error_response(request, RefusalError(404, sentence))
+
+    return answer
 
 
 class Snapshot:

@@ -22,6 +22,7 @@ Rules of registration
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -98,6 +99,11 @@ class InstanceTable:
     def find(self, coords: RankCoords) -> Rank | None:
         """The live rank at `coords`, if there is one."""
         return self._ranks.get(coords)
+
+    def live(self) -> Iterator[tuple[Rank, float | None]]:
+        """The live ranks, each with the time of its last renewal; None for stock ranks."""
+        for coords, rank in self._ranks.items():
+            yield rank, self._renewed_s.get(coords)
 
     def missing(self, limit: int = MISSING_MAX) -> tuple[RankCoords, ...]:
         """The first `limit` coordinates without a live rank, in ascending order."""

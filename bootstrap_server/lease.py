@@ -10,6 +10,7 @@ from typing import Final, Self
 
 from bootstrap_server.client import BootstrapClient
 from bootstrap_server.errors import BootstrapError, LeaseLost
+from bootstrap_server.rank_status import RankStatus
 from bootstrap_server.records import DEFAULT_INSTANCE, RankRecord
 
 __all__ = ["RENEWALS_PER_LEASE", "RankLease"]
@@ -27,6 +28,9 @@ class RankLease:
     The constructor waits until the registry has taken the rank (see `BootstrapClient.register`:
     `deadline_s`, and the errors that it raises; `keys` as for the client); no later call waits for
     the registry, except `close()`, for a few seconds at most.
+
+    Each renewal carries what `status` returns, for the registry's status page. It is called in the
+    lease's thread; when it raises, the error is logged and it is not called again.
 
     What comes later is healed here: a registry that was restarted, or forgot the rank while this
     process was held, gets the rank again at the next renewal; one that cannot be reached, or has
@@ -48,9 +52,10 @@ class RankLease:
         instance: str = DEFAULT_INSTANCE,
         deadline_s: float = 60.0,
         keys: Sequence[bytes] = (),
+        status: Callable[[], RankStatus | None] | None = None,
         make_client: Callable[..., BootstrapClient] = BootstrapClient,
     ) -> None:
-        self._record = record
+        self._record, self._status = record, status
         self._client = make_client(address, instance=instance, keys=keys)
         self._closing = threading.Event()
         #: Why the registry does not show this rank, or may soon cease to; None when it does.
@@ -90,7 +95,7 @@ class RankLease:
         rank = self._record.rank
         try:
             try:
-                self._lease_s = self._client.renew(rank)
+                self._lease_s = self._client.renew(rank, self._report())
             except LeaseLost as lost:
                 logger.warning("registering again: %s", lost)
                 self._lease_s = self._client.try_register(self._record)
@@ -102,6 +107,18 @@ class RankLease:
             )
         else:
             self._say(None)
+
+    def _report(self) -> RankStatus | None:
+        if self._status is None:
+            return None
+        try:
+            return self._status()
+        except Exception:  # whatever is wrong with the report, the lease must go on
+            self._status = None
+            logger.exception(
+                "rank %s reports no status to its registry any more", self._record.rank.coords
+            )
+            return None
 
     def _say(self, problem: str | None) -> None:
         if problem is not None and self.problem is None:

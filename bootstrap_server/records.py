@@ -26,6 +26,7 @@ __all__ = [
     "RankCoords",
     "RankLife",
     "RankRecord",
+    "Renewal",
     "SpecLayout",
     "Topology",
     "check_instance_name",
@@ -238,6 +239,13 @@ class RankLife(msgspec.Struct, frozen=True):
 
     coords: RankCoords
     epoch: int
+
+
+class Renewal(RankLife, frozen=True):
+    """A renewal with what the rank reports about itself: a `RankStatus`, still as JSON, because a
+    lease does not depend on it. Empty when there is none."""
+
+    status: msgspec.Raw = msgspec.Raw()
 
 
 class Instance(msgspec.Struct, frozen=True):

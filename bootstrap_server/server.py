@@ -20,7 +20,9 @@ import uvloop
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from bootstrap_server.app import log_lapsed, make_app
+from bootstrap_server.access import StatusPage
+from bootstrap_server.app import forget_lapsed, make_app
+from bootstrap_server.board import Board
 from bootstrap_server.connections import ConnectionWatch
 from bootstrap_server.errors import BootstrapError
 from bootstrap_server.gate import Gate
@@ -55,20 +57,30 @@ class BootstrapServer:
     `host` is a name, an IPv4 or IPv6 address or a wildcard (`0.0.0.0`, `::`); a name that
     resolves to several addresses is served on all of them. `port` 0 takes any free one.
     A rank's lease lasts `lease_s`. With `keys` (`secret.Keys.registry`) only who proves that he has
-    one of them is served, and gets the answers proved. Raises `BootstrapError` when it cannot
-    listen. Usable as a context manager.
+    one of them is served, and gets the answers proved. `page` says who may see the status page
+    without a proof (default: everybody without keys, else programs on this host). Raises
+    `BootstrapError` when it cannot listen. Usable as a context manager.
 
     The face that SGLang uses (`managers/disagg_service.py`): constructed with `host=` and
     `port=`, kept until the process ends, and never called again.
     """
 
     def __init__(
-        self, host: str, port: int, lease_s: float = LEASE_S, *, keys: Sequence[bytes] = ()
+        self,
+        host: str,
+        port: int,
+        lease_s: float = LEASE_S,
+        *,
+        keys: Sequence[bytes] = (),
+        page: StatusPage | None = None,
     ) -> None:
         self.host = host
         self._gate = Gate(keys) if keys else None
+        self._page = StatusPage.default(has_secret=bool(keys)) if page is None else page
         # Revisions count changes: never as many as nanoseconds.
-        self._registry = Registry(lease_s, first_revision=time.time_ns())
+        first_revision = time.time_ns()
+        self._registry = Registry(lease_s, first_revision)
+        self._board = Board(first_revision)
         sockets = _listen(host, port)
         #: The port in use, also when 0 was asked for.
         self.port: int = sockets[0].getsockname()[1]
@@ -124,15 +136,16 @@ class BootstrapServer:
         self, sockets: list[socket.socket], started: concurrent.futures.Future[None]
     ) -> None:
         clock = LeaseClock(time.monotonic, TICK_MAX_S)
-        watch = ConnectionWatch()
+        board = self._board
+        watch = ConnectionWatch(lambda closed: board.disconnected(closed, clock.now_s()))
         rooms = RoomTable(ROOMS_MAX, ROOM_EXPIRY_S)
-        app = make_app(self._registry, rooms, clock.now_s, watch, self._gate)
+        app = make_app(self._registry, rooms, clock.now_s, watch, board, self._gate, self._page)
         runner = web.AppRunner(
             app,
             access_log=None,
             logger=_http_logger(),
             shutdown_timeout=SHUTDOWN_TIMEOUT_S,
-            keepalive_timeout=KEEPALIVE_TIMEOUT_S,
+            keepalive_timeout=max(KEEPALIVE_TIMEOUT_S, self._registry.lease_s),
             handler_cancellation=True,
         )
         await runner.setup()
@@ -149,7 +162,9 @@ class BootstrapServer:
 
     async def _watch_until_stopped(self, clock: LeaseClock, watch: ConnectionWatch) -> None:
         while not self._stop.is_set():
-            log_lapsed(self._registry.expire(clock.now_s()))
+            now_s = clock.now_s()
+            forget_lapsed(self._registry.expire(now_s), self._board, now_s)
+            self._board.sweep(self._registry, now_s)
             watch.sweep()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), TICK_S)

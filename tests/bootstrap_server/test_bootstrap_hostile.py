@@ -248,7 +248,8 @@ def test_bad_query_numbers(server: BootstrapServer, number: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "//", 404),
+        ("POST", "/", 405),
         ("GET", "/v2/instances", 404),
         ("GET", "/v1/instances/default/", 404),
         ("POST", "/v1/instances/default", 405),

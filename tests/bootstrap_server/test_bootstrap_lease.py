@@ -6,20 +6,16 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from unittest.mock import ANY
 
-import msgspec
 import pytest
 import requests
+from bootstrap_rank import rank_process
 
-import bootstrap_server
 from bootstrap_server import (
     BootstrapClient,
     BootstrapServer,
@@ -142,36 +138,6 @@ def test_a_rank_whose_place_was_taken_says_so_and_comes_back(make_record: MakeRe
         client.release(other.rank)
         lease.renew()
         assert (client.instance().ranks, lease.problem) == ((record.rank,), None)
-
-
-_RANK = """
-import sys
-from bootstrap_server import *
-import msgspec
-record = msgspec.json.decode(sys.argv[2], type=RankRecord)
-RankLease(sys.argv[1], record)
-print("registered", flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
-def rank_process(where: str, record: RankRecord) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _RANK, where, msgspec.json.encode(record).decode()],
-        cwd=Path(bootstrap_server.__file__).parents[1],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "registered\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])

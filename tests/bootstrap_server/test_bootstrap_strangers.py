@@ -57,8 +57,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[ConnectionWatch]:
     made: list[ConnectionWatch] = []
     init = ConnectionWatch.__init__
 
-    def spy(self: ConnectionWatch) -> None:
-        init(self)
+    def spy(self: ConnectionWatch, *arguments: object) -> None:
+        init(self, *arguments)  # type: ignore[arg-type]
         made.append(self)
 
     monkeypatch.setattr(connections, "UNPROVED_OF_SOURCE_MAX", FEW)

@@ -1,0 +1,315 @@
+// Asks the registry for snapshots, and shows them.
+
+const WAIT_S = 2;
+const ANSWER_DEADLINE_MS = 8000;
+const RETRY_MS = 1000;
+const ASK_AGAIN_MS = 300;
+const FAILURES_SHOWN = 100;
+const NEWS_SHOWN = 5;
+const BAD_NEWS = new Set(["connection lost", "lease lapsed"]);
+
+const byId = (id) => document.getElementById(id);
+const ui = { filter: byId("filter"), state: byId("state"), link: byId("link"), news: byId("news") };
+let snapshot = null;
+let rows = [];
+let plans = new Map();
+let receivedMs = 0; // of performance.now()
+let heardMs = performance.now();
+let problem = "";
+let lastEvent = null;
+let openKey = null;
+
+// The registry's clock of leases, as far as we know it.
+const nowS = () => snapshot.now_s + (performance.now() - receivedMs) / 1000;
+const wallS = () => snapshot.time_s + (performance.now() - receivedMs) / 1000;
+
+const rails = (row) => {
+  const all = row.status?.rails ?? [];
+  const up = all.filter((rail) => rail[1]).length;
+  return all.length ? `${up} of ${all.length} up` : "";
+};
+const roomsText = (row) => {
+  const counts = row.status?.rooms;
+  if (!counts) return "";
+  return `${counts.open ?? 0} · ${counts.done ?? 0} · ${counts.failed ?? 0}`;
+};
+const lastFailure = (row) => {
+  const [failure] = [...(row.status?.failures ?? [])].sort((a, b) => b[0] - a[0]);
+  return failure ? failure[1] : "";
+};
+const renewedText = (row) => {
+  if (row.lostS !== null) return `connection lost ${ageText(nowS() - row.lostS)} ago`;
+  return row.renewedS === null ? "" : `${ageText(nowS() - row.renewedS)} ago`;
+};
+const upText = (row) => (row.startedS ? ageText(wallS() - row.startedS) : "");
+const peersText = (row) => (row.status ? String(row.status.peers_total ?? 0) : "");
+const outText = (row) => (row.status ? rateText(rateOf(row, 2)) : "");
+
+const rankTable = new LongTable(
+  byId("ranks"),
+  [
+    { title: "State", of: (row) => STATES[row.now] },
+    { title: "Instance", className: "wide", of: (row) => row.instance },
+    { title: "Rank", opens: true, of: (row) => row.name },
+    { title: "Endpoint", className: "wide", of: (row) => row.where },
+    { title: "Renewed", of: renewedText },
+    { title: "Up for", className: "wide number", of: upText },
+    { title: "Out", className: "wide number", of: outText },
+    { title: "Rails", className: "wide", of: rails },
+    { title: "Decode ranks", className: "wide number", of: peersText },
+    { title: "Rooms open · done · failed", className: "wide number", of: roomsText },
+    { title: "Last failure", className: "wide cut", of: lastFailure },
+  ],
+  (row) => openDetails(row.key),
+);
+const matrix = new Matrix(byId("matrix"), byId("cell-text"));
+const ratesTable = new PlainTable(
+  byId("rates"),
+  [
+    { title: "Transport", of: (rate) => rate.transport },
+    { title: "In", className: "number", of: (rate) => rateText(rate.inRate) },
+    { title: "Out", className: "number", of: (rate) => rateText(rate.outRate) },
+  ],
+  "No rank has reported a rate.",
+);
+const railsTable = new PlainTable(
+  byId("rails"),
+  [
+    { title: "Rail", of: (rail) => rail.name },
+    { title: "Up", className: "number", of: (rail) => String(rail.up) },
+    { title: "Down", of: (rail) => (rail.down ? { mark: "✕", text: `${rail.down}, first ${rail.downAt}` } : { mark: "", text: "0" }) },
+    { title: "Rate", className: "number", of: (rail) => rateText(rail.rate) },
+  ],
+  "No rank has reported its rails.",
+);
+const instancesTable = new PlainTable(
+  byId("instances"),
+  [
+    { title: "Instance", of: (one) => one.name },
+    { title: "Ranks", of: (one) => ({ mark: one.registered === one.expected ? "●" : "!", text: `${one.registered} of ${one.expected}` }) },
+    { title: "Topology", of: (one) => one.topology.map((size, axis) => `${AXES[axis]} ${size}`).join(" × ") },
+    { title: "KV cache", of: (one) => `${one.format.kv_cache_dtype}, page ${one.format.page_size}` },
+    { title: "Generation", className: "number", of: (one) => String(one.generation) },
+  ],
+  "No instance is registered.",
+);
+const failuresTable = new PlainTable(
+  byId("failures"),
+  [
+    { title: "When", of: (failure) => `${ageText(wallS() - failure.atS)} ago` },
+    { title: "Times", className: "number", of: (failure) => String(failure.count) },
+    { title: "Rank", of: (failure) => `${failure.row.instance} ${failure.row.name}` },
+    { title: "Reason", className: "wrap", of: (failure) => failure.reason },
+  ],
+  "No rank has reported a failure.",
+);
+const eventsTable = new PlainTable(
+  byId("events"),
+  [
+    { title: "When", of: (event) => `${ageText(nowS() - event.at_s)} ago` },
+    { title: "What", of: (event) => ({ mark: BAD_NEWS.has(event.what) ? "✕" : "", text: event.what }) },
+    { title: "Rank", of: (event) => `${event.instance} ${rankName(event.coords)}` },
+    { title: "Endpoint", of: (event) => `${event.host}:${event.port}` },
+  ],
+  "Nothing has happened since the registry started.",
+);
+
+function showTotals() {
+  const count = (state) => String(rows.filter((row) => row.now === state).length);
+  const missing = sum(snapshot.instances, (one) => one.expected - one.registered);
+  const totals = [
+    ["Instances", String(snapshot.instances.length), ""],
+    ["Live", count("live"), ""],
+    ["Connection lost", count("lost"), "bad"],
+    ["Late", count("late"), "warn"],
+    ["Missing", String(missing), "warn"],
+    ["Out", rateText(sum(rows, (row) => rateOf(row, 2))), ""],
+    ["Rooms open", String(sum(rows, (row) => row.status?.rooms?.open ?? 0)), ""],
+    ["Rooms failed", String(sum(rows, (row) => row.status?.rooms?.failed ?? 0)), "bad"],
+  ];
+  const list = byId("totals");
+  totals.forEach(([title, text, tone], index) => {
+    let item = list.children[index];
+    if (!item) {
+      item = list.appendChild(element("div"));
+      item.append(element("dt", "", title), element("dd"));
+    }
+    setText(item.lastElementChild, text);
+    setClass(item, text === "0" ? "" : tone);
+  });
+}
+
+// What happened since the last snapshot, for the live region.
+function showNews() {
+  const seen = lastEvent;
+  const [newest] = snapshot.events;
+  lastEvent = Math.max(seen ?? 0, newest?.number ?? 0);
+  if (seen === null) return;
+  const fresh = snapshot.events.filter((event) => event.number > seen).reverse();
+  for (const event of fresh.slice(-NEWS_SHOWN)) {
+    const afterS = nowS() - event.at_s;
+    const line = element("p", BAD_NEWS.has(event.what) ? "bad" : "");
+    line.textContent =
+      `${event.instance} rank ${rankName(event.coords)} at ${event.host}:${event.port}: ` +
+      `${event.what} (shown ${afterS.toFixed(1)} s later)`;
+    line.dataset.what = event.what;
+    line.dataset.shownAfterS = afterS.toFixed(3);
+    ui.news.append(line);
+  }
+  if (fresh.length > NEWS_SHOWN) {
+    ui.news.append(element("p", "", `and ${fresh.length - NEWS_SHOWN} events more (below)`));
+  }
+  while (ui.news.children.length > NEWS_SHOWN) ui.news.firstElementChild.remove();
+}
+
+function openDetails(key) {
+  openKey = key;
+  showDetails();
+  byId("details").scrollIntoView({ block: "nearest" });
+}
+
+function detailsOf(row) {
+  const peers = row.status?.peers ?? [];
+  const facts = [
+    ["State", STATES[row.now].text],
+    ["Renewed", renewedText(row)],
+    ["Endpoint", row.where],
+    ["Up for", upText(row)],
+    ["Rooms open · done · failed", roomsText(row)],
+    ["Decode ranks", `${row.status?.peers_total ?? 0}`],
+  ];
+  for (const [transport, inRate, outRate] of row.status?.rates ?? []) {
+    facts.push([`Rate, ${transport}`, `in ${rateText(inRate)}, out ${rateText(outRate)}`]);
+  }
+  for (const [name, isUp, rate] of row.status?.rails ?? []) {
+    facts.push([`Rail ${name}`, `${isUp ? "● up" : "✕ down"}, ${rateText(rate)}`]);
+  }
+  for (const peer of peers.slice(0, 20)) {
+    facts.push([
+      "Connected to",
+      `${rankName(peer[PEER.coords])} at ${peer[PEER.host]} over ${peer[PEER.transport]}, ` +
+        rateText(peer[PEER.rate]),
+    ]);
+  }
+  for (const [atS, reason, count] of row.status?.failures ?? []) {
+    facts.push([`Failed ${count} ×, last ${ageText(wallS() - atS)} ago`, reason]);
+  }
+  return facts;
+}
+
+function showDetails() {
+  const panel = byId("details");
+  const row = rows.find((one) => one.key === openKey);
+  panel.hidden = openKey === null;
+  if (openKey === null) return;
+  if (!panel.firstElementChild) {
+    const close = panel.appendChild(element("button", "close", "Close"));
+    close.type = "button";
+    close.addEventListener("click", () => openDetails(null));
+    panel.append(element("h3"), element("dl"));
+  }
+  const [, title, list] = panel.children;
+  setText(title, row ? `${row.instance} rank ${row.name}` : "This rank is no longer registered.");
+  const facts = row ? detailsOf(row) : [];
+  while (list.children.length > 2 * facts.length) list.lastElementChild.remove();
+  facts.forEach(([name, text], index) => {
+    const term = list.children[2 * index] ?? list.appendChild(element("dt"));
+    const value = list.children[2 * index + 1] ?? list.appendChild(element("dd"));
+    setText(term, name);
+    setText(value, text);
+  });
+}
+
+function showLink() {
+  const silentS = (performance.now() - heardMs) / 1000;
+  const lost = problem !== "";
+  setClass(ui.link, lost ? "pill bad" : "pill");
+  const told = snapshot ? `✕ no answer from the registry for ${ageText(silentS)}: ${problem}` : `✕ ${problem}`;
+  setText(ui.link, lost ? told : "● up to date");
+}
+
+function show() {
+  const beganMs = performance.now();
+  showLink();
+  if (!snapshot) return;
+  const now = nowS();
+  for (const row of rows) {
+    row.now = stateOf(row, now, snapshot.renew_s);
+    row.className = row.now;
+  }
+  const words = ui.filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+  const wanted = rows.filter((row) => isWanted(row, words, ui.state.value)).sort(problemsFirst);
+  setText(byId("found"), `${wanted.length} of ${rows.length} ranks`);
+  showTotals();
+  rankTable.show(wanted);
+  const inOrder = [...wanted].sort(
+    (a, b) => byText(a.instance, b.instance) || compareCoords(a.coords, b.coords),
+  );
+  matrix.show(inOrder, columnsOf(wanted), plans);
+  ratesTable.show(byTransport(wanted));
+  railsTable.show(byRail(wanted));
+  instancesTable.show(snapshot.instances);
+  failuresTable.show(failuresOf(wanted).slice(0, FAILURES_SHOWN));
+  eventsTable.show(snapshot.events);
+  showDetails();
+  byId("main").dataset.updateMs = (performance.now() - beganMs).toFixed(1);
+}
+
+function take(answer) {
+  snapshot = answer;
+  receivedMs = performance.now();
+  rows = rowsOf(snapshot);
+  plans = plansOf(snapshot);
+  setText(byId("late-after"), `${LATE_INTERVALS * snapshot.renew_s} s`);
+  setText(byId("lapsed-after"), `${snapshot.lease_s} s`);
+  setText(byId("renewed-every"), `${snapshot.renew_s} s`);
+  showNews();
+}
+
+async function ask() {
+  const path = `v1/status?after=${snapshot?.revision ?? 0}&wait_s=${WAIT_S}`;
+  const answer = await fetch(path, { signal: AbortSignal.timeout(ANSWER_DEADLINE_MS) });
+  if (!answer.ok) throw new Error(`status ${answer.status}`);
+  const found = await answer.json();
+  if (found.revision !== snapshot?.revision) take(found);
+  heardMs = performance.now();
+}
+
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
+// Nobody sees a hidden page, and the registry need not work for it.
+const visible = () =>
+  document.hidden
+    ? new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }))
+    : null;
+
+async function watch() {
+  for (;;) {
+    await visible();
+    try {
+      await ask();
+      problem = "";
+    } catch (error) {
+      problem = error.name === "TimeoutError" ? "it takes too long" : error.message;
+    }
+    show();
+    await pause(problem ? RETRY_MS : ASK_AGAIN_MS);
+  }
+}
+
+ui.filter.addEventListener("input", show);
+ui.state.addEventListener("change", show);
+byId("search").addEventListener("submit", (event) => event.preventDefault());
+document.addEventListener("keydown", (event) => {
+  const typing = event.target.closest("input, select, textarea");
+  if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {
+    event.preventDefault();
+    ui.filter.focus();
+  } else if (event.key === "Escape" && event.target === ui.filter) {
+    ui.filter.value = "";
+    show();
+  }
+});
+setText(byId("place"), location.host);
+setInterval(show, 1000);
+watch();

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The status page's data over real HTTP: what it says of ranks, how soon, and to whom."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import msgspec
+import pytest
+import requests
+from bootstrap_http import put_route, url
+from bootstrap_rank import rank_process
+
+from bootstrap_server import (
+    BootstrapClient,
+    BootstrapServer,
+    RankCoords,
+    RankLease,
+    RankRecord,
+    RankStatus,
+    StatusPage,
+    Topology,
+    TransportRate,
+    connections,
+    status_http,
+)
+from bootstrap_server.http_client import HttpClient
+from bootstrap_server.page import Page
+
+MakeRecord = Callable[..., RankRecord]
+
+ONE, FIRST = Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0)
+KEY = b"k" * 32
+WAIT_S = 60
+STATUS = RankStatus(rates=(TransportRate("tcp", 1.0, 2.0),), rooms={"done": 3})
+
+
+def ask(server: BootstrapServer, after: str = "0", wait_s: float = 0) -> dict[str, Any]:
+    path = f"/v1/status?after={after}&wait_s={wait_s}"
+    answer = requests.get(url(server, path), timeout=30)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def ranks(status: dict[str, Any]) -> list[dict[str, Any]]:
+    return [rank for instance in status["instances"] for rank in instance["ranks"]]
+
+
+def until(server: BootstrapServer, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """The first snapshot that is so."""
+    deadline_s, status = time.monotonic() + WAIT_S, ask(server)
+    while not condition(status):
+        assert time.monotonic() < deadline_s, f"never happened: {status}"
+        status = ask(server, status["revision"], 5)
+    return status
+
+
+@pytest.fixture
+def address(server: BootstrapServer) -> str:
+    return f"127.0.0.1:{server.port}"
+
+
+@pytest.fixture
+def guarded() -> Iterator[BootstrapServer]:
+    with BootstrapServer("127.0.0.1", 0, keys=[KEY]) as running:
+        yield running
+
+
+# --- what it says ---
+
+
+def test_an_empty_registry_has_no_instance(server: BootstrapServer) -> None:
+    status = ask(server)
+    assert (status["instances"], status["events"]) == ([], [])
+    assert (status["lease_s"], status["renew_s"]) == (15.0, 5.0)
+    assert int(status["revision"]) > 2**53
+
+
+def test_ranks_are_shown_with_what_they_report(
+    server: BootstrapServer, address: str, make_record: MakeRecord
+) -> None:
+    two = Topology(1, 1, 2, 1)
+    with RankLease(address, make_record(two, FIRST), status=lambda: STATUS) as lease:
+        assert ranks(ask(server))[0]["status"] is None
+        lease.renew()
+        status = until(server, lambda status: ranks(status)[0]["status"])
+        (instance,) = status["instances"]
+        (rank,) = instance["ranks"]
+        assert (instance["registered"], instance["expected"]) == (1, 2)
+        assert instance["missing"] == [[0, 0, 1, 0]]
+        assert (rank["coords"], rank["host"], rank["port"]) == ([0, 0, 0, 0], "127.0.0.1", 10_000)
+        assert 0 <= status["now_s"] - rank["renewed_s"] < 5
+        assert rank["lost_s"] is None
+        assert msgspec.convert(rank["status"], RankStatus) == STATUS
+    until(server, lambda status: status["events"][0]["what"] == "shut down")
+
+
+def test_stock_ranks_have_no_lease(server: BootstrapServer) -> None:
+    put_route(server)
+    (rank,) = ranks(ask(server))
+    assert (rank["renewed_s"], rank["status"]) == (None, None)
+
+
+def test_a_report_that_is_no_good_costs_no_lease(
+    server: BootstrapServer,
+    address: str,
+    make_record: MakeRecord,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    record = make_record(ONE, FIRST)
+    with BootstrapClient(address) as client:
+        client.register(record)
+    body = {"coords": {"dp": 0, "cp": 0, "tp": 0, "pp": 0}, "epoch": 1, "status": {"rooms": 1}}
+    path = url(server, "/v1/instances/default/leases")
+    with caplog.at_level(logging.WARNING, "bootstrap_server"):
+        assert requests.put(path, json=body, timeout=30).status_code == 200
+    assert "refused a status report from 127.0.0.1: it is no RankStatus" in caplog.text
+    assert ranks(ask(server))[0]["status"] is None
+
+
+def test_a_status_function_that_raises_is_logged_and_ends_no_lease(
+    server: BootstrapServer,
+    address: str,
+    make_record: MakeRecord,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls = []
+
+    def broken() -> RankStatus:
+        calls.append(1)
+        raise OSError("no such counter")
+
+    with RankLease(address, make_record(ONE, FIRST), status=broken) as lease:
+        lease.renew()
+        lease.renew()
+        assert (lease.problem, calls) == (None, [1])
+    assert "reports no status to its registry any more" in caplog.text
+    assert "no such counter" in caplog.text
+
+
+def test_a_status_function_may_have_nothing_to_say(
+    server: BootstrapServer, address: str, make_record: MakeRecord
+) -> None:
+    with RankLease(address, make_record(ONE, FIRST), status=lambda: None) as lease:
+        lease.renew()
+        assert (lease.problem, ranks(ask(server))[0]["status"]) == (None, None)
+
+
+# --- how soon ---
+
+
+def test_a_killed_rank_is_seen_though_its_lease_goes_on(
+    server: BootstrapServer, address: str, make_record: MakeRecord
+) -> None:
+    with rank_process(address, make_record(ONE, FIRST)) as process:
+        assert ranks(until(server, ranks))[0]["lost_s"] is None
+        os.kill(process.pid, signal.SIGKILL)
+        status = until(server, lambda status: ranks(status)[0]["lost_s"] is not None)
+    (rank,) = ranks(status)
+    assert status["events"][0]["what"] == "connection lost"
+    assert 0 <= status["now_s"] - rank["lost_s"] < 2
+    assert rank["lost_s"] - rank["renewed_s"] < 15
+    with BootstrapClient(address) as client:
+        assert client.instance().ranks[0].epoch == 1  # matching goes by the lease
+
+
+def test_a_rank_that_comes_back_is_live_again(
+    server: BootstrapServer, address: str, make_record: MakeRecord
+) -> None:
+    with RankLease(address, make_record(ONE, FIRST)) as lease:
+        lease._client.close()
+        until(server, lambda status: ranks(status)[0]["lost_s"] is not None)
+        lease.renew()
+        status = until(server, lambda status: ranks(status)[0]["lost_s"] is None)
+    assert [event["what"] for event in status["events"]] == [
+        "came back",
+        "connection lost",
+        "registered",
+    ]
+
+
+def test_a_lapsed_lease_is_an_event(make_record: MakeRecord) -> None:
+    with BootstrapServer("127.0.0.1", 0, lease_s=0.2) as server:
+        with BootstrapClient(f"127.0.0.1:{server.port}") as client:
+            client.register(make_record(ONE, FIRST))
+            status = until(server, lambda status: status["events"][0]["what"] == "lease lapsed")
+        assert ranks(status) == []
+
+
+def test_connections_of_ranks_are_kept_when_others_are_not(
+    server: BootstrapServer,
+    address: str,
+    make_record: MakeRecord,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "KEPT_MAX", 0)
+    with RankLease(address, make_record(ONE, FIRST)) as lease:
+        assert lease._client._http._connection is not None
+        assert requests.get(url(server, "/health"), timeout=30).headers["Connection"] == "close"
+        lease._client.close()
+        until(server, lambda status: ranks(status)[0]["lost_s"] is not None)
+
+
+def test_of_ranks_beyond_the_limit_no_connection_is_kept_or_missed(
+    monkeypatch: pytest.MonkeyPatch, make_record: MakeRecord
+) -> None:
+    monkeypatch.setattr(connections, "KEPT_MAX", 0)
+    monkeypatch.setattr(connections, "RANKS_KEPT_MAX", 1)
+    two = Topology(1, 1, 2, 1)
+    with BootstrapServer("127.0.0.1", 0) as server, ExitStack() as undo:
+        where = f"127.0.0.1:{server.port}"
+        leases = [
+            undo.enter_context(RankLease(where, make_record(two, coords)))
+            for coords in two.coords()
+        ]
+        kept = [lease._client._http._connection is not None for lease in leases]
+        assert kept == [True, False]
+        assert all(rank["lost_s"] is None for rank in ranks(ask(server)))
+
+
+def test_a_question_waits_for_news_and_snapshots_are_shared(
+    server: BootstrapServer, client: BootstrapClient, make_record: MakeRecord
+) -> None:
+    before = ask(server)
+    again = ask(server, before["revision"], 0.2)
+    assert again == before  # the same snapshot: nothing has happened
+    client.register(make_record(ONE, FIRST))
+    after = ask(server, before["revision"], 30)
+    assert len(ranks(after)) == 1
+    # At most one a second is made.
+    assert after["now_s"] - before["now_s"] > 0.9 * status_http.SNAPSHOT_EVERY_S
+
+
+def test_watchers_beyond_the_limit_are_answered_at_once(
+    server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_http, "WATCHERS_MAX", 0)
+    before = ask(server)
+    assert ask(server, before["revision"], 60) == before  # requests would time out after 30 s
+
+
+def test_a_server_that_closes_lets_watchers_go(server: BootstrapServer) -> None:
+    revision = ask(server)["revision"]
+    with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as watcher:
+        path = f"/v1/status?after={revision}&wait_s=60"
+        watcher.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        began_s = time.monotonic()
+        server.close()
+        assert time.monotonic() - began_s < 30
+        assert watcher.recv(4096)[:12] in (b"HTTP/1.1 200", b"")
+
+
+@pytest.mark.parametrize("query", ["after=x", "after=-1", "wait_s=99", "wait_s=nan"])
+def test_bad_questions(server: BootstrapServer, query: str) -> None:
+    answer = requests.get(url(server, f"/v1/status?{query}"), timeout=30)
+    assert answer.status_code == 400
+    assert query.partition("=")[0] in answer.json()["error"]
+
+
+# --- to whom ---
+
+
+def get(server: BootstrapServer, path: str, host: str = "127.0.0.1", to: str = "127.0.0.1") -> int:
+    with closing(http.client.HTTPConnection(to, server.port, timeout=30)) as asking:
+        asking.request("GET", path, headers={"Host": host})
+        return asking.getresponse().status
+
+
+def own_address() -> str:
+    """An address of this host that is not its loopback one, which no packet is sent to find."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+
+
+@pytest.mark.parametrize("path", ["/", "/v1/status", "/v1/status?after=5"])
+def test_with_a_secret_the_page_is_for_this_host(guarded: BootstrapServer, path: str) -> None:
+    for host in ("127.0.0.1", "localhost", "localhost:8998", f"[::1]:{guarded.port}", "10.0.0.1"):
+        assert get(guarded, path, host) == 200
+    # A site that makes its own name lead here reads nothing.
+    for host in ("evil.example", "evil.example:8998", "localhost.evil.example", ""):
+        assert get(guarded, path, host) in (400, 401)
+    for more in ("/v1/instances", "/v1/status/", "//v1/status", "/v1/statu%73"):
+        assert get(guarded, more) == 401
+
+
+def test_a_proof_opens_it_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    with BootstrapServer("127.0.0.1", 0, keys=[KEY]) as server:
+        monkeypatch.setattr(StatusPage, "refusal", lambda *_: "not for you")
+        assert get(server, "/v1/status") == 401
+        with closing(HttpClient(f"127.0.0.1:{server.port}", 30, keys=[KEY])) as asking:
+            assert asking.request("GET", "/v1/status")[0] == 200
+
+
+def test_who_is_on_this_host() -> None:
+    with BootstrapServer("0.0.0.0", 0, page=StatusPage.LOCAL) as server:
+        assert get(server, "/v1/status") == 200
+        assert get(server, "/v1/status", to=own_address()) == 200
+        assert get(server, "/v1/instances", "a.name") == 200
+        assert get(server, "/", "a.name") == 403
+
+
+class _Elsewhere:
+    """A transport of a client on another host."""
+
+    def get_extra_info(self, name: str) -> tuple[str, int]:
+        return {"peername": ("10.0.0.5", 4), "sockname": ("10.0.0.6", 5)}[name]
+
+
+class _Request:
+    method, raw_path, host = "GET", "/v1/status", "10.0.0.6:8998"
+    transport: Any = _Elsewhere()
+
+
+def test_who_is_not() -> None:
+    request: Any = _Request()
+    assert "own host only" in str(StatusPage.LOCAL.refusal(request))
+    assert StatusPage.OPEN.refusal(request) is None
+    request.transport = None  # it has gone
+    assert not StatusPage.LOCAL.is_for_browsers(request)
+
+
+def test_an_open_page_with_a_secret_is_for_all_and_counts_as_asking_without_a_proof() -> None:
+    with BootstrapServer("127.0.0.1", 0, keys=[KEY], page=StatusPage.OPEN) as server:
+        assert get(server, "/", "a.name") == 200
+        assert get(server, "/v1/instances") == 401
+        answers = {get(server, "/") for _ in range(150)}
+        assert answers == {200, 429}
+
+
+@pytest.mark.parametrize("keys", [[], [KEY]])
+def test_a_page_that_is_off_is_not_there(keys: list[bytes]) -> None:
+    with BootstrapServer("127.0.0.1", 0, keys=keys, page=StatusPage.OFF) as server:
+        for path in ("/", "/v1/status"):
+            assert get(server, path) == (401 if keys else 404)
+
+
+# --- the page itself ---
+
+
+def test_the_page_loads_nothing_from_elsewhere(server: BootstrapServer) -> None:
+    answer = requests.get(url(server, "/"), timeout=30)
+    assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+    policy = answer.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    for word in ("http://", "https://", "src=", "@import", "url(", "innerHTML", "style="):
+        assert word not in answer.text
+    plain = requests.get(url(server, "/"), headers={"Accept-Encoding": "identity"}, timeout=30)
+    assert plain.text == answer.text == Page().text
+    assert len(answer.content) < 64_000
+
+
+def test_the_page_may_be_asked_for_with_nothing_else(server: BootstrapServer) -> None:
+    answer = requests.post(url(server, "/v1/status"), timeout=30)
+    assert (answer.status_code, answer.headers["Allow"]) == (405, "GET, HEAD")
