@@ -12,7 +12,7 @@ from __future__ import annotations
 from te.blocks import BLOCK, Blocks
 from te.buffers import Buffer, allocate
 from te.config import Config
-from te.engine import Engine, Stats
+from te.engine import Engine
 from te.errors import (
     BoundsError,
     ClosedError,
@@ -34,6 +34,7 @@ from te.errors import (
 from te.fences import Fence, FenceState
 from te.memory import Region
 from te.peers import Peer
+from te.stats import LinkStats, RailStats, Stats, TransportStats
 from te.tags import Identity, new_tag
 from te.transfers import Status, Transfer
 
@@ -53,10 +54,12 @@ __all__ = [
     "FenceTimeout",
     "HandshakeError",
     "Identity",
+    "LinkStats",
     "ListenError",
     "Peer",
     "ProtocolViolation",
     "QueueFull",
+    "RailStats",
     "Region",
     "RegistrationError",
     "Stats",
@@ -65,6 +68,7 @@ __all__ = [
     "TopologyError",
     "Transfer",
     "TransferFailed",
+    "TransportStats",
     "VersionError",
     "WaitTimeout",
     "allocate",

@@ -9,8 +9,8 @@ import os
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -24,47 +24,24 @@ from te.connect.outgoing import open_link
 from te.connect.pool import Pool
 from te.core.engine import Engine as Plane
 from te.errors import ClosedError, FenceTimeout, StatusError
-from te.fences import QUIESCE_TIMEOUT_S, Fence, late
+from te.fences import QUIESCE_TIMEOUT_S, Fence, FenceCounter, late
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, decode_card, encode
 from te.memory import Region, RegionTable, Remote
 from te.memory_kinds.ring import Ring
 from te.peers import Peer
 from te.proof import keys_of
-from te.status import Answer, StatusSocket
+from te.stats import LINKS_MAX, EngineStatus, LinkStats, Stats, transport_stats
+from te.status import Answer, StatusSocket, process_name
 from te.tags import TAG_LIMIT, Identified, check_tag, packed_peer, packed_ranges
 from te.transfers import Notifier
 from te.transports import registry
 from te.transports.base import Local, Transport
 
-__all__ = ["Engine", "Stats"]
+__all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S: Final = 5.0
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What an engine has done since it started, and what it has now."""
-
-    #: Payload handed to the network, in bytes.
-    bytes_sent: int
-    #: Payload that landed in registered memory, in bytes.
-    bytes_received: int
-    #: Outcomes of transfers submitted here.
-    transfers_done: int
-    transfers_failed: int
-    transfers_cancelled: int
-    #: Peers this engine can write to.
-    peers: int
-    #: Connections in use, of both directions.
-    rails: int
-    #: Transports this engine offers and uses.
-    transports: tuple[str, ...]
-    #: How each live peer is reached, by its id: the transport, and why not by a preferred one.
-    peer_transports: dict[str, tuple[str, str]]
-    #: And what the way there carries at best (``Peer.bytes_per_s``).
-    peer_bytes_per_s: dict[str, float]
 
 
 def _work(plane: Plane, index: int, memory: RegionTable) -> None:
@@ -112,6 +89,8 @@ class Engine:
         )
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, int], Peer] = {}
+        self._connects = self._connects_fallen_back = 0
+        self._fences = FenceCounter()
         self._closed = False
         short_id = self._id[:8]
         self._pool = Pool(f"te-pool-{short_id}")
@@ -314,6 +293,8 @@ class Engine:
             if peer is None or not peer.alive:
                 peer = Peer(decoded, opened, self._memory, self._config, self._notifier)
                 self._peers[key] = peer
+                self._connects += 1
+                self._connects_fallen_back += bool(opened.reason)
                 return peer
         # Another thread connected to this peer at the same time.
         opened.link.close()
@@ -378,7 +359,11 @@ class Engine:
         closed."""
         check_tag(tag)
         revocation = self._plane.revoke_tag(tag)
-        return None if revocation is None else Fence(tag, revocation, self._acceptor.withdraw)
+        return (
+            None
+            if revocation is None
+            else Fence(tag, revocation, self._acceptor.withdraw, self._fences)
+        )
 
     def fence(self, tag: int, timeout_s: float = QUIESCE_TIMEOUT_S) -> int:
         """Closes a tag. After it returns, no write under the tag can land, whatever its source
@@ -408,20 +393,37 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counters since the start."""
-        sent, received, rails_out, rails_in, done, failed, cancelled = self._plane.counters()
+        tallies = self._plane.tallies()
+        changes = {one.name: one.rail_changes for one in self._chosen}
+        by_transport = {
+            name: transport_stats(tally, *changes[name]) for name, tally in tallies.items()
+        }
+        outcomes = [one.outcomes for one in by_transport.values()]
         alive = self._live_peers()
+        registered: Counter[str] = Counter()
+        for region in self._memory.regions:
+            registered[region.kind] += region.nbytes
         return Stats(
-            bytes_sent=sent,
-            bytes_received=received,
-            transfers_done=done,
-            transfers_failed=failed,
-            transfers_cancelled=cancelled,
+            bytes_sent=sum(one.bytes_sent for one in by_transport.values()),
+            bytes_received=sum(one.bytes_received for one in by_transport.values()),
+            transfers_done=sum(one.transfers_done for one in outcomes),
+            transfers_failed=sum(sum(one.transfers_failed.values()) for one in outcomes),
+            transfers_cancelled=sum(one.transfers_cancelled for one in outcomes),
             peers=len(alive),
-            rails=rails_out + rails_in,
+            rails=sum(self._plane.connections()),
             transports=self._chosen.names,
             peer_transports={one.id: (one.transport, one.transport_reason) for one in alive},
             peer_bytes_per_s={one.id: one.bytes_per_s for one in alive},
+            by_transport=by_transport,
+            fences=self._fences.stats(),
+            connects=self._connects,
+            connects_fallen_back=self._connects_fallen_back,
+            registered_bytes=dict(registered),
         )
+
+    def links(self) -> tuple[LinkStats, ...]:
+        """The links that stand, of both directions, and what each has carried."""
+        return (*(one.stats() for one in self._live_peers()), *self._acceptor.link_stats())
 
     def add_answers(self, answers: Mapping[str, Answer]) -> None:
         """More questions that this engine's status socket answers (``te.status``,
@@ -445,12 +447,19 @@ class Engine:
             logger.warning("te top and other programs cannot ask this engine how it is: %s", exc)
             return None
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self) -> EngineStatus:
         """The answer to "engine"."""
         host, port = self._acceptor.address
-        return {"id": self._id, "pid": os.getpid(), "host": host, "port": port} | {
-            "stats": self.stats()
-        }
+        links = sorted(self.links(), key=lambda one: one.nbytes, reverse=True)
+        return EngineStatus(
+            id=self._id,
+            pid=os.getpid(),
+            process=process_name(),
+            host=host,
+            port=port,
+            stats=self.stats(),
+            links=tuple(links[:LINKS_MAX]),
+        )
 
     def _transport(self, name: str) -> Transport:
         """``te.TopologyError``. Of its own, so that ``te bench --null-post`` can have devices that

@@ -11,8 +11,9 @@ from typing import Final
 
 from te.core.engine import Revocation
 from te.errors import FenceTimeout
+from te.stats import FenceStats
 
-__all__ = ["QUIESCE_TIMEOUT_S", "Fence", "FenceState", "late"]
+__all__ = ["QUIESCE_TIMEOUT_S", "Fence", "FenceCounter", "FenceState", "late"]
 
 # A landing is one call of at most a few MiB: milliseconds, even on a busy machine, unless it waits
 # for pages of another process that the kernel has to fetch.
@@ -28,18 +29,50 @@ class FenceState(enum.Enum):
     CLOSED = "closed"
 
 
+class FenceCounter:
+    """Counts an engine's fences. All methods are thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._confirmed = 0
+        self._confirmed_s = 0.0
+        self._timed_out = 0
+
+    def confirmed(self, after_s: float) -> None:
+        """A fence was confirmed, so long after it was begun."""
+        with self._lock:
+            self._confirmed += 1
+            self._confirmed_s += after_s
+
+    def timed_out(self) -> None:
+        """Somebody waited for a fence in vain."""
+        with self._lock:
+            self._timed_out += 1
+
+    def stats(self) -> FenceStats:
+        """The figures up to now."""
+        with self._lock:
+            return FenceStats(self._confirmed, self._confirmed_s, self._timed_out)
+
+
 class Fence:
     """A tag that is being closed, as ``Engine.revoke`` returns it. All methods are thread-safe, and
     several fences of one tag are independent of each other."""
 
     def __init__(
-        self, tag: int, revocation: Revocation, withdraw: Callable[[Revocation], None]
+        self,
+        tag: int,
+        revocation: Revocation,
+        withdraw: Callable[[Revocation], None],
+        counter: FenceCounter,
     ) -> None:
         self._tag = tag
         self._revocation = revocation
         self._withdraw = withdraw
         self._lock = threading.Lock()
         self._has_withdrawn = False
+        self._counter = counter
+        self._begun_s = time.monotonic()
         self._count: int | None = None
 
     def __repr__(self) -> str:
@@ -62,6 +95,7 @@ class Fence:
         ``wait`` is to be called again.
         """
         if not self._step(timeout_s):
+            self._counter.timed_out()
             raise FenceTimeout(f"tag {self._tag:#x}: {late(timeout_s)}; call fence again")
         assert self._count is not None
         return self._count
@@ -79,7 +113,11 @@ class Fence:
                 self._withdraw(self._revocation)
             if not self._revocation.await_grants(until_s - time.monotonic()):
                 return False
-        self._count = self._revocation.forget()
+        count = self._revocation.forget()
+        with self._lock:
+            is_first, self._count = self._count is None, count
+        if is_first:
+            self._counter.confirmed(time.monotonic() - self._begun_s)
         return True
 
 

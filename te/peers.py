@@ -11,6 +11,7 @@ from te.errors import BoundsError, QueueFull
 from te.handshake import Card, CardRegion
 from te.memory import RegionTable
 from te.reasons import Reason, sentence
+from te.stats import LinkStats, outcomes_of
 from te.tags import check_tag
 from te.transfers import Notifier, Transfer
 from te.transports.base import RailView
@@ -100,6 +101,24 @@ class Peer:
         """The nominal rate of the local devices or interface to the peer, in bytes per second;
         0.0 if it is not known, as on the same host."""
         return self._link.bytes_per_s
+
+    def stats(self) -> LinkStats:
+        """What has gone to the peer and come from it over the link that this engine opened."""
+        flows, outcomes, unfinished = self._link.handle.tally()
+        rails = self._link.rail_stats(flows)
+        return LinkStats(
+            peer=self.id,
+            address=address_text(*self.address),
+            is_incoming=False,
+            transport=self.transport,
+            transport_reason=self.transport_reason,
+            encrypted_by=self._link.encrypted_by,
+            bytes_per_s_max=self.bytes_per_s,
+            rails=rails,
+            transfers_unfinished=unfinished,
+            outcomes=outcomes_of(outcomes),
+            last_error=next((one.reason for one in rails if one.reason), ""),
+        )
 
     def write(self, blocks: Blocks, tag: int = 0) -> Transfer:
         """Begins to copy ``blocks`` from this engine's memory into the peer's; returns at once.

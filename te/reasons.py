@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 import os
 
-__all__ = ["Reason", "sentence"]
+__all__ = ["Reason", "reason_name", "sentence"]
 
 
 class Reason(enum.IntEnum):
@@ -26,6 +26,12 @@ class Reason(enum.IntEnum):
     SOURCE_FAULT = 10
     NO_RAIL = 11
     PROCESS_GONE = 12
+
+
+def reason_name(code: int) -> str:
+    """A word for a counter: the member's name in lower case."""
+    known = {one.value: one.name.lower() for one in Reason}
+    return known.get(code, f"code_{code}")
 
 
 def sentence(who: str, code: int, errnum: int, text: str, stall_s: float) -> str:

@@ -38,6 +38,7 @@ __all__ = [
     "ask",
     "default_directories",
     "default_directory",
+    "process_name",
     "running",
 ]
 
@@ -57,6 +58,8 @@ ACCEPT_PAUSE_S: Final = 1.0
 #: A socket file that nobody listens on is removed once it is so old: a younger one may belong to a
 #: process that is between bind(2) and listen(2).
 STALE_AGE_S: Final = 10.0
+
+PROCESS_NAME_MAX: Final = 200
 
 _FILE: Final = re.compile(r"(\d{1,10})-([A-Za-z0-9._-]{1,64})\.sock")
 _LENGTH: Final = struct.Struct("!I")
@@ -81,6 +84,12 @@ class Live:
     path: Path
     pid: int
     name: str
+
+
+def process_name() -> str:
+    """The command line of this process, or as much of it as fits into a line."""
+    words = Path("/proc/self/cmdline").read_bytes().decode(errors="replace").split("\0")
+    return " ".join(words).strip()[:PROCESS_NAME_MAX]
 
 
 # -- where the sockets are

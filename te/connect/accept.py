@@ -24,6 +24,7 @@ from te.connect.throttle import Throttle
 from te.core.engine import Revocation
 from te.errors import ListenError
 from te.reasons import Reason, sentence
+from te.stats import LinkStats, outcomes_of
 from te.tags import Identity, packed_peer
 from te.transports.base import (
     IncomingLink,
@@ -33,6 +34,7 @@ from te.transports.base import (
     Local,
     Transport,
     TransportRefused,
+    plain_rails,
 )
 
 __all__ = ["Acceptor"]
@@ -102,6 +104,30 @@ class Acceptor:
             one.handle.die(Reason.FENCED)
         return count
 
+    def link_stats(self) -> list[LinkStats]:
+        """The links that other engines have opened, and that stand. Any thread."""
+        with self._lock:
+            links = [one for one in self._links if one.handle.alive]
+        found = []
+        for one in links:
+            flows, outcomes, unfinished = one.handle.tally()
+            found.append(
+                LinkStats(
+                    peer=one.key.engine_id,
+                    address=one.where,
+                    is_incoming=True,
+                    transport=one.transport.name,
+                    transport_reason="",
+                    encrypted_by=one.encrypted_by,
+                    bytes_per_s_max=0.0,
+                    rails=plain_rails(flows, (), one.handle.rails),
+                    transfers_unfinished=unfinished,
+                    outcomes=outcomes_of(outcomes),
+                    last_error="",
+                )
+            )
+        return found
+
     def withdraw(self, revocation: Revocation) -> None:
         """Has transfers end that were granted under a tag which was revoked; the revocation says
         when they have."""
@@ -134,7 +160,7 @@ class Acceptor:
     def limit(self) -> str | None:
         """Why no more connections become rails; None if they may."""
         limit = self.local.config.max_connections
-        rails_in = self.local.plane.counters()[3]
+        rails_in = self.local.plane.connections()[1]
         return f"{limit} connections are open already" if rails_in >= limit else None
 
     def link(self, key: LinkKey) -> IncomingLink | None:

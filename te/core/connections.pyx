@@ -239,6 +239,7 @@ cdef int connection_add(
     c.channel.encrypted = encrypted
     # What the worker's first event finds must be there before.
     add32(&link.refs, 1)
+    c.flow = &link.flows[link.connections_n]
     link.connections[link.connections_n] = &c.polled
     link.connections_n += 1
     link.connections_alive += 1

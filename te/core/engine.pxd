@@ -3,6 +3,7 @@
 
 from te.core.plane cimport Plane
 from te.core.tags cimport Opening
+from te.core.tally cimport Outcomes
 
 cdef class Engine:
     cdef Plane *p
@@ -11,3 +12,6 @@ cdef class Engine:
 cdef class Revocation:
     cdef Opening *o
     cdef Engine engine
+
+# (done, cancelled, failed by reason, blocks and bytes of those done, landed, bytes landed)
+cdef object outcomes_of(Outcomes *o)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-from typing import Final
+from typing import Final, TypeAlias
+
+OutcomesTuple: TypeAlias = tuple[int, int, dict[int, int], int, int, int, int]
+"""Of transfers: done; cancelled; failed, by reason; blocks and bytes of those that are done; landed
+here, and their bytes. Exists for type checkers alone."""
 
 WORKERS_LIMIT: Final[int]
 
@@ -90,8 +94,13 @@ class Engine:
     def wake_notices(self) -> None:
         """Has ``wait_notices`` return."""
 
-    def counters(self) -> tuple[int, int, int, int, int, int, int]:
-        """Bytes sent and received, rails out and in, transfers done, failed and cancelled."""
+    def connections(self) -> tuple[int, int]:
+        """Rails of links that this engine opened, and of links that peers opened; over RDMA, the
+        connections for words."""
+
+    def tallies(self) -> dict[str, tuple[list[tuple[int, int]], OutcomesTuple, dict[int, int]]]:
+        """By transport, what its links have counted since the engine was made: bytes sent and
+        received, by rail; what became of transfers; links that have ended, by reason."""
 
 class Revocation:
     """A tag that was revoked; it is confirmed once both waits have returned True."""

@@ -6,17 +6,18 @@ cimport cython
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
 from te.core.heap cimport need
-from te.core.link cimport Link, link_drop
+from te.core.link cimport Link, link_drop, links_tally
 from te.core.notices cimport Bulletin, Notice, bulletin_take, notice_take
 from te.core.kinds cimport kind_of, KINDS_MAX
 from te.core.plane cimport (
-    CANCELLED, DONE, FAILED, plane_close, plane_know, plane_open, plane_quiesce, plane_stage, plane_unstage,
+    CANCELLED, DONE, plane_close, plane_know, plane_open, plane_quiesce, plane_stage, plane_unstage,
 )
 from te.core.posix cimport eventfd_read, eventfd_write
 from te.core.regions cimport *
 from te.core.sections cimport WORKERS_MAX
 from te.core.sync cimport *
 from te.core.tags cimport *
+from te.core.tally cimport CODES_MAX, Ledger, LEDGERS_MAX, Outcomes, Tally
 from te.core.transfer cimport transfer_drop
 from te.core.link cimport Transfer
 from te.core.wire cimport RAILS_MAX
@@ -221,13 +222,32 @@ cdef class Engine:
     def wake_notices(self):
         eventfd_write(self.p.notices.notices_fd, 1)
 
-    def counters(self):
+    def connections(self):
         cdef Plane *p = self.p
-        return (
-            load64(&p.bytes_sent), load64(&p.bytes_received),
-            load64(&p.connections_out), load64(&p.connections_in),
-            load64(&p.outcomes[DONE]), load64(&p.outcomes[FAILED]), load64(&p.outcomes[CANCELLED]),
-        )
+        return load64(&p.connections_out), load64(&p.connections_in)
+
+    def tallies(self):
+        cdef Ledger ledgers[LEDGERS_MAX]
+        cdef Tally *one
+        memset(ledgers, 0, sizeof(ledgers))
+        with nogil:
+            links_tally(self.p, ledgers)
+        found = {}
+        for i in range(LEDGERS_MAX):
+            one = &ledgers[i].tally
+            if ledgers[i].transport != NULL:
+                found[ledgers[i].transport.decode()] = (
+                    [(one.sent_nbytes[k], one.received_nbytes[k]) for k in range(RAILS_MAX)],
+                    outcomes_of(&one.outcomes),
+                    {k: one.ended[k] for k in range(CODES_MAX) if one.ended[k]})
+        return found
+
+
+cdef object outcomes_of(Outcomes *o):
+    return (
+        load64(&o.by_status[DONE]), load64(&o.by_status[CANCELLED]),
+        {i: load64(&o.failed[i]) for i in range(CODES_MAX) if load64(&o.failed[i])},
+        load64(&o.done_blocks), load64(&o.done_nbytes), load64(&o.landed), load64(&o.landed_nbytes))
 
 
 cdef void *take_notice(Plane *p) noexcept:

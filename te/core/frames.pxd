@@ -6,6 +6,7 @@ from libc.stdint cimport uint8_t
 from te.core.channels cimport Channel
 from te.core.link cimport Link, Transfer
 from te.core.posix cimport iovec
+from te.core.tally cimport Flow
 from te.core.sync cimport pthread_mutex_t, u32, u64
 from te.core.wire cimport Header
 from te.core.worker cimport Polled
@@ -81,6 +82,7 @@ cdef struct Connection:
     bint is_held_up  # what is to be received waits for a slot
     void *staged  # te/core/staged.pxd; of malloc
     void *own  # the protocol's, of malloc; freed with it
+    Flow *flow  # the link's, of this rail
     # Receiving.
     Stand place
     Header head

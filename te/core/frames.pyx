@@ -10,6 +10,7 @@ from te.core.link cimport *
 from te.core.posix cimport *
 from te.core.sections cimport enter, leave
 from te.core.sync cimport *
+from te.core.tally cimport count
 from te.core.vectors cimport advance
 from te.core.wire cimport *
 
@@ -149,7 +150,7 @@ cdef Moved connection_send(Connection *c, int turns) noexcept nogil:
             store64(&c.out_transfer.progress_ns, c.progress_ns)
         before = payload_of(c, c.out_left)
         c.out_left -= moved
-        add64(&c.link.plane.bytes_sent, payload_of(c, c.out_left) - before)
+        count(&c.flow.sent_nbytes, payload_of(c, c.out_left) - before)
         if c.out_left == 0:
             frame_sent(c, True)
             continue
@@ -241,7 +242,7 @@ cdef Moved land(Connection *c) noexcept nogil:
     if n <= 0:
         return on_received(c, n, wanted)
     landed = min(<u64>n, c.payload_left)
-    add64(&c.link.plane.bytes_received, landed)
+    count(&c.flow.received_nbytes, landed)
     c.payload_left -= landed
     state = on_received(c, n, wanted)
     c.protocol.moved(c, landed)

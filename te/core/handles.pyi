@@ -2,7 +2,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from te.core.engine import Revocation
+from te.core.engine import OutcomesTuple, Revocation
 
 class LinkHandle:
     """All rails between two engines that one side opened; transports derive their own. The link
@@ -19,6 +19,9 @@ class LinkHandle:
     @property
     def rails(self) -> int:
         """Connections in use."""
+
+    def tally(self) -> tuple[list[tuple[int, int]], OutcomesTuple, int]:
+        """Bytes sent and received, by rail; what became of transfers; how many have no outcome."""
 
     @property
     def death(self) -> tuple[int, int, str]:

@@ -8,7 +8,7 @@ from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 from te.core.callers cimport INLINE_BYTES, drive
-from te.core.engine cimport Revocation
+from te.core.engine cimport Revocation, outcomes_of
 from te.core.connections cimport connection_add
 from te.core.heap cimport need
 from te.core.link cimport *
@@ -38,7 +38,7 @@ cdef struct Scan:
     Snapshot *snapshot
     uint8_t *touched
     Block *out
-    u64 out_n, bad, begun_ns
+    u64 asked, out_n, bad, begun_ns
 
 
 @cython.no_gc_clear
@@ -92,6 +92,17 @@ cdef class LinkHandle:
     @property
     def rails(self):
         return self.k.connections_alive
+
+    def tally(self):
+        cdef Link *k = self.k
+        cdef u32 unfinished
+        pthread_mutex_lock(&k.lock)
+        unfinished = k.unfinished
+        pthread_mutex_unlock(&k.lock)
+        return (
+            [(load64(&k.flows[i].sent_nbytes), load64(&k.flows[i].received_nbytes))
+             for i in range(RAILS_MAX)],
+            outcomes_of(&k.outcomes), unfinished)
 
     @property
     def death(self):
@@ -183,6 +194,7 @@ cdef object submit_blocks(
     cdef Snapshot *s
     scan.begun_ns = now_ns()
     scan.may_merge = k.ops.may_merge
+    scan.asked = n
     while True:
         s = p.regions.now
         scan.snapshot = s
@@ -226,6 +238,7 @@ cdef object enqueue(
     free(scan.touched)
     t = transfer_new(k, is_read, tag, scan.out, scan.out_n, total, held, held_n)
     t.submitted_ns = scan.begun_ns
+    t.asked = scan.asked
     k.ops.prepare(t, is_shared)
     pthread_mutex_lock(&k.lock)
     if load32(&k.dead) or not k.connections_alive:

@@ -12,6 +12,7 @@ from te.core.regions cimport *
 from te.core.sections cimport enter, leave
 from te.core.sync cimport add32, add64, load32, load_pointer, store32
 from te.core.tags cimport *
+from te.core.tally cimport count
 from te.core.wire cimport ARRIVING_MAX, TEXT_MAX
 
 ctypedef unsigned long long ull
@@ -101,6 +102,9 @@ cdef bint arriving_count(Link *link, Section *section, Arriving *a, char *reason
     if good and a.opening != NULL:
         add64(&a.opening.nbytes, a.total)
         add64(&a.opening.count, 1)
+    if good and not a.is_reply:
+        count(&link.outcomes.landed, 1)
+        count(&link.outcomes.landed_nbytes, a.total)
     leave(section)
     return good
 

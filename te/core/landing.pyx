@@ -17,6 +17,7 @@ from te.core.staged cimport (
     staged_end, staged_expect, staged_is_open, staged_receive, staged_settle, staged_turn,
 )
 from te.core.sync cimport *
+from te.core.tally cimport count
 from te.core.transfer cimport transfer_discard, transfer_drop, transfer_list, transfer_new
 from te.core.wire cimport *
 
@@ -164,7 +165,7 @@ cdef void landing_part(Connection *c, void *of, u64 nbytes, int fault) noexcept 
     cdef Arriving *a = <Arriving *>of
     cdef char reason[TEXT_MAX]
     if fault == 0:
-        add64(&c.link.plane.bytes_received, nbytes)
+        count(&c.flow.received_nbytes, nbytes)
     store64(&c.link.progress_ns, now_ns())
     pthread_mutex_lock(&c.link.lock)
     a.arrived += nbytes

@@ -14,6 +14,7 @@ from te.core.plane cimport Plane
 from te.core.regions cimport Region
 from te.core.sync cimport pthread_mutex_t, u32, u64
 from te.core.tags cimport Identity, Opening
+from te.core.tally cimport Flow, Ledger, Outcomes
 from te.core.wire cimport Block, RAILS_MAX, TEXT_MAX
 from te.core.worker cimport Polled, Spin
 
@@ -37,6 +38,7 @@ cdef struct Transfer
 
 # What a transport does with its links.
 cdef struct Ops:
+    const char *name  # of the transport
     # Bytes that it keeps with each transfer.
     size_t transfer_bytes
     # Whether blocks that touch may be handed to it as one.
@@ -82,6 +84,7 @@ cdef struct Transfer:
     bint is_reply  # it serves a peer's read; nobody here has a handle of it
     Block *blocks
     u64 n, total  # blocks, bytes
+    u64 asked  # blocks of the caller, some of which may be one here
     Region **held  # regions that it reads from, or lands in by a device
     u32 held_n
     Opening *opening  # of a read: what the replies land under
@@ -132,6 +135,11 @@ cdef struct Link:
     u32 unfinished, replies, begun
     Map arriving  # te/core/inbound.pyx
     Bulletin bulletin
+    Flow flows[RAILS_MAX]  # by rail
+    Outcomes outcomes
+    # Of all links of the engine, under its lock.
+    Link *before
+    Link *after
 
 # A transport that keeps nothing with its transfers, and lets no peer write by itself; the source's
 # functions and `release` are NULL.
@@ -140,6 +148,8 @@ cdef Ops plain_ops() noexcept
 # One reference is the caller's. The transport sets what is its own.
 cdef Link *link_new(Plane *p, const Ops *ops, bint is_incoming) noexcept nogil
 cdef void link_drop(Link *link) noexcept nogil
+# Adds what all links of the engine have counted, by transport. Any thread.
+cdef void links_tally(Plane *p, Ledger *ledgers) noexcept nogil
 # Has its connections go; their workers close them. The first reason counts.
 cdef void link_die(Link *link, int code, int errnum, const char *text) noexcept nogil
 cdef void link_die_locked(Link *link, int code, int errnum, const char *text) noexcept nogil

@@ -8,6 +8,7 @@ from te.core.heap cimport need
 from te.core.maps cimport map_free
 from te.core.notices cimport bulletin_put
 from te.core.sync cimport *
+from te.core.tally cimport code_of, outcomes_add, tally_add, tally_of, LEDGERS_MAX, Tally
 from te.core.worker cimport polled_kick
 
 
@@ -58,12 +59,59 @@ cdef Link *link_new(Plane *p, const Ops *ops, bint is_incoming) noexcept nogil:
     link.is_incoming = is_incoming
     link.refs = 1
     link.bulletin.link = link
+    pthread_mutex_lock(&p.lock)
+    link.after = <Link *>p.links_first
+    if link.after != NULL:
+        link.after.before = link
+    p.links_first = link
+    pthread_mutex_unlock(&p.lock)
     return link
+
+
+cdef void link_tally(Link *link, Ledger *ledgers) noexcept nogil:
+    """Under the engine's lock."""
+    cdef Tally *tally = tally_of(ledgers, link.ops.name)
+    cdef u32 i
+    for i in range(RAILS_MAX):
+        tally.sent_nbytes[i] += load64(&link.flows[i].sent_nbytes)
+        tally.received_nbytes[i] += load64(&link.flows[i].received_nbytes)
+    outcomes_add(&tally.outcomes, &link.outcomes)
+    if load32(&link.dead):
+        tally.ended[code_of(link.code)] += 1
+
+
+cdef void links_tally(Plane *p, Ledger *ledgers) noexcept nogil:
+    cdef Link *link
+    cdef u32 i
+    pthread_mutex_lock(&p.lock)
+    for i in range(LEDGERS_MAX):
+        if p.ledgers[i].transport != NULL:
+            tally_add(tally_of(ledgers, p.ledgers[i].transport), &p.ledgers[i].tally)
+    link = <Link *>p.links_first
+    while link != NULL:
+        link_tally(link, ledgers)
+        link = link.after
+    pthread_mutex_unlock(&p.lock)
+
+
+cdef void forget(Link *link) noexcept nogil:
+    """It leaves what it has counted."""
+    cdef Plane *p = link.plane
+    pthread_mutex_lock(&p.lock)
+    link_tally(link, p.ledgers)
+    if link.before == NULL:
+        p.links_first = link.after
+    else:
+        link.before.after = link.after
+    if link.after != NULL:
+        link.after.before = link.before
+    pthread_mutex_unlock(&p.lock)
 
 
 cdef void link_drop(Link *link) noexcept nogil:
     if add32(&link.refs, -1):
         return
+    forget(link)
     link.ops.release(link)
     map_free(&link.by_id)
     map_free(&link.arriving)

@@ -8,6 +8,7 @@ from te.core.sections cimport Sections, WORKERS_MAX
 from te.core.stager cimport Stager
 from te.core.sync cimport load_pointer, pthread_mutex_t, u32, u64
 from te.core.tags cimport Tags
+from te.core.tally cimport Ledger, LEDGERS_MAX
 from te.core.worker cimport Workers
 
 cdef enum:  # status of a transfer; te.transfers.Status in this order
@@ -35,11 +36,12 @@ cdef struct Plane:
     Kind *late[KINDS_MAX]  # kinds that must be flushed before they show what NICs have written
     u32 late_n  # atomic
     u64 links  # made so far, under the interpreter lock
-    # Atomic.
-    u64 bytes_sent, bytes_received, connections_in, connections_out
-    u64 outcomes[4]
+    u64 connections_in, connections_out  # atomic
     pthread_mutex_t lock
-    Private *privates  # under the lock
+    # Under the lock.
+    Private *privates
+    void *links_first  # all there are: Link
+    Ledger ledgers[LEDGERS_MAX]  # what those counted that are gone
 
 # 0 or an errno; with an errno `plane_close` is still due.
 cdef int plane_open(Plane *p, u32 workers, u64 spin_ns) noexcept nogil

@@ -14,6 +14,7 @@ from te.core.plane cimport plane_quiesce, plane_stages
 from te.core.staged cimport *
 from te.core.staging cimport Slot
 from te.core.sync cimport *
+from te.core.tally cimport count
 from te.core.tags cimport Opening, Range, opening_new, ranges_normalise
 from te.core.transfer cimport *
 from te.core.wire cimport *
@@ -284,7 +285,7 @@ cdef bint sending_load(Connection *c) noexcept nogil:
 cdef void sending_sent(Connection *c, bint is_whole) noexcept nogil:
     cdef Transfer *t = c.out_transfer
     if is_whole and (<Sending *>t.own).frame == PULL:
-        add64(&c.link.plane.bytes_sent, (<Header *>c.frame).nbytes)
+        count(&c.flow.sent_nbytes, (<Header *>c.frame).nbytes)
     staged_sent(c)
     frame_over(c, t)
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * What Cython cannot say: atomics, the processor's pause, and calls to the kernel.
- * Every atomic but one is sequentially consistent: the protocols of the plane (mark, then look) need the
+ * Every atomic but those called note is sequentially consistent: the protocols of the plane (mark, then look) need the
  * store-load order, and at one per call to the kernel its cost is not seen. */
 #ifndef TE_CORE_SYNC_H
 #define TE_CORE_SYNC_H
@@ -34,6 +34,8 @@ static inline void store_pointer(void *p, void *v) {
 static inline void note_pointer(void *p, void *v) {
     __atomic_store_n((void **)p, v, __ATOMIC_RELAXED);
 }
+/* Of a counter that one thread at a time writes; others may be told an older value. */
+static inline void note64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 static inline void *swap_pointer(void *p, void *v) {
     return __atomic_exchange_n((void **)p, v, __ATOMIC_SEQ_CST);
 }

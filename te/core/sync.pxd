@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Atomics, the clock, futexes, and the processor that a thread runs on. All atomics are sequentially
-# consistent but `note_pointer`.
+# consistent but `note_pointer` and `note64`.
 
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -15,6 +15,7 @@ cdef extern from "core/sync.h" nogil:
     void store64(u64 *p, u64 v)
     void store_pointer(void *p, void *v)
     void note_pointer(void *p, void *v)
+    void note64(u64 *p, u64 v)
     void *swap_pointer(void *p, void *v)
     u32 swap32(u32 *p, u32 v)
     u32 swap_if(u32 *p, u32 old, u32 v)

@@ -25,7 +25,7 @@ cdef Transfer *transfer_new(
 cdef void transfer_drop(Transfer *t) noexcept nogil  # any thread
 # Puts it behind the others of its link. The list has a reference of its own.
 cdef void transfer_list(Transfer *t) noexcept nogil
-# Of one that was never on the list: its outcome; or it goes without any.
+# Of one that was never on the list: its outcome, which is counted; or it goes without any.
 cdef void transfer_settle(Transfer *t, u32 status, int code) noexcept nogil
 cdef void transfer_discard(Transfer *t) noexcept nogil
 

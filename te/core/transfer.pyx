@@ -7,11 +7,12 @@ from te.core.heap cimport need
 from te.core.link cimport *
 from te.core.maps cimport map_put, map_take
 from te.core.notices cimport notice_put
-from te.core.plane cimport CANCELLED, DONE, FAILED, PENDING, Plane
+from te.core.plane cimport CANCELLED, DONE, FAILED, PENDING
 from te.core.posix cimport malloc_usable_size
 from te.core.regions cimport region_drop
 from te.core.sync cimport *
 from te.core.tags cimport opening_drop
+from te.core.tally cimport code_of, count
 from te.core.wire cimport ABANDONED, BEGUN_MAX, LANDED, REFUSED
 
 cdef extern from "core/stages.h" nogil:
@@ -68,7 +69,7 @@ cdef Transfer *transfer_new(
     t.is_read = is_read
     t.tag = tag
     t.blocks = blocks
-    t.n = n
+    t.n = t.asked = n
     t.total = total
     t.held = held
     t.held_n = held_n
@@ -101,8 +102,20 @@ cdef void let_go(Transfer *t) noexcept nogil:
     t.blocks = NULL
 
 
+cdef void tell(Transfer *t, u32 status, int code) noexcept nogil:
+    """Counts its outcome. A link that has died is no reason: it has one."""
+    cdef Link *link = t.link
+    if code == LINK_DIED and link.code:
+        code = link.code
+    count(&link.outcomes.by_status[status], 1)
+    if status == FAILED:
+        count(&link.outcomes.failed[code_of(code)], 1)
+    elif status == DONE:
+        count(&link.outcomes.done_blocks, t.asked)
+        count(&link.outcomes.done_nbytes, t.total)
+
+
 cdef void transfer_settle(Transfer *t, u32 status, int code) noexcept nogil:
-    cdef Plane *p = t.link.plane
     let_go(t)
     t.stage = OVER
     t.code = code
@@ -110,13 +123,13 @@ cdef void transfer_settle(Transfer *t, u32 status, int code) noexcept nogil:
     if t.opening != NULL:
         store32(&t.opening.is_open, 0)
     if not t.is_reply:
-        add64(&p.outcomes[status], 1)
+        tell(t, status, code)
     store32(&t.status, status)
     if load32(&t.waiters):
         futex_wake_all(&t.status)
     if swap32(&t.notify, 2) == 1:
         add32(&t.refs, 1)
-        notice_put(&p.notices, &t.notice)
+        notice_put(&t.link.plane.notices, &t.notice)
 
 
 cdef void transfer_discard(Transfer *t) noexcept nogil:

@@ -31,6 +31,7 @@ from te.memory import Region, RegionTable
 from te.memory_kinds import Reach
 from te.proof import Key
 from te.reasons import Reason
+from te.stats import RailFlow, RailStats, flows_of
 from te.verbs.fabric import Fabric
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "TransportRefused",
     "Watch",
     "Work",
+    "plain_rails",
 ]
 
 
@@ -176,9 +178,14 @@ class OutgoingLink:
         return self.handle.rails
 
     @property
+    def encrypted_by(self) -> str:
+        """``"kernel"`` or ``"libcrypto"``; empty if what it carries is not encrypted."""
+        return ""
+
+    @property
     def is_encrypted(self) -> bool:
         """Whether what it carries is encrypted on the network."""
-        return False
+        return bool(self.encrypted_by)
 
     @property
     def bytes_per_s(self) -> float:
@@ -190,6 +197,27 @@ class OutgoingLink:
         """The rails that the transport makes by itself."""
         return ()
 
+    @property
+    def rail_names(self) -> tuple[str, ...]:
+        """What each rail leads over, as far as it is known."""
+        return ()
+
+    def rail_stats(self, flows: list[tuple[int, int]]) -> tuple[RailStats, ...]:
+        """Each rail; ``flows``: what the rails have carried (``LinkHandle.tally``)."""
+        if not self.views:
+            return plain_rails(flows, self.rail_names, self.rails)
+        return tuple(
+            RailStats(
+                name,
+                view.state.value,
+                RailFlow(*flow),
+                view.in_flight_nbytes,
+                view.bytes_per_s,
+                view.reason,
+            )
+            for name, view, flow in zip(self.rail_names, self.views, flows, strict=False)
+        )
+
     def submit(
         self, blocks: Blocks, tag: int, is_read: bool, unfinished_max: int
     ) -> TransferHandle | int | None:
@@ -199,6 +227,16 @@ class OutgoingLink:
     def close(self) -> None:
         """Drops the connections; returns at once, idempotent."""
         self.handle.die(Reason.PEER_CLOSED)
+
+
+def plain_rails(
+    flows: list[tuple[int, int]], names: tuple[str, ...], rails: int
+) -> tuple[RailStats, ...]:
+    """Rails of a link that ends with the first rail that is lost; ``rails``: how many work."""
+    return tuple(
+        RailStats(names[i] if i < len(names) else "", "up", flow)
+        for i, flow in enumerate(flows_of(flows, rails))
+    )
 
 
 # -- the destination's side
@@ -215,6 +253,8 @@ class IncomingLink:
     where: str
     #: What every connection but the first proves. Set when that one is welcomed.
     session: Key | None = field(default=None, kw_only=True)
+    #: As ``OutgoingLink.encrypted_by``.
+    encrypted_by: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -351,6 +391,11 @@ class Transport(ABC):
 
     def unshare(self, region: Region, timeout_s: float) -> None:
         """Memory is registered no more; after it returns no peer reaches it by itself."""
+
+    @property
+    def rail_changes(self) -> tuple[int, int]:
+        """Rails that were up and were lost while their link stayed, and rails that came back."""
+        return 0, 0
 
     def on_event(self, number: int, rail: int, epoch: int, code: int, errnum: int) -> None:
         """What the plane tells of any link (rail -1: it has died) or rail."""

@@ -99,7 +99,7 @@ def test_no_end_of_a_link_is_lost_however_late_it_is_read() -> None:
         links.append(link)
         far.close()
     told: set[int] = set()
-    wait_until(lambda: plane.counters()[3] == 0, "all connections are closed")
+    wait_until(lambda: plane.connections()[1] == 0, "all connections are closed")
 
     def read() -> bool:
         told.update(number for number, rail, *_ in plane.events() if rail < 0)

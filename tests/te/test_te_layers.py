@@ -25,6 +25,7 @@ LAYERS = (
     "sections",
     "regions",
     "tags",
+    "tally",
     "worker",
     "stager",
     "notices",

@@ -15,10 +15,10 @@ from te.core.handles cimport LinkHandle
 from te.core.heap cimport need
 from te.core.inbound cimport *
 from te.core.link cimport *
-from te.core.plane cimport Plane
 from te.core.posix cimport iovec
 from te.core.regions cimport Snapshot, is_registered, say_refused
 from te.core.sections cimport enter, leave
+from te.core.tally cimport count
 from te.core.sync cimport *
 from te.core.transfer cimport *
 from te.core.wire cimport ABANDONED, Block, LANDED, OVER_TCP, REFUSED, RIGHT_READ
@@ -105,8 +105,8 @@ cdef bint is_allowed(
 
 cdef bint copy_some(Connection *c, Transfer *t, char *reason) noexcept nogil:
     """The next blocks; False if they may not be copied."""
-    cdef Plane *dst_plane = t.link.plane if t.is_read else c.link.plane
-    cdef Plane *src_plane = c.link.plane if t.is_read else t.link.plane
+    cdef Link *dst_link = t.link if t.is_read else c.link
+    cdef Link *src_link = c.link if t.is_read else t.link
     cdef Loop *own = loop_of(c.link)
     cdef iovec dst[BLOCKS_AT_ONCE]
     cdef iovec src[BLOCKS_AT_ONCE]
@@ -132,8 +132,8 @@ cdef bint copy_some(Connection *c, Transfer *t, char *reason) noexcept nogil:
         memmove(dst[i].iov_base, src[i].iov_base, dst[i].iov_len)
     leave(&c.polled.worker.section)
     if good:
-        add64(&src_plane.bytes_sent, COPY_BYTES - left)
-        add64(&dst_plane.bytes_received, COPY_BYTES - left)
+        count(&src_link.flows[0].sent_nbytes, COPY_BYTES - left)
+        count(&dst_link.flows[0].received_nbytes, COPY_BYTES - left)
     return good
 
 
@@ -293,6 +293,7 @@ cdef void release(Link *link) noexcept nogil:
 
 
 cdef Ops OPS = plain_ops()
+OPS.name = b"loopback"
 OPS.lands_by_device = True  # The other side's worker is one.
 OPS.prepare = prepare
 OPS.submit = submit

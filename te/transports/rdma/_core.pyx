@@ -243,6 +243,7 @@ cdef void release(Link *link) noexcept nogil:
 
 
 cdef Ops OPS = plain_ops()
+OPS.name = b"rdma"
 OPS.transfer_bytes = sizeof(Posting)
 OPS.may_merge = False
 OPS.lands_by_device = True
@@ -361,5 +362,6 @@ cdef class RdmaLink(LinkHandle):
             rates[i] = pace_rate(&d.paces[i])
         pthread_mutex_unlock(&self.k.lock)
         return [
-            (load64(&d.rail_bytes[i]), load64(&d.rail_flying[i]), rates[i])
+            (load64(&self.k.flows[i].sent_nbytes) + load64(&self.k.flows[i].received_nbytes),
+             load64(&d.rail_flying[i]), rates[i])
             for i in range(d.rails_n)]

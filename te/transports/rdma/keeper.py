@@ -52,6 +52,9 @@ class Keeper:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._stopping = False
+        #: Rails that went down, and rails that came back; written by the thread.
+        self.lost = 0
+        self.remade = 0
 
     def add(self, local: Local, link: KeptLink, ways: list[list[Path]]) -> None:
         """Begins to make a link's rails. Any thread."""
@@ -160,9 +163,11 @@ class Keeper:
             logger.info("rail %d to %s makes progress again", index, link.engine_id)
         elif kept.rail.state is State.UP:
             logger.info("rail %d to %s is up: %s", index, link.engine_id, kept.ways[kept.way])
+            self.remade += kept.has_worked
             kept.has_worked = True
         elif kept.rail.state is State.DOWN:
             carried = before in (State.UP, State.SUSPECT)
+            self.lost += carried
             logger.log(
                 logging.WARNING if carried or not kept.tries else logging.INFO,
                 "rail %d to %s by %s is down: %s",

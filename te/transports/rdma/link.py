@@ -62,6 +62,11 @@ class KeptLink(OutgoingLink):
             for kept, flow in zip(self.kept, self.handle.rail_flows(), strict=True)
         )
 
+    @property
+    def rail_names(self) -> tuple[str, ...]:
+        """The two devices of each rail."""
+        return tuple(str(kept.ways[kept.way]) for kept in self.kept)
+
     def states(self) -> list[State]:
         """Of every rail."""
         return [kept.rail.state for kept in self.kept]

@@ -3,9 +3,9 @@
 
 from te.core.link cimport *
 from te.core.posix cimport EAGAIN, ENOMEM, htonl
-from te.core.plane cimport Plane
 from te.core.regions cimport Key
 from te.core.sync cimport *
+from te.core.tally cimport Flow, count
 from te.core.transfer cimport MORE, advance
 from te.core.wire cimport *
 from te.transports.rdma.control cimport *
@@ -234,11 +234,10 @@ cdef void measure(Qp *q, u64 nbytes) noexcept nogil:
 
 
 cdef bint pieces_done(Qp *q) noexcept nogil:
-    cdef Direct *d = direct_of(q.link)
     cdef Connection *c
     cdef Transfer *t
     cdef Posted *one
-    cdef Plane *plane = q.link.plane
+    cdef Flow *flow = &q.link.flows[q.index]
     cdef u64 moved = 0
     if q.state == QP_PROBE and q.completed and q.confirmed:
         q.state = QP_UP
@@ -254,8 +253,7 @@ cdef bint pieces_done(Qp *q) noexcept nogil:
         moved += one.nbytes
         t = one.transfer
         store64(&t.progress_ns, q.progress_ns)
-        add64(&plane.bytes_received if t.is_read else &plane.bytes_sent, one.nbytes)
-        add64(&d.rail_bytes[q.index], one.nbytes)
+        count(&flow.received_nbytes if t.is_read else &flow.sent_nbytes, one.nbytes)
         go_on(c, t)
     measure(q, moved)
     control_unlock(c)

@@ -49,6 +49,7 @@ cdef struct Posting:
 # `Arriving.own` of a transfer that was granted.
 cdef struct Granted:
     u32 slot, pieces, landed
+    u32 by_rail[RAILS_MAX]  # of those that have landed
     bint has_slot
     u64 revoked_ns  # when it was refused after it had been granted
     Arriving *next  # of those that wait for rails to be drained
@@ -125,9 +126,7 @@ cdef struct Direct:
     # The destination's memory, as it has told: under the connection's lock.
     RemoteRange *table
     u32 table_n, table_room
-    # What rails have done and have under way: atomic.
-    u64 rail_bytes[RAILS_MAX]
-    u64 rail_flying[RAILS_MAX]
+    u64 rail_flying[RAILS_MAX]  # bytes that rails have under way: atomic
     # The destination's side, under the link's lock.
     u64 table_told  # version of the regions that the source was told of
     u32 table_rights  # what it has asked for: keys of regions that allow none of it are kept back

@@ -115,6 +115,10 @@ class Rdma(Transport):
             )
         )
 
+    @property
+    def rail_changes(self) -> tuple[int, int]:
+        return self._keeper.lost, self._keeper.remade
+
     def on_event(self, number: int, rail: int, epoch: int, code: int, errnum: int) -> None:
         """Has rails that were lost made anew."""
         self._keeper.on_event(number, rail, epoch, code, errnum)

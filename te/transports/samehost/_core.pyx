@@ -119,6 +119,7 @@ cdef void release(Link *link) noexcept nogil:
 
 
 cdef Ops OPS = sending_ops()
+OPS.name = b"samehost"
 OPS.prepare = prepare
 OPS.submit = submit
 OPS.check = check

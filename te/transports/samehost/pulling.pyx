@@ -19,6 +19,7 @@ from te.core.staged cimport (
 )
 from te.core.staging cimport Slot, Span, SPANS_MAX
 from te.core.sync cimport *
+from te.core.tally cimport count
 from te.core.vectors cimport advance, within
 from te.core.wire cimport ACK, Block, Header, PROGRESS, PULL, TEXT_MAX, header_of
 from te.core.worker cimport polled_kick, worker_spread
@@ -365,7 +366,7 @@ cdef Moved copied(Connection *c, u64 n, bint is_staged) noexcept nogil:
             end_copy(c)
             return MOVED
     else:
-        add64(&c.link.plane.bytes_received, n)
+        count(&c.flow.received_nbytes, n)
         landing_moved(c, n)
         if c.payload_left:
             c.local_at = advance(c.local, c.local_at, n)

@@ -15,6 +15,7 @@ from libc.stdint cimport uint8_t
 import os
 
 cdef Ops OPS = sending_ops()
+OPS.name = b"tcp"
 cdef LandingProtocol PROTOCOL = landing_protocol(OVER_TCP, SEGMENT)
 
 

@@ -48,16 +48,23 @@ logger = logging.getLogger(__name__)
 #: by the kernel (`kernel_tls`). On the card: that records can be had, or both.
 _RECORDS = b"encrypted 1"
 _KERNEL = b"encrypted 1 kernel"
+_ENCRYPTED_BY = {b"": "", _RECORDS: "libcrypto", _KERNEL: "kernel"}
 
 
 @dataclass(eq=False)
 class _Link(OutgoingLink):
     speed: float
-    is_secret: bool
+    encryption: str
+    names: list[str]
 
     @property
-    def is_encrypted(self) -> bool:
-        return self.is_secret
+    def encrypted_by(self) -> str:
+        return self.encryption
+
+    @property
+    def rail_names(self) -> tuple[str, ...]:
+        """The two addresses of each connection."""
+        return tuple(self.names)
 
     @property
     def bytes_per_s(self) -> float:
@@ -124,14 +131,17 @@ class Tcp(Transport):
         first = dial()
         speed = bytes_per_s_of(first.sock.getsockname()[0])
         link = TcpLink(local.plane, False)
+        names: list[str] = []
 
         def add(one: Dialled) -> bool:
+            ends = one.sock.getsockname(), one.sock.getpeername()
+            names.append(" → ".join(address_text(*end[:2]) for end in ends))
             keys = stream_secrets(one.session, one.hello) if how else None
             with blame(card, address_text(card.host, card.port), timeout_s):
                 return _add(link, one.fileno(), how, keys)
 
         add_rails(first, dial, local.config.rails, add)
-        return _Link(link, speed, bool(how))
+        return _Link(link, speed, _ENCRYPTED_BY[how], names)
 
     def accept(self, call: Call, link: IncomingLink | None) -> Join:
         """Every greeting asks for a rail."""
@@ -146,6 +156,7 @@ class Tcp(Transport):
         def give(link: IncomingLink, fd: int) -> bool:
             assert isinstance(link.handle, TcpLink)
             keys = None
+            link.encrypted_by = _ENCRYPTED_BY[how]
             if how:
                 assert link.session is not None
                 theirs, ours = stream_secrets(link.session, call.proof)
