@@ -289,6 +289,23 @@ WRITES: Final = (
         mend="Check routes, VLANs and firewalls between the two: ping -I {source} {target}",
     ),
     Kind(
+        name="address-unreachable",
+        transport="",
+        severity=Severity.HINT,
+        what="{here} cannot reach {there} over TCP: {problem}.",
+        consequence="A server that puts this address on its card cannot be reached from here.",
+        mend="Have the server announce an address that works (te.Config.host)",
+    ),
+    Kind(
+        name="networks-differ",
+        transport="rdma",
+        severity=Severity.WARNING,
+        what="{here} has {here_kinds} devices and {there} has {there_kinds} devices.",
+        consequence="No RDMA device of one host can connect to one of the other; te falls back to"
+        " TCP.",
+        mend="Use devices of one kind on both hosts",
+    ),
+    Kind(
         name="large-writes-lost",
         transport="",
         severity=Severity.WARNING,
@@ -309,9 +326,9 @@ WRITES: Final = (
         name="versions-differ",
         transport="",
         severity=Severity.WARNING,
-        what="This host runs sglang-mooncake {here}, and {host} runs {there}.",
+        what="This host runs sglang-mooncake {here}, {host} runs {there}.",
         consequence="Engines of different protocol versions do not connect.",
-        mend="Install the same version on both hosts: pip install sglang-mooncake=={here}",
+        mend="Install the same version on both hosts: pip install sglang-mooncake=={version}",
     ),
 )
 

@@ -17,6 +17,7 @@ __all__ = [
     "Kind",
     "Seen",
     "Severity",
+    "by_severity",
     "exit_status",
     "judge",
 ]
@@ -110,7 +111,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 def judge(seen: Iterable[Seen], asked: Collection[str], host: str = "") -> tuple[Finding, ...]:
     """The findings, the worst first; ``asked``: transports that have to work."""
-    found = [_judge(one, asked, host) for one in seen]
+    return by_severity(_judge(one, asked, host) for one in seen)
+
+
+def by_severity(found: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The worst first."""
     return tuple(sorted(found, key=lambda one: list(Severity).index(one.severity)))
 
 

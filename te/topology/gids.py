@@ -17,7 +17,7 @@ import msgspec
 
 from te.topology.machine import Nic
 
-__all__ = ["Gid", "GidKind", "gid_pairs", "parse_gid", "read_gids"]
+__all__ = ["Gid", "GidKind", "gid_pairs", "is_overlay", "parse_gid", "read_gids"]
 
 # Interfaces of container networks: their addresses often mean something on this host alone.
 _OVERLAYS: Final = (
@@ -33,6 +33,11 @@ _OVERLAYS: Final = (
     "vxlan",
     "weave",
 )
+
+
+def is_overlay(netdev: str) -> bool:
+    """Whether an interface belongs to a container network, by its name."""
+    return netdev.startswith(_OVERLAYS)
 
 
 class GidKind(enum.StrEnum):
@@ -69,7 +74,7 @@ class Gid(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_overlay(self) -> bool:
         """Whether it belongs to a container network, by the name of its interface."""
-        return self.netdev.startswith(_OVERLAYS)
+        return is_overlay(self.netdev)
 
 
 def parse_gid(index: int, text: str, type_text: str, netdev: str, nic: Nic) -> Gid | None:

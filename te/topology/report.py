@@ -17,7 +17,7 @@ from te.topology.gids import Gid, read_gids
 from te.topology.locality import Topology
 from te.topology.machine import NUMA_UNKNOWN, Machine, read_machine
 
-__all__ = ["add_arguments", "describe", "run", "tables"]
+__all__ = ["add_arguments", "describe", "run", "table", "tables"]
 
 NO_DEVICES = (
     "No RDMA devices: /sys/class/infiniband is empty here. `te doctor` says what is missing."
@@ -106,9 +106,9 @@ def tables(topology: Topology, gids: Mapping[str, Sequence[Gid]]) -> str:
     ]
     return "\n".join(
         (
-            _table(("NIC", "port", "link", "rate", "NUMA", "PCI", "interface", "verbs"), devices),
-            _table(("NIC", "index", "GID", "kind", "RoCE"), addresses),
-            _table(("memory", "PCI", "first", "then"), order),
+            table(("NIC", "port", "link", "rate", "NUMA", "PCI", "interface", "verbs"), devices),
+            table(("NIC", "index", "GID", "kind", "RoCE"), addresses),
+            table(("memory", "PCI", "first", "then"), order),
         )
     )
 
@@ -117,7 +117,8 @@ def _names(names: Sequence[str]) -> str:
     return " ".join(names) or "-"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
