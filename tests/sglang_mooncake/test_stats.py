@@ -14,6 +14,7 @@ from sglang_mooncake import stats
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.rooms.states import RoomState, RoomView
 from sglang_mooncake.stats import Recorder
+from te.stats import FenceStats
 
 ENGINE = te.Stats(
     *(0,) * 5,
@@ -22,6 +23,11 @@ ENGINE = te.Stats(
     transports=("samehost", "tcp"),
     peer_transports={"a": ("tcp", "another host"), "b": ("tcp", "another host")},
     peer_bytes_per_s={"a": 1.25e9, "b": 0.0},
+    by_transport={},
+    fences=FenceStats(0, 0.0, 0),
+    connects=2,
+    connects_fallen_back=2,
+    registered_bytes={},
 )
 
 
