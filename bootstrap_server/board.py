@@ -46,7 +46,7 @@ class Event(NamedTuple):
 class Shown:
     """What is known of one live rank."""
 
-    __slots__ = ("connection", "lost_s", "rank", "report")
+    __slots__ = ("connection", "lost_s", "rank", "report", "report_revision")
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -55,13 +55,16 @@ class Shown:
         #: When that connection was closed by the rank's side; None while it is open, or unknown.
         self.lost_s: float | None = None
         self.report: Report | None = None
+        #: The board's when the report last changed.
+        self.report_revision = 0
 
 
 class Board:
-    """`revision` grows with everything that the page should show."""
+    """`revision` grows with everything that the page should show, from `first_revision`, which is
+    another one for each start of a server."""
 
     def __init__(self, first_revision: int = 0, bytes_max: int = REPORTS_BYTES_MAX) -> None:
-        self.revision = first_revision
+        self.first_revision = self.revision = first_revision
         #: Reports that were left out for want of room, since the start.
         self.left_out = 0
         self._bytes, self._bytes_max = 0, bytes_max
@@ -81,6 +84,16 @@ class Board:
     def events(self) -> tuple[Event, ...]:
         """The newest first."""
         return tuple(reversed(self._events))
+
+    def reports(self, after: int, upto: int) -> list[tuple[int, str, RankCoords, Report]]:
+        """Those that changed at a revision above `after`, `upto` at most, in that order; each with
+        this revision, and the rank's instance and coordinates."""
+        found = [
+            (shown.report_revision, name, coords, shown.report)
+            for (name, coords), shown in self._shown.items()
+            if shown.report is not None and after < shown.report_revision <= upto
+        ]
+        return sorted(found, key=lambda entry: entry[0])
 
     # --- what happens to ranks ---
 
@@ -108,6 +121,9 @@ class Board:
         key = name, coords
         shown = self._shown[key]
         self._heard(key, shown, connection, now_s)
+        if shown.report == report:
+            return
+        shown.report_revision = self.revision
         self._bytes -= _size(shown.report)
         shown.report = None
         if self._bytes + _size(report) > self._bytes_max:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The status page and its data: `GET /` and `GET /v1/status`.
 
-The browser renders. The registry encodes one snapshot for all who watch, at most once in
-`SNAPSHOT_EVERY_S`, and none while nobody watches. A request with `after` (the `revision` of the
-snapshot that the browser has) and `wait_s` is answered once there is something new.
+The browser renders. At most once in `PUBLISH_EVERY_S`, and only while somebody watches, the
+registry takes down which ranks there are, for all who watch. To that an answer adds the reports of
+ranks that have changed since the browser asked last (`after` is the `revision` of the answer that
+it has), up to `REPORTS_BYTES_MAX`: a browser gets the rest by asking again, and is never busy for
+long. A request with `wait_s` is answered once there is something new.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -29,10 +31,13 @@ from bootstrap_server.rank_status import Axes
 from bootstrap_server.records import Rank
 from bootstrap_server.registry import Registry
 
-__all__ = ["SNAPSHOT_EVERY_S", "WATCHERS_MAX", "StatusHandlers"]
+__all__ = ["PUBLISH_EVERY_S", "REPORTS_BYTES_MAX", "WATCHERS_MAX", "StatusHandlers"]
 
-#: A snapshot of 1,024 ranks takes about 20 ms, most of it on a thread of its own.
-SNAPSHOT_EVERY_S: Final = 1.0
+PUBLISH_EVERY_S: Final = 1.0
+#: An answer is over this by one report at most. 1,024 ranks with 256 peers each have 15 MB.
+REPORTS_BYTES_MAX: Final = 1 << 20
+#: No more than one answer is encoded in this time, which takes up to 20 ms.
+ENCODE_EVERY_S: Final = 0.05
 #: How often a request that waits looks for news: there are few of them, and only while somebody
 #: watches, so that nobody else has to tell them.
 LOOK_EVERY_S: Final = 0.1
@@ -41,6 +46,14 @@ WATCHERS_MAX: Final = 64
 #: Plans for so many decode topologies are shown for each instance.
 TOPOLOGIES_MAX: Final = 4
 STATUS_FORM: Final = 1
+
+
+class _Published(NamedTuple):
+    """The board's revision, when it was published, and what is shown but for the reports."""
+
+    revision: int
+    made_s: float
+    value: dict[str, object]
 
 
 class StatusHandlers:
@@ -57,8 +70,9 @@ class StatusHandlers:
         self._watchers = 0
         self._closed = False
         self._making = asyncio.Lock()
-        self._made: tuple[int, Snapshot] | None = None
-        self._made_s = -SNAPSHOT_EVERY_S
+        self._published: _Published | None = None
+        #: To what was published last, by `after`.
+        self._answers: dict[int, Snapshot] = {}
 
     def routes(self) -> list[web.RouteDef]:
         """None where the page is switched off."""
@@ -78,7 +92,9 @@ class StatusHandlers:
         self._check(request)
         after, wait_s = revision_of(request), wait_s_of(request)
         await self._until_after(after, wait_s)
-        response = (await self._snapshot()).response(request)
+        async with self._making:
+            snapshot = await self._answer(after)
+        response = snapshot.response(request)
         response.headers["Cache-Control"] = "no-store"
         response.headers["X-Content-Type-Options"] = "nosniff"
         return response
@@ -106,26 +122,55 @@ class StatusHandlers:
         finally:
             self._watchers -= 1
 
-    async def _snapshot(self) -> Snapshot:
-        async with self._making:
-            if self._made is not None and self._made[0] == self._board.revision:
-                return self._made[1]
-            early_s = self._made_s + SNAPSHOT_EVERY_S - time.monotonic()
-            if self._made is not None and early_s > 0 and not self._closed:
-                await asyncio.sleep(early_s)
-            revision, value = self._board.revision, self._value()
-            # Encoded beside the loop: compressing leaves the interpreter to others.
-            snapshot = await asyncio.to_thread(Snapshot, value)
-            self._made, self._made_s = (revision, snapshot), time.monotonic()
-            return snapshot
+    async def _answer(self, after: int) -> Snapshot:
+        published = await self._publish(after)
+        found = self._answers.get(after)
+        if found is not None:
+            return found
+        answer = self._with_reports(published, after)
+        # Encoded beside the loop: compressing leaves the interpreter to others.
+        found = await asyncio.to_thread(Snapshot, answer)
+        if len(self._answers) >= WATCHERS_MAX:
+            self._answers.clear()
+        self._answers[after] = found
+        # Whoever asks for ever other revisions gets a part of this server's time, not all of it.
+        await asyncio.sleep(0 if self._closed else ENCODE_EVERY_S)
+        return found
 
-    def _value(self) -> dict[str, object]:
+    async def _publish(self, after: int) -> _Published:
+        """What is to be shown to somebody who has the revision `after`."""
+        published = self._published
+        if published is not None:
+            old_s = time.monotonic() - published.made_s
+            if self._board.revision == published.revision:
+                return published
+            if old_s < PUBLISH_EVERY_S:
+                if after < published.revision or self._closed:
+                    return published
+                await asyncio.sleep(PUBLISH_EVERY_S - old_s)
         now_s = self._clock()
         self._board.sweep(self._registry, now_s)
+        published = _Published(self._board.revision, time.monotonic(), self._value(now_s))
+        self._published = published
+        self._answers.clear()
+        return published
+
+    def _with_reports(self, published: _Published, after: int) -> dict[str, object]:
+        reports, size, upto = [], 0, published.revision
+        for revision, name, coords, report in self._board.reports(after, upto):
+            if size >= REPORTS_BYTES_MAX:
+                upto = revision - 1
+                break
+            size += len(report.encoded)
+            place = msgspec.structs.astuple(coords)
+            reports.append((name, place, str(revision), msgspec.Raw(report.encoded)))
+        # As text: a browser's numbers are exact up to 2^53 only.
+        return published.value | {"revision": str(upto), "reports": reports}
+
+    def _value(self, now_s: float) -> dict[str, object]:
         return {
             "form": STATUS_FORM,
-            # As text: a browser's numbers are exact up to 2^53 only.
-            "revision": str(self._board.revision),
+            "started": str(self._board.first_revision),
             "now_s": now_s,
             "time_s": time.time(),
             "lease_s": self._registry.lease_s,
@@ -170,9 +215,7 @@ def _rank(rank: Rank, renewed_s: float | None, shown: Shown | None) -> dict[str,
         "started_s": rank.epoch / 1e9,
         "renewed_s": renewed_s,
         "lost_s": None if shown is None else shown.lost_s,
-        "status": (
-            None if shown is None or shown.report is None else msgspec.Raw(shown.report.encoded)
-        ),
+        "report": None if shown is None or shown.report is None else str(shown.report_revision),
     }
 
 

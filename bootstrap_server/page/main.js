@@ -12,6 +12,7 @@ const byId = (id) => document.getElementById(id);
 const ui = { filter: byId("filter"), state: byId("state"), link: byId("link"), news: byId("news") };
 let snapshot = null;
 let rows = [];
+let statuses = new Map(); // reports of ranks, by key
 let plans = new Map();
 let receivedMs = 0; // of performance.now()
 let heardMs = performance.now();
@@ -38,7 +39,7 @@ const lastFailure = (row) => {
   return failure ? failure[1] : "";
 };
 const renewedText = (row) => {
-  if (row.lostS !== null) return `connection lost ${ageText(nowS() - row.lostS)} ago`;
+  if (row.lostS !== null) return `lost ${ageText(nowS() - row.lostS)} ago`;
   return row.renewedS === null ? "" : `${ageText(nowS() - row.renewedS)} ago`;
 };
 const upText = (row) => (row.startedS ? ageText(wallS() - row.startedS) : "");
@@ -49,15 +50,15 @@ const rankTable = new LongTable(
   byId("ranks"),
   [
     { title: "State", of: (row) => STATES[row.now] },
-    { title: "Instance", className: "wide", of: (row) => row.instance },
-    { title: "Rank", opens: true, of: (row) => row.name },
+    { title: "Instance", className: "wide instance", of: (row) => row.instance },
+    { title: "Rank", opens: true },
     { title: "Endpoint", className: "wide", of: (row) => row.where },
     { title: "Renewed", of: renewedText },
     { title: "Up for", className: "wide number", of: upText },
     { title: "Out", className: "wide number", of: outText },
     { title: "Rails", className: "wide", of: rails },
-    { title: "Decode ranks", className: "wide number", of: peersText },
-    { title: "Rooms open · done · failed", className: "wide number", of: roomsText },
+    { title: "Peers", className: "wide number", of: peersText },
+    { title: "Open · done · failed", className: "wide number", of: roomsText },
     { title: "Last failure", className: "wide cut", of: lastFailure },
   ],
   (row) => openDetails(row.key),
@@ -77,7 +78,7 @@ const railsTable = new PlainTable(
   [
     { title: "Rail", of: (rail) => rail.name },
     { title: "Up", className: "number", of: (rail) => String(rail.up) },
-    { title: "Down", of: (rail) => (rail.down ? { mark: "✕", text: `${rail.down}, first ${rail.downAt}` } : { mark: "", text: "0" }) },
+    { title: "Down", className: "wrap", of: (rail) => (rail.down ? { mark: "✕", text: `${rail.down}, first ${rail.downAt}` } : { mark: "", text: "0" }) },
     { title: "Rate", className: "number", of: (rail) => rateText(rail.rate) },
   ],
   "No rank has reported its rails.",
@@ -123,9 +124,9 @@ function showTotals() {
     ["Connection lost", count("lost"), "bad"],
     ["Late", count("late"), "warn"],
     ["Missing", String(missing), "warn"],
-    ["Out", rateText(sum(rows, (row) => rateOf(row, 2))), ""],
+    ["Out", rateText(sum(rows.filter(isHeard), (row) => rateOf(row, 2))), ""],
     ["Rooms open", String(sum(rows, (row) => row.status?.rooms?.open ?? 0)), ""],
-    ["Rooms failed", String(sum(rows, (row) => row.status?.rooms?.failed ?? 0)), "bad"],
+    ["Rooms failed", String(sum(rows, (row) => row.status?.rooms?.failed ?? 0)), ""],
   ];
   const list = byId("totals");
   totals.forEach(([title, text, tone], index) => {
@@ -237,8 +238,9 @@ function show() {
     row.now = stateOf(row, now, snapshot.renew_s);
     row.className = row.now;
   }
-  const words = ui.filter.value.toLowerCase().split(/\s+/).filter(Boolean);
-  const wanted = rows.filter((row) => isWanted(row, words, ui.state.value)).sort(problemsFirst);
+  byId("ranks").classList.toggle("one-instance", snapshot.instances.length === 1);
+  const asked = ui.filter.value.toLowerCase().trimStart().replace(/\s+/g, " ");
+  const wanted = rows.filter((row) => isWanted(row, asked, ui.state.value)).sort(problemsFirst);
   setText(byId("found"), `${wanted.length} of ${rows.length} ranks`);
   showTotals();
   rankTable.show(wanted);
@@ -246,8 +248,8 @@ function show() {
     (a, b) => byText(a.instance, b.instance) || compareCoords(a.coords, b.coords),
   );
   matrix.show(inOrder, columnsOf(wanted), plans);
-  ratesTable.show(byTransport(wanted));
-  railsTable.show(byRail(wanted));
+  ratesTable.show(byTransport(wanted.filter(isHeard)));
+  railsTable.show(byRail(wanted.filter(isHeard)));
   instancesTable.show(snapshot.instances);
   failuresTable.show(failuresOf(wanted).slice(0, FAILURES_SHOWN));
   eventsTable.show(snapshot.events);
@@ -256,9 +258,19 @@ function show() {
 }
 
 function take(answer) {
+  if (answer.started !== snapshot?.started) {
+    // Another registry, or one that has been started again: its events count from 1.
+    lastEvent = snapshot === null ? null : 0;
+    statuses.clear();
+  }
   snapshot = answer;
   receivedMs = performance.now();
-  rows = rowsOf(snapshot);
+  for (const [name, coords, , status] of snapshot.reports) statuses.set(keyOf(name, coords), status);
+  rows = rowsOf(snapshot, statuses);
+  if (statuses.size > rows.length) {
+    const known = new Set(rows.map((row) => row.key));
+    statuses = new Map([...statuses].filter(([key]) => known.has(key)));
+  }
   plans = plansOf(snapshot);
   setText(byId("late-after"), `${LATE_INTERVALS * snapshot.renew_s} s`);
   setText(byId("lapsed-after"), `${snapshot.lease_s} s`);

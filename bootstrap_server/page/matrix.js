@@ -28,6 +28,7 @@ class Matrix {
     this.table = this.spacer.appendChild(element("table", "window"));
     this.table.setAttribute("role", "presentation");
     this.head = this.table.appendChild(element("thead")).appendChild(element("tr"));
+    this.head.setAttribute("role", "row");
     this.head.append(element("th"));
     this.body = this.table.appendChild(element("tbody"));
     this.empty = scroller.appendChild(element("p", "empty", "No decode rank is connected."));
@@ -83,7 +84,11 @@ class Matrix {
   fillHead() {
     while (this.head.cells.length > this.across + 1) this.head.lastElementChild.remove();
     for (let at = 0; at < this.across; at += 1) {
-      const cell = this.head.cells[at + 1] ?? this.head.appendChild(element("th"));
+      let cell = this.head.cells[at + 1];
+      if (!cell) {
+        cell = this.head.appendChild(element("th"));
+        cell.setAttribute("role", "columnheader");
+      }
       const column = this.columns[this.left + at];
       setText(cell, column.short);
       if (cell.title !== column.name) cell.title = column.name;
@@ -126,6 +131,7 @@ class Matrix {
       setText(cell, MARKS[found.kind]);
       const isActive =
         this.top + at === this.active.row && this.left + index === this.active.column;
+      cell.removeAttribute("aria-label");
       setClass(cell, `${found.kind}${heatOf(found.rate)}${isActive ? " active" : ""}`);
     }
   }
@@ -144,6 +150,7 @@ class Matrix {
     setText(this.readout, `${row.instance} ${row.name} (${STATES[row.now].text}) → ${column.name}: ${what}`);
     const id = `cell-${this.active.row - this.top}-${this.active.column - this.left}`;
     this.scroller.setAttribute("aria-activedescendant", id);
+    document.getElementById(id)?.setAttribute("aria-label", this.readout.textContent);
   }
 
   onKey(event) {

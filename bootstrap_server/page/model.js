@@ -29,32 +29,42 @@ function stateOf(row, nowS, renewS) {
   return nowS - row.renewedS > LATE_INTERVALS * renewS ? "late" : "live";
 }
 
-function rowOf(instance, rank) {
+function keyOf(name, coords) {
+  return `${name} ${coords}`;
+}
+
+// For narrow places; with the name of the instance where there are several.
+function placeOf(snapshot, instance, coords) {
+  const short = shortName(coords, instance.topology);
+  return snapshot.instances.length > 1 ? `${instance.name} ${short}` : short;
+}
+
+function rowOf(snapshot, instance, rank, status) {
   const name = rankName(rank.coords);
   const where = `${rank.host}:${rank.port}`;
   return {
-    key: `${instance.name} ${rank.coords}`,
+    key: keyOf(instance.name, rank.coords),
     instance: instance.name,
     coords: rank.coords,
-    short: shortName(rank.coords, instance.topology),
+    short: placeOf(snapshot, instance, rank.coords),
     name,
     where,
     startedS: rank.started_s,
     renewedS: rank.renewed_s,
     lostS: rank.lost_s,
-    status: rank.status,
+    status,
     state: null,
-    words: `${instance.name} ${name} ${where}`.toLowerCase(),
+    words: `${instance.name} ${name} ${where} `.toLowerCase(),
   };
 }
 
-function missingRow(instance, coords) {
+function missingRow(snapshot, instance, coords) {
   const name = rankName(coords);
   return {
-    key: `${instance.name} ${coords}`,
+    key: keyOf(instance.name, coords),
     instance: instance.name,
     coords,
-    short: shortName(coords, instance.topology),
+    short: placeOf(snapshot, instance, coords),
     name,
     where: "",
     startedS: 0,
@@ -62,14 +72,19 @@ function missingRow(instance, coords) {
     lostS: null,
     status: null,
     state: "missing",
-    words: `${instance.name} ${name}`.toLowerCase(),
+    words: `${instance.name} ${name} `.toLowerCase(),
   };
 }
 
-function rowsOf(snapshot) {
+// `statuses` are the reports that have come so far, by key. Until a new one is here the former is
+// shown; `rank.report` is null where there is none.
+function rowsOf(snapshot, statuses) {
   return snapshot.instances.flatMap((instance) => [
-    ...instance.ranks.map((rank) => rowOf(instance, rank)),
-    ...instance.missing.map((coords) => missingRow(instance, coords)),
+    ...instance.ranks.map((rank) => {
+      const status = statuses.get(keyOf(instance.name, rank.coords));
+      return rowOf(snapshot, instance, rank, rank.report === null ? null : (status ?? null));
+    }),
+    ...instance.missing.map((coords) => missingRow(snapshot, instance, coords)),
   ]);
 }
 
@@ -92,13 +107,19 @@ function problemsFirst(a, b) {
   );
 }
 
+// What a rank has reported last is past once its connection is lost.
+function isHeard(row) {
+  return row.now !== "lost";
+}
+
 function isProblem(state) {
   return STATES[state].order < STATES.live.order;
 }
 
-function isWanted(row, words, state) {
+// `asked` is part of "INSTANCE dp 0 cp 0 tp 1 pp 0 HOST:PORT "; "tp 1 " leaves tp 10 out.
+function isWanted(row, asked, state) {
   if (state && !(state === "problem" ? isProblem(row.now) : row.now === state)) return false;
-  return words.every((word) => row.words.includes(word));
+  return row.words.includes(asked);
 }
 
 function sum(rows, value) {

@@ -119,6 +119,7 @@ class LongTable {
       if (!column.opens) continue;
       const button = cell.appendChild(element("button"));
       button.type = "button";
+      button.append(element("span", "full"), element("span", "short"));
       button.addEventListener("click", () => this.onOpen(line.row));
     }
     return line;
@@ -129,8 +130,13 @@ class LongTable {
     line.setAttribute("aria-rowindex", this.first + index + 2);
     this.columns.forEach((column, at) => {
       const cell = line.cells[at];
-      if (column.opens) setText(cell.firstElementChild, column.of(row));
-      else fillCell(cell, column.of(row));
+      if (!column.opens) {
+        fillCell(cell, column.of(row));
+        return;
+      }
+      const [full, short] = cell.firstElementChild.children;
+      setText(full, row.name);
+      setText(short, row.short);
     });
     setClass(line, row.className ?? "");
   }

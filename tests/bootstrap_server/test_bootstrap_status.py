@@ -54,12 +54,22 @@ def ranks(status: dict[str, Any]) -> list[dict[str, Any]]:
     return [rank for instance in status["instances"] for rank in instance["ranks"]]
 
 
+def report(status: dict[str, Any]) -> RankStatus | None:
+    """That of the only rank."""
+    for _, coords, revision, told in status["reports"]:
+        assert (coords, revision) == (ranks(status)[0]["coords"], ranks(status)[0]["report"])
+        return msgspec.convert(told, RankStatus)
+    assert all(rank["report"] is None for rank in ranks(status))
+    return None
+
+
 def until(server: BootstrapServer, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     """The first snapshot that is so."""
     deadline_s, status = time.monotonic() + WAIT_S, ask(server)
     while not condition(status):
         assert time.monotonic() < deadline_s, f"never happened: {status}"
-        status = ask(server, status["revision"], 5)
+        ask(server, status["revision"], 5)
+        status = ask(server)
     return status
 
 
@@ -89,9 +99,9 @@ def test_ranks_are_shown_with_what_they_report(
 ) -> None:
     two = Topology(1, 1, 2, 1)
     with RankLease(address, make_record(two, FIRST), status=lambda: STATUS) as lease:
-        assert ranks(ask(server))[0]["status"] is None
+        assert report(ask(server)) is None
         lease.renew()
-        status = until(server, lambda status: ranks(status)[0]["status"])
+        status = until(server, report)
         (instance,) = status["instances"]
         (rank,) = instance["ranks"]
         assert (instance["registered"], instance["expected"]) == (1, 2)
@@ -99,14 +109,14 @@ def test_ranks_are_shown_with_what_they_report(
         assert (rank["coords"], rank["host"], rank["port"]) == ([0, 0, 0, 0], "127.0.0.1", 10_000)
         assert 0 <= status["now_s"] - rank["renewed_s"] < 5
         assert rank["lost_s"] is None
-        assert msgspec.convert(rank["status"], RankStatus) == STATUS
+        assert report(status) == STATUS
     until(server, lambda status: status["events"][0]["what"] == "shut down")
 
 
 def test_stock_ranks_have_no_lease(server: BootstrapServer) -> None:
     put_route(server)
     (rank,) = ranks(ask(server))
-    assert (rank["renewed_s"], rank["status"]) == (None, None)
+    assert (rank["renewed_s"], rank["report"]) == (None, None)
 
 
 def test_a_report_that_is_no_good_costs_no_lease(
@@ -123,7 +133,7 @@ def test_a_report_that_is_no_good_costs_no_lease(
     with caplog.at_level(logging.WARNING, "bootstrap_server"):
         assert requests.put(path, json=body, timeout=30).status_code == 200
     assert "refused a status report from 127.0.0.1: it is no RankStatus" in caplog.text
-    assert ranks(ask(server))[0]["status"] is None
+    assert report(ask(server)) is None
 
 
 def test_a_status_function_that_raises_is_logged_and_ends_no_lease(
@@ -151,7 +161,7 @@ def test_a_status_function_may_have_nothing_to_say(
 ) -> None:
     with RankLease(address, make_record(ONE, FIRST), status=lambda: None) as lease:
         lease.renew()
-        assert (lease.problem, ranks(ask(server))[0]["status"]) == (None, None)
+        assert (lease.problem, report(ask(server))) == (None, None)
 
 
 # --- how soon ---
@@ -236,7 +246,46 @@ def test_a_question_waits_for_news_and_snapshots_are_shared(
     after = ask(server, before["revision"], 30)
     assert len(ranks(after)) == 1
     # At most one a second is made.
-    assert after["now_s"] - before["now_s"] > 0.9 * status_http.SNAPSHOT_EVERY_S
+    assert after["now_s"] - before["now_s"] > 0.9 * status_http.PUBLISH_EVERY_S
+    # Meanwhile others get what was published, and so do they all.
+    client.release(make_record(ONE, FIRST).rank)
+    assert ask(server) == ask(server)
+    assert len(ranks(ask(server))) == 1
+
+
+def test_an_answer_has_the_reports_that_changed_and_so_many_at_a_time(
+    server: BootstrapServer,
+    client: BootstrapClient,
+    make_record: MakeRecord,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(status_http, "REPORTS_BYTES_MAX", 1)
+    three = Topology(1, 1, 3, 1)
+    records = [make_record(three, coords) for coords in three.coords()]
+    for record in records:
+        client.register(record)
+        client.renew(record.rank, STATUS)
+    status, got = ask(server), []
+    while status["reports"]:
+        ((_, coords, _, _),) = status["reports"]
+        got.append(coords[2])
+        status = ask(server, status["revision"])
+    assert got == [0, 1, 2]
+    client.renew(records[0].rank, STATUS)  # nothing new
+    client.renew(records[1].rank, RankStatus(rooms={"done": 4}))
+    after = ask(server, status["revision"], 30)
+    ((_, coords, _, told),) = after["reports"]
+    assert (coords[2], told["rooms"]) == (1, {"done": 4})
+    assert [rank["report"] is None for rank in ranks(after)] == [False] * 3
+
+
+def test_answers_that_are_kept_are_few(
+    server: BootstrapServer, client: BootstrapClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_http, "WATCHERS_MAX", 2)
+    revision = int(ask(server)["revision"])
+    for after in range(6):
+        assert ask(server, str(after))["revision"] == str(revision)
 
 
 def test_watchers_beyond_the_limit_are_answered_at_once(
