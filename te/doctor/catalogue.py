@@ -31,7 +31,7 @@ RDMA: Final = (
     Kind(
         name="libibverbs-missing",
         transport="rdma",
-        severity=Severity.WARNING,
+        severity=Severity.ERROR,
         what="libibverbs cannot be loaded ({problem}).",
         consequence=_MISSING,
         mend="apt-get install libibverbs1 ibverbs-providers (other systems: rdma-core)",
@@ -47,7 +47,7 @@ RDMA: Final = (
     Kind(
         name="uverbs-missing",
         transport="rdma",
-        severity=Severity.WARNING,
+        severity=Severity.ERROR,
         what="There are RDMA devices, but the kernel module ib_uverbs is not loaded.",
         consequence=_MISSING,
         mend="modprobe ib_uverbs",
@@ -55,7 +55,7 @@ RDMA: Final = (
     Kind(
         name="dev-infiniband-missing",
         transport="rdma",
-        severity=Severity.WARNING,
+        severity=Severity.ERROR,
         what="There are RDMA devices, but no directory /dev/infiniband.",
         consequence=_MISSING,
         mend="In a container: start it with --device=/dev/infiniband (Kubernetes: an RDMA device"
@@ -289,6 +289,24 @@ WRITES: Final = (
         mend="Check routes, VLANs and firewalls between the two: ping -I {source} {target}",
     ),
     Kind(
+        name="peer-unreachable",
+        transport="",
+        severity=Severity.ERROR,
+        what="No way from {near} to {far} works over {transport}; the first, {here} to {there}:"
+        " {problem}.",
+        consequence="The two hosts cannot use this transport with each other.",
+        mend="Check routes, VLANs and firewalls between the two: ping -I {source} {target}",
+    ),
+    Kind(
+        name="rails-isolated",
+        transport="rdma",
+        severity=Severity.HINT,
+        what="Each RDMA device of {near} reaches its counterpart of {far} alone, as in a fabric of"
+        " separate rails.",
+        consequence="When a device of one host fails, its counterpart of the other host is idle.",
+        mend="None is needed if the fabric is built so; routes between the rails would join them",
+    ),
+    Kind(
         name="address-unreachable",
         transport="",
         severity=Severity.HINT,
@@ -299,7 +317,7 @@ WRITES: Final = (
     Kind(
         name="networks-differ",
         transport="rdma",
-        severity=Severity.WARNING,
+        severity=Severity.ERROR,
         what="{here} has {here_kinds} devices and {there} has {there_kinds} devices.",
         consequence="No RDMA device of one host can connect to one of the other; te falls back to"
         " TCP.",

@@ -118,11 +118,16 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("te").addHandler(logging.NullHandler())
     transports = TRANSPORTS if arguments.transport is None else (arguments.transport,)
     asked = () if arguments.transport is None else transports
-    facts = _facts(arguments)
-    found = _of(transports, findings(facts, asked, arguments.gid_index))
+
+    def look(address: str) -> Host:
+        """This host as it is now."""
+        facts = _facts(arguments)
+        found = _of(transports, findings(facts, asked, arguments.gid_index))
+        return describe(facts, found, arguments.gid_index, address)
+
+    here = look(LOOPBACK)
     if arguments.listen is not None:
-        return _listen(arguments, facts, found)
-    here = describe(facts, found, arguments.gid_index, LOOPBACK)
+        return _listen(arguments, look)
     if arguments.peer is not None:
         report = _with_peer(arguments, here, transports, asked)
     else:
@@ -190,7 +195,7 @@ def _with_peer(
     )
 
 
-def _listen(arguments: argparse.Namespace, facts: Facts, found: tuple[Finding, ...]) -> int:
+def _listen(arguments: argparse.Namespace, look: Callable[[str], Host]) -> int:
     if arguments.root != Path("/"):
         raise UsageError("--listen tests this machine: --root cannot be given beside it")
     keys = read_keys(arguments.secret_file)
@@ -211,11 +216,7 @@ def _listen(arguments: argparse.Namespace, facts: Facts, found: tuple[Finding, .
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
-    listener.run(
-        lambda address: describe(facts, found, arguments.gid_index, address),
-        arguments.listen_s,
-        say,
-    )
+    listener.run(look, arguments.listen_s, say)
     return 0
 
 

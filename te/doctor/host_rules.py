@@ -124,7 +124,7 @@ def unknown(facts: Facts) -> tuple[str, ...]:
     found += [
         f"{name}: it cannot be read" for name, one in facts.tcp_buffers.items() if one is None
     ]
-    if not facts.huge_pages:
+    if facts.ports and not facts.huge_pages:
         found.append("transparent huge pages: this kernel does not tell")
     return tuple(found)
 

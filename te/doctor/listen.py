@@ -13,7 +13,7 @@ from typing import Final
 from te.doctor.channel import REQUEST_BYTES_MAX, Channel, ChannelError, answer
 from te.doctor.messages import REQUESTS, Host, Refused
 from te.doctor.service import serve
-from te.errors import UsageError
+from te.errors import Error, UsageError
 from te.proof import Key
 
 __all__ = ["Listener"]
@@ -100,7 +100,7 @@ class Listener:
         try:
             say(f"{where}: a check begins")
             serve(channel, describe())
-        except ChannelError as exc:
+        except Error as exc:
             say(f"{where}: the check is over ({exc})")
         finally:
             channel.close()

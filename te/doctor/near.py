@@ -42,6 +42,7 @@ from te.peers import Peer
 from te.proof import NO_KEY, Key
 from te.topology.gids import GidKind
 from te.transfers import Transfer
+from te.transports.rdma.striping import pairs
 
 __all__ = ["Near", "Progress", "child", "dial", "loop_back", "matrix"]
 
@@ -250,15 +251,25 @@ def _devices(
 ) -> Iterator[Cell]:
     near = usable_ports(here.facts, here.gid_index)
     far_ports = usable_ports(there.facts, there.gid_index)
+    preferred = _preferred(near, far_ports)
     for far_port in far_ports:
-        pairs = matching_pairs(near, [far_port])
-        if not pairs:
+        matching = matching_pairs(near, [far_port])
+        if not matching:
             continue
         far = side.opened("rdma", far_port.nic.name, there.addresses[0])
-        for port, _ in pairs:
+        for port, _ in matching:
             ends = _end(port, names[0]), _end(far_port, names[1])
             progress(f"writing from {ends[0]} to {ends[1]}")
-            yield side.cell("rdma", *ends, port.nic.name, far)
+            cell = side.cell("rdma", *ends, port.nic.name, far)
+            is_spare = (port.nic.name, far_port.nic.name) not in preferred
+            yield replace(cell, is_spare=is_spare)
+
+
+def _preferred(near: Sequence[Port], far: Sequence[Port]) -> set[tuple[str, str]]:
+    """Pairs of devices over which te makes its rails, as long as they connect."""
+    if not near or not far:
+        return set()
+    return {(near[i].nic.name, far[j].nic.name) for i, j in pairs(len(near), len(far)).tolist()}
 
 
 def _end(port: Port, host: str) -> End:

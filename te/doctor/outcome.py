@@ -60,7 +60,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float | None = None
     #: Of large writes; None if none arrived.
     bytes_per_s: float | None = None
-    #: A way that te does not use as things stand.
+    #: A way that te does not use as long as the others work.
     is_spare: bool = False
 
 
@@ -76,31 +76,64 @@ def matching_pairs(here: Sequence[Port], there: Sequence[Port]) -> list[tuple[Po
 
 def see_cells(cells: Iterable[Cell]) -> Iterator[Seen]:
     """What did not go well. A transport is blocked when none of its ways works."""
-    cells = tuple(cells)
-    working = {cell.transport for cell in cells if cell.stage is Stage.DONE}
+    by_transport: dict[str, list[Cell]] = {}
     for cell in cells:
-        if cell.stage is not Stage.DONE:
-            yield _seen(cell, blocks=cell.transport not in working and not cell.is_spare)
+        by_transport.setdefault(cell.transport, []).append(cell)
+    for own in by_transport.values():
+        if _is_cut_off(own):
+            yield _seen("peer-unreachable", own[0], blocks=True)
+        elif _is_rail_only(own):
+            yield _seen("rails-isolated", own[0], blocks=False)
+        else:
+            works = any(cell.stage is Stage.DONE for cell in own)
+            for cell in own:
+                if cell.stage is not Stage.DONE:
+                    yield _seen(_name(cell), cell, blocks=not works)
 
 
-def _seen(cell: Cell, blocks: bool) -> Seen:
+def _is_cut_off(cells: Sequence[Cell]) -> bool:
+    """No way between two hosts connects, of several."""
+    stages = {cell.stage for cell in cells}
+    return bool(cells[0].there.host) and len(cells) > 1 and stages == {Stage.CONNECT}
+
+
+def _is_rail_only(cells: Sequence[Cell]) -> bool:
+    """All pairs of devices connect that te prefers, and none of the others."""
+    spare = {cell.stage for cell in cells if cell.is_spare}
+    preferred = {cell.stage for cell in cells if not cell.is_spare}
+    is_rdma = cells[0].transport == "rdma"
+    return is_rdma and (spare, preferred) == ({Stage.CONNECT}, {Stage.DONE})
+
+
+def _name(cell: Cell) -> str:
+    if cell.stage is Stage.BYTES:
+        return "bytes-wrong"
+    if not cell.there.host:
+        return "loopback-failed"
+    if cell.is_spare and cell.transport == "tcp":
+        return "address-unreachable"
+    return "large-writes-lost" if cell.stage is Stage.LARGE else "rail-unreachable"
+
+
+def _seen(name: str, cell: Cell, blocks: bool) -> Seen:
     here, there = cell.here, cell.there
-    if cell.is_spare:
-        name = "address-unreachable"
-    elif cell.stage is Stage.BYTES:
-        name = "bytes-wrong"
-    elif not there.host:
-        name = "loopback-failed"
+    if name in ("peer-unreachable", "rails-isolated"):
+        where: tuple[str, ...] = (here.host, there.host)
+    elif there.host:
+        where = (_place(here), _place(there))
     else:
-        name = "large-writes-lost" if cell.stage is Stage.LARGE else "rail-unreachable"
+        where = (here.name,)
     return Seen(
         kind=CATALOGUE[name],
         transport=cell.transport,
-        where=(_place(here), _place(there)) if there.host else (here.name,),
+        where=where,
         blocks=blocks,
         values={
             "here": str(here),
             "there": str(there),
+            "near": here.host,
+            "far": there.host,
+            "transport": cell.transport,
             "way": here.name,
             "problem": cell.problem,
             "source": here.address or here.netdev or "SOURCE",

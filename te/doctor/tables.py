@@ -20,18 +20,29 @@ def loop_back_table(cells: Sequence[Cell]) -> list[str]:
 
 
 def matrix_tables(cells: Sequence[Cell]) -> list[str]:
-    """A matrix for each transport: a row for each end here, a column for each end there."""
+    """A matrix of RDMA devices, a row for each here and a column for each there; a list of
+    addresses."""
     lines: list[str] = []
     for transport in dict.fromkeys(cell.transport for cell in cells):
         own = [cell for cell in cells if cell.transport == transport]
+        lines += [""] if lines else []
+        if transport == "tcp":
+            lines += _addresses(own)
+            continue
         near = list(dict.fromkeys(cell.here.name for cell in own))
         far = list(dict.fromkeys(cell.there.name for cell in own))
         found = {(cell.here.name, cell.there.name): " ".join(cell_text(cell)) for cell in own}
         rows = [(one, *(found.get((one, other), "-") for other in far)) for one in near]
         title = f"{transport}: {own[0].here.host} (rows) to {own[0].there.host} (columns)"
-        lines += [""] if lines else []
         lines += [title, *table(("", *far), rows).splitlines()]
     return lines
+
+
+def _addresses(cells: Sequence[Cell]) -> list[str]:
+    """Each address has one way to it."""
+    rows = [(cell.here.name, cell.there.name, *cell_text(cell)) for cell in cells]
+    here, there = cells[0].here.host, cells[0].there.host
+    return [f"tcp: {here} to {there}", *table(("from", "to", "latency", "rate"), rows).splitlines()]
 
 
 def cell_text(cell: Cell) -> tuple[str, str]:

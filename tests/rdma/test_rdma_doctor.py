@@ -190,11 +190,12 @@ def test_a_pair_of_rails_that_is_not_connected(ends: tuple[tuple[Nic, ...], ...]
 def test_mixed_mtus(ends: tuple[tuple[Nic, ...], ...]) -> None:
     near, far = ends
     odd = far[0]
-    run("ip", "link", "set", odd.netdev, "mtu", "1500")
-    try:
-        local, told = alone(far), between(near, far)
-    finally:
-        run("ip", "link", "set", odd.netdev, "mtu", "9000")
+    with listening(far) as address:  # which looks again for each check
+        run("ip", "link", "set", odd.netdev, "mtu", "1500")
+        try:
+            local, told = alone(far), alone(near, "--peer", address)
+        finally:
+            run("ip", "link", "set", odd.netdev, "mtu", "9000")
     assert local.planted() == {"mtu-mixed": {(odd.device,)}}
     assert set(told.planted()) == {"mtu-mixed"}
     (place,) = told.planted()["mtu-mixed"]

@@ -86,8 +86,35 @@ def test_on_one_host_the_way_is_named(stage: Stage) -> None:
 
 def test_an_address_that_te_does_not_use_is_a_hint() -> None:
     spare = cell("10.0.0.1", "10.9.0.2", Stage.CONNECT, transport="tcp", is_spare=True)
-    (one,) = judge(see_cells([spare]), ("tcp",))
+    (one,) = judge(see_cells([cell("a", "b", transport="tcp"), spare]), ("tcp",))
     assert (one.name, one.severity, one.blocks) == ("address-unreachable", Severity.HINT, False)
+
+
+def test_hosts_that_do_not_reach_each_other_at_all_are_one_finding() -> None:
+    cells = [cell(f"m{i}", f"m{j}", Stage.CONNECT) for i in range(8) for j in range(8)]
+    (one,) = judge(see_cells(cells), ())
+    assert (one.name, one.where, one.severity) == ("peer-unreachable", ("a", "b"), Severity.ERROR)
+    assert "over rdma; the first, m0 of a to m0 of b: it broke." in one.what
+
+
+@pytest.mark.parametrize("fault", [None, (0, 1), (0, 0)])
+def test_rails_that_reach_their_counterparts_alone_are_one_hint(
+    fault: tuple[int, int] | None,
+) -> None:
+    """Unless one of them does not reach its own, or reaches another."""
+    cells = []
+    for i in range(4):
+        for j in range(4):
+            connects = (i == j) != ((i, j) == fault)
+            stage = Stage.DONE if connects else Stage.CONNECT
+            cells.append(cell(f"m{i}", f"m{j}", stage, is_spare=i != j))
+    found = judge(see_cells(cells), ())
+    if fault is None:
+        (one,) = found
+        assert (one.name, one.where, one.severity) == ("rails-isolated", ("a", "b"), Severity.HINT)
+    else:
+        assert {one.name for one in found} == {"rail-unreachable"}
+        assert len(found) == 12 + (1 if fault == (0, 0) else -1)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["rdma", "tcp"]), st.sampled_from(STAGES)), max_size=8))
@@ -96,9 +123,11 @@ def test_a_transport_is_blocked_when_none_of_its_ways_works(
 ) -> None:
     cells = [cell(f"d{i}", "e", stage, transport=name) for i, (name, stage) in enumerate(ways)]
     found = judge(see_cells(cells), ())
-    assert len(found) == sum(stage is not Stage.DONE for _, stage in ways)
     working = {name for name, stage in ways if stage is Stage.DONE}
+    assert {one.transport for one in found if one.blocks} == {n for n, _ in ways} - working
     for one in found:
+        if one.name != "peer-unreachable":
+            assert one.where[0].partition("@")[0] in {cell.here.name for cell in cells}
         assert one.blocks == (one.transport not in working)
         assert (one.severity is Severity.ERROR) == one.blocks
 
@@ -178,9 +207,9 @@ def test_the_matrix_has_a_row_for_each_end_here() -> None:
         "        mlx5_0           mlx5_1",
         "mlx5_0  35 µs 12.3 GB/s  none",
         "",
-        "tcp: a (rows) to b (columns)",
-        "          10.0.0.2",
-        "10.0.0.1  35 µs 12.3 GB/s",
+        "tcp: a to b",
+        "from      to        latency  rate",
+        "10.0.0.1  10.0.0.2  35 µs    12.3 GB/s",
     ]
 
 

@@ -330,7 +330,7 @@ def test_the_command_reports_both_hosts(far: str, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     name = socket.gethostname()
     assert f"te doctor on {name}, with {name} (peer)\n" in out
-    assert f"tcp: {name} (rows) to {name} (peer) (columns)\n" in out
+    assert f"tcp: {name} to {name} (peer)\n" in out
     assert "B/s" in out
     assert main([*asked, "--json"]) in (0, 1)
     told = json.loads(capsys.readouterr().out)
