@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from te.doctor import command as doctor
 from te.errors import TopologyError, UsageError
+from te.top import command as top
 from te.topology import report as topology
 
 __all__ = ["main"]
@@ -46,6 +47,14 @@ def _parser(has_bench: bool) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     doctor.add_arguments(doctor_parser)
+    top_parser = commands.add_parser(
+        "top",
+        help="the live rails of all engines of this user's processes",
+        description=top.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_arguments(top_parser)
+    top_parser.set_defaults(run=top.run)
     topology_parser = commands.add_parser(
         "topology", help="RDMA devices, their addresses, and which memory locations use them"
     )

@@ -20,6 +20,7 @@ SGLANGS = "sglang_mooncake/sglang"
 #: Folder → what its modules import beside Python's own; the deepest folder of a module counts.
 ALLOWED = {
     "te": {"msgspec", "numpy"},
+    "te/top": {"msgspec", "rich"},  # the live view alone needs rich
     "te/bench": {"matplotlib", "mooncake", "msgspec", "nixl", "numpy"},  # those that are installed
     "bootstrap_server": {"aiohttp", "msgspec", "uvloop"},
     "sglang_mooncake": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
