@@ -26,6 +26,7 @@ from sglang_mooncake.links.prefill import Connected, PrefillLinks
 from sglang_mooncake.links.sockets import PortsTaken
 from sglang_mooncake.messages import HelloReply, RoomFailed
 from sglang_mooncake.outgoing import Outgoing, TransferEnded
+from sglang_mooncake.rank_report import DecodePeer
 from sglang_mooncake.rooms import prefill as rooms
 from sglang_mooncake.rooms.states import RoomState, RoomView
 from sglang_mooncake.side import Side, broken
@@ -108,6 +109,12 @@ class PrefillSide(Side):
         """The public key with which decode ranks make sure that they speak to this rank; empty
         without a secret."""
         return self._links.control_key
+
+    def decode_peers(self) -> list[DecodePeer]:
+        """The decode ranks that this rank can write to, each once. Any thread may ask."""
+        # One that knows our registry by several names has a link for each.
+        found = {one.peer.id: one for one in self._links if one.peer.alive}
+        return [DecodePeer(name, one.peer.address[0], one.place) for name, one in found.items()]
 
     def start(self, ports: tuple[int, int] | None = None) -> int:
         """Starts the loop; returns the port where decode ranks say hello.

@@ -20,6 +20,7 @@ import msgspec
 
 import te
 from sglang_mooncake.context import RankContext
+from sglang_mooncake.failures import Failures
 from sglang_mooncake.pace import Pace
 from sglang_mooncake.rooms.states import RoomState, RoomView
 
@@ -53,6 +54,7 @@ class Recorder:
         self._path = directory / f"{context.role}-{os.getpid()}.json" if directory else None
         self._rooms: Counter[str] = Counter()
         self._open_rooms = 0
+        self.failures = Failures()
         self._bytes = 0
         self._in_flight = 0
         self._busy_since_s = 0.0
@@ -126,9 +128,15 @@ class Recorder:
                 self._rooms["aborted"] += 1
             case _:
                 self._rooms["failed"] += 1
+                self.failures.note(view.reason)
 
     def open_rooms(self, count: int) -> None:
         self._open_rooms = count
+
+    def rooms(self) -> dict[str, int]:
+        """How many rooms ended how, and how many are open. Any thread may ask."""
+        ends = {end: self._rooms[end] for end in ("done", "failed", "aborted")}
+        return ends | {"open": self._open_rooms}
 
     def snapshot(self) -> dict[str, Any]:
         """Everything, as it goes into the file."""
@@ -146,12 +154,7 @@ class Recorder:
             # What the slowest way to a peer carries at best; 0.0 if nobody tells.
             "bytes_per_s_at_best": min(filter(None, stats.peer_bytes_per_s.values()), default=0.0),
             "rails": stats.rails,
-            "rooms": {
-                "done": self._rooms["done"],
-                "failed": self._rooms["failed"],
-                "aborted": self._rooms["aborted"],
-                "open": self._open_rooms,
-            },
+            "rooms": self.rooms(),
             "bytes": self._bytes,
             "busy_s": self._busy_s,
             "bytes_early": self._bytes_early,

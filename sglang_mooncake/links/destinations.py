@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import te
-from sglang_mooncake.layout import Plan
+from sglang_mooncake.layout import Place, Plan
 
 __all__ = ["Destination", "Destinations", "NoDataPath"]
 
@@ -27,12 +27,14 @@ class Destination:
 
     key: its control connection, as room requests name it.
     rank: for sentences.
+    place: which rank of its instance it is.
     """
 
     key: str
     rank: str
     peer: te.Peer
     plan: Plan
+    place: Place
 
     @property
     def engine(self) -> tuple[str, int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ import te
 from bootstrap_server.refusals import Refusals
 from sglang_mooncake import messages
 from sglang_mooncake.context import Deadlines
-from sglang_mooncake.layout import LayoutMismatch, Plan
+from sglang_mooncake.layout import LayoutMismatch, Place, Plan
 from sglang_mooncake.links.curve import Gatekeeper, new_pair
 from sglang_mooncake.links.destinations import Destination, Destinations
 from sglang_mooncake.links.newcomers import Newcomers
@@ -70,6 +70,7 @@ class Connected:
     plan: Plan
     peer: te.Peer | str
     card: bytes
+    place: Place
 
 
 class Poster(Readers, Protocol):
@@ -129,6 +130,10 @@ class PrefillLinks:
 
     def __len__(self) -> int:
         return len(self._destinations)
+
+    def __iter__(self) -> Iterator[Destination]:
+        """Those that stand; any thread may ask."""
+        return iter(self._destinations)
 
     def __getitem__(self, key: str) -> Destination:
         """Raises NoDataPath."""
@@ -198,14 +203,14 @@ class PrefillLinks:
         key = result.key
         if not isinstance(result.peer, str) and not result.peer.alive:
             # It has ended since, with the former connection of this decode rank (`_lose`), say.
-            self._connect(key, result.host, result.rank, result.plan, result.card)
+            self._connect(key, result.host, result.rank, result.plan, result.card, result.place)
             return
         self._end_greeting(key)
         if isinstance(result.peer, str):
             logger.error("%s", result.peer)
             self.send(key, HelloReply(refused=result.peer))
             return
-        made = Destination(key, result.rank, result.peer, result.plan)
+        made = Destination(key, result.rank, result.peer, result.plan, result.place)
         logger.info("%s writes to %s over %s", self._name, result.rank, way(result.peer))
         for former in self._destinations.add(made):
             self._reset(former, f"has too many links to {former.rank}")
@@ -279,14 +284,16 @@ class PrefillLinks:
             return
         self._greeting.add(key)
         self._greeting_of[seat] += 1
-        self._connect(key, host, hello.rank, plan, hello.card)
+        self._connect(key, host, hello.rank, plan, hello.card, hello.place)
 
-    def _connect(self, key: str, host: str, rank: str, plan: Plan, card: bytes) -> None:
+    def _connect(
+        self, key: str, host: str, rank: str, plan: Plan, card: bytes, place: Place
+    ) -> None:
         """Has the data path made. Greetings are bounded, so there is always room for it."""
 
         def connect(waited_s: float) -> None:
             del waited_s
-            self._loop.post(Connected(key, host, rank, plan, self._path(rank, card), card))
+            self._loop.post(Connected(key, host, rank, plan, self._path(rank, card), card, place))
 
         self._connecting.submit(connect, host)
 

@@ -22,6 +22,7 @@ from sglang_mooncake.decode_side import DecodeSide, SealBuffer
 from sglang_mooncake.instances import PrefillInfo
 from sglang_mooncake.layout import Buffers, Layout, early_layers
 from sglang_mooncake.prefill_side import PrefillSide
+from sglang_mooncake.rank_report import RankReport
 from sglang_mooncake.rooms.states import RoomView
 from sglang_mooncake.sglang.config import INSECURE, Config
 from sglang_mooncake.sglang.layerwise import Layerwise
@@ -194,6 +195,14 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
     def register_to_bootstrap(self) -> None:
         """Puts this prefill rank into its instance's registry, and keeps it there until `close()`;
         raises BootstrapError when that cannot be begun."""
+        assert self.prefill_side is not None
+        report = RankReport(
+            self.engine.stats,
+            self.engine.links,
+            self.prefill_side.decode_peers,
+            self.recorder.rooms,
+            self.recorder.failures.last,
+        )
         record = RankRecord(
             config=self.context.config,
             rank=Rank(
@@ -210,6 +219,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             signed(record, self.config.keys.record),
             deadline_s=self.config.register_timeout_s,
             keys=self.config.keys.registry,
+            status=report,
         )
 
     # --- memory ---

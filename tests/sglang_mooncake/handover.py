@@ -31,6 +31,7 @@ from sglang_mooncake.decode_side import DecodeSide, SealBuffer
 from sglang_mooncake.layout import Buffers, Component, Layout, Units
 from sglang_mooncake.messages import PROTOCOL_VERSION
 from sglang_mooncake.prefill_side import PrefillSide
+from sglang_mooncake.rank_report import RankReport
 from sglang_mooncake.rooms.prefill import Chunk
 from sglang_mooncake.rooms.states import RoomState, RoomView
 from sglang_mooncake.sglang.config import Config
@@ -136,6 +137,13 @@ class PrefillRank:
         layout = memory.layout(Buffers((), (), ()))
         recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
         self.side = PrefillSide(context, self.engine, layout, recorder)
+        self.report = RankReport(
+            self.engine.stats,
+            self.engine.links,
+            self.side.decode_peers,
+            recorder.rooms,
+            recorder.failures.last,
+        )
         self.port = self.side.start()
         rank = Rank(
             context.coords,
@@ -149,6 +157,7 @@ class PrefillRank:
             signed(RankRecord(context.config, rank), context.keys.record),
             deadline_s=WAIT_S,
             keys=context.keys.registry,
+            status=self.report,
         )
 
     def send(

@@ -113,7 +113,7 @@ def test_a_destination_that_has_gone_is_named():
 def test_what_the_same_connection_says_takes_the_place_of_what_it_said():
     with te.Engine(te.Config(host="127.0.0.1")) as a, te.Engine(te.Config(host="127.0.0.1")) as b:
         peer, known = a.connect(b.card()), Destinations()
-        first, second = (Destination("ab", name, peer, None) for name in "12")  # type: ignore[arg-type]
+        first, second = (Destination("ab", name, peer, None, ALONE) for name in "12")
         assert known.add(first) == known.add(second) == []
         assert list(known) == [second]
         assert known.remove("ab") is second
