@@ -145,6 +145,9 @@ class Far:
     def read(self, address: int) -> str:
         return base64.b64encode(self.buffers[address].tobytes()).decode()
 
+    def status_path(self) -> str:
+        return str(self.engine.status_path)
+
     def bytes_received(self) -> int:
         return self.engine.stats().bytes_received
 
