@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import threading
+
 from te_contract import EMPTY, TIMEOUT_S, Pair, Way, outcome, paired
 from te_far import wait_until
 
 import te
-from te.fences import FenceCounter
+from te.fences import Fence, FenceCounter
 from te.reasons import Reason, reason_name
 from te.stats import FenceStats, RailFlow, flows_of, outcomes_of, transport_stats
 from te.status import ask
@@ -128,6 +131,31 @@ def test_a_fence_that_was_waited_for_in_vain_is_counted() -> None:
     counter.confirmed(0.5)
     counter.confirmed(0.25)
     assert counter.stats() == FenceStats(2, 0.75, 1)
+
+
+class TwoAtOnce:
+    """Of a tag that two threads find closed at the same time."""
+
+    granted = 0
+
+    def __init__(self) -> None:
+        self._both = threading.Barrier(2)
+
+    def await_landings(self, timeout_s: float) -> bool:
+        self._both.wait(timeout_s)
+        return True
+
+    def forget(self) -> int:
+        self._both.wait(TIMEOUT_S)
+        return 5
+
+
+def test_a_fence_that_two_threads_confirm_is_counted_once() -> None:
+    counter = FenceCounter()
+    fence = Fence(1, TwoAtOnce(), lambda _: None, counter)  # type: ignore[arg-type]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(fence.wait, [TIMEOUT_S] * 2)) == [5, 5]
+    assert counter.stats().confirmed == 1
 
 
 def test_registered_memory_is_counted_by_kind() -> None:

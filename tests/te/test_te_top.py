@@ -101,7 +101,7 @@ def test_directions_of_one_peer_are_told_apart() -> None:
         incoming = link("p", rail(0, received), is_incoming=True, address="10.0.0.2:5000")
         return engine("a", link("p", rail(sent)), incoming)
 
-    (found,) = rows(Sample(0.0, (both(0, 0),)), Sample(1.0, (both(5, 9),)))
+    (found,) = rows(Sample(0.0, (both(50, 900),)), Sample(1.0, (both(55, 909),)))
     assert [one.rate for one in found.links] == [Rate(0.0, 9.0), Rate(5.0, 0.0)]
 
 
