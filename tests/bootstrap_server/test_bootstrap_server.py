@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import requests
 
 import bootstrap_server
 from bootstrap_server import (
@@ -166,6 +167,22 @@ def test_standalone_serves_those_who_have_the_secret(tmp_path: Path) -> None:
             pytest.raises(BootstrapError, match="serves only SGLang servers that have its secret"),
         ):
             client.instance()
+
+
+@pytest.mark.parametrize(("option", "status"), [([], 401), (["open"], 200), (["off"], 401)])
+def test_standalone_shows_its_page_to_those_who_may_see_it(
+    tmp_path: Path, option: list[str], status: int
+) -> None:
+    write_secret_file(tmp_path / "secret")
+    options = ["--port", "0", "--secret-file", str(tmp_path / "secret")]
+    if option:
+        options += ["--status-page", *option]
+    with standalone(*options) as process:
+        assert process.stdout is not None
+        url = f"http://127.0.0.1:{process.stdout.readline().split()[-1]}/"
+        # As a site whose name leads here: a page of the registry's own host does not show it that.
+        answer = requests.get(url, headers={"Host": "a.site.example"}, timeout=60)
+        assert answer.status_code == status
 
 
 def test_standalone_does_not_serve_without_the_secret_that_it_was_told_of(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import http.client
 import logging
 import os
+import re
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,8 +34,13 @@ from bootstrap_server import (
     connections,
     status_http,
 )
+from bootstrap_server import server as server_module
+from bootstrap_server.app import make_app
+from bootstrap_server.board import Board
 from bootstrap_server.http_client import HttpClient
 from bootstrap_server.page import Page
+from bootstrap_server.registry import Registry
+from bootstrap_server.rooms import RoomTable
 
 MakeRecord = Callable[..., RankRecord]
 
@@ -411,3 +418,30 @@ def test_the_page_loads_nothing_from_elsewhere(server: BootstrapServer) -> None:
 def test_the_page_may_be_asked_for_with_nothing_else(server: BootstrapServer) -> None:
     answer = requests.post(url(server, "/v1/status"), timeout=30)
     assert (answer.status_code, answer.headers["Allow"]) == (405, "GET, HEAD")
+
+
+def test_the_routes_are_those_of_the_documentation() -> None:
+    """docs/registry.md has each route that the application answers, and no others."""
+    text = (Path(__file__).parents[2] / "docs/registry.md").read_text()
+    documented = set(re.findall(r"^\| `([A-Z]+ /\S*)` \|", text, re.MULTILINE))
+    clock, board = time.monotonic, Board()
+    app = make_app(Registry(), RoomTable(1, 1.0), clock, connections.ConnectionWatch(), board)
+    answered = {
+        f"{route.method} {route.resource.canonical}"
+        for route in app.router.routes()
+        if route.resource is not None and route.method != "HEAD"
+    }
+    assert documented == answered
+
+
+def test_connections_of_ranks_that_renew_seldom_are_kept(
+    make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "KEEPALIVE_TIMEOUT_S", 0.05)
+    with (
+        BootstrapServer("127.0.0.1", 0, lease_s=3) as server,
+        RankLease(f"127.0.0.1:{server.port}", make_record(ONE, FIRST)),
+    ):
+        first_s = ranks(ask(server))[0]["renewed_s"]
+        status = until(server, lambda status: ranks(status)[0]["renewed_s"] > first_s)
+    assert [event["what"] for event in status["events"]] == ["registered"]
