@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import secrets
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,6 +163,7 @@ class DecodeSide(Side):
             isinstance(source.link, LinkKey) and self._links.stands(source.link)
             for source in sources
         )
+        view.peers = tuple(source.link for source in sources)
         self._loop.post(rooms.SourcesChosen(view, sources))
 
     def _sources(
@@ -225,7 +227,7 @@ class DecodeSide(Side):
         device_pages: npt.NDArray[np.integer] | None = None,
     ) -> None:
         view.named = True  # before the loop can hear of it: see `RoomView.named`
-        view.num_pages = len(pages)
+        view.num_pages, view.times.named_s = len(pages), time.monotonic()
         self._loop.post(
             rooms.PagesNamed(view, pages, aux_slot, decode_prefix_len, states, device_pages)
         )
@@ -233,7 +235,7 @@ class DecodeSide(Side):
     def has_arrived(self, view: RoomView) -> bool:
         """Whether all is here that every source was asked for. A room of which a source has ended
         with something else fails at once."""
-        arrived, seals = bool(view.awaited), []
+        arrived, seals, landed_nbytes = bool(view.awaited), [], 0
         for awaited in view.awaited:
             writes = self._engine.arrived(awaited.tag)
             if not writes:
@@ -247,6 +249,7 @@ class DecodeSide(Side):
                 self.fail(view, str(error))
                 return False
             arrived = arrived and is_here
+            landed_nbytes += nbytes
             seals.append((awaited, seal))
         if arrived:
             try:
@@ -254,10 +257,12 @@ class DecodeSide(Side):
             except SealDisagrees as error:
                 self.fail(view, str(error))
                 return False
+            view.landed_nbytes = landed_nbytes
         return arrived
 
     def arrived(self, view: RoomView) -> None:
         """The scheduler takes the room: its tags can be closed."""
+        view.times.landed_s = time.monotonic()
         self._loop.post(rooms.Arrived(view))
 
     def wait_until_safe(self, view: RoomView, timeout_s: float) -> bool:

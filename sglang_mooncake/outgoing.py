@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,9 +14,11 @@ import numpy as np
 import te
 from sglang_mooncake import messages
 from sglang_mooncake.layout import EVERY_LAYER, SEAL_BYTES, Named, Plan, Seal, seal_bytes
+from sglang_mooncake.links.destinations import Destination
 from sglang_mooncake.rooms.prefill import Write, WriteEnded
 from sglang_mooncake.rooms.states import RoomView
 from sglang_mooncake.stats import Recorder
+from sglang_mooncake.story import WRITES_MAX, WriteStory, merged
 
 __all__ = ["SEAL_SLOTS", "Outgoing", "TransferEnded"]
 
@@ -35,6 +37,24 @@ class TransferEnded:
     seal_slot: int | None
     #: Of its bytes those of caches and state, without metadata and seal.
     cache_nbytes: int
+    blocks: int
+    #: The decode rank, for sentences, and how it is reached.
+    rank: str
+    transport: str
+    began_s: float
+
+    def story(self, now_s: float, *, is_done: bool) -> WriteStory:
+        return WriteStory(
+            self.rank,
+            self.transport,
+            self.began_s,
+            now_s,
+            self.transfer.nbytes,
+            self.blocks,
+            self.write.pages,
+            self.write.early,
+            failed=int(not is_done),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +62,17 @@ class _Room:
     """What one room has under way, and the payload that it has had for each decode rank."""
 
     transfers: list[te.Transfer] = field(default_factory=list)
+    writes: list[WriteStory] = field(default_factory=list)
     nbytes: Counter[str] = field(default_factory=Counter)
     page_layers: defaultdict[str, PageLayers] = field(
         default_factory=lambda: defaultdict(PageLayers)
     )
+
+    def add(self, write: WriteStory) -> None:
+        """Keeps what is told of a write that has ended; no more of them than `merged` leaves."""
+        self.writes.append(write)
+        if len(self.writes) > 2 * WRITES_MAX:
+            self.writes[:] = merged(self.writes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +120,14 @@ class Outgoing:
         self._free_seals = list(range(SEAL_SLOTS))
         self._unwatched: list[TransferEnded] = []
 
-    def begin(self, write: Write, peer: te.Peer, plan: Plan) -> None:
+    def begin(self, write: Write, destination: Destination) -> None:
         """Hands a write to the engine.
 
         Raises:
             ValueError, te.Error, and what else may go wrong: no byte of it has moved or will move.
         """
         room = self._rooms.setdefault(write.view.serial, _Room())
+        peer, plan = destination.peer, destination.plan
         cached = self._cached(write, plan)
         blocks, seal_slot = self._with_metadata(write, plan, cached), None
         counted = room.page_layers[write.peer].with_write(write, plan.layer_count(write.layers))
@@ -115,8 +143,18 @@ class Outgoing:
         room.transfers.append(transfer)
         room.nbytes[write.peer] += blocks.total_nbytes
         room.page_layers[write.peer] = counted
-        self._recorder.transfer_began(time.monotonic())
-        ended = TransferEnded(write, transfer, seal_slot, cached.total_nbytes)
+        now_s = write.view.times.posted_s = time.monotonic()
+        self._recorder.transfer_began(now_s)
+        ended = TransferEnded(
+            write,
+            transfer,
+            seal_slot,
+            cached.total_nbytes,
+            len(blocks),
+            destination.rank,
+            peer.transport,
+            now_s,
+        )
         try:
             transfer.add_done_callback(lambda _: self._post(ended))
         except Exception:  # no thread could be started, say; but the write is under way
@@ -147,9 +185,10 @@ class Outgoing:
             return None
         room.transfers.remove(transfer)
         self._give_back(ended.seal_slot)
-        status = transfer.poll()
+        status, now_s = transfer.poll(), time.monotonic()
         is_done = status is te.Status.DONE
-        self._recorder.transfer_ended(transfer.nbytes if is_done else 0, time.monotonic())
+        self._recorder.transfer_ended(transfer.nbytes if is_done else 0, now_s)
+        room.add(ended.story(now_s, is_done=is_done))
         early = ended.write.early
         if is_done:
             view.landed_nbytes += ended.cache_nbytes
@@ -164,9 +203,10 @@ class Outgoing:
         reason = f"could not hand {len(write.span)} pages to the engine: {error!r}"
         return WriteEnded(write.view, reason, write.early)
 
-    def forget(self, view: RoomView) -> None:
-        """The room is over: all its writes have ended."""
-        self._rooms.pop(view.serial, None)
+    def forget(self, view: RoomView) -> Sequence[WriteStory]:
+        """The room is over: all its writes have ended. Returns what is told of them."""
+        room = self._rooms.pop(view.serial, None)
+        return () if room is None else room.writes
 
     def _take_seal_slot(self) -> int:
         if not self._free_seals:

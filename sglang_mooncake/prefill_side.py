@@ -264,8 +264,7 @@ class PrefillSide(Side):
     def _perform(self, instruction: rooms.Instruction) -> None:
         match instruction:
             case rooms.Write(peer=key):
-                destination = self._links[key]
-                self._outgoing.begin(instruction, destination.peer, destination.plan)
+                self._outgoing.begin(instruction, self._links[key])
             case rooms.CancelWrites(view):
                 self._outgoing.cancel(view)
             case rooms.Tell(peer, message):
@@ -276,8 +275,7 @@ class PrefillSide(Side):
                 if self._stages is not None:
                     self._stages.ready(view)
             case rooms.Over(view):
-                self._outgoing.forget(view)
-                self._recorder.room_over(view)
+                self._recorder.room_over(view, self._outgoing.forget(view))
                 if self._stages is not None:
                     self._tell_stages(view)
 

@@ -12,6 +12,7 @@ from sglang_mooncake.executor import Executor
 from sglang_mooncake.layout.indices import Indices, as_indices
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over
 from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.stats import Recorder
 
 __all__ = ["Side", "broken", "state_lists"]
 
@@ -27,12 +28,14 @@ class Side:
     """The public calls are for the scheduler thread: they cost microseconds and never wait."""
 
     _loop: ControlLoop
+    _recorder: Recorder
     #: Of the loop thread alone.
     _executor: Executor[Any, Any]
 
     def new_room(self, room: int) -> RoomView:
         """A room for one use of this number, known to the loop."""
         view = RoomView(room, time.monotonic())
+        self._recorder.room_opened(view)
         self._loop.post(Opened(view))
         return view
 

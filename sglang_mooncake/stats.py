@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,24 +23,27 @@ from sglang_mooncake.context import RankContext
 from sglang_mooncake.failures import Failures
 from sglang_mooncake.pace import Pace
 from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.story import RoomStory, Stories, WriteStory, tell
 
-__all__ = ["STATS_VERSION", "Recorder"]
+__all__ = ["STATS_VERSION", "STORY_ROOMS", "Recorder"]
 
 logger = logging.getLogger(__name__)
 
 STATS_VERSION = 1
+STORY_ROOMS = 1024
 _SAMPLES_MAX = 10_000
 _WRITE_INTERVAL_S = 1.0
 _WRITE_TIMEOUT_S = 2.0
 
 
 class Recorder:
-    """Counts for one rank. `scheduler_call` is for the scheduler thread, the rest for the loop
-    thread.
+    """Counts for one rank. `scheduler_call` and `room_opened` are for the scheduler thread, the
+    rest for the loop thread.
 
     Args:
         classes: which classes serve, by role ("manager": "package.module.Class", …).
         directory: where to keep the file, or None.
+        story_rooms: how many ended rooms `sglang-mooncake explain` can be asked about.
     """
 
     def __init__(
@@ -49,9 +52,12 @@ class Recorder:
         classes: dict[str, str],
         engine_stats: Callable[[], te.Stats],
         directory: Path | None,
+        story_rooms: int = STORY_ROOMS,
     ) -> None:
         self._context, self._classes, self._engine_stats = context, classes, engine_stats
         self._path = directory / f"{context.role}-{os.getpid()}.json" if directory else None
+        self.stories = Stories(story_rooms)
+        self._listeners: list[Callable[[RoomStory], None]] = []
         self._rooms: Counter[str] = Counter()
         self._open_rooms = 0
         self.failures = Failures()
@@ -120,7 +126,20 @@ class Recorder:
         """The last chunk's way from `send()` to the destination's memory."""
         self._handover_ms.append(latency_s * 1000)
 
-    def room_over(self, view: RoomView) -> None:
+    def room_opened(self, view: RoomView) -> None:
+        """The scheduler thread says so."""
+        self.stories.open(view)
+
+    def on_room_over(self, listener: Callable[[RoomStory], None]) -> None:
+        """Has `listener` called on the loop thread with the story of each room that is over."""
+        self._listeners.append(listener)
+
+    def room_over(self, view: RoomView, writes: Sequence[WriteStory] = ()) -> None:
+        """`writes`: those of a prefill rank, in the order in which they ended."""
+        story = tell(view, self._context.role, self._context.name, time.monotonic(), writes=writes)
+        self.stories.add(story)
+        for listener in self._listeners:
+            listener(story)
         match view.state:
             case RoomState.DONE:
                 self._rooms["done"] += 1

@@ -209,7 +209,7 @@ class DecodeRooms:
 
     def _meet(self, room: _Room, now_s: float) -> list[Instruction]:
         """All prefill ranks are ready to be asked, which is for those whose pages have a name."""
-        room.since_s = now_s
+        room.since_s = room.view.times.met_s = now_s
         advance(room.view, Step.MET, TRANSITIONS_DECODE)
         return self._publish(room, now_s) if room.targets is not None else []
 
@@ -227,7 +227,7 @@ class DecodeRooms:
                 f"all seal slots are in use ({len(self._rooms)} rooms are open on this rank)",
             )
         room.slots = tuple(self._free_slots.pop() for _ in sending)
-        room.since_s = now_s
+        room.since_s = view.times.planned_s = now_s
         self._name_use(view)
         view.awaited = tuple(
             targets.awaited(

@@ -226,7 +226,10 @@ class PrefillRooms:
         view.exposed = True
         step = Step.LAST_CHUNK if chunk.is_last else Step.CHUNK
         advance(view, step, TRANSITIONS_PREFILL)
-        room.next_page, room.moved_s = chunk.span.stop, now_s
+        room.next_page = view.num_pages = chunk.span.stop
+        room.moved_s = now_s
+        if chunk.is_last:
+            view.times.named_s, view.times.planned_s = chunk.sent_s, now_s
         begun = self._begun(room, writes)
         if unannounced:
             begun.append(FellBack(view, "a chunk was sent with other pages than were announced"))
@@ -314,7 +317,7 @@ class PrefillRooms:
             return self._end(view, RoomState.FAILED, problem)
         if len(room.requests) == request.destinations:
             view.decode_prefix_len = request.decode_prefix_len
-            room.moved_s = now_s
+            room.moved_s = view.times.met_s = now_s
             advance(view, Step.MET, TRANSITIONS_PREFILL)
             return [Met(view)]
         return []

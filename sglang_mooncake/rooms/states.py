@@ -26,6 +26,7 @@ __all__ = [
     "TRANSITIONS_PREFILL",
     "IllegalTransition",
     "RoomState",
+    "RoomTimes",
     "RoomView",
     "Step",
     "advance",
@@ -113,6 +114,24 @@ TRANSITIONS_DECODE: dict[RoomState, dict[Step, RoomState]] = {
 _serial = itertools.count(1)
 
 
+@dataclass(slots=True)
+class RoomTimes:
+    """When a room reached what `story.py` tells of it, in seconds of the side's clock; 0.0 before.
+
+    met_s: the other side is known, and ready.
+    named_s: decode: the scheduler named the pages; prefill: it sent the last of them.
+    planned_s: decode: the request was made; prefill: the writes of the last chunk were chosen.
+    posted_s: prefill: the engine took the latest write.
+    landed_s: decode: the scheduler saw that all had arrived.
+    """
+
+    met_s: float = 0.0
+    named_s: float = 0.0
+    planned_s: float = 0.0
+    posted_s: float = 0.0
+    landed_s: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class RoomView:
     """One use of a room number, written by the loop thread, except for what the scheduler thread
@@ -131,8 +150,9 @@ class RoomView:
     end: RoomState | None = None
     #: Prefill: tokens the decode server already holds (its radix cache), so they are not sent.
     decode_prefix_len: int = 0
-    #: Prefill: bytes of caches and state that have landed, with every decode rank that was sent
-    #: them; what SGLang's figures are made of.
+    #: Bytes that have landed: of prefill, those of caches and state, with every decode rank that
+    #: was sent them (what SGLang's figures are made of); of decode, all that it was sent, once it
+    #: has everything.
     landed_nbytes: int = 0
     #: Decode: what each source was asked for; set once before `state` becomes `REQUESTED`.
     awaited: tuple[Awaited, ...] = ()
@@ -146,7 +166,7 @@ class RoomView:
     #: Decode, written by the scheduler thread before it tells the loop: it has named its pages, so
     #: a peer may be asked to write into them at any moment from now on.
     named: bool = False
-    #: Decode, written with `named`: how many pages those are.
+    #: How many pages those are: of decode, written with `named`; of prefill, with each chunk.
     num_pages: int = 0
     #: Decode, written by the scheduler thread before it tells the loop: the request is given up.
     #: A room whose pages are not exposed by then never exposes them.
@@ -154,6 +174,10 @@ class RoomView:
     #: Decode: no write can land in this room's pages, now or later: they were never exposed, or
     #: the fence is confirmed. Until then pages that were named must not be used for anything else.
     safe: bool = False
+    times: RoomTimes = field(default_factory=RoomTimes)
+    #: Decode, written by the scheduler thread when it chooses them: whom this rank asks. `str`
+    #: names each of them.
+    peers: tuple[object, ...] = ()
     serial: int = field(default_factory=lambda: next(_serial))
 
     @property

@@ -15,6 +15,7 @@ from bootstrap_server import Topology
 from bootstrap_server.matching import ALL_PAGES
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import SEAL_BYTES, Buffers, Plan
+from sglang_mooncake.links.destinations import Destination
 from sglang_mooncake.messages import Target
 from sglang_mooncake.outgoing import SEAL_SLOTS, Outgoing
 from sglang_mooncake.prefill_side import PrefillSide
@@ -44,6 +45,8 @@ class Transfer:
 
 
 class Peer:
+    transport = "tcp"
+
     def __init__(self, *transfers):
         self.transfers = list(transfers)
 
@@ -69,6 +72,10 @@ MEMORY = Pool(seed=1)
 PLAN = Plan(MEMORY.layout(Buffers((), (), ())), MEMORY.layout(SEALS))
 
 
+def to(peer):
+    return Destination("a", "decode rank", peer, PLAN)
+
+
 def write(view):
     chunk = Chunk(np.array([1]), 0, 0, 0.0)
     target = Target(1, 1, b"\1\0\0\0", ALL_PAGES, (), 0, 0)
@@ -79,17 +86,17 @@ def test_a_write_that_cannot_begin_keeps_no_seal_slot(outgoing):
     view = RoomView(1, 0.0)
     for _ in range(2):
         with pytest.raises(MemoryError, match="a bug"):
-            outgoing.begin(write(view), Peer(), PLAN)
+            outgoing.begin(write(view), to(Peer()))
         assert len(outgoing._free_seals) == SEAL_SLOTS
     outside = write(view)
     outside = replace(outside, chunk=replace(outside.chunk, aux_slot=999))
     with pytest.raises(ValueError, match="prefill metadata slot outside"):
-        outgoing.begin(outside, Peer(), PLAN)
+        outgoing.begin(outside, to(Peer()))
 
 
 def test_a_write_of_which_nobody_can_be_told_is_found_by_the_next_tick(outgoing):
     view, transfer = RoomView(1, 0.0), Transfer(raises={"callback"})
-    outgoing.begin(write(view), Peer(transfer), PLAN)
+    outgoing.begin(write(view), to(Peer(transfer)))
     assert outgoing.overlooked() == []
     transfer.status = te.Status.DONE
     (ended,) = outgoing.overlooked()
@@ -114,7 +121,7 @@ def test_what_counts_as_sent_has_landed_and_is_of_caches_alone(outgoing, ends, l
     view, transfers = RoomView(1, 0.0), [Transfer(raises={"callback"}) for _ in ends]
     peer = Peer(*transfers)
     for transfer, end in zip(transfers, ends, strict=True):
-        outgoing.begin(write(view), peer, PLAN)
+        outgoing.begin(write(view), to(peer))
         transfer.status = end
     for ended in outgoing.overlooked():
         outgoing.outcome(ended)
@@ -126,7 +133,7 @@ def test_a_transfer_that_takes_no_cancel_keeps_no_other_from_it(outgoing, caplog
     view, transfers = RoomView(1, 0.0), (Transfer(), Transfer(raises={"cancel"}), Transfer())
     peer = Peer(*transfers)
     for _ in transfers:
-        outgoing.begin(write(view), peer, PLAN)
+        outgoing.begin(write(view), to(peer))
     outgoing.cancel(view)
     assert [transfer.cancelled for transfer in transfers] == [True, False, True]
     assert "cannot cancel the" in caplog.text
@@ -150,11 +157,11 @@ def test_a_bug_in_the_writing_of_a_chunk_ends_the_room_on_both_sides():
 def test_a_write_that_fails_leaves_the_others_of_its_chunk_to_their_own_end(monkeypatch):
     begin, begun = Outgoing.begin, []
 
-    def begin_but_the_first(self, write, peer, plan):
+    def begin_but_the_first(self, write, destination):
         begun.append(write)
         if len(begun) == 1:
             raise RuntimeError("a bug")
-        begin(self, write, peer, plan)
+        begin(self, write, destination)
 
     monkeypatch.setattr(Outgoing, "begin", begin_but_the_first)
     topology = Topology(1, 1, 1, 1), Topology(1, 1, 2, 1)

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time of each request's hand-over went on this rank: a bounded record in memory, for
+`sglang-mooncake explain`, metrics and traces. Pure: times are passed in.
+
+A room's time on a rank is cut into stages. A stage ends when its mark is reached, and the next one
+begins, so that the stages of a room add up to its time exactly.
+
+* bootstrap: prefill: until every decode rank of the room has asked for its pages. Decode: until the
+  rank is linked to every prefill rank of the room.
+* queued: prefill: until the prompt is computed and SGLang's scheduler sends its last pages. Decode:
+  until SGLang's scheduler has allocated pages.
+* planned: prefill: until the GPU has filled the last pages and the rules have chosen their writes.
+  Decode: until the request to the prefill ranks is made.
+* posted: prefill alone: until the engine has taken the last write.
+* landed: decode alone: until every page has arrived, and SGLang's scheduler has seen it.
+* acknowledged: prefill: until every destination has acknowledged every write. Decode: until nothing
+  more can land in the room's pages.
+
+The time that a request spends in `planned`, `posted` and `acknowledged` on a prefill rank is what
+`handover_ms` of the statistics file samples: from the last `send()` until all has landed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import msgspec
+
+from sglang_mooncake.rooms.states import RoomState, RoomView
+
+__all__ = ["STAGES", "WRITES_MAX", "RoomStory", "Stories", "WriteStory", "merged", "tell"]
+
+#: In their order. A rank leaves out those that its role does not have.
+STAGES: Final = ("bootstrap", "queued", "planned", "posted", "landed", "acknowledged")
+#: Writes that the story of one room names one by one; those before the last ones are merged.
+WRITES_MAX: Final = 64
+#: The peer of writes that were merged without regard to where they went.
+SEVERAL: Final = "several decode ranks"
+#: The slowest rooms are kept longer than others.
+SLOWEST: Final = 32
+
+
+class WriteStory(msgspec.Struct, frozen=True):
+    """One write of a prefill rank, or several that were merged.
+
+    peer: the decode rank that it went to.
+    transport: as in `te.Config.transports`.
+    began_s, ended_s: when the engine took it, and when its outcome was known (of several: the first
+        and the last), in seconds of this host's monotonic clock.
+    nbytes, blocks, pages: of all of them; `failed`: how many of them failed.
+    early: it left while the forward was still running (layer by layer).
+    """
+
+    peer: str
+    transport: str
+    began_s: float
+    ended_s: float
+    nbytes: int
+    blocks: int
+    pages: int
+    early: bool = False
+    failed: int = 0
+    count: int = 1
+
+
+class RoomStory(msgspec.Struct, frozen=True):
+    """What happened to one use of a room number on one rank.
+
+    serial: rises with each room of the rank.
+    began_s, over_s: in seconds of this host's monotonic clock; `over_s` is when the record was made
+        if the room is still open.
+    marks: when each stage ended; those that the room has not reached are left out.
+    end: how the room ended (`RoomState`), or the state that it is in.
+    reason: why it ended badly.
+    nbytes: bytes of caches and state: of prefill, those that landed; of decode, those asked for
+        that have arrived (0 until the room has).
+    """
+
+    room: int
+    serial: int
+    role: str
+    rank: str
+    began_s: float
+    over_s: float
+    marks: dict[str, float]
+    end: str
+    reason: str | None = None
+    is_open: bool = False
+    pages: int = 0
+    nbytes: int = 0
+    peers: tuple[str, ...] = ()
+    writes: tuple[WriteStory, ...] = ()
+
+    @property
+    def duration_s(self) -> float:
+        return self.over_s - self.began_s
+
+    def stages(self) -> dict[str, float]:
+        """Seconds in each stage that the room has reached, in their order. They add up to
+        `duration_s`: the time after the last mark belongs to the stage in which the room ended, or
+        is now."""
+        spent, at_s = {}, self.began_s
+        for stage, mark_s in self.marks.items():
+            spent[stage] = mark_s - at_s
+            at_s = mark_s
+        if at_s < self.over_s:
+            stage = next((s for s in _of_role(self.role) if s not in self.marks), STAGES[-1])
+            spent[stage] = spent.get(stage, 0.0) + self.over_s - at_s
+        return spent
+
+
+def _of_role(role: str) -> Iterable[str]:
+    left_out = "landed" if role == "prefill" else "posted"
+    return (stage for stage in STAGES if stage != left_out)
+
+
+def tell(
+    view: RoomView,
+    role: str,
+    rank: str,
+    now_s: float,
+    *,
+    is_open: bool = False,
+    writes: Sequence[WriteStory] = (),
+) -> RoomStory:
+    """The story of a room that is over, or of one that is open at `now_s`.
+
+    A mark that was set before the one of an earlier stage (a decode rank may name pages before it
+    knows that its links stand) counts as reached with that one.
+    """
+    times = view.times
+    known = {
+        "bootstrap": times.met_s,
+        "queued": times.named_s,
+        "planned": times.planned_s,
+        "posted": times.posted_s,
+        "landed": times.landed_s,
+        "acknowledged": now_s if view.state is RoomState.DONE else 0.0,
+    }
+    is_done = view.state is RoomState.DONE
+    marks, at_s = {}, view.opened_s
+    for stage in _of_role(role):
+        if not known[stage] and not is_done:
+            break
+        # A rank that has no byte to send posts none, and is done all the same.
+        at_s = marks[stage] = min(max(known[stage], at_s), now_s)
+    return RoomStory(
+        view.room,
+        view.serial,
+        role,
+        rank,
+        view.opened_s,
+        max(now_s, at_s),
+        marks,
+        view.state.value,
+        view.reason,
+        is_open,
+        view.num_pages,
+        view.landed_nbytes,
+        tuple(sorted({str(peer) for peer in view.peers} | {write.peer for write in writes})),
+        merged(writes),
+    )
+
+
+def merged(writes: Sequence[WriteStory]) -> tuple[WriteStory, ...]:
+    """At most `WRITES_MAX` writes: the first ones become one for each peer, transport and kind, and
+    one for all others where these are too many."""
+    if len(writes) <= WRITES_MAX:
+        return tuple(writes)
+    rest = writes[-(WRITES_MAX // 2) :]
+    groups: dict[tuple[str, str, bool], WriteStory] = {}
+    for write in writes[: -len(rest)]:
+        key = write.peer, write.transport, write.early
+        if key not in groups and len(groups) >= WRITES_MAX - len(rest) - 1:
+            key = SEVERAL, "", False
+        former = groups.get(key)
+        groups[key] = write if former is None else _joined(former, write)
+    return (*groups.values(), *rest)
+
+
+def _joined(one: WriteStory, other: WriteStory) -> WriteStory:
+    return WriteStory(
+        one.peer if one.peer == other.peer else SEVERAL,
+        one.transport if one.transport == other.transport else "several",
+        min(one.began_s, other.began_s),
+        max(one.ended_s, other.ended_s),
+        one.nbytes + other.nbytes,
+        one.blocks + other.blocks,
+        one.pages + other.pages,
+        one.early,
+        one.failed + other.failed,
+        one.count + other.count,
+    )
+
+
+class Stories:
+    """The stories of the rooms of one rank: the latest that have ended, and the slowest of all. The
+    loop thread adds, any thread asks.
+
+    Args:
+        rooms: how many ended ones are kept; 0 keeps none. One takes about 1 KiB, and 12 KiB with
+            `WRITES_MAX` writes.
+    """
+
+    def __init__(self, rooms: int) -> None:
+        self._rooms_max = rooms
+        self._lock = threading.Lock()
+        self._ended: OrderedDict[int, RoomStory] = OrderedDict()  # by serial, the oldest first
+        self._slowest: list[tuple[float, int, RoomStory]] = []  # a heap
+        self._open: dict[int, RoomView] = {}  # by serial
+        self.count = 0
+
+    def open(self, view: RoomView) -> None:
+        """A room begins. The scheduler thread says so: one assignment, without the lock."""
+        self._open[view.serial] = view
+
+    def add(self, story: RoomStory) -> None:
+        """A room is over."""
+        with self._lock:
+            self._open.pop(story.serial, None)
+            self.count += 1
+            if not self._rooms_max:
+                return
+            self._ended[story.serial] = story
+            if len(self._ended) > self._rooms_max:
+                self._ended.popitem(last=False)
+            entry = story.duration_s, story.serial, story
+            if len(self._slowest) < min(SLOWEST, self._rooms_max):
+                heapq.heappush(self._slowest, entry)
+            else:
+                heapq.heappushpop(self._slowest, entry)
+
+    def of_room(self, room: int) -> list[RoomStory]:
+        """Every use of a room number that is kept, the latest last."""
+        return [story for story in self._kept() if story.room == room]
+
+    def last(self, count: int = 1) -> list[RoomStory]:
+        """Those that have ended last, the latest last."""
+        with self._lock:
+            return list(self._ended.values())[-count:] if count > 0 else []
+
+    def slowest(self, count: int) -> list[RoomStory]:
+        """Of all rooms since the start, the slowest first."""
+        with self._lock:
+            return [story for _, _, story in sorted(self._slowest, reverse=True)[:count]]
+
+    def opened(self) -> list[RoomView]:
+        """Rooms that are not over."""
+        with self._lock:
+            return list(self._open.copy().values())  # One step: others may add meanwhile.
+
+    def _kept(self) -> list[RoomStory]:
+        with self._lock:
+            kept = {serial: story for _, serial, story in self._slowest} | self._ended
+        return [kept[serial] for serial in sorted(kept)]
