@@ -248,6 +248,11 @@ class Stories:
         with self._lock:
             return [story for _, _, story in sorted(self._slowest, reverse=True)[:count]]
 
+    def oldest(self) -> RoomStory | None:
+        """Of those that are kept in the order of their ends."""
+        with self._lock:
+            return next(iter(self._ended.values()), None)
+
     def opened(self) -> list[RoomView]:
         """Rooms that are not over."""
         with self._lock:

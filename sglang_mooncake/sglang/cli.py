@@ -12,6 +12,7 @@ from typing import NoReturn
 from bootstrap_server import MismatchError
 from bootstrap_server.secret import new_secret
 from bootstrap_server.secret_file import write_secret_file
+from sglang_mooncake.explain import command as explaining
 from sglang_mooncake.layout import LayoutMismatch
 from sglang_mooncake.sglang.dry_run.flags import FlagError, ServerFlags, parse_flags
 from sglang_mooncake.sglang.dry_run.models import KNOWN, ModelError, load_model
@@ -27,16 +28,16 @@ PAGE_SIZE = 64
 RAIL_GBIT = 400.0
 
 _PLAN = """\
-Says who would send what to whom between two SGLang servers, how many bytes in how many pieces, and
-whether the hand-over would serve them at all (exit status 2 and the reason if not).
+Shows which prefill rank would send what to which decode rank, in how many bytes and pieces, without
+starting a server. Exit status 2, with the reason, if the hand-over would refuse the two servers.
 
   sglang-mooncake plan --model deepseek-v3 --prefill "tp=16 dp=4 ep=16" --decode "tp=32 dp=32"
   sglang-mooncake plan --prefill "--model-path /models/m --tp 8" --decode "--tp 4 --pp-size 1"
 """
 
 _SECRET = """\
-Makes a secret for a deployment: 256 random bits, printed, or written to a new file that its owner
-alone may read. All servers get the same one, by SGLANG_MOONCAKE_SECRET_FILE.
+Makes a secret of 256 random bits for a deployment, and prints it or writes it to a new file that
+only its owner may read. Give the same file to all servers (SGLANG_MOONCAKE_SECRET_FILE).
 
   sglang-mooncake secret --file /etc/sglang-mooncake.secret
 """
@@ -52,7 +53,13 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of the command."""
     parsed = _parser().parse_args(arguments)
-    return _secret(parsed.file) if parsed.command == "secret" else _planned(parsed)
+    match parsed.command:
+        case "secret":
+            return _secret(parsed.file)
+        case "explain":
+            return explaining.explain(parsed)
+        case _:
+            return _planned(parsed)
 
 
 def _secret(path: str | None) -> int:
@@ -112,41 +119,53 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser(
         "plan",
-        help="who would send what to whom, without a server",
+        help="show what would be sent between two servers, without starting them",
         description=_PLAN,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = plan.add_argument
     add("--model", metavar="M", help=f"{', '.join(KNOWN)}, or a config.json or its directory")
-    add("--prefill", required=True, metavar="FLAGS", help="words like 'tp=8 dp=2', or SGLang flags")
-    add("--decode", required=True, metavar="FLAGS", help="the same for the decode server")
+    add(
+        "--prefill",
+        required=True,
+        metavar="FLAGS",
+        help="prefill's: words like 'tp=8 dp=2', or SGLang's flags",
+    )
+    add("--decode", required=True, metavar="FLAGS", help="decode's, likewise")
     add(
         "--page-size",
         type=_positive,
         default=PAGE_SIZE,
         metavar="N",
-        help=f"tokens a page, where the flags do not say ({PAGE_SIZE})",
+        help=f"tokens per page, unless the flags say it ({PAGE_SIZE})",
     )
     add(
         "--rail-gbit",
         type=_rate,
         default=RAIL_GBIT,
         metavar="G",
-        help=f"what one rank can send or receive, in Gbit/s ({RAIL_GBIT:g})",
+        help=f"rate at which one rank can send or receive, in Gbit/s ({RAIL_GBIT:g})",
     )
     add(
         "--all-cp-ranks",
         action="store_true",
-        help="as with SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER on both servers",
+        help="plan as if both servers had SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER set",
     )
-    add("--json", action="store_true", help="one JSON object with every pair of ranks")
+    add("--json", action="store_true", help="print every pair of ranks as one JSON object")
     secret = commands.add_parser(
         "secret",
-        help="make a secret that all servers share",
+        help="make the secret that all servers of a deployment share",
         description=_SECRET,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    secret.add_argument("--file", metavar="PATH", help="a new file for it, instead of printing it")
+    secret.add_argument("--file", metavar="PATH", help="write it to this new file")
+    explain = commands.add_parser(
+        "explain",
+        help="show where the time of a request's hand-over went",
+        description=explaining.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    explaining.add_arguments(explain)
     return parser
 
 
@@ -163,7 +182,7 @@ def _rate(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0.001 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate between 0.001 and 1000000 Gbit/s")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate between 0.001 and 1000000 Gbit/s")
     return value
 
 

@@ -16,7 +16,9 @@ from sglang_mooncake.context import SettingNames
 from sglang_mooncake.registries import Registries
 from sglang_mooncake.sglang.mooncake_variables import read_courtesies
 from sglang_mooncake.sglang.values import ConfigError, integer, names, port_range, seconds, switch
+from sglang_mooncake.stats import STORY_ROOMS
 from te.config import LIMITS, TRANSPORTS
+from te.status import default_directory
 
 __all__ = ["INSECURE", "SETTING_NAMES", "SGLANGS_OWN", "Config", "ConfigError"]
 
@@ -60,6 +62,8 @@ _NAMES = {
     "REGISTRIES",
     "LAYERWISE",
     "STATS_DIR",
+    "STATUS_DIR",
+    "STORY_ROOMS",
     "SECRET",
     "SECRET_FILE",
     "INSECURE",
@@ -92,6 +96,10 @@ class Config:
     LAYERWISE: `1`: a prefill rank hands KV over in groups of layers while the forward that computes
         it still runs (`layerwise`). `0`, the default: when it is over.
     STATS_DIR: directory for one JSON file per scheduler process (default: none are written).
+    STATUS_DIR: directory of the status sockets, over which `te top` and `sglang-mooncake explain`
+        ask the ranks of this user (default: $XDG_RUNTIME_DIR/te, else /tmp/te-UID); `none`: no
+        sockets.
+    STORY_ROOMS: how many ended requests each rank remembers for `sglang-mooncake explain`.
     SECRET_FILE: file with the deployment's secrets, one a line (docs/security.md; default: none, so
         that whoever reaches the ports is served).
     SECRET: the secrets themselves, instead of SECRET_FILE.
@@ -117,6 +125,8 @@ class Config:
     registries: Registries = field(default_factory=Registries)
     layerwise: bool = False
     stats_dir: Path | None = None
+    status_dir: Path | None = field(default_factory=default_directory)
+    story_rooms: int = STORY_ROOMS
     #: Made of the secrets, which are not kept.
     keys: Keys = field(default_factory=Keys, repr=False)
     insecure: bool = False
@@ -156,6 +166,10 @@ class Config:
             registries=_registries(asked.get("REGISTRIES", "")),
             layerwise=switch(f"{_PREFIX}LAYERWISE", asked.get("LAYERWISE", "0")),
             stats_dir=Path(stats_dir) if stats_dir else None,
+            status_dir=_status_dir(asked.get("STATUS_DIR")),
+            story_rooms=integer(
+                f"{_PREFIX}STORY_ROOMS", asked.get("STORY_ROOMS", str(STORY_ROOMS)), 0, 65_536
+            ),
             keys=_keys(given),
             insecure=switch(INSECURE, asked.get("INSECURE", "0")),
             encrypt=switch(f"{_PREFIX}ENCRYPT", asked.get("ENCRYPT", "0")),
@@ -181,6 +195,12 @@ def _engine(asked: Mapping[str, str]) -> dict[str, int]:
         for name in _ENGINE
         if name in asked
     }
+
+
+def _status_dir(text: str | None) -> Path | None:
+    if text is None:
+        return default_directory()
+    return None if text == "none" else Path(text)
 
 
 def _transports(text: str) -> tuple[str, ...]:

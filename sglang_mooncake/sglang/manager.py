@@ -19,6 +19,7 @@ from bootstrap_server import Rank, RankLease, RankRecord
 from bootstrap_server.exposure import exposure
 from bootstrap_server.signatures import signed
 from sglang_mooncake.decode_side import DecodeSide, SealBuffer
+from sglang_mooncake.explain.questions import answers
 from sglang_mooncake.instances import PrefillInfo
 from sglang_mooncake.layout import Buffers, Layout, early_layers
 from sglang_mooncake.prefill_side import PrefillSide
@@ -104,8 +105,13 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             is_first=args.gpu_id == server_args.base_gpu_id,
         )
         self.recorder = Recorder(
-            self.context, _serving_classes(), self.engine.stats, self.config.stats_dir
+            self.context,
+            _serving_classes(),
+            self.engine.stats,
+            self.config.stats_dir,
+            self.config.story_rooms,
         )
+        self.engine.add_answers(answers(self.recorder, self.context))
         self._regions: list[te.Region] = []
         self.register_buffer_to_engine()
         self.prefill_side: PrefillSide | None = None

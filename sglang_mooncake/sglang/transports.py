@@ -57,6 +57,7 @@ def open_engine(
                 port=port,
                 port_last=port_last,
                 transports=transports,
+                status_dir=config.status_dir,
                 nics=devices,
                 topology=config.topology,
                 stall_timeout_s=config.stall_timeout_s,

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A timeline as an SVG file: one lane for each rank, the writes of prefill ranks below their
+stages. Pure. Nothing outside the file is used.
+
+Colours are those of Okabe and Ito, which people with any kind of colour blindness tell apart; wide
+stages carry their name as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+from xml.sax.saxutils import escape, quoteattr
+
+from sglang_mooncake.explain.text import size_text, time_text
+from sglang_mooncake.explain.timeline import Lane, Timeline, longest
+from sglang_mooncake.story import STAGES
+
+__all__ = ["as_svg"]
+
+WIDTH: Final = 1100
+LEFT, RIGHT, TOP = 20, 20, 74
+BAR, WRITE, GAP, LABEL = 26, 8, 20, 20
+WRITE_ROWS: Final = 4
+CHAR: Final = 7.2
+
+COLOURS: Final = {
+    "bootstrap": "#56b4e9",
+    "queued": "#f0e442",
+    "planned": "#cc79a7",
+    "posted": "#e69f00",
+    "landed": "#0072b2",
+    "acknowledged": "#009e73",
+}
+_ON_DARK: Final = {"landed", "acknowledged"}
+_WRITE_COLOUR, _FAILED_COLOUR = "#555555", "#d55e00"
+
+
+def as_svg(line: Timeline) -> str:
+    """The file's text."""
+    body: list[str] = []
+    y = TOP
+    for lane in line.lanes:
+        parts, height = _lane(line, lane, y)
+        body += parts
+        y += height + GAP
+    axis = list(_axis(line, y))
+    height = y + 40
+    title = f"Room {line.room}: {time_text(line.duration_s)} on {len(line.lanes)} ranks"
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"'
+        f' width="{WIDTH}" height="{height}" role="img" aria-label={quoteattr(title)}'
+        ' font-family="system-ui, sans-serif" font-size="13" fill="#1a1a1a">'
+    )
+    return "\n".join(
+        [
+            head,
+            f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+            f'<text x="{LEFT}" y="26" font-size="17" font-weight="600">{escape(title)}</text>',
+            *_legend(),
+            *body,
+            *axis,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _legend() -> Iterator[str]:
+    x = float(LEFT)
+    for name, colour in [*((stage, COLOURS[stage]) for stage in STAGES), ("write", _WRITE_COLOUR)]:
+        yield f'<rect x="{x:.1f}" y="40" width="12" height="12" fill="{colour}"/>'
+        yield f'<text x="{x + 17:.1f}" y="51">{name}</text>'
+        x += 17 + CHAR * len(name) + 22
+
+
+def _x(line: Timeline, at_s: float) -> float:
+    share = at_s / line.duration_s if line.duration_s > 0 else 0.0
+    return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+
+def _lane(line: Timeline, lane: Lane, y: int) -> tuple[list[str], int]:
+    story = lane.story
+    stage, spent_s = longest(lane)
+    label = (
+        f"{lane.rank}: {story.end} after {time_text(story.duration_s)},"
+        f" {size_text(story.nbytes)}; longest: {stage}, {time_text(spent_s)}"
+    )
+    parts = [f'<text x="{LEFT}" y="{y + 13}">{escape(label)}</text>']
+    top = y + LABEL
+    for name, began_s, length_s in lane.spans:
+        parts += _stage(line, name, began_s, length_s, top)
+    rows = min(len(story.writes), WRITE_ROWS)
+    for i, write in enumerate(story.writes):
+        x, end = (_x(line, at_s + lane.offset_s) for at_s in (write.began_s, write.ended_s))
+        colour = _FAILED_COLOUR if write.failed else _WRITE_COLOUR
+        tip = f"{size_text(write.nbytes)} to {write.peer} over {write.transport}"
+        parts.append(
+            f'<rect x="{x:.1f}" y="{top + BAR + 3 + i % WRITE_ROWS * WRITE}"'
+            f' width="{max(end - x, 1.5):.1f}" height="{WRITE - 2}" fill="{colour}">'
+            f"<title>{escape(tip)}</title></rect>"
+        )
+    return parts, LABEL + BAR + (3 + rows * WRITE if rows else 0)
+
+
+def _stage(line: Timeline, name: str, began_s: float, length_s: float, y: int) -> Iterator[str]:
+    x, width = _x(line, began_s), _x(line, began_s + length_s) - _x(line, began_s)
+    tip = f"{name}: {time_text(length_s)}, from {time_text(began_s)} on"
+    yield (
+        f'<rect x="{x:.1f}" y="{y}" width="{max(width, 0.8):.1f}" height="{BAR}"'
+        f' fill="{COLOURS[name]}"><title>{escape(tip)}</title></rect>'
+    )
+    text = f"{name} {time_text(length_s)}"
+    if width > CHAR * len(text) + 8:
+        ink = "#ffffff" if name in _ON_DARK else "#1a1a1a"
+        yield f'<text x="{x + 5:.1f}" y="{y + 17}" fill="{ink}">{escape(text)}</text>'
+
+
+def _axis(line: Timeline, y: int) -> Iterator[str]:
+    yield f'<line x1="{LEFT}" y1="{y}" x2="{WIDTH - RIGHT}" y2="{y}" stroke="#888888"/>'
+    for i in range(5):
+        at_s = line.duration_s * i / 4
+        x = _x(line, at_s)
+        anchor = ("start", "middle", "middle", "middle", "end")[i]
+        yield f'<line x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="{y + 5}" stroke="#888888"/>'
+        yield f'<text x="{x:.1f}" y="{y + 20}" text-anchor="{anchor}">{time_text(at_s)}</text>'

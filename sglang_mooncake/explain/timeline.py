@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what the ranks tell to one timeline of a request. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from sglang_mooncake.explain.questions import RankStories
+from sglang_mooncake.story import STAGES, RoomStory
+
+__all__ = ["Lane", "Timeline", "advice", "longest", "timelines"]
+
+#: Uses of one room number that lie further apart than this are different requests, when they do not
+#: overlap: SGLang's routers draw room numbers at random, but tests and clients may repeat them.
+APART_S: Final = 1.0
+
+_ADVICE: Final = {
+    ("prefill", "bootstrap"): (
+        "The prefill rank waited for the decode ranks to ask for the request's pages. Look at the"
+        " decode ranks: their queue (no free KV pages?), their links, or a router that reached the"
+        " decode server late."
+    ),
+    ("prefill", "queued"): (
+        "The request waited in SGLang's scheduler or was being computed. This is prefill time, not"
+        " transfer time: look at SGLang's queue metrics, the chunk size and the prompt's length."
+    ),
+    ("prefill", "planned"): (
+        "The last pages were sent to the hand-over, and it waited for the GPU to fill them or for"
+        " its control thread. Look at overlap scheduling and at a busy interpreter."
+    ),
+    ("prefill", "posted"): (
+        "The transfer engine took long to accept the writes: the rank has too many transfers under"
+        " way, or the planning of very many small blocks took long (different TP sizes?)."
+    ),
+    ("prefill", "acknowledged"): (
+        "The bytes were on their way. Compare the rate of the writes with `te bench` and the"
+        " transport with the one that you expect; `te doctor --peer` measures each pair of rails."
+    ),
+    ("decode", "bootstrap"): (
+        "The decode rank was connecting to the prefill ranks: the registry's answer, the control"
+        " links and the data connections. This is long for the first request to a server only."
+    ),
+    ("decode", "queued"): (
+        "SGLang's decode scheduler had no free KV pages or request slots for the request. Look at"
+        " the KV pool's usage on the decode server."
+    ),
+    ("decode", "planned"): "The control thread of the decode rank was busy. Look at its CPU usage.",
+    ("decode", "landed"): (
+        "The decode rank had asked and waited for the KV cache: prefill's queue, its forward and"
+        " the transfer. The lanes of the prefill ranks say which."
+    ),
+    ("decode", "acknowledged"): (
+        "Closing the request's tags took long: a write was still under way when the request ended."
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One rank's part in a request. Times are seconds since the timeline began."""
+
+    rank: str
+    role: str
+    host: str
+    story: RoomStory
+    began_s: float
+    #: From this rank's monotonic clock to the timeline.
+    offset_s: float
+
+    @property
+    def spans(self) -> list[tuple[str, float, float]]:
+        """Stage, begin and length, in their order."""
+        found, at_s = [], self.began_s
+        for stage, spent_s in self.story.stages().items():
+            found.append((stage, at_s, spent_s))
+            at_s += spent_s
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One request. `is_one_clock`: all ranks share a clock; otherwise lanes of different hosts are
+    aligned by their wall clocks, and are as exact as those are synchronised."""
+
+    room: int
+    lanes: tuple[Lane, ...]
+    duration_s: float
+    is_one_clock: bool
+
+    @property
+    def problem(self) -> str | None:
+        """Why the request failed; None if it did not."""
+        return next((lane.story.reason for lane in self.lanes if lane.story.reason), None)
+
+
+def timelines(told: Sequence[RankStories]) -> list[Timeline]:
+    """One for each use of a room number, the latest last; decode ranks stand before prefill ranks.
+
+    The beginnings are put on one axis: by the monotonic clock for ranks of one boot of one host,
+    else by the wall clock.
+    """
+    placed = [
+        (story.began_s + answer.wall_s - answer.monotonic_s, answer, story)
+        for answer in _on_one_wall(told)
+        for story in answer.stories
+    ]
+    uses: list[list[tuple[float, RankStories, RoomStory]]] = []
+    for one in sorted(placed, key=lambda one: (one[2].room, one[0])):
+        if uses and _same_use(uses[-1], one):
+            uses[-1].append(one)
+        else:
+            uses.append([one])
+    return [line for _, line in sorted(map(_timeline, uses), key=lambda one: one[0])]
+
+
+def _on_one_wall(told: Sequence[RankStories]) -> Iterable[RankStories]:
+    """Ranks that share a clock get the same wall clock, too: they read it at different moments, and
+    it may have been set in between."""
+    walls: dict[str, float] = {}
+    for one in told:
+        wall_s = walls.setdefault(one.boot_id, one.wall_s - one.monotonic_s)
+        yield msgspec.structs.replace(one, wall_s=wall_s, monotonic_s=0.0)
+
+
+def _same_use(
+    use: Sequence[tuple[float, RankStories, RoomStory]],
+    one: tuple[float, RankStories, RoomStory],
+) -> bool:
+    began_s, answer, story = one
+    ranks = {(other.rank, other.pid) for _, other, _ in use}
+    ends_s = max(begin_s + other.duration_s for begin_s, _, other in use)
+    return (
+        story.room == use[0][2].room
+        and (answer.rank, answer.pid) not in ranks
+        and began_s <= ends_s + APART_S
+    )
+
+
+def _timeline(use: Sequence[tuple[float, RankStories, RoomStory]]) -> tuple[float, Timeline]:
+    zero_s = min(began_s for began_s, _, _ in use)
+    lanes = [
+        Lane(
+            answer.rank,
+            answer.role,
+            answer.host,
+            story,
+            began_s - zero_s,
+            began_s - zero_s - story.began_s,
+        )
+        for began_s, answer, story in use
+    ]
+    lanes.sort(key=lambda lane: (lane.role, lane.rank))
+    duration_s = max(lane.began_s + lane.story.duration_s for lane in lanes)
+    is_one_clock = len({answer.boot_id for _, answer, _ in use}) == 1
+    return zero_s, Timeline(use[0][2].room, tuple(lanes), duration_s, is_one_clock)
+
+
+def longest(lane: Lane) -> tuple[str, float]:
+    """The stage in which the request spent most of its time on this rank, and how long that was."""
+    stages = lane.story.stages()
+    stage = max(stages, key=lambda one: (stages[one], -STAGES.index(one)), default=STAGES[0])
+    return stage, stages.get(stage, 0.0)
+
+
+def advice(lane: Lane) -> str:
+    """What the longest stage of a lane means, and where to look."""
+    return _ADVICE[lane.role, longest(lane)[0]]
