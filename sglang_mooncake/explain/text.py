@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from sglang_mooncake.explain.timeline import Lane, Timeline, advice, longest
+from sglang_mooncake.explain.timeline import Lane, Timeline, verdict
 from sglang_mooncake.story import WriteStory
 
 __all__ = ["as_text", "size_text", "time_text"]
@@ -28,11 +28,10 @@ def as_text(line: Timeline) -> str:
     for lane in line.lanes:
         parts.append("")
         parts.extend(_lane(line, lane))
-    slowest = max(line.lanes, key=lambda lane: longest(lane)[1])
-    stage, spent_s = longest(slowest)
+    lane, stage, spent_s, where_to_look = verdict(line)
     share = spent_s / line.duration_s if line.duration_s else 0.0
-    parts += ["", f"Longest: '{stage}' on {slowest.rank}, {time_text(spent_s)} ({share:.0%})."]
-    parts.append(advice(slowest))
+    parts += ["", f"Longest: {stage} on {lane.rank}, {time_text(spent_s)} ({share:.0%})."]
+    parts.append(where_to_look)
     return "\n".join(parts)
 
 

@@ -12,7 +12,7 @@ import msgspec
 from sglang_mooncake.explain.questions import RankStories
 from sglang_mooncake.story import STAGES, RoomStory
 
-__all__ = ["Lane", "Timeline", "advice", "longest", "timelines"]
+__all__ = ["Lane", "Timeline", "longest", "timelines", "verdict"]
 
 #: Uses of one room number that lie further apart than this are different requests, when they do not
 #: overlap: SGLang's routers draw room numbers at random, but tests and clients may repeat them.
@@ -51,7 +51,7 @@ _ADVICE: Final = {
     ("decode", "planned"): "The control thread of the decode rank was busy. Look at its CPU usage.",
     ("decode", "landed"): (
         "The decode rank had asked and waited for the KV cache: prefill's queue, its forward and"
-        " the transfer. The lanes of the prefill ranks say which."
+        " the transfer. Ask the host of the prefill ranks, too: their lanes say which."
     ),
     ("decode", "acknowledged"): (
         "Closing the request's tags took long: a write was still under way when the request ended."
@@ -166,6 +166,15 @@ def longest(lane: Lane) -> tuple[str, float]:
     return stage, stages.get(stage, 0.0)
 
 
-def advice(lane: Lane) -> str:
-    """What the longest stage of a lane means, and where to look."""
-    return _ADVICE[lane.role, longest(lane)[0]]
+def verdict(line: Timeline) -> tuple[Lane, str, float, str]:
+    """The lane and stage in which most of the time went, how long that was, and where to look.
+
+    A decode rank that has asked waits for the prefill ranks: where those took part, they say why.
+    """
+    ranked = sorted(line.lanes, key=lambda lane: longest(lane)[1], reverse=True)
+    waited_for = [lane for lane in ranked if lane.role == "prefill"]
+    lane = ranked[0]
+    if (lane.role, longest(lane)[0]) == ("decode", "landed") and waited_for:
+        lane = waited_for[0]
+    stage, spent_s = longest(lane)
+    return lane, stage, spent_s, _ADVICE[lane.role, stage]

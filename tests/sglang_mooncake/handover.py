@@ -28,6 +28,7 @@ from bootstrap_server.secret import Keys
 from bootstrap_server.signatures import signed
 from sglang_mooncake.context import Deadlines, RankContext, Role
 from sglang_mooncake.decode_side import DecodeSide, SealBuffer
+from sglang_mooncake.explain.questions import answers
 from sglang_mooncake.layout import Buffers, Component, Layout, Units
 from sglang_mooncake.messages import PROTOCOL_VERSION
 from sglang_mooncake.prefill_side import PrefillSide
@@ -135,14 +136,15 @@ class PrefillRank:
         self.memory = memory  # which is written and read for as long as the rank lives
         self.engine = _engine(memory, config, "none")
         layout = memory.layout(Buffers((), (), ()))
-        recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
-        self.side = PrefillSide(context, self.engine, layout, recorder)
+        self.recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
+        self.engine.add_answers(answers(self.recorder, context))
+        self.side = PrefillSide(context, self.engine, layout, self.recorder)
         self.report = RankReport(
             self.engine.stats,
             self.engine.links,
             self.side.decode_peers,
-            recorder.rooms,
-            recorder.failures.last,
+            self.recorder.rooms,
+            self.recorder.failures.last,
         )
         self.port = self.side.start()
         rank = Rank(
@@ -185,13 +187,14 @@ class DecodeRank:
         self.engine = _engine(memory, config, "tagged")
         self.seals = SealBuffer(self.engine)
         layout = memory.layout(self.seals.buffers)
-        recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
+        self.recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
+        self.engine.add_answers(answers(self.recorder, context))
         self.side = DecodeSide(
             context,
             self.engine,
             layout,
             self.seals,
-            recorder,
+            self.recorder,
             config.registries,
             config.link_timeout_s,
         )
