@@ -12,8 +12,8 @@ from typing import NoReturn
 from bootstrap_server import MismatchError
 from bootstrap_server.secret import new_secret
 from bootstrap_server.secret_file import write_secret_file
-from sglang_mooncake.explain import command as explaining
 from sglang_mooncake.layout import LayoutMismatch
+from sglang_mooncake.sglang import explaining
 from sglang_mooncake.sglang.dry_run.flags import FlagError, ServerFlags, parse_flags
 from sglang_mooncake.sglang.dry_run.models import KNOWN, ModelError, load_model
 from sglang_mooncake.sglang.dry_run.pairs import Server, plan_pairs

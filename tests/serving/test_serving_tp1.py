@@ -4,17 +4,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import aiohttp
 import pytest
 from cpu_serving.expectations import Layout, Serving
 from cpu_serving.ports import PortBlock
 from cpu_serving.servers import Fleet, wait_ready
+from cpu_serving.stats import collect
 from cpu_serving.traffic import Answer, Request, make_requests, run, send
 from direct import in_a_room
+
+from sglang_mooncake.sglang.cli import main as explain
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
@@ -105,3 +111,26 @@ def test_wrong_bootstrap_address_fails_in_bounded_time(serving: Serving) -> None
     assert answer.error is not None
     assert str(nobody.first) in answer.error, "the message names the address that did not answer"
     serving.assert_equal(make_requests(4, 100, seed=5))
+
+
+def test_the_time_of_each_request_is_explained(
+    serving: Serving, status_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stages that ranks tell of a request are the hand-over time that was measured."""
+    serving.assert_equal(make_requests(20, 600, seed=11))
+    where = ["--dir", str(status_directory)]
+    assert explain(["explain", "--slowest", "32", "--json", *where]) == 0
+    told = {one["role"]: one for one in json.loads(capsys.readouterr().out)}
+    assert set(told) == {"prefill", "decode"}
+    (rank,) = collect(serving.pair.prefill, since=time.time())
+    measured = sorted(rank.handover_ms)
+    marks = [story["marks"] for story in told["prefill"]["stories"] if story["end"] == "done"]
+    assert marks
+    for mark in marks:
+        told_ms = (mark["acknowledged"] - mark["queued"]) * 1e3
+        nearest = min(measured, key=lambda one: abs(one - told_ms))
+        assert told_ms == pytest.approx(nearest, rel=0.05)
+    assert explain(["explain", "--last", *where]) == 0
+    text = capsys.readouterr().out
+    assert "done, " in text
+    assert "on 2 ranks of 1 host" in text

@@ -10,6 +10,7 @@ from bootstrap_server.secret import Keys
 from sglang_mooncake.registries import Registries
 from sglang_mooncake.sglang.config import SGLANGS_OWN, Config, ConfigError
 from sglang_mooncake.sglang.transports import open_engine
+from te.status import default_directory
 
 
 def test_nothing_given_means_the_defaults():
@@ -35,6 +36,8 @@ def test_every_variable_is_taken():
             "SGLANG_MOONCAKE_REGISTRIES": "prefill-*, 10.0.0.0/8:8998",
             "SGLANG_MOONCAKE_LAYERWISE": "1",
             "SGLANG_MOONCAKE_STATS_DIR": "/stats",
+            "SGLANG_MOONCAKE_STATUS_DIR": "/status",
+            "SGLANG_MOONCAKE_STORY_ROOMS": "7",
             "SGLANG_MOONCAKE_PORTS": "20000-20100",
             "SGLANG_MOONCAKE_RAILS": "4",
             "SGLANG_MOONCAKE_RAILS_PER_NIC": "2",
@@ -54,6 +57,8 @@ def test_every_variable_is_taken():
         registries=Registries(("prefill-*", "10.0.0.0/8:8998")),
         layerwise=True,
         stats_dir=Path("/stats"),
+        status_dir=Path("/status"),
+        story_rooms=7,
         ports=(20000, 20100),
         engine={
             "rails": 4,
@@ -164,3 +169,10 @@ def test_a_secret_that_we_cannot_use_stops_the_server(given, sentence):
     with pytest.raises(ConfigError, match=f"SGLANG_MOONCAKE_.*{sentence}") as refusal:
         Config.from_environment({f"SGLANG_MOONCAKE_{name}": text for name, text in given.items()})
     assert SECRET not in str(refusal.value)
+
+
+def test_status_sockets_can_be_switched_off():
+    assert Config.from_environment({"SGLANG_MOONCAKE_STATUS_DIR": "none"}).status_dir is None
+    assert Config.from_environment({}).status_dir == default_directory()
+    with pytest.raises(ConfigError, match="SGLANG_MOONCAKE_STORY_ROOMS='65537': give a whole"):
+        Config.from_environment({"SGLANG_MOONCAKE_STORY_ROOMS": "65537"})
