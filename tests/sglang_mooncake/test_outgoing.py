@@ -69,11 +69,12 @@ def outgoing():
 posted: list[object] = []
 SEALS = Buffers((1 << 42,), (SEAL_BYTES,), (10 * SEAL_BYTES,))
 MEMORY = Pool(seed=1)
+PLACE = make_context("decode", f"{HOST}:1", Deadlines()).place
 PLAN = Plan(MEMORY.layout(Buffers((), (), ())), MEMORY.layout(SEALS))
 
 
 def to(peer):
-    return Destination("a", "decode rank", peer, PLAN)
+    return Destination("a", "decode rank", peer, PLAN, PLACE)
 
 
 def write(view):
