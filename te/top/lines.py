@@ -16,8 +16,8 @@ __all__ = ["Kind", "Line", "crop", "lines", "size"]
 COLUMNS: Final = (
     "state", "out/s", "in/s", "sent", "received", "in flight", "done", "failed",
 )  # fmt: skip
-#: What is left out first where the terminal is narrow. Rates stay.
-LEFT_OUT: Final = ("received", "sent", "done", "in flight", "failed", "state")
+#: What is left out, in this order, where the terminal is narrow. Rates stay.
+LEFT_OUT: Final = (("sent", "received"), ("done",), ("in flight",), ("failed",), ("state",))
 #: The first column is at least so wide before another one is left out.
 NAME_LEAST: Final = 34
 GAP: Final = "  "
@@ -187,10 +187,10 @@ def _set(found: list[Line], width: int | None) -> list[tuple[Kind, str]]:
     name_width = max((len(line.text) for line in found if line.cells is not None), default=0)
     shown = list(COLUMNS)
     if width is not None:
-        for name in LEFT_OUT:
+        for names in LEFT_OUT:
             if width - _span(shown, widths) >= min(name_width, NAME_LEAST):
                 break
-            shown.remove(name)
+            shown = [name for name in shown if name not in names]
         name_width = max(min(name_width, width - _span(shown, widths)), 1)
     return [(line.kind, _text(line, shown, widths, name_width, width)) for line in found]
 

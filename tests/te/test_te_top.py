@@ -216,6 +216,7 @@ def test_totals_go_before_rates_on_a_narrow_terminal() -> None:
     ]
     assert len({len(one) for one in heads}) > 2
     assert all({"out/s", "in/s"} <= set(one) for one in heads)
+    assert all(("sent" in one) == ("received" in one) for one in heads)
 
 
 def test_what_has_no_rate_shows_a_dash() -> None:
