@@ -72,6 +72,7 @@ def lanes(options: Options) -> list[Lane]:
         _pytest(options, "sanitizers", "-m", "sanitize", "tests/sanitize"),
     ]
     if not options.pytest_args:
+        here.append(Step("documentation site", ["scripts/docs"]))
         here += _demo_over_rdma(options.scratch / "reference.json")
     machines = [
         _on_devices(options, nics, driver, *where)
