@@ -159,7 +159,6 @@ def make_app(
     )
     app.on_response_prepare.append(_without_versions)
     app.on_shutdown.append(handlers.let_waiters_go)
-    app.on_shutdown.append(status.let_watchers_go)
     return app
 
 

@@ -68,7 +68,6 @@ class StatusHandlers:
     ) -> None:
         self._registry, self._board, self._clock, self._page = registry, board, clock, page
         self._watchers = 0
-        self._closed = False
         self._making = asyncio.Lock()
         self._published: _Published | None = None
         #: To what was published last, by `after`.
@@ -79,10 +78,6 @@ class StatusHandlers:
         if self._page is StatusPage.OFF:
             return []
         return [web.get("/", self.get_page), web.get("/v1/status", self.get_status)]
-
-    async def let_watchers_go(self, _: web.Application) -> None:
-        """The server shuts down."""
-        self._closed = True
 
     async def get_page(self, request: web.Request) -> web.Response:
         self._check(request)
@@ -113,11 +108,7 @@ class StatusHandlers:
         self._watchers += 1
         try:
             # With the same snapshot again the page knows that the registry is there.
-            while (
-                self._board.revision <= after
-                and not self._closed
-                and time.monotonic() < give_up_at_s
-            ):
+            while self._board.revision <= after and time.monotonic() < give_up_at_s:
                 await asyncio.sleep(LOOK_EVERY_S)
         finally:
             self._watchers -= 1
@@ -134,7 +125,7 @@ class StatusHandlers:
             self._answers.clear()
         self._answers[after] = found
         # Whoever asks for ever other revisions gets a part of this server's time, not all of it.
-        await asyncio.sleep(0 if self._closed else ENCODE_EVERY_S)
+        await asyncio.sleep(ENCODE_EVERY_S)
         return found
 
     async def _publish(self, after: int) -> _Published:
@@ -145,7 +136,7 @@ class StatusHandlers:
             if self._board.revision == published.revision:
                 return published
             if old_s < PUBLISH_EVERY_S:
-                if after < published.revision or self._closed:
+                if after < published.revision:
                     return published
                 await asyncio.sleep(PUBLISH_EVERY_S - old_s)
         now_s = self._clock()

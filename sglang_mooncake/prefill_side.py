@@ -113,7 +113,7 @@ class PrefillSide(Side):
     def decode_peers(self) -> list[DecodePeer]:
         """The decode ranks that this rank can write to, each once. Any thread may ask."""
         # One that knows our registry by several names has a link for each.
-        found = {one.peer.id: one for one in self._links if one.peer.alive}
+        found = {one.peer.id: one for one in self._links}
         return [DecodePeer(name, one.peer.address[0], one.place) for name, one in found.items()]
 
     def start(self, ports: tuple[int, int] | None = None) -> int:

@@ -360,6 +360,7 @@ def test_who_is_on_this_host() -> None:
     with BootstrapServer("0.0.0.0", 0, page=StatusPage.LOCAL) as server:
         assert get(server, "/v1/status") == 200
         assert get(server, "/v1/status", to=own_address()) == 200
+        assert get(server, "/v1/status", to="127.0.0.2") == 200  # from 127.0.0.1
         assert get(server, "/v1/instances", "a.name") == 200
         assert get(server, "/", "a.name") == 403
 

@@ -356,6 +356,7 @@ async def test_a_thousand_ranks_do_not_freeze_it(make_record: MakeRecord) -> Non
             await tab.ask("document.querySelector('#matrix').focus()")
             await press_until(tab, "PageDown", 200)
             assert "dp 255 cp 0 tp 3" in await tab.ask(text("#cell-text"))
+            await tab.until("document.querySelector('#matrix td.active') !== null")
             clients[5].close()
             after_s = float(
                 await tab.until(

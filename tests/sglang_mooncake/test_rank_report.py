@@ -115,8 +115,8 @@ def test_rails_go_by_what_is_at_their_near_end(world, name, shown):
 
 def test_a_rail_is_up_where_all_its_connections_are(world):
     world.links = [
-        link("a", "rdma", ("m0 to x", "up", 1), ("m1 to x", "up", 2)),
-        link("b", "rdma", ("m0 to x", "probe", 4), ("m1 to x", "up", 8)),
+        link("a", "rdma", ("m0 to x", "probe", 1), ("m1 to x", "up", 2)),
+        link("b", "rdma", ("m0 to x", "up", 4), ("m1 to x", "up", 8)),
     ]
     assert world.after(1.0).rails == (RailStatus("m0", False, 5.0), RailStatus("m1", True, 10.0))
 
