@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 STATS_VERSION = 1
 STORY_ROOMS = 1024
 _SAMPLES_MAX = 10_000
+#: Of SGLang's scheduler.
+_CALLS = ("send", "poll")
 _WRITE_INTERVAL_S = 1.0
 _WRITE_TIMEOUT_S = 2.0
 
@@ -72,8 +74,10 @@ class Recorder:
         self._hooks_us: deque[float] = deque(maxlen=_SAMPLES_MAX)
         self._handover_ms: deque[float] = deque(maxlen=_SAMPLES_MAX)
         self._calls_us: dict[str, deque[float]] = {
-            name: deque(maxlen=_SAMPLES_MAX) for name in ("send", "poll")
+            name: deque(maxlen=_SAMPLES_MAX) for name in _CALLS
         }
+        self._calls, self._calls_ns = dict.fromkeys(_CALLS, 0), dict.fromkeys(_CALLS, 0)
+        self._ends: Counter[str] = Counter()
         self._write_lock = threading.Lock()  # the thread that writes and the one that exits
         self._closing = threading.Event()
         if self._path is not None:
@@ -89,7 +93,10 @@ class Recorder:
         try:
             yield
         finally:
-            self._calls_us[name].append((time.perf_counter_ns() - began_ns) / 1000)
+            took_ns = time.perf_counter_ns() - began_ns
+            self._calls_us[name].append(took_ns / 1000)
+            self._calls[name] += 1
+            self._calls_ns[name] += took_ns
 
     def transfer_began(self, now_s: float) -> None:
         if not self._in_flight:
@@ -140,6 +147,7 @@ class Recorder:
         self.stories.add(story)
         for listener in self._listeners:
             listener(story)
+        self._ends[story.end] += 1
         match view.state:
             case RoomState.DONE:
                 self._rooms["done"] += 1
@@ -156,6 +164,19 @@ class Recorder:
         """How many rooms ended how, and how many are open. Any thread may ask."""
         ends = {end: self._rooms[end] for end in ("done", "failed", "aborted")}
         return ends | {"open": self._open_rooms}
+
+    def totals(self) -> dict[str, Any]:
+        """What only rises, for metrics: rooms by how they ended (`RoomState`), bytes, fall-backs by
+        reason, calls of the scheduler with their seconds. Any thread may ask."""
+        with self._fallbacks_lock:
+            fallbacks = dict(self._fallbacks)
+        return {
+            "ends": self._ends.copy(),
+            "bytes": self._bytes,
+            "bytes_early": self._bytes_early,
+            "fallbacks": fallbacks,
+            "calls": {name: (self._calls[name], self._calls_ns[name] / 1e9) for name in _CALLS},
+        }
 
     def snapshot(self) -> dict[str, Any]:
         """Everything, as it goes into the file."""

@@ -29,6 +29,7 @@ from sglang_mooncake.sglang.config import INSECURE, Config
 from sglang_mooncake.sglang.layerwise import Layerwise
 from sglang_mooncake.sglang.plugin import hook_decode_queue, serving_classes
 from sglang_mooncake.sglang.pools.kv_args import KVArgsLike, layout_from_kv_args, memory_ranges
+from sglang_mooncake.sglang.prometheus import Exporter
 from sglang_mooncake.sglang.recompute import Recompute
 from sglang_mooncake.sglang.registry import prove_dp_rank_queries
 from sglang_mooncake.sglang.seam import (
@@ -38,6 +39,7 @@ from sglang_mooncake.sglang.seam import (
     UnsupportedServer,
     deferred_release_enabled,
     kv_heads,
+    metric_labels,
     pins_host_memory,
     rank_context,
     rdma_devices,
@@ -112,6 +114,10 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             self.config.story_rooms,
         )
         self.engine.add_answers(answers(self.recorder, self.context))
+        labels = metric_labels(self.context)
+        self._exporter = (
+            None if labels is None else Exporter(self.recorder, self.engine.stats, labels)
+        )
         self._regions: list[te.Region] = []
         self.register_buffer_to_engine()
         self.prefill_side: PrefillSide | None = None
@@ -334,6 +340,8 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             self._queries.shutdown(wait=False, cancel_futures=True)
         if self._recompute is not None:
             self._recompute.close()
+        if self._exporter is not None:
+            self._exporter.close()
         self.engine.close()
 
 

@@ -30,7 +30,14 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 )
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.page_interleave import get_kv_shard_group
-from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel, get_serving, get_spec
+from sglang.srt.runtime_context import (
+    get_disagg,
+    get_memory,
+    get_observability,
+    get_parallel,
+    get_serving,
+    get_spec,
+)
 from sglang.srt.utils import is_hip
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
@@ -382,3 +389,19 @@ def recompute_address(bootstrap_address: str, http_port: int) -> str:
     """Where the prefill server's HTTP API is, on the host of its registry."""
     host = NetworkAddress.parse(bootstrap_address).host
     return str(NetworkAddress(host, http_port).to_host_port_str())
+
+
+def metric_labels(context: RankContext) -> dict[str, str] | None:
+    """How this rank's metrics are labelled (`metrics.RANK_LABELS`); None where the server was
+    started without --enable-metrics."""
+    if not get_observability().enable_metrics:
+        return None
+    coords = context.coords
+    return {
+        "model_name": str(get_serving().served_model_name),
+        "role": context.role,
+        "dp_rank": str(coords.dp),
+        "cp_rank": str(coords.cp),
+        "tp_rank": str(coords.tp),
+        "pp_rank": str(coords.pp),
+    }

@@ -24,7 +24,15 @@ ALLOWED = {
     "te/bench": {"matplotlib", "mooncake", "msgspec", "nixl", "numpy"},  # those that are installed
     "bootstrap_server": {"aiohttp", "msgspec", "uvloop"},
     "sglang_mooncake": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
-    SGLANGS: {"bootstrap_server", "msgspec", "numpy", "sglang", "te", "torch"},
+    SGLANGS: {
+        "bootstrap_server",
+        "msgspec",
+        "numpy",
+        "prometheus_client",
+        "sglang",
+        "te",
+        "torch",
+    },
 }
 #: Folder → why its files name variables of SGLang.
 VARIABLES_OF_SGLANG = {

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import requests
 from cpu_serving.expectations import Layout, Serving
 from cpu_serving.ports import PortBlock
 from cpu_serving.servers import Fleet, wait_ready
 from cpu_serving.stats import collect
 from cpu_serving.traffic import Answer, Request, make_requests, run, send
 from direct import in_a_room
+from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_mooncake.sglang.cli import main as explain
 
@@ -30,12 +32,52 @@ BOUND_S = 180.0
 
 @pytest.fixture(scope="module")
 def layout() -> Layout:
-    return Layout.equal("tp1")
+    return Layout.equal("tp1", extra_args=("--enable-metrics",))
 
 
 @pytest.fixture(scope="module")
 def origin() -> None:
     """These servers start as a user's do."""
+
+
+def test_sglangs_metrics_have_those_of_the_hand_over(serving: Serving) -> None:
+    """What Prometheus is told is what the ranks have counted, and what was asked for. It comes
+    first: of a transfer that is cancelled, some bytes may have gone."""
+    serving.assert_equal(make_requests(20, 600, seed=12))
+    pair = serving.pair
+    ranks, told = {}, {}
+    for server in (pair.prefill, pair.decode):
+        # Both are a second old at most, and nothing happens meanwhile.
+        (ranks[server],) = collect(server, since=time.time() + 2)
+        told[server] = metrics(server.url)
+    sent, landed = told[pair.prefill], told[pair.decode]
+    assert sent["sglang_mooncake_handover_bytes_total", ""] == ranks[pair.prefill].bytes
+    assert sent["sglang_mooncake_bytes_total", "sent"] == ranks[pair.prefill].bytes
+    assert landed["sglang_mooncake_bytes_total", "received"] == ranks[pair.prefill].bytes
+    done = ranks[pair.prefill].rooms["done"]
+    for figures in (sent, landed):
+        assert figures["sglang_mooncake_rooms_total", "done"] == done
+        assert figures["sglang_mooncake_stage_seconds_count", "acknowledged"] >= done
+        assert figures["sglang_mooncake_scheduler_calls_total", "poll"] > 0
+    assert sent["sglang_mooncake_handover_seconds_count", ""] == done
+    measured_s = sum(ranks[pair.prefill].handover_ms) / 1e3
+    assert sent["sglang_mooncake_handover_seconds_sum", ""] == pytest.approx(measured_s, rel=0.05)
+
+
+def metrics(url: str) -> dict[tuple[str, str], float]:
+    """By name and the value of the label that tells a metric's rows apart; rails are added up."""
+    found: dict[tuple[str, str], float] = {}
+    text = requests.get(f"{url}/metrics", timeout=BOUND_S).text
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith("sglang_mooncake_") and "le" not in sample.labels:
+                labels = ("direction", "end", "stage", "call", "outcome", "reason")
+                key = (
+                    sample.name,
+                    next((sample.labels[n] for n in labels if n in sample.labels), ""),
+                )
+                found[key] = found.get(key, 0.0) + sample.value
+    return found
 
 
 def test_two_hundred_requests_32_at_a_time(serving: Serving) -> None:

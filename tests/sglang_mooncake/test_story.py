@@ -56,9 +56,13 @@ def test_stages_add_up_to_the_rooms_time_whatever_was_reached(
         assert list(story.marks)[-1] == "acknowledged"
 
 
-def test_a_prefill_ranks_stages():
+def prefill():
     view = room(met_s=10.5, named_s=12.0, planned_s=12.1, posted_s=12.3)
-    story = tell(view, "prefill", "rank", 13.0, writes=[write()])
+    return tell(view, "prefill", "rank", 13.0, writes=[write()])
+
+
+def test_a_prefill_ranks_stages():
+    story = prefill()
     assert story.stages() == pytest.approx(
         {"bootstrap": 0.5, "queued": 1.5, "planned": 0.1, "posted": 0.2, "acknowledged": 0.7}
     )

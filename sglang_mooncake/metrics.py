@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank tells a monitoring system: the table of metrics, and how their values follow from
+what the engine and the recorder count. Pure; `sglang/prometheus.py` hands it to Prometheus.
+
+Every metric carries the labels of its rank as well (`RANK_LABELS`). Values of labels come from
+code, never from a peer, a request or a sentence, so that their number is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+from sglang_mooncake.story import RoomStory
+from te.stats import Stats
+
+__all__ = [
+    "METRICS",
+    "PREFIX",
+    "RANK_LABELS",
+    "Deltas",
+    "Key",
+    "Metric",
+    "gauges",
+    "observations",
+    "totals",
+]
+
+PREFIX: Final = "sglang_mooncake_"
+RANK_LABELS: Final = ("model_name", "role", "dp_rank", "cp_rank", "tp_rank", "pp_rank")
+#: Hand-overs take 1.4 ms between two idle ranks of one host, and minutes where a GPU is short.
+_SECONDS: Final = (
+    1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
+    10.0, 30.0, 60.0, 300.0,
+)  # fmt: skip
+#: Reasons of fall-backs that are told apart; further ones count as "other".
+_REASONS_MAX: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row. `name` is without the prefix; `labels` are those beside the rank's."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...]
+    help: str
+    buckets: tuple[float, ...] = ()
+
+
+#: A metric's name and the values of its own labels.
+Key: TypeAlias = tuple[str, tuple[str, ...]]
+
+METRICS: Final = (
+    Metric(
+        "bytes_total",
+        "counter",
+        ("transport", "rail", "direction"),
+        "Payload bytes that each rail has sent or received.",
+    ),
+    Metric(
+        "blocks_total",
+        "counter",
+        ("transport",),
+        "Blocks of transfers that this rank submitted and that are done.",
+    ),
+    Metric(
+        "transfers_total",
+        "counter",
+        ("transport", "outcome"),
+        "Transfers: submitted here (done, failed, cancelled), or landed here.",
+    ),
+    Metric(
+        "transfer_failures_total",
+        "counter",
+        ("transport", "reason"),
+        "Transfers that failed, by reason.",
+    ),
+    Metric(
+        "links_ended_total",
+        "counter",
+        ("transport", "reason"),
+        "Connections to other ranks that have ended, by reason.",
+    ),
+    Metric("rails_lost_total", "counter", ("transport",), "RDMA rails that went down."),
+    Metric("rails_remade_total", "counter", ("transport",), "RDMA rails that came back."),
+    Metric("connects_total", "counter", (), "Data connections that this rank opened."),
+    Metric(
+        "connects_fallen_back_total",
+        "counter",
+        (),
+        "Data connections over a transport that was not the first choice.",
+    ),
+    Metric("fences_total", "counter", ("outcome",), "Fences: confirmed, or timed out."),
+    Metric("fence_seconds_total", "counter", (), "Time of all confirmed fences."),
+    Metric(
+        "rooms_total",
+        "counter",
+        ("end",),
+        "Requests that have ended on this rank, by end: done, failed, aborted, timed out,"
+        " superseded.",
+    ),
+    Metric(
+        "handover_bytes_total",
+        "counter",
+        (),
+        "Bytes that this rank has handed over: caches, state, metadata and seals.",
+    ),
+    Metric(
+        "early_bytes_total",
+        "counter",
+        (),
+        "Of the caches' bytes, those written while the forward was still running.",
+    ),
+    Metric(
+        "fallbacks_total",
+        "counter",
+        ("reason",),
+        "Requests or forwards whose KV went after the forward instead of layer by layer.",
+    ),
+    Metric(
+        "scheduler_calls_total",
+        "counter",
+        ("call",),
+        "Calls of SGLang's scheduler to a sender or receiver.",
+    ),
+    Metric(
+        "scheduler_seconds_total",
+        "counter",
+        ("call",),
+        "Time that SGLang's scheduler thread spent in these calls.",
+    ),
+    Metric("rooms_open", "gauge", (), "Requests that are under way on this rank."),
+    Metric("peers", "gauge", (), "Ranks that this rank can write to."),
+    Metric("rails", "gauge", (), "Rails in use, of both directions."),
+    Metric("registered_bytes", "gauge", ("kind",), "Registered memory, by kind."),
+    Metric(
+        "stage_seconds",
+        "histogram",
+        ("stage",),
+        "Time that requests spent in each stage (see explain).",
+        _SECONDS,
+    ),
+    Metric(
+        "handover_seconds",
+        "histogram",
+        (),
+        "On prefill ranks: from SGLang's last send() of a request until all of it has landed.",
+        _SECONDS,
+    ),
+)
+
+
+def totals(stats: Stats, counted: Mapping[str, Any]) -> dict[Key, float]:
+    """The counters now. `counted`: `Recorder.totals()`."""
+    found: dict[Key, float] = dict(_of_engine(stats))
+    fences = stats.fences
+    found |= {
+        ("connects_total", ()): stats.connects,
+        ("connects_fallen_back_total", ()): stats.connects_fallen_back,
+        ("fences_total", ("confirmed",)): fences.confirmed,
+        ("fences_total", ("timed out",)): fences.timed_out,
+        ("fence_seconds_total", ()): fences.confirmed_s,
+        ("handover_bytes_total", ()): counted["bytes"],
+        ("early_bytes_total", ()): counted["bytes_early"],
+    }
+    for end, count in counted["ends"].items():
+        found["rooms_total", (end,)] = count
+    for i, (reason, count) in enumerate(counted["fallbacks"].items()):
+        key = "fallbacks_total", (reason if i < _REASONS_MAX else "other",)
+        found[key] = found.get(key, 0) + count
+    for call, (count, seconds) in counted["calls"].items():
+        found["scheduler_calls_total", (call,)] = count
+        found["scheduler_seconds_total", (call,)] = seconds
+    return found
+
+
+def _of_engine(stats: Stats) -> Iterator[tuple[Key, float]]:
+    for name, one in stats.by_transport.items():
+        for i, rail in enumerate(one.rails):
+            yield ("bytes_total", (name, str(i), "sent")), rail.bytes_sent
+            yield ("bytes_total", (name, str(i), "received")), rail.bytes_received
+        outcomes = one.outcomes
+        yield ("blocks_total", (name,)), outcomes.blocks_done
+        yield ("transfers_total", (name, "done")), outcomes.transfers_done
+        yield ("transfers_total", (name, "cancelled")), outcomes.transfers_cancelled
+        yield ("transfers_total", (name, "landed")), outcomes.transfers_landed
+        yield ("transfers_total", (name, "failed")), sum(outcomes.transfers_failed.values())
+        for reason, count in outcomes.transfers_failed.items():
+            yield ("transfer_failures_total", (name, reason)), count
+        for reason, count in one.links_ended.items():
+            yield ("links_ended_total", (name, reason)), count
+        yield ("rails_lost_total", (name,)), one.rails_lost
+        yield ("rails_remade_total", (name,)), one.rails_remade
+
+
+def gauges(stats: Stats, open_rooms: int) -> dict[Key, float]:
+    """The gauges now."""
+    found: dict[Key, float] = {
+        ("rooms_open", ()): open_rooms,
+        ("peers", ()): stats.peers,
+        ("rails", ()): stats.rails,
+    }
+    for kind, nbytes in stats.registered_bytes.items():
+        found["registered_bytes", (kind,)] = nbytes
+    return found
+
+
+def observations(story: RoomStory) -> Iterator[tuple[Key, float]]:
+    """What the histograms see of a room that is over."""
+    stages = story.stages()
+    for stage, spent_s in stages.items():
+        yield ("stage_seconds", (stage,)), spent_s
+    if story.role == "prefill" and story.end == "done":
+        handover_s = sum(stages.get(one, 0.0) for one in ("planned", "posted", "acknowledged"))
+        yield ("handover_seconds", ()), handover_s
+
+
+class Deltas:
+    """By how much counters have risen since the last look. One that fell has begun anew, as when
+    the rank's engine was replaced: all of it is new."""
+
+    def __init__(self) -> None:
+        self._before: dict[Key, float] = {}
+
+    def of(self, now: Mapping[Key, float]) -> dict[Key, float]:
+        """Every key that is new is in it, also at 0: a counter should be there before it counts."""
+        risen = {}
+        for key, value in now.items():
+            before = self._before.get(key)
+            if before is None or value != before:
+                risen[key] = value - before if before is not None and value >= before else value
+        self._before = dict(now)
+        return risen

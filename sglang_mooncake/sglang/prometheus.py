@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's metrics in SGLang's own `/metrics`.
+
+SGLang runs prometheus_client in its multi-process mode: each process writes its values to files,
+and the HTTP server adds them up. So scheduler processes need objects of prometheus_client alone,
+made after SGLang has set PROMETHEUS_MULTIPROC_DIR, which it has before it makes a KV manager.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from sglang_mooncake.metrics import (
+    METRICS,
+    PREFIX,
+    RANK_LABELS,
+    Deltas,
+    Key,
+    gauges,
+    observations,
+    totals,
+)
+from sglang_mooncake.stats import Recorder
+from sglang_mooncake.story import RoomStory
+from te.stats import Stats
+
+__all__ = ["Exporter"]
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL_S: Final = 1.0
+#: Rooms that end within an interval; the stages of further ones are not told.
+_STORIES_MAX: Final = 16_384
+
+
+class Exporter:
+    """Tells Prometheus, once a second and from a thread of its own, what has been counted since:
+    neither the scheduler's thread nor the loop's calls prometheus_client.
+
+    Args:
+        rank: the values of `RANK_LABELS`.
+        registry: a `prometheus_client.CollectorRegistry` (default: the process's).
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        stats: Callable[[], Stats],
+        rank: Mapping[str, str],
+        registry: Any = None,
+    ) -> None:
+        self._recorder, self._stats = recorder, stats
+        self._rank = tuple(rank[name] for name in RANK_LABELS)
+        self._made = _metrics(registry)
+        self._deltas = Deltas()
+        self._stories: deque[RoomStory] = deque(maxlen=_STORIES_MAX)
+        self._ending = threading.Event()
+        recorder.on_room_over(self._stories.append)
+        self._thread = threading.Thread(target=self._run, name="kv-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tells what is left. Idempotent."""
+        self._ending.set()
+        self._thread.join(5 * _INTERVAL_S)
+
+    def _run(self) -> None:
+        while not self._ending.wait(_INTERVAL_S):
+            self._tell()
+        self._tell()
+
+    def _tell(self) -> None:
+        try:
+            stats = self._stats()
+            for key, risen in self._deltas.of(totals(stats, self._recorder.totals())).items():
+                self._child(key).inc(risen)
+            for key, value in gauges(stats, self._recorder.rooms()["open"]).items():
+                self._child(key).set(value)
+            while self._stories:
+                for key, value in observations(self._stories.popleft()):
+                    self._child(key).observe(value)
+        except Exception:  # such as a full disk below the files of prometheus_client
+            logger.exception("cannot update the metrics of this rank; the next attempt is in 1 s")
+
+    def _child(self, key: Key) -> Any:
+        name, own = key
+        return self._made[name].labels(*self._rank, *own)
+
+
+def _metrics(registry: Any) -> dict[str, Any]:
+    """The objects of prometheus_client, by name. One process makes them once: a role switch makes a
+    second manager, which goes on with the same."""
+    # Late: prometheus_client looks at its first import whether it runs in multi-process mode.
+    import prometheus_client
+
+    registry = prometheus_client.REGISTRY if registry is None else registry
+    if registry not in _MADE:
+        made = {}
+        for one in METRICS:
+            arguments: dict[str, Any] = {"registry": registry}
+            if one.kind == "histogram":
+                arguments["buckets"] = one.buckets
+            if one.kind == "gauge":
+                # Each rank has labels of its own; a dead process's values go with it.
+                arguments["multiprocess_mode"] = "livemostrecent"
+            kind = getattr(prometheus_client, one.kind.capitalize())
+            made[one.name] = kind(
+                PREFIX + one.name, one.help, (*RANK_LABELS, *one.labels), **arguments
+            )
+        _MADE[registry] = made
+    return _MADE[registry]
+
+
+_MADE: dict[Any, dict[str, Any]] = {}

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics follow from what is counted, and their labels stay few."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_stats import ENGINE
+from test_story import prefill
+
+from sglang_mooncake.metrics import (
+    METRICS,
+    RANK_LABELS,
+    Deltas,
+    gauges,
+    observations,
+    totals,
+)
+from te.stats import FenceStats, Outcomes, RailFlow, TransportStats
+
+BY_NAME = {one.name: one for one in METRICS}
+COUNTED = {
+    "ends": {"done": 5, "failed": 1},
+    "bytes": 1000,
+    "bytes_early": 300,
+    "fallbacks": {"a reason": 2},
+    "calls": {"send": (7, 0.5), "poll": (70, 0.25)},
+}
+TCP = TransportStats(
+    bytes_sent=30,
+    bytes_received=12,
+    rails=(RailFlow(10, 5), RailFlow(20, 7)),
+    outcomes=Outcomes(4, 40, 30, {"stalled": 2, "was_refused": 1}, 3, 6, 12),
+    links_ended={"closed": 1},
+    rails_lost=2,
+    rails_remade=1,
+)
+STATS = replace(
+    ENGINE,
+    by_transport={"tcp": TCP},
+    fences=FenceStats(9, 0.125, 1),
+    connects=3,
+    connects_fallen_back=2,
+    registered_bytes={"host": 4096},
+)
+
+
+def test_names_are_those_that_prometheus_wants():
+    assert len(BY_NAME) == len(METRICS)
+    for one in METRICS:
+        assert re.fullmatch(r"[a-z]+(_[a-z]+)*", one.name)
+        assert one.name.endswith("_total") == (one.kind == "counter")
+        assert bool(one.buckets) == (one.kind == "histogram")
+        assert list(one.buckets) == sorted(set(one.buckets))
+        assert one.help.endswith(".")
+        assert not set(one.labels) & set(RANK_LABELS)
+
+
+def test_every_figure_is_in_the_table_with_its_labels():
+    told = totals(STATS, COUNTED) | gauges(STATS, 4) | dict(observations(prefill()))
+    for name, labels in told:
+        assert len(labels) == len(BY_NAME[name].labels), name
+    assert {name for name, _ in told} == set(BY_NAME), "every metric has a figure"
+
+
+def test_figures_are_those_that_were_counted():
+    told = totals(STATS, COUNTED)
+    assert told["bytes_total", ("tcp", "1", "sent")] == 20
+    assert told["bytes_total", ("tcp", "0", "received")] == 5
+    assert sum(told["bytes_total", ("tcp", str(i), "sent")] for i in range(2)) == TCP.bytes_sent
+    assert told["transfers_total", ("tcp", "failed")] == 3
+    assert told["transfer_failures_total", ("tcp", "stalled")] == 2
+    assert told["fences_total", ("timed out",)] == 1
+    assert told["rooms_total", ("done",)] == 5
+    assert told["scheduler_seconds_total", ("poll",)] == 0.25
+    assert gauges(STATS, 4)["rooms_open", ()] == 4
+    assert gauges(STATS, 4)["registered_bytes", ("host",)] == 4096
+
+
+def test_reasons_are_bounded_and_none_is_lost():
+    many = COUNTED | {"fallbacks": {f"reason {i}": 1 for i in range(1000)}}
+    told = {key: v for key, v in totals(STATS, many).items() if key[0] == "fallbacks_total"}
+    assert len(told) == 33
+    assert sum(told.values()) == 1000
+    assert told["fallbacks_total", ("other",)] == 968
+
+
+def test_a_hand_over_is_what_follows_the_last_send():
+    story = prefill()
+    told = dict(observations(story))
+    stages = story.stages()
+    assert told["handover_seconds", ()] == pytest.approx(
+        stages["planned"] + stages["posted"] + stages["acknowledged"]
+    )
+    assert sum(v for (name, _), v in told.items() if name == "stage_seconds") == pytest.approx(
+        story.duration_s
+    )
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abcd"), st.integers(0, 100)), max_size=20))
+def test_deltas_add_up_to_what_has_risen(looks):
+    deltas, told, rising = Deltas(), {}, {}
+    for look in looks:
+        for name, by in look.items():
+            rising[name, ()] = rising.get((name, ()), 0) + by
+        for key, risen in deltas.of(dict(rising)).items():
+            assert risen >= 0
+            told[key] = told.get(key, 0) + risen
+        assert told == rising
+
+
+def test_a_counter_that_begins_anew_counts_on():
+    deltas = Deltas()
+    assert deltas.of({("a", ()): 10}) == {("a", ()): 10}
+    assert deltas.of({("a", ()): 10}) == {}
+    assert deltas.of({("a", ()): 3}) == {("a", ()): 3}
+
+
+def test_counters_are_there_before_they_count():
+    assert Deltas().of({("a", ()): 0}) == {("a", ()): 0}
+
+
+def test_every_field_of_the_engines_figures_is_told_or_left_out_on_purpose():
+    """A new figure of te should not be forgotten here."""
+    told = {
+        "by_transport", "fences", "connects", "connects_fallen_back", "peers", "rails",
+        "registered_bytes",
+    }  # fmt: skip
+    sums_of_these = {
+        "bytes_sent", "bytes_received", "transfers_done", "transfers_failed",
+        "transfers_cancelled",
+    }  # fmt: skip
+    of_single_peers = {"transports", "peer_transports", "peer_bytes_per_s"}
+    assert {one.name for one in fields(STATS)} == told | sums_of_these | of_single_peers
