@@ -12,16 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 import requests
 from cpu_serving.expectations import Layout, Serving
 from cpu_serving.ports import PortBlock
-from cpu_serving.servers import Fleet, wait_ready
+from cpu_serving.servers import HOST, Fleet, wait_ready
 from cpu_serving.stats import collect
 from cpu_serving.traffic import Answer, Request, make_requests, run, send
 from direct import in_a_room
 from prometheus_client.parser import text_string_to_metric_families
 
+from bootstrap_server import RankStatus
 from sglang_mooncake.sglang.cli import main as explain
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
@@ -84,6 +86,25 @@ def test_two_hundred_requests_32_at_a_time(serving: Serving) -> None:
     requests = make_requests(200, 1500, seed=1)
     assert {1, 1500} <= {len(request.input_ids) for request in requests}
     serving.assert_equal(requests, concurrency=32)
+
+
+def test_the_registry_shows_what_the_prefill_rank_does(serving: Serving) -> None:
+    """The status page of the registry in SGLang's main process: reports come with renewals."""
+    serving.assert_equal(make_requests(4, 300, seed=9))
+    url = f"http://{HOST}:{serving.pair.prefill.bootstrap_port}"
+    assert "<title>KV-cache registry</title>" in requests.get(url, timeout=30).text
+    deadline_s = time.monotonic() + BOUND_S
+    while True:
+        status = requests.get(f"{url}/v1/status", timeout=30).json()
+        reports = [msgspec.convert(one[3], RankStatus) for one in status["reports"]]
+        if any(report.rooms["done"] >= 4 and report.rails for report in reports):
+            break
+        assert time.monotonic() < deadline_s, f"never reported: {status}"
+        time.sleep(1)
+    ((report,), (instance,)) = reports, status["instances"]
+    assert [peer.coords for peer in report.peers] == [(0, 0, 0, 0)]
+    assert [plan["problem"] for plan in instance["plans"]] == [None]
+    assert instance["ranks"][0]["lost_s"] is None
 
 
 def test_sglang_router_in_rust_serves_like_the_mini_lb(
