@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands in README.md and docs/ do what the programs can do: parsed by their own parsers,
+planned, or run where that is harmless. A command that no rule covers fails."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from docs_commands import ROOT, Command, blocks, commands, pages, program, split
+
+from bootstrap_server import __main__ as registry
+from sglang_mooncake.sglang import cli as mooncake
+from sglang_mooncake.sglang.dry_run.flags import parse_flags
+from te import cli as te
+
+COMMANDS = commands()
+MANIFESTS = sorted((ROOT / "docs").rglob("*.yaml"))
+#: For models by their names; others are planned as the first.
+LAYOUTS = {"70B": "llama-70b", "Qwen3-235B": "qwen3-235b", "DeepSeek": "deepseek-v3"}
+#: Commands of the system: nothing here can check what they do.
+SYSTEM = {"apt-get", "curl", "ip", "mlnx_qos", "modprobe", "ssh", "sysctl", "ulimit"}
+OPTION = re.compile(r"--[a-z][a-z0-9-]*")
+
+
+def check(words: tuple[str, ...]) -> None:
+    """Raises AssertionError or SystemExit where the command cannot be given like that."""
+    name = program(words)
+    if name.startswith("scripts/"):
+        check_script(words)
+        return
+    rule = RULES.get(name)
+    assert rule or name in SYSTEM, f"no rule in {Path(__file__).name} covers {name}"
+    if rule:
+        rule(words[1:])
+
+
+def check_te(rest: tuple[str, ...]) -> None:
+    te._parser(has_bench=True).parse_args(rest)
+
+
+def check_mooncake(rest: tuple[str, ...]) -> None:
+    mooncake._parser().parse_args(rest)
+    if rest[:1] == ("plan",):
+        assert mooncake.main(rest) == 0
+
+
+def check_server(rest: tuple[str, ...]) -> None:
+    assert rest[0] == "launch_server"
+    parse_flags(shlex.join(rest[1:]))
+
+
+def check_python(rest: tuple[str, ...]) -> None:
+    if rest[:2] == ("-m", "bootstrap_server"):
+        check_registry(rest[2:])
+    elif rest[:2] == ("-m", "sglang.launch_server"):
+        parse_flags(shlex.join(rest[2:]))
+    elif rest[0] == "-c":
+        compile(rest[1], "python -c", "exec")
+    elif rest[:1] != ("-m",):
+        assert (ROOT / rest[0]).is_file()
+    else:
+        known = {"sglang_router.launch_router", "json.tool", "venv", "te.cli", "pip"}
+        assert rest[1] in known, f"python -m {rest[1]}"
+
+
+def check_registry(rest: tuple[str, ...]) -> None:
+    """Values are checked as they are read; options by the help text."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as end:
+        registry.main([*rest, "--help"])
+    assert end.value.code == 0
+    for option in (match[0] for word in rest if (match := OPTION.match(word))):
+        assert re.search(re.escape(option) + r"(?![a-z-])", printed.getvalue()), option
+
+
+def check_script(words: tuple[str, ...]) -> None:
+    path = ROOT / words[0]
+    assert path.is_file(), f"there is no {words[0]}"
+    own, inner = words[1:], ()
+    if "--" in own:
+        at = own.index("--")
+        own, inner = own[:at], own[at + 1 :]
+    text = path.read_text()
+    for package in {path.name.replace("-", "_"), *re.findall(r"-m (\w+)", text)}:
+        text += "".join(one.read_text() for one in (ROOT / "scripts" / package).rglob("*.py"))
+    for option in (match[0] for word in own if (match := OPTION.match(word))):
+        assert re.search(re.escape(option) + r"(?![a-z-])", text), f"{words[0]} has no {option}"
+    if inner and not inner[0].startswith("-"):
+        check(tuple(inner))
+
+
+def check_pip(rest: tuple[str, ...]) -> None:
+    assert rest[0] == "install"
+
+
+def check_docker(rest: tuple[str, ...]) -> None:
+    if rest[0] == "run":
+        image = next(i for i, word in enumerate(rest) if word == "sglang-mooncake")
+        check(rest[image + 1 :])
+    else:
+        assert rest[0] == "build"
+
+
+def check_kubectl(rest: tuple[str, ...]) -> None:
+    if rest[:2] == ("apply", "-f"):
+        assert (ROOT / "docs/deployment" / rest[2]) in MANIFESTS
+    else:
+        assert rest[:2] == ("create", "secret")
+
+
+RULES: dict[str, Callable[[tuple[str, ...]], None]] = {
+    "docker": check_docker,
+    "kubectl": check_kubectl,
+    "pip": check_pip,
+    "python": check_python,
+    "python3": check_python,
+    "sglang": check_server,
+    "sglang-mooncake": check_mooncake,
+    "te": check_te,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_the_command_can_be_given(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        check(command.words)
+    except SystemExit as end:
+        pytest.fail(f"{command}: exit status {end.code}: {capsys.readouterr().err}")
+
+
+def test_a_command_that_cannot_be_given_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without this an extraction that finds nothing would pass."""
+    assert len(COMMANDS) > 60
+    assert {c.page for c in COMMANDS} > {"README.md", "docs/quickstart.md"}
+    wrong = (
+        "te doctor --no-such",
+        "sglang-mooncake plan --prefill tp=3 --decode tp=2 --model llama-70b",
+        "python -m bootstrap_server --secret x",
+        "scripts/demo --no-such",
+        "scripts/no-such",
+        "docker run sglang-mooncake te topology --no-such",
+        "frobnicate --all",
+    )
+    for one in wrong:
+        with pytest.raises((AssertionError, SystemExit)):
+            check(tuple(one.split()))
+    capsys.readouterr()
+
+
+def launches(found: list[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The first command line of a prefill server, and the first of a decode server."""
+    servers: dict[str, tuple[str, ...]] = {}
+    for words in found:
+        if "launch_server" in words and "--disaggregation-mode" in words:
+            mode = words[words.index("--disaggregation-mode") + 1]
+            servers.setdefault(mode, words[words.index("launch_server") + 1 :])
+    return servers
+
+
+def plan(servers: dict[str, tuple[str, ...]]) -> int:
+    model = servers["prefill"][servers["prefill"].index("--model-path") + 1]
+    layout = next((one for part, one in LAYOUTS.items() if part in model), LAYOUTS["70B"])
+    arguments = ["plan", "--model", layout]
+    for role in ("prefill", "decode"):
+        arguments += [f"--{role}", shlex.join(servers[role])]
+    return mooncake.main(arguments)
+
+
+PAIRS = {
+    f"{found[0].page} block {number}": launches([one.words for one in found])
+    for number in sorted({one.block for one in COMMANDS})
+    if (found := [one for one in COMMANDS if one.block == number])
+}
+PAIRS = {name: servers for name, servers in PAIRS.items() if len(servers) == 2}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_servers_of_one_example_fit(name: str) -> None:
+    assert plan(PAIRS[name]) == 0
+
+
+def test_there_are_pairs() -> None:
+    assert len(PAIRS) >= 3
+
+
+def containers(tree: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(tree, dict):
+        if "image" in tree and "name" in tree:
+            yield tree
+        for value in tree.values():
+            yield from containers(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from containers(value)
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_the_containers_of_a_manifest_run_servers_that_fit(path: Path) -> None:
+    documents = list(yaml.safe_load_all(path.read_text()))
+    assert all({"apiVersion", "kind", "metadata", "spec"} <= set(one) for one in documents)
+    found = []
+    for container in containers(documents):
+        assert container["command"] == ["/bin/sh", "-c"]
+        script = re.sub(r"\$\(?\w+_INDEX\)?", "0", container["args"][0])
+        script = re.sub(r"\$\(?\w+\)?", "10.0.0.1", script)
+        ((_, words),) = split([script])
+        assert words[0] == "exec"
+        check(words[1:])
+        found.append(words)
+        mounted = {one["name"] for one in container.get("volumeMounts", ())}
+        if "sglang" in words:
+            assert mounted >= {"secret", "infiniband", "shm"}
+            assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert len(found) >= 3
+    assert plan(launches(found)) == 0
+
+
+def test_there_are_manifests_and_all_yaml_is_yaml() -> None:
+    assert {path.name for path in MANIFESTS} >= {"leaderworkerset.yaml", "rolebasedgroup.yaml"}
+    for block in blocks():
+        if block.language == "yaml" and "--8<--" not in block.text:
+            assert isinstance(yaml.safe_load(block.text), dict), block.page
+
+
+@pytest.mark.parametrize(
+    "block", [one for one in blocks() if one.language == "python"], ids=lambda one: one.page
+)
+def test_python_on_a_page_runs(block: Any) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", block.text], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_variables_in_the_docs_exist() -> None:
+    """Ours in our sources; SGLang's on the page or the list that is compared with SGLang."""
+    ours = "".join(path.read_text() for path in (ROOT / "sglang_mooncake").rglob("*.py"))
+    flags = (ROOT / "docs/sglang-flags.md").read_text()
+    theirs = ours + flags + (ROOT / "tests/sglang/flags_elsewhere.toml").read_text()
+    missing = []
+    for path in pages():
+        for name in set(re.findall(r"\bSGLANG_[A-Z0-9_]*[A-Z0-9]\b(?!_)", path.read_text())):
+            short = name.removeprefix("SGLANG_MOONCAKE_")
+            text = ours if short != name else theirs
+            if not re.search(rf"\b(?:{name}|{short})\b", text):
+                missing.append(f"{path.name}: {name}")
+    assert not missing
