@@ -24,6 +24,7 @@ LIMITED = (
     *("prlimit", "--memlock=65536:65536"),
     *("setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"),
 )
+NOBODY = "02:00:00:00:00:99"
 PLANTED = {
     "port-down",
     "memlock-low",
@@ -162,15 +163,21 @@ def test_a_gid_index_means_nothing_to_iwarp(ends: tuple[tuple[Nic, ...], ...]) -
 
 @contextmanager
 def unreachable(one: Nic, other: Nic) -> Iterator[None]:
-    """Packets from the one go to no interface, instead of the other's: rxe asks for a route by its
-    interface, and the kernel gives it one even where its tables have none."""
+    """Nothing gets from the one to the other. rxe asks for a route by its interface, and the kernel
+    gives it one even where its tables have none, so there packets go to an address of nobody. siw
+    would wait minutes for an answer to those: rdma_connect(3) does not return before TCP has given
+    up. It is told at once that there is no route."""
     neighbour = ("ip", "neigh", "replace", other.address, "dev", one.netdev, "lladdr")
+    route = ("blackhole", f"{other.address}/32", "table", str(100 + one.index))
     mac = Path(f"/sys/class/net/{other.netdev}/address").read_text().strip()
-    run(*neighbour, "02:00:00:00:00:99", "nud", "permanent")
+    is_rxe = one.driver == "rxe"
+    fault = (*neighbour, NOBODY, "nud", "permanent") if is_rxe else ("ip", "route", "add", *route)
+    mend = (*neighbour, mac, "nud", "reachable") if is_rxe else ("ip", "route", "del", *route)
+    run(*fault)
     try:
         yield
     finally:
-        run(*neighbour, mac, "nud", "reachable")
+        run(*mend)
 
 
 def test_a_pair_of_rails_that_is_not_connected(ends: tuple[tuple[Nic, ...], ...]) -> None:

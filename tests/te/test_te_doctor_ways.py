@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+import te
 from te.cli import main
 from te.doctor import gather, near, service
 from te.doctor.channel import ChannelError, answer, call
@@ -117,6 +118,7 @@ def test_writes_that_are_refused_are_seen(side: Near) -> None:
     cell = side.cell("tcp", HERE, HERE, "", structs.replace(far, memory=far.memory + 8))
     assert (cell.stage, cell.bytes_per_s) == (Stage.LARGE, None)
     assert cell.latency_s
+    assert side._engines["tcp", ""].stats().peers == 0, "closed, so that no rail is made anew"
 
 
 class Changing(Service):
@@ -195,6 +197,23 @@ def test_an_address_without_a_route_is_told(facts: Facts) -> None:
         (cell,) = matrix(side, here, there, ("a", "b"), ("tcp",), quiet)
     assert (cell.stage, cell.here.name) == (Stage.CONNECT, "no route")
     assert cell.problem == "this host has no route to 255.255.255.255"
+
+
+def test_an_engine_of_a_check_connects_with_those_of_its_session_alone(side: Near) -> None:
+    far = side.opened("tcp", "", LOOPBACK)
+    assert isinstance(far, Opened)
+    with (
+        te.Engine(te.Config(transports=("tcp",))) as engine,
+        pytest.raises(te.ConnectError, match="it has keys"),
+    ):
+        engine.connect(far.card)
+
+
+def test_the_address_of_the_connection_comes_first_and_once(
+    facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "host_addresses", lambda: ("10.0.0.1", "10.0.0.2"))
+    assert describe(facts, (), None, "10.0.0.2").addresses == ("10.0.0.2", "10.0.0.1")
 
 
 def test_addresses_leave_out_the_loopback_and_container_networks(tmp_path: Path) -> None:
