@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _facts(arguments: argparse.Namespace) -> Facts:
-    facts = gather(arguments.root, ask_devices=arguments.root == Path("/"))
+    facts = gather(arguments.root)
     return only_nics(facts, [one for one in arguments.nics.split(",") if one])
 
 

@@ -17,6 +17,7 @@ from te.doctor.pci import acs_redirects
 from te.topology import Gid, Gpu, Machine, Nic, read_gids, read_machine
 from te.transports.samehost._core import read_process
 from te.verbs import _core as verbs
+from te.verbs.fabric import read_device_gids
 
 __all__ = ["UNLIMITED", "Bridge", "Facts", "Port", "gather"]
 
@@ -94,19 +95,18 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     huge_pages: str = ""
 
 
-def gather(root: Path = Path("/"), ask_devices: bool = False) -> Facts:
+def gather(root: Path = Path("/")) -> Facts:
     """Looks at the machine, at files below ``root``. Takes milliseconds, and moves nothing.
 
-    Args:
-        ask_devices: opens each RDMA device to ask for its active MTU, which sysfs does not have.
-            That may take some 10 ms a device.
+    Of this machine itself it opens each RDMA device, to ask for the active MTU, which sysfs does
+    not have, and for the GIDs: in sysfs there are three files for each of up to 1024 entries.
     """
     machine = read_machine(root)
     capabilities = _capabilities(root / "proc/self/status")
     devices = root / "dev/infiniband"
     return Facts(
         libraries={name: _load(name) for name in ("libibverbs.so.1", "librdmacm.so.1")},
-        ports=tuple(_port(root, nic, ask_devices) for nic in machine.nics),
+        ports=tuple(_port(root, nic) for nic in machine.nics),
         has_verbs_class=(root / "sys/class/infiniband_verbs").is_dir(),
         has_device_directory=devices.is_dir(),
         memlock_nbytes=_limit(resource.RLIMIT_MEMLOCK),
@@ -136,15 +136,16 @@ def _load(library: str) -> str:
     return ""
 
 
-def _port(root: Path, nic: Nic, ask_device: bool) -> Port:
+def _port(root: Path, nic: Nic) -> Port:
     problem = _open(root / "dev/infiniband", nic)
     sys = root / "sys"
+    active_mtu, gids = _ask(nic) if root == Path("/") and not problem else (None, None)
     return Port(
         nic=nic,
-        gids=read_gids(nic, root),
+        gids=read_gids(nic, root) if gids is None else gids,
         problem=problem,
         netdev_mtu=_number(sys / "class/net" / nic.netdev / "mtu") if nic.netdev else None,
-        active_mtu=_active_mtu(nic) if ask_device and not problem else None,
+        active_mtu=active_mtu,
         iommu=_text(sys / "bus/pci/devices" / nic.pci[-1] / "iommu_group/type") if nic.pci else "",
         has_ecn=_has_ecn(sys / "class/net" / nic.netdev / "ecn") if nic.netdev else None,
     )
@@ -161,16 +162,18 @@ def _open(devices: Path, nic: Nic) -> str:
     return ""
 
 
-def _active_mtu(nic: Nic) -> int | None:
-    """None of a device that libibverbs does not open: the rules have a finding for that."""
+def _ask(nic: Nic) -> tuple[int | None, tuple[Gid, ...] | None]:
+    """Active MTU and GIDs, as the device tells them. None for what it does not tell, and for both
+    of a device that libibverbs does not open; test writes then tell why."""
     with contextlib.suppress(OSError):
         verbs.load()
         device = verbs.Device(nic.device)
         try:
-            return 1 << _MTU_MIN_LOG2 + device.port(nic.port)[1]
+            active_mtu = 1 << _MTU_MIN_LOG2 + device.port(nic.port)[1]
+            return active_mtu, None if device.is_iwarp else read_device_gids(nic, device)
         finally:
             device.close()
-    return None
+    return None, None
 
 
 def _has_ecn(ecn: Path) -> bool | None:

@@ -25,8 +25,7 @@ def verdict(
     gid_index: int | None = None,
     root: Path = Path("/"),
 ) -> tuple[Finding, ...]:
-    """Errors and warnings that concern these transports, the worst first. Takes some 10 ms: it
-    reads files, and opens no device.
+    """Errors and warnings that concern these transports, the worst first. Makes no test writes.
 
     Args:
         transports: those that the engine may use.

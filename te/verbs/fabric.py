@@ -32,7 +32,15 @@ from te.topology import Nic as MachineNic
 from te.topology.gids import parse_gid
 from te.verbs import _core as verbs
 
-__all__ = ["KEY", "Fabric", "Nic", "Registration", "first_that_works", "open_fabric"]
+__all__ = [
+    "KEY",
+    "Fabric",
+    "Nic",
+    "Registration",
+    "first_that_works",
+    "open_fabric",
+    "read_device_gids",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -304,7 +312,9 @@ def _unknown(one: MachineNic) -> str:
     )
 
 
-def _gids(one: MachineNic, device: verbs.Device) -> tuple[Gid, ...]:
+def read_device_gids(one: MachineNic, device: verbs.Device) -> tuple[Gid, ...]:
+    """The table of a port, as ``te.topology.read_gids``, but from the open device, in one call.
+    ``OSError``."""
     found = []
     for port, number, raw, kind, netdev in device.gids():
         name = ""
@@ -321,7 +331,7 @@ def _open(index: int, one: MachineNic, is_iwarp: bool, partition_key_index: int)
     try:
         device = verbs.Device(one.device)
         state, mtu, lid, is_ethernet, partition_keys, max_message = device.port(one.port)
-        gids = read_addresses(one.netdev) if is_iwarp else _gids(one, device)
+        gids = read_addresses(one.netdev) if is_iwarp else read_device_gids(one, device)
     except OSError as exc:
         raise DeviceError(f"{one.name}: {exc.strerror}") from exc
     if state != PORT_STATE_ACTIVE:

@@ -130,7 +130,7 @@ def test_a_port_that_is_down(ends: tuple[tuple[Nic, ...], ...]) -> None:
         (one,) = [one for one in told.body["findings"] if one["name"] == "port-down"]
         assert one["mend"].startswith(f"ip link set {bad.netdev} up")
         assert [one["here"]["name"] for one in told.body["loop_back"]] == [good.device]
-        only = alone([bad])
+        only = alone([bad], "--quick")
         assert only.planted() == {"port-down": {(bad.device,)}}
         assert only.status == 2
         told = between(far, near)
@@ -150,10 +150,10 @@ def test_a_limit_of_locked_memory(ends: tuple[tuple[Nic, ...], ...]) -> None:
 @pytest.mark.driver("rxe")
 def test_a_gid_that_is_forced_and_not_there(ends: tuple[tuple[Nic, ...], ...]) -> None:
     near, _ = ends
-    told = alone(near, "--gid-index", "77")
+    told = alone(near, "--gid-index", "77", "--quick")
     assert told.planted() == {"gid-forced-missing": {(nic.device,) for nic in near}}
     assert told.status == 2
-    assert alone(near, "--gid-index", "1").planted() == {}
+    assert alone(near, "--gid-index", "1", "--quick").planted() == {}
 
 
 @pytest.mark.driver("siw")
@@ -200,7 +200,7 @@ def test_mixed_mtus(ends: tuple[tuple[Nic, ...], ...]) -> None:
     with listening(far) as address:  # which looks again for each check
         run("ip", "link", "set", odd.netdev, "mtu", "1500")
         try:
-            local, told = alone(far), alone(near, "--peer", address)
+            local, told = alone(far, "--quick"), alone(near, "--peer", address)
         finally:
             run("ip", "link", "set", odd.netdev, "mtu", "9000")
     assert local.planted() == {"mtu-mixed": {(odd.device,)}}
