@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled modules: every .pyx under te/, and what te bench has in C.
 
-te bench is for a checkout (an editable install): a wheel has nothing of it. All else about the
+te bench is for a checkout (an editable install): wheel and sdist have nothing of it. All else about the
 package is in pyproject.toml.
 """
 
@@ -39,6 +39,6 @@ def in_c(name: str) -> Extension:
 
 found = [extension(one) for one in sorted(Path("te").rglob("*.pyx"))]
 found += [in_c("_floors"), in_c("_copier"), in_c("_gpu")]
-if "bdist_wheel" in sys.argv:
+if not {"bdist_wheel", "sdist"}.isdisjoint(sys.argv):
     found = [one for one in found if not one.name.startswith("te.bench.")]
 setup(ext_modules=found)
