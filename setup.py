@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled modules: every .pyx under te/, and what te bench has in C.
 
-te bench is for a checkout (an editable install): wheel and sdist have nothing of it. All else about the
-package is in pyproject.toml.
+te bench is for a checkout (an editable install): wheel and sdist have nothing of it. All else about
+the package is in pyproject.toml.
 """
 
 import sys
