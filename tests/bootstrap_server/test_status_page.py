@@ -305,9 +305,29 @@ async def test_a_registry_that_does_not_answer_is_shown_and_its_restart_taken(
 
 
 @in_a_browser
+async def test_a_page_that_nobody_sees_asks_nothing(
+    server: BootstrapServer, client: BootstrapClient, make_record: MakeRecord
+) -> None:
+    two = Topology(1, 1, 2, 1)
+    first, second = (make_record(two, coords) for coords in two.coords())
+    client.register(first)
+    async with page(server) as tab:
+        become = "Object.defineProperty(document, 'hidden', {{ value: {}, configurable: true }})"
+        await tab.ask(become.format("true"))
+        await asyncio.sleep(5)  # the request that waits is over by then
+        asked = len(tab.requests)
+        client.register(second)
+        await asyncio.sleep(2)
+        assert len(tab.requests) == asked
+        await tab.ask(become.format("false"))
+        await tab.ask("document.dispatchEvent(new Event('visibilitychange'))")
+        await tab.until(f"{text('#totals')}.includes('Missing0')")
+
+
+@in_a_browser
 async def test_a_thousand_ranks_do_not_freeze_it(make_record: MakeRecord) -> None:
     """Each of 1,024 prefill ranks writes to 64 of 256 decode ranks; all report something else every
-    second."""
+    few seconds."""
     topology, decode = Topology(256, 1, 4, 1), (64, 1, 4, 1)
     records = [make_record(topology, coords) for coords in topology.coords()]
     done = asyncio.Event()
@@ -340,6 +360,7 @@ async def test_a_thousand_ranks_do_not_freeze_it(make_record: MakeRecord) -> Non
             while not done.is_set():
                 number += 1
                 await asyncio.to_thread(renew, number)
+                await asyncio.sleep(1)
 
         await asyncio.to_thread(register)
         renewing = asyncio.create_task(go_on())
