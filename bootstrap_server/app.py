@@ -19,7 +19,7 @@ version and the name of an instance in the path, errors as `{"error": sentence}`
 `GET /v1/instances/NAME?wait_s=…&after=…` waits until the instance is ready with a revision above
 `after`. A 409 has `left_s` where a live rank holds the place: how long, unless it renews.
 
-With keys a `Gate` stands before all of them but `GET /health`.
+With keys a `Gate` stands before all of them but `GET /health` and `GET /metrics`.
 
 Handlers run on one event loop and never await between reading and writing the registry, so
 there are no locks.
@@ -57,6 +57,7 @@ from bootstrap_server.http_body import (
 )
 from bootstrap_server.http_query import rank_number, revision_of, wait_s_of
 from bootstrap_server.instance import InstanceTable
+from bootstrap_server.metrics_http import MetricsHandlers
 from bootstrap_server.records import RANKS_MAX, Rank, RankCoords, RankLife, RankRecord, Renewal
 from bootstrap_server.refusals import Refusals
 from bootstrap_server.registry import Registry
@@ -91,7 +92,7 @@ _ROUTE_PARAMETERS: Final = (
     "target_pp_rank",
 )
 _PATHS: Final = (
-    "/route, /register_dp_rank, /query_dp_ranks, /health (SGLang 0.5.23) and /v1/instances, "
+    "/route, /register_dp_rank, /query_dp_ranks, /health (SGLang 0.5.23), /metrics, /v1/instances, "
     "/v1/instances/NAME, /v1/instances/NAME/ranks, /v1/instances/NAME/leases, and for people / "
     "and /v1/status"
 )
@@ -113,6 +114,7 @@ def make_app(
     (None: everybody's), `page` who may see the status page without a proof."""
     handlers = _Handlers(registry, rooms, clock, watch, board)
     status = StatusHandlers(registry, board, clock, page)
+    metrics = MetricsHandlers(registry, board, watch)
 
     @web.middleware
     async def hear(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -128,12 +130,12 @@ def make_app(
         watch.proved(request.transport)
         return await handler(request)
 
-    middlewares: list[Middleware] = [hear, sentences(_PATHS)]
+    middlewares: list[Middleware] = [metrics.count, hear, sentences(_PATHS)]
     if gate is None:
         middlewares.append(hear_out)
     else:
         middlewares.insert(
-            1,
+            2,
             guard(
                 gate,
                 Refusals(),
@@ -155,6 +157,7 @@ def make_app(
             web.put("/v1/instances/{name}/leases", handlers.renew),
             web.delete("/v1/instances/{name}/leases", handlers.release),
             *status.routes(),
+            *metrics.routes(),
         ]
     )
     app.on_response_prepare.append(_without_versions)

@@ -9,7 +9,7 @@ until it lapses, as the rank may come back over another connection.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Iterator
 from typing import Final, NamedTuple
 
@@ -72,6 +72,8 @@ class Board:
         self._of_connection: dict[Hashable, dict[_Key, None]] = {}
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
         self._said = 0
+        #: How often each kind of event has happened since the start.
+        self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._shown)
@@ -182,6 +184,7 @@ class Board:
     def _say(self, now_s: float, name: str, rank: Rank, what: str) -> None:
         self._said += 1
         self._events.append(Event(self._said, now_s, name, rank, what))
+        self.counts[what] += 1
         self.revision += 1
 
 

@@ -71,6 +71,11 @@ class ConnectionWatch:
         self._ranks_max = min(RANKS_KEPT_MAX, descriptors // 4)
         self._refusals = Refusals("connection")
 
+    @property
+    def open(self) -> int:
+        """Connections that are open."""
+        return self._open
+
     def keep(self, transport: asyncio.BaseTransport | None) -> bool:
         """A rank holds its lease over `transport`: whether that is kept open however many others
         there are, and its end told."""

@@ -22,8 +22,8 @@ __all__ = ["PROVED", "Gate", "guard"]
 
 #: In requests that were proved.
 PROVED: Final = web.RequestKey("proved", bool)
-#: Tells nothing, and those who ask for it (orchestrators) have no secret.
-_OPEN: Final = ("GET", "/health")
+#: Tell no names, and those who ask for them (orchestrators, Prometheus) have no secret.
+_OPEN: Final = frozenset({("GET", "/health"), ("GET", "/metrics")})
 
 
 class Gate:
@@ -70,7 +70,7 @@ def guard(
 ) -> Middleware:
     """A middleware that asks `gate` first, tells `proved` of those who are let in, and proves the
     answers to them. Others get status 401 and not a word, or 429 when they ask too often;
-    `is_for_browsers` says which requests need no proof, beside `GET /health`."""
+    `is_for_browsers` says which requests need no proof, beside `GET /health` and `GET /metrics`."""
     allowance = Allowance()
 
     def answer_to_stranger(source: str) -> web.Response | None:
@@ -86,7 +86,7 @@ def guard(
     async def let_in(request: web.Request, handler: Handler) -> web.StreamResponse:
         address = request.remote or "an unknown address"
         header = request.headers.get(HEADER)
-        is_open = (request.method, request.raw_path) == _OPEN
+        is_open = (request.method, request.raw_path) in _OPEN
         if is_open or (header is None and is_for_browsers(request)):
             return answer_to_stranger(source_of(address)) or await handler(request)
         admitted = gate.admit(request.method, request.raw_path, header, address)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The registry's metrics in Prometheus' text format (version 0.0.4). Pure, but for `process_lines`.
+
+They are counts alone, without a name of an instance, a rank or a host, because whoever reaches the
+registry may read them.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+__all__ = ["CONTENT_TYPE", "METRICS", "PREFIX", "Counts", "process_lines", "text"]
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+PREFIX: Final = "sglang_mooncake_registry_"
+
+
+class _Metric(NamedTuple):
+    kind: str
+    help: str
+
+
+METRICS: Final = {
+    "requests_total": _Metric("counter", "Requests, by route, method and status of the answer."),
+    "request_seconds_total": _Metric(
+        "counter", "Time from a request's head to its answer, by route, with what it waited for."
+    ),
+    "ranks": _Metric("gauge", "Ranks that are registered."),
+    "ranks_expected": _Metric("gauge", "Ranks that the known instances consist of."),
+    "instances": _Metric("gauge", "Instances of which at least one rank is registered."),
+    "instances_ready": _Metric("gauge", "Instances of which every rank is registered."),
+    "rank_events_total": _Metric(
+        "counter", "What happened to ranks: registered, shut down, connection lost, lease lapsed, …"
+    ),
+    "connections": _Metric("gauge", "Open connections."),
+}
+
+
+class Counts:
+    """What has been counted since the start. The registry's thread alone uses it."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str, int]] = Counter()
+        self.seconds: dict[str, float] = {}
+
+    def answered(self, route: str, method: str, status: int, took_s: float) -> None:
+        """`route`: as it is written in the application, or "other"."""
+        self.requests[route, method, status] += 1
+        self.seconds[route] = self.seconds.get(route, 0.0) + took_s
+
+
+def text(
+    counts: Counts,
+    instances: Iterable[tuple[int, int]],
+    events: Mapping[str, int],
+    connections: int,
+    process: Iterable[str],
+) -> str:
+    """The answer to `GET /metrics`. `instances`: of each, how many ranks are registered, and how
+    many there should be. `events`: how often what happened to ranks."""
+    known = [(here, expected) for here, expected in instances if here]
+    values: dict[str, Mapping[str, float]] = {
+        "requests_total": {
+            f'{{route="{route}",method="{method}",status="{status}"}}': count
+            for (route, method, status), count in sorted(counts.requests.items())
+        },
+        "request_seconds_total": {
+            f'{{route="{route}"}}': spent_s for route, spent_s in sorted(counts.seconds.items())
+        },
+        "ranks": {"": sum(here for here, _ in known)},
+        "ranks_expected": {"": sum(expected for _, expected in known)},
+        "instances": {"": len(known)},
+        "instances_ready": {"": sum(here == expected for here, expected in known)},
+        "rank_events_total": {
+            f'{{event="{what}"}}': count for what, count in sorted(events.items())
+        },
+        "connections": {"": connections},
+    }
+    return "\n".join([*_lines(values), *process, ""])
+
+
+def _lines(values: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    for name, metric in METRICS.items():
+        yield f"# HELP {PREFIX}{name} {metric.help}"
+        yield f"# TYPE {PREFIX}{name} {metric.kind}"
+        for labels, value in values[name].items():
+            yield f"{PREFIX}{name}{labels} {value!r}"
+
+
+def process_lines() -> list[str]:
+    """The process that the registry runs in, by the names that Prometheus' own clients have."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    figures = (
+        ("cpu_seconds_total", "counter", "CPU time.", usage.ru_utime + usage.ru_stime),
+        ("resident_memory_bytes", "gauge", "Resident memory.", pages * resource.getpagesize()),
+        (
+            "open_fds",
+            "gauge",
+            "Open file descriptors.",
+            sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        ),
+    )
+    return [
+        line
+        for name, kind, what, value in figures
+        for line in (
+            f"# HELP process_{name} {what}",
+            f"# TYPE process_{name} {kind}",
+            f"process_{name} {value!r}",
+        )
+    ]

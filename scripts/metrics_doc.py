@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/metrics.md: the text of metrics_doc.in.md with the tables of metrics of the code.
+
+usage: .venv/bin/python scripts/metrics_doc.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bootstrap_server import metrics as registry
+from sglang_mooncake import metrics as ranks
+
+TEXT = Path(__file__).with_name("metrics_doc.in.md")
+PATH = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+DASHBOARD = PATH.parent / "grafana" / "sglang-mooncake.json"
+
+
+def document() -> str:
+    """The text of docs/metrics.md."""
+    text = TEXT.read_text()
+    for name, table in (("RANKS", _ranks()), ("REGISTRY", _registry())):
+        text = text.replace(f"{{{{{name}}}}}", table)
+    return text
+
+
+def _ranks() -> str:
+    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for one in ranks.METRICS:
+        labels = ", ".join(f"`{label}`" for label in one.labels)
+        lines.append(f"| `{ranks.PREFIX}{one.name}` | {one.kind} | {labels} | {one.help} |")
+    return "\n".join(lines)
+
+
+def _registry() -> str:
+    lines = ["| metric | type | meaning |", "|---|---|---|"]
+    for name, metric in registry.METRICS.items():
+        lines.append(f"| `{registry.PREFIX}{name}` | {metric.kind} | {metric.help} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PATH.write_text(document())
