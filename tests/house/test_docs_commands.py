@@ -28,7 +28,19 @@ MANIFESTS = sorted((ROOT / "docs").rglob("*.yaml"))
 #: For models by their names; others are planned as the first.
 LAYOUTS = {"70B": "llama-70b", "Qwen3-235B": "qwen3-235b", "DeepSeek": "deepseek-v3"}
 #: Commands of the system: nothing here can check what they do.
-SYSTEM = {"apt-get", "curl", "ip", "mlnx_qos", "modprobe", "ssh", "sysctl", "ulimit"}
+SYSTEM = {
+    "apt-get",
+    "chmod",
+    "curl",
+    "git",
+    "grep",
+    "ip",
+    "mlnx_qos",
+    "modprobe",
+    "ssh",
+    "sysctl",
+    "ulimit",
+}
 OPTION = re.compile(r"--[a-z][a-z0-9-]*")
 
 
