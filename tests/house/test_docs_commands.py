@@ -264,6 +264,6 @@ def test_variables_in_the_docs_exist() -> None:
         for name in set(re.findall(r"\bSGLANG_[A-Z0-9_]*[A-Z0-9]\b(?!_)", path.read_text())):
             short = name.removeprefix("SGLANG_MOONCAKE_")
             text = ours if short != name else theirs
-            if not re.search(rf"\b(?:{name}|{short})\b", text):
+            if not re.search(rf"\b(?:{name}|{short})\b", text, re.IGNORECASE):
                 missing.append(f"{path.name}: {name}")
     assert not missing
