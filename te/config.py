@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import math
 from collections.abc import Mapping
@@ -198,8 +199,13 @@ def _check_transports(names: tuple[str, ...]) -> None:
         if name not in registry.NAMES:
             raise ValueError(
                 f"transport {name!r} is not available in this build;"
-                f" available: {', '.join(registry.NAMES)}"
+                f" available: {', '.join(registry.NAMES)}{_instead(name)}"
             )
+
+
+def _instead(name: str) -> str:
+    found = difflib.get_close_matches(str(name).lower(), registry.NAMES, 1)
+    return f". Did you mean {found[0]!r}?" if found else ""
 
 
 def _check_keys(keys: tuple[bytes, ...]) -> None:

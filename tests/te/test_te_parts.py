@@ -27,6 +27,8 @@ pytestmark = pytest.mark.pure
             {"transports": ("smoke",)},
             "'smoke' is not available in this build; available: samehost, rdma, tcp",
         ),
+        ({"transports": ("rmda",)}, "samehost, rdma, tcp, loopback. Did you mean 'rdma'?"),
+        ({"transports": ("smoke",)}, "samehost, rdma, tcp, loopback$"),
         ({"transports": ()}, "at least one"),
         ({"transports": ("tcp", "tcp")}, "each once"),
         ({"host": ""}, "empty"),
