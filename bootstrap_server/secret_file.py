@@ -10,7 +10,7 @@ from typing import Final
 
 from bootstrap_server.secret import new_secret, split_secrets
 
-__all__ = ["read_secret_file", "write_secret_file"]
+__all__ = ["check_private", "read_secret_file", "read_small_file", "write_secret_file"]
 
 FILE_BYTES_MAX: Final = 16_384
 #: Group may read: Kubernetes gives a pod's group (`fsGroup`) the secrets that it mounts.
@@ -24,22 +24,10 @@ def read_secret_file(path: str | Path) -> list[bytes]:
     can read it or write to it, and for what `split_secrets` refuses.
     """
     try:
-        # A FIFO without a writer would hold the server up.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            content = file.read(FILE_BYTES_MAX + 1) if stat.S_ISREG(status.st_mode) else None
-    except OSError as error:
-        raise ValueError(f"cannot read the secret from {path}: {error.strerror}") from error
-    if content is None:
-        raise ValueError(f"cannot read the secret from {path}: it is no regular file")
-    if status.st_mode & _NOT_ALLOWED:
-        raise ValueError(
-            f"others may read the secret in {path}, or write to it (mode "
-            f"{stat.S_IMODE(status.st_mode):04o}): chmod 600 {path}"
-        )
-    if len(content) > FILE_BYTES_MAX:
-        raise ValueError(f"{path} has more than {FILE_BYTES_MAX} bytes: it holds no secret")
+        content, mode = read_small_file(path, FILE_BYTES_MAX)
+    except ValueError as error:
+        raise ValueError(f"cannot read the secret from {path}: {error}") from error
+    check_private(path, mode)
     try:
         return split_secrets(content.decode("ascii"))
     except UnicodeDecodeError:
@@ -47,6 +35,35 @@ def read_secret_file(path: str | Path) -> list[bytes]:
         raise ValueError(f"{path}: a secret is printable ASCII") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def read_small_file(path: str | Path, bytes_max: int) -> tuple[bytes, int]:
+    """Content and mode of a regular file.
+
+    Raises `ValueError` with the reason, without the path.
+    """
+    try:
+        # A FIFO without a writer would hold the server up.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                raise ValueError("it is no regular file")
+            content = file.read(bytes_max + 1)
+    except OSError as error:
+        raise ValueError(error.strerror) from error
+    if len(content) > bytes_max:
+        raise ValueError(f"it has more than {bytes_max} bytes")
+    return content, stat.S_IMODE(mode)
+
+
+def check_private(path: str | Path, mode: int) -> None:
+    """Raises `ValueError` when others can read a file that holds a secret, or write to it."""
+    if mode & _NOT_ALLOWED:
+        raise ValueError(
+            f"others may read the secret in {path}, or write to it (mode {mode:04o}): "
+            f"chmod 600 {path}"
+        )
 
 
 def write_secret_file(path: str | Path) -> None:

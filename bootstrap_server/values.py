@@ -1,54 +1,197 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of environment variables, read or refused with the variable's name."""
+"""Kinds of values that settings have (pure). Every source hands over text: variables and arguments
+as they stand, a TOML file by `Kind.from_toml`."""
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "integer", "names", "port_range", "seconds", "switch"]
+import difflib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = [
+    "ConfigError",
+    "Kind",
+    "address",
+    "choice",
+    "choices",
+    "file_path",
+    "instead",
+    "names",
+    "names_of",
+    "port_range",
+    "seconds",
+    "switch",
+    "text",
+    "whole",
+]
 
 _PORT_MAX = 65_535
+#: A setting has one TOML type.
+_TOML_TYPES: dict[str, tuple[type, ...]] = {
+    "true or false": (bool,),
+    "a whole number": (int,),
+    "a number": (int, float),
+    "a list of strings": (list,),
+    "a string": (str,),
+}
+_Form = Literal["true or false", "a whole number", "a number", "a list of strings", "a string"]
 
 
 class ConfigError(ValueError):
-    """A variable has a value that we cannot use; the sentence names it."""
+    """Settings that we cannot use. Each of `sentences` names a setting and where it was given."""
+
+    def __init__(self, *sentences: str) -> None:
+        super().__init__("; ".join(sentences))
+        self.sentences = sentences
 
 
-def names(text: str) -> tuple[str, ...]:
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """what: what values are allowed, for the reference. read: from text to the value; raises
+    ValueError with what to give instead. form: the type in a TOML file."""
+
+    what: str
+    read: Callable[[str], Any]
+    form: _Form = "a string"
+
+    def from_toml(self, value: Any) -> str:
+        """The text of a value in a TOML file. Raises ValueError for another type."""
+        fits = isinstance(value, _TOML_TYPES[self.form])
+        if isinstance(value, bool) and self.form != "true or false":
+            fits = False
+        if isinstance(value, list):
+            fits = fits and all(isinstance(one, str) and "," not in one for one in value)
+        if not fits:
+            raise ValueError(f"give {self.form}")
+        if isinstance(value, bool):
+            return str(int(value))
+        return ",".join(value) if isinstance(value, list) else str(value)
+
+    def to_toml(self, given: str) -> str:
+        """A value, which `read` takes, as it stands in a TOML file."""
+        match self.form:
+            case "true or false":
+                return "true" if self.read(given) else "false"
+            case "a whole number" | "a number":
+                return repr(self.read(given))
+            case "a list of strings":
+                return json.dumps(names(given), ensure_ascii=False)
+            case _:
+                return json.dumps(given, ensure_ascii=False)
+
+
+def instead(given: str, allowed: Iterable[str]) -> str:
+    """What was probably meant: `: did you mean 'rdma'?`, or nothing."""
+    found = difflib.get_close_matches(given.lower(), allowed, 1)
+    return f": did you mean {found[0]!r}?" if found else ""
+
+
+def names(given: str) -> tuple[str, ...]:
     """Those between commas."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    return tuple(name.strip() for name in given.split(",") if name.strip())
 
 
-def integer(variable: str, text: str, low: int, high: int) -> int:
-    """Raises ConfigError."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if not low <= value <= high:
-        raise ConfigError(f"{variable}={text!r}: give a whole number from {low} to {high}")
-    return value
+def whole(low: int, high: int) -> Kind:
+    def read(given: str) -> int:
+        try:
+            value = int(given)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise ValueError(f"give a whole number from {low} to {high}")
+        return value
+
+    return Kind(f"whole number from {low} to {high}", read, "a whole number")
 
 
-def seconds(variable: str, text: str) -> float:
-    """Raises ConfigError."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.01 <= value <= 86_400:
-        raise ConfigError(f"{variable}={text!r}: give seconds between 0.01 and 86400")
-    return value
+def seconds(low: float = 0.01, high: float = 86_400) -> Kind:
+    def read(given: str) -> float:
+        try:
+            value = float(given)
+        except ValueError:
+            value = -1.0
+        if not low <= value <= high:
+            raise ValueError(f"give seconds between {low:g} and {high:.0f}")
+        return value
+
+    return Kind(f"seconds from {low:g} to {high:.0f}", read, "a number")
 
 
-def port_range(variable: str, text: str) -> tuple[int, int]:
-    """The first and the last of `20000-20100`. Raises ConfigError."""
-    first, _, last = (part.strip() for part in text.partition("-"))
-    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= _PORT_MAX):
-        raise ConfigError(f"{variable}={text!r}: give the first and last port, as in 20000-20100")
-    return int(first), int(last)
+def switch() -> Kind:
+    def read(given: str) -> bool:
+        if given not in ("0", "1"):
+            raise ValueError("give 1 or 0")
+        return given == "1"
+
+    return Kind("`1` or `0`", read, "true or false")
 
 
-def switch(variable: str, text: str) -> bool:
-    """Raises ConfigError."""
-    if text not in ("0", "1"):
-        raise ConfigError(f"{variable}={text!r}: give 1 or 0")
-    return text == "1"
+def choice(allowed: Sequence[str]) -> Kind:
+    def read(given: str) -> str:
+        if given not in allowed:
+            raise ValueError(f"give one of {', '.join(allowed)}{instead(given, allowed)}")
+        return given
+
+    return Kind(f"one of {', '.join(allowed)}", read)
+
+
+def choices(allowed: Sequence[str]) -> Kind:
+    """Some of them, in the order given."""
+    known = ", ".join(allowed)
+
+    def read(given: str) -> tuple[str, ...]:
+        found = names(given)
+        for one in found:
+            if one not in allowed:
+                raise ValueError(f"give some of {known}, each once{instead(one, allowed)}")
+        if len(set(found)) != len(found):
+            raise ValueError(f"give some of {known}, each once")
+        return found
+
+    return Kind(f"some of {known}, each once", read, "a list of strings")
+
+
+def names_of(what: str, read: Callable[[tuple[str, ...]], Any] = tuple) -> Kind:
+    def read_all(given: str) -> Any:
+        return read(names(_printable(given)))
+
+    return Kind(what, read_all, "a list of strings")
+
+
+def port_range() -> Kind:
+    def read(given: str) -> tuple[int, int]:
+        first, _, last = (part.strip() for part in given.partition("-"))
+        are_numbers = first.isdecimal() and last.isdecimal()
+        if not (are_numbers and 1 <= int(first) <= int(last) <= _PORT_MAX):
+            raise ValueError("give the first and last port, as in 20000-20100")
+        return int(first), int(last)
+
+    return Kind("the first and last port, `20000-20100`", read)
+
+
+def address() -> Kind:
+    return Kind("address or name", _printable)
+
+
+def file_path(none: str = "") -> Kind:
+    """none: a word that means no path, which `read` gives as None."""
+
+    def read(given: str) -> Path | None:
+        return None if given == none and none else Path(_printable(given))
+
+    return Kind(f"path, or `{none}`" if none else "path", read)
+
+
+def text(what: str) -> Kind:
+    """As it stands."""
+    return Kind(what, str)
+
+
+def _printable(given: str) -> str:
+    # Others cannot stand in a TOML file or in a line of the log.
+    if not given.isprintable():
+        raise ValueError("give printable characters alone")
+    return given

@@ -13,7 +13,7 @@ from bootstrap_server import MismatchError
 from bootstrap_server.secret import new_secret
 from bootstrap_server.secret_file import write_secret_file
 from sglang_mooncake.layout import LayoutMismatch
-from sglang_mooncake.sglang import explaining
+from sglang_mooncake.sglang import configuring, explaining
 from sglang_mooncake.sglang.dry_run.flags import FlagError, ServerFlags, parse_flags
 from sglang_mooncake.sglang.dry_run.models import KNOWN, ModelError, load_model
 from sglang_mooncake.sglang.dry_run.pairs import Server, plan_pairs
@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _secret(parsed.file)
         case "explain":
             return explaining.explain(parsed)
+        case "config":
+            return configuring.show_config(parsed)
         case _:
             return _planned(parsed)
 
@@ -166,6 +168,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     explaining.add_arguments(explain)
+    config = commands.add_parser(
+        "config",
+        help="show the settings that a server would have, and where they come from",
+        description=configuring.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    configuring.add_arguments(config)
     return parser
 
 

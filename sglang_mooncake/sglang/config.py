@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own settings, all from the environment of the SGLang server, all with the prefix
-`SGLANG_MOONCAKE_`. What SGLang has a flag or variable for is taken from SGLang (`seam.py`)."""
+"""A rank's settings, from a TOML file and from the environment of the SGLang server; `settings.py`
+has the table of them. What SGLang has a flag or variable for is taken from SGLang (`seam.py`)."""
 
 from __future__ import annotations
 
@@ -12,102 +12,45 @@ from typing import Any
 
 from bootstrap_server.secret import Keys, split_secrets
 from bootstrap_server.secret_file import read_secret_file
+from bootstrap_server.server_config import SETTINGS as REGISTRY_SETTINGS
+from bootstrap_server.settings import Given, from_variables, read_values
+from bootstrap_server.settings_file import read_settings_file
+from bootstrap_server.values import ConfigError
 from sglang_mooncake.context import SettingNames
 from sglang_mooncake.registries import Registries
-from sglang_mooncake.sglang.mooncake_variables import read_courtesies
-from sglang_mooncake.sglang.values import ConfigError, integer, names, port_range, seconds, switch
+from sglang_mooncake.sglang.mooncake_variables import Courtesies, read_courtesies
+from sglang_mooncake.sglang.settings import (
+    BY_KEY,
+    CONFIG_FILE,
+    ENGINE,
+    INSTEAD_OF,
+    PREFIX,
+    SETTINGS,
+    SGLANGS_OWN,
+)
 from sglang_mooncake.stats import STORY_ROOMS
-from te.config import LIMITS, TRANSPORTS
 from te.status import default_directory
 
-__all__ = ["INSECURE", "SETTING_NAMES", "SGLANGS_OWN", "Config", "ConfigError"]
+__all__ = ["INSECURE", "SETTING_NAMES", "SGLANGS_OWN", "Config", "ConfigError", "check_file"]
 
-_PREFIX = "SGLANG_MOONCAKE_"
-INSECURE = f"{_PREFIX}INSECURE"
-#: SGLang's own variables that begin like ours. They tune the engine of the mooncake package or its
-#: memory and mean nothing to the hand-over, but must not stop a server whose recipe sets them.
-SGLANGS_OWN = frozenset(
-    {
-        "SGLANG_MOONCAKE_CUSTOM_MEM_POOL",
-        "SGLANG_MOONCAKE_EP_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
-        "SGLANG_MOONCAKE_MAX_TRANSFER_BATCH_INDICES",
-        "SGLANG_MOONCAKE_SEND_AUX_TCP",
-    }
-)
+INSECURE = BY_KEY["sglang_mooncake.insecure"].variable
 #: What the neutral part calls them in its sentences.
 SETTING_NAMES = SettingNames(
     bootstrap="SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT",
     waiting="SGLANG_DISAGGREGATION_WAITING_TIMEOUT",
-    link=f"{_PREFIX}LINK_TIMEOUT_S",
+    link=BY_KEY["sglang_mooncake.link_timeout_s"].variable,
 )
-#: Settings that te.Config has by the same names.
-_ENGINE = (
-    "RAILS",
-    "RAILS_PER_NIC",
-    "WORKERS",
-    "TRAFFIC_CLASS",
-    "SERVICE_LEVEL",
-    "PARTITION_KEY_INDEX",
-    "GID_INDEX",
-)
-_NAMES = {
-    "HOST",
-    "REGISTER_TIMEOUT_S",
-    "LINK_TIMEOUT_S",
-    "STALL_TIMEOUT_S",
-    "TRANSPORTS",
-    "NICS",
-    "TOPOLOGY",
-    "PORTS",
-    "REGISTRIES",
-    "LAYERWISE",
-    "STATS_DIR",
-    "STATUS_DIR",
-    "STORY_ROOMS",
-    "SECRET",
-    "SECRET_FILE",
-    "INSECURE",
-    "ENCRYPT",
-    *_ENGINE,
-}
+_ALL = (*SETTINGS, *REGISTRY_SETTINGS)
+_HOST, _NICS, _TOPOLOGY = "sglang_mooncake.host", "te.nics", "te.topology"
+_SECRET, _SECRET_FILE = "sglang_mooncake.secret", "sglang_mooncake.secret_file"
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """
-    HOST: address that the transfer engine listens on and tells its peers (default: the address
-        that SGLang itself uses between hosts, see SGLANG_HOST_IP).
-    REGISTER_TIMEOUT_S: how long a prefill rank tries to reach the bootstrap server at start-up.
-    LINK_TIMEOUT_S: how long a decode rank waits for a prefill rank's answer to its hello.
-    STALL_TIMEOUT_S: a transfer without progress this long fails.
-    TRANSPORTS: transports to use, the preferred one first, separated by commas (default: all of
-        te's that can move the KV cache). With one alone, not getting it is an error.
-    NICS: RDMA devices to use, patterns separated by commas, `!` before those to leave out
-        (default: those of --disaggregation-ib-device, else all).
-    TOPOLOGY: JSON file that says which RDMA devices memory uses, instead of NICS and of what is
-        found (te.Config.topology; Mooncake's MC_CUSTOM_TOPO_JSON).
-    RAILS, RAILS_PER_NIC, WORKERS, TRAFFIC_CLASS, SERVICE_LEVEL, PARTITION_KEY_INDEX, GID_INDEX: as
-        te.Config has them, with its defaults.
-    PORTS: first and last port that this rank listens on, for the transfer engine and for control
-        messages: `20000-20100` (default: any free ones).
-    REGISTRIES: registries (`bootstrap_host` and `bootstrap_port` of a request) that a decode rank
-        asks: names, addresses or networks, with or without a port, separated by commas
-        (`Registries`; default: any).
-    LAYERWISE: `1`: a prefill rank hands KV over in groups of layers while the forward that computes
-        it still runs (`layerwise`). `0`, the default: when it is over.
-    STATS_DIR: directory for one JSON file per scheduler process (default: none are written).
-    STATUS_DIR: directory of the status sockets, over which `te top` and `sglang-mooncake explain`
-        ask the ranks of this user (default: $XDG_RUNTIME_DIR/te, else /tmp/te-UID); `none`: no
-        sockets.
-    STORY_ROOMS: how many ended requests each rank remembers for `sglang-mooncake explain`.
-    SECRET_FILE: file with the deployment's secrets, one a line (docs/security.md; default: none, so
-        that whoever reaches the ports is served).
-    SECRET: the secrets themselves, instead of SECRET_FILE.
-    INSECURE: `1`: start without a secret on a public address, too.
-    ENCRYPT: `1`: encrypt KV caches between hosts, which only TCP can; takes a secret.
-
-    Where a variable is not given, what Mooncake's say of the same is taken (`mooncake_variables`).
-    """
+    """A field for each row of `settings.SETTINGS`, which says what it means. The strongest source
+    counts: variables with our prefix, then the TOML file that SGLANG_MOONCAKE_CONFIG names, then
+    Mooncake's variables (`mooncake_variables`), then the default. The file comes before Mooncake's
+    variables since it was written for this hand-over, and they were not."""
 
     host: str | None = None
     register_timeout_s: float = 60.0
@@ -119,7 +62,7 @@ class Config:
     #: Devices that Mooncake's variables name: for ranks for which neither `nics` nor a flag of
     #: SGLang's names any.
     nics_of_mooncake: tuple[str, ...] = ()
-    #: Fields of te.Config, by name.
+    #: Fields of te.Config, by name (`settings.ENGINE`), those that are given.
     engine: Mapping[str, Any] = field(default_factory=dict)
     ports: tuple[int, int] | None = None
     registries: Registries = field(default_factory=Registries)
@@ -133,105 +76,106 @@ class Config:
     encrypt: bool = False
     #: What became of variables of Mooncake's, for the log.
     courtesies: tuple[str, ...] = ()
+    #: Each setting that has a value, by key, and where that comes from.
+    given: Mapping[str, Given] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def from_environment(environment: Mapping[str, str] = os.environ) -> Config:
-        """Raises ConfigError for an unknown variable with our prefix, or a value out of range."""
-        given = {
-            name.removeprefix(_PREFIX): value
-            for name, value in environment.items()
-            if name.startswith(_PREFIX)
-        }
-        for name in SGLANGS_OWN:
-            given.pop(name.removeprefix(_PREFIX), None)
-        nics, has_topology = names(given.get("NICS", "")), bool(given.get("TOPOLOGY"))
-        if nics and has_topology:
-            raise ConfigError(
-                f"{_PREFIX}TOPOLOGY is complete: {_PREFIX}NICS cannot be given beside it"
-            )
-        taken = read_courtesies(environment, given, _PREFIX)
-        asked = taken.settings | {name: text for name, text in given.items() if text}
-        ports, topology, stats_dir = (asked.get(n) for n in ("PORTS", "TOPOLOGY", "STATS_DIR"))
-        config = Config(
-            host=asked.get("HOST"),
-            register_timeout_s=_seconds(asked, "REGISTER_TIMEOUT_S", 60.0),
-            link_timeout_s=_seconds(asked, "LINK_TIMEOUT_S", 10.0),
-            stall_timeout_s=_seconds(asked, "STALL_TIMEOUT_S", 5.0),
-            transports=_transports(asked.get("TRANSPORTS", "")),
-            nics=nics,
-            topology=Path(topology) if topology else None,
-            nics_of_mooncake=names(taken.settings.get("NICS", "")),
-            engine=_engine(asked),
-            ports=port_range(f"{_PREFIX}PORTS", ports) if ports else None,
-            registries=_registries(asked.get("REGISTRIES", "")),
-            layerwise=switch(f"{_PREFIX}LAYERWISE", asked.get("LAYERWISE", "0")),
-            stats_dir=Path(stats_dir) if stats_dir else None,
-            status_dir=_status_dir(asked.get("STATUS_DIR")),
-            story_rooms=integer(
-                f"{_PREFIX}STORY_ROOMS", asked.get("STORY_ROOMS", str(STORY_ROOMS)), 0, 65_536
-            ),
-            keys=_keys(given),
-            insecure=switch(INSECURE, asked.get("INSECURE", "0")),
-            encrypt=switch(f"{_PREFIX}ENCRYPT", asked.get("ENCRYPT", "0")),
-            courtesies=taken.notes,
+        """Raises ConfigError for unknown settings and values out of range, all of them at once."""
+        path = environment.get(CONFIG_FILE)
+        of_file, problems = _read_file(path) if path else ({}, [])
+        of_variables, more = from_variables(
+            SETTINGS, environment, PREFIX, {CONFIG_FILE, *SGLANGS_OWN}
         )
-        if config.encrypt and not config.keys:
+        ours = _stronger(_checked(of_file), _checked(of_variables))
+        said = {
+            BY_KEY[key].name.upper(): f"{one.where}={one.text}"
+            for key, one in ours.items()
+            if not BY_KEY[key].secret
+        }
+        taken = read_courtesies(environment, said, PREFIX)
+        given = _of_mooncake(taken) | ours
+        values, bad = read_values(SETTINGS, given)
+        problems += [*more, *bad]
+        if problems:
+            raise ConfigError(*problems)
+        keys = _keys(ours)
+        if values.get("te.encrypt") and not keys:
             raise ConfigError(
-                f"{_PREFIX}ENCRYPT=1 takes a secret: give all servers the same"
-                f" {_PREFIX}SECRET_FILE (`sglang-mooncake secret` makes one)"
+                f"{given['te.encrypt'].where}=1 takes a secret: give all servers the same"
+                f" {BY_KEY[_SECRET_FILE].variable} (`sglang-mooncake secret` makes one)"
             )
-        unknown = sorted(given.keys() - _NAMES)
-        if unknown:
-            raise ConfigError(
-                f"unknown variable {', '.join(_PREFIX + name for name in unknown)}: see"
-                " sglang_mooncake/sglang/config.py"
-            )
-        return config
+        if _HOST not in given and (host := environment.get("SGLANG_HOST_IP")):
+            given[_HOST] = Given(host, "SGLANG_HOST_IP")
+        return _config(values, keys, taken, given, _NICS in ours)
 
 
-def _engine(asked: Mapping[str, str]) -> dict[str, int]:
+def check_file(path: str) -> int:
+    """How many settings a TOML file has, for all packages. Raises ConfigError for what is wrong in
+    it, all at once. Files that it names are not read: they may be on another host."""
+    given, problems = read_settings_file(path, _ALL)
+    problems += read_values(_ALL, _checked(given))[1]
+    if problems:
+        raise ConfigError(*problems)
+    return len(given)
+
+
+def _read_file(path: str) -> tuple[dict[str, Given], list[str]]:
+    """The settings of a rank in a TOML file, by key, and what is wrong in it. The table of the
+    registry's process is checked, too."""
+    given, problems = read_settings_file(path, _ALL)
+    problems += read_values(REGISTRY_SETTINGS, given)[1]
+    return {key: one for key, one in given.items() if key in BY_KEY}, problems
+
+
+def _config(
+    values: Mapping[str, Any],
+    keys: Keys,
+    taken: Courtesies,
+    given: Mapping[str, Given],
+    has_nics: bool,
+) -> Config:
+    fields = {key.partition(".")[2]: value for key, value in values.items()}
+    for name in ("secret", "secret_file"):
+        fields.pop(name, None)
+    if not has_nics:
+        fields["nics_of_mooncake"] = fields.pop("nics", ())
+    engine = {one.name: fields.pop(one.name) for one in ENGINE if one.name in fields}
+    return Config(**fields, engine=engine, keys=keys, courtesies=taken.notes, given=given)
+
+
+def _of_mooncake(taken: Courtesies) -> dict[str, Given]:
     return {
-        name.lower(): integer(_PREFIX + name, asked[name], *LIMITS[name.lower()])
-        for name in _ENGINE
-        if name in asked
+        key: Given(taken.settings[one.name.upper()], taken.sources[one.name.upper()])
+        for key, one in BY_KEY.items()
+        if one.name.upper() in taken.settings
     }
 
 
-def _status_dir(text: str | None) -> Path | None:
-    if text is None:
-        return default_directory()
-    return None if text == "none" else Path(text)
-
-
-def _transports(text: str) -> tuple[str, ...]:
-    """None if nobody asked for any."""
-    given = names(text)
-    if len(set(given)) != len(given) or not set(given) <= set(TRANSPORTS):
-        known = ", ".join(TRANSPORTS)
-        raise ConfigError(f"{_PREFIX}TRANSPORTS={text!r}: give some of {known}, each once")
+def _checked(given: Mapping[str, Given]) -> Mapping[str, Given]:
+    """Of one source, without two of which one is used. Raises ConfigError."""
+    if _NICS in given and _TOPOLOGY in given:
+        raise ConfigError(
+            f"{given[_TOPOLOGY].where} is complete: {given[_NICS].where} cannot be given beside it"
+        )
+    if _SECRET in given and _SECRET_FILE in given:
+        both = f"{given[_SECRET].where} and {given[_SECRET_FILE].where}"
+        raise ConfigError(f"{both} are both set: leave one out")
     return given
 
 
-def _registries(text: str) -> Registries:
+def _stronger(weak: Mapping[str, Given], strong: Mapping[str, Given]) -> dict[str, Given]:
+    """Both; of two of which one is used, that of the strong source."""
+    taken = {key: one for key, one in weak.items() if INSTEAD_OF.get(key) not in strong}
+    return taken | dict(strong)
+
+
+def _keys(given: Mapping[str, Given]) -> Keys:
+    one = given.get(_SECRET_FILE) or given.get(_SECRET)
+    if one is None:
+        return Keys()
     try:
-        return Registries(names(text), f"{_PREFIX}REGISTRIES")
+        is_file = _SECRET_FILE in given
+        return Keys.from_secrets(read_secret_file(one.text) if is_file else split_secrets(one.text))
     except ValueError as error:
-        raise ConfigError(f"{_PREFIX}REGISTRIES={text!r}: {error}") from error
-
-
-def _keys(given: Mapping[str, str]) -> Keys:
-    # A variable that is empty is an error: who sets one wants a secret.
-    text, path = given.get("SECRET"), given.get("SECRET_FILE")
-    if text is not None and path is not None:
-        raise ConfigError(f"{_PREFIX}SECRET and {_PREFIX}SECRET_FILE are both set: leave one out")
-    try:
-        if path is not None:
-            return Keys.from_secrets(read_secret_file(path))
-        return Keys() if text is None else Keys.from_secrets(split_secrets(text))
-    except ValueError as error:
-        name = "SECRET" if path is None else "SECRET_FILE"
-        raise ConfigError(f"{_PREFIX}{name}: {error}") from error
-
-
-def _seconds(asked: Mapping[str, str], name: str, default: float) -> float:
-    return seconds(_PREFIX + name, asked[name]) if name in asked else default
+        raise ConfigError(f"{one.where}: {error}") from error

@@ -27,6 +27,7 @@ from sglang_mooncake.rank_report import RankReport
 from sglang_mooncake.rooms.states import RoomView
 from sglang_mooncake.sglang.config import INSECURE, Config
 from sglang_mooncake.sglang.layerwise import Layerwise
+from sglang_mooncake.sglang.listing import in_one_line
 from sglang_mooncake.sglang.plugin import hook_decode_queue, serving_classes
 from sglang_mooncake.sglang.pools.kv_args import KVArgsLike, layout_from_kv_args, memory_ranges
 from sglang_mooncake.sglang.prometheus import Exporter
@@ -83,6 +84,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self.disaggregation_mode = disaggregation_mode
         self.is_mla_backend = bool(is_mla_backend)
         self.config = Config.from_environment()
+        logger.info("settings: %s", in_one_line(self.config.given))
         self.context = dataclasses.replace(
             rank_context(args, disaggregation_mode, server_args, self.config.host),
             keys=self.config.keys,

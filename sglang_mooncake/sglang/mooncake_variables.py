@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from sglang_mooncake.sglang.values import ConfigError, integer, names
+from bootstrap_server.values import names, whole
 from te.config import LIMITS
 
-__all__ = ["Courtesies", "read_courtesies"]
+__all__ = ["VARIABLES", "Courtesies", "read_courtesies"]
 
 #: A setting of ours, without the prefix, and Mooncake's variables for it, the strongest first.
 _NUMBERS: dict[str, tuple[str, ...]] = {
@@ -32,6 +32,14 @@ _ALSO_SPELLED = {_PORT_FIRST: "MC_MIN_PRC_PORT", _PORT_LAST: "MC_MAX_PRC_PORT"}
 #: Mooncake's range where only one end of it is given.
 _PORTS_OF_MOONCAKE = {_PORT_FIRST: "15000", _PORT_LAST: "17000"}
 _TOPOLOGY = "MC_CUSTOM_TOPO_JSON"
+#: Each setting, without the prefix, and Mooncake's variables that may give it a value.
+VARIABLES: dict[str, tuple[str, ...]] = {
+    **_NUMBERS,
+    "TRANSPORTS": tuple(f"{name}={values[0]}" for name, values in _TCP.items()),
+    "NICS": (_FILTERS, _EXCLUDE),
+    "TOPOLOGY": (_TOPOLOGY,),
+    "PORTS": (_PORT_FIRST, _PORT_LAST),
+}
 #: A topology names the devices itself: one of the two is used.
 _INSTEAD_OF = {"NICS": "TOPOLOGY", "TOPOLOGY": "NICS"}
 
@@ -42,6 +50,8 @@ class Courtesies:
 
     #: Settings of ours, by name without the prefix, in the form of our variables.
     settings: dict[str, str]
+    #: Where each of them comes from: `MC_GID_INDEX=3`.
+    sources: dict[str, str]
     #: What became of each variable, for the log.
     notes: tuple[str, ...]
 
@@ -64,7 +74,8 @@ def read_courtesies(
     """What is taken over from Mooncake's variables.
 
     Args:
-        given: our own variables that are set, without the prefix; they come first.
+        given: our own settings that have a value, without the prefix, and how that was said
+            (`SGLANG_MOONCAKE_RAILS=4`); they come first.
 
     What cannot be used is a note, and no error, as for Mooncake itself.
     """
@@ -72,8 +83,9 @@ def read_courtesies(
     for name, spelled in _ALSO_SPELLED.items():
         if spelled in there:
             there.setdefault(name, there[spelled])
-    ours = {name: f"{prefix}{name}={text}" for name, text in given.items() if text}
+    ours = dict(given)
     settings: dict[str, str] = {}
+    sources: dict[str, str] = {}
     notes: list[str] = []
     for wish in _wishes(there):
         other = ours.get(wish.ours) or ours.get(_INSTEAD_OF.get(wish.ours, ""))
@@ -81,14 +93,14 @@ def read_courtesies(
             notes.append(f"{wish.said} is not used: {wish.problem}")
         elif other is None:
             settings[wish.ours] = wish.value
-            ours[wish.ours] = wish.said
+            sources[wish.ours] = ours[wish.ours] = wish.said
             honoured = f"{wish.said} is honoured as {prefix}{wish.ours}={wish.value}"
             notes.append(honoured + wish.unless)
         elif settings.get(wish.ours) == wish.value:
             notes.append(f"{wish.said} says the same")
         else:
             notes.append(f"{wish.said} is not used, {other} is")
-    return Courtesies(settings, (*notes, *_idle(there)))
+    return Courtesies(settings, sources, (*notes, *_idle(there)))
 
 
 def _wishes(there: Mapping[str, str]) -> Iterator[_Wish]:
@@ -109,9 +121,9 @@ def _wishes(there: Mapping[str, str]) -> Iterator[_Wish]:
 def _number(name: str, text: str, ours: str) -> Iterator[_Wish]:
     said = f"{name}={text}"
     try:
-        number = integer(name, text, _AUTOMATIC, LIMITS[ours.lower()][1])
-    except ConfigError as error:
-        yield _Wish(said, ours, "", problem=str(error).removeprefix(f"{name}={text!r}: "))
+        number = whole(_AUTOMATIC, LIMITS[ours.lower()][1]).read(text)
+    except ValueError as error:
+        yield _Wish(said, ours, "", problem=str(error))
         return
     if number != _AUTOMATIC:
         yield _Wish(said, ours, str(number))
@@ -132,14 +144,15 @@ def _ports(there: Mapping[str, str]) -> Iterator[_Wish]:
     if not given:
         return
     said = ", ".join(f"{name}={there[name]}" for name in given)
-    try:
-        first, last = (
-            integer(name, there.get(name, default), 1, 65_535)
-            for name, default in _PORTS_OF_MOONCAKE.items()
-        )
-    except ConfigError as error:
-        yield _Wish(said, "PORTS", "", problem=str(error))
-        return
+    ends: list[int] = []
+    for name, default in _PORTS_OF_MOONCAKE.items():
+        text = there.get(name, default)
+        try:
+            ends.append(whole(1, 65_535).read(text))
+        except ValueError as error:
+            yield _Wish(said, "PORTS", "", problem=f"{name}={text!r}: {error}")
+            return
+    first, last = ends
     if _PORT_LAST not in there and first > last:
         last = 65_535
     if first > last:

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All settings of a server's ranks, one row each. Those of the table `te` are fields of te.Config
+by the same name. docs/configuration.md is written out of these rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bootstrap_server.settings import Setting
+from bootstrap_server.values import (
+    Kind,
+    address,
+    choices,
+    file_path,
+    names_of,
+    port_range,
+    seconds,
+    switch,
+    text,
+    whole,
+)
+from sglang_mooncake.registries import Registries
+from sglang_mooncake.sglang.mooncake_variables import VARIABLES
+from sglang_mooncake.stats import STORY_ROOMS
+from te.config import LIMITS, TRANSPORTS
+from te.config import Config as EngineConfig
+
+__all__ = ["BY_KEY", "CONFIG_FILE", "ENGINE", "INSTEAD_OF", "PREFIX", "SETTINGS", "SGLANGS_OWN"]
+
+PREFIX = "SGLANG_MOONCAKE_"
+#: Names the TOML file.
+CONFIG_FILE = f"{PREFIX}CONFIG"
+#: SGLang's own variables that begin like ours. They tune the engine of the mooncake package or its
+#: memory and mean nothing to the hand-over, but must not stop a server whose recipe sets them.
+SGLANGS_OWN = frozenset(
+    {
+        "SGLANG_MOONCAKE_CUSTOM_MEM_POOL",
+        "SGLANG_MOONCAKE_EP_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
+        "SGLANG_MOONCAKE_MAX_TRANSFER_BATCH_INDICES",
+        "SGLANG_MOONCAKE_SEND_AUX_TCP",
+    }
+)
+#: One of the two is used. Of one source, both are an error.
+INSTEAD_OF = {
+    "te.nics": "te.topology",
+    "te.topology": "te.nics",
+    "sglang_mooncake.secret": "sglang_mooncake.secret_file",
+    "sglang_mooncake.secret_file": "sglang_mooncake.secret",
+}
+
+
+def _row(table: str, name: str, kind: Kind, help_: str, **more: Any) -> Setting:
+    variable = f"{PREFIX}{name.upper()}"
+    more["others"] = (*more.pop("others", ()), *VARIABLES.get(name.upper(), ()))
+    return Setting(table=table, name=name, kind=kind, help=help_, variable=variable, **more)
+
+
+def _engine(name: str, kind: Kind, help_: str, **more: Any) -> Setting:
+    if not more.get("unset"):
+        more["default"] = f"{getattr(EngineConfig, name):g}"
+    return _row("te", name, kind, help_, **more)
+
+
+def _number(name: str, help_: str, **more: Any) -> Setting:
+    return _engine(name, whole(*LIMITS[name]), help_, **more)
+
+
+def _own(name: str, kind: Kind, help_: str, **more: Any) -> Setting:
+    return _row("sglang_mooncake", name, kind, help_, **more)
+
+
+#: Those that are handed to te.Config as they are.
+ENGINE = (
+    _number("rails", "Connections to each peer over TCP and on the same host."),
+    _number(
+        "rails_per_nic",
+        "Queue pairs to each peer for each pair of RDMA devices. A link has at most"
+        f" {LIMITS['rails'][1]} queue pairs in all.",
+    ),
+    _number("workers", "Threads that move bytes, for all peers together."),
+    _number(
+        "traffic_class",
+        "Traffic class of RDMA packets (ibv_modify_qp(3)). iWARP ignores it.",
+    ),
+    _number(
+        "service_level",
+        "InfiniBand service level, or Ethernet priority (0 to 7) with RoCE. iWARP ignores it.",
+    ),
+    _number(
+        "partition_key_index",
+        "Index into each port's table of partition keys. iWARP ignores it.",
+    ),
+    _number(
+        "gid_index",
+        "RoCE: index into each port's GID table. A port without this entry is not used.",
+        unset="found by trying with each peer",
+    ),
+)
+SETTINGS: tuple[Setting, ...] = (
+    _own(
+        "host",
+        address(),
+        "Address of this host that the ranks of other hosts can reach.",
+        unset="the address that SGLang finds; `--host` on a host without a default route",
+        others=("SGLANG_HOST_IP",),
+    ),
+    _own(
+        "ports",
+        port_range(),
+        "Range of ports that a rank listens on: one port for the transfer engine, on prefill one"
+        " more for control messages, with iWARP one for each address of a device.",
+        unset="any free ports",
+    ),
+    _own(
+        "registries",
+        names_of(
+            "names, addresses or networks, each with a port or without:"
+            " `prefill-*.svc,10.1.0.0/16:8998`",
+            lambda given: Registries(given, f"{PREFIX}REGISTRIES"),
+        ),
+        "Registries (`bootstrap_host` and `bootstrap_port` of a request) that a decode server"
+        " asks. Without this list, whoever may send a request decides whom the server connects to.",
+        unset="all",
+    ),
+    _own(
+        "layerwise",
+        switch(),
+        "A prefill server sends KV cache in groups of layers while its forward pass still runs.",
+        default="0",
+    ),
+    _own(
+        "register_timeout_s",
+        seconds(),
+        "Time in which a prefill rank must reach its registry at start.",
+        default="60",
+    ),
+    _own(
+        "link_timeout_s",
+        seconds(),
+        "Time in which a prefill rank must answer a decode rank that connects to it.",
+        default="10",
+    ),
+    _own(
+        "stats_dir",
+        file_path(),
+        "Directory in which each scheduler process keeps a JSON file of its counters.",
+        unset="no files",
+    ),
+    _own(
+        "story_rooms",
+        whole(0, 65_536),
+        "How many ended requests each rank remembers for `sglang-mooncake explain`.",
+        default=str(STORY_ROOMS),
+    ),
+    _own(
+        "secret_file",
+        file_path(),
+        "File with the deployment's secrets, one per line, the same for all servers. Only its"
+        " owner and group may read it. `sglang-mooncake secret --file PATH` makes one.",
+        unset="no secret: everybody who reaches the ports is served",
+        needs_value=True,
+    ),
+    _own(
+        "secret",
+        text("secrets, one per line"),
+        "The secrets themselves, instead of `secret_file`. Only the owner and group of a TOML file"
+        " with this setting may read it.",
+        unset="no secret",
+        secret=True,
+        needs_value=True,
+    ),
+    _own(
+        "insecure",
+        switch(),
+        "A server starts without a secret on a public address, too.",
+        default="0",
+    ),
+    _engine(
+        "transports",
+        choices(TRANSPORTS),
+        "Transports to use, the preferred one first. If only one is named and does not work, the"
+        " server does not start.",
+        unset="all that can move the KV cache",
+    ),
+    _engine(
+        "nics",
+        names_of("patterns, with `!` before devices to exclude: `mlx5_*,!mlx5_1`"),
+        "RDMA devices to use.",
+        unset="all active devices",
+        others=("--disaggregation-ib-device",),
+    ),
+    _engine(
+        "topology",
+        file_path(),
+        "JSON file that maps each memory location to preferred and fallback RDMA devices, instead"
+        " of `nics`. `te topology --override FILE` shows the resulting order.",
+        unset="the order that `te topology` shows",
+    ),
+    *ENGINE,
+    _engine(
+        "stall_timeout_s",
+        seconds(),
+        "A transfer that makes no progress for this long fails.",
+    ),
+    _engine(
+        "encrypt",
+        switch(),
+        "Encrypts KV cache between hosts. It needs a secret, and leaves TCP as the only transport"
+        " between hosts.",
+    ),
+    _engine(
+        "status_dir",
+        file_path("none"),
+        "Directory of the Unix sockets over which `te top` and `sglang-mooncake explain` ask the"
+        " ranks of the same user. `none`: no sockets.",
+        unset="`$XDG_RUNTIME_DIR/te`, else `/tmp/te-UID`",
+    ),
+)
+BY_KEY = {one.key: one for one in SETTINGS}
