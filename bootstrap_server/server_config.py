@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m bootstrap_server", description="Registry of prefill ranks for SGLang."
     )
+    parser.add_argument("--version", action="version", version=f"bootstrap_server {_version()}")
     parser.add_argument(
         "--config",
         metavar="PATH",
@@ -139,3 +141,11 @@ def _parser() -> argparse.ArgumentParser:
         else:
             parser.add_argument(one.argument, metavar=one.name.upper(), help=said)
     return parser
+
+
+def _version() -> str:
+    """The installed release of the package, from its metadata."""
+    try:
+        return importlib.metadata.version("sglang-mooncake")
+    except importlib.metadata.PackageNotFoundError:
+        return "of a checkout"

@@ -13,6 +13,7 @@ from te.doctor import command as doctor
 from te.errors import TopologyError, UsageError
 from te.top import command as top
 from te.topology import report as topology
+from te.version import version
 
 __all__ = ["main"]
 
@@ -30,6 +31,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(has_bench: bool) -> argparse.ArgumentParser:
     parser = _Parser(prog="te", description="Inspect and measure the transfer engine.")
+    parser.add_argument("--version", action="version", version=f"te {version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     bench_parser = commands.add_parser(
         "bench",

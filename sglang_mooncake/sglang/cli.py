@@ -18,6 +18,7 @@ from sglang_mooncake.sglang.dry_run.flags import FlagError, ServerFlags, parse_f
 from sglang_mooncake.sglang.dry_run.models import KNOWN, ModelError, load_model
 from sglang_mooncake.sglang.dry_run.pairs import Server, plan_pairs
 from sglang_mooncake.sglang.dry_run.report import Report
+from te.version import version
 
 __all__ = ["main"]
 
@@ -118,6 +119,7 @@ def _flags(option: str, text: str) -> ServerFlags:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="sglang-mooncake", description="KV-cache hand-over between servers.")
+    parser.add_argument("--version", action="version", version=f"sglang-mooncake {version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser(
         "plan",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import importlib.metadata
 import logging
 import signal
 import socket
@@ -40,6 +39,7 @@ from te.handshake import PROTOCOL_VERSION
 from te.proof import NO_KEY
 from te.topology import read_addresses
 from te.topology.gids import is_overlay
+from te.version import version
 
 __all__ = ["LOOPBACK", "Service", "describe", "engine_config", "host_addresses", "main", "serve"]
 
@@ -91,20 +91,13 @@ def describe(
     others = (one for one in host_addresses() if one != address)
     return Host(
         name=socket.gethostname(),
-        version=_version(),
+        version=version(),
         protocol=PROTOCOL_VERSION,
         addresses=(address, *others),
         facts=facts,
         findings=tuple(findings),
         gid_index=gid_index,
     )
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("sglang-mooncake")
-    except importlib.metadata.PackageNotFoundError:
-        return "of a checkout"
 
 
 class Service:

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a wheel must do where nothing but its declared dependencies is installed.
+
+Run by that environment's interpreter, with -I. Exits with a sentence when something does not work.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+#: (command, exit status, what its output must contain)
+COMMANDS: tuple[tuple[tuple[str, ...], set[int], str], ...] = (
+    (("te", "--version"), {0}, "te 0."),
+    (("te", "bench"), {2}, "te bench is not part of the wheel"),
+    (("te", "doctor"), {0, 1, 2}, "tcp"),
+    (("sglang-mooncake", "--version"), {0}, "sglang-mooncake 0."),
+    (("sglang-mooncake", "plan", "--model", "llama-70b"), {0}, "prefill"),
+    (("python", "-m", "bootstrap_server", "--version"), {0}, "bootstrap_server 0."),
+)
+IMPORTS = ("te", "bootstrap_server", "sglang_mooncake.sglang.config")
+ROUNDS = 7
+
+
+def main() -> None:
+    for name in ("cc", "gcc", "sglang", "nvidia-smi"):
+        if shutil.which(name):
+            sys.exit(f"this environment has {name}, so that it proves nothing")
+    for name in ("torch", "sglang"):
+        if importlib.util.find_spec(name):
+            sys.exit(f"this environment has the package {name}, so that it proves nothing")
+    for name in IMPORTS:
+        module = importlib.import_module(name)
+        if not Path(str(module.__file__)).is_relative_to(sys.prefix):
+            sys.exit(f"{name} comes from {module.__file__}, not from the wheel")
+    for command, statuses, text in COMMANDS:
+        _run(command, statuses, text)
+    print(f"import te: {_import_s() * 1e3:.0f} ms, the median of {ROUNDS}")
+
+
+def _run(command: tuple[str, ...], statuses: set[int], text: str) -> None:
+    done = subprocess.run(
+        [str(BIN / command[0]), *command[1:]], capture_output=True, text=True, timeout=120
+    )
+    said = done.stdout + done.stderr
+    if done.returncode not in statuses or text.lower() not in said.lower() or "Traceback" in said:
+        sys.exit(f"{' '.join(command)}: exit status {done.returncode}, and it said\n{said}")
+
+
+def _import_s() -> float:
+    """The median of what the import adds to an interpreter that has started."""
+    code = "import time; t = time.perf_counter(); import te; print(time.perf_counter() - t)"
+    argv = [sys.executable, "-I", "-c", code]
+    return statistics.median(
+        float(subprocess.check_output(argv, timeout=60)) for _ in range(ROUNDS)
+    )
+
+
+if __name__ == "__main__":
+    main()
