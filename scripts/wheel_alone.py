@@ -14,13 +14,14 @@ import sys
 from pathlib import Path
 
 BIN = Path(sys.executable).parent
+PLAN = ("--model", "llama-70b", "--prefill", "tp=8", "--decode", "tp=4")
 #: (command, exit status, what its output must contain)
 COMMANDS: tuple[tuple[tuple[str, ...], set[int], str], ...] = (
     (("te", "--version"), {0}, "te 0."),
     (("te", "bench"), {2}, "te bench is not part of the wheel"),
     (("te", "doctor"), {0, 1, 2}, "tcp"),
     (("sglang-mooncake", "--version"), {0}, "sglang-mooncake 0."),
-    (("sglang-mooncake", "plan", "--model", "llama-70b"), {0}, "prefill"),
+    (("sglang-mooncake", "plan", *PLAN), {0}, "prefill"),
     (("python", "-m", "bootstrap_server", "--version"), {0}, "bootstrap_server 0."),
 )
 IMPORTS = ("te", "bootstrap_server", "sglang_mooncake.sglang.config")

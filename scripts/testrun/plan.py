@@ -73,6 +73,7 @@ def lanes(options: Options) -> list[Lane]:
     ]
     if not options.pytest_args:
         here.append(Step("documentation site", ["scripts/docs"]))
+        here.append(Step("demo from the wheel", ["scripts/wheel-demo"]))
         here += _demo_over_rdma(options.scratch / "reference.json")
     machines = [
         _on_devices(options, nics, driver, *where)
