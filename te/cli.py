@@ -44,14 +44,14 @@ def _parser(has_bench: bool) -> argparse.ArgumentParser:
         bench_parser.set_defaults(run=bench.run)
     doctor_parser = commands.add_parser(
         "doctor",
-        help="what is wrong with this machine for transfers, and what mends it",
+        help="check the transports of this machine, and say how to mend what is wrong",
         description=doctor.DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     doctor.add_arguments(doctor_parser)
     top_parser = commands.add_parser(
         "top",
-        help="the live rails of all engines of this user's processes",
+        help="show the live rails of all engines of this user",
         description=top.DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
