@@ -125,7 +125,9 @@ SETTINGS: tuple[Setting, ...] = (
     _own(
         "layerwise",
         switch(),
-        "A prefill server sends KV cache in groups of layers while its forward pass still runs.",
+        "A prefill server sends KV cache in groups of layers while its forward pass still runs."
+        " Where that is impossible (pipeline stages, two-batch overlap, full prefill CUDA graphs),"
+        " it sends after the forward pass, and its log says why.",
         default="0",
     ),
     _own(
@@ -193,7 +195,8 @@ SETTINGS: tuple[Setting, ...] = (
         "topology",
         file_path(),
         "JSON file that maps each memory location to preferred and fallback RDMA devices, instead"
-        " of `nics`. `te topology --override FILE` shows the resulting order.",
+        " of `nics`, in the form of Mooncake's `MC_CUSTOM_TOPO_JSON`."
+        " `te topology --override FILE` shows the resulting order.",
         unset="the order that `te topology` shows",
     ),
     *ENGINE,

@@ -12,7 +12,7 @@ import pytest
 from bootstrap_server import StatusPage
 from bootstrap_server.server_config import SETTINGS, Config
 from bootstrap_server.settings_file import FILE_BYTES_MAX, read_settings_file
-from bootstrap_server.values import ConfigError
+from bootstrap_server.values import ConfigError, names_of
 
 _GIVEN = """
 [te]
@@ -83,6 +83,14 @@ def test_what_is_wrong_in_a_file_is_named_with_the_file(tmp_path, text, sentence
     path = _file(tmp_path, text)
     with pytest.raises(ConfigError, match=f"{path}.*{sentence}"):
         Config.from_arguments(["--config", str(path)])
+
+
+def test_a_list_in_a_file_holds_names_without_commas():
+    kind = names_of("names")
+    assert kind.read(kind.from_toml(["a", "b"])) == ("a", "b")
+    for wrong in (["a,b"], [1], "a"):
+        with pytest.raises(ValueError, match="give a list of strings"):
+            kind.from_toml(wrong)
 
 
 def test_a_file_that_is_none_is_named(tmp_path):

@@ -154,6 +154,13 @@ def test_a_secret_in_a_file_is_for_its_owner_and_group_alone(tmp_path):
         assert SECRET not in str(refusal.value)
 
 
+def test_what_is_wrong_with_a_secret_value_is_said_without_it():
+    secret = dataclasses.replace(BY_KEY["te.rails"], secret=True)
+    values, problems = read_values([secret], {secret.key: Given("s3cret", "f.toml: te.rails")})
+    assert not values
+    assert problems == ["f.toml: te.rails: give a whole number from 1 to 8"]
+
+
 def test_a_variable_with_the_secret_comes_before_a_file_with_another(tmp_path):
     environment = _write(tmp_path, "[sglang_mooncake]\nsecret_file = '/absent'\n")
     assert Config.from_environment({**environment, "SGLANG_MOONCAKE_SECRET": SECRET}).keys
@@ -203,6 +210,9 @@ def test_the_address_may_come_from_sglang():
     config = Config.from_environment({"SGLANG_HOST_IP": "10.0.0.1"})
     assert config.host is None
     assert config.given["sglang_mooncake.host"] == Given("10.0.0.1", "SGLANG_HOST_IP")
+    both = {"SGLANG_HOST_IP": "10.0.0.1", "SGLANG_MOONCAKE_HOST": "10.0.0.2"}
+    config = Config.from_environment(both)
+    assert config.given["sglang_mooncake.host"] == Given("10.0.0.2", "SGLANG_MOONCAKE_HOST")
 
 
 FLAGS = ("--tp", "4", "--disaggregation-ib-device", "mlx5_9", "--host", "h")
