@@ -374,8 +374,7 @@ class Engine:
 
         Raises:
             te.FenceTimeout: a write under way did not end within ``timeout_s`` seconds. The tag
-            stays
-                closed, but the memory must not be reused yet; call ``fence`` again.
+                stays closed, but the memory must not be reused yet; call ``fence`` again.
         """
         fence = self.revoke(tag)
         return 0 if fence is None else fence.wait(timeout_s)

@@ -180,8 +180,7 @@ class Transfer:
 
         Raises:
             te.FenceTimeout: a piece of the read did not stop landing in time. The memory must not
-            be
-                reused, and the read is not ``CANCELLED`` yet; call ``cancel`` again.
+                be reused, and the read is not ``CANCELLED`` yet; call ``cancel`` again.
         """
         if not self._handle.cancel():
             raise FenceTimeout(
