@@ -9,14 +9,26 @@ over fails, `register` ends the process with one sentence; a server that comes u
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import inspect
+import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-__all__ = ["hook_decode_queue", "register", "serving_classes"]
+from sglang_mooncake.sglang.releases import OLDEST, too_old, untested
+
+__all__ = [
+    "UnsupportedRelease",
+    "check_release",
+    "hook_decode_queue",
+    "register",
+    "serving_classes",
+]
+
+logger = logging.getLogger(__name__)
 
 _GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
 _SHARED_ENGINE = (
@@ -29,9 +41,14 @@ _LAST_ATTEMPTS = "_ensure_last_attempt_time"
 _EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
 
+class UnsupportedRelease(RuntimeError):
+    """The installed SGLang is too old for this package."""
+
+
 def register() -> None:
     """Called by SGLang in every process that it starts, before it parses its arguments."""
     try:
+        check_release()
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         HookRegistry.register(_GET_KV_CLASS, _get_kv_class, HookType.AROUND)
@@ -39,6 +56,24 @@ def register() -> None:
         _check_targets()
     except Exception as error:  # noqa: BLE001 - whatever it is, SGLang must not go on without us
         _stop(error)
+
+
+def check_release() -> None:
+    """Warns in the log of a release of SGLang that no test has run with.
+
+    Raises:
+        UnsupportedRelease: one that is too old.
+    """
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        version = "without metadata"
+    reason = too_old(version)
+    if reason is not None:
+        raise UnsupportedRelease(reason)
+    warning = untested(version)
+    if warning is not None:
+        logger.warning("%s", warning)
 
 
 def serving_classes() -> dict[str, type]:
@@ -128,8 +163,6 @@ def hook_decode_queue() -> None:
 
 def _check_targets() -> None:
     """A hook on a name that no longer exists would be dropped with a log line: look first."""
-    import importlib
-
     for target in (_GET_KV_CLASS, _SHARED_ENGINE):
         module, _, name = target.rpartition(".")
         found = getattr(importlib.import_module(module), name, None)
@@ -142,8 +175,8 @@ def _check_targets() -> None:
 
 def _missing(target: str) -> str:
     return (
-        f"this version of SGLang has no {target}: sglang-mooncake needs SGLang 0.5.22 or newer, "
-        "and a release of its own for each newer series"
+        f"this version of SGLang has no {target}: sglang-mooncake needs SGLang "
+        f"{'.'.join(map(str, OLDEST))} or newer, and a release of its own for each newer series"
     )
 
 
