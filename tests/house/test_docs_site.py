@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/docs builds the site, and refuses what would be broken on it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PARTS = [
+    "CHANGELOG.md",
+    "docs",
+    "mkdocs.yml",
+    "scripts/docs",
+    "scripts/docs-requirements.txt",
+    "te",
+]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def build(root: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(root / "scripts/docs")], capture_output=True, text=True, timeout=500, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's pages, with the tools of its own build."""
+    done = build(ROOT)
+    assert done.returncode == 0, done.stderr
+    root = tmp_path_factory.mktemp("site")
+    (root / "scripts").mkdir()
+    (root / "build").mkdir()
+    for part in PARTS:
+        if (ROOT / part).is_dir():
+            ignored = shutil.ignore_patterns("*.so", "*.c", "__pycache__")
+            shutil.copytree(ROOT / part, root / part, ignore=ignored)
+        else:
+            shutil.copy2(ROOT / part, root / part)
+    (root / "build/docs-venv").symlink_to(ROOT / "build/docs-venv")
+    return root
+
+
+def test_the_site_is_built(copy: Path) -> None:
+    done = build(copy)
+    assert done.returncode == 0, done.stderr
+    assert "sglang-mooncake" in (copy / "build/site/index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        ("[gone](gone.md)", "gone.md"),
+        ("[gone](security.md#gone)", "#gone"),
+        ("![gone](gone.png)", "gone.png"),
+        ("::: te.Gone", "te.Gone"),
+        ('<script src="https://example.org/x.js"></script>', "from another server"),
+    ],
+)
+def test_what_is_broken_on_a_page_fails_the_build(copy: Path, added: str, said: str) -> None:
+    page = copy / "docs/index.md"
+    before = page.read_text()
+    page.write_text(f"{before}\n{added}\n")
+    try:
+        done = build(copy)
+    finally:
+        page.write_text(before)
+    assert done.returncode == 1
+    assert said in done.stderr
+
+
+def test_an_unknown_argument_is_named() -> None:
+    done = subprocess.run(
+        [str(ROOT / "scripts/docs"), "--sreve"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "--sreve" in done.stderr
