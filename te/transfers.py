@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import logging
 import threading
@@ -154,6 +153,8 @@ class Transfer:
     def __await__(self) -> Generator[object, None, Status]:
         """Like ``wait`` without a deadline of its own (a transfer always ends: it moves on or
         stalls). Cancelling the awaiting task does not cancel the transfer."""
+        import asyncio  # who awaits has it already; others would wait for it to be imported
+
         loop = asyncio.get_running_loop()
         settled: asyncio.Future[None] = loop.create_future()
 

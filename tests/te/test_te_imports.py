@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,10 @@ def test_connecting_knows_no_transport() -> None:
         if name.startswith("te.connect"):
             below = {other for other in others if other.startswith("te.transports.")}
             assert below <= {"te.transports.base", "te.transports.registry"}, name
+
+
+def test_importing_te_leaves_out_what_takes_long_to_import() -> None:
+    """Commands that are over in a moment import te, too, such as `te --version`."""
+    heavy = {"aiohttp", "asyncio", "email", "multiprocessing", "rich", "sglang", "torch", "zmq"}
+    code = f"import sys, te; print(*sorted({heavy} & sys.modules.keys()))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "\n"
