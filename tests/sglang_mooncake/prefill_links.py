@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass, field
 from typing import Self
@@ -107,6 +108,12 @@ class Dealer:
 
     def say(self, message) -> None:
         self.socket.send(encode(message))
+
+    def try_to_say(self, message) -> None:
+        """As a stranger, whose connection may have ended before: then nobody is there to hear it,
+        and `say` would wait for ever."""
+        with contextlib.suppress(zmq.Again):
+            self.socket.send(encode(message), zmq.NOBLOCK)
 
     def hear(self):
         assert self.socket.poll(WAIT_S * 1000), "no answer"

@@ -85,7 +85,7 @@ def test_a_holder_of_the_secret_is_heard(prefill):
 )
 def test_strangers_are_refused_before_anything_is_heard(prefill, pair, caplog):
     with Dealer(prefill, pair) as dealer:
-        dealer.say(ABORT)
+        dealer.try_to_say(ABORT)
         assert dealer.event() & HANDSHAKE_FAILED
         # What a later one says comes after all that the stranger could have said.
         with Dealer(prefill, take_seat(OLD.control[0])) as friend:
@@ -100,7 +100,7 @@ def test_strangers_are_refused_before_anything_is_heard(prefill, pair, caplog):
 def test_strangers_fill_no_log(prefill, caplog):
     for _ in range(5):
         with Dealer(prefill, new_pair()) as dealer:
-            dealer.say(ABORT)
+            dealer.try_to_say(ABORT)
             assert dealer.event() & HANDSHAKE_FAILED
     assert caplog.text.count("refused a control connection") == 1
 
@@ -108,7 +108,7 @@ def test_strangers_fill_no_log(prefill, caplog):
 def test_whoever_has_not_the_ranks_key_cannot_speak_for_it(prefill):
     pair = take_seat(OLD.control[0])
     with Dealer(prefill, pair, router_key=new_pair().public) as dealer:
-        dealer.say(ABORT)
+        dealer.try_to_say(ABORT)
         assert dealer.event() & HANDSHAKE_FAILED
     assert not prefill.events
 
@@ -125,7 +125,7 @@ def test_without_a_gatekeeper_nobody_comes_in(monkeypatch):
 
     monkeypatch.setattr(links, "Gatekeeper", Absent)
     with Prefill(OLD) as prefill, Dealer(prefill, take_seat(OLD.control[0])) as dealer:
-        dealer.say(ABORT)
+        dealer.try_to_say(ABORT)
         assert dealer.event() & HANDSHAKE_FAILED
         assert not prefill.events
 
@@ -165,7 +165,7 @@ def test_a_name_belongs_to_one_connection(prefill):
     pair, names = take_seat(OLD.control[0]), []
     for _ in range(2):
         with Dealer(prefill, pair) as dealer:
-            dealer.say(ABORT)
+            dealer.try_to_say(ABORT)
             until(lambda: prefill.events, "it is heard")
             names.append(prefill.events.pop().peer)
     for name in names:
