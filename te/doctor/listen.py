@@ -20,6 +20,8 @@ __all__ = ["Listener"]
 
 #: Of a caller, for its first words.
 CALL_TIMEOUT_S: Final = 3.0
+#: For the end of the check before: the next call of the same person may come a moment earlier.
+TURN_TIMEOUT_S: Final = 2.0
 #: Connections that have not said them yet; one more is closed.
 CALLS_MAX: Final = 16
 _POLL_S: Final = 0.2
@@ -83,7 +85,7 @@ class Listener:
         try:
             address = str(sock.getsockname()[0])
             channel = answer(sock, self._keys, CALL_TIMEOUT_S)
-            has_turn = self._turn.acquire(blocking=False)
+            has_turn = self._turn.acquire(timeout=TURN_TIMEOUT_S)
             if not has_turn:
                 _refuse(channel, "another check is under way")
         except (ChannelError, OSError) as exc:
