@@ -228,6 +228,7 @@ class PrefillSide(Side):
         self._links.close()
 
     def on_stimulus(self, stimulus: Any, now_s: float) -> None:
+        del now_s
         match stimulus:
             case _SentAfter(sent, events):
                 self._order.submit(sent.view, sent, events)
@@ -242,14 +243,14 @@ class PrefillSide(Side):
             case Connected():
                 self._links.connected(stimulus)
             case TransferEnded():
-                self._transfer_ended(stimulus, now_s)
+                self._transfer_ended(stimulus)
             case _:
                 self._executor.submit(stimulus)
 
     def on_tick(self, now_s: float) -> None:
         self._executor.submit(rooms.Tick())
         for ended in self._outgoing.overlooked():
-            self._transfer_ended(ended, now_s)
+            self._transfer_ended(ended)
         self._links.tick(now_s)
         self._recorder.open_rooms(len(self._rooms))
 
@@ -300,10 +301,7 @@ class PrefillSide(Side):
         elif view.state is not RoomState.DONE:
             self._stages.failed(view)
 
-    def _transfer_ended(self, ended: TransferEnded, now_s: float) -> None:
+    def _transfer_ended(self, ended: TransferEnded) -> None:
         outcome = self._outgoing.outcome(ended)
-        if outcome is None:
-            return
-        self._executor.submit(outcome)
-        if outcome.view.state is RoomState.DONE:
-            self._recorder.handed_over(now_s - ended.write.chunk.sent_s)
+        if outcome is not None:
+            self._executor.submit(outcome)

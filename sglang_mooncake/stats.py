@@ -143,7 +143,10 @@ class Recorder:
 
     def room_over(self, view: RoomView, writes: Sequence[WriteStory] = ()) -> None:
         """`writes`: those of a prefill rank, in the order in which they ended."""
-        story = tell(view, self._context.role, self._context.name, time.monotonic(), writes=writes)
+        now_s = time.monotonic()
+        story = tell(view, self._context.role, self._context.name, now_s, writes=writes)
+        if writes and view.state is RoomState.DONE:
+            self.handed_over(now_s - view.times.named_s)
         self.stories.add(story)
         for listener in self._listeners:
             listener(story)
