@@ -206,10 +206,11 @@ class Engine:
                 (no preference). Default: the NUMA node of the first page, or the GPU that CUDA's
                 driver reports.
             remote: the rights of peers. ``"tagged"``: peers may write under an open tag (see
-                ``expect``). ``"read"``: peers may read. ``"read-write"``: peers may read and write,
-                with or without a tag. ``"none"``: peers have no access; the memory serves as the
-                source of this engine's writes or the destination of its reads. A transfer without
-                the right fails at the peer before a byte moves, and its reason names the right.
+                ``expect``). ``"read"``: peers may read. ``"read-tagged"``: both, as for a cache of
+                objects that are written once. ``"read-write"``: peers may read and write, with or
+                without a tag. ``"none"``: peers have no access; the memory serves as the source of
+                this engine's writes or the destination of its reads. A transfer without the right
+                fails at the peer before a byte moves, and its reason names the right.
                 docs/architecture.md says which of these rights hold over RDMA against a peer that
                 violates the protocol.
 

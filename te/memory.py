@@ -26,13 +26,14 @@ from te.verbs.fabric import Fabric, Registration
 
 __all__ = ["RIGHTS", "Region", "RegionTable", "Remote"]
 
-Remote = Literal["tagged", "read", "read-write", "none"]
+Remote = Literal["tagged", "read", "read-tagged", "read-write", "none"]
 
 logger = logging.getLogger(__name__)
 
 RIGHTS: Final[dict[Remote, int]] = {
     "tagged": MAY_WRITE_TAGGED,
     "read": MAY_READ,
+    "read-tagged": MAY_READ | MAY_WRITE_TAGGED,
     "read-write": MAY_READ | MAY_WRITE_TAGGED | MAY_WRITE_UNTAGGED,
     "none": 0,
 }

@@ -183,9 +183,9 @@ cdef void say_nearest(
 
 
 cdef void say_not_allowed(char *text, u64 address, u64 nbytes, u32 right) noexcept nogil:
-    cdef const char *rest = b"write; register it there with remote=\"tagged\" or \"read-write\""
+    cdef const char *rest = b"write; register it there with remote=\"tagged\" or \"read-tagged\""
     if right == RIGHT_READ:
-        rest = b"read; register it there with remote=\"read\" or \"read-write\""
+        rest = b"read; register it there with remote=\"read\" or \"read-tagged\""
     elif right == RIGHT_UNTAGGED:
         rest = (b"write without a tag; write under one that is expected there, or register it there"
                 b" with remote=\"read-write\"")

@@ -20,8 +20,8 @@ TAG = te.new_tag()
 SIZES = (64, 8192)
 WORDS: list[Remote] = list(RIGHTS)
 
-NOT_READ = r'may not read; register it there with remote="read" or "read-write"'
-NOT_WRITTEN = r'may not write; register it there with remote="tagged" or "read-write"'
+NOT_READ = r'may not read; register it there with remote="read" or "read-tagged"'
+NOT_WRITTEN = r'may not write; register it there with remote="tagged" or "read-tagged"'
 NOT_UNTAGGED = (
     r"may not write without a tag; write under one that is expected there, or register it there"
     r' with remote="read-write"'
@@ -38,6 +38,9 @@ VERDICTS: dict[tuple[Remote, str], str | None] = {
     ("tagged", "write"): NOT_UNTAGGED,
     ("tagged", "tagged write"): None,
     ("tagged", "read"): NOT_READ,
+    ("read-tagged", "write"): NOT_UNTAGGED,
+    ("read-tagged", "tagged write"): None,
+    ("read-tagged", "read"): None,
     ("read-write", "write"): None,
     ("read-write", "tagged write"): None,
     ("read-write", "read"): None,

@@ -16,7 +16,7 @@ from te.memory import RIGHTS
 TIMEOUT_S = 20.0
 TAG = 5
 PAGE = 4096
-WRITTEN = {"tagged", "read-write"}
+WRITTEN = {"tagged", "read-tagged", "read-write"}
 
 
 class Target:
@@ -52,12 +52,14 @@ def test_a_source_is_told_keys_of_what_it_has_asked_for_and_was_granted() -> Non
             return {target.at(one): (RIGHTS[one], one in keyed) for one in target.told}  # type: ignore[index]
 
         raw = RawDirectSource(engine.card(), wires)
-        assert keys_of(raw, ask(1, 0)) == told("read", "read-write")
+        assert keys_of(raw, ask(1, 0)) == told("read", "read-tagged", "read-write")
         raw.send(ask(2, 1, tag=9))
         assert raw.await_frame(Kind.ACK).status == AckStatus.REFUSED
         raw.send(ask(3, 0))
         assert raw.frame().kind is Kind.ACK, "nothing has changed, whatever it asked for in vain"
-        assert keys_of(raw, ask(4, 1, tag=TAG)) == told("read", "tagged", "read-write")
+        assert keys_of(raw, ask(4, 1, tag=TAG)) == told(
+            "read", "tagged", "read-tagged", "read-write"
+        )
         raw.send(ask(5, 1), ask(6, 0), ask(7, 1, tag=TAG))
         raw.await_frame(Kind.TABLE)  # It had not asked for writes without a tag before.
         assert [raw.frame().kind for _ in range(3)] == [Kind.ACK] * 3
@@ -91,7 +93,7 @@ def test_a_source_gives_up_what_it_may_not_do(remote: str) -> None:
         engine.expect(TAG)
         peer = source.connect(engine.card())
         here, there = near.ctypes.data, target.at(remote)
-        outside = "lie outside .* the nearest of 3 regions for peers is"
+        outside = "lie outside .* the nearest of 4 regions for peers is"
         for tag, allowed in ((TAG, WRITTEN), (0, {"read-write"})):
             write = peer.write(te.Blocks.of(here, there, PAGE), tag)
             if remote in allowed:
