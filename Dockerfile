@@ -13,6 +13,7 @@ WORKDIR /source
 COPY LICENSE MANIFEST.in README.md pyproject.toml setup.py ./
 COPY te te
 COPY bootstrap_server bootstrap_server
+COPY kvstore kvstore
 COPY sglang_mooncake sglang_mooncake
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled modules: every .pyx under te/, and what te bench has in C.
+"""The compiled modules: every .pyx under te/ and kvstore/, and what te bench has in C.
 
 te bench is for a checkout (an editable install): wheel and sdist have nothing of it. All else about
 the package is in pyproject.toml.
@@ -37,7 +37,7 @@ def in_c(name: str) -> Extension:
     )
 
 
-found = [extension(one) for one in sorted(Path("te").rglob("*.pyx"))]
+found = [extension(one) for top in ("te", "kvstore") for one in sorted(Path(top).rglob("*.pyx"))]
 found += [in_c("_floors"), in_c("_copier"), in_c("_gpu")]
 if not {"bdist_wheel", "sdist"}.isdisjoint(sys.argv):
     found = [one for one in found if not one.name.startswith("te.bench.")]

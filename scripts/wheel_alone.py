@@ -24,7 +24,7 @@ COMMANDS: tuple[tuple[tuple[str, ...], set[int], str], ...] = (
     (("sglang-mooncake", "plan", *PLAN), {0}, "prefill"),
     (("python", "-m", "bootstrap_server", "--version"), {0}, "bootstrap_server 0."),
 )
-IMPORTS = ("te", "bootstrap_server", "sglang_mooncake.sglang.config")
+IMPORTS = ("te", "bootstrap_server", "kvstore.store", "sglang_mooncake.sglang.config")
 ROUNDS = 7
 
 

@@ -13,10 +13,10 @@ import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-PACKAGES = ("te", "bootstrap_server", "sglang_mooncake")
+PACKAGES = ("te", "bootstrap_server", "kvstore", "sglang_mooncake")
 TYPED = frozenset(f"{one}/py.typed" for one in PACKAGES)
 #: What every package of ours is made of; the files of the registry's page among it.
-OURS = r"(te|bootstrap_server|sglang_mooncake)/([\w/]+)?"
+OURS = r"(te|bootstrap_server|kvstore|sglang_mooncake)/([\w/]+)?"
 IN_WHEEL = re.compile(
     rf"{OURS}(\w+\.(py|pyi)|\w+\.[\w-]+\.so|py\.typed)"
     r"|bootstrap_server/page/\w+\.(js|css|html)"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ["te", "bootstrap_server", "sglang_mooncake"]
+PACKAGES = ["te", "bootstrap_server", "kvstore", "sglang_mooncake"]
 SGLANGS = "sglang_mooncake/sglang"
 
 #: Folder → what its modules import beside Python's own; the deepest folder of a module counts.
@@ -23,6 +23,7 @@ ALLOWED = {
     "te/top": {"msgspec", "rich"},  # the live view alone needs rich
     "te/bench": {"matplotlib", "mooncake", "msgspec", "nixl", "numpy"},  # those that are installed
     "bootstrap_server": {"aiohttp", "msgspec", "uvloop"},
+    "kvstore": {"msgspec", "numpy", "te", "xxhash", "zmq"},
     "sglang_mooncake": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
     SGLANGS: {
         "bootstrap_server",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from wheel_contents import main, problems
 
-PACKAGES = ("te", "bootstrap_server", "sglang_mooncake")
+PACKAGES = ("te", "bootstrap_server", "kvstore", "sglang_mooncake")
 TYPED = [f"{one}/py.typed" for one in PACKAGES]
 INFO = "sglang_mooncake-1.2.3.dist-info"
 WHEEL = [

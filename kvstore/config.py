@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of a store, checked when they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+import te
+from kvstore.policies import POLICIES
+from kvstore.slab import UNIT_BYTES
+from te.status import default_directory
+
+__all__ = ["Config", "parse_bytes"]
+
+_SUFFIXES: Final = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+CHUNK_BYTES_MAX: Final = 64 << 20
+
+
+def parse_bytes(text: str | int) -> int:
+    """A size such as ``"16GiB"``, ``"512MiB"`` or ``1048576``, in bytes; ``ValueError``."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _SUFFIXES.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"{text!r} is no size: write it like 16GiB, 512MiB or 1048576")
+    return int(float(match[1]) * unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of one process's part of the store.
+
+    Raises ``ValueError`` that names the field and its value when one is out of range.
+    """
+
+    #: Memory that this process lends to the store, in bytes; 0 lends none.
+    memory: int = 0
+    #: A chunk has slots of one size; no object is larger than it. 0: 1/16 of the memory, 64 MiB at
+    #: most and 1 MiB at least.
+    chunk_bytes: int = 0
+    #: Where the processes of one host find each other: a directory of sockets, which only this user
+    #: may enter.
+    directory: Path = field(default_factory=lambda: default_directory().with_name("kvstore"))
+    #: Which objects are evicted first: "arc" or "lru".
+    policy: str = "arc"
+    #: Eviction begins when less than this part of a size class's slots is free.
+    free_low: float = 0.05
+    #: Eviction ends when this part is free.
+    free_high: float = 0.10
+    #: Owners that each object is stored at. With 2, the death of one costs nothing.
+    copies: int = 1
+    #: How long a client may take between its claim of slots and the end of its write.
+    claim_timeout_s: float = 30.0
+    #: How long this process waits for another one's answer. An owner that has not answered for so
+    #: long is not asked for objects until it answers again.
+    request_timeout_s: float = 2.0
+    #: Compares the checksum of what a get has read, where the processor can read the memory. A get
+    #: notices every object that was evicted or replaced without it, too.
+    verify: bool = True
+    #: The transfer engine's settings.
+    engine: te.Config = field(default_factory=te.Config)
+
+    def __post_init__(self) -> None:
+        if self.memory < 0 or self.chunk_bytes < 0:
+            raise ValueError(f"memory={self.memory}, chunk_bytes={self.chunk_bytes}: must be ≥ 0")
+        if self.chunk_bytes % UNIT_BYTES:
+            raise ValueError(f"chunk_bytes={self.chunk_bytes} must be a multiple of {UNIT_BYTES}")
+        if not 1 <= self.copies <= 8:
+            raise ValueError(f"copies={self.copies} must be between 1 and 8")
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy={self.policy!r} is none of {', '.join(POLICIES)}")
+        if not 0 <= self.free_low <= self.free_high <= 0.5:
+            raise ValueError(
+                f"free_low={self.free_low} and free_high={self.free_high}: give two parts between"
+                " 0 and 0.5, the lower one first"
+            )
+        for name in ("claim_timeout_s", "request_timeout_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value} must be a positive number of seconds")
+
+    @property
+    def chunk_bytes_used(self) -> int:
+        """``chunk_bytes``, or what it is by default."""
+        if self.chunk_bytes:
+            return self.chunk_bytes
+        part = max(self.memory // 16, 1 << 20)
+        return min(1 << (part.bit_length() - 1), CHUNK_BYTES_MAX)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """From the names and values of a configuration file: sizes may be texts such as "16GiB".
+        ``ValueError`` names what is unknown or wrong."""
+        names = {one.name for one in dataclasses.fields(cls)} - {"engine"}
+        given: dict[str, Any] = {}
+        for name, value in values.items():
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"the store has no setting {name!r}{hint}")
+            if name in ("memory", "chunk_bytes"):
+                value = parse_bytes(value)
+            given[name] = Path(value) if name == "directory" else value
+        return cls(**given)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the owners of one host are: a directory with a socket for each, which only its user may
+enter."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+from typing import Final
+
+__all__ = ["Directory"]
+
+_SUFFIX: Final = ".store"
+PATH_BYTES_MAX: Final = 107
+"""Of the address of a Unix socket: unix(7), less the final zero."""
+STALE_AGE_S: Final = 10.0
+"""A socket that nobody listens on is removed once it is so old: a younger one may belong to an
+owner that is between bind(2) and listen(2)."""
+
+
+class Directory:
+    """The owners that have their sockets in one directory."""
+
+    def __init__(self, path: Path) -> None:
+        """Makes the directory with mode 0700. ``ValueError`` if it is there and others may enter
+        it, if it belongs to somebody else, or if its path is too long for a socket."""
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise ValueError(f"directory={str(path)!r} is no directory")
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise ValueError(
+                f"directory={str(path)!r} belongs to user {status.st_uid} and has the mode"
+                f" {stat.filemode(status.st_mode)}: it must be this user's ({os.geteuid()}), and"
+                " closed to all others (chmod 700)"
+            )
+        self._path = path
+        longest = len(os.fsencode(self._socket("0" * 32)))
+        if longest > PATH_BYTES_MAX:
+            raise ValueError(
+                f"directory={str(path)!r} is too long by {longest - PATH_BYTES_MAX} bytes for the"
+                " address of a Unix socket; give a shorter one"
+            )
+
+    def endpoint(self, name: str) -> str:
+        """Where an owner shall listen; ``name`` is its engine's id."""
+        return f"ipc://{self._socket(name)}"
+
+    def endpoints(self) -> dict[str, str]:
+        """Where owners listen, by name. Sockets that somebody has left behind are removed."""
+        found: dict[str, str] = {}
+        for path in self._path.glob(f"*{_SUFFIX}"):
+            if self._is_heard(path):
+                found[path.stem] = f"ipc://{path}"
+        return found
+
+    def _socket(self, name: str) -> Path:
+        return self._path / f"{name}{_SUFFIX}"
+
+    def _is_heard(self, path: Path) -> bool:
+        """Whether a process listens there. An owner that is frozen does, too."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+            try:
+                probe.connect(str(path))
+            except BlockingIOError:  # Its backlog is full.
+                return True
+            except OSError:
+                with contextlib.suppress(FileNotFoundError):
+                    if time.time() - path.stat().st_mtime > STALE_AGE_S:
+                        path.unlink()
+                return False
+        return True

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows the owners of other processes: what they hold goes into the table, and their answers to
+those who ask."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import struct
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Final
+
+import msgspec
+import zmq
+
+from kvstore._table import Table
+from kvstore.changes import OWNERS_MAX
+from kvstore.loop import Loop
+from kvstore.messages import (
+    MESSAGE_BYTES_MAX,
+    VERSION,
+    Answer,
+    Changes,
+    Follow,
+    Greet,
+    Hello,
+    Question,
+    Refused,
+    Snapshot,
+    decode_answer,
+    encode,
+)
+from kvstore.owner import OwnerCard
+
+__all__ = ["Far", "Followed", "NoAnswer"]
+
+logger = logging.getLogger(__name__)
+
+TICK_S: Final = 0.1
+LOOK_S: Final = 0.5
+"""How often this process looks for new owners."""
+FORGET_S: Final = 60.0
+"""An owner that has not answered for so long is forgotten, with all that it held."""
+SNAPSHOT_CHUNKS: Final = 16
+ASKED_MAX: Final = 1024
+"""Questions to one owner that wait for an answer; more fail at once."""
+_ID: Final = struct.Struct("<Q")
+
+
+class NoAnswer(Exception):
+    """The owner did not answer in time, or refused; the text says which."""
+
+
+class Followed:
+    """One owner, as this process knows it. For the loop's thread, but for ``card`` and ``ask``."""
+
+    def __init__(self, far: Far, name: str, endpoint: str, number: int) -> None:
+        self.name: Final = name
+        self.number: Final = number
+        #: Replaced as a whole. None before the owner's first answer.
+        self.card: OwnerCard | None = None
+        self._far = far
+        self._endpoint = endpoint
+        self._socket: zmq.Socket[bytes] | None = None
+        self._asked: dict[bytes, tuple[Future[Answer], float]] = {}
+        self._ids = itertools.count()
+        self._changes = 0
+        self._chunk = 0
+        self._heard_s = time.monotonic()
+        self._waiting_since_s = 0.0
+        self.greet()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last answer."""
+        return time.monotonic() - self._heard_s
+
+    def ask(self, question: Question, timeout_s: float) -> Future[Answer]:
+        """The answer comes later, or ``NoAnswer``. From any thread."""
+        future: Future[Answer] = Future()
+        deadline_s = time.monotonic() + timeout_s
+        self._far.loop.call(lambda: self._send(question, future, deadline_s))
+        return future
+
+    # -- in the loop's thread
+
+    def greet(self) -> None:
+        """Connects anew and begins from the start."""
+        self.close()
+        self._socket = self._far.context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        self._socket.connect(self._endpoint)
+        self._far.loop.add(self._socket, self._on_readable)
+        self._follow(Greet(VERSION), self._on_hello)
+
+    def close(self) -> None:
+        """Ends the connection, and all questions."""
+        if self._socket is not None:
+            self._far.loop.remove(self._socket)
+            self._socket.close()
+            self._socket = None
+        asked, self._asked = self._asked, {}
+        for future, _ in asked.values():
+            future.set_exception(NoAnswer(f"the connection to owner {self.name} was ended"))
+
+    def check(self, now_s: float, timeout_s: float) -> None:
+        """Ends questions that are too old, and takes an owner out of look-ups that is silent."""
+        late = [one for one, (_, deadline_s) in self._asked.items() if deadline_s < now_s]
+        for one in late:
+            self._asked.pop(one)[0].set_exception(
+                NoAnswer(f"owner {self.name} does not answer in time")
+            )
+        if now_s - self._waiting_since_s > timeout_s + 1.0:
+            if self._far.set_heard(self.number, False):
+                logger.warning(
+                    "owner %s has not answered for %.1f s: what it holds is not used meanwhile",
+                    self.name,
+                    self.silent_s,
+                )
+            self.greet()
+
+    def _follow(self, question: Question, then: Callable[[Answer], None]) -> None:
+        """Asks something whose answer the loop itself uses."""
+        self._waiting_since_s = time.monotonic()
+        future: Future[Answer] = Future()
+        future.add_done_callback(lambda one: None if one.exception() else then(one.result()))
+        # ``check`` ends it: a longer deadline than the one there.
+        self._send(question, future, self._waiting_since_s + FORGET_S)
+
+    def _send(self, question: Question, future: Future[Answer], deadline_s: float) -> None:
+        if self._socket is None or len(self._asked) >= ASKED_MAX:
+            future.set_exception(NoAnswer(f"owner {self.name} has {ASKED_MAX} questions already"))
+            return
+        request_id = _ID.pack(next(self._ids))
+        try:
+            self._socket.send_multipart([request_id, encode(question)], zmq.NOBLOCK)
+        except zmq.Again:
+            future.set_exception(NoAnswer(f"owner {self.name} does not read its questions"))
+            return
+        self._asked[request_id] = future, deadline_s
+
+    def _on_readable(self) -> None:
+        while self._socket is not None:
+            try:
+                request_id, raw = self._socket.recv_multipart(zmq.NOBLOCK)
+                answer = decode_answer(raw)
+            except zmq.Again:
+                return
+            except (ValueError, msgspec.DecodeError) as exc:
+                logger.warning("owner %s answers what cannot be read: %s", self.name, exc)
+                continue
+            self._heard_s = time.monotonic()
+            asked = self._asked.pop(request_id, None)
+            if asked is None:
+                continue
+            if isinstance(answer, Refused):
+                asked[0].set_exception(NoAnswer(f"owner {self.name}: {answer.why}"))
+            else:
+                asked[0].set_result(answer)
+
+    def _on_hello(self, answer: Answer) -> None:
+        if not isinstance(answer, Hello):
+            return
+        self.card = OwnerCard(
+            answer.engine,
+            answer.epoch,
+            answer.headers_address,
+            answer.slots_address,
+            answer.chunks,
+            answer.object_bytes_max,
+        )
+        self._far.table.drop(self.number)
+        self._changes, self._chunk = answer.number, 0
+        self._far.set_heard(self.number, True)
+        self._next_chunks()
+
+    def _next_chunks(self) -> None:
+        assert self.card is not None
+        if self._chunk >= self.card.chunks:
+            self._follow(Follow(self._changes), self._on_changes)
+            return
+        self._follow(Snapshot(self._chunk, SNAPSHOT_CHUNKS), self._on_snapshot)
+        self._chunk += SNAPSHOT_CHUNKS
+
+    def _on_snapshot(self, answer: Answer) -> None:
+        if self._apply(answer):
+            self._next_chunks()
+
+    def _on_changes(self, answer: Answer) -> None:
+        if isinstance(answer, Changes) and answer.changes is None:
+            logger.info("owner %s has changed too fast to be followed; begins anew", self.name)
+            self.greet()
+        elif self._apply(answer):
+            assert isinstance(answer, Changes)
+            self._changes = answer.number
+            self._far.set_heard(self.number, True)
+            self._follow(Follow(self._changes), self._on_changes)
+
+    def _apply(self, answer: Answer) -> bool:
+        if not isinstance(answer, Changes) or answer.changes is None:
+            return False
+        self._far.table.apply(self.number, answer.changes)
+        return True
+
+
+class Far:
+    """The owners of other processes, found by looking for them every half second."""
+
+    def __init__(
+        self,
+        table: Table,
+        set_heard: Callable[[int, bool], bool],
+        endpoints: Callable[[], Mapping[str, str]],
+        timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            table: gets what they hold.
+            set_heard: gets an owner's number and whether it answers; returns whether that is new.
+            endpoints: where owners listen, by name; is called in the loop's thread.
+            timeout_s: an owner that has not answered for so long is not used until it does.
+        """
+        self.table: Final = table
+        self.set_heard: Final = set_heard
+        self.context: Final[zmq.Context[zmq.Socket[bytes]]] = zmq.Context()
+        self._endpoints = endpoints
+        self._timeout_s = timeout_s
+        self._owners: dict[str, Followed] = {}
+        self._by_number: dict[int, Followed] = {}
+        self._looked_s = 0.0
+        self.loop: Final = Loop("kvstore-client", TICK_S, self._on_time)
+        self._look()
+        self.loop.start(self._end)
+
+    def owner(self, number: int) -> Followed | None:
+        """By its number in the table; None if there is none. From any thread."""
+        return self._by_number.get(number)
+
+    def close(self) -> None:
+        """Ends all connections and questions."""
+        self.loop.stop()
+        self.context.destroy(linger=0)
+
+    def _end(self) -> None:
+        for one in self._owners.values():
+            one.close()
+
+    def _on_time(self) -> None:
+        now_s = time.monotonic()
+        for one in list(self._owners.values()):
+            one.check(now_s, self._timeout_s)
+        if now_s - self._looked_s > LOOK_S:
+            self._look()
+
+    def _look(self) -> None:
+        self._looked_s = time.monotonic()
+        found = self._endpoints()
+        for name, one in list(self._owners.items()):
+            if name not in found and one.silent_s > self._timeout_s:
+                self._forget(one, "it is gone")
+            elif one.silent_s > FORGET_S:
+                self._forget(one, f"it has been silent for {FORGET_S:g} s")
+        for name, endpoint in found.items():
+            if name in self._owners:
+                continue
+            number = self._free_number()
+            if number is None:
+                logger.warning("owner %s is left out: there are %d already", name, OWNERS_MAX - 1)
+                return
+            one = Followed(self, name, endpoint, number)
+            self._owners[name] = self._by_number[number] = one
+
+    def _free_number(self) -> int | None:
+        """0 is this process's own."""
+        return next((one for one in range(1, OWNERS_MAX) if one not in self._by_number), None)
+
+    def _forget(self, one: Followed, why: str) -> None:
+        logger.info("owner %s is forgotten: %s", one.name, why)
+        self.set_heard(one.number, False)
+        self.table.drop(one.number)
+        one.close()
+        del self._owners[one.name], self._by_number[one.number]

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An owner, as somebody stores at it: this process's own, or another's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+import te
+from kvstore.changes import Keys
+from kvstore.far import Followed, NoAnswer
+from kvstore.messages import Abandon, Answer, Claim, Done, Granted, Publish, Question, Remove
+from kvstore.owner import Grant, Owner
+from kvstore.reading import Source
+from kvstore.shelf import Verdict
+
+__all__ = ["FarHandle", "Handle", "OwnHandle"]
+
+Wanted = TypeVar("Wanted", Granted, Done)
+
+
+class Handle(Protocol):
+    """What storing needs of an owner. Each call raises ``NoAnswer`` if the owner does not answer in
+    time, or refuses."""
+
+    source: Source
+
+    def claim(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Grant:
+        """See ``Owner.claim``."""
+
+    def publish(self, claim_id: int, timeout_s: float) -> str:
+        """See ``Owner.publish``."""
+
+    def abandon(self, claim_id: int) -> None:
+        """Ends a claim; waits for nothing."""
+
+    def remove(self, keys: Keys, signature: bytes) -> None:
+        """Removes objects."""
+
+
+class OwnHandle:
+    """This process's own."""
+
+    def __init__(self, owner: Owner, engine: te.Engine, source: Source) -> None:
+        self.source = source
+        self._owner = owner
+        self._identity = te.Identity(engine.id, engine.epoch)
+
+    def claim(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Grant:  # noqa: ARG002
+        """See ``Handle``. It does not wait."""
+        return self._owner.claim(keys, signature, nbytes, self._identity)
+
+    def publish(self, claim_id: int, timeout_s: float) -> str:  # noqa: ARG002
+        """See ``Handle``. It waits for the fence."""
+        return self._owner.publish(claim_id)
+
+    def abandon(self, claim_id: int) -> None:
+        """See ``Handle``."""
+        self._owner.abandon(claim_id)
+
+    def remove(self, keys: Keys, signature: bytes) -> None:
+        """See ``Handle``."""
+        self._owner.remove(keys, signature)
+
+
+class FarHandle:
+    """Another process's."""
+
+    def __init__(
+        self, owner: Followed, engine: te.Engine, source: Source, timeout_s: float
+    ) -> None:
+        """``timeout_s``: for answers that need no waiting at the owner."""
+        self.source = source
+        self._owner = owner
+        self._engine = engine
+        self._timeout_s = timeout_s
+
+    def claim(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Grant:
+        """See ``Handle``."""
+        question = Claim(keys.tobytes(), signature, nbytes, self._engine.id, self._engine.epoch)
+        granted = self._ask(question, Granted, min(timeout_s, self._timeout_s))
+        return Grant(
+            granted.claim_id,
+            granted.tag,
+            [Verdict(one) for one in granted.verdicts],
+            np.frombuffer(granted.slots, "<u4").tolist(),
+        )
+
+    def publish(self, claim_id: int, timeout_s: float) -> str:
+        """See ``Handle``."""
+        return self._ask(Publish(claim_id), Done, timeout_s).why_not
+
+    def abandon(self, claim_id: int) -> None:
+        """See ``Handle``. If the message is lost, the claim's deadline ends it."""
+        self._owner.ask(Abandon(claim_id), self._timeout_s)
+
+    def remove(self, keys: Keys, signature: bytes) -> None:
+        """See ``Handle``."""
+        self._ask(Remove(keys.tobytes(), signature), Done, self._timeout_s)
+
+    def _ask(self, question: Question, kind: type[Wanted], timeout_s: float) -> Wanted:
+        future = self._owner.ask(question, timeout_s)
+        answer = _result(future.result, timeout_s + 1.0)
+        if not isinstance(answer, kind):
+            raise NoAnswer(f"owner {self._owner.name} answers with {type(answer).__name__}")
+        return answer
+
+
+def _result(result: Callable[[float], Answer], timeout_s: float) -> Answer:
+    try:
+        return result(timeout_s)
+    except (FutureTimeout, CancelledError) as exc:
+        raise NoAnswer("the store is being closed") from exc

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients ask owners, and the answers; MessagePack with one version for all."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+__all__ = [
+    "MESSAGE_BYTES_MAX",
+    "VERSION",
+    "Abandon",
+    "Answer",
+    "Changes",
+    "Claim",
+    "Done",
+    "Follow",
+    "Granted",
+    "Greet",
+    "Hello",
+    "Publish",
+    "Question",
+    "Refused",
+    "Remove",
+    "Snapshot",
+    "Touch",
+    "decode_answer",
+    "decode_question",
+    "encode",
+]
+
+VERSION: Final = 1
+MESSAGE_BYTES_MAX: Final = 8 << 20
+KEYS_BYTES_MAX: Final = 4096 * 16
+
+Keys = Annotated[bytes, msgspec.Meta(max_length=KEYS_BYTES_MAX)]
+Signature = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Greet(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Who are you? The answer is ``Hello``, or ``Refused`` for another version."""
+
+    version: int
+
+
+class Follow(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """What has changed since this number? Answered by ``Changes`` as soon as there is one, or after
+    a second without."""
+
+    number: Number
+
+
+class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """What lies in these chunks? Answered by ``Changes``."""
+
+    first_chunk: Number
+    chunks: Number
+
+
+class Claim(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Slots for these keys, please. Answered by ``Granted``."""
+
+    keys: Keys
+    signature: Signature
+    nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    writer_id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    writer_epoch: Number
+
+
+class Publish(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The write under the claim is done. Answered by ``Done``."""
+
+    claim_id: Number
+
+
+class Abandon(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The claim is not needed any more. Answered by ``Done``."""
+
+    claim_id: Number
+
+
+class Touch(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """These were read. Answered by ``Done``."""
+
+    keys: Keys
+    signature: Signature
+
+
+class Remove(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """These shall go. Answered by ``Done``."""
+
+    keys: Keys
+    signature: Signature
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """``owner.OwnerCard``, and the number of the next change."""
+
+    engine: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    epoch: Number
+    headers_address: Number
+    slots_address: Number
+    chunks: Number
+    object_bytes_max: Number
+    number: Number
+
+
+class Changes(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Changes, dtype ``changes.CHANGE``, and the number behind the last. Without them (None): they
+    are not kept any more, and a snapshot is needed."""
+
+    epoch: Number
+    number: Number
+    changes: bytes | None
+
+
+class Granted(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """``owner.Grant``; slots as u32, little-endian."""
+
+    claim_id: Number
+    #: Of 64 bits.
+    tag: int
+    verdicts: list[str]
+    slots: bytes
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """It is done, unless there is a text that says why not."""
+
+    why_not: str = ""
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The question cannot be answered."""
+
+    why: str
+
+
+Question = Greet | Follow | Snapshot | Claim | Publish | Abandon | Touch | Remove
+Answer = Hello | Changes | Granted | Done | Refused
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_QUESTIONS: Final[msgspec.msgpack.Decoder[Question]] = msgspec.msgpack.Decoder(Question)
+_ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Question | Answer) -> bytes:
+    """The bytes of a message."""
+    return _ENCODER.encode(message)
+
+
+def decode_question(raw: bytes) -> Question:
+    """``msgspec.DecodeError`` if it is none."""
+    return _QUESTIONS.decode(raw)
+
+
+def decode_answer(raw: bytes) -> Answer:
+    """``msgspec.DecodeError`` if it is none."""
+    return _ANSWERS.decode(raw)

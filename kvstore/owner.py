@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that a process lends to the store, and what lies in it.
+
+A put has two phases. A client *claims* slots: the owner opens a tag for them that this client alone
+may write under. When the client says that its write has ended, the owner fences the tag, compares
+what arrived with what was claimed, computes checksums and *publishes* the objects. A client that
+vanishes in between costs its slots until the claim's deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import xxhash
+
+import te
+from kvstore.changes import Keys, Records
+from kvstore.config import Config
+from kvstore.headers import HEADER
+from kvstore.log import ChangeLog
+from kvstore.policies import POLICIES
+from kvstore.shelf import Claim, Shelf, Verdict
+from kvstore.slab import UNIT_BYTES, Slab
+
+__all__ = ["CLAIM_OBJECTS_MAX", "Grant", "Owner", "OwnerCard"]
+
+logger = logging.getLogger(__name__)
+
+CLAIM_OBJECTS_MAX: Final = 4096
+CHANGES_KEPT: Final = 1 << 16
+FENCE_TIMEOUT_S: Final = 5.0
+
+
+@dataclass(frozen=True)
+class OwnerCard:
+    """What a client needs to read from an owner."""
+
+    #: te's card.
+    engine: bytes
+    epoch: int
+    headers_address: int
+    slots_address: int
+    chunks: int
+    object_bytes_max: int
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The answer to a claim."""
+
+    #: To be named when the write has ended; 0 if nothing was granted.
+    claim_id: int
+    #: For the write.
+    tag: int
+    #: One for each object that was asked for.
+    verdicts: Sequence[Verdict]
+    #: Of the granted ones, in order.
+    slots: Sequence[int]
+
+
+@dataclass
+class _Held:
+    """A claim's tag, until its fence is confirmed."""
+
+    claim: Claim
+    tag: int
+
+
+@dataclass
+class OwnerStats:
+    """What an owner holds and has done."""
+
+    objects: int = 0
+    claims: dict[str, int] = field(default_factory=dict)
+    published: int = 0
+    abandoned: int = 0
+    evicted: int = 0
+    removed: int = 0
+    changes: int = 0
+
+
+class Owner:
+    """Lends memory. All methods are thread-safe; those that wait say so."""
+
+    def __init__(
+        self, engine: te.Engine, config: Config, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Allocates the memory and registers it: peers may read all of it, and write under tags."""
+        self._engine = engine
+        self._config = config
+        self._clock = clock
+        slab = Slab(config.memory, config.chunk_bytes_used)
+        self._slab = slab
+        self._buffer = te.allocate(slab.nbytes)
+        self._bytes = memoryview(self._buffer)
+        self._region = engine.register(self._buffer, remote="read-tagged")
+        self._log = ChangeLog(CHANGES_KEPT)
+        headers = np.frombuffer(self._buffer, HEADER, slab.units)
+        self._shelf = Shelf(slab, headers, POLICIES[config.policy], self._log)
+        self._lock = threading.Lock()
+        self._tags: dict[int, int] = {}
+        self._unfenced: list[_Held] = []
+        #: Called whenever there are new changes, in the thread that has made them.
+        self.listeners: Final[list[Callable[[], None]]] = []
+        self.card: Final = OwnerCard(
+            engine.card(),
+            engine.epoch,
+            self._region.address,
+            self._region.address + slab.slots_offset,
+            slab.chunks,
+            slab.object_bytes_max,
+        )
+
+    def close(self) -> None:
+        """Ends the registration: nobody can read or write the memory any more. Waits for writes
+        under way; raises ``te.FenceTimeout`` if they do not end."""
+        self._engine.deregister(self._region)
+
+    # -- putting
+
+    def claim(self, keys: Keys, signature: bytes, nbytes: int, writer: te.Identity) -> Grant:
+        """Slots for objects of one signature and size, which ``writer`` alone may write to until
+        ``publish`` or ``abandon``, or until the claim's deadline. ``ValueError`` for more than
+        ``CLAIM_OBJECTS_MAX`` keys or a size below 1."""
+        if len(keys) > CLAIM_OBJECTS_MAX or nbytes < 1:
+            raise ValueError(
+                f"{len(keys)} objects of {nbytes} bytes in one claim: give at most"
+                f" {CLAIM_OBJECTS_MAX} of at least 1 byte"
+            )
+        deadline_s = self._clock() + self._config.claim_timeout_s
+        with self._lock:
+            claim = self._shelf.claim(keys, signature, nbytes, deadline_s)
+            if not claim.slots:
+                return Grant(0, 0, claim.verdicts, ())
+            tag = te.new_tag()
+            self._tags[claim.id] = tag
+            addresses = np.array(claim.slots, np.uint64) * UNIT_BYTES + self.card.slots_address
+            ranges = np.stack([addresses, np.full(len(addresses), nbytes, np.uint64)], axis=1)
+            self._engine.expect(tag, writer, ranges)
+        return Grant(claim.id, tag, claim.verdicts, claim.slots)
+
+    def publish(self, claim_id: int) -> str:
+        """The client says that its one write under the claim's tag is done. Returns an empty text
+        once its objects can be read, else why they were dropped. Waits for the fence, and reads all
+        bytes once for their checksums."""
+        held = self._take(claim_id)
+        if held is None:
+            return "the claim is over: its deadline has passed, or it was ended before"
+        claim, arrived = held.claim, self._engine.arrived(held.tag)
+        nbytes = self._engine.arrived_nbytes(held.tag)
+        wanted = len(claim.slots) * claim.nbytes
+        if not self._fence(held):
+            return "writes under the claim do not end"
+        if arrived != 1 or nbytes != wanted:
+            self._abandon(claim)
+            return f"{arrived} writes of {nbytes} bytes arrived, not one of {wanted}"
+        checksums = [self._checksum(slot, claim.nbytes) for slot in claim.slots]
+        with self._lock:
+            self._shelf.publish(claim, checksums)
+        self._tell()
+        return ""
+
+    def abandon(self, claim_id: int) -> None:
+        """Ends a claim whose client gives up. Waits for the fence."""
+        held = self._take(claim_id)
+        if held is not None and self._fence(held):
+            self._abandon(held.claim)
+
+    # -- what is stored
+
+    def touch(self, keys: Keys, signature: bytes) -> None:
+        """Says that objects were read."""
+        with self._lock:
+            self._shelf.touch(keys, signature)
+
+    def remove(self, keys: Keys, signature: bytes) -> int:
+        """Removes objects; returns how many there were."""
+        with self._lock:
+            count = self._shelf.remove(keys, signature)
+        self._tell()
+        return count
+
+    def clear(self) -> int:
+        """Removes all objects; returns how many there were."""
+        with self._lock:
+            count = self._shelf.clear()
+        self._tell()
+        return count
+
+    def tick(self) -> None:
+        """What has to be done from time to time: makes room, ends overdue claims, and tries fences
+        again that were not confirmed. May wait for a fence."""
+        now_s = self._clock()
+        with self._lock:
+            evicted = self._shelf.make_room(self._config.free_low, self._config.free_high)
+            overdue = self._shelf.overdue(now_s)
+        if evicted:
+            self._tell()
+        for claim_id in overdue:
+            logger.warning(
+                "a client claimed slots and has written nothing for %g s; they are freed",
+                self._config.claim_timeout_s,
+            )
+            self.abandon(claim_id)
+        with self._lock:
+            waiting, self._unfenced = self._unfenced, []
+        for held in waiting:
+            if self._fence(held):
+                self._abandon(held.claim)
+
+    # -- what others are told
+
+    @property
+    def changes(self) -> int:
+        """The number of the next change."""
+        with self._lock:
+            return len(self._log)
+
+    def since(self, number: int, limit: int) -> Records | None:
+        """See ``ChangeLog.since``."""
+        with self._lock:
+            return self._log.since(number, limit)
+
+    def snapshot(self, first_chunk: int, chunks: int) -> tuple[int, Records]:
+        """What lies in some chunks, as additions, and the number of the next change."""
+        with self._lock:
+            return len(self._log), self._shelf.snapshot(first_chunk, chunks)
+
+    def stats(self) -> OwnerStats:
+        """Counters since the start."""
+        with self._lock:
+            counts = self._shelf.counts
+            return OwnerStats(
+                len(self._shelf),
+                dict(counts.verdicts),
+                counts.published,
+                counts.abandoned,
+                counts.evicted,
+                counts.removed,
+                len(self._log),
+            )
+
+    def _tell(self) -> None:
+        for listener in tuple(self.listeners):
+            listener()
+
+    def _take(self, claim_id: int) -> _Held | None:
+        with self._lock:
+            claim = self._shelf.take_claim(claim_id)
+            return None if claim is None else _Held(claim, self._tags.pop(claim_id))
+
+    def _abandon(self, claim: Claim) -> None:
+        with self._lock:
+            self._shelf.abandon(claim)
+
+    def _fence(self, held: _Held) -> bool:
+        """Whether nobody can write to the claim's slots any more; else ``tick`` tries again."""
+        try:
+            self._engine.fence(held.tag, FENCE_TIMEOUT_S)
+        except te.FenceTimeout as exc:
+            logger.warning("%d slots cannot be freed yet: %s", len(held.claim.slots), exc)
+            with self._lock:
+                self._unfenced.append(held)
+            return False
+        return True
+
+    def _checksum(self, slot: int, nbytes: int) -> int:
+        start = self._slab.slot_offset(slot)
+        return xxhash.xxh3_64_intdigest(self._bytes[start : start + nbytes])

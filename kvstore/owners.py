@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The owners that one process knows of, its own included: who they are, what they hold, whether
+they can be used."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import zmq
+
+import te
+from kvstore._table import Table
+from kvstore.changes import CHANGE, OWNERS_MAX, PLACE, Keys, Records
+from kvstore.config import Config
+from kvstore.directory import Directory
+from kvstore.far import Far
+from kvstore.handles import FarHandle, Handle, OwnHandle
+from kvstore.owner import Owner, OwnerCard
+from kvstore.reading import Source
+from kvstore.service import Service
+
+__all__ = ["OWN", "Owners"]
+
+logger = logging.getLogger(__name__)
+
+OWN: Final = 0
+"""The number of this process's own owner in the table; others are above."""
+OWN_RANK: Final = 2
+FAR_RANK: Final = 1
+PAUSE_S: Final = 1.0
+"""An owner that could not be read or connected to is left alone for so long."""
+
+
+class Owners:
+    """All methods are thread-safe."""
+
+    def __init__(self, engine: te.Engine, config: Config) -> None:
+        """Lends memory if ``Config.memory`` says so, and looks for others. ``ValueError`` for a
+        directory that is not safe; ``OSError`` if there is not enough memory."""
+        self._engine = engine
+        self._config = config
+        self.table: Final = Table()
+        self.own: Owner | None = None
+        self._ranks = bytearray(OWNERS_MAX)
+        self._lock = threading.Lock()
+        self._peers: dict[int, tuple[bytes, te.Peer]] = {}
+        self._paused_until_s: dict[int, float] = {}
+        self._applied = 0
+        with contextlib.ExitStack() as undo:
+            directory = Directory(config.directory)
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            undo.callback(context.destroy, linger=0)
+            if config.memory:
+                self.own = Owner(engine, config)
+                undo.callback(self.own.close)
+                self.own.listeners.append(self._apply_own)
+                self._ranks[OWN] = OWN_RANK
+                service = Service(self.own, context, directory.endpoint(engine.id))
+                undo.callback(service.close)
+
+            def others() -> Mapping[str, str]:
+                found = directory.endpoints()
+                found.pop(engine.id, None)
+                return found
+
+            self._far = Far(self.table, self._set_far_rank, others, config.request_timeout_s)
+            undo.callback(self._far.close)
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """Ends all of it; what this process has lent is gone."""
+        self._undo.close()
+
+    # -- look-ups
+
+    @property
+    def ranks(self) -> bytes:
+        """For ``Table.look_up``: 0 for owners that cannot be used. A copy."""
+        return bytes(self._ranks)
+
+    def look_up(self, keys: Keys, form: int, ranks: bytes | None = None) -> Records:
+        """Where objects are said to lie: dtype ``PLACE``, one for each key."""
+        places = np.empty(len(keys), PLACE)
+        ranks = self.ranks if ranks is None else ranks
+        self.table.look_up(np.ascontiguousarray(keys), form, ranks, places)
+        return places
+
+    def held_by(self, number: int, keys: Keys, form: int) -> Records:
+        """``look_up`` at one owner alone."""
+        ranks = bytearray(OWNERS_MAX)
+        ranks[number] = 1
+        return self.look_up(keys, form, bytes(ranks))
+
+    # -- owners
+
+    def source(self, number: int) -> Source | None:
+        """An owner to read from; None if it cannot be reached, which pauses its use."""
+        card = self._card(number)
+        if card is None:
+            return None
+        with self._lock:
+            known = self._peers.get(number)
+        if known is None or known[0] != card.engine or not known[1].alive:
+            try:
+                known = card.engine, self._engine.connect(card.engine)
+            except te.Error as exc:
+                self.pause(number, str(exc))
+                return None
+            with self._lock:
+                self._peers[number] = known
+        return Source(number, known[1], card.headers_address, card.slots_address)
+
+    def pause(self, number: int, reason: str) -> None:
+        """An owner does not give what it should: it is not used for a while."""
+        logger.warning("owner %d of the store is not used for a while: %s", number, reason)
+        with self._lock:
+            self._paused_until_s[number] = time.monotonic() + PAUSE_S
+            self._ranks[number] = 0
+
+    def usable(self) -> Sequence[int]:
+        """The numbers of the owners that can be used now."""
+        return [number for number, rank in enumerate(self.ranks) if rank]
+
+    def handle(self, number: int) -> Handle | None:
+        """An owner to store at; None if it cannot be reached."""
+        source = self.source(number)
+        if source is None:
+            return None
+        if number == OWN:
+            return None if self.own is None else OwnHandle(self.own, self._engine, source)
+        far = self._far.owner(number)
+        if far is None:
+            return None
+        return FarHandle(far, self._engine, source, self._config.request_timeout_s)
+
+    def names_and_weights(self, numbers: Sequence[int]) -> tuple[list[bytes], list[float]]:
+        """For ``placement.choose``: what all clients know the owners by, and how much they lend."""
+        names, weights = [], []
+        for number in numbers:
+            card = self._card(number)
+            far = self._far.owner(number)
+            name = self._engine.id if far is None else far.name
+            names.append(bytes.fromhex(name))
+            weights.append(1.0 if card is None else float(card.chunks * card.object_bytes_max))
+        return names, weights
+
+    def _card(self, number: int) -> OwnerCard | None:
+        if number == OWN:
+            return None if self.own is None else self.own.card
+        far = self._far.owner(number)
+        return None if far is None else far.card
+
+    def _set_far_rank(self, number: int, is_heard: bool) -> bool:
+        """Another owner answers, or does not. Returns whether that is new."""
+        with self._lock:
+            if is_heard and self._paused_until_s.get(number, 0.0) > time.monotonic():
+                return False
+            rank = FAR_RANK if is_heard else 0
+            changed = self._ranks[number] != rank
+            self._ranks[number] = rank
+        return changed
+
+    def _apply_own(self) -> None:
+        """What the own owner has changed goes into the table before a put returns."""
+        assert self.own is not None
+        with self._lock:
+            changes = self.own.since(self._applied, 1 << 30)
+            if changes is None:  # More than are kept, between two calls.
+                self.table.drop(OWN)
+                self._applied, changes = self.own.snapshot(0, self.own.card.chunks)
+                self.table.apply(OWN, changes)
+                return
+            self.table.apply(OWN, np.ascontiguousarray(changes, CHANGE))
+            self._applied += len(changes)

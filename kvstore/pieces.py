@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where objects lie in an engine's memory: pieces, which an object has one after another. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+import te
+
+__all__ = ["Pieces"]
+
+U64 = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The memory of some objects of one shape."""
+
+    #: Shape (objects, pieces): where each piece begins.
+    addresses: U64
+    #: Shape (pieces,): the size of each, in bytes.
+    nbytes: U64
+
+    def __post_init__(self) -> None:
+        for name in ("addresses", "nbytes"):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), np.uint64))
+        if self.addresses.ndim != 2 or self.nbytes.shape != self.addresses.shape[1:]:
+            raise ValueError(
+                f"addresses of shape {self.addresses.shape} and nbytes of shape"
+                f" {self.nbytes.shape}: give (objects, pieces) and (pieces,)"
+            )
+        if not self.nbytes.all() or not self.nbytes.size:
+            raise ValueError("an object needs at least one piece, and each at least one byte")
+
+    @classmethod
+    def whole(cls, addresses: npt.ArrayLike, nbytes: int) -> Pieces:
+        """Objects that lie in one piece each; ``addresses`` has shape (objects,)."""
+        return cls(np.asarray(addresses, np.uint64).reshape(-1, 1), np.array([nbytes], np.uint64))
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    @property
+    def object_bytes(self) -> int:
+        """The size of one object."""
+        return int(self.nbytes.sum())
+
+    @property
+    def offsets(self) -> U64:
+        """Where each piece begins within its object, shape (pieces,)."""
+        return np.cumsum(self.nbytes) - self.nbytes
+
+    def of(self, rows: Sequence[int] | npt.NDArray[np.intp]) -> Pieces:
+        """Some of the objects."""
+        return Pieces(self.addresses[np.asarray(rows, np.intp)], self.nbytes)
+
+    def part(self, first: int, end: int) -> Pieces:
+        """Some pieces of each object."""
+        return Pieces(self.addresses[:, first:end], self.nbytes[first:end])
+
+    def blocks(self, slots: U64, offset: int, *, to_slots: bool) -> te.Blocks:
+        """The copies between these pieces and slots.
+
+        ``slots`` has shape (objects,): where each object's slot begins; the first of these pieces
+        lies ``offset`` bytes behind that.
+        """
+        far = slots[:, None] + (self.offsets + np.uint64(offset))[None, :]
+        near, sizes = self.addresses, np.broadcast_to(self.nbytes, self.addresses.shape)
+        src, dst = (near, far) if to_slots else (far, near)
+        return te.Blocks.of(src.reshape(-1), dst.reshape(-1), sizes.reshape(-1)).merged()

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers what other processes ask an owner, over a ZeroMQ socket."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import msgspec
+import numpy as np
+import zmq
+
+import te
+from kvstore.changes import KEY_BYTES, Keys
+from kvstore.loop import Loop
+from kvstore.messages import (
+    MESSAGE_BYTES_MAX,
+    VERSION,
+    Abandon,
+    Answer,
+    Changes,
+    Claim,
+    Done,
+    Follow,
+    Granted,
+    Greet,
+    Hello,
+    Publish,
+    Question,
+    Refused,
+    Remove,
+    Snapshot,
+    Touch,
+    decode_question,
+    encode,
+)
+from kvstore.owner import Owner
+
+__all__ = ["Service"]
+
+logger = logging.getLogger(__name__)
+
+FOLLOW_S: Final = 1.0
+"""A follower is answered after this time at the latest, and so knows that the owner lives."""
+CHANGES_MAX: Final = 1 << 17
+FOLLOWERS_MAX: Final = 4096
+SLOW_MAX: Final = 256
+"""Publications that wait for a thread; more are refused."""
+TICK_S: Final = 0.02
+
+
+class Service:
+    """The questions of all clients of one owner, answered in one thread; those that wait for a
+    fence or read many bytes, in two others."""
+
+    def __init__(
+        self, owner: Owner, context: zmq.Context[zmq.Socket[bytes]], endpoint: str
+    ) -> None:
+        """Starts to listen; ``zmq.ZMQError`` if it cannot."""
+        self._owner = owner
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(endpoint)
+        self._followers: dict[bytes, tuple[bytes, int, float]] = {}
+        self._slow = ThreadPoolExecutor(2, "kvstore-publish")
+        self._slow_waiting = 0
+        self._finished: deque[tuple[bytes, bytes, Answer]] = deque()
+        self._ticking = False
+        self._loop = Loop("kvstore-owner", TICK_S, self._on_time)
+        self._loop.add(self._socket, self._on_readable)
+        self._closing = False
+        owner.listeners.append(self._on_change)
+        self._loop.start(self._socket.close)
+
+    def close(self) -> None:
+        """Answers nobody any more. Waits for publications under way."""
+        self._owner.listeners.remove(self._on_change)
+        self._closing = True
+        self._slow.shutdown()
+        self._loop.stop()
+
+    def _on_change(self) -> None:
+        self._loop.call(self._tell_followers)
+
+    def _on_readable(self) -> None:
+        while True:
+            try:
+                client, request_id, raw = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except ValueError:
+                logger.warning("a client sent a message of another number of parts")
+                continue
+            try:
+                question = decode_question(raw)
+            except msgspec.DecodeError as exc:
+                self._send(client, request_id, Refused(f"the question cannot be read: {exc}"))
+                continue
+            answer = self._answer(client, request_id, question)
+            if answer is not None:
+                self._send(client, request_id, answer)
+
+    def _answer(self, client: bytes, request_id: bytes, question: Question) -> Answer | None:
+        """None if it comes later."""
+        owner = self._owner
+        match question:
+            case Greet(version):
+                return self._hello(version)
+            case Follow(number):
+                if len(self._followers) >= FOLLOWERS_MAX and client not in self._followers:
+                    return Refused(f"there are {FOLLOWERS_MAX} followers already")
+                self._followers[client] = (request_id, number, time.monotonic() + FOLLOW_S)
+                self._tell_followers()
+                return None
+            case Snapshot(first, chunks):
+                number, found = owner.snapshot(first, chunks)
+                return Changes(owner.card.epoch, number, found.tobytes())
+            case Claim(keys, signature, nbytes, writer_id, epoch):
+                try:
+                    grant = owner.claim(
+                        _keys(keys), signature, nbytes, te.Identity(writer_id, epoch)
+                    )
+                except ValueError as exc:
+                    return Refused(str(exc))
+                return Granted(
+                    grant.claim_id,
+                    grant.tag,
+                    [one.value for one in grant.verdicts],
+                    np.array(grant.slots, "<u4").tobytes(),
+                )
+            case Publish(claim_id):
+                return self._slowly(client, request_id, lambda: Done(owner.publish(claim_id)))
+            case Abandon(claim_id):
+                return self._slowly(client, request_id, lambda: _done(owner.abandon, claim_id))
+            case Touch(keys, signature):
+                owner.touch(_keys(keys), signature)
+            case Remove(keys, signature):
+                owner.remove(_keys(keys), signature)
+        return Done()
+
+    def _hello(self, version: int) -> Answer:
+        if version != VERSION:
+            return Refused(f"this owner speaks version {VERSION} of the store's messages")
+        card = self._owner.card
+        return Hello(
+            card.engine,
+            card.epoch,
+            card.headers_address,
+            card.slots_address,
+            card.chunks,
+            card.object_bytes_max,
+            self._owner.changes,
+        )
+
+    def _tell_followers(self) -> None:
+        """Those for whom there is something, or who have waited long enough."""
+        now_s = time.monotonic()
+        count = self._owner.changes
+        for client, (request_id, number, until_s) in list(self._followers.items()):
+            if number == count and now_s < until_s:
+                continue
+            del self._followers[client]
+            found = self._owner.since(number, CHANGES_MAX)
+            behind = number + (0 if found is None else len(found))
+            raw = None if found is None else found.tobytes()
+            self._send(client, request_id, Changes(self._owner.card.epoch, behind, raw))
+
+    def _slowly(
+        self, client: bytes, request_id: bytes, work: Callable[[], Answer]
+    ) -> Answer | None:
+        if self._closing:
+            return Refused("the owner is being closed")
+        if self._slow_waiting >= SLOW_MAX:
+            return Refused(f"{SLOW_MAX} publications wait already; store less at once")
+        self._slow_waiting += 1
+
+        def run() -> None:
+            try:
+                answer = work()
+            except Exception as exc:
+                logger.exception("a bug in the store: a publication failed")
+                answer = Refused(f"a bug: {exc!r}")
+            self._finished.append((client, request_id, answer))
+            self._loop.call(self._send_finished)
+
+        self._slow.submit(run)
+        return None
+
+    def _send_finished(self) -> None:
+        while self._finished:
+            self._slow_waiting -= 1
+            self._send(*self._finished.popleft())
+
+    def _send(self, client: bytes, request_id: bytes, answer: Answer) -> None:
+        """A client that is gone, or reads nothing, costs its answers alone."""
+        try:
+            self._socket.send_multipart([client, request_id, encode(answer)], zmq.NOBLOCK)
+        except zmq.Again:
+            logger.warning("a client of the store does not read its answers")
+
+    def _on_time(self) -> None:
+        self._tell_followers()
+        if not self._ticking and not self._closing:
+            self._ticking = True
+            self._slow.submit(self._tick)
+
+    def _tick(self) -> None:
+        try:
+            self._owner.tick()
+        except Exception:
+            logger.exception("a bug in the store: the owner's tick raised")
+        finally:
+            self._ticking = False
+
+
+def _keys(raw: bytes) -> Keys:
+    whole = len(raw) // KEY_BYTES * KEY_BYTES
+    return np.frombuffer(raw[:whole], np.uint8).reshape(-1, KEY_BYTES)
+
+
+def _done(function: Callable[[int], None], argument: int) -> Done:
+    function(argument)
+    return Done()

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objects of one owner: who may fill a slot, what is in it, what has to go. Pure: it changes
+the headers' array and its own tables, and knows no clock, no te and no lock.
+
+A slot is *free*, *claimed* by somebody who writes it, or *live*: its object may be read. An object
+is evicted by marking its header; only after that can the slot be claimed again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+import numpy as np
+
+from kvstore.changes import ADDED, CHANGE, REMOVED, Keys, Records, form_of
+from kvstore.headers import LIVE, MAGIC
+from kvstore.log import ChangeLog
+from kvstore.policies import Policy
+from kvstore.slab import Slab, class_of
+
+__all__ = ["Claim", "Shelf", "Verdict"]
+
+
+class Verdict(Enum):
+    """What an owner says of an object that somebody wants to store."""
+
+    GRANTED = "granted"
+    #: Somebody has stored it already.
+    EXISTS = "exists"
+    #: Somebody else is storing it at the moment.
+    BEING_STORED = "being stored"
+    #: No slot is free; the owner makes room meanwhile.
+    NO_SPACE = "no space"
+    #: Larger than any slot can be.
+    TOO_LARGE = "too large"
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    slot: int
+    units: int
+    generation: int
+    form: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Slots that one client may fill until a deadline."""
+
+    id: int
+    signature: bytes
+    nbytes: int
+    deadline_s: float
+    #: One for each object that was asked for.
+    verdicts: Sequence[Verdict]
+    #: Of the granted ones, in order.
+    keys: Sequence[bytes]
+    slots: Sequence[int]
+
+
+@dataclass
+class Counts:
+    """What has happened to objects since the start."""
+
+    verdicts: Counter[str] = field(default_factory=Counter)
+    published: int = 0
+    abandoned: int = 0
+    evicted: int = 0
+    removed: int = 0
+
+
+class Shelf:
+    """The slots of a slab and the objects in them. Not thread-safe."""
+
+    def __init__(
+        self,
+        slab: Slab,
+        headers: Records,
+        new_policy: Callable[[], Policy],
+        log: ChangeLog,
+    ) -> None:
+        """`headers`: dtype ``HEADER``, one for each unit of the slab; all are zero, or what an
+        earlier owner has left: their generations are continued."""
+        self.slab: Final = slab
+        self.counts: Final = Counts()
+        self._headers = headers
+        self._new_policy = new_policy
+        self._log = log
+        self._objects: dict[bytes, _Object] = {}
+        self._policies: dict[int, Policy] = {}
+        self._claims: dict[int, Claim] = {}
+        self._claimed: set[bytes] = set()
+        self._starved: set[int] = set()
+        self._names = itertools.count(1)
+        headers["state"] = 0
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    # -- storing
+
+    def claim(self, keys: Keys, signature: bytes, nbytes: int, deadline_s: float) -> Claim:
+        """Slots for objects of one signature and size. No slot is taken for a key that is stored
+        or claimed already."""
+        units = class_of(nbytes)
+        verdicts: list[Verdict] = []
+        granted: list[bytes] = []
+        slots: list[int] = []
+        for key in keys:
+            name = key.tobytes() + signature
+            slot = None
+            verdict = self._verdict(name, nbytes)
+            if verdict is Verdict.GRANTED:
+                slot = self.slab.take(units)
+                if slot is None:
+                    verdict = Verdict.NO_SPACE
+                    self._starved.add(units)
+            if slot is not None:
+                self._claimed.add(name)
+                granted.append(name[: -len(signature)])
+                slots.append(slot)
+            verdicts.append(verdict)
+        self.counts.verdicts.update(one.value for one in verdicts)
+        claim = Claim(next(self._names), signature, nbytes, deadline_s, verdicts, granted, slots)
+        if slots:
+            self._claims[claim.id] = claim
+        return claim
+
+    def take_claim(self, claim_id: int) -> Claim | None:
+        """Ends a claim, whose slots stay taken until ``publish`` or ``abandon``. None if it is over
+        already, because its deadline has passed or somebody ended it."""
+        return self._claims.pop(claim_id, None)
+
+    def overdue(self, now_s: float) -> Sequence[int]:
+        """The claims whose deadline has passed."""
+        return [one.id for one in self._claims.values() if one.deadline_s < now_s]
+
+    def publish(self, claim: Claim, checksums: Sequence[int]) -> None:
+        """Makes the objects of a claim readable. All their bytes are there, and nobody can write to
+        their slots any more."""
+        form = form_of(claim.signature, claim.nbytes)
+        units = class_of(claim.nbytes)
+        policy = self._policies.get(units) or self._policies.setdefault(units, self._new_policy())
+        changes = np.zeros(len(claim.slots), CHANGE)
+        for i, (key, slot, checksum) in enumerate(
+            zip(claim.keys, claim.slots, checksums, strict=True)
+        ):
+            header = self._headers[slot]
+            generation = (int(header["generation"]) + 1) & 0xFFFFFFFF
+            header["magic"], header["form"] = MAGIC, form
+            header["key"], header["signature"] = np.void(key), np.void(claim.signature)
+            header["nbytes"], header["generation"] = claim.nbytes, generation
+            header["checksum"] = checksum
+            header["state"] = LIVE  # Last: from here on readers believe the rest.
+            name = key + claim.signature
+            self._claimed.discard(name)
+            self._objects[name] = _Object(slot, units, generation, form)
+            policy.add(name)
+            changes[i] = (np.void(key), form, slot, generation, ADDED)
+        self.counts.published += len(claim.slots)
+        self._log.append(changes)
+
+    def abandon(self, claim: Claim) -> None:
+        """Frees the slots of a claim. Nobody can write to them any more."""
+        for key, slot in zip(claim.keys, claim.slots, strict=True):
+            self._claimed.discard(key + claim.signature)
+            self.slab.give_back(slot)
+        self.counts.abandoned += len(claim.slots)
+
+    # -- what happens to stored objects
+
+    def touch(self, keys: Keys, signature: bytes) -> None:
+        """Says that objects were read; those that are gone are left out."""
+        for key in keys:
+            name = key.tobytes() + signature
+            found = self._objects.get(name)
+            if found is not None:
+                self._policies[found.units].touch(name)
+
+    def remove(self, keys: Keys, signature: bytes) -> int:
+        """Removes objects; returns how many there were."""
+        names = [one.tobytes() + signature for one in keys]
+        gone = [one for one in names if one in self._objects]
+        for name in gone:
+            self._policies[self._objects[name].units].remove(name)
+        self._drop(gone)
+        self.counts.removed += len(gone)
+        return len(gone)
+
+    def clear(self) -> int:
+        """Removes all objects; returns how many there were."""
+        gone = list(self._objects)
+        for name in gone:
+            self._policies[self._objects[name].units].remove(name)
+        self._drop(gone)
+        self.counts.removed += len(gone)
+        return len(gone)
+
+    def make_room(self, low: float, high: float) -> int:
+        """Evicts objects until each class has free slots again; returns how many went.
+
+        Args:
+            low: a class is left alone as long as this part of its slots is free.
+            high: the part of its slots that is free afterwards.
+        """
+        gone: list[bytes] = []
+        for units, policy in self._policies.items():
+            capacity = self.slab.capacity(units)
+            free = self.slab.free_slots(units)
+            if free >= max(low * capacity, 1):
+                continue
+            wanted = max(int(high * capacity), 1) - free
+            victims = (policy.evict() for _ in range(wanted))
+            gone += self._drop(itertools.takewhile(lambda one: one is not None, victims))  # type: ignore[arg-type]
+        for units in self._starved:
+            if not self.slab.free_slots(units):
+                gone += self._empty_chunk(units)
+        self._starved.clear()
+        self.counts.evicted += len(gone)
+        return len(gone)
+
+    def _empty_chunk(self, units: int) -> Sequence[bytes]:
+        """For a class that has no slot to evict from: objects of another class go."""
+        chunk = self.slab.chunk_to_empty(units)
+        if chunk is None:
+            return ()
+        slots = set(self.slab.slots_of(chunk))
+        names = [name for name, one in self._objects.items() if one.slot in slots]
+        for name in names:
+            self._policies[self._objects[name].units].remove(name)
+        return self._drop(names)
+
+    # -- what others are told
+
+    def snapshot(self, first_chunk: int, chunks: int) -> Records:
+        """What lies in some chunks, as additions: dtype ``CHANGE``."""
+        parts = []
+        for chunk in range(first_chunk, min(first_chunk + chunks, self.slab.chunks)):
+            slots = self.slab.slots_of(chunk)
+            if not slots:
+                continue
+            headers = self._headers[slots.start : slots.stop : slots.step]
+            live = np.flatnonzero(headers["state"] == LIVE)
+            found = np.zeros(len(live), CHANGE)
+            for one in ("key", "form", "generation"):
+                found[one] = headers[one][live]
+            found["slot"] = slots.start + live * slots.step
+            found["op"] = ADDED
+            parts.append(found)
+        return np.concatenate(parts) if parts else np.zeros(0, CHANGE)
+
+    def _verdict(self, name: bytes, nbytes: int) -> Verdict:
+        if nbytes > self.slab.object_bytes_max:
+            return Verdict.TOO_LARGE
+        if name in self._objects:
+            return Verdict.EXISTS
+        return Verdict.BEING_STORED if name in self._claimed else Verdict.GRANTED
+
+    def _drop(self, names: Iterable[bytes]) -> Sequence[bytes]:
+        """Of objects that no policy knows any more."""
+        gone = list(names)
+        changes = np.zeros(len(gone), CHANGE)
+        for i, name in enumerate(gone):
+            one = self._objects.pop(name)
+            self._headers[one.slot]["state"] = 0  # Before anybody can claim the slot.
+            changes[i] = (np.void(name[:16]), one.form, one.slot, one.generation, REMOVED)
+            self.slab.give_back(one.slot)
+        if gone:
+            self._log.append(changes)
+        return gone

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store, as one process uses it: puts, gets and look-ups."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+import te
+from kvstore.changes import PLACE, Found, Keys, Records, form_of
+from kvstore.config import Config
+from kvstore.memory import Memory
+from kvstore.outcomes import Got, Put
+from kvstore.owner import CLAIM_OBJECTS_MAX, OwnerStats
+from kvstore.owners import OWN, Owners
+from kvstore.pieces import Pieces
+from kvstore.placement import choose
+from kvstore.reading import HEADERS_MAX, Group, HeaderRooms
+from kvstore.writing import put_group
+
+__all__ = ["Store"]
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS: Final = 2
+"""A get looks again for what an owner has not given."""
+SETTLED: Final = {Got.RIGHT, Got.MISSING, Got.REJECTED}
+"""Outcomes that a second look would not change."""
+
+
+class Store:
+    """One process's part of the store. All methods are thread-safe.
+
+    Use it as a context manager, or call ``close``.
+    """
+
+    def __init__(self, config: Config | None = None) -> None:
+        """Starts the engine, lends memory if ``Config.memory`` says so, and looks for others.
+
+        Raises what ``te.Engine`` raises; ``ValueError`` for a directory that is not safe;
+        ``OSError`` if there is not enough memory.
+        """
+        self._config = Config() if config is None else config
+        self._gets: Counter[str] = Counter()
+        self._puts: Counter[str] = Counter()
+        with contextlib.ExitStack() as undo:
+            self._engine = undo.enter_context(te.Engine(self._config.engine))
+            self._memory = Memory(self._engine)
+            self._rooms = HeaderRooms(self._engine)
+            self._owners = Owners(self._engine, self._config)
+            undo.callback(self._owners.close)
+            self._undo = undo.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends everything; what this process has lent is gone. Idempotent."""
+        self._undo.close()
+
+    # -- memory
+
+    def register(self, memory: Any, nbytes: int | None = None) -> te.Region:
+        """Registers memory that objects are read into or stored from: a buffer, or an address and
+        a size in bytes. Peers get no rights to it. Raises ``te.RegistrationError``."""
+        return self._memory.register(memory, nbytes)
+
+    def deregister(self, region: te.Region) -> None:
+        """Undoes ``register``. See ``te.Engine.deregister`` for what it raises."""
+        self._memory.deregister(region)
+
+    # -- look-ups
+
+    def exists(self, keys: Keys, signature: bytes, nbytes: int) -> npt.NDArray[np.bool_]:
+        """Which objects are stored, as far as this process knows at the moment. Asks nobody.
+
+        Args:
+            keys: shape (n, 16), as ``changes.keys_of_hex`` makes them.
+            signature: ``Signature.digest``.
+            nbytes: the size of each object.
+        """
+        places = self._owners.look_up(keys, form_of(signature, nbytes))
+        found: npt.NDArray[np.bool_] = places["found"] == Found.HERE
+        return found
+
+    # -- objects
+
+    def get(
+        self,
+        keys: Keys,
+        signature: bytes,
+        destination: Pieces,
+        timeout_s: float = 5.0,
+    ) -> list[Got]:
+        """Reads objects into registered memory; blocks. One outcome for each key.
+
+        Nothing lands in the destination after this returns. The memory of an object that is not
+        ``RIGHT`` may have any bytes.
+
+        Raises:
+            te.BoundsError: a destination is not registered.
+            te.FenceTimeout: a read did not stop; the destination must not be used any more.
+        """
+        _check_shapes(keys, signature, destination)
+        deadline_s = time.monotonic() + timeout_s
+        outcomes = [Got.MISSING] * len(keys)
+        open_rows: Sequence[int] = range(len(keys))
+        form = form_of(signature, destination.object_bytes)
+        failed: set[int] = set()
+        for _ in range(ATTEMPTS):
+            ranks = bytearray(self._owners.ranks)
+            for number in failed:
+                ranks[number] = 0
+            places = self._owners.look_up(keys[np.asarray(open_rows, np.intp)], form, bytes(ranks))
+            groups = self._groups(keys, signature, destination, open_rows, places, outcomes)
+            for group in groups:
+                group.begin(destination.of(group.rows), 0)
+            for group in groups:
+                self._finish(group, destination, outcomes, deadline_s)
+            open_rows = [row for row in open_rows if outcomes[row] not in SETTLED]
+            if not open_rows or time.monotonic() > deadline_s:
+                break
+            failed.update(group.source.number for group in groups if group.failed is not None)
+        self._gets.update(one.value for one in outcomes)
+        return outcomes
+
+    def put(
+        self, keys: Keys, signature: bytes, source: Pieces, timeout_s: float = 10.0
+    ) -> list[Put]:
+        """Stores objects out of registered memory; blocks. One outcome for each key.
+
+        An object is either stored whole or not at all. The source must not change before this
+        returns.
+
+        Raises:
+            te.BoundsError: a source is not registered.
+        """
+        _check_shapes(keys, signature, source)
+        deadline_s = time.monotonic() + timeout_s
+        outcomes = [Put.UNREACHABLE] * len(keys)
+        if not len(keys):
+            return outcomes
+        numbers = self._owners.usable()
+        names, weights = self._owners.names_and_weights(numbers)
+        own = numbers.index(OWN) if OWN in numbers else None
+        chosen = np.array(numbers, np.intp)[
+            choose(keys, names, weights, self._config.copies, own)
+        ].reshape(len(keys), -1)
+        for copy in range(chosen.shape[1]):
+            for number in np.unique(chosen[:, copy]).tolist():
+                rows = np.flatnonzero(chosen[:, copy] == number)
+                found = self._put_at(number, keys[rows], signature, source.of(rows), deadline_s)
+                for row, one in zip(rows.tolist(), found, strict=True):
+                    if copy == 0 or one is Put.STORED:
+                        outcomes[row] = one
+        self._puts.update(one.value for one in outcomes)
+        return outcomes
+
+    def remove(self, keys: Keys, signature: bytes) -> None:
+        """Removes objects from every owner that this process knows of."""
+        for number in self._owners.usable():
+            handle = self._owners.handle(number)
+            if handle is not None:
+                handle.remove(keys, signature)
+
+    # -- how it is
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """How often each outcome of gets and puts has come."""
+        return {"get": dict(self._gets), "put": dict(self._puts)}
+
+    @property
+    def owner_stats(self) -> OwnerStats | None:
+        """Of the memory that this process lends; None if it lends none."""
+        return None if self._owners.own is None else self._owners.own.stats()
+
+    def __len__(self) -> int:
+        """Objects that this process knows of, copies counted."""
+        return len(self._owners.table)
+
+    # -- how puts and gets go
+
+    def _put_at(
+        self, number: int, keys: Keys, signature: bytes, source: Pieces, deadline_s: float
+    ) -> Sequence[Put]:
+        """Stores objects at one owner, apart from those that it has."""
+        held = self._owners.held_by(number, keys, form_of(signature, source.object_bytes))
+        outcomes = [Put.EXISTS] * len(keys)
+        rows = np.flatnonzero(held["found"] != Found.HERE)
+        handle = self._owners.handle(number) if len(rows) else None
+        for first in range(0, len(rows), CLAIM_OBJECTS_MAX):
+            some = rows[first : first + CLAIM_OBJECTS_MAX]
+            found: Sequence[Put] = [Put.UNREACHABLE] * len(some)
+            if handle is not None:
+                found = put_group(handle, keys[some], signature, source.of(some), deadline_s)
+            for row, one in zip(some.tolist(), found, strict=True):
+                outcomes[row] = one
+        return outcomes
+
+    def _groups(
+        self,
+        keys: Keys,
+        signature: bytes,
+        destination: Pieces,
+        rows: Sequence[int],
+        places: Records,
+        outcomes: list[Got],
+    ) -> list[Group]:
+        """The rows that were found, by owner; the others get their outcome."""
+        wanted = np.asarray(rows, np.intp)
+        whole = np.zeros(len(keys), PLACE)
+        whole[wanted] = places
+        for row in wanted[places["found"] == Found.OTHER].tolist():
+            outcomes[row] = Got.REJECTED
+        found = wanted[places["found"] == Found.HERE]
+        groups: list[Group] = []
+        for number in np.unique(whole["owner"][found]).tolist():
+            of_owner = found[whole["owner"][found] == number]
+            source = self._owners.source(number)
+            if source is None:
+                for row in of_owner.tolist():
+                    outcomes[row] = Got.UNREACHABLE
+                continue
+            for first in range(0, len(of_owner), HEADERS_MAX):
+                some = of_owner[first : first + HEADERS_MAX].tolist()
+                groups.append(
+                    Group.of(source, some, keys, signature, destination.object_bytes, whole)
+                )
+        return groups
+
+    def _finish(
+        self, group: Group, destination: Pieces, outcomes: list[Got], deadline_s: float
+    ) -> None:
+        group.wait(deadline_s)
+        right: list[bool] = []
+        checksums: list[int] = []
+        if group.failed is None:
+            right, checksums = group.check(self._rooms, deadline_s)
+        if group.failed is not None:
+            if group.failed is Got.UNREACHABLE and not group.source.peer.alive:
+                self._owners.pause(group.source.number, group.reason)
+            for row in group.rows:
+                outcomes[row] = group.failed
+            return
+        for row, is_right, checksum in zip(group.rows, right, checksums, strict=True):
+            outcomes[row] = Got.RIGHT if is_right else Got.MOVED
+            if is_right and self._config.verify:
+                ours = self._memory.checksum(destination, row)
+                if ours is not None and ours != checksum:
+                    outcomes[row] = Got.CORRUPTED
+
+
+def _check_shapes(keys: Keys, signature: bytes, pieces: Pieces) -> None:
+    if keys.ndim != 2 or keys.shape[1] != 16 or keys.dtype != np.uint8:
+        raise ValueError(f"keys must be u8 of shape (n, 16), not {keys.dtype} of {keys.shape}")
+    if len(signature) != 16:
+        raise ValueError(f"signature has {len(signature)} bytes, not 16: give Signature.digest")
+    if len(keys) != len(pieces):
+        raise ValueError(f"{len(keys)} keys, but memory for {len(pieces)} objects")

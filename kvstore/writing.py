@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores objects at one owner: claim, write, publish."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+import te
+from kvstore.changes import Keys
+from kvstore.far import NoAnswer
+from kvstore.handles import Handle
+from kvstore.outcomes import Put
+from kvstore.owner import Grant
+from kvstore.pieces import Pieces
+from kvstore.shelf import Verdict
+
+__all__ = ["put_group"]
+
+logger = logging.getLogger(__name__)
+
+_OUTCOMES = {
+    Verdict.EXISTS: Put.EXISTS,
+    Verdict.BEING_STORED: Put.BEING_STORED,
+    Verdict.NO_SPACE: Put.NO_SPACE,
+    Verdict.TOO_LARGE: Put.TOO_LARGE,
+}
+
+
+def put_group(
+    handle: Handle, keys: Keys, signature: bytes, source: Pieces, deadline_s: float
+) -> Sequence[Put]:
+    """One outcome for each key. ``te.BoundsError`` if a source is not registered."""
+    try:
+        grant = handle.claim(keys, signature, source.object_bytes, _left(deadline_s))
+    except NoAnswer as exc:
+        logger.warning("nothing was stored: %s", exc)
+        return [Put.UNREACHABLE] * len(keys)
+    granted = [i for i, one in enumerate(grant.verdicts) if one is Verdict.GRANTED]
+    outcome = Put.STORED
+    if granted:
+        try:
+            outcome = _write(handle, grant, source.of(granted), deadline_s)
+        except te.BoundsError:
+            handle.abandon(grant.claim_id)
+            raise
+    return [_OUTCOMES.get(one, outcome) for one in grant.verdicts]
+
+
+def _write(handle: Handle, grant: Grant, source: Pieces, deadline_s: float) -> Put:
+    slots = handle.source.slots(np.array(grant.slots, np.uint64))
+    outcome, why = Put.FAILED, ""
+    try:
+        transfer = handle.source.peer.write(source.blocks(slots, 0, to_slots=True), grant.tag)
+        try:
+            transfer.wait(_left(deadline_s))
+        except te.WaitTimeout:
+            transfer.cancel()
+            raise
+        why = handle.publish(grant.claim_id, max(_left(deadline_s), 1.0))
+        if not why:
+            return Put.STORED
+    except (te.WaitTimeout, NoAnswer) as exc:
+        outcome, why = Put.TIMED_OUT, str(exc)
+    except (te.TransferFailed, te.QueueFull) as exc:
+        why = str(exc)
+    logger.warning("%d objects were not stored: %s", len(source), why)
+    handle.abandon(grant.claim_id)
+    return outcome
+
+
+def _left(deadline_s: float) -> float:
+    return max(deadline_s - time.monotonic(), 0.0)

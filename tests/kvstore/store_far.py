@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that lends memory to the store: for tests that kill or freeze it.
+
+python store_far.py DIRECTORY MEMORY COUNT NBYTES SEED
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from store_makers import SIG, Room, config, contents, keys
+
+from kvstore.outcomes import Put
+from kvstore.store import Store
+
+
+class Far:
+    """The process, from outside."""
+
+    def __init__(
+        self, directory: Path, memory: int, count: int, nbytes: int, seed: int = 0
+    ) -> None:
+        """Returns when its objects are stored."""
+        arguments = [str(one) for one in (directory, memory, count, nbytes, seed)]
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def signal(self, number: signal.Signals) -> None:
+        """To this process alone."""
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """As if the machine had lost it."""
+        self.process.kill()
+        self.process.communicate()
+
+
+def main() -> None:
+    directory, memory, count, nbytes, seed = sys.argv[1:]
+    with Store(config(Path(directory), int(memory))) as store:
+        if int(count):
+            put(store, int(count), int(nbytes), int(seed))
+        print("ready", flush=True)  # noqa: T201
+        sys.stdin.read()
+
+
+def put(store: Store, count: int, nbytes: int, seed: int) -> None:
+    room = Room(store, count, nbytes)
+    room.bytes[:] = contents(count, nbytes, seed)
+    outcomes = store.put(keys(count, seed), SIG, room.pieces)
+    assert set(outcomes) == {Put.STORED}, outcomes
+
+
+if __name__ == "__main__":
+    main()

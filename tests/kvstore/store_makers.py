@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores, keys and objects for tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import te
+from kvstore.changes import Keys
+from kvstore.config import Config
+from kvstore.pieces import Pieces
+from kvstore.signature import Signature
+from kvstore.store import Store
+
+TIMEOUT_S = 60.0
+SIGNATURE = Signature(
+    weights="tiny", dtype="bfloat16", page_size=16, layers=(0, 4), heads=(0, 2), layout="test/1"
+)
+SIG = SIGNATURE.digest
+
+
+def keys(count: int, seed: int = 0) -> Keys:
+    """Random ones; the same for the same seed."""
+    return np.random.default_rng([seed, 7]).integers(0, 256, (count, 16), np.uint8)
+
+
+def contents(count: int, nbytes: int, seed: int = 0) -> npt.NDArray[np.uint8]:
+    """Objects, shape (count, nbytes), no two alike."""
+    return np.random.default_rng([seed, 8]).integers(0, 256, (count, nbytes), np.uint8)
+
+
+def until(condition: Callable[[], Any], what: str = "") -> None:
+    """Waits for it."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited in vain: {what}"
+        time.sleep(0.002)
+
+
+def config(directory: Path, memory: int = 0, **more: Any) -> Config:
+    """One that leaves this machine's own directory alone."""
+    more.setdefault("engine", te.Config(status_dir=None))
+    return Config(directory=directory, memory=memory, **more)
+
+
+class Room:
+    """Registered memory for some objects."""
+
+    def __init__(self, store: Store, count: int, nbytes: int) -> None:
+        self.bytes = np.zeros((count, nbytes), np.uint8)
+        self.region = store.register(self.bytes)
+
+    @property
+    def pieces(self) -> Pieces:
+        """One piece for each object."""
+        count, nbytes = self.bytes.shape
+        start = self.bytes.ctypes.data
+        return Pieces.whole(start + np.arange(count, dtype=np.uint64) * np.uint64(nbytes), nbytes)
+
+    def split(self, *sizes: int) -> Pieces:
+        """Several pieces for each object."""
+        offsets = np.cumsum([0, *sizes[:-1]])
+        return Pieces(self.pieces.addresses + offsets.astype(np.uint64), np.array(sizes))

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots are used again under the eyes of their readers: no get that is called right has other bytes
+than those that were stored."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from store_makers import SIG, TIMEOUT_S, Room, config, until
+
+from kvstore import reading
+from kvstore.changes import Keys
+from kvstore.outcomes import Got
+from kvstore.store import Store
+
+NBYTES = 4096
+NAMES = 2000
+
+
+def named(numbers: npt.NDArray[np.integer]) -> Keys:  # type: ignore[type-arg]
+    raw = np.zeros((len(numbers), 2), "<u8")
+    raw[:, 0] = numbers
+    return raw.view(np.uint8).reshape(-1, 16)
+
+
+def written(room: Room, numbers: npt.NDArray[np.integer]) -> None:  # type: ignore[type-arg]
+    """An object is its number, again and again."""
+    room.bytes.view("<u8")[:] = np.asarray(numbers, "<u8")[:, None]
+
+
+def race(
+    directory: Path, gets: int, seed: int, verify: bool, batch: int = 32
+) -> tuple[Counter[Got], int]:
+    """Two threads of the owner's process store what they like, in a slab that holds a part of it;
+    another store reads. Returns the outcomes, and how many right objects had wrong bytes."""
+    outcomes: Counter[Got] = Counter()
+    mismatches = 0
+    ended = threading.Event()
+    settings = {"free_low": 0.3, "free_high": 0.5, "chunk_bytes": 64 << 10}
+    with (
+        Store(config(directory, batch * (22 << 10), **settings)) as owner,
+        Store(config(directory, verify=verify)) as guest,
+    ):
+
+        def churn(which: int) -> None:
+            rng = np.random.default_rng([seed, which])
+            room = Room(owner, batch, NBYTES)
+            while not ended.is_set():
+                numbers = rng.choice(NAMES, batch, replace=False)
+                written(room, numbers)
+                owner.put(named(numbers), SIG, room.pieces)
+
+        writers = [threading.Thread(target=churn, args=[i]) for i in range(2)]
+        for one in writers:
+            one.start()
+        try:
+            until(lambda: len(guest) > batch)
+            rng, room = np.random.default_rng(seed), Room(guest, batch, NBYTES)
+            while outcomes.total() < gets:
+                known = np.flatnonzero(guest.exists(named(np.arange(NAMES)), SIG, NBYTES))
+                if len(known) < batch:
+                    continue
+                numbers = rng.choice(known, batch, replace=False)
+                room.bytes[:] = 0
+                found = guest.get(named(numbers), SIG, room.pieces)
+                right = np.array([one is Got.RIGHT for one in found])
+                wrong = (room.bytes.view("<u8") != numbers[:, None]).any(axis=1)
+                mismatches += int((right & wrong).sum())
+                outcomes.update(found)
+        finally:
+            ended.set()
+            for one in writers:
+                one.join(TIMEOUT_S)
+    return outcomes, mismatches
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_readers_never_take_another_object_for_theirs(directory: Path, verify: bool) -> None:
+    outcomes, mismatches = race(directory, 10_000, 1, verify)
+    assert mismatches == 0, outcomes
+    assert outcomes[Got.RIGHT] > 0
+    assert outcomes[Got.MOVED] > 0, "the race was run, and lost without harm"
+    assert not outcomes[Got.CORRUPTED], "what was read whole is right"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_million_gets(directory: Path) -> None:
+    outcomes, mismatches = race(directory, 1_000_000, 2, verify=False, batch=256)
+    assert mismatches == 0, outcomes
+    assert outcomes[Got.MOVED] > 0
+
+
+def test_without_the_generation_they_do(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests above stand on: everything is compared but the generation and the key, as a
+    store would that trusts its index."""
+
+    def blind(read: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        equal: np.ndarray = (read["state"] == wanted["state"]) & (read["form"] == wanted["form"])
+        return equal
+
+    monkeypatch.setattr(reading, "tell_apart", blind)
+    for seed in range(20):
+        if race(directory, 10_000, seed, verify=False)[1]:
+            return
+    pytest.fail("the race above is too slow to show anything")

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of slots, against a model; and what is announced of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from store_makers import SIG, keys
+
+from kvstore._table import Table
+from kvstore.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, form_of
+from kvstore.headers import HEADER, HEADER_BYTES, LIVE, expected, tell_apart
+from kvstore.log import ChangeLog
+from kvstore.policies import POLICIES, Lru
+from kvstore.shelf import Claim, Shelf, Verdict
+from kvstore.slab import UNIT_BYTES, Slab
+
+CHUNK = 8 * UNIT_BYTES
+NAMES = keys(12)
+OTHER = bytes(16)
+
+
+def shelf_of(
+    chunks: int, kept: int = 1000, policy: str = "lru"
+) -> tuple[Shelf, np.ndarray, ChangeLog]:
+    slab = Slab(chunks * (CHUNK + 8 * HEADER_BYTES) + UNIT_BYTES, CHUNK)
+    headers, log = np.zeros(slab.units, HEADER), ChangeLog(kept)
+    return Shelf(slab, headers, POLICIES[policy], log), headers, log
+
+
+def store(shelf: Shelf, some: Keys, nbytes: int = UNIT_BYTES, signature: bytes = SIG) -> Claim:
+    claim = shelf.claim(some, signature, nbytes, 0.0)
+    if claim.slots:
+        assert shelf.take_claim(claim.id) is claim
+        shelf.publish(claim, [11] * len(claim.slots))
+    return claim
+
+
+class Objects(RuleBasedStateMachine):
+    """Claims, publications, evictions in any order; a follower hears of all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shelf, self.headers, self.log = shelf_of(3)
+        self.claims: list[Claim] = []
+        self.live: dict[tuple[bytes, int], int] = {}
+        self.table = Table()
+        self.heard = 0
+
+    @rule(
+        rows=st.lists(st.integers(0, 11), min_size=1, max_size=6),
+        units=st.sampled_from([1, 2, 8, 9]),
+        signature=st.sampled_from([SIG, OTHER]),
+    )
+    def claim(self, rows: list[int], units: int, signature: bytes) -> None:
+        claim = self.shelf.claim(NAMES[rows], signature, units * UNIT_BYTES, 5.0)
+        assert len(claim.verdicts) == len(rows)
+        assert claim.verdicts.count(Verdict.GRANTED) == len(claim.slots) == len(claim.keys)
+        if units > 8:
+            assert set(claim.verdicts) == {Verdict.TOO_LARGE}
+        if claim.slots:
+            self.claims.append(claim)
+
+    @precondition(lambda self: self.claims)
+    @rule(data=st.data(), publishes=st.booleans())
+    def end_a_claim(self, data: st.DataObject, publishes: bool) -> None:
+        claim = self.claims.pop(data.draw(st.integers(0, len(self.claims) - 1)))
+        assert self.shelf.take_claim(claim.id) is claim
+        assert self.shelf.take_claim(claim.id) is None, "it ends once"
+        if publishes:
+            self.shelf.publish(claim, [slot + 100 for slot in claim.slots])
+        else:
+            self.shelf.abandon(claim)
+
+    @rule(low=st.floats(0.0, 0.5), more=st.floats(0.0, 0.5))
+    def make_room(self, low: float, more: float) -> None:
+        before = len(self.shelf)
+        gone = self.shelf.make_room(low, low + more)
+        assert len(self.shelf) == before - gone
+
+    @rule(rows=st.lists(st.integers(0, 11), max_size=6), removes=st.booleans())
+    def touch_or_remove(self, rows: list[int], removes: bool) -> None:
+        before = len(self.shelf)
+        if removes:
+            unique = sorted(set(rows))
+            gone = self.shelf.remove(NAMES[unique], SIG)
+            assert gone == before - len(self.shelf)
+        else:
+            self.shelf.touch(NAMES[rows], SIG)
+
+    @rule()
+    def clear(self) -> None:
+        self.shelf.clear()
+        assert len(self.shelf) == 0
+
+    @invariant()
+    def headers_and_announcements_agree(self) -> None:
+        changes = self.log.since(self.heard, 1000)
+        assert changes is not None
+        self.table.apply(1, changes)
+        self.heard += len(changes)
+        live = np.flatnonzero(self.headers["state"] == LIVE)
+        assert len(live) == len(self.shelf) == len(self.table)
+        snapshot = self.shelf.snapshot(0, 99)
+        assert sorted(snapshot["slot"].tolist()) == live.tolist()
+        for slot in live:
+            header = self.headers[slot]
+            assert header["checksum"] in (slot + 100, 11)
+            places = np.empty(1, PLACE)
+            self.table.look_up(
+                header["key"].tobytes(), int(header["form"]), bytes([1]) * OWNERS_MAX, places
+            )
+            assert places["found"][0] == Found.HERE
+            assert (places["slot"][0], places["generation"][0]) == (slot, header["generation"])
+
+    @invariant()
+    def claimed_slots_are_nobody_elses(self) -> None:
+        claimed = [slot for one in self.claims for slot in one.slots]
+        assert len(claimed) == len(set(claimed))
+        assert not (self.headers["state"][claimed] == LIVE).any()
+
+
+TestObjects = Objects.TestCase
+
+
+def test_the_first_claim_of_a_key_wins() -> None:
+    shelf, _, _ = shelf_of(2)
+    first = shelf.claim(NAMES[[0, 0, 1]], SIG, 100, 5.0)
+    assert first.verdicts == [Verdict.GRANTED, Verdict.BEING_STORED, Verdict.GRANTED]
+    assert shelf.claim(NAMES[:1], SIG, 100, 5.0).verdicts == [Verdict.BEING_STORED]
+    assert shelf.claim(NAMES[:1], OTHER, 100, 5.0).verdicts == [Verdict.GRANTED]
+    shelf.take_claim(first.id)
+    shelf.publish(first, [1, 2])
+    assert shelf.claim(NAMES[:1], SIG, 100, 5.0).verdicts == [Verdict.EXISTS]
+    assert shelf.counts.published == 2
+
+
+def test_claims_are_overdue_after_their_deadline() -> None:
+    shelf, _, _ = shelf_of(1)
+    claim = shelf.claim(NAMES[:1], SIG, 100, 5.0)
+    shelf.claim(NAMES[1:2], SIG, 100, 9.0)
+    assert shelf.overdue(5.0) == []
+    assert shelf.overdue(5.1) == [claim.id]
+
+
+def test_a_slot_that_is_used_again_has_another_generation() -> None:
+    shelf, headers, _ = shelf_of(1)
+    seen = set()
+    for i in range(5):
+        claim = store(shelf, NAMES[i : i + 1], CHUNK)
+        seen.add((claim.slots[0], int(headers[claim.slots[0]]["generation"])))
+        shelf.remove(NAMES[i : i + 1], SIG)
+    assert len(seen) == 5
+
+
+def test_room_is_made_up_to_the_high_mark_and_the_oldest_go() -> None:
+    shelf, _, _ = shelf_of(4)
+    store(shelf, keys(30, 1))
+    shelf.touch(keys(30, 1)[:3], SIG)
+    assert shelf.make_room(0.05, 0.25) == 0, "2 of 32 slots are free, which is more than 5 %"
+    assert shelf.make_room(0.1, 0.25) == 6
+    kept = [
+        key.tobytes() in {row["key"].tobytes() for row in shelf.snapshot(0, 9)}
+        for key in keys(30, 1)
+    ]
+    assert kept == [True] * 3 + [False] * 6 + [True] * 21
+    assert shelf.counts.evicted == 6
+
+
+def test_a_class_without_a_slot_gets_the_chunk_with_the_least_in_it() -> None:
+    shelf, _, _ = shelf_of(2)
+    store(shelf, keys(11, 1))  # 8 in one chunk, 3 in the other
+    assert store(shelf, keys(1, 2), CHUNK).verdicts == [Verdict.NO_SPACE]
+    assert shelf.make_room(0.0, 0.0) == 3
+    assert store(shelf, keys(1, 2), CHUNK).verdicts == [Verdict.GRANTED]
+    assert len(shelf) == 9
+
+
+def test_an_owner_continues_the_generations_of_an_earlier_one() -> None:
+    _, headers, _ = shelf_of(1)
+    headers["generation"], headers["state"] = 41, LIVE
+    slab = Slab(CHUNK + 8 * HEADER_BYTES + UNIT_BYTES, CHUNK)
+    shelf = Shelf(slab, headers, Lru, ChangeLog(10))
+    assert len(shelf.snapshot(0, 9)) == 0, "nothing of the earlier one is believed"
+    slot = store(shelf, NAMES[:1]).slots[0]
+    assert headers[slot]["generation"] == 42
+
+
+@pytest.mark.parametrize("name", [one for one in HEADER.names or () if one != "checksum"])
+def test_a_header_that_differs_in_anything_is_another(name: str) -> None:
+    wanted = expected(NAMES[:2], SIG, 4096, [7, 8])
+    found = wanted.copy()
+    found["checksum"] = [1, 2]
+    assert tell_apart(found, wanted).tolist() == [True, True]
+    raw = found.view(np.uint8).reshape(2, -1)
+    dtype, offset = HEADER.fields[name][:2]  # type: ignore[index]
+    raw[1, offset + dtype.itemsize - 1] ^= 1
+    assert tell_apart(found, wanted).tolist() == [True, False]
+
+
+@given(st.integers(1, 1 << 40))
+def test_what_a_shelf_writes_is_what_a_reader_expects(nbytes: int) -> None:
+    size = nbytes % CHUNK + 1
+    shelf, headers, log = shelf_of(1)
+    claim = store(shelf, NAMES[:1], size)
+    changes = log.since(0, 10)
+    assert changes is not None
+    assert changes.dtype == CHANGE
+    assert changes["form"][0] == form_of(SIG, size)
+    wanted = expected(NAMES[:1], SIG, size, changes["generation"])
+    assert tell_apart(headers[claim.slots].copy(), wanted).all()

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled table against a dict, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore._table import Table, digests_of_hex
+from kvstore.changes import (
+    ADDED,
+    CHANGE,
+    OWNERS_MAX,
+    PLACE,
+    REMOVED,
+    Found,
+    Records,
+    form_of,
+    keys_of_digests,
+    keys_of_hex,
+)
+
+EVERYBODY = bytes([1]) * OWNERS_MAX
+#: Few keys that differ in their last byte alone, so that probes collide and keys meet again.
+KEYS = [bytes(15) + bytes([i]) for i in range(12)]
+
+
+def change(key: bytes, form: int, slot: int, generation: int, op: int) -> Records:
+    return np.array([(np.void(key), form, slot, generation, op)], CHANGE)
+
+
+def look(table: Table, keys: list[bytes], form: int, ranks: bytes = EVERYBODY) -> Records:
+    places = np.empty(len(keys), PLACE)
+    found = table.look_up(b"".join(keys), form, ranks, places)
+    assert found == (places["found"] == Found.HERE).sum()
+    return places
+
+
+events = st.tuples(
+    st.integers(0, 2),
+    st.sampled_from(KEYS),
+    st.integers(1, 2),
+    st.integers(0, 3),
+    st.integers(0, 2),
+    st.sampled_from([ADDED, REMOVED]),
+)
+
+
+@given(st.lists(events | st.integers(0, 2), max_size=60))
+def test_it_knows_what_a_dict_knows(steps: list[tuple[int, ...] | int]) -> None:
+    """A number drops that owner; everything else is a change of one."""
+    table = Table()
+    model: dict[tuple[int, bytes, int], tuple[int, int]] = {}
+    for step in steps:
+        if isinstance(step, int):
+            gone = [one for one in model if one[0] == step]
+            assert table.drop(step) == len(gone)
+            for one in gone:
+                del model[one]
+            continue
+        owner, key, form, slot, generation, op = step
+        table.apply(owner, change(key, form, slot, generation, op))  # type: ignore[arg-type]
+        if op == ADDED:
+            model[owner, key, form] = (slot, generation)  # type: ignore[index]
+        elif model.get((owner, key, form)) == (slot, generation):  # type: ignore[arg-type]
+            del model[owner, key, form]  # type: ignore[arg-type]
+    assert len(table) == len(model)
+    for owner in range(3):
+        assert table.count(owner) == sum(one[0] == owner for one in model)
+        ranks = bytearray(OWNERS_MAX)
+        ranks[owner] = 1
+        for form in (1, 2):
+            places = look(table, KEYS, form, bytes(ranks))
+            for key, place in zip(KEYS, places, strict=True):
+                here = model.get((owner, key, form))
+                if here is not None:
+                    assert (place["slot"], place["generation"]) == here
+                    assert (place["found"], place["owner"]) == (Found.HERE, owner)
+                else:
+                    assert place["found"] != Found.HERE
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32))
+def test_it_grows_and_forgets_nothing(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    table, count = Table(), 5000
+    changes = np.zeros(count, CHANGE)
+    changes["key"] = rng.integers(0, 256, (count, 16), np.uint8).view("V16").reshape(-1)
+    changes["form"], changes["slot"], changes["op"] = 7, np.arange(count), ADDED
+    table.apply(3, changes)
+    gone = rng.random(count) < 0.5
+    removals = changes[gone].copy()
+    removals["op"] = REMOVED
+    table.apply(3, removals)
+    places = np.empty(count, PLACE)
+    assert table.look_up(changes["key"].tobytes(), 7, EVERYBODY, places) == (~gone).sum()
+    assert (places["slot"][~gone] == np.flatnonzero(~gone)).all()
+    assert (places["found"][gone] == Found.MISSING).all()
+
+
+def test_adding_and_removing_for_ever_takes_no_more_memory() -> None:
+    table = Table()
+    for i in range(20_000):
+        key = i.to_bytes(16, "little")
+        table.apply(0, change(key, 1, i, 1, ADDED))
+        if i >= 100:
+            table.apply(0, change((i - 100).to_bytes(16, "little"), 1, i - 100, 1, REMOVED))
+    assert len(table) == 100
+    assert table.nbytes == Table().nbytes
+
+
+def test_the_owner_of_the_highest_rank_is_taken_and_none_of_rank_0() -> None:
+    table = Table()
+    for owner in (1, 2, 3):
+        table.apply(owner, change(KEYS[0], 1, owner, 9, ADDED))
+    ranks = bytearray(OWNERS_MAX)
+    assert look(table, KEYS[:1], 1, bytes(ranks))[0]["found"] == Found.MISSING
+    ranks[1], ranks[2], ranks[3] = 1, 3, 2
+    assert look(table, KEYS[:1], 1, bytes(ranks))[0]["owner"] == 2
+    ranks[2] = 0
+    assert look(table, KEYS[:1], 1, bytes(ranks))[0]["owner"] == 3
+
+
+def test_a_key_under_another_form_alone_is_told_apart() -> None:
+    table = Table()
+    table.apply(1, change(KEYS[0], 1, 5, 1, ADDED))
+    assert look(table, KEYS[:2], 2)["found"].tolist() == [Found.OTHER, Found.MISSING]
+    table.apply(2, change(KEYS[0], 2, 6, 1, ADDED))
+    assert look(table, KEYS[:1], 2)["found"].tolist() == [Found.HERE]
+
+
+def test_an_object_that_has_moved_outlives_the_news_of_its_former_end() -> None:
+    table = Table()
+    table.apply(1, change(KEYS[0], 1, 5, 1, ADDED))
+    table.apply(1, change(KEYS[0], 1, 9, 2, ADDED))
+    table.apply(1, change(KEYS[0], 1, 5, 1, REMOVED))
+    assert look(table, KEYS[:1], 1)[0]["slot"] == 9
+
+
+def test_what_is_no_change_is_refused() -> None:
+    table = Table()
+    with pytest.raises(ValueError, match="33 bytes are no whole number of changes"):
+        table.apply(0, bytes(33))
+    with pytest.raises(ValueError, match="change 0 has the operation 0"):
+        table.apply(0, bytes(32))
+    for call in (
+        lambda: table.apply(1024, b""),
+        lambda: table.drop(1024),
+        lambda: table.count(1024),
+    ):
+        with pytest.raises(ValueError, match="owner 1024 must be below 1024"):
+            call()
+    with pytest.raises(ValueError, match="17 bytes of keys"):
+        table.look_up(bytes(17), 1, EVERYBODY, np.empty(1, PLACE))
+    with pytest.raises(ValueError, match="16 bytes of keys, 32 of places"):
+        table.look_up(bytes(16), 1, EVERYBODY, np.empty(2, PLACE))
+    with pytest.raises(ValueError, match="3 ranks, and 1024 are needed"):
+        table.look_up(bytes(16), 1, bytes(3), np.empty(1, PLACE))
+
+
+@given(st.lists(st.binary(min_size=16, max_size=40), max_size=5))
+def test_digests_are_read_from_hex(digests: list[bytes]) -> None:
+    texts = [one.hex() for one in digests]
+    assert keys_of_hex(texts).tobytes() == b"".join(one[:16] for one in digests)
+    assert keys_of_hex([one.upper() for one in texts]).tobytes() == keys_of_hex(texts).tobytes()
+    assert (keys_of_digests(digests) == keys_of_hex(texts)).all()
+
+
+def test_what_is_no_digest_is_refused() -> None:
+    good = "ab" * 32
+    for bad in ("ab" * 15, "g" + good[1:], good[:31] + "ü" + good[32:]):
+        with pytest.raises(ValueError, match="key 1 is"):
+            digests_of_hex([good, bad])
+    with pytest.raises(ValueError, match="key 0 is of bytes, not a digest in hex"):
+        digests_of_hex([b"ab" * 32])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="has 15 bytes, and needs 16"):
+        keys_of_digests([bytes(16), bytes(15)])
+
+
+def test_forms_depend_on_signature_and_size() -> None:
+    forms = {form_of(bytes([i]) * 16, n) for i in range(10) for n in (1, 2, 1 << 33)}
+    assert len(forms) == 30
