@@ -60,6 +60,7 @@ class Recorder:
         self._path = directory / f"{context.role}-{os.getpid()}.json" if directory else None
         self.stories = Stories(story_rooms)
         self._listeners: list[Callable[[RoomStory], None]] = []
+        self._opening: list[Callable[[RoomView], None]] = []
         self._rooms: Counter[str] = Counter()
         self._open_rooms = 0
         self.failures = Failures()
@@ -136,6 +137,13 @@ class Recorder:
     def room_opened(self, view: RoomView) -> None:
         """The scheduler thread says so."""
         self.stories.open(view)
+        for listener in self._opening:
+            listener(view)
+
+    def on_room_opened(self, listener: Callable[[RoomView], None]) -> None:
+        """Has `listener` called on the scheduler thread with each room, before anything happens
+        to it."""
+        self._opening.append(listener)
 
     def on_room_over(self, listener: Callable[[RoomStory], None]) -> None:
         """Has `listener` called on the loop thread with the story of each room that is over."""

@@ -47,6 +47,7 @@ from sglang_mooncake.sglang.seam import (
     recompute_address,
     stage_board,
 )
+from sglang_mooncake.sglang.tracing import open_tracing
 from sglang_mooncake.sglang.transports import open_engine, register
 from sglang_mooncake.stats import Recorder
 from te.memory import Remote
@@ -120,6 +121,8 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self._exporter = (
             None if labels is None else Exporter(self.recorder, self.engine.stats, labels)
         )
+        #: Read by the hook on SGLang's queue (`tracing.hook_queue`).
+        self.tracing = open_tracing(self.context.role, self.recorder)
         self._regions: list[te.Region] = []
         self.register_buffer_to_engine()
         self.prefill_side: PrefillSide | None = None
@@ -344,6 +347,8 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             self._recompute.close()
         if self._exporter is not None:
             self._exporter.close()
+        if self.tracing is not None:
+            self.tracing.close()
         self.engine.close()
 
 

@@ -29,6 +29,7 @@ ALLOWED = {
         "bootstrap_server",
         "msgspec",
         "numpy",
+        "opentelemetry",
         "prometheus_client",
         "sglang",
         "te",

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import aiohttp
 import msgspec
 import pytest
 import requests
+from collector import Collected, Collector, collecting
 from cpu_serving.expectations import Layout, Serving
 from cpu_serving.ports import PortBlock
 from cpu_serving.servers import HOST, Fleet, wait_ready
@@ -33,8 +35,19 @@ BOUND_S = 180.0
 
 
 @pytest.fixture(scope="module")
-def layout() -> Layout:
-    return Layout.equal("tp1", extra_args=("--enable-metrics",))
+def collector() -> Iterator[Collector]:
+    with collecting() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def layout(collector: Collector) -> Layout:
+    tracing = ("--enable-trace", "--trace-modules", "request,mooncake")
+    return Layout.equal(
+        "tp1",
+        extra_args=("--enable-metrics", *tracing, "--otlp-traces-endpoint", collector.url),
+        extra_env={"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +77,65 @@ def test_sglangs_metrics_have_those_of_the_hand_over(serving: Serving) -> None:
     assert sent["sglang_mooncake_handover_seconds_count", ""] == done
     measured_s = sum(ranks[pair.prefill].handover_ms) / 1e3
     assert sent["sglang_mooncake_handover_seconds_sum", ""] == pytest.approx(measured_s, rel=0.05)
+
+
+def test_a_requests_trace_has_spans_of_its_hand_over(
+    serving: Serving, collector: Collector
+) -> None:
+    """A client's trace reaches both servers, and on each the hand-over is below SGLang's span of
+    the request on that rank."""
+    prefill = serving.pair.prefill
+    for i, request in enumerate(make_requests(3, 600, seed=13)):
+        trace_id = f"{0xA1B2C3 + i:032x}"
+        in_room = in_a_room(prefill, request)
+        urls = [prefill.url, serving.pair.decode.url]
+        asyncio.run(_post_traced(urls, in_room.body(), f"00-{trace_id}-{0xC1:016x}-01"))
+        sent, received = (
+            _told_by(collector, trace_id, name) for name in ("send KV cache", "receive KV cache")
+        )
+        room = in_room.fields["bootstrap_room"]
+        for span, thread in ((sent, "Prefill Scheduler"), (received, "Decode Scheduler")):
+            spans = {one.span_id: one for one in collector.trace(trace_id)}
+            children = [one for one in spans.values() if one.parent_id == span.span_id]
+            assert sum(one.ended_ns - one.began_ns for one in children) == (
+                span.ended_ns - span.began_ns
+            ), "its stages are all of it"
+            assert span.attributes["sglang_mooncake.room"] == str(room)
+            assert span.attributes["sglang_mooncake.outcome"] == "done"
+            assert not span.is_error
+            parent = _told_by(collector, trace_id, thread)
+            assert span.parent_id == parent.span_id
+            assert parent.scope == "sglang server"
+            assert parent.began_ns <= span.began_ns < span.ended_ns
+            root = _told_by(collector, trace_id, f"{thread.split()[0].lower()} Req")
+            assert root.attributes["bootstrap_room"] == span.attributes["bootstrap_room"]
+        assert sent.events.count("write landed") >= 1
+        assert sent.attributes["sglang_mooncake.bytes"] > 0
+
+
+async def _post_traced(urls: Sequence[str], body: Mapping[str, object], traceparent: str) -> None:
+    headers = {"traceparent": traceparent}
+    timeout = aiohttp.ClientTimeout(BOUND_S)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        answers = await asyncio.gather(
+            *(session.post(f"{url}/generate", json=body) for url in urls)
+        )
+        for answer in answers:
+            assert answer.status == 200, await answer.text()
+
+
+def _told_by(collector: Collector, trace_id: str, name: str) -> Collected:
+    """The one span of a trace whose name begins like that, once it and its children are there:
+    a span goes to the collector when it has ended."""
+    deadline_s = time.monotonic() + BOUND_S
+    while True:
+        found = [one for one in collector.trace(trace_id) if one.name.startswith(name)]
+        if found:
+            (span,) = found
+            return span
+        told = sorted(one.name for one in collector.trace(trace_id))
+        assert time.monotonic() < deadline_s, f"no span {name!r} of trace {trace_id} in {told}"
+        time.sleep(0.2)
 
 
 def metrics(url: str) -> dict[tuple[str, str], float]:
