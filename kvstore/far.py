@@ -86,6 +86,10 @@ class Followed:
 
     # -- in the loop's thread
 
+    def tell(self, question: Question) -> None:
+        """Asks what needs no answer."""
+        self._send(question, Future(), time.monotonic() + FORGET_S)
+
     def greet(self) -> None:
         """Connects anew and begins from the start."""
         self.close()

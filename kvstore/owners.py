@@ -8,6 +8,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -16,12 +17,13 @@ import zmq
 
 import te
 from kvstore._table import Table
-from kvstore.changes import CHANGE, OWNERS_MAX, PLACE, Keys, Records
+from kvstore.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, Records, form_of
 from kvstore.config import Config
 from kvstore.directory import Directory
 from kvstore.far import Far
 from kvstore.handles import FarHandle, Handle, OwnHandle
-from kvstore.owner import Owner, OwnerCard
+from kvstore.messages import Touch
+from kvstore.owner import CLAIM_OBJECTS_MAX, Owner, OwnerCard
 from kvstore.reading import Source
 from kvstore.service import Service
 
@@ -33,6 +35,8 @@ OWN: Final = 0
 """The number of this process's own owner in the table; others are above."""
 OWN_RANK: Final = 2
 FAR_RANK: Final = 1
+TOUCHES_MAX: Final = 1024
+"""Batches of keys that wait to be told to their owners."""
 PAUSE_S: Final = 1.0
 """An owner that could not be read or connected to is left alone for so long."""
 
@@ -52,6 +56,7 @@ class Owners:
         self._peers: dict[int, tuple[bytes, te.Peer]] = {}
         self._paused_until_s: dict[int, float] = {}
         self._applied = 0
+        self._touched: deque[tuple[Keys, bytes, int]] = deque()
         with contextlib.ExitStack() as undo:
             directory = Directory(config.directory)
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -96,6 +101,26 @@ class Owners:
         ranks = bytearray(OWNERS_MAX)
         ranks[number] = 1
         return self.look_up(keys, form, bytes(ranks))
+
+    def touch_soon(self, keys: Keys, signature: bytes, nbytes: int) -> None:
+        """Has owners told that objects are read, so that they keep them. It waits for nobody; of
+        too many, some are left out."""
+        if len(self._touched) < TOUCHES_MAX:
+            self._touched.append((keys, signature, nbytes))
+            self._far.loop.call(self._tell_touched)
+
+    def _tell_touched(self) -> None:
+        """In the loop's thread."""
+        keys, signature, nbytes = self._touched.popleft()
+        places = self.look_up(keys, form_of(signature, nbytes))
+        found = places["found"] == Found.HERE
+        for number in np.unique(places["owner"][found]).tolist():
+            some = keys[found & (places["owner"] == number)]
+            far = self._far.owner(number)
+            if number == OWN and self.own is not None:
+                self.own.touch(some, signature)
+            elif far is not None:
+                far.tell(Touch(some[:CLAIM_OBJECTS_MAX].tobytes(), signature))
 
     # -- owners
 

@@ -128,18 +128,22 @@ class Group:
     def wait(self, deadline_s: float) -> None:
         """Waits for all reads that have begun. When one fails or is late, all are cancelled; after
         that nothing lands any more."""
-        for transfer in self.transfers:
-            if self.failed is not None:
-                break
+        for part in range(len(self.transfers)):
+            self.wait_for(part, deadline_s)
+        if self.failed is not None:
+            for transfer in self.transfers:
+                transfer.cancel()
+
+    def wait_for(self, part: int, deadline_s: float) -> None:
+        """Waits for one read, by its number. If it fails, so has the group: call ``wait``."""
+        if self.failed is None:
+            transfer = self.transfers[part]
             try:
                 transfer.wait(max(deadline_s - time.monotonic(), 0.0))
             except te.WaitTimeout as exc:
                 self.fail(Got.TIMED_OUT, str(exc))
             except te.TransferFailed as exc:
                 self.fail(Got.UNREACHABLE, str(exc))
-        if self.failed is not None:
-            for transfer in self.transfers:
-                transfer.cancel()
 
     def fail(self, outcome: Got, reason: str) -> None:
         """No object of the group will be right."""

@@ -119,6 +119,7 @@ class Store:
         """
         _check_shapes(keys, signature, destination)
         deadline_s = time.monotonic() + timeout_s
+        self._owners.touch_soon(keys, signature, destination.object_bytes)
         outcomes = [Got.MISSING] * len(keys)
         open_rows: Sequence[int] = range(len(keys))
         form = form_of(signature, destination.object_bytes)
@@ -132,7 +133,7 @@ class Store:
             for group in groups:
                 group.begin(destination.of(group.rows), 0)
             for group in groups:
-                self._finish(group, destination, outcomes, deadline_s)
+                self.finish(group, destination, outcomes, deadline_s)
             open_rows = [row for row in open_rows if outcomes[row] not in SETTLED]
             if not open_rows or time.monotonic() > deadline_s:
                 break
@@ -195,6 +196,41 @@ class Store:
         """Objects that this process knows of, copies counted."""
         return len(self._owners.table)
 
+    # -- gets, part by part (``kvstore.loading``)
+
+    def locate(
+        self, keys: Keys, signature: bytes, destination: Pieces
+    ) -> tuple[list[Got], list[Group]]:
+        """For ``Load``: outcomes of objects that are not found, and those that are, by owner."""
+        _check_shapes(keys, signature, destination)
+        self._owners.touch_soon(keys, signature, destination.object_bytes)
+        outcomes = [Got.MISSING] * len(keys)
+        places = self._owners.look_up(keys, form_of(signature, destination.object_bytes))
+        rows = range(len(keys))
+        return outcomes, self._groups(keys, signature, destination, rows, places, outcomes)
+
+    def finish(
+        self, group: Group, destination: Pieces, outcomes: list[Got], deadline_s: float
+    ) -> None:
+        """For ``Load``: waits for a group's reads and checks it; its rows get their outcome."""
+        group.wait(deadline_s)
+        right: list[bool] = []
+        checksums: list[int] = []
+        if group.failed is None:
+            right, checksums = group.check(self._rooms, deadline_s)
+        if group.failed is not None:
+            if group.failed is Got.UNREACHABLE and not group.source.peer.alive:
+                self._owners.pause(group.source.number, group.reason)
+            for row in group.rows:
+                outcomes[row] = group.failed
+            return
+        for row, is_right, checksum in zip(group.rows, right, checksums, strict=True):
+            outcomes[row] = Got.RIGHT if is_right else Got.MOVED
+            if is_right and self._config.verify:
+                ours = self._memory.checksum(destination, row)
+                if ours is not None and ours != checksum:
+                    outcomes[row] = Got.CORRUPTED
+
     # -- how puts and gets go
 
     def _put_at(
@@ -244,27 +280,6 @@ class Store:
                     Group.of(source, some, keys, signature, destination.object_bytes, whole)
                 )
         return groups
-
-    def _finish(
-        self, group: Group, destination: Pieces, outcomes: list[Got], deadline_s: float
-    ) -> None:
-        group.wait(deadline_s)
-        right: list[bool] = []
-        checksums: list[int] = []
-        if group.failed is None:
-            right, checksums = group.check(self._rooms, deadline_s)
-        if group.failed is not None:
-            if group.failed is Got.UNREACHABLE and not group.source.peer.alive:
-                self._owners.pause(group.source.number, group.reason)
-            for row in group.rows:
-                outcomes[row] = group.failed
-            return
-        for row, is_right, checksum in zip(group.rows, right, checksums, strict=True):
-            outcomes[row] = Got.RIGHT if is_right else Got.MOVED
-            if is_right and self._config.verify:
-                ours = self._memory.checksum(destination, row)
-                if ours is not None and ours != checksum:
-                    outcomes[row] = Got.CORRUPTED
 
 
 def _check_shapes(keys: Keys, signature: bytes, pieces: Pieces) -> None:

@@ -27,6 +27,8 @@ ALLOWED = {
     "sglang_mooncake": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
     SGLANGS: {
         "bootstrap_server",
+        "huggingface_hub",
+        "kvstore",
         "msgspec",
         "numpy",
         "opentelemetry",

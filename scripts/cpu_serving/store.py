@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers whose prefix cache is on the store."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cpu_serving.servers import Server, ServerOptions
+
+__all__ = ["flush", "with_store"]
+
+FLUSH_TIMEOUT_S = 120.0
+
+
+def with_store(
+    options: ServerOptions, directory: Path, memory: str = "64MiB", **more: Any
+) -> ServerOptions:
+    """The options of a server of which each rank lends that much memory. ``more``: settings of
+    ``kvstore.Config`` and of the linker."""
+    config = {
+        "linker": "StoreLinker",
+        "linker_module_path": "sglang_mooncake.sglang.store.linker",
+        "linker_extra_config": {"directory": str(directory), "memory": memory, **more},
+    }
+    flags = (
+        "--enable-unified-cache-external-linker",
+        "--unified-cache-external-linker-backend",
+        "dynamic",
+        "--unified-cache-external-linker-config",
+        json.dumps(config),
+    )
+    return replace(options, page_size=16, extra_args=(*options.extra_args, *flags))
+
+
+def flush(server: Server) -> None:
+    """Empties the server's own prefix cache. It refuses while it still works on a request."""
+    deadline_s = time.monotonic() + FLUSH_TIMEOUT_S
+    while True:
+        request = urllib.request.Request(f"{server.url}/flush_cache", method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=FLUSH_TIMEOUT_S):
+                return
+        except urllib.error.HTTPError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.1)

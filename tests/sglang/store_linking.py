@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linkers on SGLang's pools, driven as its tree drives them. For import in tests: importing SGLang
+warns on a machine without a GPU."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+from kvstore.signature import Signature
+from sglang_mooncake.sglang.store import linker as linker_module
+from sglang_mooncake.sglang.store.linker import StoreLinker
+
+PAGE, PAGES, LAYERS = 4, 16, 5
+SIGNATURE = Signature(
+    weights="w", dtype="float32", page_size=PAGE, layers=(0, LAYERS), heads=(0, 2), layout="t/1"
+)
+
+
+def mha_pool() -> Any:
+    return MHATokenToKVPool(
+        PAGE * PAGES, PAGE, torch.bfloat16, 2, 8, LAYERS, "cpu", enable_memory_saver=False
+    )
+
+
+def mla_pool() -> Any:
+    return MLATokenToKVPool(
+        PAGE * PAGES, PAGE, torch.float32, 12, 4, LAYERS, "cpu", enable_memory_saver=False
+    )
+
+
+def tensors_of(pool: Any) -> list[torch.Tensor]:
+    if isinstance(pool, MLATokenToKVPool):
+        return list(pool.kv_buffer)
+    return [*pool.k_buffer, *pool.v_buffer]
+
+
+class _Signature:
+    """What `SignatureNow` is in a server."""
+
+    def __init__(self, *_: object) -> None:
+        self.digest = SIGNATURE.digest
+
+
+def make(directory: Path, pool: Any, monkeypatch: pytest.MonkeyPatch, **extra: Any) -> StoreLinker:
+    monkeypatch.setattr(linker_module, "SignatureNow", _Signature)
+    allocator = SimpleNamespace(get_kvcache=lambda: pool)
+    params = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=PAGE)
+    config = {"memory": "4MiB", "directory": str(directory), "layers_per_read": 2, **extra}
+    return StoreLinker(None, params, components={ComponentType.FULL}, extra_config=config)
+
+
+def hashes(count: int, seed: int = 0) -> list[str]:
+    return [hashlib.sha256(f"{seed} {i}".encode()).hexdigest() for i in range(count)]
+
+
+def slots(*pages: int) -> torch.Tensor:
+    """The token slots of some pages."""
+    return torch.cat([torch.arange(one * PAGE, (one + 1) * PAGE) for one in pages])
+
+
+def transfer(keys: list[str], *pages: int) -> list[PoolTransfer]:
+    indices = slots(*pages) if pages else None
+    return [PoolTransfer(name=PoolName.KV, keys=keys, device_indices=indices)]
+
+
+def fill(linker: StoreLinker) -> list[torch.Tensor]:
+    """Random pools; a copy of what is in them."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = tensors_of(linker.pools[PoolName.KV])
+    for one in tensors:
+        one.copy_(torch.randn(one.shape, generator=generator))
+    return [one.clone() for one in tensors]
+
+
+def offloaded(linker: StoreLinker, keys: list[str], *pages: int) -> bool:
+    assert linker.offload(transfer(keys, *pages))
+    with linker._idle:
+        assert linker._idle.wait_for(lambda: linker.num_completed_offloads() == 1, 60)
+    return linker.pop_completed_offload()
+
+
+def loaded(linker: StoreLinker, keys: list[str], *pages: int) -> bool:
+    """As SGLang does it: the forward waits for each layer, then asks whether all has landed."""
+    assert linker.load("r", transfer(keys, *pages))
+    index = linker.start_layer_wise_loading()
+    linker.layer_done_counter.set_consumer(index)
+    for layer in range(LAYERS):
+        linker.layer_done_counter.wait_until(layer)
+    return linker.finish_layer_wise_loading(index)

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's linker contract, on pools and a store that are real."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from kvstore.config import Config
+from kvstore.outcomes import Put
+
+if TYPE_CHECKING:
+    from sglang_mooncake.sglang.store.linker import StoreLinker
+
+pytestmark = [
+    pytest.mark.sglang,
+    # SGLang's own imports warn on a machine without a GPU; they are not ours to mend.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kv") as path:
+        yield Path(path)
+
+
+@pytest.fixture(params=["mha_pool", "mla_pool"])
+def linker(
+    request: pytest.FixtureRequest, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StoreLinker]:
+    import store_linking
+
+    pool = getattr(store_linking, request.param)()
+    made = store_linking.make(directory, pool, monkeypatch)
+    yield made
+    made.close()
+
+
+def test_pages_come_back_into_other_slots(linker: StoreLinker) -> None:
+    import torch
+    from store_linking import PoolName, fill, hashes, loaded, offloaded, slots, tensors_of, transfer
+
+    before = fill(linker)
+    keys = hashes(3)
+    assert linker.lookup("r", transfer(keys)) == []
+    assert offloaded(linker, keys, 5, 2, 9)
+    assert linker.lookup("r", transfer([*keys, *hashes(2, 1)])) == [1, 2, 3]
+    assert linker.lookup("r", transfer(hashes(2, 1))) == []
+    assert loaded(linker, keys, 1, 14, 7)
+    for old, new in zip(before, tensors_of(linker.pools[PoolName.KV]), strict=True):
+        assert torch.equal(new[slots(1, 14, 7)], old[slots(5, 2, 9)])
+        rest = torch.ones(len(new), dtype=torch.bool)
+        rest[slots(1, 14, 7)] = False
+        assert torch.equal(new[rest], old[rest]), "nothing else has changed"
+
+
+def test_several_requests_load_in_one_batch(linker: StoreLinker) -> None:
+    import torch
+    from store_linking import PoolName, fill, hashes, offloaded, slots, tensors_of, transfer
+
+    before = fill(linker)
+    assert offloaded(linker, hashes(4), 0, 1, 2, 3)
+    assert linker.load("a", transfer(hashes(2), 10, 11))
+    assert linker.load("b", transfer(hashes(4)[2:], 12, 13))
+    assert linker.load("c", transfer(hashes(1), 14))
+    assert linker.cancel_queued_load("c")
+    assert not linker.cancel_queued_load("c")
+    index = linker.start_layer_wise_loading()
+    assert not linker.cancel_queued_load("a"), "it has begun"
+    assert linker.finish_layer_wise_loading(index)
+    new = tensors_of(linker.pools[PoolName.KV])
+    for old, one in zip(before, new, strict=True):
+        assert torch.equal(one[slots(10, 11, 12, 13)], old[slots(0, 1, 2, 3)])
+        assert torch.equal(one[slots(14)], old[slots(14)])
+    assert linker.start_layer_wise_loading() == -1
+
+
+def test_a_page_that_is_gone_fails_its_batch_alone(linker: StoreLinker) -> None:
+    from store_linking import SIGNATURE, fill, hashes, loaded, offloaded, transfer
+
+    fill(linker)
+    keys = hashes(3)
+    assert offloaded(linker, keys, 0, 1, 2)
+    linker._store.remove(
+        np.frombuffer(bytes.fromhex(keys[1]), np.uint8)[None, :16], SIGNATURE.digest
+    )
+    assert linker.lookup("r", transfer(keys)) == [1]
+    assert not loaded(linker, keys, 4, 5, 6)
+    assert loaded(linker, keys[:1], 7)
+
+
+def test_offloads_that_wait_have_a_bound(
+    linker: StoreLinker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from store_linking import fill, hashes, linker_module, transfer
+
+    fill(linker)
+    begun, go_on = threading.Event(), threading.Event()
+    put = linker._store.put
+
+    def slow(*args: Any) -> list[Put]:
+        begun.set()
+        assert go_on.wait(60)
+        return put(*args)
+
+    monkeypatch.setattr(linker._store, "put", slow)
+    monkeypatch.setattr(linker_module, "OFFLOADS_MAX", 2)
+    assert linker.offload(transfer(hashes(1), 0))
+    assert linker.offload(transfer(hashes(2), 0, 1))
+    assert not linker.offload(transfer(hashes(3), 0, 1, 2))
+    assert begun.wait(60)
+    go_on.set()
+    linker.reset()
+    assert linker.num_completed_offloads() == 0, "SGLang has forgotten them"
+    assert linker.lookup("r", transfer(hashes(3))) == [1, 2], "but they are stored"
+
+
+def test_an_offload_that_raises_is_one_that_failed(
+    linker: StoreLinker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from store_linking import PoolName, PoolTransfer, fill, hashes, slots, transfer
+
+    fill(linker)
+    assert linker.offload(transfer(hashes(1), 0))
+    torn = [
+        PoolTransfer(name=PoolName.KV, keys=hashes(1, 5), device_indices=slots(1)[[0, 2, 1, 3]])
+    ]
+    assert linker.offload(torn)
+    assert linker.offload(transfer(hashes(1, 6), 2))
+    with linker._idle:
+        assert linker._idle.wait_for(lambda: linker.num_completed_offloads() == 3, 60)
+    assert [linker.pop_completed_offload() for _ in range(3)] == [True, False, True]
+    assert "the token slots of a page do not lie side by side" in caplog.text
+
+
+def test_a_second_server_of_the_same_weights_reads_them(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from store_linking import (
+        PoolName,
+        fill,
+        hashes,
+        loaded,
+        make,
+        mha_pool,
+        offloaded,
+        slots,
+        tensors_of,
+        transfer,
+    )
+
+    first = make(directory, mha_pool(), monkeypatch)
+    second = make(directory, mha_pool(), monkeypatch)
+    before = fill(first)
+    assert offloaded(first, hashes(2), 3, 4)
+    for _ in range(3000):
+        if second.lookup("r", transfer(hashes(2))):
+            break
+        threading.Event().wait(0.02)
+    assert loaded(second, hashes(2), 8, 9)
+    for old, new in zip(before, tensors_of(second.pools[PoolName.KV]), strict=True):
+        assert torch.equal(new[slots(8, 9)], old[slots(3, 4)])
+    second.close()
+    first.close()
+
+
+# -- what is refused
+
+
+def test_other_pools_and_components_are_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from store_linking import PAGE, ComponentType, StoreLinker, mha_pool
+
+    from sglang_mooncake.sglang.store.kv_pool import KVPool
+
+    with pytest.raises(ValueError, match=r"full attention alone, and this model has .*SWA"):
+        StoreLinker(None, None, components={ComponentType.FULL, ComponentType.SWA}, extra_config={})
+
+    pool = mha_pool()
+    pool.__class__ = type("Another", (type(pool),), {})
+    with pytest.raises(ValueError, match="cannot hold pages of SGLang's Another"):
+        KVPool(pool, PAGE)
+    pool = mha_pool()
+    pool.k_scale_buffer = []
+    with pytest.raises(ValueError, match="with scales"):
+        KVPool(pool, PAGE)
+
+
+def test_options_are_checked() -> None:
+    from sglang_mooncake.sglang.store.options import Options
+
+    options = Options.of({"memory": "1.5GiB", "weights": "mine", "layers_per_read": 2})
+    assert options.store.memory == 3 << 29
+    assert (options.weights, options.layers_per_read) == ("mine", 2)
+    for given, said in (
+        ({"memry": 1}, "no setting 'memry'; did you mean 'memory'"),
+        ({"memory": "16 gigs"}, "'16 gigs' is no size: write it like 16GiB"),
+        ({"policy": "fifo"}, "policy='fifo' is none of arc, lru"),
+        ({"layers_per_read": 0}, "layers_per_read=0 and load_timeout_s=10.0 must be positive"),
+        ({"copies": 0}, "copies=0 must be between 1 and 8"),
+        ({"free_low": 0.6}, "give two parts between 0 and 0.5"),
+        ({"claim_timeout_s": 0}, "claim_timeout_s=0 must be a positive number of seconds"),
+        ({"chunk_bytes": 5000}, "chunk_bytes=5000 must be a multiple of 4096"),
+        ({"memory": -1}, "memory=-1"),
+    ):
+        with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+            Options.of(given)
+
+
+def test_the_stores_settings_are_those_that_options_take() -> None:
+    from sglang_mooncake.sglang.store.options import Options
+
+    assert Options.of({}).store == Config()
