@@ -243,6 +243,10 @@ class Far:
         """By its number in the table; None if there is none. From any thread."""
         return self._by_number.get(number)
 
+    def owners(self) -> list[Followed]:
+        """All that are known. From any thread."""
+        return list(self._by_number.values())
+
     def close(self) -> None:
         """Ends all connections and questions."""
         self.loop.stop()

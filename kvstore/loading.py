@@ -60,6 +60,7 @@ class Load:
         for group in self._groups:
             self._store.finish(group, self._destination, self._outcomes, self._deadline_s)
         self._groups = []
+        self._store.count_gets(self._outcomes, self._destination.object_bytes)
         self._again([row for row, one in enumerate(self._outcomes) if one is not Got.RIGHT])
         return self._outcomes
 

@@ -26,6 +26,7 @@ from kvstore.messages import Touch
 from kvstore.owner import CLAIM_OBJECTS_MAX, Owner, OwnerCard
 from kvstore.reading import Source
 from kvstore.service import Service
+from kvstore.status import OwnerSeen
 
 __all__ = ["OWN", "Owners"]
 
@@ -147,6 +148,14 @@ class Owners:
         with self._lock:
             self._paused_until_s[number] = time.monotonic() + PAUSE_S
             self._ranks[number] = 0
+
+    def seen(self) -> tuple[OwnerSeen, ...]:
+        """Other owners, as this process knows them."""
+        ranks = self.ranks
+        return tuple(
+            OwnerSeen(one.name, self.table.count(one.number), bool(ranks[one.number]))
+            for one in self._far.owners()
+        )
 
     def usable(self) -> Sequence[int]:
         """The numbers of the owners that can be used now."""

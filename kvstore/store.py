@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,12 +20,14 @@ from kvstore.changes import PLACE, Found, Keys, Records, form_of
 from kvstore.config import Config
 from kvstore.memory import Memory
 from kvstore.outcomes import Got, Put
-from kvstore.owner import CLAIM_OBJECTS_MAX, OwnerStats
+from kvstore.owner import CLAIM_OBJECTS_MAX
 from kvstore.owners import OWN, Owners
 from kvstore.pieces import Pieces
 from kvstore.placement import choose
 from kvstore.reading import HEADERS_MAX, Group, HeaderRooms
+from kvstore.status import QUESTION, StoreStatus
 from kvstore.writing import put_group
+from te.status import process_name
 
 __all__ = ["Store"]
 
@@ -51,12 +54,15 @@ class Store:
         self._config = Config() if config is None else config
         self._gets: Counter[str] = Counter()
         self._puts: Counter[str] = Counter()
+        self._lookups: Counter[str] = Counter()
+        self._bytes_got = self._bytes_put = 0
         with contextlib.ExitStack() as undo:
             self._engine = undo.enter_context(te.Engine(self._config.engine))
             self._memory = Memory(self._engine)
             self._rooms = HeaderRooms(self._engine)
             self._owners = Owners(self._engine, self._config)
             undo.callback(self._owners.close)
+            self._engine.add_answers({QUESTION: lambda _: self.status()})
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -97,6 +103,10 @@ class Store:
         """
         places = self._owners.look_up(keys, form_of(signature, nbytes))
         found: npt.NDArray[np.bool_] = places["found"] == Found.HERE
+        here, other = int(found.sum()), int((places["found"] == Found.OTHER).sum())
+        self._lookups["found"] += here
+        self._lookups["rejected"] += other
+        self._lookups["missing"] += len(keys) - here - other
         return found
 
     # -- objects
@@ -138,7 +148,7 @@ class Store:
             if not open_rows or time.monotonic() > deadline_s:
                 break
             failed.update(group.source.number for group in groups if group.failed is not None)
-        self._gets.update(one.value for one in outcomes)
+        self.count_gets(outcomes, destination.object_bytes)
         return outcomes
 
     def put(
@@ -171,6 +181,7 @@ class Store:
                     if copy == 0 or one is Put.STORED:
                         outcomes[row] = one
         self._puts.update(one.value for one in outcomes)
+        self._bytes_put += outcomes.count(Put.STORED) * source.object_bytes
         return outcomes
 
     def remove(self, keys: Keys, signature: bytes) -> None:
@@ -182,15 +193,22 @@ class Store:
 
     # -- how it is
 
-    @property
-    def counts(self) -> dict[str, dict[str, int]]:
-        """How often each outcome of gets and puts has come."""
-        return {"get": dict(self._gets), "put": dict(self._puts)}
-
-    @property
-    def owner_stats(self) -> OwnerStats | None:
-        """Of the memory that this process lends; None if it lends none."""
-        return None if self._owners.own is None else self._owners.own.stats()
+    def status(self) -> StoreStatus:
+        """What this process holds, knows and has done."""
+        own = self._owners.own
+        return StoreStatus(
+            pid=os.getpid(),
+            process=process_name(),
+            memory=self._config.memory,
+            own=None if own is None else own.stats(),
+            owners=self._owners.seen(),
+            gets=dict(self._gets),
+            puts=dict(self._puts),
+            lookups=dict(self._lookups),
+            bytes_got=self._bytes_got,
+            bytes_put=self._bytes_put,
+            table_bytes=self._owners.table.nbytes,
+        )
 
     def __len__(self) -> int:
         """Objects that this process knows of, copies counted."""
@@ -232,6 +250,10 @@ class Store:
                     outcomes[row] = Got.CORRUPTED
 
     # -- how puts and gets go
+
+    def count_gets(self, outcomes: Sequence[Got], nbytes: int) -> None:
+        self._gets.update(one.value for one in outcomes)
+        self._bytes_got += outcomes.count(Got.RIGHT) * nbytes
 
     def _put_at(
         self, number: int, keys: Keys, signature: bytes, source: Pieces, deadline_s: float

@@ -105,10 +105,10 @@ def test_some_are_there_and_some_are_not(owner: Store) -> None:
     assert (back.bytes[:5] == room.bytes[:5]).all()
     assert not back.bytes[5:].any(), "nothing landed for what was not found"
     assert owner.put(KEYS, SIG, room.pieces) == [Put.EXISTS] * 5 + [Put.STORED] * 7
-    assert owner.counts == {
-        "get": {"right": 5, "missing": 7},
-        "put": {"stored": 12, "exists": 5},
-    }
+    status = owner.status()
+    assert status.gets == {"right": 5, "missing": 7}
+    assert status.puts == {"stored": 12, "exists": 5}
+    assert (status.bytes_got, status.bytes_put) == (5 * NBYTES, 12 * NBYTES)
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 4097, 500_000])
@@ -161,7 +161,9 @@ def test_another_signature_is_no_hit(owner: Store, other: dict[str, object]) -> 
     back = Room(owner, N, NBYTES)
     assert owner.get(KEYS, digest, back.pieces) == [Got.REJECTED] * N
     assert not back.bytes.any()
-    assert owner.counts["get"] == {"rejected": N}
+    status = owner.status()
+    assert status.gets == {"rejected": N}
+    assert status.lookups == {"rejected": N, "found": 0, "missing": 0}
     room = filled(owner, seed=9)
     assert owner.put(KEYS, digest, room.pieces) == [Put.STORED] * N, "both can be stored"
     assert owner.get(KEYS, digest, back.pieces) == [Got.RIGHT] * N
@@ -258,10 +260,11 @@ def test_a_full_owner_evicts_in_the_background_and_says_so(owner: Store) -> None
     room = filled(owner, 64, 65536)
     for seed in range(5):
         until(lambda seed=seed: Put.STORED in owner.put(keys(64, seed), SIG, room.pieces))
-    assert owner.owner_stats is not None
-    assert owner.owner_stats.evicted > 0
-    assert owner.owner_stats.objects * 65536 <= 8 * MIB
-    assert len(owner) == owner.owner_stats.objects
+    own = owner.status().own
+    assert own is not None
+    assert own.evicted > 0
+    assert own.objects * 65536 <= 8 * MIB
+    until(lambda: owner.status().own.objects == len(owner))  # type: ignore[union-attr]
 
 
 def test_too_large_for_a_chunk(owner: Store) -> None:

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``kvstore``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+import te
+from kvstore.config import Config, parse_bytes
+from kvstore.policies import POLICIES
+from kvstore.status import QUESTION, StoreStatus, lines, status_of
+from kvstore.store import Store
+from te import status
+from te.version import version
+
+__all__ = ["main"]
+
+BAD_USAGE = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """One sentence on an error, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_USAGE, f"{self.prog}: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="kvstore", description="A pool of KV-cache objects for LLM servers.")
+    parser.add_argument("--version", action="version", version=f"kvstore {version()}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser(
+        "serve",
+        help="lend memory that outlives the engines of this host",
+        description="Lends memory to the store until it is told to end (SIGTERM, Ctrl-C). Engines"
+        " of the same user on this host find it by the directory of sockets.",
+    )
+    serve.add_argument(
+        "--memory", type=_size, required=True, help="how much, such as 64GiB or 512MiB"
+    )
+    serve.add_argument(
+        "--directory", type=Path, help="where the store's sockets are (default: as engines have it)"
+    )
+    serve.add_argument("--policy", choices=sorted(POLICIES), default=Config().policy)
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address that the transfer engine listens on"
+    )
+    serve.set_defaults(run=_serve)
+    top = commands.add_parser(
+        "top",
+        help="show what the store's processes of this user hold and do",
+        description="A line for each process: the memory that it lends and the objects there, the"
+        " owners that it can use of those that it knows, the share of look-ups that found their"
+        " object, look-ups of keys that are there with another signature or size alone, and gets"
+        " that brought nothing.",
+    )
+    top.add_argument("--once", action="store_true", help="print once, and end")
+    top.add_argument("--json", action="store_true", help="print one JSON array a time")
+    top.add_argument("--interval", type=float, default=2.0, help="seconds between two prints")
+    top.add_argument(
+        "--dir", type=Path, help="where the engines' status sockets are (default: as te has it)"
+    )
+    top.set_defaults(run=_top)
+    return parser
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def _serve(options: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    config = Config(
+        memory=options.memory, policy=options.policy, engine=te.Config(host=options.host)
+    )
+    if options.directory is not None:
+        config = replace(config, directory=options.directory)
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    with Store(config):
+        print(f"kvstore: lends {config.memory} bytes, in {config.directory}", flush=True)  # noqa: T201
+        ended.wait()
+    return 0
+
+
+def _top(options: argparse.Namespace) -> int:
+    while True:
+        found = list(_statuses(options.dir))
+        if options.json:
+            text = json.dumps([msgspec.to_builtins(one) for one in found])
+        elif found:
+            text = "\n".join(lines(found))
+        else:
+            text = "no process of this user has a store"
+        print(text, flush=True)  # noqa: T201
+        if options.once:
+            return 0
+        time.sleep(options.interval)
+
+
+def _statuses(directory: Path | None) -> list[StoreStatus]:
+    found: list[StoreStatus] = []
+    for live in status.running(directory):
+        # Other engines do not know the question, and a process may end meanwhile.
+        with contextlib.suppress(te.StatusError):
+            found.append(status_of(status.ask(live.path, QUESTION)))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status of the command."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        result: int = parsed.run(parsed)
+    except (te.Error, ValueError, OSError) as error:
+        sys.stderr.write(f"kvstore {parsed.command}: {error}\n")
+        return BAD_USAGE
+    except KeyboardInterrupt:
+        return 130
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``kvstore``: lending memory without an engine, and what can be seen of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
+
+from kvstore.cli import main
+from kvstore.outcomes import Got, Put
+from kvstore.owner import OwnerStats
+from kvstore.status import OwnerSeen, StoreStatus, lines
+from kvstore.store import Store
+
+N, NBYTES = 4, 5000
+
+
+@pytest.fixture
+def environment(directory: Path) -> dict[str, str]:
+    """Status sockets of this test alone."""
+    runtime = directory / "run"
+    runtime.mkdir(mode=0o700)
+    return os.environ | {"XDG_RUNTIME_DIR": str(runtime)}
+
+
+@pytest.fixture
+def lender(directory: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    command = [
+        sys.executable,
+        "-m",
+        "kvstore",
+        "serve",
+        "--memory=4MiB",
+        f"--directory={directory}/s",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, process_group=0
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"kvstore: lends 4194304 bytes, in {directory}/s\n"
+        yield process
+        process.kill()
+
+
+def top(environment: dict[str, str], *arguments: str) -> str:
+    command = [sys.executable, "-m", "kvstore", "top", "--once", *arguments]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 0
+    return done.stdout
+
+
+def test_lent_memory_outlives_the_engines(
+    directory: Path, environment: dict[str, str], lender: subprocess.Popen[str]
+) -> None:
+    assert top(environment).splitlines()[1].split()[:6] == [
+        str(lender.pid), "4", "MiB", "0", "0", "0/0"
+    ]  # fmt: skip
+    with Store(config(directory / "s")) as store:
+        room = Room(store, N, NBYTES)
+        room.bytes[:] = contents(N, NBYTES)
+        until(lambda: store.put(keys(N), SIG, room.pieces) == [Put.STORED] * N)
+    with Store(config(directory / "s")) as store:
+        room = Room(store, N, NBYTES)
+        until(lambda: store.get(keys(N), SIG, room.pieces) == [Got.RIGHT] * N)
+        assert (room.bytes == contents(N, NBYTES)).all()
+    (seen,) = json.loads(top(environment, "--json"))
+    assert seen["pid"] == lender.pid
+    assert seen["own"]["objects"] == seen["own"]["published"] == N
+    lender.send_signal(signal.SIGTERM)
+    assert lender.wait(TIMEOUT_S) == 0
+    assert top(environment) == "no process of this user has a store\n"
+
+
+def test_a_process_is_a_line() -> None:
+    own = OwnerStats(objects=12, evicted=3)
+    one = StoreStatus(
+        pid=7,
+        process="sglang serve",
+        memory=3 << 29,
+        own=own,
+        owners=(OwnerSeen("a", 1, usable=True), OwnerSeen("b", 0, usable=False)),
+        gets={"right": 5, "moved": 2},
+        puts={},
+        lookups={"found": 3, "missing": 1, "rejected": 0},
+        bytes_got=0,
+        bytes_put=0,
+        table_bytes=0,
+    )
+    idle = StoreStatus(8, "x", 0, None, (), {}, {}, {}, 0, 0, 0)
+    assert [line.split() for line in lines([one, idle])[1:]] == [
+        ["7", "1.5", "GiB", "12", "3", "1/2", "75%", "0", "2", "sglang", "serve"],
+        ["8", "-", "-", "-", "0/0", "-", "0", "0", "x"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "--memory", "much"], "'much' is no size: write it like 16GiB"),
+        (["serve"], "the following arguments are required: --memory"),
+        (["serve", "--memory", "1MiB", "--directory", "/proc/version"], "exists"),
+        (["serve", "--memory", "1MiB", "--directory", "/tmp"], "must be this user's"),
+        (["serve", "--memory", "1KiB"], "are too few for one chunk"),
+        ([], "the following arguments are required: command"),
+    ],
+)
+def test_bad_usage_is_a_sentence(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], directory: Path
+) -> None:
+    if arguments[-1:] == ["1KiB"]:
+        arguments = [*arguments, "--directory", str(directory)]
+    try:
+        status = main(arguments)
+    except SystemExit as exc:
+        status = exc.code  # type: ignore[assignment]
+    assert status == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_directory_that_is_too_deep_is_refused(directory: Path) -> None:
+    deep = directory / ("d" * 90)
+    with pytest.raises(ValueError, match=r"is too long by .* bytes for the address of a Unix"):
+        Store(config(deep))
+
+
+def test_sockets_that_were_left_behind_are_removed(directory: Path) -> None:
+    left, young = directory / f"{'a' * 32}.store", directory / f"{'b' * 32}.store"
+    for path in (left, young):
+        path.touch()
+    os.utime(left, (0, 0))
+    with Store(config(directory)):
+        until(lambda: not left.exists())
+        assert young.exists()
