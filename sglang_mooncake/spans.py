@@ -112,18 +112,20 @@ def _stages(story: RoomStory, error: str | None, wall_ns: Callable[[float], int]
 
 
 def _write(write: WriteStory, wall_ns: Callable[[float], int]) -> Event:
-    """Of several writes that the story merged, one event: `writes` says how many they are."""
-    return Event(
-        "write failed" if write.failed else "write landed",
-        wall_ns(write.ended_s),
-        {
-            _PREFIX + "peer": write.peer,
-            _PREFIX + "transport": write.transport,
-            _PREFIX + "bytes": write.nbytes,
-            _PREFIX + "pages": write.pages,
-            _PREFIX + "seconds": write.ended_s - write.began_s,
-            _PREFIX + "early": write.early,
-            _PREFIX + "writes": write.count,
-            _PREFIX + "failed_writes": write.failed,
-        },
-    )
+    """Of several writes that the story merged, one event: `writes` says how many they are. What is
+    ordinary is left out."""
+    attributes: dict[str, Value] = {
+        _PREFIX + "peer": write.peer,
+        _PREFIX + "transport": write.transport,
+        _PREFIX + "bytes": write.nbytes,
+        _PREFIX + "pages": write.pages,
+        _PREFIX + "seconds": write.ended_s - write.began_s,
+    }
+    if write.early:
+        attributes[_PREFIX + "early"] = True
+    if write.count > 1:
+        attributes[_PREFIX + "writes"] = write.count
+    if write.failed:
+        attributes[_PREFIX + "failed_writes"] = write.failed
+    name = "write failed" if write.failed else "write landed"
+    return Event(name, wall_ns(write.ended_s), attributes)

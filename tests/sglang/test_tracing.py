@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
 from contextlib import nullcontext
@@ -174,6 +175,10 @@ def test_both_sides_spans_are_in_the_requests_trace_below_sglangs(ranks, exporte
             if one.parent is not None and one.parent.span_id == span.context.span_id
         ]
         assert below[0].name == "bootstrap"
+        assert below[0].start_time == span.start_time
+        assert below[-1].end_time == span.end_time
+        times = [(one.start_time, one.end_time) for one in below]
+        assert all(one[1] == other[0] for one, other in itertools.pairwise(times))
         assert len(below) == 5
     assert [event.name for event in spans["send KV cache"].events] == ["write landed"]
 
@@ -183,6 +188,9 @@ def test_a_request_that_failed_is_an_error_with_its_reason(ranks, exported):
 
     req = request()
     ranks.senders.create_sender(req, 1)
+    assert len(ranks.senders.kv_manager.tracing._parents) == 1
+    of_nobody = ranks.pair.prefill.side.new_room(ROOM + 1)
+    assert of_nobody.serial not in ranks.senders.kv_manager.tracing._parents
     ranks.pair.prefill.side.fail(req.disagg_kv_sender.view, "out of memory")
     until(lambda: ranks.pair.prefill.recorder.rooms()["failed"], "it is over")
     span = told(ranks, exported)["send KV cache"]
@@ -207,21 +215,22 @@ def test_a_request_that_is_not_traced_has_no_spans(untraced, ranks, exported):
     assert "send KV cache" not in told(ranks, exported)
 
 
-def test_with_asynchronous_tracing_the_requests_root_is_the_parent(exported):
+def test_with_asynchronous_tracing_the_requests_root_is_the_parent(ranks, exported, monkeypatch):
     """SGLang's exporter process makes the rank's own span there, under an id of its own."""
-    from opentelemetry import trace
+    from handover import until
+    from sglang.srt.observability import trace_async
 
-    from sglang_mooncake.sglang.tracing import parent_of
-
-    root = request().begun.trace_ctx
-    context = SimpleNamespace(
-        tracing_enable=True, trace_level=2, root_span_context=root.root_span_context
-    )
-    parent = parent_of(context)
-    assert parent.context == root.root_span.get_span_context()
-    assert parent.level == 2
-    context.root_span_context = trace.set_span_in_context(trace.INVALID_SPAN)
-    assert parent_of(context) is None
+    # Only asked whether it lives: without its address, what it would be sent is dropped.
+    alive = SimpleNamespace(is_alive=lambda: True)
+    monkeypatch.setattr(trace_async, "_exporter_process", alive)
+    req = request()
+    assert isinstance(req.time_stats.trace_ctx, trace_async.TraceReqContextAsync)
+    ranks.senders.create_sender(req, 1)
+    ranks.pair.prefill.side.fail(req.disagg_kv_sender.view, "out of memory")
+    until(lambda: ranks.pair.prefill.recorder.rooms()["failed"], "it is over")
+    span, root = told(ranks, exported)["send KV cache"], req.begun.trace_ctx.root_span
+    assert span.parent.span_id == root.context.span_id
+    assert span.context.trace_id == root.context.trace_id
 
 
 def test_trace_contexts_of_another_release_cost_the_spans_and_no_request(ranks, exported, caplog):
@@ -254,7 +263,7 @@ def test_a_sdk_that_fails_costs_one_rooms_spans(ranks, exported, monkeypatch, ca
     assert f"cannot make the OpenTelemetry spans of room {ROOM}" in caplog.text
 
 
-def test_without_enable_trace_nothing_is_hooked(observability):
+def test_without_enable_trace_nothing_is_hooked(observability, exported, caplog):
     from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 
     from sglang_mooncake.sglang.tracing import open_tracing
@@ -263,6 +272,7 @@ def test_without_enable_trace_nothing_is_hooked(observability):
     observability.enable_trace = False
     assert open_tracing("prefill", None) is None
     assert PrefillBootstrapQueue.create_sender is before
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("modules", ["request", "mooncake", ""])

@@ -12,7 +12,7 @@ from test_story import TIMES, prefill, room, write
 
 from sglang_mooncake.rooms.states import ENDS, RoomState, RoomTimes
 from sglang_mooncake.spans import span
-from sglang_mooncake.story import tell
+from sglang_mooncake.story import SEVERAL, WriteStory, tell
 
 EPOCH_NS = 1_700_000_000_000_000_000
 S = 1_000_000_000
@@ -54,6 +54,21 @@ def test_a_decode_ranks_hand_over_names_no_transport():
     assert [one.name for one in told.children][-2:] == ["landed", "acknowledged"]
     assert "sglang_mooncake.transports" not in told.attributes
     assert not told.events
+
+
+def test_of_writes_that_were_merged_one_event_says_how_many():
+    plain = write(peer="decode rank 1")
+    several = WriteStory(SEVERAL, "", 1.0, 2.0, 100, 10, 2, early=True, failed=2, count=3)
+    view = room(met_s=10.5, named_s=12.0, planned_s=12.1, posted_s=12.3)
+    told = span(tell(view, "prefill", "rank", 13.0, writes=[plain, several]), EPOCH_NS, 3)
+    assert told.attributes["sglang_mooncake.transports"] == ("tcp",)
+    assert [one.name for one in told.events] == ["write landed", "write failed"]
+    more = told.events[1].attributes.keys() - told.events[0].attributes.keys()
+    assert {name: told.events[1].attributes[name] for name in more} == {
+        "sglang_mooncake.early": True,
+        "sglang_mooncake.writes": 3,
+        "sglang_mooncake.failed_writes": 2,
+    }
 
 
 @pytest.mark.parametrize(("level", "stages", "writes"), [(1, 0, 0), (2, 5, 0), (3, 5, 1)])
