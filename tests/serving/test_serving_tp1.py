@@ -117,16 +117,18 @@ async def _post_traced(urls: Sequence[str], body: Mapping[str, object], tracepar
     headers = {"traceparent": traceparent}
     timeout = aiohttp.ClientTimeout(BOUND_S)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-        answers = await asyncio.gather(
-            *(session.post(f"{url}/generate", json=body) for url in urls)
-        )
-        for answer in answers:
-            assert answer.status == 200, await answer.text()
+
+        async def post(url: str) -> None:
+            async with session.post(f"{url}/generate", json=body) as answer:
+                text = await answer.text()
+                assert answer.status == 200, text
+
+        await asyncio.gather(*map(post, urls))
 
 
 def _told_by(collector: Collector, trace_id: str, name: str) -> Collected:
-    """The one span of a trace whose name begins like that, once it and its children are there:
-    a span goes to the collector when it has ended."""
+    """The one span of a trace whose name begins like that, once it is there. It goes to the
+    collector when it has ended, and those below it before."""
     deadline_s = time.monotonic() + BOUND_S
     while True:
         found = [one for one in collector.trace(trace_id) if one.name.startswith(name)]
