@@ -1,11 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that share their prefix caches through the store."""
+"""Servers that share their prefix caches through the store: what they take from it, and what they
+must not take."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 import tempfile
+import threading
+import time
+import urllib.request
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cpu_serving.expectations import Reference
@@ -15,56 +26,288 @@ from cpu_serving.servers import Fleet, Server, ServerOptions, wait_ready
 from cpu_serving.store import flush, with_store
 from cpu_serving.traffic import Answer, Request, compare, make_requests, send_all
 
+from kvstore.status import QUESTION, StoreStatus, status_of
+from sglang_mooncake.sglang.store.weights import identity
+from te import status
+
 pytestmark = pytest.mark.serving
 
 PAGE = 16
 PROMPT = 400
+WAIT_S = 120.0
+REQUESTS = make_requests(4, PROMPT, seed=17)
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        yield Path(path)
-
-
-@pytest.fixture
-def fleet(nursery: Nursery, tmp_path: Path) -> Iterator[Fleet]:
-    with Fleet(tmp_path, nursery) as fleet:
+@pytest.fixture(scope="module")
+def fleet(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with Fleet(tmp_path_factory.mktemp("store"), nursery) as fleet:
         yield fleet
 
 
-def cached(requests: Sequence[Request]) -> list[int]:
-    """All pages that a server can take from a cache: it computes the last token in any case."""
-    return [(len(one.input_ids) - 1) // PAGE * PAGE for one in requests]
+@dataclass
+class Place:
+    """Where a store's sockets are, and those by which its processes say how they are."""
+
+    path: Path
+
+    @property
+    def directory(self) -> Path:
+        return self.path / "s"
+
+    def options(self, model: Path, memory: str = "64MiB", **more: Any) -> ServerOptions:
+        env = {"SGLANG_MOONCAKE_STATUS_DIR": str(self.path / "te")}
+        options = with_store(ServerOptions(model), self.directory, memory, **more)
+        return replace(options, extra_env=env)
+
+    def statuses(self) -> list[StoreStatus]:
+        """Of all processes that have a part of the store."""
+        found = []
+        for live in status.running(self.path / "te"):
+            try:
+                found.append(status_of(status.ask(live.path, QUESTION)))
+            except status.StatusError:
+                continue  # Another engine, or a process that ends.
+        return found
 
 
-def ask(server: Server, requests: Sequence[Request]) -> list[Answer]:
+@pytest.fixture(scope="module")
+def place() -> Iterator[Place]:
+    with tempfile.TemporaryDirectory(prefix="kv") as path:
+        yield Place(Path(path))
+
+
+def ask(server: Server, requests: Sequence[Request] = REQUESTS) -> list[Answer]:
     answers = send_all(server.url, requests, concurrency=4)
     errors = [one.error for one in answers if one.error]
     assert not errors, errors[0]
     return answers
 
 
-def assert_right(
-    server: Server, reference: Reference, model: str, requests: Sequence[Request]
-) -> list[int]:
-    """Tokens equal to those of a server without a store; how many tokens each had cached."""
-    answers = ask(server, requests)
-    assert not compare(reference.answers(model, requests), answers)
+def hits(answers: Sequence[Answer]) -> list[int]:
     return [one.cached_tokens for one in answers]
 
 
-@pytest.mark.parametrize("model", ["llama", "deepseek"])
-def test_a_second_server_hits_what_the_first_one_has_computed(
-    model: str, fleet: Fleet, directory: Path, reference: Reference
+def all_pages(requests: Sequence[Request] = REQUESTS) -> list[int]:
+    """The tokens that a server can take from a cache: it computes the last one in any case."""
+    return [(len(one.input_ids) - 1) // PAGE * PAGE for one in requests]
+
+
+NONE = [0] * len(REQUESTS)
+
+
+def until(condition: Any, what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"never happened: {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def first(fleet: Fleet, place: Place, reference: Reference) -> Server:
+    """A server that has computed all requests, and has their pages in the store."""
+    server = fleet.server("single", place.options(make_model("llama")), name="first")
+    wait_ready([server])
+    answers = ask(server)
+    assert hits(answers) == NONE
+    assert not compare(reference.answers("llama", REQUESTS), answers)
+    return server
+
+
+# -- what is taken
+
+
+def test_a_server_hits_what_it_has_computed_before_its_cache_was_emptied(
+    first: Server, reference: Reference
 ) -> None:
-    options = with_store(ServerOptions(make_model(model)), directory)
-    requests = make_requests(4, PROMPT, seed=17)
-    first = fleet.server("single", options, name="first")
-    wait_ready([first])
-    assert assert_right(first, reference, model, requests) == [0] * 4
     flush(first)
-    assert assert_right(first, reference, model, requests) == cached(requests)
-    second = fleet.server("single", options, name="second")
+    answers = ask(first)
+    assert hits(answers) == all_pages()
+    assert not compare(reference.answers("llama", REQUESTS), answers)
+
+
+def test_a_second_server_hits_what_the_first_one_has_computed(
+    first: Server, fleet: Fleet, place: Place, reference: Reference
+) -> None:
+    second = fleet.server("single", place.options(make_model("llama")), name="second")
     wait_ready([second])
-    assert assert_right(second, reference, model, requests) == cached(requests)
+    answers = ask(second)
+    assert hits(answers) == all_pages()
+    assert not compare(reference.answers("llama", REQUESTS), answers)
+    second.stop()
+
+
+def test_mla_pages(fleet: Fleet, place: Place, reference: Reference) -> None:
+    server = fleet.server("single", place.options(make_model("deepseek")), name="mla")
+    wait_ready([server])
+    assert hits(ask(server)) == NONE
+    flush(server)
+    answers = ask(server)
+    assert hits(answers) == all_pages()
+    assert not compare(reference.answers("deepseek", REQUESTS), answers)
+    server.stop()
+
+
+# -- what is not taken
+
+
+def other_weights(folder: Path) -> Path:
+    """A model that differs from `llama` in its weights alone, under the same name."""
+    path = folder / make_model("llama").name
+    shutil.copytree(make_model("llama", seed=1), path)
+    return path
+
+
+@pytest.mark.parametrize("variant", ["tp 2", "bfloat16", "other weights"])
+def test_pages_that_mean_something_else_are_left_alone(
+    variant: str, first: Server, fleet: Fleet, place: Place, tmp_path: Path
+) -> None:
+    options = place.options(make_model("llama"))
+    if variant == "tp 2":
+        options = replace(options, tp=2)
+    elif variant == "bfloat16":
+        options = replace(options, extra_args=(*options.extra_args, "--dtype", "bfloat16"))
+    else:
+        options = place.options(other_weights(tmp_path))
+    before = {one.pid for one in place.statuses()}
+    server = fleet.server("single", options, name=variant.replace(" ", "-"))
+    wait_ready([server])
+    until(lambda: knows_the_first(place, before), "the pages of the first server are known")
+    computed = ask(server)
+    assert hits(computed) == NONE
+    refused = [one for one in place.statuses() if one.pid not in before]
+    assert len(refused) == options.ranks
+    for one in refused:
+        assert one.lookups["rejected"] > 0, "and it is counted"
+    flush(server)
+    again = ask(server)
+    assert hits(again) == all_pages(), "its own pages are there beside the others"
+    assert not compare(computed, again)
+    server.stop()
+
+
+def knows_the_first(place: Place, before: set[int]) -> bool:
+    own = [one for one in place.statuses() if one.pid not in before]
+    return bool(own) and all(any(seen.objects for seen in one.owners) for one in own)
+
+
+def test_without_signatures_wrong_tokens_come(
+    first: Server, fleet: Fleet, place: Place, tmp_path: Path, reference: Reference
+) -> None:
+    """What the tests above stand on: an operator who says that other weights are the same gets
+    pages that they did not compute."""
+    model = other_weights(tmp_path)
+    plain = fleet.server("single", ServerOptions(model, page_size=PAGE), name="plain")
+    wait_ready([plain])
+    right = ask(plain)
+    plain.stop()
+    options = place.options(model, weights=identity(make_model("llama")))
+    server = fleet.server("single", options, name="deceived")
+    wait_ready([server])
+    wrong = ask(server)
+    assert max(hits(wrong)) > 0
+    assert compare(right, wrong), "its tokens differ from those that it computes itself"
+    server.stop()
+
+
+def test_an_update_of_the_weights_under_a_new_version_makes_old_pages_unknown(
+    fleet: Fleet, place: Place, tmp_path: Path
+) -> None:
+    model = other_weights(tmp_path)
+    server = fleet.server("single", place.options(make_model("llama")), name="updated")
+    wait_ready([server])
+    old = ask(server)
+    body = json.dumps({"model_path": str(model), "weight_version": "2"}).encode()
+    request = urllib.request.Request(
+        f"{server.url}/update_weights_from_disk",
+        body,
+        {"Content-Type": "application/json"},
+        method="POST",
+    )
+    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+        assert json.load(answer)["success"]
+    new = ask(server)
+    assert hits(new) == NONE
+    assert compare(old, new), "other weights give other tokens"
+    flush(server)
+    again = ask(server)
+    assert hits(again) == all_pages()
+    assert not compare(new, again)
+    server.stop()
+
+
+# -- what breaks
+
+
+class Lender:
+    """`kvstore serve`."""
+
+    def __init__(self, place: Place) -> None:
+        command = [sys.executable, "-m", "kvstore", "serve", "--memory=32MiB"]
+        self.process = subprocess.Popen(
+            [*command, f"--directory={place.directory}"],
+            stdout=subprocess.PIPE,
+            process_group=0,
+            env=os.environ | {"XDG_RUNTIME_DIR": str(place.path)},
+        )
+        assert self.process.stdout is not None
+        assert b"lends" in self.process.stdout.readline()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def test_owners_are_killed_under_load(fleet: Fleet, reference: Reference) -> None:
+    """Each page is at two owners. One owner is killed while a server, which has no memory of its
+    own, reads from them; then another, once each page is at two again."""
+    requests = make_requests(24, PROMPT, seed=23)
+    pages = sum(map(stored_pages, requests))
+    expected = reference.answers("llama", requests)
+    with tempfile.TemporaryDirectory(prefix="kv") as path:
+        place = Place(Path(path))
+        lenders = [Lender(place) for _ in range(3)]
+        options = place.options(make_model("llama"), memory="0", copies=2)
+        server = fleet.server("single", options, name="borrower")
+        try:
+            wait_ready([server])
+            until(lambda: knows(place, lenders), "the owners are known")
+            assert not compare(expected, ask(server, requests))
+            for lender in lenders[:2]:
+                until(lambda: held(place) == 2 * pages, "each page is at two owners")
+                flush(server)
+                killer = threading.Timer(0.15, lender.kill)
+                killer.start()
+                answers = ask(server, requests)
+                killer.join()
+                assert not compare(expected, answers)
+                flush(server)
+                assert not compare(expected, ask(server, requests)), "stores what has one copy"
+            lenders[2].kill()
+            flush(server)
+            until(lambda: not any(one.owners for one in place.statuses()), "it is forgotten")
+            answers = ask(server, requests)
+            assert hits(answers) == [0] * len(requests)
+            assert not compare(expected, answers)
+        finally:
+            for lender in lenders:
+                lender.kill()
+        server.stop()
+
+
+def stored_pages(request: Request) -> int:
+    """Of prompt and answer; SGLang does not keep the last token that it makes."""
+    return (len(request.input_ids) + request.new_tokens - 1) // PAGE
+
+
+def knows(place: Place, lenders: Sequence[Lender]) -> bool:
+    return any(
+        len([seen for seen in one.owners if seen.usable]) == len(lenders)
+        for one in place.statuses()
+    )
+
+
+def held(place: Place) -> int:
+    """The objects of all owners."""
+    return sum(one.own.objects for one in place.statuses() if one.own is not None)

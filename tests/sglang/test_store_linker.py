@@ -219,4 +219,6 @@ def test_options_are_checked() -> None:
 def test_the_stores_settings_are_those_that_options_take() -> None:
     from sglang_mooncake.sglang.store.options import Options
 
-    assert Options.of({}).store == Config()
+    store = Options.of({}).store
+    assert store == Config(engine=store.engine)
+    assert store.engine.host == "127.0.0.1"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -13,8 +13,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_parallel, get_serving
 
+import te
 from kvstore.config import Config
 from kvstore.signature import Signature
+from sglang_mooncake.sglang.config import Config as Settings
 from sglang_mooncake.sglang.store.kv_pool import KVPool
 from sglang_mooncake.sglang.store.weights import identity
 
@@ -48,7 +50,18 @@ class Options:
             raise ValueError(
                 f"layers_per_read={layers} and load_timeout_s={timeout_s} must be positive"
             )
-        return cls(Config.of(rest), weights, layers, timeout_s)
+        return cls(replace(Config.of(rest), engine=_engine()), weights, layers, timeout_s)
+
+
+def _engine() -> te.Config:
+    """The store's processes are on one host, so that its engine listens on no network."""
+    settings = Settings.from_environment()
+    return te.Config(
+        transports=("samehost", "tcp"),
+        keys=settings.keys.data,
+        status_dir=settings.status_dir,
+        stall_timeout_s=settings.stall_timeout_s,
+    )
 
 
 class SignatureNow:
