@@ -218,6 +218,7 @@ class Far:
         table: Table,
         set_heard: Callable[[int, bool], bool],
         endpoints: Callable[[], Mapping[str, str]],
+        on_tick: Callable[[], None],
         timeout_s: float,
     ) -> None:
         """
@@ -225,12 +226,14 @@ class Far:
             table: gets what they hold.
             set_heard: gets an owner's number and whether it answers; returns whether that is new.
             endpoints: where owners listen, by name; is called in the loop's thread.
+            on_tick: is called about every tenth of a second in the loop's thread.
             timeout_s: an owner that has not answered for so long is not used until it does.
         """
         self.table: Final = table
         self.set_heard: Final = set_heard
         self.context: Final[zmq.Context[zmq.Socket[bytes]]] = zmq.Context()
         self._endpoints = endpoints
+        self._on_tick = on_tick
         self._timeout_s = timeout_s
         self._owners: dict[str, Followed] = {}
         self._by_number: dict[int, Followed] = {}
@@ -257,6 +260,7 @@ class Far:
             one.close()
 
     def _on_time(self) -> None:
+        self._on_tick()
         now_s = time.monotonic()
         for one in list(self._owners.values()):
             one.check(now_s, self._timeout_s)

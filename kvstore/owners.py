@@ -75,7 +75,9 @@ class Owners:
                 found.pop(engine.id, None)
                 return found
 
-            self._far = Far(self.table, self._set_far_rank, others, config.request_timeout_s)
+            self._far = Far(
+                self.table, self._set_far_rank, others, self._tell_touched, config.request_timeout_s
+            )
             undo.callback(self._far.close)
             self._undo = undo.pop_all()
 
@@ -104,15 +106,18 @@ class Owners:
         return self.look_up(keys, form, bytes(ranks))
 
     def touch_soon(self, keys: Keys, signature: bytes, nbytes: int) -> None:
-        """Has owners told that objects are read, so that they keep them. It waits for nobody; of
-        too many, some are left out."""
+        """Has owners told within a tenth of a second that objects are read, so that they keep them.
+        It wakes nobody, which would take the interpreter's lock from the caller (36 µs); of too
+        many, some are left out."""
         if len(self._touched) < TOUCHES_MAX:
             self._touched.append((keys, signature, nbytes))
-            self._far.loop.call(self._tell_touched)
 
     def _tell_touched(self) -> None:
         """In the loop's thread."""
-        keys, signature, nbytes = self._touched.popleft()
+        while self._touched:
+            self._touch(*self._touched.popleft())
+
+    def _touch(self, keys: Keys, signature: bytes, nbytes: int) -> None:
         places = self.look_up(keys, form_of(signature, nbytes))
         found = places["found"] == Found.HERE
         for number in np.unique(places["owner"][found]).tolist():

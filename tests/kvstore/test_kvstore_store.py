@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
@@ -438,3 +439,25 @@ def test_arguments_are_checked(owner: Store) -> None:
     with pytest.raises(te.BoundsError):
         owner.put(KEYS[:1], SIG, Pieces.whole([4096], 100))
     assert owner.put(keys_of_digests([bytes(32)]), SIG, room.pieces.of([0])) == [Put.STORED]
+
+
+def test_what_is_read_is_kept_and_what_is_not_goes_first(guest: Store, owner: Store) -> None:
+    """Owners hear from all readers, in their own process and in others."""
+    room, theirs = filled(owner, 60, 65536), Room(guest, 20, 65536)
+    names = keys(60, 1)
+    assert owner.put(names, SIG, room.pieces) == [Put.STORED] * 60
+    until(lambda: guest.exists(names, SIG, 65536).all())
+    assert owner.get(names[:20], SIG, room.pieces.of(range(20))) == [Got.RIGHT] * 20
+    assert guest.get(names[20:40], SIG, theirs.pieces) == [Got.RIGHT] * 20
+    own = owner._owners.own
+    assert own is not None
+    (policy,) = own._shelf._policies.values()
+    until(lambda: len(policy._t2) == 40, "both were told")  # type: ignore[attr-defined]
+    seeds = itertools.count(2)
+
+    def unread_are_gone() -> bool:
+        owner.put(keys(40, next(seeds)), SIG, room.pieces.of(range(40)))
+        return not owner.exists(names[40:], SIG, 65536).any()
+
+    until(unread_are_gone, "those that nobody has read go")
+    assert owner.exists(names[:40], SIG, 65536).all()
