@@ -19,6 +19,7 @@ from typing import NoReturn
 import msgspec
 
 import te
+from kvstore.bench import command as bench
 from kvstore.config import Config, parse_bytes
 from kvstore.policies import POLICIES
 from kvstore.status import QUESTION, StoreStatus, lines, status_of
@@ -74,6 +75,13 @@ def _parser() -> argparse.ArgumentParser:
         "--dir", type=Path, help="where the engines' status sockets are (default: as te has it)"
     )
     top.set_defaults(run=_top)
+    bench_parser = commands.add_parser(
+        "bench",
+        help="measure the store on this host beside its peers and beside plain copies",
+        description=bench.DESCRIPTION,
+    )
+    bench.add_arguments(bench_parser)
+    bench_parser.set_defaults(run=bench.run)
     return parser
 
 

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvstore bench`` measures what it says, and notices a store that gives other bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+
+from kvstore.bench import command, contenders
+from kvstore.bench.contenders import Contender, Objects
+from kvstore.cli import main
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "SHAPES", ((4096, 2), (100_000, 1)))
+    monkeypatch.setattr(command, "LENT_BYTES", 64 << 20)
+    monkeypatch.setattr(command, "ASKED", 10)
+
+
+def test_all_of_ours_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--rounds", "1", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    ours = {"ours", "ours tcp", "ours local"}
+    assert set(figures) == {
+        "put 4 KiB × 2",
+        "get 4 KiB × 2",
+        "put 97 KiB × 1",
+        "get 97 KiB × 1",
+        "exists 10, M/s",
+    }
+    for row, each in figures.items():
+        assert set(each) == (ours | {"memcpy"} if row.startswith("get") else ours)
+        assert min(each.values()) > 0
+
+
+def test_the_table_has_a_column_for_each() -> None:
+    text = command.table({"put": {"a": 1.0, "b": 12.345}, "get": {"b": 2.0}})
+    assert [line.split() for line in text.splitlines()] == [
+        ["GB/s", "a", "b"],
+        ["put", "1", "12.3"],
+        ["get", "2"],
+    ]
+
+
+class Liar(Contender):
+    name = "liar"
+
+    def open(self, memory: np.ndarray, lent: int) -> None:
+        pass
+
+    def put(self, objects: Objects) -> int:
+        return len(objects.names)
+
+    get = put
+
+    def exists(self, names: list[str]) -> int:
+        return len(names)
+
+    def remove(self, names: list[str]) -> None:
+        pass
+
+
+def test_other_bytes_than_were_stored_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(contenders.CONTENDERS, "ours", (Liar,))
+    with pytest.raises(RuntimeError, match="liar gave other bytes than were stored"):
+        main(["bench", "--rounds", "1"])
+
+
+def test_peers_that_are_unknown_or_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(contenders.CONTENDERS, "ours", ())
+    assert main(["bench", "--peers", "memcached"]) == 2
+    assert "unknown peers ['memcached']" in capsys.readouterr().err
+    missing = [one for one in ("mooncake", "redis") if importlib.util.find_spec(one) is None]
+    assert missing, "the tests' environment has no peers: this would measure them"
+    assert main(["bench", "--peers", missing[0]]) == 1
+    assert f"{missing[0]} is left out: " in capsys.readouterr().err
