@@ -34,6 +34,12 @@ def parse_bytes(text: str | int) -> int:
     return int(float(match[1]) * unit)
 
 
+def _own_directory() -> Path:
+    """Beside that of te's status sockets: ``$XDG_RUNTIME_DIR/kvstore``, or ``/tmp/kvstore-UID``."""
+    beside = default_directory()
+    return beside.with_name(beside.name.replace("te", "kvstore", 1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Settings of one process's part of the store.
@@ -48,7 +54,7 @@ class Config:
     chunk_bytes: int = 0
     #: Where the processes of one host find each other: a directory of sockets, which only this user
     #: may enter.
-    directory: Path = field(default_factory=lambda: default_directory().with_name("kvstore"))
+    directory: Path = field(default_factory=_own_directory)
     #: Which objects are evicted first: "arc" or "lru".
     policy: str = "arc"
     #: Eviction begins when less than this part of a size class's slots is free.

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import sys
 
-from cpu_serving.demo import main
+from cpu_serving import demo, store_demo
 
-sys.exit(main(sys.argv[1:]))
+words = sys.argv[1:]
+if words[:1] == ["--store"]:
+    sys.exit(store_demo.main(words[1:]))
+sys.exit(demo.main(words))

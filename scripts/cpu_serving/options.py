@@ -132,6 +132,8 @@ def _build_parser() -> argparse.ArgumentParser:
         description="One ordinary SGLang server against prefill + decode + router through this "
         "project, all on the CPU with a tiny model: are the tokens equal?",
         allow_abbrev=False,
+        epilog="scripts/demo --store shows two servers that share their prefix caches instead "
+        "(scripts/demo --store --help).",
     )
     add = parser.add_argument
     add("--requests", type=_positive, default=50, metavar="N", help="how many (50)")

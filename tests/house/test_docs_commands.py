@@ -19,6 +19,7 @@ import yaml
 from docs_commands import ROOT, Command, blocks, commands, pages, program, split
 
 from bootstrap_server import __main__ as registry
+from kvstore import cli as kvstore
 from sglang_mooncake.sglang import cli as mooncake
 from sglang_mooncake.sglang.dry_run.flags import parse_flags
 from te import cli as te
@@ -58,6 +59,10 @@ def check(words: tuple[str, ...]) -> None:
 
 def check_te(rest: tuple[str, ...]) -> None:
     te._parser(has_bench=True).parse_args(rest)
+
+
+def check_kvstore(rest: tuple[str, ...]) -> None:
+    kvstore._parser().parse_args(rest)
 
 
 def check_mooncake(rest: tuple[str, ...]) -> None:
@@ -133,6 +138,7 @@ def check_kubectl(rest: tuple[str, ...]) -> None:
 RULES: dict[str, Callable[[tuple[str, ...]], None]] = {
     "docker": check_docker,
     "kubectl": check_kubectl,
+    "kvstore": check_kvstore,
     "pip": check_pip,
     "python": check_python,
     "python3": check_python,
