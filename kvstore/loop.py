@@ -37,6 +37,10 @@ class Loop:
         self._at_end: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
+    def __del__(self) -> None:
+        """Not before: a late ``call`` must not write to what has got the number since."""
+        os.close(self._wake_fd)
+
     def start(self, at_end: Callable[[], None]) -> None:
         """``at_end`` is the last callback."""
         self._at_end = at_end
@@ -54,7 +58,8 @@ class Loop:
         self._poller.unregister(socket)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Has the loop call the function soon. From any thread."""
+        """Has the loop call the function soon. From any thread. After ``stop`` nothing is called
+        any more."""
         self._calls.append(function)
         os.eventfd_write(self._wake_fd, 1)
 
@@ -67,7 +72,6 @@ class Loop:
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             raise RuntimeError(f"the thread {self._thread.name} does not end")
-        os.close(self._wake_fd)
 
     def _run(self) -> None:
         next_s = time.monotonic() + self._period_s

@@ -84,8 +84,7 @@ class Shelf:
         new_policy: Callable[[], Policy],
         log: ChangeLog,
     ) -> None:
-        """`headers`: dtype ``HEADER``, one for each unit of the slab; all are zero, or what an
-        earlier owner has left: their generations are continued."""
+        """`headers`: dtype ``HEADER``, one for each unit of the slab, all zero."""
         self.slab: Final = slab
         self.counts: Final = Counts()
         self._headers = headers
@@ -97,7 +96,6 @@ class Shelf:
         self._claimed: set[bytes] = set()
         self._starved: set[int] = set()
         self._names = itertools.count(1)
-        headers["state"] = 0
 
     def __len__(self) -> int:
         return len(self._objects)

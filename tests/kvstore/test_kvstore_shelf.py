@@ -14,7 +14,7 @@ from kvstore._table import Table
 from kvstore.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, form_of
 from kvstore.headers import HEADER, HEADER_BYTES, LIVE, expected, tell_apart
 from kvstore.log import ChangeLog
-from kvstore.policies import POLICIES, Lru
+from kvstore.policies import POLICIES
 from kvstore.shelf import Claim, Shelf, Verdict
 from kvstore.slab import UNIT_BYTES, Slab
 
@@ -177,16 +177,6 @@ def test_a_class_without_a_slot_gets_the_chunk_with_the_least_in_it() -> None:
     assert shelf.make_room(0.0, 0.0) == 3
     assert store(shelf, keys(1, 2), CHUNK).verdicts == [Verdict.GRANTED]
     assert len(shelf) == 9
-
-
-def test_an_owner_continues_the_generations_of_an_earlier_one() -> None:
-    _, headers, _ = shelf_of(1)
-    headers["generation"], headers["state"] = 41, LIVE
-    slab = Slab(CHUNK + 8 * HEADER_BYTES + UNIT_BYTES, CHUNK)
-    shelf = Shelf(slab, headers, Lru, ChangeLog(10))
-    assert len(shelf.snapshot(0, 9)) == 0, "nothing of the earlier one is believed"
-    slot = store(shelf, NAMES[:1]).slots[0]
-    assert headers[slot]["generation"] == 42
 
 
 @pytest.mark.parametrize("name", [one for one in HEADER.names or () if one != "checksum"])

@@ -53,7 +53,7 @@ class _Signature:
 def make(directory: Path, pool: Any, monkeypatch: pytest.MonkeyPatch, **extra: Any) -> StoreLinker:
     monkeypatch.setattr(linker_module, "SignatureNow", _Signature)
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
-    params = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=PAGE)
+    params = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=PAGE, is_eagle=False)
     config = {"memory": "4MiB", "directory": str(directory), "layers_per_read": 2, **extra}
     return StoreLinker(None, params, components={ComponentType.FULL}, extra_config=config)
 

@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -185,6 +186,13 @@ def test_other_pools_and_components_are_refused(
     with pytest.raises(ValueError, match=r"full attention alone, and this model has .*SWA"):
         StoreLinker(None, None, components={ComponentType.FULL, ComponentType.SWA}, extra_config={})
 
+    with pytest.raises(ValueError, match="does not hold the draft model's cache"):
+        StoreLinker(
+            None,
+            SimpleNamespace(is_eagle=True),
+            components={ComponentType.FULL},
+            extra_config={},
+        )
     pool = mha_pool()
     pool.__class__ = type("Another", (type(pool),), {})
     with pytest.raises(ValueError, match="cannot hold pages of SGLang's Another"):

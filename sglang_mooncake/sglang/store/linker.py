@@ -42,6 +42,7 @@ __all__ = ["StoreLinker"]
 
 logger = logging.getLogger(__name__)
 
+PAGE_TOKENS_MIN: Final = 16
 OFFLOADS_MAX: Final = 1024
 """Offloads that wait; each holds nodes of SGLang's tree. More are refused: their pages are offered
 again when they are used again."""
@@ -88,6 +89,18 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
             raise ValueError(
                 f"the store holds pages of full attention alone, and this model has {others} too;"
                 " leave --enable-unified-cache-external-linker out for it"
+            )
+        if params.is_eagle:
+            raise ValueError(
+                "the store does not hold the draft model's cache, and this server drafts"
+                " (--speculative-algorithm); leave --enable-unified-cache-external-linker out"
+            )
+        if params.page_size < PAGE_TOKENS_MIN:
+            logger.warning(
+                "--page-size %d makes objects of %d tokens for the store, each of which costs some"
+                " microseconds; with --page-size 64 it is much faster",
+                params.page_size,
+                params.page_size,
             )
         options = Options.of(extra_config)
         pool = params.token_to_kv_pool_allocator.get_kvcache()

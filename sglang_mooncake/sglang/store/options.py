@@ -24,6 +24,8 @@ __all__ = ["Options", "SignatureNow"]
 
 LAYERS_PER_READ: Final = 4
 LOAD_TIMEOUT_S: Final = 10.0
+STALL_TIMEOUT_S: Final = 1.0
+"""An owner that sends nothing of a load for so long is given up. SGLang's forward waits for it."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def _engine() -> te.Config:
         transports=("samehost", "tcp"),
         keys=settings.keys.data,
         status_dir=settings.status_dir,
-        stall_timeout_s=settings.stall_timeout_s,
+        stall_timeout_s=STALL_TIMEOUT_S,
     )
 
 
