@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import struct
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ import msgspec
 import zmq
 
 from kvstore._table import Table
+from kvstore.asking import REQUEST_ID, Asker, NoAnswer
 from kvstore.changes import OWNERS_MAX
 from kvstore.loop import Loop
 from kvstore.messages import (
@@ -34,7 +34,7 @@ from kvstore.messages import (
 )
 from kvstore.owner import OwnerCard
 
-__all__ = ["Far", "Followed", "NoAnswer"]
+__all__ = ["Far", "Followed"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,21 +46,17 @@ FORGET_S: Final = 60.0
 SNAPSHOT_CHUNKS: Final = 16
 ASKED_MAX: Final = 1024
 """Questions to one owner that wait for an answer; more fail at once."""
-_ID: Final = struct.Struct("<Q")
-
-
-class NoAnswer(Exception):
-    """The owner did not answer in time, or refused; the text says which."""
 
 
 class Followed:
-    """One owner, as this process knows it. For the loop's thread, but for ``card`` and ``ask``."""
+    """One owner, as this process knows it. For the loop's thread, except ``card`` and ``asker``."""
 
     def __init__(self, far: Far, name: str, endpoint: str, number: int) -> None:
         self.name: Final = name
         self.number: Final = number
         #: Replaced as a whole. None before the owner's first answer.
         self.card: OwnerCard | None = None
+        self.asker: Final = Asker(far.context, endpoint, name)
         self._far = far
         self._endpoint = endpoint
         self._socket: zmq.Socket[bytes] | None = None
@@ -76,13 +72,6 @@ class Followed:
     def silent_s(self) -> float:
         """Seconds since the last answer."""
         return time.monotonic() - self._heard_s
-
-    def ask(self, question: Question, timeout_s: float) -> Future[Answer]:
-        """The answer comes later, or ``NoAnswer``. From any thread."""
-        future: Future[Answer] = Future()
-        deadline_s = time.monotonic() + timeout_s
-        self._far.loop.call(lambda: self._send(question, future, deadline_s))
-        return future
 
     # -- in the loop's thread
 
@@ -138,7 +127,7 @@ class Followed:
         if self._socket is None or len(self._asked) >= ASKED_MAX:
             future.set_exception(NoAnswer(f"owner {self.name} has {ASKED_MAX} questions already"))
             return
-        request_id = _ID.pack(next(self._ids))
+        request_id = REQUEST_ID.pack(next(self._ids))
         try:
             self._socket.send_multipart([request_id, encode(question)], zmq.NOBLOCK)
         except zmq.Again:
@@ -258,6 +247,7 @@ class Far:
     def _end(self) -> None:
         for one in self._owners.values():
             one.close()
+            one.asker.close()
 
     def _on_time(self) -> None:
         self._on_tick()
@@ -294,4 +284,5 @@ class Far:
         self.set_heard(one.number, False)
         self.table.drop(one.number)
         one.close()
+        one.asker.close()
         del self._owners[one.name], self._by_number[one.number]

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import CancelledError
-from concurrent.futures import TimeoutError as FutureTimeout
+import contextlib
 from typing import Protocol, TypeVar
 
 import numpy as np
 
 import te
+from kvstore.asking import NoAnswer
 from kvstore.changes import Keys
-from kvstore.far import Followed, NoAnswer
-from kvstore.messages import Abandon, Answer, Claim, Done, Granted, Publish, Question, Remove
+from kvstore.far import Followed
+from kvstore.messages import Abandon, Claim, Done, Granted, Publish, Question, Remove
 from kvstore.owner import Grant, Owner
 from kvstore.reading import Source
 from kvstore.shelf import Verdict
@@ -36,7 +35,7 @@ class Handle(Protocol):
         """See ``Owner.publish``."""
 
     def abandon(self, claim_id: int) -> None:
-        """Ends a claim; waits for nothing."""
+        """Ends a claim. It raises nothing."""
 
     def remove(self, keys: Keys, signature: bytes) -> None:
         """Removes objects."""
@@ -95,23 +94,16 @@ class FarHandle:
         return self._ask(Publish(claim_id), Done, timeout_s).why_not
 
     def abandon(self, claim_id: int) -> None:
-        """See ``Handle``. If the message is lost, the claim's deadline ends it."""
-        self._owner.ask(Abandon(claim_id), self._timeout_s)
+        """See ``Handle``. If the owner does not answer, the claim's deadline ends it."""
+        with contextlib.suppress(NoAnswer):
+            self._ask(Abandon(claim_id), Done, self._timeout_s)
 
     def remove(self, keys: Keys, signature: bytes) -> None:
         """See ``Handle``."""
         self._ask(Remove(keys.tobytes(), signature), Done, self._timeout_s)
 
     def _ask(self, question: Question, kind: type[Wanted], timeout_s: float) -> Wanted:
-        future = self._owner.ask(question, timeout_s)
-        answer = _result(future.result, timeout_s + 1.0)
+        answer = self._owner.asker.ask(question, timeout_s)
         if not isinstance(answer, kind):
             raise NoAnswer(f"owner {self._owner.name} answers with {type(answer).__name__}")
         return answer
-
-
-def _result(result: Callable[[float], Answer], timeout_s: float) -> Answer:
-    try:
-        return result(timeout_s)
-    except (FutureTimeout, CancelledError) as exc:
-        raise NoAnswer("the store is being closed") from exc

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 import te
+from kvstore.asking import NoAnswer
 from kvstore.changes import PLACE, Found, Keys, Records, form_of
 from kvstore.config import Config
 from kvstore.memory import Memory
@@ -185,11 +186,16 @@ class Store:
         return outcomes
 
     def remove(self, keys: Keys, signature: bytes) -> None:
-        """Removes objects from every owner that this process knows of."""
+        """Removes objects from every owner that can be used; those that do not answer keep them."""
         for number in self._owners.usable():
             handle = self._owners.handle(number)
-            if handle is not None:
-                handle.remove(keys, signature)
+            if handle is None:
+                continue
+            try:
+                for first in range(0, len(keys), CLAIM_OBJECTS_MAX):
+                    handle.remove(keys[first : first + CLAIM_OBJECTS_MAX], signature)
+            except NoAnswer as exc:
+                logger.warning("objects were not removed: %s", exc)
 
     # -- how it is
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 import te
+from kvstore.asking import NoAnswer
 from kvstore.changes import Keys
-from kvstore.far import NoAnswer
 from kvstore.handles import Handle
 from kvstore.outcomes import Put
 from kvstore.owner import Grant

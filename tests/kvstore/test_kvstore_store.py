@@ -461,3 +461,17 @@ def test_what_is_read_is_kept_and_what_is_not_goes_first(guest: Store, owner: St
 
     until(unread_are_gone, "those that nobody has read go")
     assert owner.exists(names[:40], SIG, 65536).all()
+
+
+def test_removal_survives_an_owner_that_is_frozen(
+    directory: Path, start_far: Callable[..., Far], caplog: pytest.LogCaptureFixture
+) -> None:
+    far = start_far(8 * MIB, N, NBYTES)
+    with Store(config(directory, request_timeout_s=0.3)) as store:
+        sees(store)
+        assert store.get(KEYS, SIG, Room(store, N, NBYTES).pieces) == [Got.RIGHT] * N
+        far.signal(signal.SIGSTOP)
+        store.remove(KEYS, SIG)
+        assert "objects were not removed" in caplog.text
+        far.signal(signal.SIGCONT)
+        until(lambda: not store.exists(KEYS, SIG, NBYTES).any() or store.remove(KEYS, SIG))

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions to owners: late, wrong and unreadable ones cost who asks, and nobody else."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import zmq
+from store_makers import SIG, TIMEOUT_S
+
+from kvstore import messages
+from kvstore.asking import Asker, NoAnswer
+from kvstore.directory import Directory
+from kvstore.store import Store
+
+
+def answering(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *answers: list[bytes] | None
+) -> threading.Thread:
+    """An owner that gives these answers, one question after another; None gives none. The first
+    part of an answer is put behind the question's number, unless it is empty."""
+    server = context.socket(zmq.ROUTER)
+    server.bind(endpoint)
+
+    def run() -> None:
+        for answer in answers:
+            client, request_id, _ = server.recv_multipart()
+            if answer is not None:
+                server.send_multipart([client, request_id, *answer])
+        server.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_answers_that_are_none_are_told(directory: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    endpoint = f"ipc://{directory}/owner"
+    done = [messages.encode(messages.Done())]
+    thread = answering(
+        context, endpoint, None, [b"\xff"], [messages.encode(messages.Refused("no"))], done
+    )
+    asker = Asker(context, endpoint, "abc")
+    question = messages.Publish(1)
+    with pytest.raises(NoAnswer, match="owner abc does not answer in time"):
+        asker.ask(question, 0.2)
+    with pytest.raises(NoAnswer, match="owner abc answers what cannot be read"):
+        asker.ask(question, TIMEOUT_S)
+    with pytest.raises(NoAnswer, match="owner abc: no"):
+        asker.ask(question, TIMEOUT_S)
+    assert asker.ask(question, TIMEOUT_S) == messages.Done()
+    assert len(asker._idle) == 1
+    thread.join(TIMEOUT_S)
+    asker.close()
+    assert not asker._idle
+    context.destroy(linger=0)
+    with pytest.raises(NoAnswer, match="owner abc cannot be asked"):
+        asker.ask(question, TIMEOUT_S)
+
+
+def test_an_answer_to_an_earlier_question_is_left_out(directory: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = context.socket(zmq.ROUTER)
+    server.bind(f"ipc://{directory}/owner")
+
+    def run() -> None:
+        client, request_id, _ = server.recv_multipart()
+        late = messages.encode(messages.Done("of another question"))
+        server.send_multipart([client, bytes(8)[:-1] + b"\x07", late])
+        server.send_multipart([client, request_id, messages.encode(messages.Done())])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    asker = Asker(context, f"ipc://{directory}/owner", "abc")
+    assert asker.ask(messages.Publish(1), TIMEOUT_S) == messages.Done()
+    thread.join(TIMEOUT_S)
+    asker.close()
+    context.destroy(linger=0)
+
+
+def test_a_service_refuses_what_it_cannot_read(owner: Store, directory: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(next(iter(Directory(directory).endpoints().values())))
+
+    def asked(raw: bytes) -> messages.Answer:
+        socket.send_multipart([b"1", raw])
+        assert socket.poll(TIMEOUT_S * 1000)
+        return messages.decode_answer(socket.recv_multipart()[1])
+
+    for raw in (b"", b"\xc1", messages.encode(messages.Done())):
+        answer = asked(raw)
+        assert isinstance(answer, messages.Refused)
+        assert "the question cannot be read" in answer.why
+    answer = asked(messages.encode(messages.Greet(99)))
+    assert answer == messages.Refused("this owner speaks version 1 of the store's messages")
+    socket.send_multipart([b"1", b"2", b"3"])  # Of another number of parts: no answer.
+    assert isinstance(asked(messages.encode(messages.Greet(messages.VERSION))), messages.Hello)
+    claim = messages.Claim(bytes(16), SIG, 1, "0" * 32, 5)
+    assert isinstance(asked(messages.encode(claim)), messages.Granted)
+    socket.close()
+    context.destroy(linger=0)
