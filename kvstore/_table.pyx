@@ -5,7 +5,7 @@
 # interpreter's lock guards it; a look-up of 1,000 keys takes 30 µs. See _table.pyi for the contract.
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.unicode cimport PyUnicode_Check
 from libc.stdint cimport int8_t, uint16_t, uint32_t, uint64_t, uint8_t
 from libc.stdlib cimport calloc, free
@@ -261,7 +261,7 @@ def digests_of_hex(object texts):
     """The first 16 bytes of each of the digests in hex."""
     cdef Py_ssize_t i, k, n = len(texts), size
     cdef bytes packed = PyBytes_FromStringAndSize(NULL, n * KEY)
-    cdef u8 *to = <u8 *>PyBytes_AS_STRING(packed)
+    cdef u8 *to = <u8 *>PyBytes_AsString(packed)
     cdef const u8 *text
     cdef int high, low, bad
     for i in range(n):
