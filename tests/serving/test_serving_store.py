@@ -22,6 +22,7 @@ import pytest
 from cpu_serving.expectations import Reference
 from cpu_serving.model import make_model
 from cpu_serving.nursery import Nursery
+from cpu_serving.pools import leaked_pages
 from cpu_serving.servers import Fleet, Server, ServerOptions, wait_ready
 from cpu_serving.store import flush, with_store
 from cpu_serving.traffic import Answer, Request, compare, make_requests, send_all
@@ -311,3 +312,23 @@ def knows(place: Place, lenders: Sequence[Lender]) -> bool:
 def held(place: Place) -> int:
     """The objects of all owners."""
     return sum(one.own.objects for one in place.statuses() if one.own is not None)
+
+
+# -- beside prefill and decode on different servers
+
+
+def test_a_prefill_server_hits_the_store_and_hands_over(fleet: Fleet, reference: Reference) -> None:
+    with tempfile.TemporaryDirectory(prefix="kv") as path:
+        place = Place(Path(path))
+        model = make_model("llama")
+        pair = fleet.pair(place.options(model), ServerOptions(model, page_size=PAGE))
+        pair.wait_ready()
+        for _ in range(2):
+            answers = send_all(pair.router.url, REQUESTS, concurrency=4)
+            assert not [one.error for one in answers if one.error]
+            assert not compare(reference.answers("llama", REQUESTS), answers)
+            flush(pair.prefill)
+        (status,) = place.statuses()
+        assert status.gets["right"] == sum(all_pages()) // PAGE
+        for server in (pair.prefill, pair.decode):
+            assert leaked_pages(server) == 0
