@@ -19,6 +19,7 @@ from typing import NoReturn
 import msgspec
 
 import te
+from kvstore import replay
 from kvstore.bench import command as bench
 from kvstore.config import Config, parse_bytes
 from kvstore.policies import POLICIES
@@ -82,6 +83,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_arguments(bench_parser)
     bench_parser.set_defaults(run=bench.run)
+    replay_parser = commands.add_parser(
+        "replay",
+        help="hit ratios of a recorded trace, by policy and capacity",
+        description=replay.DESCRIPTION,
+    )
+    replay.add_arguments(replay_parser)
+    replay_parser.set_defaults(run=replay.run)
     return parser
 
 
