@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads objects part by part, for those who use the first pieces while the others are on their way
-(the layers of a model)."""
+(the layers of a model).
+
+A part that was handed over is in use: it cannot be repaired any more. So a part is handed over only
+after the slots' headers were read *behind* it, and were right. What fails before that is read anew
+from another copy, all parts of it; what fails later fails its object.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvstore.changes import Keys
 from kvstore.outcomes import Got
 from kvstore.pieces import Pieces
-from kvstore.reading import Group
 from kvstore.store import Store
 
 __all__ = ["Load"]
@@ -19,8 +23,8 @@ __all__ = ["Load"]
 class Load:
     """One batch of objects, all of which are needed. For one thread.
 
-    ``begin`` every part in order, ``wait`` for each, then ``finish``: the parts are only *likely*
-    to be right before that. Between ``begin`` and ``finish`` the destination is being written.
+    ``begin`` every part in order, ``wait`` for each, which hands it over, then ``finish``; in any
+    case ``cancel`` at the end. The destination is being written until then.
     """
 
     def __init__(
@@ -38,6 +42,9 @@ class Load:
         self._destination = destination
         self._deadline_s = time.monotonic() + timeout_s
         self._outcomes, self._groups = store.locate(keys, signature, destination)
+        found = {row for group in self._groups for row in group.rows}
+        #: What one look-up has not found, or an owner that could not be reached.
+        self._left = [row for row in range(len(keys)) if row not in found]
 
     def begin(self, first: int, end: int) -> None:
         """Begins to read some pieces of all objects. ``te.BoundsError`` if memory of them is not
@@ -47,39 +54,51 @@ class Load:
         for group in self._groups:
             group.begin(part.of(group.rows), offset)
 
-    def wait(self, part: int) -> None:
-        """Waits for a part by its number, in the order of ``begin``. A read that fails is done
-        again from elsewhere, all parts at once, if another copy is known."""
-        for group in self._groups:
+    def wait(self, part: int) -> bool:
+        """Waits for a part by its number, in the order of ``begin``. Whether every object's part is
+        there, and right but for its checksum; once it was False it stays so."""
+        rows, self._left = self._left, []
+        for group in list(self._groups):
             group.wait_for(part, self._deadline_s)
-        self._settle([group for group in self._groups if group.failed is not None])
+            if group.failed is None:
+                right, group.checksums = self._store.headers(group, self._deadline_s)
+                if not all(right):
+                    group.fail(Got.MOVED, "an object has moved")
+            if group.failed is not None:
+                self._groups.remove(group)
+                self._store.finish(group, self._destination, self._outcomes, self._deadline_s)
+                rows += group.rows
+        self._again(rows)
+        return self._is_right(row for group in self._groups for row in group.rows)
 
     def finish(self) -> list[Got]:
-        """After all parts: one outcome for each object. Nothing lands any more. What has moved
-        meanwhile is read again if it is still known."""
+        """After every part was waited for, or one was not right: an outcome for each object.
+        Nothing lands any more."""
+        if not self._is_right(row for group in self._groups for row in group.rows):
+            self.cancel()
         for group in self._groups:
-            self._store.finish(group, self._destination, self._outcomes, self._deadline_s)
+            right = [True] * len(group.rows)  # As `wait` has found for the last part.
+            self._store.accept(group, self._destination, self._outcomes, right, group.checksums)
         self._groups = []
         self._store.count_gets(self._outcomes, self._destination.object_bytes)
-        self._again([row for row, one in enumerate(self._outcomes) if one is not Got.RIGHT])
         return self._outcomes
 
     def cancel(self) -> None:
-        """Ends all reads; nothing lands any more."""
+        """Ends all reads; nothing lands any more. Without effect after ``finish``."""
         for group in self._groups:
             group.fail(Got.TIMED_OUT, "cancelled")
             group.wait(self._deadline_s)
         self._groups = []
 
-    def _settle(self, failed: Sequence[Group]) -> None:
-        rows: list[int] = []
-        for group in failed:
-            self._groups.remove(group)
-            self._store.finish(group, self._destination, self._outcomes, self._deadline_s)
-            rows += group.rows
-        self._again(rows)
+    def _is_right(self, open_rows: Iterable[int]) -> bool:
+        """Whether all rows are right, apart from those whose group is still under way."""
+        still_open = set(open_rows)
+        return all(
+            one is Got.RIGHT for row, one in enumerate(self._outcomes) if row not in still_open
+        )
 
     def _again(self, rows: Sequence[int]) -> None:
+        """Nothing of these rows is under way."""
         left_s = self._deadline_s - time.monotonic()
         if not rows or left_s <= 0:
             return
@@ -87,4 +106,5 @@ class Load:
             self._keys[list(rows)], self._signature, self._destination.of(rows), left_s
         )
         for row, one in zip(rows, found, strict=True):
-            self._outcomes[row] = one
+            if one is not Got.MISSING:  # Why it was not there before says more.
+                self._outcomes[row] = one

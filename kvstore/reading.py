@@ -90,6 +90,8 @@ class Group:
     #: What their headers must be.
     wanted: Records
     transfers: list[te.Transfer] = field(default_factory=list)
+    #: Of the headers that were read last, for ``Load``.
+    checksums: list[int] = field(default_factory=list)
     #: Why no object of the group can be right any more.
     failed: Got | None = None
     #: te's words for that.
@@ -137,21 +139,23 @@ class Group:
     def wait_for(self, part: int, deadline_s: float) -> None:
         """Waits for one read, by its number. If it fails, so has the group: call ``wait``."""
         if self.failed is None:
-            transfer = self.transfers[part]
-            try:
-                transfer.wait(max(deadline_s - time.monotonic(), 0.0))
-            except te.WaitTimeout as exc:
-                self.fail(Got.TIMED_OUT, str(exc))
-            except te.TransferFailed as exc:
-                self.fail(Got.UNREACHABLE, str(exc))
+            self._await(self.transfers[part], deadline_s)
+
+    def _await(self, transfer: te.Transfer, deadline_s: float) -> None:
+        try:
+            transfer.wait(max(deadline_s - time.monotonic(), 0.0))
+        except te.WaitTimeout as exc:
+            self.fail(Got.TIMED_OUT, str(exc))
+        except te.TransferFailed as exc:
+            self.fail(Got.UNREACHABLE, str(exc))
 
     def fail(self, outcome: Got, reason: str) -> None:
         """No object of the group will be right."""
         self.failed, self.reason = outcome, reason
 
     def check(self, rooms: HeaderRooms, deadline_s: float) -> tuple[list[bool], list[int]]:
-        """After all bytes are there: which slots still have the objects that were wanted, and the
-        checksums in their headers. May fail the whole group."""
+        """After the bytes that count are there: which slots still have the objects that were
+        wanted, and the checksums in their headers. May fail the whole group."""
         count = len(self.rows)
         room = rooms.take(max(deadline_s - time.monotonic(), 0.0))
         if room is None:
@@ -163,12 +167,13 @@ class Group:
             )
             blocks = te.Blocks.of(self.source.headers(self.slots), place, HEADER_BYTES).merged()
             try:
-                self.transfers = [self.source.peer.read(blocks)]
+                transfer = self.source.peer.read(blocks)
             except te.QueueFull as exc:
                 self.fail(Got.UNREACHABLE, str(exc))
                 return [], []
-            self.wait(deadline_s)
+            self._await(transfer, deadline_s)
             if self.failed is not None:
+                transfer.cancel()
                 return [], []
             found = rooms.records(room, count).copy()
         finally:

@@ -141,10 +141,14 @@ class Store:
                 ranks[number] = 0
             places = self._owners.look_up(keys[np.asarray(open_rows, np.intp)], form, bytes(ranks))
             groups = self._groups(keys, signature, destination, open_rows, places, outcomes)
-            for group in groups:
-                group.begin(destination.of(group.rows), 0)
-            for group in groups:
-                self.finish(group, destination, outcomes, deadline_s)
+            try:
+                for group in groups:
+                    group.begin(destination.of(group.rows), 0)
+                for group in groups:
+                    self.finish(group, destination, outcomes, deadline_s)
+            except BaseException:
+                _cancel(groups)
+                raise
             open_rows = [row for row in open_rows if outcomes[row] not in SETTLED]
             if not open_rows or time.monotonic() > deadline_s:
                 break
@@ -233,21 +237,38 @@ class Store:
         rows = range(len(keys))
         return outcomes, self._groups(keys, signature, destination, rows, places, outcomes)
 
+    def headers(self, group: Group, deadline_s: float) -> tuple[list[bool], list[int]]:
+        """For ``Load``: which objects of a group still lie where they were looked up, and their
+        checksums. What was read before is of them. May fail the group."""
+        return group.check(self._rooms, deadline_s)
+
     def finish(
         self, group: Group, destination: Pieces, outcomes: list[Got], deadline_s: float
     ) -> None:
-        """For ``Load``: waits for a group's reads and checks it; its rows get their outcome."""
+        """Waits for a group's reads and checks it; its rows get their outcome."""
         group.wait(deadline_s)
         right: list[bool] = []
         checksums: list[int] = []
         if group.failed is None:
             right, checksums = group.check(self._rooms, deadline_s)
-        if group.failed is not None:
-            if group.failed is Got.UNREACHABLE and not group.source.peer.alive:
-                self._owners.pause(group.source.number, group.reason)
-            for row in group.rows:
-                outcomes[row] = group.failed
+        if group.failed is None:
+            self.accept(group, destination, outcomes, right, checksums)
             return
+        if group.failed is Got.UNREACHABLE and not group.source.peer.alive:
+            self._owners.pause(group.source.number, group.reason)
+        for row in group.rows:
+            outcomes[row] = group.failed
+
+    def accept(
+        self,
+        group: Group,
+        destination: Pieces,
+        outcomes: list[Got],
+        right: Sequence[bool],
+        checksums: Sequence[int],
+    ) -> None:
+        """For ``Load``: all bytes are there, and their headers were read behind them. Compares
+        checksums; the rows get their outcome."""
         for row, is_right, checksum in zip(group.rows, right, checksums, strict=True):
             outcomes[row] = Got.RIGHT if is_right else Got.MOVED
             if is_right and self._config.verify:
@@ -308,6 +329,13 @@ class Store:
                     Group.of(source, some, keys, signature, destination.object_bytes, whole)
                 )
         return groups
+
+
+def _cancel(groups: Sequence[Group]) -> None:
+    """Ends reads under way, so that nothing lands after an exception."""
+    for group in groups:
+        for transfer in group.transfers:
+            transfer.cancel()
 
 
 def _check_shapes(keys: Keys, signature: bytes, pieces: Pieces) -> None:

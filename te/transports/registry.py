@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, Final, NamedTuple
 
-__all__ = ["BY_DEFAULT", "NAMES", "load"]
+__all__ = ["BY_DEFAULT", "NAMES", "WITHOUT_DEVICES", "load"]
 
 
 class _Entry(NamedTuple):
@@ -16,13 +16,15 @@ class _Entry(NamedTuple):
     kind: str
     #: Whether engines use it without being told.
     by_default: bool
+    #: Whether it needs devices, with which memory is registered and pinned.
+    needs_devices: bool
 
 
 _ENTRIES: Final = (  # the preferred one first
-    _Entry("samehost", "te.transports.samehost.transport", "SameHost", True),
-    _Entry("rdma", "te.transports.rdma.transport", "Rdma", True),
-    _Entry("tcp", "te.transports.tcp.transport", "Tcp", True),
-    _Entry("loopback", "te.transports.loopback.transport", "Loopback", False),
+    _Entry("samehost", "te.transports.samehost.transport", "SameHost", True, False),
+    _Entry("rdma", "te.transports.rdma.transport", "Rdma", True, True),
+    _Entry("tcp", "te.transports.tcp.transport", "Tcp", True, False),
+    _Entry("loopback", "te.transports.loopback.transport", "Loopback", False, False),
 )
 
 NAMES: Final = tuple(one.name for one in _ENTRIES)
@@ -30,6 +32,11 @@ NAMES: Final = tuple(one.name for one in _ENTRIES)
 
 BY_DEFAULT: Final = tuple(one.name for one in _ENTRIES if one.by_default)
 """Those that engines use without being told."""
+
+WITHOUT_DEVICES: Final = tuple(
+    one.name for one in _ENTRIES if one.by_default and not one.needs_devices
+)
+"""Those of them that pin no memory: enough between processes of one host."""
 
 
 def load(name: str) -> Any:

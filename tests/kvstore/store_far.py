@@ -35,7 +35,14 @@ class Far:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n"
+        words = self.process.stdout.readline().split()
+        assert words[:1] == ["ready"]
+        self.name = words[1]
+
+    def number_in(self, store: Store) -> int:
+        """Its number in a store's table."""
+        (number,) = (one.number for one in store._owners._far.owners() if one.name == self.name)
+        return number
 
     def signal(self, number: signal.Signals) -> None:
         """To this process alone."""
@@ -52,7 +59,7 @@ def main() -> None:
     with Store(config(Path(directory), int(memory))) as store:
         if int(count):
             put(store, int(count), int(nbytes), int(seed))
-        print("ready", flush=True)  # noqa: T201
+        print("ready", store._engine.id, flush=True)  # noqa: T201
         sys.stdin.read()
 
 

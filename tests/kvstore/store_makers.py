@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +69,20 @@ class Room:
         """Several pieces for each object."""
         offsets = np.cumsum([0, *sizes[:-1]])
         return Pieces(self.pieces.addresses + offsets.astype(np.uint64), np.array(sizes))
+
+
+@contextmanager
+def deaf(store: Store) -> Iterator[None]:
+    """A store whose thread hears nothing of others for a while."""
+    begun, end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        end.wait(TIMEOUT_S)
+
+    store._owners._far.loop.call(hold)
+    assert begun.wait(TIMEOUT_S)
+    try:
+        yield
+    finally:
+        end.set()

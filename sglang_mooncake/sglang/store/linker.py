@@ -180,7 +180,9 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 self.layer_done_counter.fail(batch.index, exc)
 
     def _load(self, batch: _Batch) -> None:
-        """The last layer is reported after all was checked: until then the batch is not done."""
+        """A layer is reported once it is proven to be right, apart from the checksums of whole
+        pages. These are compared before the last layer is reported: until then the batch is not
+        done, and can fail."""
         loads = list(batch.loads.values())
         pieces = self._pool.pieces(np.concatenate([one.token_indices for one in loads]))
         keys = np.concatenate([one.keys for one in loads])
@@ -193,7 +195,8 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 per_layer = self._pool.pieces_per_layer
                 load.begin(first * per_layer, end * per_layer)
             for number, (first, end) in enumerate(parts):
-                load.wait(number)
+                if not load.wait(number):
+                    break
                 for layer in range(first, min(end, self._pool.layers - 1)):
                     self.layer_done_counter.complete(batch.index, layer)
             outcomes = load.finish()

@@ -19,6 +19,7 @@ from kvstore.signature import Signature
 from sglang_mooncake.sglang.config import Config as Settings
 from sglang_mooncake.sglang.store.kv_pool import KVPool
 from sglang_mooncake.sglang.store.weights import identity
+from te.transports.registry import WITHOUT_DEVICES
 
 __all__ = ["Options", "SignatureNow"]
 
@@ -59,7 +60,7 @@ def _engine() -> te.Config:
     """The store's processes are on one host, so that its engine listens on no network."""
     settings = Settings.from_environment()
     return te.Config(
-        transports=("samehost", "tcp"),
+        transports=WITHOUT_DEVICES,
         keys=settings.keys.data,
         status_dir=settings.status_dir,
         stall_timeout_s=STALL_TIMEOUT_S,
