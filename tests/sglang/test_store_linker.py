@@ -100,7 +100,7 @@ def test_a_page_that_is_gone_fails_its_batch_alone(linker: StoreLinker) -> None:
 def test_offloads_that_wait_have_a_bound(
     linker: StoreLinker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from store_linking import fill, hashes, linker_module, transfer
+    from store_linking import fill, hashes, linker_module, offloaded, transfer
 
     fill(linker)
     begun, go_on = threading.Event(), threading.Event()
@@ -114,13 +114,20 @@ def test_offloads_that_wait_have_a_bound(
     monkeypatch.setattr(linker._store, "put", slow)
     monkeypatch.setattr(linker_module, "OFFLOADS_MAX", 2)
     assert linker.offload(transfer(hashes(1), 0))
-    assert linker.offload(transfer(hashes(2), 0, 1))
-    assert not linker.offload(transfer(hashes(3), 0, 1, 2))
     assert begun.wait(60)
-    go_on.set()
+    assert linker.offload(transfer(hashes(2), 0, 1))
+    assert linker.offload(transfer(hashes(3), 0, 1, 2))
+    assert not linker.offload(transfer(hashes(4), 0, 1, 2, 3))
+    monkeypatch.setattr(linker_module, "CLOSE_TIMEOUT_S", 0.1)
+    with pytest.raises(RuntimeError, match="must not be used again"):
+        linker.reset()
+    monkeypatch.setattr(linker_module, "CLOSE_TIMEOUT_S", 60.0)
+    threading.Timer(0.1, go_on.set).start()
     linker.reset()
-    assert linker.num_completed_offloads() == 0, "SGLang has forgotten them"
-    assert linker.lookup("r", transfer(hashes(3))) == [1, 2], "but they are stored"
+    assert linker.num_completed_offloads() == 0, "SGLang has forgotten it"
+    assert linker.lookup("r", transfer(hashes(1))) == [1], "what was under way is stored"
+    assert offloaded(linker, hashes(1, 7), 5)
+    assert linker.lookup("r", transfer(hashes(3))) == [1], "what was queued is not"
 
 
 def test_an_offload_that_raises_is_one_that_failed(

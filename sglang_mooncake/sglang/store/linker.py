@@ -69,6 +69,8 @@ class _Offload:
     signature: bytes
     indices: torch.Tensor
     ready: Sequence[Any]
+    #: SGLang keeps the pages as they are until the next `reset`, and no longer.
+    resets: int
 
 
 class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -116,6 +118,8 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._offloads: queue.SimpleQueue[_Offload | None] = queue.SimpleQueue()
         self._offloads_waiting = 0
+        self._offloading = False
+        self._resets = 0
         self._completed: deque[bool] = deque()
         self._idle = threading.Condition()
         self._threads = [
@@ -230,7 +234,7 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._offloads_waiting += 1
         ready = self.record_offload_ready()
         keys, signature = keys_of_hex(transfer.keys), self._signature.digest
-        self._offloads.put(_Offload(keys, signature, transfer.device_indices, ready))
+        self._offloads.put(_Offload(keys, signature, transfer.device_indices, ready, self._resets))
         return True
 
     def num_completed_offloads(self) -> int:
@@ -243,6 +247,11 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _run_offloads(self) -> None:
         while (offload := self._offloads.get()) is not None:
+            with self._idle:
+                self._offloads_waiting -= 1
+                self._offloading = offload.resets == self._resets
+            if not self._offloading:
+                continue  # Its pages may have been used again since.
             stored = False
             try:
                 stored = self._offload(offload)
@@ -250,7 +259,7 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 logger.exception("pages were not stored")
             with self._idle:
                 self._completed.append(stored)
-                self._offloads_waiting -= 1
+                self._offloading = False
                 self._idle.notify_all()
 
     def _offload(self, offload: _Offload) -> bool:
@@ -263,11 +272,17 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # -- the end
 
     def reset(self) -> None:
-        """Waits for what is under way, and forgets what SGLang has not asked for yet. What is
-        stored stays: keys name tokens and weights, which a flush of the device does not change."""
+        """Waits for what is under way, and drops what is queued: SGLang uses the pages again after
+        that. What is stored stays: keys name tokens and weights, which a flush of the device does
+        not change. RuntimeError if a page is still being read."""
         self._queued.clear()
         with self._idle:
-            self._idle.wait_for(lambda: not self._offloads_waiting, CLOSE_TIMEOUT_S)
+            self._resets += 1
+            if not self._idle.wait_for(lambda: not self._offloading, CLOSE_TIMEOUT_S):
+                raise RuntimeError(
+                    f"pages are being stored since {CLOSE_TIMEOUT_S:g} s and more: they must not be"
+                    " used again"
+                )
             self._completed.clear()
         for index in list(self.layer_done_counter.futures):
             self.layer_done_counter.finish(index)
