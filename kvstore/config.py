@@ -71,7 +71,8 @@ class Config:
     #: Compares the checksum of what a get has read, where the processor can read the memory. A get
     #: notices every object that was evicted or replaced without it, too.
     verify: bool = True
-    #: The transfer engine's settings.
+    #: The transfer engine's settings. Without keys all processes of the directory share one, which
+    #: is made there.
     engine: te.Config = field(default_factory=te.Config)
 
     def __post_init__(self) -> None:

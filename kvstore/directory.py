@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the owners of one host are: a directory with a socket for each, which only its user may
-enter."""
+"""Where the owners of one host are: a directory with a socket for each and a key for all, which
+only its user may enter."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import stat
 import time
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Final
 
 __all__ = ["Directory"]
+
+KEY_BYTES: Final = 32
+"""Of a key of te's (``te.Config.keys``)."""
 
 _SUFFIX: Final = ".store"
 PATH_BYTES_MAX: Final = 107
@@ -45,6 +49,24 @@ class Directory:
                 f"directory={str(path)!r} is too long by {longest - PATH_BYTES_MAX} bytes for the"
                 " address of a Unix socket; give a shorter one"
             )
+
+    def key(self) -> bytes:
+        """What all who may enter the directory prove to each other: other users of the host can
+        reach the engines' TCP ports. Whoever comes first makes it. ``ValueError`` if the file holds
+        something else."""
+        path = self._path / "key"
+        fresh = self._path / f"key-{secrets.token_hex(8)}"
+        if not path.exists():
+            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(secrets.token_bytes(KEY_BYTES))
+            with contextlib.suppress(FileExistsError):  # Somebody else was faster.
+                path.hardlink_to(fresh)
+            fresh.unlink()
+        key = path.read_bytes()
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"{path} has {len(key)} bytes, not {KEY_BYTES}: remove it")
+        return key
 
     def endpoint(self, name: str) -> str:
         """Where an owner shall listen; ``name`` is its engine's id."""

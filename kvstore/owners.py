@@ -45,9 +45,9 @@ PAUSE_S: Final = 1.0
 class Owners:
     """All methods are thread-safe."""
 
-    def __init__(self, engine: te.Engine, config: Config) -> None:
-        """Lends memory if ``Config.memory`` says so, and looks for others. ``ValueError`` for a
-        directory that is not safe; ``OSError`` if there is not enough memory."""
+    def __init__(self, engine: te.Engine, config: Config, directory: Directory) -> None:
+        """Lends memory if ``Config.memory`` says so, and looks for others. ``OSError`` if there is
+        not enough memory."""
         self._engine = engine
         self._config = config
         self.table: Final = Table()
@@ -59,7 +59,6 @@ class Owners:
         self._applied = 0
         self._touched: deque[tuple[Keys, bytes, int]] = deque()
         with contextlib.ExitStack() as undo:
-            directory = Directory(config.directory)
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             undo.callback(context.destroy, linger=0)
             if config.memory:

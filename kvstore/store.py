@@ -9,6 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -19,6 +20,7 @@ import te
 from kvstore.asking import NoAnswer
 from kvstore.changes import PLACE, Found, Keys, Records, form_of
 from kvstore.config import Config
+from kvstore.directory import Directory
 from kvstore.memory import Memory
 from kvstore.outcomes import Got, Put
 from kvstore.owner import CLAIM_OBJECTS_MAX
@@ -58,10 +60,14 @@ class Store:
         self._lookups: Counter[str] = Counter()
         self._bytes_got = self._bytes_put = 0
         with contextlib.ExitStack() as undo:
-            self._engine = undo.enter_context(te.Engine(self._config.engine))
+            directory = Directory(self._config.directory)
+            engine = self._config.engine
+            if not engine.keys:
+                engine = replace(engine, keys=(directory.key(),))
+            self._engine = undo.enter_context(te.Engine(engine))
             self._memory = Memory(self._engine)
             self._rooms = HeaderRooms(self._engine)
-            self._owners = Owners(self._engine, self._config)
+            self._owners = Owners(self._engine, self._config, directory)
             undo.callback(self._owners.close)
             self._engine.add_answers({QUESTION: lambda _: self.status()})
             self._undo = undo.pop_all()

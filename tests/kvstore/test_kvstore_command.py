@@ -8,13 +8,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
+import te
 from kvstore.cli import main
+from kvstore.directory import Directory
 from kvstore.outcomes import Got, Put
 from kvstore.owner import OwnerStats
 from kvstore.status import OwnerSeen, StoreStatus, lines
@@ -141,3 +144,35 @@ def test_sockets_that_were_left_behind_are_removed(directory: Path) -> None:
     with Store(config(directory)):
         until(lambda: not left.exists())
         assert young.exists()
+
+
+def test_strangers_on_the_host_cannot_read(directory: Path) -> None:
+    """Other users can reach the engines' ports, and have not the key."""
+    with Store(config(directory, 4 << 20)) as store, te.Engine(te.Config(status_dir=None)) as other:
+        own = store._owners.own
+        assert own is not None
+        with pytest.raises(te.ConnectError):
+            other.connect(own.card.engine)
+    assert (directory / "key").stat().st_mode & 0o777 == 0o600
+    assert [one.name for one in directory.iterdir() if one.name.startswith("key")] == ["key"]
+
+
+def test_all_who_come_at_once_have_the_same_key(directory: Path) -> None:
+    at_once = threading.Barrier(8)
+    found: list[bytes] = []
+
+    def get() -> None:
+        place = Directory(directory)
+        at_once.wait(TIMEOUT_S)
+        found.append(place.key())
+
+    threads = [threading.Thread(target=get) for _ in range(8)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(TIMEOUT_S)
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    (directory / "key").write_bytes(b"short")
+    with pytest.raises(ValueError, match="has 5 bytes, not 32: remove it"):
+        Directory(directory).key()

@@ -237,3 +237,50 @@ def test_the_stores_settings_are_those_that_options_take() -> None:
     store = Options.of({}).store
     assert store == Config(engine=store.engine)
     assert store.engine.host == "127.0.0.1"
+
+
+def test_flags_that_change_keys_and_values_are_in_the_signature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.server_args import ServerArgs
+    from store_linking import PAGE, mha_pool
+
+    from sglang_mooncake.sglang.store import options
+    from sglang_mooncake.sglang.store.kv_pool import KVPool
+
+    fields = dict.fromkeys(options._CHANGES_VALUES, "x")
+    assert all(hasattr(ServerArgs, name) for name in fields), "what SGLang calls them"
+    pool = KVPool(mha_pool(), PAGE)
+    model = SimpleNamespace(dtype="torch.bfloat16", get_total_num_kv_heads=lambda: 2)
+    parallel = SimpleNamespace(attn_tp_size=1, attn_tp_rank=0)
+    serving = SimpleNamespace(weight_version="1")
+    for name, value in (
+        ("ModelConfig", SimpleNamespace(from_server_args=lambda _: model)),
+        ("get_parallel", lambda: parallel),
+        ("get_serving", lambda: serving),
+    ):
+        monkeypatch.setattr(options, name, value)
+
+    def digest(weights: str | None = "w", **more: object) -> bytes:
+        args = SimpleNamespace(
+            **fields | {"load_format": "auto", "model_path": str(tmp_path)} | more
+        )
+        return options.SignatureNow(args, pool, PAGE, weights).digest
+
+    known = {digest()}
+    assert digest() in known
+    for name in fields:
+        known.add(digest(**{name: "y"}))
+    known.add(digest("other"))
+    model.dtype = "torch.float16"
+    known.add(digest())
+    serving.weight_version = "2"
+    known.add(digest())
+    parallel.attn_tp_size, parallel.attn_tp_rank = 2, 1
+    known.add(digest())
+    assert len(known) == len(fields) + 5
+    with pytest.raises(ValueError, match="--load-format dummy loads none"):
+        digest(None, load_format="dummy")
+    with pytest.raises(ValueError, match="has no safetensors files"):
+        digest(None)
+    assert digest("mine", load_format="dummy")

@@ -67,14 +67,27 @@ def _engine() -> te.Config:
     )
 
 
+#: Flags by which servers with the same weights compute other keys and values.
+_CHANGES_VALUES: Final = (
+    "quantization",
+    "quantization_param_path",
+    "kv_cache_dtype",
+    "json_model_override_args",
+    "model_impl",
+)
+
+
 class SignatureNow:
     """The signature of the pages that this rank computes now. It changes when the weights of the
     running server are updated under a new version."""
 
     def __init__(self, server_args: Any, pool: KVPool, page_size: int, weights: str | None) -> None:
         """``ValueError`` if the weights cannot be told apart from others."""
-        self._weights = weights or _weights_of(server_args)
         model = ModelConfig.from_server_args(server_args)
+        computed = [f"{name}={getattr(server_args, name)!r}" for name in _CHANGES_VALUES]
+        self._weights = " ".join(
+            [weights or _weights_of(server_args), f"dtype={model.dtype}", *computed]
+        )
         self._facts: dict[str, Any] = {
             "dtype": pool.dtype,
             "page_size": page_size,
@@ -115,6 +128,8 @@ def _heads(pool: KVPool, total: int) -> tuple[int, int]:
 def _weights_of(server_args: Any) -> str:
     folder = Path(server_args.model_path)
     try:
+        if str(server_args.load_format).lower().endswith("dummy"):
+            raise ValueError("--load-format dummy loads none")
         if not folder.is_dir():
             folder = Path(
                 snapshot_download(
