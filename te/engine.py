@@ -173,6 +173,7 @@ class Engine:
                 " call close again"
             )
         self._memory.close()
+        self._answers.clear()  # They keep this engine.
         if self._chosen.fabric is not None:
             self._chosen.fabric.close()
 

@@ -75,6 +75,14 @@ class Region:
         return f"[{self.address:#x}, {self.end:#x}) of {self.nbytes} bytes"
 
 
+#: Why an engine cannot move memory of a kind; see `RegionTable`.
+Refusal = Callable[[MemoryKind, str | None], str | None]
+
+
+def _nothing_refused(kind: MemoryKind, problem: str | None) -> None:
+    """The engine can move memory of every kind."""
+
+
 class RegionTable:
     """The regions of an engine; the plane has its own picture of them. Any thread may call
     anything."""
@@ -83,7 +91,7 @@ class RegionTable:
         self,
         plane: Plane,
         fabric: Fabric | None,
-        refusal: Callable[[MemoryKind, str | None], str | None] = lambda *_: None,
+        refusal: Refusal = _nothing_refused,
         ring: Ring | None = None,
     ) -> None:
         """``refusal`` says why the engine cannot move memory of a kind, which the devices have
@@ -233,6 +241,7 @@ class RegionTable:
         for region in (*self.regions, *self._leaving):
             if region.registration is not None:
                 region.registration.close()
+        self._refusal = _nothing_refused  # The engine's transports keep this table, and it them.
 
     def mappers(self, handles: str) -> tuple[MemoryKind, ...]:
         """The kinds that map other processes' memory by such handles, of memory that is, or was,

@@ -74,7 +74,8 @@ class Acceptor:
         self._listeners: list[tuple[Listener, Transport | None]] = [
             (Listener(listener, _describe), None)
         ]
-        for transport, listeners in chosen.start(local, self._watch).items():
+        watch = functools.partial(_watch, self.loop)
+        for transport, listeners in chosen.start(local, watch).items():
             self._listeners += [(one, transport) for one in listeners]
         for one, owner in self._listeners:
             on_ready = functools.partial(self._on_ready, one, owner)
@@ -222,9 +223,6 @@ class Acceptor:
                 "limit"
             )
 
-    def _watch(self, fd: int, handler: Callable[[int], None]) -> None:
-        self.loop.call(lambda: self.loop.watch(fd, READABLE, handler))
-
     # -- loop's thread
 
     def _on_ready(self, listener: Listener, owner: Transport | None, _events: int) -> None:
@@ -297,6 +295,11 @@ class Acceptor:
             listener.sock.close()
         for incoming in tuple(self._greeting):
             incoming.close(reason)
+
+
+def _watch(loop: IoLoop, fd: int, handler: Callable[[int], None]) -> None:
+    """For transports, which this acceptor keeps: so they must not keep it."""
+    loop.call(lambda: loop.watch(fd, READABLE, handler))
 
 
 def _describe(_sock: socket.socket, address: Any) -> tuple[str, str]:

@@ -121,7 +121,9 @@ class IoLoop:
             with self._lock:
                 self._ended = True
             self._on_end(self.end_reason)
-            self._handlers.clear()  # They may be the last that keep what they watch.
+            # They may be the last that keep what they watch; and whoever made this loop keeps it.
+            self._handlers.clear()
+            del self._on_tick, self._on_end
             self._epoll.close()
             os.close(self._eventfd)
 

@@ -65,8 +65,10 @@ class RankProcess:
         return self.answer()
 
     def has_answered(self, wait_s: float = 0.0) -> bool:
-        ready, _, _ = select.select([self._process.stdout], [], [], wait_s)
-        return bool(ready)
+        assert self._process.stdout is not None
+        waiting = select.poll()  # select(2) knows no descriptor above 1023
+        waiting.register(self._process.stdout, select.POLLIN)
+        return bool(waiting.poll(wait_s * 1e3))
 
     def answer(self) -> str:
         assert self._process.stdout is not None

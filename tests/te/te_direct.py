@@ -7,7 +7,6 @@ import contextlib
 import errno
 import itertools
 import queue
-import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
+from te_far import is_readable
 from te_frames import ALL_RIGHTS, FAR, HEADER, PIECE, AckStatus, Kind, header
 from te_raw import (
     RAW_ID,
@@ -196,7 +196,7 @@ class _Control:
 
     def drain(self) -> list[Frame] | None:
         """All that has come by now; None at the end of the stream. Instead of the others."""
-        while select.select([self.sock], [], [], 0)[0]:
+        while is_readable(self.sock, 0.0):
             more = self.sock.recv(1 << 16)
             if not more:
                 return None

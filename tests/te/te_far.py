@@ -68,8 +68,7 @@ class FarEngine:
     def _reply(self, op: str) -> Any:
         out = self.process.stdout
         assert out is not None
-        ready, _, _ = select.select([out], [], [], 2 * DEADLINE_S)
-        assert ready, f"the far engine does not answer {op}"
+        assert is_readable(out, 2 * DEADLINE_S), f"the far engine does not answer {op}"
         value, error = json.loads(out.readline())
         if error is not None:
             raise FarError(error)
@@ -94,6 +93,13 @@ class FarEngine:
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
+
+
+def is_readable(file: Any, wait_s: float) -> bool:
+    """Whether there is something to read, or the end. select(2) knows no descriptor above 1023."""
+    waiting = select.poll()
+    waiting.register(file, select.POLLIN)
+    return bool(waiting.poll(wait_s * 1e3))
 
 
 class Far:

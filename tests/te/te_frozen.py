@@ -9,12 +9,11 @@ import ctypes
 import fcntl
 import mmap
 import os
-import select
 import struct
 from collections.abc import Iterator
 
 import numpy as np
-from te_far import DEADLINE_S
+from te_far import DEADLINE_S, is_readable
 
 SYS_USERFAULTFD = {"x86_64": 323, "aarch64": 282}[os.uname().machine]
 UFFDIO_API, UFFDIO_REGISTER, UFFDIO_COPY = 0xC018AA3F, 0xC020AA00, 0xC028AA03
@@ -54,8 +53,7 @@ class FrozenMemory:
 
     def wait_until_touched(self) -> None:
         """Somebody waits for a page."""
-        ready, _, _ = select.select([self._fd], [], [], DEADLINE_S)
-        assert ready, "nobody has touched the frozen memory"
+        assert is_readable(self._fd, DEADLINE_S), "nobody has touched the frozen memory"
         os.read(self._fd, 4096)
 
     def serve(self, content: np.ndarray) -> None:

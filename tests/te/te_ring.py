@@ -6,11 +6,12 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import select
 import socket
 import struct
 import time
 from typing import Self
+
+from te_far import is_readable
 
 from te.handshake import decode_card
 
@@ -122,7 +123,7 @@ class RingEnd:
             struct.pack_into("@I", self.rings, asleep, 1)
             if ready():
                 return True
-            if select.select([self.sock], [], [], 0.05 if self._blocking else 0)[0]:
+            if is_readable(self.sock, 0.05 if self._blocking else 0.0):
                 if not self.sock.recv(64):
                     if ready():
                         return True

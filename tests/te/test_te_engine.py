@@ -108,6 +108,29 @@ def descriptors() -> set[int]:
     return {fd for fd in found if os.path.lexists(f"/proc/self/fd/{fd}")}
 
 
+@pytest.mark.parametrize("transport", ["samehost", "tcp"])
+def test_closed_engines_give_back_their_descriptors_at_once(transport: str) -> None:
+    """Not when Python next looks for garbage, which in a big process may be never."""
+    gc.collect()
+    before = descriptors()
+    gc.disable()
+    try:
+        _write_once(te.Config(transports=(transport,), status_dir=None))
+        wait_until(lambda: descriptors() <= before, "no descriptor is left")
+    finally:
+        gc.enable()
+
+
+def _write_once(config: te.Config) -> None:
+    with te.Engine(config) as source, te.Engine(config) as target:
+        memory = source.register(np.ones(4096, np.uint8)), target.register(np.zeros(4096, np.uint8))
+        tag = te.new_tag()
+        target.expect(tag)
+        blocks = te.Blocks.of([memory[0].address], [memory[1].address], 4096)
+        done = source.connect(target.card()).write(blocks, tag=tag).wait(TIMEOUT_S)
+        assert done is te.Status.DONE
+
+
 def test_a_callback_whose_thread_cannot_start_is_refused_and_taken_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -20,7 +21,7 @@ from te.connect.greeting import Hello
 from te.core.wire import RAILS_LIMIT
 from te.errors import Error, ProtocolViolation
 from te.handshake import Card, decode_body, encode
-from te.memory import Region
+from te.memory import Region, RegionTable
 from te.memory_kinds import MemoryKind, Reach, kind_of
 from te.memory_kinds.base import Exported, Mapped
 from te.proof import Key
@@ -95,6 +96,7 @@ class SameHost(Transport):
     has_listener: ClassVar = True
 
     _local: Local
+    _sharing: Sharing
 
     def __init__(self, config: Config) -> None:
         """It needs nothing of the configuration before there are connections."""
@@ -108,7 +110,6 @@ class SameHost(Transport):
                 "cannot allocate memory that child processes do not inherit"
                 f" (MADV_WIPEONFORK, Linux 4.14): {exc.strerror}"
             )
-        self._sharing = Sharing(self._shared)
         self._listens = False
 
     def probe(self) -> str | None:
@@ -123,6 +124,7 @@ class SameHost(Transport):
     def start(self, local: Local, watch: Watch) -> tuple[Listener, ...]:
         """Listens on an abstract socket."""
         self._local = local
+        self._sharing = Sharing(functools.partial(_registered, local.memory))
         try:
             sock = reach.listen(local.id, LISTEN_BACKLOG)
         except OSError as exc:
@@ -172,7 +174,7 @@ class SameHost(Transport):
             self._local.config.rails,
             lambda one: link.add_rail(one.fileno(), one.rings_fd),
         )
-        say = self._about_memory(card, number, first.session)
+        say = _about_memory(self._local, self._nonce, card, number, first.session)
         self._share(Shares(link, say), deadline_s, timeout_s)
         return OutgoingLink(link)
 
@@ -188,16 +190,12 @@ class SameHost(Transport):
 
         self._sharing.attach(shares)
         self._sharing.share_files(shares, deadline_s)
-        if any(memory.export.handles for memory in self._shared()):
+        if any(memory.export.handles for memory in _registered(self._local.memory)):
             self._local.run(share_handles)
-
-    def _hello(self, card: Card, number: int, shared: Shared | None = None) -> Hello:
-        body = encode(HostHello(nonce=self._nonce, shared=shared))
-        return hello_to(card, self._local, self.name, number, body)
 
     def _dial(self, card: Card, number: int, deadline_s: float, session: Key | None) -> _Rail:
         left_s = max(deadline_s - time.monotonic(), 0.001)
-        hello = self._hello(card, number)
+        hello = _hello(self._local, self._nonce, card, number)
         with contextlib.ExitStack() as undo:
             try:
                 sock = reach.dial(card, left_s)
@@ -225,30 +223,6 @@ class SameHost(Transport):
         """After it returns no live link has it mapped."""
         for memory in _shared_memory(region):
             self._sharing.remove(memory, timeout_s)
-
-    def _shared(self) -> tuple[SharedMemory, ...]:
-        regions = self._local.memory.regions
-        return tuple(memory for region in regions for memory in _shared_memory(region))
-
-    def _about_memory(self, card: Card, number: int, session: Key) -> Say:
-        """Tells the engine about memory of this one, for the link ``number``."""
-
-        def say(
-            memory: SharedMemory, turn: int, part: Exported | None, deadline_s: float
-        ) -> str | None:
-            timeout_s = max(deadline_s - time.monotonic(), 0.001)
-            shared = _word(memory, turn, part)
-            hello = self._hello(card, number, shared)
-            fds = [] if part is None or part.fd is None else [part.fd]
-            where = _where(card)
-            try:
-                with blame(card, where, timeout_s), reach.dial(card, timeout_s) as sock:
-                    greet(self._local, sock, hello, card, where, deadline_s, fds, session)
-            except Error as exc:
-                return str(exc)
-            return None
-
-        return say
 
     # -- the destination's side
 
@@ -309,6 +283,34 @@ class _Join(Join):
         if self.process is not None:
             self.process.close()
             self.process = None
+
+
+def _hello(
+    local: Local, nonce: Nonce, card: Card, number: int, shared: Shared | None = None
+) -> Hello:
+    body = encode(HostHello(nonce=nonce, shared=shared))
+    return hello_to(card, local, SameHost.name, number, body)
+
+
+def _about_memory(local: Local, nonce: Nonce, card: Card, number: int, session: Key) -> Say:
+    """Tells the engine about memory of this one, for the link ``number``."""
+
+    def say(
+        memory: SharedMemory, turn: int, part: Exported | None, deadline_s: float
+    ) -> str | None:
+        timeout_s = max(deadline_s - time.monotonic(), 0.001)
+        shared = _word(memory, turn, part)
+        hello = _hello(local, nonce, card, number, shared)
+        fds = [] if part is None or part.fd is None else [part.fd]
+        where = _where(card)
+        try:
+            with blame(card, where, timeout_s), reach.dial(card, timeout_s) as sock:
+                greet(local, sock, hello, card, where, deadline_s, fds, session)
+        except Error as exc:
+            return str(exc)
+        return None
+
+    return say
 
 
 def _about_shared(
@@ -386,6 +388,11 @@ def _describe(sock: socket.socket, _address: Any) -> tuple[str, str]:
 
 def _where(card: Card) -> str:
     return f"the abstract socket of {card.id}"
+
+
+def _registered(table: RegionTable) -> tuple[SharedMemory, ...]:
+    """What peers may map now."""
+    return tuple(memory for region in table.regions for memory in _shared_memory(region))
 
 
 def _shared_memory(region: Region) -> tuple[SharedMemory, ...]:
