@@ -219,7 +219,7 @@ class Far:
             timeout_s: an owner that has not answered for so long is not used until it does.
         """
         self.table: Final = table
-        self.set_heard: Final = set_heard
+        self.set_heard = set_heard
         self.context: Final[zmq.Context[zmq.Socket[bytes]]] = zmq.Context()
         self._endpoints = endpoints
         self._on_tick = on_tick
@@ -248,6 +248,10 @@ class Far:
         for one in self._owners.values():
             one.close()
             one.asker.close()
+        self._owners.clear()
+        self._by_number.clear()
+        # Whoever made this keeps it: both are freed at once, without a garbage collection.
+        self._on_tick, self.set_heard = lambda: None, lambda *_: False
 
     def _on_time(self) -> None:
         self._on_tick()

@@ -34,7 +34,7 @@ class Loop:
         self._period_s = period_s
         self._on_time = on_time
         self._stopping = False
-        self._at_end: Callable[[], None] = lambda: None
+        self._at_end = _nothing
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def __del__(self) -> None:
@@ -90,6 +90,9 @@ class Loop:
                 self._guarded(self._on_time)
                 next_s = time.monotonic() + self._period_s
         self._guarded(self._at_end)
+        # Whoever made this loop keeps it: both are freed at once, without a garbage collection.
+        self._readers.clear()
+        self._on_time = self._at_end = _nothing
 
     @staticmethod
     def _guarded(function: Callable[[], None]) -> None:
@@ -98,3 +101,7 @@ class Loop:
             function()
         except Exception:
             logger.exception("a bug in the store: %r raised", function)
+
+
+def _nothing() -> None:
+    """The callback of a loop that has none."""

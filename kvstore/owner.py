@@ -120,6 +120,7 @@ class Owner:
     def close(self) -> None:
         """Ends the registration: nobody can read or write the memory any more. Waits for writes
         under way; raises ``te.FenceTimeout`` if they do not end."""
+        self.listeners.clear()
         self._engine.deregister(self._region)
 
     # -- putting
