@@ -5,13 +5,32 @@ te bench is for a checkout (an editable install): wheel and sdist have nothing o
 the package is in pyproject.toml.
 """
 
+import os
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 HEADERS = [str(one) for one in sorted(Path("te").rglob("*.h"))]
 PASSES = {"te.verbs._core": "-O2"}  # not a loop in it
+
+
+class BuildOnAllCores(build_ext):
+    """Cython in processes, as it holds the interpreter's lock; then the compiler in threads."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or len(os.sched_getaffinity(0))
+
+    def build_extensions(self) -> None:
+        from Cython.Build import cythonize  # of the build's environment
+
+        made = cythonize(self.extensions, nthreads=self.parallel, force=self.force, quiet=True)
+        sources = {one.name: one.sources for one in made}
+        for one in self.extensions:
+            one.sources = sources[one.name]
+        super().build_extensions()
 
 
 def extension(source: Path) -> Extension:
@@ -37,8 +56,11 @@ def in_c(name: str) -> Extension:
     )
 
 
-found = [extension(one) for top in ("te", "kvstore") for one in sorted(Path(top).rglob("*.pyx"))]
-found += [in_c("_floors"), in_c("_copier"), in_c("_gpu")]
-if not {"bdist_wheel", "sdist"}.isdisjoint(sys.argv):
-    found = [one for one in found if not one.name.startswith("te.bench.")]
-setup(ext_modules=found)
+if __name__ == "__main__":  # Cython's processes may import this file once more
+    found = [
+        extension(one) for top in ("te", "kvstore") for one in sorted(Path(top).rglob("*.pyx"))
+    ]
+    found += [in_c("_floors"), in_c("_copier"), in_c("_gpu")]
+    if not {"bdist_wheel", "sdist"}.isdisjoint(sys.argv):
+        found = [one for one in found if not one.name.startswith("te.bench.")]
+    setup(ext_modules=found, cmdclass={"build_ext": BuildOnAllCores})
