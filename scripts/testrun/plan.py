@@ -73,8 +73,7 @@ def lanes(options: Options) -> list[Lane]:
     ]
     if not options.pytest_args:
         here.append(Step("documentation site", ["scripts/docs"]))
-        here.append(Step("demo from the wheel", ["scripts/wheel-demo"]))
-        here += _demo_over_rdma(options.scratch / "reference.json")
+        here += _demos(options.scratch / "reference.json")
     machines = [
         _on_devices(options, nics, driver, *where)
         for driver in DRIVERS
@@ -96,13 +95,15 @@ def _on_devices(options: Options, nics: int, driver: str, *where: str) -> Step:
     return Step(name, _testbed(*machine, argv=inside.argv), good=inside.good)
 
 
-def _demo_over_rdma(reference: Path) -> list[Step]:
-    """The main job over RDMA. What one ordinary server answers is found outside, where a server
-    starts ten times as fast as in an emulated machine."""
-    demo = ["scripts/demo", "--requests", str(DEMO_REQUESTS)]
-    inside = [*demo, "--transport", "rdma", "--reference", str(reference)]
+def _demos(reference: Path) -> list[Step]:
+    """The main job from an installed wheel, and over RDMA. What one ordinary server answers is
+    found once, and outside the emulated machine, where a server starts ten times as fast."""
+    requests = ["--requests", str(DEMO_REQUESTS)]
+    demo, known = ["scripts/demo", *requests], ["--reference", str(reference)]
+    inside = [*demo, "--transport", "rdma", *known]
     return [
         Step("reference tokens", [*demo, "--write-reference", str(reference)]),
+        Step("demo from the wheel", ["scripts/wheel-demo", *requests, *known]),
         Step("demo over RDMA", _testbed("--nics", "2", "--memory", "12", argv=inside)),
     ]
 
