@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from te_direct import NullEngine, RawDirectSource, ask, raw_direct_destination, table
-from te_frames import ALL_RIGHTS, FAR, MAY_READ, MAY_WRITE_TAGGED, AckStatus, Kind, ack
+from te_direct import NullEngine, RawDirectSource, ask, raw_direct_destination, table, word
+from te_far import wait_until
+from te_frames import ALL_RIGHTS, FAR, MAY_READ, MAY_WRITE_TAGGED, PIECE, AckStatus, Kind, ack
 
 import te
 from te.bench._null import Wires
@@ -162,3 +163,44 @@ def test_a_right_that_is_gone_while_pieces_wait_ends_their_transfer() -> None:
         raw.send(ack(number, AckStatus.ABANDONED))
         with pytest.raises(te.TransferFailed, match=r"the destination: .* may not write without"):
             write.wait(TIMEOUT_S)
+
+
+def test_a_piece_that_was_given_up_and_lost_with_its_rail_counts_once() -> None:
+    """Its memory is gone before all of it is posted, and then its queue pair fails: it waits for a
+    rail again, and is not told to have been written."""
+    wires, blocks = Wires(), 1000
+    with (
+        NullEngine(wires, nics=1) as source,
+        raw_direct_destination(wires, source) as (peer, raw),
+    ):
+        near, far = np.zeros(2 * blocks * PAGE, np.uint8), 1 << 30
+        source.register(near, remote="none")
+        wait_until(lambda: peer.rails == 1, "a rail")
+        wires.expect(0)
+        wires.hold(True)  # The queue is full before all of it is posted.
+        every_second = np.arange(blocks, dtype=np.uint64) * np.uint64(2 * PAGE)
+        write = peer.write(te.Blocks.of(near.ctypes.data + every_second, far + every_second, PAGE))
+        asked = raw.await_frame(Kind.ASK)
+        there = [(far, far + near.nbytes)]
+        raw.send(table(there), ack(asked.transfer, AckStatus.GRANTED))
+        wait_until(lambda: wires.posted()[0] > 500, "the queue is full")
+        raw.send(table(there, rights=MAY_READ))
+        other = peer.write(te.Blocks.of(near.ctypes.data, far, 1))
+        second = raw.await_frame(Kind.ASK).transfer
+        raw.send(ack(second, AckStatus.GRANTED))
+        assert raw.await_frame(Kind.ABANDON).transfer == second, "the table has come"
+        raw.send(ack(second, AckStatus.ABANDONED))
+        ((rail, epoch), pair) = next(iter(raw.rails.items()))
+        pair.to_error()  # What is posted from now on fails.
+        wires.hold(False)
+        lost = raw.await_frame(Kind.RAIL_LOST)
+        assert (lost.transfer, lost.tag) == (rail, epoch)
+        landed = sum(status == 0 for status, _ in pair.poll()) - 1  # the rail's probe
+        carried = np.frombuffer(lost.body, PIECE).tolist()
+        raw.send(word(Kind.RAIL_CLOSED, rail, epoch, [one for one in carried if one[1] < landed]))
+        given_up = raw.await_frame(Kind.ABANDON)
+        assert (given_up.transfer, given_up.total) == (asked.transfer, landed)
+        raw.send(ack(asked.transfer, AckStatus.ABANDONED))
+        for one in (write, other):
+            with pytest.raises(te.TransferFailed, match="may not write without"):
+                one.wait(TIMEOUT_S)

@@ -101,6 +101,7 @@ cdef u64 give(Qp *q, Transfer *t) noexcept nogil:
     cdef Piece *piece = &p.pieces[p.head - 1]
     one.transfer, one.piece, one.blocks, one.nbytes = t, p.head - 1, piece.blocks, piece.nbytes
     one.sequence = <u64>-1
+    one.is_unmarked = False
     p.head = piece.next
     p.waiting -= 1
     p.waiting_bytes -= piece.nbytes

@@ -4,7 +4,7 @@
 
 from te.core.frames cimport Connection
 from te.core.link cimport Link, Transfer
-from te.core.sync cimport u32
+from te.transports.rdma.state cimport Posted
 
 # What `Ops` and `Protocol` call; without a lock, or with the connection's.
 cdef void outgoing_prepare(Transfer *t, bint is_shared) noexcept nogil
@@ -19,6 +19,6 @@ cdef void give_up_all(Link *link, int verdict) noexcept nogil
 # It has waiting pieces no more.
 cdef void take_ready(Link *link, Transfer *t) noexcept nogil
 # The piece waits for a rail, as the next one.
-cdef void requeue(Link *link, Transfer *t, u32 piece) noexcept nogil
+cdef void requeue(Link *link, const Posted *posted) noexcept nogil
 # After whatever may have ended it.
 cdef void go_on(Connection *c, Transfer *t) noexcept nogil

@@ -89,13 +89,15 @@ cdef void take_ready(Link *link, Transfer *t) noexcept nogil:
     p.is_ready = False
 
 
-cdef void requeue(Link *link, Transfer *t, u32 piece) noexcept nogil:
+cdef void requeue(Link *link, const Posted *posted) noexcept nogil:
+    cdef Transfer *t = posted.transfer
     cdef Posting *p = posting_of(t)
-    cdef Piece *one = &p.pieces[piece]
+    cdef Piece *one = &p.pieces[posted.piece]
     one.next = p.head
-    p.head = piece + 1
+    p.head = posted.piece + 1
     p.waiting += 1
     p.waiting_bytes += one.nbytes
+    p.unmarked -= posted.is_unmarked
     advance(t, MORE)
     if p.granted and not is_given_up(t):
         put_ready(link, t)

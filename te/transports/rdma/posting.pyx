@@ -52,11 +52,13 @@ cdef void build_mark(Qp *q, u32 mark) noexcept nogil:
 
 cdef void refuse_here(Qp *q, u64 address, u64 nbytes) noexcept nogil:
     """The other side has such memory no longer."""
-    cdef Transfer *t = first_unbuilt(q).transfer
+    cdef Posted *one = first_unbuilt(q)
+    cdef Transfer *t = one.transfer
     cdef Connection *c = control_lock(q.link)
     if t.text == NULL and t.verdict == 0:
         t.text = text_outside(q.link, t, address, nbytes)
         t.verdict = WAS_REFUSED
+    one.is_unmarked = True
     posting_of(t).unmarked += 1
     advance(t, MORE)  # It cannot land as a whole any more.
     control_unlock(c)

@@ -182,7 +182,7 @@ cdef void on_closed(Connection *c) noexcept nogil:
         if t.is_read or not is_listed_in(
             <PieceId *>c.body, c.head.count, t.id, one.piece
         ):
-            requeue(link, t, one.piece)
+            requeue(link, one)
         go_on(c, t)
     pthread_mutex_unlock(&link.lock)
     link_tell(link, q.index, q.epoch, q.code, q.errnum)

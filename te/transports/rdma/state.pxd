@@ -62,6 +62,7 @@ cdef struct Posted:
     u64 nbytes
     u64 sequence  # of the work request that ends it; not known, and huge, before that one is built
     u64 mark  # which of the qp's marks; 0 of a read, which has none
+    bint is_unmarked  # counted in `Posting.unmarked`
 
 # What the transport keeps for an engine. Atomic: how often each device has failed as a whole, and
 # why the last time; and calls to look at all queue pairs.
