@@ -12,7 +12,8 @@ from typing import Final
 import msgspec
 import zmq
 
-from kvstore.messages import MESSAGE_BYTES_MAX, Answer, Question, Refused, decode_answer, encode
+from kvstore.messages import Answer, Question, Refused, decode_answer, encode
+from kvstore.sockets import Sockets, Where
 
 __all__ = ["REQUEST_ID", "Asker", "NoAnswer"]
 
@@ -28,9 +29,9 @@ class Asker:
     long as it waits: handing questions to another thread would cost two changes of threads, which
     is as long as the question itself."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, name: str) -> None:
-        self._context = context
-        self._endpoint = endpoint
+    def __init__(self, sockets: Sockets, where: Where, name: str) -> None:
+        self._sockets = sockets
+        self._where = where
         self._name = name
         self._lock = threading.Lock()
         self._idle: list[zmq.Socket[bytes]] = []
@@ -67,13 +68,9 @@ class Asker:
             if self._idle:
                 return self._idle.pop()
         try:
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-            socket.connect(self._endpoint)
+            return self._sockets.connect(self._where)
         except zmq.ZMQError as exc:  # The context is closed, or there are too many sockets.
             raise NoAnswer(f"owner {self._name} cannot be asked: {exc}") from exc
-        return socket
 
     def _give_back(self, socket: zmq.Socket[bytes]) -> None:
         with self._lock:

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -58,7 +57,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--policy", choices=sorted(POLICIES), default=Config().policy)
     serve.add_argument(
-        "--host", default="127.0.0.1", help="address that the transfer engine listens on"
+        "--index", default="", help="where the processes of several hosts meet: redis://HOST:6379"
+    )
+    serve.add_argument(
+        "--secret-file", type=Path, help="the deployment's secret; --index takes one"
+    )
+    serve.add_argument(
+        "--host",
+        default="",
+        help="the address for others (default: the one that leads to the index, or 127.0.0.1)",
     )
     serve.set_defaults(run=_serve)
     top = commands.add_parser(
@@ -102,16 +109,21 @@ def _size(text: str) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    config = Config(
-        memory=options.memory, policy=options.policy, engine=te.Config(host=options.host)
-    )
-    if options.directory is not None:
-        config = replace(config, directory=options.directory)
+    given = {
+        "memory": options.memory,
+        "policy": options.policy,
+        "directory": options.directory,
+        "index": options.index,
+        "secret_file": options.secret_file,
+        "host": options.host,
+    }
+    config = Config.of({name: value for name, value in given.items() if value is not None})
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     with Store(config):
-        print(f"kvstore: lends {config.memory} bytes, in {config.directory}", flush=True)  # noqa: T201
+        place = "at the index" if config.index else f"in {config.directory}"
+        print(f"kvstore: lends {config.memory} bytes, {place}", flush=True)  # noqa: T201
         ended.wait()
     return 0
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import te
+from bootstrap_server.secret import Keys
+from bootstrap_server.secret_file import read_secret_file
 from kvstore.policies import POLICIES
 from kvstore.slab import UNIT_BYTES
 from te.status import default_directory
@@ -21,6 +23,9 @@ __all__ = ["Config", "parse_bytes"]
 
 _SUFFIXES: Final = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 CHUNK_BYTES_MAX: Final = 64 << 20
+NO_KEYS: Final = Keys()
+SECRET_FILE: Final = "secret_file"
+"""The setting that ``Config.keys`` is made of."""
 
 
 def parse_bytes(text: str | int) -> int:
@@ -55,6 +60,13 @@ class Config:
     #: Where the processes of one host find each other: a directory of sockets, which only this user
     #: may enter.
     directory: Path = field(default_factory=_own_directory)
+    #: Where the processes of several hosts find each other: the URL of a Redis or Valkey server,
+    #: such as "redis://host:6379/0". Without it, in the directory.
+    index: str = ""
+    #: The address of this host that other hosts reach. By default the one that leads to the index.
+    host: str = ""
+    #: Of the deployment's secrets, which all processes must have who meet at an index.
+    keys: Keys = field(default=NO_KEYS, repr=False)
     #: Which objects are evicted first: "arc" or "lru".
     policy: str = "arc"
     #: Eviction begins when less than this part of a size class's slots is free.
@@ -71,8 +83,8 @@ class Config:
     #: Compares the checksum of what a get has read, where the processor can read the memory. A get
     #: notices every object that was evicted or replaced without it, too.
     verify: bool = True
-    #: The transfer engine's settings. Without keys all processes of the directory share one, which
-    #: is made there.
+    #: The transfer engine's settings. Its keys are made of ``keys``, or are one that the processes
+    #: of the directory share; ``host`` comes before its own.
     engine: te.Config = field(default_factory=te.Config)
 
     def __post_init__(self) -> None:
@@ -82,6 +94,11 @@ class Config:
             raise ValueError(f"chunk_bytes={self.chunk_bytes} must be a multiple of {UNIT_BYTES}")
         if not 1 <= self.copies <= 8:
             raise ValueError(f"copies={self.copies} must be between 1 and 8")
+        if self.index and not self.keys:
+            raise ValueError(
+                "index takes a secret, so that nobody else reads or writes the store: give all of"
+                " its processes the same secret file (`sglang-mooncake secret` makes one)"
+            )
         if self.policy not in POLICIES:
             raise ValueError(f"policy={self.policy!r} is none of {', '.join(POLICIES)}")
         if not 0 <= self.free_low <= self.free_high <= 0.5:
@@ -103,11 +120,12 @@ class Config:
         return min(1 << (part.bit_length() - 1), CHUNK_BYTES_MAX)
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
+    def of(cls, values: Mapping[str, Any], keys: Keys = NO_KEYS) -> Self:
         """From the names and values of a configuration file: sizes may be texts such as "16GiB".
-        ``ValueError`` names what is unknown or wrong."""
-        names = {one.name for one in dataclasses.fields(cls)} - {"engine"}
-        given: dict[str, Any] = {}
+        ``keys`` are used if it names no secret file. ``ValueError`` names what is unknown or
+        wrong."""
+        names = {one.name for one in dataclasses.fields(cls)} - {"engine", "keys"} | {SECRET_FILE}
+        given: dict[str, Any] = {"keys": keys}
         for name, value in values.items():
             if name not in names:
                 near = difflib.get_close_matches(name, names, 1)
@@ -115,5 +133,8 @@ class Config:
                 raise ValueError(f"the store has no setting {name!r}{hint}")
             if name in ("memory", "chunk_bytes"):
                 value = parse_bytes(value)
-            given[name] = Path(value) if name == "directory" else value
+            if name == SECRET_FILE:
+                given["keys"] = Keys.from_secrets(read_secret_file(value))
+            else:
+                given[name] = Path(value) if name == "directory" else value
         return cls(**given)

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Final
 
+from kvstore.sockets import Where
+
 __all__ = ["Directory"]
 
 KEY_BYTES: Final = 32
@@ -68,16 +70,32 @@ class Directory:
             raise ValueError(f"{path} has {len(key)} bytes, not {KEY_BYTES}: remove it")
         return key
 
-    def endpoint(self, name: str) -> str:
+    @property
+    def data_keys(self) -> tuple[bytes, ...]:
+        """For ``te.Config.keys``. ``ValueError`` as ``key``."""
+        return (self.key(),)
+
+    @property
+    def control_keys(self) -> tuple[bytes, ...]:
+        """The mode of the directory is enough."""
+        return ()
+
+    def listen_at(self, name: str) -> str:
         """Where an owner shall listen; ``name`` is its engine's id."""
         return f"ipc://{self._socket(name)}"
 
-    def endpoints(self) -> dict[str, str]:
+    def announce(self, name: str, endpoint: str) -> None:
+        """The owner listens, and others see its socket."""
+
+    def close(self) -> None:
+        """The owner listens no more: others see that."""
+
+    def endpoints(self) -> dict[str, Where]:
         """Where owners listen, by name. Sockets that somebody has left behind are removed."""
-        found: dict[str, str] = {}
+        found: dict[str, Where] = {}
         for path in self._path.glob(f"*{_SUFFIX}"):
             if self._is_heard(path):
-                found[path.stem] = f"ipc://{path}"
+                found[path.stem] = Where(f"ipc://{path}")
         return found
 
     def _socket(self, name: str) -> Path:

@@ -19,7 +19,6 @@ from kvstore.asking import REQUEST_ID, Asker, NoAnswer
 from kvstore.changes import OWNERS_MAX
 from kvstore.loop import Loop
 from kvstore.messages import (
-    MESSAGE_BYTES_MAX,
     VERSION,
     Answer,
     Changes,
@@ -33,6 +32,7 @@ from kvstore.messages import (
     encode,
 )
 from kvstore.owner import OwnerCard
+from kvstore.sockets import Sockets, Where
 
 __all__ = ["Far", "Followed"]
 
@@ -51,14 +51,14 @@ ASKED_MAX: Final = 1024
 class Followed:
     """One owner, as this process knows it. For the loop's thread, except ``card`` and ``asker``."""
 
-    def __init__(self, far: Far, name: str, endpoint: str, number: int) -> None:
+    def __init__(self, far: Far, name: str, where: Where, number: int) -> None:
         self.name: Final = name
         self.number: Final = number
         #: Replaced as a whole. None before the owner's first answer.
         self.card: OwnerCard | None = None
-        self.asker: Final = Asker(far.context, endpoint, name)
+        self.asker: Final = Asker(far.sockets, where, name)
         self._far = far
-        self._endpoint = endpoint
+        self._where = where
         self._socket: zmq.Socket[bytes] | None = None
         self._asked: dict[bytes, tuple[Future[Answer], float]] = {}
         self._ids = itertools.count()
@@ -82,10 +82,7 @@ class Followed:
     def greet(self) -> None:
         """Connects anew and begins from the start."""
         self.close()
-        self._socket = self._far.context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-        self._socket.connect(self._endpoint)
+        self._socket = self._far.sockets.connect(self._where)
         self._far.loop.add(self._socket, self._on_readable)
         self._follow(Greet(VERSION), self._on_hello)
 
@@ -206,7 +203,8 @@ class Far:
         self,
         table: Table,
         set_heard: Callable[[int, bool], bool],
-        endpoints: Callable[[], Mapping[str, str]],
+        sockets: Sockets,
+        endpoints: Callable[[], Mapping[str, Where]],
         on_tick: Callable[[], None],
         timeout_s: float,
     ) -> None:
@@ -214,13 +212,14 @@ class Far:
         Args:
             table: gets what they hold.
             set_heard: gets an owner's number and whether it answers; returns whether that is new.
+            sockets: to connect with.
             endpoints: where owners listen, by name; is called in the loop's thread.
             on_tick: is called about every tenth of a second in the loop's thread.
             timeout_s: an owner that has not answered for so long is not used until it does.
         """
         self.table: Final = table
         self.set_heard = set_heard
-        self.context: Final[zmq.Context[zmq.Socket[bytes]]] = zmq.Context()
+        self.sockets: Final = sockets
         self._endpoints = endpoints
         self._on_tick = on_tick
         self._timeout_s = timeout_s
@@ -242,7 +241,6 @@ class Far:
     def close(self) -> None:
         """Ends all connections and questions."""
         self.loop.stop()
-        self.context.destroy(linger=0)
 
     def _end(self) -> None:
         for one in self._owners.values():
@@ -269,14 +267,14 @@ class Far:
                 self._forget(one, "it is gone")
             elif one.silent_s > FORGET_S:
                 self._forget(one, f"it has been silent for {FORGET_S:g} s")
-        for name, endpoint in found.items():
+        for name, where in found.items():
             if name in self._owners:
                 continue
             number = self._free_number()
             if number is None:
                 logger.warning("owner %s is left out: there are %d already", name, OWNERS_MAX - 1)
                 return
-            one = Followed(self, name, endpoint, number)
+            one = Followed(self, name, where, number)
             self._owners[name] = self._by_number[number] = one
 
     def _free_number(self) -> int | None:

@@ -8,7 +8,6 @@ from typing import Annotated, Final
 import msgspec
 
 __all__ = [
-    "MESSAGE_BYTES_MAX",
     "VERSION",
     "Abandon",
     "Answer",
@@ -31,7 +30,6 @@ __all__ = [
 ]
 
 VERSION: Final = 1
-MESSAGE_BYTES_MAX: Final = 8 << 20
 KEYS_BYTES_MAX: Final = 4096 * 16
 
 Keys = Annotated[bytes, msgspec.Meta(max_length=KEYS_BYTES_MAX)]

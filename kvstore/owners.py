@@ -10,22 +10,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
-import zmq
 
 import te
 from kvstore._table import Table
 from kvstore.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, Records, form_of
 from kvstore.config import Config
-from kvstore.directory import Directory
 from kvstore.far import Far
 from kvstore.handles import FarHandle, Handle, OwnHandle
 from kvstore.messages import Touch
 from kvstore.owner import CLAIM_OBJECTS_MAX, Owner, OwnerCard
 from kvstore.reading import Source
 from kvstore.service import Service
+from kvstore.sockets import Sockets, Where
 from kvstore.status import OwnerSeen
 
 __all__ = ["OWN", "Owners"]
@@ -42,12 +41,42 @@ PAUSE_S: Final = 1.0
 """An owner that could not be read or connected to is left alone for so long."""
 
 
+class Membership(Protocol):
+    """How the processes of a store find each other, and prove that they belong to it."""
+
+    @property
+    def data_keys(self) -> tuple[bytes, ...]:
+        """For ``te.Config.keys``."""
+        ...
+
+    @property
+    def control_keys(self) -> tuple[bytes, ...]:
+        """For ``Sockets``."""
+        ...
+
+    def listen_at(self, name: str) -> str:
+        """Where an owner shall listen; ``name`` is its engine's id."""
+        ...
+
+    def announce(self, name: str, endpoint: str) -> None:
+        """The owner listens there."""
+        ...
+
+    def endpoints(self) -> Mapping[str, Where]:
+        """Where all owners listen, by name. Does not wait."""
+        ...
+
+    def close(self) -> None:
+        """The own owner is gone."""
+        ...
+
+
 class Owners:
     """All methods are thread-safe."""
 
-    def __init__(self, engine: te.Engine, config: Config, directory: Directory) -> None:
-        """Lends memory if ``Config.memory`` says so, and looks for others. ``OSError`` if there is
-        not enough memory."""
+    def __init__(self, engine: te.Engine, config: Config, members: Membership) -> None:
+        """Lends memory if ``Config.memory`` says so, and looks for others among the members.
+        ``OSError`` if there is not enough memory."""
         self._engine = engine
         self._config = config
         self.table: Final = Table()
@@ -59,23 +88,29 @@ class Owners:
         self._applied = 0
         self._touched: deque[tuple[Keys, bytes, int]] = deque()
         with contextlib.ExitStack() as undo:
-            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            undo.callback(context.destroy, linger=0)
+            sockets = Sockets(members.control_keys)
+            undo.callback(sockets.close)
             if config.memory:
                 self.own = Owner(engine, config)
                 undo.callback(self.own.close)
                 self.own.listeners.append(self._apply_own)
                 self._ranks[OWN] = OWN_RANK
-                service = Service(self.own, context, directory.endpoint(engine.id))
+                service = Service(self.own, sockets, members.listen_at(engine.id))
                 undo.callback(service.close)
+                members.announce(engine.id, service.endpoint)
 
-            def others() -> Mapping[str, str]:
-                found = directory.endpoints()
+            def others() -> Mapping[str, Where]:
+                found = dict(members.endpoints())
                 found.pop(engine.id, None)
                 return found
 
             self._far = Far(
-                self.table, self._set_far_rank, others, self._tell_touched, config.request_timeout_s
+                self.table,
+                self._set_far_rank,
+                sockets,
+                others,
+                self._tell_touched,
+                config.request_timeout_s,
             )
             undo.callback(self._far.close)
             self._undo = undo.pop_all()

@@ -18,7 +18,6 @@ import te
 from kvstore.changes import KEY_BYTES, Keys
 from kvstore.loop import Loop
 from kvstore.messages import (
-    MESSAGE_BYTES_MAX,
     VERSION,
     Abandon,
     Answer,
@@ -39,6 +38,7 @@ from kvstore.messages import (
     encode,
 )
 from kvstore.owner import Owner
+from kvstore.sockets import Sockets
 
 __all__ = ["Service"]
 
@@ -57,15 +57,10 @@ class Service:
     """The questions of all clients of one owner, answered in one thread; those that wait for a
     fence or read many bytes, in two others."""
 
-    def __init__(
-        self, owner: Owner, context: zmq.Context[zmq.Socket[bytes]], endpoint: str
-    ) -> None:
+    def __init__(self, owner: Owner, sockets: Sockets, endpoint: str) -> None:
         """Starts to listen; ``zmq.ZMQError`` if it cannot."""
         self._owner = owner
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(endpoint)
+        self._socket, self.endpoint = sockets.listen(endpoint)
         self._followers: dict[bytes, tuple[bytes, int, float]] = {}
         self._slow = ThreadPoolExecutor(2, "kvstore-publish")
         self._slow_waiting = 0

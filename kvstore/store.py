@@ -21,10 +21,11 @@ from kvstore.asking import NoAnswer
 from kvstore.changes import PLACE, Found, Keys, Records, form_of
 from kvstore.config import Config
 from kvstore.directory import Directory
+from kvstore.members import Members, host_towards
 from kvstore.memory import Memory
 from kvstore.outcomes import Got, Put
 from kvstore.owner import CLAIM_OBJECTS_MAX
-from kvstore.owners import OWN, Owners
+from kvstore.owners import OWN, Membership, Owners
 from kvstore.pieces import Pieces
 from kvstore.placement import choose
 from kvstore.reading import HEADERS_MAX, Group, HeaderRooms
@@ -51,8 +52,8 @@ class Store:
     def __init__(self, config: Config | None = None) -> None:
         """Starts the engine, lends memory if ``Config.memory`` says so, and looks for others.
 
-        Raises what ``te.Engine`` raises; ``ValueError`` for a directory that is not safe;
-        ``OSError`` if there is not enough memory.
+        Raises what ``te.Engine`` raises; ``ValueError`` for a directory that is not safe, or an
+        index that cannot be used; ``OSError`` if there is not enough memory.
         """
         self._config = Config() if config is None else config
         self._gets: Counter[str] = Counter()
@@ -60,14 +61,13 @@ class Store:
         self._lookups: Counter[str] = Counter()
         self._bytes_got = self._bytes_put = 0
         with contextlib.ExitStack() as undo:
-            directory = Directory(self._config.directory)
-            engine = self._config.engine
-            if not engine.keys:
-                engine = replace(engine, keys=(directory.key(),))
+            members, host = _meet(self._config)
+            undo.callback(members.close)
+            engine = replace(self._config.engine, keys=members.data_keys, host=host)
             self._engine = undo.enter_context(te.Engine(engine))
             self._memory = Memory(self._engine)
             self._rooms = HeaderRooms(self._engine)
-            self._owners = Owners(self._engine, self._config, directory)
+            self._owners = Owners(self._engine, self._config, members)
             undo.callback(self._owners.close)
             self._engine.add_answers({QUESTION: lambda _: self.status()})
             self._undo = undo.pop_all()
@@ -335,6 +335,20 @@ class Store:
                     Group.of(source, some, keys, signature, destination.object_bytes, whole)
                 )
         return groups
+
+
+def _meet(config: Config) -> tuple[Membership, str]:
+    """How this process finds the others, and the address of this host that they use."""
+    if not config.index:
+        return Directory(config.directory), config.host or config.engine.host
+    try:
+        host = config.host or host_towards(config.index)
+    except OSError as exc:
+        raise ValueError(
+            f"no address of this host leads to the index: {exc}; give one that other hosts reach"
+            " as host"
+        ) from exc
+    return Members(config.index, host, config.keys), host
 
 
 def _cancel(groups: Sequence[Group]) -> None:

@@ -23,7 +23,7 @@ ALLOWED = {
     "te/top": {"msgspec", "rich"},  # the live view alone needs rich
     "te/bench": {"matplotlib", "mooncake", "msgspec", "nixl", "numpy"},  # those that are installed
     "bootstrap_server": {"aiohttp", "msgspec", "uvloop"},
-    "kvstore": {"msgspec", "numpy", "te", "xxhash", "zmq"},
+    "kvstore": {"bootstrap_server", "msgspec", "numpy", "redis", "te", "xxhash", "zmq"},
     "kvstore/bench": {"mooncake", "numpy", "redis", "te"},  # those that are installed
     "sglang_mooncake": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
     SGLANGS: {

@@ -13,6 +13,7 @@ from store_makers import SIG, TIMEOUT_S
 from kvstore import messages
 from kvstore.asking import Asker, NoAnswer
 from kvstore.directory import Directory
+from kvstore.sockets import Sockets, Where
 from kvstore.store import Store
 
 
@@ -43,7 +44,8 @@ def test_answers_that_are_none_are_told(directory: Path) -> None:
     thread = answering(
         context, endpoint, None, [b"\xff"], [messages.encode(messages.Refused("no"))], done
     )
-    asker = Asker(context, endpoint, "abc")
+    sockets = Sockets()
+    asker = Asker(sockets, Where(endpoint), "abc")
     question = messages.Publish(1)
     with pytest.raises(NoAnswer, match="owner abc does not answer in time"):
         asker.ask(question, 0.2)
@@ -56,6 +58,7 @@ def test_answers_that_are_none_are_told(directory: Path) -> None:
     thread.join(TIMEOUT_S)
     asker.close()
     assert not asker._idle
+    sockets.close()
     context.destroy(linger=0)
     with pytest.raises(NoAnswer, match="owner abc cannot be asked"):
         asker.ask(question, TIMEOUT_S)
@@ -74,17 +77,19 @@ def test_an_answer_to_an_earlier_question_is_left_out(directory: Path) -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    asker = Asker(context, f"ipc://{directory}/owner", "abc")
+    sockets = Sockets()
+    asker = Asker(sockets, Where(f"ipc://{directory}/owner"), "abc")
     assert asker.ask(messages.Publish(1), TIMEOUT_S) == messages.Done()
     thread.join(TIMEOUT_S)
     asker.close()
+    sockets.close()
     context.destroy(linger=0)
 
 
 def test_a_service_refuses_what_it_cannot_read(owner: Store, directory: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
-    socket.connect(next(iter(Directory(directory).endpoints().values())))
+    socket.connect(next(iter(Directory(directory).endpoints().values())).endpoint)
 
     def asked(raw: bytes) -> messages.Answer:
         socket.send_multipart([b"1", raw])

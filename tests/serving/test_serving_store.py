@@ -26,7 +26,9 @@ from cpu_serving.pools import leaked_pages
 from cpu_serving.servers import Fleet, Server, ServerOptions, wait_ready
 from cpu_serving.store import flush, with_store
 from cpu_serving.traffic import Answer, Request, compare, make_requests, send_all
+from store_redis import redis_server
 
+from bootstrap_server.secret_file import write_secret_file
 from kvstore.status import QUESTION, StoreStatus, status_of
 from sglang_mooncake.sglang.store.weights import identity
 from te import status
@@ -242,10 +244,10 @@ def test_an_update_of_the_weights_under_a_new_version_makes_old_pages_unknown(
 class Lender:
     """`kvstore serve`."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, *where: str) -> None:
         command = [sys.executable, "-m", "kvstore", "serve", "--memory=32MiB"]
         self.process = subprocess.Popen(
-            [*command, f"--directory={place.directory}"],
+            [*command, *(where or [f"--directory={place.directory}"])],
             stdout=subprocess.PIPE,
             process_group=0,
             env=os.environ | {"XDG_RUNTIME_DIR": str(place.path)},
@@ -260,29 +262,41 @@ class Lender:
         self.process.stdout.close()
 
 
-def test_owners_are_killed_under_load(fleet: Fleet, reference: Reference) -> None:
+@pytest.mark.parametrize("meet", ["in a directory", "at an index"])
+def test_owners_are_killed_under_load(fleet: Fleet, reference: Reference, meet: str) -> None:
     """Each page is at two owners. One owner is killed while a server, which has no memory of its
-    own, reads from them; then another, once each page is at two again."""
+    own, reads from them; then another, once each page is at two again. If they meet at an index,
+    that is killed first, and comes back empty."""
     requests = make_requests(24, PROMPT, seed=23)
     pages = sum(map(stored_pages, requests))
     expected = reference.answers("llama", requests)
-    with tempfile.TemporaryDirectory(prefix="kv") as path:
-        place = Place(Path(path))
-        lenders = [Lender(place) for _ in range(3)]
-        options = place.options(make_model("llama"), memory="0", copies=2)
-        server = fleet.server("single", options, name="borrower")
+    with tempfile.TemporaryDirectory(prefix="kv") as path, redis_server() as redis:
+        place, where, told = Place(Path(path)), [], {}
+        if meet == "at an index":
+            told = {"index": redis.url, "secret_file": str(place.path / "secret")}
+            write_secret_file(told["secret_file"])
+            where = [f"--index={redis.url}", f"--secret-file={told['secret_file']}"]
+        lenders = [Lender(place, *where) for _ in range(3)]
+        options = place.options(make_model("llama"), memory="0", copies=2, **told)
+        server = fleet.server("single", options, name=f"borrower-{meet[:2]}")
         try:
             wait_ready([server])
             until(lambda: knows(place, lenders), "the owners are known")
             assert not compare(expected, ask(server, requests))
-            for lender in lenders[:2]:
+            victims = [one.kill for one in lenders[:2]]
+            if told:
+                victims.insert(0, redis.kill)
+            for kill in victims:
                 until(lambda: held(place) == 2 * pages, "each page is at two owners")
                 flush(server)
-                killer = threading.Timer(0.15, lender.kill)
+                killer = threading.Timer(0.15, kill)
                 killer.start()
                 answers = ask(server, requests)
                 killer.join()
                 assert not compare(expected, answers)
+                if kill == redis.kill:
+                    assert hits(answers) == all_pages(requests)
+                    redis.start()
                 flush(server)
                 assert not compare(expected, ask(server, requests)), "stores what has one copy"
             lenders[2].kill()

@@ -26,6 +26,7 @@ __all__ = ["Options", "SignatureNow"]
 LAYERS_PER_READ: Final = 4
 LOAD_TIMEOUT_S: Final = 10.0
 STALL_TIMEOUT_S: Final = 1.0
+CONNECT_TIMEOUT_S: Final = 2.0
 """An owner that sends nothing of a load for so long is given up. SGLang's forward waits for it."""
 
 
@@ -53,18 +54,21 @@ class Options:
             raise ValueError(
                 f"layers_per_read={layers} and load_timeout_s={timeout_s} must be positive"
             )
-        return cls(replace(Config.of(rest), engine=_engine()), weights, layers, timeout_s)
+        settings = Settings.from_environment()
+        store = Config.of(rest, settings.keys)
+        return cls(replace(store, engine=_engine(settings, store)), weights, layers, timeout_s)
 
 
-def _engine() -> te.Config:
-    """The store's processes are on one host, so that its engine listens on no network."""
-    settings = Settings.from_environment()
-    return te.Config(
-        transports=WITHOUT_DEVICES,
-        keys=settings.keys.data,
-        status_dir=settings.status_dir,
-        stall_timeout_s=STALL_TIMEOUT_S,
-    )
+def _engine(settings: Settings, store: Config) -> te.Config:
+    """With an index as the hand-over's engine. Without, all processes are on one host, and need no
+    device."""
+    given: dict[str, Any] = {"transports": WITHOUT_DEVICES}
+    if store.index:
+        given = dict(settings.engine)
+        if "port_last" not in given:
+            given.pop("port", None)  # The hand-over's engine has it.
+    given |= {"status_dir": settings.status_dir, "stall_timeout_s": STALL_TIMEOUT_S}
+    return te.Config(**given | {"connect_timeout_s": CONNECT_TIMEOUT_S})
 
 
 #: Flags by which servers with the same weights compute other keys and values.

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the owners of several hosts are: a list in Redis or Valkey, in which each owner renews its
+entry. It says where owners listen and nothing of what they hold, which each owner tells its clients
+itself. So little depends on it: while it is away, or after it has lost everything, all who know
+each other go on, and only a new process is not found until it is back."""
+
+from __future__ import annotations
+
+import hmac
+import importlib
+import logging
+import re
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from bootstrap_server.secret import Keys
+from kvstore.sockets import Where
+
+__all__ = ["SCHEMES", "Members", "host_towards"]
+
+logger = logging.getLogger(__name__)
+
+SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys")
+DEFAULT_PORT: Final = 6379
+PERIOD_S: Final = 1.0
+"""How often an owner renews its entry, and everybody looks."""
+FORGOTTEN_S: Final = 10
+"""An entry that was not renewed for so long is removed."""
+TIMEOUT_S: Final = 2.0
+_MEMBER: Final = re.compile(r"([0-9a-f]{32}) ([0-9a-f]{16}) (tcp://\S{1,256})")
+_LABEL: Final = b"kvstore: which key"
+
+# One question does all: it removes what is old, renews the caller's entry if it has one (or takes
+# it out), and returns the list if it is not the one that the caller knows. By the server's clock
+# alone. KEYS: the entries by time, and the version of their set. ARGV: seconds, entry, known
+# version, whether the caller leaves.
+_SCRIPT: Final = """
+local time = redis.call('TIME')
+local old = '(' .. (tonumber(time[1]) - tonumber(ARGV[1]))
+local changed = redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', old)
+if ARGV[4] == '1' then
+  changed = changed + redis.call('ZREM', KEYS[1], ARGV[2])
+elseif ARGV[2] ~= '' then
+  changed = changed + redis.call('ZADD', KEYS[1], time[1], ARGV[2])
+end
+if changed > 0 then
+  redis.call('SET', KEYS[2], time[1] .. '.' .. time[2])
+end
+local version = redis.call('GET', KEYS[2]) or ''
+if version == ARGV[3] then
+  return {version}
+end
+return {version, redis.call('ZRANGE', KEYS[1], 0, -1)}
+"""
+_KEYS: Final = ("{kvstore}:owners", "{kvstore}:version")
+
+
+class Members:
+    """The list, as one process sees it. It is asked in a thread of its own."""
+
+    def __init__(self, url: str, host: str, keys: Keys) -> None:
+        """
+        Args:
+            url: such as ``redis://host:6379/0``.
+            host: the address at which other hosts reach this one.
+            keys: of the deployment's secrets, at least one.
+
+        Raises:
+            ValueError: the URL is none, or the package ``redis`` is missing.
+        """
+        parts = urlsplit(url)
+        if parts.scheme not in SCHEMES or not parts.hostname:
+            known = ", ".join(f"{one}://" for one in SCHEMES)
+            raise ValueError(f"index={_shown(url)!r} is not a URL of {known} with a host")
+        try:
+            redis: Any = importlib.import_module("redis")
+        except ImportError as exc:
+            raise ValueError(
+                f"index={_shown(url)!r} takes the Python package redis, which cannot be imported"
+                f" ({exc}): pip install 'sglang-mooncake[redis]'"
+            ) from exc
+        self._shown = _shown(url)
+        self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError)
+        self._redis = redis.Redis.from_url(
+            url.replace("valkey", "redis", 1),
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
+            retry=redis.retry.Retry(redis.backoff.NoBackoff(), 1),  # On a broken connection.
+        )
+        self._script = self._redis.register_script(_SCRIPT)
+        self._host = f"[{host}]" if ":" in host else host
+        self._keys = keys
+        self._by_id = {_key_id(key): key for key in keys.control}
+        self._first = next(iter(self._by_id))
+        self._entry, self._version = b"", b""
+        self._found: Mapping[str, Where] = MappingProxyType({})
+        self._strange: set[bytes] = set()
+        self._is_away = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvstore-members", daemon=True)
+        self._ask()
+        self._thread.start()
+
+    @property
+    def data_keys(self) -> tuple[bytes, ...]:
+        """For ``te.Config.keys``."""
+        return self._keys.data
+
+    @property
+    def control_keys(self) -> tuple[bytes, ...]:
+        """For ``Sockets``."""
+        return self._keys.control
+
+    def listen_at(self, _name: str) -> str:
+        """Where an owner shall listen: at any free port."""
+        return f"tcp://{self._host}:*"
+
+    def announce(self, name: str, endpoint: str) -> None:
+        """From now on this process's owner is in the list; ``name`` is its engine's id."""
+        self._entry = f"{name} {self._first} {endpoint}".encode()
+        self._ask()
+
+    def endpoints(self) -> Mapping[str, Where]:
+        """Where owners listen, by name, when the list was last read. Does not wait."""
+        return self._found
+
+    def close(self) -> None:
+        """Takes the own entry out, if the list can be reached."""
+        self._ended.set()
+        self._thread.join()
+        if self._entry:
+            self._try(lambda: self._read(leaves=1))
+        self._redis.close()
+
+    def _run(self) -> None:
+        while not self._ended.wait(PERIOD_S):
+            self._ask()
+
+    def _ask(self) -> None:
+        self._try(self._read)
+
+    def _read(self, leaves: int = 0) -> None:
+        answer = self._script(keys=_KEYS, args=[FORGOTTEN_S, self._entry, self._version, leaves])
+        if len(answer) == 2:
+            self._found = MappingProxyType(dict(filter(None, map(self._member, answer[1]))))
+        self._version = answer[0]
+
+    def _try(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except self._errors as exc:
+            if not self._is_away:
+                logger.warning(
+                    "the index %s cannot be asked (%s): no new process of the store is found until"
+                    " it can; those that know each other go on",
+                    self._shown,
+                    exc,
+                )
+            self._is_away = True
+            self._version = b""  # It may have lost all.
+            return
+        if self._is_away:
+            logger.info("the index %s answers again", self._shown)
+        self._is_away = False
+
+    def _member(self, raw: bytes) -> tuple[str, Where] | None:
+        """None for an entry that cannot be used; each is told once."""
+        match = _MEMBER.fullmatch(raw.decode("ascii", "replace"))
+        if match is not None and match[2] in self._by_id:
+            return match[1], Where(match[3], self._by_id[match[2]])
+        if raw not in self._strange and len(self._strange) < 1024:
+            self._strange.add(raw)
+            why = "this process does not have its secret" if match else "it is not an owner's"
+            logger.warning("an entry of the index %s is left out: %s", self._shown, why)
+        return None
+
+
+def host_towards(url: str) -> str:
+    """The address of this host from which the index is reached. ``OSError`` if none leads there."""
+    parts = urlsplit(url)
+    family, kind, _, _, address = socket.getaddrinfo(
+        parts.hostname, parts.port or DEFAULT_PORT, type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # Of a datagram socket: nothing is sent.
+        host: str = probe.getsockname()[0]
+        return host
+
+
+def _key_id(key: bytes) -> str:
+    return hmac.digest(key, _LABEL, "sha256")[:8].hex()
+
+
+def _shown(url: str) -> str:
+    """Without user and password."""
+    head, at, tail = url.rpartition("@")
+    return f"{head.partition('://')[0]}://…@{tail}" if at else url

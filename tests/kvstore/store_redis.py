@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Redis server that a test may kill, and stores that meet there."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import redis
+from rdma_testbed.packages import ensure_programs
+from store_makers import until
+
+import te
+from bootstrap_server.secret import Keys
+from kvstore.config import Config
+
+SECRET = b"0123456789abcdef of the tests"
+KEYS = Keys.from_secrets([SECRET])
+
+
+class RedisServer:
+    """It keeps nothing on disk: one that is started again has lost all."""
+
+    def __init__(self) -> None:
+        ensure_programs({"redis-server": "redis-server"}, "the store's tests with an index")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._directory = tempfile.TemporaryDirectory(prefix="kv")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns when it answers."""
+        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1"]
+        command += ["--save", "", "--appendonly", "no", "--dir", self._directory.name]
+        self._process = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            process_group=0,
+        )
+        until(self._answers, "Redis answers")
+
+    def kill(self) -> None:
+        """kill -9; idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def client(self) -> Any:
+        return redis.Redis.from_url(self.url)
+
+    def _answers(self) -> bool:
+        client = self.client()
+        try:
+            return bool(client.ping())
+        except redis.ConnectionError:
+            return False
+        finally:
+            client.close()
+
+    def close(self) -> None:
+        self.kill()
+        self._directory.cleanup()
+
+
+@contextmanager
+def redis_server() -> Iterator[RedisServer]:
+    """One that runs."""
+    server = RedisServer()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+def at_index(url: str, memory: int = 0, keys: Keys = KEYS, **more: Any) -> Config:
+    """A store's configuration that leaves this machine's own directories alone."""
+    return Config(index=url, keys=keys, memory=memory, engine=te.Config(status_dir=None), **more)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores that meet at an index, as those of several hosts do: over TCP, with a secret."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_makers import SIG, Room, contents, keys, until
+from store_redis import RedisServer, at_index, redis_server
+
+from bootstrap_server.secret import Keys
+from bootstrap_server.secret_file import read_secret_file, write_secret_file
+from kvstore.config import Config
+from kvstore.outcomes import Got, Put
+from kvstore.store import Store
+
+MIB = 1 << 20
+N, NBYTES = 8, 20_000
+KEYS = keys(N)
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+def filled(store: Store) -> Room:
+    room = Room(store, N, NBYTES)
+    room.bytes[:] = contents(N, NBYTES)
+    return room
+
+
+def gets(store: Store, room: Room) -> bool:
+    """All are there, and right."""
+    room.bytes[:] = 0
+    outcomes = store.get(KEYS, SIG, room.pieces)
+    return outcomes == [Got.RIGHT] * N and bool((room.bytes == contents(N, NBYTES)).all())
+
+
+def test_objects_go_from_one_to_the_other(redis: RedisServer) -> None:
+    with Store(at_index(redis.url, 8 * MIB)) as owner, Store(at_index(redis.url)) as guest:
+        room = filled(guest)
+        until(lambda: guest.put(KEYS, SIG, room.pieces) == [Put.STORED] * N, "the owner is found")
+        assert gets(owner, Room(owner, N, NBYTES))
+        until(lambda: guest.exists(KEYS, SIG, NBYTES).all(), "they are announced")
+        assert gets(guest, room)
+
+
+def test_another_secret_sees_nothing(redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    other = Keys.from_secrets([b"another secret of the tests"])
+    with (
+        Store(at_index(redis.url, 8 * MIB)) as owner,
+        Store(at_index(redis.url, keys=other)) as stranger,
+    ):
+        owner.put(KEYS, SIG, filled(owner).pieces)
+        until(lambda: "does not have its secret" in caplog.text, "the stranger has seen the entry")
+        assert not stranger.status().owners
+        assert stranger.put(KEYS, SIG, filled(stranger).pieces) == [Put.UNREACHABLE] * N
+
+
+def test_a_killed_index_costs_nothing_but_new_processes(redis: RedisServer) -> None:
+    """kill -9 under load, and a restart without any memory."""
+    with Store(at_index(redis.url, 8 * MIB)) as owner, Store(at_index(redis.url)) as guest:
+        owner.put(KEYS, SIG, filled(owner).pieces)
+        until(lambda: guest.exists(KEYS, SIG, NBYTES).all(), "the owner is followed")
+        wrong: list[int] = []
+        rounds, ended = [0], threading.Event()
+
+        def load() -> None:
+            room = Room(guest, N, NBYTES)
+            while not ended.is_set():
+                if not gets(guest, room):
+                    wrong.append(rounds[0])
+                rounds[0] += 1
+
+        thread = threading.Thread(target=load)
+        thread.start()
+
+        def more(count: int) -> None:
+            enough = rounds[0] + count
+            until(lambda: rounds[0] > enough, "gets go on")
+
+        more(20)
+        redis.kill()
+        more(200)
+        redis.start()
+        with Store(at_index(redis.url)) as late:
+            until(lambda: late.exists(KEYS, SIG, NBYTES).all(), "a new process has all keys")
+            assert gets(late, Room(late, N, NBYTES))
+        more(20)
+        ended.set()
+        thread.join()
+        assert not wrong, f"{len(wrong)} of {rounds[0]} rounds were not right"
+
+
+def test_lent_by_the_command(redis: RedisServer, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    write_secret_file(secret)
+    serve = [sys.executable, "-m", "kvstore", "serve", "--memory", "8MiB"]
+    process = subprocess.Popen(
+        [*serve, "--index", redis.url, "--secret-file", str(secret)],
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"kvstore: lends {8 * MIB} bytes, at the index\n"
+        found = Keys.from_secrets(read_secret_file(secret))
+        with Store(at_index(redis.url, keys=found)) as store:
+            room = filled(store)
+            until(lambda: store.put(KEYS, SIG, room.pieces) == [Put.STORED] * N, "it is found")
+            until(lambda: gets(store, room), "and has them")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"index": "redis://127.0.0.1"}, "index takes a secret"),
+        ({"secret_file": "/no/such/file"}, "cannot read the secret from /no/such/file"),
+    ],
+)
+def test_settings_are_checked(given: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Config.of(given)
+
+
+def test_no_address_leads_to_the_index() -> None:
+    with pytest.raises(ValueError, match="no address of this host leads to the index"):
+        Store(at_index("redis://no-such-host.invalid"))

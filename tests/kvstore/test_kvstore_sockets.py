@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sockets over TCP: who has a secret in common with an owner is let in, and nobody else."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import zmq
+from store_makers import TIMEOUT_S, until
+
+from kvstore.sockets import Sockets, Where
+
+OLD, NEW = b"o" * 32, b"n" * 32
+ADDRESS = "tcp://127.0.0.1:*"
+
+
+def asks(client: zmq.Socket[bytes], owner: zmq.Socket[bytes]) -> bytes:
+    """What comes back for a question."""
+    client.send(b"question")
+    assert owner.poll(TIMEOUT_S * 1000)
+    name, question = owner.recv_multipart()
+    owner.send_multipart([name, b"answer to " + question])
+    assert client.poll(TIMEOUT_S * 1000)
+    return client.recv()
+
+
+@pytest.mark.parametrize(
+    ("owners", "clients"),
+    [((), b""), ((NEW,), NEW), ((NEW, OLD), NEW)],
+    ids=["in plain", "one secret", "two secrets"],
+)
+def test_holders_are_let_in(owners: tuple[bytes, ...], clients: bytes) -> None:
+    ours, theirs = Sockets(owners), Sockets()
+    owner, endpoint = ours.listen(ADDRESS)
+    client = theirs.connect(Where(endpoint, clients))
+    assert asks(client, owner) == b"answer to question"
+    theirs.close()
+    ours.close()
+
+
+@pytest.mark.parametrize("key", [b"", OLD], ids=["in plain", "another secret"])
+def test_others_are_not_heard(key: bytes) -> None:
+    ours, theirs = Sockets((NEW,)), Sockets()
+    owner, endpoint = ours.listen(ADDRESS)
+    stranger = theirs.connect(Where(endpoint, key))
+    stranger.send(b"let me in")
+    holder = theirs.connect(Where(endpoint, NEW))
+    assert asks(holder, owner) == b"answer to question", "the stranger's message has not come"
+    assert not owner.poll(100)
+    theirs.close()
+    ours.close()
+
+
+def test_who_knows_the_owners_key_but_not_the_clients_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A client proves a key of its own, too: libzmq alone lets in whoever knows the owner's."""
+    ours, theirs = Sockets((NEW,)), Sockets()
+    owner, endpoint = ours.listen(ADDRESS)
+    stranger = theirs.connect(Where(endpoint, NEW))
+    stranger.disconnect(endpoint)
+    public, secret = zmq.curve_keypair()
+    stranger.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    stranger.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    stranger.connect(endpoint)
+    stranger.send(b"let me in")
+    with caplog.at_level(logging.WARNING, "kvstore.sockets"):
+        until(lambda: "its secret differs" in caplog.text, "the refusal is told")
+    assert not owner.poll(100)
+    theirs.close()
+    ours.close()
+
+
+def test_over_ipv6() -> None:
+    ours = Sockets((NEW,))
+    owner, endpoint = ours.listen("tcp://[::1]:*")
+    client = ours.connect(Where(endpoint, NEW))
+    assert asks(client, owner) == b"answer to question"
+    ours.close()
+
+
+def test_an_address_that_is_not_this_hosts() -> None:
+    sockets = Sockets()
+    with pytest.raises(zmq.ZMQError):
+        sockets.listen("tcp://192.0.2.1:*")
+    with pytest.raises(zmq.ZMQError):
+        sockets.connect(Where("nowhere"))
+    sockets.close()
