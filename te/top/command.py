@@ -109,17 +109,26 @@ def sample(places: tuple[Path, ...], pids: frozenset[int] | None) -> Sample:
         except StatusError as exc:
             problems.append(str(exc))
     with concurrent.futures.ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-        answers = list(pool.map(_ask, live))
+        # Read in this thread: msgspec 0.22 crashes when two threads are the first to use a type.
+        answers = [_status_of(*one) for one in zip(live, pool.map(_ask, live), strict=True)]
     problems += [one for one in answers if isinstance(one, str)]
     engines = tuple(one for one in answers if isinstance(one, EngineStatus))
     return Sample(time.monotonic(), engines, tuple(problems))
 
 
-def _ask(live: Live) -> EngineStatus | str:
+def _ask(live: Live) -> Any:
+    """The answer, or why there is none."""
     try:
-        return msgspec.convert(ask(live.path, "engine", timeout_s=TIMEOUT_S), EngineStatus)
+        return ask(live.path, "engine", timeout_s=TIMEOUT_S)
     except StatusError as exc:
-        return f"pid {live.pid}: {exc}"
+        return exc
+
+
+def _status_of(live: Live, answer: Any) -> EngineStatus | str:
+    if isinstance(answer, StatusError):
+        return f"pid {live.pid}: {answer}"
+    try:
+        return msgspec.convert(answer, EngineStatus)
     except msgspec.ValidationError as exc:
         return f"pid {live.pid} runs another version of te: {exc}"
 
