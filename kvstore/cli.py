@@ -55,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--directory", type=Path, help="where the store's sockets are (default: as engines have it)"
     )
+    serve.add_argument(
+        "--file", type=Path, help="keep it in this file, so that a restart finds it again"
+    )
     serve.add_argument("--policy", choices=sorted(POLICIES), default=Config().policy)
     serve.add_argument(
         "--index", default="", help="where the processes of several hosts meet: redis://HOST:6379"
@@ -113,6 +116,7 @@ def _serve(options: argparse.Namespace) -> int:
         "memory": options.memory,
         "policy": options.policy,
         "directory": options.directory,
+        "file": options.file,
         "index": options.index,
         "secret_file": options.secret_file,
         "host": options.host,

@@ -54,6 +54,10 @@ class Config:
 
     #: Memory that this process lends to the store, in bytes; 0 lends none.
     memory: int = 0
+    #: Where the memory is kept, so that it outlives the process: a file of its own, on a tmpfs such
+    #: as /dev/shm, or on a disk, whose pages RDMA devices refuse to register. Without it the memory
+    #: is gone with the process.
+    file: Path | None = None
     #: A chunk has slots of one size; no object is larger than it. 0: 1/16 of the memory, 64 MiB at
     #: most and 1 MiB at least.
     chunk_bytes: int = 0
@@ -92,6 +96,8 @@ class Config:
             raise ValueError(f"memory={self.memory}, chunk_bytes={self.chunk_bytes}: must be ≥ 0")
         if self.chunk_bytes % UNIT_BYTES:
             raise ValueError(f"chunk_bytes={self.chunk_bytes} must be a multiple of {UNIT_BYTES}")
+        if self.file is not None and not self.memory:
+            raise ValueError(f"file={str(self.file)!r} takes memory: say how much of it is lent")
         if not 1 <= self.copies <= 8:
             raise ValueError(f"copies={self.copies} must be between 1 and 8")
         if self.index and not self.keys:
@@ -136,5 +142,5 @@ class Config:
             if name == SECRET_FILE:
                 given["keys"] = Keys.from_secrets(read_secret_file(value))
             else:
-                given[name] = Path(value) if name == "directory" else value
+                given[name] = Path(value) if name in ("directory", "file") else value
         return cls(**given)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import xxhash
@@ -27,6 +27,7 @@ from kvstore.log import ChangeLog
 from kvstore.policies import POLICIES
 from kvstore.shelf import Claim, Shelf, Verdict
 from kvstore.slab import UNIT_BYTES, Slab
+from kvstore.slabfile import SlabFile
 
 __all__ = ["CLAIM_OBJECTS_MAX", "Grant", "Owner", "OwnerCard"]
 
@@ -91,18 +92,29 @@ class Owner:
     def __init__(
         self, engine: te.Engine, config: Config, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Allocates the memory and registers it: peers may read all of it, and write under tags."""
+        """Allocates the memory and registers it: peers may read all of it, and write under tags.
+        What a former owner has left behind in ``Config.file`` is there again. Raises what
+        ``SlabFile`` raises."""
         self._engine = engine
         self._config = config
         self._clock = clock
         slab = Slab(config.memory, config.chunk_bytes_used)
         self._slab = slab
-        self._buffer = te.allocate(slab.nbytes)
+        self._file: SlabFile | None = None
+        self._buffer: Any = None
+        if config.file is None:
+            self._buffer = te.allocate(slab.nbytes)
+        else:
+            self._file = SlabFile(config.file, slab.nbytes, config.chunk_bytes_used)
+            self._buffer = self._file.buffer
         self._bytes = memoryview(self._buffer)
-        self._region = engine.register(self._buffer, remote="read-tagged")
         self._log = ChangeLog(CHANGES_KEPT)
         headers = np.frombuffer(self._buffer, HEADER, slab.units)
         self._shelf = Shelf(slab, headers, POLICIES[config.policy], self._log)
+        if self._file is not None:
+            kept, dropped = self._shelf.adopt(self._checksum)
+            logger.info("%s has %d objects; %d were dropped", config.file, kept, dropped)
+        self._region = engine.register(self._buffer, remote="read-tagged")
         self._lock = threading.Lock()
         self._tags: dict[int, int] = {}
         self._unfenced: list[_Held] = []
@@ -122,6 +134,8 @@ class Owner:
         under way; raises ``te.FenceTimeout`` if they do not end."""
         self.listeners.clear()
         self._engine.deregister(self._region)
+        if self._file is not None:
+            self._file.close()
 
     # -- putting
 

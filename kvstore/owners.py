@@ -94,6 +94,7 @@ class Owners:
                 self.own = Owner(engine, config)
                 undo.callback(self.own.close)
                 self.own.listeners.append(self._apply_own)
+                self._apply_own()  # What its file has.
                 self._ranks[OWN] = OWN_RANK
                 service = Service(self.own, sockets, members.listen_at(engine.id))
                 undo.callback(service.close)

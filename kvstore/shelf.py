@@ -100,6 +100,41 @@ class Shelf:
     def __len__(self) -> int:
         return len(self._objects)
 
+    def adopt(self, checksum: Callable[[int, int], int]) -> tuple[int, int]:
+        """Takes over what the headers say, which a former owner of the memory has left behind; only
+        before anything is claimed. Whatever cannot be right is dropped.
+
+        A former owner that was killed leaves nothing half written behind: it marks a header before
+        the slot changes. Of one whose machine was, some memory may not have reached the disk.
+
+        Args:
+            checksum: of the bytes of an object, by its slot and size.
+
+        Returns how many objects there are, and how many were dropped.
+        """
+        found = np.flatnonzero(self._headers["state"] != 0).tolist()
+        chunks: dict[int, tuple[int, list[int]]] = {}
+        names: dict[bytes, _Object] = {}
+        for slot in found:
+            one = self._left_behind(slot, checksum)
+            header = self._headers[slot]
+            name = header["key"].tobytes() + header["signature"].tobytes()
+            if one is not None and name not in names:
+                units, slots = chunks.setdefault(slot // self.slab.chunk_units, (one.units, []))
+                if units == one.units:
+                    slots.append(slot)
+                    names[name] = one
+                    continue
+            header["state"] = 0
+        for chunk, (units, slots) in chunks.items():
+            self.slab.adopt(chunk, units, slots)
+        self._objects |= names
+        for name, one in names.items():
+            self._policy(one.units).add(name)
+        if names:
+            self._log.append(self.snapshot(0, self.slab.chunks))
+        return len(names), len(found) - len(names)
+
     # -- storing
 
     def claim(self, keys: Keys, signature: bytes, nbytes: int, deadline_s: float) -> Claim:
@@ -143,7 +178,7 @@ class Shelf:
         their slots any more."""
         form = form_of(claim.signature, claim.nbytes)
         units = class_of(claim.nbytes)
-        policy = self._policies.get(units) or self._policies.setdefault(units, self._new_policy())
+        policy = self._policy(units)
         changes = np.zeros(len(claim.slots), CHANGE)
         for i, (key, slot, checksum) in enumerate(
             zip(claim.keys, claim.slots, checksums, strict=True)
@@ -251,6 +286,26 @@ class Shelf:
             found["op"] = ADDED
             parts.append(found)
         return np.concatenate(parts) if parts else np.zeros(0, CHANGE)
+
+    def _left_behind(self, slot: int, checksum: Callable[[int, int], int]) -> _Object | None:
+        """What a header says, if it can be believed."""
+        header = self._headers[slot]
+        nbytes, signature = int(header["nbytes"]), header["signature"].tobytes()
+        if header["magic"] != MAGIC or header["state"] != LIVE:
+            return None
+        if not 1 <= nbytes <= self.slab.object_bytes_max:
+            return None
+        units, offset = class_of(nbytes), slot % self.slab.chunk_units
+        if offset % units or offset + units > self.slab.chunk_units:
+            return None
+        form = form_of(signature, nbytes)
+        if header["form"] != form or header["checksum"] != checksum(slot, nbytes):
+            return None
+        return _Object(slot, units, int(header["generation"]), form)
+
+    def _policy(self, units: int) -> Policy:
+        found = self._policies.get(units)
+        return found if found is not None else self._policies.setdefault(units, self._new_policy())
 
     def _verdict(self, name: bytes, nbytes: int) -> Verdict:
         if nbytes > self.slab.object_bytes_max:

@@ -12,6 +12,7 @@ and the address of its header follow from the name alone.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Final
 
 from kvstore.headers import HEADER_BYTES
@@ -93,6 +94,17 @@ class Slab:
         self._free[self._class_of_chunk[chunk]].append(slot)
         self._taken_in_chunk[chunk] -= 1
         if not self._taken_in_chunk[chunk]:
+            self._empty.add(chunk)
+
+    def adopt(self, chunk: int, units: int, slots: Collection[int]) -> None:
+        """A free chunk belongs to a class, and these of its slots are taken: there are objects in
+        them, which somebody has left behind."""
+        self._free_chunks.remove(chunk)
+        self._class_of_chunk[chunk] = units
+        taken = set(slots)
+        self._free[units].extend(one for one in reversed(self.slots_of(chunk)) if one not in taken)
+        self._taken_in_chunk[chunk] = len(taken)
+        if not taken:
             self._empty.add(chunk)
 
     def slots_of(self, chunk: int) -> range:

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an owner finds in memory that another one has left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from store_makers import SIG, keys
+
+from kvstore.changes import Records, form_of
+from kvstore.headers import HEADER, HEADER_BYTES, LIVE
+from kvstore.log import ChangeLog
+from kvstore.policies import POLICIES
+from kvstore.shelf import Shelf, Verdict
+from kvstore.slab import UNIT_BYTES, Slab, class_of
+
+CHUNK_UNITS = 8
+CHUNKS = 3
+NAMES = keys(12)
+SLAB_BYTES = CHUNKS * CHUNK_UNITS * (UNIT_BYTES + HEADER_BYTES) + UNIT_BYTES
+
+
+def empty() -> Records:
+    return np.zeros(CHUNKS * CHUNK_UNITS, HEADER)
+
+
+def shelf_over(headers: Records) -> tuple[Shelf, ChangeLog]:
+    log = ChangeLog(1000)
+    slab = Slab(SLAB_BYTES, CHUNK_UNITS * UNIT_BYTES)
+    return Shelf(slab, headers, POLICIES["arc"], log), log
+
+
+def checksum(slot: int, nbytes: int) -> int:
+    """Of the bytes that the tests have in mind."""
+    return slot * 1000 + nbytes
+
+
+def store(shelf: Shelf, rows: list[int], nbytes: int) -> None:
+    claim = shelf.claim(NAMES[rows], SIG, nbytes, 0.0)
+    if claim.slots:
+        assert shelf.take_claim(claim.id) is claim
+        shelf.publish(claim, [checksum(slot, nbytes) for slot in claim.slots])
+
+
+SIZES = st.sampled_from([1, UNIT_BYTES, 2 * UNIT_BYTES, 3 * UNIT_BYTES, 8 * UNIT_BYTES])
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "claim", "remove", "make room"]),
+        st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True),
+        SIZES,
+    ),
+    max_size=12,
+)
+
+
+@given(STEPS, STEPS)
+def test_an_owner_goes_on_where_another_one_was_killed(before: Any, after: Any) -> None:
+    headers = empty()
+    former, _ = shelf_over(headers)
+    play(former, before)
+    shelf, log = shelf_over(headers)
+    assert shelf.adopt(checksum) == (len(former), 0)
+    assert shelf._objects == former._objects
+    told = log.since(0, 1000)
+    assert told is not None
+    assert sorted(told["slot"].tolist()) == sorted(one.slot for one in shelf._objects.values())
+    play(shelf, after)
+    spans = [set(range(one.slot, one.slot + one.units)) for one in shelf._objects.values()]
+    claimed = [
+        set(range(slot, slot + class_of(one.nbytes)))
+        for one in shelf._claims.values()
+        for slot in one.slots
+    ]
+    whole = set().union(*spans, *claimed)
+    assert sum(map(len, spans + claimed)) == len(whole), "no unit is in two slots"
+    shelf.clear()
+    assert not (headers["state"] == LIVE).any()
+
+
+def play(shelf: Shelf, steps: Any) -> None:
+    for what, rows, nbytes in steps:
+        if what == "store":
+            store(shelf, rows, nbytes)
+        elif what == "claim":  # Of a client that is still writing.
+            shelf.claim(NAMES[rows], SIG, nbytes, 0.0)
+        elif what == "remove":
+            shelf.remove(NAMES[rows], SIG)
+        else:
+            shelf.make_room(0.2, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("magic", 1),
+        ("state", 2),
+        ("nbytes", 0),
+        ("nbytes", 9 * UNIT_BYTES),
+        ("nbytes", 4 * UNIT_BYTES),
+        ("nbytes", (1 << 64) - 1),
+        ("form", 5),
+        ("checksum", 5),
+        ("key", np.void(bytes(16))),  # as the next one's
+    ],
+)
+def test_a_header_that_cannot_be_right_is_dropped(name: str, value: Any) -> None:
+    """It says so of the second of four."""
+    headers = empty()
+    former, _ = shelf_over(headers)
+    store(former, [0, 1, 2, 3], 2 * UNIT_BYTES)
+    slots = sorted(one.slot for one in former._objects.values())
+    headers[slots[1]][name] = value
+    if name == "key":
+        headers[slots[0]]["key"] = value
+    if name == "nbytes" and 0 < value < 9 * UNIT_BYTES:
+        headers[slots[1]]["form"] = form_of(SIG, value)
+        headers[slots[1]]["checksum"] = checksum(slots[1], value)
+    shelf, _ = shelf_over(headers)
+    assert shelf.adopt(checksum) == (3, 1)
+    assert np.flatnonzero(headers["state"]).tolist() == [slots[0], *slots[2:]]
+    claim = shelf.claim(NAMES[[1]], SIG, 2 * UNIT_BYTES, 0.0)
+    assert claim.verdicts == [Verdict.GRANTED]
+    assert claim.slots == [slots[1]], "the first that is free"
+
+
+def test_nothing_was_left_behind() -> None:
+    shelf, log = shelf_over(empty())
+    assert shelf.adopt(checksum) == (0, 0)
+    assert len(log) == 0
