@@ -83,10 +83,9 @@ def test_a_list_that_has_lost_everything_is_written_again(
 def test_entries_that_cannot_be_used_are_left_out(
     redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    theirs = Members(redis.url, HOST, OTHER)
-    theirs.announce("0" * 32, PLACE)
+    of_others = f"{'0' * 32} {members._key_id(OTHER.control[0])} {PLACE}"
     client = redis.client()
-    for entry in (b"\xff\xfe", f"{NAME} {'0' * 16} file:///etc/passwd", "x" * 100_000):
+    for entry in (of_others, b"\xff\xfe", f"{NAME} {'0' * 16} file:///etc/passwd", "x" * 100_000):
         client.zadd(members._KEYS[0], {entry: 1e12})
     client.close()
     ours = Members(redis.url, HOST, KEYS)
@@ -95,7 +94,6 @@ def test_entries_that_cannot_be_used_are_left_out(
     assert caplog.text.count("this process does not have its secret") == 1
     assert caplog.text.count("it is not an owner's") == 3
     ours.close()
-    theirs.close()
 
 
 def test_while_a_secret_is_replaced_both_are_taken(redis: RedisServer) -> None:
