@@ -12,7 +12,7 @@ import te
 from kvstore.asking import NoAnswer
 from kvstore.changes import Keys
 from kvstore.far import Followed
-from kvstore.messages import Abandon, Claim, Done, Granted, Publish, Question, Remove
+from kvstore.messages import Abandon, Claim, Clear, Done, Granted, Publish, Question, Remove
 from kvstore.owner import Grant, Owner
 from kvstore.reading import Source
 from kvstore.shelf import Verdict
@@ -40,6 +40,9 @@ class Handle(Protocol):
     def remove(self, keys: Keys, signature: bytes) -> None:
         """Removes objects."""
 
+    def clear(self, signature: bytes) -> None:
+        """Removes all objects of a signature."""
+
 
 class OwnHandle:
     """This process's own."""
@@ -64,6 +67,10 @@ class OwnHandle:
     def remove(self, keys: Keys, signature: bytes) -> None:
         """See ``Handle``."""
         self._owner.remove(keys, signature)
+
+    def clear(self, signature: bytes) -> None:
+        """See ``Handle``."""
+        self._owner.clear(signature)
 
 
 class FarHandle:
@@ -101,6 +108,10 @@ class FarHandle:
     def remove(self, keys: Keys, signature: bytes) -> None:
         """See ``Handle``."""
         self._ask(Remove(keys.tobytes(), signature), Done, self._timeout_s)
+
+    def clear(self, signature: bytes) -> None:
+        """See ``Handle``."""
+        self._ask(Clear(signature), Done, self._timeout_s)
 
     def _ask(self, question: Question, kind: type[Wanted], timeout_s: float) -> Wanted:
         answer = self._owner.asker.ask(question, timeout_s)

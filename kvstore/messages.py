@@ -13,6 +13,7 @@ __all__ = [
     "Answer",
     "Changes",
     "Claim",
+    "Clear",
     "Done",
     "Follow",
     "Granted",
@@ -93,6 +94,12 @@ class Remove(msgspec.Struct, frozen=True, array_like=True, tag=8):
     signature: Signature
 
 
+class Clear(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """All of this signature shall go. Answered by ``Done``."""
+
+    signature: Signature
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """``owner.OwnerCard``, and the number of the next change."""
 
@@ -136,7 +143,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
     why: str
 
 
-Question = Greet | Follow | Snapshot | Claim | Publish | Abandon | Touch | Remove
+Question = Greet | Follow | Snapshot | Claim | Publish | Abandon | Touch | Remove | Clear
 Answer = Hello | Changes | Granted | Done | Refused
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

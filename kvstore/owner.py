@@ -201,10 +201,10 @@ class Owner:
         self._tell()
         return count
 
-    def clear(self) -> int:
-        """Removes all objects; returns how many there were."""
+    def clear(self, signature: bytes) -> int:
+        """Removes all objects of a signature; returns how many there were."""
         with self._lock:
-            count = self._shelf.clear()
+            count = self._shelf.clear(signature)
         self._tell()
         return count
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from kvstore.messages import (
     Answer,
     Changes,
     Claim,
+    Clear,
     Done,
     Follow,
     Granted,
@@ -132,6 +133,8 @@ class Service:
                 return self._slowly(client, request_id, lambda: Done(owner.publish(claim_id)))
             case Abandon(claim_id):
                 return self._slowly(client, request_id, lambda: _done(owner.abandon, claim_id))
+            case Clear(signature):  # It looks at all objects.
+                return self._slowly(client, request_id, lambda: _done(owner.clear, signature))
             case Touch(keys, signature):
                 owner.touch(_keys(keys), signature)
             case Remove(keys, signature):
@@ -218,6 +221,6 @@ def _keys(raw: bytes) -> Keys:
     return np.frombuffer(raw[:whole], np.uint8).reshape(-1, KEY_BYTES)
 
 
-def _done(function: Callable[[int], None], argument: int) -> Done:
+def _done(function: Callable[[Any], object], argument: Any) -> Done:
     function(argument)
     return Done()

@@ -225,9 +225,9 @@ class Shelf:
         self.counts.removed += len(gone)
         return len(gone)
 
-    def clear(self) -> int:
-        """Removes all objects; returns how many there were."""
-        gone = list(self._objects)
+    def clear(self, signature: bytes) -> int:
+        """Removes all objects of a signature; returns how many there were."""
+        gone = [name for name in self._objects if name.endswith(signature)]
         for name in gone:
             self._policies[self._objects[name].units].remove(name)
         self._drop(gone)

@@ -207,6 +207,17 @@ class Store:
             except NoAnswer as exc:
                 logger.warning("objects were not removed: %s", exc)
 
+    def clear(self, signature: bytes) -> None:
+        """Removes all objects of a signature from every owner that can be used; those that do not
+        answer keep them."""
+        for number in self._owners.usable():
+            handle = self._owners.handle(number)
+            if handle is not None:
+                try:
+                    handle.clear(signature)
+                except NoAnswer as exc:
+                    logger.warning("the objects of a signature were not removed: %s", exc)
+
     # -- how it is
 
     def status(self) -> StoreStatus:

@@ -77,7 +77,7 @@ def test_an_owner_goes_on_where_another_one_was_killed(before: Any, after: Any) 
     ]
     whole = set().union(*spans, *claimed)
     assert sum(map(len, spans + claimed)) == len(whole), "no unit is in two slots"
-    shelf.clear()
+    shelf.clear(SIG)
     assert not (headers["state"] == LIVE).any()
 
 

@@ -91,10 +91,12 @@ class Objects(RuleBasedStateMachine):
         else:
             self.shelf.touch(NAMES[rows], SIG)
 
-    @rule()
-    def clear(self) -> None:
-        self.shelf.clear()
-        assert len(self.shelf) == 0
+    @rule(signature=st.sampled_from([SIG, OTHER]))
+    def clear(self, signature: bytes) -> None:
+        before = set(self.shelf._objects)
+        left = {name for name in before if name[16:] != signature}
+        assert self.shelf.clear(signature) == len(before) - len(left)
+        assert set(self.shelf._objects) == left
 
     @invariant()
     def headers_and_announcements_agree(self) -> None:

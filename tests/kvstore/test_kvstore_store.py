@@ -455,5 +455,7 @@ def test_removal_survives_an_owner_that_is_frozen(
             far.signal(signal.SIGSTOP)
             store.remove(KEYS, SIG)
             assert "objects were not removed" in caplog.text
+            store.clear(SIG)
+            assert "the objects of a signature were not removed" in caplog.text
             far.signal(signal.SIGCONT)
         until(lambda: not store.exists(KEYS, SIG, NBYTES).any() or store.remove(KEYS, SIG))
