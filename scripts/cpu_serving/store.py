@@ -13,7 +13,7 @@ from typing import Any
 
 from cpu_serving.servers import Server, ServerOptions
 
-__all__ = ["flush", "with_store"]
+__all__ = ["flush", "with_hicache", "with_store"]
 
 FLUSH_TIMEOUT_S = 120.0
 
@@ -33,6 +33,37 @@ def with_store(
         "--unified-cache-external-linker-backend",
         "dynamic",
         "--unified-cache-external-linker-config",
+        json.dumps(config),
+    )
+    return replace(options, page_size=16, extra_args=(*options.extra_args, *flags))
+
+
+def with_hicache(
+    options: ServerOptions, directory: Path, memory: str = "64MiB", **more: Any
+) -> ServerOptions:
+    """As ``with_store``, of a server that has HiCache's host pools between its own and the store's.
+    A request waits for its pages."""
+    config = {
+        "backend_name": "kvstore",
+        "module_path": "sglang_mooncake.sglang.store.hicache",
+        "class_name": "HiCacheStore",
+        "interface_v1": 1,
+        "prefetch_threshold": 16,
+        "directory": str(directory),
+        "memory": memory,
+        **more,
+    }
+    flags = (
+        "--enable-hierarchical-cache",
+        "--hicache-storage-backend",
+        "dynamic",
+        "--hicache-storage-prefetch-policy",
+        "wait_complete",
+        "--hicache-mem-layout",
+        "page_first_direct",
+        "--hicache-io-backend",
+        "direct",
+        "--hicache-storage-backend-extra-config",
         json.dumps(config),
     )
     return replace(options, page_size=16, extra_args=(*options.extra_args, *flags))

@@ -52,6 +52,8 @@ class _Signature:
 
 def make(directory: Path, pool: Any, monkeypatch: pytest.MonkeyPatch, **extra: Any) -> StoreLinker:
     monkeypatch.setattr(linker_module, "SignatureNow", _Signature)
+    monkeypatch.setattr(linker_module, "weights_of", lambda *_: "w")
+    monkeypatch.setattr(linker_module, "heads_of_rank", lambda *_: (0, 2))
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
     params = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=PAGE, is_eagle=False)
     config = {"memory": "4MiB", "directory": str(directory), "layers_per_read": 2, **extra}

@@ -245,10 +245,10 @@ def test_flags_that_change_keys_and_values_are_in_the_signature(
     from sglang.srt.server_args import ServerArgs
     from store_linking import PAGE, mha_pool
 
-    from sglang_mooncake.sglang.store import options
+    from sglang_mooncake.sglang.store import signatures
     from sglang_mooncake.sglang.store.kv_pool import KVPool
 
-    fields = dict.fromkeys(options._CHANGES_VALUES, "x")
+    fields = dict.fromkeys(signatures._CHANGES_VALUES, "x")
     assert all(hasattr(ServerArgs, name) for name in fields), "what SGLang calls them"
     pool = KVPool(mha_pool(), PAGE)
     model = SimpleNamespace(dtype="torch.bfloat16", get_total_num_kv_heads=lambda: 2)
@@ -259,13 +259,14 @@ def test_flags_that_change_keys_and_values_are_in_the_signature(
         ("get_parallel", lambda: parallel),
         ("get_serving", lambda: serving),
     ):
-        monkeypatch.setattr(options, name, value)
+        monkeypatch.setattr(signatures, name, value)
 
     def digest(weights: str | None = "w", **more: object) -> bytes:
         args = SimpleNamespace(
             **fields | {"load_format": "auto", "model_path": str(tmp_path)} | more
         )
-        return options.SignatureNow(args, pool, PAGE, weights).digest
+        facts = pool.facts(signatures.heads_of_rank(pool.heads, args))
+        return signatures.SignatureNow(signatures.weights_of(args, weights), facts).digest
 
     known = {digest()}
     assert digest() in known

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test support: lets the unmodified SGLang run on a machine without a GPU.
 
-This directory stands first on PYTHONPATH of every server process. Nine gaps are closed, each when
+This directory stands first on PYTHONPATH of every server process. Ten gaps are closed, each when
 the module it concerns is imported and not otherwise:
 
 - PyPI's torchvision is built for CUDA; beside a CPU torch its C extension does not load and the
@@ -20,6 +20,7 @@ the module it concerns is imported and not otherwise:
   copied them. There is none to wait for.
 - Where the last token of a draft's prefix lies SGLang asks Triton, except for `torch_native`, and
   MTP runs on `intel_amx` (`servers.py` says why). It has the same in torch, which is taken.
+- HiCache's host pools want a GPU, see `cpu_hicache.py`.
 - Overlap scheduling of a prefill server needs the streams and events of a GPU. A server that is to
   run it gets a stand-in, see `cpu_overlap.py`. What servers get that hand KV over layer by layer
   is in `cpu_layers.py`.
@@ -141,6 +142,15 @@ def _pretend_cuda(module: ModuleType) -> None:
     cpu_cuda.claim_pools(module)
 
 
+def _of_hicache(name: str) -> Patch:
+    def patch(module: ModuleType) -> None:
+        import cpu_hicache
+
+        getattr(cpu_hicache, name)(module)
+
+    return patch
+
+
 def _leave_kv_out(module: ModuleType) -> None:
     if os.environ.get("CPU_SERVING_WITHOUT_KV") != "1":
         return
@@ -160,6 +170,10 @@ _AFTER: dict[str, Patch] = {
     "sglang.srt.models.deepseek_common.attention_backend_handler": _dispatch_to_absorbed_mla,
     "sglang.srt.layers.moe.fused_moe_native": _skip_experts_of_others,
     "sglang.srt.mem_cache.allocation": _locate_without_triton,
+    "sglang.srt.mem_cache.pool_host.base": _of_hicache("use_all_memory"),
+    "sglang.srt.mem_cache.pool_host.common": _of_hicache("allocate_plainly"),
+    "sglang.srt.mem_cache.pool_host.mha": _of_hicache("copy_by_torch"),
+    "sglang.srt.mem_cache.pool_host.mla": _of_hicache("copy_by_torch"),
     "sglang.srt.models.deepseek_v2": _share_without_waiting,
     "sglang_mooncake.layout.plan": _leave_kv_out,
     "sglang_mooncake.sglang.manager": _pretend_cuda,

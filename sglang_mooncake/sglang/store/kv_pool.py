@@ -4,7 +4,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,17 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from kvstore.pieces import Pieces
+from sglang_mooncake.sglang.store.signatures import PoolFacts
 
-__all__ = ["KVPool"]
+__all__ = ["KVPool", "layer_major"]
+
+
+def layer_major(sizes: Sequence[int]) -> str:
+    """The layout of objects that have one layer behind the other: for each the keys of all tokens,
+    then the values (MLA: the latents). ``sizes``: numbers of a head's key and value, or of a
+    latent."""
+    kind = "mha" if len(sizes) == 2 else "mla"
+    return f"sglang-{kind}-layer-major/1:{'+'.join(map(str, sizes))}"
 
 
 @dataclass(frozen=True)
@@ -61,9 +70,7 @@ class KVPool:
         self.first_layer = int(pool.start_layer or 0)
         self.heads = 0 if self.is_mla else int(pool.head_num)
         self.dtype = str(pool.dtype).removeprefix("torch.")
-        #: How a page's bytes are arranged, beside what a signature says elsewhere.
-        sizes = "+".join(str(one.shape[-1]) for one in layers[0])
-        self.layout = f"sglang-{'mla' if self.is_mla else 'mha'}-layer-major/1:{sizes}"
+        self.layout = layer_major([one.shape[-1] for one in layers[0]])
         self._buffers = [_buffer(one) for one in self.tensors]
         self.piece_bytes = np.array(
             [one.token_bytes * page_size for one in self._buffers], np.uint64
@@ -73,6 +80,11 @@ class KVPool:
     def page_bytes(self) -> int:
         """One object."""
         return int(self.piece_bytes.sum())
+
+    def facts(self, heads: tuple[int, int]) -> PoolFacts:
+        """What a signature says of it. ``heads``: see ``heads_of_rank``."""
+        layers = self.first_layer, self.first_layer + self.layers
+        return PoolFacts(self.dtype, self._page_size, layers, heads, self.layout)
 
     def register(self, register: Callable[[Any, int | None], Any]) -> None:
         """Registers all tensors: as a buffer where the processor can read them, else by address."""

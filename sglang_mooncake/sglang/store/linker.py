@@ -36,7 +36,8 @@ from kvstore.loading import Load
 from kvstore.outcomes import Got, Put
 from kvstore.store import Store
 from sglang_mooncake.sglang.store.kv_pool import KVPool
-from sglang_mooncake.sglang.store.options import Options, SignatureNow
+from sglang_mooncake.sglang.store.options import Options
+from sglang_mooncake.sglang.store.signatures import SignatureNow, heads_of_rank, weights_of
 
 __all__ = ["StoreLinker"]
 
@@ -109,7 +110,9 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: pool}
         self._pool = KVPool(pool, params.page_size)
-        self._signature = SignatureNow(server_args, self._pool, params.page_size, options.weights)
+        heads = (0, 0) if self._pool.is_mla else heads_of_rank(self._pool.heads, server_args)
+        weights = weights_of(server_args, options.weights)
+        self._signature = SignatureNow(weights, self._pool.facts(heads))
         self.layer_done_counter = LayerWiseLoadCounter(self._pool.layers)
         self._options = options
         self._store = Store(options.store)
@@ -248,8 +251,8 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _run_offloads(self) -> None:
         while (offload := self._offloads.get()) is not None:
             with self._idle:
-                self._offloads_waiting -= 1
                 self._offloading = offload.resets == self._resets
+                self._offloads_waiting -= self._offloading
             if not self._offloading:
                 continue  # Its pages may have been used again since.
             stored = False
@@ -278,6 +281,7 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._queued.clear()
         with self._idle:
             self._resets += 1
+            self._offloads_waiting = 0
             if not self._idle.wait_for(lambda: not self._offloading, CLOSE_TIMEOUT_S):
                 raise RuntimeError(
                     f"pages are being stored since {CLOSE_TIMEOUT_S:g} s and more: they must not be"
