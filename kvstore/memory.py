@@ -6,6 +6,7 @@ from __future__ import annotations
 import bisect
 from typing import Any, Final
 
+import numpy as np
 import xxhash
 
 import te
@@ -39,6 +40,16 @@ class Memory:
             raise te.RegistrationError(f"{region!r} was not registered with the store")
         self._engine.deregister(region)
         del self._starts[at], self._ranges[at]
+
+    def is_readable(self, pieces: Pieces) -> bool:
+        """Whether the processor can read all of these."""
+        known = [(one.address, one.nbytes) for one, view in self._ranges if view is not None]
+        starts = np.array([start for start, _ in known], np.uint64)
+        ends = starts + np.array([nbytes for _, nbytes in known], np.uint64)
+        at = np.searchsorted(starts, pieces.addresses, side="right")
+        if not at.all():
+            return False
+        return bool((pieces.addresses + pieces.nbytes <= ends[at - 1]).all())
 
     def checksum(self, pieces: Pieces, row: int) -> int | None:
         """xxh3-64 of one object's pieces; None if the processor cannot read all of them."""

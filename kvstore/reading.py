@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads objects out of owners' slots, and tells afterwards which of them are what was wanted.
 
-The bytes are read first, and the slots' headers after that: see ``kvstore.headers``.
+The bytes are read first, and the slots' headers after that: see ``kvstore.headers``. Where bytes
+are compared with the checksums in their headers, both come in one read: whichever came first, bytes
+that have the checksum of the wanted object's header are that object's.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,11 +23,25 @@ from kvstore.outcomes import Got
 from kvstore.pieces import U64, Pieces
 from kvstore.slab import UNIT_BYTES
 
-__all__ = ["HEADERS_MAX", "Group", "HeaderRooms", "Source"]
+__all__ = ["HEADERS_MAX", "ROOMS", "Group", "HeaderRoom", "HeaderRooms", "Source"]
 
 HEADERS_MAX: Final = 4096
 """Objects of one owner that one group reads."""
 ROOMS: Final = 16
+
+
+@dataclass(frozen=True)
+class HeaderRoom:
+    """Memory for the headers of one group."""
+
+    address: int
+    records: Records
+    give_back: Callable[[], None]
+
+    def blocks(self, headers: U64) -> te.Blocks:
+        """That bring headers here."""
+        place = np.arange(len(headers), dtype=np.uint64) * np.uint64(HEADER_BYTES)
+        return te.Blocks.of(headers, np.uint64(self.address) + place, HEADER_BYTES).merged()
 
 
 class HeaderRooms:
@@ -39,26 +55,20 @@ class HeaderRooms:
         self._free = list(range(ROOMS))
         self._condition = threading.Condition()
 
-    def take(self, timeout_s: float) -> int | None:
-        """A room; None if none became free in time."""
+    def take(self, timeout_s: float) -> HeaderRoom | None:
+        """A room, which must be given back once nothing lands there any more; None if none became
+        free in time."""
         with self._condition:
             if not self._condition.wait_for(lambda: bool(self._free), timeout_s):
                 return None
-            return self._free.pop()
+            room = self._free.pop()
+        address = self._region.address + room * HEADERS_MAX * HEADER_BYTES
+        return HeaderRoom(address, self._records[room], lambda: self._give_back(room))
 
-    def give_back(self, room: int) -> None:
-        """Nothing lands there any more."""
+    def _give_back(self, room: int) -> None:
         with self._condition:
             self._free.append(room)
             self._condition.notify()
-
-    def address(self, room: int) -> int:
-        """Where a room begins."""
-        return self._region.address + room * HEADERS_MAX * HEADER_BYTES
-
-    def records(self, room: int, count: int) -> Records:
-        """The first headers in a room; no copy."""
-        return self._records[room, :count]
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,8 @@ class Group:
     #: What their headers must be.
     wanted: Records
     transfers: list[te.Transfer] = field(default_factory=list)
+    #: Where the headers come to that are read with the bytes.
+    room: HeaderRoom | None = None
     #: Of the headers that were read last, for ``Load``.
     checksums: list[int] = field(default_factory=list)
     #: Why no object of the group can be right any more.
@@ -121,7 +133,20 @@ class Group:
         their slots. ``pieces`` has this group's rows."""
         if self.failed is not None:
             return
-        blocks = pieces.blocks(self.source.slots(self.slots), offset, to_slots=False)
+        self._read(pieces.blocks(self.source.slots(self.slots), offset, to_slots=False))
+
+    def begin_with_headers(self, pieces: Pieces, rooms: HeaderRooms) -> None:
+        """Begins to read these objects and their headers at once; if there is no room for headers
+        now, ``check`` reads them. For bytes that are compared with their checksums."""
+        room = rooms.take(0.0)
+        if room is None:
+            self.begin(pieces, 0)
+            return
+        self.room = room
+        slots = pieces.blocks(self.source.slots(self.slots), 0, to_slots=False)
+        self._read(te.Blocks.concat([slots, room.blocks(self.source.headers(self.slots))]))
+
+    def _read(self, blocks: te.Blocks) -> None:
         try:
             self.transfers.append(self.source.peer.read(blocks))
         except te.QueueFull as exc:
@@ -133,8 +158,15 @@ class Group:
         for part in range(len(self.transfers)):
             self.wait_for(part, deadline_s)
         if self.failed is not None:
-            for transfer in self.transfers:
-                transfer.cancel()
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Nothing lands any more after this."""
+        for transfer in self.transfers:
+            transfer.cancel()
+        if self.room is not None:
+            self.room.give_back()
+            self.room = None
 
     def wait_for(self, part: int, deadline_s: float) -> None:
         """Waits for one read, by its number. If it fails, so has the group: call ``wait``."""
@@ -156,26 +188,28 @@ class Group:
     def check(self, rooms: HeaderRooms, deadline_s: float) -> tuple[list[bool], list[int]]:
         """After the bytes that count are there: which slots still have the objects that were
         wanted, and the checksums in their headers. May fail the whole group."""
-        count = len(self.rows)
-        room = rooms.take(max(deadline_s - time.monotonic(), 0.0))
+        room, self.room = self.room, None
+        came_along = room is not None
+        if room is None:
+            room = rooms.take(max(deadline_s - time.monotonic(), 0.0))
         if room is None:
             self.fail(Got.TIMED_OUT, "too many reads at once: no memory for headers became free")
             return [], []
         try:
-            place = np.uint64(rooms.address(room)) + np.arange(count, dtype=np.uint64) * np.uint64(
-                HEADER_BYTES
-            )
-            blocks = te.Blocks.of(self.source.headers(self.slots), place, HEADER_BYTES).merged()
-            try:
-                transfer = self.source.peer.read(blocks)
-            except te.QueueFull as exc:
-                self.fail(Got.UNREACHABLE, str(exc))
+            if not came_along and not self._read_headers(room, deadline_s):
                 return [], []
-            self._await(transfer, deadline_s)
-            if self.failed is not None:
-                transfer.cancel()
-                return [], []
-            found = rooms.records(room, count).copy()
+            found = room.records[: len(self.rows)].copy()
         finally:
-            rooms.give_back(room)
+            room.give_back()
         return tell_apart(found, self.wanted).tolist(), found["checksum"].tolist()
+
+    def _read_headers(self, room: HeaderRoom, deadline_s: float) -> bool:
+        try:
+            transfer = self.source.peer.read(room.blocks(self.source.headers(self.slots)))
+        except te.QueueFull as exc:
+            self.fail(Got.UNREACHABLE, str(exc))
+            return False
+        self._await(transfer, deadline_s)
+        if self.failed is not None:
+            transfer.cancel()
+        return self.failed is None

@@ -16,9 +16,10 @@ from enum import Enum
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from kvstore.changes import ADDED, CHANGE, REMOVED, Keys, Records, form_of
-from kvstore.headers import LIVE, MAGIC
+from kvstore.changes import ADDED, CHANGE, REMOVED, Keys, Records, form_of, keys_of_digests
+from kvstore.headers import LIVE, MAGIC, expected
 from kvstore.log import ChangeLog
 from kvstore.policies import Policy
 from kvstore.slab import Slab, class_of
@@ -176,27 +177,25 @@ class Shelf:
     def publish(self, claim: Claim, checksums: Sequence[int]) -> None:
         """Makes the objects of a claim readable. All their bytes are there, and nobody can write to
         their slots any more."""
+        slots = np.array(claim.slots, np.intp)
+        generations = (self._headers["generation"][slots] + 1).astype("<u4")
+        keys = keys_of_digests(claim.keys)
+        fresh = expected(keys, claim.signature, claim.nbytes, generations)
+        fresh["checksum"], fresh["state"] = checksums, 0
+        self._headers[slots] = fresh
+        self._headers["state"][slots] = LIVE  # Last: from here on readers believe the rest.
         form = form_of(claim.signature, claim.nbytes)
         units = class_of(claim.nbytes)
         policy = self._policy(units)
-        changes = np.zeros(len(claim.slots), CHANGE)
-        for i, (key, slot, checksum) in enumerate(
-            zip(claim.keys, claim.slots, checksums, strict=True)
+        for key, slot, generation in zip(
+            claim.keys, claim.slots, generations.tolist(), strict=True
         ):
-            header = self._headers[slot]
-            generation = (int(header["generation"]) + 1) & 0xFFFFFFFF
-            header["magic"], header["form"] = MAGIC, form
-            header["key"], header["signature"] = np.void(key), np.void(claim.signature)
-            header["nbytes"], header["generation"] = claim.nbytes, generation
-            header["checksum"] = checksum
-            header["state"] = LIVE  # Last: from here on readers believe the rest.
             name = key + claim.signature
             self._claimed.discard(name)
             self._objects[name] = _Object(slot, units, generation, form)
             policy.add(name)
-            changes[i] = (np.void(key), form, slot, generation, ADDED)
         self.counts.published += len(claim.slots)
-        self._log.append(changes)
+        self._log.append(_changes(claim.keys, form, slots, generations, ADDED))
 
     def abandon(self, claim: Claim) -> None:
         """Frees the slots of a claim. Nobody can write to them any more."""
@@ -317,12 +316,35 @@ class Shelf:
     def _drop(self, names: Iterable[bytes]) -> Sequence[bytes]:
         """Of objects that no policy knows any more."""
         gone = list(names)
-        changes = np.zeros(len(gone), CHANGE)
-        for i, name in enumerate(gone):
-            one = self._objects.pop(name)
-            self._headers[one.slot]["state"] = 0  # Before anybody can claim the slot.
-            changes[i] = (np.void(name[:16]), one.form, one.slot, one.generation, REMOVED)
-            self.slab.give_back(one.slot)
-        if gone:
-            self._log.append(changes)
+        if not gone:
+            return gone
+        objects = [self._objects.pop(name) for name in gone]
+        slots = [one.slot for one in objects]
+        self._headers["state"][slots] = 0  # Before anybody can claim the slots.
+        for slot in slots:
+            self.slab.give_back(slot)
+        self._log.append(
+            _changes(
+                gone,
+                [one.form for one in objects],
+                slots,
+                [one.generation for one in objects],
+                REMOVED,
+            )
+        )
         return gone
+
+
+def _changes(
+    keys: Sequence[bytes],
+    forms: npt.ArrayLike,
+    slots: npt.ArrayLike,
+    generations: npt.ArrayLike,
+    op: int,
+) -> Records:
+    """``keys`` may have more behind their 16 bytes."""
+    changes = np.zeros(len(keys), CHANGE)
+    changes["key"] = keys_of_digests(keys).view("V16").reshape(-1)
+    changes["form"], changes["slot"], changes["generation"] = forms, slots, generations
+    changes["op"] = op
+    return changes

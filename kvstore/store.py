@@ -141,6 +141,7 @@ class Store:
         open_rows: Sequence[int] = range(len(keys))
         form = form_of(signature, destination.object_bytes)
         failed: set[int] = set()
+        at_once = self._config.verify and self._memory.is_readable(destination)
         for _ in range(ATTEMPTS):
             ranks = bytearray(self._owners.ranks)
             for number in failed:
@@ -149,7 +150,10 @@ class Store:
             groups = self._groups(keys, signature, destination, open_rows, places, outcomes)
             try:
                 for group in groups:
-                    group.begin(destination.of(group.rows), 0)
+                    if at_once:
+                        group.begin_with_headers(destination.of(group.rows), self._rooms)
+                    else:
+                        group.begin(destination.of(group.rows), 0)
                 for group in groups:
                     self.finish(group, destination, outcomes, deadline_s)
             except BaseException:
@@ -158,6 +162,9 @@ class Store:
             open_rows = [row for row in open_rows if outcomes[row] not in SETTLED]
             if not open_rows or time.monotonic() > deadline_s:
                 break
+            at_once = (
+                False  # Now it is told which bytes are wrong, and which were another object's.
+            )
             failed.update(group.source.number for group in groups if group.failed is not None)
         self.count_gets(outcomes, destination.object_bytes)
         return outcomes
@@ -266,10 +273,11 @@ class Store:
         group.wait(deadline_s)
         right: list[bool] = []
         checksums: list[int] = []
+        wrong = Got.CORRUPTED if group.room is None else Got.MOVED
         if group.failed is None:
             right, checksums = group.check(self._rooms, deadline_s)
         if group.failed is None:
-            self.accept(group, destination, outcomes, right, checksums)
+            self.accept(group, destination, outcomes, right, checksums, wrong)
             return
         if group.failed is Got.UNREACHABLE and not group.source.peer.alive:
             self._owners.pause(group.source.number, group.reason)
@@ -283,15 +291,16 @@ class Store:
         outcomes: list[Got],
         right: Sequence[bool],
         checksums: Sequence[int],
+        wrong: Got = Got.CORRUPTED,
     ) -> None:
         """For ``Load``: all bytes are there, and their headers were read behind them. Compares
-        checksums; the rows get their outcome."""
+        checksums; the rows get their outcome. ``wrong``: that of bytes with another checksum."""
         for row, is_right, checksum in zip(group.rows, right, checksums, strict=True):
             outcomes[row] = Got.RIGHT if is_right else Got.MOVED
             if is_right and self._config.verify:
                 ours = self._memory.checksum(destination, row)
                 if ours is not None and ours != checksum:
-                    outcomes[row] = Got.CORRUPTED
+                    outcomes[row] = wrong
 
     # -- how puts and gets go
 
@@ -365,8 +374,7 @@ def _meet(config: Config) -> tuple[Membership, str]:
 def _cancel(groups: Sequence[Group]) -> None:
     """Ends reads under way, so that nothing lands after an exception."""
     for group in groups:
-        for transfer in group.transfers:
-            transfer.cancel()
+        group.cancel()
 
 
 def _check_shapes(keys: Keys, signature: bytes, pieces: Pieces) -> None:

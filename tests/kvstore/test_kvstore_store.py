@@ -21,6 +21,7 @@ from kvstore.handles import Handle
 from kvstore.outcomes import Got, Put
 from kvstore.owners import OWN
 from kvstore.pieces import Pieces
+from kvstore.reading import ROOMS, HeaderRoom
 from kvstore.signature import Signature
 from kvstore.store import Store
 
@@ -185,18 +186,20 @@ def test_a_slot_that_was_used_again_is_not_taken_for_its_former_object(
         assert guest.get(KEYS, SIG, back.pieces) == [Got.MOVED] * N
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 def test_the_same_object_in_another_slot_is_found_by_the_second_look(
-    guest: Store, owner: Store
+    guest: Store, owner: Store, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
+    monkeypatch.setattr(guest._memory, "is_readable", lambda _: at_once)
     room = put_all(owner)
     sees(guest)
     back = Room(guest, N, NBYTES)
     heard = threading.Event()
 
     class Slow(type(guest._rooms)):  # type: ignore[misc]
-        """Between the read and its check the news arrives."""
+        """Between the look-up and the read of the headers the news arrives."""
 
-        def take(self, timeout_s: float) -> int | None:
+        def take(self, timeout_s: float) -> HeaderRoom | None:
             if not heard.is_set():
                 owner.remove(KEYS[:1], SIG)
                 owner.put(keys(1, 8), SIG, room.pieces.of([1]))  # Takes its slot.
@@ -209,6 +212,44 @@ def test_the_same_object_in_another_slot_is_found_by_the_second_look(
     guest._rooms.__class__ = Slow
     assert guest.get(KEYS, SIG, back.pieces) == [Got.RIGHT] * N
     assert (back.bytes == room.bytes).all()
+
+
+def test_without_memory_for_headers_they_are_read_afterwards(
+    guest: Store, owner: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = put_all(owner)
+    sees(guest)
+    rooms = [guest._rooms.take(0) for _ in range(ROOMS)]
+    waited: list[float] = []
+    take = guest._rooms.take
+
+    def freed_when_waited_for(timeout_s: float) -> HeaderRoom | None:
+        waited.append(timeout_s)
+        if timeout_s:
+            for one in rooms:
+                assert one is not None
+                one.give_back()
+        return take(timeout_s)
+
+    monkeypatch.setattr(guest._rooms, "take", freed_when_waited_for)
+    back = Room(guest, N, NBYTES)
+    assert guest.get(KEYS, SIG, back.pieces) == [Got.RIGHT] * N
+    assert (back.bytes == room.bytes).all()
+    assert waited[0] == 0 < waited[1]
+    assert len(guest._rooms._free) == ROOMS
+
+
+def test_which_memory_the_processor_can_read(owner: Store) -> None:
+    memory = owner._memory
+    assert not memory.is_readable(Pieces.whole([4096], 1)), "nothing is registered"
+    first, second = np.zeros(8192, np.uint8), np.zeros(8192, np.uint8)
+    address = first.ctypes.data
+    owner.register(first)
+    owner.register(second.ctypes.data, 4096)
+    assert memory.is_readable(Pieces.whole([address, address + 8190], 2))
+    assert not memory.is_readable(Pieces.whole([address, address + 8191], 2))
+    assert not memory.is_readable(Pieces.whole([address - 1], 1))
+    assert not memory.is_readable(Pieces.whole([address, second.ctypes.data], 2))
 
 
 def test_a_changed_byte_is_noticed(guest: Store, owner: Store) -> None:
@@ -293,6 +334,7 @@ def test_a_killed_owner_costs_misses(
         with deaf(store):
             far.kill()
             assert store.get(KEYS, SIG, room.pieces) == [Got.UNREACHABLE] * N
+            assert len(store._rooms._free) == ROOMS
             assert store.get(KEYS, SIG, room.pieces) == [Got.MISSING] * N, "not asked again"
         assert "is not used for a while" in caplog.text
         assert store.put(keys(1, 9), SIG, room.pieces.of([0])) == [Put.UNREACHABLE]
@@ -334,6 +376,7 @@ def test_a_frozen_owner_costs_its_reader_the_deadline_and_comes_back(
         begun_s = time.monotonic()
         outcomes = set(store.get(KEYS, SIG, room.pieces, timeout_s=0.3))
         assert outcomes <= {Got.TIMED_OUT, Got.UNREACHABLE, Got.MISSING}, outcomes
+        assert len(store._rooms._free) == ROOMS
         assert time.monotonic() - begun_s < TIMEOUT_S
         assert set(store.put(keys(2, 9), SIG, room.pieces.of([0, 1]), timeout_s=0.3)) == {
             Put.UNREACHABLE
