@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -12,14 +13,25 @@ import te
 from kvstore.asking import NoAnswer
 from kvstore.changes import Keys
 from kvstore.far import Followed
-from kvstore.messages import Abandon, Claim, Clear, Done, Granted, Publish, Question, Remove
+from kvstore.messages import (
+    Abandon,
+    Claim,
+    Clear,
+    Done,
+    Granted,
+    Publish,
+    Question,
+    Remove,
+    Store,
+    Stored,
+)
 from kvstore.owner import Grant, Owner
 from kvstore.reading import Source
 from kvstore.shelf import Verdict
 
 __all__ = ["FarHandle", "Handle", "OwnHandle"]
 
-Wanted = TypeVar("Wanted", Granted, Done)
+Wanted = TypeVar("Wanted", Granted, Done, Stored)
 
 
 class Handle(Protocol):
@@ -30,6 +42,11 @@ class Handle(Protocol):
 
     def claim(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Grant:
         """See ``Owner.claim``."""
+
+    def store(
+        self, keys: Keys, signature: bytes, nbytes: int, data: bytes, timeout_s: float
+    ) -> Sequence[Verdict]:
+        """See ``Owner.store``. At most ``STORED_BYTES_MAX`` bytes."""
 
     def publish(self, claim_id: int, timeout_s: float) -> str:
         """See ``Owner.publish``."""
@@ -55,6 +72,17 @@ class OwnHandle:
     def claim(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Grant:  # noqa: ARG002
         """See ``Handle``. It does not wait."""
         return self._owner.claim(keys, signature, nbytes, self._identity)
+
+    def store(
+        self,
+        keys: Keys,
+        signature: bytes,
+        nbytes: int,
+        data: bytes,
+        timeout_s: float,  # noqa: ARG002
+    ) -> Sequence[Verdict]:
+        """See ``Handle``. It does not wait."""
+        return self._owner.store(keys, signature, nbytes, data)
 
     def publish(self, claim_id: int, timeout_s: float) -> str:  # noqa: ARG002
         """See ``Handle``. It waits for the fence."""
@@ -95,6 +123,14 @@ class FarHandle:
             [Verdict(one) for one in granted.verdicts],
             np.frombuffer(granted.slots, "<u4").tolist(),
         )
+
+    def store(
+        self, keys: Keys, signature: bytes, nbytes: int, data: bytes, timeout_s: float
+    ) -> Sequence[Verdict]:
+        """See ``Handle``."""
+        question = Store(keys.tobytes(), signature, nbytes, data)
+        answer = self._ask(question, Stored, min(timeout_s, self._timeout_s))
+        return [Verdict(one) for one in answer.verdicts]
 
     def publish(self, claim_id: int, timeout_s: float) -> str:
         """See ``Handle``."""

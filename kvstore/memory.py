@@ -41,6 +41,18 @@ class Memory:
         self._engine.deregister(region)
         del self._starts[at], self._ranges[at]
 
+    def gathered(self, pieces: Pieces) -> bytes:
+        """A copy of the bytes of objects, one behind the other. The processor can read them: see
+        ``is_readable``."""
+        parts = []
+        for row in pieces.addresses.tolist():
+            for address, nbytes in zip(row, pieces.nbytes.tolist(), strict=True):
+                region, view = self._ranges[bisect.bisect(self._starts, address) - 1]
+                assert view is not None
+                start = address - region.address
+                parts.append(view[start : start + nbytes])
+        return b"".join(parts)
+
     def is_readable(self, pieces: Pieces) -> bool:
         """Whether the processor can read all of these."""
         known = [(one.address, one.nbytes) for one, view in self._ranges if view is not None]

@@ -8,6 +8,7 @@ from typing import Annotated, Final
 import msgspec
 
 __all__ = [
+    "STORED_BYTES_MAX",
     "VERSION",
     "Abandon",
     "Answer",
@@ -24,14 +25,18 @@ __all__ = [
     "Refused",
     "Remove",
     "Snapshot",
+    "Store",
+    "Stored",
     "Touch",
     "decode_answer",
     "decode_question",
     "encode",
 ]
 
-VERSION: Final = 1
+VERSION: Final = 2
 KEYS_BYTES_MAX: Final = 4096 * 16
+STORED_BYTES_MAX: Final = 128 << 10
+"""Objects that are sent in a message: a claim, a write and a publication would take longer."""
 
 Keys = Annotated[bytes, msgspec.Meta(max_length=KEYS_BYTES_MAX)]
 Signature = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -100,6 +105,15 @@ class Clear(msgspec.Struct, frozen=True, array_like=True, tag=9):
     signature: Signature
 
 
+class Store(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """These objects, one behind the other, please. Answered by ``Stored``."""
+
+    keys: Keys
+    signature: Signature
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=STORED_BYTES_MAX)]
+    data: Annotated[bytes, msgspec.Meta(max_length=STORED_BYTES_MAX)]
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """``owner.OwnerCard``, and the number of the next change."""
 
@@ -137,14 +151,20 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=4):
     why_not: str = ""
 
 
+class Stored(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """One ``shelf.Verdict`` for each object; those that are granted are stored."""
+
+    verdicts: list[str]
+
+
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The question cannot be answered."""
 
     why: str
 
 
-Question = Greet | Follow | Snapshot | Claim | Publish | Abandon | Touch | Remove | Clear
-Answer = Hello | Changes | Granted | Done | Refused
+Question = Greet | Follow | Snapshot | Claim | Publish | Abandon | Touch | Remove | Clear | Store
+Answer = Hello | Changes | Granted | Done | Refused | Stored
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _QUESTIONS: Final[msgspec.msgpack.Decoder[Question]] = msgspec.msgpack.Decoder(Question)

@@ -160,6 +160,26 @@ class Owner:
             self._engine.expect(tag, writer, ranges)
         return Grant(claim.id, tag, claim.verdicts, claim.slots)
 
+    def store(self, keys: Keys, signature: bytes, nbytes: int, data: bytes) -> Sequence[Verdict]:
+        """Stores objects of one signature and size that are at hand, one behind the other. Those
+        that are granted can be read now. ``ValueError`` if it is not whole objects."""
+        view = memoryview(data)
+        if len(view) != len(keys) * nbytes:
+            raise ValueError(f"{len(view)} bytes are not {len(keys)} objects of {nbytes}")
+        with self._lock:
+            claim = self._shelf.claim(keys, signature, nbytes, self._clock())
+            granted = [i for i, one in enumerate(claim.verdicts) if one is Verdict.GRANTED]
+            for i, slot in zip(granted, claim.slots, strict=True):
+                start = self._slab.slot_offset(slot)
+                self._bytes[start : start + nbytes] = view[i * nbytes : (i + 1) * nbytes]
+            if granted:
+                self._shelf.take_claim(claim.id)
+                checksums = [self._checksum(slot, nbytes) for slot in claim.slots]
+                self._shelf.publish(claim, checksums)
+        if granted:
+            self._tell()
+        return claim.verdicts
+
     def publish(self, claim_id: int) -> str:
         """The client says that its one write under the claim's tag is done. Returns an empty text
         once its objects can be read, else why they were dropped. Waits for the fence, and reads all

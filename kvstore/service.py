@@ -34,6 +34,8 @@ from kvstore.messages import (
     Refused,
     Remove,
     Snapshot,
+    Store,
+    Stored,
     Touch,
     decode_question,
     encode,
@@ -81,7 +83,8 @@ class Service:
         self._loop.stop()
 
     def _on_change(self) -> None:
-        self._loop.call(self._tell_followers)
+        if self._followers:  # One that comes after this sees the change by its number.
+            self._loop.call(self._tell_followers)
 
     def _on_readable(self) -> None:
         while True:
@@ -129,6 +132,12 @@ class Service:
                     [one.value for one in grant.verdicts],
                     np.array(grant.slots, "<u4").tobytes(),
                 )
+            case Store(keys, signature, nbytes, data):
+                try:
+                    verdicts = owner.store(_keys(keys), signature, nbytes, data)
+                except ValueError as exc:
+                    return Refused(str(exc))
+                return Stored([one.value for one in verdicts])
             case Publish(claim_id):
                 return self._slowly(client, request_id, lambda: Done(owner.publish(claim_id)))
             case Abandon(claim_id):

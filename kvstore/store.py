@@ -21,8 +21,10 @@ from kvstore.asking import NoAnswer
 from kvstore.changes import PLACE, Found, Keys, Records, form_of
 from kvstore.config import Config
 from kvstore.directory import Directory
+from kvstore.handles import Handle
 from kvstore.members import Members, host_towards
 from kvstore.memory import Memory
+from kvstore.messages import STORED_BYTES_MAX
 from kvstore.outcomes import Got, Put
 from kvstore.owner import CLAIM_OBJECTS_MAX
 from kvstore.owners import OWN, Membership, Owners
@@ -30,7 +32,7 @@ from kvstore.pieces import Pieces
 from kvstore.placement import choose
 from kvstore.reading import HEADERS_MAX, Group, HeaderRooms
 from kvstore.status import QUESTION, StoreStatus
-from kvstore.writing import put_group
+from kvstore.writing import put_group, put_message
 from te.status import process_name
 
 __all__ = ["Store"]
@@ -320,10 +322,19 @@ class Store:
             some = rows[first : first + CLAIM_OBJECTS_MAX]
             found: Sequence[Put] = [Put.UNREACHABLE] * len(some)
             if handle is not None:
-                found = put_group(handle, keys[some], signature, source.of(some), deadline_s)
+                found = self._put_group(handle, keys[some], signature, source.of(some), deadline_s)
             for row, one in zip(some.tolist(), found, strict=True):
                 outcomes[row] = one
         return outcomes
+
+    def _put_group(
+        self, handle: Handle, keys: Keys, signature: bytes, source: Pieces, deadline_s: float
+    ) -> Sequence[Put]:
+        nbytes = source.object_bytes
+        if len(keys) * nbytes > STORED_BYTES_MAX or not self._memory.is_readable(source):
+            return put_group(handle, keys, signature, source, deadline_s)
+        data = self._memory.gathered(source)
+        return put_message(handle, keys, signature, nbytes, data, deadline_s)
 
     def _groups(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores objects at one owner: claim, write, publish."""
+"""Stores objects at one owner: claim, write, publish; or with one message, if they are small."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.owner import Grant
 from kvstore.pieces import Pieces
 from kvstore.shelf import Verdict
 
-__all__ = ["put_group"]
+__all__ = ["put_group", "put_message"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,19 @@ def put_group(
             handle.abandon(grant.claim_id)
             raise
     return [_OUTCOMES.get(one, outcome) for one in grant.verdicts]
+
+
+def put_message(
+    handle: Handle, keys: Keys, signature: bytes, nbytes: int, data: bytes, deadline_s: float
+) -> Sequence[Put]:
+    """As ``put_group``, for objects whose bytes are at hand, one behind the other: at most
+    ``messages.STORED_BYTES_MAX``."""
+    try:
+        verdicts = handle.store(keys, signature, nbytes, data, _left(deadline_s))
+    except NoAnswer as exc:
+        logger.warning("nothing was stored: %s", exc)
+        return [Put.UNREACHABLE] * len(keys)
+    return [_OUTCOMES.get(one, Put.STORED) for one in verdicts]
 
 
 def _write(handle: Handle, grant: Grant, source: Pieces, deadline_s: float) -> Put:

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small objects are stored with one message."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_far import Far
+from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
+
+from kvstore import messages, store
+from kvstore.asking import NoAnswer
+from kvstore.messages import STORED_BYTES_MAX
+from kvstore.outcomes import Got, Put
+from kvstore.owners import OWN
+from kvstore.pieces import Pieces
+from kvstore.store import Store
+
+N, NBYTES = 8, 5000
+KEYS = keys(N)
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def by_message_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_this_way(*_: Any) -> None:
+        raise AssertionError("it was claimed and written")
+
+    monkeypatch.setattr(store, "put_group", not_this_way)
+
+
+def filled(at: Store, count: int = N, nbytes: int = NBYTES) -> Room:
+    room = Room(at, count, nbytes)
+    room.bytes[:] = contents(count, nbytes)
+    return room
+
+
+@pytest.mark.parametrize("sizes", [(NBYTES,), (1, 999, 4000)])
+def test_what_was_stored_comes_back(guest: Store, owner: Store, sizes: tuple[int, ...]) -> None:
+    until(guest._owners.usable, "the owner is known")
+    for at, names in ((guest, KEYS), (owner, keys(N, 1))):
+        room, back = filled(at), Room(at, N, NBYTES)
+        assert at.put(names, SIG, room.split(*sizes)) == [Put.STORED] * N
+        assert at.put(names, SIG, room.split(*sizes)) == [Put.EXISTS] * N
+        until(lambda: at.exists(names, SIG, NBYTES).all(), "it is announced")  # noqa: B023
+        assert at.get(names, SIG, back.split(*sizes)) == [Got.RIGHT] * N
+        assert (back.bytes == room.bytes).all()
+    assert owner._owners.own is not None
+    assert owner._owners.own.stats().published == 2 * N
+
+
+def test_those_that_are_there_are_left_out(guest: Store, owner: Store) -> None:
+    until(guest._owners.usable, "the owner is known")
+    room = filled(guest)
+    assert owner.put(KEYS[2:4], SIG, filled(owner).pieces.of([2, 3])) == [Put.STORED] * 2
+    outcomes = guest.put(KEYS, SIG, room.pieces)
+    assert outcomes == [Put.STORED] * 2 + [Put.EXISTS] * 2 + [Put.STORED] * 4
+    until(lambda: guest.exists(KEYS, SIG, NBYTES).all(), "they are announced")
+    back = Room(guest, N, NBYTES)
+    assert guest.get(KEYS, SIG, back.pieces) == [Got.RIGHT] * N
+    assert (back.bytes == room.bytes).all()
+
+
+def test_a_full_owner_takes_none(directory: Path) -> None:
+    with Store(config(directory, 256 << 10, chunk_bytes=64 << 10, free_low=0.0)) as owner:
+        room = filled(owner, 1)
+        found = [owner.put(keys(1, seed), SIG, room.pieces)[0] for seed in range(100)]
+    assert set(found) >= {Put.STORED, Put.NO_SPACE}
+
+
+def test_larger_batches_and_memory_that_cannot_be_read_are_written(
+    owner: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+
+    def put_group(_handle: Any, names: Any, *_: Any) -> list[Put]:
+        written.append(len(names))
+        return [Put.STORED] * len(names)
+
+    monkeypatch.setattr(store, "put_group", put_group)
+    large = Room(owner, 2, STORED_BYTES_MAX // 2)
+    assert owner.put(keys(2, 5), SIG, large.pieces) == [Put.STORED] * 2
+    assert not written, "just small enough"
+    larger = Room(owner, 2, STORED_BYTES_MAX // 2 + 1)
+    owner.put(keys(2, 6), SIG, larger.pieces)
+    assert written == [2]
+    unreadable = Room(owner, 1, 4096)
+    owner.deregister(unreadable.region)
+    owner.register(unreadable.bytes.ctypes.data, 4096)
+    owner.put(keys(1, 7), SIG, Pieces.whole([unreadable.bytes.ctypes.data], 4096))
+    assert written == [2, 1]
+
+
+def test_a_message_of_another_length_is_refused(guest: Store, owner: Store) -> None:
+    until(guest._owners.usable, "the owner is known")
+    handle = guest._owners.handle(1)
+    assert handle is not None
+    with pytest.raises(NoAnswer, match="9 bytes are not 2 objects of 5"):
+        handle.store(keys(2), SIG, 5, b"123456789", TIMEOUT_S)
+    own = owner._owners.handle(OWN)
+    assert own is not None
+    with pytest.raises(ValueError, match="11 bytes are not 2 objects of 5"):
+        own.store(keys(2), SIG, 5, b"12345678901", TIMEOUT_S)
+    too_long = bytes(messages.STORED_BYTES_MAX + 1)
+    with pytest.raises(NoAnswer, match="the question cannot be read"):
+        handle.store(keys(1), SIG, 5, too_long, TIMEOUT_S)
+    assert len(owner) == 0
+
+
+def test_an_owner_that_does_not_answer_costs_the_deadline(
+    directory: Path, start_far: Callable[..., Far], caplog: pytest.LogCaptureFixture
+) -> None:
+    far = start_far(8 * MIB, 0, NBYTES)
+    with Store(config(directory)) as guest:
+        until(guest._owners.usable, "the owner is known")
+        far.signal(signal.SIGSTOP)
+        found = guest.put(KEYS, SIG, filled(guest).pieces, timeout_s=0.2)
+        assert found == [Put.UNREACHABLE] * N
+        far.signal(signal.SIGCONT)
+        until(guest._owners.usable, "it is back")
+        until(lambda: set(guest.put(KEYS, SIG, filled(guest).pieces)) <= {Put.STORED, Put.EXISTS})
