@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objects that several tests store. For import in tests."""
+
+from __future__ import annotations
+
+from store_makers import SIG, Room, contents, keys, until
+
+from kvstore.handles import Handle
+from kvstore.outcomes import Put
+from kvstore.store import Store
+
+MIB = 1 << 20
+N, NBYTES = 12, 20_000
+KEYS = keys(N)
+
+
+def filled(store: Store, count: int = N, nbytes: int = NBYTES, seed: int = 0) -> Room:
+    """Memory with objects in it."""
+    room = Room(store, count, nbytes)
+    room.bytes[:] = contents(count, nbytes, seed)
+    return room
+
+
+def put_all(store: Store) -> Room:
+    room = filled(store)
+    assert store.put(KEYS, SIG, room.pieces) == [Put.STORED] * N
+    return room
+
+
+def sees(store: Store, count: int = N) -> None:
+    until(lambda: store.exists(KEYS[:count], SIG, NBYTES).all(), "the owner's announcements")
+
+
+def handle_of(store: Store, number: int) -> Handle:
+    handle = store._owners.handle(number)
+    assert handle is not None
+    return handle

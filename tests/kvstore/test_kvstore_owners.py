@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owners that do not answer, end or begin anew, and clients that do."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store_far import Far
+from store_makers import SIG, TIMEOUT_S, Room, config, contents, deaf, keys, until
+from store_objects import KEYS, MIB, NBYTES, N, filled, handle_of, put_all, sees
+
+import te
+from kvstore.changes import keys_of_digests
+from kvstore.outcomes import Got, Put
+from kvstore.owners import OWN
+from kvstore.pieces import Pieces
+from kvstore.reading import ROOMS
+from kvstore.store import Store
+
+
+def test_without_an_owner_nothing_is_stored(directory: Path) -> None:
+    with Store(config(directory)) as store:
+        assert store.put(KEYS, SIG, filled(store).pieces) == [Put.UNREACHABLE] * N
+        assert store.get(KEYS, SIG, Room(store, N, NBYTES).pieces) == [Got.MISSING] * N
+
+
+def test_a_killed_owner_costs_misses(
+    directory: Path, start_far: Callable[..., Far], caplog: pytest.LogCaptureFixture
+) -> None:
+    far = start_far(8 * MIB, N, NBYTES)
+    with Store(config(directory)) as store:
+        sees(store)
+        room = Room(store, N, NBYTES)
+        assert store.get(KEYS, SIG, room.pieces) == [Got.RIGHT] * N
+        with deaf(store):
+            far.kill()
+            assert store.get(KEYS, SIG, room.pieces) == [Got.UNREACHABLE] * N
+            assert len(store._rooms._free) == ROOMS
+            assert store.get(KEYS, SIG, room.pieces) == [Got.MISSING] * N, "not asked again"
+        assert "is not used for a while" in caplog.text
+        assert store.put(keys(1, 9), SIG, room.pieces.of([0])) == [Put.UNREACHABLE]
+        until(lambda: len(store) == 0, "it is forgotten")
+
+
+def test_a_restarted_owner_is_known_by_what_it_holds_now(
+    directory: Path, start_far: Callable[..., Far]
+) -> None:
+    start_far(8 * MIB, N, NBYTES).kill()
+    with Store(config(directory)) as store:
+        start_far(8 * MIB, 3, NBYTES)
+        sees(store, 3)
+        assert not store.exists(KEYS[3:], SIG, NBYTES).any()
+
+
+def test_two_owners_stand_in_for_each_other(directory: Path, start_far: Callable[..., Far]) -> None:
+    fars = [start_far(8 * MIB, 0, NBYTES) for _ in range(3)]
+    with Store(config(directory, copies=2)) as store:
+        until(lambda: len(store._owners.usable()) == 3)
+        room = put_all(store)
+        until(lambda: len(store) == 2 * N)
+        assert store.get(KEYS, SIG, room.pieces) == [Got.RIGHT] * N
+        with deaf(store):
+            fars[0].kill()
+            room.bytes[:] = 0
+            assert store.get(KEYS, SIG, room.pieces) == [Got.RIGHT] * N, "from the other one"
+            assert (room.bytes == contents(N, NBYTES)).all()
+
+
+def test_a_frozen_owner_costs_its_reader_the_deadline_and_comes_back(
+    directory: Path, start_far: Callable[..., Far]
+) -> None:
+    far = start_far(8 * MIB, N, NBYTES)
+    with Store(config(directory, request_timeout_s=0.5)) as store:
+        sees(store)
+        room = Room(store, N, NBYTES)
+        far.signal(signal.SIGSTOP)
+        begun_s = time.monotonic()
+        outcomes = set(store.get(KEYS, SIG, room.pieces, timeout_s=0.3))
+        assert outcomes <= {Got.TIMED_OUT, Got.UNREACHABLE, Got.MISSING}, outcomes
+        assert len(store._rooms._free) == ROOMS
+        assert time.monotonic() - begun_s < TIMEOUT_S
+        assert set(store.put(keys(2, 9), SIG, room.pieces.of([0, 1]), timeout_s=0.3)) == {
+            Put.UNREACHABLE
+        }
+        until(lambda: not store.exists(KEYS, SIG, NBYTES).any(), "it is not used meanwhile")
+        far.signal(signal.SIGCONT)
+        sees(store)
+        until(lambda: store.get(KEYS, SIG, room.pieces) == [Got.RIGHT] * N)
+
+
+def test_slots_of_a_writer_that_is_gone_are_free_again(directory: Path) -> None:
+    with (
+        Store(config(directory, 4 * MIB, claim_timeout_s=0.2)) as owner,
+        Store(config(directory)) as guest,
+    ):
+        until(guest._owners.usable)
+        handle = handle_of(guest, 1)
+        grant = handle.claim(KEYS, SIG, NBYTES, 5.0)
+        assert len(grant.slots) == N
+        assert owner.put(KEYS, SIG, filled(owner).pieces) == [Put.BEING_STORED] * N
+        assert owner._owners.own is not None
+        until(lambda: owner._owners.own.stats().abandoned == N)  # type: ignore[union-attr]
+        assert "the claim is over" in handle.publish(grant.claim_id, 5.0)
+        room = filled(guest)
+        slots = handle.source.slots(np.array(grant.slots, np.uint64))
+        late = handle.source.peer.write(room.pieces.blocks(slots, 0, to_slots=True), grant.tag)
+        with pytest.raises(te.TransferFailed, match="is not open"):
+            late.wait(TIMEOUT_S)
+        assert owner.put(KEYS, SIG, filled(owner).pieces) == [Put.STORED] * N
+
+
+def test_a_claim_without_its_write_is_not_published(owner: Store) -> None:
+    handle = handle_of(owner, OWN)
+    grant = handle.claim(KEYS, SIG, NBYTES, 5.0)
+    assert handle.publish(grant.claim_id, 5.0) == (
+        f"0 writes of 0 bytes arrived, not one of {N * NBYTES}"
+    )
+    assert not owner.exists(KEYS, SIG, NBYTES).any()
+    assert len(owner) == 0
+
+
+def test_nobody_writes_to_slots_without_a_claim(guest: Store, owner: Store) -> None:
+    put_all(owner)
+    sees(guest)
+    until(guest._owners.usable)
+    handle = handle_of(guest, 1)
+    room = filled(guest, seed=7)
+    blocks = room.pieces.blocks(
+        handle.source.slots(np.arange(N, dtype=np.uint64)), 0, to_slots=True
+    )
+    with pytest.raises(te.TransferFailed, match="may not write without a tag"):
+        handle.source.peer.write(blocks).wait(TIMEOUT_S)
+    grant = handle.claim(keys(1, 5), SIG, NBYTES, 5.0)
+    with pytest.raises(te.TransferFailed, match="range"):
+        handle.source.peer.write(blocks, grant.tag).wait(TIMEOUT_S)
+    handle.abandon(grant.claim_id)
+    assert guest.get(KEYS, SIG, Room(guest, N, NBYTES).pieces) == [Got.RIGHT] * N
+
+
+def test_a_follower_that_was_left_behind_begins_anew(guest: Store, owner: Store) -> None:
+    put_all(owner)
+    sees(guest)
+    assert owner._owners.own is not None
+    owner._owners.own._log._kept = 4
+    with deaf(guest):
+        for seed in range(20, 25):
+            owner.put(keys(N, seed), SIG, filled(owner, seed=seed).pieces)
+        owner.remove(KEYS, SIG)
+    until(lambda: guest.exists(keys(N, 24), SIG, NBYTES).all())
+    until(lambda: not guest.exists(KEYS, SIG, NBYTES).any())
+    assert len(guest) == len(owner)
+
+
+def test_arguments_are_checked(owner: Store) -> None:
+    room = Room(owner, N, NBYTES)
+    with pytest.raises(
+        ValueError, match=r"keys must be u8 of shape \(n, 16\), not uint8 of \(3, 8\)"
+    ):
+        owner.get(np.zeros((3, 8), np.uint8), SIG, room.pieces)
+    with pytest.raises(ValueError, match="signature has 3 bytes, not 16"):
+        owner.put(KEYS, b"abc", room.pieces)
+    with pytest.raises(ValueError, match="12 keys, but memory for 3 objects"):
+        owner.get(KEYS, SIG, room.pieces.of(range(3)))
+    with pytest.raises(te.BoundsError):
+        owner.put(KEYS[:1], SIG, Pieces.whole([4096], 100))
+    assert owner.put(keys_of_digests([bytes(32)]), SIG, room.pieces.of([0])) == [Put.STORED]
+
+
+def test_what_is_read_is_kept_and_what_is_not_goes_first(guest: Store, owner: Store) -> None:
+    """Owners hear from all readers, in their own process and in others."""
+    room, theirs = filled(owner, 60, 65536), Room(guest, 20, 65536)
+    names = keys(60, 1)
+    assert owner.put(names, SIG, room.pieces) == [Put.STORED] * 60
+    until(lambda: guest.exists(names, SIG, 65536).all())
+    assert owner.get(names[:20], SIG, room.pieces.of(range(20))) == [Got.RIGHT] * 20
+    assert guest.get(names[20:40], SIG, theirs.pieces) == [Got.RIGHT] * 20
+    own = owner._owners.own
+    assert own is not None
+    (policy,) = own._shelf._policies.values()
+    until(lambda: len(policy._t2) == 40, "both were told")  # type: ignore[attr-defined]
+    seeds = itertools.count(2)
+
+    def unread_are_gone() -> bool:
+        owner.put(keys(40, next(seeds)), SIG, room.pieces.of(range(40)))
+        return not owner.exists(names[40:], SIG, 65536).any()
+
+    until(unread_are_gone, "those that nobody has read go")
+    assert owner.exists(names[:40], SIG, 65536).all()
+
+
+def test_removal_survives_an_owner_that_is_frozen(
+    directory: Path, start_far: Callable[..., Far], caplog: pytest.LogCaptureFixture
+) -> None:
+    far = start_far(8 * MIB, N, NBYTES)
+    with Store(config(directory, request_timeout_s=1.0)) as store:
+        sees(store)
+        assert store.get(KEYS, SIG, Room(store, N, NBYTES).pieces) == [Got.RIGHT] * N
+        with deaf(store):  # Else it may be found out beforehand, and not be asked.
+            far.signal(signal.SIGSTOP)
+            store.remove(KEYS, SIG)
+            assert "objects were not removed" in caplog.text
+            store.clear(SIG)
+            assert "the objects of a signature were not removed" in caplog.text
+            far.signal(signal.SIGCONT)
+        until(lambda: not store.exists(KEYS, SIG, NBYTES).any() or store.remove(KEYS, SIG))
