@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS: Final = 2
 """A get looks again for what an owner has not given."""
+ANY_FORM: Final = 0
+"""With it a look-up finds a key as ``HERE`` or as ``OTHER``."""
 SETTLED: Final = {Got.RIGHT, Got.MISSING, Got.REJECTED}
 """Outcomes that a second look would not change."""
 
@@ -112,10 +114,15 @@ class Store:
         """
         places = self._owners.look_up(keys, form_of(signature, nbytes))
         found: npt.NDArray[np.bool_] = places["found"] == Found.HERE
-        here, other = int(found.sum()), int((places["found"] == Found.OTHER).sum())
-        self._lookups["found"] += here
-        self._lookups["rejected"] += other
-        self._lookups["missing"] += len(keys) - here - other
+        self._count_lookups(found, places["found"] == Found.OTHER)
+        return found
+
+    def known(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """``exists`` for who does not know the signature or the size yet: whether a key is stored
+        with any. A get tells whether it is with the right ones."""
+        places = self._owners.look_up(keys, ANY_FORM)
+        found: npt.NDArray[np.bool_] = places["found"] != Found.MISSING
+        self._count_lookups(found, np.zeros_like(found))
         return found
 
     # -- objects
@@ -305,6 +312,12 @@ class Store:
                     outcomes[row] = wrong
 
     # -- how puts and gets go
+
+    def _count_lookups(self, found: npt.NDArray[np.bool_], rejected: npt.NDArray[np.bool_]) -> None:
+        here, other = int(found.sum()), int(rejected.sum())
+        self._lookups["found"] += here
+        self._lookups["rejected"] += other
+        self._lookups["missing"] += len(found) - here - other
 
     def count_gets(self, outcomes: Sequence[Got], nbytes: int) -> None:
         self._gets.update(one.value for one in outcomes)

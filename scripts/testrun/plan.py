@@ -57,8 +57,8 @@ def before_lanes() -> list[Step]:
 def fast_step(options: Options) -> Step:
     """What needs neither SGLang nor RDMA nor minutes."""
     marks = "not serving and not sglang and not rdma and not testbed and not sanitize and not slow"
-    # tests/sglang imports torch as it is collected
-    where = ("--ignore", "tests/sglang", "tests")
+    # They import torch as they are collected, tests/lmcache LMCache as well.
+    where = ("--ignore", "tests/sglang", "--ignore", "tests/lmcache", "tests")
     return _pytest(options, "fast tests", *WAITING, "-m", marks, *where)
 
 

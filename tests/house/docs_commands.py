@@ -19,7 +19,8 @@ _ASSIGNMENT = re.compile(r"[A-Z][A-Z0-9_]*=.*", re.DOTALL)
 #: What begins a command in an indented block; other such blocks are output or drawings.
 PROGRAMS = frozenset(
     {
-        *("apt-get", "curl", "docker", "ip", "kubectl", "mlnx_qos", "modprobe", "pip", "python"),
+        *("apt-get", "curl", "docker", "ip", "kubectl", "kvstore", "lmcache", "mlnx_qos"),
+        *("modprobe", "pip", "python"),
         *("python3", "sglang", "sglang-mooncake", "ssh", "sysctl", "te", "ulimit"),
     }
 )

@@ -25,6 +25,7 @@ ALLOWED = {
     "bootstrap_server": {"aiohttp", "msgspec", "uvloop"},
     "kvstore": {"bootstrap_server", "msgspec", "numpy", "redis", "te", "xxhash", "zmq"},
     "kvstore/bench": {"mooncake", "numpy", "redis", "te"},  # those that are installed
+    "kvstore/lmcache": {"lmcache", "msgspec", "numpy", "te"},
     "sglang_mooncake": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
     SGLANGS: {
         "bootstrap_server",

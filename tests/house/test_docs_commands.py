@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -20,6 +21,7 @@ from docs_commands import ROOT, Command, blocks, commands, pages, program, split
 
 from bootstrap_server import __main__ as registry
 from kvstore import cli as kvstore
+from kvstore.config import Config
 from sglang_mooncake.sglang import cli as mooncake
 from sglang_mooncake.sglang.dry_run.flags import parse_flags
 from te import cli as te
@@ -63,6 +65,15 @@ def check_te(rest: tuple[str, ...]) -> None:
 
 def check_kvstore(rest: tuple[str, ...]) -> None:
     kvstore._parser().parse_args(rest)
+
+
+def check_lmcache(rest: tuple[str, ...]) -> None:
+    """The adapter, without LMCache, whose own parser reads the rest of it in tests/lmcache."""
+    spec = json.loads(rest[rest.index("--l2-adapter") + 1])
+    module = ROOT / f"{spec['module_path'].replace('.', '/')}.py"
+    assert module.is_file()
+    assert f"class {spec['class_name']}(" in module.read_text()
+    Config.of(spec["adapter_params"])
 
 
 def check_mooncake(rest: tuple[str, ...]) -> None:
@@ -139,6 +150,7 @@ RULES: dict[str, Callable[[tuple[str, ...]], None]] = {
     "docker": check_docker,
     "kubectl": check_kubectl,
     "kvstore": check_kvstore,
+    "lmcache": check_lmcache,
     "pip": check_pip,
     "python": check_python,
     "python3": check_python,
@@ -166,6 +178,7 @@ def test_a_command_that_cannot_be_given_is_found(capsys: pytest.CaptureFixture[s
         "python -m bootstrap_server --secret x",
         "scripts/demo --no-such",
         "scripts/no-such",
+        'lmcache server --l2-adapter {"module_path":"kvstore.lmcache.adapter","class_name":"None"}',
         "docker run sglang-mooncake te topology --no-such",
         "frobnicate --all",
     )
