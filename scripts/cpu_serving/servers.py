@@ -265,7 +265,7 @@ class Fleet:
         bootstrap_port: int | None = None,
     ) -> Server:
         """Start one; `name` tells several of one role apart, ports are picked unless given."""
-        port = port or self._port()
+        port = port or self.port()
         with signals_deferred():
             server = Server(role, options, self.run_dir, port, bootstrap_port, name, self._nursery)
             self._started.append(server.process)
@@ -290,12 +290,12 @@ class Fleet:
         mini_lb: bool = True,
     ) -> Router:
         with signals_deferred():
-            metrics_port = None if mini_lb else self._port()
+            metrics_port = None if mini_lb else self.port()
             router = Router(
                 [prefill] if isinstance(prefill, Server) else prefill,
                 [decode] if isinstance(decode, Server) else decode,
                 self.run_dir,
-                self._port(),
+                self.port(),
                 name,
                 mini_lb,
                 metrics_port,
@@ -326,7 +326,8 @@ class Fleet:
             while self._ports:
                 self._ports.pop().close()
 
-    def _port(self) -> int:
+    def port(self) -> int:
+        """Of a free block, which nobody else gets."""
         self._ports.append(PortBlock())
         return self._ports[-1].first
 

@@ -67,6 +67,7 @@ class Config:
     ports: tuple[int, int] | None = None
     registries: Registries = field(default_factory=Registries)
     layerwise: bool = False
+    drop_in: bool = False
     stats_dir: Path | None = None
     status_dir: Path | None = field(default_factory=default_directory)
     story_rooms: int = STORY_ROOMS

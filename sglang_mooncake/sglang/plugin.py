@@ -54,6 +54,7 @@ def register() -> None:
         HookRegistry.register(_GET_KV_CLASS, _get_kv_class, HookType.AROUND)
         HookRegistry.register(_SHARED_ENGINE, _init_shared_engine, HookType.AROUND)
         _check_targets()
+        _replace_mooncakes_engine()
     except Exception as error:  # noqa: BLE001 - whatever it is, SGLang must not go on without us
         _stop(error)
 
@@ -127,6 +128,16 @@ class _WithoutPD:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._disagg, name)
+
+
+def _replace_mooncakes_engine() -> None:
+    """If the operator says so."""
+    from sglang_mooncake.sglang.config import Config
+    from sglang_mooncake.sglang.drop_in import install
+
+    config = Config.from_environment()
+    if config.drop_in:
+        install(config)
 
 
 def hook_decode_queue() -> None:

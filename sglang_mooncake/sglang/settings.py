@@ -131,6 +131,13 @@ SETTINGS: tuple[Setting, ...] = (
         default="0",
     ),
     _own(
+        "drop_in",
+        switch(),
+        "`mooncake.engine.TransferEngine` is te in the processes of this SGLang server, for its"
+        " encoders and remote weights. The peers of such a server need the same setting.",
+        default="0",
+    ),
+    _own(
         "register_timeout_s",
         seconds(),
         "Time in which a prefill rank must reach its registry at start.",

@@ -45,6 +45,8 @@ class FarEngine:
 
     #: What runs there.
     program: ClassVar[str] = __file__
+    #: How long an operation may take.
+    patience_s: ClassVar[float] = 2 * DEADLINE_S
 
     def __init__(self, **config: Any) -> None:
         self.process = subprocess.Popen(
@@ -68,7 +70,7 @@ class FarEngine:
     def _reply(self, op: str) -> Any:
         out = self.process.stdout
         assert out is not None
-        assert is_readable(out, 2 * DEADLINE_S), f"the far engine does not answer {op}"
+        assert is_readable(out, self.patience_s), f"the far engine does not answer {op}"
         value, error = json.loads(out.readline())
         if error is not None:
             raise FarError(error)

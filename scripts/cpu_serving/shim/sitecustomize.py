@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test support: lets the unmodified SGLang run on a machine without a GPU.
 
-This directory stands first on PYTHONPATH of every server process. Ten gaps are closed, each when
+This directory stands first on PYTHONPATH of every server process. Eleven gaps are closed, each when
 the module it concerns is imported and not otherwise:
 
 - PyPI's torchvision is built for CUDA; beside a CPU torch its C extension does not load and the
@@ -21,6 +21,8 @@ the module it concerns is imported and not otherwise:
 - Where the last token of a draft's prefix lies SGLang asks Triton, except for `torch_native`, and
   MTP runs on `intel_amx` (`servers.py` says why). It has the same in torch, which is taken.
 - HiCache's host pools want a GPU, see `cpu_hicache.py`.
+- Weights for another server are found in a snapshot of CUDA's memory. SGLang has the same for each
+  weight by itself, which is taken.
 - Overlap scheduling of a prefill server needs the streams and events of a GPU. A server that is to
   run it gets a stand-in, see `cpu_overlap.py`. What servers get that hand KV over layer by layer
   is in `cpu_layers.py`.
@@ -113,6 +115,10 @@ def _locate_without_triton(module: ModuleType) -> None:
     module.get_last_loc_triton = module.get_last_loc_torch
 
 
+def _offer_each_weight(module: ModuleType) -> None:
+    module.register_memory_region_v2 = module.register_memory_region_v1
+
+
 def stand_in_for_a_gpu(torch_module: ModuleType | None = None) -> None:
     """As the environment says. Called once torch is imported, and again by a process that has been
     forked since and has an environment of its own."""
@@ -174,6 +180,7 @@ _AFTER: dict[str, Patch] = {
     "sglang.srt.mem_cache.pool_host.common": _of_hicache("allocate_plainly"),
     "sglang.srt.mem_cache.pool_host.mha": _of_hicache("copy_by_torch"),
     "sglang.srt.mem_cache.pool_host.mla": _of_hicache("copy_by_torch"),
+    "sglang.srt.model_loader.remote_instance_weight_loader_utils": _offer_each_weight,
     "sglang.srt.models.deepseek_v2": _share_without_waiting,
     "sglang_mooncake.layout.plan": _leave_kv_out,
     "sglang_mooncake.sglang.manager": _pretend_cuda,

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SGLang does with Mooncake's engine beside the hand-over, on te instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cpu_serving.expectations import Reference
+from cpu_serving.model import make_model
+from cpu_serving.nursery import Nursery
+from cpu_serving.servers import HOST, Fleet, Server, ServerOptions, wait_ready, with_secret
+from cpu_serving.traffic import Answer, compare, make_requests, send_all
+
+from bootstrap_server.secret_file import write_secret_file
+
+pytestmark = pytest.mark.serving
+
+REQUESTS = make_requests(4, 200, seed=31)
+OTHER_WEIGHTS = 1
+LOG_OF_ENGINE = "mooncake.engine is te: session"
+
+
+@pytest.fixture
+def fleet(nursery: Nursery, tmp_path: Path) -> Iterator[Fleet]:
+    with Fleet(tmp_path, nursery) as fleet:
+        yield fleet
+
+
+def ask(server: Server) -> list[Answer]:
+    answers = send_all(server.url, REQUESTS, concurrency=4)
+    errors = [one.error for one in answers if one.error]
+    assert not errors, errors[0]
+    return answers
+
+
+def with_drop_in(options: ServerOptions, *flags: object, drop_in: bool = True) -> ServerOptions:
+    extra_env = {**options.extra_env, "SGLANG_MOONCAKE_DROP_IN": str(int(drop_in))}
+    extra_args = (*options.extra_args, *map(str, flags))
+    return replace(options, extra_env=extra_env, extra_args=extra_args)
+
+
+def seed_of_weights(fleet: Fleet, options: ServerOptions) -> Server:
+    """A server that offers its weights."""
+    port = fleet.port()
+    flags = (
+        "--remote-instance-weight-loader-start-seed-via-transfer-engine",
+        *("--engine-info-bootstrap-port", port),
+    )
+    server = fleet.server("single", with_drop_in(options, *flags), name="seed")
+    wait_ready([server])
+    return server
+
+
+def with_weights_of(seed: Server, options: ServerOptions, port: int, **more: bool) -> ServerOptions:
+    return with_drop_in(
+        options,
+        *("--load-format", "remote_instance"),
+        *("--remote-instance-weight-loader-backend", "transfer_engine"),
+        *("--remote-instance-weight-loader-seed-instance-ip", HOST),
+        *("--remote-instance-weight-loader-seed-instance-service-port", seed.port),
+        *("--engine-info-bootstrap-port", port),
+        **more,
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_server_has_the_weights_of_another_one(
+    fleet: Fleet, reference: Reference, tmp_path: Path, tp: int
+) -> None:
+    """The files of its own model have others."""
+    secret = tmp_path / "secret"
+    write_secret_file(secret)
+    expected = reference.answers("llama", REQUESTS)
+    options = with_secret(ServerOptions(make_model("llama"), tp=tp), secret)
+    seed = seed_of_weights(fleet, options)
+    other = replace(options, model=make_model("llama", tmp_path, seed=OTHER_WEIGHTS))
+    second = fleet.server("single", with_weights_of(seed, other, fleet.port()), name="second")
+    wait_ready([second])
+    assert not compare(expected, ask(second))
+    for server in (seed, second):
+        assert server.process.log_text().count(LOG_OF_ENGINE) == tp
+    # From which follows that the comparison can fail:
+    without = with_weights_of(seed, other, fleet.port(), drop_in=False)
+    third = fleet.server("single", without, name="third")
+    wait_ready([third])
+    assert compare(expected, ask(third))
+    assert LOG_OF_ENGINE not in third.process.log_text()
