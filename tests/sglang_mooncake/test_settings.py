@@ -33,6 +33,7 @@ VALUES = {
     ),
     "sglang_mooncake.registries": NAMES,
     "sglang_mooncake.layerwise": SWITCHES,
+    "sglang_mooncake.drop_in": SWITCHES,
     "sglang_mooncake.register_timeout_s": SECONDS,
     "sglang_mooncake.link_timeout_s": SECONDS,
     "sglang_mooncake.stats_dir": WORDS,
