@@ -29,6 +29,7 @@ __all__ = [
     "MODELS_DIR",
     "VOCAB_SIZE",
     "LlamaSize",
+    "Weights",
     "make_llama",
     "make_model",
 ]

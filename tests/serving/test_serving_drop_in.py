@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from cpu_serving.model import make_model
 from cpu_serving.nursery import Nursery
 from cpu_serving.servers import HOST, Fleet, Server, ServerOptions, wait_ready, with_secret
 from cpu_serving.traffic import Answer, compare, make_requests, send_all
+from cpu_serving.vision import image_url, make_vision_model
 
 from bootstrap_server.secret_file import write_secret_file
 
@@ -20,6 +23,8 @@ pytestmark = pytest.mark.serving
 
 REQUESTS = make_requests(4, 200, seed=31)
 OTHER_WEIGHTS = 1
+IMAGES = 3
+TIMEOUT_S = 300.0
 LOG_OF_ENGINE = "mooncake.engine is te: session"
 
 
@@ -88,3 +93,50 @@ def test_a_server_has_the_weights_of_another_one(
     wait_ready([third])
     assert compare(expected, ask(third))
     assert LOG_OF_ENGINE not in third.process.log_text()
+
+
+def ask_of_images(server: Server) -> list[list[tuple[str, float]]]:
+    """Tokens and their log probabilities, for each image."""
+    return [ask_of_image(server, image_url(seed)) for seed in range(IMAGES)]
+
+
+def ask_of_image(server: Server, url: str) -> list[tuple[str, float]]:
+    parts = [
+        {"type": "text", "text": "what moves in "},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    body = {
+        "model": "any",
+        "messages": [{"role": "user", "content": parts}],
+        "max_tokens": 16,
+        "temperature": 0,
+        "logprobs": True,
+    }
+    request = urllib.request.Request(
+        f"{server.url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+        (choice,) = json.load(response)["choices"]
+    return [(one["token"], round(one["logprob"], 2)) for one in choice["logprobs"]["content"]]
+
+
+def test_what_an_encoder_computes_reaches_the_language_model(fleet: Fleet) -> None:
+    flags = ("--enable-multimodal", "--mm-attention-backend", "sdpa")
+    options = ServerOptions(make_vision_model(), extra_args=flags)
+    whole = fleet.server("single", options, name="whole")
+    mooncake = ("--encoder-transfer-backend", "mooncake")
+    encoder = fleet.server(
+        "single", with_drop_in(options, "--encoder-only", *mooncake), name="encoder"
+    )
+    urls = ("--language-only", "--encoder-urls", encoder.url)
+    language = fleet.server("single", with_drop_in(options, *urls, *mooncake), name="language")
+    wait_ready([whole, encoder, language])
+    expected = ask_of_images(whole)
+    assert len({str(one) for one in expected}) == IMAGES, "the images make no difference"
+    assert ask_of_images(language) == expected
+    assert LOG_OF_ENGINE in encoder.process.log_text()
+    log = language.process.log_text()
+    assert LOG_OF_ENGINE in log
+    assert log.count("RDMA transfers completed") == IMAGES

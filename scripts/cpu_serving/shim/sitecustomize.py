@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test support: lets the unmodified SGLang run on a machine without a GPU.
 
-This directory stands first on PYTHONPATH of every server process. Eleven gaps are closed, each when
+This directory stands first on PYTHONPATH of every server process. Twelve gaps are closed, each when
 the module it concerns is imported and not otherwise:
 
 - PyPI's torchvision is built for CUDA; beside a CPU torch its C extension does not load and the
@@ -21,6 +21,7 @@ the module it concerns is imported and not otherwise:
 - Where the last token of a draft's prefix lies SGLang asks Triton, except for `torch_native`, and
   MTP runs on `intel_amx` (`servers.py` says why). It has the same in torch, which is taken.
 - HiCache's host pools want a GPU, see `cpu_hicache.py`.
+- What an encoder has computed lands in memory of a GPU. It gets host memory.
 - Weights for another server are found in a snapshot of CUDA's memory. SGLang has the same for each
   weight by itself, which is taken.
 - Overlap scheduling of a prefill server needs the streams and events of a GPU. A server that is to
@@ -115,6 +116,23 @@ def _locate_without_triton(module: ModuleType) -> None:
     module.get_last_loc_triton = module.get_last_loc_torch
 
 
+class _TorchOfTheHost:
+    """torch, with new tensors of a GPU in host memory."""
+
+    def __init__(self, torch: ModuleType) -> None:
+        self._torch = torch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch, name)
+
+    def empty(self, *size: Any, device: str = "cpu", **kwargs: Any) -> Any:
+        return self._torch.empty(*size, device=device.replace("cuda", "cpu"), **kwargs)
+
+
+def _receive_in_host_memory(module: ModuleType) -> None:
+    module.torch = _TorchOfTheHost(module.torch)
+
+
 def _offer_each_weight(module: ModuleType) -> None:
     module.register_memory_region_v2 = module.register_memory_region_v1
 
@@ -171,6 +189,7 @@ _keep_alive: list[Any] = []
 _BEFORE_SUBMODULES_OF = {"torchvision": _declare_torchvision_ops}
 _AFTER: dict[str, Patch] = {
     "torch": stand_in_for_a_gpu,
+    "sglang.srt.disaggregation.encoder.receiver": _receive_in_host_memory,
     "sglang.srt.eplb.expert_distribution": _keep_no_memory,
     "sglang.srt.layers.attention.torch_native_backend": _mend_torch_native,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _dispatch_to_absorbed_mla,

@@ -41,3 +41,20 @@ def __getattr__(name: str) -> Any:
 
     missing.__name__ = name
     return missing
+
+
+def _name_kernels_of_models() -> None:
+    """Kernels that models name as they are imported. Qwen's processor of images imports models that
+    nobody runs here."""
+    import torch
+
+    for name in (
+        "fused_sigmoid_mul_cpu",
+        "fused_qk_gemma_rmsnorm_cpu",
+        "fused_qk_gemma_rmsnorm_with_gate_cpu",
+        "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    ):
+        setattr(torch.ops.sgl_kernel, name, __getattr__(name))
+
+
+_name_kernels_of_models()
