@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Final
 
 import te
@@ -32,6 +33,7 @@ CONNECTIONS_MAX: Final = 256
 CONNECTIONS_OF_SOURCE_MAX: Final = 128
 """Beyond these, the oldest of the source that has most goes for a new one (`Crowd`)."""
 BACKLOG: Final = 1024
+START_TIMEOUT_S: Final = 30.0
 CLOSE_TIMEOUT_S: Final = 5.0
 
 
@@ -53,6 +55,7 @@ class Answerer:
 
         Raises:
             OSError: the address cannot be listened on, or no port is free.
+            TimeoutError: the thread does not start.
         """
         self._keys, self._tell = keys, tell
         self._socket = _listen(host, ports)
@@ -61,12 +64,14 @@ class Answerer:
         self._refusals = Refusals("question for this engine's card")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = asyncio.Event()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve()), name="mooncake-face", daemon=True
-        )
+        self._started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="mooncake-face", daemon=True)
         self._thread.start()
-        self._ready.wait()
+        try:
+            self._started.result(START_TIMEOUT_S)
+        except BaseException:
+            self._socket.close()
+            raise
 
     def close(self) -> None:
         """Ends connections and thread. Idempotent."""
@@ -74,10 +79,18 @@ class Answerer:
             self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(CLOSE_TIMEOUT_S)
 
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as exc:
+            if self._started.done():
+                raise
+            self._started.set_exception(exc)
+
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         server = await asyncio.start_server(self._meet, sock=self._socket, backlog=BACKLOG)
-        self._ready.set()
+        self._started.set_result(None)
         await self._ended.wait()
         server.close()
         while (one := self._crowd.first_to_go()) is not None:

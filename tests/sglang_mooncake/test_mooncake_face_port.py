@@ -37,6 +37,19 @@ KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 NONCE = bytes(32)
 
 
+def test_a_port_that_cannot_be_served_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+
+    async def refused(*_: object, sock: socket.socket, **__: object) -> None:
+        made.append(sock)
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("asyncio.start_server", refused)
+    with pytest.raises(OSError, match="Too many open files"):
+        Answerer(HOST, None, [KEY], lambda: TOLD)
+    assert made[0].fileno() == -1
+
+
 @pytest.fixture
 def port() -> Iterator[Answerer]:
     answerer = Answerer(HOST, None, [KEY], lambda: TOLD)
