@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import json
 import logging
+import resource
 import signal
 import sys
 import threading
@@ -122,6 +123,7 @@ def _serve(options: argparse.Namespace) -> int:
         "host": options.host,
     }
     config = Config.of({name: value for name, value in given.items() if value is not None})
+    _allow_open_files()
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
@@ -130,6 +132,13 @@ def _serve(options: argparse.Namespace) -> int:
         print(f"kvstore: lends {config.memory} bytes, {place}", flush=True)  # noqa: T201
         ended.wait()
     return 0
+
+
+def _allow_open_files() -> None:
+    """As many as the host lets this process have: each other process of the store takes some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _top(options: argparse.Namespace) -> int:

@@ -80,9 +80,14 @@ class Followed:
         self._send(question, Future(), time.monotonic() + FORGET_S)
 
     def greet(self) -> None:
-        """Connects anew and begins from the start."""
+        """Connects anew and begins from the start. If it cannot, ``check`` tries again."""
         self.close()
-        self._socket = self._far.sockets.connect(self._where)
+        self._waiting_since_s = time.monotonic()
+        try:
+            self._socket = self._far.sockets.connect(self._where)
+        except zmq.ZMQError as exc:  # Too many open files.
+            logger.warning("owner %s cannot be connected to: %s", self.name, exc)
+            return
         self._far.loop.add(self._socket, self._on_readable)
         self._follow(Greet(VERSION), self._on_hello)
 

@@ -38,7 +38,7 @@ _LABEL: Final = b"kvstore: which key"
 # it out), and returns the list if it is not the one that the caller knows. By the server's clock
 # alone. KEYS: the entries by time, and the version of their set. ARGV: seconds, entry, known
 # version, whether the caller leaves.
-_SCRIPT: Final = """
+SCRIPT: Final = """
 local time = redis.call('TIME')
 local old = '(' .. (tonumber(time[1]) - tonumber(ARGV[1]))
 local changed = redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', old)
@@ -56,7 +56,7 @@ if version == ARGV[3] then
 end
 return {version, redis.call('ZRANGE', KEYS[1], 0, -1)}
 """
-_KEYS: Final = ("{kvstore}:owners", "{kvstore}:version")
+KEYS: Final = ("{kvstore}:owners", "{kvstore}:version")
 
 
 class Members:
@@ -91,7 +91,7 @@ class Members:
             socket_connect_timeout=TIMEOUT_S,
             retry=redis.retry.Retry(redis.backoff.NoBackoff(), 1),  # On a broken connection.
         )
-        self._script = self._redis.register_script(_SCRIPT)
+        self._script = self._redis.register_script(SCRIPT)
         self._host = f"[{host}]" if ":" in host else host
         self._keys = keys
         self._by_id = {_key_id(key): key for key in keys.control}
@@ -144,7 +144,7 @@ class Members:
         self._try(self._read)
 
     def _read(self, leaves: int = 0) -> None:
-        answer = self._script(keys=_KEYS, args=[FORGOTTEN_S, self._entry, self._version, leaves])
+        answer = self._script(keys=KEYS, args=[FORGOTTEN_S, self._entry, self._version, leaves])
         if len(answer) == 2:
             self._found = MappingProxyType(dict(filter(None, map(self._member, answer[1]))))
         self._version = answer[0]

@@ -16,6 +16,7 @@ import zmq
 
 import te
 from kvstore.changes import KEY_BYTES, Keys
+from kvstore.followers import FOLLOWERS_MAX, Followers
 from kvstore.loop import Loop
 from kvstore.messages import (
     VERSION,
@@ -47,10 +48,7 @@ __all__ = ["Service"]
 
 logger = logging.getLogger(__name__)
 
-FOLLOW_S: Final = 1.0
-"""A follower is answered after this time at the latest, and so knows that the owner lives."""
 CHANGES_MAX: Final = 1 << 17
-FOLLOWERS_MAX: Final = 4096
 SLOW_MAX: Final = 256
 """Publications that wait for a thread; more are refused."""
 TICK_S: Final = 0.02
@@ -64,7 +62,7 @@ class Service:
         """Starts to listen; ``zmq.ZMQError`` if it cannot."""
         self._owner = owner
         self._socket, self.endpoint = sockets.listen(endpoint)
-        self._followers: dict[bytes, tuple[bytes, int, float]] = {}
+        self._followers = Followers()
         self._slow = ThreadPoolExecutor(2, "kvstore-publish")
         self._slow_waiting = 0
         self._finished: deque[tuple[bytes, bytes, Answer]] = deque()
@@ -83,7 +81,7 @@ class Service:
         self._loop.stop()
 
     def _on_change(self) -> None:
-        if self._followers:  # One that comes after this sees the change by its number.
+        if len(self._followers):  # One that comes after this sees the change by its number.
             self._loop.call(self._tell_followers)
 
     def _on_readable(self) -> None:
@@ -111,10 +109,9 @@ class Service:
             case Greet(version):
                 return self._hello(version)
             case Follow(number):
-                if len(self._followers) >= FOLLOWERS_MAX and client not in self._followers:
+                if not self._followers.add(client, request_id, number, time.monotonic()):
                     return Refused(f"there are {FOLLOWERS_MAX} followers already")
-                self._followers[client] = (request_id, number, time.monotonic() + FOLLOW_S)
-                self._tell_followers()
+                self._tell_followers(client)
                 return None
             case Snapshot(first, chunks):
                 number, found = owner.snapshot(first, chunks)
@@ -164,18 +161,19 @@ class Service:
             self._owner.changes,
         )
 
-    def _tell_followers(self) -> None:
-        """Those for whom there is something, or who have waited long enough."""
-        now_s = time.monotonic()
-        count = self._owner.changes
-        for client, (request_id, number, until_s) in list(self._followers.items()):
-            if number == count and now_s < until_s:
-                continue
-            del self._followers[client]
-            found = self._owner.since(number, CHANGES_MAX)
-            behind = number + (0 if found is None else len(found))
-            raw = None if found is None else found.tobytes()
-            self._send(client, request_id, Changes(self._owner.card.epoch, behind, raw))
+    def _tell_followers(self, client: bytes | None = None) -> None:
+        """Those who are due; of one client alone, if one is given."""
+        answers: dict[int, bytes] = {}  # Most know the same changes.
+        for one in self._followers.due(self._owner.changes, time.monotonic(), client):
+            if one.number not in answers:
+                answers[one.number] = encode(self._since(one.number))
+            self._send_encoded(one.client, one.request_id, answers[one.number])
+
+    def _since(self, number: int) -> Changes:
+        found = self._owner.since(number, CHANGES_MAX)
+        if found is None:
+            return Changes(self._owner.card.epoch, number, None)
+        return Changes(self._owner.card.epoch, number + len(found), found.tobytes())
 
     def _slowly(
         self, client: bytes, request_id: bytes, work: Callable[[], Answer]
@@ -204,9 +202,12 @@ class Service:
             self._send(*self._finished.popleft())
 
     def _send(self, client: bytes, request_id: bytes, answer: Answer) -> None:
+        self._send_encoded(client, request_id, encode(answer))
+
+    def _send_encoded(self, client: bytes, request_id: bytes, raw: bytes) -> None:
         """A client that is gone, or reads nothing, costs its answers alone."""
         try:
-            self._socket.send_multipart([client, request_id, encode(answer)], zmq.NOBLOCK)
+            self._socket.send_multipart([client, request_id, raw], zmq.NOBLOCK)
         except zmq.Again:
             logger.warning("a client of the store does not read its answers")
 

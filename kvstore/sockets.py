@@ -21,6 +21,8 @@ MESSAGE_BYTES_MAX: Final = 8 << 20
 HANDSHAKE_MS_MAX: Final = 5000
 """A connection that has not proved its key for so long is closed."""
 BACKLOG: Final = 1024
+SOCKETS_MAX: Final = 16 << 10
+"""Two and more for each owner; libzmq's own limit is 1,023. File descriptors are what limits."""
 _DOMAIN: Final = "kvstore"
 _OWNER, _CLIENT = b"kvstore owner", b"kvstore client"
 
@@ -40,6 +42,7 @@ class Sockets:
         """``keys``: whoever proves one of them is let in, and the first is proved to clients;
         without, sockets are in plain and let everybody in who can reach them."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)
         self._keys = tuple(keys)
         self._gate: ThreadAuthenticator | None = None
 

@@ -86,7 +86,7 @@ def test_entries_that_cannot_be_used_are_left_out(
     of_others = f"{'0' * 32} {members._key_id(OTHER.control[0])} {PLACE}"
     client = redis.client()
     for entry in (of_others, b"\xff\xfe", f"{NAME} {'0' * 16} file:///etc/passwd", "x" * 100_000):
-        client.zadd(members._KEYS[0], {entry: 1e12})
+        client.zadd(members.KEYS[0], {entry: 1e12})
     client.close()
     ours = Members(redis.url, HOST, KEYS)
     ours.announce(NAME, PLACE)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import signal
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 from store_far import Far
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, deaf, keys, until
 from store_objects import KEYS, MIB, NBYTES, N, filled, handle_of, put_all, sees
@@ -21,6 +23,7 @@ from kvstore.outcomes import Got, Put
 from kvstore.owners import OWN
 from kvstore.pieces import Pieces
 from kvstore.reading import ROOMS
+from kvstore.sockets import Sockets, Where
 from kvstore.store import Store
 
 
@@ -209,3 +212,24 @@ def test_removal_survives_an_owner_that_is_frozen(
             assert "the objects of a signature were not removed" in caplog.text
             far.signal(signal.SIGCONT)
         until(lambda: not store.exists(KEYS, SIG, NBYTES).any() or store.remove(KEYS, SIG))
+
+
+def test_an_owner_that_cannot_be_connected_to_is_tried_again(
+    directory: Path,
+    start_far: Callable[..., Far],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start_far(8 * MIB, N, NBYTES)
+    connect, refused = Sockets.connect, itertools.count()
+
+    def full(sockets: Sockets, where: Where) -> zmq.Socket[bytes]:
+        if next(refused) < 2:
+            raise zmq.ZMQError(errno.EMFILE)
+        return connect(sockets, where)
+
+    monkeypatch.setattr(Sockets, "connect", full)
+    with Store(config(directory, request_timeout_s=0.1)) as store:
+        until(lambda: len(store) == N, "it is followed in the end")
+    assert caplog.text.count("cannot be connected to: Too many open files") == 2
+    assert "a bug" not in caplog.text
