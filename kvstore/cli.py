@@ -22,6 +22,7 @@ import te
 from kvstore import replay
 from kvstore.bench import command as bench
 from kvstore.config import Config, parse_bytes
+from kvstore.metrics_http import MetricsServer
 from kvstore.policies import POLICIES
 from kvstore.status import QUESTION, StoreStatus, lines, status_of
 from kvstore.store import Store
@@ -71,6 +72,12 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         help="the address for others (default: the one that leads to the index, or 127.0.0.1)",
     )
+    serve.add_argument(
+        "--metrics",
+        type=_address,
+        metavar="HOST:PORT",
+        help="answer GET /metrics there, for Prometheus; 0.0.0.0 is every address of this host",
+    )
     serve.set_defaults(run=_serve)
     top = commands.add_parser(
         "top",
@@ -111,6 +118,16 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
+def _address(text: str) -> tuple[str, int]:
+    """``HOST:PORT``, ``[::1]:9401``."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not HOST:PORT, such as 0.0.0.0:9401 or 127.0.0.1:9401"
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 def _serve(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     given = {
@@ -127,7 +144,11 @@ def _serve(options: argparse.Namespace) -> int:
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    with Store(config):
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(Store(config))
+        if options.metrics is not None:
+            server = stack.enter_context(MetricsServer(store.status, *options.metrics))
+            print(f"kvstore: metrics at {server.url}", flush=True)  # noqa: T201
         place = "at the index" if config.index else f"in {config.directory}"
         print(f"kvstore: lends {config.memory} bytes, {place}", flush=True)  # noqa: T201
         ended.wait()

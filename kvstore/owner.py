@@ -84,6 +84,8 @@ class OwnerStats:
     evicted: int = 0
     removed: int = 0
     changes: int = 0
+    #: Of the slots that objects and claims have.
+    bytes_used: int = 0
 
 
 class Owner:
@@ -279,6 +281,7 @@ class Owner:
                 counts.evicted,
                 counts.removed,
                 len(self._log),
+                self._slab.used_bytes,
             )
 
     def _tell(self) -> None:

@@ -64,6 +64,12 @@ class Slab:
         """The largest object that fits."""
         return self.chunk_units * UNIT_BYTES
 
+    @property
+    def used_bytes(self) -> int:
+        """Of all slots that are taken."""
+        taken = zip(self._taken_in_chunk, self._class_of_chunk, strict=True)
+        return sum(slots * units for slots, units in taken) * UNIT_BYTES
+
     def slot_offset(self, slot: int) -> int:
         """Where a slot begins, in bytes from the begin of the slab."""
         return self.slots_offset + slot * UNIT_BYTES

@@ -84,6 +84,7 @@ class Slots(RuleBasedStateMachine):
             chunk = slot // 32
             assert slot in self.slab.slots_of(chunk)
             assert (slot + n - 1) // 32 == chunk
+        assert self.slab.used_bytes == sum(self.taken.values()) * UNIT_BYTES
 
     @invariant()
     def a_chunk_to_empty_has_something_in_it_of_another_class(self) -> None:

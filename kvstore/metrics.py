@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process's part of the store tells a monitoring system: the table of metrics, how their
+values follow from ``StoreStatus``, and Prometheus' text format (version 0.0.4). Pure.
+
+They are counts alone, without a name of a process, a host or an object, so that whoever reaches the
+port may read them. Values of labels come from code, so that their number is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Final, NamedTuple, TypeAlias
+
+from kvstore.outcomes import Got, Put
+from kvstore.status import StoreStatus
+
+__all__ = ["CONTENT_TYPE", "METRICS", "PREFIX", "Key", "Metric", "counters", "gauges", "text"]
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+PREFIX: Final = "kvstore_"
+_LOOKUPS: Final = ("found", "rejected", "missing")
+
+
+class Metric(NamedTuple):
+    """One row. ``name`` is without the prefix."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    help: str
+
+
+#: A metric's name and the values of its labels.
+Key: TypeAlias = tuple[str, tuple[str, ...]]
+
+METRICS: Final = (
+    Metric(
+        "lookups_total",
+        "counter",
+        ("outcome",),
+        "Objects that this process looked up: found, missing, or rejected, which means that the key"
+        " is stored under another signature or size alone.",
+    ),
+    Metric(
+        "gets_total",
+        "counter",
+        ("outcome",),
+        "Objects that this process read: right, or why they did not come.",
+    ),
+    Metric(
+        "puts_total",
+        "counter",
+        ("outcome",),
+        "Objects that this process offered: stored, there already, or why they were not stored.",
+    ),
+    Metric("got_bytes_total", "counter", (), "Bytes of the objects that this process read."),
+    Metric("put_bytes_total", "counter", (), "Bytes of the objects that this process stored."),
+    Metric("lent_bytes", "gauge", (), "Memory that this process lends to the store."),
+    Metric("used_bytes", "gauge", (), "Lent memory that objects or claims occupy."),
+    Metric("objects", "gauge", (), "Objects in this process's lent memory."),
+    Metric(
+        "claims_total",
+        "counter",
+        ("verdict",),
+        "Objects for which somebody asked this owner for a slot, by its answer.",
+    ),
+    Metric("published_total", "counter", (), "Objects that were stored in the lent memory."),
+    Metric(
+        "abandoned_total",
+        "counter",
+        (),
+        "Objects that were given a slot and never stored, such as those of a client that died.",
+    ),
+    Metric("evicted_total", "counter", (), "Objects that were evicted for others."),
+    Metric("removed_total", "counter", (), "Objects that a client removed."),
+    Metric(
+        "owners",
+        "gauge",
+        ("state",),
+        "Other processes that lend memory: usable, or unusable because they do not answer.",
+    ),
+    Metric(
+        "known_objects",
+        "gauge",
+        (),
+        "Objects of other owners that this process knows of, copies counted.",
+    ),
+    Metric("table_bytes", "gauge", (), "Memory of the table of what all owners hold."),
+)
+
+
+def counters(status: StoreStatus) -> dict[Key, float]:
+    """What only rises, as long as the process lives."""
+    found: dict[Key, float] = {
+        ("got_bytes_total", ()): status.bytes_got,
+        ("put_bytes_total", ()): status.bytes_put,
+        **_by_outcome("lookups_total", status.lookups, _LOOKUPS),
+        **_by_outcome("gets_total", status.gets, _values(Got)),
+        **_by_outcome("puts_total", status.puts, _values(Put)),
+    }
+    own = status.own
+    if own is not None:
+        found |= {
+            ("published_total", ()): own.published,
+            ("abandoned_total", ()): own.abandoned,
+            ("evicted_total", ()): own.evicted,
+            ("removed_total", ()): own.removed,
+            **_by_outcome("claims_total", own.claims, ()),
+        }
+    return found
+
+
+def gauges(status: StoreStatus) -> dict[Key, float]:
+    """What is now."""
+    usable = sum(one.usable for one in status.owners)
+    found: dict[Key, float] = {
+        ("lent_bytes", ()): status.memory,
+        ("owners", ("usable",)): usable,
+        ("owners", ("unusable",)): len(status.owners) - usable,
+        ("known_objects", ()): sum(one.objects for one in status.owners),
+        ("table_bytes", ()): status.table_bytes,
+    }
+    if status.own is not None:
+        found["used_bytes", ()] = status.own.bytes_used
+        found["objects", ()] = status.own.objects
+    return found
+
+
+def text(status: StoreStatus) -> str:
+    """The answer to ``GET /metrics``."""
+    values: dict[str, list[tuple[tuple[str, ...], float]]] = {}
+    for (name, labels), value in (counters(status) | gauges(status)).items():
+        values.setdefault(name, []).append((labels, value))
+    return "\n".join([*_lines(values), ""])
+
+
+def _lines(values: Mapping[str, Iterable[tuple[tuple[str, ...], float]]]) -> Iterator[str]:
+    for metric in METRICS:
+        if metric.name not in values:
+            continue
+        yield f"# HELP {PREFIX}{metric.name} {metric.help}"
+        yield f"# TYPE {PREFIX}{metric.name} {metric.kind}"
+        for given, value in values[metric.name]:
+            pairs = ",".join(
+                f'{name}="{one}"' for name, one in zip(metric.labels, given, strict=True)
+            )
+            labels = f"{{{pairs}}}" if pairs else ""
+            yield f"{PREFIX}{metric.name}{labels} {value}"
+
+
+def _values(outcomes: type[Enum]) -> list[str]:
+    return [str(one.value) for one in outcomes]
+
+
+def _by_outcome(name: str, counted: Mapping[str, int], known: Iterable[str]) -> dict[Key, float]:
+    """Outcomes that never came are there at 0: a rate needs a counter before it counts."""
+    return {(name, (one,)): float(counted.get(one, 0)) for one in {*known, *counted}}

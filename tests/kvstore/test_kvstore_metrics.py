@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a store tells Prometheus: figures that agree with what was done, and an HTTP server that no
+client can keep."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
+
+from kvstore import metrics
+from kvstore.metrics import METRICS, PREFIX, Key, counters, gauges, text
+from kvstore.metrics_http import MetricsServer
+from kvstore.outcomes import Got, Put
+from kvstore.owner import OwnerStats
+from kvstore.status import OwnerSeen, StoreStatus
+from kvstore.store import Store
+
+N, NBYTES = 4, 5000
+SLOT_BYTES = 8192
+BY_NAME = {one.name: one for one in METRICS}
+OWN = OwnerStats(12, {"granted": 5, "no space": 2}, 11, 1, 3, 4, 99, 8192)
+OWNERS = (OwnerSeen("a", 7, True), OwnerSeen("b", 5, False), OwnerSeen("c", 1, True))
+STATUS = StoreStatus(
+    7, "python3", 4096, OWN, OWNERS, {"right": 9}, {"stored": 2}, {"found": 6}, 90, 20, 333
+)
+
+
+def values(answer: str) -> dict[Key, float]:
+    """From the text format."""
+    found: dict[Key, float] = {}
+    for line in answer.splitlines():
+        if not line.startswith("#"):
+            name, labels, value = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line).groups()
+            given = tuple(re.findall(r'\w+="([^"]*)"', labels or ""))
+            found[name.removeprefix(PREFIX), given] = float(value)
+    return found
+
+
+def test_names_are_those_that_prometheus_wants() -> None:
+    assert len(BY_NAME) == len(METRICS)
+    for one in METRICS:
+        assert re.fullmatch(r"[a-z]+(_[a-z]+)*", one.name)
+        assert one.name.endswith("_total") == (one.kind == "counter")
+        assert one.help.endswith(".")
+
+
+def test_every_metric_has_a_figure_with_its_labels() -> None:
+    told = counters(STATUS) | gauges(STATUS)
+    for name, labels in told:
+        assert len(labels) == len(BY_NAME[name].labels), name
+    assert {name for name, _ in told} == set(BY_NAME)
+
+
+def test_every_field_of_the_status_is_told_or_left_out_on_purpose() -> None:
+    """A new figure of the store should not be forgotten here."""
+    told = {
+        "memory", "own", "owners", "gets", "puts", "lookups", "bytes_got", "bytes_put",
+        "table_bytes",
+    }  # fmt: skip
+    names_the_process = {"pid", "process"}
+    assert set(StoreStatus.__struct_fields__) == told | names_the_process
+    told_of_own = {
+        "objects", "claims", "published", "abandoned", "evicted", "removed", "bytes_used",
+    }  # fmt: skip
+    of_the_log = {"changes"}
+    assert {one.name for one in fields(OwnerStats)} == told_of_own | of_the_log
+
+
+def test_figures_are_those_that_were_counted() -> None:
+    told = counters(STATUS) | gauges(STATUS)
+    assert told["gets_total", ("right",)] == 9
+    assert told["gets_total", ("moved",)] == 0, "a counter is there before it counts"
+    assert told["claims_total", ("no space",)] == 2
+    assert told["used_bytes", ()] == 8192
+    assert told["owners", ("usable",)] == 2
+    assert told["owners", ("unusable",)] == 1
+    assert told["known_objects", ()] == 13
+
+
+def test_who_lends_nothing_tells_nothing_of_it() -> None:
+    idle = StoreStatus(8, "x", 0, None, (), {}, {}, {}, 0, 0, 0)
+    told = counters(idle) | gauges(idle)
+    assert told["lent_bytes", ()] == 0
+    assert not {"objects", "used_bytes", "evicted_total"} & {name for name, _ in told}
+
+
+COUNTS = st.integers(0, 1 << 50)
+
+
+@given(st.builds(
+    StoreStatus, pid=st.just(1), process=st.just("x"), memory=COUNTS, own=st.just(OWN),
+    owners=st.just(OWNERS), gets=st.dictionaries(st.sampled_from([g.value for g in Got]), COUNTS),
+    puts=st.dictionaries(st.sampled_from([p.value for p in Put]), COUNTS),
+    lookups=st.dictionaries(st.sampled_from(["found", "missing", "rejected"]), COUNTS),
+    bytes_got=COUNTS, bytes_put=COUNTS, table_bytes=COUNTS,
+))  # fmt: skip
+def test_the_text_says_what_the_figures_are(status: StoreStatus) -> None:
+    assert values(text(status)) == counters(status) | gauges(status)
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+        assert answer.headers["Content-Type"] == metrics.CONTENT_TYPE
+        return answer.read().decode()
+
+
+def test_a_process_that_lends_memory_tells_what_lies_there(directory: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "kvstore",
+        "serve",
+        "--memory=4MiB",
+        f"--directory={directory}/s",
+        "--metrics=127.0.0.1:0",
+    ]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process,
+        Store(config(directory / "s")) as store,
+    ):
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().removeprefix("kvstore: metrics at ").strip()
+            room = Room(store, N, NBYTES)
+            room.bytes[:] = contents(N, NBYTES)
+            until(lambda: store.put(keys(N), SIG, room.pieces) == [Put.STORED] * N)
+            told = values(get(url))
+            assert told["objects", ()] == told["published_total", ()] == N
+            assert told["used_bytes", ()] == N * SLOT_BYTES
+            assert told["lent_bytes", ()] == 4 << 20
+            assert told["lookups_total", ("found",)] == 0, "its own, not those of others"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(TIMEOUT_S) == 0
+        finally:
+            process.kill()
+
+
+def test_a_client_counts_what_it_has_asked_for(directory: Path) -> None:
+    with Store(config(directory / "s", 4 << 20)) as store:
+        room = Room(store, N, NBYTES)
+        room.bytes[:] = contents(N, NBYTES)
+        until(lambda: store.put(keys(N), SIG, room.pieces) == [Put.STORED] * N)
+        store.exists(keys(N + 2), SIG, NBYTES)
+        store.exists(keys(1), SIG, NBYTES + 1)
+        store.get(keys(N), SIG, room.pieces)
+        told = counters(store.status())
+    assert told["lookups_total", ("found",)] == N
+    assert told["lookups_total", ("missing",)] == 2
+    assert told["lookups_total", ("rejected",)] == 1
+    assert told["gets_total", ("right",)] == N
+    assert told["got_bytes_total", ()] == told["put_bytes_total", ()] == N * NBYTES
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    with MetricsServer(lambda: STATUS, "127.0.0.1", 0, client_s=0.2) as server:
+        yield server
+
+
+def address(server: MetricsServer) -> tuple[str, int]:
+    host, port = server.url.removeprefix("http://").removesuffix("/metrics").rsplit(":", 1)
+    return host, int(port)
+
+
+def test_only_metrics_are_there(server: MetricsServer) -> None:
+    assert get(f"{server.url}?x=1") == text(STATUS)
+    for path, method, code in (("/", "GET", 404), ("/metrics", "POST", 501)):
+        request = urllib.request.Request(server.url.removesuffix("/metrics") + path, method=method)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        assert refused.value.code == code
+        refused.value.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /met", b"GET /metrics HTTP/1.1\r\nHost: "])
+def test_a_client_that_does_not_go_on_keeps_nobody(server: MetricsServer, sent: bytes) -> None:
+    with socket.create_connection(address(server), timeout=TIMEOUT_S) as slow:
+        slow.sendall(sent)
+        assert get(server.url) == text(STATUS)
+        assert slow.recv(65536) == b"" or sent
+
+
+def test_a_port_that_is_taken_is_named(server: MetricsServer) -> None:
+    host, port = address(server)
+    with pytest.raises(OSError, match=f"cannot answer GET /metrics at {host}:{port}: .* in use"):
+        MetricsServer(lambda: STATUS, host, port)
+
+
+def test_ipv6() -> None:
+    with MetricsServer(lambda: STATUS, "::1", 0) as server:
+        assert server.url.startswith("http://[::1]:")
+        assert get(server.url) == text(STATUS)
+
+
+def test_a_bug_in_the_figures_ends_neither_the_server_nor_silently(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answers = iter([None, STATUS])
+    with MetricsServer(lambda: next(answers), "127.0.0.1", 0) as server:
+        with pytest.raises((OSError, urllib.error.URLError)):
+            get(server.url)
+        assert get(server.url) == text(STATUS)
+    assert "a bug in the store: /metrics was not answered" in caplog.text
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    command = [sys.executable, "-m", "kvstore", "serve", "--memory=4MiB", "--metrics=9401"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 2
+    assert "'9401' is not HOST:PORT, such as 0.0.0.0:9401" in done.stderr
