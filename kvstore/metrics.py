@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from kvstore.outcomes import Got, Put
 from kvstore.status import StoreStatus
@@ -26,7 +26,7 @@ class Metric(NamedTuple):
     """One row. ``name`` is without the prefix."""
 
     name: str
-    kind: str
+    kind: Literal["counter", "gauge"]
     labels: tuple[str, ...]
     help: str
 

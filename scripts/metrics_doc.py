@@ -6,9 +6,11 @@ usage: .venv/bin/python scripts/metrics_doc.py
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from bootstrap_server import metrics as registry
+from kvstore import metrics as store
 from sglang_mooncake import metrics as ranks
 
 TEXT = Path(__file__).with_name("metrics_doc.in.md")
@@ -19,16 +21,28 @@ DASHBOARD = PATH.parent / "grafana" / "sglang-mooncake.json"
 def document() -> str:
     """The text of docs/metrics.md."""
     text = TEXT.read_text()
-    for name, table in (("RANKS", _ranks()), ("REGISTRY", _registry())):
+    for name, table in (
+        ("RANKS", _ranks()),
+        ("STORE", _store()),
+        ("REGISTRY", _registry()),
+    ):
         text = text.replace(f"{{{{{name}}}}}", table)
     return text
 
 
 def _ranks() -> str:
+    return _table(ranks.PREFIX, ranks.METRICS)
+
+
+def _store() -> str:
+    return _table(store.PREFIX, store.METRICS)
+
+
+def _table(prefix: str, metrics: Iterable[ranks.Metric | store.Metric]) -> str:
     lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
-    for one in ranks.METRICS:
+    for one in metrics:
         labels = ", ".join(f"`{label}`" for label in one.labels)
-        lines.append(f"| `{ranks.PREFIX}{one.name}` | {one.kind} | {labels} | {one.help} |")
+        lines.append(f"| `{prefix}{one.name}` | {one.kind} | {labels} | {one.help} |")
     return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ from sglang_mooncake.decode_side import DecodeSide, SealBuffer
 from sglang_mooncake.explain.questions import answers
 from sglang_mooncake.instances import PrefillInfo
 from sglang_mooncake.layout import Buffers, Layout, early_layers
+from sglang_mooncake.metrics import METRICS
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rank_report import RankReport
 from sglang_mooncake.rooms.states import RoomView
@@ -30,7 +31,7 @@ from sglang_mooncake.sglang.layerwise import Layerwise
 from sglang_mooncake.sglang.listing import in_one_line
 from sglang_mooncake.sglang.plugin import hook_decode_queue, serving_classes
 from sglang_mooncake.sglang.pools.kv_args import KVArgsLike, layout_from_kv_args, memory_ranges
-from sglang_mooncake.sglang.prometheus import Exporter
+from sglang_mooncake.sglang.prometheus import Exporter, HandoverFigures
 from sglang_mooncake.sglang.recompute import Recompute
 from sglang_mooncake.sglang.registry import prove_dp_rank_queries
 from sglang_mooncake.sglang.seam import (
@@ -119,7 +120,9 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self.engine.add_answers(answers(self.recorder, self.context))
         labels = metric_labels(self.context)
         self._exporter = (
-            None if labels is None else Exporter(self.recorder, self.engine.stats, labels)
+            None
+            if labels is None
+            else Exporter(METRICS, HandoverFigures(self.recorder, self.engine.stats), labels)
         )
         #: Read by the hook on SGLang's queue (`tracing.hook_queue`).
         self.tracing = open_tracing(self.context.role, self.recorder)

@@ -3,7 +3,8 @@
 
 SGLang runs prometheus_client in its multi-process mode: each process writes its values to files,
 and the HTTP server adds them up. So scheduler processes need objects of prometheus_client alone,
-made after SGLang has set PROMETHEUS_MULTIPROC_DIR, which it has before it makes a KV manager.
+made after SGLang has set PROMETHEUS_MULTIPROC_DIR, which it has before it makes a KV manager or a
+prefix cache.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 from sglang_mooncake.metrics import (
-    METRICS,
     PREFIX,
     RANK_LABELS,
     Deltas,
     Key,
+    Metric,
     gauges,
     observations,
     totals,
@@ -28,7 +29,7 @@ from sglang_mooncake.stats import Recorder
 from sglang_mooncake.story import RoomStory
 from te.stats import Stats
 
-__all__ = ["Exporter"]
+__all__ = ["Exporter", "Figures", "HandoverFigures"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,29 +38,62 @@ _INTERVAL_S: Final = 1.0
 _STORIES_MAX: Final = 16_384
 
 
+class Figures(Protocol):
+    """What a rank tells. The exporter's thread alone calls it."""
+
+    def counters(self) -> Mapping[Key, float]:
+        """What only rises."""
+
+    def gauges(self) -> Mapping[Key, float]:
+        """What is now."""
+
+    def observations(self) -> Iterator[tuple[Key, float]]:
+        """What histograms have to see since the last call."""
+
+
+class HandoverFigures:
+    """Those of the hand-over."""
+
+    def __init__(self, recorder: Recorder, stats: Callable[[], Stats]) -> None:
+        self._recorder, self._stats = recorder, stats
+        self._stories: deque[RoomStory] = deque(maxlen=_STORIES_MAX)
+        recorder.on_room_over(self._stories.append)
+
+    def counters(self) -> Mapping[Key, float]:
+        return totals(self._stats(), self._recorder.totals())
+
+    def gauges(self) -> Mapping[Key, float]:
+        return gauges(self._stats(), self._recorder.rooms()["open"])
+
+    def observations(self) -> Iterator[tuple[Key, float]]:
+        while self._stories:
+            yield from observations(self._stories.popleft())
+
+
 class Exporter:
     """Tells Prometheus, once a second and from a thread of its own, what has been counted since:
     neither the scheduler's thread nor the loop's calls prometheus_client.
 
     Args:
+        metrics: the table of which `figures` gives values.
         rank: the values of `RANK_LABELS`.
+        prefix: of the metrics' names.
         registry: a `prometheus_client.CollectorRegistry` (default: the process's).
     """
 
     def __init__(
         self,
-        recorder: Recorder,
-        stats: Callable[[], Stats],
+        metrics: Sequence[Metric],
+        figures: Figures,
         rank: Mapping[str, str],
+        prefix: str = PREFIX,
         registry: Any = None,
     ) -> None:
-        self._recorder, self._stats = recorder, stats
+        self._figures = figures
         self._rank = tuple(rank[name] for name in RANK_LABELS)
-        self._made = _metrics(registry)
+        self._made = _metrics(metrics, prefix, registry)
         self._deltas = Deltas()
-        self._stories: deque[RoomStory] = deque(maxlen=_STORIES_MAX)
         self._ending = threading.Event()
-        recorder.on_room_over(self._stories.append)
         self._thread = threading.Thread(target=self._run, name="kv-metrics", daemon=True)
         self._thread.start()
 
@@ -75,14 +109,12 @@ class Exporter:
 
     def _tell(self) -> None:
         try:
-            stats = self._stats()
-            for key, risen in self._deltas.of(totals(stats, self._recorder.totals())).items():
+            for key, risen in self._deltas.of(self._figures.counters()).items():
                 self._child(key).inc(risen)
-            for key, value in gauges(stats, self._recorder.rooms()["open"]).items():
+            for key, value in self._figures.gauges().items():
                 self._child(key).set(value)
-            while self._stories:
-                for key, value in observations(self._stories.popleft()):
-                    self._child(key).observe(value)
+            for key, value in self._figures.observations():
+                self._child(key).observe(value)
         except Exception:  # such as a full disk below the files of prometheus_client
             logger.exception("cannot update the metrics of this rank; the next attempt is in 1 s")
 
@@ -91,16 +123,16 @@ class Exporter:
         return self._made[name].labels(*self._rank, *own)
 
 
-def _metrics(registry: Any) -> dict[str, Any]:
+def _metrics(metrics: Sequence[Metric], prefix: str, registry: Any) -> dict[str, Any]:
     """The objects of prometheus_client, by name. One process makes them once: a role switch makes a
     second manager, which goes on with the same."""
     # Late: prometheus_client looks at its first import whether it runs in multi-process mode.
     import prometheus_client
 
     registry = prometheus_client.REGISTRY if registry is None else registry
-    if registry not in _MADE:
+    if (registry, prefix) not in _MADE:
         made = {}
-        for one in METRICS:
+        for one in metrics:
             arguments: dict[str, Any] = {"registry": registry}
             if one.kind == "histogram":
                 arguments["buckets"] = one.buckets
@@ -109,10 +141,10 @@ def _metrics(registry: Any) -> dict[str, Any]:
                 arguments["multiprocess_mode"] = "livemostrecent"
             kind = getattr(prometheus_client, one.kind.capitalize())
             made[one.name] = kind(
-                PREFIX + one.name, one.help, (*RANK_LABELS, *one.labels), **arguments
+                prefix + one.name, one.help, (*RANK_LABELS, *one.labels), **arguments
             )
-        _MADE[registry] = made
-    return _MADE[registry]
+        _MADE[registry, prefix] = made
+    return _MADE[registry, prefix]
 
 
 _MADE: dict[Any, dict[str, Any]] = {}

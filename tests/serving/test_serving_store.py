@@ -26,10 +26,13 @@ from cpu_serving.pools import leaked_pages
 from cpu_serving.servers import Fleet, Server, ServerOptions, wait_ready
 from cpu_serving.store import flush, with_store
 from cpu_serving.traffic import Answer, Request, compare, make_requests, send_all
+from prometheus_client.parser import text_string_to_metric_families
 from store_redis import redis_server
 
 from bootstrap_server.secret_file import write_secret_file
+from kvstore.metrics import PREFIX, Key, counters
 from kvstore.status import QUESTION, StoreStatus, status_of
+from sglang_mooncake.metrics import RANK_LABELS
 from sglang_mooncake.sglang.store.weights import identity
 from te import status
 
@@ -331,11 +334,30 @@ def held(place: Place) -> int:
 # -- beside prefill and decode on different servers
 
 
+def metrics(server: Server) -> dict[Key, float]:
+    """The store's, as the server's only rank tells them; "role" and the other labels of the rank
+    are looked at and left out."""
+    found: dict[Key, float] = {}
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=WAIT_S) as answer:
+        text = answer.read().decode()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(PREFIX):
+                labels = dict(sample.labels)
+                assert labels.pop("role") == "prefill"
+                assert [labels.pop(name) for name in RANK_LABELS if name in labels][1:] == ["0"] * 4
+                key = sample.name.removeprefix(PREFIX), tuple(labels.values())
+                found[key] = sample.value
+    return found
+
+
 def test_a_prefill_server_hits_the_store_and_hands_over(fleet: Fleet, reference: Reference) -> None:
     with tempfile.TemporaryDirectory(prefix="kv") as path:
         place = Place(Path(path))
         model = make_model("llama")
-        pair = fleet.pair(place.options(model), ServerOptions(model, page_size=PAGE))
+        options = place.options(model)
+        options = replace(options, extra_args=(*options.extra_args, "--enable-metrics"))
+        pair = fleet.pair(options, ServerOptions(model, page_size=PAGE))
         pair.wait_ready()
         for _ in range(2):
             answers = send_all(pair.router.url, REQUESTS, concurrency=4)
@@ -344,5 +366,7 @@ def test_a_prefill_server_hits_the_store_and_hands_over(fleet: Fleet, reference:
             flush(pair.prefill)
         (status,) = place.statuses()
         assert status.gets["right"] == sum(all_pages()) // PAGE
+        told = counters(status)
+        until(lambda: told.items() <= metrics(pair.prefill).items(), "SGLang's /metrics has it")
         for server in (pair.prefill, pair.decode):
             assert leaked_pages(server) == 0

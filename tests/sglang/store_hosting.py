@@ -60,6 +60,7 @@ def in_a_server(monkeypatch: pytest.MonkeyPatch, **args: Any) -> SimpleNamespace
     monkeypatch.setattr(signatures, "get_parallel", lambda: server.parallel)
     monkeypatch.setattr(signatures, "get_serving", lambda: server.serving)
     monkeypatch.setattr(hicache, "get_server_args", lambda: server.args)
+    monkeypatch.setattr(hicache, "open_exporter", lambda _: None)
     return server
 
 

@@ -5,6 +5,7 @@ warns on a machine without a GPU."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from kvstore.signature import Signature
+from sglang_mooncake.sglang.prometheus import Exporter
 from sglang_mooncake.sglang.store import linker as linker_module
 from sglang_mooncake.sglang.store.linker import StoreLinker
 
@@ -50,10 +52,17 @@ class _Signature:
         self.digest = SIGNATURE.digest
 
 
-def make(directory: Path, pool: Any, monkeypatch: pytest.MonkeyPatch, **extra: Any) -> StoreLinker:
+def make(
+    directory: Path,
+    pool: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    exporter: Callable[..., Exporter | None] = lambda _: None,
+    **extra: Any,
+) -> StoreLinker:
     monkeypatch.setattr(linker_module, "SignatureNow", _Signature)
     monkeypatch.setattr(linker_module, "weights_of", lambda *_: "w")
     monkeypatch.setattr(linker_module, "heads_of_rank", lambda *_: (0, 2))
+    monkeypatch.setattr(linker_module, "open_exporter", exporter)
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
     params = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=PAGE, is_eagle=False)
     config = {"memory": "4MiB", "directory": str(directory), "layers_per_read": 2, **extra}

@@ -9,17 +9,20 @@ import re
 import metrics_doc
 
 from bootstrap_server import metrics as registry
+from kvstore import metrics as store
 from sglang_mooncake import metrics as ranks
 
-NAMES = {ranks.PREFIX + one.name for one in ranks.METRICS} | {
-    registry.PREFIX + name for name in registry.METRICS
-}
+NAMES = (
+    {ranks.PREFIX + one.name for one in ranks.METRICS}
+    | {store.PREFIX + one.name for one in store.METRICS}
+    | {registry.PREFIX + name for name in registry.METRICS}
+)
 HISTOGRAMS = {ranks.PREFIX + one.name for one in ranks.METRICS if one.kind == "histogram"}
 
 
 def named_in(text: str) -> set[str]:
     """Metrics that expressions name, histograms by their own name."""
-    found = set(re.findall(r"sglang_mooncake_[a-z_]+", text))
+    found = set(re.findall(r"(?:sglang_mooncake|kvstore)_[a-z_]+", text))
     for name in HISTOGRAMS:
         found = {name if one in (f"{name}_bucket", f"{name}_sum") else one for one in found}
     return found

@@ -36,6 +36,7 @@ from sglang.srt.runtime_context import get_server_args
 from kvstore.changes import keys_of_hex
 from kvstore.outcomes import Got, Put
 from kvstore.store import Store
+from sglang_mooncake.sglang.store.figures import open_exporter
 from sglang_mooncake.sglang.store.host_pool import HostPool
 from sglang_mooncake.sglang.store.options import Options
 from sglang_mooncake.sglang.store.prefixes import all_pages, run, trailing_pages
@@ -87,9 +88,12 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         self._weights = weights_of(self._server_args, self._options.weights)
         self._pools: dict[str, _Pool] = {}
         self._store = Store(self._options.store)
+        self._exporter = open_exporter(self._store.status)
 
     def close(self) -> None:
         """Gives the lent memory back."""
+        if self._exporter is not None:
+            self._exporter.close()
         self._store.close()
 
     # -- pools

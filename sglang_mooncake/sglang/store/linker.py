@@ -35,6 +35,7 @@ from kvstore.changes import Keys, keys_of_hex
 from kvstore.loading import Load
 from kvstore.outcomes import Got, Put
 from kvstore.store import Store
+from sglang_mooncake.sglang.store.figures import open_exporter
 from sglang_mooncake.sglang.store.kv_pool import KVPool
 from sglang_mooncake.sglang.store.options import Options
 from sglang_mooncake.sglang.store.signatures import SignatureNow, heads_of_rank, weights_of
@@ -117,6 +118,7 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._options = options
         self._store = Store(options.store)
         self._pool.register(self._store.register)
+        self._exporter = open_exporter(self._store.status)
         self._queued: dict[str, _Load] = {}
         self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._offloads: queue.SimpleQueue[_Offload | None] = queue.SimpleQueue()
@@ -299,4 +301,6 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._offloads.put(None)
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
+        if self._exporter is not None:
+            self._exporter.close()
         self._store.close()
