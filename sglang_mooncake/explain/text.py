@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from sglang_mooncake.explain.timeline import Lane, Timeline, verdict
@@ -13,6 +13,7 @@ __all__ = ["as_text", "size_text", "time_text"]
 
 _BAR_CHARS: Final = 40
 _WRITES_SHOWN: Final = 8
+_ABSENT_SHOWN: Final = 4
 
 
 def as_text(line: Timeline) -> str:
@@ -32,6 +33,8 @@ def as_text(line: Timeline) -> str:
     share = spent_s / line.duration_s if line.duration_s else 0.0
     parts += ["", f"Longest: {stage} on {lane.rank}, {time_text(spent_s)} ({share:.0%})."]
     parts.append(where_to_look)
+    if line.absent:
+        parts.append(_absent(line.absent))
     return "\n".join(parts)
 
 
@@ -39,6 +42,14 @@ def _outcome(line: Timeline) -> str:
     ends = {lane.story.end for lane in line.lanes}
     return " and ".join(sorted(ends)) + (
         " (not over yet)" if any(lane.story.is_open for lane in line.lanes) else ""
+    )
+
+
+def _absent(ranks: Sequence[str]) -> str:
+    more = f" and {len(ranks) - _ABSENT_SHOWN} more" if len(ranks) > _ABSENT_SHOWN else ""
+    return (
+        f"Not shown: {', '.join(ranks[:_ABSENT_SHOWN])}{more}. These ranks took part, and have not"
+        " told: name commands that reach their hosts, as in --on 'ssh HOST'."
     )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -17,6 +18,8 @@ __all__ = ["Lane", "Timeline", "longest", "timelines", "verdict"]
 #: Uses of one room number that lie further apart than this are different requests, when they do not
 #: overlap: SGLang's routers draw room numbers at random, but tests and clients may repeat them.
 APART_S: Final = 1.0
+
+_PORT: Final = re.compile(r"(?<= at )(?:\[(?P<v6>[^\]]+)\]|(?P<v4>[^:\[\]]+)):\d+$")
 
 _ADVICE: Final = {
     ("prefill", "bootstrap"): (
@@ -51,7 +54,7 @@ _ADVICE: Final = {
     ("decode", "planned"): "The control thread of the decode rank was busy. Look at its CPU usage.",
     ("decode", "landed"): (
         "The decode rank had asked and waited for the KV cache: prefill's queue, its forward and"
-        " the transfer. Ask the host of the prefill ranks, too: their lanes say which."
+        " the transfer. Ask the hosts of the prefill ranks, too (--on): their lanes say which."
     ),
     ("decode", "acknowledged"): (
         "Closing the request's tags took long: a write was still under way when the request ended."
@@ -95,6 +98,13 @@ class Timeline:
     def problem(self) -> str | None:
         """Why the request failed; None if it did not."""
         return next((lane.story.reason for lane in self.lanes if lane.story.reason), None)
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """Ranks that took part, as the others say, and have not told."""
+        told = {lane.rank for lane in self.lanes}
+        named = {_without_port(peer) for lane in self.lanes for peer in lane.story.peers}
+        return tuple(sorted(named - told))
 
 
 def timelines(told: Sequence[RankStories]) -> list[Timeline]:
@@ -157,6 +167,11 @@ def _timeline(use: Sequence[tuple[float, RankStories, RoomStory]]) -> tuple[floa
     duration_s = max(lane.began_s + lane.story.duration_s for lane in lanes)
     is_one_clock = len({answer.boot_id for _, answer, _ in use}) == 1
     return zero_s, Timeline(use[0][2].room, tuple(lanes), duration_s, is_one_clock)
+
+
+def _without_port(peer: str) -> str:
+    """A rank's name: its peers may name the port, too, at which they reach it."""
+    return _PORT.sub(lambda found: found["v6"] or found["v4"], peer)
 
 
 def longest(lane: Lane) -> tuple[str, float]:

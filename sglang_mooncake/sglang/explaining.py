@@ -13,6 +13,12 @@ from typing import Final
 import msgspec
 
 from sglang_mooncake.explain.drawing import as_svg
+from sglang_mooncake.explain.elsewhere import (
+    ANSWER_BYTES_MAX,
+    EXIT_UNKNOWN,
+    NotTold,
+    ask_there,
+)
 from sglang_mooncake.explain.questions import COUNT_MAX, RankStories
 from sglang_mooncake.explain.text import as_text
 from sglang_mooncake.explain.timeline import Timeline, timelines
@@ -28,8 +34,13 @@ Shows where the time of a request's hand-over went: a timeline of its stages on 
   sglang-mooncake explain --slowest 3          the three slowest since the servers started
   sglang-mooncake explain 1234 --svg room.svg  one request, by its bootstrap room
 
-The command asks the ranks of this host. For servers on several hosts, save what the ranks of each
-host tell and show it together:
+The command asks the ranks of this host. For servers on other hosts or in other containers, name
+commands that run a program there:
+
+  sglang-mooncake explain --last --on 'ssh prefill-0' 'ssh decode-0'
+  sglang-mooncake explain 1234 --on 'kubectl exec prefill-0 --' 'kubectl exec decode-0 --'
+
+Or save what the ranks of each host tell and show it together:
 
   sglang-mooncake explain 1234 --json > a.json         on each host
   sglang-mooncake explain 1234 --from a.json b.json    on any of them
@@ -37,9 +48,10 @@ host tell and show it together:
 Exit status: 0, 1 if no rank knows such a request, 2 if nobody could be asked.
 """
 
-EXIT_UNKNOWN, EXIT_NOBODY = 1, 2
+EXIT_NOBODY: Final = 2
 _TIMEOUT_S: Final = 5.0
-_FILE_BYTES_MAX: Final = 64 << 20
+_FILE_BYTES_MAX: Final = ANSWER_BYTES_MAX
+_COMMANDS_AT_ONCE: Final = 16
 
 
 class _Failed(Exception):
@@ -62,7 +74,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print what each rank told, for --from and programs"
     )
-    parser.add_argument(
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument(
+        "--on",
+        nargs="+",
+        default=(),
+        metavar="COMMAND",
+        help="also ask the ranks of other hosts: commands that run a program there, such as"
+        " 'ssh decode-0'; 'sglang-mooncake' is added unless it is the last word",
+    )
+    others.add_argument(
         "--from",
         dest="files",
         nargs="+",
@@ -75,7 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dir",
         type=Path,
         metavar="DIR",
-        help="directory of the status sockets (SGLANG_MOONCAKE_STATUS_DIR of the servers)",
+        help="directory of the status sockets (SGLANG_MOONCAKE_STATUS_DIR of the servers),"
+        " also where --on asks",
     )
 
 
@@ -89,7 +111,7 @@ def _count(text: str) -> int:
 def explain(parsed: argparse.Namespace) -> int:
     """The exit status of the command."""
     try:
-        told = _read(parsed.files) if parsed.files else _told(parsed)
+        told = _read(parsed.files) if parsed.files else _joined(_told(parsed))
         chosen = _chosen(parsed, timelines(told))
         if not chosen:
             raise _Failed(EXIT_UNKNOWN, _unknown(parsed, told))
@@ -128,42 +150,72 @@ def _chosen(parsed: argparse.Namespace, lines: list[Timeline]) -> list[Timeline]
 
 
 def _told(parsed: argparse.Namespace) -> list[RankStories]:
-    """What the ranks of this host know of the rooms in question: first which those are, unless the
-    user says it, then all about them."""
-    paths = _sockets(parsed.dir)
+    """What the ranks know of the rooms in question: first which those are, unless the user says it,
+    then all about them."""
+    paths = _sockets(parsed.dir, may_be_none=bool(parsed.on))
     if parsed.room is not None:
-        return _ask(paths, "room", {"room": parsed.room})
+        return _asked(parsed, paths, "room", parsed.room)
     question, count = ("slowest", parsed.slowest) if parsed.slowest else ("last", 1)
-    first = _ask(paths, question, {"count": count})
-    lines = _chosen(parsed, timelines(first))
+    first = _asked(parsed, paths, question, count)
+    lines = _chosen(parsed, timelines(_joined(first)))
     rooms = sorted({line.room for line in lines})
-    answers = [one for room in rooms for one in _ask(paths, "room", {"room": room})]
-    return _joined(answers) or first
+    return [one for room in rooms for one in _asked(parsed, paths, "room", room)] or first
+
+
+def _asked(
+    parsed: argparse.Namespace, paths: Sequence[Path], question: str, number: int
+) -> list[RankStories]:
+    """The answers of the ranks of this host and of all others. A host that cannot be asked is named
+    on standard error, unless none answers at all."""
+    name = "room" if question == "room" else "count"
+    arguments = {"room": [str(number)], "last": ["--last"]}.get(
+        question, ["--slowest", str(number)]
+    )
+    if parsed.dir is not None:
+        arguments += ["--dir", str(parsed.dir)]
+    answers = _ask(paths, question, {name: number}) if paths else []
+    problems = []
+    with concurrent.futures.ThreadPoolExecutor(_COMMANDS_AT_ONCE) as pool:
+        waiting = [pool.submit(ask_there, command, arguments) for command in parsed.on]
+    for one in waiting:
+        try:
+            answers += one.result()
+        except NotTold as error:
+            problems.append(str(error))
+    if not paths and problems and len(problems) == len(parsed.on):
+        raise _Failed(EXIT_NOBODY, f"no host could be asked: {'; '.join(problems)}")
+    for problem in problems:
+        sys.stderr.write(f"sglang-mooncake explain: a host is left out: {problem}\n")
+    return answers
 
 
 def _joined(answers: Sequence[RankStories]) -> list[RankStories]:
-    """One answer for each rank, with the rooms of all that it gave."""
-    by_rank: dict[tuple[str, int], RankStories] = {}
+    """One answer for each rank, with the rooms of all that it gave. A host may have been asked
+    twice, so that a rank tells the same again."""
+    by_rank: dict[tuple[str, str, int], RankStories] = {}
     for one in answers:
-        former = by_rank.get((one.rank, one.pid))
+        key = one.boot_id, one.rank, one.pid
+        former = by_rank.get(key)
         if former is not None:
-            one = msgspec.structs.replace(former, stories=former.stories + one.stories)
-        by_rank[one.rank, one.pid] = one
+            known = {(story.room, story.serial) for story in former.stories}
+            new = (story for story in one.stories if (story.room, story.serial) not in known)
+            one = msgspec.structs.replace(former, stories=(*former.stories, *new))
+        by_rank[key] = one
     return list(by_rank.values())
 
 
-def _sockets(directory: Path | None) -> list[Path]:
+def _sockets(directory: Path | None, *, may_be_none: bool) -> list[Path]:
     try:
         found = [live.path for live in running(directory)]
     except StatusError as error:
         raise _Failed(EXIT_NOBODY, str(error)) from error
-    if not found:
+    if not found and not may_be_none:
         where = directory or "the default directories"
         raise _Failed(
             EXIT_NOBODY,
             f"no rank of this user runs on this host (no status sockets in {where}). Run it as the"
             " user and in the container of the servers, and give --dir if they have"
-            " SGLANG_MOONCAKE_STATUS_DIR set",
+            " SGLANG_MOONCAKE_STATUS_DIR set; --on asks other hosts",
         )
     return found
 
@@ -205,6 +257,6 @@ def _unknown(parsed: argparse.Namespace, told: Sequence[RankStories]) -> str:
     reach = f"; the oldest that is kept began {max(ages):.0f} s ago" if ages else ""
     return (
         f"none of the {len(told)} ranks that were asked knows room {parsed.room}. They have ended"
-        f" {ended} rooms and keep the latest of them (SGLANG_MOONCAKE_STORY_ROOMS){reach}. Ranks of"
-        " other hosts must be asked there"
+        f" {ended} rooms and keep the latest of them (SGLANG_MOONCAKE_STORY_ROOMS){reach}."
+        " --on asks the ranks of other hosts"
     )

@@ -135,7 +135,7 @@ def test_a_decode_rank_that_waits_is_told_to_ask_the_prefill_ranks_host():
     lane, stage, spent_s, where_to_look = verdict(line)
     assert (lane.role, stage) == ("decode", "landed")
     assert spent_s == pytest.approx(0.7)
-    assert "Ask the host of the prefill ranks" in where_to_look
+    assert "Ask the hosts of the prefill ranks, too (--on)" in where_to_look
 
 
 def test_a_failed_and_an_open_room_say_so():
@@ -203,3 +203,30 @@ def test_sizes_are_told_in_their_unit():
     assert [size_text(n) for n in (0, 2048, 3 << 20, 5 << 30)] == [
         "0 bytes", "2.0 KiB", "3.0 MiB", "5.0 GiB",
     ]  # fmt: skip
+
+
+PREFILL = "prefill rank (dp 0 cp 0 tp 0 pp 0) at"
+
+
+@pytest.mark.parametrize(
+    ("host", "peer"),
+    [("10.0.0.1", "10.0.0.1:7650"), ("fd00::1", "[fd00::1]:7650"), ("prefill-0", "prefill-0:1")],
+)
+def test_ranks_that_took_part_and_have_not_told_are_named(host, peer):
+    decode = told(decode_story(peers=(f"{PREFILL} {peer}",)))
+    (line,) = timelines([decode])
+    assert line.absent == (f"{PREFILL} {host}",)
+    assert f"Not shown: {PREFILL} {host}. These ranks took part" in as_text(line)
+    prefill = told(
+        prefill_story(rank=f"{PREFILL} {host}", peers=("decode rank 0",)),
+        rank=f"{PREFILL} {host}",
+        role="prefill",
+    )
+    (line,) = timelines([decode, prefill])
+    assert line.absent == ()
+    assert "Not shown" not in as_text(line)
+
+
+def test_of_many_that_have_not_told_the_first_are_named():
+    (line,) = timelines([told(decode_story(peers=tuple(f"{PREFILL} h{i}:1" for i in range(9))))])
+    assert f"{PREFILL} h3 and 5 more. These" in as_text(line)
