@@ -21,11 +21,12 @@ import msgspec
 import te
 from kvstore import replay
 from kvstore.bench import command as bench
-from kvstore.config import Config, parse_bytes
+from kvstore.config import Config
 from kvstore.metrics_http import MetricsServer
 from kvstore.policies import POLICIES
 from kvstore.status import QUESTION, StoreStatus, lines, status_of
 from kvstore.store import Store
+from kvstore.values import parse_bytes
 from te import status
 from te.version import version
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
@@ -17,26 +16,15 @@ from bootstrap_server.secret import Keys
 from bootstrap_server.secret_file import read_secret_file
 from kvstore.policies import POLICIES
 from kvstore.slab import UNIT_BYTES
+from kvstore.values import parse_bytes, typed
 from te.status import default_directory
 
-__all__ = ["Config", "parse_bytes"]
+__all__ = ["Config"]
 
-_SUFFIXES: Final = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 CHUNK_BYTES_MAX: Final = 64 << 20
 NO_KEYS: Final = Keys()
 SECRET_FILE: Final = "secret_file"
 """The setting that ``Config.keys`` is made of."""
-
-
-def parse_bytes(text: str | int) -> int:
-    """A size such as ``"16GiB"``, ``"512MiB"`` or ``1048576``, in bytes; ``ValueError``."""
-    if isinstance(text, int):
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = _SUFFIXES.get(match[2].upper()) if match else None
-    if match is None or unit is None:
-        raise ValueError(f"{text!r} is no size: write it like 16GiB, 512MiB or 1048576")
-    return int(float(match[1]) * unit)
 
 
 def _own_directory() -> Path:
@@ -126,21 +114,33 @@ class Config:
         return min(1 << (part.bit_length() - 1), CHUNK_BYTES_MAX)
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], keys: Keys = NO_KEYS) -> Self:
+    def of(
+        cls, values: Mapping[str, Any], keys: Keys = NO_KEYS, others: Collection[str] = ()
+    ) -> Self:
         """From the names and values of a configuration file: sizes may be texts such as "16GiB".
-        ``keys`` are used if it names no secret file. ``ValueError`` names what is unknown or
-        wrong."""
-        names = {one.name for one in dataclasses.fields(cls)} - {"engine", "keys"} | {SECRET_FILE}
+        ``keys`` are used if it names no secret file. ``ValueError`` names what is unknown or wrong,
+        and the nearest name that there is; ``others``: further ones, which the caller has taken
+        out."""
+        kinds = {one.name: str(one.type) for one in dataclasses.fields(cls)}
+        kinds = {name: kind for name, kind in kinds.items() if name not in ("engine", "keys")}
+        kinds[SECRET_FILE] = "Path"
         given: dict[str, Any] = {"keys": keys}
         for name, value in values.items():
-            if name not in names:
-                near = difflib.get_close_matches(name, names, 1)
+            if name not in kinds:
+                near = difflib.get_close_matches(name, {*kinds, *others}, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ValueError(f"the store has no setting {name!r}{hint}")
             if name in ("memory", "chunk_bytes"):
-                value = parse_bytes(value)
-            if name == SECRET_FILE:
-                given["keys"] = Keys.from_secrets(read_secret_file(value))
+                given[name] = _size(name, value)
+            elif name == SECRET_FILE:
+                given["keys"] = Keys.from_secrets(read_secret_file(typed(name, value, kinds[name])))
             else:
-                given[name] = Path(value) if name in ("directory", "file") else value
+                given[name] = typed(name, value, kinds[name])
         return cls(**given)
+
+
+def _size(name: str, value: Any) -> int:
+    try:
+        return parse_bytes(value)
+    except ValueError as exc:
+        raise ValueError(f"{name}: {exc}") from exc

@@ -36,6 +36,7 @@ from kvstore.lmcache.tasks import Lane, Results
 from kvstore.outcomes import Got, Put
 from kvstore.pieces import Pieces
 from kvstore.store import Store
+from kvstore.values import typed
 from te.transports.registry import WITHOUT_DEVICES
 
 __all__ = ["StoreL2Adapter", "StoreL2AdapterConfig"]
@@ -71,11 +72,11 @@ class StoreL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc]
     def from_dict(cls, d: Mapping[str, Any]) -> Self:
         """``ValueError`` names what is unknown or wrong."""
         rest = dict(d)
-        weights = str(rest.pop("weights", ""))
-        timeout_s = float(rest.pop("timeout_s", TIMEOUT_S))
+        weights = typed("weights", rest.pop("weights", ""), "str")
+        timeout_s = typed("timeout_s", rest.pop("timeout_s", TIMEOUT_S), "float")
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds")
-        store = Config.of(rest)
+        store = Config.of(rest, others=("weights", "timeout_s"))
         if not store.index:  # All processes are on one host, and need no device.
             store = replace(store, engine=te.Config(transports=WITHOUT_DEVICES))
         return cls(store, weights, timeout_s)

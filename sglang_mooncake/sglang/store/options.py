@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 import te
 from kvstore.config import Config
+from kvstore.values import typed
 from sglang_mooncake.sglang.config import Config as Settings
 from te.transports.registry import WITHOUT_DEVICES
 
@@ -19,6 +21,13 @@ LOAD_TIMEOUT_S: Final = 10.0
 STALL_TIMEOUT_S: Final = 1.0
 CONNECT_TIMEOUT_S: Final = 2.0
 """An owner that sends nothing of a load for so long is given up. SGLang's forward waits for it."""
+
+#: Settings that are not the store's own: default and kind.
+OWN: Final[dict[str, tuple[Any, str]]] = {
+    "weights": (None, "str | None"),
+    "layers_per_read": (LAYERS_PER_READ, "int"),
+    "load_timeout_s": (LOAD_TIMEOUT_S, "float"),
+}
 
 
 @dataclass(frozen=True)
@@ -38,15 +47,15 @@ class Options:
     def of(cls, given: Mapping[str, Any]) -> Self:
         """``ValueError`` names what is unknown or wrong."""
         rest = dict(given)
-        weights = rest.pop("weights", None)
-        layers = int(rest.pop("layers_per_read", LAYERS_PER_READ))
-        timeout_s = float(rest.pop("load_timeout_s", LOAD_TIMEOUT_S))
-        if layers < 1 or not timeout_s > 0:
+        weights, layers, timeout_s = (
+            typed(name, rest.pop(name, default), kind) for name, (default, kind) in OWN.items()
+        )
+        if layers < 1 or not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(
                 f"layers_per_read={layers} and load_timeout_s={timeout_s} must be positive"
             )
         settings = Settings.from_environment()
-        store = Config.of(rest, settings.keys)
+        store = Config.of(rest, settings.keys, OWN)
         return cls(replace(store, engine=_engine(settings, store)), weights, layers, timeout_s)
 
 
