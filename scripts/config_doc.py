@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from bootstrap_server.server_config import SETTINGS as REGISTRY_SETTINGS
 from bootstrap_server.settings import Given, Setting
+from kvstore.config import Config as StoreConfig
 from sglang_mooncake.sglang.listing import as_text
 from sglang_mooncake.sglang.settings import CONFIG_FILE, SETTINGS, SGLANGS_OWN
 from te.config import LIMITS
@@ -26,6 +28,7 @@ _DEFAULTS = {
     "keys": "none",
     "nics": "all active devices",
     "status_dir": "`$XDG_RUNTIME_DIR/te`, else `/tmp/te-UID`",
+    "directory": "`$XDG_RUNTIME_DIR/kvstore`, else `/tmp/kvstore-UID`",
 }
 _EXAMPLE = {
     "te.transports": Given("tcp", "SGLANG_MOONCAKE_TRANSPORTS"),
@@ -39,7 +42,8 @@ def document() -> str:
         "example": "\n".join(f"    {line}" for line in as_text(_EXAMPLE).splitlines()),
         "config_file": CONFIG_FILE,
         "sglangs_own": ", ".join(f"`{name}`" for name in sorted(SGLANGS_OWN)),
-        "fields": _fields(),
+        "fields": _fields(EngineConfig),
+        "store": _fields(StoreConfig, {"engine"}),
         **{
             table: "\n\n".join(_section(one) for one in rows)
             for table in ("sglang_mooncake", "te", "bootstrap_server")
@@ -64,22 +68,24 @@ def _section(setting: Setting) -> str:
     return "\n".join([f"### {setting.key}", "", setting.help, "", "| | |", "|---|---|", *table])
 
 
-def _fields() -> str:
-    meanings = _meanings()
+def _fields(config: type[EngineConfig | StoreConfig], but: Collection[str] = ()) -> str:
+    meanings = _meanings(config)
     lines = ["| field | type | default | allowed | meaning |", "|---|---|---|---|---|"]
-    for field in dataclasses.fields(EngineConfig):
+    for field in dataclasses.fields(config):
+        if field.name in but:
+            continue
         default = _DEFAULTS.get(field.name) or f"`{field.default!r}`"
-        limits = LIMITS.get(field.name)
+        limits = LIMITS.get(field.name) if config is EngineConfig else None
         allowed = f"{limits[0]} to {limits[1]}" if limits else ""
         cells = (f"`{field.name}`", f"`{field.type}`", default, allowed, meanings[field.name])
         lines.append("| " + " | ".join(_cell(one) for one in cells) + " |")
     return "\n".join(lines)
 
 
-def _meanings() -> dict[str, str]:
-    """The comments before the fields of te.Config."""
+def _meanings(config: type) -> dict[str, str]:
+    """The comments before the fields."""
     pattern = r"((?:^ +#: .*\n)+) +(\w+): "
-    found = re.findall(pattern, inspect.getsource(EngineConfig), re.MULTILINE)
+    found = re.findall(pattern, inspect.getsource(config), re.MULTILINE)
     texts = {
         name: " ".join(line.strip().removeprefix("#: ") for line in lines.splitlines())
         for lines, name in found
