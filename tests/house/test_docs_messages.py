@@ -21,7 +21,7 @@ FORMAT = re.compile(r"%(?:\([a-z_]+\))?[#0-9.+ -]*[a-zA-Z]|\{[a-z_.:!]*\}")
 def templates() -> list[str]:
     """Every string of the code, with its values replaced."""
     found = []
-    for package in ("bootstrap_server", "sglang_mooncake", "te"):
+    for package in ("bootstrap_server", "kvstore", "sglang_mooncake", "te"):
         for path in sorted((ROOT / package).rglob("*.py")):
             found += strings(ast.parse(path.read_text()))
     return found
