@@ -25,6 +25,7 @@ from te.transports.rdma._core import RdmaLink
 from te.transports.rdma.messages import CardNic, RailAnswer, RailOffer
 from te.transports.rdma.striping import pairs, partners
 from te.verbs._core import QueuePair
+from te.verbs.dialing import within
 from te.verbs.fabric import Nic
 
 __all__ = [
@@ -174,13 +175,12 @@ def _dial_rail(link: RdmaLink, rail: int, epoch: int, path: Path, greet: Greet) 
     answer = greet(offer)
     if not answer.port:
         raise ConnectError("the engine welcomed a rail without its end of it")
-    queue_pair, said = nic.device.dial(
-        path.gids[0].raw,
-        path.gids[1].raw,
-        answer.port,
-        answer.token,
-        SEND_DEPTH,
-        nic.max_message_bytes,
+    local, remote = path.gids[0].raw, path.gids[1].raw
+    queue_pair, said = within(
+        lambda left_s: nic.device.dial(
+            local, remote, answer.port, answer.token, SEND_DEPTH, nic.max_message_bytes, left_s
+        ),
+        "rdma_connect",
         deadline_s - time.monotonic(),
     )
     if len(said) < FENCES.size:
