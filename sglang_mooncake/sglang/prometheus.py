@@ -41,11 +41,8 @@ _STORIES_MAX: Final = 16_384
 class Figures(Protocol):
     """What a rank tells. The exporter's thread alone calls it."""
 
-    def counters(self) -> Mapping[Key, float]:
-        """What only rises."""
-
-    def gauges(self) -> Mapping[Key, float]:
-        """What is now."""
+    def values(self) -> tuple[Mapping[Key, float], Mapping[Key, float]]:
+        """Counters, which only rise, and gauges, of one moment."""
 
     def observations(self) -> Iterator[tuple[Key, float]]:
         """What histograms have to see since the last call."""
@@ -59,11 +56,12 @@ class HandoverFigures:
         self._stories: deque[RoomStory] = deque(maxlen=_STORIES_MAX)
         recorder.on_room_over(self._stories.append)
 
-    def counters(self) -> Mapping[Key, float]:
-        return totals(self._stats(), self._recorder.totals())
-
-    def gauges(self) -> Mapping[Key, float]:
-        return gauges(self._stats(), self._recorder.rooms()["open"])
+    def values(self) -> tuple[Mapping[Key, float], Mapping[Key, float]]:
+        stats = self._stats()
+        return (
+            totals(stats, self._recorder.totals()),
+            gauges(stats, self._recorder.rooms()["open"]),
+        )
 
     def observations(self) -> Iterator[tuple[Key, float]]:
         while self._stories:
@@ -109,9 +107,10 @@ class Exporter:
 
     def _tell(self) -> None:
         try:
-            for key, risen in self._deltas.of(self._figures.counters()).items():
-                self._child(key).inc(risen)
-            for key, value in self._figures.gauges().items():
+            risen, now = self._figures.values()
+            for key, by in self._deltas.of(risen).items():
+                self._child(key).inc(by)
+            for key, value in now.items():
                 self._child(key).set(value)
             for key, value in self._figures.observations():
                 self._child(key).observe(value)

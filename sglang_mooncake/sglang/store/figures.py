@@ -27,11 +27,9 @@ class _StoreFigures:
     def __init__(self, status: Callable[[], StoreStatus]) -> None:
         self._status = status
 
-    def counters(self) -> Mapping[Key, float]:
-        return counters(self._status())
-
-    def gauges(self) -> Mapping[Key, float]:
-        return gauges(self._status())
+    def values(self) -> tuple[Mapping[Key, float], Mapping[Key, float]]:
+        status = self._status()
+        return counters(status), gauges(status)
 
     def observations(self) -> Iterator[tuple[Key, float]]:
         return iter(())
