@@ -21,6 +21,8 @@ COMMANDS: tuple[tuple[tuple[str, ...], set[int], str], ...] = (
     (("te", "bench"), {2}, "te bench is not part of the wheel"),
     (("te", "doctor"), {0, 1, 2}, "tcp"),
     (("sglang-mooncake", "--version"), {0}, "sglang-mooncake 0."),
+    (("kvstore", "--version"), {0}, "kvstore 0."),
+    (("kvstore", "top", "--once"), {0}, ""),
     (("sglang-mooncake", "plan", *PLAN), {0}, "prefill"),
     (("python", "-m", "bootstrap_server", "--version"), {0}, "bootstrap_server 0."),
 )
