@@ -5,18 +5,13 @@ must not take."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
-import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cpu_serving.expectations import Reference
@@ -24,24 +19,32 @@ from cpu_serving.model import make_model
 from cpu_serving.nursery import Nursery
 from cpu_serving.pools import leaked_pages
 from cpu_serving.servers import Fleet, Server, ServerOptions, wait_ready
-from cpu_serving.store import flush, with_store
-from cpu_serving.traffic import Answer, Request, compare, make_requests, send_all
+from cpu_serving.store import flush
+from cpu_serving.traffic import Request, compare, make_requests, send_all
 from prometheus_client.parser import text_string_to_metric_families
 from store_redis import redis_server
+from store_servers import (
+    PAGE,
+    REQUESTS,
+    WAIT_S,
+    Lender,
+    Place,
+    all_pages,
+    ask,
+    held,
+    hits,
+    knows,
+    until,
+)
 
 from bootstrap_server.secret_file import write_secret_file
 from kvstore.metrics import PREFIX, Key, counters
-from kvstore.status import QUESTION, StoreStatus, status_of
 from sglang_mooncake.metrics import RANK_LABELS
 from sglang_mooncake.sglang.store.weights import identity
-from te import status
 
 pytestmark = pytest.mark.serving
 
-PAGE = 16
 PROMPT = 400
-WAIT_S = 120.0
-REQUESTS = make_requests(4, PROMPT, seed=17)
 
 
 @pytest.fixture(scope="module")
@@ -50,62 +53,13 @@ def fleet(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield fleet
 
 
-@dataclass
-class Place:
-    """Where a store's sockets are, and those by which its processes say how they are."""
-
-    path: Path
-
-    @property
-    def directory(self) -> Path:
-        return self.path / "s"
-
-    def options(self, model: Path, memory: str = "64MiB", **more: Any) -> ServerOptions:
-        env = {"SGLANG_MOONCAKE_STATUS_DIR": str(self.path / "te")}
-        options = with_store(ServerOptions(model), self.directory, memory, **more)
-        return replace(options, extra_env=env)
-
-    def statuses(self) -> list[StoreStatus]:
-        """Of all processes that have a part of the store."""
-        found = []
-        for live in status.running(self.path / "te"):
-            try:
-                found.append(status_of(status.ask(live.path, QUESTION)))
-            except status.StatusError:
-                continue  # Another engine, or a process that ends.
-        return found
-
-
 @pytest.fixture(scope="module")
 def place() -> Iterator[Place]:
     with tempfile.TemporaryDirectory(prefix="kv") as path:
         yield Place(Path(path))
 
 
-def ask(server: Server, requests: Sequence[Request] = REQUESTS) -> list[Answer]:
-    answers = send_all(server.url, requests, concurrency=4)
-    errors = [one.error for one in answers if one.error]
-    assert not errors, errors[0]
-    return answers
-
-
-def hits(answers: Sequence[Answer]) -> list[int]:
-    return [one.cached_tokens for one in answers]
-
-
-def all_pages(requests: Sequence[Request] = REQUESTS) -> list[int]:
-    """The tokens that a server can take from a cache: it computes the last one in any case."""
-    return [(len(one.input_ids) - 1) // PAGE * PAGE for one in requests]
-
-
 NONE = [0] * len(REQUESTS)
-
-
-def until(condition: Any, what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"never happened: {what}"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -244,27 +198,6 @@ def test_an_update_of_the_weights_under_a_new_version_makes_old_pages_unknown(
 # -- what breaks
 
 
-class Lender:
-    """`kvstore serve`."""
-
-    def __init__(self, place: Place, *where: str) -> None:
-        command = [sys.executable, "-m", "kvstore", "serve", "--memory=32MiB"]
-        self.process = subprocess.Popen(
-            [*command, *(where or [f"--directory={place.directory}"])],
-            stdout=subprocess.PIPE,
-            process_group=0,
-            env=os.environ | {"XDG_RUNTIME_DIR": str(place.path)},
-        )
-        assert self.process.stdout is not None
-        assert b"lends" in self.process.stdout.readline()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-
 @pytest.mark.parametrize("meet", ["in a directory", "at an index"])
 def test_owners_are_killed_under_load(fleet: Fleet, reference: Reference, meet: str) -> None:
     """Each page is at two owners. One owner is killed while a server, which has no memory of its
@@ -317,18 +250,6 @@ def test_owners_are_killed_under_load(fleet: Fleet, reference: Reference, meet: 
 def stored_pages(request: Request) -> int:
     """Of prompt and answer; SGLang does not keep the last token that it makes."""
     return (len(request.input_ids) + request.new_tokens - 1) // PAGE
-
-
-def knows(place: Place, lenders: Sequence[Lender]) -> bool:
-    return any(
-        len([seen for seen in one.owners if seen.usable]) == len(lenders)
-        for one in place.statuses()
-    )
-
-
-def held(place: Place) -> int:
-    """The objects of all owners."""
-    return sum(one.own.objects for one in place.statuses() if one.own is not None)
 
 
 # -- beside prefill and decode on different servers

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,15 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from kvstore.signature import Signature
 from sglang_mooncake.sglang.prometheus import Exporter
+from sglang_mooncake.sglang.store import device_pools
 from sglang_mooncake.sglang.store import linker as linker_module
 from sglang_mooncake.sglang.store.linker import StoreLinker
+from sglang_mooncake.sglang.store.signatures import PoolFacts
 
 PAGE, PAGES, LAYERS = 4, 16, 5
 SIGNATURE = Signature(
@@ -39,7 +43,36 @@ def mla_pool() -> Any:
     )
 
 
+def windows_pool(windows: tuple[int, ...] = (0, 2, 3), layers: int = LAYERS, **more: Any) -> Any:
+    """Of a model whose layers ``windows`` have sliding windows, with half as many pages for
+    these."""
+    return SWAKVPool(
+        PAGE * PAGES,
+        PAGE * PAGES // 2,
+        PAGE,
+        torch.bfloat16,
+        2,
+        8,
+        list(windows),
+        [one for one in range(layers) if one not in windows],
+        "cpu",
+        **more,
+    )
+
+
+def windows_mla_pool() -> Any:
+    given = {"kv_lora_rank": 12, "qk_rope_head_dim": 4, "page_size": PAGE, "device": "cpu"}
+    given["enable_memory_saver"] = False
+    return windows_pool(
+        token_to_kv_pool_class=MLATokenToKVPool,
+        full_kv_pool_kwargs=given,
+        swa_kv_pool_kwargs=given,
+    )
+
+
 def tensors_of(pool: Any) -> list[torch.Tensor]:
+    if isinstance(pool, SWAKVPool):
+        return [*tensors_of(pool.full_kv_pool), *tensors_of(pool.swa_kv_pool)]
     if isinstance(pool, MLATokenToKVPool):
         return list(pool.kv_buffer)
     return [*pool.k_buffer, *pool.v_buffer]
@@ -48,8 +81,8 @@ def tensors_of(pool: Any) -> list[torch.Tensor]:
 class _Signature:
     """What `SignatureNow` is in a server."""
 
-    def __init__(self, *_: object) -> None:
-        self.digest = SIGNATURE.digest
+    def __init__(self, _: object, facts: PoolFacts) -> None:
+        self.digest = replace(SIGNATURE, pool=facts.pool).digest
 
 
 def make(
@@ -61,12 +94,17 @@ def make(
 ) -> StoreLinker:
     monkeypatch.setattr(linker_module, "SignatureNow", _Signature)
     monkeypatch.setattr(linker_module, "weights_of", lambda *_: "w")
-    monkeypatch.setattr(linker_module, "heads_of_rank", lambda *_: (0, 2))
     monkeypatch.setattr(linker_module, "open_exporter", exporter)
+    monkeypatch.setattr(device_pools, "heads_of_rank", lambda *_: (0, 2))
+    parallel = SimpleNamespace(attn_tp_rank=0, attn_tp_size=1, pp_rank=0, pp_size=1)
+    monkeypatch.setattr(device_pools, "get_parallel", lambda: parallel)
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
     params = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=PAGE, is_eagle=False)
     config = {"memory": "4MiB", "directory": str(directory), "layers_per_read": 2, **extra}
-    return StoreLinker(None, params, components={ComponentType.FULL}, extra_config=config)
+    components = {ComponentType.FULL}
+    if isinstance(pool, SWAKVPool):
+        components.add(ComponentType.SWA)
+    return StoreLinker(None, params, components=components, extra_config=config)
 
 
 def hashes(count: int, seed: int = 0) -> list[str]:
@@ -79,29 +117,41 @@ def slots(*pages: int) -> torch.Tensor:
 
 
 def transfer(keys: list[str], *pages: int) -> list[PoolTransfer]:
+    return [of_pool(PoolName.KV, keys, *pages)]
+
+
+def of_pool(name: PoolName, keys: list[str], *pages: int) -> PoolTransfer:
     indices = slots(*pages) if pages else None
-    return [PoolTransfer(name=PoolName.KV, keys=keys, device_indices=indices)]
+    return PoolTransfer(name=name, keys=keys, device_indices=indices)
 
 
 def fill(linker: StoreLinker) -> list[torch.Tensor]:
     """Random pools; a copy of what is in them."""
     generator = torch.Generator().manual_seed(3)
-    tensors = tensors_of(linker.pools[PoolName.KV])
+    tensors = [one for pool in linker.pools.values() for one in tensors_of(pool)]
     for one in tensors:
         one.copy_(torch.randn(one.shape, generator=generator))
     return [one.clone() for one in tensors]
 
 
 def offloaded(linker: StoreLinker, keys: list[str], *pages: int) -> bool:
-    assert linker.offload(transfer(keys, *pages))
+    return offloaded_all(linker, transfer(keys, *pages))
+
+
+def offloaded_all(linker: StoreLinker, transfers: list[PoolTransfer]) -> bool:
+    assert linker.offload(transfers)
     with linker._idle:
         assert linker._idle.wait_for(lambda: linker.num_completed_offloads() == 1, 60)
     return linker.pop_completed_offload()
 
 
 def loaded(linker: StoreLinker, keys: list[str], *pages: int) -> bool:
+    return loaded_all(linker, transfer(keys, *pages))
+
+
+def loaded_all(linker: StoreLinker, transfers: list[PoolTransfer]) -> bool:
     """As SGLang does it: the forward waits for each layer, then asks whether all has landed."""
-    assert linker.load("r", transfer(keys, *pages))
+    assert linker.load("r", transfers)
     index = linker.start_layer_wise_loading()
     linker.layer_done_counter.set_consumer(index)
     for layer in range(LAYERS):

@@ -123,7 +123,8 @@ def test_pools_of_two_layouts_share_objects_that_the_linker_takes_too(
     linker = make_linker(directory, device, monkeypatch, memory=0)
     try:
         heads = (0, 0) if kind == "mla" else (0, 2)
-        linker._signature = signatures.SignatureNow(first._weights, linker._pool.facts(heads))
+        facts = linker._pools[PoolName.KV].pages.facts(heads)
+        linker._signatures[PoolName.KV] = signatures.SignatureNow(first._weights, facts)
         until(lambda: loaded(linker, keys, 8, 9), "the linker takes them")
         for mine, got in zip(refs, tensors_of(linker.pools[PoolName.KV]), strict=True):
             assert torch.equal(got[slots(8, 9)], mine[slots(3, 4)])

@@ -190,8 +190,8 @@ def test_other_pools_and_components_are_refused(
 
     from sglang_mooncake.sglang.store.kv_pool import KVPool
 
-    with pytest.raises(ValueError, match=r"full attention alone, and this model has .*SWA"):
-        StoreLinker(None, None, components={ComponentType.FULL, ComponentType.SWA}, extra_config={})
+    with pytest.raises(ValueError, match=r"of sliding windows, and this model has .*MAMBA"):
+        StoreLinker(None, None, components=set(ComponentType), extra_config={})
 
     with pytest.raises(ValueError, match="does not hold the draft model's cache"):
         StoreLinker(

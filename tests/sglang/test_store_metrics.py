@@ -66,7 +66,8 @@ def test_figures_are_what_sglang_has_stored_and_loaded(
     assert linking.offloaded(linker, keys, 5, 2, 9)
     assert linker.lookup("r", linking.transfer([*keys, *linking.hashes(2, 1)])) == [1, 2, 3]
     assert linking.loaded(linker, keys, 1, 14, 7)
-    page_bytes = linker._pool.page_bytes
+    (pool,) = linker._pools.values()
+    page_bytes = pool.pages.page_bytes
     linker.close()  # The last figures are told then.
 
     def told(name: str, **labels: str) -> float | None:

@@ -43,6 +43,7 @@ from sglang_mooncake.sglang.store.prefixes import all_pages, run, trailing_pages
 from sglang_mooncake.sglang.store.signatures import (
     PoolFacts,
     SignatureNow,
+    facts_by_rank,
     heads_of_rank,
     weights_of,
 )
@@ -138,10 +139,10 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             layers = first, first + int(pool.layer_num)
             return PoolFacts(dtype, host.page_size, layers, heads, layout)
         # As SGLang says who writes (`HybridCacheController.should_backup`).
-        if not config.is_mla_model or name == PoolName.MAMBA:
-            layout += f" tp {config.tp_rank}/{config.tp_size}"
-        layout += f" pp {config.pp_rank}/{config.pp_size}"
-        return PoolFacts(dtype, host.page_size, (0, 0), (0, 0), layout, name)
+        has_ranks = not config.is_mla_model or name == PoolName.MAMBA
+        tp = (config.tp_rank, config.tp_size) if has_ranks else None
+        facts = PoolFacts(dtype, host.page_size, (0, 0), (0, 0), layout)
+        return facts_by_rank(facts, name, tp, (config.pp_rank, config.pp_size))
 
     # -- what is there
 

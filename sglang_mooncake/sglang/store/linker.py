@@ -33,12 +33,14 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 
 from kvstore.changes import Keys, keys_of_hex
 from kvstore.loading import Load
-from kvstore.outcomes import Got, Put
+from kvstore.outcomes import Put
 from kvstore.store import Store
+from sglang_mooncake.sglang.store.device_pools import DevicePool, facts_of, pools_of
 from sglang_mooncake.sglang.store.figures import open_exporter
-from sglang_mooncake.sglang.store.kv_pool import KVPool
+from sglang_mooncake.sglang.store.layer_loads import LayerLoads, PoolLoad
 from sglang_mooncake.sglang.store.options import Options
-from sglang_mooncake.sglang.store.signatures import SignatureNow, heads_of_rank, weights_of
+from sglang_mooncake.sglang.store.prefixes import run, trailing_pages
+from sglang_mooncake.sglang.store.signatures import SignatureNow, weights_of
 
 __all__ = ["StoreLinker"]
 
@@ -48,28 +50,33 @@ PAGE_TOKENS_MIN: Final = 16
 OFFLOADS_MAX: Final = 1024
 """Offloads that wait; each holds nodes of SGLang's tree. More are refused: their pages are offered
 again when they are used again."""
+COMPONENTS: Final = {ComponentType.FULL, ComponentType.SWA}
 STORED: Final = {Put.STORED, Put.EXISTS, Put.BEING_STORED}
 CLOSE_TIMEOUT_S: Final = 30.0
 
 
 @dataclass(frozen=True)
-class _Load:
+class _Pages:
+    """Pages of one pool: what they are called, and the pool's token slots, page by page."""
+
     keys: Keys
-    token_indices: npt.NDArray[np.int64]
+    indices: torch.Tensor
     signature: bytes
+
+
+Pages = Mapping[PoolName, _Pages]
 
 
 @dataclass(frozen=True)
 class _Batch:
     index: int
-    loads: Mapping[str, _Load]
+    #: Of each request.
+    loads: Sequence[Pages]
 
 
 @dataclass(frozen=True)
 class _Offload:
-    keys: Keys
-    signature: bytes
-    indices: torch.Tensor
+    pages: Pages
     ready: Sequence[Any]
     #: SGLang keeps the pages as they are until the next `reset`, and no longer.
     resets: int
@@ -88,11 +95,11 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         forward_stream: Any = None,
     ) -> None:
         """Raises ``ValueError`` for a model or a setting that the store cannot serve."""
-        others = sorted(one.name for one in components if one is not ComponentType.FULL)
+        others = sorted(one.name for one in components - COMPONENTS)
         if others:
             raise ValueError(
-                f"the store holds pages of full attention alone, and this model has {others} too;"
-                " leave --enable-unified-cache-external-linker out for it"
+                "the store holds pages of full attention and of sliding windows, and this model has"
+                f" {others} too; leave --enable-unified-cache-external-linker out for it"
             )
         if params.is_eagle:
             raise ValueError(
@@ -107,19 +114,22 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 params.page_size,
             )
         options = Options.of(extra_config)
-        pool = params.token_to_kv_pool_allocator.get_kvcache()
+        pools = pools_of(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
         self.forward_stream = forward_stream
-        self.pools = {PoolName.KV: pool}
-        self._pool = KVPool(pool, params.page_size)
-        heads = (0, 0) if self._pool.is_mla else heads_of_rank(self._pool.heads, server_args)
+        self.pools = {one.name: one.kvcache for one in pools}
+        self._pools = {one.name: one for one in pools}
+        self._layers = sum(one.pages.layers for one in pools)
         weights = weights_of(server_args, options.weights)
-        self._signature = SignatureNow(weights, self._pool.facts(heads))
-        self.layer_done_counter = LayerWiseLoadCounter(self._pool.layers)
+        self._signatures = {
+            one.name: SignatureNow(weights, facts_of(one, server_args)) for one in pools
+        }
+        self.layer_done_counter = LayerWiseLoadCounter(self._layers)
         self._options = options
         self._store = Store(options.store)
-        self._pool.register(self._store.register)
+        for one in pools:
+            one.pages.register(self._store.register)
         self._exporter = open_exporter(self._store.status)
-        self._queued: dict[str, _Load] = {}
+        self._queued: dict[str, Pages] = {}
         self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._offloads: queue.SimpleQueue[_Offload | None] = queue.SimpleQueue()
         self._offloads_waiting = 0
@@ -136,31 +146,46 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         ]
         for thread in self._threads:
             thread.start()
-        logger.info(
-            "the store holds this rank's pages: %d bytes each, %s, %d bytes of memory lent",
-            self._pool.page_bytes,
-            self._signature,
-            options.store.memory,
-        )
+        for one in pools:
+            logger.info(
+                "the store holds this rank's pages: %d bytes each, %s, %d bytes of memory lent",
+                one.pages.page_bytes,
+                self._signatures[one.name],
+                options.store.memory,
+            )
 
     # -- look-ups
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:  # noqa: ARG002
-        """Every number of pages, from the first on, that the store is known to have."""
-        (transfer,) = transfers
-        keys = keys_of_hex(transfer.keys)
-        found = self._store.exists(keys, self._signature.digest, self._pool.page_bytes)
-        run = len(found) if found.all() else int(found.argmin())
-        return list(range(1, run + 1))
+        """Every number of pages, from the first on, that the store is known to have: with windows,
+        those whose last pages it has in the pool of windows, too."""
+        whole, *windows = transfers
+        keys = keys_of_hex(whole.keys)
+        pages = run(self._found(whole.name, keys))
+        lengths = set(range(1, pages + 1))
+        for one in windows:
+            # SGLang names as many pages as a window has, or all if there are fewer.
+            found = self._found(one.name, keys[:pages])
+            lengths &= set(trailing_pages(found, len(one.keys)))
+        return sorted(lengths)
+
+    def _found(self, name: PoolName, keys: Keys) -> npt.NDArray[np.bool_]:
+        signature = self._signatures[name].digest
+        return self._store.exists(keys, signature, self._pools[name].pages.page_bytes)
 
     # -- loads
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queues it. Every rank must give the same answer, so that it is always yes."""
-        (transfer,) = transfers
-        indices = transfer.device_indices.cpu().numpy()
-        self._queued[rid] = _Load(keys_of_hex(transfer.keys), indices, self._signature.digest)
+        # The indices are there once the scheduler's own stream has computed them.
+        self._queued[rid] = {
+            one.name: self._pages_of(one, one.device_indices.cpu()) for one in transfers
+        }
         return True
+
+    def _pages_of(self, transfer: PoolTransfer, indices: torch.Tensor) -> _Pages:
+        signature = self._signatures[transfer.name].digest
+        return _Pages(keys_of_hex(transfer.keys), indices, signature)
 
     def cancel_queued_load(self, rid: str) -> bool:
         """False if it has begun, or is none."""
@@ -173,7 +198,7 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         index = self.layer_done_counter.update_producer()
         loads, self._queued = self._queued, {}
         with self._idle:
-            self._batches.put(_Batch(index, loads))
+            self._batches.put(_Batch(index, list(loads.values())))
         return int(index)
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -192,37 +217,23 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """A layer is reported once it is proven to be right, apart from the checksums of whole
         pages. These are compared before the last layer is reported: until then the batch is not
         done, and can fail."""
-        loads = list(batch.loads.values())
-        pieces = self._pool.pieces(np.concatenate([one.token_indices for one in loads]))
-        keys = np.concatenate([one.keys for one in loads])
-        # Weights change between batches alone, so that all loads of one have one signature.
-        signature = loads[0].signature
-        load = Load(self._store, keys, signature, pieces, self._options.load_timeout_s)
-        try:
-            parts = self._parts()
-            for first, end in parts:
-                per_layer = self._pool.pieces_per_layer
-                load.begin(first * per_layer, end * per_layer)
-            for number, (first, end) in enumerate(parts):
-                if not load.wait(number):
-                    break
-                for layer in range(first, min(end, self._pool.layers - 1)):
-                    self.layer_done_counter.complete(batch.index, layer)
-            outcomes = load.finish()
-        finally:
-            load.cancel()
-        wrong = [one for one in outcomes if one is not Got.RIGHT]
-        if wrong:
-            raise LookupError(
-                f"{len(wrong)} of {len(outcomes)} pages did not come: {wrong[0].value}"
-            )
-        self.layer_done_counter.complete(batch.index, self._pool.layers - 1)
+        loads = [
+            self._load_of(pool, [one[pool.name] for one in batch.loads])
+            for pool in self._pools.values()
+        ]
+        with LayerLoads(loads, self._layers, self._options.layers_per_read) as reads:
+            for layer in reads.layers():
+                self.layer_done_counter.complete(batch.index, layer)
 
-    def _parts(self) -> list[tuple[int, int]]:
-        """Ranges of layers that are read together."""
-        step = self._options.layers_per_read
-        ends = range(step, self._pool.layers + step, step)
-        return [(end - step, min(end, self._pool.layers)) for end in ends]
+    def _load_of(self, pool: DevicePool, pages: Sequence[_Pages]) -> PoolLoad:
+        """Of one pool, for all requests of a batch."""
+        indices = torch.cat([one.indices for one in pages]).numpy()
+        keys = np.concatenate([one.keys for one in pages])
+        # Weights change between batches alone, so that all loads of one have one signature.
+        signature = pages[0].signature
+        pieces = pool.pages.pieces(indices)
+        load = Load(self._store, keys, signature, pieces, self._options.load_timeout_s)
+        return PoolLoad(str(pool.name), load, pool.layers, pool.pages.pieces_per_layer)
 
     # -- offloads
 
@@ -232,14 +243,13 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         session_id: str | None = None,  # noqa: ARG002
     ) -> bool:
         """Queues it; False if too many wait already."""
-        (transfer,) = transfers
         with self._idle:
             if self._offloads_waiting >= OFFLOADS_MAX:
                 return False
             self._offloads_waiting += 1
         ready = self.record_offload_ready()
-        keys, signature = keys_of_hex(transfer.keys), self._signature.digest
-        self._offloads.put(_Offload(keys, signature, transfer.device_indices, ready, self._resets))
+        pages = {one.name: self._pages_of(one, one.device_indices) for one in transfers}
+        self._offloads.put(_Offload(pages, ready, self._resets))
         return True
 
     def num_completed_offloads(self) -> int:
@@ -268,10 +278,18 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 self._idle.notify_all()
 
     def _offload(self, offload: _Offload) -> bool:
+        """Windows first: prompts whose windows are not stored cannot be loaded, so that they are
+        not stored either. The other way round nothing is lost, since a look-up asks for both."""
         for event in offload.ready:
             event.synchronize()
-        pieces = self._pool.pieces(offload.indices.cpu().numpy())
-        outcomes = self._store.put(offload.keys, offload.signature, pieces)
+        return all(
+            self._is_stored(name, offload.pages[name])
+            for name in sorted(offload.pages, key=lambda name: name == PoolName.KV)
+        )
+
+    def _is_stored(self, name: PoolName, pages: _Pages) -> bool:
+        pieces = self._pools[name].pages.pieces(pages.indices.cpu().numpy())
+        outcomes = self._store.put(pages.keys, pages.signature, pieces)
         return all(one in STORED for one in outcomes)
 
     # -- the end

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_parallel, get_serving
 from kvstore.signature import Signature
 from sglang_mooncake.sglang.store.weights import identity
 
-__all__ = ["PoolFacts", "SignatureNow", "heads_of_rank", "weights_of"]
+__all__ = ["PoolFacts", "SignatureNow", "facts_by_rank", "heads_of_rank", "weights_of"]
 
 #: Flags by which servers with the same weights compute other keys and values.
 _CHANGES_VALUES: Final = (
@@ -91,6 +91,19 @@ def heads_of_rank(heads: int, server_args: Any) -> tuple[int, int]:
     size, rank = int(parallel.attn_tp_size), int(parallel.attn_tp_rank)
     first = rank * heads if total >= size else rank * total // size
     return first, first + heads
+
+
+def facts_by_rank(
+    facts: PoolFacts, name: str, tp: tuple[int, int] | None, pp: tuple[int, int]
+) -> PoolFacts:
+    """Of a pool of which it is not known which layers and heads of the model a rank has: its
+    number tells ranks apart. ``tp``: the rank and how many there are; None if all have the same.
+    ``pp``: likewise."""
+    layout = facts.layout
+    if tp is not None:
+        layout += f" tp {tp[0]}/{tp[1]}"
+    layout += f" pp {pp[0]}/{pp[1]}"
+    return replace(facts, layers=(0, 0), heads=(0, 0), layout=layout, pool=name)
 
 
 def _identity_of(server_args: Any) -> str:

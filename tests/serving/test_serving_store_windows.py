@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers of a model with sliding windows that share their prefix caches through the store."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cpu_serving.expectations import Reference
+from cpu_serving.model import make_model
+from cpu_serving.nursery import Nursery
+from cpu_serving.servers import Fleet, Server, ServerOptions, wait_ready
+from cpu_serving.store import flush, with_hicache
+from cpu_serving.traffic import compare, send_all
+from store_servers import REQUESTS, Lender, Place, ask, hit_all, hits, knows, until
+
+from kvstore.headers import HEADER, LIVE, MAGIC
+from kvstore.slab import UNIT_BYTES, Slab
+
+pytestmark = pytest.mark.serving
+
+NONE = [0] * len(REQUESTS)
+MEMORY_BYTES = 32 << 20
+#: Of 16 tokens with 2 heads of 32 numbers: keys and values of the two layers that have windows.
+WINDOW_PAGE_BYTES = 2 * 2 * 16 * 2 * 32 * 4
+
+
+@pytest.fixture
+def fleet(nursery: Nursery, tmp_path: Path) -> Iterator[Fleet]:
+    with Fleet(tmp_path, nursery) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    with tempfile.TemporaryDirectory(prefix="kv") as path:
+        yield Place(Path(path))
+
+
+def started(fleet: Fleet, options: ServerOptions, name: str) -> Server:
+    server = fleet.server("single", options, name=name)
+    wait_ready([server])
+    return server
+
+
+def test_servers_take_each_others_windows(fleet: Fleet, place: Place, reference: Reference) -> None:
+    """By the linker, and by HiCache, whose pools of windows have the same objects."""
+    model = make_model("mellum")
+    expected = reference.answers("mellum", REQUESTS)
+    first = started(fleet, place.options(model), "first")
+    answers = ask(first)
+    assert hits(answers) == NONE
+    assert not compare(expected, answers)
+    flush(first)
+    hit_all(first, expected)
+    second = started(fleet, place.options(model, memory="0"), "second")
+    hit_all(second, expected)
+    other = with_hicache(ServerOptions(model), place.directory, memory="0")
+    hit_all(started(fleet, other, "hicache"), expected)
+
+
+def damage_windows(slab: Path) -> int:
+    """Inverts the bytes of all pages of windows that a lender holds; how many there are."""
+    layout = Slab(MEMORY_BYTES, chunk_bytes=MEMORY_BYTES // 16)
+    memory = np.memmap(slab, np.uint8, "r+")[UNIT_BYTES:]
+    headers = memory[: layout.units * HEADER.itemsize].view(HEADER)
+    live = (headers["magic"] == MAGIC) & (headers["state"] == LIVE)
+    slots = np.flatnonzero(live & (headers["nbytes"] == WINDOW_PAGE_BYTES)).tolist()
+    for slot in slots:
+        begin = layout.slot_offset(slot)
+        memory[begin : begin + WINDOW_PAGE_BYTES] ^= 0xFF
+    return len(slots)
+
+
+def test_windows_that_are_damaged_fail_their_requests(
+    fleet: Fleet, place: Place, reference: Reference
+) -> None:
+    """And without the comparison of checksums they give other tokens: the windows that were loaded
+    are those that the model uses."""
+    model = make_model("mellum")
+    expected = reference.answers("mellum", REQUESTS)
+    slab = place.path / "slab"
+    lender = Lender(place, f"--directory={place.directory}", f"--file={slab}")
+    server = started(fleet, place.options(model, memory="0"), "careful")
+    until(lambda: knows(place, [lender]), "the lender is known")
+    assert not compare(expected, ask(server))
+    flush(server)
+    hit_all(server, expected)
+    flush(server)
+    assert damage_windows(slab) > 0
+    answers = send_all(server.url, REQUESTS, concurrency=4)
+    failed = [one for one in answers if one.error]
+    assert failed, "their prompts have pages in the store"
+    for one in failed:
+        assert one.error is not None
+        assert "External KV cache load failed" in one.error
+    rest = [i for i, one in enumerate(answers) if not one.error]
+    assert not compare([expected[i] for i in rest], [answers[i] for i in rest])
+    assert "pages of the pool swa did not come: corrupted" in server.process.log_text()
+    server.stop()
+    trusting = started(fleet, place.options(model, memory="0", verify=False), "trusting")
+    until(lambda: knows(place, [lender]), "the lender is known")
+    wrong = ask(trusting)
+    assert max(hits(wrong)) > 0
+    assert compare(expected, wrong)
+    lender.kill()
