@@ -35,8 +35,9 @@ class Table:
         Args:
             keys: digests of 16 bytes, one after another.
             form: of the signature and the size (``changes.form_of``).
-            ranks: a byte for each owner. Of several owners the one of the highest rank is taken; 0
-                leaves an owner out.
+            ranks: a byte for each owner, below 128. Of several owners one that has the object in
+                memory is taken (``changes.BELOW``), of these the one of the highest rank; 0 leaves
+                an owner out.
             places: of dtype ``changes.PLACE``, one for each key; is written.
         """
 

@@ -45,6 +45,9 @@ cdef enum:
     SMALLEST = 16
     AT_ONCE = 1024  # changes, after which other threads may have the interpreter's lock
     SHARDS_AT_ONCE = 16
+    IN_MEMORY = 128  # ranks are below it
+
+cdef u32 BELOW = 0xFFFFFFFF  # the slot of an object that does not lie in memory
 
 cdef struct Entry:
     u64 key[2]
@@ -87,6 +90,12 @@ cdef inline bint same(const u64 *one, const u64 *other) noexcept nogil:
 cdef inline Shard *shard_of(Shard *shards, u64 hashed) noexcept nogil:
     """By the bits that the place within it does not depend on."""
     return &shards[hashed >> (64 - SHARD_BITS)]
+
+
+cdef inline u8 rank_of(const Entry *e, const u8 *ranks) noexcept nogil:
+    """0 if the owner cannot be used; memory comes before what lies below."""
+    cdef u8 rank = ranks[e.owner]
+    return rank | IN_MEMORY if rank and e.slot != BELOW else rank
 
 
 cdef class Table:
@@ -216,7 +225,7 @@ cdef class Table:
         cdef Shard *shard = shard_of(self.shards, hashed)
         cdef u64 at = hashed & shard.mask
         cdef Entry *e
-        cdef u8 best = 0
+        cdef u8 best = 0, rank
         memset(place, 0, sizeof(Place))
         if shard.entries is NULL:
             return
@@ -225,11 +234,11 @@ cdef class Table:
             if e.state == FREE:
                 return
             if e.state == USED and same(e.key, key):
-                if e.form != form:
-                    if place.found == MISSING:
-                        place.found = OTHER
-                elif ranks[e.owner] > best:
-                    best = ranks[e.owner]
+                rank = rank_of(e, ranks) if e.form == form else 0
+                if e.form != form and place.found == MISSING:
+                    place.found = OTHER
+                elif rank > best:
+                    best = rank
                     place.slot, place.generation = e.slot, e.generation
                     place.owner, place.found = e.owner, FOUND
             at = (at + 1) & shard.mask

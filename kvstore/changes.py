@@ -16,6 +16,7 @@ from kvstore._table import digests_of_hex
 
 __all__ = [
     "ADDED",
+    "BELOW",
     "CHANGE",
     "KEY_BYTES",
     "OWNERS_MAX",
@@ -43,7 +44,11 @@ CHANGE: Final = np.dtype(
     [("key", "V16"), ("form", "<u4"), ("slot", "<u4"), ("generation", "<u4"), ("op", "<u4")]
 )
 """An object that was added to an owner, or removed. ``form`` is ``form_of`` its signature and size;
-``slot`` and ``generation`` say where it lies (or lay)."""
+``slot`` and ``generation`` say where it lies (or lay): in memory, or, with the slot ``BELOW`` and
+generation 0, in a tier below, from where its owner has to lift it before it can be read."""
+
+BELOW: Final = 0xFFFFFFFF
+"""The slot of an object that does not lie in memory (BELOW in _table.pyx)."""
 
 PLACE: Final = np.dtype(
     [

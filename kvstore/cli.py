@@ -61,6 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--file", type=Path, help="keep it in this file, so that a restart finds it again"
     )
+    serve.add_argument(
+        "--disk", type=Path, help="a directory for what is evicted; a restart finds it again"
+    )
+    serve.add_argument(
+        "--disk-size", type=_size, help="how much of that disk, such as 500GiB; --disk takes one"
+    )
     serve.add_argument("--policy", choices=sorted(POLICIES), default=Config().policy)
     serve.add_argument(
         "--index", default="", help="where the processes of several hosts meet: redis://HOST:6379"
@@ -136,6 +142,8 @@ def _serve(options: argparse.Namespace) -> int:
         "policy": options.policy,
         "directory": options.directory,
         "file": options.file,
+        "disk": options.disk,
+        "disk_size": options.disk_size,
         "index": options.index,
         "secret_file": options.secret_file,
         "host": options.host,

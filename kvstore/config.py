@@ -22,6 +22,8 @@ from te.status import default_directory
 __all__ = ["Config"]
 
 CHUNK_BYTES_MAX: Final = 64 << 20
+SIZES: Final = ("memory", "chunk_bytes", "disk_size")
+"""Settings that may be texts such as "16GiB"."""
 NO_KEYS: Final = Keys()
 SECRET_FILE: Final = "secret_file"
 """The setting that ``Config.keys`` is made of."""
@@ -46,6 +48,11 @@ class Config:
     #: as /dev/shm, or on a disk, whose pages RDMA devices refuse to register. Without it the memory
     #: is gone with the process.
     file: Path | None = None
+    #: A directory of this process's own, on a disk: objects that are evicted from the memory are
+    #: kept there, and found again after a restart.
+    disk: Path | None = None
+    #: How much of the disk, in bytes.
+    disk_size: int = 0
     #: A chunk has slots of one size; no object is larger than it. 0: 1/16 of the memory, 64 MiB at
     #: most and 1 MiB at least.
     chunk_bytes: int = 0
@@ -80,12 +87,22 @@ class Config:
     engine: te.Config = field(default_factory=te.Config)
 
     def __post_init__(self) -> None:
-        if self.memory < 0 or self.chunk_bytes < 0:
-            raise ValueError(f"memory={self.memory}, chunk_bytes={self.chunk_bytes}: must be ≥ 0")
+        for name in SIZES:
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be ≥ 0")
         if self.chunk_bytes % UNIT_BYTES:
             raise ValueError(f"chunk_bytes={self.chunk_bytes} must be a multiple of {UNIT_BYTES}")
         if self.file is not None and not self.memory:
             raise ValueError(f"file={str(self.file)!r} takes memory: say how much of it is lent")
+        if (self.disk is None) != (not self.disk_size):
+            raise ValueError(
+                f"disk={None if self.disk is None else str(self.disk)!r} and"
+                f" disk_size={self.disk_size}: give both, or neither"
+            )
+        if self.disk is not None and not self.memory:
+            raise ValueError(
+                f"disk={str(self.disk)!r} takes memory above it: say how much is lent (memory)"
+            )
         if not 1 <= self.copies <= 8:
             raise ValueError(f"copies={self.copies} must be between 1 and 8")
         if self.index and not self.keys:
@@ -130,7 +147,7 @@ class Config:
                 near = difflib.get_close_matches(name, {*kinds, *others}, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ValueError(f"the store has no setting {name!r}{hint}")
-            if name in ("memory", "chunk_bytes"):
+            if name in SIZES:
                 given[name] = _size(name, value)
             elif name == SECRET_FILE:
                 given["keys"] = Keys.from_secrets(read_secret_file(typed(name, value, kinds[name])))

@@ -43,7 +43,7 @@ LOOK_S: Final = 0.5
 """How often this process looks for new owners."""
 FORGET_S: Final = 60.0
 """An owner that has not answered for so long is forgotten, with all that it held."""
-SNAPSHOT_CHUNKS: Final = 16
+SNAPSHOT_PARTS: Final = 16
 ASKED_MAX: Final = 1024
 """Questions to one owner that wait for an answer; more fail at once."""
 
@@ -63,7 +63,7 @@ class Followed:
         self._asked: dict[bytes, tuple[Future[Answer], float]] = {}
         self._ids = itertools.count()
         self._changes = 0
-        self._chunk = 0
+        self._part = 0
         self._heard_s = time.monotonic()
         self._waiting_since_s = 0.0
         self.greet()
@@ -166,23 +166,24 @@ class Followed:
             answer.slots_address,
             answer.chunks,
             answer.object_bytes_max,
+            answer.parts,
         )
         self._far.table.drop(self.number)
-        self._changes, self._chunk = answer.number, 0
+        self._changes, self._part = answer.number, 0
         self._far.set_heard(self.number, True)
-        self._next_chunks()
+        self._next_parts()
 
-    def _next_chunks(self) -> None:
+    def _next_parts(self) -> None:
         assert self.card is not None
-        if self._chunk >= self.card.chunks:
+        if self._part >= self.card.parts:
             self._follow(Follow(self._changes), self._on_changes)
             return
-        self._follow(Snapshot(self._chunk, SNAPSHOT_CHUNKS), self._on_snapshot)
-        self._chunk += SNAPSHOT_CHUNKS
+        self._follow(Snapshot(self._part, SNAPSHOT_PARTS), self._on_snapshot)
+        self._part += SNAPSHOT_PARTS
 
     def _on_snapshot(self, answer: Answer) -> None:
         if self._apply(answer):
-            self._next_chunks()
+            self._next_parts()
 
     def _on_changes(self, answer: Answer) -> None:
         if isinstance(answer, Changes) and answer.changes is None:

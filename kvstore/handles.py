@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 
 import te
 from kvstore.asking import NoAnswer
 from kvstore.changes import Keys
+from kvstore.deepshelf import Lifted, LiftState
 from kvstore.far import Followed
 from kvstore.messages import (
+    LIFT_MS_MAX,
     Abandon,
     Claim,
     Clear,
     Done,
     Granted,
+    InMemory,
+    Lift,
     Publish,
     Question,
     Remove,
@@ -31,7 +35,10 @@ from kvstore.shelf import Verdict
 
 __all__ = ["FarHandle", "Handle", "OwnHandle"]
 
-Wanted = TypeVar("Wanted", Granted, Done, Stored)
+ANSWERED_PART: Final = 0.8
+"""An owner is given this part of the time for an answer to a question that waits."""
+
+Wanted = TypeVar("Wanted", Granted, Done, Stored, InMemory)
 
 
 class Handle(Protocol):
@@ -53,6 +60,9 @@ class Handle(Protocol):
 
     def abandon(self, claim_id: int) -> None:
         """Ends a claim. It raises nothing."""
+
+    def lift(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Sequence[Lifted]:
+        """See ``Owner.lift``."""
 
     def remove(self, keys: Keys, signature: bytes) -> None:
         """Removes objects."""
@@ -91,6 +101,10 @@ class OwnHandle:
     def abandon(self, claim_id: int) -> None:
         """See ``Handle``."""
         self._owner.abandon(claim_id)
+
+    def lift(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Sequence[Lifted]:
+        """See ``Handle``."""
+        return self._owner.lift(keys, signature, nbytes, timeout_s)
 
     def remove(self, keys: Keys, signature: bytes) -> None:
         """See ``Handle``."""
@@ -140,6 +154,16 @@ class FarHandle:
         """See ``Handle``. If the owner does not answer, the claim's deadline ends it."""
         with contextlib.suppress(NoAnswer):
             self._ask(Abandon(claim_id), Done, self._timeout_s)
+
+    def lift(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Sequence[Lifted]:
+        """See ``Handle``. The owner answers a little before the time has passed."""
+        timeout_ms = min(int(timeout_s * 1000 * ANSWERED_PART), LIFT_MS_MAX)
+        question = Lift(keys.tobytes(), signature, nbytes, timeout_ms)
+        answer = self._ask(question, InMemory, timeout_s)
+        states = [LiftState(one) for one in answer.states]
+        slots = np.frombuffer(answer.slots, "<u4").tolist()
+        generations = np.frombuffer(answer.generations, "<u4").tolist()
+        return list(map(Lifted, states, slots, generations))
 
     def remove(self, keys: Keys, signature: bytes) -> None:
         """See ``Handle``."""

@@ -8,6 +8,7 @@ from typing import Annotated, Final
 import msgspec
 
 __all__ = [
+    "LIFT_MS_MAX",
     "STORED_BYTES_MAX",
     "VERSION",
     "Abandon",
@@ -20,6 +21,8 @@ __all__ = [
     "Granted",
     "Greet",
     "Hello",
+    "InMemory",
+    "Lift",
     "Publish",
     "Question",
     "Refused",
@@ -33,10 +36,11 @@ __all__ = [
     "encode",
 ]
 
-VERSION: Final = 2
+VERSION: Final = 3
 KEYS_BYTES_MAX: Final = 4096 * 16
 STORED_BYTES_MAX: Final = 128 << 10
 """Objects that are sent in a message: a claim, a write and a publication would take longer."""
+LIFT_MS_MAX: Final = 60_000
 
 Keys = Annotated[bytes, msgspec.Meta(max_length=KEYS_BYTES_MAX)]
 Signature = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -57,7 +61,7 @@ class Follow(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """What lies in these chunks? Answered by ``Changes``."""
+    """What lies in these of the card's parts? Answered by ``Changes``."""
 
     first_chunk: Number
     chunks: Number
@@ -114,6 +118,16 @@ class Store(msgspec.Struct, frozen=True, array_like=True, tag=10):
     data: Annotated[bytes, msgspec.Meta(max_length=STORED_BYTES_MAX)]
 
 
+class Lift(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """These lie below: have them in memory, please. Answered by ``InMemory``, after so many
+    milliseconds at the latest."""
+
+    keys: Keys
+    signature: Signature
+    nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=LIFT_MS_MAX)]
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """``owner.OwnerCard``, and the number of the next change."""
 
@@ -123,6 +137,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     slots_address: Number
     chunks: Number
     object_bytes_max: Number
+    parts: Number
     number: Number
 
 
@@ -157,14 +172,25 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag=6):
     verdicts: list[str]
 
 
+class InMemory(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """One ``deepshelf.Lifted`` for each object: states as u8, slots and generations as u32,
+    little-endian."""
+
+    states: bytes
+    slots: bytes
+    generations: bytes
+
+
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The question cannot be answered."""
 
     why: str
 
 
-Question = Greet | Follow | Snapshot | Claim | Publish | Abandon | Touch | Remove | Clear | Store
-Answer = Hello | Changes | Granted | Done | Refused | Stored
+Question = (
+    Greet | Follow | Snapshot | Claim | Publish | Abandon | Touch | Remove | Clear | Store | Lift
+)
+Answer = Hello | Changes | Granted | Done | Refused | Stored | InMemory
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _QUESTIONS: Final[msgspec.msgpack.Decoder[Question]] = msgspec.msgpack.Decoder(Question)

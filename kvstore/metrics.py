@@ -74,6 +74,25 @@ METRICS: Final = (
     ),
     Metric("evicted_total", "counter", (), "Objects that were evicted for others."),
     Metric("removed_total", "counter", (), "Objects that a client removed."),
+    Metric("below_objects", "gauge", (), "Objects in the tier below this process's lent memory."),
+    Metric("below_bytes", "gauge", (), "Bytes of the objects in the tier below."),
+    Metric(
+        "moved_down_total", "counter", (), "Evicted objects that were written to the tier below."
+    ),
+    Metric("lifted_total", "counter", (), "Objects that were read from the tier below."),
+    Metric(
+        "dropped_total",
+        "counter",
+        (),
+        "Objects that were evicted and not written below: the tier is too slow, or refuses them.",
+    ),
+    Metric("tier_failed_total", "counter", (), "Reads and writes of the tier that failed."),
+    Metric(
+        "tier_corrupted_total",
+        "counter",
+        (),
+        "Objects of the tier that were not what was written, and were dropped.",
+    ),
     Metric(
         "owners",
         "gauge",
@@ -106,6 +125,11 @@ def counters(status: StoreStatus) -> dict[Key, float]:
             ("abandoned_total", ()): own.abandoned,
             ("evicted_total", ()): own.evicted,
             ("removed_total", ()): own.removed,
+            ("moved_down_total", ()): own.moved_down,
+            ("lifted_total", ()): own.lifted,
+            ("dropped_total", ()): own.dropped,
+            ("tier_failed_total", ()): own.tier_failed,
+            ("tier_corrupted_total", ()): own.tier_corrupted,
             **_by_outcome("claims_total", own.claims, ()),
         }
     return found
@@ -124,6 +148,8 @@ def gauges(status: StoreStatus) -> dict[Key, float]:
     if status.own is not None:
         found["used_bytes", ()] = status.own.bytes_used
         found["objects", ()] = status.own.objects
+        found["below_objects", ()] = status.own.below
+        found["below_bytes", ()] = status.own.below_bytes
     return found
 
 

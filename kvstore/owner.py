@@ -9,6 +9,7 @@ vanishes in between costs its slots until the claim's deadline.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -20,14 +21,19 @@ import numpy as np
 import xxhash
 
 import te
+from kvstore.carrier import Carrier
 from kvstore.changes import Keys, Records
 from kvstore.config import Config
+from kvstore.deepshelf import DeepShelf, Lifted, LiftState
 from kvstore.headers import HEADER
+from kvstore.ledger import Ledger
 from kvstore.log import ChangeLog
 from kvstore.policies import POLICIES
-from kvstore.shelf import Claim, Shelf, Verdict
+from kvstore.shelf import Claim, Verdict
 from kvstore.slab import UNIT_BYTES, Slab
 from kvstore.slabfile import SlabFile
+from kvstore.tiers.base import Usage
+from kvstore.tiers.disk import Disk
 
 __all__ = ["CLAIM_OBJECTS_MAX", "Grant", "Owner", "OwnerCard"]
 
@@ -36,6 +42,13 @@ logger = logging.getLogger(__name__)
 CLAIM_OBJECTS_MAX: Final = 4096
 CHANGES_KEPT: Final = 1 << 16
 FENCE_TIMEOUT_S: Final = 5.0
+LEAVING_PART: Final = 1 / 16
+"""This part of the memory may wait to be written below, beside that which eviction wants to be free
+(``Config.free_high``); what is evicted beyond that is dropped."""
+LIFT_PART: Final = 8
+"""1/8 of the memory is lifted for one question at most, so that it does not push out itself."""
+DRAIN_S: Final = 20.0
+"""How long an owner that ends writes below what lies in memory alone."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,8 @@ class OwnerCard:
     slots_address: int
     chunks: int
     object_bytes_max: int
+    #: What a snapshot is counted in: the chunks, and behind them parts of what lies below.
+    parts: int
 
 
 @dataclass(frozen=True)
@@ -86,6 +101,18 @@ class OwnerStats:
     changes: int = 0
     #: Of the slots that objects and claims have.
     bytes_used: int = 0
+    #: In the tier below: objects and their bytes, and what it could hold.
+    below: int = 0
+    below_bytes: int = 0
+    below_capacity: int = 0
+    #: Objects that were written there, and read from there into memory.
+    moved_down: int = 0
+    lifted: int = 0
+    #: Objects that were evicted without a copy below.
+    dropped: int = 0
+    #: Reads and writes of the tier that failed, and objects that were not as they were written.
+    tier_failed: int = 0
+    tier_corrupted: int = 0
 
 
 class Owner:
@@ -103,25 +130,33 @@ class Owner:
         slab = Slab(config.memory, config.chunk_bytes_used)
         self._slab = slab
         self._file: SlabFile | None = None
-        self._buffer: Any = None
-        if config.file is None:
-            self._buffer = te.allocate(slab.nbytes)
-        else:
-            self._file = SlabFile(config.file, slab.nbytes, config.chunk_bytes_used)
-            self._buffer = self._file.buffer
-        self._bytes = memoryview(self._buffer)
-        self._log = ChangeLog(CHANGES_KEPT)
-        headers = np.frombuffer(self._buffer, HEADER, slab.units)
-        self._shelf = Shelf(slab, headers, POLICIES[config.policy], self._log)
-        if self._file is not None:
-            kept, dropped = self._shelf.adopt(self._checksum)
-            logger.info("%s has %d objects; %d were dropped", config.file, kept, dropped)
-        self._region = engine.register(self._buffer, remote="read-tagged")
         self._lock = threading.Lock()
-        self._tags: dict[int, int] = {}
-        self._unfenced: list[_Held] = []
+        self._log = ChangeLog(CHANGES_KEPT)
         #: Called whenever there are new changes, in the thread that has made them.
         self.listeners: Final[list[Callable[[], None]]] = []
+        with contextlib.ExitStack() as undo:
+            self._buffer: Any = None
+            if config.file is None:
+                self._buffer = te.allocate(slab.nbytes)
+            else:
+                self._file = SlabFile(config.file, slab.nbytes, config.chunk_bytes_used)
+                undo.callback(self._file.close)
+                self._buffer = self._file.buffer
+            self._bytes = memoryview(self._buffer)
+            headers = np.frombuffer(self._buffer, HEADER, slab.units)
+            leaving = int(config.memory * (config.free_high + LEAVING_PART))
+            ledger = Ledger(0 if config.disk is None else leaving)
+            self._shelf = DeepShelf(slab, headers, POLICIES[config.policy], self._log, ledger)
+            if self._file is not None:
+                kept, dropped = self._shelf.adopt(self._checksum)
+                logger.info("%s has %d objects; %d were dropped", config.file, kept, dropped)
+            self._carrier = self._open_tier()
+            if self._carrier is not None:
+                undo.callback(self._carrier.close, 0.0)
+            self._region = engine.register(self._buffer, remote="read-tagged")
+            undo.pop_all()
+        self._tags: dict[int, int] = {}
+        self._unfenced: list[_Held] = []
         self.card: Final = OwnerCard(
             engine.card(),
             engine.epoch,
@@ -129,13 +164,31 @@ class Owner:
             self._region.address + slab.slots_offset,
             slab.chunks,
             slab.object_bytes_max,
+            self._shelf.parts,
         )
+
+    def _open_tier(self) -> Carrier | None:
+        config = self._config
+        if config.disk is None:
+            return None
+        disk = Disk(
+            config.disk, config.disk_size, self._slab.object_bytes_max, POLICIES[config.policy]
+        )
+        found = disk.found()
+        self._shelf.adopt_below(found)
+        logger.info("%s has %d objects", config.disk, len(found))
+        return Carrier(disk, self._shelf, self._lock, self._bytes, self._tell)
 
     def close(self) -> None:
         """Ends the registration: nobody can read or write the memory any more. Waits for writes
-        under way; raises ``te.FenceTimeout`` if they do not end."""
+        under way; raises ``te.FenceTimeout`` if they do not end. What lies in memory alone is
+        written below, unless a file keeps it."""
         self.listeners.clear()
-        self._engine.deregister(self._region)
+        try:
+            self._engine.deregister(self._region)
+        finally:
+            if self._carrier is not None:
+                self._carrier.close(DRAIN_S if self._file is None else 0.0)
         if self._file is not None:
             self._file.close()
 
@@ -216,18 +269,28 @@ class Owner:
         with self._lock:
             self._shelf.touch(keys, signature)
 
+    def lift(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Sequence[Lifted]:
+        """Has objects in memory that lie below: reads them into slots, which others may have to
+        leave. At most 1/8 of the memory; ask again for those that come ``LATER``. Waits for the
+        tier. One answer for each key."""
+        names = [key.tobytes() + signature for key in keys]
+        if self._carrier is None:
+            return [Lifted(LiftState.GONE)] * len(names)
+        bytes_max = self._config.memory // LIFT_PART
+        return self._carrier.lift(names, nbytes, bytes_max, time.monotonic() + timeout_s)
+
     def remove(self, keys: Keys, signature: bytes) -> int:
         """Removes objects; returns how many there were."""
         with self._lock:
             count = self._shelf.remove(keys, signature)
-        self._tell()
+        self._has_changed()
         return count
 
     def clear(self, signature: bytes) -> int:
         """Removes all objects of a signature; returns how many there were."""
         with self._lock:
             count = self._shelf.clear(signature)
-        self._tell()
+        self._has_changed()
         return count
 
     def tick(self) -> None:
@@ -239,6 +302,8 @@ class Owner:
             overdue = self._shelf.overdue(now_s)
         if evicted:
             self._tell()
+        if self._carrier is not None:
+            self._carrier.wake()
         for claim_id in overdue:
             logger.warning(
                 "a client claimed slots and has written nothing for %g s; they are freed",
@@ -265,14 +330,16 @@ class Owner:
             return self._log.since(number, limit)
 
     def snapshot(self, first_chunk: int, chunks: int) -> tuple[int, Records]:
-        """What lies in some chunks, as additions, and the number of the next change."""
+        """What lies in some of the card's parts, as additions, and the number of the next
+        change."""
         with self._lock:
             return len(self._log), self._shelf.snapshot(first_chunk, chunks)
 
     def stats(self) -> OwnerStats:
         """Counters since the start."""
+        usage = Usage(0, 0, 0, 0, 0) if self._carrier is None else self._carrier.usage()
         with self._lock:
-            counts = self._shelf.counts
+            counts, ledger = self._shelf.counts, self._shelf.ledger
             return OwnerStats(
                 len(self._shelf),
                 dict(counts.verdicts),
@@ -282,7 +349,20 @@ class Owner:
                 counts.removed,
                 len(self._log),
                 self._slab.used_bytes,
+                len(ledger),
+                usage.nbytes,
+                usage.capacity,
+                ledger.counts.moved_down,
+                ledger.counts.lifted,
+                ledger.counts.dropped,
+                usage.failed,
+                usage.corrupted,
             )
+
+    def _has_changed(self) -> None:
+        self._tell()
+        if self._carrier is not None:
+            self._carrier.wake()
 
     def _tell(self) -> None:
         for listener in tuple(self.listeners):

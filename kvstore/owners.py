@@ -247,7 +247,7 @@ class Owners:
             changes = self.own.since(self._applied, 1 << 30)
             if changes is None:  # More than are kept, between two calls.
                 self.table.drop(OWN)
-                self._applied, changes = self.own.snapshot(0, self.own.card.chunks)
+                self._applied, changes = self.own.snapshot(0, self.own.card.parts)
                 self.table.apply(OWN, changes)
                 return
             self.table.apply(OWN, np.ascontiguousarray(changes, CHANGE))

@@ -8,7 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -30,6 +31,8 @@ from kvstore.messages import (
     Granted,
     Greet,
     Hello,
+    InMemory,
+    Lift,
     Publish,
     Question,
     Refused,
@@ -51,21 +54,33 @@ logger = logging.getLogger(__name__)
 CHANGES_MAX: Final = 1 << 17
 SLOW_MAX: Final = 256
 """Publications that wait for a thread; more are refused."""
+LIFTS_MAX: Final = 64
+"""Questions for objects below that wait for a thread; more are refused."""
 TICK_S: Final = 0.02
+
+
+class _Slow:
+    """Threads for questions that wait."""
+
+    def __init__(self, what: str, waiting_max: int) -> None:
+        self.what: Final = what
+        self.waiting_max: Final = waiting_max
+        self.waiting = 0
+        self.threads: Final = ThreadPoolExecutor(2, f"kvstore-{what}")
 
 
 class Service:
     """The questions of all clients of one owner, answered in one thread; those that wait for a
-    fence or read many bytes, in two others."""
+    fence or read many bytes, in two others; those that wait for a tier, in two more."""
 
     def __init__(self, owner: Owner, sockets: Sockets, endpoint: str) -> None:
         """Starts to listen; ``zmq.ZMQError`` if it cannot."""
         self._owner = owner
         self._socket, self.endpoint = sockets.listen(endpoint)
         self._followers = Followers()
-        self._slow = ThreadPoolExecutor(2, "kvstore-publish")
-        self._slow_waiting = 0
-        self._finished: deque[tuple[bytes, bytes, Answer]] = deque()
+        self._slow = _Slow("publications", SLOW_MAX)
+        self._lifts = _Slow("lifts", LIFTS_MAX)
+        self._finished: deque[tuple[_Slow, bytes, bytes, Answer]] = deque()
         self._ticking = False
         self._loop = Loop("kvstore-owner", TICK_S, self._on_time)
         self._loop.add(self._socket, self._on_readable)
@@ -77,7 +92,8 @@ class Service:
         """Answers nobody any more. Waits for publications under way."""
         self._owner.listeners.remove(self._on_change)
         self._closing = True
-        self._slow.shutdown()
+        for one in (self._slow, self._lifts):
+            one.threads.shutdown()
         self._loop.stop()
 
     def _on_change(self) -> None:
@@ -135,12 +151,12 @@ class Service:
                 except ValueError as exc:
                     return Refused(str(exc))
                 return Stored([one.value for one in verdicts])
-            case Publish(claim_id):
-                return self._slowly(client, request_id, lambda: Done(owner.publish(claim_id)))
-            case Abandon(claim_id):
-                return self._slowly(client, request_id, lambda: _done(owner.abandon, claim_id))
-            case Clear(signature):  # It looks at all objects.
-                return self._slowly(client, request_id, lambda: _done(owner.clear, signature))
+            case Publish() | Abandon() | Clear():  # Clear looks at all objects.
+                return self._slowly(self._slow, client, request_id, partial(_slow, owner, question))
+            case Lift():
+                return self._slowly(
+                    self._lifts, client, request_id, partial(_lift, owner, question)
+                )
             case Touch(keys, signature):
                 owner.touch(_keys(keys), signature)
             case Remove(keys, signature):
@@ -158,6 +174,7 @@ class Service:
             card.slots_address,
             card.chunks,
             card.object_bytes_max,
+            card.parts,
             self._owner.changes,
         )
 
@@ -176,30 +193,31 @@ class Service:
         return Changes(self._owner.card.epoch, number + len(found), found.tobytes())
 
     def _slowly(
-        self, client: bytes, request_id: bytes, work: Callable[[], Answer]
+        self, slow: _Slow, client: bytes, request_id: bytes, work: Callable[[], Answer]
     ) -> Answer | None:
         if self._closing:
             return Refused("the owner is being closed")
-        if self._slow_waiting >= SLOW_MAX:
-            return Refused(f"{SLOW_MAX} publications wait already; store less at once")
-        self._slow_waiting += 1
+        if slow.waiting >= slow.waiting_max:
+            return Refused(f"{slow.waiting} {slow.what} wait already; ask for less at once")
+        slow.waiting += 1
 
         def run() -> None:
             try:
                 answer = work()
             except Exception as exc:
-                logger.exception("a bug in the store: a publication failed")
+                logger.exception("a bug in the store: a question failed")
                 answer = Refused(f"a bug: {exc!r}")
-            self._finished.append((client, request_id, answer))
+            self._finished.append((slow, client, request_id, answer))
             self._loop.call(self._send_finished)
 
-        self._slow.submit(run)
+        slow.threads.submit(run)
         return None
 
     def _send_finished(self) -> None:
         while self._finished:
-            self._slow_waiting -= 1
-            self._send(*self._finished.popleft())
+            slow, client, request_id, answer = self._finished.popleft()
+            slow.waiting -= 1
+            self._send(client, request_id, answer)
 
     def _send(self, client: bytes, request_id: bytes, answer: Answer) -> None:
         self._send_encoded(client, request_id, encode(answer))
@@ -215,7 +233,7 @@ class Service:
         self._tell_followers()
         if not self._ticking and not self._closing:
             self._ticking = True
-            self._slow.submit(self._tick)
+            self._slow.threads.submit(self._tick)
 
     def _tick(self) -> None:
         try:
@@ -231,6 +249,23 @@ def _keys(raw: bytes) -> Keys:
     return np.frombuffer(raw[:whole], np.uint8).reshape(-1, KEY_BYTES)
 
 
-def _done(function: Callable[[Any], object], argument: Any) -> Done:
-    function(argument)
+def _slow(owner: Owner, question: Publish | Abandon | Clear) -> Done:
+    match question:
+        case Publish(claim_id):
+            return Done(owner.publish(claim_id))
+        case Abandon(claim_id):
+            owner.abandon(claim_id)
+        case Clear(signature):
+            owner.clear(signature)
     return Done()
+
+
+def _lift(owner: Owner, question: Lift) -> InMemory:
+    lifted = owner.lift(
+        _keys(question.keys), question.signature, question.nbytes, question.timeout_ms / 1000
+    )
+    return InMemory(
+        bytes(one.state for one in lifted),
+        np.array([one.slot for one in lifted], "<u4").tobytes(),
+        np.array([one.generation for one in lifted], "<u4").tobytes(),
+    )

@@ -3,7 +3,8 @@
 the headers' array and its own tables, and knows no clock, no te and no lock.
 
 A slot is *free*, *claimed* by somebody who writes it, or *live*: its object may be read. An object
-is evicted by marking its header; only after that can the slot be claimed again.
+is evicted by marking its header; only after that can the slot be claimed again. If there is a tier
+below, an object that has no copy there is written there first (``kvstore.ledger``).
 """
 
 from __future__ import annotations
@@ -18,8 +19,18 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.changes import ADDED, CHANGE, REMOVED, Keys, Records, form_of, keys_of_digests
+from kvstore.changes import (
+    ADDED,
+    BELOW,
+    CHANGE,
+    REMOVED,
+    Keys,
+    Records,
+    form_of,
+    keys_of_digests,
+)
 from kvstore.headers import LIVE, MAGIC, expected
+from kvstore.ledger import Ledger, below_changes
 from kvstore.log import ChangeLog
 from kvstore.policies import Policy
 from kvstore.slab import Slab, class_of
@@ -84,9 +95,11 @@ class Shelf:
         headers: Records,
         new_policy: Callable[[], Policy],
         log: ChangeLog,
+        ledger: Ledger,
     ) -> None:
         """`headers`: dtype ``HEADER``, one for each unit of the slab, all zero."""
         self.slab: Final = slab
+        self.ledger: Final = ledger
         self.counts: Final = Counts()
         self._headers = headers
         self._new_policy = new_policy
@@ -177,25 +190,9 @@ class Shelf:
     def publish(self, claim: Claim, checksums: Sequence[int]) -> None:
         """Makes the objects of a claim readable. All their bytes are there, and nobody can write to
         their slots any more."""
-        slots = np.array(claim.slots, np.intp)
-        generations = (self._headers["generation"][slots] + 1).astype("<u4")
-        keys = keys_of_digests(claim.keys)
-        fresh = expected(keys, claim.signature, claim.nbytes, generations)
-        fresh["checksum"], fresh["state"] = checksums, 0
-        self._headers[slots] = fresh
-        self._headers["state"][slots] = LIVE  # Last: from here on readers believe the rest.
-        form = form_of(claim.signature, claim.nbytes)
-        units = class_of(claim.nbytes)
-        policy = self._policy(units)
-        for key, slot, generation in zip(
-            claim.keys, claim.slots, generations.tolist(), strict=True
-        ):
-            name = key + claim.signature
-            self._claimed.discard(name)
-            self._objects[name] = _Object(slot, units, generation, form)
-            policy.add(name)
+        self._claimed.difference_update(key + claim.signature for key in claim.keys)
+        self._fill(claim.keys, claim.signature, claim.nbytes, claim.slots, checksums)
         self.counts.published += len(claim.slots)
-        self._log.append(_changes(claim.keys, form, slots, generations, ADDED))
 
     def abandon(self, claim: Claim) -> None:
         """Frees the slots of a claim. Nobody can write to them any more."""
@@ -212,45 +209,45 @@ class Shelf:
             name = key.tobytes() + signature
             found = self._objects.get(name)
             if found is not None:
-                self._policies[found.units].touch(name)
+                self._touch(name, found)
 
     def remove(self, keys: Keys, signature: bytes) -> int:
         """Removes objects; returns how many there were."""
-        names = [one.tobytes() + signature for one in keys]
-        gone = [one for one in names if one in self._objects]
-        for name in gone:
-            self._policies[self._objects[name].units].remove(name)
-        self._drop(gone)
-        self.counts.removed += len(gone)
-        return len(gone)
+        names = dict.fromkeys(one.tobytes() + signature for one in keys)
+        return self._remove([one for one in names if one in self._objects or one in self.ledger])
 
     def clear(self, signature: bytes) -> int:
         """Removes all objects of a signature; returns how many there were."""
-        gone = [name for name in self._objects if name.endswith(signature)]
-        for name in gone:
-            self._policies[self._objects[name].units].remove(name)
-        self._drop(gone)
-        self.counts.removed += len(gone)
-        return len(gone)
+        names = dict.fromkeys((*self._objects, *self.ledger))
+        return self._remove([one for one in names if one.endswith(signature)])
 
     def make_room(self, low: float, high: float) -> int:
-        """Evicts objects until each class has free slots again; returns how many went.
+        """Evicts objects until each class has free slots again, or will have them once those are
+        written below that leave; returns how many went.
 
         Args:
             low: a class is left alone as long as this part of its slots is free.
             high: the part of its slots that is free afterwards.
         """
         gone: list[bytes] = []
+        # Their objects have been on their way since the last call: the tier is too slow.
+        waiting = {units for units in self._starved if self.ledger.leaving_in(units)}
         for units, policy in self._policies.items():
             capacity = self.slab.capacity(units)
-            free = self.slab.free_slots(units)
+            free = self.slab.free_slots(units) + self.ledger.leaving_in(units)
             if free >= max(low * capacity, 1):
                 continue
-            wanted = max(int(high * capacity), 1) - free
-            victims = (policy.evict() for _ in range(wanted))
-            gone += self._drop(itertools.takewhile(lambda one: one is not None, victims))  # type: ignore[arg-type]
+            gone += self._evict(policy, max(int(high * capacity), 1) - free)
         for units in self._starved:
-            if not self.slab.free_slots(units):
+            if self.slab.free_slots(units):
+                continue
+            if units in waiting:
+                gone += self._evict(
+                    self._policies[units],
+                    max(int(low * self.slab.capacity(units)), 1),
+                    is_dropped=True,
+                )
+            elif not self.ledger.leaving_in(units):
                 gone += self._empty_chunk(units)
         self._starved.clear()
         self.counts.evicted += len(gone)
@@ -262,10 +259,82 @@ class Shelf:
         if chunk is None:
             return ()
         slots = set(self.slab.slots_of(chunk))
-        names = [name for name, one in self._objects.items() if one.slot in slots]
+        names = [
+            name
+            for name, one in self._objects.items()
+            if one.slot in slots and not self.ledger.is_held(one.slot)
+        ]
         for name in names:
             self._policies[self._objects[name].units].remove(name)
-        return self._drop(names)
+        return self._let_go(names)
+
+    def _evict(self, policy: Policy, count: int, *, is_dropped: bool = False) -> Sequence[bytes]:
+        """So many objects leave, if there are so many; returns those that are gone already, which
+        are all if they shall be dropped."""
+        victims = [name for _ in range(count) if (name := policy.evict()) is not None]
+        return self._let_go(victims, is_dropped=is_dropped)
+
+    def _let_go(self, names: Iterable[bytes], *, is_dropped: bool = False) -> Sequence[bytes]:
+        """Of objects that no policy knows any more: those without a copy below are to be written
+        there first, if that can be. Returns the others, which are gone."""
+        gone = []
+        for name in names:
+            one = self._objects[name]
+            if name not in self.ledger:
+                if not is_dropped and self.ledger.leave(name, one.slot, one.units):
+                    continue
+                self.ledger.counts.dropped += self.ledger.has_tier
+            gone.append(name)
+        return self._drop(gone)
+
+    def _touch(self, name: bytes, one: _Object) -> None:
+        leaving = self.ledger.leaving.get(name)
+        if leaving is None or leaving.slot != one.slot:
+            self._policies[one.units].touch(name)
+        else:
+            leaving.is_kept = True
+
+    def _remove(self, names: Sequence[bytes]) -> int:
+        """Objects that are there, in memory or below."""
+        below = [(name, form) for name in names if (form := self.ledger.discard(name)) is not None]
+        for name, _ in below:
+            self.ledger.unwanted(name)
+        here = [name for name in names if name in self._objects]
+        for name in here:
+            if not self.ledger.is_held(self._objects[name].slot):
+                self._policies[self._objects[name].units].remove(name)
+        only = [(name, form) for name, form in below if name not in self._objects]
+        self._drop(here)
+        self._log.append(
+            below_changes([name for name, _ in only], [form for _, form in only], REMOVED)
+        )
+        self.counts.removed += len(names)
+        return len(names)
+
+    def _fill(
+        self,
+        keys: Sequence[bytes],
+        signature: bytes,
+        nbytes: int,
+        slots: Sequence[int],
+        checksums: Sequence[int],
+    ) -> Sequence[int]:
+        """Objects whose bytes are in their slots can be read; returns their generations."""
+        at = np.array(slots, np.intp)
+        generations = (self._headers["generation"][at] + 1).astype("<u4")
+        fresh = expected(keys_of_digests(keys), signature, nbytes, generations)
+        fresh["checksum"], fresh["state"] = checksums, 0
+        self._headers[at] = fresh
+        self._headers["state"][at] = LIVE  # Last: from here on readers believe the rest.
+        form = form_of(signature, nbytes)
+        units = class_of(nbytes)
+        policy = self._policy(units)
+        numbers: list[int] = generations.tolist()
+        for key, slot, generation in zip(keys, slots, numbers, strict=True):
+            self._objects[key + signature] = _Object(slot, units, generation, form)
+            policy.add(key + signature)
+        self._log.append(_changes(keys, form, at, generations, ADDED))
+        return numbers
 
     # -- what others are told
 
@@ -309,7 +378,7 @@ class Shelf:
     def _verdict(self, name: bytes, nbytes: int) -> Verdict:
         if nbytes > self.slab.object_bytes_max:
             return Verdict.TOO_LARGE
-        if name in self._objects:
+        if name in self._objects or name in self.ledger:
             return Verdict.EXISTS
         return Verdict.BEING_STORED if name in self._claimed else Verdict.GRANTED
 
@@ -322,16 +391,19 @@ class Shelf:
         slots = [one.slot for one in objects]
         self._headers["state"][slots] = 0  # Before anybody can claim the slots.
         for slot in slots:
-            self.slab.give_back(slot)
-        self._log.append(
-            _changes(
-                gone,
-                [one.form for one in objects],
-                slots,
-                [one.generation for one in objects],
-                REMOVED,
-            )
+            if not self.ledger.is_held(slot):  # Else who writes it below gives it back.
+                self.slab.give_back(slot)
+        changes = _changes(
+            gone,
+            [one.form for one in objects],
+            slots,
+            [one.generation for one in objects],
+            REMOVED,
         )
+        below = np.array([name in self.ledger for name in gone], np.bool_)
+        changes["slot"][below], changes["generation"][below] = BELOW, 0
+        changes["op"][below] = ADDED
+        self._log.append(changes)
         return gone
 
 

@@ -17,7 +17,7 @@ from typing import Final
 
 from kvstore.headers import HEADER_BYTES
 
-__all__ = ["UNIT_BYTES", "Slab", "class_of"]
+__all__ = ["UNIT_BYTES", "Slab", "Slots", "class_of"]
 
 UNIT_BYTES: Final = 4096
 """Slots begin and end at multiples of it, as direct I/O demands."""
@@ -32,26 +32,12 @@ def class_of(nbytes: int) -> int:
     return -(-units // step) * step
 
 
-class Slab:
-    """The slots of a piece of memory. Not thread-safe."""
+class Slots:
+    """Chunks of equal size, and which of their slots are free. Not thread-safe."""
 
-    def __init__(self, nbytes: int, chunk_bytes: int) -> None:
-        """``nbytes``: for headers and slots together. ``ValueError`` if no chunk fits."""
-        if chunk_bytes < UNIT_BYTES or chunk_bytes % UNIT_BYTES:
-            raise ValueError(f"chunk_bytes={chunk_bytes} must be a multiple of {UNIT_BYTES}")
-        self.chunk_units: Final = chunk_bytes // UNIT_BYTES
-        per_chunk = chunk_bytes + self.chunk_units * HEADER_BYTES
-        # The headers are rounded up to a unit, so that slots are aligned.
-        self.chunks: Final = max(nbytes - UNIT_BYTES, 0) // per_chunk
-        if self.chunks < 1:
-            raise ValueError(
-                f"{nbytes} bytes are too few for one chunk of {chunk_bytes} bytes and its headers:"
-                f" give at least {per_chunk + UNIT_BYTES}"
-            )
-        self.units: Final = self.chunks * self.chunk_units
-        headers = self.units * HEADER_BYTES
-        self.slots_offset: Final = -(-headers // UNIT_BYTES) * UNIT_BYTES
-        self.nbytes: Final = self.slots_offset + self.units * UNIT_BYTES
+    def __init__(self, chunks: int, chunk_units: int) -> None:
+        self.chunks: Final = chunks
+        self.chunk_units: Final = chunk_units
         self._free_chunks = list(range(self.chunks - 1, -1, -1))
         self._class_of_chunk: list[int] = [0] * self.chunks
         self._free: defaultdict[int, list[int]] = defaultdict(list)
@@ -70,10 +56,6 @@ class Slab:
         taken = zip(self._taken_in_chunk, self._class_of_chunk, strict=True)
         return sum(slots * units for slots, units in taken) * UNIT_BYTES
 
-    def slot_offset(self, slot: int) -> int:
-        """Where a slot begins, in bytes from the begin of the slab."""
-        return self.slots_offset + slot * UNIT_BYTES
-
     def capacity(self, units: int) -> int:
         """Slots of a class, if it got all chunks that are its own or have nothing in them."""
         own = sum(1 for one in self._class_of_chunk if one == units)
@@ -82,6 +64,10 @@ class Slab:
     def free_slots(self, units: int) -> int:
         """Slots of a class that can be taken, those of chunks with nothing in them included."""
         return len(self._free[units]) + self._spare(units) * (self.chunk_units // units)
+
+    def has_chunk(self, units: int) -> bool:
+        """Whether the class has a chunk."""
+        return units in self._class_of_chunk
 
     def take(self, units: int) -> int | None:
         """A free slot of a class; None if there is none."""
@@ -148,3 +134,30 @@ class Slab:
         self._empty.add(chunk)
         self._free[units].extend(reversed(self.slots_of(chunk)))
         return True
+
+
+class Slab(Slots):
+    """The slots of a piece of memory. Not thread-safe."""
+
+    def __init__(self, nbytes: int, chunk_bytes: int) -> None:
+        """``nbytes``: for headers and slots together. ``ValueError`` if no chunk fits."""
+        if chunk_bytes < UNIT_BYTES or chunk_bytes % UNIT_BYTES:
+            raise ValueError(f"chunk_bytes={chunk_bytes} must be a multiple of {UNIT_BYTES}")
+        chunk_units = chunk_bytes // UNIT_BYTES
+        per_chunk = chunk_bytes + chunk_units * HEADER_BYTES
+        # The headers are rounded up to a unit, so that slots are aligned.
+        chunks = max(nbytes - UNIT_BYTES, 0) // per_chunk
+        if chunks < 1:
+            raise ValueError(
+                f"{nbytes} bytes are too few for one chunk of {chunk_bytes} bytes and its headers:"
+                f" give at least {per_chunk + UNIT_BYTES}"
+            )
+        super().__init__(chunks, chunk_units)
+        self.units: Final = self.chunks * self.chunk_units
+        headers = self.units * HEADER_BYTES
+        self.slots_offset: Final = -(-headers // UNIT_BYTES) * UNIT_BYTES
+        self.nbytes: Final = self.slots_offset + self.units * UNIT_BYTES
+
+    def slot_offset(self, slot: int) -> int:
+        """Where a slot begins, in bytes from the begin of the slab."""
+        return self.slots_offset + slot * UNIT_BYTES

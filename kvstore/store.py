@@ -18,10 +18,11 @@ import numpy.typing as npt
 
 import te
 from kvstore.asking import NoAnswer
-from kvstore.changes import PLACE, Found, Keys, Records, form_of
+from kvstore.changes import BELOW, PLACE, Found, Keys, Records, form_of
 from kvstore.config import Config
 from kvstore.directory import Directory
 from kvstore.handles import Handle
+from kvstore.lifting import lift
 from kvstore.members import Members, host_towards
 from kvstore.memory import Memory
 from kvstore.messages import STORED_BYTES_MAX
@@ -41,9 +42,11 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS: Final = 2
 """A get looks again for what an owner has not given."""
+BARREN_MAX: Final = 8
+"""So often an object may be pushed out again between its lift and its read."""
 ANY_FORM: Final = 0
 """With it a look-up finds a key as ``HERE`` or as ``OTHER``."""
-SETTLED: Final = {Got.RIGHT, Got.MISSING, Got.REJECTED}
+SETTLED: Final = {Got.RIGHT, Got.MISSING, Got.REJECTED, Got.LEFT_BELOW}
 """Outcomes that a second look would not change."""
 
 
@@ -175,6 +178,9 @@ class Store:
                 False  # Now it is told which bytes are wrong, and which were another object's.
             )
             failed.update(group.source.number for group in groups if group.failed is not None)
+        below = [row for row, one in enumerate(outcomes) if one is Got.LEFT_BELOW]
+        if below:
+            self._get_below(keys, signature, destination, below, outcomes, deadline_s)
         self.count_gets(outcomes, destination.object_bytes)
         return outcomes
 
@@ -323,6 +329,37 @@ class Store:
         self._gets.update(one.value for one in outcomes)
         self._bytes_got += outcomes.count(Got.RIGHT) * nbytes
 
+    def _get_below(
+        self,
+        keys: Keys,
+        signature: bytes,
+        destination: Pieces,
+        rows: Sequence[int],
+        outcomes: list[Got],
+        deadline_s: float,
+    ) -> None:
+        """Reads objects that lie below, as far as their owners lift them: some at a time, as they
+        push out each other. Ends after a few rounds that have brought nothing."""
+        nbytes, barren = destination.object_bytes, 0
+        while rows and barren < BARREN_MAX and time.monotonic() < deadline_s:
+            some = keys[list(rows)]
+            places = self._owners.look_up(some, form_of(signature, nbytes))
+            lift(self._owners.handle, some, signature, nbytes, places, deadline_s)
+            for row in rows:
+                outcomes[row] = Got.MISSING
+            groups = self._groups(keys, signature, destination, rows, places, outcomes)
+            try:
+                for group in groups:
+                    group.begin(destination.of(group.rows), 0)
+                for group in groups:
+                    self.finish(group, destination, outcomes, deadline_s)
+            except BaseException:
+                _cancel(groups)
+                raise
+            left = [row for row in rows if outcomes[row] in (Got.LEFT_BELOW, Got.MOVED)]
+            barren = barren + 1 if len(left) == len(rows) else 0
+            rows = left
+
     def _put_at(
         self, number: int, keys: Keys, signature: bytes, source: Pieces, deadline_s: float
     ) -> Sequence[Put]:
@@ -364,7 +401,10 @@ class Store:
         whole[wanted] = places
         for row in wanted[places["found"] == Found.OTHER].tolist():
             outcomes[row] = Got.REJECTED
-        found = wanted[places["found"] == Found.HERE]
+        is_below = (places["found"] == Found.HERE) & (places["slot"] == BELOW)
+        for row in wanted[is_below].tolist():
+            outcomes[row] = Got.LEFT_BELOW
+        found = wanted[(places["found"] == Found.HERE) & ~is_below]
         groups: list[Group] = []
         for number in np.unique(whole["owner"][found]).tolist():
             of_owner = found[whole["owner"][found] == number]

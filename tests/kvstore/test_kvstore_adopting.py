@@ -13,6 +13,7 @@ from store_makers import SIG, keys
 
 from kvstore.changes import Records, form_of
 from kvstore.headers import HEADER, HEADER_BYTES, LIVE
+from kvstore.ledger import Ledger
 from kvstore.log import ChangeLog
 from kvstore.policies import POLICIES
 from kvstore.shelf import Shelf, Verdict
@@ -31,7 +32,7 @@ def empty() -> Records:
 def shelf_over(headers: Records) -> tuple[Shelf, ChangeLog]:
     log = ChangeLog(1000)
     slab = Slab(SLAB_BYTES, CHUNK_UNITS * UNIT_BYTES)
-    return Shelf(slab, headers, POLICIES["arc"], log), log
+    return Shelf(slab, headers, POLICIES["arc"], log, Ledger(0)), log
 
 
 def checksum(slot: int, nbytes: int) -> int:

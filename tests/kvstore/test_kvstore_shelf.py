@@ -13,6 +13,7 @@ from store_makers import SIG, keys
 from kvstore._table import Table
 from kvstore.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, form_of
 from kvstore.headers import HEADER, HEADER_BYTES, LIVE, expected, tell_apart
+from kvstore.ledger import Ledger
 from kvstore.log import ChangeLog
 from kvstore.policies import POLICIES
 from kvstore.shelf import Claim, Shelf, Verdict
@@ -28,7 +29,7 @@ def shelf_of(
 ) -> tuple[Shelf, np.ndarray, ChangeLog]:
     slab = Slab(chunks * (CHUNK + 8 * HEADER_BYTES) + UNIT_BYTES, CHUNK)
     headers, log = np.zeros(slab.units, HEADER), ChangeLog(kept)
-    return Shelf(slab, headers, POLICIES[policy], log), headers, log
+    return Shelf(slab, headers, POLICIES[policy], log, Ledger(0)), headers, log
 
 
 def store(shelf: Shelf, some: Keys, nbytes: int = UNIT_BYTES, signature: bytes = SIG) -> Claim:

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores with a disk below their memory: real files, real processes, real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from store_makers import SIG, TIMEOUT_S, Room, config, contents, deaf, keys, until
+
+from kvstore.changes import BELOW, Found, form_of
+from kvstore.config import Config
+from kvstore.deepshelf import Lifted, LiftState
+from kvstore.loading import Load
+from kvstore.outcomes import Got, Put
+from kvstore.owner import Owner
+from kvstore.slab import class_of
+from kvstore.store import Store
+
+MIB = 1 << 20
+N, NBYTES = 100, 50_000
+KEYS, OBJECTS = keys(N), contents(N, NBYTES)
+MEMORY = 2 * MIB
+"""For about 30 objects."""
+
+
+def with_disk(directory: Path, **more: Any) -> Config:
+    more = {"disk": directory / "disk", "disk_size": 16 * MIB} | more
+    return config(directory, MEMORY, **more)
+
+
+def owner_of(store: Store) -> Owner:
+    own = store._owners.own
+    assert own is not None
+    return own
+
+
+def has_room(owner: Owner) -> bool:
+    """For one more object, and no other is waiting for the disk."""
+    free = owner._slab.free_slots(class_of(NBYTES))
+    return free > 0 and not owner._shelf.ledger.leaving
+
+
+def put_all(client: Store, owner: Store | None, rows: Any = range(N)) -> None:
+    """If the owner is known, so slowly that its disk need not drop anything."""
+    room = Room(client, N, NBYTES)
+    room.bytes[:] = OBJECTS
+    left = list(rows)
+    while left:
+        if owner is not None:
+            until(lambda: has_room(owner_of(owner)), "room")
+        (outcome,) = client.put(KEYS[left[:1]], SIG, room.pieces.of(left[:1]))
+        if outcome in (Put.STORED, Put.EXISTS):
+            left.pop(0)
+    client.deregister(room.region)
+
+
+def below(store: Store) -> np.ndarray:
+    """Which objects a store believes to lie below."""
+    places = store._owners.look_up(KEYS, form_of(SIG, NBYTES))
+    found: np.ndarray = (places["found"] == Found.HERE) & (places["slot"] == BELOW)
+    return found
+
+
+def get(client: Store, rows: Any = range(N), timeout_s: float = 30.0) -> list[Got]:
+    """Outcomes; whatever is right has the right bytes."""
+    rows = list(rows)
+    room = Room(client, len(rows), NBYTES)
+    outcomes = client.get(KEYS[rows], SIG, room.pieces, timeout_s)
+    for i, row in enumerate(rows):
+        assert outcomes[i] is not Got.RIGHT or (room.bytes[i] == OBJECTS[row]).all()
+    client.deregister(room.region)
+    return outcomes
+
+
+@pytest.fixture
+def lender(directory: Path) -> Iterator[Store]:
+    """A store with all objects, most of them below."""
+    with Store(with_disk(directory)) as store:
+        put_all(store, store)
+        yield store
+
+
+@pytest.fixture
+def reader(lender: Store, directory: Path) -> Iterator[Store]:
+    """One beside it that lends nothing, and knows what there is."""
+    with Store(config(directory)) as store:
+        until(lambda: store.exists(KEYS, SIG, NBYTES).all(), "announcements")
+        yield store
+
+
+def test_more_than_the_memory_holds_is_there(lender: Store, reader: Store) -> None:
+    for client in (reader, lender):
+        assert client.exists(KEYS, SIG, NBYTES).all()
+        assert N // 2 < below(client).sum() < N
+        assert get(client) == [Got.RIGHT] * N
+    stats = owner_of(lender).stats()
+    assert stats.dropped == stats.tier_failed == stats.tier_corrupted == 0
+    assert stats.lifted > N
+    assert stats.moved_down == stats.below <= N
+    assert stats.below_bytes == stats.below * NBYTES
+
+
+def test_what_lies_below_is_not_stored_again(lender: Store, reader: Store) -> None:
+    row = int(np.flatnonzero(below(reader))[0])
+    room = Room(reader, 1, NBYTES)
+    assert reader.put(KEYS[[row]], SIG, room.pieces) == [Put.EXISTS]
+    assert owner_of(lender).store(KEYS[[row]], SIG, 5, b"other")[0].value == "exists"
+    assert get(reader, [row]) == [Got.RIGHT]
+
+
+def test_a_restart_has_all_objects_again(directory: Path) -> None:
+    """Also those that lay in memory alone: a store that is closed writes them below."""
+    with Store(with_disk(directory)) as store:
+        put_all(store, store)
+    with Store(with_disk(directory)) as store, Store(config(directory)) as client:
+        assert store.exists(KEYS, SIG, NBYTES).all()
+        until(lambda: client.exists(KEYS, SIG, NBYTES).all(), "announcements")
+        assert below(client).all()
+        assert get(client) == [Got.RIGHT] * N
+
+
+def test_a_file_and_a_disk_have_all_objects_together(directory: Path) -> None:
+    more = {"file": directory / "slab"}
+    with Store(with_disk(directory, **more)) as store:
+        put_all(store, store)
+        in_memory = ~below(store)
+    with Store(with_disk(directory, **more)) as store:
+        assert (below(store) == ~in_memory).all()
+        assert get(store) == [Got.RIGHT] * N
+
+
+def test_what_was_removed_stays_removed(directory: Path) -> None:
+    with Store(with_disk(directory)) as store:
+        put_all(store, store)
+        store.remove(KEYS[:50], SIG)
+        assert store.exists(KEYS, SIG, NBYTES).sum() == 50
+        assert get(store, range(50)) == [Got.MISSING] * 50
+    with Store(with_disk(directory)) as store:
+        assert store.exists(KEYS, SIG, NBYTES).tolist() == [False] * 50 + [True] * 50
+        store.clear(SIG)
+    with Store(with_disk(directory)) as store:
+        assert not store.exists(KEYS, SIG, NBYTES).any()
+
+
+def test_another_byte_on_the_disk_is_a_miss(lender: Store, reader: Store, directory: Path) -> None:
+    for path in (directory / "disk").glob("segment-*"):
+        raw = bytearray(path.read_bytes())
+        raw[4096 + 5000 :: 53_248] = bytes(b ^ 1 for b in raw[4096 + 5000 :: 53_248])
+        path.write_bytes(raw)
+    down = np.flatnonzero(below(reader)).tolist()
+    outcomes = get(reader, down)
+    assert set(outcomes) <= {Got.RIGHT, Got.MISSING}
+    wrong = outcomes.count(Got.MISSING)
+    assert wrong > 0
+    assert owner_of(lender).stats().tier_corrupted == wrong
+    until(lambda: reader.exists(KEYS[down], SIG, NBYTES).sum() == len(down) - wrong, "news")
+
+
+def test_loads_by_layers_bring_what_lies_below(lender: Store, reader: Store) -> None:
+    rows = [
+        *np.flatnonzero(below(reader))[:10].tolist(),
+        *np.flatnonzero(~below(reader))[:5].tolist(),
+    ]
+    room = Room(reader, len(rows), NBYTES)
+    pieces = room.split(20_000, 30_000)
+    load = Load(reader, KEYS[rows], SIG, pieces, 30.0)
+    load.begin(0, 1)
+    load.begin(1, 2)
+    assert load.wait(0)
+    assert load.wait(1)
+    assert load.finish() == [Got.RIGHT] * len(rows)
+    load.cancel()
+    assert (room.bytes == OBJECTS[rows]).all()
+
+
+def test_a_reader_asks_for_what_has_gone(lender: Store, reader: Store) -> None:
+    down = np.flatnonzero(below(reader))[:3].tolist()
+    with deaf(reader):
+        lender.remove(KEYS[down], SIG)
+        assert below(reader)[down].all(), "it has not heard of it"
+        assert get(reader, down) == [Got.MISSING] * 3
+    handle = reader._owners.handle(reader._owners.usable()[0])
+    assert handle is not None
+    assert handle.lift(KEYS[down], SIG, NBYTES, 5.0) == [Lifted(LiftState.GONE)] * 3
+
+
+def test_an_owner_that_is_killed_while_it_is_asked(
+    directory: Path, start_lending: Callable[[], subprocess.Popen[str]]
+) -> None:
+    process = start_lending()
+    with Store(config(directory)) as client:
+        until(client._owners.usable, "the owner")
+        put_all(client, None)
+        until(lambda: below(client).sum() > 10, "what leaves")
+        down = np.flatnonzero(below(client)).tolist()
+        os.kill(process.pid, signal.SIGSTOP)  # It cannot answer any more.
+        outcomes: list[Got] = []
+        asking = threading.Thread(target=lambda: outcomes.extend(get(client, down, 2.0)))
+        asking.start()
+        process.kill()
+        asking.join(TIMEOUT_S)
+        assert set(outcomes) <= {Got.LEFT_BELOW, Got.UNREACHABLE, Got.MISSING}
+        assert len(outcomes) == len(down)
+
+
+def test_no_time_to_lift_is_an_outcome(lender: Store, reader: Store) -> None:
+    down = np.flatnonzero(below(reader))[:2].tolist()
+    carrier = owner_of(lender)._carrier
+    assert carrier is not None
+    read, begun, end = carrier._tier.read, threading.Event(), threading.Event()
+
+    def slow(objects: Any) -> Any:
+        begun.set()
+        assert end.wait(TIMEOUT_S)
+        return read(objects)
+
+    carrier._tier.read = slow  # type: ignore[method-assign]  # A disk that hangs.
+    assert get(reader, down, 0.2) == [Got.LEFT_BELOW] * 2
+    assert begun.is_set()
+    # A second one waits for the first, until its own deadline.
+    assert get(reader, down[:1], 0.2) == [Got.LEFT_BELOW]
+    end.set()
+    assert get(reader, down) == [Got.RIGHT] * 2
+
+
+def test_readers_who_push_out_each_others_objects_all_get_them(
+    lender: Store, directory: Path
+) -> None:
+    """Together they want three times what the memory holds, again and again."""
+    wrong: list[Any] = []
+
+    def read(seed: int) -> None:
+        with Store(config(directory)) as client:
+            until(lambda: client.exists(KEYS, SIG, NBYTES).all(), "announcements")
+            chosen = np.random.default_rng(seed)
+            for _ in range(8):
+                rows = chosen.permutation(N)[:60].tolist()
+                outcomes = get(client, rows)
+                wrong.extend(one for one in outcomes if one is not Got.RIGHT)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(3)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(TIMEOUT_S)
+    # One that is pushed out between lift and read twice in a row is told as moved.
+    assert set(wrong) <= {Got.MOVED, Got.LEFT_BELOW}
+    assert len(wrong) < 8 * 60 * 3 // 20
+    stats = owner_of(lender).stats()
+    assert stats.tier_corrupted == 0
+    assert not owner_of(lender)._shelf.ledger.lifting
+
+
+@pytest.fixture
+def start_lending(directory: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """``kvstore serve`` with a disk."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "kvstore", "serve", f"--memory={MEMORY}"]
+        command += [f"--directory={directory}", f"--disk={directory}/disk", "--disk-size=16MiB"]
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,
+            env=os.environ | {"XDG_RUNTIME_DIR": str(directory)},
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("kvstore: lends")
+        return process
+
+    yield start
+    for one in started:
+        one.kill()
+        one.communicate()
+
+
+@contextmanager
+def putting(client: Store) -> Iterator[None]:
+    """All the time, in another thread, whatever becomes of it."""
+    end = threading.Event()
+
+    def put() -> None:
+        room = Room(client, N, NBYTES)
+        room.bytes[:] = OBJECTS
+        order = np.random.default_rng(5)
+        while not end.is_set():
+            rows = order.permutation(N)[:4].tolist()
+            client.put(KEYS[rows], SIG, room.pieces.of(rows), 1.0)
+        client.deregister(room.region)
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join(TIMEOUT_S)
+
+
+def test_a_kill_in_the_middle_of_writes_costs_what_was_being_written(
+    directory: Path, start_lending: Callable[[], subprocess.Popen[str]]
+) -> None:
+    for round_number in range(2):
+        process = start_lending()
+        with Store(config(directory)) as client:
+            until(client._owners.usable, "the owner")
+            with putting(client):
+                wanted = 15 * (round_number + 1)
+                until(lambda: below(client).sum() >= wanted, "what leaves")  # noqa: B023
+                with deaf(client):
+                    known = below(client)
+                    process.kill()
+                    process.wait(TIMEOUT_S)
+        process = start_lending()
+        with Store(config(directory)) as client:
+            until(lambda: client.exists(KEYS[known], SIG, NBYTES).all(), "announcements")  # noqa: B023
+            found = client.exists(KEYS, SIG, NBYTES)
+            outcomes = get(client, np.flatnonzero(found).tolist())
+            assert outcomes == [Got.RIGHT] * len(outcomes)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(TIMEOUT_S) == 0
+
+
+def test_serve_has_its_keys_again(
+    directory: Path, start_lending: Callable[[], subprocess.Popen[str]]
+) -> None:
+    process = start_lending()
+    with Store(config(directory)) as client:
+        until(client._owners.usable, "the owner")
+        put_all(client, None)
+        stored = client.exists(KEYS, SIG, NBYTES)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(TIMEOUT_S) == 0
+    start_lending()
+    with Store(config(directory)) as client:
+        until(lambda: client.exists(KEYS[stored], SIG, NBYTES).all(), "announcements")
+        assert get(client, np.flatnonzero(stored).tolist()) == [Got.RIGHT] * int(stored.sum())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"disk": "d"}, "give both, or neither"),
+        ({"disk_size": "1GiB"}, "give both, or neither"),
+        ({"disk": "d", "disk_size": "1GiB"}, "takes memory above it"),
+        ({"disk": "d", "disk_size": -1}, "disk_size=-1 must be ≥ 0"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Config.of(settings)
