@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -28,6 +29,7 @@ from kvstore.status import QUESTION, StoreStatus, lines, status_of
 from kvstore.store import Store
 from kvstore.values import parse_bytes
 from te import status
+from te.transports.registry import WITHOUT_DEVICES
 from te.version import version
 
 __all__ = ["main"]
@@ -78,6 +80,22 @@ def _parser() -> argparse.ArgumentParser:
         "--host",
         default="",
         help="the address for others (default: the one that leads to the index, or 127.0.0.1)",
+    )
+    serve.add_argument(
+        "--transports",
+        type=_names,
+        default=(),
+        help="how others reach the memory, the preferred one first: some of samehost,rdma,tcp"
+        " (default: all with --index, else samehost,tcp)",
+    )
+    serve.add_argument(
+        "--nics", type=_names, default=(), help="RDMA devices to use: mlx5_*,!mlx5_1 (default: all)"
+    )
+    serve.add_argument(
+        "--ports",
+        type=_ports,
+        metavar="FIRST-LAST",
+        help="listen at two of these ports: 20000-20100 (default: any free ones)",
     )
     serve.add_argument(
         "--metrics",
@@ -135,6 +153,32 @@ def _address(text: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _ports(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last) <= 65535):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no range of two ports and more, such as 20000-20100"
+        )
+    return int(first), int(last)
+
+
+def _engine(options: argparse.Namespace) -> te.Config:
+    given: dict[str, Any] = {}
+    if options.transports:
+        given["transports"] = options.transports
+    elif not options.index:  # All processes are on one host, and need no device.
+        given["transports"] = WITHOUT_DEVICES
+    if options.nics:
+        given["nics"] = options.nics
+    if options.ports:
+        given["port"], given["port_last"] = options.ports
+    return te.Config(**given)
+
+
 def _serve(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     given = {
@@ -149,6 +193,7 @@ def _serve(options: argparse.Namespace) -> int:
         "host": options.host,
     }
     config = Config.of({name: value for name, value in given.items() if value is not None})
+    config = replace(config, engine=_engine(options))
     _allow_open_files()
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -88,7 +88,7 @@ class Owners:
         self._applied = 0
         self._touched: deque[tuple[Keys, bytes, int]] = deque()
         with contextlib.ExitStack() as undo:
-            sockets = Sockets(members.control_keys)
+            sockets = Sockets(members.control_keys, _ports(config.engine))
             undo.callback(sockets.close)
             if config.memory:
                 self.own = Owner(engine, config)
@@ -252,3 +252,8 @@ class Owners:
                 return
             self.table.apply(OWN, np.ascontiguousarray(changes, CHANGE))
             self._applied += len(changes)
+
+
+def _ports(engine: te.Config) -> Sequence[int]:
+    """Where the owner's socket may listen: where the engine may, in a range that both share."""
+    return () if engine.port_last is None else range(engine.port, engine.port_last + 1)

@@ -4,6 +4,7 @@ enter, else encrypted, for holders of the deployment's secret alone (CURVE, RFC 
 
 from __future__ import annotations
 
+import errno
 import hmac
 import logging
 from collections.abc import Sequence
@@ -38,9 +39,14 @@ class Where(NamedTuple):
 class Sockets:
     """Opens the sockets of one process. Any thread may call anything; a socket is for one."""
 
-    def __init__(self, keys: Sequence[bytes] = ()) -> None:
-        """``keys``: whoever proves one of them is let in, and the first is proved to clients;
-        without, sockets are in plain and let everybody in who can reach them."""
+    def __init__(self, keys: Sequence[bytes] = (), ports: Sequence[int] = ()) -> None:
+        """
+        Args:
+            keys: whoever proves one of them is let in, and the first is proved to clients; without,
+                sockets are in plain and let everybody in who can reach them.
+            ports: those to listen at, where an endpoint leaves it open; without, any free one.
+        """
+        self._ports = ports
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)
         self._keys = tuple(keys)
@@ -48,7 +54,7 @@ class Sockets:
 
     def listen(self, endpoint: str) -> tuple[zmq.Socket[bytes], str]:
         """A ROUTER socket, and the endpoint with the port that was chosen. ``zmq.ZMQError`` if the
-        endpoint cannot be bound."""
+        endpoint cannot be bound; ``OSError`` if none of the ports is free."""
         socket = self._socket(zmq.ROUTER, endpoint)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS_MAX)
         socket.setsockopt(zmq.BACKLOG, BACKLOG)
@@ -59,11 +65,30 @@ class Sockets:
             socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # Nobody comes in without the gate.
         try:
-            socket.bind(endpoint)
-        except zmq.ZMQError:
+            self._bind(socket, endpoint)
+        except (zmq.ZMQError, OSError):
             socket.close()
             raise
         return socket, bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def _bind(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        base = endpoint.removesuffix(":*")
+        if base == endpoint or not self._ports:
+            socket.bind(endpoint)
+            return
+        for port in self._ports:
+            try:
+                socket.bind(f"{base}:{port}")
+            except zmq.ZMQError as exc:
+                if exc.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return
+        raise OSError(
+            errno.EADDRINUSE,
+            f"none of the ports from {self._ports[0]} to {self._ports[-1]} is free; give a wider"
+            " range: an owner listens at two",
+        )
 
     def connect(self, where: Where) -> zmq.Socket[bytes]:
         """A DEALER socket. ``zmq.ZMQError`` if there are too many, or after ``close``."""

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from store_makers import SIG, Room, contents, keys, until
 from store_redis import RedisServer, at_index, redis_server
+from te_ports import two_ports
 
+import te
 from bootstrap_server.secret import Keys
 from bootstrap_server.secret_file import read_secret_file, write_secret_file
 from kvstore.config import Config
@@ -51,6 +55,24 @@ def test_objects_go_from_one_to_the_other(redis: RedisServer) -> None:
         assert gets(owner, Room(owner, N, NBYTES))
         until(lambda: guest.exists(KEYS, SIG, NBYTES).all(), "they are announced")
         assert gets(guest, room)
+
+
+def test_an_owner_listens_at_two_ports_of_its_range(redis: RedisServer) -> None:
+    """For firewalls: its engine at one, its answers at the other."""
+    with two_ports(taken=0) as first:
+        engine = te.Config(status_dir=None, port=first, port_last=first + 1)
+        near = replace(at_index(redis.url, 8 * MIB), engine=engine)
+        with Store(near) as owner, Store(at_index(redis.url)) as guest:
+            room = filled(guest)
+            until(lambda: guest.put(KEYS, SIG, room.pieces) == [Put.STORED] * N, "it is found")
+            assert gets(owner, Room(owner, N, NBYTES))
+            with pytest.raises(te.ListenError, match=f"none of the ports from {first} to"):
+                Store(replace(near, memory=0))
+        with (
+            socket.create_server(("127.0.0.1", first)),
+            pytest.raises(OSError, match=r"none of the ports .*: an owner listens at two"),
+        ):
+            Store(near)
 
 
 def test_another_secret_sees_nothing(redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:

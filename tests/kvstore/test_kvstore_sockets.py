@@ -8,6 +8,7 @@ import logging
 import pytest
 import zmq
 from store_makers import TIMEOUT_S, until
+from te_ports import two_ports
 
 from kvstore.sockets import Sockets, Where
 
@@ -78,6 +79,18 @@ def test_over_ipv6() -> None:
     client = ours.connect(Where(endpoint, NEW))
     assert asks(client, owner) == b"answer to question"
     ours.close()
+
+
+def test_the_first_free_port_of_a_range() -> None:
+    with two_ports(taken=1) as first:
+        ours = Sockets(ports=range(first, first + 2))
+        _, endpoint = ours.listen("tcp://127.0.0.1:*")
+        assert endpoint == f"tcp://127.0.0.1:{first + 1}"
+        with pytest.raises(OSError, match=f"none of the ports from {first} to {first + 1} is free"):
+            ours.listen("tcp://127.0.0.1:*")
+        with pytest.raises(zmq.ZMQError):
+            ours.listen("tcp://192.0.2.1:*")
+        ours.close()
 
 
 def test_an_address_that_is_not_this_hosts() -> None:
