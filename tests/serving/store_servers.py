@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from cpu_serving.servers import Server, ServerOptions
 from cpu_serving.store import flush, with_store
@@ -99,7 +99,14 @@ class Lender:
         assert self.process.stdout is not None
         assert b"lends" in self.process.stdout.readline()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
+
     def kill(self) -> None:
+        """kill -9; idempotent."""
         self.process.kill()
         self.process.wait()
         assert self.process.stdout is not None

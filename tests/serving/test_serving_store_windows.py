@@ -83,27 +83,26 @@ def test_windows_that_are_damaged_fail_their_requests(
     model = make_model("mellum")
     expected = reference.answers("mellum", REQUESTS)
     slab = place.path / "slab"
-    lender = Lender(place, f"--directory={place.directory}", f"--file={slab}")
-    server = started(fleet, place.options(model, memory="0"), "careful")
-    until(lambda: knows(place, [lender]), "the lender is known")
-    assert not compare(expected, ask(server))
-    flush(server)
-    hit_all(server, expected)
-    flush(server)
-    assert damage_windows(slab) > 0
-    answers = send_all(server.url, REQUESTS, concurrency=4)
-    failed = [one for one in answers if one.error]
-    assert failed, "their prompts have pages in the store"
-    for one in failed:
-        assert one.error is not None
-        assert "External KV cache load failed" in one.error
-    rest = [i for i, one in enumerate(answers) if not one.error]
-    assert not compare([expected[i] for i in rest], [answers[i] for i in rest])
-    assert "pages of the pool swa did not come: corrupted" in server.process.log_text()
-    server.stop()
-    trusting = started(fleet, place.options(model, memory="0", verify=False), "trusting")
-    until(lambda: knows(place, [lender]), "the lender is known")
-    wrong = ask(trusting)
-    assert max(hits(wrong)) > 0
-    assert compare(expected, wrong)
-    lender.kill()
+    with Lender(place, f"--directory={place.directory}", f"--file={slab}") as lender:
+        server = started(fleet, place.options(model, memory="0"), "careful")
+        until(lambda: knows(place, [lender]), "the lender is known")
+        assert not compare(expected, ask(server))
+        flush(server)
+        hit_all(server, expected)
+        flush(server)
+        assert damage_windows(slab) > 0
+        answers = send_all(server.url, REQUESTS, concurrency=4)
+        failed = [one for one in answers if one.error]
+        assert failed, "their prompts have pages in the store"
+        for one in failed:
+            assert one.error is not None
+            assert "External KV cache load failed" in one.error
+        rest = [i for i, one in enumerate(answers) if not one.error]
+        assert not compare([expected[i] for i in rest], [answers[i] for i in rest])
+        assert "pages of the pool swa did not come: corrupted" in server.process.log_text()
+        server.stop()
+        trusting = started(fleet, place.options(model, memory="0", verify=False), "trusting")
+        until(lambda: knows(place, [lender]), "the lender is known")
+        wrong = ask(trusting)
+        assert max(hits(wrong)) > 0
+        assert compare(expected, wrong)
