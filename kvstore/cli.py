@@ -71,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--policy", choices=sorted(POLICIES), default=Config().policy)
     serve.add_argument(
-        "--index", default="", help="where the processes of several hosts meet: redis://HOST:6379"
+        "--index",
+        default="",
+        help="where the processes of several hosts meet: redis://HOST:6379 or etcd://HOST:2379",
     )
     serve.add_argument(
         "--secret-file", type=Path, help="the deployment's secret; --index takes one"

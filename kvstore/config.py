@@ -60,7 +60,7 @@ class Config:
     #: may enter.
     directory: Path = field(default_factory=_own_directory)
     #: Where the processes of several hosts find each other: the URL of a Redis or Valkey server,
-    #: such as "redis://host:6379/0". Without it, in the directory.
+    #: such as "redis://host:6379/0", or of etcd, "etcd://host:2379". Without it, in the directory.
     index: str = ""
     #: The address of this host that other hosts reach. By default the one that leads to the index.
     host: str = ""

@@ -1,31 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the owners of several hosts are: a list in Redis or Valkey, in which each owner renews its
-entry. It says where owners listen and nothing of what they hold, which each owner tells its clients
-itself. So little depends on it: while it is away, or after it has lost everything, all who know
-each other go on, and only a new process is not found until it is back."""
+"""Where the owners of several hosts are: a list in Redis, Valkey or etcd, in which each owner
+renews its entry. It says where owners listen and nothing of what they hold, which each owner tells
+its clients itself. So little depends on it: while it is away, or after it has lost everything, all
+who know each other go on, and only a new process is not found until it is back."""
 
 from __future__ import annotations
 
 import hmac
-import importlib
 import logging
 import re
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from bootstrap_server.secret import Keys
+from kvstore import index_etcd, index_redis
+from kvstore.index_etcd import EtcdIndex
+from kvstore.index_redis import RedisIndex
 from kvstore.sockets import Where
 
 __all__ = ["SCHEMES", "Members", "host_towards"]
 
 logger = logging.getLogger(__name__)
 
-SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys")
-DEFAULT_PORT: Final = 6379
+KINDS: Final = (index_redis, index_etcd)
+SCHEMES: Final = tuple(scheme for kind in KINDS for scheme in kind.SCHEMES)
 PERIOD_S: Final = 1.0
 """How often an owner renews its entry, and everybody looks."""
 FORGOTTEN_S: Final = 10
@@ -34,29 +36,29 @@ TIMEOUT_S: Final = 2.0
 _MEMBER: Final = re.compile(r"([0-9a-f]{32}) ([0-9a-f]{16}) (tcp://\S{1,256})")
 _LABEL: Final = b"kvstore: which key"
 
-# One question does all: it removes what is old, renews the caller's entry if it has one (or takes
-# it out), and returns the list if it is not the one that the caller knows. By the server's clock
-# alone. KEYS: the entries by time, and the version of their set. ARGV: seconds, entry, known
-# version, whether the caller leaves.
-SCRIPT: Final = """
-local time = redis.call('TIME')
-local old = '(' .. (tonumber(time[1]) - tonumber(ARGV[1]))
-local changed = redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', old)
-if ARGV[4] == '1' then
-  changed = changed + redis.call('ZREM', KEYS[1], ARGV[2])
-elseif ARGV[2] ~= '' then
-  changed = changed + redis.call('ZADD', KEYS[1], time[1], ARGV[2])
-end
-if changed > 0 then
-  redis.call('SET', KEYS[2], time[1] .. '.' .. time[2])
-end
-local version = redis.call('GET', KEYS[2]) or ''
-if version == ARGV[3] then
-  return {version}
-end
-return {version, redis.call('ZRANGE', KEYS[1], 0, -1)}
-"""
-KEYS: Final = ("{kvstore}:owners", "{kvstore}:version")
+
+class Index(Protocol):
+    """A list of entries that are removed when they are not renewed. For one thread at a time."""
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What is raised when it cannot be asked."""
+        ...
+
+    def exchange(
+        self, name: str, entry: bytes, known: bytes
+    ) -> tuple[bytes, Sequence[bytes] | None]:
+        """Renews the caller's entry, unless it is empty. Returns the version of the list, and all
+        entries if it is not ``known``. What they say is not to be trusted."""
+        ...
+
+    def leave(self, name: str, entry: bytes) -> None:
+        """Takes the caller's entry out."""
+        ...
+
+    def close(self) -> None:
+        """Ends the connection."""
+        ...
 
 
 class Members:
@@ -65,41 +67,24 @@ class Members:
     def __init__(self, url: str, host: str, keys: Keys) -> None:
         """
         Args:
-            url: such as ``redis://host:6379/0``.
+            url: such as ``redis://host:6379/0`` or ``etcd://host:2379``.
             host: the address at which other hosts reach this one.
             keys: of the deployment's secrets, at least one.
 
         Raises:
-            ValueError: the URL is none, or the package ``redis`` is missing.
+            ValueError: the URL cannot be used, or the package that it takes is missing.
         """
-        parts = urlsplit(url)
-        if parts.scheme not in SCHEMES or not parts.hostname:
-            known = ", ".join(f"{one}://" for one in SCHEMES)
-            raise ValueError(f"index={_shown(url)!r} is not a URL of {known} with a host")
-        try:
-            redis: Any = importlib.import_module("redis")
-        except ImportError as exc:
-            raise ValueError(
-                f"index={_shown(url)!r} takes the Python package redis, which cannot be imported"
-                f" ({exc}): pip install 'sglang-mooncake[redis]'"
-            ) from exc
         self._shown = _shown(url)
-        self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError)
-        self._redis = redis.Redis.from_url(
-            url.replace("valkey", "redis", 1),
-            socket_timeout=TIMEOUT_S,
-            socket_connect_timeout=TIMEOUT_S,
-            retry=redis.retry.Retry(redis.backoff.NoBackoff(), 1),  # On a broken connection.
-        )
-        self._script = self._redis.register_script(SCRIPT)
+        self._index = _index_of(url)
         self._host = f"[{host}]" if ":" in host else host
         self._keys = keys
         self._by_id = {_key_id(key): key for key in keys.control}
         self._first = next(iter(self._by_id))
-        self._entry, self._version = b"", b""
+        self._name, self._entry, self._version = "", b"", b""
         self._found: Mapping[str, Where] = MappingProxyType({})
         self._strange: set[bytes] = set()
         self._is_away = False
+        self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-members", daemon=True)
         self._ask()
@@ -121,7 +106,7 @@ class Members:
 
     def announce(self, name: str, endpoint: str) -> None:
         """From now on this process's owner is in the list; ``name`` is its engine's id."""
-        self._entry = f"{name} {self._first} {endpoint}".encode()
+        self._name, self._entry = name, f"{name} {self._first} {endpoint}".encode()
         self._ask()
 
     def endpoints(self) -> Mapping[str, Where]:
@@ -133,8 +118,8 @@ class Members:
         self._ended.set()
         self._thread.join()
         if self._entry:
-            self._try(lambda: self._read(leaves=1))
-        self._redis.close()
+            self._try(lambda: self._index.leave(self._name, self._entry))
+        self._index.close()
 
     def _run(self) -> None:
         while not self._ended.wait(PERIOD_S):
@@ -143,16 +128,17 @@ class Members:
     def _ask(self) -> None:
         self._try(self._read)
 
-    def _read(self, leaves: int = 0) -> None:
-        answer = self._script(keys=KEYS, args=[FORGOTTEN_S, self._entry, self._version, leaves])
-        if len(answer) == 2:
-            self._found = MappingProxyType(dict(filter(None, map(self._member, answer[1]))))
-        self._version = answer[0]
+    def _read(self) -> None:
+        version, entries = self._index.exchange(self._name, self._entry, self._version)
+        if entries is not None:
+            self._found = MappingProxyType(dict(filter(None, map(self._member, entries))))
+        self._version = version
 
     def _try(self, work: Callable[[], object]) -> None:
         try:
-            work()
-        except self._errors as exc:
+            with self._lock:
+                work()
+        except self._index.errors as exc:
             if not self._is_away:
                 logger.warning(
                     "the index %s cannot be asked (%s): no new process of the store is found until"
@@ -183,12 +169,37 @@ def host_towards(url: str) -> str:
     """The address of this host from which the index is reached. ``OSError`` if none leads there."""
     parts = urlsplit(url)
     family, kind, _, _, address = socket.getaddrinfo(
-        parts.hostname, parts.port or DEFAULT_PORT, type=socket.SOCK_DGRAM
+        parts.hostname, parts.port or _kind_of(url).DEFAULT_PORT, type=socket.SOCK_DGRAM
     )[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # Of a datagram socket: nothing is sent.
         host: str = probe.getsockname()[0]
         return host
+
+
+def _kind_of(url: str) -> Any:
+    """The module for a URL."""
+    parts = urlsplit(url)
+    for kind in KINDS:
+        if parts.scheme in kind.SCHEMES and parts.hostname:
+            return kind
+    known = ", ".join(f"{one}://" for one in SCHEMES)
+    raise ValueError(f"index={_shown(url)!r} is not a URL of {known} with a host")
+
+
+def _index_of(url: str) -> Index:
+    if _kind_of(url) is index_etcd:
+        try:
+            return EtcdIndex(url, TIMEOUT_S, FORGOTTEN_S)
+        except ValueError as exc:
+            raise ValueError(f"index={_shown(url)!r}: {exc}") from exc
+    try:
+        return RedisIndex(url, TIMEOUT_S, FORGOTTEN_S)
+    except ImportError as exc:
+        raise ValueError(
+            f"index={_shown(url)!r} takes the Python package redis, which cannot be imported"
+            f" ({exc}): pip install 'sglang-mooncake[redis]'"
+        ) from exc
 
 
 def _key_id(key: bytes) -> str:

@@ -39,8 +39,9 @@ from kvstore._table import Table
 from kvstore.changes import ADDED, CHANGE, OWNERS_MAX, PLACE, REMOVED, Records
 from kvstore.far import Far
 from kvstore.followers import ANSWER_S, NEWS_S
+from kvstore.index_redis import KEYS, SCRIPT
 from kvstore.log import ChangeLog
-from kvstore.members import FORGOTTEN_S, KEYS, SCRIPT
+from kvstore.members import FORGOTTEN_S
 from kvstore.messages import (
     Changes,
     Follow,
@@ -274,7 +275,7 @@ def owner(followers: int, changes_per_s: float, seconds: float) -> dict[str, flo
 
 
 def index(owners: int, seconds: float) -> dict[str, float]:
-    """Renewals as `kvstore.members` makes them, one after another over one connection."""
+    """Renewals as `kvstore.index_redis` makes them, one after another over one connection."""
     with redis_server() as server:
         script = server.register_script(SCRIPT)
         entries = [f"{number:032x} {0:016x} tcp://10.0.0.1:{number}" for number in range(owners)]

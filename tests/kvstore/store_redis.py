@@ -17,6 +17,7 @@ from store_makers import until
 import te
 from bootstrap_server.secret import Keys
 from kvstore.config import Config
+from kvstore.index_redis import KEYS as OWNERS
 
 SECRET = b"0123456789abcdef of the tests"
 KEYS = Keys.from_secrets([SECRET])
@@ -51,6 +52,12 @@ class RedisServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def write(self, entry: bytes) -> None:
+        """Puts an entry into the owners' list, as a stranger may."""
+        client = self.client()
+        client.zadd(OWNERS[0], {entry: 1e12})
+        client.close()
 
     def client(self) -> Any:
         return redis.Redis.from_url(self.url)

@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from store_etcd import INDEXES, EtcdServer, index_server
 from store_makers import SIG, Room, contents, keys, until
-from store_redis import RedisServer, at_index, redis_server
+from store_redis import RedisServer, at_index
 from te_ports import two_ports
 
 import te
@@ -29,9 +30,9 @@ N, NBYTES = 8, 20_000
 KEYS = keys(N)
 
 
-@pytest.fixture
-def redis() -> Iterator[RedisServer]:
-    with redis_server() as server:
+@pytest.fixture(params=INDEXES)
+def index(request: pytest.FixtureRequest) -> Iterator[RedisServer | EtcdServer]:
+    with index_server(request.param) as server:
         yield server
 
 
@@ -48,8 +49,8 @@ def gets(store: Store, room: Room) -> bool:
     return outcomes == [Got.RIGHT] * N and bool((room.bytes == contents(N, NBYTES)).all())
 
 
-def test_objects_go_from_one_to_the_other(redis: RedisServer) -> None:
-    with Store(at_index(redis.url, 8 * MIB)) as owner, Store(at_index(redis.url)) as guest:
+def test_objects_go_from_one_to_the_other(index: RedisServer | EtcdServer) -> None:
+    with Store(at_index(index.url, 8 * MIB)) as owner, Store(at_index(index.url)) as guest:
         room = filled(guest)
         until(lambda: guest.put(KEYS, SIG, room.pieces) == [Put.STORED] * N, "the owner is found")
         assert gets(owner, Room(owner, N, NBYTES))
@@ -57,12 +58,12 @@ def test_objects_go_from_one_to_the_other(redis: RedisServer) -> None:
         assert gets(guest, room)
 
 
-def test_an_owner_listens_at_two_ports_of_its_range(redis: RedisServer) -> None:
+def test_an_owner_listens_at_two_ports_of_its_range(index: RedisServer | EtcdServer) -> None:
     """For firewalls: its engine at one, its answers at the other."""
     with two_ports(taken=0) as first:
         engine = te.Config(status_dir=None, port=first, port_last=first + 1)
-        near = replace(at_index(redis.url, 8 * MIB), engine=engine)
-        with Store(near) as owner, Store(at_index(redis.url)) as guest:
+        near = replace(at_index(index.url, 8 * MIB), engine=engine)
+        with Store(near) as owner, Store(at_index(index.url)) as guest:
             room = filled(guest)
             until(lambda: guest.put(KEYS, SIG, room.pieces) == [Put.STORED] * N, "it is found")
             assert gets(owner, Room(owner, N, NBYTES))
@@ -75,11 +76,13 @@ def test_an_owner_listens_at_two_ports_of_its_range(redis: RedisServer) -> None:
             Store(near)
 
 
-def test_another_secret_sees_nothing(redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_secret_sees_nothing(
+    index: RedisServer | EtcdServer, caplog: pytest.LogCaptureFixture
+) -> None:
     other = Keys.from_secrets([b"another secret of the tests"])
     with (
-        Store(at_index(redis.url, 8 * MIB)) as owner,
-        Store(at_index(redis.url, keys=other)) as stranger,
+        Store(at_index(index.url, 8 * MIB)) as owner,
+        Store(at_index(index.url, keys=other)) as stranger,
     ):
         owner.put(KEYS, SIG, filled(owner).pieces)
         until(lambda: "does not have its secret" in caplog.text, "the stranger has seen the entry")
@@ -87,9 +90,9 @@ def test_another_secret_sees_nothing(redis: RedisServer, caplog: pytest.LogCaptu
         assert stranger.put(KEYS, SIG, filled(stranger).pieces) == [Put.UNREACHABLE] * N
 
 
-def test_a_killed_index_costs_nothing_but_new_processes(redis: RedisServer) -> None:
-    """kill -9 under load, and a restart without any memory."""
-    with Store(at_index(redis.url, 8 * MIB)) as owner, Store(at_index(redis.url)) as guest:
+def test_a_killed_index_costs_nothing_but_new_processes(index: RedisServer | EtcdServer) -> None:
+    """kill -9 under load, and a restart, without any memory but where etcd keeps it."""
+    with Store(at_index(index.url, 8 * MIB)) as owner, Store(at_index(index.url)) as guest:
         owner.put(KEYS, SIG, filled(owner).pieces)
         until(lambda: guest.exists(KEYS, SIG, NBYTES).all(), "the owner is followed")
         wrong: list[int] = []
@@ -110,10 +113,10 @@ def test_a_killed_index_costs_nothing_but_new_processes(redis: RedisServer) -> N
             until(lambda: rounds[0] > enough, "gets go on")
 
         more(20)
-        redis.kill()
+        index.kill()
         more(200)
-        redis.start()
-        with Store(at_index(redis.url)) as late:
+        index.start()
+        with Store(at_index(index.url)) as late:
             until(lambda: late.exists(KEYS, SIG, NBYTES).all(), "a new process has all keys")
             assert gets(late, Room(late, N, NBYTES))
         more(20)
@@ -122,12 +125,12 @@ def test_a_killed_index_costs_nothing_but_new_processes(redis: RedisServer) -> N
         assert not wrong, f"{len(wrong)} of {rounds[0]} rounds were not right"
 
 
-def test_lent_by_the_command(redis: RedisServer, tmp_path: Path) -> None:
+def test_lent_by_the_command(index: RedisServer | EtcdServer, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     write_secret_file(secret)
     serve = [sys.executable, "-m", "kvstore", "serve", "--memory", "8MiB"]
     process = subprocess.Popen(
-        [*serve, "--index", redis.url, "--secret-file", str(secret)],
+        [*serve, "--index", index.url, "--secret-file", str(secret)],
         stdout=subprocess.PIPE,
         text=True,
         process_group=0,
@@ -136,7 +139,7 @@ def test_lent_by_the_command(redis: RedisServer, tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == f"kvstore: lends {8 * MIB} bytes, at the index\n"
         found = Keys.from_secrets(read_secret_file(secret))
-        with Store(at_index(redis.url, keys=found)) as store:
+        with Store(at_index(index.url, keys=found)) as store:
             room = filled(store)
             until(lambda: store.put(KEYS, SIG, room.pieces) == [Put.STORED] * N, "it is found")
             until(lambda: gets(store, room), "and has them")

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of owners in Redis: what is in it, and what happens while it is away."""
+"""The list of owners in Redis and in etcd: what is in it, and what happens while it is away."""
 
 from __future__ import annotations
 
+import base64
+import http.server
 import importlib
 import logging
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
+from store_etcd import INDEXES, EtcdServer, etcd_server, index_server
 from store_makers import until
-from store_redis import KEYS, RedisServer, redis_server
+from store_redis import KEYS, RedisServer
 
 from bootstrap_server.secret import Keys
-from kvstore import members
+from kvstore import index_etcd, members
 from kvstore.members import Members, host_towards
 
 HOST = "127.0.0.1"
@@ -22,9 +26,15 @@ PLACE = "tcp://127.0.0.1:4711"
 OTHER = Keys.from_secrets([b"another secret of the tests"])
 
 
+@pytest.fixture(params=INDEXES)
+def index(request: pytest.FixtureRequest) -> Iterator[RedisServer | EtcdServer]:
+    with index_server(request.param) as server:
+        yield server
+
+
 @pytest.fixture
-def redis() -> Iterator[RedisServer]:
-    with redis_server() as server:
+def etcd() -> Iterator[EtcdServer]:
+    with etcd_server() as server:
         yield server
 
 
@@ -33,8 +43,8 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "PERIOD_S", 0.02)
 
 
-def test_owners_are_found_and_leave(redis: RedisServer) -> None:
-    ours, theirs = Members(redis.url, HOST, KEYS), Members(redis.url, HOST, KEYS)
+def test_owners_are_found_and_leave(index: RedisServer | EtcdServer) -> None:
+    ours, theirs = Members(index.url, HOST, KEYS), Members(index.url, HOST, KEYS)
     assert theirs.listen_at(NAME) == "tcp://127.0.0.1:*"
     theirs.announce(NAME, PLACE)
     until(lambda: NAME in ours.endpoints(), "the owner is found")
@@ -47,12 +57,12 @@ def test_owners_are_found_and_leave(redis: RedisServer) -> None:
 
 
 def test_who_does_not_renew_its_entry_is_forgotten(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+    index: RedisServer | EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, theirs = Members(redis.url, HOST, KEYS), Members(redis.url, HOST, KEYS)
+    monkeypatch.setattr(members, "FORGOTTEN_S", 1)
+    ours, theirs = Members(index.url, HOST, KEYS), Members(index.url, HOST, KEYS)
     theirs.announce(NAME, PLACE)
     until(lambda: ours.endpoints(), "it is found")
-    monkeypatch.setattr(members, "FORGOTTEN_S", 1)
     until(lambda: len(ours.endpoints()) == 1, "an entry that is renewed stays")
     theirs._ended.set()
     theirs._thread.join()
@@ -62,33 +72,32 @@ def test_who_does_not_renew_its_entry_is_forgotten(
 
 
 def test_a_list_that_has_lost_everything_is_written_again(
-    redis: RedisServer, caplog: pytest.LogCaptureFixture
+    index: RedisServer | EtcdServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours, theirs = Members(redis.url, HOST, KEYS), Members(redis.url, HOST, KEYS)
+    ours, theirs = Members(index.url, HOST, KEYS), Members(index.url, HOST, KEYS)
     theirs.announce(NAME, PLACE)
     until(lambda: ours.endpoints(), "it is found")
     with caplog.at_level(logging.INFO, "kvstore.members"):
-        redis.kill()
+        index.kill()
         until(lambda: caplog.text.count("cannot be asked") == 2, "both say that it is away")
         assert ours.endpoints(), "what was known is known"
-        redis.start()
+        index.start()
         until(lambda: caplog.text.count("answers again") == 2, "both find it again")
-    late = Members(redis.url, HOST, KEYS)
+    late = Members(index.url, HOST, KEYS)
     until(lambda: NAME in late.endpoints(), "a new process finds the owner")
-    assert NAME in ours.endpoints()
+    until(lambda: NAME in ours.endpoints(), "and so do those that have read the empty list")
     for one in (ours, theirs, late):
         one.close()
 
 
 def test_entries_that_cannot_be_used_are_left_out(
-    redis: RedisServer, caplog: pytest.LogCaptureFixture
+    index: RedisServer | EtcdServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     of_others = f"{'0' * 32} {members._key_id(OTHER.control[0])} {PLACE}"
-    client = redis.client()
-    for entry in (of_others, b"\xff\xfe", f"{NAME} {'0' * 16} file:///etc/passwd", "x" * 100_000):
-        client.zadd(members.KEYS[0], {entry: 1e12})
-    client.close()
-    ours = Members(redis.url, HOST, KEYS)
+    strange = f"{NAME} {'0' * 16} file:///etc/passwd"
+    for entry in (of_others.encode(), b"\xff\xfe", strange.encode(), b"x" * 100_000):
+        index.write(entry)
+    ours = Members(index.url, HOST, KEYS)
     ours.announce(NAME, PLACE)
     until(lambda: list(ours.endpoints()) == [NAME], "its own entry alone")
     assert caplog.text.count("this process does not have its secret") == 1
@@ -96,10 +105,10 @@ def test_entries_that_cannot_be_used_are_left_out(
     ours.close()
 
 
-def test_while_a_secret_is_replaced_both_are_taken(redis: RedisServer) -> None:
+def test_while_a_secret_is_replaced_both_are_taken(index: RedisServer | EtcdServer) -> None:
     old, new = b"the old secret of the tests", b"the new secret of the tests"
-    ours = Members(redis.url, HOST, Keys.from_secrets([new, old]))
-    theirs = Members(redis.url, HOST, Keys.from_secrets([old, new]))
+    ours = Members(index.url, HOST, Keys.from_secrets([new, old]))
+    theirs = Members(index.url, HOST, Keys.from_secrets([old, new]))
     theirs.announce(NAME, PLACE)
     until(lambda: ours.endpoints(), "it is found")
     assert ours.endpoints()[NAME].key == Keys.from_secrets([old]).control[0]
@@ -108,20 +117,20 @@ def test_while_a_secret_is_replaced_both_are_taken(redis: RedisServer) -> None:
 
 
 def test_one_that_is_away_at_the_start_is_told_and_waited_for(
-    redis: RedisServer, caplog: pytest.LogCaptureFixture
+    index: RedisServer | EtcdServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    redis.kill()
-    ours = Members(redis.url, HOST, KEYS)
+    index.kill()
+    ours = Members(index.url, HOST, KEYS)
     assert "no new process of the store is found until it can" in caplog.text
     ours.announce(NAME, PLACE)
     assert not ours.endpoints()
-    redis.start()
+    index.start()
     until(lambda: NAME in ours.endpoints(), "the list is back")
-    redis.kill()
+    index.kill()
     ours.close()
 
 
-@pytest.mark.parametrize("url", ["host:6379", "http://host", "redis://", "redis:///0"])
+@pytest.mark.parametrize("url", ["host:6379", "http://host", "redis://", "redis:///0", "etcd:///"])
 def test_what_is_no_url_is_told(url: str) -> None:
     with pytest.raises(ValueError, match=r"is not a URL of redis://, .* with a host"):
         Members(url, HOST, KEYS)
@@ -141,8 +150,63 @@ def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         Members("redis://host", HOST, KEYS)
 
 
+@pytest.mark.parametrize("url", ["etcd://me:secret@host", "etcd://host/prefix"])
+def test_what_is_not_served_of_etcd_is_told(url: str) -> None:
+    with pytest.raises(ValueError, match="without users and without a path") as told:
+        Members(url, HOST, KEYS)
+    assert "secret" not in str(told.value)
+
+
+def test_an_entry_that_somebody_has_removed_from_etcd_is_written_again(etcd: EtcdServer) -> None:
+    ours = Members(etcd.url, HOST, KEYS)
+    ours.announce(NAME, PLACE)
+    until(lambda: ours.endpoints(), "it is found")
+    key = base64.b64encode(index_etcd.PREFIX + NAME.encode()).decode()
+    assert etcd.ask("kv/deleterange", key=key)["deleted"] == "1"
+    until(lambda: etcd.ask("kv/range", key=key).get("count") == "1", "it is there again")
+    ours.close()
+    assert "count" not in etcd.ask("kv/range", key=key)
+
+
+ODD_ANSWERS = {
+    "no JSON": b"<html>",
+    "of another shape": b'{"kvs": 1}',
+    "no base64": b'{"kvs": [{"value": "?"}]}',
+    "too long": b" " * 3_000_000,
+}
+
+
+@pytest.mark.parametrize("odd", ODD_ANSWERS)
+def test_answers_that_are_not_etcds_cost_nothing_but_new_processes(
+    odd: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(index_etcd, "ANSWER_BYTES_MAX", 2_000_000)
+
+    class Stranger(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(ODD_ANSWERS[odd])))
+            self.end_headers()
+            self.wfile.write(ODD_ANSWERS[odd])
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer((HOST, 0), Stranger) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        ours = Members(f"etcd://{HOST}:{server.server_port}", HOST, KEYS)
+        ours.announce(NAME, PLACE)
+        assert not ours.endpoints()
+        assert caplog.text.count("cannot be asked") == 1
+        ours.close()
+        server.shutdown()
+        thread.join()
+
+
 def test_the_address_that_leads_to_the_index() -> None:
     assert host_towards("redis://127.0.0.1:6379/0") == "127.0.0.1"
     assert host_towards("redis://[::1]") == "::1"
+    assert host_towards("etcd://127.0.0.1") == "127.0.0.1"
     with pytest.raises(socket.gaierror):
         host_towards("redis://no-such-host.invalid")
