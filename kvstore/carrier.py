@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries an owner's objects between its memory and the tier below: down in a thread of its own, up
-in the thread of whoever wants them."""
+in some others, for which whoever wants them waits."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from kvstore.deepshelf import DeepShelf, Lifted, LiftState
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 BATCH_MAX: Final = 64
 """Objects that a tier gets at once."""
+READS_MAX: Final = 4
+"""Lifts that read at once."""
 POLL_S: Final = 0.02
 """How long who waits for a slot sleeps when nothing wakes it: the owner's tick makes room."""
 
@@ -53,6 +57,9 @@ class Carrier:
         self._memory = memory
         self._tell = tell
         self._is_closing = False
+        #: Reads under way. A device that hangs keeps its slots, and no caller beyond his deadline.
+        self._reads = 0
+        self._readers = ThreadPoolExecutor(READS_MAX, "kvstore-up")
         self._thread = threading.Thread(target=self._run, name="kvstore-down", daemon=True)
         self._thread.start()
 
@@ -80,6 +87,7 @@ class Carrier:
         if not is_done:
             logger.warning("%d objects were not written below in %g s", left, drain_s)
         self._thread.join()
+        self._readers.shutdown()
         self._tier.close()
 
     # -- up
@@ -92,24 +100,38 @@ class Carrier:
         most = max(bytes_max // nbytes, 1)
         results: dict[bytes, Lifted] = {}
         open_names = list(dict.fromkeys(names))
-        while open_names:
-            with self._lock:
-                asked = open_names[:most]
-                found = dict(zip(asked, self._shelf.lift(asked, nbytes), strict=True))
-                taken = {name: one for name, one in found.items() if one.state is LiftState.TAKEN}
-                self._work.notify()  # Others may have to leave.
-                if not taken and all(one.state is LiftState.LATER for one in found.values()):
-                    left_s = deadline_s - time.monotonic()
-                    if left_s <= 0:
-                        break
-                    self._written.wait(min(left_s, POLL_S))
-            if taken:
-                found |= self._read(taken, nbytes)
-            done = {name: one for name, one in found.items() if one.state is not LiftState.LATER}
-            results |= done
-            most -= sum(one.state is LiftState.HERE for one in done.values())
-            open_names = [name for name in open_names if name not in done] if most > 0 else []
+        while open_names and most > 0:
+            found = self._lift(open_names[:most], nbytes, deadline_s)
+            if not found and time.monotonic() >= deadline_s:
+                break
+            results |= found
+            most -= sum(one.state is LiftState.HERE for one in found.values())
+            open_names = [name for name in open_names if name not in found]
         return [results.get(name, Lifted(LiftState.LATER)) for name in names]
+
+    def _lift(self, names: Sequence[bytes], nbytes: int, deadline_s: float) -> dict[bytes, Lifted]:
+        """The objects for which there is an answer; waits a while if there is none."""
+        read: Future[dict[bytes, Lifted]] | None = None
+        with self._lock:
+            found: dict[bytes, Lifted] = {}
+            if self._reads < READS_MAX:
+                found = dict(zip(names, self._shelf.lift(names, nbytes), strict=True))
+                self._work.notify()  # Others may have to leave.
+            taken = {name: one for name, one in found.items() if one.state is LiftState.TAKEN}
+            if taken:
+                self._reads += 1
+                read = self._readers.submit(self._read, taken, nbytes)
+            elif all(one.state is LiftState.LATER for one in found.values()):
+                self._written.wait(min(max(deadline_s - time.monotonic(), 0.0), POLL_S))
+        done = {
+            name: one
+            for name, one in found.items()
+            if one.state in (LiftState.HERE, LiftState.GONE)
+        }
+        if read is not None:
+            with contextlib.suppress(TimeoutError):
+                done |= read.result(max(deadline_s - time.monotonic(), 0.0))
+        return done
 
     def _read(self, taken: dict[bytes, Lifted], nbytes: int) -> dict[bytes, Lifted]:
         names = list(taken)
@@ -120,6 +142,7 @@ class Carrier:
             )
         finally:
             with self._lock:
+                self._reads -= 1
                 landed = self._shelf.landed(names, nbytes, checksums)
                 self._written.notify_all()
         self._tell()

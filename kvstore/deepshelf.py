@@ -67,10 +67,12 @@ class DeepShelf(Shelf):
                     forms.append(form)
         return np.concatenate([super().snapshot(first_chunk, chunks), below_changes(names, forms)])
 
-    def adopt_below(self, found: Sequence[Found]) -> None:
-        """Takes over what lies below, which a former owner has left there."""
+    def adopt_below(self, found: Sequence[Found]) -> int:
+        """Takes over what lies below, which a former owner has left there. Returns how many objects
+        these are: those that are too large for this memory are not among them."""
         names, forms = [], []
-        for one in found:
+        fitting = [one for one in found if one.nbytes <= self.slab.object_bytes_max]
+        for one in fitting:
             form = form_of(one.name[KEY_BYTES:], one.nbytes)
             self.ledger.add(one.name, form)
             if one.name not in self._objects:
@@ -78,6 +80,7 @@ class DeepShelf(Shelf):
                 forms.append(form)
         if names:
             self._log.append(below_changes(names, forms))
+        return len(fitting)
 
     # -- down
 
@@ -151,7 +154,7 @@ class DeepShelf(Shelf):
         slot = self.slab.take(units)
         if slot is None:
             if not self.slab.has_chunk(units):
-                self._starved.add(units)
+                self._starved[units] += 1
             return _LATER
         self.ledger.lifting[name] = slot
         return Lifted(LiftState.TAKEN, slot)

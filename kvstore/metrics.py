@@ -76,6 +76,7 @@ METRICS: Final = (
     Metric("removed_total", "counter", (), "Objects that a client removed."),
     Metric("below_objects", "gauge", (), "Objects in the tier below this process's lent memory."),
     Metric("below_bytes", "gauge", (), "Bytes of the objects in the tier below."),
+    Metric("leaving_objects", "gauge", (), "Objects that are being written to the tier below."),
     Metric(
         "moved_down_total", "counter", (), "Evicted objects that were written to the tier below."
     ),
@@ -149,6 +150,7 @@ def gauges(status: StoreStatus) -> dict[Key, float]:
         found["used_bytes", ()] = status.own.bytes_used
         found["objects", ()] = status.own.objects
         found["below_objects", ()] = status.own.below
+        found["leaving_objects", ()] = status.own.leaving
         found["below_bytes", ()] = status.own.below_bytes
     return found
 

@@ -105,6 +105,8 @@ class OwnerStats:
     below: int = 0
     below_bytes: int = 0
     below_capacity: int = 0
+    #: Objects that are being written there.
+    leaving: int = 0
     #: Objects that were written there, and read from there into memory.
     moved_down: int = 0
     lifted: int = 0
@@ -175,8 +177,13 @@ class Owner:
             config.disk, config.disk_size, self._slab.object_bytes_max, POLICIES[config.policy]
         )
         found = disk.found()
-        self._shelf.adopt_below(found)
-        logger.info("%s has %d objects", config.disk, len(found))
+        taken = self._shelf.adopt_below(found)
+        logger.info(
+            "%s has %d objects; %d more are larger than a chunk of the memory",
+            config.disk,
+            taken,
+            len(found) - taken,
+        )
         return Carrier(disk, self._shelf, self._lock, self._bytes, self._tell)
 
     def close(self) -> None:
@@ -352,6 +359,7 @@ class Owner:
                 len(ledger),
                 usage.nbytes,
                 usage.capacity,
+                len(ledger.leaving),
                 ledger.counts.moved_down,
                 ledger.counts.lifted,
                 ledger.counts.dropped,

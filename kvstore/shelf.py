@@ -108,7 +108,8 @@ class Shelf:
         self._policies: dict[int, Policy] = {}
         self._claims: dict[int, Claim] = {}
         self._claimed: set[bytes] = set()
-        self._starved: set[int] = set()
+        #: By class: objects that found no slot since the last ``make_room``.
+        self._starved: Counter[int] = Counter()
         self._names = itertools.count(1)
 
     def __len__(self) -> int:
@@ -166,7 +167,7 @@ class Shelf:
                 slot = self.slab.take(units)
                 if slot is None:
                     verdict = Verdict.NO_SPACE
-                    self._starved.add(units)
+                    self._starved[units] += 1
             if slot is not None:
                 self._claimed.add(name)
                 granted.append(name[: -len(signature)])
@@ -238,15 +239,11 @@ class Shelf:
             if free >= max(low * capacity, 1):
                 continue
             gone += self._evict(policy, max(int(high * capacity), 1) - free)
-        for units in self._starved:
+        for units, refused in self._starved.items():
             if self.slab.free_slots(units):
                 continue
             if units in waiting:
-                gone += self._evict(
-                    self._policies[units],
-                    max(int(low * self.slab.capacity(units)), 1),
-                    is_dropped=True,
-                )
+                gone += self._evict(self._policies[units], refused, is_dropped=True)
             elif not self.ledger.leaving_in(units):
                 gone += self._empty_chunk(units)
         self._starved.clear()

@@ -59,6 +59,9 @@ def lines(statuses: Sequence[StoreStatus]) -> list[str]:
         "LENDS",
         "OBJECTS",
         "EVICTED",
+        "BELOW",
+        "LIFTED",
+        "DROPPED",
         "OWNERS",
         "HITS",
         "REJECTED",
@@ -82,12 +85,19 @@ def _row(one: StoreStatus) -> tuple[str, ...]:
         _bytes(one.memory) if one.memory else "-",
         str(one.own.objects) if one.own else "-",
         str(one.own.evicted) if one.own else "-",
+        *_tier(one.own),
         f"{sum(each.usable for each in one.owners)}/{len(one.owners)}",
         f"{found / asked:.0%}" if asked else "-",
         str(one.lookups.get("rejected", 0)),
         str(lost),
         one.process,
     )
+
+
+def _tier(own: OwnerStats | None) -> tuple[str, str, str]:
+    if own is None or not own.below_capacity:
+        return "-", "-", "-"
+    return str(own.below), str(own.lifted), str(own.dropped)
 
 
 def _bytes(count: float) -> str:

@@ -13,12 +13,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 import te
+from kvstore.bench import disk
 from kvstore.bench.contenders import CONTENDERS, Absent, Contender, Objects, names_of
 
 __all__ = ["DESCRIPTION", "add_arguments", "run", "table"]
@@ -30,6 +32,8 @@ DESCRIPTION: Final = (
 )
 #: (bytes, objects in a call)
 SHAPES: Final = ((4096, 1), (4096, 32), (1 << 20, 1), (1 << 20, 32), (16 << 20, 1), (16 << 20, 8))
+DISK_OBJECT_BYTES: Final = 2 << 20
+DISK_BATCH: Final = 16
 ASKED: Final = 1000
 LENT_BYTES: Final = 4 << 30
 """Mooncake keeps what was removed until its lease has ended, for 10 s."""
@@ -45,11 +49,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers", default="", help=f"to measure beside: {', '.join(peers)}, separated by commas"
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--disk",
+        type=Path,
+        help="measure what a disk gives through the store instead: a folder on it, which gets 3 GB"
+        " for that time",
+    )
     parser.add_argument("--json", action="store_true", help="print the medians as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """The exit status."""
+    if options.disk is not None:
+        rates = disk.measure(options.disk, DISK_OBJECT_BYTES, DISK_BATCH, options.rounds)
+        print(json.dumps(rates, indent=1) if options.json else disk.text(rates))  # noqa: T201
+        return 0
     wanted = ["ours", *filter(None, options.peers.split(","))]
     unknown = sorted(set(wanted) - set(CONTENDERS))
     if unknown or options.rounds < 1:

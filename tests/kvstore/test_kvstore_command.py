@@ -64,8 +64,8 @@ def top(environment: dict[str, str], *arguments: str) -> str:
 def test_lent_memory_outlives_the_engines(
     directory: Path, environment: dict[str, str], lender: subprocess.Popen[str]
 ) -> None:
-    assert top(environment).splitlines()[1].split()[:6] == [
-        str(lender.pid), "4", "MiB", "0", "0", "0/0"
+    assert top(environment).splitlines()[1].split()[:9] == [
+        str(lender.pid), "4", "MiB", "0", "0", "-", "-", "-", "0/0"
     ]  # fmt: skip
     with Store(config(directory / "s")) as store:
         room = Room(store, N, NBYTES)
@@ -84,7 +84,7 @@ def test_lent_memory_outlives_the_engines(
 
 
 def test_a_process_is_a_line() -> None:
-    own = OwnerStats(objects=12, evicted=3)
+    own = OwnerStats(objects=12, evicted=3, below=40, below_capacity=1 << 30, lifted=5, dropped=6)
     one = StoreStatus(
         pid=7,
         process="sglang serve",
@@ -100,8 +100,8 @@ def test_a_process_is_a_line() -> None:
     )
     idle = StoreStatus(8, "x", 0, None, (), {}, {}, {}, 0, 0, 0)
     assert [line.split() for line in lines([one, idle])[1:]] == [
-        ["7", "1.5", "GiB", "12", "3", "1/2", "75%", "0", "2", "sglang", "serve"],
-        ["8", "-", "-", "-", "0/0", "-", "0", "0", "x"],
+        ["7", "1.5", "GiB", "12", "3", "40", "5", "6", "1/2", "75%", "0", "2", "sglang", "serve"],
+        ["8", "-", "-", "-", "-", "-", "-", "0/0", "-", "0", "0", "x"],
     ]
 
 
@@ -113,6 +113,7 @@ def test_a_process_is_a_line() -> None:
         (["serve", "--memory", "1MiB", "--directory", "/proc/version"], "exists"),
         (["serve", "--memory", "1MiB", "--directory", "/tmp"], "must be this user's"),
         (["serve", "--memory", "1KiB"], "are too few for one chunk"),
+        (["serve", "--memory", "1MiB", "--disk", "d"], "give both, or neither"),
         ([], "the following arguments are required: command"),
     ],
 )

@@ -270,3 +270,11 @@ def test_a_shelf_without_a_tier_has_no_parts_for_it() -> None:
     assert not shelf.ledger.leaving
     assert shelf.make_room(1.0, 1.0) == 1
     assert shelf.ledger.counts.dropped == 0
+
+
+def test_what_is_too_large_for_the_memory_stays_below_unseen() -> None:
+    shelf, _, log = shelf_of(1 << 20)
+    left = [LeftBehind(FULL_NAMES[0], CHUNK + 1), LeftBehind(FULL_NAMES[1], CHUNK)]
+    assert shelf.adopt_below(left) == 1
+    assert len(log) == 1
+    assert shelf.lift(FULL_NAMES[:1], CHUNK + 1) == [Lifted(LiftState.GONE)]

@@ -74,9 +74,12 @@ def test_every_field_of_the_status_is_told_or_left_out_on_purpose() -> None:
     assert set(StoreStatus.__struct_fields__) == told | names_the_process
     told_of_own = {
         "objects", "claims", "published", "abandoned", "evicted", "removed", "bytes_used",
+        "below", "below_bytes", "leaving", "moved_down", "lifted", "dropped", "tier_failed",
+        "tier_corrupted",
     }  # fmt: skip
-    of_the_log = {"changes"}
-    assert {one.name for one in fields(OwnerStats)} == told_of_own | of_the_log
+    of_the_log, of_the_settings = {"changes"}, {"below_capacity"}
+    known = told_of_own | of_the_log | of_the_settings
+    assert {one.name for one in fields(OwnerStats)} == known
 
 
 def test_figures_are_those_that_were_counted() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, deaf, keys, until
 
+from kvstore.carrier import READS_MAX
 from kvstore.changes import BELOW, Found, form_of
 from kvstore.config import Config
 from kvstore.deepshelf import Lifted, LiftState
@@ -226,11 +227,17 @@ def test_no_time_to_lift_is_an_outcome(lender: Store, reader: Store) -> None:
 
     carrier._tier.read = slow  # type: ignore[method-assign]  # A disk that hangs.
     assert get(reader, down, 0.2) == [Got.LEFT_BELOW] * 2
+    assert get(lender, down, 0.2) == [Got.LEFT_BELOW] * 2, "nor does the owner itself wait longer"
     assert begun.is_set()
     # A second one waits for the first, until its own deadline.
     assert get(reader, down[:1], 0.2) == [Got.LEFT_BELOW]
+    others = np.flatnonzero(below(reader))[2:9].tolist()
+    for row in others:  # More than may read at once: they take no slots.
+        assert get(reader, [row], 0.05) == [Got.LEFT_BELOW]
+    assert len(owner_of(lender)._shelf.ledger.lifting) <= READS_MAX + 1
     end.set()
-    assert get(reader, down) == [Got.RIGHT] * 2
+    until(lambda: not owner_of(lender)._shelf.ledger.lifting, "what has come late")
+    assert get(reader, down + others) == [Got.RIGHT] * 9
 
 
 def test_readers_who_push_out_each_others_objects_all_get_them(
