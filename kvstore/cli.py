@@ -111,8 +111,9 @@ def _parser() -> argparse.ArgumentParser:
         help="show what the store's processes of this user hold and do",
         description="A line for each process: the memory that it lends and the objects there, the"
         " owners that it can use of those that it knows, the share of look-ups that found their"
-        " object, look-ups of keys that are there with another signature or size alone, and gets"
-        " that brought nothing.",
+        " object, look-ups of keys that are there with another signature or size alone, gets that"
+        " brought nothing, objects that were computed since loading them was expected to take"
+        " longer, and how many of the loads did take longer.",
     )
     top.add_argument("--once", action="store_true", help="print once, and end")
     top.add_argument("--json", action="store_true", help="print one JSON array a time")

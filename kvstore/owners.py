@@ -20,6 +20,7 @@ from kvstore.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, Records, for
 from kvstore.config import Config
 from kvstore.far import Far
 from kvstore.handles import FarHandle, Handle, OwnHandle
+from kvstore.judging import Judging
 from kvstore.messages import Touch
 from kvstore.owner import CLAIM_OBJECTS_MAX, Owner, OwnerCard
 from kvstore.reading import Source
@@ -74,10 +75,13 @@ class Membership(Protocol):
 class Owners:
     """All methods are thread-safe."""
 
-    def __init__(self, engine: te.Engine, config: Config, members: Membership) -> None:
+    def __init__(
+        self, engine: te.Engine, config: Config, members: Membership, judging: Judging
+    ) -> None:
         """Lends memory if ``Config.memory`` says so, and looks for others among the members.
         ``OSError`` if there is not enough memory."""
         self._engine = engine
+        self._judging = judging
         self._config = config
         self.table: Final = Table()
         self.own: Owner | None = None
@@ -178,6 +182,7 @@ class Owners:
             except te.Error as exc:
                 self.pause(number, str(exc))
                 return None
+            self._judging.forget(number)  # It may be another owner, or another way to it.
             with self._lock:
                 self._peers[number] = known
         return Source(number, known[1], card.headers_address, card.slots_address)
@@ -193,7 +198,12 @@ class Owners:
         """Other owners, as this process knows them."""
         ranks = self.ranks
         return tuple(
-            OwnerSeen(one.name, self.table.count(one.number), bool(ranks[one.number]))
+            OwnerSeen(
+                one.name,
+                self.table.count(one.number),
+                bool(ranks[one.number]),
+                self._judging.bytes_per_s(one.number),
+            )
             for one in self._far.owners()
         )
 

@@ -100,6 +100,8 @@ class Group:
     #: What their headers must be.
     wanted: Records
     transfers: list[te.Transfer] = field(default_factory=list)
+    #: When each of them was begun, by ``time.monotonic``.
+    begun_s: list[float] = field(default_factory=list)
     #: Where the headers come to that are read with the bytes.
     room: HeaderRoom | None = None
     #: Of the headers that were read last, for ``Load``.
@@ -147,10 +149,23 @@ class Group:
         self._read(te.Blocks.concat([slots, room.blocks(self.source.headers(self.slots))]))
 
     def _read(self, blocks: te.Blocks) -> None:
+        begun_s = time.monotonic()
         try:
             self.transfers.append(self.source.peer.read(blocks))
         except te.QueueFull as exc:
             self.fail(Got.UNREACHABLE, str(exc))
+        else:
+            self.begun_s.append(begun_s)
+
+    @property
+    def took_s(self) -> float:
+        """From the begin of the first read to the end of the last one, or until now: whenever they
+        were waited for."""
+        ends_s = (
+            begun_s + transfer.duration_s
+            for begun_s, transfer in zip(self.begun_s, self.transfers, strict=True)
+        )
+        return max(ends_s) - self.begun_s[0] if self.begun_s else 0.0
 
     def wait(self, deadline_s: float) -> None:
         """Waits for all reads that have begun. When one fails or is late, all are cancelled; after

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from kvstore.judging import AdmissionCounts
 from kvstore.owner import OwnerStats
 
 __all__ = ["QUESTION", "OwnerSeen", "StoreStatus", "lines", "status_of"]
@@ -24,6 +25,8 @@ class OwnerSeen(msgspec.Struct, frozen=True):
     #: Objects that it is said to hold.
     objects: int
     usable: bool
+    #: At which this process reads from it; 0.0 while that is not known.
+    bytes_per_s: float = 0.0
 
 
 class StoreStatus(msgspec.Struct, frozen=True):
@@ -45,6 +48,8 @@ class StoreStatus(msgspec.Struct, frozen=True):
     bytes_put: int
     #: Of the table of what owners hold.
     table_bytes: int
+    #: What of the objects that were found was worth loading.
+    admission: AdmissionCounts = AdmissionCounts()
 
 
 def status_of(answer: Mapping[str, Any]) -> StoreStatus:
@@ -66,6 +71,8 @@ def lines(statuses: Sequence[StoreStatus]) -> list[str]:
         "HITS",
         "REJECTED",
         "LOST",
+        "DECLINED",
+        "UNPAID",
         "PROCESS",
     ]
     rows: list[Sequence[str]] = [heading, *map(_row, statuses)]
@@ -90,6 +97,8 @@ def _row(one: StoreStatus) -> tuple[str, ...]:
         f"{found / asked:.0%}" if asked else "-",
         str(one.lookups.get("rejected", 0)),
         str(lost),
+        str(one.admission.declined),
+        f"{one.admission.unpaid}/{one.admission.loads}",
         one.process,
     )
 

@@ -17,18 +17,19 @@ import numpy as np
 import numpy.typing as npt
 
 import te
+from kvstore.admission import Judged, Numbers
 from kvstore.asking import NoAnswer
 from kvstore.changes import BELOW, PLACE, Found, Keys, Records, form_of
 from kvstore.config import Config
-from kvstore.directory import Directory
 from kvstore.handles import Handle
+from kvstore.judging import Judging
 from kvstore.lifting import lift
-from kvstore.members import Members, host_towards
+from kvstore.meeting import meet
 from kvstore.memory import Memory
 from kvstore.messages import STORED_BYTES_MAX
 from kvstore.outcomes import Got, Put
 from kvstore.owner import CLAIM_OBJECTS_MAX
-from kvstore.owners import OWN, Membership, Owners
+from kvstore.owners import OWN, Owners
 from kvstore.pieces import Pieces
 from kvstore.placement import choose
 from kvstore.reading import HEADERS_MAX, Group, HeaderRooms
@@ -68,13 +69,14 @@ class Store:
         self._lookups: Counter[str] = Counter()
         self._bytes_got = self._bytes_put = 0
         with contextlib.ExitStack() as undo:
-            members, host = _meet(self._config)
+            members, host = meet(self._config)
             undo.callback(members.close)
             engine = replace(self._config.engine, keys=members.data_keys, host=host)
             self._engine = undo.enter_context(te.Engine(engine))
             self._memory = Memory(self._engine)
             self._rooms = HeaderRooms(self._engine)
-            self._owners = Owners(self._engine, self._config, members)
+            self.judging: Final = Judging()
+            self._owners = Owners(self._engine, self._config, members, self.judging)
             undo.callback(self._owners.close)
             self._engine.add_answers({QUESTION: lambda _: self.status()})
             self._undo = undo.pop_all()
@@ -127,6 +129,34 @@ class Store:
         found: npt.NDArray[np.bool_] = places["found"] != Found.MISSING
         self._count_lookups(found, np.zeros_like(found))
         return found
+
+    def judge(
+        self,
+        keys: Keys,
+        signature: bytes,
+        nbytes: int,
+        compute_s: float | None,
+        *,
+        probe: bool = False,
+    ) -> Judged:
+        """As ``exists``, for who needs objects from the first one on and could compute them, which
+        takes ``compute_s`` for one; None if that is not known. How many of them are stored, and how
+        many of these are worth loading."""
+        owners = self._run(keys, signature, nbytes, count=True)
+        return self.judging.judge(owners, nbytes, compute_s, probe)
+
+    def expected_s(self, keys: Keys, signature: bytes, nbytes: int) -> float | None:
+        """How long loading these objects takes; None while that is not known."""
+        return self.judging.expected_s(self._run(keys, signature, nbytes, count=False), nbytes)
+
+    def _run(self, keys: Keys, signature: bytes, nbytes: int, *, count: bool) -> Numbers:
+        """The owners of the objects before the first one that is not stored."""
+        places = self._owners.look_up(keys, form_of(signature, nbytes))
+        found: npt.NDArray[np.bool_] = places["found"] == Found.HERE
+        if count:
+            self._count_lookups(found, places["found"] == Found.OTHER)
+        owners: Numbers = places["owner"]
+        return owners if found.all() else owners[: int(found.argmin())]
 
     # -- objects
 
@@ -256,6 +286,7 @@ class Store:
             lookups=dict(self._lookups),
             bytes_got=self._bytes_got,
             bytes_put=self._bytes_put,
+            admission=self.judging.counts,
             table_bytes=self._owners.table.nbytes,
         )
 
@@ -296,6 +327,8 @@ class Store:
             return
         if group.failed is Got.UNREACHABLE and not group.source.peer.alive:
             self._owners.pause(group.source.number, group.reason)
+        if group.failed is Got.TIMED_OUT:  # It takes that long, and more.
+            self._measure(group, destination)
         for row in group.rows:
             outcomes[row] = group.failed
 
@@ -310,6 +343,7 @@ class Store:
     ) -> None:
         """For ``Load``: all bytes are there, and their headers were read behind them. Compares
         checksums; the rows get their outcome. ``wrong``: that of bytes with another checksum."""
+        self._measure(group, destination)
         for row, is_right, checksum in zip(group.rows, right, checksums, strict=True):
             outcomes[row] = Got.RIGHT if is_right else Got.MOVED
             if is_right and self._config.verify:
@@ -318,6 +352,10 @@ class Store:
                     outcomes[row] = wrong
 
     # -- how puts and gets go
+
+    def _measure(self, group: Group, destination: Pieces) -> None:
+        nbytes = len(group.rows) * destination.object_bytes
+        self.judging.measured(group.source.number, group.took_s, nbytes)
 
     def _count_lookups(self, found: npt.NDArray[np.bool_], rejected: npt.NDArray[np.bool_]) -> None:
         here, other = int(found.sum()), int(rejected.sum())
@@ -419,20 +457,6 @@ class Store:
                     Group.of(source, some, keys, signature, destination.object_bytes, whole)
                 )
         return groups
-
-
-def _meet(config: Config) -> tuple[Membership, str]:
-    """How this process finds the others, and the address of this host that they use."""
-    if not config.index:
-        return Directory(config.directory), config.host or config.engine.host
-    try:
-        host = config.host or host_towards(config.index)
-    except OSError as exc:
-        raise ValueError(
-            f"no address of this host leads to the index: {exc}; give one that other hosts reach"
-            " as host"
-        ) from exc
-    return Members(config.index, host, config.keys), host
 
 
 def _cancel(groups: Sequence[Group]) -> None:

@@ -19,6 +19,7 @@ import te
 from kvstore import cli as command
 from kvstore.cli import main
 from kvstore.directory import Directory
+from kvstore.judging import AdmissionCounts
 from kvstore.outcomes import Got, Put
 from kvstore.owner import OwnerStats
 from kvstore.status import OwnerSeen, StoreStatus, lines
@@ -97,11 +98,13 @@ def test_a_process_is_a_line() -> None:
         bytes_got=0,
         bytes_put=0,
         table_bytes=0,
+        admission=AdmissionCounts(admitted=9, declined=4, loads=3, unpaid=1),
     )
+    server = ["sglang", "serve"]
     idle = StoreStatus(8, "x", 0, None, (), {}, {}, {}, 0, 0, 0)
     assert [line.split() for line in lines([one, idle])[1:]] == [
-        ["7", "1.5", "GiB", "12", "3", "40", "5", "6", "1/2", "75%", "0", "2", "sglang", "serve"],
-        ["8", "-", "-", "-", "-", "-", "-", "0/0", "-", "0", "0", "x"],
+        ["7", "1.5", "GiB", "12", "3", "40", "5", "6", "1/2", "75%", "0", "2", "4", "1/3", *server],
+        ["8", "-", "-", "-", "-", "-", "-", "0/0", "-", "0", "0", "0", "0/0", "x"],
     ]
 
 

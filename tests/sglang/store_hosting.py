@@ -48,7 +48,7 @@ def page_of(pool: Any, page: int) -> torch.Tensor:
 def in_a_server(monkeypatch: pytest.MonkeyPatch, **args: Any) -> SimpleNamespace:
     """What the store asks SGLang about the server; the returned parts may be changed."""
     flags = dict.fromkeys(signatures._CHANGES_VALUES, "x")
-    given = flags | {"speculative_algorithm": None} | args
+    given = flags | {"speculative_algorithm": None, "device": "cpu"} | args
     model = SimpleNamespace(dtype="torch.bfloat16", get_total_num_kv_heads=lambda: 2)
     server = SimpleNamespace(
         args=SimpleNamespace(**given),

@@ -13,6 +13,7 @@ everything here but the constructor and `close`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -36,10 +37,12 @@ from sglang.srt.runtime_context import get_server_args
 from kvstore.changes import keys_of_hex
 from kvstore.outcomes import Got, Put
 from kvstore.store import Store
+from sglang_mooncake.sglang.store.admission import Admission
 from sglang_mooncake.sglang.store.figures import open_exporter
+from sglang_mooncake.sglang.store.forwards import Forwards
 from sglang_mooncake.sglang.store.host_pool import HostPool
 from sglang_mooncake.sglang.store.options import Options
-from sglang_mooncake.sglang.store.prefixes import all_pages, run, trailing_pages
+from sglang_mooncake.sglang.store.prefixes import all_pages, trailing_pages
 from sglang_mooncake.sglang.store.signatures import (
     PoolFacts,
     SignatureNow,
@@ -89,10 +92,14 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         self._weights = weights_of(self._server_args, self._options.weights)
         self._pools: dict[str, _Pool] = {}
         self._store = Store(self._options.store)
+        #: From the registration of the KV cache's pool on.
+        self._admission: Admission | None = None
         self._exporter = open_exporter(self._store.status)
 
     def close(self) -> None:
         """Gives the lent memory back."""
+        if self._admission is not None:
+            self._admission.close()
         if self._exporter is not None:
             self._exporter.close()
         self._store.close()
@@ -102,6 +109,11 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """The pool of the KV cache. ``ValueError`` if its pages cannot be stored."""
         super().register_mem_pool_host(mem_pool_host)
+        if self._admission is None:
+            forwards = None
+            if self._options.admission:
+                forwards = Forwards(has_streams=self._server_args.device == "cuda")
+            self._admission = Admission(self._store, forwards, int(mem_pool_host.page_size))
         if _has_memory(mem_pool_host):  # Else only other pools have memory.
             self._add(PoolName.KV, mem_pool_host)
 
@@ -151,8 +163,8 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         keys: list[str],
         extra_info: HiCacheStorageExtraInfo | None = None,  # noqa: ARG002
     ) -> int:
-        """How many pages the store is known to have, from the first on."""
-        return run(self._found(PoolName.KV, keys))
+        """How many pages, from the first on, the store is known to have and are worth loading."""
+        return self._offered(keys)
 
     def batch_exists_v2(
         self,
@@ -161,7 +173,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         extra_info: HiCacheStorageExtraInfo | None = None,  # noqa: ARG002
     ) -> PoolTransferResult:
         """Which prefixes of the pages can be loaded, with what their other pools need."""
-        pages = run(self._found(PoolName.KV, keys)) if PoolName.KV in self._pools else len(keys)
+        pages = self._offered(keys) if PoolName.KV in self._pools else len(keys)
         hits = {PoolName.KV: pages} if pages else {}
         restorable = set(range(1, pages + 1))
         for transfer in pool_transfers or ():
@@ -181,6 +193,12 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             case PoolHitPolicy.TRAILING_PAGES:
                 return trailing_pages(found, max(1, len(transfer.keys or ())))
         raise ValueError(f"the store does not know the hit policy {transfer.hit_policy}")
+
+    def _offered(self, keys: Sequence[str]) -> int:
+        pool = self._pools[PoolName.KV]
+        assert self._admission is not None
+        digest = pool.signature.digest
+        return self._admission.offered(keys_of_hex(keys), digest, pool.host.page_bytes)
 
     def _found(self, name: str, keys: Sequence[str]) -> npt.NDArray[np.bool_]:
         pool = self._pools[str(name)]
@@ -228,12 +246,12 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
 
     def _get(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
         pool = self._pools[str(name)]
-        outcomes = self._store.get(
-            keys_of_hex(keys),
-            pool.signature.digest,
-            pool.host.pieces(indices),
-            self._options.load_timeout_s,
-        )
+        packed, digest, pieces = keys_of_hex(keys), pool.signature.digest, pool.host.pieces(indices)
+        timeout_s = self._options.load_timeout_s
+        with contextlib.ExitStack() as stack:
+            if self._admission is not None and name == PoolName.KV:
+                stack.enter_context(self._admission.loading(packed, digest, pool.host.page_bytes))
+            outcomes = self._store.get(packed, digest, pieces, timeout_s)
         _tell("read", name, [one.value for one in outcomes if one is not Got.RIGHT])
         return [one is Got.RIGHT for one in outcomes]
 
@@ -260,7 +278,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
 
     def exists(self, key: str) -> bool:
         """Whether the store is known to have a page."""
-        return bool(self.batch_exists([key]))
+        return bool(self._found(PoolName.KV, [key]).all())
 
 
 _ONLY_V1: Final = "the store's pages are read and written by batch_get_v1 and batch_set_v1"

@@ -77,6 +77,11 @@ class KVPool:
         )
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether forwards that fill it run on a GPU's streams."""
+        return bool(self.tensors[0].is_cuda)
+
+    @property
     def page_bytes(self) -> int:
         """One object."""
         return int(self.piece_bytes.sum())

@@ -35,11 +35,13 @@ from kvstore.changes import Keys, keys_of_hex
 from kvstore.loading import Load
 from kvstore.outcomes import Put
 from kvstore.store import Store
+from sglang_mooncake.sglang.store.admission import Admission
 from sglang_mooncake.sglang.store.device_pools import DevicePool, facts_of, pools_of
 from sglang_mooncake.sglang.store.figures import open_exporter
+from sglang_mooncake.sglang.store.forwards import Forwards
 from sglang_mooncake.sglang.store.layer_loads import LayerLoads, PoolLoad
 from sglang_mooncake.sglang.store.options import Options
-from sglang_mooncake.sglang.store.prefixes import run, trailing_pages
+from sglang_mooncake.sglang.store.prefixes import trailing_pages
 from sglang_mooncake.sglang.store.signatures import SignatureNow, weights_of
 
 __all__ = ["StoreLinker"]
@@ -129,6 +131,8 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         for one in pools:
             one.pages.register(self._store.register)
         self._exporter = open_exporter(self._store.status)
+        forwards = Forwards(has_streams=pools[0].pages.on_gpu) if options.admission else None
+        self._admission = Admission(self._store, forwards, params.page_size)
         self._queued: dict[str, Pages] = {}
         self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._offloads: queue.SimpleQueue[_Offload | None] = queue.SimpleQueue()
@@ -156,12 +160,13 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # -- look-ups
 
-    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:  # noqa: ARG002
-        """Every number of pages, from the first on, that the store is known to have: with windows,
-        those whose last pages it has in the pool of windows, too."""
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        """Every number of pages, from the first on, that the store is known to have and that are
+        worth loading: with windows, those whose last pages it has in the pool of windows, too."""
         whole, *windows = transfers
         keys = keys_of_hex(whole.keys)
-        pages = run(self._found(whole.name, keys))
+        signature, page_bytes = self._signatures[whole.name].digest, self._page_bytes(whole.name)
+        pages = self._admission.offered(keys, signature, page_bytes, rid)
         lengths = set(range(1, pages + 1))
         for one in windows:
             # SGLang names as many pages as a window has, or all if there are fewer.
@@ -170,8 +175,10 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return sorted(lengths)
 
     def _found(self, name: PoolName, keys: Keys) -> npt.NDArray[np.bool_]:
-        signature = self._signatures[name].digest
-        return self._store.exists(keys, signature, self._pools[name].pages.page_bytes)
+        return self._store.exists(keys, self._signatures[name].digest, self._page_bytes(name))
+
+    def _page_bytes(self, name: PoolName) -> int:
+        return self._pools[name].pages.page_bytes
 
     # -- loads
 
@@ -217,13 +224,16 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """A layer is reported once it is proven to be right, apart from the checksums of whole
         pages. These are compared before the last layer is reported: until then the batch is not
         done, and can fail."""
-        loads = [
-            self._load_of(pool, [one[pool.name] for one in batch.loads])
-            for pool in self._pools.values()
-        ]
-        with LayerLoads(loads, self._layers, self._options.layers_per_read) as reads:
-            for layer in reads.layers():
-                self.layer_done_counter.complete(batch.index, layer)
+        whole = [one[PoolName.KV] for one in batch.loads]
+        keys = np.concatenate([one.keys for one in whole])
+        with self._admission.loading(keys, whole[0].signature, self._page_bytes(PoolName.KV)):
+            loads = [
+                self._load_of(pool, [one[pool.name] for one in batch.loads])
+                for pool in self._pools.values()
+            ]
+            with LayerLoads(loads, self._layers, self._options.layers_per_read) as reads:
+                for layer in reads.layers():
+                    self.layer_done_counter.complete(batch.index, layer)
 
     def _load_of(self, pool: DevicePool, pages: Sequence[_Pages]) -> PoolLoad:
         """Of one pool, for all requests of a batch."""
@@ -321,4 +331,5 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
             thread.join(CLOSE_TIMEOUT_S)
         if self._exporter is not None:
             self._exporter.close()
+        self._admission.close()
         self._store.close()

@@ -27,6 +27,7 @@ OWN: Final[dict[str, tuple[Any, str]]] = {
     "weights": (None, "str | None"),
     "layers_per_read": (LAYERS_PER_READ, "int"),
     "load_timeout_s": (LOAD_TIMEOUT_S, "float"),
+    "admission": (True, "bool"),
 }
 
 
@@ -42,12 +43,14 @@ class Options:
     layers_per_read: int
     #: A load that takes longer is given up.
     load_timeout_s: float
+    #: Loads only what is expected to be loaded in less time than it is computed.
+    admission: bool
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """``ValueError`` names what is unknown or wrong."""
         rest = dict(given)
-        weights, layers, timeout_s = (
+        weights, layers, timeout_s, admission = (
             typed(name, rest.pop(name, default), kind) for name, (default, kind) in OWN.items()
         )
         if layers < 1 or not (math.isfinite(timeout_s) and timeout_s > 0):
@@ -56,7 +59,8 @@ class Options:
             )
         settings = Settings.from_environment()
         store = Config.of(rest, settings.keys, OWN)
-        return cls(replace(store, engine=_engine(settings, store)), weights, layers, timeout_s)
+        store = replace(store, engine=_engine(settings, store))
+        return cls(store, weights, layers, timeout_s, admission)
 
 
 def _engine(settings: Settings, store: Config) -> te.Config:

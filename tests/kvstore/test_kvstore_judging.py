@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process measures of its reads, and judges by it, on owners that are real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store_makers import SIG, Room, config, contents, keys, until
+
+from kvstore.admission import MEASURED_MIN, Judged
+from kvstore.judging import Judging
+from kvstore.loading import Load
+from kvstore.outcomes import Got, Put
+from kvstore.owners import OWN
+from kvstore.store import Store
+
+N, NBYTES = 6, 40_000
+
+
+@pytest.fixture
+def stored(owner: Store, guest: Store) -> Room:
+    """Objects of ``owner`` that ``guest`` knows of, and memory of ``guest`` for them."""
+    room = Room(owner, N, NBYTES)
+    room.bytes[:] = contents(N, NBYTES)
+    assert owner.put(keys(N), SIG, room.pieces) == [Put.STORED] * N
+    until(lambda: guest.exists(keys(N), SIG, NBYTES).all(), "the guest knows of them")
+    return Room(guest, N, NBYTES)
+
+
+def speed(store: Store) -> float:
+    """Of its only other owner."""
+    (seen,) = store.status().owners
+    return seen.bytes_per_s
+
+
+@pytest.mark.parametrize("way", ["get", "load"])
+def test_reads_are_measured(guest: Store, stored: Room, way: str) -> None:
+    assert guest.expected_s(keys(N), SIG, NBYTES) is None
+    assert guest.judge(keys(N), SIG, NBYTES, 1e-12) == Judged(N, N, 0.0, N * 1e-12)
+    for _ in range(MEASURED_MIN):
+        if way == "get":
+            assert guest.get(keys(N), SIG, stored.pieces) == [Got.RIGHT] * N
+        else:
+            load = Load(guest, keys(N), SIG, stored.pieces, 5.0)
+            load.begin(0, 1)
+            assert load.wait(0)
+            assert load.finish() == [Got.RIGHT] * N
+    rate = speed(guest)
+    assert rate > 0
+    assert guest.expected_s(keys(N), SIG, NBYTES) == pytest.approx(N * NBYTES / rate)
+    assert guest.judge(keys(N), SIG, NBYTES, 1e-12).offered == 0
+    assert guest.judge(keys(N), SIG, NBYTES, 1e-12, probe=True).offered == 1
+    assert guest.judge(keys(N), SIG, NBYTES, 1e3).offered == N
+    assert guest.judge(keys(N), SIG, NBYTES, None).offered == N
+
+
+def test_only_what_is_stored_from_the_first_on_is_judged(guest: Store, stored: Room) -> None:
+    wanted = np.concatenate([keys(2), keys(1, 9), keys(N)[2:]])
+    before = guest.status().lookups
+    assert guest.judge(wanted, SIG, NBYTES, None) == Judged(2, 2)
+    after = guest.status().lookups
+    assert after["found"] == before["found"] + N, "look-ups are counted as ever"
+    assert after["missing"] == before.get("missing", 0) + 1
+    assert guest.judge(keys(1, 9), SIG, NBYTES, 1.0) == Judged(0, 0)
+    assert guest.judge(wanted[:0], SIG, NBYTES, 1.0) == Judged(0, 0)
+    assert guest.expected_s(wanted[:0], SIG, NBYTES) is None
+
+
+def test_a_read_that_times_out_counts_as_a_slow_one(
+    guest: Store, stored: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvstore import reading
+
+    monkeypatch.setattr(
+        reading.Group, "wait_for", lambda self, *_: self.fail(Got.TIMED_OUT, "a test says so")
+    )
+    for _ in range(MEASURED_MIN):
+        assert guest.get(keys(N), SIG, stored.pieces, 0.0) == [Got.TIMED_OUT] * N
+    assert speed(guest) > 0
+
+
+def test_an_owner_that_is_reached_anew_is_measured_anew(guest: Store, stored: Room) -> None:
+    for _ in range(MEASURED_MIN):
+        guest.get(keys(N), SIG, stored.pieces)
+    assert speed(guest) > 0
+    guest._owners._peers.clear()
+    guest.get(keys(N), SIG, stored.pieces)
+    assert speed(guest) == 0.0
+
+
+def test_the_own_memory_is_a_source_like_others(directory: Path) -> None:
+    with Store(config(directory, 8 << 20)) as store:
+        room = Room(store, N, NBYTES)
+        assert store.put(keys(N), SIG, room.pieces) == [Put.STORED] * N
+        for _ in range(MEASURED_MIN):
+            assert store.get(keys(N), SIG, room.pieces) == [Got.RIGHT] * N
+        assert store.judging.bytes_per_s(OWN) > 0
+
+
+def test_what_came_of_it_is_counted() -> None:
+    judging = Judging()
+    judging.count(Judged(5, 3, 1.0, 2.0))
+    judging.count(Judged(5, 1, 9.0, 2.0, probe=True))
+    judging.loaded(expected_s=1.0, took_s=1.5, compute_s=2.0)
+    judging.loaded(expected_s=1.0, took_s=2.5, compute_s=2.0)
+    counts = judging.counts
+    assert (counts.admitted, counts.declined, counts.probes) == (4, 6, 1)
+    assert (counts.loads, counts.expected_s, counts.took_s, counts.unpaid) == (2, 2.0, 4.0, 1)
