@@ -36,8 +36,12 @@ Numbers: TypeAlias = npt.NDArray[np.unsignedinteger]
 
 
 class Speed:
-    """Seconds for a unit (a byte, a token), from measurements that fade. Those of many units count
-    for more."""
+    """Seconds for a unit (a byte, a token), from measurements that fade.
+
+    Those of many units count for more, since few units take longer for their number. They do not
+    take less: a measurement that is faster than what was known counts as much as all before it,
+    however small it is. So a probe is enough to see that a network is fast again.
+    """
 
     __slots__ = ("_amount", "_count", "_seconds")
 
@@ -47,8 +51,11 @@ class Speed:
 
     def took(self, seconds: float, amount: float) -> None:
         """So many units took so long."""
-        self._seconds = FADES * self._seconds + seconds
-        self._amount = FADES * self._amount + amount
+        kept = FADES
+        if seconds * self._amount < self._seconds * amount:
+            kept = min(FADES, amount / self._amount)
+        self._seconds = kept * self._seconds + seconds
+        self._amount = kept * self._amount + amount
         self._count += 1
 
     @property

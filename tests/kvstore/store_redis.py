@@ -26,18 +26,21 @@ KEYS = Keys.from_secrets([SECRET])
 class RedisServer:
     """It keeps nothing on disk: one that is started again has lost all."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        """``host``: the address that it listens on."""
         ensure_programs({"redis-server": "redis-server"}, "the store's tests with an index")
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((host, 0))
             self.port: int = probe.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._host = host
+        self.url = f"redis://{host}:{self.port}/0"
         self._directory = tempfile.TemporaryDirectory(prefix="kv")
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Returns when it answers."""
-        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1"]
+        command = ["redis-server", "--port", str(self.port), "--bind", self._host]
+        command += ["--protected-mode", "no"]  # Which refuses others than the loopback.
         command += ["--save", "", "--appendonly", "no", "--dir", self._directory.name]
         self._process = subprocess.Popen(
             command,
@@ -77,9 +80,9 @@ class RedisServer:
 
 
 @contextmanager
-def redis_server() -> Iterator[RedisServer]:
+def redis_server(host: str = "127.0.0.1") -> Iterator[RedisServer]:
     """One that runs."""
-    server = RedisServer()
+    server = RedisServer(host)
     try:
         server.start()
         yield server

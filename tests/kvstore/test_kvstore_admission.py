@@ -121,6 +121,13 @@ def test_a_speed_follows_what_has_changed() -> None:
         speed.took(1.0, 1.0)
     assert speed.seconds_per_unit is not None
     assert 1.0 < speed.seconds_per_unit < 1.0 + 10 * FADES**20 * 1.1
+    for _ in range(10):
+        speed.took(1e6, 1e6)
+    assert speed.seconds_per_unit == pytest.approx(1.0)
+    speed.took(10.0, 1.0)
+    assert speed.seconds_per_unit == pytest.approx(1.0, rel=1e-3), "few units say little"
+    speed.took(0.5, 1.0)
+    assert speed.seconds_per_unit == pytest.approx(0.75, rel=1e-3), "unless they were faster"
     idle = Speed()
     for _ in range(MEASURED_MIN):
         idle.took(1.0, 0.0)
