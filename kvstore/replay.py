@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks of recorded requests a cache would have had: ``kvstore replay``.
-
-Traces are those of the FAST'25 paper on Mooncake (JSON lines with ``timestamp`` in ms,
-``input_length``, ``output_length`` and ``hash_ids``: a number for each block of 512 tokens, which
-stands for the block and all before it).
-"""
+"""How many blocks of recorded requests a cache would have had, and how long they would have waited
+for their first token: ``kvstore replay``."""
 
 from __future__ import annotations
 
@@ -13,18 +9,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
-import msgspec
-
-from kvstore.policies import POLICIES, Policy
+from kvstore import first_token
+from kvstore.policies import POLICIES
+from kvstore.traces import BLOCK_TOKENS, BlockCache, Request, read_trace
 
 __all__ = [
     "DESCRIPTION",
     "Hits",
-    "Request",
     "add_arguments",
-    "read_trace",
     "replay",
     "run",
     "table",
@@ -33,23 +27,12 @@ __all__ = [
 DESCRIPTION: Final = (
     "Replays a trace against one cache for all requests, with each policy and capacity. A block is"
     " hit if it and all blocks before it in its request are cached. What is not cached is stored,"
-    " and the policy says what goes for it."
+    " and the policy says what goes for it. With --ttft: simulates prefill instances that compute"
+    " what their caches, or a pool of all caches, do not have, and how long requests wait for their"
+    " first token."
 )
-BLOCK_TOKENS: Final = 512
 CAPACITIES: Final = (1_000, 3_000, 5_859, 10_000, 20_000, 50_000, 97_656)
 """0.5 to 50 million tokens."""
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class Request(msgspec.Struct, frozen=True):
-    """A line of a trace."""
-
-    #: Of its arrival, in ms since the trace's begin.
-    timestamp: Count
-    input_length: Count
-    output_length: Count
-    hash_ids: list[Count]
 
 
 @dataclass(frozen=True)
@@ -68,41 +51,14 @@ class Hits:
         return self.hit_blocks / self.blocks if self.blocks else 0.0
 
 
-def read_trace(path: Path) -> list[Request]:
-    """``ValueError`` names the line that is none; ``OSError``."""
-    decoder = msgspec.json.Decoder(Request)
-    requests: list[Request] = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                requests.append(decoder.decode(line))
-            except msgspec.DecodeError as exc:
-                raise ValueError(f"{path}, line {number}: {exc}") from exc
-    if not requests:
-        raise ValueError(f"{path} has no requests")
-    return requests
-
-
 def replay(requests: Sequence[Request], policy: str, capacity: int) -> Hits:
     """One cache of ``capacity`` blocks, empty at the begin."""
-    chosen = POLICIES[policy]()
-    stored: set[int] = set()
+    cache = BlockCache(policy, capacity)
     blocks = hit_blocks = 0
     for request in requests:
-        is_run = True
-        for block in request.hash_ids:
-            blocks += 1
-            if block in stored:
-                hit_blocks += is_run
-                chosen.touch(_key(block))
-            else:
-                is_run = False
-                if len(stored) >= capacity:
-                    _evict(chosen, stored)
-                chosen.add(_key(block))
-                stored.add(block)
+        blocks += len(request.hash_ids)
+        hit_blocks += cache.run(request.hash_ids)
+        cache.use(request.hash_ids)
     return Hits(policy, capacity, blocks, hit_blocks)
 
 
@@ -135,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"blocks of {BLOCK_TOKENS} tokens, separated by commas",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    first_token.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -146,6 +103,8 @@ def run(options: argparse.Namespace) -> int:
     capacities = [int(one) if one.isdecimal() else 0 for one in options.capacity.split(",")]
     if min(capacities) < 1:
         raise ValueError(f"--capacity {options.capacity}: give positive whole numbers of blocks")
+    if options.ttft:
+        return first_token.run(options)
     requests = read_trace(options.trace)
     found = [replay(requests, policy, one) for policy in policies for one in capacities]
     if options.json:
@@ -155,13 +114,3 @@ def run(options: argparse.Namespace) -> int:
         text = f"{table(found)}\nwithout a limit: {ideal.ratio:.4f} of {ideal.blocks} blocks"
     print(text)  # noqa: T201
     return 0
-
-
-def _key(block: int) -> bytes:
-    return block.to_bytes(8, "little")
-
-
-def _evict(policy: Policy, stored: set[int]) -> None:
-    victim = policy.evict()
-    if victim is not None:
-        stored.discard(int.from_bytes(victim, "little"))

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import json
-import lzma
 from pathlib import Path
 
-import numpy as np
 import pytest
+from store_traces import lines
 
 from kvstore.cli import main
-from kvstore.replay import CAPACITIES, Request, read_trace, replay
+from kvstore.replay import CAPACITIES, replay
+from kvstore.traces import Request, read_trace
 
-DATA = Path(__file__).parent / "data"
 #: What another simulator found, for the capacities of `CAPACITIES`.
 KNOWN = {
     ("conversation", "lru"): [0.0445, 0.0650, 0.1355, 0.2112, 0.2875, 0.3546, 0.3635],
@@ -22,30 +21,6 @@ KNOWN = {
     ("synthetic", "arc"): [0.0909, 0.1965, 0.3155, 0.4315, 0.5930, 0.6396, 0.6396],
 }
 IDEAL = {"conversation": (12_031, 288_500, 0.3664), "synthetic": (3_993, 121_877, 0.6396)}
-
-
-def lines(name: str) -> str:
-    """A trace as it is published."""
-    raw = np.frombuffer(lzma.decompress((DATA / f"{name}.xz").read_bytes()), "<i4")
-    requests, blocks = raw[:2].tolist()
-    counts, steps, times, inputs, outputs = np.split(
-        raw[2:], np.cumsum([requests, blocks, requests, requests])
-    )
-    ends = np.cumsum(counts)
-    ids = np.cumsum(steps.astype(np.int64))
-    arrivals = np.cumsum(times)
-    return "".join(
-        json.dumps(
-            {
-                "timestamp": int(arrivals[i]),
-                "input_length": int(inputs[i]),
-                "output_length": int(outputs[i]),
-                "hash_ids": ids[ends[i] - counts[i] : ends[i]].tolist(),
-            }
-        )
-        + "\n"
-        for i in range(requests)
-    )
 
 
 @pytest.fixture(scope="module", params=sorted(IDEAL))
