@@ -128,7 +128,7 @@ class _Simulation:
         if cluster.pooled:
             caches = [self._cache(cluster.instances)] * cluster.instances
         self._instances = [_Instance(one) for one in caches]
-        #: Where each block was computed first, if all use it.
+        #: Where each block was computed, if all use it.
         self._holders: dict[int, int] = {}
         self._ends: list[tuple[float, int, int]] = []
         self._ttft_s = [0.0] * len(requests)
@@ -212,10 +212,10 @@ class _Simulation:
         blocks = self._requests[number].hash_ids
         self._ttft_s[number] = now_s - self._arrivals_s[number]
         if instance.cache is not None:
-            instance.cache.use(blocks)
             if self._cluster.pooled:
-                for block in blocks:
-                    self._holders.setdefault(block, place)
+                new = blocks[instance.cache.run(blocks) :]
+                self._holders.update(dict.fromkeys(new, place))
+            instance.cache.use(blocks)
         instance.is_busy = False
         if instance.queue:
             self._begin(place, now_s)

@@ -89,6 +89,17 @@ def test_transfers_begin_while_a_prompt_waits() -> None:
     assert got.ttft_s[-1] == 2 * BLOCK_S
 
 
+def test_transfers_to_one_instance_wait_for_each_other() -> None:
+    slow = replace(RATES, network_bytes_per_s=0.5)
+    busy = prompt(9000, *range(50, 90))
+    trace = [prompt(0, 1), prompt(0, 9), busy, prompt(9000, 1, 3), prompt(9000, 1, 4)]
+    two = replace(ONE, instances=2, pooled=True, rates=slow)
+    got = simulate(trace, two)
+    assert got.ttft_s[3:] == [3 * BLOCK_S, 5 * BLOCK_S]
+    later = simulate([*trace, prompt(99000, 1, 5)], two)
+    assert later.ttft_s[-1] == BLOCK_S, "what was read is still where it was computed"
+
+
 def test_routings() -> None:
     trace = [prompt(0, 1, 2), prompt(5000, 7, 8), prompt(9000, 7, 8, 9)]
     two = replace(ONE, instances=2)
