@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program: a server whose pages are all at an owner behind a network that becomes slow, and fast
+again. Prints what it saw, as JSON: one record for each time that all requests were sent.
+
+It moves into network namespaces of its own, so that it cannot be a part of the tests' process.
+Exit status 2: there are no namespaces here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from cpu_serving.model import FIRST_PLAIN_TOKEN, VOCAB_SIZE, LlamaSize, make_llama
+from cpu_serving.namespaces import NoNetwork
+from cpu_serving.servers import Fleet, Server, ServerOptions, wait_ready
+from cpu_serving.store import flush, with_store
+from cpu_serving.traffic import Request, send_all
+from store_redis import redis_server
+from ttft_bench.network import NEAR, Network
+
+from bootstrap_server.secret_file import write_secret_file
+from kvstore.status import QUESTION, StoreStatus, status_of
+from te import status
+
+EXIT_NO_NAMESPACES = 2
+REQUESTS, PROMPT = 8, 512
+SIZE = LlamaSize(
+    layers=4, hidden=256, intermediate=1024, heads=4, head_dim=64, positions=PROMPT + 16
+)
+SLOW_BITS_PER_S = 20e6
+"""A prompt of 4 MiB takes 1.7 s."""
+WAIT_S = 240.0
+
+
+@contextmanager
+def lender(index: str, secret: Path, directory: Path) -> Iterator[None]:
+    """`kvstore serve`, in the namespace of the calling thread, with a directory of its own."""
+    command = [sys.executable, "-m", "kvstore", "serve", "--memory=64MiB", f"--index={index}"]
+    process = subprocess.Popen(
+        [*command, f"--secret-file={secret}"],
+        stdout=subprocess.PIPE,
+        process_group=0,
+        env=os.environ | {"XDG_RUNTIME_DIR": str(directory)},
+    )
+    assert process.stdout is not None
+    try:
+        assert b"lends" in process.stdout.readline()
+        yield
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+class Watched:
+    """The server, asked for the same prompts again and again."""
+
+    def __init__(self, server: Server, status_dir: Path) -> None:
+        self._server = server
+        self._status_dir = status_dir
+        rows = np.random.default_rng(31).integers(FIRST_PLAIN_TOKEN, VOCAB_SIZE, (REQUESTS, PROMPT))
+        self._requests = [Request(tuple(row.tolist())) for row in rows]
+
+    def store(self) -> StoreStatus:
+        """The server's part of the store."""
+        for live in status.running(self._status_dir):
+            try:
+                return status_of(status.ask(live.path, QUESTION))
+            except status.StatusError:
+                continue  # Another engine.
+        raise AssertionError("the server has no part of the store")
+
+    def wait_for_owner(self) -> None:
+        """Until the server can use it."""
+        deadline_s = time.monotonic() + WAIT_S
+        while not any(one.usable for one in self.store().owners):
+            assert time.monotonic() < deadline_s, "the owner is not known"
+            time.sleep(0.05)
+
+    def ask(self, title: str) -> dict[str, Any]:
+        """All prompts, one after the other, on an empty device."""
+        flush(self._server)
+        answers = send_all(self._server.url, self._requests, concurrency=1)
+        seen = self.store()
+        return {
+            "title": title,
+            "cached": [one.cached_tokens for one in answers],
+            "elapsed_s": [one.elapsed_s for one in answers],
+            "output_ids": [one.output_ids for one in answers],
+            "errors": [one.error for one in answers if one.error],
+            "admission": msgspec.to_builtins(seen.admission),
+            "bytes_per_s": [one.bytes_per_s for one in seen.owners],
+        }
+
+
+def rounds(network: Network, watched: Watched) -> Iterator[dict[str, Any]]:
+    """Computes; loads while the network is fast; then slow; then fast again."""
+    yield watched.ask("computed")
+    yield watched.ask("fast")
+    network.limit(SLOW_BITS_PER_S)
+    yield watched.ask("slow")
+    yield watched.ask("still slow")
+    network.limit(None)
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        again = watched.ask("fast again")
+        yield again
+        if min(again["cached"]) > 0 and min(again["cached"]) == max(again["cached"]):
+            return
+
+
+def main() -> int:
+    """The exit status."""
+    try:
+        network = Network()
+    except NoNetwork as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_NO_NAMESPACES
+    with tempfile.TemporaryDirectory(prefix="kv") as path, redis_server(NEAR) as redis:
+        place = Path(path)
+        secret, status_dir = place / "secret", place / "te"
+        write_secret_file(str(secret))
+        options = with_store(
+            ServerOptions(make_llama(SIZE), host=NEAR),
+            place / "s",
+            "0",
+            index=redis.url,
+            secret_file=str(secret),
+        )
+        env = {"SGLANG_MOONCAKE_TRANSPORTS": "tcp", "SGLANG_MOONCAKE_STATUS_DIR": str(status_dir)}
+        run_dir = Path(sys.argv[1])
+        with ExitStack() as stack, Fleet(run_dir) as fleet:
+            with network.far_side():
+                (place / "far").mkdir()
+                stack.enter_context(lender(redis.url, secret, place / "far"))
+            server = fleet.server("single", replace(options, extra_env=env), name="borrower")
+            wait_ready([server])
+            watched = Watched(server, status_dir)
+            watched.wait_for_owner()
+            print(json.dumps(list(rounds(network, watched))))  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
