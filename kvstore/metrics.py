@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+from kvstore.judging import AdmissionCounts
 from kvstore.outcomes import Got, Put
 from kvstore.status import StoreStatus
 
@@ -56,6 +57,26 @@ METRICS: Final = (
     ),
     Metric("got_bytes_total", "counter", (), "Bytes of the objects that this process read."),
     Metric("put_bytes_total", "counter", (), "Bytes of the objects that this process stored."),
+    Metric(
+        "judged_total",
+        "counter",
+        ("verdict",),
+        "Objects that were found, by what was done with them: admitted to be loaded, or declined,"
+        " since computing them was expected to take less time.",
+    ),
+    Metric(
+        "judged_loads_total",
+        "counter",
+        ("outcome",),
+        "Loads of which it was known beforehand what they take: paid, or unpaid, which means that"
+        " they took longer than computing their objects would have.",
+    ),
+    Metric(
+        "judged_loads_seconds_total",
+        "counter",
+        ("time",),
+        "Time of these loads, as it was expected and as they took.",
+    ),
     Metric("lent_bytes", "gauge", (), "Memory that this process lends to the store."),
     Metric("used_bytes", "gauge", (), "Lent memory that objects or claims occupy."),
     Metric("objects", "gauge", (), "Objects in this process's lent memory."),
@@ -118,6 +139,7 @@ def counters(status: StoreStatus) -> dict[Key, float]:
         **_by_outcome("lookups_total", status.lookups, _LOOKUPS),
         **_by_outcome("gets_total", status.gets, _values(Got)),
         **_by_outcome("puts_total", status.puts, _values(Put)),
+        **_judged(status.admission),
     }
     own = status.own
     if own is not None:
@@ -175,6 +197,17 @@ def _lines(values: Mapping[str, Iterable[tuple[tuple[str, ...], float]]]) -> Ite
             )
             labels = f"{{{pairs}}}" if pairs else ""
             yield f"{PREFIX}{metric.name}{labels} {value}"
+
+
+def _judged(counts: AdmissionCounts) -> dict[Key, float]:
+    return {
+        ("judged_total", ("admitted",)): counts.admitted,
+        ("judged_total", ("declined",)): counts.declined,
+        ("judged_loads_total", ("paid",)): counts.loads - counts.unpaid,
+        ("judged_loads_total", ("unpaid",)): counts.unpaid,
+        ("judged_loads_seconds_total", ("expected",)): counts.expected_s,
+        ("judged_loads_seconds_total", ("took",)): counts.took_s,
+    }
 
 
 def _values(outcomes: type[Enum]) -> list[str]:

@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
 from kvstore import metrics
+from kvstore.judging import AdmissionCounts
 from kvstore.metrics import METRICS, PREFIX, Key, counters, gauges, text
 from kvstore.metrics_http import MetricsServer
 from kvstore.outcomes import Got, Put
@@ -68,7 +70,7 @@ def test_every_field_of_the_status_is_told_or_left_out_on_purpose() -> None:
     """A new figure of the store should not be forgotten here."""
     told = {
         "memory", "own", "owners", "gets", "puts", "lookups", "bytes_got", "bytes_put",
-        "table_bytes",
+        "table_bytes", "admission",
     }  # fmt: skip
     names_the_process = {"pid", "process"}
     assert set(StoreStatus.__struct_fields__) == told | names_the_process
@@ -91,6 +93,19 @@ def test_figures_are_those_that_were_counted() -> None:
     assert told["owners", ("usable",)] == 2
     assert told["owners", ("unusable",)] == 1
     assert told["known_objects", ()] == 13
+
+
+def test_loads_that_were_judged_are_told() -> None:
+    counts = AdmissionCounts(5, 3, probes=1, loads=7, expected_s=1.5, took_s=2.5, unpaid=2)
+    told = counters(msgspec.structs.replace(STATUS, admission=counts))
+    assert {key: value for key, value in told.items() if key[0].startswith("judged")} == {
+        ("judged_total", ("admitted",)): 5,
+        ("judged_total", ("declined",)): 3,
+        ("judged_loads_total", ("paid",)): 5,
+        ("judged_loads_total", ("unpaid",)): 2,
+        ("judged_loads_seconds_total", ("expected",)): 1.5,
+        ("judged_loads_seconds_total", ("took",)): 2.5,
+    }
 
 
 def test_who_lends_nothing_tells_nothing_of_it() -> None:
