@@ -4,13 +4,21 @@
 from __future__ import annotations
 
 import threading
-from typing import Final
+from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from kvstore.admission import Judged, Numbers, Speed, expected_s, judge
+from kvstore.changes import OWNERS_MAX
 
-__all__ = ["AdmissionCounts", "Judging"]
+__all__ = ["AdmissionCounts", "Judging", "source_of"]
+
+
+def source_of(owners: Any, below: Any) -> Any:
+    """The numbers of sources, as admission tells them apart: an owner's memory, or a tier below it.
+    Both are arrays, or both are numpy's scalars."""
+    return owners + below * np.uint16(OWNERS_MAX)
 
 
 class AdmissionCounts(msgspec.Struct, frozen=True):
@@ -34,41 +42,42 @@ class Judging:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: Seconds per byte of reads from an owner, by its number.
+        #: Seconds per byte of reads, by the number of the source.
         self._speeds: Final[dict[int, Speed]] = {}
         self._counts = AdmissionCounts()
 
     # -- measurements
 
-    def measured(self, owner: int, seconds: float, nbytes: int) -> None:
-        """A read of so many bytes from an owner took so long."""
+    def measured(self, source: int, seconds: float, nbytes: int) -> None:
+        """A read of so many bytes from a source took so long."""
         with self._lock:
-            self._speeds.setdefault(owner, Speed()).took(seconds, nbytes)
+            self._speeds.setdefault(source, Speed()).took(seconds, nbytes)
 
     def forget(self, owner: int) -> None:
         """The owner is another one now, or its connection is."""
         with self._lock:
-            self._speeds.pop(owner, None)
+            for source in (owner, owner + OWNERS_MAX):
+                self._speeds.pop(source, None)
 
     def bytes_per_s(self, owner: int) -> float:
-        """0.0 while it is not known."""
+        """Of reads from an owner's memory; 0.0 while that is not known."""
         each_s = self._each_s(1).get(owner)
         return 1 / each_s if each_s else 0.0
 
     # -- judgements
 
-    def judge(self, owners: Numbers, nbytes: int, compute_s: float | None, probe: bool) -> Judged:
+    def judge(self, sources: Numbers, nbytes: int, compute_s: float | None, probe: bool) -> Judged:
         """``admission.judge`` for objects of ``nbytes``."""
-        return judge(owners, self._each_s(nbytes), compute_s, probe=probe)
+        return judge(sources, self._each_s(nbytes), compute_s, probe=probe)
 
-    def expected_s(self, owners: Numbers, nbytes: int) -> float | None:
+    def expected_s(self, sources: Numbers, nbytes: int) -> float | None:
         """``admission.expected_s`` for objects of ``nbytes``."""
-        return expected_s(owners, self._each_s(nbytes))
+        return expected_s(sources, self._each_s(nbytes))
 
     def _each_s(self, nbytes: int) -> dict[int, float]:
         with self._lock:
-            known = ((owner, one.seconds_per_unit) for owner, one in self._speeds.items())
-            return {owner: each_s * nbytes for owner, each_s in known if each_s is not None}
+            known = ((source, one.seconds_per_unit) for source, one in self._speeds.items())
+            return {source: each_s * nbytes for source, each_s in known if each_s is not None}
 
     # -- what came of it
 

@@ -22,7 +22,7 @@ from kvstore.asking import NoAnswer
 from kvstore.changes import BELOW, PLACE, Found, Keys, Records, form_of
 from kvstore.config import Config
 from kvstore.handles import Handle
-from kvstore.judging import Judging
+from kvstore.judging import Judging, source_of
 from kvstore.lifting import lift
 from kvstore.meeting import meet
 from kvstore.memory import Memory
@@ -142,21 +142,21 @@ class Store:
         """As ``exists``, for who needs objects from the first one on and could compute them, which
         takes ``compute_s`` for one; None if that is not known. How many of them are stored, and how
         many of these are worth loading."""
-        owners = self._run(keys, signature, nbytes, count=True)
-        return self.judging.judge(owners, nbytes, compute_s, probe)
+        sources = self._run(keys, signature, nbytes, count=True)
+        return self.judging.judge(sources, nbytes, compute_s, probe)
 
     def expected_s(self, keys: Keys, signature: bytes, nbytes: int) -> float | None:
         """How long loading these objects takes; None while that is not known."""
         return self.judging.expected_s(self._run(keys, signature, nbytes, count=False), nbytes)
 
     def _run(self, keys: Keys, signature: bytes, nbytes: int, *, count: bool) -> Numbers:
-        """The owners of the objects before the first one that is not stored."""
+        """The sources of the objects before the first one that is not stored."""
         places = self._owners.look_up(keys, form_of(signature, nbytes))
         found: npt.NDArray[np.bool_] = places["found"] == Found.HERE
         if count:
             self._count_lookups(found, places["found"] == Found.OTHER)
-        owners: Numbers = places["owner"]
-        return owners if found.all() else owners[: int(found.argmin())]
+        sources: Numbers = source_of(places["owner"], places["slot"] == BELOW)
+        return sources if found.all() else sources[: int(found.argmin())]
 
     # -- objects
 
@@ -380,7 +380,7 @@ class Store:
         push out each other. Ends after a few rounds that have brought nothing."""
         nbytes, barren = destination.object_bytes, 0
         while rows and barren < BARREN_MAX and time.monotonic() < deadline_s:
-            some = keys[list(rows)]
+            some, begun_s = keys[list(rows)], time.monotonic()
             places = self._owners.look_up(some, form_of(signature, nbytes))
             lift(self._owners.handle, some, signature, nbytes, places, deadline_s)
             for row in rows:
@@ -394,9 +394,20 @@ class Store:
             except BaseException:
                 _cancel(groups)
                 raise
+            self._measure_below(groups, outcomes, nbytes, time.monotonic() - begun_s)
             left = [row for row in rows if outcomes[row] in (Got.LEFT_BELOW, Got.MOVED)]
             barren = barren + 1 if len(left) == len(rows) else 0
             rows = left
+
+    def _measure_below(
+        self, groups: Sequence[Group], outcomes: Sequence[Got], nbytes: int, took_s: float
+    ) -> None:
+        """What lay below took the time of its lift, too. Owners lift one after the other."""
+        for group in groups:
+            right = sum(outcomes[row] is Got.RIGHT for row in group.rows)
+            if right:
+                below = int(source_of(np.uint16(group.source.number), np.True_))
+                self.judging.measured(below, took_s, right * nbytes)
 
     def _put_at(
         self, number: int, keys: Keys, signature: bytes, source: Pieces, deadline_s: float

@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, deaf, keys, until
 
+from kvstore.admission import MEASURED_MIN, Judged
 from kvstore.carrier import READS_MAX
 from kvstore.changes import BELOW, Found, form_of
 from kvstore.config import Config
 from kvstore.deepshelf import Lifted, LiftState
+from kvstore.judging import source_of
 from kvstore.loading import Load
 from kvstore.outcomes import Got, Put
 from kvstore.owner import Owner
@@ -109,6 +111,27 @@ def test_more_than_the_memory_holds_is_there(lender: Store, reader: Store) -> No
     assert stats.lifted > N
     assert stats.moved_down == stats.below <= N
     assert stats.below_bytes == stats.below * NBYTES
+
+
+def test_what_lies_below_is_a_source_of_its_own(lender: Store, reader: Store) -> None:
+    """Whose time has the owner's lift in it."""
+    deep = np.flatnonzero(below(reader))
+    assert reader.expected_s(KEYS[deep[:1]], SIG, NBYTES) is None
+    for _ in range(MEASURED_MIN):
+        assert get(reader, np.flatnonzero(below(reader))[:5]) == [Got.RIGHT] * 5
+    deep, high = np.flatnonzero(below(reader)), np.flatnonzero(~below(reader))
+    assert reader.expected_s(KEYS[deep[:1]], SIG, NBYTES) is not None
+    assert reader.expected_s(KEYS[high[:1]], SIG, NBYTES) is not None
+    places = reader._owners.look_up(KEYS, form_of(SIG, NBYTES))
+    owner = int(places["owner"][0])
+    reader.judging.forget(owner)
+    assert reader.expected_s(KEYS[deep[:1]], SIG, NBYTES) is None
+    for _ in range(MEASURED_MIN):
+        reader.judging.measured(owner, 0.001, NBYTES)
+        reader.judging.measured(int(source_of(np.uint16(owner), np.True_)), 5.0, NBYTES)
+    wanted = KEYS[[*high[:4], *deep[:4]]]
+    assert reader.judge(wanted, SIG, NBYTES, compute_s=1.0) == Judged(8, 4, 20.0, 8.0)
+    assert reader.judge(wanted, SIG, NBYTES, compute_s=6.0).offered == 8
 
 
 def test_what_lies_below_is_not_stored_again(lender: Store, reader: Store) -> None:
