@@ -12,7 +12,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-HEADERS = [str(one) for one in sorted(Path("te").rglob("*.h"))]
+TOPS = ("te", "kvstore")
+HEADERS = [str(one) for top in TOPS for one in sorted(Path(top).rglob("*.h"))]
 PASSES = {"te.verbs._core": "-O2"}  # not a loop in it
 
 
@@ -57,9 +58,7 @@ def in_c(name: str) -> Extension:
 
 
 if __name__ == "__main__":  # Cython's processes may import this file once more
-    found = [
-        extension(one) for top in ("te", "kvstore") for one in sorted(Path(top).rglob("*.pyx"))
-    ]
+    found = [extension(one) for top in TOPS for one in sorted(Path(top).rglob("*.pyx"))]
     found += [in_c("_floors"), in_c("_copier"), in_c("_gpu")]
     if not {"bdist_wheel", "sdist"}.isdisjoint(sys.argv):
         found = [one for one in found if not one.name.startswith("te.bench.")]

@@ -21,6 +21,7 @@ KEY_BYTES: Final = 32
 """Of a key of te's (``te.Config.keys``)."""
 
 _SUFFIX: Final = ".store"
+_NEAR: Final = ".near"
 PATH_BYTES_MAX: Final = 107
 """Of the address of a Unix socket: unix(7), less the final zero."""
 STALE_AGE_S: Final = 10.0
@@ -84,6 +85,10 @@ class Directory:
         """Where an owner shall listen; ``name`` is its engine's id."""
         return f"ipc://{self._socket(name)}"
 
+    def near_at(self, name: str) -> Path | None:
+        """Where it shall listen for ``kvstore.calling``."""
+        return self._socket(name).with_suffix(_NEAR)
+
     def announce(self, name: str, endpoint: str) -> None:
         """The owner listens, and others see its socket."""
 
@@ -95,7 +100,7 @@ class Directory:
         found: dict[str, Where] = {}
         for path in self._path.glob(f"*{_SUFFIX}"):
             if self._is_heard(path):
-                found[path.stem] = Where(f"ipc://{path}")
+                found[path.stem] = Where(f"ipc://{path}", near=str(path.with_suffix(_NEAR)))
         return found
 
     def _socket(self, name: str) -> Path:
@@ -111,6 +116,7 @@ class Directory:
             except OSError:
                 with contextlib.suppress(FileNotFoundError):
                     if time.time() - path.stat().st_mtime > STALE_AGE_S:
+                        path.with_suffix(_NEAR).unlink(missing_ok=True)
                         path.unlink()
                 return False
         return True

@@ -58,7 +58,7 @@ class Followed:
         self.card: OwnerCard | None = None
         self.asker: Final = Asker(far.sockets, where, name)
         self._far = far
-        self._where = where
+        self.where: Final = where
         self._socket: zmq.Socket[bytes] | None = None
         self._asked: dict[bytes, tuple[Future[Answer], float]] = {}
         self._ids = itertools.count()
@@ -84,7 +84,7 @@ class Followed:
         self.close()
         self._waiting_since_s = time.monotonic()
         try:
-            self._socket = self._far.sockets.connect(self._where)
+            self._socket = self._far.sockets.connect(self.where)
         except zmq.ZMQError as exc:  # Too many open files.
             logger.warning("owner %s cannot be connected to: %s", self.name, exc)
             return

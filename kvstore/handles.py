@@ -11,12 +11,17 @@ import numpy as np
 
 import te
 from kvstore.asking import NoAnswer
+from kvstore.calling import Caller
 from kvstore.changes import Keys
+from kvstore.copying import gather
 from kvstore.deepshelf import Lifted, LiftState
 from kvstore.far import Followed
 from kvstore.messages import (
     LIFT_MS_MAX,
+    STORED_BYTES_MAX,
+    TRAY_BYTES,
     Abandon,
+    Answer,
     Claim,
     Clear,
     Done,
@@ -28,8 +33,10 @@ from kvstore.messages import (
     Remove,
     Store,
     Stored,
+    Take,
 )
 from kvstore.owner import Grant, Owner
+from kvstore.pieces import Pieces
 from kvstore.reading import Source
 from kvstore.shelf import Verdict
 
@@ -37,6 +44,8 @@ __all__ = ["FarHandle", "Handle", "OwnHandle"]
 
 ANSWERED_PART: Final = 0.8
 """An owner is given this part of the time for an answer to a question that waits."""
+
+_GRANTED: Final = Verdict.GRANTED.value
 
 Wanted = TypeVar("Wanted", Granted, Done, Stored, InMemory)
 
@@ -50,10 +59,16 @@ class Handle(Protocol):
     def claim(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Grant:
         """See ``Owner.claim``."""
 
-    def store(
-        self, keys: Keys, signature: bytes, nbytes: int, data: bytes, timeout_s: float
-    ) -> Sequence[Verdict]:
-        """See ``Owner.store``. At most ``STORED_BYTES_MAX`` bytes."""
+    @property
+    def take_bytes_max(self) -> int:
+        """What ``take`` takes at once."""
+        ...
+
+    def take(
+        self, keys: Keys, signature: bytes, pieces: Pieces, timeout_s: float
+    ) -> Sequence[Verdict] | None:
+        """Has objects stored that the processor can read here: see ``Owner.take``. None if they
+        have to be claimed and written now."""
 
     def publish(self, claim_id: int, timeout_s: float) -> str:
         """See ``Owner.publish``."""
@@ -83,16 +98,22 @@ class OwnHandle:
         """See ``Handle``. It does not wait."""
         return self._owner.claim(keys, signature, nbytes, self._identity)
 
-    def store(
+    @property
+    def take_bytes_max(self) -> int:
+        """See ``Handle``. All that there can be."""
+        return 1 << 62
+
+    def take(
         self,
         keys: Keys,
         signature: bytes,
-        nbytes: int,
-        data: bytes,
+        pieces: Pieces,
         timeout_s: float,  # noqa: ARG002
     ) -> Sequence[Verdict]:
         """See ``Handle``. It does not wait."""
-        return self._owner.store(keys, signature, nbytes, data)
+        verdicts = self._owner.take(keys, signature, pieces)
+        self._owner.tell()
+        return verdicts
 
     def publish(self, claim_id: int, timeout_s: float) -> str:  # noqa: ARG002
         """See ``Handle``. It waits for the fence."""
@@ -119,10 +140,17 @@ class FarHandle:
     """Another process's."""
 
     def __init__(
-        self, owner: Followed, engine: te.Engine, source: Source, timeout_s: float
+        self,
+        owner: Followed,
+        engine: te.Engine,
+        source: Source,
+        caller: Caller | None,
+        timeout_s: float,
     ) -> None:
-        """``timeout_s``: for answers that need no waiting at the owner."""
+        """``caller``: for an owner of this host. ``timeout_s``: for answers that need no waiting at
+        the owner."""
         self.source = source
+        self._caller = caller
         self._owner = owner
         self._engine = engine
         self._timeout_s = timeout_s
@@ -138,13 +166,34 @@ class FarHandle:
             np.frombuffer(granted.slots, "<u4").tolist(),
         )
 
-    def store(
-        self, keys: Keys, signature: bytes, nbytes: int, data: bytes, timeout_s: float
-    ) -> Sequence[Verdict]:
-        """See ``Handle``."""
-        question = Store(keys.tobytes(), signature, nbytes, data)
-        answer = self._ask(question, Stored, min(timeout_s, self._timeout_s))
-        return [Verdict(one) for one in answer.verdicts]
+    @property
+    def take_bytes_max(self) -> int:
+        """See ``Handle``. Larger objects are written by te."""
+        return STORED_BYTES_MAX if self._caller is None else TRAY_BYTES
+
+    def take(
+        self, keys: Keys, signature: bytes, pieces: Pieces, timeout_s: float
+    ) -> Sequence[Verdict] | None:
+        """See ``Handle``. In one question; None if other threads have all lines to the owner."""
+        nbytes, timeout_s = pieces.object_bytes, min(timeout_s, self._timeout_s)
+        answer: Answer | None = None
+        if self._caller is not None:
+            question = Take(keys.tobytes(), signature, nbytes)
+            answer = self._caller.ask_with_tray(
+                lambda address: gather(pieces, address), question, timeout_s
+            )
+        if answer is None and len(pieces) * nbytes <= STORED_BYTES_MAX:
+            data = np.empty(len(pieces) * nbytes, np.uint8)
+            gather(pieces, data.ctypes.data)
+            answer = self._owner.asker.ask(
+                Store(keys.tobytes(), signature, nbytes, data.tobytes()), timeout_s
+            )
+        if answer is None:
+            return None
+        verdicts = self._expected(answer, Stored).verdicts
+        if verdicts == [_GRANTED] * len(keys):
+            return [Verdict.GRANTED] * len(keys)
+        return [Verdict(one) for one in verdicts]
 
     def publish(self, claim_id: int, timeout_s: float) -> str:
         """See ``Handle``."""
@@ -174,7 +223,12 @@ class FarHandle:
         self._ask(Clear(signature), Done, self._timeout_s)
 
     def _ask(self, question: Question, kind: type[Wanted], timeout_s: float) -> Wanted:
-        answer = self._owner.asker.ask(question, timeout_s)
+        answer = None if self._caller is None else self._caller.ask(question, timeout_s)
+        if answer is None:
+            answer = self._owner.asker.ask(question, timeout_s)
+        return self._expected(answer, kind)
+
+    def _expected(self, answer: Answer, kind: type[Wanted]) -> Wanted:
         if not isinstance(answer, kind):
             raise NoAnswer(f"owner {self._owner.name} answers with {type(answer).__name__}")
         return answer

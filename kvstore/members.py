@@ -12,6 +12,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
@@ -103,6 +104,10 @@ class Members:
     def listen_at(self, _name: str) -> str:
         """Where an owner shall listen: at any free port."""
         return f"tcp://{self._host}:*"
+
+    def near_at(self, _name: str) -> Path | None:
+        """Nowhere: that somebody is on the same host proves nothing."""
+        return None
 
     def announce(self, name: str, endpoint: str) -> None:
         """From now on this process's owner is in the list; ``name`` is its engine's id."""

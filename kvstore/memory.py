@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import bisect
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
-import xxhash
 
 import te
-from kvstore.pieces import Pieces
+from kvstore.pieces import U64, Pieces
 
 __all__ = ["Memory"]
+
+Spans: TypeAlias = tuple[U64, U64]
+"""Where ranges begin and where they end, in order."""
 
 
 class Memory:
@@ -22,6 +25,7 @@ class Memory:
         self._engine: Final = engine
         self._starts: list[int] = []
         self._ranges: list[tuple[te.Region, memoryview | None]] = []
+        self._note()
 
     def register(self, memory: Any, nbytes: int | None = None) -> te.Region:
         """See ``te.Engine.register``; peers get no rights. Memory behind a bare address is not
@@ -31,6 +35,7 @@ class Memory:
         at = bisect.bisect(self._starts, region.address)
         self._starts.insert(at, region.address)
         self._ranges.insert(at, (region, view))
+        self._note()
         return region
 
     def deregister(self, region: te.Region) -> None:
@@ -40,39 +45,27 @@ class Memory:
             raise te.RegistrationError(f"{region!r} was not registered with the store")
         self._engine.deregister(region)
         del self._starts[at], self._ranges[at]
-
-    def gathered(self, pieces: Pieces) -> bytes:
-        """A copy of the bytes of objects, one behind the other. The processor can read them: see
-        ``is_readable``."""
-        parts = []
-        for row in pieces.addresses.tolist():
-            for address, nbytes in zip(row, pieces.nbytes.tolist(), strict=True):
-                region, view = self._ranges[bisect.bisect(self._starts, address) - 1]
-                assert view is not None
-                start = address - region.address
-                parts.append(view[start : start + nbytes])
-        return b"".join(parts)
+        self._note()
 
     def is_readable(self, pieces: Pieces) -> bool:
-        """Whether the processor can read all of these."""
-        known = [(one.address, one.nbytes) for one, view in self._ranges if view is not None]
-        starts = np.array([start for start, _ in known], np.uint64)
-        ends = starts + np.array([nbytes for _, nbytes in known], np.uint64)
-        at = np.searchsorted(starts, pieces.addresses, side="right")
-        if not at.all():
-            return False
-        return bool((pieces.addresses + pieces.nbytes <= ends[at - 1]).all())
+        """Whether the processor can read all of these, and write them."""
+        return _holds(self._readable, pieces)
 
-    def checksum(self, pieces: Pieces, row: int) -> int | None:
-        """xxh3-64 of one object's pieces; None if the processor cannot read all of them."""
-        digest = xxhash.xxh3_64()
-        for address, nbytes in zip(
-            pieces.addresses[row].tolist(), pieces.nbytes.tolist(), strict=True
-        ):
-            at = bisect.bisect(self._starts, address) - 1
-            region, view = self._ranges[at] if at >= 0 else (None, None)
-            if region is None or view is None or address + nbytes > region.address + region.nbytes:
-                return None
-            start = address - region.address
-            digest.update(view[start : start + nbytes])
-        return digest.intdigest()
+    def _note(self) -> None:
+        """Behind a change."""
+        self._readable = _spans([one for one, view in self._ranges if view is not None])
+
+
+def _spans(regions: Sequence[te.Region]) -> Spans:
+    starts = np.array([one.address for one in regions], np.uint64)
+    return starts, starts + np.array([one.nbytes for one in regions], np.uint64)
+
+
+def _holds(spans: Spans, pieces: Pieces) -> bool:
+    starts, ends = spans
+    if not len(starts):
+        return False
+    at = np.searchsorted(starts, pieces.addresses, side="right")
+    # Below the first one, -1 finds the last one, which begins above.
+    fits = (pieces.addresses + pieces.nbytes <= ends[at - 1]) & (at > 0)
+    return bool(fits.all())

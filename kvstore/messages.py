@@ -8,8 +8,10 @@ from typing import Annotated, Final
 import msgspec
 
 __all__ = [
+    "CALL_BYTES_MAX",
     "LIFT_MS_MAX",
     "STORED_BYTES_MAX",
+    "TRAY_BYTES",
     "VERSION",
     "Abandon",
     "Answer",
@@ -30,17 +32,24 @@ __all__ = [
     "Snapshot",
     "Store",
     "Stored",
+    "Take",
     "Touch",
     "decode_answer",
     "decode_question",
     "encode",
 ]
 
-VERSION: Final = 3
+VERSION: Final = 4
 KEYS_BYTES_MAX: Final = 4096 * 16
 STORED_BYTES_MAX: Final = 128 << 10
 """Objects that are sent in a message: a claim, a write and a publication would take longer."""
 LIFT_MS_MAX: Final = 60_000
+
+CALL_BYTES_MAX: Final = 128 << 10
+"""Of a question or an answer over a Unix socket: the largest ones have 4,096 keys."""
+TRAY_BYTES: Final = 2 << 20
+"""The memory that a client and an owner of one host share for objects on their way to the owner.
+Larger batches are claimed and written: copying them twice would take longer than two questions."""
 
 Keys = Annotated[bytes, msgspec.Meta(max_length=KEYS_BYTES_MAX)]
 Signature = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -128,6 +137,15 @@ class Lift(msgspec.Struct, frozen=True, array_like=True, tag=11):
     timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=LIFT_MS_MAX)]
 
 
+class Take(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """These objects, one behind the other in the tray, please. Answered by ``Stored``. It has no
+    meaning but on the connection that the tray came by."""
+
+    keys: Keys
+    signature: Signature
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=TRAY_BYTES)]
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """``owner.OwnerCard``, and the number of the next change."""
 
@@ -188,7 +206,18 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 Question = (
-    Greet | Follow | Snapshot | Claim | Publish | Abandon | Touch | Remove | Clear | Store | Lift
+    Greet
+    | Follow
+    | Snapshot
+    | Claim
+    | Publish
+    | Abandon
+    | Touch
+    | Remove
+    | Clear
+    | Store
+    | Lift
+    | Take
 )
 Answer = Hello | Changes | Granted | Done | Refused | Stored | InMemory
 
@@ -202,11 +231,11 @@ def encode(message: Question | Answer) -> bytes:
     return _ENCODER.encode(message)
 
 
-def decode_question(raw: bytes) -> Question:
+def decode_question(raw: bytes | memoryview) -> Question:
     """``msgspec.DecodeError`` if it is none."""
     return _QUESTIONS.decode(raw)
 
 
-def decode_answer(raw: bytes) -> Answer:
+def decode_answer(raw: bytes | memoryview) -> Answer:
     """``msgspec.DecodeError`` if it is none."""
     return _ANSWERS.decode(raw)

@@ -18,16 +18,17 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-import xxhash
 
 import te
 from kvstore.carrier import Carrier
 from kvstore.changes import Keys, Records
 from kvstore.config import Config
+from kvstore.copying import Copier
 from kvstore.deepshelf import DeepShelf, Lifted, LiftState
 from kvstore.headers import HEADER
 from kvstore.ledger import Ledger
 from kvstore.log import ChangeLog
+from kvstore.pieces import U64, Pieces
 from kvstore.policies import POLICIES
 from kvstore.shelf import Claim, Verdict
 from kvstore.slab import UNIT_BYTES, Slab
@@ -145,6 +146,10 @@ class Owner:
                 undo.callback(self._file.close)
                 self._buffer = self._file.buffer
             self._bytes = memoryview(self._buffer)
+            start = np.frombuffer(self._buffer, np.uint8).ctypes.data
+            self._slots_address = start + slab.slots_offset
+            self._copier = Copier()
+            undo.callback(self._copier.close)
             headers = np.frombuffer(self._buffer, HEADER, slab.units)
             leaving = int(config.memory * (config.free_high + LEAVING_PART))
             ledger = Ledger(0 if config.disk is None else leaving)
@@ -184,13 +189,14 @@ class Owner:
             taken,
             len(found) - taken,
         )
-        return Carrier(disk, self._shelf, self._lock, self._bytes, self._tell)
+        return Carrier(disk, self._shelf, self._lock, self._bytes, self.tell)
 
     def close(self) -> None:
         """Ends the registration: nobody can read or write the memory any more. Waits for writes
         under way; raises ``te.FenceTimeout`` if they do not end. What lies in memory alone is
         written below, unless a file keeps it."""
         self.listeners.clear()
+        self._copier.close()
         try:
             self._engine.deregister(self._region)
         finally:
@@ -217,29 +223,29 @@ class Owner:
                 return Grant(0, 0, claim.verdicts, ())
             tag = te.new_tag()
             self._tags[claim.id] = tag
-            addresses = np.array(claim.slots, np.uint64) * UNIT_BYTES + self.card.slots_address
+            addresses = self._addresses(claim)
             ranges = np.stack([addresses, np.full(len(addresses), nbytes, np.uint64)], axis=1)
             self._engine.expect(tag, writer, ranges)
         return Grant(claim.id, tag, claim.verdicts, claim.slots)
 
-    def store(self, keys: Keys, signature: bytes, nbytes: int, data: bytes) -> Sequence[Verdict]:
-        """Stores objects of one signature and size that are at hand, one behind the other. Those
-        that are granted can be read now. ``ValueError`` if it is not whole objects."""
-        view = memoryview(data)
-        if len(view) != len(keys) * nbytes:
-            raise ValueError(f"{len(view)} bytes are not {len(keys)} objects of {nbytes}")
+    def take(self, keys: Keys, signature: bytes, pieces: Pieces) -> Sequence[Verdict]:
+        """Stores objects of one signature and size that lie in this process's memory, which the
+        processor can read. Those that are granted can be read now; who calls has to ``tell``."""
         with self._lock:
-            claim = self._shelf.claim(keys, signature, nbytes, self._clock())
-            granted = [i for i, one in enumerate(claim.verdicts) if one is Verdict.GRANTED]
-            for i, slot in zip(granted, claim.slots, strict=True):
-                start = self._slab.slot_offset(slot)
-                self._bytes[start : start + nbytes] = view[i * nbytes : (i + 1) * nbytes]
-            if granted:
-                self._shelf.take_claim(claim.id)
-                checksums = [self._checksum(slot, nbytes) for slot in claim.slots]
-                self._shelf.publish(claim, checksums)
-        if granted:
-            self._tell()
+            claim = self._shelf.claim(keys, signature, pieces.object_bytes, self._clock())
+            if not claim.slots:
+                return claim.verdicts
+            self._shelf.take_claim(claim.id)  # It has no deadline.
+        try:
+            if len(claim.slots) < len(keys):
+                granted = [one is Verdict.GRANTED for one in claim.verdicts]
+                pieces = pieces.of(np.flatnonzero(granted))
+            checksums = self._copier.take(self._addresses(claim), pieces)
+        except BaseException:
+            self._abandon(claim)
+            raise
+        with self._lock:
+            self._shelf.publish(claim, checksums)
         return claim.verdicts
 
     def publish(self, claim_id: int) -> str:
@@ -257,10 +263,10 @@ class Owner:
         if arrived != 1 or nbytes != wanted:
             self._abandon(claim)
             return f"{arrived} writes of {nbytes} bytes arrived, not one of {wanted}"
-        checksums = [self._checksum(slot, claim.nbytes) for slot in claim.slots]
+        checksums = self._copier.checksums(Pieces.whole(self._addresses(claim), claim.nbytes))
         with self._lock:
             self._shelf.publish(claim, checksums)
-        self._tell()
+        self.tell()
         return ""
 
     def abandon(self, claim_id: int) -> None:
@@ -308,7 +314,7 @@ class Owner:
             evicted = self._shelf.make_room(self._config.free_low, self._config.free_high)
             overdue = self._shelf.overdue(now_s)
         if evicted:
-            self._tell()
+            self.tell()
         if self._carrier is not None:
             self._carrier.wake()
         for claim_id in overdue:
@@ -322,6 +328,12 @@ class Owner:
         for held in waiting:
             if self._fence(held):
                 self._abandon(held.claim)
+
+    @property
+    def shared(self) -> int | None:
+        """The descriptor of the memory, for processes of this host that read there; None if they
+        could make it shorter."""
+        return self._buffer.fd if isinstance(self._buffer, te.Buffer) else None
 
     # -- what others are told
 
@@ -368,11 +380,12 @@ class Owner:
             )
 
     def _has_changed(self) -> None:
-        self._tell()
+        self.tell()
         if self._carrier is not None:
             self._carrier.wake()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Has listeners look for changes. All calls do that that change something, but ``take``."""
         for listener in tuple(self.listeners):
             listener()
 
@@ -396,6 +409,10 @@ class Owner:
             return False
         return True
 
+    def _addresses(self, claim: Claim) -> U64:
+        """Where the slots of a claim begin."""
+        return np.array(claim.slots, np.uint64) * UNIT_BYTES + np.uint64(self._slots_address)
+
     def _checksum(self, slot: int, nbytes: int) -> int:
-        start = self._slab.slot_offset(slot)
-        return xxhash.xxh3_64_intdigest(self._bytes[start : start + nbytes])
+        place = Pieces.whole([self._slots_address + slot * UNIT_BYTES], nbytes)
+        return int(self._copier.checksums(place)[0])

@@ -10,12 +10,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
 import numpy as np
 
 import te
 from kvstore._table import Table
+from kvstore.answering import Counter
+from kvstore.asking import NoAnswer
+from kvstore.calling import Caller, Window
 from kvstore.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, Records, form_of
 from kvstore.config import Config
 from kvstore.far import Far
@@ -59,6 +64,10 @@ class Membership(Protocol):
         """Where an owner shall listen; ``name`` is its engine's id."""
         ...
 
+    def near_at(self, name: str) -> Path | None:
+        """The Unix socket for processes of the same host; None if there shall be none."""
+        ...
+
     def announce(self, name: str, endpoint: str) -> None:
         """The owner listens there."""
         ...
@@ -70,6 +79,17 @@ class Membership(Protocol):
     def close(self) -> None:
         """The own owner is gone."""
         ...
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The connections to an owner."""
+
+    #: Its card, of this start of it.
+    engine: bytes
+    peer: te.Peer
+    #: None unless it is on this host.
+    caller: Caller | None
 
 
 class Owners:
@@ -87,7 +107,7 @@ class Owners:
         self.own: Owner | None = None
         self._ranks = bytearray(OWNERS_MAX)
         self._lock = threading.Lock()
-        self._peers: dict[int, tuple[bytes, te.Peer]] = {}
+        self._peers: dict[int, _Known] = {}
         self._paused_until_s: dict[int, float] = {}
         self._applied = 0
         self._touched: deque[tuple[Keys, bytes, int]] = deque()
@@ -102,6 +122,9 @@ class Owners:
                 self._ranks[OWN] = OWN_RANK
                 service = Service(self.own, sockets, members.listen_at(engine.id))
                 undo.callback(service.close)
+                near = members.near_at(engine.id)
+                if near is not None:
+                    undo.callback(Counter(self.own, near).close)
                 members.announce(engine.id, service.endpoint)
 
             def others() -> Mapping[str, Where]:
@@ -118,11 +141,18 @@ class Owners:
                 config.request_timeout_s,
             )
             undo.callback(self._far.close)
+            undo.callback(self._hang_up)
             self._undo = undo.pop_all()
 
     def close(self) -> None:
         """Ends all of it; what this process has lent is gone."""
         self._undo.close()
+
+    def _hang_up(self) -> None:
+        for known in self._peers.values():
+            if known.caller is not None:
+                known.caller.close()
+        self._peers.clear()
 
     # -- look-ups
 
@@ -174,18 +204,46 @@ class Owners:
         card = self._card(number)
         if card is None:
             return None
+        known = self._known(number, card)
+        if known is None:
+            return None
+        window = None
+        if number == OWN:
+            nbytes = card.chunks * card.object_bytes_max
+            window = Window(card.headers_address, card.slots_address, nbytes)
+        elif known.caller is not None:
+            window = known.caller.window
+        return Source(number, known.peer, card.headers_address, card.slots_address, window)
+
+    def _known(self, number: int, card: OwnerCard) -> _Known | None:
+        """The connections to an owner, made now if there are none."""
         with self._lock:
             known = self._peers.get(number)
-        if known is None or known[0] != card.engine or not known[1].alive:
-            try:
-                known = card.engine, self._engine.connect(card.engine)
-            except te.Error as exc:
-                self.pause(number, str(exc))
-                return None
-            self._judging.forget(number)  # It may be another owner, or another way to it.
-            with self._lock:
-                self._peers[number] = known
-        return Source(number, known[1], card.headers_address, card.slots_address)
+        if known is not None and known.engine == card.engine and known.peer.alive:
+            return known
+        try:
+            peer = self._engine.connect(card.engine)
+        except te.Error as exc:
+            self.pause(number, str(exc))
+            return None
+        self._judging.forget(number)  # It may be another owner, or another way to it.
+        fresh = _Known(card.engine, peer, self._call(number, card, peer))
+        with self._lock:
+            self._peers[number] = fresh
+        if known is not None and known.caller is not None:
+            known.caller.close()
+        return fresh
+
+    def _call(self, number: int, card: OwnerCard, peer: te.Peer) -> Caller | None:
+        """For another process of this host, if te goes there without a network."""
+        far = self._far.owner(number)
+        if far is None or not far.where.near or peer.transport != "samehost":
+            return None
+        try:
+            return Caller(far.where.near, far.name, card.engine, self._config.request_timeout_s)
+        except NoAnswer as exc:
+            logger.warning("the memory of an owner on this host is read and written by te: %s", exc)
+            return None
 
     def pause(self, number: int, reason: str) -> None:
         """An owner does not give what it should: it is not used for a while."""
@@ -209,7 +267,8 @@ class Owners:
 
     def usable(self) -> Sequence[int]:
         """The numbers of the owners that can be used now."""
-        return [number for number, rank in enumerate(self.ranks) if rank]
+        found: list[int] = np.flatnonzero(np.frombuffer(self.ranks, np.uint8)).tolist()
+        return found
 
     def handle(self, number: int) -> Handle | None:
         """An owner to store at; None if it cannot be reached."""
@@ -221,7 +280,10 @@ class Owners:
         far = self._far.owner(number)
         if far is None:
             return None
-        return FarHandle(far, self._engine, source, self._config.request_timeout_s)
+        with self._lock:
+            known = self._peers.get(number)
+        caller = None if known is None else known.caller
+        return FarHandle(far, self._engine, source, caller, self._config.request_timeout_s)
 
     def names_and_weights(self, numbers: Sequence[int]) -> tuple[list[bytes], list[float]]:
         """For ``placement.choose``: what all clients know the owners by, and how much they lend."""

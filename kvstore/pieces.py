@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 import te
 
-__all__ = ["Pieces"]
+__all__ = ["U64", "Pieces"]
 
 U64 = npt.NDArray[np.uint64]
 

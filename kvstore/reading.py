@@ -17,7 +17,10 @@ from typing import Final
 import numpy as np
 
 import te
+from kvstore import _bytes
+from kvstore.calling import Window
 from kvstore.changes import Keys, Records
+from kvstore.copying import Copier
 from kvstore.headers import HEADER, HEADER_BYTES, expected, tell_apart
 from kvstore.outcomes import Got
 from kvstore.pieces import U64, Pieces
@@ -28,6 +31,11 @@ __all__ = ["HEADERS_MAX", "ROOMS", "Group", "HeaderRoom", "HeaderRooms", "Source
 HEADERS_MAX: Final = 4096
 """Objects of one owner that one group reads."""
 ROOMS: Final = 16
+_GOT: Final = {
+    _bytes.RIGHT: Got.RIGHT,
+    _bytes.MOVED: Got.MOVED,
+    _bytes.CORRUPTED: Got.CORRUPTED,
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,8 @@ class Source:
     peer: te.Peer
     headers_address: int
     slots_address: int
+    #: Its memory in this process; None if it is not there.
+    window: Window | None = None
 
     def slots(self, numbers: U64) -> U64:
         """Where slots begin."""
@@ -129,6 +139,18 @@ class Group:
             found["slot"].astype(np.uint64),
             expected(keys[rows], signature, nbytes, found["generation"]),
         )
+
+    def bring(self, pieces: Pieces, window: Window, copier: Copier, verify: bool) -> list[Got]:
+        """Copies these objects out of a window, and tells what came. ``pieces`` has this group's
+        rows, and the processor can write there."""
+        if not window.has(int(self.slots.max()), pieces.object_bytes):
+            return [Got.MOVED] * len(pieces)  # What the owner has announced cannot be.
+        slots = np.uint64(window.slots_address) + self.slots * np.uint64(UNIT_BYTES)
+        headers = np.uint64(window.headers_address) + self.slots * np.uint64(HEADER_BYTES)
+        codes = copier.bring(slots, headers, self.wanted, pieces, verify)
+        if not codes.any():
+            return [Got.RIGHT] * len(codes)
+        return [_GOT[one] for one in codes.tolist()]
 
     def begin(self, pieces: Pieces, offset: int) -> None:
         """Begins to read the pieces of these objects that lie ``offset`` bytes behind the begin of

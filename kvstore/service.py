@@ -12,35 +12,18 @@ from functools import partial
 from typing import Final
 
 import msgspec
-import numpy as np
 import zmq
 
-import te
-from kvstore.changes import KEY_BYTES, Keys
+from kvstore.answers import answer, is_slow
 from kvstore.followers import FOLLOWERS_MAX, Followers
 from kvstore.loop import Loop
 from kvstore.messages import (
-    VERSION,
-    Abandon,
     Answer,
     Changes,
-    Claim,
-    Clear,
-    Done,
     Follow,
-    Granted,
-    Greet,
-    Hello,
-    InMemory,
     Lift,
-    Publish,
     Question,
     Refused,
-    Remove,
-    Snapshot,
-    Store,
-    Stored,
-    Touch,
     decode_question,
     encode,
 )
@@ -114,69 +97,21 @@ class Service:
             except msgspec.DecodeError as exc:
                 self._send(client, request_id, Refused(f"the question cannot be read: {exc}"))
                 continue
-            answer = self._answer(client, request_id, question)
-            if answer is not None:
-                self._send(client, request_id, answer)
+            reply = self._answer(client, request_id, question)
+            if reply is not None:
+                self._send(client, request_id, reply)
 
     def _answer(self, client: bytes, request_id: bytes, question: Question) -> Answer | None:
         """None if it comes later."""
-        owner = self._owner
-        match question:
-            case Greet(version):
-                return self._hello(version)
-            case Follow(number):
-                if not self._followers.add(client, request_id, number, time.monotonic()):
-                    return Refused(f"there are {FOLLOWERS_MAX} followers already")
-                self._tell_followers(client)
-                return None
-            case Snapshot(first, chunks):
-                number, found = owner.snapshot(first, chunks)
-                return Changes(owner.card.epoch, number, found.tobytes())
-            case Claim(keys, signature, nbytes, writer_id, epoch):
-                try:
-                    grant = owner.claim(
-                        _keys(keys), signature, nbytes, te.Identity(writer_id, epoch)
-                    )
-                except ValueError as exc:
-                    return Refused(str(exc))
-                return Granted(
-                    grant.claim_id,
-                    grant.tag,
-                    [one.value for one in grant.verdicts],
-                    np.array(grant.slots, "<u4").tobytes(),
-                )
-            case Store(keys, signature, nbytes, data):
-                try:
-                    verdicts = owner.store(_keys(keys), signature, nbytes, data)
-                except ValueError as exc:
-                    return Refused(str(exc))
-                return Stored([one.value for one in verdicts])
-            case Publish() | Abandon() | Clear():  # Clear looks at all objects.
-                return self._slowly(self._slow, client, request_id, partial(_slow, owner, question))
-            case Lift():
-                return self._slowly(
-                    self._lifts, client, request_id, partial(_lift, owner, question)
-                )
-            case Touch(keys, signature):
-                owner.touch(_keys(keys), signature)
-            case Remove(keys, signature):
-                owner.remove(_keys(keys), signature)
-        return Done()
-
-    def _hello(self, version: int) -> Answer:
-        if version != VERSION:
-            return Refused(f"this owner speaks version {VERSION} of the store's messages")
-        card = self._owner.card
-        return Hello(
-            card.engine,
-            card.epoch,
-            card.headers_address,
-            card.slots_address,
-            card.chunks,
-            card.object_bytes_max,
-            card.parts,
-            self._owner.changes,
-        )
+        if isinstance(question, Follow):
+            if not self._followers.add(client, request_id, question.number, time.monotonic()):
+                return Refused(f"there are {FOLLOWERS_MAX} followers already")
+            self._tell_followers(client)
+            return None
+        if is_slow(question):
+            slow = self._lifts if isinstance(question, Lift) else self._slow
+            return self._slowly(slow, client, request_id, partial(answer, self._owner, question))
+        return answer(self._owner, question)
 
     def _tell_followers(self, client: bytes | None = None) -> None:
         """Those who are due; of one client alone, if one is given."""
@@ -203,11 +138,11 @@ class Service:
 
         def run() -> None:
             try:
-                answer = work()
+                reply = work()
             except Exception as exc:
                 logger.exception("a bug in the store: a question failed")
-                answer = Refused(f"a bug: {exc!r}")
-            self._finished.append((slow, client, request_id, answer))
+                reply = Refused(f"a bug: {exc!r}")
+            self._finished.append((slow, client, request_id, reply))
             self._loop.call(self._send_finished)
 
         slow.threads.submit(run)
@@ -215,12 +150,12 @@ class Service:
 
     def _send_finished(self) -> None:
         while self._finished:
-            slow, client, request_id, answer = self._finished.popleft()
+            slow, client, request_id, reply = self._finished.popleft()
             slow.waiting -= 1
-            self._send(client, request_id, answer)
+            self._send(client, request_id, reply)
 
-    def _send(self, client: bytes, request_id: bytes, answer: Answer) -> None:
-        self._send_encoded(client, request_id, encode(answer))
+    def _send(self, client: bytes, request_id: bytes, reply: Answer) -> None:
+        self._send_encoded(client, request_id, encode(reply))
 
     def _send_encoded(self, client: bytes, request_id: bytes, raw: bytes) -> None:
         """A client that is gone, or reads nothing, costs its answers alone."""
@@ -242,30 +177,3 @@ class Service:
             logger.exception("a bug in the store: the owner's tick raised")
         finally:
             self._ticking = False
-
-
-def _keys(raw: bytes) -> Keys:
-    whole = len(raw) // KEY_BYTES * KEY_BYTES
-    return np.frombuffer(raw[:whole], np.uint8).reshape(-1, KEY_BYTES)
-
-
-def _slow(owner: Owner, question: Publish | Abandon | Clear) -> Done:
-    match question:
-        case Publish(claim_id):
-            return Done(owner.publish(claim_id))
-        case Abandon(claim_id):
-            owner.abandon(claim_id)
-        case Clear(signature):
-            owner.clear(signature)
-    return Done()
-
-
-def _lift(owner: Owner, question: Lift) -> InMemory:
-    lifted = owner.lift(
-        _keys(question.keys), question.signature, question.nbytes, question.timeout_ms / 1000
-    )
-    return InMemory(
-        bytes(one.state for one in lifted),
-        np.array([one.slot for one in lifted], "<u4").tobytes(),
-        np.array([one.generation for one in lifted], "<u4").tobytes(),
-    )

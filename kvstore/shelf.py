@@ -188,7 +188,7 @@ class Shelf:
         """The claims whose deadline has passed."""
         return [one.id for one in self._claims.values() if one.deadline_s < now_s]
 
-    def publish(self, claim: Claim, checksums: Sequence[int]) -> None:
+    def publish(self, claim: Claim, checksums: npt.ArrayLike) -> None:
         """Makes the objects of a claim readable. All their bytes are there, and nobody can write to
         their slots any more."""
         self._claimed.difference_update(key + claim.signature for key in claim.keys)
@@ -314,7 +314,7 @@ class Shelf:
         signature: bytes,
         nbytes: int,
         slots: Sequence[int],
-        checksums: Sequence[int],
+        checksums: npt.ArrayLike,
     ) -> Sequence[int]:
         """Objects whose bytes are in their slots can be read; returns their generations."""
         at = np.array(slots, np.intp)

@@ -34,6 +34,8 @@ class Where(NamedTuple):
     endpoint: str
     #: The deployment's key that the owner proves; empty: none, and nothing is encrypted.
     key: bytes = b""
+    #: The path of the Unix socket for processes of the same host; empty: there is none.
+    near: str = ""
 
 
 class Sockets:

@@ -21,12 +21,12 @@ from kvstore.admission import Judged, Numbers
 from kvstore.asking import NoAnswer
 from kvstore.changes import BELOW, PLACE, Found, Keys, Records, form_of
 from kvstore.config import Config
+from kvstore.copying import Copier
 from kvstore.handles import Handle
 from kvstore.judging import Judging, source_of
 from kvstore.lifting import lift
 from kvstore.meeting import meet
 from kvstore.memory import Memory
-from kvstore.messages import STORED_BYTES_MAX
 from kvstore.outcomes import Got, Put
 from kvstore.owner import CLAIM_OBJECTS_MAX
 from kvstore.owners import OWN, Owners
@@ -34,7 +34,7 @@ from kvstore.pieces import Pieces
 from kvstore.placement import choose
 from kvstore.reading import HEADERS_MAX, Group, HeaderRooms
 from kvstore.status import QUESTION, StoreStatus
-from kvstore.writing import put_group, put_message
+from kvstore.writing import put_at_once, put_group
 from te.status import process_name
 
 __all__ = ["Store"]
@@ -75,6 +75,8 @@ class Store:
             self._engine = undo.enter_context(te.Engine(engine))
             self._memory = Memory(self._engine)
             self._rooms = HeaderRooms(self._engine)
+            self._copier = Copier()
+            undo.callback(self._copier.close)
             self.judging: Final = Judging()
             self._owners = Owners(self._engine, self._config, members, self.judging)
             undo.callback(self._owners.close)
@@ -183,19 +185,24 @@ class Store:
         open_rows: Sequence[int] = range(len(keys))
         form = form_of(signature, destination.object_bytes)
         failed: set[int] = set()
-        at_once = self._config.verify and self._memory.is_readable(destination)
+        is_readable = self._memory.is_readable(destination)
+        at_once = self._config.verify and is_readable
         for _ in range(ATTEMPTS):
             ranks = bytearray(self._owners.ranks)
             for number in failed:
                 ranks[number] = 0
             places = self._owners.look_up(keys[np.asarray(open_rows, np.intp)], form, bytes(ranks))
-            groups = self._groups(keys, signature, destination, open_rows, places, outcomes)
+            found = self._groups(keys, signature, destination, open_rows, places, outcomes)
+            near = [one for one in found if is_readable and one.source.window is not None]
+            groups = [one for one in found if not (is_readable and one.source.window is not None)]
             try:
                 for group in groups:
                     if at_once:
                         group.begin_with_headers(destination.of(group.rows), self._rooms)
                     else:
                         group.begin(destination.of(group.rows), 0)
+                for group in near:
+                    self._bring(group, destination, outcomes)
                 for group in groups:
                     self.finish(group, destination, outcomes, deadline_s)
             except BaseException:
@@ -344,18 +351,34 @@ class Store:
         """For ``Load``: all bytes are there, and their headers were read behind them. Compares
         checksums; the rows get their outcome. ``wrong``: that of bytes with another checksum."""
         self._measure(group, destination)
-        for row, is_right, checksum in zip(group.rows, right, checksums, strict=True):
-            outcomes[row] = Got.RIGHT if is_right else Got.MOVED
-            if is_right and self._config.verify:
-                ours = self._memory.checksum(destination, row)
-                if ours is not None and ours != checksum:
-                    outcomes[row] = wrong
+        ours: Sequence[int] = checksums
+        pieces = destination.of(group.rows)
+        if self._config.verify and self._memory.is_readable(pieces):
+            ours = self._copier.checksums(pieces).tolist()
+        for row, is_right, said, found in zip(group.rows, right, checksums, ours, strict=True):
+            outcomes[row] = Got.MOVED if not is_right else Got.RIGHT if found == said else wrong
 
     # -- how puts and gets go
 
     def _measure(self, group: Group, destination: Pieces) -> None:
         nbytes = len(group.rows) * destination.object_bytes
         self.judging.measured(group.source.number, group.took_s, nbytes)
+
+    def _bring(self, group: Group, destination: Pieces, outcomes: list[Got]) -> None:
+        """Copies a group out of memory of this host; its rows get their outcome."""
+        window = group.source.window
+        assert window is not None
+        is_all = len(group.rows) == len(outcomes)
+        pieces = destination if is_all else destination.of(group.rows)
+        begun_s = time.monotonic()
+        came = group.bring(pieces, window, self._copier, self._config.verify)
+        took_s = time.monotonic() - begun_s
+        self.judging.measured(group.source.number, took_s, len(came) * destination.object_bytes)
+        if is_all:
+            outcomes[:] = came
+            return
+        for row, one in zip(group.rows, came, strict=True):
+            outcomes[row] = one
 
     def _count_lookups(self, found: npt.NDArray[np.bool_], rejected: npt.NDArray[np.bool_]) -> None:
         here, other = int(found.sum()), int(rejected.sum())
@@ -429,11 +452,13 @@ class Store:
     def _put_group(
         self, handle: Handle, keys: Keys, signature: bytes, source: Pieces, deadline_s: float
     ) -> Sequence[Put]:
-        nbytes = source.object_bytes
-        if len(keys) * nbytes > STORED_BYTES_MAX or not self._memory.is_readable(source):
+        nbytes = len(keys) * source.object_bytes
+        outcomes = None
+        if nbytes <= handle.take_bytes_max and self._memory.is_readable(source):
+            outcomes = put_at_once(handle, keys, signature, source, deadline_s)
+        if outcomes is None:
             return put_group(handle, keys, signature, source, deadline_s)
-        data = self._memory.gathered(source)
-        return put_message(handle, keys, signature, nbytes, data, deadline_s)
+        return outcomes
 
     def _groups(
         self,

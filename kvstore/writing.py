@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores objects at one owner: claim, write, publish; or with one message, if they are small."""
+"""Stores objects at one owner: claim, write, publish; or all at once, if the owner is
+in this process, or they are small."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from kvstore.owner import Grant
 from kvstore.pieces import Pieces
 from kvstore.shelf import Verdict
 
-__all__ = ["put_group", "put_message"]
+__all__ = ["put_at_once", "put_group"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +51,20 @@ def put_group(
     return [_OUTCOMES.get(one, outcome) for one in grant.verdicts]
 
 
-def put_message(
-    handle: Handle, keys: Keys, signature: bytes, nbytes: int, data: bytes, deadline_s: float
-) -> Sequence[Put]:
-    """As ``put_group``, for objects whose bytes are at hand, one behind the other: at most
-    ``messages.STORED_BYTES_MAX``."""
+def put_at_once(
+    handle: Handle, keys: Keys, signature: bytes, source: Pieces, deadline_s: float
+) -> Sequence[Put] | None:
+    """As ``put_group``, for objects that the processor can read: at most
+    ``Handle.take_bytes_max``. None if they have to go that way now."""
     try:
-        verdicts = handle.store(keys, signature, nbytes, data, _left(deadline_s))
+        verdicts = handle.take(keys, signature, source, _left(deadline_s))
     except NoAnswer as exc:
         logger.warning("nothing was stored: %s", exc)
         return [Put.UNREACHABLE] * len(keys)
+    if verdicts is None:
+        return None
+    if verdicts == [Verdict.GRANTED] * len(keys):
+        return [Put.STORED] * len(keys)
     return [_OUTCOMES.get(one, Put.STORED) for one in verdicts]
 
 

@@ -11,6 +11,7 @@ import pytest
 from store_far import Far
 from store_makers import config
 
+import te
 from kvstore.store import Store
 
 MIB = 1 << 20
@@ -34,6 +35,14 @@ def owner(directory: Path) -> Iterator[Store]:
 def guest(owner: Store, directory: Path) -> Iterator[Store]:
     """A store that lends nothing, beside ``owner``."""
     with Store(config(directory)) as store:
+        yield store
+
+
+@pytest.fixture
+def tcp_guest(owner: Store, directory: Path) -> Iterator[Store]:
+    """As ``guest``, as if it were on another host: what it reads and writes goes over TCP."""
+    engine = te.Config(transports=("tcp",), status_dir=None)
+    with Store(config(directory, engine=engine)) as store:
         yield store
 
 

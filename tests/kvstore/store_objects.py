@@ -31,6 +31,13 @@ def sees(store: Store, count: int = N) -> None:
     until(lambda: store.exists(KEYS[:count], SIG, NBYTES).all(), "the owner's announcements")
 
 
+def change_byte(owner: Store, at: int) -> None:
+    """Of the object in the first slot."""
+    own = owner._owners.own
+    assert own is not None
+    memoryview(own._buffer)[own._slab.slot_offset(0) + at] ^= 4
+
+
 def handle_of(store: Store, number: int) -> Handle:
     handle = store._owners.handle(number)
     assert handle is not None

@@ -101,7 +101,7 @@ def test_a_service_refuses_what_it_cannot_read(owner: Store, directory: Path) ->
         assert isinstance(answer, messages.Refused)
         assert "the question cannot be read" in answer.why
     answer = asked(messages.encode(messages.Greet(99)))
-    assert answer == messages.Refused("this owner speaks version 3 of the store's messages")
+    assert answer == messages.Refused("this owner speaks version 4 of the store's messages")
     socket.send_multipart([b"1", b"2", b"3"])  # Of another number of parts: no answer.
     assert isinstance(asked(messages.encode(messages.Greet(messages.VERSION))), messages.Hello)
     claim = messages.Claim(bytes(16), SIG, 1, "0" * 32, 5)

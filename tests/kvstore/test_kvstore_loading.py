@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from store_far import Far
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, deaf, keys, until
+from store_objects import change_byte
 
 import te
 from kvstore.loading import Load
@@ -171,9 +172,7 @@ def test_a_changed_byte_is_noticed_at_the_end(guest: Store, owner: Store) -> Non
     """Checksums are of whole objects, so that SGLang must not use the batch's output before."""
     put_all(owner)
     until(lambda: guest.exists(KEYS, SIG, PARTS * PART).all())
-    own = owner._owners.own
-    assert own is not None
-    own._bytes[own._slab.slot_offset(0) + 3] ^= 1
+    change_byte(owner, 3)
     load = load_of(guest, Room(guest, N, PARTS * PART))
     assert all(load.wait(part) for part in range(PARTS))
     outcomes = load.finish()

@@ -59,6 +59,7 @@ def test_a_restarted_lender_has_its_keys_again(
         room = Room(store, N, NBYTES)
         room.bytes[:] = contents(N, NBYTES)
         until(lambda: store.put(KEYS, SIG, room.pieces) == [Put.STORED] * N, "they are stored")
+        until(lambda: store.exists(KEYS, SIG, NBYTES).all(), "they are announced")
         first.kill()
         first.wait()
         until(lambda: not store.exists(KEYS, SIG, NBYTES).any(), "its keys are gone")

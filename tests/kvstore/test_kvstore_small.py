@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small objects are stored with one message."""
+"""Objects that an owner takes at once: small ones from afar, larger ones from processes of the same
+host, and any from its own."""
 
 from __future__ import annotations
 
@@ -14,9 +15,8 @@ from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
 from kvstore import messages, store
 from kvstore.asking import NoAnswer
-from kvstore.messages import STORED_BYTES_MAX
+from kvstore.messages import STORED_BYTES_MAX, TRAY_BYTES
 from kvstore.outcomes import Got, Put
-from kvstore.owners import OWN
 from kvstore.pieces import Pieces
 from kvstore.store import Store
 
@@ -39,8 +39,12 @@ def filled(at: Store, count: int = N, nbytes: int = NBYTES) -> Room:
     return room
 
 
+@pytest.mark.parametrize("way", ["guest", "tcp_guest"])
 @pytest.mark.parametrize("sizes", [(NBYTES,), (1, 999, 4000)])
-def test_what_was_stored_comes_back(guest: Store, owner: Store, sizes: tuple[int, ...]) -> None:
+def test_what_was_stored_comes_back(
+    request: pytest.FixtureRequest, owner: Store, way: str, sizes: tuple[int, ...]
+) -> None:
+    guest: Store = request.getfixturevalue(way)
     until(guest._owners.usable, "the owner is known")
     for at, names in ((guest, KEYS), (owner, keys(N, 1))):
         room, back = filled(at), Room(at, N, NBYTES)
@@ -72,9 +76,16 @@ def test_a_full_owner_takes_none(directory: Path) -> None:
     assert set(found) >= {Put.STORED, Put.NO_SPACE}
 
 
+@pytest.mark.parametrize(("way", "most"), [("guest", TRAY_BYTES), ("tcp_guest", STORED_BYTES_MAX)])
 def test_larger_batches_and_memory_that_cannot_be_read_are_written(
-    owner: Store, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    owner: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    most: int,
 ) -> None:
+    guest: Store = request.getfixturevalue(way)
+    until(guest._owners.usable, "the owner is known")
     written: list[int] = []
 
     def put_group(_handle: Any, names: Any, *_: Any) -> list[Put]:
@@ -82,32 +93,37 @@ def test_larger_batches_and_memory_that_cannot_be_read_are_written(
         return [Put.STORED] * len(names)
 
     monkeypatch.setattr(store, "put_group", put_group)
-    large = Room(owner, 2, STORED_BYTES_MAX // 2)
-    assert owner.put(keys(2, 5), SIG, large.pieces) == [Put.STORED] * 2
+    large = Room(guest, 4, most // 4)
+    assert guest.put(keys(4, 5), SIG, large.pieces) == [Put.STORED] * 4
     assert not written, "just small enough"
-    larger = Room(owner, 2, STORED_BYTES_MAX // 2 + 1)
-    owner.put(keys(2, 6), SIG, larger.pieces)
-    assert written == [2]
-    unreadable = Room(owner, 1, 4096)
-    owner.deregister(unreadable.region)
-    owner.register(unreadable.bytes.ctypes.data, 4096)
-    owner.put(keys(1, 7), SIG, Pieces.whole([unreadable.bytes.ctypes.data], 4096))
-    assert written == [2, 1]
+    larger = Room(guest, 4, most // 4 + 1)
+    guest.put(keys(4, 6), SIG, larger.pieces)
+    assert written == [4]
+    unreadable = Room(guest, 1, 4096)
+    guest.deregister(unreadable.region)
+    guest.register(unreadable.bytes.ctypes.data, 4096)
+    guest.put(keys(1, 7), SIG, Pieces.whole([unreadable.bytes.ctypes.data], 4096))
+    assert written == [4, 1]
+
+
+def test_any_batch_is_taken_from_the_owners_own_process(owner: Store) -> None:
+    room, back = filled(owner, 12, 400_000), Room(owner, 12, 400_000)
+    assert owner.put(keys(12, 3), SIG, room.split(1, 1023, 398_976)) == [Put.STORED] * 12
+    assert owner.get(keys(12, 3), SIG, back.split(300_000, 100_000)) == [Got.RIGHT] * 12
+    assert (back.bytes == room.bytes).all()
 
 
 def test_a_message_of_another_length_is_refused(guest: Store, owner: Store) -> None:
     until(guest._owners.usable, "the owner is known")
-    handle = guest._owners.handle(1)
-    assert handle is not None
+    (far,) = guest._owners._far.owners()
+    store_9 = messages.Store(keys(2).tobytes(), SIG, 5, b"123456789")
     with pytest.raises(NoAnswer, match="9 bytes are not 2 objects of 5"):
-        handle.store(keys(2), SIG, 5, b"123456789", TIMEOUT_S)
-    own = owner._owners.handle(OWN)
-    assert own is not None
-    with pytest.raises(ValueError, match="11 bytes are not 2 objects of 5"):
-        own.store(keys(2), SIG, 5, b"12345678901", TIMEOUT_S)
+        far.asker.ask(store_9, TIMEOUT_S)
     too_long = bytes(messages.STORED_BYTES_MAX + 1)
     with pytest.raises(NoAnswer, match="the question cannot be read"):
-        handle.store(keys(1), SIG, 5, too_long, TIMEOUT_S)
+        far.asker.ask(messages.Store(keys(1).tobytes(), SIG, 5, too_long), TIMEOUT_S)
+    with pytest.raises(NoAnswer, match="Take cannot be asked this way"):
+        far.asker.ask(messages.Take(keys(1).tobytes(), SIG, 5), TIMEOUT_S)
     assert len(owner) == 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from store_makers import SIG, SIGNATURE, TIMEOUT_S, Room, config, deaf, keys, until
-from store_objects import KEYS, MIB, NBYTES, N, filled, put_all, sees
+from store_objects import KEYS, MIB, NBYTES, N, change_byte, filled, put_all, sees
 
 import te
 from kvstore.outcomes import Got, Put
@@ -153,10 +153,10 @@ def test_a_slot_that_was_used_again_is_not_taken_for_its_former_object(
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_the_same_object_in_another_slot_is_found_by_the_second_look(
-    guest: Store, owner: Store, monkeypatch: pytest.MonkeyPatch, at_once: bool
+    tcp_guest: Store, owner: Store, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
+    guest, room = tcp_guest, put_all(owner)
     monkeypatch.setattr(guest._memory, "is_readable", lambda _: at_once)
-    room = put_all(owner)
     sees(guest)
     back = Room(guest, N, NBYTES)
     heard = threading.Event()
@@ -180,9 +180,9 @@ def test_the_same_object_in_another_slot_is_found_by_the_second_look(
 
 
 def test_without_memory_for_headers_they_are_read_afterwards(
-    guest: Store, owner: Store, monkeypatch: pytest.MonkeyPatch
+    tcp_guest: Store, owner: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = put_all(owner)
+    guest, room = tcp_guest, put_all(owner)
     sees(guest)
     rooms = [guest._rooms.take(0) for _ in range(ROOMS)]
     waited: list[float] = []
@@ -217,14 +217,17 @@ def test_which_memory_the_processor_can_read(owner: Store) -> None:
     assert not memory.is_readable(Pieces.whole([address, second.ctypes.data], 2))
 
 
-def test_a_changed_byte_is_noticed(guest: Store, owner: Store) -> None:
+@pytest.mark.parametrize("way", ["guest", "tcp_guest", "owner"])
+@pytest.mark.parametrize("sizes", [(NBYTES,), (1, 1023, NBYTES - 1024)])
+def test_a_changed_byte_is_noticed(
+    request: pytest.FixtureRequest, owner: Store, way: str, sizes: tuple[int, ...]
+) -> None:
+    reader: Store = request.getfixturevalue(way)
     put_all(owner)
-    sees(guest)
-    assert owner._owners.own is not None
-    start = owner._owners.own._slab.slot_offset(0)
-    owner._owners.own._bytes[start + 1234] ^= 4
-    back = Room(guest, N, NBYTES)
-    outcomes = guest.get(KEYS, SIG, back.pieces)
+    sees(reader)
+    change_byte(owner, 1234)
+    back = Room(reader, N, NBYTES)
+    outcomes = reader.get(KEYS, SIG, back.split(*sizes))
     assert sorted(one.value for one in outcomes) == ["corrupted"] + ["right"] * (N - 1)
 
 

@@ -1,0 +1,230 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+# SPDX-License-Identifier: Apache-2.0
+# Copies between slots and a client's memory, with checksums, for whole batches and without the
+# interpreter's lock: a batch of 32 objects of 4 KiB takes some 15 µs. See _bytes.pyi for the contract.
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.stdint cimport uint64_t, uint8_t
+from libc.string cimport memcmp, memcpy, memmove
+
+ctypedef uint8_t u8
+ctypedef uint64_t u64
+
+cdef extern from "xxh3.h" nogil:
+    ctypedef struct xxh3_state:
+        pass
+    enum:
+        XXH3_BLOCK, XXH3_SHORT, XXH3_STRIPE
+    void xxh3_begin(xxh3_state *state)
+    void xxh3_feed(xxh3_state *state, const u8 *p, u8 *to, u64 blocks, int past_caches)
+    u64 xxh3_end(xxh3_state *state, const u8 *rest, u64 n)
+    u64 xxh3_short(const u8 *p, u64 n)
+
+cdef extern from *:
+    """
+    static inline void after_reads(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+    """
+    void after_reads() noexcept nogil
+
+cdef enum:
+    HEADER = 64       # kvstore.headers.HEADER_BYTES
+    CHECKSUM_AT = 56  # of it: the last field
+    CACHES = 8 << 20  # bytes: what is more in one call would only push other things out
+    IS_RIGHT = 0      # codes of `bring`
+    IS_MOVED = 1
+    IS_CORRUPTED = 2
+
+RIGHT, MOVED, CORRUPTED = IS_RIGHT, IS_MOVED, IS_CORRUPTED
+
+
+cdef class View:
+    """A buffer for as long as this lives."""
+    cdef Py_buffer of
+    cdef bint is_open
+
+    def __cinit__(self, object buffer, Py_ssize_t nbytes, bint is_written=False):
+        PyObject_GetBuffer(buffer, &self.of, PyBUF_WRITABLE if is_written else PyBUF_SIMPLE)
+        self.is_open = True
+        if self.of.len != nbytes:
+            raise ValueError(f"a buffer of {self.of.len} bytes, and {nbytes} are needed")
+
+    def __dealloc__(self):
+        if self.is_open:
+            PyBuffer_Release(&self.of)
+
+    cdef u64 *words(self) noexcept nogil:
+        return <u64 *>self.of.buf
+
+
+cdef struct Pieces:
+    const u64 *sizes
+    u64 total
+    bint past_caches
+
+
+cdef struct Cursor:
+    # Where a copy is within the pieces of one object.
+    const u64 *addresses
+    Py_ssize_t piece
+    u64 offset
+
+
+cdef inline u8 *here_of(const Pieces *pieces, const Cursor *at, u64 *left) noexcept nogil:
+    left[0] = pieces.sizes[at.piece] - at.offset
+    return <u8 *>at.addresses[at.piece] + at.offset
+
+
+cdef inline void advance(const Pieces *pieces, Cursor *at, u64 n) noexcept nogil:
+    at.offset += n
+    if at.offset == pieces.sizes[at.piece]:
+        at.piece += 1
+        at.offset = 0
+
+
+cdef void copy(const Pieces *pieces, Cursor *at, u8 *slot, u64 n, bint to_slot) noexcept nogil:
+    """The next `n` bytes of an object."""
+    cdef u64 left = 0
+    cdef u8 *here
+    while n:
+        here = here_of(pieces, at, &left)
+        left = min(n, left)
+        if to_slot:
+            memcpy(slot, here, left)
+        else:
+            memcpy(here, slot, left)
+        slot += left
+        n -= left
+        advance(pieces, at, left)
+
+
+cdef u64 copy_and_hash(
+    const Pieces *pieces, const u64 *addresses, u8 *slot, bint to_slot
+) noexcept nogil:
+    """Copies one object; the checksum of what has come to the slot, or left it."""
+    cdef xxh3_state state
+    cdef Cursor at
+    cdef u64 n = pieces.total, blocks = 0, left = 0
+    cdef u8 *here
+    at.addresses, at.piece, at.offset = addresses, 0, 0
+    if n <= XXH3_SHORT:
+        copy(pieces, &at, slot, n, to_slot)
+        return xxh3_short(slot, n)
+    xxh3_begin(&state)
+    left = (n - 1) // XXH3_BLOCK
+    cdef u64 todo = left
+    cdef u8 *to = slot
+    while todo:
+        here = here_of(pieces, &at, &left)
+        blocks = min(todo, left // XXH3_BLOCK)
+        if blocks == 0:  # A block that lies in two pieces or more.
+            copy(pieces, &at, to, XXH3_BLOCK, to_slot)
+            xxh3_feed(&state, to, NULL, 1, False)
+            blocks = 1
+        else:
+            if to_slot:
+                xxh3_feed(&state, here, to, blocks, pieces.past_caches)
+            else:
+                xxh3_feed(&state, to, here, blocks, pieces.past_caches)
+            advance(pieces, &at, blocks * XXH3_BLOCK)
+        to += blocks * XXH3_BLOCK
+        todo -= blocks
+    copy(pieces, &at, to, n - (to - slot), to_slot)
+    return xxh3_end(&state, to, n)
+
+
+cdef u64 hashed(const Pieces *pieces, const u64 *addresses) noexcept nogil:
+    """The checksum of one object's pieces."""
+    cdef u8 room[64 + 1024]  # XXH3_STRIPE bytes of what came last, and a block
+    cdef u8 *block = room + XXH3_STRIPE
+    cdef xxh3_state state
+    cdef Cursor at
+    cdef u64 n = pieces.total, todo = (n - 1) // XXH3_BLOCK, blocks, left = 0
+    cdef u8 *here
+    at.addresses, at.piece, at.offset = addresses, 0, 0
+    if n <= XXH3_SHORT:
+        copy(pieces, &at, block, n, True)
+        return xxh3_short(block, n)
+    xxh3_begin(&state)
+    while todo:
+        here = here_of(pieces, &at, &left)
+        blocks = min(todo, left // XXH3_BLOCK)
+        if blocks == 0:  # A block that lies in two pieces or more.
+            copy(pieces, &at, block, XXH3_BLOCK, True)
+            here, blocks = block, 1
+        else:
+            advance(pieces, &at, blocks * XXH3_BLOCK)
+        xxh3_feed(&state, here, NULL, blocks, False)
+        todo -= blocks
+        if todo == 0:
+            memmove(room, here + blocks * XXH3_BLOCK - XXH3_STRIPE, XXH3_STRIPE)
+    copy(pieces, &at, block, (n - 1) % XXH3_BLOCK + 1, True)
+    return xxh3_end(&state, block, n)
+
+
+cdef int describe(Pieces *pieces, View sizes, Py_ssize_t count, Py_ssize_t objects) except -1:
+    cdef Py_ssize_t i
+    pieces.sizes, pieces.total = sizes.words(), 0
+    for i in range(count):
+        if pieces.sizes[i] == 0:
+            raise ValueError("a piece of 0 bytes")
+        pieces.total += pieces.sizes[i]
+    pieces.past_caches = pieces.total * objects > CACHES
+    return 0
+
+
+def checksums(object addresses, object sizes, object found):
+    cdef Py_ssize_t i, n = len(found), count = len(sizes)
+    cdef View at = View(addresses, 8 * n * count), of = View(sizes, 8 * count)
+    cdef View to = View(found, 8 * n, True)
+    cdef Pieces pieces
+    describe(&pieces, of, count, n)
+    with nogil:
+        for i in range(n):
+            to.words()[i] = hashed(&pieces, at.words() + i * count)
+
+
+def take(object slots, object addresses, object sizes, object found):
+    cdef Py_ssize_t i, n = len(found), count = len(sizes)
+    cdef View where = View(slots, 8 * n), at = View(addresses, 8 * n * count)
+    cdef View of = View(sizes, 8 * count), to = View(found, 8 * n, True)
+    cdef Pieces pieces
+    describe(&pieces, of, count, n)
+    with nogil:
+        for i in range(n):
+            to.words()[i] = copy_and_hash(
+                &pieces, at.words() + i * count, <u8 *>where.words()[i], True)
+
+
+def bring(
+    object slots, object headers, object wanted, object addresses, object sizes, bint verify,
+    object codes,
+):
+    cdef Py_ssize_t i, n = len(codes), count = len(sizes)
+    cdef View where = View(slots, 8 * n), heads = View(headers, 8 * n)
+    cdef View right = View(wanted, HEADER * n), at = View(addresses, 8 * n * count)
+    cdef View of = View(sizes, 8 * count), to = View(codes, n, True)
+    cdef u8 *code = <u8 *>to.of.buf
+    cdef const u8 *expected = <u8 *>right.of.buf
+    cdef const u8 *header
+    cdef Pieces pieces
+    cdef Cursor cursor
+    cdef u64 checksum = 0, said
+    describe(&pieces, of, count, n)
+    with nogil:
+        for i in range(n):
+            if verify:
+                checksum = copy_and_hash(
+                    &pieces, at.words() + i * count, <u8 *>where.words()[i], False)
+            else:
+                cursor.addresses = at.words() + i * count
+                cursor.piece = cursor.offset = 0
+                copy(&pieces, &cursor, <u8 *>where.words()[i], pieces.total, False)
+            after_reads()  # The header is read behind the bytes: see kvstore/headers.py.
+            header = <const u8 *>heads.words()[i]
+            memcpy(&said, header + CHECKSUM_AT, 8)
+            if memcmp(header, expected + i * HEADER, CHECKSUM_AT) != 0:
+                code[i] = IS_MOVED
+            elif verify and checksum != said:
+                code[i] = IS_CORRUPTED
+            else:
+                code[i] = IS_RIGHT

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled copies and checksums, against numpy and Python's xxhash."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore import _bytes
+from kvstore.copying import SHARED_BYTES, Copier
+from kvstore.headers import HEADER, HEADER_BYTES, expected
+from kvstore.pieces import Pieces
+
+#: Around every border of the hash and of the copies.
+LENGTHS = sorted(
+    {1, 3, 4, 8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 144, 239, 240, 241, 304, 320}
+    | {1024 * n + more for n in (1, 2, 3, 32, 64) for more in (-1, 0, 1, 63, 64, 65)}
+)
+SIG = bytes(16)
+
+
+def random_bytes(count: int, nbytes: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, nbytes]).integers(0, 256, (count, nbytes), np.uint8)
+
+
+def rows_of(memory: np.ndarray, sizes: list[int]) -> Pieces:
+    """Each row of an array, cut into pieces."""
+    starts = memory.ctypes.data + np.arange(len(memory)) * memory.strides[0]
+    offsets = np.cumsum([0, *sizes[:-1]])
+    return Pieces(starts[:, None].astype(np.uint64) + offsets.astype(np.uint64), np.array(sizes))
+
+
+def digests(memory: np.ndarray) -> list[int]:
+    return [xxhash.xxh3_64_intdigest(row.tobytes()) for row in memory]
+
+
+cuts = st.lists(st.integers(1, 3000), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("nbytes", LENGTHS)
+def test_checksums_are_xxh3(nbytes: int) -> None:
+    memory = random_bytes(3, nbytes + 5)[:, 3:-2]
+    found = np.zeros(3, np.uint64)
+    pieces = rows_of(memory, [nbytes])
+    _bytes.checksums(pieces.addresses, pieces.nbytes, found)
+    assert found.tolist() == digests(memory)
+
+
+@given(cuts, st.integers(0, 40))
+def test_of_pieces_and_on_the_way_into_a_slot_and_out_of_it(sizes: list[int], shift: int) -> None:
+    memory = random_bytes(2, sum(sizes))
+    copier, pieces = Copier(), rows_of(memory, sizes)
+    assert copier.checksums(pieces).tolist() == digests(memory)
+    slots = np.zeros((2, memory.shape[1] + shift), np.uint8)[:, shift:]
+    places = rows_of(slots, [memory.shape[1]]).addresses.reshape(-1)
+    assert copier.take(places, pieces).tolist() == digests(memory)
+    assert (slots == memory).all()
+    back = np.zeros_like(memory)
+    headers = expected(np.zeros((2, 16), np.uint8), SIG, memory.shape[1], [1, 1])
+    headers["checksum"] = digests(memory)
+    at = rows_of(headers.view(np.uint8).reshape(2, -1), [HEADER_BYTES]).addresses.reshape(-1)
+    for verify in (True, False):
+        back[:] = 0
+        codes = copier.bring(places, at, headers, rows_of(back, sizes[::-1]), verify)
+        assert codes.tolist() == [_bytes.RIGHT] * 2
+        assert (back == memory).all()
+
+
+@pytest.mark.parametrize(
+    ("field", "code"),
+    [("checksum", _bytes.CORRUPTED)]
+    + [(one, _bytes.MOVED) for one in HEADER.names or () if one != "checksum"],
+)
+@pytest.mark.parametrize("verify", [True, False])
+def test_each_field_of_a_header_is_compared(field: str, code: int, verify: bool) -> None:
+    memory, back = random_bytes(2, 5000), np.zeros((2, 5000), np.uint8)
+    wanted = expected(np.zeros((2, 16), np.uint8), SIG, 5000, [1, 1])
+    headers = wanted.copy()
+    headers["checksum"] = digests(memory)
+    raw = headers.view(np.uint8).reshape(2, -1)
+    raw[1, HEADER.fields[field][1]] ^= 1  # type: ignore[index]
+    at = rows_of(raw, [HEADER_BYTES]).addresses.reshape(-1)
+    places = rows_of(memory, [5000])
+    codes = Copier().bring(places.addresses.reshape(-1), at, wanted, rows_of(back, [5000]), verify)
+    if field == "checksum" and not verify:
+        code = _bytes.RIGHT
+    assert codes.tolist() == [_bytes.RIGHT, code]
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_two_threads_copy_much_and_one_if_the_other_has_something_to_do(is_busy: bool) -> None:
+    copier = Copier()
+    memory = random_bytes(5, SHARED_BYTES // 4)
+    slots = np.zeros_like(memory)
+    places = rows_of(slots, [memory.shape[1]]).addresses.reshape(-1)
+    if is_busy:
+        end = threading.Event()
+        copier._helper.submit(end.wait, 60.0)
+    found = copier.take(places, rows_of(memory, [memory.shape[1]]))
+    if is_busy:
+        end.set()
+    assert found.tolist() == digests(memory)
+    assert (slots == memory).all()
+    copier.close()
+
+
+def test_what_does_not_fit_together_is_an_error() -> None:
+    one, two = np.zeros(1, np.uint64), np.zeros(2, np.uint64)
+    with pytest.raises(ValueError, match="a buffer of 8 bytes, and 16 are needed"):
+        _bytes.take(one, two, np.ones(1, np.uint64), np.zeros(2, np.uint64))
+    with pytest.raises(ValueError, match="a piece of 0 bytes"):
+        _bytes.checksums(one, np.zeros(1, np.uint64), np.zeros(1, np.uint64))
+    with pytest.raises(ValueError, match="not C-contiguous"):
+        _bytes.checksums(np.zeros(4, np.uint64)[::2], np.ones(1, np.uint64), two)
