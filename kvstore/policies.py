@@ -9,7 +9,7 @@ told of a capacity: it takes the most objects that there were at once for one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 __all__ = ["POLICIES", "Arc", "Lru", "Policy"]
@@ -20,6 +20,9 @@ class Policy(Protocol):
 
     def add(self, key: bytes) -> None:
         """The object is stored now; it was not before."""
+
+    def add_all(self, keys: Sequence[bytes]) -> None:
+        """``add`` for each, in order; no key comes twice."""
 
     def touch(self, key: bytes) -> None:
         """The object was read. It is stored."""
@@ -50,6 +53,10 @@ class Lru:
     def add(self, key: bytes) -> None:
         """See ``Policy``."""
         self._keys[key] = None
+
+    def add_all(self, keys: Sequence[bytes]) -> None:
+        """See ``Policy``."""
+        self._keys.update(dict.fromkeys(keys))
 
     def touch(self, key: bytes) -> None:
         """See ``Policy``."""
@@ -101,6 +108,15 @@ class Arc:
             self._t1[key] = None
         self._capacity = max(self._capacity, len(self))
         self._forget()
+
+    def add_all(self, keys: Sequence[bytes]) -> None:
+        """See ``Policy``."""
+        if self._b1 or self._b2:
+            for key in keys:
+                self.add(key)
+            return
+        self._t1.update(dict.fromkeys(keys))  # Nothing was evicted too early.
+        self._capacity = max(self._capacity, len(self))
 
     def touch(self, key: bytes) -> None:
         """See ``Policy``."""

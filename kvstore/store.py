@@ -8,8 +8,9 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from enum import Enum
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -208,6 +209,8 @@ class Store:
             except BaseException:
                 _cancel(groups)
                 raise
+            if outcomes.count(Got.RIGHT) == len(keys):
+                break
             open_rows = [row for row in open_rows if outcomes[row] not in SETTLED]
             if not open_rows or time.monotonic() > deadline_s:
                 break
@@ -237,20 +240,16 @@ class Store:
         outcomes = [Put.UNREACHABLE] * len(keys)
         if not len(keys):
             return outcomes
-        numbers = self._owners.usable()
-        names, weights = self._owners.names_and_weights(numbers)
-        own = numbers.index(OWN) if OWN in numbers else None
-        chosen = np.array(numbers, np.intp)[
-            choose(keys, names, weights, self._config.copies, own)
-        ].reshape(len(keys), -1)
-        for copy in range(chosen.shape[1]):
-            for number in np.unique(chosen[:, copy]).tolist():
-                rows = np.flatnonzero(chosen[:, copy] == number)
-                found = self._put_at(number, keys[rows], signature, source.of(rows), deadline_s)
-                for row, one in zip(rows.tolist(), found, strict=True):
-                    if copy == 0 or one is Put.STORED:
-                        outcomes[row] = one
-        self._puts.update(one.value for one in outcomes)
+        for copy, rows, number in self._chosen(keys):
+            some = source if len(rows) == len(keys) else source.of(rows)
+            found = self._put_at(number, keys[rows], signature, some, deadline_s)
+            if len(rows) == len(keys) and copy == 0:
+                outcomes[:] = found
+                continue
+            for row, one in zip(rows.tolist(), found, strict=True):
+                if copy == 0 or one is Put.STORED:
+                    outcomes[row] = one
+        _count(self._puts, outcomes, Put)
         self._bytes_put += outcomes.count(Put.STORED) * source.object_bytes
         return outcomes
 
@@ -387,7 +386,7 @@ class Store:
         self._lookups["missing"] += len(found) - here - other
 
     def count_gets(self, outcomes: Sequence[Got], nbytes: int) -> None:
-        self._gets.update(one.value for one in outcomes)
+        _count(self._gets, outcomes, Got)
         self._bytes_got += outcomes.count(Got.RIGHT) * nbytes
 
     def _get_below(
@@ -432,14 +431,31 @@ class Store:
                 below = int(source_of(np.uint16(group.source.number), np.True_))
                 self.judging.measured(below, took_s, right * nbytes)
 
+    def _chosen(self, keys: Keys) -> Iterator[tuple[int, npt.NDArray[np.intp], int]]:
+        """Where the copies of objects go: which copy it is, their rows, an owner's number."""
+        numbers = self._owners.usable()
+        if len(numbers) == 1:
+            yield 0, np.arange(len(keys), dtype=np.intp), numbers[0]
+            return
+        names, weights = self._owners.names_and_weights(numbers)
+        own = numbers.index(OWN) if OWN in numbers else None
+        chosen = np.array(numbers, np.intp)[
+            choose(keys, names, weights, self._config.copies, own)
+        ].reshape(len(keys), -1)
+        for copy in range(chosen.shape[1]):
+            for number in np.unique(chosen[:, copy]).tolist():
+                yield copy, np.flatnonzero(chosen[:, copy] == number), number
+
     def _put_at(
         self, number: int, keys: Keys, signature: bytes, source: Pieces, deadline_s: float
     ) -> Sequence[Put]:
         """Stores objects at one owner, apart from those that it has."""
         held = self._owners.held_by(number, keys, form_of(signature, source.object_bytes))
-        outcomes = [Put.EXISTS] * len(keys)
         rows = np.flatnonzero(held["found"] != Found.HERE)
         handle = self._owners.handle(number) if len(rows) else None
+        if handle is not None and len(rows) == len(keys) <= CLAIM_OBJECTS_MAX:
+            return self._put_group(handle, keys, signature, source, deadline_s)
+        outcomes = [Put.EXISTS] * len(keys)
         for first in range(0, len(rows), CLAIM_OBJECTS_MAX):
             some = rows[first : first + CLAIM_OBJECTS_MAX]
             found: Sequence[Put] = [Put.UNREACHABLE] * len(some)
@@ -471,8 +487,10 @@ class Store:
     ) -> list[Group]:
         """The rows that were found, by owner; the others get their outcome."""
         wanted = np.asarray(rows, np.intp)
-        whole = np.zeros(len(keys), PLACE)
-        whole[wanted] = places
+        whole = places
+        if len(places) < len(keys):
+            whole = np.zeros(len(keys), PLACE)
+            whole[wanted] = places
         for row in wanted[places["found"] == Found.OTHER].tolist():
             outcomes[row] = Got.REJECTED
         is_below = (places["found"] == Found.HERE) & (places["slot"] == BELOW)
@@ -480,8 +498,9 @@ class Store:
             outcomes[row] = Got.LEFT_BELOW
         found = wanted[(places["found"] == Found.HERE) & ~is_below]
         groups: list[Group] = []
-        for number in np.unique(whole["owner"][found]).tolist():
-            of_owner = found[whole["owner"][found] == number]
+        owners = whole["owner"][found]
+        for number in sorted(set(owners.tolist())):
+            of_owner = found[owners == number]
             source = self._owners.source(number)
             if source is None:
                 for row in of_owner.tolist():
@@ -493,6 +512,13 @@ class Store:
                     Group.of(source, some, keys, signature, destination.object_bytes, whole)
                 )
         return groups
+
+
+def _count(counts: Counter[str], outcomes: Sequence[Enum], kind: type[Enum]) -> None:
+    """Adds outcomes to counts by their values. Hashing each would take longer than copying it."""
+    for one in kind:
+        if number := outcomes.count(one):
+            counts[one.value] += number
 
 
 def _cancel(groups: Sequence[Group]) -> None:
