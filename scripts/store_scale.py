@@ -127,7 +127,7 @@ def stand_in_owners(endpoint: str, owners: int, changes_per_s: float, parent: Co
             match decode_question(raw):
                 case Greet():
                     firsts[client] = len(firsts) << 24
-                    hello = Hello(b"", 1, 0, 0, 1, 1 << 20, made_at(begin_s, changes_per_s))
+                    hello = Hello(b"", 1, 0, 0, 1, 1 << 20, 1, made_at(begin_s, changes_per_s))
                     router.send_multipart([client, request_id, encode(hello)])
                 case Snapshot():
                     empty = encode(Changes(1, 0, b""))

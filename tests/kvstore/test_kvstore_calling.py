@@ -264,7 +264,8 @@ class Liar:
 
 def hello(**more: Any) -> bytes:
     fields: dict[str, Any] = {"headers_address": 4096, "slots_address": 8192}
-    fields |= {"engine": b"", "epoch": 1, "chunks": 1, "object_bytes_max": 1, "number": 0} | more
+    fields |= {"engine": b"", "epoch": 1, "chunks": 1, "parts": 1, "object_bytes_max": 1}
+    fields |= {"number": 0} | more
     return encode(Hello(**fields))
 
 

@@ -22,6 +22,10 @@ N, NBYTES = 6, 40_000
 @pytest.fixture
 def stored(owner: Store, guest: Store) -> Room:
     """Objects of ``owner`` that ``guest`` knows of, and memory of ``guest`` for them."""
+    return stored_for(guest, owner)
+
+
+def stored_for(guest: Store, owner: Store) -> Room:
     room = Room(owner, N, NBYTES)
     room.bytes[:] = contents(N, NBYTES)
     assert owner.put(keys(N), SIG, room.pieces) == [Put.STORED] * N
@@ -69,22 +73,26 @@ def test_only_what_is_stored_from_the_first_on_is_judged(guest: Store, stored: R
 
 
 def test_a_read_that_times_out_counts_as_a_slow_one(
-    guest: Store, stored: Room, monkeypatch: pytest.MonkeyPatch
+    tcp_guest: Store, owner: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvstore import reading
 
+    stored = stored_for(tcp_guest, owner)
     monkeypatch.setattr(
         reading.Group, "wait_for", lambda self, *_: self.fail(Got.TIMED_OUT, "a test says so")
     )
     for _ in range(MEASURED_MIN):
-        assert guest.get(keys(N), SIG, stored.pieces, 0.0) == [Got.TIMED_OUT] * N
-    assert speed(guest) > 0
+        assert tcp_guest.get(keys(N), SIG, stored.pieces, 0.0) == [Got.TIMED_OUT] * N
+    assert speed(tcp_guest) > 0
 
 
 def test_an_owner_that_is_reached_anew_is_measured_anew(guest: Store, stored: Room) -> None:
     for _ in range(MEASURED_MIN):
         guest.get(keys(N), SIG, stored.pieces)
     assert speed(guest) > 0
+    (known,) = guest._owners._peers.values()
+    assert known.caller is not None
+    known.caller.close()
     guest._owners._peers.clear()
     guest.get(keys(N), SIG, stored.pieces)
     assert speed(guest) == 0.0

@@ -26,6 +26,7 @@ from kvstore.judging import source_of
 from kvstore.loading import Load
 from kvstore.outcomes import Got, Put
 from kvstore.owner import Owner
+from kvstore.pieces import Pieces
 from kvstore.slab import class_of
 from kvstore.store import Store
 
@@ -138,7 +139,8 @@ def test_what_lies_below_is_not_stored_again(lender: Store, reader: Store) -> No
     row = int(np.flatnonzero(below(reader))[0])
     room = Room(reader, 1, NBYTES)
     assert reader.put(KEYS[[row]], SIG, room.pieces) == [Put.EXISTS]
-    assert owner_of(lender).store(KEYS[[row]], SIG, 5, b"other")[0].value == "exists"
+    other = Pieces.whole(np.array([room.bytes.ctypes.data], np.uint64), 5)
+    assert owner_of(lender).take(KEYS[[row]], SIG, other)[0].value == "exists"
     assert get(reader, [row]) == [Got.RIGHT]
 
 
