@@ -3,21 +3,62 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import numpy as np
 
 from kvstore.asking import NoAnswer
-from kvstore.changes import BELOW, Found, Keys, Records
+from kvstore.changes import BELOW, Found, Keys, Records, form_of
 from kvstore.deepshelf import LiftState
 from kvstore.handles import Handle
 from kvstore.owner import CLAIM_OBJECTS_MAX
+from kvstore.owners import Owners
 
-__all__ = ["lift"]
+__all__ = ["lift", "lifted_parts"]
 
 logger = logging.getLogger(__name__)
+
+PART_BYTES: Final = 8 << 20
+"""So much is lifted while as much is read."""
+
+
+def lifted_parts(
+    owners: Owners, keys: Keys, signature: bytes, nbytes: int, deadline_s: float
+) -> Generator[tuple[slice, Records], None, None]:
+    """Has objects lifted in parts, the next one while the caller reads the last; blocks.
+
+    Args:
+        owners: know where the objects lie.
+        keys: shape (n, 16).
+        signature: of all of them.
+        nbytes: the size of each.
+        deadline_s: of the monotonic clock.
+
+    Yields the keys of a part, and where they lie now, as ``lift`` leaves it.
+    """
+    step = max(PART_BYTES // nbytes, 1)
+    parts = [slice(first, first + step) for first in range(0, len(keys), step)]
+
+    def lifted(part: slice) -> Records:
+        places = owners.look_up(keys[part], form_of(signature, nbytes))
+        lift(owners.handle, keys[part], signature, nbytes, places, deadline_s)
+        return places
+
+    if len(parts) < 2:
+        yield from ((part, lifted(part)) for part in parts)
+        return
+    with ThreadPoolExecutor(1, "kvstore-lifting") as ahead:
+        coming = ahead.submit(lifted, parts[0])
+        for part, after in itertools.zip_longest(parts, parts[1:]):
+            places = coming.result()
+            if after is not None:
+                coming = ahead.submit(lifted, after)
+            yield part, places
 
 
 def lift(

@@ -25,7 +25,7 @@ from kvstore.config import Config
 from kvstore.copying import Copier
 from kvstore.handles import Handle
 from kvstore.judging import Judging, source_of
-from kvstore.lifting import lift
+from kvstore.lifting import lifted_parts
 from kvstore.meeting import meet
 from kvstore.memory import Memory
 from kvstore.outcomes import Got, Put
@@ -402,21 +402,18 @@ class Store:
         push out each other. Ends after a few rounds that have brought nothing."""
         nbytes, barren = destination.object_bytes, 0
         while rows and barren < BARREN_MAX and time.monotonic() < deadline_s:
-            some, begun_s = keys[list(rows)], time.monotonic()
-            places = self._owners.look_up(some, form_of(signature, nbytes))
-            lift(self._owners.handle, some, signature, nbytes, places, deadline_s)
+            begun_s, read = time.monotonic(), list[Group]()
             for row in rows:
                 outcomes[row] = Got.MISSING
-            groups = self._groups(keys, signature, destination, rows, places, outcomes)
-            try:
-                for group in groups:
-                    group.begin(destination.of(group.rows), 0)
-                for group in groups:
-                    self.finish(group, destination, outcomes, deadline_s)
-            except BaseException:
-                _cancel(groups)
-                raise
-            self._measure_below(groups, outcomes, nbytes, time.monotonic() - begun_s)
+            parts = lifted_parts(self._owners, keys[list(rows)], signature, nbytes, deadline_s)
+            with contextlib.closing(parts):
+                for part, places in parts:
+                    groups = self._groups(
+                        keys, signature, destination, rows[part], places, outcomes
+                    )
+                    read += groups
+                    self._read(groups, destination, outcomes, deadline_s)
+            self._measure_below(read, outcomes, nbytes, time.monotonic() - begun_s)
             left = [row for row in rows if outcomes[row] in (Got.LEFT_BELOW, Got.MOVED)]
             barren = barren + 1 if len(left) == len(rows) else 0
             rows = left
@@ -425,11 +422,30 @@ class Store:
         self, groups: Sequence[Group], outcomes: Sequence[Got], nbytes: int, took_s: float
     ) -> None:
         """What lay below took the time of its lift, too. Owners lift one after the other."""
+        right: Counter[int] = Counter()
         for group in groups:
-            right = sum(outcomes[row] is Got.RIGHT for row in group.rows)
-            if right:
-                below = int(source_of(np.uint16(group.source.number), np.True_))
-                self.judging.measured(below, took_s, right * nbytes)
+            right[group.source.number] += sum(outcomes[row] is Got.RIGHT for row in group.rows)
+        for number, count in right.items():
+            if count:
+                below = int(source_of(np.uint16(number), np.True_))
+                self.judging.measured(below, took_s, count * nbytes)
+
+    def _read(
+        self,
+        groups: Sequence[Group],
+        destination: Pieces,
+        outcomes: list[Got],
+        deadline_s: float,
+    ) -> None:
+        """Reads whole objects; headers come behind them."""
+        try:
+            for group in groups:
+                group.begin(destination.of(group.rows), 0)
+            for group in groups:
+                self.finish(group, destination, outcomes, deadline_s)
+        except BaseException:
+            _cancel(groups)
+            raise
 
     def _chosen(self, keys: Keys) -> Iterator[tuple[int, npt.NDArray[np.intp], int]]:
         """Where the copies of objects go: which copy it is, their rows, an owner's number."""

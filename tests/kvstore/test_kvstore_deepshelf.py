@@ -249,6 +249,34 @@ def test_two_who_lift_one_object_get_one_slot() -> None:
     assert shelf.lift(FULL_NAMES[:1], UNIT_BYTES + 1) == [Lifted(LiftState.GONE)]
 
 
+def test_what_is_removed_while_it_is_lifted_does_not_come_back() -> None:
+    shelf, _, _ = shelf_of(1 << 20)
+    store(shelf, [0, 1])
+    shelf.leave_all()
+    all_left(shelf)
+    free = shelf.slab.free_slots(1)
+    shelf.lift(FULL_NAMES[:2], UNIT_BYTES)
+    shelf.remove(NAMES[:1], SIG)
+    shelf.sunk(FULL_NAMES[1:2])  # The tier needed its place.
+    assert shelf.landed(FULL_NAMES[:2], UNIT_BYTES, [5, 6]) == [Lifted(LiftState.GONE)] * 2
+    assert len(shelf) == 0
+    assert shelf.slab.free_slots(1) == free, "the slots are free again"
+
+
+def test_what_is_removed_while_it_is_written_is_forgotten_below() -> None:
+    shelf, _, _ = shelf_of(1 << 20)
+    store(shelf, [0, 1])
+    free = shelf.slab.free_slots(1)
+    shelf.leave_all()
+    _, leaving = shelf.ledger.take(64)
+    shelf.remove(NAMES[:2], SIG)
+    assert shelf.slab.free_slots(1) == free, "the tier still reads the slots"
+    shelf.left(leaving, [True, False])
+    assert shelf.slab.free_slots(1) == free + 2
+    assert len(shelf.ledger) == 0
+    assert shelf.ledger.take(64) == (FULL_NAMES[:1], []), "the other one was not written"
+
+
 def test_a_class_without_memory_gets_some_to_lift_to() -> None:
     shelf, _, _ = shelf_of(1 << 20)
     shelf.adopt_below([LeftBehind(FULL_NAMES[9], 4 * UNIT_BYTES)])

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, deaf, keys, until
 
+from kvstore import lifting
 from kvstore.admission import MEASURED_MIN, Judged
 from kvstore.carrier import READS_MAX
 from kvstore.changes import BELOW, Found, form_of
@@ -207,6 +208,18 @@ def test_loads_by_layers_bring_what_lies_below(lender: Store, reader: Store) -> 
     assert load.finish() == [Got.RIGHT] * len(rows)
     load.cancel()
     assert (room.bytes == OBJECTS[rows]).all()
+
+
+def test_one_part_is_lifted_while_another_is_read(
+    lender: Store, reader: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifting, "PART_BYTES", 3 * NBYTES)
+    assert get(reader) == [Got.RIGHT] * N
+    down = np.flatnonzero(below(reader))[:10].tolist()
+    lender.remove(KEYS[down[4:6]], SIG)
+    outcomes = get(reader, down)
+    assert [row for row, one in zip(down, outcomes, strict=True) if one is Got.MISSING] == down[4:6]
+    assert outcomes.count(Got.RIGHT) == 8
 
 
 def test_a_reader_asks_for_what_has_gone(lender: Store, reader: Store) -> None:
