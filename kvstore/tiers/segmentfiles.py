@@ -60,11 +60,19 @@ class SegmentFiles:
                     f"disk_size={nbytes} is too small: {str(directory)!r} needs segments of"
                     f" {self.segment_bytes} bytes for objects of up to {object_bytes_max}"
                 )
-            for path in left[self.count :]:
-                logger.warning("%s is removed: disk_size has no room for it", path)
+            surplus = left[self.count :]
+            if surplus:
+                logger.warning(
+                    "%d segments of %s are removed: disk_size has no room for them",
+                    len(surplus),
+                    directory,
+                )
+            for path in surplus:
                 path.unlink()
             self._fds: list[int] = []
             for number in range(self.count):
+                if number >= len(left):
+                    undo.callback(self._path(number).unlink, missing_ok=True)
                 self._fds.append(self._open(self._path(number)))
                 undo.callback(os.close, self._fds[-1])
             undo.pop_all()
@@ -153,8 +161,6 @@ class SegmentFiles:
             os.posix_fallocate(fd, 0, self.segment_bytes)
         except OSError as exc:
             os.close(fd)
-            if not status.st_size:
-                path.unlink()
             raise OSError(
                 exc.errno,
                 f"a segment of {self.segment_bytes} bytes cannot be made ({exc.strerror}): give"
