@@ -76,13 +76,13 @@ def test_a_second_server_hits_what_the_first_one_has_computed(
 ) -> None:
     expected = reference.answers(model, REQUESTS)
     options = ServerOptions(make_model(model))
-    first = started(fleet, with_hicache(options, directory), "first")
+    first = started(fleet, with_hicache(options, directory, admission=False), "first")
     answers = ask(first)
     assert hits(answers) == NONE
     assert not compare(expected, answers)
-    second = started(fleet, with_hicache(options, directory, memory="0"), "second")
+    second = started(fleet, with_hicache(options, directory, memory="0", admission=False), "second")
     hit_all(second, expected)
-    linking = started(fleet, with_store(options, directory, memory="0"), "linking")
+    linking = started(fleet, with_store(options, directory, memory="0", admission=False), "linking")
     hit_all(linking, expected)
     request = urllib.request.Request(f"{second.url}/hicache/storage-backend/clear", method="POST")
     with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
@@ -97,11 +97,11 @@ def test_a_model_with_windows_has_two_pools(
 ) -> None:
     expected = reference.answers("mellum", REQUESTS)
     options = ServerOptions(make_model("mellum"))
-    first = started(fleet, with_hicache(options, directory), "first")
+    first = started(fleet, with_hicache(options, directory, admission=False), "first")
     assert not compare(expected, ask(first))
     for pool in ("kv", "swa"):
         assert f"this rank's pages of the pool {pool}:" in first.process.log_text()
-    second = started(fleet, with_hicache(options, directory, memory="0"), "second")
+    second = started(fleet, with_hicache(options, directory, memory="0", admission=False), "second")
     hit_all(second, expected)
     flush(second)
     first.process.kill()

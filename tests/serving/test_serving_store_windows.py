@@ -58,7 +58,7 @@ def test_servers_take_each_others_windows(fleet: Fleet, place: Place, reference:
     hit_all(first, expected)
     second = started(fleet, place.options(model, memory="0"), "second")
     hit_all(second, expected)
-    other = with_hicache(ServerOptions(model), place.directory, memory="0")
+    other = with_hicache(ServerOptions(model), place.directory, memory="0", admission=False)
     hit_all(started(fleet, other, "hicache"), expected)
 
 
