@@ -23,6 +23,8 @@ from kvstore.messages import (
     Hello,
     InMemory,
     Lift,
+    Pin,
+    Pins,
     Publish,
     Question,
     Refused,
@@ -31,6 +33,7 @@ from kvstore.messages import (
     Store,
     Stored,
     Touch,
+    Unpin,
 )
 from kvstore.owner import Owner
 from kvstore.pieces import Pieces
@@ -85,6 +88,11 @@ def _answer(owner: Owner, question: Question) -> Answer:
             return _lifted(owner.lift(keys_of(keys), signature, nbytes, timeout_ms / 1000))
         case Touch(keys, signature):
             owner.touch(keys_of(keys), signature)
+        case Pin(keys, signature, ttl_ms):
+            outcomes, why = owner.pin(keys_of(keys), signature, ttl_ms / 1000)
+            return Pins([one.value for one in outcomes], why)
+        case Unpin(keys, signature):
+            owner.unpin(keys_of(keys), signature)
         case Remove(keys, signature):
             owner.remove(keys_of(keys), signature)
         case _:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvstore.changes import KEY_BYTES, REMOVED, Records, form_of
 from kvstore.ledger import PARTS, Leaving, below_changes
-from kvstore.shelf import Shelf
+from kvstore.pinshelf import PinShelf
 from kvstore.slab import class_of
 from kvstore.tiers.base import Found
 
@@ -45,7 +45,7 @@ _GONE: Final = Lifted(LiftState.GONE)
 _LATER: Final = Lifted(LiftState.LATER)
 
 
-class DeepShelf(Shelf):
+class DeepShelf(PinShelf):
     """Not thread-safe. Without a tier it is a ``Shelf``."""
 
     @property

@@ -28,13 +28,17 @@ from kvstore.messages import (
     Granted,
     InMemory,
     Lift,
+    Pin,
+    Pins,
     Publish,
     Question,
     Remove,
     Store,
     Stored,
     Take,
+    Unpin,
 )
+from kvstore.outcomes import Pinned
 from kvstore.owner import Grant, Owner
 from kvstore.pieces import Pieces
 from kvstore.reading import Source
@@ -47,7 +51,7 @@ ANSWERED_PART: Final = 0.8
 
 _GRANTED: Final = Verdict.GRANTED.value
 
-Wanted = TypeVar("Wanted", Granted, Done, Stored, InMemory)
+Wanted = TypeVar("Wanted", Pins, Granted, Done, Stored, InMemory)
 
 
 class Handle(Protocol):
@@ -78,6 +82,12 @@ class Handle(Protocol):
 
     def lift(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Sequence[Lifted]:
         """See ``Owner.lift``."""
+
+    def pin(self, keys: Keys, signature: bytes, ttl_s: float) -> tuple[Sequence[Pinned], str]:
+        """See ``Owner.pin``."""
+
+    def unpin(self, keys: Keys, signature: bytes) -> None:
+        """See ``Owner.unpin``."""
 
     def remove(self, keys: Keys, signature: bytes) -> None:
         """Removes objects."""
@@ -126,6 +136,14 @@ class OwnHandle:
     def lift(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Sequence[Lifted]:
         """See ``Handle``."""
         return self._owner.lift(keys, signature, nbytes, timeout_s)
+
+    def pin(self, keys: Keys, signature: bytes, ttl_s: float) -> tuple[Sequence[Pinned], str]:
+        """See ``Handle``."""
+        return self._owner.pin(keys, signature, ttl_s)
+
+    def unpin(self, keys: Keys, signature: bytes) -> None:
+        """See ``Handle``."""
+        self._owner.unpin(keys, signature)
 
     def remove(self, keys: Keys, signature: bytes) -> None:
         """See ``Handle``."""
@@ -213,6 +231,16 @@ class FarHandle:
         slots = np.frombuffer(answer.slots, "<u4").tolist()
         generations = np.frombuffer(answer.generations, "<u4").tolist()
         return list(map(Lifted, states, slots, generations))
+
+    def pin(self, keys: Keys, signature: bytes, ttl_s: float) -> tuple[Sequence[Pinned], str]:
+        """See ``Handle``."""
+        question = Pin(keys.tobytes(), signature, max(int(ttl_s * 1000), 1))
+        answer = self._ask(question, Pins, self._timeout_s)
+        return [Pinned(one) for one in answer.outcomes], answer.why
+
+    def unpin(self, keys: Keys, signature: bytes) -> None:
+        """See ``Handle``."""
+        self._ask(Unpin(keys.tobytes(), signature), Done, self._timeout_s)
 
     def remove(self, keys: Keys, signature: bytes) -> None:
         """See ``Handle``."""

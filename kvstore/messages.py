@@ -7,6 +7,8 @@ from typing import Annotated, Final
 
 import msgspec
 
+from kvstore.pins import PIN_S_MAX
+
 __all__ = [
     "CALL_BYTES_MAX",
     "LIFT_MS_MAX",
@@ -25,6 +27,8 @@ __all__ = [
     "Hello",
     "InMemory",
     "Lift",
+    "Pin",
+    "Pins",
     "Publish",
     "Question",
     "Refused",
@@ -34,6 +38,7 @@ __all__ = [
     "Stored",
     "Take",
     "Touch",
+    "Unpin",
     "decode_answer",
     "decode_question",
     "encode",
@@ -146,6 +151,21 @@ class Take(msgspec.Struct, frozen=True, array_like=True, tag=12):
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=TRAY_BYTES)]
 
 
+class Pin(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """Keep these for so long, please. Answered by ``Pins``."""
+
+    keys: Keys
+    signature: Signature
+    ttl_ms: Annotated[int, msgspec.Meta(ge=1, le=int(PIN_S_MAX * 1000))]
+
+
+class Unpin(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """One pin of these is not needed any more. Answered by ``Done``."""
+
+    keys: Keys
+    signature: Signature
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """``owner.OwnerCard``, and the number of the next change."""
 
@@ -199,6 +219,13 @@ class InMemory(msgspec.Struct, frozen=True, array_like=True, tag=7):
     generations: bytes
 
 
+class Pins(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """One ``outcomes.Pinned`` for each object, and why some were refused."""
+
+    outcomes: list[str]
+    why: str
+
+
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The question cannot be answered."""
 
@@ -218,8 +245,10 @@ Question = (
     | Store
     | Lift
     | Take
+    | Pin
+    | Unpin
 )
-Answer = Hello | Changes | Granted | Done | Refused | Stored | InMemory
+Answer = Hello | Changes | Granted | Done | Refused | Stored | InMemory | Pins
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _QUESTIONS: Final[msgspec.msgpack.Decoder[Question]] = msgspec.msgpack.Decoder(Question)

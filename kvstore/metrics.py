@@ -94,6 +94,7 @@ METRICS: Final = (
         "Objects that were given a slot and never stored, such as those of a client that died.",
     ),
     Metric("evicted_total", "counter", (), "Objects that were evicted for others."),
+    Metric("pinned_objects", "gauge", (), "Objects that must not be evicted."),
     Metric("removed_total", "counter", (), "Objects that a client removed."),
     Metric("below_objects", "gauge", (), "Objects in the tier below this process's lent memory."),
     Metric("below_bytes", "gauge", (), "Bytes of the objects in the tier below."),
@@ -170,6 +171,7 @@ def gauges(status: StoreStatus) -> dict[Key, float]:
     }
     if status.own is not None:
         found["used_bytes", ()] = status.own.bytes_used
+        found["pinned_objects", ()] = status.own.pinned
         found["objects", ()] = status.own.objects
         found["below_objects", ()] = status.own.below
         found["leaving_objects", ()] = status.own.leaving

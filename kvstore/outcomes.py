@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["Got", "Put"]
+__all__ = ["Got", "Pinned", "Put"]
 
 
 class Got(Enum):
@@ -48,3 +48,13 @@ class Put(Enum):
     TIMED_OUT = "timed out"
     #: The write failed, or did not arrive as it was sent; the owner has dropped it.
     FAILED = "failed"
+
+
+class Pinned(Enum):
+    """The outcome of pinning one object."""
+
+    PINNED = "pinned"
+    #: No owner that answers has it in memory.
+    MISSING = "missing"
+    #: Its owner has as many bytes pinned as it may have.
+    REFUSED = "refused"

@@ -28,6 +28,7 @@ from kvstore.deepshelf import DeepShelf, Lifted, LiftState
 from kvstore.headers import HEADER
 from kvstore.ledger import Ledger
 from kvstore.log import ChangeLog
+from kvstore.outcomes import Pinned
 from kvstore.pieces import U64, Pieces
 from kvstore.policies import POLICIES
 from kvstore.shelf import Claim, Verdict
@@ -116,6 +117,8 @@ class OwnerStats:
     #: Reads and writes of the tier that failed, and objects that were not as they were written.
     tier_failed: int = 0
     tier_corrupted: int = 0
+    #: Objects that must not be evicted.
+    pinned: int = 0
 
 
 class Owner:
@@ -292,6 +295,16 @@ class Owner:
         bytes_max = self._config.memory // LIFT_PART
         return self._carrier.lift(names, nbytes, bytes_max, time.monotonic() + timeout_s)
 
+    def pin(self, keys: Keys, signature: bytes, ttl_s: float) -> tuple[list[Pinned], str]:
+        """See ``PinShelf.pin``: for so many seconds."""
+        with self._lock:
+            return self._shelf.pin(keys, signature, self._clock() + ttl_s)
+
+    def unpin(self, keys: Keys, signature: bytes) -> None:
+        """See ``PinShelf.unpin``."""
+        with self._lock:
+            self._shelf.unpin(keys, signature)
+
     def remove(self, keys: Keys, signature: bytes) -> int:
         """Removes objects; returns how many there were."""
         with self._lock:
@@ -311,6 +324,7 @@ class Owner:
         again that were not confirmed. May wait for a fence."""
         now_s = self._clock()
         with self._lock:
+            self._shelf.unpin_overdue(now_s)
             evicted = self._shelf.make_room(self._config.free_low, self._config.free_high)
             overdue = self._shelf.overdue(now_s)
         if evicted:
@@ -377,6 +391,7 @@ class Owner:
                 ledger.counts.dropped,
                 usage.failed,
                 usage.corrupted,
+                len(self._shelf.pins),
             )
 
     def _has_changed(self) -> None:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
-__all__ = ["POLICIES", "Arc", "Lru", "Policy"]
+__all__ = ["POLICIES", "Arc", "Keeping", "Lru", "Policy"]
 
 
 class Policy(Protocol):
@@ -151,6 +151,51 @@ class Arc:
             self._b1.popitem(last=False)
         while self._b2 and len(self) + len(self._b1) + len(self._b2) > 2 * self._capacity:
             self._b2.popitem(last=False)
+
+
+class Keeping:
+    """A policy that can be told to keep objects: it evicts others until they are released."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._kept: set[bytes] = set()
+
+    def __len__(self) -> int:
+        return len(self._policy) + len(self._kept)
+
+    def add(self, key: bytes) -> None:
+        """See ``Policy``."""
+        self._policy.add(key)
+
+    def add_all(self, keys: Sequence[bytes]) -> None:
+        """See ``Policy``."""
+        self._policy.add_all(keys)
+
+    def touch(self, key: bytes) -> None:
+        """See ``Policy``."""
+        if key not in self._kept:
+            self._policy.touch(key)
+
+    def remove(self, key: bytes) -> None:
+        """See ``Policy``."""
+        if key in self._kept:
+            self._kept.discard(key)
+        else:
+            self._policy.remove(key)
+
+    def evict(self) -> bytes | None:
+        """See ``Policy``. None, too, if all that are stored are kept."""
+        return self._policy.evict()
+
+    def keep(self, key: bytes) -> None:
+        """The object, which is stored, is not evicted from now on."""
+        self._policy.remove(key)
+        self._kept.add(key)
+
+    def release(self, key: bytes) -> None:
+        """It may be evicted again, as if it were stored just now."""
+        self._kept.remove(key)
+        self._policy.add(key)
 
 
 POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {"arc": Arc, "lru": Lru}

@@ -32,7 +32,7 @@ from kvstore.changes import (
 from kvstore.headers import LIVE, MAGIC, expected
 from kvstore.ledger import Ledger, below_changes
 from kvstore.log import ChangeLog
-from kvstore.policies import Policy
+from kvstore.policies import Keeping, Policy
 from kvstore.slab import Slab, class_of
 
 __all__ = ["Claim", "Shelf", "Verdict"]
@@ -105,7 +105,7 @@ class Shelf:
         self._new_policy = new_policy
         self._log = log
         self._objects: dict[bytes, _Object] = {}
-        self._policies: dict[int, Policy] = {}
+        self._policies: dict[int, Keeping] = {}
         self._claims: dict[int, Claim] = {}
         self._claimed: set[bytes] = set()
         #: By class: objects that found no slot since the last ``make_room``.
@@ -252,7 +252,7 @@ class Shelf:
 
     def _empty_chunk(self, units: int) -> Sequence[bytes]:
         """For a class that has no slot to evict from: objects of another class go."""
-        chunk = self.slab.chunk_to_empty(units)
+        chunk = self.slab.chunk_to_empty(units, self._kept_chunks())
         if chunk is None:
             return ()
         slots = set(self.slab.slots_of(chunk))
@@ -368,9 +368,15 @@ class Shelf:
             return None
         return _Object(slot, units, int(header["generation"]), form)
 
-    def _policy(self, units: int) -> Policy:
+    def _policy(self, units: int) -> Keeping:
         found = self._policies.get(units)
-        return found if found is not None else self._policies.setdefault(units, self._new_policy())
+        if found is None:
+            found = self._policies[units] = Keeping(self._new_policy())
+        return found
+
+    def _kept_chunks(self) -> set[int]:
+        """Chunks with objects that must not go."""
+        return set()
 
     def _verdict(self, name: bytes, nbytes: int) -> Verdict:
         if nbytes > self.slab.object_bytes_max:

@@ -107,9 +107,14 @@ class Slots:
         first = chunk * self.chunk_units
         return range(first, first + self.chunk_units // units * units, units)
 
-    def chunk_to_empty(self, units: int) -> int | None:
-        """The chunk of another class with the least in it; None if this class has them all."""
-        others = [i for i, one in enumerate(self._class_of_chunk) if one not in (0, units)]
+    def chunk_to_empty(self, units: int, kept: Collection[int] = ()) -> int | None:
+        """The chunk of another class with the least in it, and none of ``kept``; None if there is
+        none."""
+        others = [
+            i
+            for i, one in enumerate(self._class_of_chunk)
+            if one not in (0, units) and i not in kept
+        ]
         return min(
             others, key=lambda i: self._taken_in_chunk[i] * self._class_of_chunk[i], default=None
         )

@@ -28,10 +28,11 @@ from kvstore.judging import Judging, source_of
 from kvstore.lifting import lifted_parts
 from kvstore.meeting import meet
 from kvstore.memory import Memory
-from kvstore.outcomes import Got, Put
+from kvstore.outcomes import Got, Pinned, Put
 from kvstore.owner import CLAIM_OBJECTS_MAX
 from kvstore.owners import OWN, Owners
 from kvstore.pieces import Pieces
+from kvstore.pins import PIN_S_MAX
 from kvstore.placement import choose
 from kvstore.reading import HEADERS_MAX, Group, HeaderRooms
 from kvstore.status import QUESTION, StoreStatus
@@ -46,6 +47,7 @@ ATTEMPTS: Final = 2
 """A get looks again for what an owner has not given."""
 BARREN_MAX: Final = 8
 """So often an object may be pushed out again between its lift and its read."""
+MIN_PIN_S: Final = 0.001
 ANY_FORM: Final = 0
 """With it a look-up finds a key as ``HERE`` or as ``OTHER``."""
 SETTLED: Final = {Got.RIGHT, Got.MISSING, Got.REJECTED, Got.LEFT_BELOW}
@@ -275,6 +277,48 @@ class Store:
                     handle.clear(signature)
                 except NoAnswer as exc:
                     logger.warning("the objects of a signature were not removed: %s", exc)
+
+    def pin(self, keys: Keys, signature: bytes, ttl_s: float) -> list[Pinned]:
+        """Keeps objects in memory: their owners do not evict them for so many seconds, or until as
+        many ``unpin`` came as ``pin``. ``remove`` and ``clear`` remove them nevertheless. Pins are
+        lost with the owner's process. Blocks; one outcome for each key.
+
+        An owner refuses more than half of its memory. With several copies all that can be are
+        pinned. ``ValueError`` for a time that is not between 1 ms and a day.
+        """
+        if not MIN_PIN_S <= ttl_s <= PIN_S_MAX:
+            raise ValueError(f"ttl_s={ttl_s} must be between {MIN_PIN_S} and {PIN_S_MAX:g} seconds")
+        outcomes = [Pinned.MISSING] * len(keys)
+        for rows, handle in self._holders(keys):
+            try:
+                found, why = handle.pin(keys[rows], signature, ttl_s)
+            except NoAnswer as exc:
+                found, why = [Pinned.MISSING] * len(rows), str(exc)
+            if why:
+                logger.warning("not all objects were pinned: %s", why)
+            for row, one in zip(rows.tolist(), found, strict=True):
+                if outcomes[row] is not Pinned.PINNED and one is not Pinned.MISSING:
+                    outcomes[row] = one
+        return outcomes
+
+    def unpin(self, keys: Keys, signature: bytes) -> None:
+        """Takes one pin from each of these objects, if they have one; those whose owner does not
+        answer keep it until its time is over."""
+        for rows, handle in self._holders(keys):
+            try:
+                handle.unpin(keys[rows], signature)
+            except NoAnswer as exc:
+                logger.warning("objects were not unpinned: %s", exc)
+
+    def _holders(self, keys: Keys) -> Iterator[tuple[npt.NDArray[np.intp], Handle]]:
+        """The owners that are said to have some of the keys with any signature, and which rows."""
+        for number in self._owners.usable():
+            held = self._owners.held_by(number, keys, ANY_FORM)
+            rows = np.flatnonzero(held["found"] != Found.MISSING)
+            handle = self._owners.handle(number) if len(rows) else None
+            if handle is not None:
+                for first in range(0, len(rows), CLAIM_OBJECTS_MAX):
+                    yield rows[first : first + CLAIM_OBJECTS_MAX], handle
 
     # -- how it is
 

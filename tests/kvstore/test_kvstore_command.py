@@ -65,8 +65,8 @@ def top(environment: dict[str, str], *arguments: str) -> str:
 def test_lent_memory_outlives_the_engines(
     directory: Path, environment: dict[str, str], lender: subprocess.Popen[str]
 ) -> None:
-    assert top(environment).splitlines()[1].split()[:9] == [
-        str(lender.pid), "4", "MiB", "0", "0", "-", "-", "-", "0/0"
+    assert top(environment).splitlines()[1].split()[:10] == [
+        str(lender.pid), "4", "MiB", "0", "0", "0", "-", "-", "-", "0/0"
     ]  # fmt: skip
     with Store(config(directory / "s")) as store:
         room = Room(store, N, NBYTES)
@@ -85,7 +85,9 @@ def test_lent_memory_outlives_the_engines(
 
 
 def test_a_process_is_a_line() -> None:
-    own = OwnerStats(objects=12, evicted=3, below=40, below_capacity=1 << 30, lifted=5, dropped=6)
+    own = OwnerStats(
+        objects=12, evicted=3, pinned=2, below=40, below_capacity=1 << 30, lifted=5, dropped=6
+    )
     one = StoreStatus(
         pid=7,
         process="sglang serve",
@@ -100,11 +102,11 @@ def test_a_process_is_a_line() -> None:
         table_bytes=0,
         admission=AdmissionCounts(admitted=9, declined=4, loads=3, unpaid=1),
     )
-    server = ["sglang", "serve"]
+    more = ["1/3", "sglang", "serve"]
     idle = StoreStatus(8, "x", 0, None, (), {}, {}, {}, 0, 0, 0)
     assert [line.split() for line in lines([one, idle])[1:]] == [
-        ["7", "1.5", "GiB", "12", "3", "40", "5", "6", "1/2", "75%", "0", "2", "4", "1/3", *server],
-        ["8", "-", "-", "-", "-", "-", "-", "0/0", "-", "0", "0", "0", "0/0", "x"],
+        ["7", "1.5", "GiB", "12", "3", "2", "40", "5", "6", "1/2", "75%", "0", "2", "4", *more],
+        ["8", "-", "-", "-", "-", "-", "-", "-", "0/0", "-", "0", "0", "0", "0/0", "x"],
     ]
 
 

@@ -77,7 +77,7 @@ def test_every_field_of_the_status_is_told_or_left_out_on_purpose() -> None:
     told_of_own = {
         "objects", "claims", "published", "abandoned", "evicted", "removed", "bytes_used",
         "below", "below_bytes", "leaving", "moved_down", "lifted", "dropped", "tier_failed",
-        "tier_corrupted",
+        "tier_corrupted", "pinned",
     }  # fmt: skip
     of_the_log, of_the_settings = {"changes"}, {"below_capacity"}
     known = told_of_own | of_the_log | of_the_settings

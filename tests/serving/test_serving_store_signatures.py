@@ -17,7 +17,7 @@ from cpu_serving.store import flush
 from cpu_serving.traffic import Answer, compare
 from store_servers import REQUESTS, Lender, Place, all_pages, ask, hits, until
 
-pytestmark = pytest.mark.serving
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(300)]
 
 NONE = [0] * len(REQUESTS)
 LINKER = "sglang_mooncake.sglang.store.linker"
