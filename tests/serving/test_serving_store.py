@@ -39,8 +39,8 @@ from store_servers import (
 
 from bootstrap_server.secret_file import write_secret_file
 from kvstore.metrics import PREFIX, Key, counters
+from kvstore.weights import identity
 from sglang_mooncake.metrics import RANK_LABELS
-from sglang_mooncake.sglang.store.weights import identity
 
 pytestmark = pytest.mark.serving
 

@@ -13,7 +13,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_parallel, get_serving
 
 from kvstore.signature import Signature
-from sglang_mooncake.sglang.store.weights import identity
+from kvstore.weights import identity
 
 __all__ = ["PoolFacts", "SignatureNow", "facts_by_rank", "heads_of_rank", "weights_of"]
 

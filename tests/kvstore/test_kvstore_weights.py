@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_mooncake.sglang.store.weights import identity
+from kvstore.weights import identity
 
 
 def write_model(folder: Path, change: int | None = None) -> Path:
