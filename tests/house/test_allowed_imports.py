@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["te", "bootstrap_server", "kvstore", "sglang_mooncake"]
 SGLANGS = "sglang_mooncake/sglang"
+VLLMS = "sglang_mooncake/vllm"
 
 #: Folder → what its modules import beside Python's own; the deepest folder of a module counts.
 ALLOWED = {
@@ -39,6 +40,7 @@ ALLOWED = {
         "te",
         "torch",
     },
+    VLLMS: {"huggingface_hub", "kvstore", "numpy", "te", "torch", "vllm"},
 }
 #: Folder → why its files name variables of SGLang.
 VARIABLES_OF_SGLANG = {
@@ -76,8 +78,10 @@ def refused(module: str, source: str) -> set[str]:
     own = folder.partition("/")[0]
     may = ALLOWED[folder] | {own} | set(sys.stdlib_module_names)
     found = {name for name in imports(source) if name.partition(".")[0] not in may}
-    if folder != SGLANGS:
-        found |= {name for name in imports(source) if f"{name}.".startswith(f"{own}.sglang.")}
+    for engine in (SGLANGS, VLLMS):
+        if folder != engine:
+            inside = engine.replace("/", ".") + "."
+            found |= {name for name in imports(source) if f"{name}.".startswith(inside)}
     return found
 
 
@@ -99,6 +103,8 @@ def test_modules_import_what_their_folder_may(package: str) -> None:
         "import torch.cuda as cuda",
         "from sglang_mooncake import sglang",
         "from sglang_mooncake.sglang.seam import rank_context",
+        "import vllm",
+        "from sglang_mooncake.vllm import facts",
         "importlib.import_module('sglang.srt')",
         "__import__('torch')",
     ],
@@ -106,7 +112,8 @@ def test_modules_import_what_their_folder_may(package: str) -> None:
 def test_an_import_that_comes_late_is_seen(statement: str) -> None:
     source = f"import importlib\ndef late():\n    if True:\n        {statement}\n"
     assert refused("sglang_mooncake/rooms/decode.py", source)
-    assert not refused(f"{SGLANGS}/seam.py", source)
+    folder = VLLMS if "vllm" in statement else SGLANGS
+    assert not refused(f"{folder}/seam.py", source)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the connector takes from vLLM's configuration (0.32, `vllm/config`), and which servers it
+refuses. Imports nothing of vLLM, so that it is tested without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from kvstore.signature import Signature
+from kvstore.weights import identity
+from sglang_mooncake.vllm.page_map import PageMap
+
+__all__ = ["block_tokens", "check_server", "heads_of_rank", "signature_of"]
+
+#: Of ``ModelConfig``: by which servers with the same weights compute other keys and values.
+_CHANGES_VALUES: Final = ("dtype", "quantization", "hf_overrides", "model_impl")
+
+
+def check_server(config: Any, caches: Any) -> None:
+    """Refuses what the store cannot hold, or what could take wrong pages.
+
+    ``config``: vLLM's ``VllmConfig``; ``caches``: its ``KVCacheConfig``.
+
+    Raises:
+        ValueError: says which flag to change.
+    """
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    _refuse_split(parallel)
+    if len(caches.kv_cache_groups) != 1:
+        raise ValueError(
+            f"this model has {len(caches.kv_cache_groups)} groups of KV caches, with sliding"
+            " windows or states; the store holds pages of full attention alone"
+        )
+    if config.speculative_config is not None:
+        raise ValueError(
+            "with --speculative-config pages may hold tokens that are rejected later, and the store"
+            " does not hold the draft model's cache: leave the one or the other out"
+        )
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ValueError(
+            "a page may be evicted between look-up and load, and its request would fail with"
+            f' "kv_load_failure_policy": "{transfer.kv_load_failure_policy}": say "recompute" in'
+            " --kv-transfer-config"
+        )
+    algorithm = str(config.cache_config.prefix_caching_hash_algo)
+    if not algorithm.startswith("sha256"):
+        raise ValueError(
+            f"--prefix-caching-hash-algo {algorithm} is not made to tell the prompts of several"
+            " servers apart: use sha256 or sha256_cbor"
+        )
+
+
+def _refuse_split(parallel: Any) -> None:
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if getattr(parallel, name, 1) != 1:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {getattr(parallel, name)} is not supported: give 1")
+
+
+def block_tokens(config: Any) -> int:
+    """Tokens of a page."""
+    return int(config.cache_config.block_size)
+
+
+def heads_of_rank(config: Any, rank: int) -> tuple[int, int]:
+    """Which KV heads of the model a TP rank has; ranks that share one have the same. (0, 0) where
+    every rank has all of the cache (MLA)."""
+    model, parallel = config.model_config, config.parallel_config
+    if model.use_mla:
+        return 0, 0
+    size, total = int(parallel.tensor_parallel_size), int(model.get_total_num_kv_heads())
+    heads = int(model.get_num_kv_heads(parallel))
+    first = rank * heads if total >= size else rank * total // size
+    return first, first + heads
+
+
+def signature_of(
+    config: Any, pages: PageMap, kernel: str, rank: int, weights: str | None
+) -> Signature:
+    """Of the pages of one TP rank.
+
+    kernel: what arranges the numbers of a block.
+    weights: the operator's own name for them.
+
+    Raises:
+        ValueError: the weights cannot be told apart from others.
+    """
+    model = config.model_config
+    computed = [f"{name}={getattr(model, name, None)!r}" for name in _CHANGES_VALUES]
+    computed.append(f"cache_dtype={config.cache_config.cache_dtype!r}")
+    return Signature(
+        weights=" ".join([weights or _identity_of(config), *computed]),
+        dtype=f"{config.cache_config.cache_dtype} of {model.dtype}",
+        page_size=block_tokens(config),
+        layers=(0, pages.layers),
+        heads=heads_of_rank(config, rank),
+        layout=f"vllm {kernel} {pages.layout}/1",
+    )
+
+
+def _identity_of(config: Any) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    folder = Path(config.model_config.model)
+    try:
+        if str(config.load_config.load_format).lower().endswith("dummy"):
+            raise ValueError("--load-format dummy loads none")
+        if not folder.is_dir():
+            folder = Path(
+                snapshot_download(
+                    config.model_config.model,
+                    revision=config.model_config.revision,
+                    local_files_only=True,
+                )
+            )
+        return identity(folder)
+    except (ValueError, LocalEntryNotFoundError) as exc:
+        raise ValueError(
+            f"the store must tell this server's weights from others, and cannot: {exc}; give a text"
+            ' of your own as "weights" in kv_connector_extra_config, the same for servers with the'
+            " same weights alone"
+        ) from exc

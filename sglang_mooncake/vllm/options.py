@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operator says of the store: vLLM's ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+
+import te
+from kvstore.config import Config
+from kvstore.values import typed
+from te.transports.registry import WITHOUT_DEVICES
+
+__all__ = ["Options"]
+
+LOAD_TIMEOUT_S: Final = 10.0
+#: Settings that are not the store's own: default and kind.
+OWN: Final[dict[str, tuple[Any, str]]] = {
+    "weights": (None, "str | None"),
+    "load_timeout_s": (LOAD_TIMEOUT_S, "float"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The settings of one server: those of ``kvstore.Config``, and these."""
+
+    store: Config
+    #: Tells the weights apart. Servers with the same text share pages. Without it a few bytes of
+    #: every tensor on disk are hashed.
+    weights: str | None
+    #: A load that takes longer is given up, and its pages are computed.
+    load_timeout_s: float
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """``ValueError`` names what is unknown or wrong."""
+        rest = dict(given)
+        weights, timeout_s = (
+            typed(name, rest.pop(name, default), kind) for name, (default, kind) in OWN.items()
+        )
+        if not (math.isfinite(timeout_s) and timeout_s > 0):
+            raise ValueError(f"load_timeout_s={timeout_s} must be a positive number of seconds")
+        store = Config.of(rest, others=OWN)
+        if not store.index:  # All processes are on one host, and need no device.
+            store = replace(store, engine=te.Config(transports=WITHOUT_DEVICES))
+        return cls(store, weights, timeout_s)
+
+    @property
+    def asking(self) -> Config:
+        """For the scheduler's process, which looks up alone: it lends nothing."""
+        return replace(self.store, memory=0, file=None, disk=None, disk_size=0)

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A directory for sockets that is short enough, and memory as vLLM has it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm_makers import Rank
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """Of this test alone; pytest's own are too long for the address of a socket."""
+    with tempfile.TemporaryDirectory(prefix="kv") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def rank(directory: Path) -> Iterator[Rank]:
+    """Lends 8 MiB."""
+    with Rank(directory, 8 << 20) as one:
+        yield one
+
+
+@pytest.fixture
+def other(rank: Rank, directory: Path) -> Iterator[Rank]:
+    """Of another server, beside ``rank``. Lends nothing."""
+    with Rank(directory, 0) as one:
+        yield one

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which servers of vLLM the store refuses, and what tells their pages apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cpu_serving.model import make_model
+
+from sglang_mooncake.vllm.facts import check_server, heads_of_rank, signature_of
+from sglang_mooncake.vllm.page_map import CacheTensor, PageMap
+
+GROUPS = SimpleNamespace(kv_cache_groups=["full attention"])
+PAGES = PageMap([CacheTensor(4096, (8, 2, 32, 64), (4096, 2048, 64, 1), 4)], 8)
+
+
+def server(model: str | Path = "m", **changed: Any) -> Any:
+    """As much of a ``VllmConfig`` as is read. ``changed``: fields, by names with two underscores
+    for a dot."""
+    model_config = SimpleNamespace(
+        model=str(model),
+        revision=None,
+        dtype="torch.float32",
+        quantization=None,
+        hf_overrides={},
+        model_impl="auto",
+        use_mla=False,
+        heads=2,
+    )
+    model_config.get_total_num_kv_heads = lambda: model_config.heads
+    model_config.get_num_kv_heads = lambda parallel: max(
+        1, model_config.heads // parallel.tensor_parallel_size
+    )
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),
+        speculative_config=None,
+        cache_config=SimpleNamespace(
+            block_size=32, prefix_caching_hash_algo="sha256", cache_dtype="auto"
+        ),
+        load_config=SimpleNamespace(load_format="auto"),
+        model_config=model_config,
+    )
+    for name, value in changed.items():
+        part, _, field = name.partition("__")
+        if field:
+            setattr(getattr(config, part), field, value)
+        else:
+            setattr(config, part, value)
+    return config
+
+
+def test_an_ordinary_server_is_served() -> None:
+    check_server(server(), GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"parallel_config__pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
+        ({"speculative_config": object()}, "with --speculative-config pages may hold tokens"),
+        (
+            {"kv_transfer_config__kv_load_failure_policy": "fail"},
+            'say "recompute" in --kv-transfer',
+        ),
+        ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "use sha256 or sha256_cbor"),
+    ],
+)
+def test_a_server_that_could_take_wrong_pages_is_refused(
+    changed: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        check_server(server(**changed), GROUPS)
+
+
+def test_a_model_with_several_caches_is_refused() -> None:
+    with pytest.raises(ValueError, match="this model has 2 groups of KV caches"):
+        check_server(server(), SimpleNamespace(kv_cache_groups=["full", "window"]))
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "expected"),
+    [
+        (4, 1, [(0, 4)]),
+        (4, 2, [(0, 2), (2, 4)]),
+        (2, 4, [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        (1, 2, [(0, 1), (0, 1)]),
+    ],
+)
+def test_ranks_have_the_heads_that_they_compute(
+    heads: int, size: int, expected: list[tuple[int, int]]
+) -> None:
+    config = server(model_config__heads=heads, parallel_config__tensor_parallel_size=size)
+    assert [heads_of_rank(config, rank) for rank in range(size)] == expected
+
+
+def test_every_rank_has_all_of_a_latent() -> None:
+    assert heads_of_rank(server(model_config__use_mla=True), 1) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model_config__dtype": "torch.bfloat16"},
+        {"model_config__quantization": "fp8"},
+        {"model_config__hf_overrides": {"rope_theta": 1}},
+        {"cache_config__cache_dtype": "fp8"},
+        {"cache_config__block_size": 16},
+    ],
+)
+def test_pages_of_other_values_have_another_signature(changed: dict[str, Any]) -> None:
+    assert digest(server(**changed)) != digest(server())
+
+
+def digest(config: Any, kernel: str = "K", rank: int = 0, weights: str = "w") -> bytes:
+    return signature_of(config, PAGES, kernel, rank, weights).digest
+
+
+def test_kernels_ranks_and_weights_are_told_apart() -> None:
+    config = server(parallel_config__tensor_parallel_size=2)
+    found = {
+        digest(config),
+        digest(config, kernel="another"),
+        digest(config, rank=1),
+        digest(config, weights="others"),
+    }
+    assert len(found) == 4
+    assert digest(config) == digest(config)
+
+
+def test_weights_are_told_by_their_files(tmp_path: Path) -> None:
+    one, two = (server(make_model("llama", tmp_path, seed=seed)) for seed in (0, 1))
+    first, second = (signature_of(config, PAGES, "K", 0, None).digest for config in (one, two))
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"load_config__load_format": "dummy"},
+        {"model_config__model": "no-such-owner/no-such-model"},
+    ],
+)
+def test_weights_that_cannot_be_told_apart_are_refused(
+    changed: dict[str, Any], tmp_path: Path
+) -> None:
+    config = server(make_model("llama", tmp_path), **changed)
+    with pytest.raises(ValueError, match='give a text of your own as "weights"'):
+        signature_of(config, PAGES, "K", 0, None)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests' hashes, and a rank's KV cache without vLLM."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+import te
+from kvstore.changes import keys_of_digests
+from kvstore.config import Config
+from kvstore.store import Store
+from sglang_mooncake.vllm.page_map import CacheTensor, PageMap
+from sglang_mooncake.vllm.requests import Work
+from sglang_mooncake.vllm.store_worker import StoreWorker
+
+TIMEOUT_S = 60.0
+LAYERS, BLOCKS, BLOCK_BYTES = 3, 8, 512
+SIGNATURE = b"one signature..."
+
+
+def hashes(count: int, prompt: str = "a") -> list[bytes]:
+    """Of a prompt's blocks, as vLLM makes them: 32 bytes each."""
+    return [hashlib.sha256(f"{prompt} {i}".encode()).digest() for i in range(count)]
+
+
+def work(request_id: str, blocks: Sequence[int], prompt: str = "a") -> Work:
+    """These blocks are the prompt's first ones."""
+    return Work(request_id, list(blocks), keys_of_digests(hashes(len(blocks), prompt)))
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    """Waits for it."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited in vain: {what}"
+        time.sleep(0.002)
+
+
+class Rank:
+    """A worker with a KV cache of its own: shape (layers, blocks, bytes)."""
+
+    def __init__(self, directory: Path, memory: int, signature: bytes = SIGNATURE) -> None:
+        self.cache = np.zeros((LAYERS, BLOCKS, BLOCK_BYTES), np.uint8)
+        tensors = [
+            CacheTensor(layer.ctypes.data, layer.shape, (BLOCK_BYTES, 1), 1) for layer in self.cache
+        ]
+        self.store = Store(
+            Config(directory=directory, memory=memory, engine=te.Config(status_dir=None))
+        )
+        self.store.register(self.cache.reshape(-1))
+        self.pages = PageMap(tensors, BLOCKS)
+        self.signature = signature
+        self.worker = StoreWorker(self.store, self.pages, signature, 5.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.worker.close()
+        self.store.close()
+
+    def fill(self, seed: int) -> None:
+        """All blocks with bytes that no other seed has."""
+        self.cache[:] = np.random.default_rng(seed).integers(0, 256, self.cache.shape, np.uint8)
+
+    def save(self, one: Work) -> None:
+        """And waits until it is stored, and vLLM may have the blocks back."""
+        self.worker.save(one, [])
+        saved: set[str] = set()
+        finished = {one.request_id}
+        until(lambda: saved.update(self.worker.take_saved(finished)) or saved, "a save")
+
+    def load(self, one: Work) -> set[int]:
+        """And waits until it is told: the blocks that have failed."""
+        self.worker.load(one)
+        loaded: set[str] = set()
+        until(lambda: loaded.update(self.worker.take_loaded()) or loaded, "a load")
+        assert loaded == {one.request_id}
+        return self.worker.take_failed()
+
+    def knows(self, one: Work) -> bool:
+        """Whether all of its pages are stored, as far as this process knows."""
+        return bool(self.store.exists(one.keys, self.signature, self.pages.page_bytes).all())
