@@ -44,6 +44,7 @@ class ManagedProcess:
         env: Mapping[str, str],
         log: Path,
         nursery: Nursery | None = None,
+        python: str | Path = sys.executable,
     ) -> None:
         """Starts ``python -m argv[0] argv[1:]``, forked from the nursery if it fits there."""
         self.name = name
@@ -55,7 +56,7 @@ class ManagedProcess:
             return
         with log.open("wb") as out:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", *argv],
+                [python, "-m", *argv],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 from urllib.parse import urlsplit
 
 from cpu_serving.cuda import PretendedCuda
@@ -23,12 +24,14 @@ from cpu_serving.progress import no_tick
 
 __all__ = [
     "HOST",
+    "SHIM",
     "Fleet",
     "Pair",
     "Role",
     "Router",
     "Server",
     "ServerOptions",
+    "answers_at",
     "base_environment",
     "wait_ready",
     "with_secret",
@@ -92,6 +95,15 @@ def with_secret(options: ServerOptions, path: Path) -> ServerOptions:
     return replace(options, extra_env=extra_env)
 
 
+class Waiting(Protocol):
+    """Whatever can be waited for."""
+
+    @property
+    def process(self) -> ManagedProcess: ...
+
+    def ready(self) -> bool: ...
+
+
 class Server:
     """One SGLang server: its process, where it listens, where its ranks write their figures."""
 
@@ -121,7 +133,7 @@ class Server:
     def ready(self) -> bool:
         """Whether the server answers; raises ServingError when it has ended."""
         self.process.check_alive()
-        return _answers(f"{self.url}/health")
+        return answers_at(f"{self.url}/health")
 
     def stop(self) -> None:
         self.process.stop()
@@ -221,7 +233,7 @@ class Router:
 
     def ready(self) -> bool:
         self.process.check_alive()
-        return _answers(f"{self.url}/health")
+        return answers_at(f"{self.url}/health")
 
     def stop(self) -> None:
         self.process.stop()
@@ -305,11 +317,16 @@ class Fleet:
         return router
 
     def process(
-        self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        python: str | Path = sys.executable,
     ) -> ManagedProcess:
         """Start ``python -m argv[0] argv[1:]``, whatever that is."""
         with signals_deferred():
-            self._started.append(ManagedProcess(name, argv, env, log))
+            self._started.append(ManagedProcess(name, argv, env, log, python=python))
         return self._started[-1]
 
     def pair(self, prefill: ServerOptions, decode: ServerOptions) -> Pair:
@@ -333,7 +350,7 @@ class Fleet:
 
 
 def wait_ready(
-    waiting: Iterable[Server | Router],
+    waiting: Iterable[Waiting],
     *,
     timeout_s: float = READY_TIMEOUT_S,
     tick: Callable[[str], None] = no_tick,
@@ -371,7 +388,8 @@ def base_environment() -> dict[str, str]:
     }
 
 
-def _answers(url: str) -> bool:
+def answers_at(url: str) -> bool:
+    """Whether a GET of it succeeds."""
     # Not by requests: urllib3 leaves finalizers behind, and an interrupt that comes in one is lost.
     where = urlsplit(url)
     connection = HTTPConnection(where.netloc, timeout=HEALTH_TIMEOUT_S)

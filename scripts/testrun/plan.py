@@ -55,8 +55,9 @@ def before_lanes() -> list[Step]:
 
 
 def fast_step(options: Options) -> Step:
-    """What needs neither SGLang nor RDMA nor minutes."""
-    marks = "not serving and not sglang and not rdma and not testbed and not sanitize and not slow"
+    """What needs neither SGLang nor vLLM nor RDMA nor minutes."""
+    heavy = ("serving", "sglang", "vllm", "rdma", "testbed", "sanitize", "slow")
+    marks = " and ".join(f"not {one}" for one in heavy)
     # They import torch as they are collected, tests/lmcache LMCache as well.
     where = ("--ignore", "tests/sglang", "--ignore", "tests/lmcache", "tests")
     return _pytest(options, "fast tests", *WAITING, "-m", marks, *where)
@@ -65,8 +66,11 @@ def fast_step(options: Options) -> Step:
 def lanes(options: Options) -> list[Lane]:
     """Everything, side by side."""
     layouts = "serving" if options.all_layouts else "serving and not matrix"
-    servers = [_pytest(options, "real servers", "-m", layouts, "tests/serving")]
-    marks = "not serving and not rdma and not sanitize"
+    servers = [
+        _pytest(options, "real servers", "-m", layouts, "tests/serving"),
+        _pytest(options, "real servers of vLLM", "-m", "vllm", "tests/vllm"),
+    ]
+    marks = "not serving and not vllm and not rdma and not sanitize"
     here = [
         _pytest(options, "tests on this machine", *BOTH_CORES, "-m", marks, "tests"),
         _pytest(options, "sanitizers", "-m", "sanitize", "tests/sanitize"),

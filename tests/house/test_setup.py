@@ -61,14 +61,16 @@ class Machine:
             f"class version:\n    cuda = {cuda!r}\n__version__ = '1.0'\n"
         )
 
-    def setup(self, *missing: str, uv_on_path: bool = True) -> tuple[int, list[str], str]:
+    def setup(
+        self, *missing: str, uv_on_path: bool = True, stage: str = "serving"
+    ) -> tuple[int, list[str], str]:
         """Exit status, calls but for those after torch, and what it said. ``missing``: wheels that
         pip does not find; with ``uv:`` before them those of uv."""
         (self.root / "missing").write_text("".join(f"{name}\n" for name in missing))
         path = [str(self.root / "path")] if uv_on_path else []
         with (self.root / "said").open("wb") as said:
             done = subprocess.run(
-                ["/bin/bash", self.root / "scripts/setup", "serving"],
+                ["/bin/bash", self.root / "scripts/setup", stage],
                 env={"PATH": ":".join([*path, "/usr/bin", "/bin"])},
                 stdin=subprocess.DEVNULL,
                 stdout=said,
@@ -185,3 +187,17 @@ def test_packages_that_must_not_be_there_are_named(
     code, _, said = machine.setup(*missing)
     assert code == 1
     assert f"setup: found packages that must not be here: {name}" in said
+
+
+def test_vllms_environment_comes_after_ours(machine: Machine) -> None:
+    """It uses what was compiled for the other one."""
+    shutil.copy(ROOT / "scripts/vllm-constraints.txt", machine.root / "scripts")
+    shutil.rmtree(machine.root / ".venv")
+    (machine.root / "calls").write_text("")
+    code, calls, said = machine.setup(stage="vllm")
+    assert (code, calls) == (1, [])
+    assert "setup: there is no .venv yet; run scripts/setup fast before" in said
+
+
+def test_both_engines_run_on_one_torch() -> None:
+    assert PIN in (ROOT / "scripts/vllm-constraints.txt").read_text().splitlines()

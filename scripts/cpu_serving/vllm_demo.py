@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`scripts/demo --vllm`: vLLM's servers that share their prefix caches through the store, beside an
+ordinary one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cpu_serving.model import make_model
+from cpu_serving.processes import ServingError
+from cpu_serving.progress import Step
+from cpu_serving.servers import Fleet, wait_ready
+from cpu_serving.store_status import pages_read
+from cpu_serving.traffic import Answer, Request, compare, make_requests
+from cpu_serving.vllm_servers import BLOCK, VllmServer, ask, reset, start_vllm, store_flags
+
+__all__ = ["main"]
+
+EXIT_DIFFERENT = 1
+EXIT_BROKEN = 3
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the prompts' KV caches came to be."""
+
+    name: str
+    #: Requests whose tokens are not those of the ordinary server.
+    different: int
+    #: Prompt tokens that were not computed.
+    cached_tokens: int
+    #: Pages that the store has given, each with its checksum compared.
+    pages: int
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status: 0 if all tokens are equal, and pages came from the store where they can."""
+    options = _parser().parse_args(argv)
+    run_dir = Path(tempfile.mkdtemp(prefix="sglang-mooncake-vllm-"))
+    try:
+        ways = _run(options, run_dir)
+    except ServingError as error:
+        print(f"demo: {error}\ndemo: the logs are in {run_dir}", file=sys.stderr)
+        return EXIT_BROKEN
+    shutil.rmtree(run_dir)
+    print(_table(ways, options.requests))
+    if options.json:
+        print(json.dumps([asdict(one) for one in ways]))
+    loaded = all(one.pages > 0 and one.cached_tokens > 0 for one in ways[1:])
+    return 0 if loaded and not any(one.different for one in ways) else EXIT_DIFFERENT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/demo --vllm",
+        description="Two vLLM servers that share their prefix caches through the store, on the CPU"
+        " with a tiny model: are the tokens those of an ordinary server, and do pages come from the"
+        " store?",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--requests", type=int, default=8, metavar="N", help="how many, all at once (8)")
+    add("--prompt", type=int, default=700, metavar="N", help="tokens of the longest prompt (700)")
+    add("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
+    add("--json", action="store_true", help="last line of stdout is one JSON array")
+    return parser
+
+
+def _run(options: argparse.Namespace, run_dir: Path) -> list[Way]:
+    model = make_model("llama")
+    requests = make_requests(options.requests, options.prompt, seed=options.seed)
+    with tempfile.TemporaryDirectory(prefix="kv") as directory, Fleet(run_dir) as fleet:
+        place = Path(directory)
+        alone = start_vllm(fleet, "alone", model, place)
+        first = start_vllm(fleet, "first", model, place, store_flags("64MiB"), core=1)
+        _wait("an ordinary server, and the first one with the store", [alone, first])
+        expected = _ask(alone, requests)
+        alone.stop()
+        cold = _ask(first, requests)
+        stored = Way("computed, and stored", len(compare(expected, cold)), _cached(cold), 0)
+        reset(first)
+        warm = _ask(first, requests)
+        own = _way("loaded, after a reset", expected, warm, place, first)
+        second = start_vllm(fleet, "second", model, place, store_flags("0"))
+        _wait("a second server", [second])
+        other = _way("loaded by another server", expected, _ask(second, requests), place, second)
+    return [stored, own, other]
+
+
+def _wait(what: str, servers: Sequence[VllmServer]) -> None:
+    with Step(f"starting {what}") as step:
+        wait_ready(servers, tick=step.tick)
+
+
+def _ask(server: VllmServer, requests: Sequence[Request]) -> list[Answer]:
+    with Step(f"requests to the {server.process.name}"):
+        answers = ask(server, requests)
+    errors = [one.error for one in answers if one.error]
+    if errors:
+        raise ServingError(f"{len(errors)} requests failed: {errors[0]}\n{server.process.tail()}")
+    return answers
+
+
+def _way(
+    name: str,
+    expected: Sequence[Answer],
+    got: Sequence[Answer],
+    place: Path,
+    server: VllmServer,
+) -> Way:
+    pages = pages_read(place / "te", server.process.pid)
+    return Way(name, len(compare(expected, got)), _cached(got), pages)
+
+
+def _cached(answers: Sequence[Answer]) -> int:
+    return sum(one.cached_tokens for one in answers)
+
+
+def _table(ways: Sequence[Way], requests: int) -> str:
+    head = f"{'KV cache':28} {'equal':>9} {'cached tokens':>14} {f'pages of {BLOCK}':>14}"
+    lines = [
+        f"{one.name:28} {requests - one.different:4}/{requests:<4} {one.cached_tokens:14}"
+        f" {one.pages:14}"
+        for one in ways
+    ]
+    return "\n".join([head, *lines])

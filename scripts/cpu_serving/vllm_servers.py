@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's servers on the CPU: command lines, environment, requests. They run in .venv-vllm
+(``scripts/setup vllm``), beside the environment of everything else here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cpu_serving.ports import HOST
+from cpu_serving.processes import ServingError
+from cpu_serving.servers import SHIM, Fleet, answers_at
+from cpu_serving.traffic import Answer, Request
+
+__all__ = ["BLOCK", "VllmServer", "ask", "reset", "start_vllm", "store_flags"]
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-vllm/bin/python"
+#: Tokens of a block. vLLM's kernels for CPUs are fastest with 32.
+BLOCK = 32
+REQUEST_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class VllmServer:
+    """One vLLM server: its process, and where it listens."""
+
+    process: Any
+    url: str
+
+    def ready(self) -> bool:
+        """Whether the server answers; raises ServingError when it has ended."""
+        self.process.check_alive()
+        return answers_at(f"{self.url}/health")
+
+    def stop(self) -> None:
+        self.process.stop()
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=REQUEST_TIMEOUT_S) as response:
+            text = response.read().decode()
+        found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        return sum(map(float, found))
+
+
+def store_flags(memory: str, **more: Any) -> list[str]:
+    """Of a server whose prefix cache is on the store. ``more``: further settings of it."""
+    config = {
+        "kv_connector": "StoreConnector",
+        "kv_connector_module_path": "sglang_mooncake.vllm.store_connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"memory": memory, **more},
+    }
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
+def start_vllm(
+    fleet: Fleet,
+    name: str,
+    model: Path,
+    runtime_dir: Path,
+    flags: Sequence[str] = (),
+    core: int = 0,
+) -> VllmServer:
+    """Starts one.
+
+    runtime_dir: where its store finds others', with a short name, and mode 0700.
+    core: which of this process's it has.
+
+    Raises:
+        ServingError: vLLM's environment is not there.
+    """
+    if not PYTHON.exists():
+        raise ServingError(f"there is no {PYTHON}: run scripts/setup vllm")
+    port = fleet.port()
+    argv = ["vllm.entrypoints.openai.api_server", "--model", str(model), "--host", HOST]
+    argv += ["--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    argv += ["--max-model-len", "2048", "--max-num-seqs", "8", "--block-size", str(BLOCK)]
+    argv += ["--enable-prompt-tokens-details", *flags]
+    cores = sorted(os.sched_getaffinity(0))
+    env = _environment(runtime_dir, cores[core % len(cores)])
+    log = fleet.run_dir / f"{name}.log"
+    return VllmServer(
+        fleet.process(f"{name} server", argv, env, log, python=PYTHON), f"http://{HOST}:{port}"
+    )
+
+
+def _environment(runtime_dir: Path, core: int) -> Mapping[str, str]:
+    return os.environ | {
+        "PYTHONPATH": str(SHIM),
+        "XDG_RUNTIME_DIR": str(runtime_dir),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": str(core),
+        "VLLM_HOST_IP": HOST,
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+        "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request compiles
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def ask(server: VllmServer, requests: Sequence[Request]) -> list[Answer]:
+    """All at once; the answers in the order of the requests."""
+    with ThreadPoolExecutor(len(requests)) as threads:
+        return list(threads.map(lambda one: _ask(server, one), requests))
+
+
+def _ask(server: VllmServer, request: Request) -> Answer:
+    body = {
+        "prompt": list(request.input_ids),
+        "max_tokens": request.new_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **request.fields,
+    }
+    try:
+        answer = _post(f"{server.url}/v1/completions", body)
+    except (OSError, ValueError) as error:
+        said = error.read().decode() if isinstance(error, urllib.error.HTTPError) else ""
+        return Answer((), f"{error!r} {said}", 0.0)
+    choice, usage = answer["choices"][0], answer["usage"]
+    details = usage.get("prompt_tokens_details") or {}
+    error = None if choice["finish_reason"] == "length" else f"ended by {choice['finish_reason']}"
+    return Answer(
+        tuple(choice["token_ids"]), error, 0.0, cached_tokens=details.get("cached_tokens") or 0
+    )
+
+
+def reset(server: VllmServer) -> None:
+    """Empties the server's own prefix cache."""
+    _post(f"{server.url}/reset_prefix_cache", {})
+
+
+def _post(url: str, body: Mapping[str, Any]) -> Any:
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+        text = response.read()
+    return json.loads(text) if text else None
