@@ -21,7 +21,7 @@ PROGRAMS = frozenset(
     {
         *("apt-get", "curl", "docker", "ip", "kubectl", "kvstore", "lmcache", "mlnx_qos"),
         *("modprobe", "pip", "python"),
-        *("python3", "sglang", "sglang-mooncake", "ssh", "sysctl", "te", "ulimit"),
+        *("python3", "sglang", "sglang-mooncake", "ssh", "sysctl", "te", "ulimit", "vllm"),
     }
 )
 

@@ -24,6 +24,7 @@ from kvstore import cli as kvstore
 from kvstore.config import Config
 from sglang_mooncake.sglang import cli as mooncake
 from sglang_mooncake.sglang.dry_run.flags import parse_flags
+from sglang_mooncake.vllm.options import Options
 from te import cli as te
 
 COMMANDS = commands()
@@ -74,6 +75,17 @@ def check_lmcache(rest: tuple[str, ...]) -> None:
     assert module.is_file()
     assert f"class {spec['class_name']}(" in module.read_text()
     Config.of(spec["adapter_params"])
+
+
+def check_vllm(rest: tuple[str, ...]) -> None:
+    """The connector, without vLLM; tests/vllm start servers with the same flag."""
+    assert rest[0] == "serve"
+    spec = json.loads(rest[rest.index("--kv-transfer-config") + 1])
+    module = ROOT / f"{spec.pop('kv_connector_module_path').replace('.', '/')}.py"
+    assert module.is_file()
+    assert f"class {spec.pop('kv_connector')}(" in module.read_text()
+    Options.of(spec.pop("kv_connector_extra_config"))
+    assert spec == {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
 
 def check_mooncake(rest: tuple[str, ...]) -> None:
@@ -157,6 +169,7 @@ RULES: dict[str, Callable[[tuple[str, ...]], None]] = {
     "sglang": check_server,
     "sglang-mooncake": check_mooncake,
     "te": check_te,
+    "vllm": check_vllm,
 }
 
 
@@ -179,6 +192,7 @@ def test_a_command_that_cannot_be_given_is_found(capsys: pytest.CaptureFixture[s
         "scripts/demo --no-such",
         "scripts/no-such",
         'lmcache server --l2-adapter {"module_path":"kvstore.lmcache.adapter","class_name":"None"}',
+        'vllm serve --kv-transfer-config {"kv_connector":"X","kv_connector_module_path":"te.cli"}',
         "docker run sglang-mooncake te topology --no-such",
         "frobnicate --all",
     )

@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ CACHED = [len(one.input_ids) // BLOCK * BLOCK for one in REQUESTS]
 OTHERS = {"weights": "the same model, by another name"}
 #: The server has fewer blocks than these requests need together in the end.
 BLOCKS = 64
-LONG = [replace(one, new_tokens=160) for one in make_requests(8, 220, seed=32)]
+LONG = make_requests(8, 300, seed=32, new_tokens=200)
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
@@ -75,7 +74,8 @@ def servers(
     """A server on the store, and what an ordinary one has answered: to `REQUESTS` and `LONG`."""
     model = make_model("llama")
     alone = start_vllm(fleet, "alone", model, place)
-    flags = [*store_flags("0"), "--num-gpu-blocks-override", str(BLOCKS)]
+    few = ["--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "1024"]
+    flags = [*store_flags("0"), *few]
     server = start_vllm(fleet, "server", model, place, flags, core=1)
     wait_ready([alone, server])
     expected = answered(alone), answered(alone, LONG)
