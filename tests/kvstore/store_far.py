@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from store_makers import SIG, Room, config, contents, keys
+from store_makers import SIG, Room, config, contents, keys, until
 
 from kvstore.outcomes import Put
 from kvstore.store import Store
@@ -45,8 +45,14 @@ class Far:
         return number
 
     def signal(self, number: signal.Signals) -> None:
-        """To this process alone."""
+        """To this process alone. Returns after a SIGSTOP when all of its threads stand still."""
         self.process.send_signal(number)
+        if number is signal.SIGSTOP:
+            until(self._stands_still, "it stands still")
+
+    def _stands_still(self) -> bool:
+        stats = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return {one.read_text().rpartition(")")[2].split()[0] for one in stats} == {"T"}
 
     def kill(self) -> None:
         """As if the machine had lost it."""
