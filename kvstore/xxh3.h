@@ -165,12 +165,11 @@ static void xxh3_pairs(xxh3_state *state, const uint8_t *p, uint8_t *to, uint64_
     xxh3_pair lanes[4];
     memcpy(lanes, state->lanes, sizeof(lanes));
     for (; blocks; blocks--) {
-        if (to) {
-            memcpy(to, p, XXH3_BLOCK);
-            p = to; /* what was copied is what is hashed, should the source change */
-        }
+        const uint8_t *block = p;
+        if (to)
+            block = memcpy(to, p, XXH3_BLOCK); /* should the source change meanwhile */
         for (int n = 0; n < XXH3_BLOCK / XXH3_STRIPE; n++)
-            xxh3_stripe(lanes, p + XXH3_STRIPE * n, xxh3_secret + 8 * n);
+            xxh3_stripe(lanes, block + XXH3_STRIPE * n, xxh3_secret + 8 * n);
         for (int i = 0; i < 4; i++) {
             xxh3_pair lane = lanes[i] ^ lanes[i] >> 47 ^ xxh3_load(scramble + 16 * i);
             lanes[i] = lane * (xxh3_pair){XXH3_Q1, XXH3_Q1};

@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import shlex
+import subprocess
+import sysconfig
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -117,3 +122,29 @@ def test_what_does_not_fit_together_is_an_error() -> None:
         _bytes.checksums(one, np.zeros(1, np.uint64), np.zeros(1, np.uint64))
     with pytest.raises(ValueError, match="not C-contiguous"):
         _bytes.checksums(np.zeros(4, np.uint64)[::2], np.ones(1, np.uint64), two)
+
+
+def test_processors_without_avx2_find_the_same(tmp_path: Path) -> None:
+    """Their way is not taken on most machines that run this."""
+    source, library = tmp_path / "pairs.c", tmp_path / "pairs.so"
+    header = Path(_bytes.__file__).with_name("xxh3.h")
+    source.write_text(
+        f'#include "{header}"\n'
+        "uint64_t of(const uint8_t *p, uint8_t *to, uint64_t n) {\n"
+        "    xxh3_state state;\n"
+        "    xxh3_begin(&state);\n"
+        "    xxh3_pairs(&state, p, to, (n - 1) / XXH3_BLOCK);\n"
+        "    return xxh3_end(&state, p + (n - 1) / XXH3_BLOCK * XXH3_BLOCK, n);\n"
+        "}\n"
+    )
+    compiler = shlex.split(sysconfig.get_config_var("CC"))
+    flags = ["-O2", "-shared", "-fPIC", "-Wno-unused-function"]
+    subprocess.run([*compiler, *flags, str(source), "-o", str(library)], check=True, timeout=60)
+    of = ctypes.CDLL(str(library)).of
+    of.restype, of.argtypes = ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64]
+    for nbytes in (one for one in LENGTHS if one > 240):
+        memory, to = random_bytes(1, nbytes), np.zeros((1, nbytes), np.uint8)
+        for address in (None, to.ctypes.data):
+            assert of(memory.ctypes.data, address, nbytes) == digests(memory)[0]
+        whole = (nbytes - 1) // 1024 * 1024
+        assert (to[:, :whole] == memory[:, :whole]).all()

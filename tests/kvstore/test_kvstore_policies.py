@@ -114,3 +114,25 @@ def test_arc_learns_that_what_comes_once_comes_back_later() -> None:
     arc.add(evicted)
     assert evicted in arc._t2
     assert (arc._p > before) if in_b1 else (arc._p <= before)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(st.lists(st.sampled_from(["add", "evict"]), max_size=40), st.integers(0, 8))
+def test_many_at_once_are_as_many_one_by_one(name: str, steps: list[str], more: int) -> None:
+    policies = POLICIES[name](), POLICIES[name]()
+    stored: list[bytes] = []
+    for number, step in enumerate(steps):
+        if step == "add":
+            batch = [bytes([number, i]) for i in range(3)]
+            gone = [key for key in (bytes([0, 0]), bytes([1, 1])) if key not in stored + batch]
+            batch += gone[: more % 3]  # Those may have been evicted before.
+            for key in batch:
+                policies[0].add(key)
+            policies[1].add_all(batch)
+            stored += batch
+        else:
+            evicted = [one.evict() for one in policies]
+            assert evicted[0] == evicted[1]
+            if evicted[0] is not None:
+                stored.remove(evicted[0])
+    assert len({len(one) for one in policies}) == 1
