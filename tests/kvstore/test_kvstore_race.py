@@ -108,6 +108,7 @@ def test_readers_never_take_another_object_for_theirs(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("transports", WAYS)
 def test_a_million_gets(directory: Path, transports: tuple[str, ...]) -> None:
+    """``pytest -m slow tests/kvstore/test_kvstore_race.py``"""
     outcomes, mismatches = race(
         directory, 1_000_000, 2, verify=False, batch=256, transports=transports
     )
