@@ -223,7 +223,9 @@ class FarHandle:
             self._ask(Abandon(claim_id), Done, self._timeout_s)
 
     def lift(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Sequence[Lifted]:
-        """See ``Handle``. The owner answers a little before the time has passed."""
+        """See ``Handle``. The owner answers a little before the time has passed, and after
+        ``timeout_s`` of this object at the latest: so one that has died is noticed."""
+        timeout_s = min(timeout_s, self._timeout_s)
         timeout_ms = min(int(timeout_s * 1000 * ANSWERED_PART), LIFT_MS_MAX)
         question = Lift(keys.tobytes(), signature, nbytes, timeout_ms)
         answer = self._ask(question, InMemory, timeout_s)
