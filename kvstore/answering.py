@@ -30,7 +30,7 @@ from kvstore.messages import (
 )
 from kvstore.owner import Owner
 
-__all__ = ["Counter"]
+__all__ = ["Answerer"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _SEND_TIMEOUT: Final = struct.pack("ll", 5, 0)  # struct timeval: 5 s
 CLOSE_TIMEOUT_S: Final = 10.0
 
 
-class Counter:
+class Answerer:
     """A thread for each connection of a client: none waits for another's fence, and the question
     is answered in the thread that it wakes."""
 
@@ -60,7 +60,7 @@ class Counter:
         except OSError:
             self._listener.close()
             raise
-        self._thread = threading.Thread(target=self._accept, name="kvstore-counter", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="kvstore-answerer", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

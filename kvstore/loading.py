@@ -41,7 +41,7 @@ class Load:
         self._signature = signature
         self._destination = destination
         self._deadline_s = time.monotonic() + timeout_s
-        self._outcomes, self._groups = store.locate(keys, signature, destination)
+        self._outcomes, self._groups = store.gets.locate(keys, signature, destination)
         found = {row for group in self._groups for row in group.rows}
         #: What one look-up has not found, or an owner that could not be reached.
         self._left = [row for row in range(len(keys)) if row not in found]
@@ -61,12 +61,12 @@ class Load:
         for group in list(self._groups):
             group.wait_for(part, self._deadline_s)
             if group.failed is None:
-                right, group.checksums = self._store.headers(group, self._deadline_s)
+                right, group.checksums = self._store.gets.headers(group, self._deadline_s)
                 if not all(right):
                     group.fail(Got.MOVED, "an object has moved")
             if group.failed is not None:
                 self._groups.remove(group)
-                self._store.finish(group, self._destination, self._outcomes, self._deadline_s)
+                self._store.gets.finish(group, self._destination, self._outcomes, self._deadline_s)
                 rows += group.rows
         self._again(rows)
         return self._is_right(row for group in self._groups for row in group.rows)
@@ -78,7 +78,9 @@ class Load:
             self.cancel()
         for group in self._groups:
             right = [True] * len(group.rows)  # As `wait` has found for the last part.
-            self._store.accept(group, self._destination, self._outcomes, right, group.checksums)
+            self._store.gets.accept(
+                group, self._destination, self._outcomes, right, group.checksums
+            )
         self._groups = []
         self._store.count_gets(self._outcomes, self._destination.object_bytes)
         return self._outcomes

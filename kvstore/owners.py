@@ -18,7 +18,7 @@ import numpy as np
 
 import te
 from kvstore._table import Table
-from kvstore.answering import Counter
+from kvstore.answering import Answerer
 from kvstore.asking import NoAnswer
 from kvstore.calling import Caller, Window
 from kvstore.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, Records, form_of
@@ -124,7 +124,7 @@ class Owners:
                 undo.callback(service.close)
                 near = members.near_at(engine.id)
                 if near is not None:
-                    undo.callback(Counter(self.own, near).close)
+                    undo.callback(Answerer(self.own, near).close)
                 members.announce(engine.id, service.endpoint)
 
             def others() -> Mapping[str, Where]:

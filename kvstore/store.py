@@ -20,38 +20,31 @@ import numpy.typing as npt
 import te
 from kvstore.admission import Judged, Numbers
 from kvstore.asking import NoAnswer
-from kvstore.changes import BELOW, PLACE, Found, Keys, Records, form_of
+from kvstore.changes import BELOW, Found, Keys, form_of
 from kvstore.config import Config
 from kvstore.copying import Copier
+from kvstore.gets import Gets
 from kvstore.handles import Handle
 from kvstore.judging import Judging, source_of
-from kvstore.lifting import lifted_parts
 from kvstore.meeting import meet
 from kvstore.memory import Memory
 from kvstore.outcomes import Got, Pinned, Put
 from kvstore.owner import CLAIM_OBJECTS_MAX
-from kvstore.owners import OWN, Owners
+from kvstore.owners import Owners
 from kvstore.pieces import Pieces
 from kvstore.pins import PIN_S_MAX
-from kvstore.placement import choose
-from kvstore.reading import HEADERS_MAX, Group, HeaderRooms
+from kvstore.puts import Puts
+from kvstore.reading import HeaderRooms
 from kvstore.status import QUESTION, StoreStatus
-from kvstore.writing import put_at_once, put_group
 from te.status import process_name
 
 __all__ = ["Store"]
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS: Final = 2
-"""A get looks again for what an owner has not given."""
-BARREN_MAX: Final = 8
-"""So often an object may be pushed out again between its lift and its read."""
 MIN_PIN_S: Final = 0.001
 ANY_FORM: Final = 0
 """With it a look-up finds a key as ``HERE`` or as ``OTHER``."""
-SETTLED: Final = {Got.RIGHT, Got.MISSING, Got.REJECTED, Got.LEFT_BELOW}
-"""Outcomes that a second look would not change."""
 
 
 class Store:
@@ -78,11 +71,21 @@ class Store:
             self._engine = undo.enter_context(te.Engine(engine))
             self._memory = Memory(self._engine)
             self._rooms = HeaderRooms(self._engine)
-            self._copier = Copier()
-            undo.callback(self._copier.close)
+            copier = Copier()
+            undo.callback(copier.close)
             self.judging: Final = Judging()
             self._owners = Owners(self._engine, self._config, members, self.judging)
             undo.callback(self._owners.close)
+            #: For ``Load``.
+            self.gets: Final = Gets(
+                self._owners,
+                self._memory,
+                self._rooms,
+                copier,
+                self.judging,
+                self._config.verify,
+            )
+            self._putting = Puts(self._owners, self._memory, self._config.copies)
             self._engine.add_answers({QUESTION: lambda _: self.status()})
             self._undo = undo.pop_all()
 
@@ -182,47 +185,7 @@ class Store:
             te.FenceTimeout: a read did not stop; the destination must not be used any more.
         """
         _check_shapes(keys, signature, destination)
-        deadline_s = time.monotonic() + timeout_s
-        self._owners.touch_soon(keys, signature, destination.object_bytes)
-        outcomes = [Got.MISSING] * len(keys)
-        open_rows: Sequence[int] = range(len(keys))
-        form = form_of(signature, destination.object_bytes)
-        failed: set[int] = set()
-        is_readable = self._memory.is_readable(destination)
-        at_once = self._config.verify and is_readable
-        for _ in range(ATTEMPTS):
-            ranks = bytearray(self._owners.ranks)
-            for number in failed:
-                ranks[number] = 0
-            places = self._owners.look_up(keys[np.asarray(open_rows, np.intp)], form, bytes(ranks))
-            found = self._groups(keys, signature, destination, open_rows, places, outcomes)
-            near = [one for one in found if is_readable and one.source.window is not None]
-            groups = [one for one in found if not (is_readable and one.source.window is not None)]
-            try:
-                for group in groups:
-                    if at_once:
-                        group.begin_with_headers(destination.of(group.rows), self._rooms)
-                    else:
-                        group.begin(destination.of(group.rows), 0)
-                for group in near:
-                    self._bring(group, destination, outcomes)
-                for group in groups:
-                    self.finish(group, destination, outcomes, deadline_s)
-            except BaseException:
-                _cancel(groups)
-                raise
-            if outcomes.count(Got.RIGHT) == len(keys):
-                break
-            open_rows = [row for row in open_rows if outcomes[row] not in SETTLED]
-            if not open_rows or time.monotonic() > deadline_s:
-                break
-            at_once = (
-                False  # Now it is told which bytes are wrong, and which were another object's.
-            )
-            failed.update(group.source.number for group in groups if group.failed is not None)
-        below = [row for row, one in enumerate(outcomes) if one is Got.LEFT_BELOW]
-        if below:
-            self._get_below(keys, signature, destination, below, outcomes, deadline_s)
+        outcomes = self.gets.get(keys, signature, destination, time.monotonic() + timeout_s)
         self.count_gets(outcomes, destination.object_bytes)
         return outcomes
 
@@ -238,19 +201,7 @@ class Store:
             te.BoundsError: a source is not registered.
         """
         _check_shapes(keys, signature, source)
-        deadline_s = time.monotonic() + timeout_s
-        outcomes = [Put.UNREACHABLE] * len(keys)
-        if not len(keys):
-            return outcomes
-        for copy, rows, number in self._chosen(keys):
-            some = source if len(rows) == len(keys) else source.of(rows)
-            found = self._put_at(number, keys[rows], signature, some, deadline_s)
-            if len(rows) == len(keys) and copy == 0:
-                outcomes[:] = found
-                continue
-            for row, one in zip(rows.tolist(), found, strict=True):
-                if copy == 0 or one is Put.STORED:
-                    outcomes[row] = one
+        outcomes = self._putting.put(keys, signature, source, time.monotonic() + timeout_s)
         _count(self._puts, outcomes, Put)
         self._bytes_put += outcomes.count(Put.STORED) * source.object_bytes
         return outcomes
@@ -344,85 +295,6 @@ class Store:
         """Objects that this process knows of, copies counted."""
         return len(self._owners.table)
 
-    # -- gets, part by part (``kvstore.loading``)
-
-    def locate(
-        self, keys: Keys, signature: bytes, destination: Pieces
-    ) -> tuple[list[Got], list[Group]]:
-        """For ``Load``: outcomes of objects that are not found, and those that are, by owner."""
-        _check_shapes(keys, signature, destination)
-        self._owners.touch_soon(keys, signature, destination.object_bytes)
-        outcomes = [Got.MISSING] * len(keys)
-        places = self._owners.look_up(keys, form_of(signature, destination.object_bytes))
-        rows = range(len(keys))
-        return outcomes, self._groups(keys, signature, destination, rows, places, outcomes)
-
-    def headers(self, group: Group, deadline_s: float) -> tuple[list[bool], list[int]]:
-        """For ``Load``: which objects of a group still lie where they were looked up, and their
-        checksums. What was read before is of them. May fail the group."""
-        return group.check(self._rooms, deadline_s)
-
-    def finish(
-        self, group: Group, destination: Pieces, outcomes: list[Got], deadline_s: float
-    ) -> None:
-        """Waits for a group's reads and checks it; its rows get their outcome."""
-        group.wait(deadline_s)
-        right: list[bool] = []
-        checksums: list[int] = []
-        wrong = Got.CORRUPTED if group.room is None else Got.MOVED
-        if group.failed is None:
-            right, checksums = group.check(self._rooms, deadline_s)
-        if group.failed is None:
-            self.accept(group, destination, outcomes, right, checksums, wrong)
-            return
-        if group.failed is Got.UNREACHABLE and not group.source.peer.alive:
-            self._owners.pause(group.source.number, group.reason)
-        if group.failed is Got.TIMED_OUT:  # It takes that long, and more.
-            self._measure(group, destination)
-        for row in group.rows:
-            outcomes[row] = group.failed
-
-    def accept(
-        self,
-        group: Group,
-        destination: Pieces,
-        outcomes: list[Got],
-        right: Sequence[bool],
-        checksums: Sequence[int],
-        wrong: Got = Got.CORRUPTED,
-    ) -> None:
-        """For ``Load``: all bytes are there, and their headers were read behind them. Compares
-        checksums; the rows get their outcome. ``wrong``: that of bytes with another checksum."""
-        self._measure(group, destination)
-        ours: Sequence[int] = checksums
-        pieces = destination.of(group.rows)
-        if self._config.verify and self._memory.is_readable(pieces):
-            ours = self._copier.checksums(pieces).tolist()
-        for row, is_right, said, found in zip(group.rows, right, checksums, ours, strict=True):
-            outcomes[row] = Got.MOVED if not is_right else Got.RIGHT if found == said else wrong
-
-    # -- how puts and gets go
-
-    def _measure(self, group: Group, destination: Pieces) -> None:
-        nbytes = len(group.rows) * destination.object_bytes
-        self.judging.measured(group.source.number, group.took_s, nbytes)
-
-    def _bring(self, group: Group, destination: Pieces, outcomes: list[Got]) -> None:
-        """Copies a group out of memory of this host; its rows get their outcome."""
-        window = group.source.window
-        assert window is not None
-        is_all = len(group.rows) == len(outcomes)
-        pieces = destination if is_all else destination.of(group.rows)
-        begun_s = time.monotonic()
-        came = group.bring(pieces, window, self._copier, self._config.verify)
-        took_s = time.monotonic() - begun_s
-        self.judging.measured(group.source.number, took_s, len(came) * destination.object_bytes)
-        if is_all:
-            outcomes[:] = came
-            return
-        for row, one in zip(group.rows, came, strict=True):
-            outcomes[row] = one
-
     def _count_lookups(self, found: npt.NDArray[np.bool_], rejected: npt.NDArray[np.bool_]) -> None:
         here, other = int(found.sum()), int(rejected.sum())
         self._lookups["found"] += here
@@ -433,158 +305,12 @@ class Store:
         _count(self._gets, outcomes, Got)
         self._bytes_got += outcomes.count(Got.RIGHT) * nbytes
 
-    def _get_below(
-        self,
-        keys: Keys,
-        signature: bytes,
-        destination: Pieces,
-        rows: Sequence[int],
-        outcomes: list[Got],
-        deadline_s: float,
-    ) -> None:
-        """Reads objects that lie below, as far as their owners lift them: some at a time, as they
-        push out each other. Ends after a few rounds that have brought nothing."""
-        nbytes, barren = destination.object_bytes, 0
-        while rows and barren < BARREN_MAX and time.monotonic() < deadline_s:
-            begun_s, read = time.monotonic(), list[Group]()
-            for row in rows:
-                outcomes[row] = Got.MISSING
-            parts = lifted_parts(self._owners, keys[list(rows)], signature, nbytes, deadline_s)
-            with contextlib.closing(parts):
-                for part, places in parts:
-                    groups = self._groups(
-                        keys, signature, destination, rows[part], places, outcomes
-                    )
-                    read += groups
-                    self._read(groups, destination, outcomes, deadline_s)
-            self._measure_below(read, outcomes, nbytes, time.monotonic() - begun_s)
-            left = [row for row in rows if outcomes[row] in (Got.LEFT_BELOW, Got.MOVED)]
-            barren = barren + 1 if len(left) == len(rows) else 0
-            rows = left
-
-    def _measure_below(
-        self, groups: Sequence[Group], outcomes: Sequence[Got], nbytes: int, took_s: float
-    ) -> None:
-        """What lay below took the time of its lift, too. Owners lift one after the other."""
-        right: Counter[int] = Counter()
-        for group in groups:
-            right[group.source.number] += sum(outcomes[row] is Got.RIGHT for row in group.rows)
-        for number, count in right.items():
-            if count:
-                below = int(source_of(np.uint16(number), np.True_))
-                self.judging.measured(below, took_s, count * nbytes)
-
-    def _read(
-        self,
-        groups: Sequence[Group],
-        destination: Pieces,
-        outcomes: list[Got],
-        deadline_s: float,
-    ) -> None:
-        """Reads whole objects; headers come behind them."""
-        try:
-            for group in groups:
-                group.begin(destination.of(group.rows), 0)
-            for group in groups:
-                self.finish(group, destination, outcomes, deadline_s)
-        except BaseException:
-            _cancel(groups)
-            raise
-
-    def _chosen(self, keys: Keys) -> Iterator[tuple[int, npt.NDArray[np.intp], int]]:
-        """Where the copies of objects go: which copy it is, their rows, an owner's number."""
-        numbers = self._owners.usable()
-        if len(numbers) == 1:
-            yield 0, np.arange(len(keys), dtype=np.intp), numbers[0]
-            return
-        names, weights = self._owners.names_and_weights(numbers)
-        own = numbers.index(OWN) if OWN in numbers else None
-        chosen = np.array(numbers, np.intp)[
-            choose(keys, names, weights, self._config.copies, own)
-        ].reshape(len(keys), -1)
-        for copy in range(chosen.shape[1]):
-            for number in np.unique(chosen[:, copy]).tolist():
-                yield copy, np.flatnonzero(chosen[:, copy] == number), number
-
-    def _put_at(
-        self, number: int, keys: Keys, signature: bytes, source: Pieces, deadline_s: float
-    ) -> Sequence[Put]:
-        """Stores objects at one owner, apart from those that it has."""
-        held = self._owners.held_by(number, keys, form_of(signature, source.object_bytes))
-        rows = np.flatnonzero(held["found"] != Found.HERE)
-        handle = self._owners.handle(number) if len(rows) else None
-        if handle is not None and len(rows) == len(keys) <= CLAIM_OBJECTS_MAX:
-            return self._put_group(handle, keys, signature, source, deadline_s)
-        outcomes = [Put.EXISTS] * len(keys)
-        for first in range(0, len(rows), CLAIM_OBJECTS_MAX):
-            some = rows[first : first + CLAIM_OBJECTS_MAX]
-            found: Sequence[Put] = [Put.UNREACHABLE] * len(some)
-            if handle is not None:
-                found = self._put_group(handle, keys[some], signature, source.of(some), deadline_s)
-            for row, one in zip(some.tolist(), found, strict=True):
-                outcomes[row] = one
-        return outcomes
-
-    def _put_group(
-        self, handle: Handle, keys: Keys, signature: bytes, source: Pieces, deadline_s: float
-    ) -> Sequence[Put]:
-        nbytes = len(keys) * source.object_bytes
-        outcomes = None
-        if nbytes <= handle.take_bytes_max and self._memory.is_readable(source):
-            outcomes = put_at_once(handle, keys, signature, source, deadline_s)
-        if outcomes is None:
-            return put_group(handle, keys, signature, source, deadline_s)
-        return outcomes
-
-    def _groups(
-        self,
-        keys: Keys,
-        signature: bytes,
-        destination: Pieces,
-        rows: Sequence[int],
-        places: Records,
-        outcomes: list[Got],
-    ) -> list[Group]:
-        """The rows that were found, by owner; the others get their outcome."""
-        wanted = np.asarray(rows, np.intp)
-        whole = places
-        if len(places) < len(keys):
-            whole = np.zeros(len(keys), PLACE)
-            whole[wanted] = places
-        for row in wanted[places["found"] == Found.OTHER].tolist():
-            outcomes[row] = Got.REJECTED
-        is_below = (places["found"] == Found.HERE) & (places["slot"] == BELOW)
-        for row in wanted[is_below].tolist():
-            outcomes[row] = Got.LEFT_BELOW
-        found = wanted[(places["found"] == Found.HERE) & ~is_below]
-        groups: list[Group] = []
-        owners = whole["owner"][found]
-        for number in sorted(set(owners.tolist())):
-            of_owner = found[owners == number]
-            source = self._owners.source(number)
-            if source is None:
-                for row in of_owner.tolist():
-                    outcomes[row] = Got.UNREACHABLE
-                continue
-            for first in range(0, len(of_owner), HEADERS_MAX):
-                some = of_owner[first : first + HEADERS_MAX].tolist()
-                groups.append(
-                    Group.of(source, some, keys, signature, destination.object_bytes, whole)
-                )
-        return groups
-
 
 def _count(counts: Counter[str], outcomes: Sequence[Enum], kind: type[Enum]) -> None:
     """Adds outcomes to counts by their values. Hashing each would take longer than copying it."""
     for one in kind:
         if number := outcomes.count(one):
             counts[one.value] += number
-
-
-def _cancel(groups: Sequence[Group]) -> None:
-    """Ends reads under way, so that nothing lands after an exception."""
-    for group in groups:
-        group.cancel()
 
 
 def _check_shapes(keys: Keys, signature: bytes, pieces: Pieces) -> None:

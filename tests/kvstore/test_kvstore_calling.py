@@ -19,7 +19,7 @@ from store_makers import SIG, TIMEOUT_S, Room, config, contents, deaf, keys, unt
 from store_objects import KEYS, MIB, NBYTES, N, filled, handle_of, put_all, sees
 
 from kvstore import answering, calling
-from kvstore.answering import Counter
+from kvstore.answering import Answerer
 from kvstore.asking import NoAnswer
 from kvstore.calling import Caller, Line, Window
 from kvstore.mapped import Mapped
@@ -318,7 +318,7 @@ def test_memory_in_a_file_is_not_mapped_and_its_owner_still_called(directory: Pa
 def test_two_cannot_listen_at_one_path(owner: Store, directory: Path) -> None:
     assert owner._owners.own is not None
     with pytest.raises(OSError, match="in use"):
-        Counter(owner._owners.own, Path(path_of(directory)))
+        Answerer(owner._owners.own, Path(path_of(directory)))
 
 
 def test_a_closed_owner_leaves_no_socket(directory: Path) -> None:

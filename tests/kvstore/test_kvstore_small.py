@@ -13,7 +13,7 @@ import pytest
 from store_far import Far
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
-from kvstore import messages, store
+from kvstore import messages, puts
 from kvstore.asking import NoAnswer
 from kvstore.messages import STORED_BYTES_MAX, TRAY_BYTES
 from kvstore.outcomes import Got, Put
@@ -30,7 +30,7 @@ def by_message_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_this_way(*_: Any) -> None:
         raise AssertionError("it was claimed and written")
 
-    monkeypatch.setattr(store, "put_group", not_this_way)
+    monkeypatch.setattr(puts, "put_group", not_this_way)
 
 
 def filled(at: Store, count: int = N, nbytes: int = NBYTES) -> Room:
@@ -92,7 +92,7 @@ def test_larger_batches_and_memory_that_cannot_be_read_are_written(
         written.append(len(names))
         return [Put.STORED] * len(names)
 
-    monkeypatch.setattr(store, "put_group", put_group)
+    monkeypatch.setattr(puts, "put_group", put_group)
     large = Room(guest, 4, most // 4)
     assert guest.put(keys(4, 5), SIG, large.pieces) == [Put.STORED] * 4
     assert not written, "just small enough"
