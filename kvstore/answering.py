@@ -125,9 +125,9 @@ class Answerer:
         room = bytearray(CALL_BYTES_MAX)
         while count := line.recv_into(room):
             question, reply = self._read(memoryview(room)[:count], tray)
+            if isinstance(question, Take):
+                self._owner.tell()  # First: this process finds what a client was told is stored.
             line.send(encode(reply))
-            if isinstance(question, Take):  # Others hear of it; its client need not wait for that.
-                self._owner.tell()
 
     def _greet(self, line: socket.socket) -> Mapped | None:
         """The client's tray; None for one that is refused or has gone."""
