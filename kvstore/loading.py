@@ -82,7 +82,9 @@ class Load:
                 group, self._destination, self._outcomes, right, group.checksums
             )
         self._groups = []
-        self._store.count_gets(self._outcomes, self._destination.object_bytes)
+        self._store.conclude_gets(
+            self._keys, self._signature, self._outcomes, self._destination.object_bytes
+        )
         return self._outcomes
 
     def cancel(self) -> None:

@@ -186,7 +186,7 @@ class Store:
         """
         _check_shapes(keys, signature, destination)
         outcomes = self.gets.get(keys, signature, destination, time.monotonic() + timeout_s)
-        self.count_gets(outcomes, destination.object_bytes)
+        self.conclude_gets(keys, signature, outcomes, destination.object_bytes)
         return outcomes
 
     def put(
@@ -301,9 +301,19 @@ class Store:
         self._lookups["rejected"] += other
         self._lookups["missing"] += len(found) - here - other
 
-    def count_gets(self, outcomes: Sequence[Got], nbytes: int) -> None:
+    def conclude_gets(
+        self, keys: Keys, signature: bytes, outcomes: Sequence[Got], nbytes: int
+    ) -> None:
+        """For ``Load`` and ``get``: counts outcomes, and removes objects that are corrupted. Who
+        looks these up would find them for ever, and right ones would not be stored."""
         _count(self._gets, outcomes, Got)
         self._bytes_got += outcomes.count(Got.RIGHT) * nbytes
+        corrupted = [row for row, one in enumerate(outcomes) if one is Got.CORRUPTED]
+        if corrupted:
+            logger.warning(
+                "%d objects have other bytes than were stored, and are removed", len(corrupted)
+            )
+            self.remove(keys[corrupted], signature)
 
 
 def _count(counts: Counter[str], outcomes: Sequence[Enum], kind: type[Enum]) -> None:

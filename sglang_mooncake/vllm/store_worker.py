@@ -153,10 +153,6 @@ class StoreWorker:
                 len(outcomes),
                 dict(Counter(outcomes[row].value for row in wrong)),
             )
-        # Who looks these up would find them, wait for them in vain, and not store right ones.
-        corrupted = [row for row in wrong if outcomes[row] is Got.CORRUPTED]
-        if corrupted:
-            self._store.remove(work.keys[corrupted], self._signature)
         return [work.blocks[row] for row in wrong]
 
     def _ended(self, work: Work, failed: Sequence[int]) -> None:

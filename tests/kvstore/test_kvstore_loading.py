@@ -177,6 +177,8 @@ def test_a_changed_byte_is_noticed_at_the_end(guest: Store, owner: Store) -> Non
     assert all(load.wait(part) for part in range(PARTS))
     outcomes = load.finish()
     assert sorted(one.value for one in outcomes) == ["corrupted"] + ["right"] * (N - 1)
+    wrong = [outcomes.index(Got.CORRUPTED)]
+    until(lambda: not guest.exists(KEYS[wrong], SIG, PARTS * PART).any(), "it is removed")
 
 
 def test_what_is_not_there_is_told_before_the_first_part(owner: Store) -> None:

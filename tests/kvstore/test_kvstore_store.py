@@ -229,6 +229,12 @@ def test_a_changed_byte_is_noticed(
     back = Room(reader, N, NBYTES)
     outcomes = reader.get(KEYS, SIG, back.split(*sizes))
     assert sorted(one.value for one in outcomes) == ["corrupted"] + ["right"] * (N - 1)
+    # It is removed, so that it can be stored again.
+    wrong = [outcomes.index(Got.CORRUPTED)]
+    until(lambda: not reader.exists(KEYS[wrong], SIG, NBYTES).any(), "nobody finds it any more")
+    assert set(owner.put(KEYS, SIG, filled(owner).pieces)) == {Put.STORED, Put.EXISTS}
+    sees(reader)
+    assert reader.get(KEYS, SIG, back.split(*sizes)) == [Got.RIGHT] * N
 
 
 def test_memory_behind_a_bare_address_is_read_without_checksums(owner: Store) -> None:
