@@ -352,6 +352,34 @@ def test_a_gpu_is_not_waited_for(
     assert len(forwards._untimed) == module.UNTIMED_MAX
 
 
+@pytest.mark.parametrize("fails", ["its end", "a question"])
+def test_a_gpu_whose_events_fail_fails_no_forward(
+    watch: Callable[..., Forwards],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fails: str,
+) -> None:
+    from sglang_mooncake.sglang.store import forwards as module
+
+    made: list[Any] = []
+
+    class Event:
+        def __init__(self, timing: bool) -> None:
+            made.append(timing)
+            if fails == "its end" and len(made) == 2:
+                raise RuntimeError("no more events")
+
+        def query(self) -> bool:
+            raise RuntimeError("an illegal address")
+
+    monkeypatch.setattr(module, "Streams", lambda: SimpleNamespace(event=Event))
+    forwards = watch(has_streams=True)
+    run(Runner(), batch(100), MEASURED_MIN)
+    assert forwards.seconds_per_token() is None
+    assert caplog.text.count("the store loads whatever it finds") == 1
+    assert len(made) == 2, "it is not tried again"
+
+
 def test_an_sglang_that_cannot_be_watched_loads_everything(
     watch: Callable[..., Forwards],
     monkeypatch: pytest.MonkeyPatch,

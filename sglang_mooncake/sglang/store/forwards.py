@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final
 
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -55,38 +56,51 @@ class Forwards:
 
     def seconds_per_token(self) -> float | None:
         """None before some forwards were measured."""
-        with self._lock:
-            self._collect()
-            return self._speed.seconds_per_unit
+        self._try(self._collect)
+        return None if self._off else self._speed.seconds_per_unit
 
     def _collect(self) -> None:
         """Counts the forwards that have ended."""
-        while self._untimed:
-            began, ended, tokens = self._untimed[0]
-            if self._streams is None:
-                took_s = ended - began
-            elif ended.query():
-                took_s = began.elapsed_time(ended) / 1000
-            else:
-                return
-            self._untimed.popleft()
-            self._speed.took(took_s, tokens)
+        with self._lock:
+            while self._untimed:
+                began, ended, tokens = self._untimed[0]
+                if self._streams is None:
+                    took_s = ended - began
+                elif ended.query():
+                    took_s = began.elapsed_time(ended) / 1000
+                else:
+                    return
+                self._untimed.popleft()
+                self._speed.took(took_s, tokens)
 
     def _forward(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
         """In SGLang's scheduler thread, which it must never make fail."""
-        tokens, began = 0, None
-        try:
-            tokens = 0 if self._off else _tokens(runner, *args, **kwargs)
-            if tokens >= TOKENS_MIN:
-                began = self._now()
-        except Exception as error:  # noqa: BLE001
-            self._give_up(repr(error))
+        began: Any = None
+        tokens = 0
+
+        def begin() -> None:
+            nonlocal began, tokens
+            tokens = _tokens(runner, *args, **kwargs)
+            began = self._now() if tokens >= TOKENS_MIN else None
+
+        def end() -> None:
+            self._untimed.append((began, self._now(), tokens))
+            self._collect()
+
+        self._try(begin)
         result = original(runner, *args, **kwargs)
         if began is not None:
-            with self._lock:
-                self._untimed.append((began, self._now(), tokens))
-                self._collect()
+            self._try(end)
         return result
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """What raises is not tried again."""
+        if self._off:
+            return
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001
+            self._give_up(repr(error))
 
     def _now(self) -> Any:
         """This point of the stream, or of time."""
