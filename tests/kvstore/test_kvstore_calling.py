@@ -120,11 +120,11 @@ def test_a_slot_that_cannot_be_is_not_looked_for(owner: Store, guest: Store) -> 
     assert source.window is not None
     back = Room(guest, N, NBYTES)
     with deaf(guest):
-        _, groups = guest.locate(KEYS, SIG, back.pieces)
+        _, groups = guest.gets.locate(KEYS, SIG, back.pieces)
         units = source.window.slots_nbytes // 4096
         for slot in (units, 1 << 31):
             groups[0].slots[3] = slot
-            came = groups[0].bring(back.pieces, source.window, guest._copier, True)
+            came = groups[0].bring(back.pieces, source.window, guest.gets._copier, True)
             assert came == [Got.MOVED] * N
     assert Window(0, 64, 4096).has(0, 4096)
     assert not Window(0, 64, 4096).has(0, 4097)
