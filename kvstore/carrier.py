@@ -21,8 +21,6 @@ __all__ = ["Carrier"]
 
 logger = logging.getLogger(__name__)
 
-BATCH_MAX: Final = 64
-"""Objects that a tier gets at once."""
 READS_MAX: Final = 4
 """Lifts that read at once."""
 POLL_S: Final = 0.02
@@ -157,7 +155,7 @@ class Carrier:
     def _run(self) -> None:
         while True:
             with self._lock:
-                unwanted, leaving = self._shelf.ledger.take(BATCH_MAX)
+                unwanted, leaving = self._shelf.ledger.take(self._tier.batch_max)
                 if not unwanted and not leaving:
                     if self._is_closing:
                         return

@@ -74,6 +74,10 @@ class Tier(Protocol):
     made at a time. All of them wait for the device.
     """
 
+    @property
+    def batch_max(self) -> int:
+        """Objects that ``write`` gets at once."""
+
     def found(self) -> Sequence[Found]:
         """What a former process has left behind. To be called once, before anything else."""
 

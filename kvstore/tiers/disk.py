@@ -48,6 +48,8 @@ RUN_BYTES: Final = 1 << 20
 class Disk:
     """See ``Tier``."""
 
+    batch_max: Final = BATCH_MAX
+
     def __init__(
         self, directory: Path, nbytes: int, object_bytes_max: int, policy: Callable[[], Policy]
     ) -> None:
@@ -142,7 +144,7 @@ class Disk:
     # -- objects
 
     def write(self, objects: Sequence[Laid]) -> Written:
-        """See ``Tier``. At most ``BATCH_MAX``."""
+        """See ``Tier``."""
         places: list[Place | None] = []
         gone: list[bytes] = []
         fresh: dict[int, tuple[int, int]] = {}
