@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.slab import UNIT_BYTES
+from kvstore.tiers.directories import check_own
 
 __all__ = ["SEGMENTS_MAX", "SegmentFiles", "aligned"]
 
@@ -46,7 +47,7 @@ class SegmentFiles:
         self._is_direct = True
         with contextlib.ExitStack() as undo:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._check_own()
+            check_own(directory, "disk")
             self._lock: Final = os.open(
                 directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
             )
@@ -128,17 +129,6 @@ class SegmentFiles:
                 " settings with which they were made"
             )
         return size
-
-    def _check_own(self) -> None:
-        status = self._directory.stat()
-        if not stat.S_ISDIR(status.st_mode):
-            raise ValueError(f"disk={str(self._directory)!r} is no directory")
-        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise ValueError(
-                f"disk={str(self._directory)!r} belongs to user {status.st_uid} and has the mode"
-                f" {stat.filemode(status.st_mode)}: it must be this user's ({os.geteuid()}), and"
-                " closed to all others (chmod 700)"
-            )
 
     def _take_lock(self) -> None:
         try:

@@ -26,6 +26,7 @@ ALLOWED = {
     "bootstrap_server": {"aiohttp", "msgspec", "uvloop"},
     "kvstore": {"bootstrap_server", "msgspec", "numpy", "redis", "te", "xxhash", "zmq"},
     "kvstore/bench": {"mooncake", "numpy", "redis", "te"},  # those that are installed
+    "kvstore/tiers": {"numpy", "obstore", "xxhash"},
     "kvstore/lmcache": {"lmcache", "msgspec", "numpy", "te"},
     "sglang_mooncake": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
     SGLANGS: {
