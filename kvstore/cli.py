@@ -69,6 +69,15 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--disk-size", type=_size, help="how much of that disk, such as 500GiB; --disk takes one"
     )
+    serve.add_argument(
+        "--objects",
+        default="",
+        metavar="URL",
+        help="object storage instead of a disk: s3://BUCKET/PREFIX, gs://…, az://… or file:///DIR",
+    )
+    serve.add_argument(
+        "--objects-size", type=_size, help="how much is stored there; --objects takes one"
+    )
     serve.add_argument("--policy", choices=sorted(POLICIES), default=Config().policy)
     serve.add_argument(
         "--index",
@@ -191,6 +200,8 @@ def _serve(options: argparse.Namespace) -> int:
         "file": options.file,
         "disk": options.disk,
         "disk_size": options.disk_size,
+        "objects": options.objects,
+        "objects_size": options.objects_size,
         "index": options.index,
         "secret_file": options.secret_file,
         "host": options.host,

@@ -10,19 +10,21 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
+from urllib.parse import urlsplit
 
 import te
 from bootstrap_server.secret import Keys
 from bootstrap_server.secret_file import read_secret_file
 from kvstore.policies import POLICIES
 from kvstore.slab import UNIT_BYTES
+from kvstore.tiers.bucket import SCHEMES
 from kvstore.values import parse_bytes, typed
 from te.status import default_directory
 
 __all__ = ["Config"]
 
 CHUNK_BYTES_MAX: Final = 64 << 20
-SIZES: Final = ("memory", "chunk_bytes", "disk_size")
+SIZES: Final = ("memory", "chunk_bytes", "disk_size", "objects_size")
 """Settings that may be texts such as "16GiB"."""
 NO_KEYS: Final = Keys()
 SECRET_FILE: Final = "secret_file"
@@ -53,6 +55,13 @@ class Config:
     disk: Path | None = None
     #: How much of the disk, in bytes.
     disk_size: int = 0
+    #: Object storage instead of a disk: a prefix of this process's own in a bucket, such as
+    #: "s3://bucket/prefix", "gs://bucket/prefix" or "az://container/prefix", or a directory of its
+    #: own, "file:///mnt/kv". Takes the Python package obstore, which has credentials and endpoints
+    #: from the environment.
+    objects: str = ""
+    #: How much is stored there, in bytes.
+    objects_size: int = 0
     #: A chunk has slots of one size; no object is larger than it. 0: 1/16 of the memory, 64 MiB at
     #: most and 1 MiB at least.
     chunk_bytes: int = 0
@@ -94,15 +103,7 @@ class Config:
             raise ValueError(f"chunk_bytes={self.chunk_bytes} must be a multiple of {UNIT_BYTES}")
         if self.file is not None and not self.memory:
             raise ValueError(f"file={str(self.file)!r} takes memory: say how much of it is lent")
-        if (self.disk is None) != (not self.disk_size):
-            raise ValueError(
-                f"disk={None if self.disk is None else str(self.disk)!r} and"
-                f" disk_size={self.disk_size}: give both, or neither"
-            )
-        if self.disk is not None and not self.memory:
-            raise ValueError(
-                f"disk={str(self.disk)!r} takes memory above it: say how much is lent (memory)"
-            )
+        self._check_tiers()
         if not 1 <= self.copies <= 8:
             raise ValueError(f"copies={self.copies} must be between 1 and 8")
         if self.index and not self.keys:
@@ -121,6 +122,34 @@ class Config:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value} must be a positive number of seconds")
+
+    def _check_tiers(self) -> None:
+        disk = None if self.disk is None else str(self.disk)
+        for name, value, nbytes in (
+            ("disk", disk, self.disk_size),
+            ("objects", self.objects or None, self.objects_size),
+        ):
+            if (value is None) != (not nbytes):
+                raise ValueError(
+                    f"{name}={value!r} and {name}_size={nbytes}: give both, or neither"
+                )
+            if value is not None and not self.memory:
+                raise ValueError(
+                    f"{name}={value!r} takes memory above it: say how much is lent (memory)"
+                )
+        if self.objects and urlsplit(self.objects).scheme not in SCHEMES:
+            known = ", ".join(f"{one}://" for one in SCHEMES)
+            raise ValueError(f"objects={self.objects!r} is not a URL of {known}")
+        if self.objects and self.disk is not None:
+            raise ValueError(
+                f"disk={disk!r} and objects={self.objects!r}: give one of them; object storage"
+                " below a disk is not built yet"
+            )
+
+    @property
+    def has_tier(self) -> bool:
+        """Whether there is something below the memory."""
+        return self.disk is not None or bool(self.objects)
 
     @property
     def chunk_bytes_used(self) -> int:

@@ -28,6 +28,7 @@ from kvstore.deepshelf import DeepShelf, Lifted, LiftState
 from kvstore.headers import HEADER
 from kvstore.ledger import Ledger
 from kvstore.log import ChangeLog
+from kvstore.opening import open_tier
 from kvstore.outcomes import Pinned
 from kvstore.pieces import U64, Pieces
 from kvstore.policies import POLICIES
@@ -35,7 +36,6 @@ from kvstore.shelf import Claim, Verdict
 from kvstore.slab import UNIT_BYTES, Slab
 from kvstore.slabfile import SlabFile
 from kvstore.tiers.base import Usage
-from kvstore.tiers.disk import Disk
 
 __all__ = ["CLAIM_OBJECTS_MAX", "Grant", "Owner", "OwnerCard"]
 
@@ -155,7 +155,7 @@ class Owner:
             undo.callback(self._copier.close)
             headers = np.frombuffer(self._buffer, HEADER, slab.units)
             leaving = int(config.memory * (config.free_high + LEAVING_PART))
-            ledger = Ledger(0 if config.disk is None else leaving)
+            ledger = Ledger(leaving if config.has_tier else 0)
             self._shelf = DeepShelf(slab, headers, POLICIES[config.policy], self._log, ledger)
             if self._file is not None:
                 kept, dropped = self._shelf.adopt(self._checksum)
@@ -178,21 +178,19 @@ class Owner:
         )
 
     def _open_tier(self) -> Carrier | None:
-        config = self._config
-        if config.disk is None:
+        opened = open_tier(self._config, self._slab.object_bytes_max)
+        if opened is None:
             return None
-        disk = Disk(
-            config.disk, config.disk_size, self._slab.object_bytes_max, POLICIES[config.policy]
-        )
-        found = disk.found()
+        name, tier = opened
+        found = tier.found()
         taken = self._shelf.adopt_below(found)
         logger.info(
             "%s has %d objects; %d more are larger than a chunk of the memory",
-            config.disk,
+            name,
             taken,
             len(found) - taken,
         )
-        return Carrier(disk, self._shelf, self._lock, self._bytes, self.tell)
+        return Carrier(tier, self._shelf, self._lock, self._bytes, self.tell)
 
     def close(self) -> None:
         """Ends the registration: nobody can read or write the memory any more. Waits for writes

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from store_below import MEMORY
 from store_far import Far
 from store_makers import config
 
@@ -58,3 +62,30 @@ def start_far(directory: Path) -> Iterator[Callable[..., Far]]:
     yield start
     for one in started:
         one.kill()
+
+
+@pytest.fixture
+def start_lending(directory: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts ``kvstore serve`` with a disk, or with what is given instead."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*below: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "kvstore", "serve", f"--memory={MEMORY}"]
+        command += [f"--directory={directory}"]
+        command += below or [f"--disk={directory}/disk", "--disk-size=16MiB"]
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,
+            env=os.environ | {"XDG_RUNTIME_DIR": str(directory)},
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("kvstore: lends")
+        return process
+
+    yield start
+    for one in started:
+        one.kill()
+        one.communicate()

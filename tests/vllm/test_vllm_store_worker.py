@@ -198,3 +198,5 @@ def test_the_schedulers_process_lends_nothing(tmp_path: Path) -> None:
     assert (asking.memory, asking.disk, asking.disk_size) == (0, None, 0)
     assert asking.copies == 2
     assert Options.of({"memory": "8MiB", "file": str(tmp_path / "slab")}).asking.file is None
+    lent = {"memory": "8MiB", "objects": "memory://", "objects_size": "64MiB"}
+    assert not Options.of(lent).asking.has_tier

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""More objects than the memory of an owner holds. For import in tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from store_makers import SIG, Room, config, contents, keys, until
+
+from kvstore.changes import BELOW, Found, form_of
+from kvstore.config import Config
+from kvstore.outcomes import Got, Put
+from kvstore.owner import Owner
+from kvstore.slab import class_of
+from kvstore.store import Store
+
+MIB = 1 << 20
+N, NBYTES = 100, 50_000
+KEYS, OBJECTS = keys(N), contents(N, NBYTES)
+MEMORY = 2 * MIB
+"""For about 30 objects."""
+
+
+def with_disk(directory: Path, **more: Any) -> Config:
+    more = {"disk": directory / "disk", "disk_size": 16 * MIB} | more
+    return config(directory, MEMORY, **more)
+
+
+def owner_of(store: Store) -> Owner:
+    own = store._owners.own
+    assert own is not None
+    return own
+
+
+def has_room(owner: Owner) -> bool:
+    """For one more object, and no other is waiting for the disk."""
+    free = owner._slab.free_slots(class_of(NBYTES))
+    return free > 0 and not owner._shelf.ledger.leaving
+
+
+def put_all(client: Store, owner: Store | None, rows: Any = range(N)) -> None:
+    """If the owner is known, so slowly that its disk need not drop anything."""
+    room = Room(client, N, NBYTES)
+    room.bytes[:] = OBJECTS
+    left = list(rows)
+    while left:
+        if owner is not None:
+            until(lambda: has_room(owner_of(owner)), "room")
+        (outcome,) = client.put(KEYS[left[:1]], SIG, room.pieces.of(left[:1]))
+        if outcome in (Put.STORED, Put.EXISTS):
+            left.pop(0)
+    client.deregister(room.region)
+
+
+def below(store: Store) -> np.ndarray:
+    """Which objects a store believes to lie below."""
+    places = store._owners.look_up(KEYS, form_of(SIG, NBYTES))
+    found: np.ndarray = (places["found"] == Found.HERE) & (places["slot"] == BELOW)
+    return found
+
+
+def get(client: Store, rows: Any = range(N), timeout_s: float = 30.0) -> list[Got]:
+    """Outcomes; whatever is right has the right bytes."""
+    rows = list(rows)
+    room = Room(client, len(rows), NBYTES)
+    outcomes = client.get(KEYS[rows], SIG, room.pieces, timeout_s)
+    for i, row in enumerate(rows):
+        assert outcomes[i] is not Got.RIGHT or (room.bytes[i] == OBJECTS[row]).all()
+    client.deregister(room.region)
+    return outcomes

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores with object storage below their memory."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from store_below import KEYS, MEMORY, MIB, NBYTES, N, below, get, owner_of, put_all
+from store_makers import SIG, TIMEOUT_S, config, until
+
+from kvstore.config import Config
+from kvstore.outcomes import Got
+from kvstore.store import Store
+
+
+def with_objects(directory: Path, **more: Any) -> Config:
+    more = {"objects": (directory / "bucket").as_uri(), "objects_size": 16 * MIB} | more
+    return config(directory, MEMORY, **more)
+
+
+@pytest.fixture
+def lender(directory: Path) -> Iterator[Store]:
+    """A store with all objects, most of them below."""
+    with Store(with_objects(directory)) as store:
+        put_all(store, store)
+        yield store
+
+
+@pytest.fixture
+def reader(lender: Store, directory: Path) -> Iterator[Store]:
+    """One beside it that lends nothing, and knows what there is."""
+    with Store(config(directory)) as store:
+        until(lambda: store.exists(KEYS, SIG, NBYTES).all(), "announcements")
+        yield store
+
+
+def test_more_than_the_memory_holds_is_there(lender: Store, reader: Store) -> None:
+    for client in (reader, lender):
+        assert N // 2 < below(client).sum() < N
+        assert get(client) == [Got.RIGHT] * N
+    stats = owner_of(lender).stats()
+    assert stats.dropped == stats.tier_failed == stats.tier_corrupted == 0
+    assert stats.lifted > N
+    assert stats.below_bytes == stats.below * NBYTES
+    assert stats.below_capacity == 16 * MIB
+
+
+def test_a_restart_has_all_objects_again(directory: Path) -> None:
+    with Store(with_objects(directory)) as store:
+        put_all(store, store)
+        store.remove(KEYS[:10], SIG)
+    with Store(with_objects(directory)) as store:
+        assert store.exists(KEYS, SIG, NBYTES).tolist() == [False] * 10 + [True] * (N - 10)
+        assert get(store, range(10, N)) == [Got.RIGHT] * (N - 10)
+        store.clear(SIG)
+    with Store(with_objects(directory)) as store:
+        assert not store.exists(KEYS, SIG, NBYTES).any()
+        assert not list((directory / "bucket").iterdir())
+
+
+def test_what_does_not_fit_below_is_gone_for_all(directory: Path) -> None:
+    """Bundles that are deleted are announced."""
+    with (
+        Store(with_objects(directory, objects_size=2 * MIB)) as store,
+        Store(config(directory)) as client,
+    ):
+        put_all(store, store)
+        until(lambda: not owner_of(store)._shelf.ledger.leaving, "what leaves")
+        assert owner_of(store).stats().below_bytes <= 2 * MIB
+        found = store.exists(KEYS, SIG, NBYTES)
+        assert 0 < found.sum() < N
+        until(lambda: (client.exists(KEYS, SIG, NBYTES) == found).all(), "announcements")
+        outcomes = get(client, np.flatnonzero(found))
+        assert set(outcomes) <= {Got.RIGHT, Got.MISSING, Got.MOVED}
+        assert outcomes.count(Got.RIGHT) > len(outcomes) // 2
+
+
+def test_a_store_that_is_gone_costs_misses(
+    lender: Store, reader: Store, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    down = np.flatnonzero(below(reader)).tolist()
+    shutil.rmtree(directory / "bucket")
+    (directory / "bucket").touch()
+    outcomes = get(reader, down)
+    assert set(outcomes) == {Got.MISSING}
+    until(lambda: not below(reader)[down].any(), "news")
+    assert owner_of(lender).stats().tier_failed >= len(down)
+    assert caplog.text.count("cannot be used (") == 1
+
+
+def test_serve_has_its_keys_again(
+    directory: Path, start_lending: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """After SIGTERM all of them, and after SIGKILL those that were below."""
+    options = (f"--objects={(directory / 'bucket').as_uri()}", "--objects-size=16MiB")
+    process = start_lending(*options)
+    with Store(config(directory)) as client:
+        until(client._owners.usable, "the owner")
+        put_all(client, None)
+        stored = client.exists(KEYS, SIG, NBYTES)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(TIMEOUT_S) == 0
+    for _ in range(2):
+        process = start_lending(*options)
+        with Store(config(directory)) as client:
+            until(lambda: client.exists(KEYS[stored], SIG, NBYTES).all(), "announcements")
+            assert below(client)[stored].all()
+            assert get(client, np.flatnonzero(stored).tolist()) == [Got.RIGHT] * int(stored.sum())
+        process.kill()
+        process.wait(TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"objects": "s3://b/p"}, "objects='s3://b/p' and objects_size=0: give both, or neither"),
+        ({"objects_size": "1GiB"}, "objects=None and objects_size=1073741824: give both"),
+        ({"objects": "s3://b/p", "objects_size": "1GiB"}, "takes memory above it"),
+        ({"objects": "s3://b/p", "objects_size": -1}, "objects_size=-1 must be ≥ 0"),
+        (
+            {"objects": "/mnt/kv", "objects_size": 1, "memory": 1},
+            "objects='/mnt/kv' is not a URL of s3://, gs://, az://, file://, memory://",
+        ),
+        (
+            {"objects": "s3://b/p", "objects_size": 1, "memory": 1, "disk": "d", "disk_size": 1},
+            "give one of them",
+        ),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Config.of(settings)
