@@ -157,6 +157,19 @@ def test_the_bundle_that_was_read_longest_ago_goes() -> None:
     assert bundles.reserve(50)
 
 
+def test_a_bundle_that_is_read_no_more_says_nothing_of_the_next_one() -> None:
+    """An object was removed and written again while it was read from its former bundle."""
+    bundles, name = Bundles(500, POLICIES["lru"]()), b"n" * 32
+    old, new = bundle_of(1, {name: 40, b"o" * 32: 40}), bundle_of(2, {name: 40})
+    for one in (old, new):
+        assert bundles.reserve(one.nbytes)
+        bundles.store(one)
+    assert not bundles.forget(name, old)
+    assert bundles.find(name) == (new, new.pages[name])
+    assert bundles.forget(name, new)
+    assert bundles.doomed == [new.id]
+
+
 def test_a_smaller_store_keeps_the_newest_bundles() -> None:
     bundles = Bundles(100, POLICIES["lru"]())
     for i in range(4):
