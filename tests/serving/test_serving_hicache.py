@@ -103,8 +103,13 @@ def test_a_model_with_windows_has_two_pools(
         assert f"this rank's pages of the pool {pool}:" in first.process.log_text()
     second = started(fleet, with_hicache(options, directory, memory="0", admission=False), "second")
     hit_all(second, expected)
-    flush(second)
     first.process.kill()
-    answers = ask(second)
-    assert not compare(expected, answers), "it computes what it cannot load any more"
-    assert hits(answers) == NONE
+    # Its memory can be read until the second one has noticed; then that computes.
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        flush(second)
+        answers = ask(second)
+        assert not compare(expected, answers)
+        if hits(answers) == NONE:
+            break
+        assert time.monotonic() < deadline_s, f"hits of {hits(answers)} tokens for so long"
