@@ -164,7 +164,8 @@ class Layout(msgspec.Struct, frozen=True):
 
     components: all caches of the model; order does not matter.
     states: the kinds of SGLang's state index lists, in their order.
-    aux: SGLang's metadata of a request (first token, logprobs, …); items are metadata slots.
+    aux: SGLang's metadata of a request (first token, logprobs, …); items are metadata slots. An
+        engine that keeps none has no buffers here.
     draft_aux: which of `aux` holds what the draft model continues from; a server without one has a
         buffer of another size there, and nothing in it. None where SGLang's order is not known.
     pages_dealt: which pages this rank stores of those that its scheduler numbers; number n is its

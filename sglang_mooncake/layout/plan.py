@@ -302,8 +302,11 @@ class Plan:
         return te.Blocks.concat(parts)
 
     def aux(self, source_slot: int, target_slot: int) -> te.Blocks:
-        """Blocks that copy one request's metadata."""
+        """Blocks that copy one request's metadata; none where engines keep none beside the KV
+        cache, whatever the slots."""
         source, target = self._source.aux, self._target.aux
+        if not source.addresses and not target.addresses:
+            return te.Blocks.of([], [], [])
         check_indices("prefill metadata slot", np.array([source_slot]), source.items)
         check_indices("decode metadata slot", np.array([target_slot]), target.items)
         source_addresses, target_addresses, item = self._aux
