@@ -11,7 +11,15 @@ from kvstore.signature import Signature
 from kvstore.weights import identity
 from sglang_mooncake.vllm.page_map import PageMap
 
-__all__ = ["block_tokens", "check_server", "heads_of_rank", "signature_of"]
+__all__ = [
+    "block_tokens",
+    "check_server",
+    "computed_by",
+    "heads_of_rank",
+    "refuse_hashes",
+    "refuse_split",
+    "signature_of",
+]
 
 #: Of ``ModelConfig``: by which servers with the same weights compute other keys and values.
 _CHANGES_VALUES: Final = ("dtype", "quantization", "hf_overrides", "model_impl")
@@ -26,7 +34,7 @@ def check_server(config: Any, caches: Any) -> None:
         ValueError: says which flag to change.
     """
     parallel, transfer = config.parallel_config, config.kv_transfer_config
-    _refuse_split(parallel)
+    refuse_split(parallel)
     if len(caches.kv_cache_groups) != 1:
         raise ValueError(
             f"this model has {len(caches.kv_cache_groups)} groups of KV caches, with sliding"
@@ -43,6 +51,11 @@ def check_server(config: Any, caches: Any) -> None:
             f' "kv_load_failure_policy": "{transfer.kv_load_failure_policy}": say "recompute" in'
             " --kv-transfer-config"
         )
+    refuse_hashes(config)
+
+
+def refuse_hashes(config: Any) -> None:
+    """``ValueError`` unless two servers' hashes are equal for equal prompts alone."""
     algorithm = str(config.cache_config.prefix_caching_hash_algo)
     if not algorithm.startswith("sha256"):
         raise ValueError(
@@ -51,7 +64,8 @@ def check_server(config: Any, caches: Any) -> None:
         )
 
 
-def _refuse_split(parallel: Any) -> None:
+def refuse_split(parallel: Any) -> None:
+    """``ValueError`` for a way to split the model over ranks, other than TP."""
     for name in (
         "pipeline_parallel_size",
         "decode_context_parallel_size",
@@ -90,17 +104,23 @@ def signature_of(
     Raises:
         ValueError: the weights cannot be told apart from others.
     """
-    model = config.model_config
-    computed = [f"{name}={getattr(model, name, None)!r}" for name in _CHANGES_VALUES]
-    computed.append(f"cache_dtype={config.cache_config.cache_dtype!r}")
     return Signature(
-        weights=" ".join([weights or _identity_of(config), *computed]),
-        dtype=f"{config.cache_config.cache_dtype} of {model.dtype}",
+        weights=computed_by(config, weights),
+        dtype=f"{config.cache_config.cache_dtype} of {config.model_config.dtype}",
         page_size=block_tokens(config),
         layers=(0, pages.layers),
         heads=heads_of_rank(config, rank),
         layout=f"vllm {kernel} {pages.layout}/1",
     )
+
+
+def computed_by(config: Any, weights: str | None) -> str:
+    """The weights, and the flags by which servers with the same ones compute other values.
+    ``weights`` and ``ValueError`` as for ``signature_of``."""
+    model = config.model_config
+    computed = [f"{name}={getattr(model, name, None)!r}" for name in _CHANGES_VALUES]
+    computed.append(f"cache_dtype={config.cache_config.cache_dtype!r}")
+    return " ".join([weights or _identity_of(config), *computed])
 
 
 def _identity_of(config: Any) -> str:

@@ -41,7 +41,7 @@ ALLOWED = {
         "te",
         "torch",
     },
-    VLLMS: {"huggingface_hub", "kvstore", "numpy", "te", "torch", "vllm"},
+    VLLMS: {"bootstrap_server", "huggingface_hub", "kvstore", "numpy", "te", "torch", "vllm"},
 }
 #: Folder → why its files name variables of SGLang.
 VARIABLES_OF_SGLANG = {

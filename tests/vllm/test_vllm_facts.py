@@ -9,53 +9,13 @@ from typing import Any
 
 import pytest
 from cpu_serving.model import make_model
+from vllm_makers import server
 
 from sglang_mooncake.vllm.facts import check_server, heads_of_rank, signature_of
 from sglang_mooncake.vllm.page_map import CacheTensor, PageMap
 
 GROUPS = SimpleNamespace(kv_cache_groups=["full attention"])
 PAGES = PageMap([CacheTensor(4096, (8, 2, 32, 64), (4096, 2048, 64, 1), 4)], 8)
-
-
-def server(model: str | Path = "m", **changed: Any) -> Any:
-    """As much of a ``VllmConfig`` as is read. ``changed``: fields, by names with two underscores
-    for a dot."""
-    model_config = SimpleNamespace(
-        model=str(model),
-        revision=None,
-        dtype="torch.float32",
-        quantization=None,
-        hf_overrides={},
-        model_impl="auto",
-        use_mla=False,
-        heads=2,
-    )
-    model_config.get_total_num_kv_heads = lambda: model_config.heads
-    model_config.get_num_kv_heads = lambda parallel: max(
-        1, model_config.heads // parallel.tensor_parallel_size
-    )
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-        ),
-        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),
-        speculative_config=None,
-        cache_config=SimpleNamespace(
-            block_size=32, prefix_caching_hash_algo="sha256", cache_dtype="auto"
-        ),
-        load_config=SimpleNamespace(load_format="auto"),
-        model_config=model_config,
-    )
-    for name, value in changed.items():
-        part, _, field = name.partition("__")
-        if field:
-            setattr(getattr(config, part), field, value)
-        else:
-            setattr(config, part, value)
-    return config
 
 
 def test_an_ordinary_server_is_served() -> None:

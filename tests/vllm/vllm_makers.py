@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests' hashes, and a rank's KV cache without vLLM."""
+"""Requests' hashes, a server's configuration, and a rank's KV cache without vLLM."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
@@ -40,6 +41,47 @@ def until(condition: Callable[[], Any], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, f"waited in vain: {what}"
         time.sleep(0.002)
+
+
+def server(model: str | Path = "m", **changed: Any) -> Any:
+    """As much of a ``VllmConfig`` as is read. ``changed``: fields, by names with two underscores
+    for a dot."""
+    model_config = SimpleNamespace(
+        model=str(model),
+        revision=None,
+        dtype="torch.float32",
+        quantization=None,
+        hf_overrides={},
+        model_impl="auto",
+        use_mla=False,
+        heads=2,
+    )
+    model_config.get_total_num_kv_heads = lambda: model_config.heads
+    model_config.get_num_kv_heads = lambda parallel: max(
+        1, model_config.heads // parallel.tensor_parallel_size
+    )
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),
+        speculative_config=None,
+        cache_config=SimpleNamespace(
+            block_size=32, prefix_caching_hash_algo="sha256", cache_dtype="auto"
+        ),
+        load_config=SimpleNamespace(load_format="auto"),
+        model_config=model_config,
+    )
+    for name, value in changed.items():
+        part, _, field = name.partition("__")
+        if field:
+            setattr(getattr(config, part), field, value)
+        else:
+            setattr(config, part, value)
+    return config
 
 
 class Rank:

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of vLLM as the hand-over knows ranks: which servers are refused, the layout of its KV
+cache, what else is known of the process. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from bootstrap_server import InstanceConfig, KVFormat, RankCoords, Topology
+from bootstrap_server.exposure import exposure
+from sglang_mooncake.context import Deadlines, RankContext, Role, SettingNames
+from sglang_mooncake.layout import Buffers, Component, Layout, Units
+from sglang_mooncake.messages import PROTOCOL_VERSION
+from sglang_mooncake.vllm.facts import block_tokens, computed_by, refuse_hashes, refuse_split
+from sglang_mooncake.vllm.page_map import CacheTensor, PageMap
+from sglang_mooncake.vllm.pd_options import PdOptions
+
+__all__ = [
+    "FIRST",
+    "ROLES",
+    "check_exposure",
+    "check_pair_server",
+    "context_of",
+    "layout_of",
+    "role_of",
+    "server_facts",
+]
+
+ONE_RANK: Final = Topology(1, 1, 1, 1)
+FIRST: Final = RankCoords(0, 0, 0, 0)
+ROLES: Final[dict[str, Role]] = {"kv_producer": "prefill", "kv_consumer": "decode"}
+NO_METADATA: Final = Buffers((), (), ())
+INSIST: Final = '"insecure": true in kv_connector_extra_config'
+
+
+def role_of(config: Any) -> Role:
+    """``ValueError`` for a server that would be both."""
+    said = str(config.kv_transfer_config.kv_role)
+    if said not in ROLES:
+        raise ValueError(
+            f'"kv_role": "{said}" is not supported: say "kv_producer" for a prefill server, and'
+            ' "kv_consumer" for a decode server'
+        )
+    return ROLES[said]
+
+
+def check_pair_server(config: Any, caches: Any) -> None:
+    """Refuses what cannot be handed over.
+
+    ``config``: vLLM's ``VllmConfig``; ``caches``: its ``KVCacheConfig``.
+
+    Raises:
+        ValueError: says which flag to change.
+    """
+    role_of(config)
+    parallel = config.parallel_config
+    refuse_split(parallel)
+    for name in ("tensor_parallel_size", "data_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size != 1:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {size} is not supported between prefill and decode: give 1")
+    if len(caches.kv_cache_groups) != 1:
+        raise ValueError(
+            f"this model has {len(caches.kv_cache_groups)} groups of KV caches, with sliding"
+            " windows or states; blocks of full attention alone can be handed over"
+        )
+    if config.speculative_config is not None:
+        raise ValueError(
+            "with --speculative-config the draft model's cache would have to be handed over, too,"
+            " and is not: leave it out"
+        )
+    refuse_hashes(config)
+
+
+def check_exposure(options: PdOptions, host: str) -> str | None:
+    """What is to be said of a server without a secret. ``ValueError`` if it must not start."""
+    said = exposure(host, bool(options.keys), options.insecure, INSIST)
+    if said is None:
+        return None
+    if said.refused:
+        raise ValueError(said.sentence)
+    return said.sentence
+
+
+def number_type(config: Any) -> str:
+    """Of the cached numbers. vLLM's name for it is "auto" where it is the model's own."""
+    name = str(config.cache_config.cache_dtype)
+    return str(config.model_config.dtype).removeprefix("torch.") if name == "auto" else name
+
+
+def server_facts(config: Any, pages: PageMap, kernel: str, weights: str | None) -> dict[str, str]:
+    """What must be equal on both servers, by what sets it (``Offer.server``).
+
+    kernel: what arranges the numbers of a block.
+    weights: the operator's own name for them.
+
+    Raises:
+        ValueError: the weights cannot be told apart from others.
+    """
+    return {
+        "--block-size": str(block_tokens(config)),
+        "--kv-cache-dtype, or --dtype where that is auto": number_type(config),
+        "layers with a KV cache": str(pages.layers),
+        "--attention-backend, and on a CPU its instructions": f"{kernel} {pages.layout}",
+        "weights, and flags that change values": computed_by(config, weights),
+    }
+
+
+def layout_of(
+    config: Any, tensors: Sequence[CacheTensor], kernel: str, seals: Buffers = NO_METADATA
+) -> Layout:
+    """Of the layers' KV caches, in the order of layers. One rank has all heads, so the bytes of a
+    block are one unit.
+
+    seals: of the decode side.
+
+    Raises:
+        ValueError: blocks of a layer do not lie behind each other.
+    """
+    pages = PageMap(tensors, tensors[0].shape[0] if tensors else 0)
+    one = tensors[0]
+    nbytes, step = one.block_bytes, one.strides[0] * one.item_bytes
+    if step != nbytes:
+        raise ValueError(
+            f"a layer's blocks of {nbytes} bytes lie {step} bytes apart: other layers' lie between"
+            " them, and cannot be handed over so"
+        )
+    blocks, layers = one.shape[0], len(tensors)
+    buffers = Buffers(
+        tuple(one.address for one in tensors), (nbytes,) * layers, (nbytes * blocks,) * layers
+    )
+    return Layout(
+        page_size=block_tokens(config),
+        dtype=number_type(config),
+        kv_layout=f"vllm {kernel} {pages.layout}",
+        components=(Component("kv", tuple(range(layers)), buffers, cuts=(Units(1, nbytes),)),),
+        aux=NO_METADATA,
+        seals=seals,
+    )
+
+
+def context_of(role: Role, options: PdOptions, layout: Layout, host: str) -> RankContext:
+    """``host``: the address of this rank that others reach."""
+    first_s = options.hold_timeout_s if role == "prefill" else options.load_timeout_s
+    first = "hold_timeout_s" if role == "prefill" else "load_timeout_s"
+    return RankContext(
+        role=role,
+        coords=FIRST,
+        config=InstanceConfig(
+            ONE_RANK,
+            KVFormat(layout.page_size, layout.dtype, layout.kv_layout),
+            protocol=PROTOCOL_VERSION,
+        ),
+        host=host,
+        bootstrap_address="",
+        prefill_http_port=None,
+        register_dp_rank=False,
+        deadlines=Deadlines(bootstrap_s=first_s, waiting_s=options.load_timeout_s),
+        names=SettingNames(first, "load_timeout_s", "link_timeout_s"),
+        keys=options.keys,
+    )

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which servers of vLLM hand nothing over, and what a rank says of its KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from pd_makers import HOST, Cache, options
+from vllm_makers import server
+
+from bootstrap_server.secret_file import write_secret_file
+from sglang_mooncake.layout import Plan
+from sglang_mooncake.vllm.page_map import CacheTensor, PageMap
+from sglang_mooncake.vllm.pd_options import PdOptions
+from sglang_mooncake.vllm.pd_rank import (
+    check_exposure,
+    check_pair_server,
+    context_of,
+    layout_of,
+    role_of,
+    server_facts,
+)
+
+GROUPS = SimpleNamespace(kv_cache_groups=["full attention"])
+
+
+def of_pair(**changed: Any) -> Any:
+    return server(**{"kv_transfer_config": SimpleNamespace(kv_role="kv_producer"), **changed})
+
+
+@pytest.mark.parametrize(("said", "role"), [("kv_producer", "prefill"), ("kv_consumer", "decode")])
+def test_a_server_of_either_role_is_served(said: str, role: str) -> None:
+    config = of_pair(kv_transfer_config__kv_role=said)
+    check_pair_server(config, GROUPS)
+    assert role_of(config) == role
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"kv_transfer_config__kv_role": "kv_both"}, '"kv_role": "kv_both" is not supported'),
+        ({"parallel_config__tensor_parallel_size": 2}, "--tensor-parallel-size 2 is not"),
+        ({"parallel_config__data_parallel_size": 2}, "--data-parallel-size 2 is not"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not"),
+        ({"speculative_config": object()}, "with --speculative-config the draft model's cache"),
+        ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "use sha256 or sha256_cbor"),
+    ],
+)
+def test_a_server_that_cannot_hand_over_is_refused(changed: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        check_pair_server(of_pair(**changed), GROUPS)
+
+
+def test_a_model_with_several_caches_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 groups of KV caches"):
+        check_pair_server(of_pair(), SimpleNamespace(kv_cache_groups=["full", "window"]))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"cache_config__block_size": 64},
+        {"cache_config__cache_dtype": "fp8"},
+        {"model_config__dtype": "torch.bfloat16"},
+    ],
+)
+def test_what_changes_values_is_told_to_the_other_server(changed: dict[str, Any]) -> None:
+    pages = PageMap(Cache().tensors(), 16)
+    facts = server_facts(of_pair(), pages, "K", "w")
+    assert facts != server_facts(of_pair(**changed), pages, "K", "w")
+    assert facts != server_facts(of_pair(), pages, "other", "w")
+    assert facts != server_facts(of_pair(), pages, "K", "others")
+    assert facts == server_facts(of_pair(), pages, "K", "w")
+
+
+def test_a_layout_has_each_block_of_each_layer() -> None:
+    source, target = Cache(seed=1), Cache()
+    plan = Plan(
+        layout_of(of_pair(), source.tensors(), "K"), layout_of(of_pair(), target.tensors(), "K")
+    )
+    copies = plan.kv(np.array([1, 5]), np.array([7, 3])).array.tolist()
+    ours, theirs = source.bytes.ctypes.data, target.bytes.ctypes.data
+    layers, blocks, width = source.bytes.shape
+    assert sorted(copies) == sorted(
+        (ours + (layer * blocks + here) * width, theirs + (layer * blocks + there) * width, width)
+        for layer in range(layers)
+        for here, there in ((1, 7), (5, 3))
+    )
+
+
+def test_blocks_with_other_layers_between_them_are_refused() -> None:
+    one, *_ = Cache().tensors()
+    apart = CacheTensor(one.address, (8, 256), (512, 1), 1)
+    with pytest.raises(ValueError, match="256 bytes lie 512 bytes apart"):
+        layout_of(of_pair(), [apart], "K")
+
+
+def test_a_rank_is_known_by_the_settings_names() -> None:
+    given = options(hold_timeout_s=3.0, load_timeout_s=4)
+    layout = layout_of(of_pair(), Cache().tensors(), "K")
+    prefill = context_of("prefill", given, layout, HOST)
+    assert (prefill.deadlines.bootstrap_s, prefill.names.bootstrap) == (3.0, "hold_timeout_s")
+    decode = context_of("decode", given, layout, HOST)
+    assert (decode.deadlines.bootstrap_s, decode.names.bootstrap) == (4, "load_timeout_s")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"hold_timeout": 3}, "did you mean 'hold_timeout_s'?"),
+        ({"hold_timeout_s": "3"}, "hold_timeout_s='3' must be a number"),
+        ({"hold_timeout_s": 0}, "hold_timeout_s=0 must be a positive number"),
+        ({"load_timeout_s": float("inf")}, "load_timeout_s=inf must be a positive number"),
+        ({"registry_port": 65_536}, "registry_port=65536 must be between"),
+        ({"registry": "host"}, "registry='host'"),
+        ({"registries": "host"}, "registries='host' must be a list of texts"),
+        ({"registries": ["a b"]}, "'a b' is not of the form"),
+        ({"keys": 1}, "no setting 'keys'"),
+    ],
+)
+def test_a_setting_that_is_none_is_named(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence.replace("?", r"\?")):
+        PdOptions.of(given)
+
+
+def test_settings_come_from_json(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    write_secret_file(secret)
+    said = PdOptions.of({"secret_file": str(secret), "transports": ["tcp"], "stats_dir": "/s"})
+    assert said.keys
+    assert said.transports == ("tcp",)
+    assert said.stats_dir == Path("/s")
+
+
+def test_a_public_address_takes_a_secret_or_the_operators_word() -> None:
+    with pytest.raises(ValueError, match='"insecure": true'):
+        check_exposure(options(), "8.8.8.8")
+    assert check_exposure(options(insecure=True), "8.8.8.8")
+    assert check_exposure(options(), "10.0.0.1")
+    assert check_exposure(options(), "127.0.0.1") is None
+    assert replace(options(), insecure=True).insecure
