@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`scripts/demo --vllm`: vLLM's servers that share their prefix caches through the store, beside an
-ordinary one."""
+"""`scripts/demo --vllm`: vLLM's servers that share their prefix caches through the store, and a
+prefill and a decode server, beside an ordinary one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,17 @@ from cpu_serving.progress import Step
 from cpu_serving.servers import Fleet, wait_ready
 from cpu_serving.store_status import pages_read
 from cpu_serving.traffic import Answer, Request, compare, make_requests
-from cpu_serving.vllm_servers import BLOCK, VllmServer, ask, reset, start_vllm, store_flags
+from cpu_serving.vllm_proxy import Proxy
+from cpu_serving.vllm_servers import (
+    BLOCK,
+    VllmServer,
+    ask,
+    handed_over,
+    pair_flags,
+    reset,
+    start_vllm,
+    store_flags,
+)
 
 __all__ = ["main"]
 
@@ -36,12 +46,15 @@ class Way:
     different: int
     #: Prompt tokens that were not computed.
     cached_tokens: int
-    #: Pages that the store has given, each with its checksum compared.
-    pages: int
+    #: What was not computed, in `unit`: pages that the store has given, each with its checksum
+    #: compared, or bytes that the prefill server has sent.
+    moved: int
+    unit: str = f"pages of {BLOCK}"
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status: 0 if all tokens are equal, and pages came from the store where they can."""
+    """The exit status: 0 if all tokens are equal, and KV caches came from the store, or from the
+    prefill server, where they can."""
     options = _parser().parse_args(argv)
     run_dir = Path(tempfile.mkdtemp(prefix="sglang-mooncake-vllm-"))
     try:
@@ -53,16 +66,17 @@ def main(argv: Sequence[str]) -> int:
     print(_table(ways, options.requests))
     if options.json:
         print(json.dumps([asdict(one) for one in ways]))
-    loaded = all(one.pages > 0 and one.cached_tokens > 0 for one in ways[1:])
+    loaded = all(one.moved > 0 and one.cached_tokens > 0 for one in ways[1:])
     return 0 if loaded and not any(one.different for one in ways) else EXIT_DIFFERENT
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/demo --vllm",
-        description="Two vLLM servers that share their prefix caches through the store, on the CPU"
-        " with a tiny model: are the tokens those of an ordinary server, and do pages come from the"
-        " store?",
+        description="Two vLLM servers that share their prefix caches through the store, and a"
+        " prefill and a decode server behind a proxy, on the CPU with a tiny model: are the tokens"
+        " those of an ordinary server, and does the KV cache come from the store, or from the"
+        " prefill server?",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -91,7 +105,30 @@ def _run(options: argparse.Namespace, run_dir: Path) -> list[Way]:
         second = start_vllm(fleet, "second", model, place, store_flags("0"))
         _wait("a second server", [second])
         other = _way("loaded by another server", expected, _ask(second, requests), place, second)
-    return [stored, own, other]
+        first.stop()
+        second.stop()
+        pair = _handed_over(fleet, model, place, expected, requests)
+    return [stored, own, other, pair]
+
+
+def _handed_over(
+    fleet: Fleet,
+    model: Path,
+    place: Path,
+    expected: Sequence[Answer],
+    requests: Sequence[Request],
+) -> Way:
+    settings = {"stats_dir": str(place / "stats")}
+    flags = pair_flags("kv_producer", registry_port=fleet.port(), **settings)
+    prefill = start_vllm(fleet, "prefill", model, place, flags)
+    decode = start_vllm(fleet, "decode", model, place, pair_flags("kv_consumer", **settings), 1)
+    _wait("a prefill and a decode server", [prefill, decode])
+    with Proxy(prefill.url, decode.url) as proxy, Step("requests to the proxy of both"):
+        answers = ask(proxy, requests)
+    came = decode.metric("vllm:prompt_tokens_by_source_total", 'source="external_kv_transfer"')
+    nbytes = handed_over(place / "stats", len(requests))
+    different = len(compare(expected, answers))
+    return Way("computed by a prefill server", different, round(came), nbytes, "bytes")
 
 
 def _wait(what: str, servers: Sequence[VllmServer]) -> None:
@@ -124,10 +161,10 @@ def _cached(answers: Sequence[Answer]) -> int:
 
 
 def _table(ways: Sequence[Way], requests: int) -> str:
-    head = f"{'KV cache':28} {'equal':>9} {'cached tokens':>14} {f'pages of {BLOCK}':>14}"
+    head = f"{'KV cache':28} {'equal':>9} {'cached tokens':>14} {'moved':>22}"
     lines = [
         f"{one.name:28} {requests - one.different:4}/{requests:<4} {one.cached_tokens:14}"
-        f" {one.pages:14}"
+        f" {one.moved:11,} {one.unit}"
         for one in ways
     ]
     return "\n".join([head, *lines])

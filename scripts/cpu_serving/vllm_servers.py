@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -19,14 +20,28 @@ from cpu_serving.ports import HOST
 from cpu_serving.processes import ServingError
 from cpu_serving.servers import SHIM, Fleet, answers_at
 from cpu_serving.traffic import Answer, Request
+from cpu_serving.vllm_proxy import Proxy
 
-__all__ = ["BLOCK", "VllmServer", "ask", "reset", "start_vllm", "store_flags"]
+__all__ = [
+    "BLOCK",
+    "VllmServer",
+    "ask",
+    "body_of",
+    "counters",
+    "handed_over",
+    "pair_flags",
+    "reset",
+    "start_vllm",
+    "store_flags",
+]
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm/bin/python"
 #: Tokens of a block. vLLM's kernels for CPUs are fastest with 32.
 BLOCK = 32
 REQUEST_TIMEOUT_S = 120.0
+#: They are written each second.
+COUNTERS_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -44,12 +59,12 @@ class VllmServer:
     def stop(self) -> None:
         self.process.stop()
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of a metric over its labels, or over those with one such as `source="x"`."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=REQUEST_TIMEOUT_S) as response:
             text = response.read().decode()
-        found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-        return sum(map(float, found))
+        found = re.findall(rf"^{re.escape(name)}({{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        return sum(float(value) for labels, value in found if label in labels)
 
 
 def store_flags(memory: str, **more: Any) -> list[str]:
@@ -62,6 +77,41 @@ def store_flags(memory: str, **more: Any) -> list[str]:
         "kv_connector_extra_config": {"memory": memory, **more},
     }
     return ["--kv-transfer-config", json.dumps(config)]
+
+
+def pair_flags(role: str, policy: str = "recompute", **more: Any) -> list[str]:
+    """Of a prefill or decode server.
+
+    role: "kv_producer" or "kv_consumer".
+    policy: what becomes of a request whose prompt does not come: "recompute" or "fail".
+    more: further settings.
+    """
+    config = {
+        "kv_connector": "PDConnector",
+        "kv_connector_module_path": "sglang_mooncake.vllm.pd_connector",
+        "kv_role": role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": more,
+    }
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
+def counters(stats_dir: Path, role: str) -> Mapping[str, int]:
+    """Of the one prefill or decode server that keeps its counters there: rooms by how they ended,
+    and bytes sent."""
+    (file,) = stats_dir.glob(f"{role}-*.json")
+    said = json.loads(file.read_text())
+    return {**said["rooms"], "bytes": said["bytes"]}
+
+
+def handed_over(stats_dir: Path, rooms: int) -> int:
+    """Bytes that a prefill server has sent, once so many rooms are done. Raises ServingError."""
+    deadline_s = time.monotonic() + COUNTERS_TIMEOUT_S
+    while (said := counters(stats_dir, "prefill"))["done"] < rooms:
+        if time.monotonic() > deadline_s:
+            raise ServingError(f"the prefill server has not handed {rooms} prompts over: {said}")
+        time.sleep(0.05)
+    return said["bytes"]
 
 
 def start_vllm(
@@ -112,14 +162,15 @@ def _environment(runtime_dir: Path, core: int) -> Mapping[str, str]:
     }
 
 
-def ask(server: VllmServer, requests: Sequence[Request]) -> list[Answer]:
+def ask(server: VllmServer | Proxy, requests: Sequence[Request]) -> list[Answer]:
     """All at once; the answers in the order of the requests."""
     with ThreadPoolExecutor(len(requests)) as threads:
         return list(threads.map(lambda one: _ask(server, one), requests))
 
 
-def _ask(server: VllmServer, request: Request) -> Answer:
-    body = {
+def body_of(request: Request) -> dict[str, Any]:
+    """Of the request's completion, with the tokens in the answer."""
+    return {
         "prompt": list(request.input_ids),
         "max_tokens": request.new_tokens,
         "temperature": 0,
@@ -127,8 +178,11 @@ def _ask(server: VllmServer, request: Request) -> Answer:
         "return_token_ids": True,
         **request.fields,
     }
+
+
+def _ask(server: VllmServer | Proxy, request: Request) -> Answer:
     try:
-        answer = _post(f"{server.url}/v1/completions", body)
+        answer = _post(f"{server.url}/v1/completions", body_of(request))
     except (OSError, ValueError) as error:
         said = error.read().decode() if isinstance(error, urllib.error.HTTPError) else ""
         return Answer((), f"{error!r} {said}", 0.0)

@@ -25,6 +25,8 @@ from kvstore.config import Config
 from sglang_mooncake.sglang import cli as mooncake
 from sglang_mooncake.sglang.dry_run.flags import parse_flags
 from sglang_mooncake.vllm.options import Options
+from sglang_mooncake.vllm.pd_options import PdOptions
+from sglang_mooncake.vllm.pd_rank import ROLES
 from te import cli as te
 
 COMMANDS = commands()
@@ -84,6 +86,11 @@ def check_vllm(rest: tuple[str, ...]) -> None:
     module = ROOT / f"{spec.pop('kv_connector_module_path').replace('.', '/')}.py"
     assert module.is_file()
     assert f"class {spec.pop('kv_connector')}(" in module.read_text()
+    if module.stem == "pd_connector":
+        PdOptions.of(spec.pop("kv_connector_extra_config", {}))
+        assert spec.pop("kv_role") in ROLES
+        assert spec in ({}, {"kv_load_failure_policy": "recompute"})
+        return
     Options.of(spec.pop("kv_connector_extra_config"))
     assert spec == {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
