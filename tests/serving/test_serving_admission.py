@@ -54,8 +54,9 @@ def test_a_fast_owner_is_loaded_from_and_a_slow_one_is_not(rounds: list[dict[str
     assert fast["cached"] == ALL
     assert fast["admission"]["declined"] == 0
     assert 0 in slow["cached"], "after some loads that were slow the rest is computed"
-    # Probes load some pages, of which computing the prompt would take ten times as long.
-    assert max(still["cached"]) <= ALL[0] / 2
+    # Probes load some pages. One that meets an idle network's burst may make the next load seem
+    # worth it, once.
+    assert sum(still["cached"]) <= sum(ALL) / 2
     assert still["admission"]["declined"] > fast["admission"]["declined"]
     assert still["admission"]["unpaid"] > 0, "the loads that showed it have not paid"
     assert still["bytes_per_s"][0] < fast["bytes_per_s"][0] / 4
