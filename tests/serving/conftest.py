@@ -28,6 +28,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     """Where servers are forked: one that starts as a program needs ten times the CPU time."""
     log = tmp_path_factory.mktemp("nursery") / "nursery.log"
     with Nursery(base_environment(), log) as made:
+        assert made.fits({**base_environment(), **PATIENT}), "shared pairs are forked"
         yield made
 
 

@@ -8,7 +8,8 @@ import json
 import pytest
 from cpu_serving import hits_demo
 
-pytestmark = pytest.mark.serving
+# Its servers start as programs: 60 s alone.
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 
 
 def test_all_of_a_second_round_comes_from_the_store(capsys: pytest.CaptureFixture[str]) -> None:
