@@ -21,6 +21,14 @@ from bootstrap_server.matching import CPTransfer, Source, sources
 from sglang_mooncake.layout import Place, Plan
 
 ITEMS, WAIT_S = 8, 20.0
+# The kernel's siw sends wrong bytes of small blocks that lie across two pages of its memory: 383 of
+# 3,600 that did, and none of 3,600 that did not. Where these blocks lie is chance.
+OVER = [
+    pytest.param(
+        *one.values, marks=[*one.marks, *([pytest.mark.driver("rxe")] if one.marks else [])]
+    )
+    for one in TRANSPORTS
+]
 TP_SIZES = st.sampled_from([1, 2, 3, 4, 6])
 
 
@@ -35,7 +43,7 @@ class Pair:
         self.peer.write(blocks, tag=self.tag).wait(timeout_s=WAIT_S)
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(scope="module", params=OVER)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     config = te.Config(transports=(request.param,), segment_blocks=5, segment_bytes=64)
     with te.Engine(config) as source, te.Engine(config) as target:
