@@ -8,6 +8,8 @@ import logging
 import os
 import random
 import signal
+import statistics
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -43,6 +45,7 @@ WIDE, NARROW = (1400, 1400), (360, 1500)
 FOUR, EIGHT = Topology(2, 1, 2, 1), (1, 1, 8, 1)
 #: 60 to 75 ms are measured where nobody else needs the processors.
 FREEZE_MS = 1000
+LOST = '#news p[data-what="connection lost"]'
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 
 
@@ -346,10 +349,20 @@ async def test_a_thousand_ranks_do_not_freeze_it(make_record: MakeRecord) -> Non
 
     with BootstrapServer("127.0.0.1", 0) as server, ExitStack() as undo:
         clients = [undo.enter_context(BootstrapClient(f"127.0.0.1:{server.port}")) for _ in records]
+        living = dict(zip(clients, records, strict=True))
+        lock = threading.Lock()
 
         def renew(number: int) -> None:
-            for client, record in zip(clients, records, strict=True):
-                client.renew(record.rank, report(number, record))
+            for client, record in list(living.items()):
+                with lock:
+                    if client in living:
+                        client.renew(record.rank, report(number, record))
+
+        def kill(client: BootstrapClient) -> None:
+            """As if its process had died."""
+            with lock:
+                del living[client]
+                client.close()
 
         def register() -> None:
             for client, record in zip(clients, records, strict=True):
@@ -369,27 +382,29 @@ async def test_a_thousand_ranks_do_not_freeze_it(make_record: MakeRecord) -> Non
             await tab.until("document.querySelectorAll('#matrix td.connected').length > 50")
             # Few of the million cells are in the document.
             assert await tab.ask("document.querySelectorAll('*').length") < 5000
+            longest_ms = []
             for _ in range(10):
+                await tab.ask("window.longTasks = []")
                 await tab.ask("document.querySelector('#ranks').scrollTop += 1500")
                 await tab.ask("document.querySelector('#matrix').scrollTop += 1500")
                 await tab.ask("document.querySelector('#matrix').scrollLeft += 300")
                 await asyncio.sleep(0.3)
+                longest_ms.append(await tab.ask("Math.max(0, ...window.longTasks)"))
             await tab.ask("document.querySelector('#matrix').focus()")
             await press_until(tab, "PageDown", 200)
             assert "dp 255 cp 0 tp 3" in await tab.ask(text("#cell-text"))
             await tab.until("document.querySelector('#matrix td.active') !== null")
-            clients[5].close()
-            after_s = float(
-                await tab.until(
-                    "document.querySelector('#news p[data-what=\"connection lost\"]')"
-                    "?.dataset.shownAfterS"
-                )
-            )
-            longest_ms = await tab.ask("Math.max(0, ...window.longTasks)")
+            after_s = []
+            for number in range(5):
+                await asyncio.to_thread(kill, clients[number])
+                await tab.until(f"document.querySelectorAll({LOST!r}).length > {number}")
+                shown = f"[...document.querySelectorAll({LOST!r})].map(p => p.dataset.shownAfterS)"
+                after_s = list(map(float, await tab.ask(shown)))
             update_ms = await tab.ask("document.querySelector('main').dataset.updateMs")
             logger.info("longest %s ms, update %s ms, death %s s", longest_ms, update_ms, after_s)
-            assert after_s <= 2
-            assert longest_ms < FREEZE_MS
+            # Medians: what else runs here may hold the processors for a second now and then.
+            assert statistics.median(after_s) <= 2
+            assert statistics.median(longest_ms) < FREEZE_MS
         done.set()
         await renewing
 
