@@ -126,11 +126,14 @@ def _run(
     problems: list[str] = []
     rng = np.random.default_rng(options.seed)
     with tempfile.TemporaryDirectory(prefix="kv") as path, Fleet(run_dir) as fleet:
-        server = _start(fleet, plain, Path(path), lent, run_dir)
+        status_dir = Path(path) / "te"
+        server = _start(fleet, plain, Path(path), status_dir, lent, run_dir)
         for number in range(1, options.rounds + 1):
             rows = rng.integers(FIRST_PLAIN_TOKEN, VOCAB_SIZE, (options.requests, options.prompt))
             requests = [Request(tuple(row.tolist()), options.new_tokens) for row in rows]
             computed = _ask(server, requests, f"round {number}: computed")
+            # A flush drops what has not been stored yet.
+            _wait_for_objects(status_dir, number * options.requests * (options.prompt // PAGE))
             loaded = _ask(server, requests, f"round {number}: from the store")
             cold.append(figures_of(computed, options.prompt))
             hit.append(figures_of(loaded, options.prompt))
@@ -138,10 +141,16 @@ def _run(
     return cold, hit, problems
 
 
-def _start(fleet: Fleet, plain: ServerOptions, directory: Path, lent: int, run_dir: Path) -> Server:
+def _start(
+    fleet: Fleet,
+    plain: ServerOptions,
+    directory: Path,
+    status_dir: Path,
+    lent: int,
+    run_dir: Path,
+) -> Server:
     """A process that lends memory, and a server that has none of its own."""
     stored = with_store(plain, directory / "s", "0")
-    status_dir = directory / "te"
     env = {"SGLANG_MOONCAKE_STATUS_DIR": str(status_dir)}
     lender = ["kvstore", "serve", f"--memory={lent}", f"--directory={directory / 's'}"]
     own = base_environment() | {"XDG_RUNTIME_DIR": str(directory)}
@@ -149,25 +158,35 @@ def _start(fleet: Fleet, plain: ServerOptions, directory: Path, lent: int, run_d
     server = fleet.server("single", replace(stored, extra_env=env))
     with Step("starting the server") as step:
         wait_ready([server], tick=step.tick)
-        deadline_s = time.monotonic() + WAIT_S
-        while not _knows_an_owner(status_dir):
-            if time.monotonic() > deadline_s:
-                raise ServingError(f"the server found no owner within {WAIT_S:g} s")
-            time.sleep(0.1)
+        _wait_for_objects(status_dir, 0)
     # The first request of a process pays for what is imported and allocated late.
     stream_all(server.url, [Request(tuple(range(FIRST_PLAIN_TOKEN, FIRST_PLAIN_TOKEN + 40)), 2)])
     return server
 
 
-def _knows_an_owner(status_dir: Path) -> bool:
+def _wait_for_objects(status_dir: Path, count: int) -> None:
+    """Until the server knows an owner, and that many objects or more that owners hold."""
+    deadline_s = time.monotonic() + WAIT_S
+    while (known := _objects_known(status_dir)) is None or known < count:
+        if time.monotonic() > deadline_s:
+            stored = (
+                "no owner was found" if known is None else f"{known} of {count} pages are stored"
+            )
+            raise ServingError(f"{stored} after {WAIT_S:g} s")
+        time.sleep(0.05)
+
+
+def _objects_known(status_dir: Path) -> int | None:
+    """None while the server knows no owner."""
     for live in status.running(status_dir):
         try:
             found = status_of(status.ask(live.path, QUESTION))
         except status.StatusError:
             continue  # Another engine, or one that starts.
-        if any(one.usable for one in found.owners):
-            return True
-    return False
+        usable = [one for one in found.owners if one.usable]
+        if usable:
+            return sum(one.objects for one in usable)
+    return None
 
 
 def _ask(server: Server, requests: Sequence[Request], title: str) -> list[Streamed]:
