@@ -77,7 +77,7 @@ def lanes(options: Options) -> list[Lane]:
     ]
     if not options.pytest_args:
         here.append(Step("documentation site", ["scripts/docs"]))
-        here += _demos(options.scratch / "reference.json")
+        servers += _demos(options.scratch / "reference.json")
     machines = [
         _on_devices(options, nics, driver, *where)
         for driver in DRIVERS
