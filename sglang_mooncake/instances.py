@@ -182,8 +182,12 @@ class PrefillInstances:
                 if now_s >= one.give_up_s:
                     del self._returns[address]
                 elif now_s >= one.next_s and not one.at_work and not self._closed:
+                    try:
+                        self._return_workers.submit(self._look_for_return, address, one)
+                    except RuntimeError:  # The interpreter ends, and its executors before us.
+                        self._closed = True
+                        return
                     one.at_work = True
-                    self._return_workers.submit(self._look_for_return, address, one)
 
     def close(self) -> None:
         with self._lock:

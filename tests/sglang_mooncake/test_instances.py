@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -184,6 +186,38 @@ def test_an_instance_that_was_restarted_is_known_before_it_is_asked_for():
         now_s[0] += instances.RETURN_MAX_S
         known.tick()  # nobody is looked for any more
         assert not asked.acquire(timeout=0)
+
+
+TICKS_AS_THE_INTERPRETER_ENDS = """
+import concurrent.futures.thread, threading, time
+from bootstrap_server import Instance, InstanceConfig, KVFormat, Rank, RankCoords, Topology
+from sglang_mooncake.instances import PrefillInstances
+from sglang_mooncake.registries import Registries
+
+config = InstanceConfig(topology=Topology(1, 1, 1, 1), format=KVFormat(1, "bfloat16", None))
+found = Instance(config, 1, (Rank(RankCoords(0, 0, 0, 0), "127.0.0.1", 1),))
+known = PrefillInstances(Registries(), lambda _: found, lambda: 0.0)
+while not known.ensure("192.0.2.1:1"):
+    time.sleep(0.01)
+known.forget("192.0.2.1:1")
+
+def tick():
+    while not concurrent.futures.thread._shutdown:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    known.tick()
+    known.tick()
+    print("ticked", known.returning)
+
+threading.Thread(target=tick).start()
+"""
+
+
+def test_nobody_is_looked_for_as_the_interpreter_ends():
+    """The control loop lives a little longer than the executors that it hands work to."""
+    command = [sys.executable, "-c", TICKS_AS_THE_INTERPRETER_ENDS]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "ticked 1\n", "")
 
 
 @contextmanager
