@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         "--objects",
         default="",
         metavar="URL",
-        help="object storage instead of a disk: s3://BUCKET/PREFIX, gs://…, az://… or file:///DIR",
+        help="object storage, below a disk or without one: s3://BUCKET/PREFIX, gs://…, az://… or"
+        " file:///DIR",
     )
     serve.add_argument(
         "--objects-size", type=_size, help="how much is stored there; --objects takes one"

@@ -55,10 +55,10 @@ class Config:
     disk: Path | None = None
     #: How much of the disk, in bytes.
     disk_size: int = 0
-    #: Object storage instead of a disk: a prefix of this process's own in a bucket, such as
-    #: "s3://bucket/prefix", "gs://bucket/prefix" or "az://container/prefix", or a directory of its
-    #: own, "file:///mnt/kv". Takes the Python package obstore, which has credentials and endpoints
-    #: from the environment.
+    #: Object storage, below the disk if there is one: a prefix of this process's own in a bucket,
+    #: such as "s3://bucket/prefix", "gs://bucket/prefix" or "az://container/prefix", or a directory
+    #: of its own, "file:///mnt/kv". Takes the Python package obstore, which has credentials and
+    #: endpoints from the environment.
     objects: str = ""
     #: How much is stored there, in bytes.
     objects_size: int = 0
@@ -140,11 +140,6 @@ class Config:
         if self.objects and urlsplit(self.objects).scheme not in SCHEMES:
             known = ", ".join(f"{one}://" for one in SCHEMES)
             raise ValueError(f"objects={self.objects!r} is not a URL of {known}")
-        if self.objects and self.disk is not None:
-            raise ValueError(
-                f"disk={disk!r} and objects={self.objects!r}: give one of them; object storage"
-                " below a disk is not built yet"
-            )
 
     @property
     def has_tier(self) -> bool:

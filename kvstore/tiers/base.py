@@ -84,9 +84,10 @@ class Tier(Protocol):
     def write(self, objects: Sequence[Laid]) -> Written:
         """Writes objects. Their memory does not change before this returns."""
 
-    def read(self, objects: Sequence[Wanted]) -> Sequence[int | None]:
+    def read(self, objects: Sequence[Wanted], *, is_use: bool = True) -> Sequence[int | None]:
         """Reads objects, and compares them with their checksums, which are returned. None for one
-        that is not there, or cannot be read, or is not what was written; it is forgotten then."""
+        that is not there, or cannot be read, or is not what was written; it is forgotten then.
+        Without ``is_use``, nothing stays longer because it was read."""
 
     def remove(self, names: Sequence[bytes]) -> None:
         """Removes objects for good: they are not found after a restart."""

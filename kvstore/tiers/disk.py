@@ -184,12 +184,12 @@ class Disk:
         page[:] = place_head(one.name, place, one.checksum).ljust(UNIT_BYTES, b"\0")
         return self._try_write(segment, 1 + unit, [page, one.memory])
 
-    def read(self, objects: Sequence[Wanted]) -> Sequence[int | None]:
+    def read(self, objects: Sequence[Wanted], *, is_use: bool = True) -> Sequence[int | None]:
         """See ``Tier``."""
         with self._lock:
             places = [self._segments.place(one.name) for one in objects]
             for one, place in zip(objects, places, strict=True):
-                if place is not None:
+                if place is not None and is_use:
                     self._segments.touch(one.name)
         return list(self._pool.map(self._read, objects, places))
 

@@ -214,14 +214,15 @@ class Objects:
         data = b"".join([head, *(one.memory[: one.nbytes] for one in run)])
         await self._bucket.put(_bundle_name(bundle.id), data)
 
-    def read(self, objects: Sequence[Wanted]) -> Sequence[int | None]:
+    def read(self, objects: Sequence[Wanted], *, is_use: bool = True) -> Sequence[int | None]:
         """See ``Tier``."""
         groups: dict[bytes, Group] = {}
         with self._lock:
             for one in objects:
                 found = self._bundles.find(one.name)
                 if found is not None and found[1].nbytes == one.nbytes:
-                    self._bundles.touch(one.name)
+                    if is_use:
+                        self._bundles.touch(one.name)
                     bundle, page = found
                     groups.setdefault(bundle.id, (bundle, []))[1].append((page, one))
         outcomes = self._bucket.each(self._read, list(groups.values()), READS_AT_ONCE)

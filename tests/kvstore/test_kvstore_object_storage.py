@@ -85,6 +85,7 @@ def test_what_does_not_fit_below_is_gone_for_all(directory: Path) -> None:
 def test_a_store_that_is_gone_costs_misses(
     lender: Store, reader: Store, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    until(lambda: not owner_of(lender)._shelf.ledger.leaving, "what leaves")
     down = np.flatnonzero(below(reader)).tolist()
     shutil.rmtree(directory / "bucket")
     (directory / "bucket").touch()
@@ -117,6 +118,35 @@ def test_serve_has_its_keys_again(
         process.wait(TIMEOUT_S)
 
 
+def test_below_a_disk(directory: Path) -> None:
+    """What the disk has no room for comes from there; a host that has lost its disk has it all."""
+    more = {"disk": directory / "disk", "disk_size": 2 * MIB}
+    with Store(with_objects(directory, **more)) as store, Store(config(directory)) as client:
+        put_all(store, store)
+        owner = owner_of(store)
+        until(lambda: not owner._shelf.ledger.leaving, "what leaves")
+        found = store.exists(KEYS, SIG, NBYTES)
+        assert found.sum() > N // 2
+        until(lambda: (client.exists(KEYS, SIG, NBYTES) == found).all(), "announcements")
+        outcomes = get(client, np.flatnonzero(found))
+        assert set(outcomes) <= {Got.RIGHT, Got.MISSING}
+        assert outcomes.count(Got.RIGHT) > N // 2
+        assert owner.stats().below_capacity > 16 * MIB
+    shutil.rmtree(directory / "disk")
+    with Store(with_objects(directory, **more)) as store:
+        there = store.exists(KEYS, SIG, NBYTES)
+        assert there.sum() > N // 2
+        assert get(store, np.flatnonzero(there)) == [Got.RIGHT] * int(there.sum())
+
+
+def test_an_object_store_that_cannot_be_opened_leaves_the_disk_to_others(directory: Path) -> None:
+    more = {"disk": directory / "disk", "disk_size": 2 * MIB}
+    with pytest.raises(ValueError, match="objects_size=4096 is too small"):
+        Store(with_objects(directory, objects_size=4096, **more))
+    with Store(config(directory, MEMORY, **more)) as store:
+        assert store.exists(KEYS, SIG, NBYTES).sum() == 0
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -127,10 +157,6 @@ def test_serve_has_its_keys_again(
         (
             {"objects": "/mnt/kv", "objects_size": 1, "memory": 1},
             "objects='/mnt/kv' is not a URL of s3://, gs://, az://, file://, memory://",
-        ),
-        (
-            {"objects": "s3://b/p", "objects_size": 1, "memory": 1, "disk": "d", "disk_size": 1},
-            "give one of them",
         ),
     ],
 )
