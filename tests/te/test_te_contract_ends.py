@@ -100,7 +100,7 @@ def test_nothing_lands_behind_a_fence(way: Way) -> None:
                 pair.await_progress(since, *transfers)
             elif turn % 3 == 2:
                 wait_until(lambda: pair.target.arrived(turn), "one has arrived")  # noqa: B023
-            count = pair.target.fence(turn)
+            count = pair.target.fence(turn, TIMEOUT_S)
             pair.dst[:] = turn
             ends = [outcome(one) for one in transfers]
             assert (pair.dst == turn).all()
@@ -122,10 +122,10 @@ def test_a_fence_leaves_other_tags_alone(way: Way) -> None:
             pair.target.expect(turn + 100)
             fenced = submitted(pair, "write", 2, tag=turn)
             kept = [pair.write(i, i, 1, tag=turn + 100) for i in range(50)]
-            pair.target.fence(turn)
+            pair.target.fence(turn, TIMEOUT_S)
             assert {outcome(one) for one in kept} == {DONE}
             assert {outcome(one) for one in fenced} <= {DONE, FAILED}
-            assert pair.target.fence(turn + 100) == 50
+            assert pair.target.fence(turn + 100, TIMEOUT_S) == 50
 
 
 def test_fence_peer_drops_its_link(way: Way) -> None:
