@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -24,12 +24,12 @@ from kvstore import replay
 from kvstore.bench import command as bench
 from kvstore.config import Config
 from kvstore.metrics_http import MetricsServer
+from kvstore.networking import engine_of
 from kvstore.policies import POLICIES
 from kvstore.status import QUESTION, StoreStatus, lines, status_of
 from kvstore.store import Store
 from kvstore.values import parse_bytes
 from te import status
-from te.transports.registry import WITHOUT_DEVICES
 from te.version import version
 
 __all__ = ["main"]
@@ -95,17 +95,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument(
         "--transports",
-        type=_names,
-        default=(),
+        default="",
         help="how others reach the memory, the preferred one first: some of samehost,rdma,tcp"
         " (default: all with --index, else samehost,tcp)",
     )
     serve.add_argument(
-        "--nics", type=_names, default=(), help="RDMA devices to use: mlx5_*,!mlx5_1 (default: all)"
+        "--nics", default="", help="RDMA devices to use: mlx5_*,!mlx5_1 (default: all)"
     )
     serve.add_argument(
         "--ports",
-        type=_ports,
+        default="",
         metavar="FIRST-LAST",
         help="listen at two of these ports: 20000-20100 (default: any free ones)",
     )
@@ -166,32 +165,6 @@ def _address(text: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _ports(text: str) -> tuple[int, int]:
-    first, _, last = text.partition("-")
-    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last) <= 65535):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no range of two ports and more, such as 20000-20100"
-        )
-    return int(first), int(last)
-
-
-def _engine(options: argparse.Namespace) -> te.Config:
-    given: dict[str, Any] = {}
-    if options.transports:
-        given["transports"] = options.transports
-    elif not options.index:  # All processes are on one host, and need no device.
-        given["transports"] = WITHOUT_DEVICES
-    if options.nics:
-        given["nics"] = options.nics
-    if options.ports:
-        given["port"], given["port_last"] = options.ports
-    return te.Config(**given)
-
-
 def _serve(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     given = {
@@ -208,7 +181,7 @@ def _serve(options: argparse.Namespace) -> int:
         "host": options.host,
     }
     config = Config.of({name: value for name, value in given.items() if value is not None})
-    config = replace(config, engine=_engine(options))
+    config = replace(config, engine=engine_of(vars(options), config.index))
     _allow_open_files()
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

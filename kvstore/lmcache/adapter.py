@@ -33,11 +33,11 @@ import te
 from kvstore.config import Config
 from kvstore.lmcache.names import Layout, keys_of_objects, signature_of
 from kvstore.lmcache.tasks import Lane, Results
+from kvstore.networking import NETWORK_SETTINGS, engine_of
 from kvstore.outcomes import Got, Put
 from kvstore.pieces import Pieces
 from kvstore.store import Store
 from kvstore.values import typed
-from te.transports.registry import WITHOUT_DEVICES
 
 __all__ = ["StoreL2Adapter", "StoreL2AdapterConfig"]
 
@@ -76,10 +76,12 @@ class StoreL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc]
         timeout_s = typed("timeout_s", rest.pop("timeout_s", TIMEOUT_S), "float")
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds")
-        store = Config.of(rest, others=("weights", "timeout_s"))
-        if not store.index:  # All processes are on one host, and need no device.
-            store = replace(store, engine=te.Config(transports=WITHOUT_DEVICES))
-        return cls(store, weights, timeout_s)
+        network: dict[str, Any] = {
+            name: rest.pop(name) for name in NETWORK_SETTINGS if name in rest
+        }
+        store = Config.of(rest, others=("weights", "timeout_s", *NETWORK_SETTINGS))
+        engine = engine_of(network, store.index)
+        return cls(replace(store, engine=engine), weights, timeout_s)
 
     @classmethod
     def help(cls) -> str:

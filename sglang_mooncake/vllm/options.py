@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
-import te
 from kvstore.config import Config
+from kvstore.networking import NETWORK_SETTINGS, engine_of
 from kvstore.values import typed
-from te.transports.registry import WITHOUT_DEVICES
 
 __all__ = ["Options"]
 
@@ -43,10 +42,12 @@ class Options:
         )
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"load_timeout_s={timeout_s} must be a positive number of seconds")
-        store = Config.of(rest, others=OWN)
-        if not store.index:  # All processes are on one host, and need no device.
-            store = replace(store, engine=te.Config(transports=WITHOUT_DEVICES))
-        return cls(store, weights, timeout_s)
+        network: dict[str, Any] = {
+            name: rest.pop(name) for name in NETWORK_SETTINGS if name in rest
+        }
+        store = Config.of(rest, others=(*OWN, *NETWORK_SETTINGS))
+        engine = engine_of(network, store.index)
+        return cls(replace(store, engine=engine), weights, timeout_s)
 
     @property
     def asking(self) -> Config:

@@ -439,6 +439,8 @@ def test_closing_gives_all_back(adapter: StoreL2Adapter, level1: Level1) -> None
         ({"timeout_s": 0}, "timeout_s=0 must be a positive number"),
         ({"timeout_s": float("inf")}, "timeout_s=inf must be a positive number"),
         ({"index": "redis://localhost"}, "index takes a secret"),
+        ({"ports": 20000}, "ports=20000 must be a text"),
+        ({"port": "20000-20010"}, "did you mean 'ports'"),
     ],
     ids=str,
 )
@@ -454,6 +456,12 @@ def test_devices_are_used_between_hosts_alone(directory: Path) -> None:
     several = config(directory, index="redis://localhost", secret_file=str(secret))
     assert several.store.engine.transports == te.Config().transports
     assert several.store.keys
+
+
+def test_how_others_reach_the_memory(directory: Path) -> None:
+    given = config(directory, transports="tcp", nics="mlx5_*", ports="20000-20010").store.engine
+    assert (given.transports, given.nics) == (("tcp",), ("mlx5_*",))
+    assert (given.port, given.port_last) == (20000, 20010)
 
 
 def test_the_settings_are_listed_for_lmcache() -> None:

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a process of the store is reached, by settings that programs of their own give: their te
+engine. (SGLang servers have that of their hand-over.) Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import te
+from kvstore.values import typed
+from te.transports.registry import WITHOUT_DEVICES
+
+__all__ = ["NETWORK_SETTINGS", "engine_of", "ports_of"]
+
+NETWORK_SETTINGS: Final[Sequence[str]] = ("transports", "nics", "ports")
+"""Texts: transports and names of RDMA devices separated by commas, a range of ports with a dash."""
+
+
+def engine_of(values: Mapping[str, Any], index: str) -> te.Config:
+    """Of these settings, each of which may be missing. Without an index all processes are on one
+    host, and use no device unless they are told to. ``ValueError`` says what is wrong."""
+    given: dict[str, Any] = {}
+    texts = {name: typed(name, values.get(name, ""), "str") for name in NETWORK_SETTINGS}
+    if texts["transports"]:
+        given["transports"] = _names(texts["transports"])
+    elif not index:
+        given["transports"] = WITHOUT_DEVICES
+    if texts["nics"]:
+        given["nics"] = _names(texts["nics"])
+    if texts["ports"]:
+        given["port"], given["port_last"] = ports_of(texts["ports"])
+    return te.Config(**given)
+
+
+def ports_of(text: str) -> tuple[int, int]:
+    """The first and the last one of a range such as "20000-20100": te's engine and the owner listen
+    at one each. ``ValueError`` if that is no range of two and more."""
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) < int(last) <= 65535):
+        raise ValueError(f"ports={text!r} is no range of two ports and more, such as 20000-20100")
+    return int(first), int(last)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
