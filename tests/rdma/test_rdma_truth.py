@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 from rdma_pair import TIMEOUT_S, RdmaPair, rdma_pair
-from testbed_nics import Nic, cut, wait_for
+from testbed_nics import Nic, cut, shaped, wait_for
 
 import te
 
@@ -26,7 +26,7 @@ def write(pair: RdmaPair, tag: int) -> None:
     for _ in range(TRANSFERS):
         transfer = pair.peer.write(pair.blocks(0, 0, NBYTES), tag=tag)
         assert transfer.wait(TIMEOUT_S) is te.Status.DONE
-    assert pair.target.fence(tag) == TRANSFERS
+    assert pair.target.fence(tag, TIMEOUT_S) == TRANSFERS
 
 
 def flows(pair: RdmaPair) -> tuple[list[int], list[int]]:
@@ -97,3 +97,21 @@ def test_a_rail_that_is_lost_and_made_anew_is_counted(rdma_nics: tuple[Nic, ...]
         write(pair, 3)
         assert pair.source.stats().bytes_sent == 3 * TRANSFERS * NBYTES
         assert pair.target.stats().bytes_received == 3 * TRANSFERS * NBYTES
+
+
+def test_what_lands_by_a_rail_that_is_lost_before_it_is_confirmed_is_counted(
+    rdma_nics: tuple[Nic, ...],
+) -> None:
+    """Its packets arrive, and nothing comes back: the destination tells what has landed."""
+    small, count = 4096, 40
+    with rdma_pair(rdma_nics, rails=2, nbytes=NBYTES, rail_timeout_s=1.0) as pair:
+        write(pair, 1)
+        pair.target.expect(2)
+        with shaped(pair.far[0].netdev, "netem", "loss", "100%"):
+            blocks = [pair.blocks(i * small, i * small, small) for i in range(count)]
+            transfers = [pair.peer.write(one, tag=2) for one in blocks]
+            assert {one.wait(TIMEOUT_S) for one in transfers} == {te.Status.DONE}
+            assert pair.source.stats().by_transport["rdma"].rails_lost == 1
+        assert pair.target.fence(2, TIMEOUT_S) == count
+        assert pair.source.stats().bytes_sent == TRANSFERS * NBYTES + count * small
+        assert pair.target.stats().bytes_received == TRANSFERS * NBYTES + count * small

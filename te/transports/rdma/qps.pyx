@@ -9,6 +9,7 @@ from te.core.landing cimport Landings
 from te.core.link cimport *
 from te.core.plane cimport plane_private
 from te.core.sync cimport *
+from te.core.tally cimport count
 from te.core.wire cimport *
 from te.core.worker cimport polled_again, polled_gone, worker_add, worker_wake
 from te.transports.rdma.control cimport *
@@ -183,6 +184,8 @@ cdef void on_closed(Connection *c) noexcept nogil:
             <PieceId *>c.body, c.head.count, t.id, one.piece
         ):
             requeue(link, one)
+        else:
+            count(&link.flows[q.index].sent_nbytes, one.nbytes)
         go_on(c, t)
     pthread_mutex_unlock(&link.lock)
     link_tell(link, q.index, q.epoch, q.code, q.errnum)
