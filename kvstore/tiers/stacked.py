@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from kvstore.slab import UNIT_BYTES
@@ -130,7 +130,7 @@ class Stacked:
         from_lower = self._read(self._lower, deep, is_use=is_use)
         with self._lock:
             self._where.left_lower(one.name for one in deep if one.name not in from_lower)
-            self._raise((one for one in deep if one.name in from_lower), from_lower)
+        self._raise([one for one in deep if one.name in from_lower], from_lower)
         found |= from_lower
         return [found.get(one.name) for one in objects]
 
@@ -146,16 +146,18 @@ class Stacked:
             if checksum is not None
         }
 
-    def _raise(self, objects: Iterator[Wanted], checksums: dict[bytes, int]) -> None:
-        """Has them written to the upper tier, as far as there is memory for it."""
+    def _raise(self, objects: Sequence[Wanted], checksums: dict[bytes, int]) -> None:
+        """Has copies of them written to the upper tier, as far as there is memory for that."""
         for one in objects:
-            if self._raised_bytes + one.nbytes > RAISED_BYTES:
-                break
+            with self._lock:
+                if self._raised_bytes + one.nbytes > RAISED_BYTES:
+                    return
+                self._raised_bytes += one.nbytes
             memory = _pages(one.nbytes)
             memory[: one.nbytes] = one.memory[: one.nbytes]
-            self._raised.append(Laid(one.name, one.nbytes, checksums[one.name], memory))
-            self._raised_bytes += one.nbytes
-        self._work.notify()
+            with self._lock:
+                self._raised.append(Laid(one.name, one.nbytes, checksums[one.name], memory))
+                self._work.notify()
 
     # -- the thread
 
@@ -186,7 +188,8 @@ class Stacked:
         """Whether it is worth going on at once."""
         with self._lock:
             turn = self._where.turn(self._lower.batch_max if copies else 0, COPY_BYTES)
-            raised, self._raised, self._raised_bytes = self._raised, [], 0
+            raised, self._raised = self._raised, []
+            self._raised_bytes -= sum(one.nbytes for one in raised)
         if turn.unwanted:
             self._lower.remove(turn.unwanted)
         if copies:
