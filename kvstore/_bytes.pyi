@@ -49,3 +49,7 @@ def bring(
         addresses, sizes: see ``take``.
         verify: whether checksums are compared.
     """
+
+def populate(address: int, nbytes: int) -> int:
+    """Has the kernel give all pages of this range, which begins and ends at pages. The error's
+    number if it does not, else 0: madvise(2), ``MADV_POPULATE_WRITE``."""

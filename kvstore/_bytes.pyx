@@ -26,6 +26,20 @@ cdef extern from *:
     """
     void after_reads() noexcept nogil
 
+cdef extern from *:
+    """
+    #include <errno.h>
+    #include <sys/mman.h>
+    /* Linux 5.14. Older ones answer EINVAL. */
+    #ifndef MADV_POPULATE_WRITE
+    #define MADV_POPULATE_WRITE 23
+    #endif
+    static inline int populate_pages(unsigned long address, unsigned long nbytes) {
+        return madvise((void *)address, nbytes, MADV_POPULATE_WRITE) ? errno : 0;
+    }
+    """
+    int populate_pages(u64 address, u64 nbytes) noexcept nogil
+
 cdef enum:
     HEADER = 64       # kvstore.headers.HEADER_BYTES
     CHECKSUM_AT = 56  # of it: the last field
@@ -228,3 +242,10 @@ def bring(
                 code[i] = IS_CORRUPTED
             else:
                 code[i] = IS_RIGHT
+
+
+def populate(u64 address, u64 nbytes):
+    cdef int failed
+    with nogil:
+        failed = populate_pages(address, nbytes)
+    return failed

@@ -32,6 +32,7 @@ from kvstore.opening import open_tier
 from kvstore.outcomes import Pinned
 from kvstore.pieces import U64, Pieces
 from kvstore.policies import POLICIES
+from kvstore.populating import Populating
 from kvstore.shelf import Claim, Verdict
 from kvstore.slab import UNIT_BYTES, Slab
 from kvstore.slabfile import SlabFile
@@ -151,6 +152,10 @@ class Owner:
             self._bytes = memoryview(self._buffer)
             start = np.frombuffer(self._buffer, np.uint8).ctypes.data
             self._slots_address = start + slab.slots_offset
+            self._populating: Populating | None = None
+            if self._file is None:  # Whose blocks are there.
+                self._populating = Populating(start, slab.nbytes)
+                undo.callback(self._populating.close)
             self._copier = Copier()
             undo.callback(self._copier.close)
             headers = np.frombuffer(self._buffer, HEADER, slab.units)
@@ -197,6 +202,8 @@ class Owner:
         under way; raises ``te.FenceTimeout`` if they do not end. What lies in memory alone is
         written below, unless a file keeps it."""
         self.listeners.clear()
+        if self._populating is not None:
+            self._populating.close()
         self._copier.close()
         try:
             self._engine.deregister(self._region)
