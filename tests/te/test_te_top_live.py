@@ -81,6 +81,17 @@ class Terminal:
     def types(self, keys: bytes) -> None:
         os.write(self.fd, keys)
 
+    def status(self) -> int:
+        """Once it has ended. Until then what it writes is read, as a terminal does: else it would
+        wait for that."""
+
+        def has_ended() -> bool:
+            self.screen()
+            return self.process.poll() is not None
+
+        wait_until(has_ended, "it has ended")
+        return self.process.wait()
+
 
 @contextlib.contextmanager
 def terminal(runtime: Path, columns: int, *arguments: str) -> Iterator[Terminal]:
@@ -123,8 +134,7 @@ def test_the_screen_shows_rates_until_a_key_ends_it(busy: Busy, columns: int, ke
             os.killpg(top.process.pid, signal.SIGINT)
         else:
             top.types(b"x" + key)
-        status = top.process.wait(60)
-        assert status == (0 if key == b"q" else 130)
+        assert top.status() == (0 if key == b"q" else 130)
         top.screen()
         assert top.output.endswith("\x1b[?25h\x1b[?1049l")  # Cursor and screen are as before.
         flags = termios.tcgetattr(top.fd)[3]
@@ -137,7 +147,7 @@ def test_the_screen_waits_for_engines(tmp_path: Path) -> None:
     with terminal(tmp_path, 100, "--interval", "0.1") as top:
         wait_until(lambda: "No engine of this user is running" in top.screen(), "it says so")
         top.types(b"Q")
-        assert top.process.wait(60) == 0
+        assert top.status() == 0
 
 
 def test_one_table_in_a_pipe(busy: Busy) -> None:
