@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,7 +23,7 @@ from kvstore import replay
 from kvstore.bench import command as bench
 from kvstore.config import Config
 from kvstore.metrics_http import MetricsServer
-from kvstore.networking import engine_of
+from kvstore.networking import config_of
 from kvstore.policies import POLICIES
 from kvstore.status import QUESTION, StoreStatus, lines, status_of
 from kvstore.store import Store
@@ -179,9 +178,11 @@ def _serve(options: argparse.Namespace) -> int:
         "index": options.index,
         "secret_file": options.secret_file,
         "host": options.host,
+        "transports": options.transports,
+        "nics": options.nics,
+        "ports": options.ports,
     }
-    config = Config.of({name: value for name, value in given.items() if value is not None})
-    config = replace(config, engine=engine_of(vars(options), config.index))
+    config = config_of({name: value for name, value in given.items() if value is not None})
     _allow_open_files()
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -4,24 +4,33 @@ engine. (SGLang servers have that of their hand-over.) Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import te
+from kvstore.config import Config
 from kvstore.values import typed
 from te.transports.registry import WITHOUT_DEVICES
 
-__all__ = ["NETWORK_SETTINGS", "engine_of", "ports_of"]
+__all__ = ["config_of", "engine_of"]
 
-NETWORK_SETTINGS: Final[Sequence[str]] = ("transports", "nics", "ports")
+SETTINGS: Final = ("transports", "nics", "ports")
 """Texts: transports and names of RDMA devices separated by commas, a range of ports with a dash."""
+
+
+def config_of(values: Mapping[str, Any], others: Collection[str] = ()) -> Config:
+    """``Config.of``, with these settings among the values."""
+    rest = {name: value for name, value in values.items() if name not in SETTINGS}
+    config = Config.of(rest, others=(*others, *SETTINGS))
+    return replace(config, engine=engine_of(values, config.index))
 
 
 def engine_of(values: Mapping[str, Any], index: str) -> te.Config:
     """Of these settings, each of which may be missing. Without an index all processes are on one
     host, and use no device unless they are told to. ``ValueError`` says what is wrong."""
     given: dict[str, Any] = {}
-    texts = {name: typed(name, values.get(name, ""), "str") for name in NETWORK_SETTINGS}
+    texts = {name: typed(name, values.get(name, ""), "str") for name in SETTINGS}
     if texts["transports"]:
         given["transports"] = _names(texts["transports"])
     elif not index:
@@ -29,11 +38,11 @@ def engine_of(values: Mapping[str, Any], index: str) -> te.Config:
     if texts["nics"]:
         given["nics"] = _names(texts["nics"])
     if texts["ports"]:
-        given["port"], given["port_last"] = ports_of(texts["ports"])
+        given["port"], given["port_last"] = _ports(texts["ports"])
     return te.Config(**given)
 
 
-def ports_of(text: str) -> tuple[int, int]:
+def _ports(text: str) -> tuple[int, int]:
     """The first and the last one of a range such as "20000-20100": te's engine and the owner listen
     at one each. ``ValueError`` if that is no range of two and more."""
     first, _, last = text.partition("-")

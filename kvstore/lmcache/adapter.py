@@ -20,7 +20,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
@@ -33,7 +32,7 @@ import te
 from kvstore.config import Config
 from kvstore.lmcache.names import Layout, keys_of_objects, signature_of
 from kvstore.lmcache.tasks import Lane, Results
-from kvstore.networking import NETWORK_SETTINGS, engine_of
+from kvstore.networking import config_of
 from kvstore.outcomes import Got, Put
 from kvstore.pieces import Pieces
 from kvstore.store import Store
@@ -76,12 +75,7 @@ class StoreL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc]
         timeout_s = typed("timeout_s", rest.pop("timeout_s", TIMEOUT_S), "float")
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds")
-        network: dict[str, Any] = {
-            name: rest.pop(name) for name in NETWORK_SETTINGS if name in rest
-        }
-        store = Config.of(rest, others=("weights", "timeout_s", *NETWORK_SETTINGS))
-        engine = engine_of(network, store.index)
-        return cls(replace(store, engine=engine), weights, timeout_s)
+        return cls(config_of(rest, ("weights", "timeout_s")), weights, timeout_s)
 
     @classmethod
     def help(cls) -> str:

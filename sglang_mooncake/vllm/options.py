@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 from kvstore.config import Config
-from kvstore.networking import NETWORK_SETTINGS, engine_of
+from kvstore.networking import config_of
 from kvstore.values import typed
 
 __all__ = ["Options"]
@@ -42,12 +42,7 @@ class Options:
         )
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"load_timeout_s={timeout_s} must be a positive number of seconds")
-        network: dict[str, Any] = {
-            name: rest.pop(name) for name in NETWORK_SETTINGS if name in rest
-        }
-        store = Config.of(rest, others=(*OWN, *NETWORK_SETTINGS))
-        engine = engine_of(network, store.index)
-        return cls(replace(store, engine=engine), weights, timeout_s)
+        return cls(config_of(rest, OWN), weights, timeout_s)
 
     @property
     def asking(self) -> Config:
