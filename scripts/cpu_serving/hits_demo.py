@@ -34,6 +34,8 @@ EXIT_DIFFERENT = 1
 EXIT_BROKEN = 3
 PAGE = 16
 WAIT_S = 60.0
+STATUS_DIR = "te"
+"""Of the run's directory: where te engines answer."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +128,14 @@ def _run(
     problems: list[str] = []
     rng = np.random.default_rng(options.seed)
     with tempfile.TemporaryDirectory(prefix="kv") as path, Fleet(run_dir) as fleet:
-        status_dir = Path(path) / "te"
-        server = _start(fleet, plain, Path(path), status_dir, lent, run_dir)
+        directory = Path(path)
+        server = _start(fleet, plain, directory, lent, run_dir)
         for number in range(1, options.rounds + 1):
             rows = rng.integers(FIRST_PLAIN_TOKEN, VOCAB_SIZE, (options.requests, options.prompt))
             requests = [Request(tuple(row.tolist()), options.new_tokens) for row in rows]
             computed = _ask(server, requests, f"round {number}: computed")
             # A flush drops what has not been stored yet.
-            _wait_for_objects(status_dir, number * options.requests * (options.prompt // PAGE))
+            _wait_for_objects(directory, number * options.requests * (options.prompt // PAGE))
             loaded = _ask(server, requests, f"round {number}: from the store")
             cold.append(figures_of(computed, options.prompt))
             hit.append(figures_of(loaded, options.prompt))
@@ -141,33 +143,26 @@ def _run(
     return cold, hit, problems
 
 
-def _start(
-    fleet: Fleet,
-    plain: ServerOptions,
-    directory: Path,
-    status_dir: Path,
-    lent: int,
-    run_dir: Path,
-) -> Server:
+def _start(fleet: Fleet, plain: ServerOptions, directory: Path, lent: int, run_dir: Path) -> Server:
     """A process that lends memory, and a server that has none of its own."""
     stored = with_store(plain, directory / "s", "0")
-    env = {"SGLANG_MOONCAKE_STATUS_DIR": str(status_dir)}
+    env = {"SGLANG_MOONCAKE_STATUS_DIR": str(directory / STATUS_DIR)}
     lender = ["kvstore", "serve", f"--memory={lent}", f"--directory={directory / 's'}"]
     own = base_environment() | {"XDG_RUNTIME_DIR": str(directory)}
     fleet.process("lender", lender, own, run_dir / "lender.log")
     server = fleet.server("single", replace(stored, extra_env=env))
     with Step("starting the server") as step:
         wait_ready([server], tick=step.tick)
-        _wait_for_objects(status_dir, 0)
+        _wait_for_objects(directory, 0)
     # The first request of a process pays for what is imported and allocated late.
     stream_all(server.url, [Request(tuple(range(FIRST_PLAIN_TOKEN, FIRST_PLAIN_TOKEN + 40)), 2)])
     return server
 
 
-def _wait_for_objects(status_dir: Path, count: int) -> None:
+def _wait_for_objects(directory: Path, count: int) -> None:
     """Until the server knows an owner, and that many objects or more that owners hold."""
     deadline_s = time.monotonic() + WAIT_S
-    while (known := _objects_known(status_dir)) is None or known < count:
+    while (known := _objects_known(directory / STATUS_DIR)) is None or known < count:
         if time.monotonic() > deadline_s:
             stored = (
                 "no owner was found" if known is None else f"{known} of {count} pages are stored"
