@@ -165,6 +165,11 @@ cdef bint on_arm(Polled *p) noexcept nogil:
     return False
 
 
+cdef bint is_silent(Qp *q, u64 now, u64 limit_ns) noexcept nogil:
+    """Whether nothing has come back for so long, though something should."""
+    return (q.sequence != q.completed or q.marks > q.confirmed) and now > q.progress_ns + limit_ns
+
+
 cdef bint on_check(Polled *p, u64 now) noexcept nogil:
     """Suspects a rail on which nothing came back for a while, and gives it up after too long: a
     device may try for ever. As with stalls, only silence after one more look counts."""
@@ -172,9 +177,8 @@ cdef bint on_check(Polled *p, u64 now) noexcept nogil:
     cdef bint late, overdue
     if q.e == NULL or q.link.is_incoming:
         return False
-    late = q.sequence != q.completed or q.marks > q.confirmed
-    overdue = late and now > q.progress_ns + q.link.plane.rail_ns
-    late = late and now > q.progress_ns + q.link.plane.suspect_ns
+    overdue = is_silent(q, now, q.link.plane.rail_ns)
+    late = is_silent(q, now, q.link.plane.suspect_ns)
     if overdue and q.overdue:
         qp_fail(q, NO_COMPLETION, 0)
     elif late and q.late and q.state == QP_UP and not q.suspect:
@@ -232,8 +236,27 @@ cdef bint outlasts(Link *link) noexcept nogil:
     return True
 
 
+cdef bint is_losing_a_rail(Link *link) noexcept nogil:
+    """A worker that was not run for a while finds a rail and its link silent for too long in the
+    same round. The rail goes first, since what it moves or gives up is not stalled; and its
+    destination has a moment to answer."""
+    cdef u64 now = now_ns()
+    cdef u64 moment_ns = min(link.plane.rail_ns, link.plane.stall_ns)
+    cdef Qp *q
+    cdef u32 i
+    for i in range(RAILS_MAX):
+        q = direct_of(link).qps[i]
+        if q == NULL:
+            continue
+        if q.state == QP_UP and is_silent(q, now, link.plane.rail_ns):
+            return True
+        if q.state == QP_LOST and now < q.progress_ns + moment_ns:
+            return True
+    return False
+
+
 cdef bint check(Link *link, bint stalled) noexcept nogil:
-    return stalled and outlasts(link)
+    return stalled and (is_losing_a_rail(link) or outlasts(link))
 
 
 cdef void release(Link *link) noexcept nogil:

@@ -143,6 +143,7 @@ cdef void qp_fail(Qp *q, int code, int errnum) noexcept nogil:
     q.e.release(q.e)
     q.e = NULL
     q.state = QP_LOST
+    q.progress_ns = now_ns()  # The time of the destination's answer begins now.
     q.code = code
     q.errnum = errnum
     q.unbuilt = q.unbuilt_blocks = 0
