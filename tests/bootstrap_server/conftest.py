@@ -18,6 +18,8 @@ from bootstrap_server import (
 
 MakeRecord = Callable[..., RankRecord]
 
+WAIT_S = 60.0
+
 
 @pytest.fixture(scope="session")
 def make_record() -> MakeRecord:
@@ -40,13 +42,25 @@ def make_record() -> MakeRecord:
     return make
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded machine stops any thread for seconds: no server or lease is given up for that."""
+    for deadline in (
+        "server.START_DEADLINE_S",
+        "server.CLOSE_DEADLINE_S",
+        "lease._CLOSE_DEADLINE_S",
+    ):
+        monkeypatch.setattr(f"bootstrap_server.{deadline}", WAIT_S)
+
+
 @pytest.fixture
 def server() -> Iterator[BootstrapServer]:
-    with BootstrapServer(host="127.0.0.1", port=0) as running:
+    """Nobody has to renew a lease of its."""
+    with BootstrapServer(host="127.0.0.1", port=0, lease_s=10 * WAIT_S) as running:
         yield running
 
 
 @pytest.fixture
 def client(server: BootstrapServer) -> Iterator[BootstrapClient]:
-    with BootstrapClient(f"127.0.0.1:{server.port}") as connected:
+    with BootstrapClient(f"127.0.0.1:{server.port}", timeout_s=WAIT_S) as connected:
         yield connected

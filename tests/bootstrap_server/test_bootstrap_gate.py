@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import msgspec
@@ -30,6 +31,7 @@ from bootstrap_server import (
     Topology,
     client_proof,
 )
+from bootstrap_server import lease as lease_module
 from bootstrap_server.gate import Gate
 from bootstrap_server.proof import HEADER, Claim, digest_of, prove_request
 from bootstrap_server.refusals import LOG_EVERY_S, Refusals
@@ -38,6 +40,8 @@ from bootstrap_server.replays import SKEW_MAX_S, Replays
 MakeRecord = Callable[..., RankRecord]
 
 ONE, FIRST = Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0)
+#: For a lease that must not end, and for what a loaded machine may take.
+NEVER_S, WAIT_S = 1_000.0, 60.0
 OLD, NEW = b"o" * 32, b"n" * 32
 INSTANCE = "/v1/instances/default"
 ROUTES = [
@@ -74,11 +78,15 @@ def proved(method: str, path: str, body: bytes = b"", number: int = 1, ago_s: fl
     return str(prove_request(OLD, method, path, claim))
 
 
-def test_ranks_with_the_secret_are_served_as_ever(make_record: MakeRecord) -> None:
-    with BootstrapServer(host="127.0.0.1", port=0, keys=[OLD]) as server:
+def test_ranks_with_the_secret_are_served_as_ever(
+    make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "_CLOSE_DEADLINE_S", WAIT_S)
+    patient = partial(BootstrapClient, timeout_s=WAIT_S)
+    with BootstrapServer(host="127.0.0.1", port=0, lease_s=NEVER_S, keys=[OLD]) as server:
         record = make_record(ONE, FIRST)
-        with RankLease(address(server), record, keys=[OLD]) as lease:
-            with BootstrapClient(address(server), keys=[OLD]) as client:
+        with RankLease(address(server), record, keys=[OLD], make_client=patient) as lease:
+            with BootstrapClient(address(server), WAIT_S, keys=[OLD]) as client:
                 # Compressed, as HttpClient asks.
                 assert client.instance().ranks == (record.rank,)
                 client.register_dp_rank(5, 0)
@@ -88,7 +96,7 @@ def test_ranks_with_the_secret_are_served_as_ever(make_record: MakeRecord) -> No
             lease.renew()
             assert lease.problem is None
         with (
-            BootstrapClient(address(server), keys=[OLD]) as client,
+            BootstrapClient(address(server), WAIT_S, keys=[OLD]) as client,
             pytest.raises(NotReady, match="has been shut down"),
         ):
             client.instance()
@@ -114,7 +122,7 @@ def test_health_is_open_and_says_nothing(guarded: BootstrapServer) -> None:
 def test_stock_ranks_change_nothing(guarded: BootstrapServer) -> None:
     answer = requests.put(url(guarded, "/route"), json=route_body(), timeout=30)
     assert (answer.status_code, answer.content) == (401, b"")
-    with BootstrapClient(address(guarded), keys=[OLD]) as client, pytest.raises(NotReady):
+    with BootstrapClient(address(guarded), WAIT_S, keys=[OLD]) as client, pytest.raises(NotReady):
         client.instance()
 
 
@@ -165,7 +173,7 @@ def test_a_request_of_another_time_is_refused(guarded: BootstrapServer, ago_s: f
 
 
 def refused(server: BootstrapServer, keys: list[bytes]) -> str:
-    with BootstrapClient(address(server), keys=keys) as client:
+    with BootstrapClient(address(server), WAIT_S, keys=keys) as client:
         with pytest.raises(BootstrapError) as error:
             client.instance()
         return str(error.value)
@@ -256,7 +264,7 @@ def test_a_secret_is_replaced_while_servers_run(
 ) -> None:
     with (
         BootstrapServer(host="127.0.0.1", port=0, keys=server_keys) as server,
-        BootstrapClient(address(server), keys=client_keys) as client,
+        BootstrapClient(address(server), WAIT_S, keys=client_keys) as client,
         pytest.raises(NotReady),
     ):
         client.instance()
@@ -313,7 +321,7 @@ def test_answers_that_somebody_has_changed_are_refused(liar: HTTPServer) -> None
         lambda status, headers, body: old[0],
     ]
     sentences = []
-    with BootstrapClient(address(liar), keys=[OLD]) as client:
+    with BootstrapClient(address(liar), WAIT_S, keys=[OLD]) as client:
         for change in changes:
             liar.change = change
             with pytest.raises(BootstrapError) as error:

@@ -82,11 +82,11 @@ def test_both_kinds_of_sglang_dp_are_one_axis(server: BootstrapServer, kind: str
 def test_sglang_rooms(server: BootstrapServer, client: BootstrapClient) -> None:
     room = 2**63 - 1
     registered = requests.post(
-        url(server, "/register_dp_rank"), json={"bootstrap_room": room, "dp_rank": 3}, timeout=5
+        url(server, "/register_dp_rank"), json={"bootstrap_room": room, "dp_rank": 3}, timeout=30
     )
     assert (registered.status_code, registered.text) == (200, "OK")
     found = requests.post(
-        url(server, "/query_dp_ranks"), json={"bootstrap_rooms": [room, 5]}, timeout=5
+        url(server, "/query_dp_ranks"), json={"bootstrap_rooms": [room, 5]}, timeout=30
     )
     assert (found.status_code, found.json()) == (200, {str(room): 3})
     client.register_dp_rank(5, 0)

@@ -15,6 +15,9 @@ import pytest
 from bootstrap_server import BootstrapError, Unreachable, http_client
 from bootstrap_server.http_client import HttpClient
 
+#: What a loaded machine may take.
+WAIT_S = 60.0
+
 
 @contextmanager
 def script(*connections: list[bytes]) -> Iterator[str]:
@@ -33,7 +36,7 @@ def script(*connections: list[bytes]) -> Iterator[str]:
                             asked += part
                         connection.sendall(answer)
 
-        listener.settimeout(10)
+        listener.settimeout(WAIT_S)
         with ThreadPoolExecutor(1) as pool:
             served = pool.submit(serve)
             yield f"127.0.0.1:{listener.getsockname()[1]}"
@@ -47,7 +50,7 @@ def answer(body: bytes, *headers: str, length: int | None = None) -> bytes:
 
 def test_a_connection_is_kept_and_opened_again_when_the_server_closed_it() -> None:
     with script([answer(b"one"), answer(b"two")], [answer(b"three")]) as address:
-        client = HttpClient(address, 5)
+        client = HttpClient(address, WAIT_S)
         assert [client.request("GET", "/") for _ in range(3)] == [
             (200, b"one"),
             (200, b"two"),
@@ -59,7 +62,7 @@ def test_a_connection_is_kept_and_opened_again_when_the_server_closed_it() -> No
 
 def test_a_connection_that_the_server_announces_to_close_is_not_asked_again() -> None:
     with script([answer(b"one", "Connection: close")], [answer(b"two")]) as address:
-        client = HttpClient(address, 5)
+        client = HttpClient(address, WAIT_S)
         assert [client.request("PUT", "/", b"{}")[1] for _ in range(2)] == [b"one", b"two"]
         client.close()
 
@@ -68,7 +71,7 @@ def test_compressed_answers() -> None:
     body = b"x" * 300_000
     packed = answer(gzip.compress(body), "Content-Encoding: gzip")
     with script([packed, answer(b"plain")]) as address:
-        client = HttpClient(address, 5)
+        client = HttpClient(address, WAIT_S)
         assert client.request("GET", "/") == (200, body)
         assert client.request("GET", "/") == (200, b"plain")
         client.close()
@@ -91,7 +94,7 @@ def test_answers_that_break_off_are_unreachable_and_harm_no_later_one(
     broken: bytes, words: str
 ) -> None:
     with script([broken], [answer(b"whole")]) as address:
-        client = HttpClient(address, 5)
+        client = HttpClient(address, WAIT_S)
         with pytest.raises(Unreachable, match=words) as caught:
             client.request("GET", "/")
         assert address in str(caught.value)
@@ -105,7 +108,7 @@ def test_a_small_answer_that_unpacks_into_a_large_one_is_cut_off(
     monkeypatch.setattr(http_client, "ANSWER_BYTES_MAX", 1 << 17)
     bomb = answer(gzip.compress(bytes(1 << 24)), "Content-Encoding: gzip")
     with script([bomb]) as address:
-        client = HttpClient(address, 5)
+        client = HttpClient(address, WAIT_S)
         with pytest.raises(BootstrapError, match="more than 131072 bytes"):
             client.request("GET", "/")
 
@@ -126,23 +129,28 @@ def test_an_answer_in_drops_is_given_up_at_the_deadline(at_once: bytes) -> None:
     given_up = threading.Event()
 
     def drip(connection: socket.socket) -> None:
-        connection.sendall(at_once)
         try:
+            connection.sendall(at_once)
             while not given_up.wait(0.01):
                 connection.sendall(b"x")
         except OSError:
             pass  # the client has hung up
 
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as pool:
-        accepted = pool.submit(listener.accept)
-        client = HttpClient(f"127.0.0.1:{listener.getsockname()[1]}", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        client = HttpClient(f"127.0.0.1:{listener.getsockname()[1]}", WAIT_S)
+        asked = pool.submit(client.request, "GET", "/")
+        listener.settimeout(WAIT_S)
+        connection, _ = listener.accept()
+        connection.sendall(answer(b"one"))
+        assert asked.result(timeout=WAIT_S) == (200, b"one")
+        # From now on, over a connection that is there: to make one takes of the deadline, too.
+        client._timeout_s = 0.1
         asked = pool.submit(client.request, "GET", "/", wait_s=0.1)
-        connection, _ = accepted.result(timeout=60)
         dripping = threading.Thread(target=drip, args=(connection,))
         dripping.start()
         try:
             with pytest.raises(Unreachable, match="timed out"):
-                asked.result(timeout=30)
+                asked.result(timeout=WAIT_S)
         finally:
             given_up.set()
             dripping.join()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import ANY
 
 import pytest
@@ -26,6 +27,8 @@ from bootstrap_server import (
     RankRecord,
     Topology,
 )
+from bootstrap_server import lease as lease_module
+from bootstrap_server import server as server_module
 
 MakeRecord = Callable[..., RankRecord]
 
@@ -33,12 +36,35 @@ ONE = Topology(1, 1, 1, 1)
 FIRST = RankCoords(0, 0, 0, 0)
 #: Short enough that tests are quick; renewed each 0.1 s.
 LEASE_S = 0.3
+#: For leases that must not end, and for what a loaded machine may take.
+NEVER_S, WAIT_S = 1_000.0, 60.0
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ends of threads are waited for, however late they come."""
+    monkeypatch.setattr(lease_module, "_CLOSE_DEADLINE_S", WAIT_S)
+    monkeypatch.setattr(server_module, "CLOSE_DEADLINE_S", WAIT_S)
 
 
 @pytest.fixture
 def quick_server() -> Iterator[BootstrapServer]:
     with BootstrapServer("127.0.0.1", 0, lease_s=LEASE_S) as server:
         yield server
+
+
+@pytest.fixture
+def lasting_server() -> Iterator[BootstrapServer]:
+    with BootstrapServer("127.0.0.1", 0, lease_s=NEVER_S) as server:
+        yield server
+
+
+def client_of(where: str) -> BootstrapClient:
+    return BootstrapClient(where, WAIT_S)
+
+
+#: What makes a lease's client, with as much patience.
+PATIENT_CLIENT = partial(BootstrapClient, timeout_s=WAIT_S)
 
 
 def address(server: BootstrapServer) -> str:
@@ -56,16 +82,26 @@ class CountingClient(BootstrapClient):
         return lease_s
 
 
-def test_a_lease_is_kept_from_a_thread_and_given_back(
+def test_a_lease_is_kept_from_a_thread(
     quick_server: BootstrapServer, make_record: MakeRecord
 ) -> None:
     where, record = address(quick_server), make_record(ONE, FIRST)
-    with BootstrapClient(where) as client:
-        with RankLease(where, record, make_client=CountingClient) as lease:
-            for _ in range(6):  # two lengths of the lease
-                assert CountingClient.renewed.acquire(timeout=60)
-            assert client.instance(wait_s=10).ranks == (record.rank,)
-            assert lease.problem is None
+    with (
+        client_of(where) as client,
+        RankLease(where, record, make_client=partial(CountingClient, timeout_s=WAIT_S)) as lease,
+    ):
+        for _ in range(6):  # two lengths of the lease
+            assert CountingClient.renewed.acquire(timeout=WAIT_S)
+        assert client.instance(wait_s=WAIT_S).ranks == (record.rank,)
+        assert lease.problem is None
+    assert "bootstrap-lease" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_lease_is_given_back(lasting_server: BootstrapServer, make_record: MakeRecord) -> None:
+    where = address(lasting_server)
+    with client_of(where) as client:
+        with RankLease(where, make_record(ONE, FIRST), make_client=PATIENT_CLIENT) as lease:
+            pass
         # Another one gets the place at once.
         client.try_register(make_record(ONE, FIRST, epoch=2, port=5))
         lease.close()  # once more does no harm
@@ -73,24 +109,26 @@ def test_a_lease_is_kept_from_a_thread_and_given_back(
     assert "bootstrap-lease" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_rank_that_cannot_register_leaves_nothing_behind(make_record: MakeRecord) -> None:
+def test_a_rank_that_cannot_register_leaves_nothing_behind(
+    lasting_server: BootstrapServer, make_record: MakeRecord
+) -> None:
+    where, second = address(lasting_server), make_record(ONE, FIRST, 2, port=5)
     with (
-        BootstrapServer("127.0.0.1", 0) as server,
-        RankLease(address(server), make_record(ONE, FIRST)),
+        RankLease(where, make_record(ONE, FIRST), make_client=PATIENT_CLIENT),
         pytest.raises(PlaceTaken),
     ):
-        RankLease(address(server), make_record(ONE, FIRST, 2, port=5), deadline_s=0.01)
+        RankLease(where, second, deadline_s=0.01, make_client=PATIENT_CLIENT)
     assert "bootstrap-lease" not in {thread.name for thread in threading.enumerate()}
 
 
 @contextmanager
 def by_hand(where: str, record: RankRecord) -> Iterator[RankLease]:
     """A lease whose thread sleeps: the test renews."""
-    lease = RankLease(where, record)
+    lease = RankLease(where, record, make_client=PATIENT_CLIENT)
     lease._closing.set()
-    lease._thread.join(10)
+    lease._thread.join(WAIT_S)
     # The thread gave the lease back when it ended.
-    lease._client = BootstrapClient(where)
+    lease._client = client_of(where)
     lease.renew()
     try:
         yield lease
@@ -102,8 +140,8 @@ def test_a_registry_that_was_restarted_or_forgot_gets_the_rank_again(
     make_record: MakeRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
     record = make_record(ONE, FIRST)
-    server = BootstrapServer("127.0.0.1", 0)
-    with by_hand(address(server), record) as lease, BootstrapClient(address(server)) as client:
+    server = BootstrapServer("127.0.0.1", 0, lease_s=NEVER_S)
+    with by_hand(address(server), record) as lease, client_of(address(server)) as client:
         client.release(record.rank)  # as after a lapse
         lease.renew()
         first = client.instance()
@@ -116,7 +154,7 @@ def test_a_registry_that_was_restarted_or_forgot_gets_the_rank_again(
         for words in ("dp 0 cp 0 tp 0 pp 0", address(server), "refused"):
             assert words in lease.problem
         assert sum("soon lose its registration" in line for line in caplog.messages) == 1
-        with BootstrapServer("127.0.0.1", server.port):
+        with BootstrapServer("127.0.0.1", server.port, lease_s=NEVER_S):
             lease.renew()
             assert (client.instance().ranks, lease.problem) == ((record.rank,), None)
             # A revision of the former server's is never above one of this one's.
@@ -124,13 +162,12 @@ def test_a_registry_that_was_restarted_or_forgot_gets_the_rank_again(
     assert "rank dp 0 cp 0 tp 0 pp 0 is registered again" in caplog.messages
 
 
-def test_a_rank_whose_place_was_taken_says_so_and_comes_back(make_record: MakeRecord) -> None:
+def test_a_rank_whose_place_was_taken_says_so_and_comes_back(
+    lasting_server: BootstrapServer, make_record: MakeRecord
+) -> None:
     record, other = make_record(ONE, FIRST), make_record(ONE, FIRST, epoch=2, port=5)
-    with (
-        BootstrapServer("127.0.0.1", 0) as server,
-        by_hand(address(server), record) as lease,
-        BootstrapClient(address(server)) as client,
-    ):
+    where = address(lasting_server)
+    with by_hand(where, record) as lease, client_of(where) as client:
         client.release(record.rank)
         client.register(other)
         lease.renew()
@@ -146,22 +183,23 @@ def test_a_rank_that_died_or_froze_is_forgotten_and_its_restart_taken(
 ) -> None:
     where = address(quick_server)
     with (
-        BootstrapClient(where) as client,
+        client_of(where) as client,
         rank_process(where, make_record(ONE, FIRST)) as process,
     ):
-        assert client.instance(wait_s=10).ranks[0].epoch == 1
+        assert client.instance(wait_s=WAIT_S).ranks[0].epoch == 1
         os.kill(process.pid, harm)
         # Asked again until the lease ends: were it never to end, this would be refused.
-        client.register(make_record(ONE, FIRST, epoch=2, port=5))
-        assert client.instance().ranks[0].epoch == 2
+        restart = make_record(ONE, FIRST, epoch=2, port=5)
+        with RankLease(where, restart, make_client=PATIENT_CLIENT):
+            assert client.instance(wait_s=WAIT_S).ranks[0].epoch == 2
 
 
 def test_a_vanished_rank_is_forgotten_though_nobody_asks(
     quick_server: BootstrapServer, make_record: MakeRecord
 ) -> None:
-    with BootstrapClient(address(quick_server)) as client:
+    with client_of(address(quick_server)) as client:
         client.register(make_record(ONE, FIRST))
-        give_up_at_s = time.monotonic() + 10
+        give_up_at_s = time.monotonic() + WAIT_S
         counts = {"registered": 1}
         while counts["registered"] and time.monotonic() < give_up_at_s:
             # The list of instances ends no leases itself.

@@ -9,11 +9,13 @@ import re
 import pytest
 import requests
 
-from bootstrap_server import BootstrapClient, BootstrapServer, RankCoords, Topology
+from bootstrap_server import BootstrapClient, BootstrapServer, RankCoords, Topology, allowance
 from bootstrap_server.metrics import METRICS, PREFIX, Counts, process_lines, text
 from bootstrap_server.secret import Keys
 
 KEYS = Keys.from_secrets([b"s3cret-" + b"0123456789abcdef" * 4])
+#: For a lease that must not end, and for what a loaded machine may take.
+NEVER_S, WAIT_S = 1_000.0, 60.0
 ALONE, FIRST = Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0)
 LINE = re.compile(r"([a-z_]+)(\{.*\})? (\S+)")
 
@@ -67,9 +69,9 @@ def test_the_process_is_told_of():
 
 
 def test_a_registry_counts_ranks_requests_and_strangers(make_record):
-    with BootstrapServer("127.0.0.1", 0, keys=KEYS.registry) as server:
+    with BootstrapServer("127.0.0.1", 0, NEVER_S, keys=KEYS.registry) as server:
         address = f"{server.host}:{server.port}"
-        with BootstrapClient(address, keys=KEYS.registry) as client:
+        with BootstrapClient(address, WAIT_S, keys=KEYS.registry) as client:
             client.register(make_record(ALONE, FIRST), 30.0)
             for _ in range(3):
                 requests.get(f"http://{address}/v1/instances", timeout=30)  # a stranger
@@ -92,7 +94,7 @@ def test_a_registry_counts_ranks_requests_and_strangers(make_record):
 def test_metrics_name_no_instance_rank_or_host(make_record):
     with (
         BootstrapServer("127.0.0.1", 0) as server,
-        BootstrapClient(f"{server.host}:{server.port}", instance="a-name") as client,
+        BootstrapClient(f"{server.host}:{server.port}", WAIT_S, instance="a-name") as client,
     ):
         client.register(make_record(ALONE, FIRST), 30.0)
         answer = requests.get(f"http://{server.host}:{server.port}/metrics", timeout=30).text
@@ -101,7 +103,8 @@ def test_metrics_name_no_instance_rank_or_host(make_record):
     assert str(make_record(ALONE, FIRST).rank.port) not in answer
 
 
-def test_who_scrapes_too_often_waits():
+def test_who_scrapes_too_often_waits(monkeypatch):
+    monkeypatch.setattr(allowance, "PER_S", 0.01)  # however long the requests take
     with BootstrapServer("127.0.0.1", 0, keys=KEYS.registry) as server:
         url = f"http://{server.host}:{server.port}/metrics"
         statuses = {requests.get(url, timeout=30).status_code for _ in range(150)}

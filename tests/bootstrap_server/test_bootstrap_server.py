@@ -28,6 +28,7 @@ from bootstrap_server import (
     Topology,
     Unreachable,
 )
+from bootstrap_server import server as server_module
 from bootstrap_server.secret import Keys
 from bootstrap_server.secret_file import read_secret_file, write_secret_file
 
@@ -36,6 +37,8 @@ MakeRecord = Callable[..., RankRecord]
 ONE = Topology(1, 1, 1, 1)
 FIRST = RankCoords(0, 0, 0, 0)
 PORT_FLAG = "--disaggregation-bootstrap-port"
+#: What a loaded machine may take.
+WAIT_S = 60.0
 
 
 def has_ipv6_loopback() -> bool:
@@ -64,7 +67,7 @@ def test_hosts_of_all_kinds(host: str, address: str) -> None:
         return
     with (
         BootstrapServer(host=host, port=0) as server,
-        BootstrapClient(f"{address}:{server.port}") as client,
+        BootstrapClient(f"{address}:{server.port}", WAIT_S) as client,
         pytest.raises(NotReady),
     ):
         client.instance()
@@ -94,9 +97,10 @@ def test_places_where_nobody_can_listen(host: str, port: int, words: str) -> Non
         BootstrapServer(host=host, port=port)
 
 
-def test_close_frees_the_port_and_may_be_repeated() -> None:
+def test_close_frees_the_port_and_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "CLOSE_DEADLINE_S", WAIT_S)
     server = BootstrapServer(host="127.0.0.1", port=0)
-    with BootstrapClient(f"127.0.0.1:{server.port}") as client:
+    with BootstrapClient(f"127.0.0.1:{server.port}", WAIT_S) as client:
         with pytest.raises(NotReady):
             client.instance()  # leaves an idle connection open
         server.close()
@@ -130,7 +134,8 @@ def test_standalone_serves_until_it_is_told_to_stop(number: signal.Signals) -> N
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("bootstrap server listens on 127.0.0.1 port ")
-        with BootstrapClient(f"127.0.0.1:{line.split()[-1]}") as client, pytest.raises(NotReady):
+        address = f"127.0.0.1:{line.split()[-1]}"
+        with BootstrapClient(address, WAIT_S) as client, pytest.raises(NotReady):
             client.instance()
         process.send_signal(number)
         output, errors = process.communicate(timeout=60)
@@ -159,10 +164,10 @@ def test_standalone_serves_those_who_have_the_secret(tmp_path: Path) -> None:
     with standalone("--port", "0", "--secret-file", str(tmp_path / "secret")) as process:
         assert process.stdout is not None
         address = f"127.0.0.1:{process.stdout.readline().split()[-1]}"
-        with BootstrapClient(address, keys=keys) as client, pytest.raises(NotReady):
+        with BootstrapClient(address, WAIT_S, keys=keys) as client, pytest.raises(NotReady):
             client.instance()
         with (
-            BootstrapClient(address) as client,
+            BootstrapClient(address, WAIT_S) as client,
             pytest.raises(BootstrapError, match="serves only SGLang servers that have its secret"),
         ):
             client.instance()
