@@ -13,12 +13,28 @@ from pathlib import Path
 import pytest
 from store_below import MEMORY
 from store_far import Far
-from store_makers import config
+from store_makers import TIMEOUT_S, config, engine
 
-import te
+from kvstore import answering, loop, members
+from kvstore import owner as owner_module
 from kvstore.store import Store
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine any thread may stop for a while: no deadline is missed that a test does not
+    set itself."""
+    for call in (Store.get, Store.put):
+        monkeypatch.setattr(call, "__defaults__", (TIMEOUT_S,))
+    for module in (answering, loop):
+        monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(answering, "GREETING_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(owner_module, "FENCE_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(owner_module, "DRAIN_S", TIMEOUT_S)
+    monkeypatch.setattr(members, "TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(members, "FORGOTTEN_S", 600)
 
 
 @pytest.fixture
@@ -45,8 +61,7 @@ def guest(owner: Store, directory: Path) -> Iterator[Store]:
 @pytest.fixture
 def tcp_guest(owner: Store, directory: Path) -> Iterator[Store]:
     """As ``guest``, as if it were on another host: what it reads and writes goes over TCP."""
-    engine = te.Config(transports=("tcp",), status_dir=None)
-    with Store(config(directory, engine=engine)) as store:
+    with Store(config(directory, engine=engine(transports=("tcp",)))) as store:
         yield store
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from store_makers import SIG, Room, config, contents, keys, until
+from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
 from kvstore.changes import BELOW, Found, form_of
 from kvstore.config import Config
@@ -40,6 +40,15 @@ def has_room(owner: Owner) -> bool:
     return free > 0 and not owner._shelf.ledger.leaving
 
 
+def rests(owner: Owner) -> bool:
+    """Nothing is on its way below, and nothing will be before somebody stores or reads."""
+    shelf, low = owner._shelf, owner._config.free_low
+    with owner._lock:
+        rooms = [(shelf.slab.free_slots(one), shelf.slab.capacity(one)) for one in shelf._policies]
+        has_room = all(free >= max(low * capacity, 1) for free, capacity in rooms)
+        return has_room and not (shelf._starved or shelf.ledger.leaving or shelf.ledger.has_work)
+
+
 def put_all(client: Store, owner: Store | None, rows: Any = range(N)) -> None:
     """If the owner is known, so slowly that its disk need not drop anything."""
     room = Room(client, N, NBYTES)
@@ -61,7 +70,7 @@ def below(store: Store) -> np.ndarray:
     return found
 
 
-def get(client: Store, rows: Any = range(N), timeout_s: float = 30.0) -> list[Got]:
+def get(client: Store, rows: Any = range(N), timeout_s: float = TIMEOUT_S) -> list[Got]:
     """Outcomes; whatever is right has the right bytes."""
     rows = list(rows)
     room = Room(client, len(rows), NBYTES)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rdma_testbed.packages import ensure_programs
-from store_makers import until
+from store_makers import TIMEOUT_S, until
 from store_redis import RedisServer, redis_server
 
 from kvstore.index_etcd import PREFIX
@@ -68,7 +68,9 @@ class EtcdServer:
     def ask(self, what: str, **question: Any) -> dict[str, Any]:
         """Raises ``OSError``."""
         url = f"http://{HOST}:{self.port}/v3/{what}"
-        with urllib.request.urlopen(url, json.dumps(question).encode(), timeout=10) as answer:
+        with urllib.request.urlopen(
+            url, json.dumps(question).encode(), timeout=TIMEOUT_S
+        ) as answer:
             found: dict[str, Any] = json.load(answer)
             return found
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,30 @@ def until(condition: Callable[[], Any], what: str = "") -> None:
         time.sleep(0.002)
 
 
+def engine(**more: Any) -> te.Config:
+    """One that leaves this machine's own directory alone, and waits for peers on a busy one."""
+    more = {"connect_timeout_s": TIMEOUT_S, "stall_timeout_s": TIMEOUT_S} | more
+    return te.Config(status_dir=None, **more)
+
+
 def config(directory: Path, memory: int = 0, **more: Any) -> Config:
-    """One that leaves this machine's own directory alone."""
-    more.setdefault("engine", te.Config(status_dir=None))
+    """As ``engine``."""
+    more = {"engine": engine(), "request_timeout_s": TIMEOUT_S} | more
     return Config(directory=directory, memory=memory, **more)
+
+
+@contextmanager
+def impatient(store: Store) -> Iterator[None]:
+    """A store that soon gives up owners that do not answer, for a while."""
+    owners = store._owners
+    patient = owners._config
+    owners._config = replace(patient, request_timeout_s=0.5)
+    owners._far._timeout_s = 0.5
+    try:
+        yield
+    finally:
+        owners._config = patient
+        owners._far._timeout_s = patient.request_timeout_s
 
 
 class Room:

@@ -12,9 +12,8 @@ from typing import Any
 
 import redis
 from rdma_testbed.packages import ensure_programs
-from store_makers import until
+from store_makers import TIMEOUT_S, engine, until
 
-import te
 from bootstrap_server.secret import Keys
 from kvstore.config import Config
 from kvstore.index_redis import KEYS as OWNERS
@@ -91,5 +90,6 @@ def redis_server(host: str = "127.0.0.1") -> Iterator[RedisServer]:
 
 
 def at_index(url: str, memory: int = 0, keys: Keys = KEYS, **more: Any) -> Config:
-    """A store's configuration that leaves this machine's own directories alone."""
-    return Config(index=url, keys=keys, memory=memory, engine=te.Config(status_dir=None), **more)
+    """As ``store_makers.config``."""
+    more = {"engine": engine(), "request_timeout_s": TIMEOUT_S} | more
+    return Config(index=url, keys=keys, memory=memory, **more)

@@ -20,15 +20,20 @@ from kvstore.store import Store
 def answering(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *answers: list[bytes] | None
 ) -> threading.Thread:
-    """An owner that gives these answers, one question after another; None gives none. The first
-    part of an answer is put behind the question's number, unless it is empty."""
+    """An owner that answers ``Publish(i)`` with the i-th of these, until the last one; None gives
+    no answer. The first part of an answer is put behind the question's number, unless it is
+    empty."""
     server = context.socket(zmq.ROUTER)
     server.bind(endpoint)
 
     def run() -> None:
-        for answer in answers:
-            client, request_id, _ = server.recv_multipart()
-            if answer is not None:
+        number = -1
+        while number < len(answers) - 1:
+            client, request_id, raw = server.recv_multipart()
+            question = messages.decode_question(raw)
+            assert isinstance(question, messages.Publish)
+            number = question.claim_id
+            if (answer := answers[number]) is not None:
                 server.send_multipart([client, request_id, *answer])
         server.close()
 
@@ -46,14 +51,13 @@ def test_answers_that_are_none_are_told(directory: Path) -> None:
     )
     sockets = Sockets()
     asker = Asker(sockets, Where(endpoint), "abc")
-    question = messages.Publish(1)
     with pytest.raises(NoAnswer, match="owner abc does not answer in time"):
-        asker.ask(question, 0.2)
+        asker.ask(messages.Publish(0), 0.2)
     with pytest.raises(NoAnswer, match="owner abc answers what cannot be read"):
-        asker.ask(question, TIMEOUT_S)
+        asker.ask(messages.Publish(1), TIMEOUT_S)
     with pytest.raises(NoAnswer, match="owner abc: no"):
-        asker.ask(question, TIMEOUT_S)
-    assert asker.ask(question, TIMEOUT_S) == messages.Done()
+        asker.ask(messages.Publish(2), TIMEOUT_S)
+    assert asker.ask(messages.Publish(3), TIMEOUT_S) == messages.Done()
     assert len(asker._idle) == 1
     thread.join(TIMEOUT_S)
     asker.close()
@@ -61,7 +65,7 @@ def test_answers_that_are_none_are_told(directory: Path) -> None:
     sockets.close()
     context.destroy(linger=0)
     with pytest.raises(NoAnswer, match="owner abc cannot be asked"):
-        asker.ask(question, TIMEOUT_S)
+        asker.ask(messages.Publish(3), TIMEOUT_S)
 
 
 def test_an_answer_to_an_earlier_question_is_left_out(directory: Path) -> None:

@@ -227,12 +227,12 @@ def test_who_is_not_let_in(owner: Store, directory: Path, caplog: pytest.LogCapt
 def test_a_client_that_says_nothing_or_reads_nothing_costs_a_thread_for_a_while(
     owner: Store, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answering, "GREETING_TIMEOUT_S", 0.01)
     monkeypatch.setattr(answering, "_SEND_TIMEOUT", struct.pack("ll", 0, 10_000))
+    deaf_one = Line(path_of(directory), "abc", TIMEOUT_S)  # Which needs time to greet.
+    monkeypatch.setattr(answering, "GREETING_TIMEOUT_S", 0.01)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as mute:
         mute.connect(path_of(directory))
         assert mute.recv(1) == b"", "it is left"
-    deaf_one = Line(path_of(directory), "abc", TIMEOUT_S)
     deaf_one._socket.setblocking(False)
     question = encode(Snapshot(0, 1))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from store_etcd import INDEXES, EtcdServer, index_server
-from store_makers import SIG, Room, contents, keys, until
+from store_makers import SIG, Room, contents, engine, keys, until
 from store_redis import RedisServer, at_index
 from te_ports import two_ports
 
@@ -61,8 +61,8 @@ def test_objects_go_from_one_to_the_other(index: RedisServer | EtcdServer) -> No
 def test_an_owner_listens_at_two_ports_of_its_range(index: RedisServer | EtcdServer) -> None:
     """For firewalls: its engine at one, its answers at the other."""
     with two_ports(taken=0) as first:
-        engine = te.Config(status_dir=None, port=first, port_last=first + 1)
-        near = replace(at_index(index.url, 8 * MIB), engine=engine)
+        ports = engine(port=first, port_last=first + 1)
+        near = at_index(index.url, 8 * MIB, engine=ports)
         with Store(near) as owner, Store(at_index(index.url)) as guest:
             room = filled(guest)
             until(lambda: guest.put(KEYS, SIG, room.pieces) == [Put.STORED] * N, "it is found")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_makers import SIG, Room, config, contents, keys, until
+from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
 from kvstore.admission import MEASURED_MIN, Judged
 from kvstore.judging import Judging
@@ -47,7 +47,7 @@ def test_reads_are_measured(guest: Store, stored: Room, way: str) -> None:
         if way == "get":
             assert guest.get(keys(N), SIG, stored.pieces) == [Got.RIGHT] * N
         else:
-            load = Load(guest, keys(N), SIG, stored.pieces, 5.0)
+            load = Load(guest, keys(N), SIG, stored.pieces, TIMEOUT_S)
             load.begin(0, 1)
             assert load.wait(0)
             assert load.finish() == [Got.RIGHT] * N

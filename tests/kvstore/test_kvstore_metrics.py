@@ -24,7 +24,7 @@ from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 from kvstore import metrics
 from kvstore.judging import AdmissionCounts
 from kvstore.metrics import METRICS, PREFIX, Key, counters, gauges, text
-from kvstore.metrics_http import MetricsServer
+from kvstore.metrics_http import MetricsServer, _Server
 from kvstore.outcomes import Got, Put
 from kvstore.owner import OwnerStats
 from kvstore.status import OwnerSeen, StoreStatus
@@ -184,7 +184,7 @@ def test_a_client_counts_what_it_has_asked_for(directory: Path) -> None:
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    with MetricsServer(lambda: STATUS, "127.0.0.1", 0, client_s=0.2) as server:
+    with MetricsServer(lambda: STATUS, "127.0.0.1", 0, client_s=TIMEOUT_S) as server:
         yield server
 
 
@@ -204,7 +204,12 @@ def test_only_metrics_are_there(server: MetricsServer) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /met", b"GET /metrics HTTP/1.1\r\nHost: "])
-def test_a_client_that_does_not_go_on_keeps_nobody(server: MetricsServer, sent: bytes) -> None:
+def test_a_client_that_does_not_go_on_keeps_nobody(
+    server: MetricsServer, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times_s = iter([0.2])  # Of the first client; who comes behind it has all the time.
+    time_s = property(lambda _: next(times_s, TIMEOUT_S))
+    monkeypatch.setattr(_Server, "_client_s", time_s, raising=False)
     with socket.create_connection(address(server), timeout=TIMEOUT_S) as slow:
         slow.sendall(sent)
         assert get(server.url) == text(STATUS)

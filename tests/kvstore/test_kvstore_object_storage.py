@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_below import KEYS, MEMORY, MIB, NBYTES, N, below, get, owner_of, put_all
+from store_below import KEYS, MEMORY, MIB, NBYTES, N, below, get, owner_of, put_all, rests
 from store_makers import SIG, TIMEOUT_S, config, until
 
 from kvstore.config import Config
@@ -45,6 +45,7 @@ def test_more_than_the_memory_holds_is_there(lender: Store, reader: Store) -> No
     for client in (reader, lender):
         assert N // 2 < below(client).sum() < N
         assert get(client) == [Got.RIGHT] * N
+    until(lambda: rests(owner_of(lender)), "what leaves")
     stats = owner_of(lender).stats()
     assert stats.dropped == stats.tier_failed == stats.tier_corrupted == 0
     assert stats.lifted > N
@@ -72,7 +73,7 @@ def test_what_does_not_fit_below_is_gone_for_all(directory: Path) -> None:
         Store(config(directory)) as client,
     ):
         put_all(store, store)
-        until(lambda: not owner_of(store)._shelf.ledger.leaving, "what leaves")
+        until(lambda: rests(owner_of(store)), "what leaves")
         assert owner_of(store).stats().below_bytes <= 2 * MIB
         found = store.exists(KEYS, SIG, NBYTES)
         assert 0 < found.sum() < N
@@ -85,7 +86,7 @@ def test_what_does_not_fit_below_is_gone_for_all(directory: Path) -> None:
 def test_a_store_that_is_gone_costs_misses(
     lender: Store, reader: Store, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    until(lambda: not owner_of(lender)._shelf.ledger.leaving, "what leaves")
+    until(lambda: rests(owner_of(lender)), "what leaves")
     down = np.flatnonzero(below(reader)).tolist()
     shutil.rmtree(directory / "bucket")
     (directory / "bucket").touch()
@@ -105,6 +106,7 @@ def test_serve_has_its_keys_again(
     with Store(config(directory)) as client:
         until(client._owners.usable, "the owner")
         put_all(client, None)
+        until(lambda: client.exists(KEYS[-1:], SIG, NBYTES).all(), "all news before the last one")
         stored = client.exists(KEYS, SIG, NBYTES)
     process.send_signal(signal.SIGTERM)
     assert process.wait(TIMEOUT_S) == 0
@@ -124,10 +126,14 @@ def test_below_a_disk(directory: Path) -> None:
     with Store(with_objects(directory, **more)) as store, Store(config(directory)) as client:
         put_all(store, store)
         owner = owner_of(store)
-        until(lambda: not owner._shelf.ledger.leaving, "what leaves")
+        until(lambda: rests(owner), "what leaves")
+
+        def is_announced() -> bool:
+            return bool((client.exists(KEYS, SIG, NBYTES) == store.exists(KEYS, SIG, NBYTES)).all())
+
+        until(is_announced, "what the disk has, and what it has dropped before it was copied")
         found = store.exists(KEYS, SIG, NBYTES)
         assert found.sum() > N // 2
-        until(lambda: (client.exists(KEYS, SIG, NBYTES) == found).all(), "announcements")
         outcomes = get(client, np.flatnonzero(found))
         assert set(outcomes) <= {Got.RIGHT, Got.MISSING}
         assert outcomes.count(Got.RIGHT) > N // 2

@@ -14,7 +14,18 @@ import numpy as np
 import pytest
 import zmq
 from store_far import Far
-from store_makers import SIG, TIMEOUT_S, Room, config, contents, deaf, keys, until
+from store_makers import (
+    SIG,
+    TIMEOUT_S,
+    Room,
+    config,
+    contents,
+    deaf,
+    engine,
+    impatient,
+    keys,
+    until,
+)
 from store_objects import KEYS, MIB, NBYTES, N, filled, handle_of, put_all, sees
 
 import te
@@ -41,14 +52,17 @@ def test_a_killed_owner_costs_misses(
         sees(store)
         room = Room(store, N, NBYTES)
         assert store.get(KEYS, SIG, room.pieces) == [Got.RIGHT] * N
+        (known,) = store._owners._peers.values()
         with deaf(store):
             far.kill()
+            until(lambda: not known.peer.alive, "its end is noticed")
             assert store.get(KEYS, SIG, room.pieces) == [Got.UNREACHABLE] * N
             assert len(store._rooms._free) == ROOMS
             assert store.get(KEYS, SIG, room.pieces) == [Got.MISSING] * N, "not asked again"
         assert "is not used for a while" in caplog.text
         assert store.put(keys(1, 9), SIG, room.pieces.of([0])) == [Put.UNREACHABLE]
-        until(lambda: len(store) == 0, "it is forgotten")
+        with impatient(store):
+            until(lambda: len(store) == 0, "it is forgotten")
 
 
 def test_a_restarted_owner_is_known_by_what_it_holds_now(
@@ -79,7 +93,8 @@ def test_a_frozen_owner_costs_its_reader_the_deadline_and_comes_back(
     directory: Path, start_far: Callable[..., Far]
 ) -> None:
     far = start_far(8 * MIB, N, NBYTES)
-    with Store(config(directory, request_timeout_s=0.5)) as store:
+    soon = config(directory, request_timeout_s=0.5, engine=engine(connect_timeout_s=1.0))
+    with Store(soon) as store:
         sees(store)
         room = Room(store, N, NBYTES)
         far.signal(signal.SIGSTOP)
@@ -99,17 +114,18 @@ def test_a_frozen_owner_costs_its_reader_the_deadline_and_comes_back(
 
 def test_slots_of_a_writer_that_is_gone_are_free_again(directory: Path) -> None:
     with (
-        Store(config(directory, 4 * MIB, claim_timeout_s=0.2)) as owner,
+        Store(config(directory, 4 * MIB, claim_timeout_s=3600.0)) as owner,
         Store(config(directory)) as guest,
     ):
         until(guest._owners.usable)
         handle = handle_of(guest, 1)
-        grant = handle.claim(KEYS, SIG, NBYTES, 5.0)
+        grant = handle.claim(KEYS, SIG, NBYTES, TIMEOUT_S)
         assert len(grant.slots) == N
         assert owner.put(KEYS, SIG, filled(owner).pieces) == [Put.BEING_STORED] * N
         assert owner._owners.own is not None
+        owner._owners.own._clock = lambda: time.monotonic() + 3601.0
         until(lambda: owner._owners.own.stats().abandoned == N)  # type: ignore[union-attr]
-        assert "the claim is over" in handle.publish(grant.claim_id, 5.0)
+        assert "the claim is over" in handle.publish(grant.claim_id, TIMEOUT_S)
         room = filled(guest)
         slots = handle.source.slots(np.array(grant.slots, np.uint64))
         late = handle.source.peer.write(room.pieces.blocks(slots, 0, to_slots=True), grant.tag)
@@ -139,7 +155,7 @@ def test_nobody_writes_to_slots_without_a_claim(guest: Store, owner: Store) -> N
     )
     with pytest.raises(te.TransferFailed, match="may not write without a tag"):
         handle.source.peer.write(blocks).wait(TIMEOUT_S)
-    grant = handle.claim(keys(1, 5), SIG, NBYTES, 5.0)
+    grant = handle.claim(keys(1, 5), SIG, NBYTES, TIMEOUT_S)
     with pytest.raises(te.TransferFailed, match="range"):
         handle.source.peer.write(blocks, grant.tag).wait(TIMEOUT_S)
     handle.abandon(grant.claim_id)
@@ -157,7 +173,7 @@ def test_a_follower_that_was_left_behind_begins_anew(guest: Store, owner: Store)
         owner.remove(KEYS, SIG)
     until(lambda: guest.exists(keys(N, 24), SIG, NBYTES).all())
     until(lambda: not guest.exists(KEYS, SIG, NBYTES).any())
-    assert len(guest) == len(owner)
+    until(lambda: len(guest) == len(owner), "the rest of them")
 
 
 def test_arguments_are_checked(owner: Store) -> None:
@@ -201,10 +217,13 @@ def test_removal_survives_an_owner_that_is_frozen(
     directory: Path, start_far: Callable[..., Far], caplog: pytest.LogCaptureFixture
 ) -> None:
     far = start_far(8 * MIB, N, NBYTES)
-    with Store(config(directory, request_timeout_s=1.0)) as store:
+    with Store(config(directory)) as store:
         sees(store)
         assert store.get(KEYS, SIG, Room(store, N, NBYTES).pieces) == [Got.RIGHT] * N
-        with deaf(store):  # Else it may be found out beforehand, and not be asked.
+        with (
+            deaf(store),
+            impatient(store),
+        ):  # Else it may be found out beforehand, and not be asked.
             far.signal(signal.SIGSTOP)
             store.remove(KEYS, SIG)
             assert "objects were not removed" in caplog.text

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from store_far import Far
-from store_makers import SIG, Room, config, contents, deaf, keys, until
+from store_makers import SIG, Room, config, contents, deaf, impatient, keys, until
 
 from kvstore.headers import HEADER, HEADER_BYTES
 from kvstore.ledger import Ledger
@@ -214,7 +214,7 @@ def test_an_owner_that_does_not_answer_pins_nothing(
         some = keys(count)
         until(lambda: guest.exists(some, SIG, nbytes).all(), "the owner is followed")
         until(lambda: guest.pin(some, SIG, 60.0) == [Pinned.PINNED] * count, "it answers")
-        with deaf(guest):
+        with deaf(guest), impatient(guest):
             far.signal(signal.SIGSTOP)
             assert guest.pin(some, SIG, 1.0) == [Pinned.MISSING] * count
             assert "not all objects were pinned" in caplog.text

@@ -74,7 +74,9 @@ def test_a_kernel_that_does_not_give_them_costs_nothing(
     failed: int, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_bytes, "populate", lambda _at, _nbytes: failed)
-    Populating(0, 4 * STEP_BYTES).close()
+    one = Populating(0, 4 * STEP_BYTES)
+    one._thread.join(TIMEOUT_S)
+    one.close()
     assert ("Cannot allocate memory" in caplog.text) is is_told
     assert caplog.text.count("the kernel does not give") == is_told
 

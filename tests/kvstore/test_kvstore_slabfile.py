@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_makers import SIG, Room, config, contents, keys, until
+from store_makers import SIG, Room, config, contents, impatient, keys, until
 
 from kvstore.config import Config
 from kvstore.outcomes import Got, Put
@@ -62,7 +62,8 @@ def test_a_restarted_lender_has_its_keys_again(
         until(lambda: store.exists(KEYS, SIG, NBYTES).all(), "they are announced")
         first.kill()
         first.wait()
-        until(lambda: not store.exists(KEYS, SIG, NBYTES).any(), "its keys are gone")
+        with impatient(store):
+            until(lambda: not store.exists(KEYS, SIG, NBYTES).any(), "its keys are gone")
         with (directory / "slab").open("r+b") as file:  # One byte of the fourth object.
             whole = np.memmap(file, np.uint8)
             changed = whole.tobytes().index(contents(N, NBYTES)[3].tobytes())

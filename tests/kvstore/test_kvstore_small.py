@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from store_far import Far
-from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
+from store_makers import SIG, TIMEOUT_S, Room, config, contents, engine, keys, until
 
 from kvstore import messages, puts
 from kvstore.asking import NoAnswer
@@ -131,7 +131,7 @@ def test_an_owner_that_does_not_answer_costs_the_deadline(
     directory: Path, start_far: Callable[..., Far], caplog: pytest.LogCaptureFixture
 ) -> None:
     far = start_far(8 * MIB, 0, NBYTES)
-    with Store(config(directory)) as guest:
+    with Store(config(directory, engine=engine(connect_timeout_s=1.0))) as guest:
         until(guest._owners.usable, "the owner is known")
         far.signal(signal.SIGSTOP)
         found = guest.put(KEYS, SIG, filled(guest).pieces, timeout_s=0.2)

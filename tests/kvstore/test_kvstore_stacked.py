@@ -30,7 +30,7 @@ N, NBYTES = 40, 100_000
 OBJECTS = contents(N, NBYTES)
 NAMES = [bytes([i]) * 32 for i in range(N)]
 LARGEST = 256 << 10
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def laid(row: int) -> Laid:

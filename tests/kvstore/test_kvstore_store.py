@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_makers import SIG, SIGNATURE, TIMEOUT_S, Room, config, deaf, keys, until
+from store_makers import SIG, SIGNATURE, TIMEOUT_S, Room, config, deaf, engine, keys, until
 from store_objects import KEYS, MIB, NBYTES, N, change_byte, filled, put_all, sees
 
 import te
@@ -69,7 +69,7 @@ def test_sizes(owner: Store, nbytes: int) -> None:
 
 
 def test_over_tcp(directory: Path) -> None:
-    tcp = te.Config(transports=("tcp",), status_dir=None)
+    tcp = engine(transports=("tcp",))
     with (
         Store(config(directory, 8 * MIB, engine=tcp)) as owner,
         Store(config(directory, engine=tcp)) as guest,

@@ -81,8 +81,9 @@ class Level1:
 
 
 def config(directory: Path, memory: int | str = 8 * MIB, **more: Any) -> StoreL2AdapterConfig:
-    """As LMCache makes it."""
-    given = {"memory": memory, "directory": str(directory), **more}
+    """As LMCache makes it, and with deadlines that a busy machine does not miss."""
+    late = {"timeout_s": TIMEOUT_S, "request_timeout_s": TIMEOUT_S}
+    given = {"memory": memory, "directory": str(directory), **late, **more}
     return StoreL2AdapterConfig.from_dict(given)
 
 

@@ -5,10 +5,21 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from vllm_makers import Rank
+
+from sglang_mooncake.context import Deadlines
+from sglang_mooncake.vllm import pd_rank
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine any thread may stop for a while: no rank takes another for gone because
+    that is silent for some seconds."""
+    monkeypatch.setattr(pd_rank, "Deadlines", partial(Deadlines, heartbeat_failures_max=1000))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from vllm_makers import server, until
+from vllm_makers import TIMEOUT_S, server, until
 
 from sglang_mooncake.vllm.page_map import CacheTensor
 from sglang_mooncake.vllm.pd_options import PdOptions
@@ -91,7 +91,7 @@ class Pair:
 
 
 def options(**given: Any) -> PdOptions:
-    return PdOptions.of({"host": HOST, "registry_port": 0, **given})
+    return PdOptions.of({"host": HOST, "registry_port": 0, "link_timeout_s": TIMEOUT_S, **given})
 
 
 @contextmanager

@@ -132,10 +132,13 @@ def test_what_is_preempted_is_not_read_any_more(
     rank.worker.save(work("r", [5]), [])
     rank.worker.save(work("r", [6], "b"), [])
     assert begun.wait(TIMEOUT_S)
-    opener = threading.Timer(0.01, opened.set)
-    opener.start()
-    rank.worker.preempted({"r"})
-    opener.join()
+    preempting = threading.Thread(target=rank.worker.preempted, args=({"r"},))
+    preempting.start()
+    until(lambda: not rank.worker._saves._waiting, "what waits is dropped")
+    assert preempting.is_alive()
+    opened.set()
+    preempting.join(TIMEOUT_S)
+    assert not preempting.is_alive()
     assert len(read) == 1, "what waits is dropped, and what is under way is waited for"
     assert rank.worker.take_saved({"r"}) == {"r"}
 

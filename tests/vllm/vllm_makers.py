@@ -93,12 +93,19 @@ class Rank:
             CacheTensor(layer.ctypes.data, layer.shape, (BLOCK_BYTES, 1), 1) for layer in self.cache
         ]
         self.store = Store(
-            Config(directory=directory, memory=memory, engine=te.Config(status_dir=None))
+            Config(
+                directory=directory,
+                memory=memory,
+                request_timeout_s=TIMEOUT_S,
+                engine=te.Config(
+                    status_dir=None, connect_timeout_s=TIMEOUT_S, stall_timeout_s=TIMEOUT_S
+                ),
+            )
         )
         self.store.register(self.cache.reshape(-1))
         self.pages = PageMap(tensors, BLOCKS)
         self.signature = signature
-        self.worker = StoreWorker(self.store, self.pages, signature, 5.0)
+        self.worker = StoreWorker(self.store, self.pages, signature, TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
