@@ -4,11 +4,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import pytest
 from te_contract import WAYS, Pair, Way, paired
 
 from te.transports.tcp import kernel_tls
+
+#: Less than the time-out of a test.
+PATIENCE_S: Final = 30.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patience() -> Iterator[None]:
+    """What nobody holds up has the time of a loaded machine, where a thread may stand still for
+    seconds: engines that close, and who has connected and is about to call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("te.engine.CLOSE_TIMEOUT_S", PATIENCE_S)
+        patch.setattr("te.connect.admission.FIRST_BYTE_TIMEOUT_S", PATIENCE_S)
+        yield
 
 
 @pytest.fixture(params=WAYS)

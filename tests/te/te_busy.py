@@ -13,7 +13,7 @@ import te
 
 
 def main() -> None:
-    config = te.Config(transports=("tcp",), rails=2)
+    config = te.Config(transports=("tcp",), rails=2, connect_timeout_s=60.0, stall_timeout_s=60.0)
     with te.Engine(config) as source, te.Engine(config) as target:
         src, dst = np.ones(1 << 20, np.uint8), np.zeros(1 << 20, np.uint8)
         near, far = source.register(src), target.register(dst, remote="read-write")

@@ -27,7 +27,7 @@ from te.transports.tcp import kernel_tls
 
 __all__ = ["EMPTY", "GUARD", "TIMEOUT_S", "WAYS", "Pair", "Way", "copied", "outcome", "paired"]
 
-TIMEOUT_S: Final = 20.0
+TIMEOUT_S: Final = 60.0
 #: What destinations are full of.
 GUARD: Final = 0xEE
 EMPTY: Final = te.Blocks.of([], [], [])
@@ -40,12 +40,16 @@ Maker: TypeAlias = Callable[..., te.Engine]
 STAGING: Final = ("tcp", "samehost")
 #: Large enough for the segments of ``pair``, and smaller than the default ones.
 SLOT_BYTES: Final = 256 << 10
+#: Of every engine, unless a test is about them: a thread may stand still for seconds.
+PATIENT: Final[dict[str, Any]] = {"connect_timeout_s": TIMEOUT_S, "stall_timeout_s": TIMEOUT_S}
 #: Of each copy: as long as a thread sleeps at the least, more or less.
 COPY_DELAY_US: Final = 20
 
 
 def _of_config(transport: str) -> Callable[[], Maker]:
-    return lambda: lambda **config: te.Engine(te.Config(transports=(transport,), **config))
+    return lambda: (
+        lambda **config: te.Engine(te.Config(transports=(transport,), **(PATIENT | config)))
+    )
 
 
 def _of_few_slots(transport: str) -> Callable[[], Maker]:
@@ -59,7 +63,7 @@ def _of_few_slots(transport: str) -> Callable[[], Maker]:
                 workers=workers,
                 staging_bytes=nbytes,
                 staging_slot_bytes=SLOT_BYTES,
-                **config,
+                **(PATIENT | config),
             )
         )
 
@@ -73,7 +77,9 @@ def _encrypted(by_kernel: bool) -> Callable[[], Maker]:
     def make(**config: Any) -> te.Engine:
         with patch.object(kernel_tls, "problem", lambda: problem):
             return te.Engine(
-                te.Config(transports=("tcp",), **({"keys": keys, "encrypt": True} | config))
+                te.Config(
+                    transports=("tcp",), **(PATIENT | {"keys": keys, "encrypt": True} | config)
+                )
             )
 
     return lambda: make
@@ -81,7 +87,7 @@ def _encrypted(by_kernel: bool) -> Callable[[], Maker]:
 
 def _of_null_devices() -> Maker:
     wires = Wires()
-    return lambda **config: NullEngine(wires, **config)
+    return lambda **config: NullEngine(wires, **(PATIENT | config))
 
 
 @dataclass(frozen=True)
@@ -259,6 +265,7 @@ class Pair:
 def paired(way: Way, nbytes: int = 4 << 20, **config: Any) -> Iterator[Pair]:
     """Engines with these settings."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(patch("te.engine.QUIESCE_TIMEOUT_S", TIMEOUT_S))  # Of `fence_peer`.
         kind = None
         if any(way.is_sealed):
             kind = stack.enter_context(sealed(1, COPY_DELAY_US, way.is_mapped))

@@ -296,7 +296,7 @@ class RawDirectListener:
 
     def connect(self, engine: te.Engine) -> tuple[te.Peer, RawDirectDestination]:
         """A new link of the engine's; the one before must have ended."""
-        peer = engine.connect(self._card)
+        peer = engine.connect(self._card, TIMEOUT_S)
         return peer, self._links.get(timeout=TIMEOUT_S)
 
     def forget(self, link: RawDirectDestination) -> None:

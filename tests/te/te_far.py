@@ -20,7 +20,7 @@ import numpy as np
 
 import te
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> None:
@@ -46,7 +46,7 @@ class FarEngine:
     #: What runs there.
     program: ClassVar[str] = __file__
     #: How long an operation may take.
-    patience_s: ClassVar[float] = 2 * DEADLINE_S
+    patience_s: ClassVar[float] = 1.5 * DEADLINE_S
 
     def __init__(self, **config: Any) -> None:
         self.process = subprocess.Popen(
@@ -148,7 +148,7 @@ class Far:
         return self.engine.arrived(tag)
 
     def fence(self, tag: int) -> int:
-        return self.engine.fence(tag)
+        return self.engine.fence(tag, DEADLINE_S)
 
     def read(self, address: int) -> str:
         return base64.b64encode(self.buffers[address].tobytes()).decode()

@@ -344,7 +344,7 @@ class RawListener:
     def connect(self, engine: te.Engine) -> tuple[te.Peer, socket.socket | RingEnd]:
         """A new link of the engine's with one rail; the one before must have ended."""
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            dialled = pool.submit(engine.connect, self._card)
+            dialled = pool.submit(engine.connect, self._card, TIMEOUT_S)
             sock, _ = self._listener.accept()
             sock.settimeout(TIMEOUT_S)
             end: socket.socket | RingEnd = sock

@@ -94,7 +94,7 @@ def test_the_right_bytes_land_and_nothing_else_changes(way: Way, kind: str) -> N
             assert write.reason is None
             assert write.duration_s > 0
             assert pair.target.arrived_nbytes(7) == write.nbytes
-            assert pair.target.fence(7) == 1
+            assert pair.target.fence(7, TIMEOUT_S) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -201,7 +201,7 @@ def test_big_and_small_transfers_share_the_way(pair: Pair) -> None:
         assert transfer.wait(TIMEOUT_S) is te.Status.DONE
     shape = Shape(np.append(offsets, 0), np.append(offsets, 0), np.append([900] * 500, half))
     pair.assert_moved(pair.dst, before, copied(pair.src, before, *shape))
-    assert pair.target.fence(7) == 501
+    assert pair.target.fence(7, TIMEOUT_S) == 501
 
 
 def test_touching_regions_are_one_range_of_memory(way: Way) -> None:

@@ -185,7 +185,7 @@ def test_nothing_lands_in_memory_that_was_taken_back(way: Way) -> None:
             transfers = submitted(pair, "write", 2)
             if turn % 2:
                 pair.await_progress(since, *transfers)
-            pair.target.deregister(pair.dst_region)
+            pair.target.deregister(pair.dst_region, TIMEOUT_S)
             pair.dst[:] = turn
             assert {outcome(one) for one in transfers} <= {DONE, FAILED}
             reasons = [one.reason for one in transfers if one.reason]
@@ -215,9 +215,9 @@ def test_memory_of_transfers_under_way_stays_or_they_end(way: Way, what: str) ->
             except te.RegistrationError as exc:
                 assert "unfinished transfers read from" in str(exc)  # noqa: PT017
                 assert {outcome(one) for one in transfers} == {DONE}
-                engine.deregister(region)
+                engine.deregister(region, TIMEOUT_S)
             except te.FenceTimeout:  # One piece is landing: it ends.
-                engine.deregister(region)
+                engine.deregister(region, TIMEOUT_S)
             memory[:] = turn
             assert {outcome(one) for one in transfers} <= {DONE, FAILED}
             assert (memory == turn).all()
@@ -310,7 +310,7 @@ def test_a_peer_connects_again_after_a_restart(way: Way) -> None:
             pair.peer = pair.source.connect(pair.target.card())
             with pytest.raises(te.TransferFailed, match="tag 0x9 is not open here"):
                 pair.write(0, 0, 1000, tag=9).wait(TIMEOUT_S)
-            assert pair.target.fence(9) == 1
+            assert pair.target.fence(9, TIMEOUT_S) == 1
             pair.flush()
 
 

@@ -36,7 +36,7 @@ def test_a_full_queue_is_refused_and_takes_more_later(way: Way) -> None:
                     full = True
             for one in transfers:
                 assert one.wait(TIMEOUT_S) is DONE
-        assert pair.target.fence(1) == len(transfers)
+        assert pair.target.fence(1, TIMEOUT_S) == len(transfers)
         assert pair.source.stats().transfers_done == len(transfers)
         assert pair.source.stats().transfers_failed == 0
 
@@ -233,7 +233,7 @@ def test_both_directions_at_once(way: Way) -> None:
             dst, landed = copied(pair.src, dst, at, at, nbytes), copied(far, landed, at, at, nbytes)
         for one in transfers:
             assert one.wait(TIMEOUT_S) is DONE
-        assert pair.target.fence(1) == pair.source.fence(1) == 60
+        assert pair.target.fence(1, TIMEOUT_S) == pair.source.fence(1, TIMEOUT_S) == 60
         pair.assert_moved(pair.dst, before, dst)
         pair.assert_moved(near, np.zeros_like(near), landed)
 

@@ -105,7 +105,7 @@ def test_reads_are_checked_on_both_sides(pair: Pair) -> None:
 
 
 def test_deregistered_memory_is_out_of_reach(pair: Pair) -> None:
-    pair.target.deregister(pair.dst_region)
+    pair.target.deregister(pair.dst_region, TIMEOUT_S)
     with pytest.raises(te.TransferFailed, match="nothing is registered"):
         pair.write(0, 0, 10).wait(TIMEOUT_S)
     with pytest.raises(te.TransferFailed, match="nothing is registered"):
@@ -114,7 +114,7 @@ def test_deregistered_memory_is_out_of_reach(pair: Pair) -> None:
         pair.target.deregister(pair.dst_region)
     pair.register(pair.target, pair.dst, "read-write")
     assert pair.write(0, 0, 10).wait(TIMEOUT_S) is te.Status.DONE
-    pair.source.deregister(pair.src_region)
+    pair.source.deregister(pair.src_region, TIMEOUT_S)
     with pytest.raises(te.BoundsError, match="nothing is registered"):
         pair.write(0, 0, 10)
     with pytest.raises(te.BoundsError, match="nothing is registered"):
@@ -131,11 +131,11 @@ def test_tags_that_are_not_open_are_refused(pair: Pair) -> None:
             with pytest.raises(te.TransferFailed, match="tag 0x5 is not open here"):
                 pair.peer.write(blocks, tag=5).wait(TIMEOUT_S)
         pair.target.expect(5)
-        assert pair.target.fence(5) == 0
+        assert pair.target.fence(5, TIMEOUT_S) == 0
     assert (pair.dst == GUARD).all()
     pair.target.expect(5)
     pair.write(0, 0, 100, tag=5).wait(TIMEOUT_S)
-    assert pair.target.fence(5) == 1
+    assert pair.target.fence(5, TIMEOUT_S) == 1
     assert pair.target.arrived(5) == 0
     with pytest.raises(ValueError, match="between 1 and"):
         pair.write(0, 0, 1, tag=-1)
@@ -154,7 +154,7 @@ def test_the_bytes_that_arrived_are_those_of_the_transfers_counted(pair: Pair) -
         pair.peer.write(outside, tag=5).wait(TIMEOUT_S)
     assert (pair.target.arrived(5), pair.target.arrived_nbytes(5)) == (len(sizes), sum(sizes))
     assert (pair.target.arrived(6), pair.target.arrived_nbytes(6)) == (0, 0)
-    pair.target.fence(5)
+    pair.target.fence(5, TIMEOUT_S)
     assert pair.target.arrived_nbytes(5) == 0
     assert pair.target.arrived_nbytes(-1) == pair.target.arrived_nbytes(1 << 64) == 0
 
@@ -166,7 +166,7 @@ def test_a_tag_is_for_whom_it_was_opened(way: Way) -> None:
         for peer in (source.id, source, life, None):
             target.expect(TAG, peer=peer)
             assert does(pair, "tagged write", 64) is te.Status.DONE
-            assert target.fence(TAG) == 1
+            assert target.fence(TAG, TIMEOUT_S) == 1
         pair.dst[:] = GUARD
         says = (
             f"the tag {TAG:#x} is not open here: never expected, fenced, or expected from another"
@@ -178,7 +178,7 @@ def test_a_tag_is_for_whom_it_was_opened(way: Way) -> None:
                     does(pair, "tagged write", nbytes)
             with pytest.raises(te.TransferFailed, match=says):
                 pair.peer.write(EMPTY, TAG).wait(TIMEOUT_S)
-            assert target.fence(TAG) == 0
+            assert target.fence(TAG, TIMEOUT_S) == 0
         with pytest.raises(te.TransferFailed, match=says):  # The same where nobody may write.
             does(pair, "tagged write", 64)
         assert (pair.dst == GUARD).all()

@@ -17,7 +17,7 @@ import te
 from te.bench._null import Wires
 from te.memory_kinds.cuda import kind
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 NBYTES = 1 << 20
 TAG = 0xF1
 SAYS = r"are CUDA memory, which .* can move"

@@ -9,6 +9,7 @@ import logging
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -23,16 +24,18 @@ from te.memory import _say_not_mapped
 from te.memory_kinds import kind_of
 from te.memory_kinds.cuda import handles
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 TAG = 0x1BC
 PAGE = 4096
 NBYTES = 2 * GRANULARITY
+#: A thread, or the other process, may stand still for seconds.
+PATIENT: Final[dict[str, Any]] = {"connect_timeout_s": TIMEOUT_S, "stall_timeout_s": TIMEOUT_S}
 COPIES = ("cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync", "cuMemcpyAsync")
 
 
 @contextlib.contextmanager
 def far_gpu(**config: object) -> Iterator[FarGpu]:
-    far = FarGpu(transports=["samehost"], **config)
+    far = FarGpu(transports=["samehost"], **(PATIENT | config))
     try:
         yield far
     finally:
@@ -44,7 +47,7 @@ def near_gpu(**config: object) -> Iterator[tuple[StandIn, te.Engine, CudaMemory]
     """This process has the destination."""
     with cuda() as driver:
         memory = driver.allocate(NBYTES)
-        changed = te.Config(transports=("samehost",), segment_bytes=1 << 20, **config)  # type: ignore[arg-type]
+        changed = te.Config(transports=("samehost",), segment_bytes=1 << 20, **(PATIENT | config))  # type: ignore[arg-type]
         with te.Engine(changed) as engine:
             engine.register(memory.address, NBYTES)
             engine.expect(TAG)
@@ -138,7 +141,7 @@ def test_a_region_of_more_pieces_than_a_message_names(monkeypatch: pytest.Monkey
         there = far.allocate(how="block", nbytes=nbytes, seed=0)
         far.expect(tag=TAG)
         before = exported_files()
-        with te.Engine(te.Config(transports=("samehost",))) as engine:
+        with te.Engine(te.Config(transports=("samehost",), **PATIENT)) as engine:
             region = engine.register(memory.address, nbytes)
             peer = engine.connect(far.bytes_card())
             wait_until(lambda: is_shared(engine, region), "it is mapped")
@@ -162,7 +165,7 @@ def test_what_cannot_be_mapped_is_staged_and_why_is_logged(
         there = far.allocate(how="block", nbytes=NBYTES, seed=0)
         far.expect(tag=TAG)
         far.fail(name="cuIpcOpenMemHandle", error=217)
-        with te.Engine(te.Config(transports=("samehost",))) as engine:
+        with te.Engine(te.Config(transports=("samehost",), **PATIENT)) as engine:
             for one in memory:
                 one.view[:PAGE] = 9
                 engine.register(one.address, NBYTES)
@@ -254,7 +257,7 @@ def test_a_frozen_peer_that_has_memory_mapped_is_reported_and_holds_nothing_up(
         far.allocate(how="block", nbytes=NBYTES, seed=0)
         with te.Engine(te.Config(transports=("samehost",), connect_timeout_s=0.5)) as engine:
             region = engine.register(memory.address, NBYTES)
-            peer = engine.connect(far.bytes_card())
+            peer = engine.connect(far.bytes_card(), TIMEOUT_S)
             wait_until(lambda: is_shared(engine, region), "it is mapped")
             assert far.calls(name="cuIpcOpenMemHandle") == 1
             far.signal(signal.SIGSTOP)
@@ -273,7 +276,7 @@ def test_memory_that_is_registered_again_is_mapped_again() -> None:
         there = far.allocate(how="block", nbytes=NBYTES, seed=0)
         far.expect(tag=TAG)
         address = driver.reserve(NBYTES)
-        with te.Engine(te.Config(transports=("samehost",))) as engine:
+        with te.Engine(te.Config(transports=("samehost",), **PATIENT)) as engine:
             for turn in (1, 2, 3):
                 for at in range(0, NBYTES, GRANULARITY):
                     driver.map(address + at, GRANULARITY, 1)

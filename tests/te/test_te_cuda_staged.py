@@ -24,7 +24,7 @@ from te_staging import KindStruct, Ops, struct_of
 import te
 from te.memory_kinds import MemoryKind, add, kind_of, remove
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 TAG = 0xC0DA
 PAGE = 4096
 NBYTES = 256 * PAGE
@@ -43,6 +43,8 @@ def config(transport: str, slots: int = 4) -> te.Config:
         rails=2,
         workers=2,
         segment_bytes=100_000,
+        connect_timeout_s=TIMEOUT_S,
+        stall_timeout_s=TIMEOUT_S,
         staging_bytes=4 * slots * SLOT_BYTES,
         staging_slot_bytes=SLOT_BYTES,
     )

@@ -34,7 +34,7 @@ def test_a_second_rail_that_cannot_be_dialled_leaves_nothing_behind() -> None:
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(te.ConnectError, match="cannot connect"):
-            engine.connect(card)
+            engine.connect(card, TIMEOUT_S)
         thread.join(TIMEOUT_S)
         assert ended == [b""]
         assert descriptors() == before
@@ -45,7 +45,7 @@ def test_a_connection_that_is_closed_before_its_welcome_is_dialled_again() -> No
     """As an engine does to which too many connect at once."""
     with raw_destination() as (listener, card), te.Engine() as engine:
         peers: list[te.Peer] = []
-        thread = threading.Thread(target=lambda: peers.append(engine.connect(card)))
+        thread = threading.Thread(target=lambda: peers.append(engine.connect(card, TIMEOUT_S)))
         thread.start()
         for _ in range(DIALS_MAX - 1):
             listener.accept()[0].close()
@@ -83,4 +83,4 @@ def test_the_cards_of_engines_have_numeric_addresses() -> None:
     with te.Engine(te.Config(host="localhost")) as engine, te.Engine() as other:
         host = decode_card(engine.card()).host
         assert socket.getaddrinfo(host, 1, flags=socket.AI_NUMERICHOST)
-        assert other.connect(engine.card()).alive
+        assert other.connect(engine.card(), TIMEOUT_S).alive

@@ -25,7 +25,7 @@ from te.transports.rdma.reasons import RailReason
 from te.transports.rdma.transport import Rdma
 from te.transports.tcp._core import TcpLink
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 PAGE = 4096
 
 
@@ -113,7 +113,7 @@ def test_no_end_of_a_link_is_lost_however_late_it_is_read() -> None:
 def test_a_rail_that_breaks_behind_a_flood_of_events_comes_back() -> None:
     wires = Wires()
     with contextlib.ExitStack() as undo:
-        engine = undo.enter_context(NullEngine(wires, nics=1))
+        engine = undo.enter_context(NullEngine(wires, nics=1, stall_timeout_s=TIMEOUT_S))
         peer, raw = undo.enter_context(raw_direct_destination(wires, engine))
         strangers = [RawDirectSource(engine.card(), wires) for _ in range(300)]
         wait_until(lambda: engine.stats().rails == 1 + len(strangers), "all are taken in")
@@ -191,7 +191,7 @@ def test_a_fence_ends_what_was_granted_and_never_written() -> None:
             source.send(ask(tag, 2, tag=tag))
             mark = source.granted()
             assert pair.send_marks([mark])
-            assert engine.fence(tag) == 0
+            assert engine.fence(tag, TIMEOUT_S) == 0
             refused = source.await_frame(Kind.ACK)
             assert (refused.transfer, refused.status) == (tag, AckStatus.REFUSED)
             pair = source.rail(epoch=1 + tag)
@@ -221,7 +221,7 @@ def test_a_fence_leaves_the_rails_of_a_source_that_stops() -> None:
             wires.hold(True)
             write = peer.write(te.Blocks.of(regions[0].address, regions[1].address, len(near)), tag)
             wait_until(lambda: peer.rail_views[0].in_flight_nbytes, "it is posted")
-            fence = threading.Thread(target=target.fence, args=[tag])
+            fence = threading.Thread(target=target.fence, args=[tag, TIMEOUT_S])
             fence.start()
             wait_until(lambda: is_being_fenced(target, tag), "the tag is closed")  # noqa: B023
             wires.hold(False)
@@ -252,7 +252,7 @@ def test_a_fence_waits_for_the_last_mark_of_what_was_stopped() -> None:
             engine.expect(tag)
             source.send(ask(tag, 4, tag=tag))
             mark = source.granted()
-            fence = threading.Thread(target=engine.fence, args=[tag])
+            fence = threading.Thread(target=engine.fence, args=[tag, TIMEOUT_S])
             fence.start()
             refused = source.await_frame(Kind.ACK)
             assert (refused.transfer, refused.status) == (tag, AckStatus.REFUSED)

@@ -19,7 +19,7 @@ from msgspec import structs
 
 import te
 from te.cli import main
-from te.doctor import gather, near, service
+from te.doctor import gather, listen, near, service
 from te.doctor.channel import ChannelError, answer, call
 from te.doctor.facts import Facts
 from te.doctor.listen import CALLS_MAX, Listener
@@ -37,6 +37,17 @@ ONE, OTHER = Key(b"1" * 32), Key(b"2" * 32)
 
 def quiet(text: str) -> None:
     """Of progress."""
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody here gives up because a thread stands still for seconds."""
+    for name in ("CONNECT_TIMEOUT_S", "STALL_TIMEOUT_S", "REPLY_TIMEOUT_S"):
+        monkeypatch.setattr(service, name, TIMEOUT_S)
+    for name in ("WRITE_TIMEOUT_S", "REPLY_TIMEOUT_S"):
+        monkeypatch.setattr(near, name, TIMEOUT_S)
+    for name in ("CALL_TIMEOUT_S", "TURN_TIMEOUT_S"):
+        monkeypatch.setattr(listen, name, TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -256,10 +267,14 @@ def test_a_check_with_a_secret(facts: Facts) -> None:
         assert "refused: a doctor with another secret" in said.get(timeout=TIMEOUT_S)
 
 
-def test_a_second_check_has_to_wait(facts: Facts) -> None:
+def test_a_second_check_has_to_wait(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
     with listening(facts) as (listener, said):
         where = (LOOPBACK, listener.port)
-        with dial(where, (NO_KEY,), None, TIMEOUT_S) as first:
+        with (
+            dial(where, (NO_KEY,), None, TIMEOUT_S) as first,
+            monkeypatch.context() as short,
+        ):
+            short.setattr(listen, "TURN_TIMEOUT_S", 0.5)
             first.look()
             with (
                 dial(where, (NO_KEY,), None, TIMEOUT_S) as second,

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("by_records")
 KEYS = (pattern(3, 32).tobytes(),)
 ENCRYPTED = te.Config(transports=("tcp",), keys=KEYS, encrypt=True, rails=1)
 NBYTES = 1 << 20
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 #: tcpi_state of a connection that has ended (linux/tcp.h, net/tcp_states.h).
 TCP_CLOSE = 7
 
@@ -290,6 +290,7 @@ def replaced(card: Card, **fields: object) -> Card:
 
 class Pair:
     def __init__(self, config: te.Config) -> None:
+        config = replace(config, connect_timeout_s=TIMEOUT_S, stall_timeout_s=TIMEOUT_S)
         self.target, self.source = te.Engine(config), te.Engine(config)
         self.src, self.dst = pattern(5, NBYTES), np.zeros(NBYTES, np.uint8)
         self.source.register(self.src, remote="read-write")

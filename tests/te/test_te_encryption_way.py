@@ -27,7 +27,14 @@ CHANGED = "an encrypted record that its engine did not send here, or not so"
 
 def engine() -> te.Engine:
     return te.Engine(
-        te.Config(transports=("tcp",), keys=KEYS, encrypt=True, rails=1, stall_timeout_s=TIMEOUT_S)
+        te.Config(
+            transports=("tcp",),
+            keys=KEYS,
+            encrypt=True,
+            rails=1,
+            connect_timeout_s=TIMEOUT_S,
+            stall_timeout_s=TIMEOUT_S,
+        )
     )
 
 
@@ -49,8 +56,8 @@ def written(card: bytes, target: te.Engine) -> tuple[te.Transfer, int]:
                 transfer.wait(TIMEOUT_S)
             assert target.arrived(tag) or transfer.poll() is te.Status.FAILED
         finally:
-            target.fence(tag)
-            target.deregister(region)
+            target.fence(tag, TIMEOUT_S)
+            target.deregister(region, TIMEOUT_S)
     landed = there != 0
     assert np.array_equal(there[landed], source[landed])
     return transfer, int(landed.sum())

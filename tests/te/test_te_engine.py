@@ -20,7 +20,7 @@ from te_raw import raw_destination, take_hello, welcome
 import te
 from te.core.engine import Engine as Plane
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class Pair:
@@ -41,7 +41,8 @@ class Pair:
 
 
 def test_threads_connecting_at_once_get_one_peer() -> None:
-    with te.Engine() as source, te.Engine() as target:
+    config = te.Config(connect_timeout_s=TIMEOUT_S)
+    with te.Engine(config) as source, te.Engine(config) as target:
         card, peers = target.card(), []
         threads = [
             threading.Thread(target=lambda: peers.append(source.connect(card))) for _ in range(8)
@@ -67,7 +68,8 @@ def test_ipv6() -> None:
 @contextmanager
 def unanswered_write() -> Iterator[tuple[te.Engine, te.Peer, te.Region, te.Transfer]]:
     """A write to a destination that says nothing after its welcome."""
-    with raw_destination() as (listener, card), te.Engine() as source:
+    config = te.Config(connect_timeout_s=TIMEOUT_S, stall_timeout_s=TIMEOUT_S)
+    with raw_destination() as (listener, card), te.Engine(config) as source:
         connected: list[te.Peer] = []
         thread = threading.Thread(target=lambda: connected.append(source.connect(card)))
         thread.start()

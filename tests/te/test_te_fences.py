@@ -10,7 +10,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, Final, cast
 
 import numpy as np
 import pytest
@@ -29,9 +29,13 @@ from te.verbs.fabric import Fabric, Nic
 
 pytestmark = pytest.mark.userfaultfd
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 NBYTES = 1 << 16
-SAMEHOST = te.Config(transports=("samehost",))
+#: What is frozen is not to count as stalled.
+PATIENT: Final[dict[str, Any]] = {"connect_timeout_s": TIMEOUT_S, "stall_timeout_s": TIMEOUT_S}
+SAMEHOST = te.Config(transports=("samehost",), **PATIENT)
+#: Of what is not to end in time.
+SHORT_S = 0.5
 
 
 class NullEngine(te.Engine):
@@ -105,17 +109,17 @@ def test_a_fence_that_is_not_confirmed_says_so_each_time() -> None:
             with pytest.raises(ValueError, match="tag 0x7 is being fenced"):
                 target.expect(7)
         frozen.serve()
-        assert target.fence(7) == 0
+        assert target.fence(7, TIMEOUT_S) == 0
         frozen.dst[:] = 0xCA
         with pytest.raises(te.TransferFailed, match="the tag 0x7 was fenced"):
             frozen.transfer.wait(TIMEOUT_S)
         assert (frozen.dst == 0xCA).all()
-        assert target.fence(7) == 0
+        assert target.fence(7, TIMEOUT_S) == 0
         target.expect(7)
         blocks = te.Blocks.of(frozen.memory.address, frozen.region.address, NBYTES)
         assert frozen.peer.write(blocks, tag=7).wait(TIMEOUT_S) is te.Status.DONE
         assert (frozen.dst == frozen.content).all()
-        assert target.fence(7) == 1
+        assert target.fence(7, TIMEOUT_S) == 1
 
 
 def test_a_revoked_tag_is_asked_about_without_waiting() -> None:
@@ -175,20 +179,20 @@ def test_threads_that_fence_one_tag_all_wait_for_its_landing() -> None:
 def test_a_source_whose_page_is_frozen_holds_up_its_own_fence_alone() -> None:
     with (
         te.Engine(SAMEHOST) as target,
-        te.Engine(te.Config(transports=("tcp",))) as other,
+        te.Engine(te.Config(transports=("tcp",), **PATIENT)) as other,
         frozen_write(target) as frozen,
     ):
         target.expect(8)
-        assert target.fence(8) == 0
+        assert target.fence(8, TIMEOUT_S) == 0
         assert target.fence_peer(other.id) == 0
         with pytest.raises(te.FenceTimeout):
             target.fence(frozen.TAG)
         frozen.serve()
-        assert target.fence(frozen.TAG) == 0
+        assert target.fence(frozen.TAG, TIMEOUT_S) == 0
 
 
 def test_other_peers_fences_go_on_beside_a_frozen_page() -> None:
-    config = te.Config(transports=("samehost", "tcp"))
+    config = te.Config(transports=("samehost", "tcp"), **PATIENT)
     with te.Engine(config) as target, te.Engine(config) as other:
         src, dst = pattern(1, NBYTES), np.zeros(NBYTES, np.uint8)
         near, far = other.register(src), target.register(dst, remote="read-write")
@@ -197,7 +201,7 @@ def test_other_peers_fences_go_on_beside_a_frozen_page() -> None:
         blocks = te.Blocks.of(near.address, far.address, NBYTES)
         assert peer.write(blocks, tag=8).wait(TIMEOUT_S) is te.Status.DONE
         with frozen_write(target) as frozen:
-            assert target.fence(8) == 1
+            assert target.fence(8, TIMEOUT_S) == 1
             assert target.fence_peer(other.id) == 1
             frozen.serve()
 
@@ -219,7 +223,10 @@ def test_a_link_that_has_died_in_the_middle_of_a_landing_is_fenced_too() -> None
 def worker_that_waits(engine: te.Engine) -> Iterator[Callable[[], None]]:
     """The engine's only worker reads a frozen page that it is to send, which is no landing; the
     function serves the page."""
-    with te.Engine(te.Config(transports=("tcp",))) as far, frozen_memory(4 * NBYTES) as memory:
+    with (
+        te.Engine(te.Config(transports=("tcp",), **PATIENT)) as far,
+        frozen_memory(4 * NBYTES) as memory,
+    ):
         dst = np.zeros(memory.nbytes, np.uint8)
         region = far.register(dst, remote="read-write")
         engine.register(memory.address, memory.nbytes)
@@ -231,7 +238,7 @@ def worker_that_waits(engine: te.Engine) -> Iterator[Callable[[], None]]:
 
 
 def test_a_grant_over_rdma_holds_the_fence_until_its_rails_are_broken() -> None:
-    with NullEngine(te.Config(transports=("rdma", "tcp"), workers=1)) as target:
+    with NullEngine(te.Config(transports=("rdma", "tcp"), workers=1, **PATIENT)) as target:
         source = RawSource(target.card(), "rdma")
         with source.sock:
             assert isinstance(source.sock, socket.socket)
@@ -249,14 +256,14 @@ def test_a_grant_over_rdma_holds_the_fence_until_its_rails_are_broken() -> None:
                     with pytest.raises(ValueError, match="tag 0x9 is being fenced"):
                         target.expect(9)
                 serve()
-                assert target.fence(9) == 0
+                assert target.fence(9, TIMEOUT_S) == 0
                 assert fence.poll()
                 target.expect(9)
             assert "fenced" in answer(source).reason
 
 
 def test_threads_that_fence_a_granted_tag_all_wait_for_its_rails() -> None:
-    with NullEngine(te.Config(transports=("rdma", "tcp"), workers=1)) as target:
+    with NullEngine(te.Config(transports=("rdma", "tcp"), workers=1, **PATIENT)) as target:
         source = RawSource(target.card(), "rdma")
         with source.sock:
             assert isinstance(source.sock, socket.socket)
@@ -268,10 +275,9 @@ def test_threads_that_fence_a_granted_tag_all_wait_for_its_rails() -> None:
 
 
 def test_a_cancelled_read_is_not_over_while_something_of_it_lands() -> None:
-    config = te.Config(transports=("samehost",), stall_timeout_s=60.0)
     with (
-        te.Engine(config) as reader,
-        te.Engine(config) as far,
+        te.Engine(SAMEHOST) as reader,
+        te.Engine(SAMEHOST) as far,
         frozen_memory(NBYTES) as memory,
     ):
         dst = np.full(NBYTES, 0xEE, np.uint8)
@@ -301,7 +307,7 @@ def test_memory_in_which_a_landing_has_not_ended_leaves_when_it_has() -> None:
             with pytest.raises(te.RegistrationError, match="overlaps the registered region"):
                 target.register(frozen.dst)
         frozen.serve()
-        target.deregister(frozen.region)
+        target.deregister(frozen.region, TIMEOUT_S)
         frozen.dst[:] = 0xCA
         assert frozen.transfer.wait(TIMEOUT_S) is te.Status.DONE  # It landed before.
         assert (frozen.dst == 0xCA).all()
@@ -311,15 +317,16 @@ def test_memory_in_which_a_landing_has_not_ended_leaves_when_it_has() -> None:
 
 
 def test_an_engine_is_not_closed_while_a_worker_may_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("te.engine.CLOSE_TIMEOUT_S", 0.5)
     target = te.Engine(SAMEHOST)
     with te.Engine(SAMEHOST) as source, frozen_memory(NBYTES) as memory:
         frozen = Frozen(target, source, memory)
         kept = np.zeros(10, np.uint8)
         is_kept = weakref.ref(kept)
         target.register(kept)
-        with pytest.raises(te.FenceTimeout, match=r"te-worker-.* may still write"):
-            target.close()
+        with monkeypatch.context() as short:
+            short.setattr("te.engine.CLOSE_TIMEOUT_S", SHORT_S)
+            with pytest.raises(te.FenceTimeout, match=r"te-worker-.* may still write"):
+                target.close()
         del frozen.target, target, kept
         gc.collect()
         assert is_kept() is not None, "freed under a worker that may write to it"
@@ -327,7 +334,9 @@ def test_an_engine_is_not_closed_while_a_worker_may_write(monkeypatch: pytest.Mo
         wait_until(lambda: gc.collect() >= 0 and is_kept() is None, "the worker has ended")
     target = te.Engine(SAMEHOST)
     with frozen_write(target) as frozen:
-        with pytest.raises(te.FenceTimeout, match="call close again"):
-            target.close()
+        with monkeypatch.context() as short:
+            short.setattr("te.engine.CLOSE_TIMEOUT_S", SHORT_S)
+            with pytest.raises(te.FenceTimeout, match="call close again"):
+                target.close()
         frozen.serve()
         target.close()

@@ -37,7 +37,7 @@ OPEN_TAGS = (5, 6)
 #: Open, but not for whom these frames come from.
 OTHERS_TAG = 9
 MEMORY, PAGE = 1 << 16, 4096
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 KEY = b"k" * 32
 
 
@@ -157,7 +157,7 @@ class Source:
         return word(Kind.RAIL_LOST, index, epoch - (self.lies and rng.random() < 0.3), items)
 
 
-@pytest.mark.timeout(0 if INPUTS > 10_000 else 60)
+@pytest.mark.timeout(0 if INPUTS > 10_000 else 300)
 def test_a_hostile_source() -> None:
     rng, wires, steady = random.Random(4), Wires(), Steady(INPUTS, "direct, source")
     with (
@@ -186,7 +186,7 @@ def test_a_hostile_source() -> None:
                             break
                         if rng.random() < 0.01:
                             tag = rng.choice(OPEN_TAGS)
-                            engine.fence(tag)
+                            engine.fence(tag, TIMEOUT_S)
                             engine.expect(tag)
             assert friend.write(friendly).wait(TIMEOUT_S) is te.Status.DONE
             steady.look(done)
@@ -292,7 +292,7 @@ class Destination:
         return word(Kind.CREDIT, rail, epoch, [], total=rng.choice([1, 64, 500, wild(rng)]))
 
 
-@pytest.mark.timeout(0 if INPUTS > 10_000 else 60)
+@pytest.mark.timeout(0 if INPUTS > 10_000 else 300)
 def test_a_hostile_destination() -> None:
     rng, wires, steady = random.Random(5), Wires(), Steady(INPUTS, "direct, destination")
     with (
@@ -331,7 +331,7 @@ def test_a_hostile_destination() -> None:
         steady.check()
         assert frames.rounds, "not every bound was tried"
         assert reasons.others
-        engine.deregister(region)
+        engine.deregister(region, TIMEOUT_S)
 
 
 def submit(

@@ -67,8 +67,10 @@ class Target:
 
 
 @pytest.fixture
-def target(request: pytest.FixtureRequest) -> Iterator[Target]:
-    with te.Engine(te.Config(connect_timeout_s=1.0)) as engine, te.Engine() as friend:
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
+    monkeypatch.setattr("te.engine.QUIESCE_TIMEOUT_S", TIMEOUT_S)  # Of `fence_peer`.
+    config = te.Config(connect_timeout_s=TIMEOUT_S, stall_timeout_s=TIMEOUT_S)
+    with te.Engine(config) as engine, te.Engine(config) as friend:
         yield Target(engine, friend, getattr(request, "param", "tcp"))
 
 
@@ -107,7 +109,7 @@ def test_fence_in_the_middle_of_a_segment(target: Target) -> None:
     target.engine.expect(8)
     with raw_source(target) as source:
         half_a_segment(target, source, 8)
-        assert target.engine.fence(8) == 0
+        assert target.engine.fence(8, TIMEOUT_S) == 0
         # A new use of the same value is not open to a transfer of the old one.
         target.engine.expect(8)
         status, reason = finish(source, 8)
@@ -126,7 +128,7 @@ def test_fence_between_the_last_payload_and_its_trailer(target: Target) -> None:
         half_a_segment(target, source, 8)
         source.send(b"\1" * (NBYTES // 2))
         wait_until(lambda: target.memory[-1] == 1, "landed")
-        target.engine.fence(8)
+        target.engine.fence(8, TIMEOUT_S)
         source.send(trailer())
         assert source.ack().status is AckStatus.REFUSED
 
@@ -135,7 +137,7 @@ def test_fence_between_the_last_payload_and_its_trailer(target: Target) -> None:
 def test_deregister_in_the_middle_of_a_segment(target: Target) -> None:
     with raw_source(target) as source:
         half_a_segment(target, source, 0)
-        target.engine.deregister(target.region)
+        target.engine.deregister(target.region, TIMEOUT_S)
         status, reason = finish(source, 0)
         assert status is AckStatus.REFUSED
         assert "deregistered meanwhile" in reason
@@ -148,7 +150,7 @@ def test_deregister_in_the_middle_of_a_segment(target: Target) -> None:
 def test_registered_anew_in_the_middle_of_a_segment(target: Target) -> None:
     with raw_source(target) as source:
         half_a_segment(target, source, 0)
-        target.engine.deregister(target.region)
+        target.engine.deregister(target.region, TIMEOUT_S)
         target.engine.register(target.memory, remote="read-write")
         status, reason = finish(source, 0)
         assert (status, "deregistered meanwhile" in reason) == (AckStatus.REFUSED, True)
@@ -165,7 +167,7 @@ def test_deregister_one_of_two_touching_regions_in_the_middle_of_a_segment() -> 
         with source.sock:
             source.send(segment(1, 0, [(base, NBYTES)], NBYTES), b"\1" * 1000)
             wait_until(lambda: engine.stats().bytes_received == 1000, "landed")
-            engine.deregister(upper)
+            engine.deregister(upper, TIMEOUT_S)
             source.send(b"\1" * (NBYTES - 1000), trailer())
             assert source.ack().status is AckStatus.REFUSED
             assert not memory[1000:].any()
@@ -262,11 +264,13 @@ def test_garbage_instead_of_a_hello(
     target.assert_serves()
 
 
-def test_silence_instead_of_a_hello(target: Target) -> None:
-    with dial(target.card) as sock:
-        take_challenge(sock, target.card)
-        assert sock.recv(1) == b""
-    target.assert_serves()
+def test_silence_instead_of_a_hello() -> None:
+    with te.Engine(te.Config(connect_timeout_s=3.0)) as engine, te.Engine() as friend:
+        target = Target(engine, friend, "tcp")
+        with dial(target.card) as sock:
+            take_challenge(sock, target.card)
+            assert sock.recv(1) == b""
+        target.assert_serves()
 
 
 @on_both
@@ -383,7 +387,10 @@ def memory_that_vanishes(engine: te.Engine, nbytes: int) -> Iterator[int]:
 @on_both
 def test_source_memory_that_vanished_fails_only_its_transfer(target: Target) -> None:
     nbytes = 1 << 18
-    config = te.Config(segment_bytes=1 << 16, transports=(target.transport,))
+    config = te.Config(
+        segment_bytes=1 << 16, transports=(target.transport,), connect_timeout_s=TIMEOUT_S,
+        stall_timeout_s=TIMEOUT_S,
+    )  # fmt: skip
     with (
         te.Engine(config) as source,
         memory_that_vanishes(source, nbytes) as address,
@@ -429,4 +436,4 @@ def test_a_reader_that_acknowledges_nothing_does_not_keep_memory_in_use() -> Non
             assert len(source.sock.recv(reply, socket.MSG_WAITALL)) == reply
             assert source.closed()
         wait_until(lambda: target.stats().rails == 0, "the link has ended")
-        target.deregister(region)
+        target.deregister(region, TIMEOUT_S)

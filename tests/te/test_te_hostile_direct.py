@@ -28,7 +28,7 @@ import te
 from te.bench._null import Wires
 from te.core.wire import RANGES_LIMIT
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 TAG = 5
 BEGUN_MAX = 256
 TABLE_MAX = 500
@@ -143,7 +143,7 @@ def test_a_source_that_breaks_the_rules(
         reason = next(one.getMessage() for one in caplog.records if RAW_ID in one.getMessage())
         assert "broke the protocol" in reason
         assert says in reason
-        engine.fence(TAG)
+        engine.fence(TAG, TIMEOUT_S)
         other.goes_on()
 
 

@@ -50,20 +50,22 @@ KEY = b"k" * 32
 
 @pytest.fixture(scope="module")
 def target() -> Iterator[te.Engine]:
-    with te.Engine(te.Config(connect_timeout_s=1.0)) as engine:
+    with te.Engine(te.Config(connect_timeout_s=TIMEOUT_S)) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module", params=[(), (KEY,)], ids=["no keys", "keys"])
 def fuzzed(request: pytest.FixtureRequest) -> Iterator[te.Engine]:
-    with te.Engine(te.Config(connect_timeout_s=1.0, keys=request.param)) as engine:
+    with te.Engine(te.Config(connect_timeout_s=TIMEOUT_S, keys=request.param)) as engine:
         yield engine
 
 
 def assert_accepts(engine: te.Engine) -> None:
     """A new engine finds in, by each transport."""
     for transport in ("tcp", "samehost"):
-        config = te.Config(transports=(transport,), keys=engine._config.keys)
+        config = te.Config(
+            transports=(transport,), keys=engine._config.keys, connect_timeout_s=TIMEOUT_S
+        )
         with te.Engine(config) as friend:
             assert friend.connect(engine.card()).alive
 
@@ -375,7 +377,7 @@ def test_a_connection_of_another_transport_joins_no_link(target: te.Engine, tran
             else:
                 other.sendall(hello(other, card, link=4711))
             assert refusal(other).reason == "the link that it names is over another transport"
-        assert target.stats().rails == 1
+        wait_until(lambda: target.stats().rails == 1, "the first link stands")
     wait_until(lambda: target.stats().rails == 0, "the link has ended")
     wait_until(lambda: descriptors() == before, "nothing was kept")
 

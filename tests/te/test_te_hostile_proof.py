@@ -71,7 +71,7 @@ NOTHING = Greeting(PROTOCOL_VERSION, GreetingKind.REFUSE, b"")
 
 @pytest.fixture(scope="module")
 def target() -> Iterator[te.Engine]:
-    with te.Engine(te.Config(connect_timeout_s=1.0)) as engine:
+    with te.Engine(te.Config(connect_timeout_s=TIMEOUT_S)) as engine:
         yield engine
 
 
@@ -276,7 +276,7 @@ def test_a_challenge_of_one_engine_is_not_answered_for_another(target: te.Engine
 @contextlib.contextmanager
 def _connecting(source: te.Engine, card: bytes) -> Iterator[Future[te.Peer]]:
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(source.connect, card)
+        yield pool.submit(source.connect, card, TIMEOUT_S)
 
 
 def test_a_welcome_of_one_connection_is_none_of_another() -> None:
@@ -359,7 +359,7 @@ def test_half_greetings(target: te.Engine, reset: bool) -> None:
                 linger = struct.pack("ii", 1, 0)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 sock.close()
-        with te.Engine(te.Config(transports=("tcp",))) as friend:
+        with te.Engine(te.Config(transports=("tcp",), connect_timeout_s=TIMEOUT_S)) as friend:
             assert friend.connect(card).alive
     wait_until(lambda: not target._acceptor._greeting, "no greeting is left")
     assert not any(one.key.engine_id == RAW_ID for one in target._acceptor._links)

@@ -29,8 +29,8 @@ from te_raw import (
 )
 
 import te
+from te.connect import admission as rule
 from te.connect.admission import (
-    FIRST_BYTE_TIMEOUT_S,
     HALF_OPEN_MAX,
     HALF_OPEN_OF_SOURCE_MAX,
     SILENT_S,
@@ -85,7 +85,7 @@ def test_silent_connections_lock_nobody_out(transport: str, said: int) -> None:
         thread.start()
         try:
             assert enough.wait(60.0)
-            assert friend.connect(card, timeout_s=20.0).alive
+            assert friend.connect(card, timeout_s=60.0).alive
         finally:
             stop.set()
             thread.join(60.0)
@@ -97,11 +97,11 @@ def test_silent_connections_lock_nobody_out(transport: str, said: int) -> None:
 
 
 def test_a_peer_that_drips_has_one_deadline_for_its_whole_hello() -> None:
-    with te.Engine(te.Config(connect_timeout_s=1.0)) as engine:
+    with te.Engine(te.Config(connect_timeout_s=3.0)) as engine:
         with dial(engine.card()) as sock:
             data = hello(sock, engine.card())
             sock.settimeout(0.05)
-            for byte in data[:-1] * 10:
+            for byte in data[:-1] * 20:
                 try:
                     sock.send(bytes([byte]))
                     if sock.recv(1) == b"":
@@ -112,14 +112,14 @@ def test_a_peer_that_drips_has_one_deadline_for_its_whole_hello() -> None:
                     break
             else:
                 pytest.fail("it may drip for as long as it likes")
-        assert not engine._acceptor._greeting
+        wait_until(lambda: not engine._acceptor._greeting, "no greeting is left")
 
 
 def test_the_end_of_descriptors_is_no_end_of_connections() -> None:
     """Silent connections are closed for one that can be accepted only then."""
-    with te.Engine() as engine:
+    with te.Engine(te.Config(connect_timeout_s=TIMEOUT_S)) as engine:
         card = engine.card()
-        far = FarEngine(transports=["tcp"])
+        far = FarEngine(transports=["tcp"], connect_timeout_s=TIMEOUT_S)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         silent = [dial(card) for _ in range(40)]
         try:
@@ -170,7 +170,10 @@ def test_connecting_to_a_peer_that_drips_has_a_deadline(drips_challenge: bool) -
     def drip(sock: socket.socket) -> None:
         nonlocal dripped, answer
         challenge = GREETING.pack(MAGIC, PROTOCOL_VERSION, GreetingKind.CHALLENGE, 72) + bytes(72)
-        answer = challenge if drips_challenge else welcome(take_hello(sock))
+        try:
+            answer = challenge if drips_challenge else welcome(take_hello(sock))
+        except AssertionError:
+            return  # It has given up before it was answered.
         sock.settimeout(0.05)
         # It would take a minute and a half.
         for byte in answer.ljust(2000, b"\0"):
@@ -181,13 +184,16 @@ def test_connecting_to_a_peer_that_drips_has_a_deadline(drips_challenge: bool) -
                     pass
                 return
 
-    with (
-        served(drip) as card,
-        te.Engine() as engine,
-        pytest.raises(te.ConnectError, match=r"did not answer within 0.5 s"),
-    ):
-        engine.connect(card, timeout_s=0.5)
-    assert 0 < dripped < len(answer)
+    with served(drip) as card, te.Engine() as engine:
+
+        def has_dripped() -> int:
+            """Whether the end came while something did: a thread may not have come so far."""
+            with pytest.raises(te.ConnectError, match=r"did not answer within 0.5 s"):
+                engine.connect(card, timeout_s=0.5)
+            return dripped
+
+        wait_until(has_dripped, "something has been dripped")
+    assert dripped < len(answer)
 
 
 # -- the rule
@@ -249,7 +255,10 @@ def test_what_counts_as_one_source(address: str, source: str) -> None:
 
 
 def test_all_addresses_of_a_network_of_ipv6_are_one_source() -> None:
-    with te.Engine(te.Config(host="::1")) as engine, dial(engine.card()):
+    with (
+        te.Engine(te.Config(host="::1", connect_timeout_s=TIMEOUT_S)) as engine,
+        dial(engine.card()),
+    ):
         wait_until(lambda: engine._acceptor._admission._of_source == {"::/64": 1}, "it is accepted")
 
 
@@ -270,7 +279,7 @@ def test_who_has_called_counts_as_the_youngest_once_more() -> None:
 def test_deadlines_of_the_first_byte_and_of_all() -> None:
     admission = Admission()
     one = admission.enter("a", 10.0, 60.0)
-    assert one.due_s == 10.0 + FIRST_BYTE_TIMEOUT_S
+    assert one.due_s == 10.0 + rule.FIRST_BYTE_TIMEOUT_S
     one.has_spoken = True
     assert one.due_s == 70.0
     assert admission.enter("a", 10.0, 0.5).due_s == 10.5
@@ -279,10 +288,11 @@ def test_deadlines_of_the_first_byte_and_of_all() -> None:
     assert Admission().surplus(10.0) is None
 
 
-def test_silent_ones_are_told_by_the_first_byte_deadline() -> None:
+def test_silent_ones_are_told_by_the_first_byte_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Far before ``connect_timeout_s``."""
+    monkeypatch.setattr(rule, "FIRST_BYTE_TIMEOUT_S", 2.0)
     with te.Engine(te.Config(connect_timeout_s=600.0)) as engine, dial(engine.card()) as sock:
         assert read_greeting(sock) is None
-    with te.Engine(te.Config(connect_timeout_s=0.5)) as engine, dial(engine.card()) as sock:
+    with te.Engine(te.Config(connect_timeout_s=3.0)) as engine, dial(engine.card()) as sock:
         take_challenge(sock, engine.card())
         assert read_greeting(sock) is None  # What comes behind the call has its deadline, too.

@@ -22,8 +22,11 @@ from te.transports.tcp import kernel_tls
 from te.transports.tcp import transport as tcp
 
 A, B = bytes(range(32)), bytes(range(32, 64))
-ENCRYPTED = te.Config(transports=("tcp",), keys=(b"k" * 32,), encrypt=True, rails=2)
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
+ENCRYPTED = te.Config(
+    transports=("tcp",), keys=(b"k" * 32,), encrypt=True, rails=2,
+    connect_timeout_s=TIMEOUT_S, stall_timeout_s=TIMEOUT_S,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -77,10 +80,12 @@ def test_engines_on_hosts_that_can_do_it_use_it() -> None:
         tag = te.new_tag()
         target.expect(tag)
         peer = source.connect(target.card())
-        peer.write(te.Blocks.of(data.ctypes.data, there.ctypes.data, len(data)), tag).wait(20)
+        blocks = te.Blocks.of(data.ctypes.data, there.ctypes.data, len(data))
+        peer.write(blocks, tag).wait(TIMEOUT_S)
         assert np.array_equal(data, there)
         assert peer.is_encrypted
-        assert connections() == before + 4, "both ends of two rails"
+        # The target encrypts its end of a rail once it has welcomed the source.
+        wait_until(lambda: connections() == before + 4, "both ends of two rails")
     wait_until(lambda: connections() == before, "the connections are closed")
 
 
@@ -146,8 +151,9 @@ def test_a_kernel_that_fails_at_the_target_alone_ends_the_link(monkeypatch) -> N
         tag = te.new_tag()
         target.expect(tag)
         peer = source.connect(target.card())
+        blocks = te.Blocks.of(data.ctypes.data, there.ctypes.data, len(data))
         with pytest.raises(te.TransferFailed):
-            peer.write(te.Blocks.of(data.ctypes.data, there.ctypes.data, len(data)), tag).wait(20)
+            peer.write(blocks, tag).wait(TIMEOUT_S)
         assert not there.any()
         wait_until(lambda: not peer.alive, "the link has ended")
 

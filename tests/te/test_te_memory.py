@@ -22,6 +22,7 @@ from te.topology import Locality, Topology, read_machine
 from te.transports.tcp._core import TcpLink
 from te.verbs.fabric import UNUSED, Fabric, Registration
 
+TIMEOUT_S = 60.0
 EDGES = [0, 1, 99, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 WILD = st.one_of(st.integers(0, 120), st.sampled_from(EDGES))
 
@@ -210,7 +211,7 @@ class SlowRegion:
         self.inside += 1
         self.most_inside = max(self.inside, self.most_inside)
         self.entered.set()
-        self.may_end.wait(10)
+        self.may_end.wait(TIMEOUT_S)
         self.inside -= 1
         self.closed += 1
 
@@ -221,11 +222,11 @@ def test_threads_that_close_the_same_registration_wait_for_each_other() -> None:
     registration = Registration(b"", (cast("Any", region),), "*")
     threads = [threading.Thread(target=registration.close) for _ in range(2)]
     threads[0].start()
-    assert region.entered.wait(10)
+    assert region.entered.wait(TIMEOUT_S)
     threads[1].start()
     threads[1].join(0.1)
     assert threads[1].is_alive()
     region.may_end.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(TIMEOUT_S)
     assert (region.most_inside, region.closed) == (1, 2)

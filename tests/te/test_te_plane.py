@@ -10,6 +10,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,9 @@ import te
 from te.connect.pool import THREADS_MAX
 from te.handshake import decode_card, encode
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
+#: Of all engines: a thread may stand still for seconds.
+PATIENT = te.Config(connect_timeout_s=TIMEOUT_S, stall_timeout_s=TIMEOUT_S)
 NBYTES = 8 << 20
 
 
@@ -49,7 +52,7 @@ class Two:
 
 @contextlib.contextmanager
 def two(nbytes: int = NBYTES, **config: object) -> Iterator[Two]:
-    settings = te.Config(**config)  # type: ignore[arg-type]
+    settings = replace(PATIENT, **config)  # type: ignore[arg-type]
     with te.Engine(settings) as source, te.Engine(settings) as target:
         yield Two(source, target, nbytes)
 
@@ -77,7 +80,8 @@ def test_every_rail_of_a_peer_carries_bytes(rails: int) -> None:
 
 
 def test_the_smaller_number_of_rails_counts() -> None:
-    with te.Engine(te.Config(rails=4)) as source, te.Engine(te.Config(rails=3)) as target:
+    four, three = replace(PATIENT, rails=4), replace(PATIENT, rails=3)
+    with te.Engine(four) as source, te.Engine(three) as target:
         assert source.connect(target.card()).rails == 3
         assert target.connect(source.card()).rails == 3
 
@@ -90,7 +94,7 @@ def test_the_smaller_number_of_rails_counts() -> None:
 
 @pytest.mark.parametrize("connect_first", [False, True])
 def test_allocated_memory_is_mapped_by_the_peer(connect_first: bool) -> None:
-    with te.Engine() as source, te.Engine() as target:
+    with te.Engine(PATIENT) as source, te.Engine(PATIENT) as target:
         buffer = te.allocate(NBYTES)
         src, dst = np.frombuffer(buffer, np.uint8), np.zeros(NBYTES, np.uint8)
         src[:NBYTES] = pattern(1, NBYTES)
@@ -109,7 +113,7 @@ def test_allocated_memory_is_mapped_by_the_peer(connect_first: bool) -> None:
 
 def test_the_address_of_allocated_memory_can_be_used_anew() -> None:
     """The peer must not copy out of what it had mapped there before."""
-    with te.Engine() as source, te.Engine() as target:
+    with te.Engine(PATIENT) as source, te.Engine(PATIENT) as target:
         dst = np.zeros(4096, np.uint8)
         remote = target.register(dst, remote="read-write")
         peer = source.connect(target.card())
@@ -159,9 +163,9 @@ NO_RDMA_THERE = "rdma: the other engine does not offer it"
 
 def test_the_same_host_is_noticed_and_tcp_is_the_way_out() -> None:
     with (
-        te.Engine() as source,
-        te.Engine() as target,
-        te.Engine(te.Config(transports=("tcp",))) as plain,
+        te.Engine(PATIENT) as source,
+        te.Engine(PATIENT) as target,
+        te.Engine(replace(PATIENT, transports=("tcp",))) as plain,
     ):
         near, far = source.connect(target.card()), source.connect(plain.card())
         assert (near.transport, near.transport_reason) == ("samehost", "")
@@ -173,15 +177,15 @@ def test_the_same_host_is_noticed_and_tcp_is_the_way_out() -> None:
 
 
 def test_why_the_same_host_is_not_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = te.Config(transports=("samehost", "tcp"))
-    with te.Engine(config) as source, te.Engine() as target:
+    config = replace(PATIENT, transports=("samehost", "tcp"))
+    with te.Engine(config) as source, te.Engine(PATIENT) as target:
         monkeypatch.setattr(
             "te.transports.samehost.reach.cannot_read", lambda pid, nonce: "not today"
         )
         peer = source.connect(target.card())
         assert (peer.transport, peer.transport_reason) == ("tcp", "samehost: not today")
         with (
-            te.Engine(te.Config(transports=("samehost",))) as strict,
+            te.Engine(replace(PATIENT, transports=("samehost",))) as strict,
             pytest.raises(te.ConnectError, match=r"no transport to .* samehost: not today"),
         ):
             strict.connect(target.card())
@@ -193,8 +197,8 @@ def test_why_rdma_is_not_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as without:
         without.setattr("te.transports.rdma.transport.open_fabric", open_fabric)
-        source = te.Engine(te.Config(transports=("rdma", "tcp")))
-    with source, te.Engine() as target:
+        source = te.Engine(replace(PATIENT, transports=("rdma", "tcp")))
+    with source, te.Engine(PATIENT) as target:
         card = structs.replace(decode_card(target.card()), offers={"rdma": b"", "tcp": b""})
         peer = source.connect(encode(card))
         assert (peer.transport, peer.transport_reason) == ("tcp", "rdma: the cable is out")
@@ -220,7 +224,7 @@ def test_a_topology_that_cannot_be_used_stops_the_engine(
 
 
 def test_a_pull_on_tcp_and_a_read_of_nothing_registered_are_no_way_in() -> None:
-    with te.Engine() as target:
+    with te.Engine(PATIENT) as target:
         source = RawSource(target.card())
         with source.sock:
             source.send(descriptors(Kind.READ, 1, [(1 << 20, 1 << 20, 100)]))
@@ -238,7 +242,7 @@ def test_a_million_blocks_in_one_call(pair: Two) -> None:
     blocks = pair.blocks(offsets, offsets, 5)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     transfer = pair.peer.write(blocks)
-    assert transfer.wait(60.0) is te.Status.DONE
+    assert transfer.wait(TIMEOUT_S) is te.Status.DONE
     extra_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert extra_bytes < 64 * count
     src, dst = pair.src.reshape(-1, step)[:count], pair.dst.reshape(-1, step)[:count]
@@ -261,7 +265,7 @@ def connect(source: te.Engine, target: te.Engine, transport: str) -> te.Peer:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_sixty_four_peers_and_sixteen_transfers_each(transport: str) -> None:
     peers, each, nbytes = 64, 16, 5000
-    config = te.Config(transports=(transport,))
+    config = replace(PATIENT, transports=(transport,))
     threads = threading.active_count()
     with contextlib.ExitStack() as stack:
         targets = [stack.enter_context(te.Engine(config)) for _ in range(peers)]

@@ -4,6 +4,8 @@ source refuses by itself because of what it was told."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from te_direct import NullEngine, RawDirectSource, ask, raw_direct_destination, table, word
@@ -14,7 +16,13 @@ import te
 from te.bench._null import Wires
 from te.memory import RIGHTS
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
+#: Of all engines: a thread may stand still for seconds.
+PATIENT: dict[str, Any] = {
+    "connect_timeout_s": TIMEOUT_S,
+    "stall_timeout_s": TIMEOUT_S,
+    "rail_timeout_s": TIMEOUT_S,
+}
 TAG = 5
 PAGE = 4096
 WRITTEN = {"tagged", "read-tagged", "read-write"}
@@ -45,7 +53,7 @@ def keys_of(raw: RawDirectSource, frame: bytes) -> dict[int, tuple[int, bool]]:
 
 def test_a_source_is_told_keys_of_what_it_has_asked_for_and_was_granted() -> None:
     wires = Wires()
-    with NullEngine(wires, nics=1) as engine:
+    with NullEngine(wires, nics=1, **PATIENT) as engine:
         target = Target(engine)
         engine.expect(TAG)
 
@@ -72,7 +80,10 @@ def test_a_source_is_told_keys_of_what_it_has_asked_for_and_was_granted() -> Non
 
 def test_a_tag_for_another_engine_is_not_granted() -> None:
     wires = Wires()
-    with NullEngine(wires, nics=1) as engine, NullEngine(wires, nics=1) as source:
+    with (
+        NullEngine(wires, nics=1, **PATIENT) as engine,
+        NullEngine(wires, nics=1, **PATIENT) as source,
+    ):
         target, near = Target(engine), np.zeros(PAGE, np.uint8)
         source.register(near, remote="none")
         peer = source.connect(engine.card())
@@ -80,7 +91,7 @@ def test_a_tag_for_another_engine_is_not_granted() -> None:
         engine.expect(TAG, peer=engine)
         with pytest.raises(te.TransferFailed, match="the tag 0x5 is not open here"):
             peer.write(blocks, TAG).wait(TIMEOUT_S)
-        engine.fence(TAG)
+        engine.fence(TAG, TIMEOUT_S)
         engine.expect(TAG, peer=source)
         assert peer.write(blocks, TAG).wait(TIMEOUT_S)
 
@@ -88,7 +99,10 @@ def test_a_tag_for_another_engine_is_not_granted() -> None:
 @pytest.mark.parametrize("remote", list(RIGHTS))
 def test_a_source_gives_up_what_it_may_not_do(remote: str) -> None:
     wires = Wires()
-    with NullEngine(wires, nics=1) as engine, NullEngine(wires, nics=1) as source:
+    with (
+        NullEngine(wires, nics=1, **PATIENT) as engine,
+        NullEngine(wires, nics=1, **PATIENT) as source,
+    ):
         target, near = Target(engine), np.zeros(PAGE, np.uint8)
         source.register(near, remote="none")
         engine.expect(TAG)
@@ -116,7 +130,7 @@ def test_a_source_gives_up_what_it_may_not_do(remote: str) -> None:
 def test_of_ranges_that_touch_each_must_allow_it() -> None:
     wires = Wires()
     with (
-        NullEngine(wires, nics=1) as source,
+        NullEngine(wires, nics=1, **PATIENT) as source,
         raw_direct_destination(wires, source) as (peer, raw),
     ):
         near = np.zeros(3 * PAGE, np.uint8)
@@ -137,7 +151,7 @@ def test_a_right_that_is_gone_while_pieces_wait_ends_their_transfer() -> None:
     then lands in the former, or fails at its key."""
     wires, nbytes = Wires(), 32 << 20
     with (
-        NullEngine(wires, nics=1) as source,
+        NullEngine(wires, nics=1, **PATIENT) as source,
         raw_direct_destination(wires, source) as (peer, raw),
     ):
         near = np.zeros(nbytes, np.uint8)
@@ -170,7 +184,7 @@ def test_a_piece_that_was_given_up_and_lost_with_its_rail_counts_once() -> None:
     rail again, and is not told to have been written."""
     wires, blocks = Wires(), 1000
     with (
-        NullEngine(wires, nics=1) as source,
+        NullEngine(wires, nics=1, **PATIENT) as source,
         raw_direct_destination(wires, source) as (peer, raw),
     ):
         near, far = np.zeros(2 * blocks * PAGE, np.uint8), 1 << 30

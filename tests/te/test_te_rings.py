@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import socket
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from te_ring import HEAD, IN, OUT, RINGS_BYTES, TAIL, RingSocket, make_rings
 import te
 from te.handshake import decode_card
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
+#: Of all engines: a thread may stand still for seconds.
+PATIENT = te.Config(connect_timeout_s=TIMEOUT_S, stall_timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,7 @@ def test_a_position_that_cannot_be_ends_the_link(
     at: int, value: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = np.zeros(100, np.uint8)
-    with te.Engine() as engine, caplog.at_level(logging.WARNING):
+    with te.Engine(PATIENT) as engine, caplog.at_level(logging.WARNING):
         engine.register(memory, remote="read-write")
         source = RawSource(engine.card(), "samehost")
         assert isinstance(source.sock, RingSocket)
@@ -50,7 +53,7 @@ def test_a_position_that_cannot_be_ends_the_link(
 
 @pytest.mark.parametrize("change", ["short", "unsealed", "none"])
 def test_rings_that_could_fail_are_refused(change: str, caplog: pytest.LogCaptureFixture) -> None:
-    with te.Engine() as engine, caplog.at_level(logging.INFO):
+    with te.Engine(PATIENT) as engine, caplog.at_level(logging.INFO):
         card = engine.card()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(TIMEOUT_S)
@@ -72,7 +75,7 @@ def test_a_stream_many_times_as_long_as_its_ring() -> None:
     nbytes = 1 << 20
     memory, data = np.zeros(nbytes, np.uint8), pattern(1, nbytes)
     base = int(memory.ctypes.data)
-    with te.Engine() as engine:
+    with te.Engine(PATIENT) as engine:
         engine.register(memory, remote="read-write")
         source = RawSource(engine.card(), "samehost")
         rng = np.random.default_rng(2)
@@ -101,7 +104,7 @@ def test_a_stream_many_times_as_long_as_its_ring() -> None:
 @pytest.mark.parametrize("spin_s", [0.0, 50e-6, 0.1])
 def test_a_reader_that_sleeps_is_woken_up_by_each_answer(spin_s: float) -> None:
     """Once, however long the engine looks for what comes next before it sleeps itself."""
-    with te.Engine(te.Config(spin_s=spin_s)) as engine:
+    with te.Engine(replace(PATIENT, spin_s=spin_s)) as engine:
         source = RawSource(engine.card(), "samehost")
         assert isinstance(source.sock, RingSocket)
         with source.sock:
@@ -114,7 +117,7 @@ def test_a_reader_that_sleeps_is_woken_up_by_each_answer(spin_s: float) -> None:
 
 def test_what_was_sent_before_the_end_still_lands() -> None:
     memory = np.zeros(1000, np.uint8)
-    with te.Engine() as engine:
+    with te.Engine(PATIENT) as engine:
         engine.register(memory, remote="read-write")
         engine.expect(4)
         source = RawSource(engine.card(), "samehost")
@@ -129,7 +132,7 @@ def test_what_was_sent_before_the_end_still_lands() -> None:
 def test_small_blocks_go_through_the_rings_both_ways() -> None:
     nbytes, count = 1 << 20, 10_000
     src, dst = pattern(3, nbytes), np.zeros(nbytes, np.uint8)
-    with te.Engine() as source, te.Engine() as target:
+    with te.Engine(PATIENT) as source, te.Engine(PATIENT) as target:
         here, there = source.register(src), target.register(dst, remote="read-write")
         peer = source.connect(target.card())
         assert peer.transport == "samehost"

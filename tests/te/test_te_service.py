@@ -21,7 +21,7 @@ from te.bench._null import Device, Wires
 from te.errors import DeviceError
 from te.topology import Gid, GidKind
 from te.transports.base import Local
-from te.transports.rdma import direct
+from te.transports.rdma import direct, keeper, transport
 from te.transports.rdma.direct import paths
 from te.transports.rdma.messages import CardNic, RailAnswer, RailOffer
 from te.transports.rdma.transport import _idle_settings
@@ -29,6 +29,7 @@ from te.verbs import _core as verbs
 from te.verbs.fabric import Nic, _with_gid
 
 HOST = "127.0.0.1"
+TIMEOUT_S = 60.0
 
 
 def nic(family: str = "ib", index: int = 0, gids: tuple[Gid, ...] = ()) -> Nic:
@@ -98,8 +99,16 @@ def test_a_link_has_so_many_queue_pairs_for_each_pair_of_devices(
         hand_over(queue_pair, link, offer, nic, *rest)
 
     monkeypatch.setattr(direct, "hand_over", count)
+    # No rail is made anew because a thread has stood still.
+    for module in (keeper, transport):
+        monkeypatch.setattr(module, "BUILD_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(keeper, "PROBE_TIMEOUT_S", TIMEOUT_S)
+    patient: dict[str, Any] = {"connect_timeout_s": TIMEOUT_S, "rail_timeout_s": TIMEOUT_S}
     wires = Wires()
-    with NullEngine(wires, rails_per_nic=3) as source, NullEngine(wires) as target:
+    with (
+        NullEngine(wires, rails_per_nic=3, **patient) as source,
+        NullEngine(wires, **patient) as target,
+    ):
         source.connect(target.card())
         wait_until(lambda: len(made) == 12, "both ends of six rails are made")
     assert Counter(made) == {(rail, rail % 2): 2 for rail in range(6)}

@@ -53,6 +53,11 @@ def keys(request: pytest.FixtureRequest) -> Iterator[tuple[bytes, ...]]:
         yield request.param
 
 
+def patient(keys: tuple[bytes, ...]) -> te.Config:
+    """Of engines: the test's thread may stand still for seconds."""
+    return te.Config(keys=keys, connect_timeout_s=TIMEOUT_S, stall_timeout_s=TIMEOUT_S)
+
+
 Later = Callable[..., bytes]
 """The hello of a later connection: by this socket, to the engine of this card."""
 
@@ -106,7 +111,7 @@ def answer(
 def test_a_later_connection_proves_the_session_of_its_link_and_no_other(
     keys: tuple[bytes, ...], transport: str, later: Later, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with te.Engine(te.Config(keys=keys)) as engine, caplog.at_level(logging.WARNING):
+    with te.Engine(patient(keys)) as engine, caplog.at_level(logging.WARNING):
         card = engine.card()
         one, other = RawSource(card, transport, link=1), RawSource(card, transport, link=2)
         with one.sock, other.sock:
@@ -136,13 +141,13 @@ def test_a_later_connection_proves_the_session_of_its_link_and_no_other(
 def test_a_session_ends_with_its_link(
     keys: tuple[bytes, ...], transport: str, later: Later
 ) -> None:
-    with te.Engine(te.Config(keys=keys)) as engine:
+    with te.Engine(patient(keys)) as engine:
         card = engine.card()
         source = RawSource(card, transport, link=3)
         wait_until(lambda: len(engine._acceptor._links) == 1, "the link is known")
         source.sock.close()
         wait_until(lambda: not engine._acceptor._links, "the link is forgotten")
-        assert not engine._acceptor._links._by_session
+        wait_until(lambda: not engine._acceptor._links._by_session, "and its session")
         assert answer(card, transport, later, 3) == NOTHING
 
 
@@ -150,7 +155,10 @@ def test_queue_pairs_are_offered_with_the_session_key(
     keys: tuple[bytes, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     wires = Wires()
-    with NullEngine(wires, keys=keys) as engine, caplog.at_level(logging.WARNING):
+    with (
+        NullEngine(wires, keys=keys, connect_timeout_s=TIMEOUT_S) as engine,
+        caplog.at_level(logging.WARNING),
+    ):
         card = engine.card()
         one, other = RawDirectSource(card, wires), RawDirectSource(card, wires)
         with contextlib.closing(one), contextlib.closing(other):
@@ -177,7 +185,7 @@ def test_a_source_proves_the_session_with_its_second_rail(
 ) -> None:
     with (
         raw_destination() as (listener, card),
-        te.Engine(te.Config(keys=keys)) as source,
+        te.Engine(patient(keys)) as source,
         ThreadPoolExecutor(1) as pool,
     ):
         peer = pool.submit(source.connect, card)

@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +24,10 @@ from te.transports.samehost._core import SamehostLink
 from te.transports.samehost.messages import HostHello
 
 PAGE = 4096
+#: Of engines, unless a test is about it: a thread may stand still for seconds.
+PATIENT = te.Config(
+    transports=("samehost",), connect_timeout_s=TIMEOUT_S, stall_timeout_s=TIMEOUT_S
+)
 
 
 class HeldDestination:
@@ -109,7 +114,7 @@ def held() -> Iterator[HeldDestination]:
 def test_memory_deregistered_while_a_link_is_being_made_is_unmapped(
     held: HeldDestination,
 ) -> None:
-    with te.Engine(te.Config(transports=("samehost",))) as engine:
+    with te.Engine(PATIENT) as engine:
         region = engine.register(te.allocate(PAGE))
         with running(lambda: engine.connect(held.card())) as connecting:
             wait_until(lambda: held.words, "the peer is told to map it")
@@ -126,7 +131,7 @@ def test_memory_deregistered_while_a_link_is_being_made_is_unmapped(
 def test_memory_deregistered_while_it_is_being_shared_with_a_peer_is_unmapped(
     held: HeldDestination,
 ) -> None:
-    with te.Engine(te.Config(transports=("samehost",))) as engine:
+    with te.Engine(PATIENT) as engine:
         engine.connect(held.card())
         memory = te.allocate(PAGE)
         with running(lambda: engine.register(memory)):
@@ -139,20 +144,22 @@ def test_memory_deregistered_while_it_is_being_shared_with_a_peer_is_unmapped(
 
 
 def test_a_peer_that_does_not_confirm_loses_its_link(held: HeldDestination) -> None:
-    with te.Engine(te.Config(transports=("samehost",), connect_timeout_s=0.3)) as engine:
+    with te.Engine(replace(PATIENT, connect_timeout_s=3.0)) as engine:  # It may read late.
+        peer = engine.connect(held.card(), TIMEOUT_S)
         region = engine.register(te.allocate(PAGE))
-        peer = engine.connect(held.card())
         assert peer.alive  # Without the mapping it works, only slower.
         engine.deregister(region)
         assert not peer.alive
     # It was asked nevertheless: it may have done what it did not confirm.
+    wait_until(lambda: len(held.words) == 2, "it was asked")
     assert held.words == [(region.serial, 1, True), (region.serial, 2, False)]
 
 
 def test_a_region_at_the_address_of_an_earlier_one_is_copied_from_its_own_memory() -> None:
     """Register, write, deregister, register another at once, beside a thread that connects."""
     landing = np.zeros(PAGE, np.uint8)
-    with te.Engine() as source, te.Engine() as target:
+    config = te.Config(connect_timeout_s=TIMEOUT_S, stall_timeout_s=TIMEOUT_S)
+    with te.Engine(config) as source, te.Engine(config) as target:
         there = target.register(landing, remote="read-write")
         for turn in range(1, 30):
             memory = te.allocate(PAGE)

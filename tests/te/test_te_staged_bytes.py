@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from te_far import wait_until
 from te_sealed import Sealed, SealedMemory, sealed
 from te_staging import COPIED, HELD, Lane, Range, Slot, Staging
 
@@ -243,10 +244,10 @@ def test_who_fences_ends_copies_while_a_worker_uses_the_ring() -> None:
         threads = [threading.Thread(target=fence) for _ in range(2)]
         for thread in threads:
             thread.start()
+        wait_until(lambda: asked > 0, "they fence")
         world.run()
         over.set()
         for thread in threads:
             thread.join()
-        assert asked > 0
         assert (world.dst.view == world.expected).all()
         world.close()

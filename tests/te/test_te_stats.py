@@ -62,6 +62,13 @@ def test_a_transfer_that_was_cancelled_is_counted(pair: Pair) -> None:
 def test_rails_and_links_add_up_to_the_transport(way: Way) -> None:
     with paired(way, segment_bytes=1 << 18, rails=3) as pair:
         pair.target.expect(1)
+
+        def all_are_up() -> bool:
+            """Where rails are made behind one another, one may be late."""
+            (link,) = pair.source.links()
+            return all(one.state == "up" for one in link.rails)
+
+        wait_until(all_are_up, "all rails are up")
         for _ in range(4):
             assert pair.write(0, 0, 4 * MIB, tag=1).wait(TIMEOUT_S) is DONE
         for engine, is_incoming, other in (
@@ -176,8 +183,8 @@ def test_registered_memory_is_counted_by_kind() -> None:
 
 def test_a_transport_that_was_not_the_first_choice_is_counted() -> None:
     with (
-        te.Engine(te.Config(transports=("loopback", "tcp"))) as source,
-        te.Engine(te.Config(transports=("tcp",))) as target,
+        te.Engine(te.Config(transports=("loopback", "tcp"), connect_timeout_s=TIMEOUT_S)) as source,
+        te.Engine(te.Config(transports=("tcp",), connect_timeout_s=TIMEOUT_S)) as target,
     ):
         source.connect(target.card())
         counted = source.stats()
@@ -189,7 +196,9 @@ def test_a_transport_that_was_not_the_first_choice_is_counted() -> None:
 def test_a_link_tells_where_it_goes_and_who_encrypts(by_records: None) -> None:
     keys = (bytes(range(32)),)
     for encrypt, by in ((False, ""), (True, "libcrypto")):
-        config = te.Config(transports=("tcp",), rails=2, keys=keys, encrypt=encrypt)
+        config = te.Config(
+            transports=("tcp",), rails=2, keys=keys, encrypt=encrypt, connect_timeout_s=TIMEOUT_S
+        )
         with te.Engine(config) as source, te.Engine(config) as target:
             peer = source.connect(target.card())
             (link,) = source.links()

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -22,9 +24,13 @@ from te_far import wait_until
 
 import te
 from te import status
-from te.status import StatusSocket, ask, running
+from te.status import StatusSocket, running
 
 pytestmark = pytest.mark.pure
+
+#: Whatever thread stands still for seconds.
+TIMEOUT_S = 60.0
+ask = functools.partial(status.ask, timeout_s=TIMEOUT_S)
 
 #: A process that listens, says so, and does what follows.
 LISTENS = """
@@ -35,12 +41,21 @@ one = StatusSocket(Path(sys.argv[1]), "far", {"pid": lambda _: os.getpid()})
 """
 
 
+#: In the log.
+LET_GO = "a connection ended without an answer: "
+
+
 def raises(_: Any) -> Any:
     raise RuntimeError("no reason")
 
 
 def refuses(_: Any) -> Any:
     raise te.StatusError("there is no room 17")
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "CONNECTION_TIMEOUT_S", TIMEOUT_S)
 
 
 @pytest.fixture
@@ -59,13 +74,13 @@ def listening(directory: Path) -> Iterator[StatusSocket]:
     }
     one = StatusSocket(directory, "x1", answers)
     yield one
-    assert one.close()
+    assert one.close(TIMEOUT_S)
 
 
 @contextlib.contextmanager
 def connected(path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(20)
+        sock.settimeout(TIMEOUT_S)
         sock.connect(str(path))
         yield sock
 
@@ -136,9 +151,9 @@ def test_an_answer_that_refuses_says_why_without_a_line_in_the_log(
 def test_an_answer_has_a_largest_size(listening: StatusSocket) -> None:
     room = status.ANSWER_BYTES_MAX - 1024
     nbytes = room - 5  # MessagePack's head of bytes
-    assert len(ask(listening.path, "large", {"nbytes": nbytes}, timeout_s=60)) == nbytes
+    assert len(ask(listening.path, "large", {"nbytes": nbytes})) == nbytes
     with pytest.raises(te.StatusError, match=f"has {room + 1} bytes, and may have {room}"):
-        ask(listening.path, "large", {"nbytes": nbytes + 1}, timeout_s=60)
+        ask(listening.path, "large", {"nbytes": nbytes + 1})
 
 
 # -- what no program of ours says
@@ -176,24 +191,39 @@ def test_what_is_no_question_ends_its_connection_alone(
 
 @pytest.mark.parametrize("begun", [b"", b"\0\0"])
 def test_who_says_nothing_is_let_go(
-    listening: StatusSocket, monkeypatch: pytest.MonkeyPatch, begun: bytes
+    listening: StatusSocket,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    begun: bytes,
 ) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(status, "CONNECTION_TIMEOUT_S", 0.05)
     with connected(listening.path) as sock:
-        sock.sendall(begun)
-        assert ask(listening.path, "echo", {"a": 1}, timeout_s=60) == {"a": 1}
+        with contextlib.suppress(BrokenPipeError):  # It was let go before this.
+            sock.sendall(begun)
+        wait_until(lambda: LET_GO in caplog.text, "it is let go")
+        monkeypatch.setattr(status, "CONNECTION_TIMEOUT_S", TIMEOUT_S)
+        assert ask(listening.path, "echo", {"a": 1}) == {"a": 1}
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(1) == b""
 
 
 def test_who_does_not_take_the_answer_is_let_go(
-    listening: StatusSocket, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(status, "CONNECTION_TIMEOUT_S", 0.05)
-    request = msgspec.msgpack.encode({"question": "large", "arguments": {"nbytes": 8 << 20}})
-    with connected(listening.path) as sock:
+    def large(_: Any) -> bytes:
+        monkeypatch.setattr(status, "CONNECTION_TIMEOUT_S", 0.05)  # The question has come.
+        return bytes(8 << 20)
+
+    caplog.set_level(logging.INFO)
+    one = StatusSocket(directory, "x1", {"large": large, "echo": lambda arguments: arguments})
+    request = msgspec.msgpack.encode({"question": "large", "arguments": {}})
+    with connected(one.path) as sock:
         sock.sendall(struct.pack("!I", len(request)) + request)
-        assert ask(listening.path, "echo", {"a": 1}, timeout_s=60) == {"a": 1}
+        wait_until(lambda: LET_GO in caplog.text, "it is let go")
+        monkeypatch.setattr(status, "CONNECTION_TIMEOUT_S", TIMEOUT_S)
+        assert ask(one.path, "echo", {"a": 1}) == {"a": 1}
+    assert one.close(TIMEOUT_S)
 
 
 def ask_as(uid: int, path: Path) -> None:
@@ -227,7 +257,7 @@ def test_other_users_are_refused(
             ask_as(own, listening.path)
             refused = f"user {own} asks"
         wait_until(lambda: refused in caplog.text, "it is logged")
-        assert listening.close()
+        assert listening.close(TIMEOUT_S)
 
 
 # -- directories
@@ -278,7 +308,7 @@ def test_a_long_directory_does(tmp_path: Path) -> None:
     one = StatusSocket(directory, "a", {"pid": lambda _: os.getpid()})
     assert ask(one.path, "pid") == os.getpid()
     assert [found.path for found in running(directory)] == [one.path]
-    assert one.close()
+    assert one.close(TIMEOUT_S)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a" * 65])
@@ -307,7 +337,7 @@ def test_all_directories_are_looked_into(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(status, "default_directories", lambda: places)
     both = [StatusSocket(place, "x", {}) for place in places[:2]]
     assert [one.path for one in running()] == [one.path for one in both]
-    assert all(one.close() for one in both)
+    assert all(one.close(TIMEOUT_S) for one in both)
 
 
 # -- lives
@@ -330,12 +360,14 @@ def test_what_a_dead_process_has_left_is_removed(listening: StatusSocket) -> Non
         left = directory / f"{far.pid}-far.sock"
         with pytest.raises(te.StatusError, match="cannot be asked: Connection refused"):
             ask(left, "pid")
+        now_s = time.time() + TIMEOUT_S
+        os.utime(left, (now_s, now_s))  # It stays young, however long this takes.
         assert [one.pid for one in running(directory)] == [os.getpid()]
         assert left.exists()  # As it may be about to listen.
         age(left)
         age(listening.path)
         other = StatusSocket(directory, "other", {})
-        assert other.close()
+        assert other.close(TIMEOUT_S)
         assert not left.exists()
         assert [one.pid for one in running(directory)] == [os.getpid()]
 
@@ -352,7 +384,7 @@ sys.stdin.read()
 """
     with process(directory, then) as far:
         (found,) = running(directory)
-        assert ask(found.path, "pid", timeout_s=60) == far.pid
+        assert ask(found.path, "pid") == far.pid
         far.kill()
         far.wait(60)
         assert running(directory) == []
@@ -360,7 +392,9 @@ sys.stdin.read()
 
 def test_a_process_that_was_stopped_lives(directory: Path) -> None:
     with process(directory, "print('listens', flush=True); sys.stdin.read()") as far:
-        os.kill(far.pid, 19)
+        os.kill(far.pid, signal.SIGSTOP)
+        stat = Path(f"/proc/{far.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "stopped")
         waiting = [socket.socket(socket.AF_UNIX) for _ in range(2 * status.BACKLOG)]
         (found,) = running(directory)
         with contextlib.suppress(BlockingIOError):
@@ -376,7 +410,7 @@ def test_a_process_that_was_stopped_lives(directory: Path) -> None:
 
 def test_after_close_nobody_answers(directory: Path) -> None:
     one = StatusSocket(directory, "a", {"close": lambda _: one.close()})
-    assert ask(one.path, "close", timeout_s=60) is False  # It did not wait for itself.
+    assert ask(one.path, "close") is False  # It did not wait for itself.
     wait_until(one.close, "the thread has ended")
     assert not one.path.exists()
     with pytest.raises(te.StatusError, match="No such file"):

@@ -29,7 +29,14 @@ SEGMENT_LEAST: Final = 256 << 10
 LANDING_NBYTES: Final = 16
 #: Four greetings for each connection, and of either side.
 GREETING_NBYTES_MAX: Final = 4096
-CONFIG: Final[dict[str, Any]] = {"transports": ("tcp",), "rails": 2, "segment_bytes": SEGMENT_BYTES}
+CONFIG: Final[dict[str, Any]] = {
+    "transports": ("tcp",),
+    "rails": 2,
+    "segment_bytes": SEGMENT_BYTES,
+    # A thread may stand still for seconds.
+    "connect_timeout_s": TIMEOUT_S,
+    "stall_timeout_s": TIMEOUT_S,
+}
 #: In struct tcp_info of linux/tcp.h: tcpi_bytes_acked, tcpi_bytes_received.
 TCP_INFO_AT: Final = 120
 

@@ -16,7 +16,8 @@ import pytest
 from te import cli
 
 HERE = Path(__file__).parent
-DEADLINE_S = 60.0
+#: Less than the time-out of a test.
+DEADLINE_S = 110.0
 TINY = ("--blocks", "64", "--nbytes", "4096", "--transport", "tcp", "--rounds", "1")
 
 
@@ -128,10 +129,10 @@ def test_absent_peers_are_no_failure():
 @pytest.mark.slow
 def test_a_contender_that_hangs_is_given_up_at_the_deadline():
     """It is te's deadline, too, whose processes start late on a machine that has much to do."""
-    status, result, _ = bench(*TINY, "--peers", "bench_doubles:Hanging", "--deadline", "12")
+    status, result, _ = bench(*TINY, "--peers", "bench_doubles:Hanging", "--deadline", "30")
     assert status == 0
     reason = result["results"]["bench_doubles:Hanging"]["reason"]
-    assert reason == "the source's transfer took more than 12 s"
+    assert reason == "the source's transfer took more than 30 s"
 
 
 def test_null_posts_hand_over_every_byte_and_land_every_transfer():
