@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 from testbed_nics import Nic, nics
 
+from te.transports.rdma import cm, direct, keeper, transport
+
 #: Tests that this machine has too few devices for.
 _too_large = pytest.StashKey[list[pytest.Item]]()
 
@@ -36,6 +38,15 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
 def _devices(item: pytest.Item) -> int:
     found = item.get_closest_marker("devices")
     return 0 if found is None else int(found.args[0])
+
+
+@pytest.fixture
+def patient_rails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests without faults: no attempt to make a rail is given up because its other end stands
+    still for some seconds. A peer cannot be connected when all ways have been tried once."""
+    for module in (cm, direct, keeper, transport):
+        monkeypatch.setattr(module, "BUILD_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(keeper, "PROBE_TIMEOUT_S", 30.0)
 
 
 @pytest.fixture(scope="session")

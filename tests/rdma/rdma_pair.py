@@ -9,13 +9,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from testbed_nics import Nic
+from testbed_nics import Nic, wait_for
 
 import te
+from te.transports.rdma.rails import State
 
 __all__ = ["RdmaPair", "rdma_pair"]
 
 TIMEOUT_S = 60.0
+#: Of what nobody waits for, and must not end because the one processor of an emulated machine was
+#: elsewhere for some seconds. A rail that does not move is given up after longer than that, and
+#: soon enough to be made anew within ``TIMEOUT_S``.
+PATIENT: dict[str, Any] = {
+    "connect_timeout_s": TIMEOUT_S,
+    "stall_timeout_s": 600.0,
+    "rail_timeout_s": 20.0,
+}
 
 
 @dataclass
@@ -43,10 +52,10 @@ class RdmaPair:
 def rdma_pair(
     nics: tuple[Nic, ...], rails: int, nbytes: int, far_rails: int | None = None, **changes: Any
 ) -> Iterator[RdmaPair]:
-    """Engines over RDMA alone, connected, with a registered buffer of ``nbytes`` bytes each: random
-    bytes at the source, 0xEE at the destination."""
+    """Engines over RDMA alone, connected by every rail, with a registered buffer of ``nbytes``
+    bytes each: random bytes at the source, 0xEE at the destination."""
     near, far = nics[:rails], nics[rails : rails + (rails if far_rails is None else far_rails)]
-    common: dict[str, Any] = {"transports": ("rdma",), "connect_timeout_s": 20.0} | changes
+    common: dict[str, Any] = {"transports": ("rdma",)} | PATIENT | changes
     with (
         te.Engine(te.Config(nics=tuple(nic.device for nic in near), **common)) as source,
         te.Engine(te.Config(nics=tuple(nic.device for nic in far), **common)) as target,
@@ -56,4 +65,10 @@ def rdma_pair(
         source.register(src, remote="none")
         target.register(dst, remote="read-write")
         peer = source.connect(target.card())
+        # One is enough for a peer to be connected.
+        wait_for(
+            lambda: all(view.state is State.UP for view in peer.rail_views),
+            TIMEOUT_S,
+            "every rail is up",
+        )
         yield RdmaPair(source, target, src, dst, peer, near, far)

@@ -17,11 +17,13 @@ import te
 from te.transports.base import RailView
 from te.transports.rdma.rails import State
 
-__all__ = ["RATE", "Stream", "engine", "rail_of", "two_engines"]
+__all__ = ["NEVER_S", "RATE", "Stream", "engine", "rail_of", "two_engines"]
 
 PAGE = 16 << 10
 PAGES = 512
 WAIT_S = 60.0
+#: A timeout that must not fire, however long a thread of the emulated machine stands still.
+NEVER_S = 600.0
 #: Of each link: transfers take long enough for a fault to meet them on their way. Soft devices
 #: drop what they cannot queue, so the queue holds more packets than are ever under way.
 RATE = ("netem", "rate", "100mbit", "limit", "20000")
@@ -30,7 +32,7 @@ RATE = ("netem", "rate", "100mbit", "limit", "20000")
 @contextmanager
 def engine(
     nics: Sequence[Nic],
-    stall_timeout_s: float = 10.0,
+    stall_timeout_s: float = NEVER_S,
     topology: Path | None = None,
     **changes: Any,
 ) -> Iterator[te.Engine]:
@@ -41,6 +43,7 @@ def engine(
         topology=topology,
         rails=len(nics),
         stall_timeout_s=stall_timeout_s,
+        connect_timeout_s=WAIT_S,
         **changes,
     )
     with te.Engine(config) as made:
@@ -51,7 +54,7 @@ def engine(
 def two_engines(
     near: Sequence[Nic],
     far: Sequence[Nic],
-    stall_timeout_s: float = 10.0,
+    stall_timeout_s: float = NEVER_S,
     topology: Path | None = None,
     **changes: Any,
 ) -> Iterator[tuple[te.Engine, te.Engine]]:

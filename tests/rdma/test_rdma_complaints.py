@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
-from rdma_pair import rdma_pair
+from rdma_pair import TIMEOUT_S, rdma_pair
 from testbed_nics import Nic, cut, run, wait_for
 
 import te
@@ -39,7 +39,7 @@ def doctor(*within: str) -> str:
 
 
 def said(command: Sequence[str], status: int) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -47,11 +47,11 @@ def said(command: Sequence[str], status: int) -> str:
 def test_a_port_that_is_down(rdma_nics: tuple[Nic, ...]) -> None:
     nic = rdma_nics[0]
     with cut(nic.netdev):
-        wait_for(lambda: nic.state() == "DOWN", 5, "its state")
+        wait_for(lambda: nic.state() == "DOWN", TIMEOUT_S, "its state")
         told = complaint(nic)
     assert told.startswith("DeviceError: "), told
     assert f"bring its link up (ip link set {nic.netdev} up)" in told
-    wait_for(lambda: nic.state() == "ACTIVE", 5, "its state")
+    wait_for(lambda: nic.state() == "ACTIVE", TIMEOUT_S, "its state")
 
 
 HIDDEN = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs t /dev/infiniband; exec "$@"', "sh")
@@ -91,7 +91,7 @@ def without_address(nic: Nic) -> Iterator[None]:
         run("sh", "-c", f"echo 0 >{ipv6}; ip addr add {nic.address}/24 dev {nic.netdev}")
         with cut(nic.netdev):  # Its routes come back with its link.
             pass
-        wait_for(lambda: nic.state() == "ACTIVE", 5, "its state")
+        wait_for(lambda: nic.state() == "ACTIVE", TIMEOUT_S, "its state")
 
 
 @pytest.mark.driver("rxe")

@@ -13,6 +13,7 @@ from testbed_nics import Nic, cut, run, shaped, wait_for
 pytestmark = pytest.mark.rdma
 
 MIB = 1 << 20
+WAIT_S = 60.0
 TBF = ("tbf", "rate", "100mbit", "burst", "64kb", "latency", "50ms")
 
 
@@ -29,9 +30,9 @@ def send(source: Nic, target: Nic, nbytes: int) -> None:
         taker = threading.Thread(target=take)
         taker.start()
         bound = (source.address, 0)
-        with socket.create_connection(server.getsockname(), 10, bound) as connection:
+        with socket.create_connection(server.getsockname(), WAIT_S, bound) as connection:
             connection.sendall(bytes(nbytes))
-        taker.join(30)
+        taker.join(WAIT_S)
         assert not taker.is_alive()
 
 
@@ -52,10 +53,10 @@ def test_traffic_between_two_nics_crosses_their_wires(rdma_nics: tuple[Nic, ...]
 def test_links_go_down_and_come_back(rdma_nics: tuple[Nic, ...]) -> None:
     nic = rdma_nics[1]
     with cut(nic.netdev):
-        wait_for(lambda: nic.state() == "DOWN", 5, f"{nic.device} down")
-    wait_for(lambda: nic.state() == "ACTIVE", 5, f"{nic.device} up again")
+        wait_for(lambda: nic.state() == "DOWN", WAIT_S, f"{nic.device} down")
+    wait_for(lambda: nic.state() == "ACTIVE", WAIT_S, f"{nic.device} up again")
     routes = ("ip", "route", "show", "table", str(100 + nic.index))
-    wait_for(lambda: run(*routes).count(nic.netdev) == 2, 5, "its own routes are back")
+    wait_for(lambda: run(*routes).count(nic.netdev) == 2, WAIT_S, "its own routes are back")
     before = nic.wire_bytes("tx")
     send(nic, rdma_nics[0], MIB)
     assert nic.wire_bytes("tx") - before > MIB

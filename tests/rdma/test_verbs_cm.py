@@ -11,10 +11,13 @@ import te
 from te.topology import read_addresses
 from te.verbs import _core as verbs
 
-pytestmark = [pytest.mark.rdma, pytest.mark.driver("siw")]
+pytestmark = [
+    pytest.mark.rdma,
+    pytest.mark.driver("siw"),
+    pytest.mark.usefixtures("patient_rails"),
+]
 
 MIB = 1 << 20
-DIAL_S = 5.0
 
 
 def address(nic: Nic) -> bytes:
@@ -30,7 +33,7 @@ def test_a_connection_that_nobody_expects_is_rejected(
         near, far = pair.near[0], pair.far[0]
         with pytest.raises(OSError, match="RDMA_CM_EVENT_REJECTED"):
             verbs.Device(near.device).dial(
-                address(near), address(far), listener.port, token, 1, MIB, DIAL_S
+                address(near), address(far), listener.port, token, 1, MIB, TIMEOUT_S
             )
         assert pair.peer.write(pair.blocks([0], [0], MIB)).wait(TIMEOUT_S) is te.Status.DONE
         assert (pair.dst == pair.src).all()
@@ -39,7 +42,7 @@ def test_a_connection_that_nobody_expects_is_rejected(
 def test_dialling_where_nobody_listens_fails_in_time(rdma_nics: tuple[Nic, ...]) -> None:
     near, far = rdma_nics[:2]
     with pytest.raises(OSError, match="rdma_connect"):
-        verbs.Device(near.device).dial(address(near), address(far), 9, b"", 1, MIB, DIAL_S)
+        verbs.Device(near.device).dial(address(near), address(far), 9, b"", 1, MIB, TIMEOUT_S)
 
 
 def test_a_connection_goes_through_the_device_that_was_asked_for(
@@ -47,4 +50,4 @@ def test_a_connection_goes_through_the_device_that_was_asked_for(
 ) -> None:
     near, far = rdma_nics[:2]
     with pytest.raises(OSError, match=f"does not go through {far.device}"):
-        verbs.Device(far.device).dial(address(near), address(far), 9, b"", 1, MIB, DIAL_S)
+        verbs.Device(far.device).dial(address(near), address(far), 9, b"", 1, MIB, TIMEOUT_S)

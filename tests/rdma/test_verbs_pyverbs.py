@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
+from rdma_pair import PATIENT, TIMEOUT_S
 from te_frames import HEADER, AckStatus, Kind, ack, header
 from te_raw import (
     RAW_ID,
@@ -52,7 +53,11 @@ from te.transports.rdma.messages import (
 )
 from te.verbs.fabric import KEY
 
-pytestmark = [pytest.mark.rdma, pytest.mark.driver("rxe")]
+pytestmark = [
+    pytest.mark.rdma,
+    pytest.mark.driver("rxe"),
+    pytest.mark.usefixtures("patient_rails"),
+]
 
 PYTHON = "/usr/bin/python3"  # for which Debian has built pyverbs
 GID_INDEX = 1  # rxe's address of IPv4
@@ -60,7 +65,6 @@ NBYTES = 3 << 20
 PAGE = 4 << 10
 MTU_1024 = 3
 TABLE_FIRST = 1  # flag: what was told before is void
-TIMEOUT_S = 30.0
 REM_INV_REQ_ERR, REM_ACCESS_ERR = 9, 10  # enum ibv_wc_status
 FAR_KEYS = struct.Struct(f"<QQQ{NICS_LIMIT}I")
 MAY_WRITE_TAGGED = 2
@@ -85,7 +89,7 @@ class PyverbsFar:
             print(json.dumps([op, arguments]), file=self._process.stdin, flush=True)
             answer = select.poll()  # By select(2) no descriptor above 1023 can be waited for.
             answer.register(self._process.stdout, select.POLLIN)
-            assert answer.poll(2000 * TIMEOUT_S), f"pyverbs does not answer {op}"
+            assert answer.poll(1000 * TIMEOUT_S), f"pyverbs does not answer {op}"
             value, error = json.loads(self._process.stdout.readline())
             assert error is None, f"{op}: {error}"
             return value
@@ -106,7 +110,8 @@ def far() -> Iterator[PyverbsFar]:
 
 @pytest.fixture
 def engine(rdma_nics: tuple[Nic, ...]) -> Iterator[te.Engine]:
-    with te.Engine(te.Config(transports=("rdma",), nics=(rdma_nics[0].device,))) as made:
+    nics = (rdma_nics[0].device,)
+    with te.Engine(te.Config(transports=("rdma",), nics=nics, **PATIENT)) as made:
         yield made
 
 

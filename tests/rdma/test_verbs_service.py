@@ -16,7 +16,7 @@ import te
 from te.transports.rdma import direct
 from te.verbs.fabric import open_fabric
 
-pytestmark = pytest.mark.rdma
+pytestmark = [pytest.mark.rdma, pytest.mark.usefixtures("patient_rails")]
 
 MIB = 1 << 20
 EVERYTHING = (1 << 21) - 1  # bits of enum ibv_qp_attr_mask, ibv_query_qp(3)

@@ -4,21 +4,23 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rdma_pair import TIMEOUT_S, rdma_pair
-from testbed_nics import Nic
+from testbed_nics import Nic, wait_for
 
 import te
 from te.bench.pattern import check, fill
 from te.bench.shapes import SHAPES, plan
 from te.transports.rdma.rails import State
 
-pytestmark = pytest.mark.rdma
+pytestmark = [pytest.mark.rdma, pytest.mark.usefixtures("patient_rails")]
 
 MIB = 1 << 20
+ROUNDS = 8
 FOUR = pytest.param(4, marks=pytest.mark.devices(8))
 SCALES = {"kv": 1 / 16, "s256": 1 / 8, "s2k": 1 / 8, "big": 1 / 8, "lat": 1 / 40, "thr8": 1 / 16}
 
@@ -60,18 +62,28 @@ def test_every_shape_lands_exactly(rdma_nics: tuple[Nic, ...], name: str, rails:
 @pytest.mark.parametrize("rails", [2, FOUR])
 def test_every_rail_carries_its_part(rdma_nics: tuple[Nic, ...], rails: int) -> None:
     """Rails that are done sooner carry more: soft devices share one processor, which serves them by
-    chance."""
+    chance. In one of a few rounds: from one that stands still the others take its work."""
     nbytes, page = 32 * MIB, 64 << 10
     with rdma_pair(rdma_nics, rails, nbytes) as pair:
-        before = [nic.wire_bytes("tx") for nic in pair.near]
         at = np.arange(0, nbytes, page)
-        for _ in range(3):
-            assert pair.peer.write(pair.blocks(at, at[::-1], page)).wait(TIMEOUT_S)
-        sent = [nic.wire_bytes("tx") - old for nic, old in zip(pair.near, before, strict=True)]
-        assert (pair.dst.reshape(-1, page)[::-1] == pair.src.reshape(-1, page)).all()
         fair = 3 * nbytes / rails
-        assert all(0.4 * fair <= one <= 1.8 * fair for one in sent), sent
-        assert [view.state for view in pair.peer.rail_views] == [State.UP] * rails
+        rounds: list[list[int]] = []
+        while not rounds or (len(rounds) < ROUNDS and not is_fair(rounds[-1], fair)):
+            before = [nic.wire_bytes("tx") for nic in pair.near]
+            for _ in range(3):
+                assert pair.peer.write(pair.blocks(at, at[::-1], page)).wait(TIMEOUT_S)
+            sent = [nic.wire_bytes("tx") - old for nic, old in zip(pair.near, before, strict=True)]
+            rounds.append(sent)
+        assert is_fair(rounds[-1], fair), rounds
+        assert (pair.dst.reshape(-1, page)[::-1] == pair.src.reshape(-1, page)).all()
+        all_up = [State.UP] * rails
+        wait_for(
+            lambda: [view.state for view in pair.peer.rail_views] == all_up, TIMEOUT_S, "all are up"
+        )
+
+
+def is_fair(sent: list[int], fair: float) -> bool:
+    return all(0.4 * fair <= one <= 1.8 * fair for one in sent)
 
 
 def test_unequal_numbers_of_devices(rdma_nics: tuple[Nic, ...]) -> None:
@@ -138,14 +150,14 @@ def test_asking_for_rdma_where_no_device_matches(rdma_nics: tuple[Nic, ...]) -> 
         te.Engine(te.Config(transports=("rdma",), nics=("mlx9",)))
 
 
-def device_descriptors() -> list[str]:
+def device_descriptors() -> Counter[str]:
     """What this process has open of RDMA devices: of each a file, one for its events, and one for
     each completion channel; of librdmacm a file for each of its channels."""
     found = []
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             found.append(str(path.readlink()))
-    return sorted(one for one in found if "infiniband" in one)
+    return Counter(one for one in found if "infiniband" in one)
 
 
 @pytest.mark.parametrize("again", range(2))
@@ -157,8 +169,8 @@ def test_a_closed_engine_has_no_device_open(rdma_nics: tuple[Nic, ...], again: i
         pair.target.expect(3)
         blocks = pair.blocks(0, 0, MIB)
         assert pair.peer.write(blocks, tag=3).wait(TIMEOUT_S) is te.Status.DONE
-        assert len(device_descriptors()) > len(before)
+        assert device_descriptors() - before
     if again or rdma_nics[0].driver != "siw":
-        assert device_descriptors() == before
+        assert not device_descriptors() - before
     with pytest.raises(OSError, match="was closed"):
         pair.source._chosen.fabric.nics[0].device.port(1)  # type: ignore[union-attr]

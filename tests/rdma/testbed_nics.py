@@ -63,7 +63,7 @@ def nics() -> tuple[Nic, ...]:
 
 def run(*command: str) -> str:
     """Its output; an assertion with it when the command fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
     return done.stdout
 
