@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-from store_linking import LAYERS, PAGE, mha_pool, mla_pool
+from store_linking import LAYERS, PAGE, PATIENT, be_patient, mha_pool, mla_pool
 
 from sglang_mooncake.sglang.store import hicache, signatures
 from sglang_mooncake.sglang.store.hicache import HiCacheStore
@@ -47,6 +47,7 @@ def page_of(pool: Any, page: int) -> torch.Tensor:
 
 def in_a_server(monkeypatch: pytest.MonkeyPatch, **args: Any) -> SimpleNamespace:
     """What the store asks SGLang about the server; the returned parts may be changed."""
+    be_patient(monkeypatch)
     flags = dict.fromkeys(signatures._CHANGES_VALUES, "x")
     given = flags | {"speculative_algorithm": None, "device": "cpu"} | args
     model = SimpleNamespace(dtype="torch.bfloat16", get_total_num_kv_heads=lambda: 2)
@@ -81,7 +82,7 @@ def storage_config(extra: dict[str, Any], **more: Any) -> HiCacheStorageConfig:
 
 
 def make(directory: Path, pool: Any, memory: str = "4MiB", **more: Any) -> HiCacheStore:
-    extra = {
+    extra = PATIENT | {
         "backend_name": "kvstore",
         "module_path": "sglang_mooncake.sglang.store.hicache",
         "class_name": "HiCacheStore",

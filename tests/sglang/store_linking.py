@@ -20,12 +20,15 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from kvstore.signature import Signature
 from sglang_mooncake.sglang.prometheus import Exporter
-from sglang_mooncake.sglang.store import device_pools
+from sglang_mooncake.sglang.store import device_pools, options
 from sglang_mooncake.sglang.store import linker as linker_module
 from sglang_mooncake.sglang.store.linker import StoreLinker
 from sglang_mooncake.sglang.store.signatures import PoolFacts
 
 PAGE, PAGES, LAYERS = 4, 16, 5
+#: For deadlines that must not pass: a loaded machine stops any thread for seconds.
+NEVER_S = 1_000.0
+PATIENT = {"load_timeout_s": NEVER_S, "request_timeout_s": NEVER_S}
 SIGNATURE = Signature(
     weights="w", dtype="float32", page_size=PAGE, layers=(0, LAYERS), heads=(0, 2), layout="t/1"
 )
@@ -85,6 +88,12 @@ class _Signature:
         self.digest = replace(SIGNATURE, pool=facts.pool).digest
 
 
+def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engines of stores that are made from now on give no peer up that is silent."""
+    monkeypatch.setattr(options, "STALL_TIMEOUT_S", NEVER_S)
+    monkeypatch.setattr(options, "CONNECT_TIMEOUT_S", NEVER_S)
+
+
 def make(
     directory: Path,
     pool: Any,
@@ -92,6 +101,7 @@ def make(
     exporter: Callable[..., Exporter | None] = lambda _: None,
     **extra: Any,
 ) -> StoreLinker:
+    be_patient(monkeypatch)
     monkeypatch.setattr(linker_module, "SignatureNow", _Signature)
     monkeypatch.setattr(linker_module, "weights_of", lambda *_: "w")
     monkeypatch.setattr(linker_module, "open_exporter", exporter)
@@ -100,7 +110,7 @@ def make(
     monkeypatch.setattr(device_pools, "get_parallel", lambda: parallel)
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
     params = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=PAGE, is_eagle=False)
-    config = {"memory": "4MiB", "directory": str(directory), "layers_per_read": 2, **extra}
+    config = PATIENT | {"memory": "4MiB", "directory": str(directory), "layers_per_read": 2} | extra
     components = {ComponentType.FULL}
     if isinstance(pool, SWAKVPool):
         components.add(ComponentType.SWA)

@@ -21,7 +21,9 @@ from sglang_mooncake.sglang.transports import register
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
 
-WAIT_S = 20.0
+WAIT_S = 60.0
+#: Nothing is given up because a thread was stopped for seconds.
+PATIENT = te.Config(stall_timeout_s=1_000.0, connect_timeout_s=1_000.0)
 PAGES = [(1, 3), (2, 4), (4, 1)]
 STATES = {
     "block_scale": [(1, 3), (2, 4), (4, 1)],
@@ -38,7 +40,7 @@ SIZES = [(1, 1), (2, 2), (1, 2), (2, 1), (4, 2), (2, 4), (4, 1), (4, 8)]
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[tuple[te.Engine, te.Engine, te.Peer]]:
-    with te.Engine() as source, te.Engine() as target:
+    with te.Engine(PATIENT) as source, te.Engine(PATIENT) as target:
         yield source, target, source.connect(target.card())
 
 

@@ -77,9 +77,10 @@ def test_a_receiver_that_was_given_up_has_ended_at_once(receiver):
     assert not over._view.withdrawn, "by the loop"
 
 
-def test_without_deferred_release_the_failure_comes_when_the_pages_are_safe(receiver):
+def test_without_deferred_release_the_failure_comes_when_the_pages_are_safe(receiver, monkeypatch):
     from sglang_mooncake.sglang.seam import KVTransferError
 
+    monkeypatch.setattr("sglang_mooncake.sglang.receiver.FENCE_NOW_TIMEOUT_S", 60.0)
     with pytest.raises(KVTransferError) as caught:
         receiver.failure_exception()
     assert caught.value.is_from_another_rank

@@ -203,7 +203,7 @@ AXES = RankCoords.__struct_fields__
 def receive(socket: Any) -> list[bytes]:
     import zmq
 
-    assert socket.poll(10_000, zmq.POLLIN)
+    assert socket.poll(60_000, zmq.POLLIN)
     return list(socket.recv_multipart())
 
 
@@ -341,7 +341,7 @@ def test_a_decode_scheduler_with_a_secret_proves_its_queries(monkeypatch: pytest
     key = b"k" * 32
     with BootstrapServer(HOST, 0, keys=[key]) as server:
         address = f"{HOST}:{server.port}"
-        with BootstrapClient(address, keys=[key]) as client:
+        with BootstrapClient(address, 60.0, keys=[key]) as client:
             client.register_dp_rank(40, 1)
         assert decode.CommonKVReceiver.query_prefill_dp_ranks(address, [40, 41]) == {}
         prove_dp_rank_queries([key])

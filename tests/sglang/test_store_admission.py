@@ -25,8 +25,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-#: Seconds of one page: computing it, and loading it from an owner that is slow or fast.
-COMPUTE_S, SLOW_S, FAST_S = 1.0, 5.0, 0.01
+#: Seconds of one page: computing it, and loading it from an owner that is slow or fast. No real
+#: load takes as long as computing.
+COMPUTE_S, SLOW_S, FAST_S = 1000.0, 5000.0, 0.01
 
 
 @pytest.fixture
@@ -115,7 +116,9 @@ def test_a_request_is_counted_once_however_often_sglang_looks(
         assert linker.lookup(rid, transfer(keys)) == []
     counts = linker._store.status().admission
     assert (counts.admitted, counts.declined, counts.probes) == (0, 6, 0)
-    said = "3 of 3 pages that the store has are computed: loading all is expected to take 15000 ms"
+    said = (
+        "3 of 3 pages that the store has are computed: loading all is expected to take 15000000 ms"
+    )
     assert caplog.text.count(said) == 1, "and the log has one line a minute"
     assert linker.lookup("c", transfer(keys)) == []
     assert len(linker._admission._counted) == 2, "which requests were counted is forgotten in time"
@@ -212,14 +215,14 @@ def test_hicache_is_offered_what_is_worth_loading(
     directory: Path, monkeypatch: pytest.MonkeyPatch, probe: bool
 ) -> None:
     from store_hosting import host_pool, in_a_server, storage_config
-    from store_linking import hashes, slots
+    from store_linking import PATIENT, hashes, slots
 
     from sglang_mooncake.sglang.store import hicache
     from sglang_mooncake.sglang.store.hicache import HiCacheStore
 
     in_a_server(monkeypatch)
     monkeypatch.setattr(hicache, "weights_of", lambda *_: "w")
-    extra = {"interface_v1": 1, "memory": "4MiB", "directory": str(directory)}
+    extra = PATIENT | {"interface_v1": 1, "memory": "4MiB", "directory": str(directory)}
     store = HiCacheStore(storage_config(extra))
     try:
         pool = host_pool("mha", "page_first_direct", monkeypatch)

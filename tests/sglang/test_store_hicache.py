@@ -178,6 +178,7 @@ def test_what_is_cleared_is_gone_for_all_and_others_pages_are_not(
     until(lambda: second.batch_set_v1(keys, slots(0, 1)) == [True] * 2, "it knows the first one")
     until(lambda: other.batch_set_v1(keys, slots(0, 1)) == [True] * 2, "it knows the first one")
     until(lambda: first.batch_exists(keys) == 2, "it is there")
+    until(lambda: other.batch_exists(keys) == 2, "so it is for the other one")
     second.clear()
     until(lambda: not first.batch_exists(keys) + second.batch_exists(keys), "it is gone")
     assert other.batch_exists(keys) == 2

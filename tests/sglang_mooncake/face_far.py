@@ -10,11 +10,14 @@ from typing import Any, ClassVar
 import numpy as np
 from te_far import FarEngine, main, pattern
 
-from sglang_mooncake.mooncake_face import install
+from sglang_mooncake.mooncake_face import answering, install, sessions
 from sglang_mooncake.sglang.config import Config
 from sglang_mooncake.sglang.drop_in import options
 
 P2P = "P2PHANDSHAKE"
+NEVER_S = 1_000.0
+#: A machine that stops a process for seconds fails no transfer.
+PATIENT = {"SGLANG_MOONCAKE_STALL_TIMEOUT_S": f"{NEVER_S:g}"}
 
 
 class FarFace(FarEngine):
@@ -24,7 +27,7 @@ class FarFace(FarEngine):
 
     def __init__(self, protocol: str = "rdma", **environment: str) -> None:
         self.wanted = protocol
-        super().__init__(**environment)
+        super().__init__(**(PATIENT | environment))
 
     def start(self, config: dict[str, Any]) -> str:
         return self.begin(environment=config, protocol=self.wanted)
@@ -39,6 +42,7 @@ class Far:
 
     def begin(self, environment: dict[str, str], protocol: str) -> int:
         self.buffers: dict[int, np.ndarray] = {}
+        sessions.ASK_TIMEOUT_S = answering.ANSWER_TIMEOUT_S = NEVER_S
         install(options(Config.from_environment(environment)))
         self.engine = importlib.import_module("mooncake.engine").TransferEngine()
         return self.engine.initialize("127.0.0.1", P2P, protocol, "")

@@ -16,15 +16,17 @@ from handover import (
     AUX_SLOTS,
     CANARY,
     HOST,
+    NEVER_S,
+    PATIENT,
     DecodeRank,
     PrefillRank,
     make_context,
+    patient,
     until,
 )
 
 from bootstrap_server import BootstrapServer, RankCoords, Topology
 from bootstrap_server.matching import CPTransfer, PageShare, holding
-from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import Buffers, Component, Layout, Place, Units
 from sglang_mooncake.rooms.prefill import Chunk
 from sglang_mooncake.rooms.states import RoomState, RoomView
@@ -152,14 +154,11 @@ class Ranks:
         *,
         cp: CPTransfer = CPTransfer.FIRST,
         decode_model: Model | None = None,
-        deadlines: Deadlines | None = None,
-        config: Config | None = None,
     ) -> None:
         self.model, self.cp = model, cp
-        config = config or Config()
-        self.deadlines = deadlines or Deadlines()
+        config = patient(Config())
         self._close = ExitStack()
-        server = BootstrapServer(host=HOST, port=0)
+        server = BootstrapServer(host=HOST, port=0, lease_s=NEVER_S)
         self._close.callback(server.close)
         self.address = f"{HOST}:{server.port}"
         self.memory: dict[tuple[str, RankCoords], RankMemory] = {}
@@ -190,7 +189,7 @@ class Ranks:
     def _context(self, role, place):
         address = self.address if role == "prefill" else ""
         return make_context(
-            role, address, self.deadlines, self.model.page_size, place.topology, place.coords
+            role, address, PATIENT, self.model.page_size, place.topology, place.coords
         )
 
     def open(self, room: int, prefill_dp: int = 0, decode_dp: int = 0) -> Handed:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,7 +46,11 @@ PAGES, PAGE_SIZE, PAGE_BYTES, LAYERS = 64, 4, 512, 3
 AUX_SLOTS, AUX_BYTES = 16, 64
 CANARY = 0xEE
 ALONE, FIRST = Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0)
-WAIT_S = 20.0
+WAIT_S = 60.0
+#: For deadlines that must not pass: a loaded machine stops any thread for seconds.
+NEVER_S = 1_000.0
+#: Nobody is lost because he is silent.
+PATIENT = Deadlines(heartbeat_failures_max=10_000_000)
 NO_KEYS = Keys()
 
 
@@ -211,11 +215,21 @@ class DecodeRank:
 def _engine(memory: Memory, config: Config, remote: Remote) -> te.Engine:
     transports = config.transports or TRANSPORTS
     engine = te.Engine(
-        te.Config(host=HOST, stall_timeout_s=config.stall_timeout_s, transports=transports)
+        te.Config(
+            host=HOST,
+            connect_timeout_s=config.stall_timeout_s,  # by default these are the same
+            stall_timeout_s=config.stall_timeout_s,
+            transports=transports,
+        )
     )
     for address, nbytes in memory.ranges():
         engine.register(address, nbytes, remote=remote)
     return engine
+
+
+def patient(config: Config) -> Config:
+    """With deadlines that do not pass."""
+    return replace(config, link_timeout_s=NEVER_S, stall_timeout_s=NEVER_S)
 
 
 @dataclass
@@ -259,17 +273,17 @@ def handover(
 ) -> Iterator[Handover]:
     """One prefill and one decode rank around a registry; all of it is gone afterwards. `keys` are
     those of all three, unless the decode rank has its own."""
-    deadlines = deadlines or Deadlines()
+    deadlines = deadlines or PATIENT
     source = source or Pool(seed=1)
     target = target or Pool(page_size=decode_page_size)
-    server = BootstrapServer(host=HOST, port=0, keys=keys.registry)
+    server = BootstrapServer(host=HOST, port=0, lease_s=NEVER_S, keys=keys.registry)
     address = f"{HOST}:{server.port}"
     alike: dict[str, Any] = {"decode_allocation_policy": policy}
     here = make_context("prefill", address, deadlines, keys=keys, **alike)
     decode_keys = keys if decode_keys is None else decode_keys
     there = make_context("decode", "", deadlines, decode_page_size, keys=decode_keys, **alike)
-    prefill = PrefillRank(here, prefill_config or Config(), source)
-    decode = DecodeRank(there, Config(), target)
+    prefill = PrefillRank(here, patient(prefill_config or Config()), source)
+    decode = DecodeRank(there, patient(Config()), target)
     try:
         yield Handover(address, prefill, decode, source, target)
     finally:

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import zmq
-from handover import HOST, WAIT_S, Pool, make_context
+from handover import HOST, PATIENT, WAIT_S, Pool, make_context
 from zmq.utils.monitor import recv_monitor_message
 
 import te
 from bootstrap_server.secret import Keys
-from sglang_mooncake.context import Deadlines
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.layout import Buffers, Plan
 from sglang_mooncake.links import prefill as links
@@ -30,7 +29,7 @@ OLD, NEW, OTHER = (
 
 
 def hello(name: str = "decode rank") -> Hello:
-    context = make_context("decode", "", Deadlines())
+    context = make_context("decode", "", PATIENT)
     return Hello(name, context.place, b"card", Pool().layout(Buffers((), (), ())))
 
 
@@ -53,7 +52,7 @@ class Prefill:
             self.plan,
             HelloReply(None, "0a" * 16, 7),
             self.events.append,
-            Deadlines(),
+            PATIENT,
             self.keys.control,
         )
 
@@ -100,7 +99,7 @@ class Dealer:
             self.context,
             HOST,
             prefill.port,
-            Deadlines(),
+            PATIENT,
             1 << 20,
             pair,
             router_key or prefill.router_key,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from handover import LAYERS, handover, until
+from handover import LAYERS, WAIT_S, handover, until
 
 import te
 from sglang_mooncake.layout import SEAL_BYTES, Seal, seal_bytes
@@ -94,7 +94,7 @@ def test_a_source_that_ends_with_less_than_was_asked_for_fails_the_room_at_once(
         slot = pair.decode.seals.buffers.addresses[0] + awaited.slot * SEAL_BYTES
         peer = source.connect(pair.decode.engine.card())
         transfer = peer.write(te.Blocks.of(near.address, slot, SEAL_BYTES), tag=awaited.tag)
-        assert transfer.wait(20) is te.Status.DONE
+        assert transfer.wait(WAIT_S) is te.Status.DONE
         assert pair.decode.side.has_arrived(view) == (says is None)
         if says is not None:
             until(lambda: view.over, "the room has failed")
@@ -116,7 +116,7 @@ def test_no_other_engine_writes_under_the_tag_of_a_room():
         slot = pair.decode.seals.buffers.addresses[0] + awaited.slot * SEAL_BYTES
         blocks = te.Blocks.of(memory.ctypes.data, slot, SEAL_BYTES)
         with pytest.raises(te.TransferFailed, match=f"the tag {awaited.tag:#x} is not open here"):
-            peer.write(blocks, tag=awaited.tag).wait(20)
+            peer.write(blocks, tag=awaited.tag).wait(WAIT_S)
         with pytest.raises(te.TransferFailed, match="peers may not write without a tag"):
-            peer.write(blocks).wait(20)
+            peer.write(blocks).wait(WAIT_S)
         assert pair.decode.engine.arrived(awaited.tag) == 0

@@ -17,16 +17,18 @@ import pytest
 from handover import (
     FIRST,
     HOST,
+    NEVER_S,
+    PATIENT,
     DecodeRank,
     Pool,
     PrefillRank,
     make_context,
+    patient,
     until,
 )
 from te_far import FarEngine, main
 
 from bootstrap_server import BootstrapServer
-from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import Buffers, Component, Layout, Units
 from sglang_mooncake.rooms.states import ENDS, RoomState, RoomView
 from sglang_mooncake.sglang.config import Config
@@ -36,9 +38,6 @@ PAGES, PAGE_BYTES = 32, 1 << 20
 #: All into the same pages, so that much is still to be written whenever the freeze comes.
 FIRST_HALF, SECOND_HALF = range(1, 17), range(17, 33)
 PATTERN = 0xCA
-
-#: A rank that was frozen is to go on writing: no heartbeat may end its link before.
-PATIENT = Deadlines(heartbeat_failures_max=10_000_000)
 
 
 class Pages:
@@ -74,10 +73,11 @@ class Prefill:
     """The far end: a prefill rank with its registry, driven by lines of JSON."""
 
     def start(self, config: dict[str, str]) -> str:
-        self.server = BootstrapServer(host=HOST, port=0)
+        self.server = BootstrapServer(host=HOST, port=0, lease_s=NEVER_S)
         address = f"{HOST}:{self.server.port}"
+        # Once it goes on it is to write: no heartbeat may have ended its link.
         context = make_context("prefill", address, PATIENT)
-        settings = Config(transports=(config["transport"],), stall_timeout_s=2 * WATCH_S)
+        settings = patient(Config(transports=(config["transport"],)))
         self.memory = Pages(seed=1)  # ranks do not keep it
         self.rank = PrefillRank(context, settings, self.memory)
         self.rooms: dict[int, RoomView] = {}
@@ -151,7 +151,7 @@ def case(transport: str) -> Iterator[Case]:
     try:
         address = far.engine_id  # what `start` has returned
         target = Pages()
-        settings = Config(transports=(transport,), stall_timeout_s=2 * WATCH_S)
+        settings = patient(Config(transports=(transport,)))
         decode = DecodeRank(make_context("decode", "", PATIENT), settings, target)
         try:
             decode.know(address)

@@ -9,10 +9,9 @@ import threading
 
 import pytest
 import zmq
-from handover import HOST, until
+from handover import HOST, PATIENT, WAIT_S, until
 from te_ports import two_ports
 
-from sglang_mooncake.context import Deadlines
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.links.sockets import PortsTaken, open_dealer, open_router
 
@@ -98,8 +97,8 @@ def test_sockets_talk_both_ways_and_a_broken_connection_is_reported(host):
     from zmq.utils.monitor import recv_monitor_message
 
     with zmq.Context() as context:
-        router, port = open_router(context, host, 1000)
-        dealer, monitor = open_dealer(context, host, port, Deadlines(), 1000)
+        router, port = open_router(context, host, 1000, deadlines=PATIENT)
+        dealer, monitor = open_dealer(context, host, port, PATIENT, 1000)
         try:
             dealer.send(b"hello")
             identity, frame = router.recv_multipart()
@@ -109,7 +108,7 @@ def test_sockets_talk_both_ways_and_a_broken_connection_is_reported(host):
             assert recv_monitor_message(monitor)["event"] == zmq.EVENT_CONNECTED
             assert not monitor.poll(0)
             router.close(linger=0)
-            assert monitor.poll(20_000), "the dealer's monitor tells"
+            assert monitor.poll(WAIT_S * 1000), "the dealer's monitor tells"
             assert recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
         finally:
             dealer.disable_monitor()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from handover import CANARY, PAGE_BYTES, Handover, handover, until
+from handover import CANARY, NEVER_S, PAGE_BYTES, WAIT_S, Handover, handover, until
 from te_frozen import FrozenMemory, frozen_memory
 
 import te
@@ -50,7 +50,7 @@ class Frozen:
 
 @contextmanager
 def frozen_write(pair: Handover, view: RoomView) -> Iterator[Frozen]:
-    config = te.Config(transports=("samehost",))
+    config = te.Config(transports=("samehost",), stall_timeout_s=NEVER_S)
     with te.Engine(config) as source, frozen_memory(NBYTES) as memory:
         source.register(memory.address, memory.nbytes, remote="none")
         peer = source.connect(pair.decode.engine.card())
@@ -84,7 +84,7 @@ def test_a_fence_that_times_out_is_tried_until_it_is_confirmed_and_holds_up_no_o
         assert (stuck.state, stuck.reason) == (RoomState.ABORTED, "client gone")
         pair.target.kv[0, :8] = CANARY
         with pytest.raises(te.TransferFailed, match="was fenced"):
-            frozen.transfer.wait(20)
+            frozen.transfer.wait(WAIT_S)
     assert (pair.target.kv[0, :8] == CANARY).all()
 
 
@@ -110,7 +110,7 @@ def test_a_scheduler_that_waits_is_told_whether_the_pages_are_safe(pair):
         assert not side.wait_until_safe(stuck, 0.05)
         served = threading.Timer(0.05, frozen.serve)
         served.start()
-        assert side.wait_until_safe(stuck, 20)
+        assert side.wait_until_safe(stuck, WAIT_S)
         served.join()
     assert side.wait_until_safe(stuck, 0), "it is over"
     assert side._waiters == {}
@@ -123,11 +123,11 @@ def loop_held(pair: Handover, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
     def hold(count: int) -> None:
         held.set()
-        assert gate.wait(20)
+        assert gate.wait(WAIT_S)
 
     with monkeypatch.context() as patch:
         patch.setattr(pair.decode.side._recorder, "open_rooms", hold)
-        assert held.wait(20)
+        assert held.wait(WAIT_S)
         yield
     gate.set()
 

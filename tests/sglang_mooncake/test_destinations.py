@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import zmq
-from handover import LAYERS, Handover, handover, until
+from handover import LAYERS, PATIENT, WAIT_S, Handover, handover, until
 
 import te
-from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import ALONE, Buffers
 from sglang_mooncake.links.destinations import PER_ENGINE_MAX, Destination, Destinations, NoDataPath
 from sglang_mooncake.messages import Hello, HelloReply, LinkReset, Message, encode
@@ -22,13 +22,13 @@ from sglang_mooncake.rooms.states import RoomState
 
 @pytest.fixture
 def pair() -> Iterator[Handover]:
-    with handover(deadlines=Deadlines(heartbeat_s=0.05, heartbeat_failures_max=400)) as ranks:
+    with handover(deadlines=replace(PATIENT, heartbeat_s=0.05)) as ranks:
         ranks.decode.know(ranks.address)
         yield ranks
 
 
 def heard(dealer: zmq.Socket[bytes]) -> Message:
-    assert dealer.poll(20_000), "the prefill rank answers"
+    assert dealer.poll(WAIT_S * 1000), "the prefill rank answers"
     return decode_message(dealer.recv())
 
 

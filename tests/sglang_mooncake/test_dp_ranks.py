@@ -9,7 +9,7 @@ import socket
 import threading
 from contextlib import closing
 
-from handover import handover, until
+from handover import NEVER_S, WAIT_S, handover, until
 
 from bootstrap_server import BootstrapClient, BootstrapError
 from sglang_mooncake import dp_ranks
@@ -73,7 +73,7 @@ def test_a_refusal_ends_its_room_with_the_time_it_has_waited():
             notices.tell(RoomView(room, 0.0))
         now_s[0] = 3.0
         free.set()
-        reasons = dict(failed.get(timeout=20) for _ in problems)
+        reasons = dict(failed.get(timeout=WAIT_S) for _ in problems)
     start = "cannot tell the bootstrap server which DP rank has the room"
     assert reasons == {
         100: f"{start} (after 3.0 s behind other rooms): no such rank",
@@ -88,7 +88,8 @@ def test_a_registry_that_answers_nobody_does_not_hold_up_data_paths(monkeypatch)
         with socket.create_server(("127.0.0.1", 0), backlog=256) as silent:
 
             def register(room: int) -> None:
-                with BootstrapClient(f"127.0.0.1:{silent.getsockname()[1]}") as client:
+                address = f"127.0.0.1:{silent.getsockname()[1]}"
+                with BootstrapClient(address, timeout_s=NEVER_S) as client:
                     client.register_dp_rank(room, 0)
 
             monkeypatch.setattr(notices, "_register", register)

@@ -6,17 +6,20 @@ from __future__ import annotations
 import json
 
 import pytest
-from handover import handover, until
+from handover import WAIT_S, handover, until
 
 from sglang_mooncake.explain.questions import COUNT_MAX
 from sglang_mooncake.rooms.states import RoomState
+from sglang_mooncake.sglang import explaining
 from sglang_mooncake.sglang.cli import main
 from te.errors import StatusError
 from te.status import ask
 
 
 @pytest.fixture
-def pair():
+def pair(monkeypatch):
+    """Both ranks; whoever asks them has the time of a loaded machine."""
+    monkeypatch.setattr(explaining, "_TIMEOUT_S", WAIT_S)
     with handover() as ranks:
         ranks.decode.know(ranks.address)
         yield ranks
@@ -29,6 +32,11 @@ def directory(pair):
     return path.parent
 
 
+def both_tell_of(pair, room):
+    """A little after it is over."""
+    return all(one.recorder.stories.of_room(room) for one in (pair.prefill, pair.decode))
+
+
 def hand_over(pair, room, pages=(1, 2)):
     source, target = pair.open_both(room)
     pair.name_pages(target, list(pages), aux=0)
@@ -37,6 +45,7 @@ def hand_over(pair, room, pages=(1, 2)):
     until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
     pair.decode.side.arrived(target)
     until(lambda: source.over and target.over, "both sides are done")
+    until(lambda: both_tell_of(pair, room), "both can tell of it")
 
 
 def run(capsys, *arguments):
@@ -100,6 +109,7 @@ def test_a_failed_and_an_open_room_are_told_of(pair, directory, capsys):
     pair.name_pages(pair.open_both(45)[1], [1], aux=0)
     pair.prefill.side.abort(source, "the scheduler is done with it")
     until(lambda: source.over and target.over, "both sides have ended")
+    until(lambda: both_tell_of(pair, 44), "both can tell of it")
     status, text, _ = run(capsys, 44, "--dir", directory)
     assert status == 0
     assert "room 44: aborted" in text
@@ -159,4 +169,4 @@ def test_a_bad_number_is_refused(count, capsys):
 )
 def test_a_rank_refuses_bad_questions(pair, question, arguments, says):
     with pytest.raises(StatusError, match=says):
-        ask(pair.prefill.engine.status_path, question, arguments)
+        ask(pair.prefill.engine.status_path, question, arguments, WAIT_S)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -139,12 +140,23 @@ def test_a_command_that_does_not_tell(tmp_path, monkeypatch, text, says):
         ask_there(script(tmp_path / "x", text), ["1"])
 
 
-def test_a_command_that_does_not_end_is_ended_with_its_children(tmp_path):
+def test_a_command_that_does_not_end_is_ended_with_its_children(tmp_path, monkeypatch):
     """Its child holds the pipe open."""
-    command = script(tmp_path / "x", f"sleep 1000 & echo $! > {tmp_path}/child; exit 0")
+    temporary, written = tmp_path / "temporary", tmp_path / "child"
+    said = f"echo $! > {temporary}; mv {temporary} {written}"
+    command = script(tmp_path / "x", f"sleep 1000 & {said}; exit 0")
+
+    class Late(threading.Timer):
+        """Not before the child is there, however slowly the command starts."""
+
+        def run(self) -> None:
+            until(written.exists, "the child has been started")
+            super().run()
+
+    monkeypatch.setattr(elsewhere.threading, "Timer", Late)
     with pytest.raises(NotTold, match=r"x sglang-mooncake explain 1 --json did not end within 1 s"):
         ask_there(command, ["1"], timeout_s=1.0)
-    child = int((tmp_path / "child").read_text())
+    child = int(written.read_text())
     until(lambda: _has_ended(child), "the child has ended")
 
 

@@ -29,7 +29,7 @@ def held(decode: DecodeRank) -> Iterator[Callable[[], None]]:
 
     def stand(now_s: float) -> None:
         stands.set()
-        assert free.wait(6 * WAIT_S)
+        assert free.wait(2 * WAIT_S)
         tick(now_s)
 
     decode.side.on_tick = stand  # type: ignore[method-assign]
@@ -53,7 +53,7 @@ def flood(pair: Handover) -> None:
         done.set()
 
     side.on_tick = send  # type: ignore[method-assign]
-    assert done.wait(6 * WAIT_S)
+    assert done.wait(2 * WAIT_S)
 
 
 def test_a_decode_rank_that_takes_no_messages_in_hears_so_as_soon_as_it_does(caplog):

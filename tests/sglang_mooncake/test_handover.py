@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -17,14 +18,18 @@ from handover import (
     CANARY,
     HOST,
     LAYERS,
+    NEVER_S,
     PAGE_BYTES,
     PAGE_SIZE,
     PAGES,
+    PATIENT,
+    WAIT_S,
     DecodeRank,
     Handover,
     Pool,
     handover,
     make_context,
+    patient,
     until,
 )
 
@@ -38,7 +43,6 @@ from bootstrap_server import (
     RankRecord,
     Topology,
 )
-from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import SEAL_BYTES, Seal
 from sglang_mooncake.links.sockets import open_dealer, open_router
 from sglang_mooncake.messages import PROTOCOL_VERSION, HelloReply, LinkReset, encode
@@ -283,7 +287,7 @@ def test_different_page_sizes_are_refused_with_both_values_and_the_flag():
 
 
 def test_rooms_that_nobody_asks_for_time_out_and_say_so():
-    with handover(deadlines=Deadlines(bootstrap_s=0.3, waiting_s=0.3)) as pair:
+    with handover(deadlines=replace(PATIENT, bootstrap_s=0.3, waiting_s=0.3)) as pair:
         pair.decode.know(pair.address)
         source = pair.prefill.side.open_room(20, register_dp_rank=False)
         until(lambda: source.over, "the prefill room timed out")
@@ -310,14 +314,14 @@ def register(
 ) -> None:
     config = InstanceConfig(topology, KVFormat(PAGE_SIZE, "float32"), protocol=protocol)
     with BootstrapClient(address) as client:
-        client.register(RankRecord(config, Rank(coords, HOST, port, epoch=1)), deadline_s=20)
+        client.register(RankRecord(config, Rank(coords, HOST, port, epoch=1)), deadline_s=WAIT_S)
 
 
 @contextmanager
 def decode_alone() -> Iterator[tuple[str, DecodeRank]]:
     """A decode rank and an empty registry."""
-    server = BootstrapServer(host=HOST, port=0)
-    rank = DecodeRank(make_context("decode", "", Deadlines()), Config(link_timeout_s=0.5), Pool())
+    server = BootstrapServer(host=HOST, port=0, lease_s=NEVER_S)
+    rank = DecodeRank(make_context("decode", "", PATIENT), patient(Config()), Pool())
     try:
         yield f"{HOST}:{server.port}", rank
     finally:
@@ -352,7 +356,7 @@ def test_a_peer_that_speaks_another_version_is_told_apart_by_its_first_message(s
     with zmq.Context() as context:
         if side == "prefill":
             with decode_alone() as (address, decode):
-                router, port = open_router(context, HOST, 1000)
+                router, port = open_router(context, HOST, 1000, deadlines=PATIENT)
                 register(
                     address, Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0), port, PROTOCOL_VERSION
                 )
@@ -367,9 +371,9 @@ def test_a_peer_that_speaks_another_version_is_told_apart_by_its_first_message(s
         else:
             with handover() as pair:
                 port = pair.prefill.port
-                dealer, monitor = open_dealer(context, HOST, port, Deadlines(), 1000)
+                dealer, monitor = open_dealer(context, HOST, port, PATIENT, 1000)
                 dealer.send(encode(LinkReset(""), other))
-                assert dealer.poll(20_000)
+                assert dealer.poll(WAIT_S * 1000)
                 reply = decode_message(dealer.recv())
                 dealer.disable_monitor()
                 monitor.close(linger=0)
@@ -385,6 +389,9 @@ def test_a_prefill_rank_that_does_not_answer_is_named_after_the_deadline():
         decode.know(address)
         view = decode.side.new_room(1)
         decode.side.choose_sources(view, address, 0)
+        links = decode.side._links
+        until(lambda: any(link.connected for link in list(links._links.values())), "it is reached")
+        links._timeout_s = 0.5  # from now on, so that it is the answer alone that is late
         until(lambda: view.over, "the room fails")
         assert "did not answer the hello within 0.5 s" in (view.reason or "")
         assert str(port) in (view.reason or "")
@@ -392,9 +399,9 @@ def test_a_prefill_rank_that_does_not_answer_is_named_after_the_deadline():
 
 def test_garbage_on_the_control_port_is_refused_and_serving_goes_on(pair):
     with zmq.Context() as context:
-        dealer, monitor = open_dealer(context, HOST, pair.prefill.port, Deadlines(), 1000)
+        dealer, monitor = open_dealer(context, HOST, pair.prefill.port, PATIENT, 1000)
         dealer.send(b"GET / HTTP/1.1")
-        assert dealer.poll(20_000)
+        assert dealer.poll(WAIT_S * 1000)
         reply = decode_message(dealer.recv())
         dealer.disable_monitor()
         monitor.close(linger=0)

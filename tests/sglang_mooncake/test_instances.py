@@ -11,9 +11,16 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import pytest
-from handover import ALONE, FIRST, until
+from handover import ALONE, FIRST, NEVER_S, WAIT_S, until
 
-from bootstrap_server import BootstrapError, Instance, InstanceConfig, KVFormat, Rank
+from bootstrap_server import (
+    BootstrapClient,
+    BootstrapError,
+    Instance,
+    InstanceConfig,
+    KVFormat,
+    Rank,
+)
 from sglang_mooncake import instances
 from sglang_mooncake.instances import PrefillInstances
 from sglang_mooncake.registries import Registries
@@ -74,7 +81,8 @@ def test_registries_of_one_host_do_not_hold_those_of_others():
         for address in slow:
             known.ensure(address)
         known.ensure(f"{HOST_B}:8998")
-        until(lambda: f"{HOST_B}:8998" in gate.began, "the other host is asked")
+        until(lambda: len(gate.began) > instances.WORKERS_OF_ONE_HOST, "they are asked")
+        assert f"{HOST_B}:8998" in gate.began
         assert len(gate.began) == instances.WORKERS_OF_ONE_HOST + 1
         gate.free.release(len(slow) + 1)
         until(lambda: all(known.ensure(a) for a in slow), "the others have their turns")
@@ -82,7 +90,12 @@ def test_registries_of_one_host_do_not_hold_those_of_others():
 
 def test_eight_registries_that_drip_do_not_hold_a_ninth():
     """Real registries: eight that never finish their answer, on one host."""
-    with closing(PrefillInstances(Registries())) as known:
+
+    def fetch(address: str) -> Instance:
+        with BootstrapClient(address, timeout_s=NEVER_S) as client:
+            return client.instance(wait_s=instances.LOOKUP_WAIT_S)
+
+    with lookups(fetch) as known:
         listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(8)]
         try:
             for listener in listeners:
@@ -102,6 +115,7 @@ def test_what_waited_too_long_is_not_looked_up_any_more():
         first = [f"{HOST_A}:{port}" for port in range(1, instances.WORKERS_OF_ONE_HOST + 1)]
         for address in [*first, f"{HOST_A}:77"]:
             known.ensure(address)
+        until(lambda: len(gate.began) == len(first), "the others are asked")
         now_s[0] = instances.WAITING_MAX_S
         gate.free.release(len(first))
         until(lambda: known.problem(f"{HOST_A}:77"), "it was given up")
@@ -173,7 +187,7 @@ def test_an_instance_that_was_restarted_is_known_before_it_is_asked_for():
 
     with lookups(fetch, clock=lambda: now_s[0]) as known:
         until(lambda: known.ensure(address), "it is known")
-        assert asked.acquire(timeout=20)
+        assert asked.acquire(timeout=WAIT_S)
         known.forget(address)
         for still_the_former_or_nobody in (instance(1), None):
             answers[0] = still_the_former_or_nobody
@@ -181,8 +195,15 @@ def test_an_instance_that_was_restarted_is_known_before_it_is_asked_for():
                 until(lambda: is_asked_again(known), "the registry is asked")
             assert known.get(address) is None
         answers[0] = instance(2)
-        until(lambda: is_asked_again(known) and address in known.infos, "it is known again")
+
+        def is_known_again() -> bool:  # maybe some time after the registry was asked
+            is_asked_again(known)
+            return address in known.infos
+
+        until(is_known_again, "it is known again")
         assert known.get(address) == instance(2)
+        while asked.acquire(timeout=0):
+            pass  # it was asked later than the test waits for that
         now_s[0] += instances.RETURN_MAX_S
         known.tick()  # nobody is looked for any more
         assert not asked.acquire(timeout=0)

@@ -149,6 +149,7 @@ def test_pages_that_differ_from_those_announced_arrive_whole(pair):
     pair.prefill.send(source, SOURCES, 0, 2)
     until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
     check(pair, forward)
+    until(lambda: side._recorder.snapshot()["fallbacks"], "it is counted, after the write began")
     stats = side._recorder.snapshot()
     assert stats["fallbacks"] == {"a chunk was sent with other pages than were announced": 1}
 

@@ -20,7 +20,7 @@ from bootstrap_server import Topology
 from bootstrap_server.matching import CPTransfer, Source, sources
 from sglang_mooncake.layout import Place, Plan
 
-ITEMS, WAIT_S = 8, 20.0
+ITEMS, WAIT_S = 8, 60.0
 # The kernel's siw sends wrong bytes of small blocks that lie across two pages of its memory: 383 of
 # 3,600 that did, and none of 3,600 that did not. Where these blocks lie is chance.
 OVER = [
@@ -45,7 +45,9 @@ class Pair:
 
 @pytest.fixture(scope="module", params=OVER)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    config = te.Config(transports=(request.param,), segment_blocks=5, segment_bytes=64)
+    config = te.Config(
+        transports=(request.param,), segment_blocks=5, segment_bytes=64, stall_timeout_s=WAIT_S
+    )
     with te.Engine(config) as source, te.Engine(config) as target:
         yield Pair(source, target, source.connect(target.card()))
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 import zmq
-from handover import FIRST, HOST, Pool, make_context, until
+from handover import FIRST, HOST, PATIENT, WAIT_S, Pool, make_context, until
 
 import te
 from bootstrap_server import Rank
@@ -38,8 +38,6 @@ REGISTRY = "10.0.0.1:8998"
 ABORT = RoomAbort(1, 1, "gone")
 ENGINE = te.Identity("0a" * 16, 7)
 STANDS = HelloReply(None, *ENGINE)
-#: Of a published recipe: "never take a peer for dead".
-NEVER = Deadlines(heartbeat_failures_max=10_000_000)
 
 
 def key_of(port: int, epoch: int = 1) -> LinkKey:
@@ -67,7 +65,7 @@ class Hand:
         poller = zmq.Poller()
         for one in self.readers:
             poller.register(one, zmq.POLLIN)
-        ready = poller.poll(20_000)
+        ready = poller.poll(WAIT_S * 1000)
         assert ready, "nothing came"
         for one, _ in ready:
             if one in self.readers:
@@ -81,14 +79,14 @@ class Bench:
         self.loop = Hand(context)
         self.events, self.forgotten = [], []
         self.links = DecodeLinks(
-            self.loop, hello, Deadlines(), 10.0, "T", self.events.append, self.forgotten.append
+            self.loop, hello, PATIENT, 10.0, "T", self.events.append, self.forgotten.append
         )
-        self.router, port = open_router(context, HOST, 1 << 20)
+        self.router, port = open_router(context, HOST, 1 << 20, deadlines=PATIENT)
         self.key = key_of(port)
 
     def take(self):
         """Who has sent what."""
-        assert self.router.poll(20_000)
+        assert self.router.poll(WAIT_S * 1000)
         identity, frame = self.router.recv_multipart()
         return identity, decode(frame)
 
@@ -113,7 +111,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench():
+def bench(monkeypatch):
+    monkeypatch.setattr(decode_links, "CONNECT_S", CONNECT_S)  # only tests turn it on
     with zmq.Context() as context:
         made = Bench(context)
         yield made
@@ -327,7 +326,7 @@ def test_a_rank_that_is_reached_has_longer_for_its_answer(bench):
         assert down.reason == f"{key} did not answer the hello within 10 s (T)"
 
 
-@pytest.mark.parametrize("deadlines", [NEVER, Deadlines(heartbeat_s=1e300)])
+@pytest.mark.parametrize("deadlines", [PATIENT, Deadlines(heartbeat_s=1e300)])
 def test_heartbeats_longer_than_zmq_can_count_are_never(bench, deadlines):
     bench.links._deadlines = deadlines
     bench.connected()
@@ -344,7 +343,7 @@ class Peers:
 
     def started(self, loop: ControlLoop) -> None:
         self.links = DecodeLinks(
-            loop, hello, Deadlines(), 60.0, "T", self.report, lambda address: None
+            loop, hello, PATIENT, WAIT_S, "T", self.report, lambda address: None
         )
         for key in self.keys:
             self.links.open(key)
@@ -370,7 +369,7 @@ def answering_router():
     """A prefill rank that answers every hello."""
     stop = threading.Event()
     with zmq.Context() as context:
-        router, port = open_router(context, HOST, 1 << 20)
+        router, port = open_router(context, HOST, 1 << 20, deadlines=PATIENT)
 
         def answer() -> None:
             while not stop.is_set():
@@ -405,7 +404,7 @@ def test_a_decode_rank_reaches_four_hundred_prefill_ranks():
 
 def raw_dealer(port: int, identity: bytes) -> socket.socket:
     """A ZMTP 3.0 peer by hand, since libzmq refuses to ask for a name that begins with 0."""
-    sock = socket.create_connection((HOST, port), 20)
+    sock = socket.create_connection((HOST, port), WAIT_S)
     sock.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
     received = b""
     while len(received) < 64:
@@ -424,7 +423,7 @@ def test_nobody_takes_the_name_of_another_rank(bench):
         thief.sendall(bytes([0, len(frame)]) + frame)
         # What the router does with the thief's connection is done before it hears of a later one.
         dealer, monitor = open_dealer(
-            bench.loop.zmq_context, HOST, bench.key.rank.port, Deadlines(), 1000
+            bench.loop.zmq_context, HOST, bench.key.rank.port, PATIENT, 1000
         )
         dealer.send(encode(LinkReset("later")))
         heard = bench.take()

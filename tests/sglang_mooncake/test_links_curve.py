@@ -15,14 +15,13 @@ from typing import Self
 import msgspec
 import pytest
 import zmq
-from handover import FIRST, HOST, WAIT_S, handover, make_context, until
+from handover import FIRST, HOST, NEVER_S, PATIENT, WAIT_S, handover, make_context, until
 from prefill_links import NEW, OLD, OTHER, Dealer, Prefill, hello
 from zmq.utils import z85
 
-from bootstrap_server import Rank, RankRecord
+from bootstrap_server import Rank, RankRecord, refusals
 from bootstrap_server.secret import Keys
 from bootstrap_server.signatures import key_index, signed
-from sglang_mooncake.context import Deadlines
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.links import prefill as links
 from sglang_mooncake.links.curve import SEATS, Gatekeeper, new_pair, seat_pair, take_seat
@@ -97,7 +96,8 @@ def test_strangers_are_refused_before_anything_is_heard(prefill, pair, caplog):
         assert "refused a control connection from 127.0.0.1: its secret differs" in caplog.text
 
 
-def test_strangers_fill_no_log(prefill, caplog):
+def test_strangers_fill_no_log(prefill, caplog, monkeypatch):
+    monkeypatch.setattr(refusals, "LOG_EVERY_S", NEVER_S)
     for _ in range(5):
         with Dealer(prefill, new_pair()) as dealer:
             dealer.try_to_say(ABORT)
@@ -191,7 +191,7 @@ class Opener:
         self.links = DecodeLinks(
             loop,
             hello,
-            Deadlines(),
+            PATIENT,
             WAIT_S,
             "T",
             self.events.append,
@@ -328,7 +328,7 @@ def test_a_secret_is_replaced_without_a_moment_in_which_links_are_refused(
 
 
 def test_a_registry_that_gives_out_another_key_is_not_believed():
-    config = make_context("prefill", "", Deadlines()).config
+    config = make_context("prefill", "", PATIENT).config
     rank = Rank(FIRST, HOST, 1, 1, control_key=new_pair().public.decode())
     mine = signed(RankRecord(config, rank), OLD.record).rank
     theirs = msgspec.structs.replace(mine, control_key=new_pair().public.decode())

@@ -44,6 +44,11 @@ VICTIM, OTHER = "victim", "other"
 ROOMS = itertools.count(1)
 
 
+@pytest.fixture(autouse=True)
+def patient() -> None:
+    """The deadlines are the ones that are meant here."""
+
+
 class World:
     """Where ranks run: this process at its centre, the others here or on hosts of their own."""
 

@@ -4,15 +4,15 @@ the right ranks, and when one of many ranks fails, none of the others is left wa
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fleet import Handed, Model, Ranks, ranks
 from handover import CANARY, until
 
 from bootstrap_server import RankCoords, Topology
 from bootstrap_server.matching import CPTransfer
-from sglang_mooncake.context import Deadlines
 from sglang_mooncake.rooms.states import RoomState
-from sglang_mooncake.sglang.config import Config
 
 GQA = Model(heads=4)
 MLA = Model(heads=1, is_mla=True)
@@ -152,12 +152,14 @@ def test_a_decode_rank_that_dies_ends_the_room_on_all_others():
 
 
 def test_a_source_that_sends_nothing_leaves_the_room_waiting_until_its_deadline():
-    with ranks(GQA, tp(2), tp(1), deadlines=Deadlines(waiting_s=0.5)) as instance:
+    with ranks(GQA, tp(2), tp(1)) as instance:
         handed = _asked(instance)
         first, _ = handed.sources
         instance.send(handed, first, [4])
         until(lambda: handed.sources[first].state is RoomState.DONE, "one source is done")
-        (target,) = handed.targets.values()
+        ((rank, target),) = handed.targets.items()
+        rooms = instance.decode[rank].side._rooms
+        rooms._deadlines = replace(rooms._deadlines, waiting_s=0.5)
         until(lambda: target.over, "the room timed out")
         assert target.state is RoomState.TIMED_OUT
         for view in handed.sources.values():
@@ -192,7 +194,7 @@ def test_pipelines_that_do_not_fit_are_refused_with_both_values_and_nobody_waits
 
 
 def test_one_rank_that_cannot_be_linked_ends_the_room_on_the_others():
-    with ranks(GQA, tp(2), tp(1), config=Config(link_timeout_s=0.5)) as instance:
+    with ranks(GQA, tp(2), tp(1)) as instance:
         instance.prefill[RankCoords(0, 0, 1, 0)].close()
         handed = instance.open(1)
         first, _ = handed.sources

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from handover import until
+from handover import WAIT_S, until
 
 from sglang_mooncake.sglang import recompute
 from sglang_mooncake.sglang.recompute import Recompute
@@ -58,28 +58,31 @@ def prefill_server(status: int, free: threading.Event) -> Iterator[tuple[str, li
 def test_the_prefill_server_is_asked_and_its_refusal_told(status, says):
     free, failures = threading.Event(), queue.Queue()
     free.set()
-    with prefill_server(status, free) as (address, asked), closing(Recompute(5.0, "T")) as requests:
+    with (
+        prefill_server(status, free) as (address, asked),
+        closing(Recompute(60.0, "T")) as requests,
+    ):
         requests.ask(address, {"rid": "a"}, wanted, failures.put)
         if says is None:
             until(lambda: len(requests) == 0, "the request is over")
             assert failures.empty()
         else:
-            assert says in failures.get(timeout=20)
+            assert says in failures.get(timeout=WAIT_S)
         assert asked == [("/generate", {"rid": "a"})]
 
 
 def test_a_server_that_is_not_there_is_told():
     failures: queue.Queue[str] = queue.Queue()
-    with closing(Recompute(5.0, "T")) as requests:
+    with closing(Recompute(60.0, "T")) as requests:
         requests.ask("127.0.0.1:1", {}, wanted, failures.put)
-        assert "the prefill server at 127.0.0.1:1 cannot be reached" in failures.get(timeout=20)
+        assert "the prefill server at 127.0.0.1:1 cannot be reached" in failures.get(timeout=WAIT_S)
 
 
 def test_what_cannot_be_sent_ends_its_room():
     failures: queue.Queue[str] = queue.Queue()
-    with closing(Recompute(5.0, "T")) as requests:
+    with closing(Recompute(60.0, "T")) as requests:
         requests.ask("127.0.0.1:1", {"no json": object()}, wanted, failures.put)
-        assert "internal error" in failures.get(timeout=20)
+        assert "internal error" in failures.get(timeout=WAIT_S)
 
 
 def test_requests_are_bounded_in_number_and_in_threads(monkeypatch):
@@ -119,7 +122,7 @@ def test_the_time_in_the_queue_counts():
         requests.ask(address, {"number": "late"}, wanted, failures.put)
         now_s[0] = 61.0
         free.set()
-        assert failures.get(timeout=20) == (
+        assert failures.get(timeout=WAIT_S) == (
             "cannot recompute: the request waited 61 s behind 16 other retracted requests "
             "(T is 60 s)"
         )

@@ -9,7 +9,7 @@ from counted_tags import CountedTags
 from handover import Pool, handover, until
 from prefill_rooms import CHUNK_TIMEOUT_S, TIMEOUT_S, chunk, opened, request
 
-from sglang_mooncake.context import PREFILL_COMPLETE, Deadlines
+from sglang_mooncake.context import PREFILL_COMPLETE
 from sglang_mooncake.messages import RoomAbort, RoomComputed, RoomFailed, RoomWait
 from sglang_mooncake.rooms import decode, prefill, prefill_room
 from sglang_mooncake.rooms.events import Aborted, Opened, Tick
@@ -186,7 +186,7 @@ def test_between_ranks_pages_are_named_after_the_prompt_is_computed():
 
 def test_a_prefill_rank_that_has_forgotten_us_is_asked_for_a_link_again():
     """A wait over a link whose data path is gone: the room fails, and the next one is linked."""
-    with handover(policy=PREFILL_COMPLETE, deadlines=Deadlines(waiting_s=20.0)) as pair:
+    with handover(policy=PREFILL_COMPLETE) as pair:
         pair.decode.know(pair.address)
         first = pair.decode.side.new_room(1)
         pair.decode.side.choose_sources(first, pair.address, 0)

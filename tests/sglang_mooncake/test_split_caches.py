@@ -15,14 +15,16 @@ from handover import (
     AUX_SLOTS,
     CANARY,
     HOST,
+    NEVER_S,
+    PATIENT,
     DecodeRank,
     PrefillRank,
     make_context,
+    patient,
     until,
 )
 
 from bootstrap_server import BootstrapServer, Topology
-from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import ALL, Buffers, Component, Dealt, Layout, Units
 from sglang_mooncake.rooms.prefill import Chunk
 from sglang_mooncake.rooms.states import RoomState, RoomView
@@ -90,24 +92,24 @@ class Ranks:
     def __init__(
         self, prefill: list[Memory], decode: list[Memory], sharded: bool, dcp: int, close: ExitStack
     ) -> None:
-        server = BootstrapServer(host=HOST, port=0)
+        server = BootstrapServer(host=HOST, port=0, lease_s=NEVER_S)
         close.callback(server.close)
         self.address = f"{HOST}:{server.port}"
         self.memories = decode
         here, there = Topology(1, 1, len(prefill), 1), Topology(1, 1, len(decode), 1)
-        deadlines = Deadlines()
+        config = patient(Config())
         self.prefill = []
         for coords, memory in zip(here.coords(), prefill, strict=True):
             context = make_context(
-                "prefill", self.address, deadlines, PAGE, here, coords,
+                "prefill", self.address, PATIENT, PAGE, here, coords,
                 enable_kv_cache_sharding=sharded,
             )  # fmt: skip
-            self.prefill.append(PrefillRank(context, Config(), memory))
+            self.prefill.append(PrefillRank(context, config, memory))
             close.callback(self.prefill[-1].close)
         self.decode = []
         for coords, memory in zip(there.coords(), decode, strict=True):
-            context = make_context("decode", "", deadlines, PAGE, there, coords, dcp_size=dcp)
-            self.decode.append(DecodeRank(context, Config(), memory))
+            context = make_context("decode", "", PATIENT, PAGE, there, coords, dcp_size=dcp)
+            self.decode.append(DecodeRank(context, config, memory))
             close.callback(self.decode[-1].close)
             self.decode[-1].know(self.address)
 

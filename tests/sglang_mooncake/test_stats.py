@@ -7,7 +7,7 @@ import os
 
 import msgspec
 import pytest
-from handover import make_context, until
+from handover import NEVER_S, make_context, until
 
 import te
 from sglang_mooncake import stats
@@ -37,7 +37,8 @@ def make_recorder(directory):
 
 
 @pytest.fixture
-def recorder(tmp_path):
+def recorder(tmp_path, monkeypatch):
+    monkeypatch.setattr(stats, "_WRITE_TIMEOUT_S", NEVER_S)
     made = make_recorder(tmp_path / "new")
     made.path = tmp_path / "new" / f"prefill-{os.getpid()}.json"
     yield made

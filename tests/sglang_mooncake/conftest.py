@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the tests of the hand-over."""
+
+from __future__ import annotations
+
+import pytest
+from handover import NEVER_S
+
+from sglang_mooncake import control, fences, prefill_side, stream_order
+from sglang_mooncake.links import decode, sockets
+from sglang_mooncake.mooncake_face import answering, sessions
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines that no setting lengthens pass only where a test sets them: a loaded machine stops
+    any thread for seconds."""
+    for module, name in [
+        (control, "_CLOSE_TIMEOUT_S"),
+        (fences, "_CLOSE_TIMEOUT_S"),
+        (stream_order, "_CLOSE_TIMEOUT_S"),
+        (prefill_side, "_START_TIMEOUT_S"),
+        (decode, "CONNECT_S"),
+        (answering, "ANSWER_TIMEOUT_S"),
+        (answering, "CLOSE_TIMEOUT_S"),
+        (sessions, "ASK_TIMEOUT_S"),
+    ]:
+        monkeypatch.setattr(module, name, NEVER_S)
+    monkeypatch.setattr(sockets, "_HANDSHAKE_MS_MAX", int(NEVER_S * 1_000))
