@@ -6,9 +6,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import islice
 from typing import Self
 
 import pytest
+from chaos_run import intruder
 from chaos_run.intruder import Attack, attempts
 
 import te
@@ -30,6 +32,8 @@ from sglang_mooncake.links.sockets import open_router
 
 HOST = "127.0.0.1"
 WAIT_S = 60.0
+#: For a lease that must not end.
+NEVER_S = 1_000.0
 OURS, OTHER = (Keys.from_secrets([text]) for text in (b"0123456789abcdef-a", b"0123456789abcdef-b"))
 
 
@@ -68,10 +72,10 @@ def spec() -> Iterator[Attack]:
     """A prefill rank's ports, for those who have `OURS`."""
     with ExitStack() as stack:
         door = stack.enter_context(Door(OURS))
-        registry = stack.enter_context(BootstrapServer(HOST, 0, keys=OURS.registry))
+        registry = stack.enter_context(BootstrapServer(HOST, 0, NEVER_S, keys=OURS.registry))
         engine = stack.enter_context(te.Engine(te.Config(keys=OURS.data, transports=("tcp",))))
         address = f"{HOST}:{registry.port}"
-        client = stack.enter_context(BootstrapClient(address, keys=OURS.registry))
+        client = stack.enter_context(BootstrapClient(address, WAIT_S, keys=OURS.registry))
         config = InstanceConfig(Topology(1, 1, 1, 1), KVFormat(1, "float32"), protocol=1)
         key = door.pair.public.decode()
         rank = Rank(RankCoords(0, 0, 0, 0), HOST, door.port, epoch=1, control_key=key)
@@ -80,15 +84,22 @@ def spec() -> Iterator[Attack]:
         yield Attack(HOST, ports, address, client.instance(), 1.0)
 
 
-def test_the_right_secret_opens_what_can_be_opened(spec: Attack) -> None:
-    got = [said for attempt in attempts(spec, OURS) if (said := attempt()) is not None]
-    coords = spec.instance.ranks[0].coords
+def test_the_right_secret_opens_what_can_be_opened(
+    spec: Attack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coords, tried = spec.instance.ranks[0].coords, attempts(spec, OURS)
+    with monkeypatch.context() as patch:
+        # What is let in waits for it, however late the answer comes; what is not would wait long.
+        patch.setattr(intruder, "_CONNECT_TIMEOUT_S", WAIT_S)
+        patch.setattr(intruder, "_ANSWER_MS", 1000 * int(WAIT_S))
+        got = [attempt() for attempt in islice(tried, 4)]
     assert got == [
         "the registry tells of 1 ranks",
         f"the registry forgot {coords}",
         f"the registry gave away the place of {coords}",
         f"a control link to {coords} opens with a seat of another secret",
     ]
+    assert [attempt() for attempt in tried] == [None] * (1 + len(spec.ports))
 
 
 def test_another_secret_opens_nothing(spec: Attack) -> None:

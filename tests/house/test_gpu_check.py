@@ -138,7 +138,8 @@ def test_a_process_that_cannot_be_killed_holds_nothing_up(
 
 def test_steps_that_hang_or_die_lose_no_other(python: str, tmp_path: Path) -> None:
     last = next(one for one in STEPS if one.name == "machine")
-    steps = (DRIVER, double("hang", 8.0), double("die"), double("break_the_context"), last)
+    # Long enough for Python to start, though it is held for seconds: it has to say what it does.
+    steps = (DRIVER, double("hang", 30.0), double("die"), double("break_the_context"), last)
     status, found = run(python, tmp_path, steps=steps)
     assert status == 1
     assert states(found) == {
@@ -148,7 +149,7 @@ def test_steps_that_hang_or_die_lose_no_other(python: str, tmp_path: Path) -> No
         "break_the_context": "failed",
         "machine": "passed",
     }
-    assert found["hang"]["reason"].startswith("ended after 8 s; it was waiting for good, beside")
+    assert found["hang"]["reason"].startswith("ended after 30 s; it was waiting for good, beside")
     beside = int(found["hang"]["reason"].rsplit(" ", 1)[1])
     wait_until(lambda: has_ended(beside), "the process beside the one that hung is gone")
     assert "ended with status 7, with the last words: out of luck" in found["die"]["reason"]

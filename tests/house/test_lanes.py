@@ -135,7 +135,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s

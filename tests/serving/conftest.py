@@ -7,20 +7,12 @@ A module says with a module-scoped fixture `layout` what its pair looks like.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Final
 
 import pytest
 from cpu_serving.expectations import Layout, Reference, Serving
 from cpu_serving.nursery import Nursery
-from cpu_serving.servers import Fleet, ServerOptions, base_environment
-
-#: A machine that emulates others beside the tests once stood still for more than the usual 2 s.
-#: What frozen peers cost is tested with servers of their own, which have the usual heartbeats.
-PATIENT: Final = {
-    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "0.5",
-    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "20",
-}
+from cpu_serving.servers import Fleet, base_environment
+from patient import PATIENT, patient
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +45,7 @@ def running(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Serving]:
     with Fleet(tmp_path_factory.mktemp(layout.name), origin) as fleet:
-        pair = fleet.pair(_patient(layout.prefill), _patient(layout.decode))
+        pair = fleet.pair(patient(layout.prefill), patient(layout.decode))
         pair.wait_ready()
         yield Serving(pair, layout.model, reference)
 
@@ -63,7 +55,3 @@ def serving(running: Serving) -> Iterator[Serving]:
     """The module's pair; after each test it must be whole."""
     yield running
     running.assert_whole()
-
-
-def _patient(options: ServerOptions) -> ServerOptions:
-    return replace(options, extra_env={**PATIENT, **options.extra_env})

@@ -36,6 +36,7 @@ from te import status
 
 EXIT_NO_NAMESPACES = 2
 REQUESTS, PROMPT = 8, 512
+PAGE = 16
 SIZE = LlamaSize(
     layers=4, hidden=256, intermediate=1024, heads=4, head_dim=64, positions=PROMPT + 16
 )
@@ -89,6 +90,14 @@ class Watched:
             assert time.monotonic() < deadline_s, "the owner is not known"
             time.sleep(0.05)
 
+    def wait_for_puts(self) -> None:
+        """Until all pages of the prompts are at the owner: what waits for that is dropped as the
+        device's cache is emptied."""
+        deadline_s = time.monotonic() + WAIT_S
+        while sum(self.store().puts.values()) < REQUESTS * (PROMPT // PAGE):
+            assert time.monotonic() < deadline_s, "the pages are not stored"
+            time.sleep(0.05)
+
     def ask(self, title: str) -> dict[str, Any]:
         """All prompts, one after the other, on an empty device."""
         flush(self._server)
@@ -108,6 +117,7 @@ class Watched:
 def rounds(network: Network, watched: Watched) -> Iterator[dict[str, Any]]:
     """Computes; loads while the network is fast; then slow; then fast again."""
     yield watched.ask("computed")
+    watched.wait_for_puts()
     yield watched.ask("fast")
     network.limit(SLOW_BITS_PER_S)
     yield watched.ask("slow")

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +21,7 @@ from te import status
 
 PAGE = 16
 WAIT_S = 120.0
+PATIENCE_S = 30.0
 REQUESTS = make_requests(4, 400, seed=17)
 
 
@@ -37,6 +38,9 @@ class Place:
     def options(self, model: Path, memory: str = "64MiB", **more: Any) -> ServerOptions:
         # Of models that are so small a crowded machine computes as fast as it loads.
         more.setdefault("admission", False)
+        # Nor does it run each process at all times.
+        more.setdefault("request_timeout_s", PATIENCE_S)
+        more.setdefault("load_timeout_s", PATIENCE_S)
         env = {"SGLANG_MOONCAKE_STATUS_DIR": str(self.path / "te")}
         options = with_store(ServerOptions(model), self.directory, memory, **more)
         return replace(options, extra_env=env)
@@ -66,6 +70,16 @@ def hits(answers: Sequence[Answer]) -> list[int]:
 def all_pages(requests: Sequence[Request] = REQUESTS) -> list[int]:
     """The tokens that a server can take from a cache: it computes the last one in any case."""
     return [(len(one.input_ids) - 1) // PAGE * PAGE for one in requests]
+
+
+def stored_pages(request: Request) -> int:
+    """Of prompt and answer; SGLang does not keep the last token that it makes."""
+    return (len(request.input_ids) + request.new_tokens - 1) // PAGE
+
+
+def puts(place: Place) -> int:
+    """How many pages of all servers were stored, or could not be."""
+    return sum(sum(one.puts.values()) for one in place.statuses())
 
 
 def hit_all(server: Server, expected: Sequence[Answer]) -> None:
@@ -119,6 +133,18 @@ def knows(place: Place, lenders: Sequence[Lender]) -> bool:
     return any(
         len([seen for seen in one.owners if seen.usable]) == len(lenders)
         for one in place.statuses()
+    )
+
+
+def knows_all(place: Place, but: Collection[int] = ()) -> bool:
+    """Whether each process, but these, has heard of all objects of the others."""
+    statuses = place.statuses()
+    objects = {one.pid: one.own.objects for one in statuses if one.own is not None}
+    fresh = [one for one in statuses if one.pid not in but]
+    return bool(fresh) and all(
+        sum(seen.objects for seen in one.owners)
+        >= sum(count for pid, count in objects.items() if pid != one.pid)
+        for one in fresh
     )
 
 

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import slow_owner
-from slow_owner import PROMPT, REQUESTS
+from slow_owner import PAGE, PROMPT, REQUESTS
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 BOUND_S = 800.0
-PAGE = 16
 ALL = [(PROMPT - 1) // PAGE * PAGE] * REQUESTS
 
 

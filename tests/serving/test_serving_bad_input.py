@@ -13,6 +13,7 @@ from cpu_serving.nursery import Nursery
 from cpu_serving.pools import leaked_pages
 from cpu_serving.servers import HOST, Fleet, Pair, Server, ServerOptions, wait_ready
 from cpu_serving.traffic import make_requests, send_all
+from patient import patient
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
@@ -28,7 +29,7 @@ def fleet(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def prefill(fleet: Fleet) -> Server:
-    return fleet.server("prefill", ServerOptions(make_model("llama"), page_size=16))
+    return fleet.server("prefill", patient(ServerOptions(make_model("llama"), page_size=16)))
 
 
 MISMATCHES = {
@@ -50,7 +51,7 @@ def test_mismatch_fails_the_request_with_a_sentence(
     fleet: Fleet, prefill: Server, what: str
 ) -> None:
     options, words = MISMATCHES[what]
-    decode = fleet.server("decode", options, name=f"decode-{what.replace(' ', '-')}")
+    decode = fleet.server("decode", patient(options), name=f"decode-{what.replace(' ', '-')}")
     router = fleet.router(prefill, decode, name=f"router-{what.replace(' ', '-')}")
     pair = Pair(prefill, decode, router)
     pair.wait_ready()

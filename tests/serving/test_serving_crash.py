@@ -18,6 +18,7 @@ from cpu_serving.nursery import Nursery
 from cpu_serving.pools import leaked_pages
 from cpu_serving.servers import HOST, Fleet, Pair, ServerOptions
 from cpu_serving.traffic import Answer, Request, make_requests, run, send
+from patient import patient
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
@@ -33,7 +34,7 @@ def fleet(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def pair(fleet: Fleet) -> Pair:
-    options = ServerOptions(make_model("llama"))
+    options = patient(ServerOptions(make_model("llama")))
     pair = fleet.pair(options, options)
     pair.wait_ready()
     return pair

@@ -14,6 +14,7 @@ from cpu_serving.model import make_model
 from cpu_serving.nursery import Nursery
 from cpu_serving.servers import SHIM, Fleet, Pair, ServerOptions
 from cpu_serving.traffic import make_requests
+from patient import patient
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
@@ -52,9 +53,11 @@ def plugin_in(directory: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    options = ServerOptions(make_model("llama"))
+    options = patient(ServerOptions(make_model("llama")))
     path = f"{SHIM}:{plugin_in(tmp_path_factory.mktemp('plugin'))}"
-    pair = fleet.pair(options, replace(options, extra_env={"PYTHONPATH": path}))
+    pair = fleet.pair(
+        options, replace(options, extra_env={**options.extra_env, "PYTHONPATH": path})
+    )
     pair.wait_ready()
     return pair
 

@@ -44,7 +44,8 @@ def error_with(decode: Server, topology: Topology, protocol: int) -> str:
     """What a request gets whose prefill instance has registered its first rank alone."""
     config = InstanceConfig(topology, KVFormat(1, "float32"), protocol=protocol)
     rank = Rank(RankCoords(0, 0, 0, 0), HOST, 9, epoch=1)
-    with BootstrapServer(host=HOST, port=0) as registry:
+    # The lease holds although nobody may be run to renew it.
+    with BootstrapServer(host=HOST, port=0, lease_s=600.0) as registry:
         where = {"bootstrap_host": HOST, "bootstrap_port": registry.port}
         request = replace(make_requests(1, 50)[0], fields={**where, "bootstrap_room": next(rooms)})
         with RankLease(f"{HOST}:{registry.port}", RankRecord(config, rank)):

@@ -13,6 +13,7 @@ from cpu_serving.model import make_model
 from cpu_serving.nursery import Nursery
 from cpu_serving.servers import Fleet, Pair, Server, ServerOptions, wait_ready
 from cpu_serving.traffic import make_requests
+from patient import patient
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
@@ -39,7 +40,7 @@ def switch(server: Server, role: str) -> None:
 
 
 def test_two_servers_change_places_and_back(fleet: Fleet, reference: Reference) -> None:
-    options = ServerOptions(make_model("llama"), page_size=16, extra_args=SWITCHABLE)
+    options = patient(ServerOptions(make_model("llama"), page_size=16, extra_args=SWITCHABLE))
     pair = fleet.pair(options, options)
     pair.wait_ready()
     first = Serving(pair, "llama", reference)

@@ -15,11 +15,24 @@ from cpu_serving.nursery import Nursery
 from cpu_serving.servers import SHIM, Fleet, Server, ServerOptions, wait_ready
 from cpu_serving.store import flush
 from cpu_serving.traffic import Answer, compare
-from store_servers import REQUESTS, Lender, Place, all_pages, ask, hits, until
+from store_servers import (
+    REQUESTS,
+    Lender,
+    Place,
+    all_pages,
+    ask,
+    held,
+    hits,
+    knows_all,
+    puts,
+    stored_pages,
+    until,
+)
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
 NONE = [0] * len(REQUESTS)
+PAGES = sum(map(stored_pages, REQUESTS))
 LINKER = "sglang_mooncake.sglang.store.linker"
 
 
@@ -56,21 +69,16 @@ def started(fleet: Fleet, options: ServerOptions, name: str) -> Server:
     return server
 
 
-def knows_pages(place: Place, but: set[int]) -> bool:
-    """Whether processes that have come since have heard of objects."""
-    fresh = [one for one in place.statuses() if one.pid not in but]
-    return bool(fresh) and all(any(seen.objects for seen in one.owners) for one in fresh)
-
-
 def after_another(
     fleet: Fleet, place: Place, first: ServerOptions, second: ServerOptions
 ) -> list[Answer]:
     """What the second server answers that shares a store with the first."""
     other = started(fleet, first, "first")
     assert hits(ask(other)) == NONE
+    until(lambda: held(place) >= PAGES, "the pages are stored")
     before = {one.pid for one in place.statuses()}
     server = started(fleet, second, "second")
-    until(lambda: knows_pages(place, before), "the pages of the first server are known")
+    until(lambda: knows_all(place, before), "the pages of the first server are known")
     answers = ask(server)
     other.stop()
     return answers
@@ -127,6 +135,8 @@ def asked_twice(
     until(lambda: borrowers(place) == options.ranks, "the ranks know the lender")
     first = ask(server)
     assert hits(first) == NONE
+    # What waits to be stored is dropped as the device's cache is emptied.
+    until(lambda: puts(place) >= options.ranks * PAGES, "the pages are stored")
     flush(server)
     second = ask(server)
     server.stop()

@@ -15,12 +15,12 @@ from cpu_serving.nursery import Nursery
 from cpu_serving.servers import Fleet, Server, ServerOptions, wait_ready
 from cpu_serving.store import flush, with_hicache
 from cpu_serving.traffic import compare, send_all
-from store_servers import REQUESTS, Lender, Place, ask, hit_all, hits, knows, until
+from store_servers import REQUESTS, Lender, Place, ask, hit_all, hits, knows, knows_all, until
 
 from kvstore.headers import HEADER, LIVE, MAGIC
 from kvstore.slab import UNIT_BYTES, Slab
 
-pytestmark = pytest.mark.serving
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
 NONE = [0] * len(REQUESTS)
 MEMORY_BYTES = 32 << 20
@@ -107,7 +107,7 @@ def test_windows_that_are_damaged_fail_their_requests(
         server.stop()
         assert damage_windows(slab) > 0
         trusting = started(fleet, place.options(model, memory="0", verify=False), "trusting")
-        until(lambda: knows(place, [lender]), "the lender is known")
+        until(lambda: knows(place, [lender]) and knows_all(place), "its pages are known")
         wrong = ask(trusting)
         assert max(hits(wrong)) > 0
         assert compare(expected, wrong)
