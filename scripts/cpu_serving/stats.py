@@ -24,8 +24,8 @@ __all__ = ["Handover", "RankStats", "collect", "read_stats", "summarise"]
 FORMAT_VERSION = 1
 MANAGER = "sglang_mooncake.sglang.manager.KVManager"
 OUR_PACKAGES = ("sglang_mooncake", "bootstrap_server", "te")
-# The files are rewritten about once a second.
-SETTLE_TIMEOUT_S = 5.0
+# The files are rewritten about once a second; a busy machine may not run a server for a while.
+SETTLE_TIMEOUT_S = 60.0
 POLL_S = 0.1
 
 
@@ -72,14 +72,20 @@ class Handover:
 
 
 def collect(server: Server, since: float) -> list[RankStats]:
-    """The figures of every rank, written after the wall-clock time `since` if they still change."""
+    """The figures of every rank, written after the wall-clock time `since`.
+
+    Raises ServingError if they are not written within SETTLE_TIMEOUT_S.
+    """
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     while time.monotonic() < deadline:
-        files = list(server.stats_dir.glob("*.json"))
+        files = list(server.stats_dir.glob(f"{server.role}-*.json"))
         if len(files) >= server.options.ranks and all(f.stat().st_mtime > since for f in files):
-            break
+            return read_stats(server)
         time.sleep(POLL_S)
-    return read_stats(server)
+    raise ServingError(
+        f"the ranks of the {server.process.name} have written no new figures to "
+        f"{server.stats_dir} within {SETTLE_TIMEOUT_S:g} s\n{server.process.tail()}"
+    )
 
 
 def read_stats(server: Server) -> list[RankStats]:
