@@ -108,7 +108,9 @@ class DeviceEngine(te.Engine):
         whole = null_fabric(Wires(), 1)
         nics = (replace(whole.nics[0], device=device),)
         self._fabric = Fabric(nics, whole._topology, (0,))
-        super().__init__(te.Config(transports=transports))
+        super().__init__(
+            te.Config(transports=transports, connect_timeout_s=TIMEOUT_S, stall_timeout_s=TIMEOUT_S)
+        )
 
     def _transport(self, name: str) -> Any:
         return Rdma(self._config, self._fabric) if name == "rdma" else super()._transport(name)

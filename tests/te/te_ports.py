@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 
@@ -14,8 +15,11 @@ HOST = "127.0.0.1"
 
 @contextlib.contextmanager
 def two_ports(taken: int) -> Iterator[int]:
-    """The first of two ports in a row, of which so many have a listener."""
-    for first in range(20_000, 32_000, 2):
+    """The first of two ports in a row, of which so many have a listener. The others are free, and
+    other processes of the tests look elsewhere first."""
+    begin = os.getpid() * 100 % 12_000
+    for offset in range(0, 12_000, 2):
+        first = 20_000 + (begin + offset) % 12_000
         with contextlib.ExitStack() as undo:
             socks = [undo.enter_context(socket.socket()) for _ in range(2)]
             try:

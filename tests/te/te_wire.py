@@ -152,9 +152,9 @@ class Links:
         self._wires = Wires()
         self._transport = transport = TRANSPORTS[path.over]
         self.engine: te.Engine = undo.enter_context(
-            NullEngine(self._wires, nics=1)
+            NullEngine(self._wires, nics=1, connect_timeout_s=TIMEOUT_S)
             if path.over is Over.RDMA
-            else te.Engine(te.Config(transports=(transport,)))
+            else te.Engine(te.Config(transports=(transport,), connect_timeout_s=TIMEOUT_S))
         )
         if path.from_source:
             self._card = self.engine.card()
