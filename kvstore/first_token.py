@@ -73,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--capacity-at-limit",
         action="store_true",
-        help=f"also look for the arrival rate at which {IN_TIME:.0%} of the requests have their"
-        " first token within the limit (takes a minute)",
+        help=f"also look for the arrival rate at which {100 * IN_TIME:.0f} of 100 requests have"
+        " their first token within the limit (takes a minute)",
     )
 
 
