@@ -53,6 +53,36 @@ def _parser() -> argparse.ArgumentParser:
         description="Lends memory to the store until it is told to end (SIGTERM, Ctrl-C). Engines"
         " of the same user on this host find it by the directory of sockets.",
     )
+    _add_what_is_kept(serve)
+    _add_how_it_is_reached(serve)
+    serve.set_defaults(run=_serve)
+    top = commands.add_parser(
+        "top",
+        help="show what the store's processes of this user hold and do",
+        description="A line for each process: the memory that it lends and the objects there, the"
+        " owners that it can use of those that it knows, the share of look-ups that found their"
+        " object, look-ups of keys that are there with another signature or size alone, gets that"
+        " brought nothing, objects that were computed since loading them was expected to take"
+        " longer, and how many of the loads did take longer.",
+    )
+    top.add_argument("--once", action="store_true", help="print once, and end")
+    top.add_argument("--json", action="store_true", help="print one JSON array a time")
+    top.add_argument("--interval", type=float, default=2.0, help="seconds between two prints")
+    top.add_argument(
+        "--dir", type=Path, help="where the engines' status sockets are (default: as te has it)"
+    )
+    top.set_defaults(run=_top)
+    for module, name, summary in (
+        (bench, "bench", "measure the store on this host beside its peers and beside plain copies"),
+        (replay, "replay", "hit ratios of a recorded trace, by policy and capacity"),
+    ):
+        command = commands.add_parser(name, help=summary, description=module.DESCRIPTION)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def _add_what_is_kept(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--memory", type=_size, required=True, help="how much, such as 64GiB or 512MiB"
     )
@@ -79,6 +109,9 @@ def _parser() -> argparse.ArgumentParser:
         "--objects-size", type=_size, help="how much is stored there; --objects takes one"
     )
     serve.add_argument("--policy", choices=sorted(POLICIES), default=Config().policy)
+
+
+def _add_how_it_is_reached(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--index",
         default="",
@@ -113,38 +146,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="answer GET /metrics there, for Prometheus; 0.0.0.0 is every address of this host",
     )
-    serve.set_defaults(run=_serve)
-    top = commands.add_parser(
-        "top",
-        help="show what the store's processes of this user hold and do",
-        description="A line for each process: the memory that it lends and the objects there, the"
-        " owners that it can use of those that it knows, the share of look-ups that found their"
-        " object, look-ups of keys that are there with another signature or size alone, gets that"
-        " brought nothing, objects that were computed since loading them was expected to take"
-        " longer, and how many of the loads did take longer.",
-    )
-    top.add_argument("--once", action="store_true", help="print once, and end")
-    top.add_argument("--json", action="store_true", help="print one JSON array a time")
-    top.add_argument("--interval", type=float, default=2.0, help="seconds between two prints")
-    top.add_argument(
-        "--dir", type=Path, help="where the engines' status sockets are (default: as te has it)"
-    )
-    top.set_defaults(run=_top)
-    bench_parser = commands.add_parser(
-        "bench",
-        help="measure the store on this host beside its peers and beside plain copies",
-        description=bench.DESCRIPTION,
-    )
-    bench.add_arguments(bench_parser)
-    bench_parser.set_defaults(run=bench.run)
-    replay_parser = commands.add_parser(
-        "replay",
-        help="hit ratios of a recorded trace, by policy and capacity",
-        description=replay.DESCRIPTION,
-    )
-    replay.add_arguments(replay_parser)
-    replay_parser.set_defaults(run=replay.run)
-    return parser
 
 
 def _size(text: str) -> int:
