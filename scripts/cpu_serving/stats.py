@@ -78,7 +78,7 @@ def collect(server: Server, since: float) -> list[RankStats]:
     """
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     while time.monotonic() < deadline:
-        files = list(server.stats_dir.glob(f"{server.role}-*.json"))
+        files = _files(server)
         if len(files) >= server.options.ranks and all(f.stat().st_mtime > since for f in files):
             return read_stats(server)
         time.sleep(POLL_S)
@@ -90,8 +90,7 @@ def collect(server: Server, since: float) -> list[RankStats]:
 
 def read_stats(server: Server) -> list[RankStats]:
     """One RankStats per rank; raises ServingError unless all are there and name our classes."""
-    files = server.stats_dir.glob(f"{server.role}-*.json")  # it may have had another role before
-    found = [_decode(path) for path in sorted(files)]
+    found = [_decode(path) for path in _files(server)]
     if len(found) != server.options.ranks:
         raise ServingError(
             f"{len(found)} of {server.options.ranks} ranks of the {server.process.name} wrote to "
@@ -100,6 +99,11 @@ def read_stats(server: Server) -> list[RankStats]:
     for stats in found:
         _check(server, stats)
     return found
+
+
+def _files(server: Server) -> list[Path]:
+    """Of its role; it may have had another one before."""
+    return sorted(server.stats_dir.glob(f"{server.role}-*.json"))
 
 
 def _decode(path: Path) -> RankStats:

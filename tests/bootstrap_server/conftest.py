@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from bootstrap_waits import NEVER_S, WAIT_S
 
 from bootstrap_server import (
     BootstrapClient,
@@ -17,8 +18,6 @@ from bootstrap_server import (
 )
 
 MakeRecord = Callable[..., RankRecord]
-
-WAIT_S = 60.0
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +55,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def server() -> Iterator[BootstrapServer]:
     """Nobody has to renew a lease of its."""
-    with BootstrapServer(host="127.0.0.1", port=0, lease_s=10 * WAIT_S) as running:
+    with BootstrapServer(host="127.0.0.1", port=0, lease_s=NEVER_S) as running:
         yield running
 
 

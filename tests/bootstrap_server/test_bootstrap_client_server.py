@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import requests
+from bootstrap_waits import NEVER_S, WAIT_S
 
 from bootstrap_server import (
     BootstrapClient,
@@ -37,8 +38,6 @@ MakeRecord = Callable[..., RankRecord]
 ONE = Topology(1, 1, 1, 1)
 FIRST = RankCoords(0, 0, 0, 0)
 PORT_FLAG = "--disaggregation-bootstrap-port"
-#: For leases that must not end, and for what a loaded machine may take.
-NEVER_S, WAIT_S = 1_000.0, 60.0
 
 
 def test_an_instance_from_first_rank_to_last(

@@ -11,13 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import msgspec
 import pytest
 import requests
 from bootstrap_http import route, route_body, url
+from bootstrap_waits import NEVER_S, WAIT_S, patient_client
 
 from bootstrap_server import (
     BootstrapClient,
@@ -31,7 +31,6 @@ from bootstrap_server import (
     Topology,
     client_proof,
 )
-from bootstrap_server import lease as lease_module
 from bootstrap_server.gate import Gate
 from bootstrap_server.proof import HEADER, Claim, digest_of, prove_request
 from bootstrap_server.refusals import LOG_EVERY_S, Refusals
@@ -40,8 +39,6 @@ from bootstrap_server.replays import SKEW_MAX_S, Replays
 MakeRecord = Callable[..., RankRecord]
 
 ONE, FIRST = Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0)
-#: For a lease that must not end, and for what a loaded machine may take.
-NEVER_S, WAIT_S = 1_000.0, 60.0
 OLD, NEW = b"o" * 32, b"n" * 32
 INSTANCE = "/v1/instances/default"
 ROUTES = [
@@ -79,13 +76,11 @@ def proved(method: str, path: str, body: bytes = b"", number: int = 1, ago_s: fl
 
 
 def test_ranks_with_the_secret_are_served_as_ever(
-    make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
+    make_record: MakeRecord,
 ) -> None:
-    monkeypatch.setattr(lease_module, "_CLOSE_DEADLINE_S", WAIT_S)
-    patient = partial(BootstrapClient, timeout_s=WAIT_S)
     with BootstrapServer(host="127.0.0.1", port=0, lease_s=NEVER_S, keys=[OLD]) as server:
         record = make_record(ONE, FIRST)
-        with RankLease(address(server), record, keys=[OLD], make_client=patient) as lease:
+        with RankLease(address(server), record, keys=[OLD], make_client=patient_client) as lease:
             with BootstrapClient(address(server), WAIT_S, keys=[OLD]) as client:
                 # Compressed, as HttpClient asks.
                 assert client.instance().ranks == (record.rank,)

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import requests
 from bootstrap_http import get, put_route, route, route_body, url
+from bootstrap_waits import NEVER_S, WAIT_S
 
 from bootstrap_server import (
     BootstrapClient,
@@ -29,9 +30,6 @@ from bootstrap_server.http_body import BODY_BYTES_MAX
 from bootstrap_server.sglang_http import ROOMS_PER_QUERY_MAX
 
 MakeRecord = Callable[..., RankRecord]
-
-#: For deadlines that must not pass, and for what a loaded machine may take.
-NEVER_S, WAIT_S = 1_000.0, 60.0
 
 
 def test_what_contradicts_the_registered_ranks_changes_nothing(

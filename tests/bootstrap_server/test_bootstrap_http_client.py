@@ -11,12 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from bootstrap_waits import WAIT_S
 
 from bootstrap_server import BootstrapError, Unreachable, http_client
 from bootstrap_server.http_client import HttpClient
-
-#: What a loaded machine may take.
-WAIT_S = 60.0
 
 
 @contextmanager

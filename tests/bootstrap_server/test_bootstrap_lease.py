@@ -16,6 +16,7 @@ from unittest.mock import ANY
 import pytest
 import requests
 from bootstrap_rank import rank_process
+from bootstrap_waits import NEVER_S, WAIT_S, patient_client
 
 from bootstrap_server import (
     BootstrapClient,
@@ -27,8 +28,6 @@ from bootstrap_server import (
     RankRecord,
     Topology,
 )
-from bootstrap_server import lease as lease_module
-from bootstrap_server import server as server_module
 
 MakeRecord = Callable[..., RankRecord]
 
@@ -36,35 +35,12 @@ ONE = Topology(1, 1, 1, 1)
 FIRST = RankCoords(0, 0, 0, 0)
 #: Short enough that tests are quick; renewed each 0.1 s.
 LEASE_S = 0.3
-#: For leases that must not end, and for what a loaded machine may take.
-NEVER_S, WAIT_S = 1_000.0, 60.0
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ends of threads are waited for, however late they come."""
-    monkeypatch.setattr(lease_module, "_CLOSE_DEADLINE_S", WAIT_S)
-    monkeypatch.setattr(server_module, "CLOSE_DEADLINE_S", WAIT_S)
 
 
 @pytest.fixture
 def quick_server() -> Iterator[BootstrapServer]:
     with BootstrapServer("127.0.0.1", 0, lease_s=LEASE_S) as server:
         yield server
-
-
-@pytest.fixture
-def lasting_server() -> Iterator[BootstrapServer]:
-    with BootstrapServer("127.0.0.1", 0, lease_s=NEVER_S) as server:
-        yield server
-
-
-def client_of(where: str) -> BootstrapClient:
-    return BootstrapClient(where, WAIT_S)
-
-
-#: What makes a lease's client, with as much patience.
-PATIENT_CLIENT = partial(BootstrapClient, timeout_s=WAIT_S)
 
 
 def address(server: BootstrapServer) -> str:
@@ -87,7 +63,7 @@ def test_a_lease_is_kept_from_a_thread(
 ) -> None:
     where, record = address(quick_server), make_record(ONE, FIRST)
     with (
-        client_of(where) as client,
+        patient_client(where) as client,
         RankLease(where, record, make_client=partial(CountingClient, timeout_s=WAIT_S)) as lease,
     ):
         for _ in range(6):  # two lengths of the lease
@@ -97,10 +73,10 @@ def test_a_lease_is_kept_from_a_thread(
     assert "bootstrap-lease" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_lease_is_given_back(lasting_server: BootstrapServer, make_record: MakeRecord) -> None:
-    where = address(lasting_server)
-    with client_of(where) as client:
-        with RankLease(where, make_record(ONE, FIRST), make_client=PATIENT_CLIENT) as lease:
+def test_a_lease_is_given_back(server: BootstrapServer, make_record: MakeRecord) -> None:
+    where = address(server)
+    with patient_client(where) as client:
+        with RankLease(where, make_record(ONE, FIRST), make_client=patient_client) as lease:
             pass
         # Another one gets the place at once.
         client.try_register(make_record(ONE, FIRST, epoch=2, port=5))
@@ -110,25 +86,25 @@ def test_a_lease_is_given_back(lasting_server: BootstrapServer, make_record: Mak
 
 
 def test_a_rank_that_cannot_register_leaves_nothing_behind(
-    lasting_server: BootstrapServer, make_record: MakeRecord
+    server: BootstrapServer, make_record: MakeRecord
 ) -> None:
-    where, second = address(lasting_server), make_record(ONE, FIRST, 2, port=5)
+    where, second = address(server), make_record(ONE, FIRST, 2, port=5)
     with (
-        RankLease(where, make_record(ONE, FIRST), make_client=PATIENT_CLIENT),
+        RankLease(where, make_record(ONE, FIRST), make_client=patient_client),
         pytest.raises(PlaceTaken),
     ):
-        RankLease(where, second, deadline_s=0.01, make_client=PATIENT_CLIENT)
+        RankLease(where, second, deadline_s=0.01, make_client=patient_client)
     assert "bootstrap-lease" not in {thread.name for thread in threading.enumerate()}
 
 
 @contextmanager
 def by_hand(where: str, record: RankRecord) -> Iterator[RankLease]:
     """A lease whose thread sleeps: the test renews."""
-    lease = RankLease(where, record, make_client=PATIENT_CLIENT)
+    lease = RankLease(where, record, make_client=patient_client)
     lease._closing.set()
     lease._thread.join(WAIT_S)
     # The thread gave the lease back when it ended.
-    lease._client = client_of(where)
+    lease._client = patient_client(where)
     lease.renew()
     try:
         yield lease
@@ -141,7 +117,7 @@ def test_a_registry_that_was_restarted_or_forgot_gets_the_rank_again(
 ) -> None:
     record = make_record(ONE, FIRST)
     server = BootstrapServer("127.0.0.1", 0, lease_s=NEVER_S)
-    with by_hand(address(server), record) as lease, client_of(address(server)) as client:
+    with by_hand(address(server), record) as lease, patient_client(address(server)) as client:
         client.release(record.rank)  # as after a lapse
         lease.renew()
         first = client.instance()
@@ -163,11 +139,11 @@ def test_a_registry_that_was_restarted_or_forgot_gets_the_rank_again(
 
 
 def test_a_rank_whose_place_was_taken_says_so_and_comes_back(
-    lasting_server: BootstrapServer, make_record: MakeRecord
+    server: BootstrapServer, make_record: MakeRecord
 ) -> None:
     record, other = make_record(ONE, FIRST), make_record(ONE, FIRST, epoch=2, port=5)
-    where = address(lasting_server)
-    with by_hand(where, record) as lease, client_of(where) as client:
+    where = address(server)
+    with by_hand(where, record) as lease, patient_client(where) as client:
         client.release(record.rank)
         client.register(other)
         lease.renew()
@@ -183,21 +159,21 @@ def test_a_rank_that_died_or_froze_is_forgotten_and_its_restart_taken(
 ) -> None:
     where = address(quick_server)
     with (
-        client_of(where) as client,
+        patient_client(where) as client,
         rank_process(where, make_record(ONE, FIRST)) as process,
     ):
         assert client.instance(wait_s=WAIT_S).ranks[0].epoch == 1
         os.kill(process.pid, harm)
         # Asked again until the lease ends: were it never to end, this would be refused.
         restart = make_record(ONE, FIRST, epoch=2, port=5)
-        with RankLease(where, restart, make_client=PATIENT_CLIENT):
+        with RankLease(where, restart, make_client=patient_client):
             assert client.instance(wait_s=WAIT_S).ranks[0].epoch == 2
 
 
 def test_a_vanished_rank_is_forgotten_though_nobody_asks(
     quick_server: BootstrapServer, make_record: MakeRecord
 ) -> None:
-    with client_of(address(quick_server)) as client:
+    with patient_client(address(quick_server)) as client:
         client.register(make_record(ONE, FIRST))
         give_up_at_s = time.monotonic() + WAIT_S
         counts = {"registered": 1}

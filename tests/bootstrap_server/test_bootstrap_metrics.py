@@ -8,14 +8,13 @@ import re
 
 import pytest
 import requests
+from bootstrap_waits import NEVER_S, WAIT_S
 
 from bootstrap_server import BootstrapClient, BootstrapServer, RankCoords, Topology, allowance
 from bootstrap_server.metrics import METRICS, PREFIX, Counts, process_lines, text
 from bootstrap_server.secret import Keys
 
 KEYS = Keys.from_secrets([b"s3cret-" + b"0123456789abcdef" * 4])
-#: For a lease that must not end, and for what a loaded machine may take.
-NEVER_S, WAIT_S = 1_000.0, 60.0
 ALONE, FIRST = Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0)
 LINE = re.compile(r"([a-z_]+)(\{.*\})? (\S+)")
 

@@ -22,6 +22,7 @@ import pytest
 import requests
 from bootstrap_http import put_route, url
 from bootstrap_rank import rank_process
+from bootstrap_waits import NEVER_S, WAIT_S, patient_client
 
 from bootstrap_server import (
     BootstrapClient,
@@ -50,9 +51,6 @@ MakeRecord = Callable[..., RankRecord]
 
 ONE, FIRST = Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0)
 KEY = b"k" * 32
-WAIT_S = 60
-#: For leases that must not end, and between renewals that only the test makes.
-NEVER_S = 1_000.0
 STATUS = RankStatus(rates=(TransportRate("tcp", 1.0, 2.0),), rooms={"done": 3})
 
 
@@ -87,25 +85,12 @@ def until(server: BootstrapServer, condition: Callable[[dict[str, Any]], object]
 
 
 @pytest.fixture
-def server() -> Iterator[BootstrapServer]:
-    """Its leases last: nobody forgets a rank because somebody was held for seconds."""
-    with BootstrapServer("127.0.0.1", 0, lease_s=NEVER_S) as running:
-        yield running
-
-
-@pytest.fixture
 def address(server: BootstrapServer) -> str:
     return f"127.0.0.1:{server.port}"
 
 
-@pytest.fixture
-def client(address: str) -> Iterator[BootstrapClient]:
-    with BootstrapClient(address, WAIT_S) as connected:
-        yield connected
-
-
 #: A lease whose requests wait for as long as a loaded machine may take.
-PatientLease = partial(RankLease, make_client=partial(BootstrapClient, timeout_s=WAIT_S))
+PatientLease = partial(RankLease, make_client=patient_client)
 
 
 @pytest.fixture

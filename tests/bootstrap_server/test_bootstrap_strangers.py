@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from bootstrap_waits import NEVER_S, WAIT_S
 
 from bootstrap_server import (
     BootstrapClient,
@@ -37,9 +38,6 @@ MakeRecord = Callable[..., RankRecord]
 
 KEY = b"k" * 32
 ONE, FIRST = Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0)
-WAIT_S = 60.0
-#: For leases that must not end, and what the log leaves out.
-NEVER_S = 1_000.0
 FEW = 40
 SAYINGS = {
     "nothing": b"",

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from bootstrap_rank import rank_process
+from bootstrap_waits import NEVER_S
 from chromium import Tab, browser
 
 from bootstrap_server import (
@@ -43,8 +44,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 WIDE, NARROW = (1400, 1400), (360, 1500)
 FOUR, EIGHT = Topology(2, 1, 2, 1), (1, 1, 8, 1)
-#: Of a lease that nobody renews.
-LASTING_S = 600
 #: 60 to 75 ms are measured where nobody else needs the processors.
 FREEZE_MS = 1000
 LOST = '#news p[data-what="connection lost"]'
@@ -296,7 +295,7 @@ async def test_a_registry_that_does_not_answer_is_shown_and_its_restart_taken(
     make_record: MakeRecord,
 ) -> None:
     record = make_record(Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0))
-    server = BootstrapServer("127.0.0.1", 0, lease_s=LASTING_S)
+    server = BootstrapServer("127.0.0.1", 0, lease_s=NEVER_S)
     where = f"127.0.0.1:{server.port}"
     with BootstrapClient(where) as client:
         client.register(record)
@@ -305,7 +304,7 @@ async def test_a_registry_that_does_not_answer_is_shown_and_its_restart_taken(
             await tab.until(f"{text('#link')} === '● up to date'")
             server.close()
             await tab.until(f"{text('#link')}.startsWith('✕ no answer from the registry for')")
-            with BootstrapServer("127.0.0.1", server.port, lease_s=LASTING_S):
+            with BootstrapServer("127.0.0.1", server.port, lease_s=NEVER_S):
                 await tab.until(f"{text('#link')} === '● up to date'")
                 await tab.until(f"{text('#totals')}.includes('Live0')")
                 client.register(record)
@@ -357,7 +356,7 @@ async def test_a_thousand_ranks_do_not_freeze_it(make_record: MakeRecord) -> Non
             peers_total=decode[0],
         )
 
-    with BootstrapServer("127.0.0.1", 0, lease_s=LASTING_S) as server, ExitStack() as undo:
+    with BootstrapServer("127.0.0.1", 0, lease_s=NEVER_S) as server, ExitStack() as undo:
         clients = [undo.enter_context(BootstrapClient(f"127.0.0.1:{server.port}")) for _ in records]
         living = dict(zip(clients, records, strict=True))
         lock = threading.Lock()

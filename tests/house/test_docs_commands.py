@@ -4,8 +4,6 @@ planned, or run where that is harmless. A command that no rule covers fails."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 import shlex
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from docs_commands import ROOT, Command, blocks, commands, pages, program, split
+from program_help import help_of
 
 from bootstrap_server import __main__ as registry
 from kvstore import cli as kvstore
@@ -122,12 +121,9 @@ def check_python(rest: tuple[str, ...]) -> None:
 
 def check_registry(rest: tuple[str, ...]) -> None:
     """Values are checked as they are read; options by the help text."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as end:
-        registry.main([*rest, "--help"])
-    assert end.value.code == 0
+    printed = help_of(registry.main, *rest)
     for option in (match[0] for word in rest if (match := OPTION.match(word))):
-        assert re.search(re.escape(option) + r"(?![a-z-])", printed.getvalue()), option
+        assert re.search(re.escape(option) + r"(?![a-z-])", printed), option
 
 
 def check_script(words: tuple[str, ...]) -> None:

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 from collections.abc import Callable, Sequence
 
 import pytest
+from program_help import help_of
 
 from bootstrap_server import __main__ as registry
 from kvstore import cli as kvstore
@@ -23,19 +22,11 @@ PROGRAMS: dict[str, Callable[[Sequence[str]], object]] = {
 }
 
 
-def help_of(name: str, *command: str) -> str:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as end:
-        PROGRAMS[name]([*command, "--help"])
-    assert end.value.code == 0
-    return printed.getvalue()
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_command_prints_its_help(name: str) -> None:
-    text = help_of(name)
+    text = help_of(PROGRAMS[name])
     assert "usage:" in text
     found = re.search(r"\{([a-z,-]+)\}", text)
     assert (found is None) == (name == "registry"), "the commands of the others are listed"
     for command in found[1].split(",") if found else ():
-        assert "--help" in help_of(name, command), command
+        assert "--help" in help_of(PROGRAMS[name], command), command

@@ -52,10 +52,13 @@ def engine(**more: Any) -> te.Config:
     return te.Config(status_dir=None, **more)
 
 
+def settings(**more: Any) -> dict[str, Any]:
+    """Of a store, as ``engine``."""
+    return {"engine": engine(), "request_timeout_s": TIMEOUT_S} | more
+
+
 def config(directory: Path, memory: int = 0, **more: Any) -> Config:
-    """As ``engine``."""
-    more = {"engine": engine(), "request_timeout_s": TIMEOUT_S} | more
-    return Config(directory=directory, memory=memory, **more)
+    return Config(directory=directory, memory=memory, **settings(**more))
 
 
 @contextmanager

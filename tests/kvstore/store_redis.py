@@ -12,7 +12,7 @@ from typing import Any
 
 import redis
 from rdma_testbed.packages import ensure_programs
-from store_makers import TIMEOUT_S, engine, until
+from store_makers import settings, until
 
 from bootstrap_server.secret import Keys
 from kvstore.config import Config
@@ -90,6 +90,4 @@ def redis_server(host: str = "127.0.0.1") -> Iterator[RedisServer]:
 
 
 def at_index(url: str, memory: int = 0, keys: Keys = KEYS, **more: Any) -> Config:
-    """As ``store_makers.config``."""
-    more = {"engine": engine(), "request_timeout_s": TIMEOUT_S} | more
-    return Config(index=url, keys=keys, memory=memory, **more)
+    return Config(index=url, keys=keys, memory=memory, **settings(**more))

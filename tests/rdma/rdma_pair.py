@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from testbed_nics import Nic, wait_for
 import te
 from te.transports.rdma.rails import State
 
-__all__ = ["RdmaPair", "rdma_pair"]
+__all__ = ["RdmaPair", "descriptors", "rdma_pair"]
 
 TIMEOUT_S = 60.0
 #: Of what nobody waits for, and must not end because the one processor of an emulated machine was
@@ -25,6 +26,15 @@ PATIENT: dict[str, Any] = {
     "stall_timeout_s": 600.0,
     "rail_timeout_s": 20.0,
 }
+
+
+def descriptors() -> set[tuple[str, str]]:
+    """What this process has open: its number, and what it is."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add((path.name, str(path.readlink())))
+    return found
 
 
 @dataclass

@@ -4,13 +4,11 @@ for real; the memory is the host's, and only said to be a GPU's."""
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-from pathlib import Path
 
 import numpy as np
 import pytest
-from rdma_pair import TIMEOUT_S, RdmaPair, rdma_pair
+from rdma_pair import TIMEOUT_S, RdmaPair, descriptors, rdma_pair
 from te_cuda import fake_cuda
 from testbed_nics import Nic
 
@@ -20,15 +18,6 @@ pytestmark = [pytest.mark.rdma, pytest.mark.usefixtures("patient_rails")]
 
 PAGE = mmap.PAGESIZE
 NBYTES = 5 * PAGE + 700
-
-
-def descriptors() -> set[tuple[str, str]]:
-    """What this process has open, by number."""
-    found = set()
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found.add((path.name, str(path.readlink())))
-    return found
 
 
 def write_and_check(pair: RdmaPair, there: np.ndarray) -> None:

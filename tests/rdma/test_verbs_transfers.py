@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
-from rdma_pair import TIMEOUT_S, rdma_pair
+from rdma_pair import TIMEOUT_S, descriptors, rdma_pair
 from testbed_nics import Nic, wait_for
 
 import te
@@ -153,11 +151,7 @@ def test_asking_for_rdma_where_no_device_matches(rdma_nics: tuple[Nic, ...]) -> 
 def device_descriptors() -> Counter[str]:
     """What this process has open of RDMA devices: of each a file, one for its events, and one for
     each completion channel; of librdmacm a file for each of its channels."""
-    found = []
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found.append(str(path.readlink()))
-    return Counter(one for one in found if "infiniband" in one)
+    return Counter(where for _, where in descriptors() if "infiniband" in where)
 
 
 @pytest.mark.parametrize("again", range(2))

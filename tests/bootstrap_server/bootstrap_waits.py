@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of these tests, on a machine that may hold any thread for seconds."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+from bootstrap_server import BootstrapClient
+
+__all__ = ["NEVER_S", "WAIT_S", "patient_client"]
+
+#: Of leases and deadlines that must not end, and between what only the test itself does.
+NEVER_S: Final = 1_000.0
+#: What is waited for comes sooner.
+WAIT_S: Final = 60.0
+
+#: A client, as a lease makes one, whose requests wait for so long.
+patient_client = partial(BootstrapClient, timeout_s=WAIT_S)
