@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import sys
 import termios
 import time
@@ -39,11 +40,23 @@ def show(look: Callable[[], Sample], interval_s: float, nobody: str) -> int:
     before: Sample | None = None
     with Live(console=console, screen=True, auto_refresh=False) as live, _keys() as wants_to_end:
         while True:
-            after = look()
-            live.update(_screen(console, before, after, nobody), refresh=True)
+            with _uninterrupted():
+                after = look()
+                live.update(_screen(console, before, after, nobody), refresh=True)
             before = after
             if wants_to_end(interval_s):
                 return 0
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C counts when this ends. The interpreter prints and forgets an interrupt that meets it in
+    a callback of a weak reference, and thread pools, with which engines are asked, have such ones."""
+    kept = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, kept)
 
 
 def _screen(console: Console, before: Sample | None, after: Sample, nobody: str) -> Text:

@@ -130,6 +130,7 @@ def once(
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "key"), [(140, b"q"), (60, b"\x03")])
 def test_the_screen_shows_rates_until_a_key_ends_it(busy: Busy, columns: int, key: bytes) -> None:
     rate = re.compile(rf"→ {busy.target[:8]} at 127.0.0.1:.*?\s[\d.]+ [kMG]B\s+0 B")
@@ -160,6 +161,51 @@ def test_the_screen_shows_rates_until_a_key_ends_it(busy: Busy, columns: int, ke
         assert "Traceback" not in top.output
 
 
+#: The first look is interrupted in a callback of a weak reference, from where nothing is raised.
+LOOKS = """
+import os, signal, sys, weakref
+from te.top.rates import Sample
+from te.top.screen import show
+
+class Asked:
+    pass
+
+looks = []
+
+def interrupt(_):
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(100):
+        len(looks)
+
+def look():
+    looks.append(1)
+    if len(looks) == 2:
+        sys.exit("it goes on")
+    asked = Asked()
+    kept = weakref.ref(asked, interrupt)
+    del asked
+    return Sample(float(len(looks)), (), ())
+
+show(look, 0.1, "nobody")
+"""
+
+
+def test_an_interrupt_while_engines_are_asked_is_not_forgotten() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKS],
+        env=environment(Path.home()),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    assert "it goes on" not in done.stderr
+    assert "KeyboardInterrupt" in done.stderr
+    assert done.returncode == -signal.SIGINT
+
+
+@pytest.mark.slow
 def test_the_screen_waits_for_engines(tmp_path: Path) -> None:
     with terminal(tmp_path, 100, "--interval", "0.1") as top:
         wait_until(lambda: "No engine of this user is running" in top.screen(), "it says so")
@@ -167,6 +213,7 @@ def test_the_screen_waits_for_engines(tmp_path: Path) -> None:
         assert top.status() == 0
 
 
+@pytest.mark.slow
 def test_one_table_in_a_pipe(busy: Busy) -> None:
     done = once(busy.runtime)
     assert (done.returncode, done.stderr) == (0, "")
@@ -189,6 +236,7 @@ def test_one_table_in_a_pipe(busy: Busy) -> None:
     assert "\x1b" not in done.stdout
 
 
+@pytest.mark.slow
 def test_json_has_all_figures(busy: Busy) -> None:
     def all_are_above_zero() -> bool:
         """A machine that stands still between two looks moves nothing."""
@@ -212,6 +260,7 @@ def sent_by(engine: str, line: str) -> int:
     return nbytes
 
 
+@pytest.mark.slow
 def test_json_lines_until_the_reader_has_enough(busy: Busy) -> None:
     with subprocess.Popen(
         [*PATIENT, f"--dir={busy.runtime / 'te'}", "--json", "--interval", "0.1"],
@@ -227,12 +276,14 @@ def test_json_lines_until_the_reader_has_enough(busy: Busy) -> None:
         assert process.stderr.read() == ""
 
 
+@pytest.mark.slow
 def test_other_processes_are_left_out(busy: Busy) -> None:
     done = once(busy.runtime, "--pid", "1")
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.startswith("No engine of this user is running (looked in ")
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_answer_is_named(busy: Busy, tmp_path: Path) -> None:
     """It was stopped, or runs another version; the others are shown all the same."""
     other = StatusSocket(busy.runtime / "te", "other", {"engine": lambda _: {"id": 3}})
@@ -259,6 +310,7 @@ def test_a_directory_that_is_not_the_users_alone_is_named(tmp_path: Path) -> Non
     assert "mode 0755, so other users may enter it" in done.stdout
 
 
+@pytest.mark.slow
 def test_without_a_terminal_it_says_what_to_use(busy: Busy) -> None:
     done = subprocess.run(
         TE, capture_output=True, text=True, check=False, timeout=60, env=environment(busy.runtime)
