@@ -48,6 +48,19 @@ def pytest_report_header() -> str | None:
     )
 
 
+#: What a test needs, beside minutes, that ``scripts/test --fast`` does not have. SGLang's and
+#: LMCache's own tests import torch.
+HEAVY = {"serving", "sglang", "vllm", "rdma", "testbed", "slow"}
+HEAVY_FOLDERS = {"lmcache", "sglang"}
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks what is fast, for ``-m fast``."""
+    is_heavy = any(mark.name in HEAVY for mark in item.iter_markers())
+    if not is_heavy and item.path.parent.name not in HEAVY_FOLDERS:
+        item.add_marker("fast")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what the kernel lets only root do (in CI it fails instead), and on RDMA devices
     the tests of the other driver, which run when its testbed is up."""

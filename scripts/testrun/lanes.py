@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lanes side by side: the steps of each one after the other, each lane's output in one piece.
 
-A step that fails stops nothing, so that one run shows all that is wrong. When the run itself is
-stopped, its steps are interrupted as by Ctrl-C, so that pytest and the emulated machines end what
-they have started, and killed when they do not follow.
+A step that fails stops nothing, so that one run shows all that is wrong; a step that others need
+(``Step.is_needed``) leaves out the rest of its lane. When the run itself is stopped, its steps are
+interrupted as by Ctrl-C, so that pytest and the emulated machines end what they have started, and
+killed when they do not follow.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO
 
-__all__ = ["Lane", "Step", "run_lanes"]
+__all__ = ["Lane", "Result", "Step", "run_lanes"]
 
 #: How long a step may take to end after an interrupt, and after SIGTERM.
 GRACE_S = 30.0
@@ -40,6 +41,8 @@ class Step:
     env: Mapping[str, str] = field(default_factory=dict)
     #: Exit statuses that are no failure.
     good: frozenset[int] = frozenset({0})
+    #: Whether the steps behind it in its lane cannot run if it fails.
+    is_needed: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,31 @@ class Lane:
     steps: Sequence[Step]
 
 
-def run_lanes(lanes: Sequence[Lane], log_dir: Path) -> int:
+@dataclass(frozen=True)
+class Result:
+    """A step that has run, or was left out (``code`` is None)."""
+
+    lane: str
+    step: str
+    code: int | None
+    is_good: bool
+    seconds: float = 0.0
+    #: Of the process and of all that it waited for.
+    cpu_s: float = 0.0
+
+    def sentence(self) -> str:
+        """What became of it."""
+        took = f"{self.seconds:.0f} s, {self.cpu_s:.0f} CPU-seconds"
+        if self.code is None:
+            return f"{self.step}: left out"
+        if self.is_good:
+            return f"{self.step}: ok after {took}"
+        return f"{self.step}: FAILED with exit status {self.code} after {took}"
+
+
+def run_lanes(lanes: Sequence[Lane], log_dir: Path) -> list[Result]:
     """Runs all lanes at once, each with the log ``log_dir/NAME.log``, which is printed when the
-    lane ends. Returns the exit status of the first step that failed, else 0.
+    lane ends. Returns what became of the steps, lane by lane.
 
     SIGTERM and Ctrl-C end every lane, and are raised again as ``KeyboardInterrupt``.
     """
@@ -62,14 +87,11 @@ def run_lanes(lanes: Sequence[Lane], log_dir: Path) -> int:
     # in what a shell starts in the background, would be ignored there, too.
     caught = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, _interrupt) for number in caught]
-    code = 0
     try:
         for one in running:
             one.thread.start()
         for _ in running:
-            lane = ended.get()
-            lane.print_log()
-            code = code or lane.code
+            ended.get().print_log()
     finally:
         for one in running:
             one.stop()
@@ -78,7 +100,7 @@ def run_lanes(lanes: Sequence[Lane], log_dir: Path) -> int:
                 one.thread.join()
         for number, handler in zip(caught, before, strict=True):
             signal.signal(number, handler)
-    return code
+    return [result for one in running for result in one.results]
 
 
 def _interrupt(_number: int, _frame: object) -> None:
@@ -90,13 +112,10 @@ class _Running:
 
     def __init__(self, lane: Lane, log: Path, ended: SimpleQueue[_Running]) -> None:
         self.lane = lane
-        #: The exit status of the first step that failed, else 0.
-        self.code = 0
+        self.results: list[Result] = []
         self._log = log
         self._ended = ended
         self._stopped = threading.Event()
-        self._began_s = time.monotonic()
-        self._summary: list[str] = []
         self.thread = threading.Thread(target=self._run, name=f"lane {lane.name}")
 
     def stop(self) -> None:
@@ -109,47 +128,43 @@ class _Running:
         with _printing, self._log.open("rb") as log:
             shutil.copyfileobj(log, sys.stdout.buffer)
             sys.stdout.flush()
-        for line in self._summary:
-            _say(line)
+        for result in self.results:
+            _say(f"lane {self.lane.name}: {result.sentence()}")
 
     def _run(self) -> None:
+        lost = False
         try:
             with self._log.open("wb") as log:
                 for step in self.lane.steps:
-                    if self._stopped.is_set():
-                        self._tell(f"{step.name}: left out, since the run was stopped")
+                    if lost or self._stopped.is_set():
+                        self._tell(Result(self.lane.name, step.name, None, is_good=False))
                         continue
-                    code = self._step(step, log)
-                    self.code = self.code or code
-        except OSError as error:
-            self.code = self.code or 1
-            self._tell(f"cannot be run: {error}")
+                    result = self._step(step, log)
+                    self._tell(result)
+                    lost = step.is_needed and not result.is_good
         finally:
             self._ended.put(self)
 
-    def _step(self, step: Step, log: IO[bytes]) -> int:
+    def _step(self, step: Step, log: IO[bytes]) -> Result:
         _say(f"lane {self.lane.name}: {step.name} ...")
         log.write(f"\n### {step.name}\n".encode())
         log.flush()
         began_s = time.monotonic()
-        process = subprocess.Popen(
-            list(step.argv),
-            env={**os.environ, **step.env},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                list(step.argv),
+                env={**os.environ, **step.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            log.write(f"cannot be run: {error}\n".encode())
+            return Result(self.lane.name, step.name, 127, is_good=False)
         code, cpu_s = self._wait(process)
-        took = f"{time.monotonic() - began_s:.0f} s, {cpu_s:.0f} CPU-seconds"
-        if code in step.good:
-            self._tell(f"{step.name}: ok after {took}")
-            return 0
-        if self._stopped.is_set():
-            self._tell(f"{step.name}: stopped after {took}")
-        else:
-            self._tell(f"{step.name}: FAILED with exit status {code} after {took}")
-        return code or 1
+        seconds = time.monotonic() - began_s
+        return Result(self.lane.name, step.name, code, code in step.good, seconds, cpu_s)
 
     def _wait(self, process: subprocess.Popen[bytes]) -> tuple[int, float]:
         """The exit status, as a shell would tell it, and the CPU time of all that it waited for."""
@@ -169,10 +184,9 @@ class _Running:
             os.killpg(process.pid, signal.SIGKILL)
         return (128 - code if code < 0 else code), used.ru_utime + used.ru_stime
 
-    def _tell(self, what: str) -> None:
-        line = f"lane {self.lane.name}: {what}"
-        self._summary.append(line)
-        _say(line)
+    def _tell(self, result: Result) -> None:
+        self.results.append(result)
+        _say(f"lane {self.lane.name}: {result.sentence()}")
 
 
 def _say(line: str) -> None:

@@ -2,7 +2,8 @@
 """What ``scripts/test`` runs: pure, from its options to lanes of commands.
 
 Two cores carry two lanes that compute. Real servers are one. The other has what computes besides;
-emulated machines, which have one processor each and wait much, are a third.
+emulated machines, which have one processor each and wait much, are a third. Each lane begins with
+what it has to set up, so that no lane waits for what another one needs.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from testrun.lanes import Lane, Step
+from testrun.turns import Turn
 
-__all__ = ["Options", "before_lanes", "fast_step", "lanes", "static_steps"]
+__all__ = ["Options", "fast_lanes", "lanes"]
 
 #: pytest says this when its arguments chose no test.
 NO_TESTS = 5
-DURATIONS = "--durations=15"
 # Who is done early takes over from the other: a few tests are as long as hundreds of others.
 BOTH_CORES = ("-n", "2", "--dist", "worksteal")
-# With nothing beside them: half of what the fast tests take is waiting.
+# Half of what the fast tests take is waiting.
 WAITING = ("-n", "4", "--dist", "worksteal")
-DRIVERS = ("rxe", "siw")
+#: The fast layer (tests/conftest.py). What it leaves out imports torch as it is collected.
+FAST = ("-m", "fast", "--ignore", "tests/sglang", "--ignore", "tests/lmcache", "tests")
+REST = "not fast and not serving and not vllm and not rdma"
 DEMO_REQUESTS = 8
 TESTBED_TIMEOUT_S = 1500
 
@@ -31,72 +34,103 @@ TESTBED_TIMEOUT_S = 1500
 class Options:
     """What was asked for."""
 
-    #: The directory of programs of the virtual environment.
-    bin: Path
-    #: A directory for what one step leaves for another.
+    #: The checkout.
+    root: Path
+    #: A directory below it for what one step leaves for another.
     scratch: Path
     fast: bool = False
-    #: Every layout of real servers, not a choice that covers each pair.
-    all_layouts: bool = False
+    #: Which part of the tests that take turns; without one all of them.
+    turn: Turn | None = None
     #: For every pytest; with some, only what is pytest is run.
     pytest_args: Sequence[str] = ()
 
+    @property
+    def bin(self) -> Path:
+        """The programs of the virtual environment."""
+        return self.root / ".venv/bin"
 
-def static_steps(options: Options) -> list[Step]:
-    """What needs seconds, before anything else."""
+    def times(self, step: str) -> Path:
+        """Where pytest writes how long the tests of a step took."""
+        return self.scratch / f"{step.replace('/', '-').replace(' ', '-')}.times"
+
+
+def fast_lanes(options: Options) -> list[Lane]:
+    """What needs neither SGLang nor vLLM nor RDMA nor minutes."""
+    tests = [_setup("fast"), _pytest(options, "fast tests", *WAITING, *FAST)]
+    return [Lane("checks", [_setup("fast"), *_static(options)]), Lane("tests", tests)]
+
+
+def lanes(options: Options) -> list[Lane]:
+    """Everything, side by side."""
+    here = [
+        _setup("serving"),
+        *_static(options),
+        _pytest(options, "tests on this machine", *BOTH_CORES, "-m", REST, "tests"),
+        _sanitizer(options, "address"),
+        _sanitizer(options, "thread"),
+    ]
+    servers = [
+        _setup("serving"),
+        _pytest(options, "real servers", "-m", "serving", "tests/serving"),
+        _setup("vllm"),
+        _pytest(options, "real servers of vLLM", "-m", "vllm", "tests/vllm"),
+    ]
+    machines = [
+        Step("the emulated machines' kernel", ["scripts/rdma-testbed", "--build"], is_needed=True),
+        _setup("serving"),
+        _on_devices(options, 8, "rxe", "tests/rdma"),
+        _on_devices(options, 2, "rxe", "tests/te", "tests/sglang_mooncake"),
+        _on_devices(options, 8, "siw", "--unmarked-too", "tests/rdma"),
+        _on_devices(options, 2, "siw", "--unmarked-too", "tests/te", "tests/sglang_mooncake"),
+    ]
+    alone = [Step("fast tests with nothing else installed", ["scripts/alone"])]
+    if options.pytest_args:
+        alone = [_setup("serving"), _pytest(options, "fast tests", *BOTH_CORES, *FAST)]
+    else:
+        servers += _demos(options.scratch / "reference.json")
+    return [
+        Lane("servers", servers),
+        Lane("alone", alone),
+        Lane("here", here),
+        Lane("machines", machines),
+    ]
+
+
+def _setup(stage: str) -> Step:
+    """Several lanes ask for it: one of them does it, and the others wait for that."""
+    return Step(f"set-up: {stage}", ["scripts/setup", stage], is_needed=True)
+
+
+def _static(options: Options) -> list[Step]:
     commands = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
     commands = (*commands, ("lint-imports",))
     return [Step(" ".join(argv), [str(options.bin / argv[0]), *argv[1:]]) for argv in commands]
 
 
-def before_lanes() -> list[Step]:
-    """What two lanes would wait for each other to do."""
-    return [Step("the emulated machines' kernel", ["scripts/rdma-testbed", "--build"])]
-
-
-def fast_step(options: Options) -> Step:
-    """What needs neither SGLang nor vLLM nor RDMA nor minutes."""
-    heavy = ("serving", "sglang", "vllm", "rdma", "testbed", "sanitize", "slow")
-    marks = " and ".join(f"not {one}" for one in heavy)
-    # They import torch as they are collected, tests/lmcache LMCache as well.
-    where = ("--ignore", "tests/sglang", "--ignore", "tests/lmcache", "tests")
-    return _pytest(options, "fast tests", *WAITING, "-m", marks, *where)
-
-
-def lanes(options: Options) -> list[Lane]:
-    """Everything, side by side."""
-    layouts = "serving" if options.all_layouts else "serving and not matrix"
-    servers = [
-        _pytest(options, "real servers", "-m", layouts, "tests/serving"),
-        _pytest(options, "real servers of vLLM", "-m", "vllm", "tests/vllm"),
-    ]
-    marks = "not serving and not vllm and not rdma and not sanitize"
-    here = [
-        _pytest(options, "tests on this machine", *BOTH_CORES, "-m", marks, "tests"),
-        _pytest(options, "sanitizers", "-m", "sanitize", "tests/sanitize"),
-    ]
-    if not options.pytest_args:
-        here.append(Step("documentation site", ["scripts/docs"]))
-        servers += _demos(options.scratch / "reference.json")
-    machines = [
-        _on_devices(options, nics, driver, *where)
-        for driver in DRIVERS
-        for nics, where in ((8, ["tests/rdma"]), (2, ["tests/te", "tests/sglang_mooncake"]))
-    ]
-    return [Lane("servers", servers), Lane("here", here), Lane("machines", machines)]
-
-
 def _pytest(options: Options, name: str, *arguments: str) -> Step:
-    argv = [str(options.bin / "python"), "-m", "pytest", DURATIONS, *arguments]
+    argv = [str(options.bin / "python"), "-m", "pytest", *_watched(options, name), *arguments]
     good = {0, NO_TESTS} if options.pytest_args else {0}
     return Step(name, [*argv, *options.pytest_args], good=frozenset(good))
 
 
+def _watched(options: Options, name: str) -> list[str]:
+    """What ``testrun.plugin`` is told."""
+    told = ["-p", "testrun.plugin", "--times", str(options.times(name))]
+    return told if options.turn is None else [*told, "--turn", str(options.turn)]
+
+
+def _sanitizer(options: Options, kind: str) -> Step:
+    name = f"{kind} sanitizer"
+    told = [*_watched(options, name), "--unmarked-too", *options.pytest_args]
+    good = {0, NO_TESTS} if options.pytest_args else {0}
+    return Step(name, ["scripts/sanitize", kind, "--", *told], good=frozenset(good))
+
+
 def _on_devices(options: Options, nics: int, driver: str, *where: str) -> Step:
-    name = f"{' '.join(where)} on {nics} {driver} devices"
-    inside = _pytest(options, name, "-m", "rdma", *where)
+    folders = " ".join(one for one in where if not one.startswith("-"))
+    inside = _pytest(options, f"{folders} on {nics} {driver} devices", "-m", "rdma", *where)
     machine = ["--nics", str(nics), "--driver", driver]
-    return Step(name, _testbed(*machine, argv=inside.argv), good=inside.good)
+    return Step(inside.name, _testbed(*machine, argv=inside.argv), good=inside.good)
 
 
 def _demos(reference: Path) -> list[Step]:

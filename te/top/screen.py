@@ -50,8 +50,8 @@ def show(look: Callable[[], Sample], interval_s: float, nobody: str) -> int:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C counts when this ends. The interpreter prints and forgets an interrupt that meets it in
-    a callback of a weak reference, and thread pools, with which engines are asked, have such ones."""
+    """Ctrl-C counts when this ends. The interpreter prints and forgets an interrupt that meets it
+    in a callback of a weak reference, and the thread pool that asks engines has such callbacks."""
     kept = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

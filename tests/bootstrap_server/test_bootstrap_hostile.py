@@ -317,6 +317,7 @@ def test_a_client_that_never_asks_is_turned_away(
         assert asking.getresponse().read() == b"OK"
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, make_record: MakeRecord
 ) -> None:

@@ -95,6 +95,7 @@ class Model:
         return None if renewed_s is None else PlaceTaken
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=150)
 def test_the_table_agrees_with_a_model_of_the_rules(

@@ -153,6 +153,7 @@ def test_a_rank_whose_place_was_taken_says_so_and_comes_back(
         assert (client.instance().ranks, lease.problem) == ((record.rank,), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_died_or_froze_is_forgotten_and_its_restart_taken(
     quick_server: BootstrapServer, make_record: MakeRecord, harm: signal.Signals

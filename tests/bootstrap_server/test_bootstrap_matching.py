@@ -71,6 +71,7 @@ def group_sources(
     return {coords: sources(prefill, decode, coords, prefill_dp, cp) for coords in ranks}
 
 
+@pytest.mark.slow
 @given(st.data(), pairs(), st.sampled_from(CPTransfer), st.integers(0, 5))
 @settings(max_examples=500)
 def test_each_piece_of_a_decode_rank_is_sent_by_exactly_one_source(
@@ -129,6 +130,7 @@ def loads(units: int, prefill_tp: int, decode: Topology) -> list[int]:
     return load
 
 
+@pytest.mark.slow
 @given(st.data(), tp_sizes(), tp_sizes(), st.integers(1, 20))
 @settings(max_examples=200)
 def test_replicas_of_a_unit_are_loaded_alike(

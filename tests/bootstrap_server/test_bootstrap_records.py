@@ -22,6 +22,7 @@ TOPOLOGIES = st.builds(Topology, SIZES, SIZES, SIZES, SIZES)
 CONFIG = InstanceConfig(Topology(1, 1, 2, 1), KVFormat(16, "bfloat16"))
 
 
+@pytest.mark.slow
 @given(TOPOLOGIES)
 def test_coords_are_all_ranks_in_the_order_of_index(topology: Topology) -> None:
     coords = list(topology.coords())

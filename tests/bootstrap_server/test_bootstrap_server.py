@@ -125,6 +125,7 @@ def standalone(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate(timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_standalone_serves_until_it_is_told_to_stop(number: signal.Signals) -> None:
     with standalone("--host", "127.0.0.1", "--port", "0", "--log-level", "info") as process:
@@ -170,6 +171,7 @@ def test_standalone_serves_those_who_have_the_secret(tmp_path: Path) -> None:
             client.instance()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "status"), [([], 401), (["open"], 200), (["off"], 401)])
 def test_standalone_shows_its_page_to_those_who_may_see_it(
     tmp_path: Path, option: list[str], status: int

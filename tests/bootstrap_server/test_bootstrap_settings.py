@@ -114,6 +114,7 @@ def _refused(*arguments):
     return done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_says_all_that_is_wrong_and_what_was_meant():
     assert _refused("--port", "99999", "--log-level", "inf").splitlines() == [
         "error: --port='99999': give a whole number from 0 to 65535",

@@ -202,6 +202,7 @@ def descriptors(pid: int) -> int:
 # --- who drips ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "deadline", "said"),
     [

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 MakeRecord = Callable[..., RankRecord]
 
 # Chromium is installed where it is missing, and starts in seconds.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.by_turns, pytest.mark.timeout(600)]
 
 WIDE, NARROW = (1400, 1400), (360, 1500)
 FOUR, EIGHT = Topology(2, 1, 2, 1), (1, 1, 8, 1)

@@ -86,6 +86,7 @@ def refused(module: str, source: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_modules_import_what_their_folder_may(package: str) -> None:
     found = {

@@ -54,6 +54,7 @@ def fits(sentence: str, template: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sentence", QUOTED)
 def test_the_code_says_this_sentence(sentence: str) -> None:
     assert any(fits(sentence, one) for one in TEMPLATES), (

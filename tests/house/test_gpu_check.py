@@ -50,6 +50,8 @@ def states(steps: dict[str, Any]) -> dict[str, str]:
     return {name: one["state"] for name, one in steps.items()}
 
 
+@pytest.mark.slow
+@pytest.mark.by_turns
 def test_steps_run_and_pass(
     python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,6 +70,7 @@ def test_steps_run_and_pass(
 
 
 @pytest.mark.slow
+@pytest.mark.by_turns
 @pytest.mark.parametrize(
     "patterns",
     ["bytes-tcp,allocations-*", "arrivals-*,cancels-*", "fences-*,kills-samehost", "remaps-*"],
@@ -78,12 +81,15 @@ def test_all_that_is_checked_holds(python: str, tmp_path: Path, patterns: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.by_turns
 def test_the_steps_with_pytorch_run(python: str, tmp_path: Path) -> None:
     status, found = run(python, tmp_path, "--only", "torch-*")
     assert (status, set(states(found).values())) == (0, {"passed"}), found
     assert len(found) == 5
 
 
+@pytest.mark.slow
+@pytest.mark.by_turns
 def test_without_pytorch_its_steps_say_so(tmp_path: Path) -> None:
     folder = tmp_path / "torch"
     folder.mkdir()
@@ -95,6 +101,7 @@ def test_without_pytorch_its_steps_say_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.by_turns
 def test_what_is_measured_is_there(
     python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +143,8 @@ def test_a_process_that_cannot_be_killed_holds_nothing_up(
     assert result.reason.startswith(f"its process {groups[0]} cannot be killed; it was ")
 
 
+@pytest.mark.slow
+@pytest.mark.by_turns
 def test_steps_that_hang_or_die_lose_no_other(python: str, tmp_path: Path) -> None:
     last = next(one for one in STEPS if one.name == "machine")
     # Long enough for Python to start, though it is held for seconds: it has to say what it does.
@@ -157,6 +166,7 @@ def test_steps_that_hang_or_die_lose_no_other(python: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.by_turns
 def test_what_is_wrong_is_found(python: str, tmp_path: Path) -> None:
     steps = (DRIVER, double("corrupting"), double("early"), double("late"))
     status, found = run(python, tmp_path, steps=steps)
@@ -215,6 +225,8 @@ def test_what_is_missing_is_named_with_what_to_do(
     assert "has no msgspec>=0.19. " in needs.missing(sys.executable, is_built=True)[0]
 
 
+@pytest.mark.slow
+@pytest.mark.by_turns
 def test_te_is_built_in_a_folder_of_its_own(tmp_path: Path) -> None:
     """A small one: setup.py says what is compiled."""
     root, folder = tmp_path / "root", tmp_path / "built"

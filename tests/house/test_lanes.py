@@ -8,17 +8,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from testrun.lanes import Lane, Step, run_lanes
+from testrun.lanes import Lane, Result, Step, run_lanes
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def sh(name: str, script: str) -> Step:
     return Step(name, ["/bin/sh", "-c", script])
+
+
+def codes(results: Sequence[Result]) -> list[int | None]:
+    return [one.code for one in results]
 
 
 def waits_for(path: Path) -> str:
@@ -32,7 +36,12 @@ def test_lanes_run_side_by_side_and_steps_in_turn(
     here, there = tmp_path / "here", tmp_path / "there"
     one = [sh("a", f"touch {here}; {waits_for(there)}; echo a wrote"), sh("b", "echo b wrote >&2")]
     other = [sh("c", f"{waits_for(here)}; touch {there}; echo c wrote")]
-    assert run_lanes([Lane("one", one), Lane("other", other)], tmp_path) == 0
+    results = run_lanes([Lane("one", one), Lane("other", other)], tmp_path)
+    assert [(one.lane, one.step, one.code, one.is_good) for one in results] == [
+        ("one", "a", 0, True),
+        ("one", "b", 0, True),
+        ("other", "c", 0, True),
+    ]
     shown = capfd.readouterr().out
     assert shown.index("a wrote") < shown.index("b wrote")
     assert "c wrote" in shown
@@ -45,7 +54,7 @@ def test_a_lane_is_shown_in_one_piece(tmp_path: Path, capfd: pytest.CaptureFixtu
         Lane(name, [sh(name, f"for i in $(seq 200); do echo {name} $i; done")])
         for name in ("one", "other")
     ]
-    assert run_lanes(lanes, tmp_path) == 0
+    assert codes(run_lanes(lanes, tmp_path)) == [0, 0]
     shown = [line.split()[0] for line in capfd.readouterr().out.splitlines() if line]
     turns = [a for a, b in zip(shown, [None, *shown], strict=False) if a != b]
     assert turns.count("one") == turns.count("other") == 1
@@ -59,7 +68,7 @@ def test_a_failure_stops_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixtu
         ),
         Lane("lasts", [sh("long", waits_for(failed)), sh("after", "echo after wrote")]),
     ]
-    assert run_lanes(lanes, tmp_path) == 7
+    assert codes(run_lanes(lanes, tmp_path)) == [7, 8, 0, 0, 0]
     shown = capfd.readouterr().out
     assert "lane fails: short: FAILED with exit status 7" in shown
     assert "lane fails: worse: FAILED with exit status 8" in shown
@@ -70,14 +79,36 @@ def test_a_failure_stops_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 def test_exit_statuses_that_are_good_are_no_failure(tmp_path: Path) -> None:
     none_chosen = Step("none", ["/bin/sh", "-c", "exit 5"], good=frozenset({0, 5}))
-    assert run_lanes([Lane("one", [none_chosen])], tmp_path) == 0
+    (result,) = run_lanes([Lane("one", [none_chosen])], tmp_path)
+    assert (result.code, result.is_good) == (5, True)
 
 
 def test_a_command_that_is_not_there_fails_the_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_lanes([Lane("one", [Step("gone", ["/no/such/command"])])], tmp_path) == 1
+    (result,) = run_lanes([Lane("one", [Step("gone", ["/no/such/command"])])], tmp_path)
+    assert not result.is_good
     assert "/no/such/command" in capfd.readouterr().out
+
+
+def test_what_needs_a_step_that_failed_is_left_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lanes = [
+        Lane("one", [Step("set-up", ["/bin/false"], is_needed=True), sh("tests", "exit 0")]),
+        Lane("other", [Step("set-up", ["/bin/true"], is_needed=True), sh("tests", "exit 0")]),
+    ]
+    results = run_lanes(lanes, tmp_path)
+    assert codes(results) == [1, None, 0, 0]
+    assert [one.is_good for one in results] == [False, False, True, True]
+    assert "lane one: tests: left out" in capfd.readouterr().out
+
+
+def test_processor_time_is_that_of_the_step_and_of_what_it_waited_for(tmp_path: Path) -> None:
+    turns = "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done"
+    lanes = [Lane("one", [sh("idle", "exit 0"), sh("busy", f"/bin/sh -c '{turns}'; exit 0")])]
+    idle, busy = run_lanes(lanes, tmp_path)
+    assert busy.cpu_s > idle.cpu_s
 
 
 RUN = """
@@ -109,7 +140,7 @@ def stopped(directory: Path, grace_s: float, script: str, number: int) -> list[P
     said, error = process.communicate(timeout=100)
     assert process.returncode != 0
     assert "KeyboardInterrupt" in error
-    assert said.count("after: left out, since the run was stopped") == 2
+    assert said.count("after: left out") == 2
     assert not (directory / "never").exists()
     return files
 

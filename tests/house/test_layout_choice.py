@@ -1,18 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each run leaves out of the layouts, it has in pairs."""
+"""Layouts take turns, and each run has some of each kind."""
 
 from __future__ import annotations
 
-from serving_layouts import LAYOUTS
+import pytest
+from serving_layouts import LAYOUTS, Case
+from testrun.turns import PARTS, Turn
 
 
-def test_every_two_features_that_go_together_are_served_together_in_each_run() -> None:
-    of_each_run = [case for case in LAYOUTS.values() if case.each_run]
-    served = set().union(*(case.pairs() for case in of_each_run))
-    for name, case in LAYOUTS.items():
-        missing = case.pairs() - served
-        assert not missing, f"no case of each run has these features of {name} together: {missing}"
+def kinds(case: Case) -> set[str]:
+    """What a layout shows that another one may not."""
+    found = {case.model if case.model in ("deepseek", "qwen3") else "heads"}
+    if case.prefill != case.decode:
+        found.add("sizes differ")
+    if case.page_size > 1:
+        found.add("pages")
+    return found | ({"chunks"} if case.chunked else set())
+
+
+@pytest.mark.parametrize("before", range(PARTS))
+def test_each_run_has_each_kind(before: int) -> None:
+    """However many groups of other files come before them."""
+    others = {f" {number}" for number in range(before)}
+    every = set().union(*(kinds(case) for case in LAYOUTS.values()))
+    for number in range(1, PARTS + 1):
+        names = Turn(number).choose(others | set(LAYOUTS)) - others
+        assert set().union(*(kinds(LAYOUTS[name]) for name in names)) == every, number
 
 
 def test_each_layout_is_another() -> None:
-    assert len({frozenset(case.pairs()) for case in LAYOUTS.values()}) == len(LAYOUTS)
+    assert len(set(LAYOUTS.values())) == len(LAYOUTS)

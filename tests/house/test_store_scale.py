@@ -16,6 +16,7 @@ OWNERS = 60
 
 
 @pytest.mark.slow
+@pytest.mark.by_turns
 def test_all_owners_are_followed_and_all_objects_are_there() -> None:
     ensure_programs({"redis-server": "redis-server"}, "scripts/store_scale.py")
     given = {"--owners": OWNERS, "--objects": 30_000, "--changes": 200, "--seconds": 2}

@@ -67,6 +67,7 @@ def test_a_slower_owner_never_has_more_offered(
     assert judge(owners, each_s, compute_s + more_s).offered >= before.offered
 
 
+@pytest.mark.slow
 @given(runs.filter(len), speeds, times_s)
 def test_a_probe_offers_a_little_more(
     owners: np.ndarray, each_s: dict[int, float], compute_s: float

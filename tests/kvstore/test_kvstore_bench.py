@@ -21,6 +21,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "ASKED", 10)
 
 
+@pytest.mark.slow
 def test_all_of_ours_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--rounds", "1", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)

@@ -140,7 +140,7 @@ class ObjectStore(RuleBasedStateMachine):
             assert found[0].live
 
 
-TestObjectStore = ObjectStore.TestCase
+TestObjectStore = pytest.mark.slow(ObjectStore.TestCase)
 TestObjectStore.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 

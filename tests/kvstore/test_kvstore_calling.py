@@ -89,6 +89,7 @@ def test_what_is_mapped_cannot_be_written_or_made_shorter(line: Line) -> None:
     assert view.ctypes.data == window.headers_address
 
 
+@pytest.mark.slow
 def test_a_get_asks_nobody_and_needs_no_living_owner(
     directory: Path, start_far: Callable[..., Far]
 ) -> None:

@@ -63,6 +63,7 @@ def top(environment: dict[str, str], *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_lent_memory_outlives_the_engines(
     directory: Path, environment: dict[str, str], lender: subprocess.Popen[str]
 ) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -179,7 +180,7 @@ class Tiered(RuleBasedStateMachine):
         assert len(units) == len(set(units))
 
 
-TestTiered = Tiered.TestCase
+TestTiered = pytest.mark.slow(Tiered.TestCase)
 TestTiered.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 

@@ -49,6 +49,7 @@ def gets(store: Store, room: Room) -> bool:
     return outcomes == [Got.RIGHT] * N and bool((room.bytes == contents(N, NBYTES)).all())
 
 
+@pytest.mark.slow
 def test_objects_go_from_one_to_the_other(index: RedisServer | EtcdServer) -> None:
     with Store(at_index(index.url, 8 * MIB)) as owner, Store(at_index(index.url)) as guest:
         room = filled(guest)
@@ -58,6 +59,7 @@ def test_objects_go_from_one_to_the_other(index: RedisServer | EtcdServer) -> No
         assert gets(guest, room)
 
 
+@pytest.mark.slow
 def test_an_owner_listens_at_two_ports_of_its_range(index: RedisServer | EtcdServer) -> None:
     """For firewalls: its engine at one, its answers at the other."""
     with two_ports(taken=0) as first:
@@ -90,6 +92,7 @@ def test_another_secret_sees_nothing(
         assert stranger.put(KEYS, SIG, filled(stranger).pieces) == [Put.UNREACHABLE] * N
 
 
+@pytest.mark.slow
 def test_a_killed_index_costs_nothing_but_new_processes(index: RedisServer | EtcdServer) -> None:
     """kill -9 under load, and a restart, without any memory but where etcd keeps it."""
     with Store(at_index(index.url, 8 * MIB)) as owner, Store(at_index(index.url)) as guest:
@@ -125,6 +128,7 @@ def test_a_killed_index_costs_nothing_but_new_processes(index: RedisServer | Etc
         assert not wrong, f"{len(wrong)} of {rounds[0]} rounds were not right"
 
 
+@pytest.mark.slow
 def test_lent_by_the_command(index: RedisServer | EtcdServer, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     write_secret_file(secret)

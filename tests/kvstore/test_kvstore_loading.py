@@ -61,6 +61,7 @@ def test_each_part_is_there_when_it_was_waited_for(owner: Store) -> None:
     assert owner.status().gets == {"right": N}
 
 
+@pytest.mark.slow
 def test_an_owner_that_is_dead_at_the_begin_costs_a_look_elsewhere(
     directory: Path, start_far: Callable[..., Far]
 ) -> None:
@@ -82,6 +83,7 @@ def test_an_owner_that_is_dead_at_the_begin_costs_a_look_elsewhere(
                 assert load.finish() == [Got.RIGHT] * N
 
 
+@pytest.mark.slow
 def test_an_owner_that_dies_between_two_parts_costs_nothing(
     directory: Path, start_far: Callable[..., Far]
 ) -> None:
@@ -106,6 +108,7 @@ def test_an_owner_that_dies_between_two_parts_costs_nothing(
             assert load.finish() == [Got.RIGHT] * N
 
 
+@pytest.mark.slow
 def test_without_another_copy_no_further_part_is_handed_over(
     directory: Path, start_far: Callable[..., Far]
 ) -> None:

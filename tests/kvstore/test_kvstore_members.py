@@ -56,6 +56,7 @@ def test_owners_are_found_and_leave(index: RedisServer | EtcdServer) -> None:
     ours.close()
 
 
+@pytest.mark.slow
 def test_who_does_not_renew_its_entry_is_forgotten(
     index: RedisServer | EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,7 @@ def get(url: str) -> str:
         return answer.read().decode()
 
 
+@pytest.mark.slow
 def test_a_process_that_lends_memory_tells_what_lies_there(directory: Path) -> None:
     command = [
         sys.executable,
@@ -239,6 +240,7 @@ def test_a_bug_in_the_figures_ends_neither_the_server_nor_silently(
     assert "a bug in the store: /metrics was not answered" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_address_that_is_none_is_refused() -> None:
     command = [sys.executable, "-m", "kvstore", "serve", "--memory=4MiB", "--metrics=9401"]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S)

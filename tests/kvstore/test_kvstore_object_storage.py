@@ -97,6 +97,7 @@ def test_a_store_that_is_gone_costs_misses(
     assert caplog.text.count("cannot be used (") == 1
 
 
+@pytest.mark.slow
 def test_serve_has_its_keys_again(
     directory: Path, start_lending: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -120,6 +121,7 @@ def test_serve_has_its_keys_again(
         process.wait(TIMEOUT_S)
 
 
+@pytest.mark.slow
 def test_below_a_disk(directory: Path) -> None:
     """What the disk has no room for comes from there; a host that has lost its disk has it all."""
     more = {"disk": directory / "disk", "disk_size": 2 * MIB}

@@ -44,6 +44,7 @@ def test_without_an_owner_nothing_is_stored(directory: Path) -> None:
         assert store.get(KEYS, SIG, Room(store, N, NBYTES).pieces) == [Got.MISSING] * N
 
 
+@pytest.mark.slow
 def test_a_killed_owner_costs_misses(
     directory: Path, start_far: Callable[..., Far], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -65,6 +66,7 @@ def test_a_killed_owner_costs_misses(
             until(lambda: len(store) == 0, "it is forgotten")
 
 
+@pytest.mark.slow
 def test_a_restarted_owner_is_known_by_what_it_holds_now(
     directory: Path, start_far: Callable[..., Far]
 ) -> None:
@@ -75,6 +77,7 @@ def test_a_restarted_owner_is_known_by_what_it_holds_now(
         assert not store.exists(KEYS[3:], SIG, NBYTES).any()
 
 
+@pytest.mark.slow
 def test_two_owners_stand_in_for_each_other(directory: Path, start_far: Callable[..., Far]) -> None:
     fars = [start_far(8 * MIB, 0, NBYTES) for _ in range(3)]
     with Store(config(directory, copies=2)) as store:
@@ -89,6 +92,7 @@ def test_two_owners_stand_in_for_each_other(directory: Path, start_far: Callable
             assert (room.bytes == contents(N, NBYTES)).all()
 
 
+@pytest.mark.slow
 def test_a_frozen_owner_costs_its_reader_the_deadline_and_comes_back(
     directory: Path, start_far: Callable[..., Far]
 ) -> None:
@@ -213,6 +217,7 @@ def test_what_is_read_is_kept_and_what_is_not_goes_first(guest: Store, owner: St
     assert owner.exists(names[:40], SIG, 65536).all()
 
 
+@pytest.mark.slow
 def test_removal_survives_an_owner_that_is_frozen(
     directory: Path, start_far: Callable[..., Far], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -233,6 +238,7 @@ def test_removal_survives_an_owner_that_is_frozen(
         until(lambda: not store.exists(KEYS, SIG, NBYTES).any() or store.remove(KEYS, SIG))
 
 
+@pytest.mark.slow
 def test_an_owner_that_cannot_be_connected_to_is_tried_again(
     directory: Path,
     start_far: Callable[..., Far],

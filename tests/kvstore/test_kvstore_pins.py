@@ -133,8 +133,8 @@ class PinnedObjectsByArc(PinnedObjects):
     policy = "arc"
 
 
-TestPinnedObjects = PinnedObjects.TestCase
-TestPinnedObjectsByArc = PinnedObjectsByArc.TestCase
+TestPinnedObjects = pytest.mark.slow(PinnedObjects.TestCase)
+TestPinnedObjectsByArc = pytest.mark.slow(PinnedObjectsByArc.TestCase)
 
 
 def test_a_chunk_with_a_pinned_object_is_not_emptied_for_another_class() -> None:
@@ -205,6 +205,7 @@ def test_times_are_checked(directory: Path, ttl_s: float) -> None:
         alone.pin(NAMES, SIG, ttl_s)
 
 
+@pytest.mark.slow
 def test_an_owner_that_does_not_answer_pins_nothing(
     directory: Path, start_far: Callable[..., Far], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ KEYS = [bytes([i]) for i in range(10)]
 steps = st.lists(st.tuples(st.sampled_from(["use", "remove", "evict"]), st.sampled_from(KEYS)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(POLICIES))
 @given(steps)
 def test_a_policy_loses_and_invents_nothing(name: str, steps: list[tuple[str, bytes]]) -> None:

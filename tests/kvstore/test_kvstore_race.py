@@ -92,6 +92,7 @@ def race(
     return outcomes, mismatches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transports", WAYS)
 @pytest.mark.parametrize("verify", [False, True])
 def test_readers_never_take_another_object_for_theirs(
@@ -105,6 +106,7 @@ def test_readers_never_take_another_object_for_theirs(
 
 
 @pytest.mark.slow
+@pytest.mark.by_turns("a million")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("transports", WAYS)
 def test_a_million_gets(directory: Path, transports: tuple[str, ...]) -> None:
@@ -116,6 +118,7 @@ def test_a_million_gets(directory: Path, transports: tuple[str, ...]) -> None:
     assert outcomes[Got.MOVED] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transports", WAYS)
 def test_without_the_generation_they_do(
     directory: Path, monkeypatch: pytest.MonkeyPatch, transports: tuple[str, ...]

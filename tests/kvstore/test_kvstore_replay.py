@@ -30,6 +30,7 @@ def trace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return path
 
 
+@pytest.mark.slow
 def test_the_published_traces_have_the_known_hit_ratios(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -47,6 +48,7 @@ def test_the_published_traces_have_the_known_hit_ratios(
     assert unlimited.ratio == pytest.approx(ideal, abs=0.00005)
 
 
+@pytest.mark.slow
 def test_arc_is_the_better_default_where_memory_is_scarce(trace: Path) -> None:
     requests = read_trace(trace)
     for capacity in CAPACITIES[:3]:

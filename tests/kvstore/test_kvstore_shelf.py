@@ -126,7 +126,7 @@ class Objects(RuleBasedStateMachine):
         assert not (self.headers["state"][claimed] == LIVE).any()
 
 
-TestObjects = Objects.TestCase
+TestObjects = pytest.mark.slow(Objects.TestCase)
 
 
 def test_the_first_claim_of_a_key_wins() -> None:

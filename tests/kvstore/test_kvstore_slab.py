@@ -96,4 +96,4 @@ class Slots(RuleBasedStateMachine):
                 )
 
 
-TestSlots = Slots.TestCase
+TestSlots = pytest.mark.slow(Slots.TestCase)

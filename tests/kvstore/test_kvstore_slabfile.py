@@ -51,6 +51,7 @@ def serve(directory: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         one.communicate()
 
 
+@pytest.mark.slow
 def test_a_restarted_lender_has_its_keys_again(
     serve: Callable[..., subprocess.Popen[str]], directory: Path
 ) -> None:

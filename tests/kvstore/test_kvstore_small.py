@@ -127,6 +127,7 @@ def test_a_message_of_another_length_is_refused(guest: Store, owner: Store) -> N
     assert len(owner) == 0
 
 
+@pytest.mark.slow
 def test_an_owner_that_does_not_answer_costs_the_deadline(
     directory: Path, start_far: Callable[..., Far], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -130,6 +130,7 @@ STEPS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.pure
 @settings(max_examples=500)
 @given(st.integers(1, 3), st.integers(1, 5), st.lists(STEPS, max_size=30))
@@ -401,6 +402,7 @@ def test_a_tier_that_raises_is_logged_and_tried_again(
     assert "a tier raised" in caplog.text
 
 
+@pytest.mark.slow
 def test_reads_writes_and_removals_beside_each_other(tmp_path: Path) -> None:
     """Whatever is read is right, and what was removed is not read."""
     stop = threading.Event()

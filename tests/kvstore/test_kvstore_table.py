@@ -48,6 +48,7 @@ events = st.tuples(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(events | st.integers(0, 2), max_size=60))
 def test_it_knows_what_a_dict_knows(steps: list[tuple[int, ...] | int]) -> None:
     """A number drops that owner; everything else is a change of one."""

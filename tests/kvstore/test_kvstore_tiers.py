@@ -160,6 +160,7 @@ def test_loads_by_layers_bring_what_lies_below(lender: Store, reader: Store) -> 
     assert (room.bytes == OBJECTS[rows]).all()
 
 
+@pytest.mark.slow
 def test_one_part_is_lifted_while_another_is_read(
     lender: Store, reader: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_reader_asks_for_what_has_gone(lender: Store, reader: Store) -> None:
     assert handle.lift(KEYS[down], SIG, NBYTES, TIMEOUT_S) == [Lifted(LiftState.GONE)] * 3
 
 
+@pytest.mark.slow
 def test_an_owner_that_is_killed_while_it_is_asked(
     directory: Path, start_lending: Callable[[], subprocess.Popen[str]]
 ) -> None:
@@ -234,6 +236,7 @@ def test_no_time_to_lift_is_an_outcome(lender: Store, reader: Store) -> None:
     assert get(reader, down + others) == [Got.RIGHT] * 9
 
 
+@pytest.mark.slow
 def test_readers_who_push_out_each_others_objects_all_get_them(
     lender: Store, directory: Path
 ) -> None:
@@ -291,6 +294,7 @@ def putting(client: Store) -> Iterator[None]:
         thread.join(TIMEOUT_S)
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_writes_costs_what_was_being_written(
     directory: Path, start_lending: Callable[[], subprocess.Popen[str]]
 ) -> None:
@@ -315,6 +319,7 @@ def test_a_kill_in_the_middle_of_writes_costs_what_was_being_written(
             assert process.wait(TIMEOUT_S) == 0
 
 
+@pytest.mark.slow
 def test_serve_has_its_keys_again(
     directory: Path, start_lending: Callable[[], subprocess.Popen[str]]
 ) -> None:

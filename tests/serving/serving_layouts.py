@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layouts the tests serve: every one with scripts/test --all, else a choice of them."""
+"""The layouts that the tests serve. They take turns."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Any, TypeAlias
+from typing import Any
 
 from cpu_serving.expectations import Layout
 from cpu_serving.model import make_model
 from cpu_serving.servers import ServerOptions
 
-__all__ = ["LAYOUTS", "Case", "Feature"]
+__all__ = ["LAYOUTS", "Case"]
 
 CHUNK = 128
 BY_QUERY = ("--load-balance-method", "round_robin")
@@ -23,7 +22,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "dp2": {"tp": 2, "dp_attention": True},
     "dp2 by query": {"tp": 2, "dp_attention": True, "extra_args": BY_QUERY},
 }
-Feature: TypeAlias = tuple[str, object]
 
 
 @dataclass(frozen=True)
@@ -36,9 +34,6 @@ class Case:
     page_size: int = 1
     chunked: bool = False
     decode_radix: bool = False
-    #: Whether it is served by each run. If not, every two of its features are together in cases
-    #: that are.
-    each_run: bool = True
 
     def layout(self) -> Layout:
         """With the model made."""
@@ -53,16 +48,11 @@ class Case:
         servers = [ServerOptions(path, **both, **form) for form in (FORMS[self.prefill], decode)]
         return Layout("pair", self.model, *servers)
 
-    def pairs(self) -> set[tuple[Feature, Feature]]:
-        """Every two features that it has together."""
-        names = ("model", "prefill", "decode", "page_size", "chunked", "decode_radix")
-        return set(combinations([(name, getattr(self, name)) for name in names], 2))
-
 
 LAYOUTS = {
-    "page16-chunked": Case("llama", "tp1", "tp1", 16, chunked=True, each_run=False),
+    "page16-chunked": Case("llama", "tp1", "tp1", 16, chunked=True),
     "chunked-decode-radix": Case("llama", "tp1", "tp1", chunked=True, decode_radix=True),
-    "tp2": Case("llama", "tp2", "tp2", each_run=False),
+    "tp2": Case("llama", "tp2", "tp2"),
     "dp-attention-by-room": Case("qwen3", "dp2", "dp2"),
     "dp-attention-by-query": Case("qwen3", "dp2 by query", "dp2"),
     "mla": Case("deepseek", "tp1", "tp1", 16, chunked=True),
@@ -79,7 +69,7 @@ LAYOUTS = {
     "pp2-pp2": Case("llama", "pp2", "pp2"),
     # One latent, which one of the two ranks sends while the other is only asked.
     "mla-tp2-tp1-page64": Case("deepseek", "tp2", "tp1", 64, chunked=True),
-    "mla-tp1-tp2": Case("deepseek", "tp1", "tp2", each_run=False),
+    "mla-tp1-tp2": Case("deepseek", "tp1", "tp2"),
     # Sliding windows: state beside the KV pages, handed over with the last chunk.
     "windows-tp2-tp1": Case("mellum", "tp2", "tp1", 16, chunked=True),
 }

@@ -15,7 +15,7 @@ import pytest
 import slow_owner
 from slow_owner import PAGE, PROMPT, REQUESTS
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 
 ROOT = Path(__file__).parents[2]
 BOUND_S = 800.0

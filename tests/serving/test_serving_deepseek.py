@@ -15,7 +15,7 @@ from cpu_serving.model import make_model
 from cpu_serving.servers import ServerOptions
 from cpu_serving.traffic import make_requests
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 
 MODEL = "deepseek-v3"
 #: Without NCCL, SGLang has all ranks add up what the experts of each one say.

@@ -19,7 +19,7 @@ from cpu_serving.vision import image_url, make_vision_model
 
 from bootstrap_server.secret_file import write_secret_file
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 
 REQUESTS = make_requests(4, 200, seed=31)
 OTHER_WEIGHTS = 1

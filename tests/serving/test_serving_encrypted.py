@@ -15,7 +15,7 @@ from cpu_serving.traffic import make_requests
 
 from bootstrap_server.secret_file import write_secret_file
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 
 SETTINGS = {"SGLANG_MOONCAKE_ENCRYPT": "1", "SGLANG_MOONCAKE_TRANSPORTS": "tcp"}
 

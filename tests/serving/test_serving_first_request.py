@@ -16,7 +16,7 @@ from cpu_serving.servers import SHIM, Fleet, Pair, ServerOptions
 from cpu_serving.traffic import make_requests
 from patient import patient
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 
 #: A plugin of SGLang, as our own is, in the decode server alone.
 PLUGIN = """

@@ -17,7 +17,7 @@ from cpu_serving.servers import Fleet, Server, ServerOptions, wait_ready
 from cpu_serving.store import flush, with_hicache, with_store
 from cpu_serving.traffic import Answer, Request, compare, make_requests, send_all
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 
 PAGE = 16
 REQUESTS = make_requests(4, 400, seed=23)

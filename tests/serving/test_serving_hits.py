@@ -9,7 +9,7 @@ import pytest
 from cpu_serving import hits_demo
 
 # Its servers start as programs: 60 s alone.
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(600), pytest.mark.by_turns]
 
 
 def test_all_of_a_second_round_comes_from_the_store(capsys: pytest.CaptureFixture[str]) -> None:

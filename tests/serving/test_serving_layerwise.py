@@ -40,7 +40,11 @@ OVERLAP = Overlap(delay_ms=20, layer_ms=4)
 
 
 @pytest.fixture(
-    scope="module", params=[None, OVERLAP], ids=["plain scheduling", "overlap scheduling"]
+    scope="module",
+    params=[
+        pytest.param(None, id="plain scheduling", marks=pytest.mark.by_turns("plain")),
+        pytest.param(OVERLAP, id="overlap scheduling"),
+    ],
 )
 def layout(request: pytest.FixtureRequest) -> Layout:
     return Layout.equal(

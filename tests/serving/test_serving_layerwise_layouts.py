@@ -21,17 +21,14 @@ CASES = {
     "dp2-tp1": Case("qwen3", "dp2", "tp1", 16, chunked=True),
     # Its pools are said to be CUDA memory, too.
     "mla-cuda": Case("deepseek", "tp1", "tp1", 16, chunked=True),
-    "dp2-dp2": Case("qwen3", "dp2", "dp2", each_run=False),
-    "mla-tp2-tp1": Case("deepseek", "tp2", "tp1", 64, chunked=True, each_run=False),
+    "dp2-dp2": Case("qwen3", "dp2", "dp2"),
+    "mla-tp2-tp1": Case("deepseek", "tp2", "tp1", 64, chunked=True),
 }
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(name, marks=() if case.each_run else pytest.mark.matrix)
-        for name, case in CASES.items()
-    ],
+    params=[pytest.param(name, marks=pytest.mark.by_turns(name)) for name in CASES],
 )
 def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Layout:
     layout = CASES[request.param].layout()

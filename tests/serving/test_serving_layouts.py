@@ -14,8 +14,7 @@ from serving_layouts import LAYOUTS, Case
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
 PARAMS = [
-    pytest.param(case, id=name, marks=() if case.each_run else pytest.mark.matrix)
-    for name, case in LAYOUTS.items()
+    pytest.param(case, id=name, marks=pytest.mark.by_turns(name)) for name, case in LAYOUTS.items()
 ]
 
 

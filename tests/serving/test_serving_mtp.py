@@ -29,7 +29,10 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.by_turns(name)) for name in LAYOUTS],
+)
 def layout(request: pytest.FixtureRequest) -> Layout:
     model = make_model(MODEL)
     servers = [ServerOptions(model, **options) for options in LAYOUTS[request.param]]

@@ -15,7 +15,7 @@ from cpu_serving.servers import ServerOptions
 from cpu_serving.traffic import Answer, Request, compare, make_requests, run, send
 from direct import computed_tokens, in_a_room
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 
 # Far beyond what is needed, far below forever.
 BOUND_S = 180.0

@@ -22,7 +22,7 @@ from cpu_serving.traffic import (
     send_all,
 )
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 
 # Small, so that most prompts have chunks; SGLang keeps the last, partial page of one for the next.
 CHUNK = 64

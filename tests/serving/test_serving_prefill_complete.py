@@ -12,7 +12,7 @@ from cpu_serving.expectations import Layout, Serving
 from cpu_serving.traffic import Answer, compare, make_requests, run, send
 from direct import computed_tokens, in_a_room, open_rooms
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 
 # Far beyond what is needed, far below forever.
 BOUND_S = 180.0

@@ -26,7 +26,7 @@ from bootstrap_server import (
 )
 from sglang_mooncake.messages import PROTOCOL_VERSION
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 
 BOUND_S = 180.0
 rooms = itertools.count(1 << 42)

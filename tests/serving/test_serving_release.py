@@ -22,7 +22,10 @@ BOUND_S = 60.0
 SAVER = ("--enable-memory-saver",)
 
 
-@pytest.fixture(scope="module", params=["host", "cuda"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.by_turns(name)) for name in ("host", "cuda")],
+)
 def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Layout:
     cuda = None
     if request.param == "cuda":

@@ -15,7 +15,7 @@ from cpu_serving.servers import Fleet, Pair, Server, ServerOptions, wait_ready
 from cpu_serving.traffic import make_requests
 from patient import patient
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 
 SWITCHABLE = (
     "--enable-pd-role-switch",

@@ -108,6 +108,7 @@ def test_a_second_server_hits_what_the_first_one_has_computed(
     second.stop()
 
 
+@pytest.mark.by_turns("mla")
 def test_mla_pages(fleet: Fleet, place: Place, reference: Reference) -> None:
     server = fleet.server("single", place.options(make_model("deepseek")), name="mla")
     wait_ready([server])
@@ -127,7 +128,13 @@ def other_weights(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("variant", ["tp 2", "bfloat16", "other weights"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=pytest.mark.by_turns(name))
+        for name in ("tp 2", "bfloat16", "other weights")
+    ],
+)
 def test_pages_that_mean_something_else_are_left_alone(
     variant: str, first: Server, fleet: Fleet, place: Place, tmp_path: Path
 ) -> None:
@@ -201,7 +208,13 @@ def test_an_update_of_the_weights_under_a_new_version_makes_old_pages_unknown(
 # -- what breaks
 
 
-@pytest.mark.parametrize("meet", ["in a directory", "at an index"])
+@pytest.mark.parametrize(
+    "meet",
+    [
+        pytest.param(name, marks=pytest.mark.by_turns(f"killed {name}"))
+        for name in ("in a directory", "at an index")
+    ],
+)
 def test_owners_are_killed_under_load(fleet: Fleet, reference: Reference, meet: str) -> None:
     """Each page is at two owners. One owner is killed while a server, which has no memory of its
     own, reads from them; then another, once each page is at two again. If they meet at an index,

@@ -29,7 +29,7 @@ from store_servers import (
     until,
 )
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 
 NONE = [0] * len(REQUESTS)
 PAGES = sum(map(stored_pages, REQUESTS))

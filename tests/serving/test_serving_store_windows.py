@@ -20,7 +20,7 @@ from store_servers import REQUESTS, Lender, Place, ask, hit_all, hits, knows, kn
 from kvstore.headers import HEADER, LIVE, MAGIC
 from kvstore.slab import UNIT_BYTES, Slab
 
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 
 NONE = [0] * len(REQUESTS)
 MEMORY_BYTES = 32 << 20

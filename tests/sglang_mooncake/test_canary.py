@@ -180,6 +180,7 @@ over_each = pytest.mark.parametrize(
 
 
 @pytest.mark.slow
+@pytest.mark.by_turns
 @pytest.mark.timeout(300)
 @over_each
 def test_nothing_reaches_pages_that_were_given_back(transports):
@@ -207,6 +208,7 @@ def test_nothing_reaches_pages_that_were_given_back(transports):
 
 
 @pytest.mark.slow
+@pytest.mark.by_turns
 @pytest.mark.timeout(300)
 @over_each
 def test_without_the_fence_they_change(transports):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import config_doc
+import pytest
 
 from bootstrap_server.server_config import SETTINGS as REGISTRY_SETTINGS
 from kvstore.config import Config as StoreConfig
@@ -43,6 +44,7 @@ def _run(*arguments, status=0, **environment):
     return done.stderr if status else done.stdout
 
 
+@pytest.mark.slow
 def test_it_shows_what_differs_from_the_defaults():
     assert _run() == "All settings have their defaults; --all shows them.\n"
     shown = _run(
@@ -60,6 +62,7 @@ def test_it_shows_what_differs_from_the_defaults():
     ]
 
 
+@pytest.mark.slow
 def test_all_of_them_as_text_and_json():
     lines = _run("--all", SGLANG_MOONCAKE_RAILS="2").splitlines()
     assert [line.split()[0] for line in lines[1:]] == [one.key for one in SETTINGS]
@@ -73,6 +76,7 @@ def test_all_of_them_as_text_and_json():
     assert (rails["value"], rails["from"], rails["differs"]) == ("2", "default", False)
 
 
+@pytest.mark.slow
 def test_its_file_gives_the_same_settings(tmp_path):
     given = {"SGLANG_MOONCAKE_TRANSPORTS": "tcp,rdma", "SGLANG_MOONCAKE_LAYERWISE": "1"}
     path = tmp_path / "settings.toml"
@@ -88,6 +92,7 @@ def test_its_file_gives_the_same_settings(tmp_path):
     assert _run("--check", str(path)) == f"{path}: 2 settings, all of them can be used\n"
 
 
+@pytest.mark.slow
 def test_bad_settings_end_it_with_status_2(tmp_path):
     said = _run(status=2, SGLANG_MOONCAKE_TRANSPORT="tcp", SGLANG_MOONCAKE_RAILS="9")
     assert said.splitlines() == [
@@ -125,11 +130,13 @@ def test_every_setting_has_its_place_in_the_reference():
     assert not re.search(r"@\w+@", text)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_reference_is_what_the_command_shows():
     shown = _run(SGLANG_MOONCAKE_TRANSPORTS="tcp", MC_GID_INDEX="3")
     assert "".join(f"    {line}\n" for line in shown.splitlines()) in config_doc.document()
 
 
+@pytest.mark.slow
 def test_the_file_of_the_reference_can_be_used(tmp_path):
     example = re.search(r"## TOML file\n\n((?:    .*\n|\n)+)", config_doc.document())
     path = tmp_path / "settings.toml"

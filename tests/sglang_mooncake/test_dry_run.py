@@ -166,6 +166,7 @@ def topologies(heads: int | None) -> st.SearchStrategy[Topology]:
     )
 
 
+@pytest.mark.slow
 @given(st.data(), st.sampled_from([None, 2, 4, 6]), st.sampled_from([1, 16, 64]))
 def test_every_decode_rank_gets_exactly_what_it_stores(data, heads, page_size):
     model = ModelShape("m", 4, heads, (8, 0) if heads is None else (8, 8), "bfloat16")
@@ -294,6 +295,7 @@ def test_bad_options_end_with_status_2_and_one_sentence(option, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_dry_run_imports_neither_sglang_nor_torch():
     check = (
         "import sys; from sglang_mooncake.sglang.cli import main; "

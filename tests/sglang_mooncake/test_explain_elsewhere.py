@@ -51,6 +51,7 @@ def _alone(rank, path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_ranks_of_both_hosts_are_one_timeline(pair, near, there, capsys):
     command, _ = there
     hand_over(pair, 51)
@@ -67,6 +68,7 @@ def test_the_ranks_of_both_hosts_are_one_timeline(pair, near, there, capsys):
         assert "Not shown" not in text
 
 
+@pytest.mark.slow
 def test_several_rooms_are_asked_for_everywhere(pair, near, there, capsys):
     for room in (53, 54, 55):
         hand_over(pair, room)
@@ -74,6 +76,7 @@ def test_several_rooms_are_asked_for_everywhere(pair, near, there, capsys):
     assert text.count("on 2 ranks of 1 host") == 2
 
 
+@pytest.mark.slow
 def test_a_host_that_is_asked_twice_tells_once(pair, near, there, capsys):
     hand_over(pair, 56)
     status, text, _ = run(capsys, 56, "--dir", near, "--on", there[0], there[0])
@@ -82,6 +85,7 @@ def test_a_host_that_is_asked_twice_tells_once(pair, near, there, capsys):
     assert text.count("decode rank (dp 0 cp 0 tp 0 pp 0) at 127.0.0.1: done") == 1
 
 
+@pytest.mark.slow
 def test_this_host_needs_no_rank(pair, near, there, capsys, tmp_path):
     hand_over(pair, 57)
     (tmp_path / "none").mkdir(mode=0o700)
@@ -93,6 +97,7 @@ def test_this_host_needs_no_rank(pair, near, there, capsys, tmp_path):
     assert "room 57: done" in text
 
 
+@pytest.mark.slow
 def test_a_host_that_cannot_be_asked_is_left_out_and_named(pair, near, there, capsys, tmp_path):
     hand_over(pair, 58)
     broken = script(tmp_path / "broken", "echo Connection refused >&2; exit 255")
@@ -112,6 +117,7 @@ def test_where_no_host_can_be_asked_it_fails(tmp_path, capsys):
     assert "no host could be asked: " in error
 
 
+@pytest.mark.slow
 def test_a_room_that_no_host_knows(pair, near, there, capsys):
     status, _, error = run(capsys, 999, "--dir", near, "--on", there[0])
     assert status == 1

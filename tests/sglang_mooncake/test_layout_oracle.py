@@ -54,6 +54,7 @@ def moves(draw: st.DrawFn) -> Moved:
 tp_sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
 
 
+@pytest.mark.slow
 @given(tp_sizes, tp_sizes, st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2)]), moves(), st.data())
 def test_every_byte_of_a_decode_rank_comes_from_exactly_one_prefill_rank(
     src_size, dst_size, stages, moved, data
@@ -76,6 +77,7 @@ def test_every_byte_of_a_decode_rank_comes_from_exactly_one_prefill_rank(
     np.testing.assert_array_equal(times, expected != CANARY)
 
 
+@pytest.mark.slow
 @given(tp_sizes, tp_sizes, moves(), st.data())
 def test_blocks_are_as_few_as_can_be(src_size, dst_size, moved, data):
     model = data.draw(models(src_size, dst_size))

@@ -91,6 +91,7 @@ def requests(draw: st.DrawFn) -> Request:
     return Request(pages[prefix:], states, cuts)
 
 
+@pytest.mark.slow
 @given(
     TP_SIZES,
     TP_SIZES,

@@ -79,6 +79,7 @@ def accepted(prefill: Prefill) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("descriptors_enough")
 @pytest.mark.parametrize("said", SAYINGS)
 def test_however_many_say_too_little_few_are_kept_and_friends_are_heard(
@@ -208,6 +209,7 @@ def test_a_number_that_is_anothers_by_now_is_let_alone(prefill):
             stranger.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("descriptors_enough")
 def test_a_thousand_friends_at_once_all_come_in(prefill):
     """Of one address, as behind a translation of addresses: a bound that friends meet would be an

@@ -115,9 +115,14 @@ def world(request: pytest.FixtureRequest, monkeypatch) -> Iterator[World]:
 
 def each_harm(test: Callable[..., None]) -> Callable[..., None]:
     """A host is cut off only where there are several."""
-    ways = [("tcp", "kill"), ("tcp", "freeze"), ("samehost", "kill"), ("samehost", "freeze")]
-    ways += [("hosts", "kill"), ("hosts", "freeze"), ("hosts", "cut")]
-    ways += [pytest.param("rdma", how, marks=pytest.mark.rdma) for how in ("kill", "freeze")]
+    names = [("tcp", "kill"), ("tcp", "freeze"), ("samehost", "kill"), ("samehost", "freeze")]
+    names += [("hosts", "kill"), ("hosts", "freeze"), ("hosts", "cut")]
+    names += [("rdma", "kill"), ("rdma", "freeze")]
+    ways = []
+    for world, how in names:
+        marks = [pytest.mark.by_turns(f"{world} {how}")]
+        marks += [pytest.mark.rdma] if world == "rdma" else []
+        ways.append(pytest.param(world, how, marks=marks))
     return pytest.mark.parametrize(("world", "how"), ways, indirect=["world"])(test)
 
 

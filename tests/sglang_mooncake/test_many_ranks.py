@@ -43,6 +43,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_byte_arrives_and_no_other_changes(shape):
     model, prefill, decode = SHAPES[shape]

@@ -67,6 +67,7 @@ def registered(engine: TransferEngine, nbytes: int, seed: int | None = None) -> 
     return memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [{}, {"SGLANG_MOONCAKE_SECRET": SECRET}])
 @pytest.mark.parametrize(
     ("protocol", "transport"), [("rdma", "samehost"), ("tcp", "tcp")], ids=["same host", "tcp"]
@@ -92,6 +93,7 @@ def test_bytes_go_both_ways(ended, protocol, transport, environment) -> None:
     assert (here[100:4196] == pattern(3, 4096)).all()
 
 
+@pytest.mark.slow
 def test_batches_have_one_outcome(ended) -> None:
     far = FarFace()
     ended.append(far)
@@ -121,6 +123,7 @@ def test_batches_have_one_outcome(ended) -> None:
     assert engine.batch_transfer_sync_write(session, some, swapped[:3], [8] * 4) == -1
 
 
+@pytest.mark.slow
 def test_memory_that_is_not_registered_is_refused(ended, caplog) -> None:
     far = FarFace()
     ended.append(far)
@@ -167,6 +170,7 @@ def test_registrations_are_all_or_none(caplog) -> None:
     assert engine.batch_unregister_memory([]) == 0
 
 
+@pytest.mark.slow
 def test_the_first_address_is_told(ended) -> None:
     far = FarFace()
     ended.append(far)
@@ -177,6 +181,7 @@ def test_the_first_address_is_told(ended) -> None:
     assert engine.get_first_buffer_address("127.0.0.1:1") == 0
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_gone_fails_and_one_that_came_back_is_found(
     ended, held_ports, caplog
 ) -> None:
@@ -202,6 +207,7 @@ def test_a_peer_that_is_gone_fails_and_one_that_came_back_is_found(
     assert (far.memory(there) == here).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [True, False])
 def test_a_peer_that_stands_still_fails_in_time(ended, read) -> None:
     far = FarFace("tcp")
@@ -260,6 +266,7 @@ def test_te_has_done_with_the_memory_when_a_call_returns(ends, is_read, raises, 
     assert not transfer.ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("theirs", "ours", "works"),
     [

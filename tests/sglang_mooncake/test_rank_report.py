@@ -145,6 +145,7 @@ def test_failures_are_counted_by_reason_and_the_last_ones_kept():
     assert "reason 0" not in {one.reason for one in found}
 
 
+@pytest.mark.slow
 def test_a_real_rank_reports_what_it_moved_and_what_failed(monkeypatch):
     monkeypatch.setattr(lease, "RENEWALS_PER_LEASE", NEVER_S / 0.1)  # each 0.1 s
     with handover() as pair:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
+import pytest
 from counted_tags import CountedTags
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -244,4 +245,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
-test_any_order = AnyOrder.TestCase
+test_any_order = pytest.mark.slow(AnyOrder.TestCase)

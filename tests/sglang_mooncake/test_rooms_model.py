@@ -30,6 +30,7 @@ def assert_sound(found: Found, states: int, sources: int) -> None:
     }
 
 
+@pytest.mark.slow
 def test_one_prefill_rank_and_any_three_faults():
     assert_sound(Model(sources=1, faults=FAULTS, budget=3).explore(), 15_000, 1)
 
@@ -40,11 +41,13 @@ def test_a_room_that_waits_for_its_prompt_and_any_two_faults():
     assert_sound(model.explore(), 7_000, 1)
 
 
+@pytest.mark.slow
 def test_layers_that_go_before_their_chunk_and_any_fault():
     assert_sound(Model(sources=1, faults=FAULTS, budget=1, by_layers=True).explore(), 15_000, 1)
 
 
 @pytest.mark.slow
+@pytest.mark.by_turns("layers")
 def test_layers_that_go_before_their_chunk_and_any_two_faults():
     assert_sound(Model(sources=1, faults=FAULTS, budget=2, by_layers=True).explore(), 120_000, 1)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -220,7 +221,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
-test_any_order = AnyOrder.TestCase
+test_any_order = pytest.mark.slow(AnyOrder.TestCase)
 
 
 fills = st.tuples(
@@ -230,6 +231,7 @@ sends = st.tuples(st.just("send"), st.integers(1, 2))
 ends = st.tuples(st.just("end"), st.integers(0, 3))
 
 
+@pytest.mark.slow
 @given(st.lists(st.one_of(fills, sends, ends), max_size=12))
 @settings(max_examples=400)
 def test_layers_of_one_prompt_in_any_order(steps):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -36,6 +37,7 @@ def layout(place: Place, heads: int, channels: int) -> Layout:
     return Layout(1, "float32", None, tuple(made), aux, Buffers((), (), ()), states=("conv",))
 
 
+@pytest.mark.slow
 @given(shapes, shapes, st.sampled_from([1, 2, 4, 6]), st.sampled_from([1, 4, 8]), st.booleans())
 def test_who_is_said_to_send_has_something_to_send(prefill, decode, heads, channels, all_cp_ranks):
     decode = Topology(decode.dp_size, 1, decode.tp_size, min(decode.pp_size, prefill.pp_size))

@@ -162,6 +162,7 @@ def shards(of: int) -> list[Memory]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [[5], [1, 1, 3], [2, 3]])
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (4, 4), (2, 1)])
 def test_pages_that_are_dealt_out_come_from_each_rank_that_has_some(prefill, decode, chunks):

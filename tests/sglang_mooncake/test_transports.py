@@ -30,6 +30,7 @@ def test_where_no_transport_is_named_all_are_used():
         assert {"samehost", "tcp"} <= set(engine.stats().transports)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "transport"), [({}, "samehost"), ({"MC_FORCE_TCP": "1"}, "tcp")]
 )

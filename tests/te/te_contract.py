@@ -116,7 +116,9 @@ class Way:
 WAYS: Final = [
     pytest.param(Way("loopback", _of_config("loopback")), id="loopback"),
     pytest.param(Way("tcp", _of_config("tcp")), id="tcp"),
-    pytest.param(Way("tcp", _encrypted(by_kernel=False)), id="tcp-encrypted"),
+    pytest.param(
+        Way("tcp", _encrypted(by_kernel=False)), id="tcp-encrypted", marks=pytest.mark.slow
+    ),
     pytest.param(
         Way("tcp", _encrypted(by_kernel=True)),
         id="tcp-encrypted-by-kernel",
@@ -134,24 +136,21 @@ WAYS: Final = [
         pytest.param(
             Way("samehost", _of_few_slots("samehost"), is_sealed=is_sealed, is_mapped=True),
             id=f"samehost-mapped-{places}",
-            marks=marks,
+            marks=pytest.mark.slow,
         )
-        for places, is_sealed, marks in (
-            ("sealed-sealed", (True, True), ()),
-            ("sealed-host", (True, False), pytest.mark.slow),
-        )
+        for places, is_sealed in (("sealed-sealed", (True, True)), ("sealed-host", (True, False)))
     ),
     *(
         pytest.param(
             Way(transport, _of_few_slots(transport), is_sealed=is_sealed),
             id=f"{transport}-{places}",
-            marks=marks,
+            marks=pytest.mark.slow,
         )
         for transport in STAGING
-        for places, is_sealed, marks in (
-            ("sealed-sealed", (True, True), ()),
-            ("sealed-host", (True, False), pytest.mark.slow),
-            ("host-sealed", (False, True), pytest.mark.slow),
+        for places, is_sealed in (
+            ("sealed-sealed", (True, True)),
+            ("sealed-host", (True, False)),
+            ("host-sealed", (False, True)),
         )
     ),
 ]

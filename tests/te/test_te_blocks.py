@@ -90,6 +90,7 @@ def test_a_grid_is_every_base_with_every_offset(
 EDGES = st.sampled_from([0, 1, 2, 2**62, 2**63 - 2, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1])
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(EDGES, EDGES, EDGES), max_size=4))
 def test_blocks_at_the_edges_of_64_bits_are_valid_or_refused(rows: list[tuple[int, ...]]) -> None:
     array = np.array(rows, BLOCK) if rows else np.empty(0, BLOCK)

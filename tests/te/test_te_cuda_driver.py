@@ -84,6 +84,7 @@ def test_no_system_call_touches_device_memory() -> None:
         driver.free(memory)
 
 
+@pytest.mark.slow
 def test_the_processor_cannot_touch_device_memory() -> None:
     code = "import te_cuda, ctypes; ctypes.string_at(te_cuda.stand_in().allocate(4096).address, 1)"
     # A sanitizer would make a report of the signal.
@@ -266,6 +267,7 @@ with driver.current(0):
 """
 
 
+@pytest.mark.slow
 def test_legacy_handles_open_in_other_processes_alone() -> None:
     with cuda() as driver, driver.current(0):
         memory = driver.allocate(NBYTES)

@@ -66,6 +66,7 @@ def world(order: int) -> Iterator[World]:
             driver.unclaim(address)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("order", "flushes"), [(0, 1), (100, 0), (200, 0)])
 def test_what_has_landed_is_flushed_where_the_gpu_asks_for_it(order: int, flushes: int) -> None:
     with world(order) as here:

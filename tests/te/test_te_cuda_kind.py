@@ -58,6 +58,7 @@ class Copies:
         self._unpin()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [13000, 12080, 12000])
 def test_large_batches_go_in_parts(version: int) -> None:
     with cuda(version=version) as driver:

@@ -73,6 +73,7 @@ def pages(generator: np.random.Generator) -> list[int]:
     return [int(one) * PAGE for one in generator.permutation(NBYTES // PAGE)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "opens", "closes", "count"),
     [
@@ -112,6 +113,7 @@ def test_the_destinations_gpu_copies_out_of_the_sources_memory(
             assert far.free(address=there) == 0
 
 
+@pytest.mark.slow
 def test_a_part_of_an_expandable_segment_at_an_odd_place() -> None:
     with near_gpu() as (driver, engine, here), far_gpu() as far:
         whole = far.allocate(how="pieces", nbytes=3 * GRANULARITY, seed=4)
@@ -130,6 +132,7 @@ def exported_files() -> int:
     return sum("virtual memory" in one for one in links)
 
 
+@pytest.mark.slow
 def test_a_region_of_more_pieces_than_a_message_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handles, "_PIECES_MAX", 2)
     nbytes = 5 * GRANULARITY
@@ -157,6 +160,7 @@ def test_a_region_of_more_pieces_than_a_message_names(monkeypatch: pytest.Monkey
         assert exported_files() == before
 
 
+@pytest.mark.slow
 def test_what_cannot_be_mapped_is_staged_and_why_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -181,6 +185,7 @@ def test_what_cannot_be_mapped_is_staged_and_why_is_logged(
     # The memory of the process ends with it: what is mapped privately is not freed one by one.
 
 
+@pytest.mark.slow
 def test_memory_of_gpus_and_of_hosts_in_one_transfer_whatever_goes_where() -> None:
     """Also from a GPU to host memory, which the destination's GPU copies into a slot first."""
     generator = np.random.default_rng(11)
@@ -212,6 +217,7 @@ def test_memory_of_gpus_and_of_hosts_in_one_transfer_whatever_goes_where() -> No
         assert driver.count("pageable_copies") == 0
 
 
+@pytest.mark.slow
 def test_a_fence_waits_for_a_copy_out_of_another_processs_memory() -> None:
     with near_gpu() as (driver, engine, here), far_gpu() as far:
         there = far.allocate(how="block", nbytes=NBYTES, seed=5)
@@ -229,6 +235,7 @@ def test_a_fence_waits_for_a_copy_out_of_another_processs_memory() -> None:
         assert (here.view == before).all()
 
 
+@pytest.mark.slow
 def test_a_source_that_is_killed_in_the_middle_counts_for_nothing() -> None:
     with near_gpu() as (driver, engine, here), far_gpu() as far:
         there = far.allocate(how="block", nbytes=NBYTES, seed=5)
@@ -249,6 +256,7 @@ def _lives(engine: te.Engine) -> bool:
     return any(link.handle.alive for link in engine._acceptor._links)
 
 
+@pytest.mark.slow
 def test_a_frozen_peer_that_has_memory_mapped_is_reported_and_holds_nothing_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -270,6 +278,7 @@ def test_a_frozen_peer_that_has_memory_mapped_is_reported_and_holds_nothing_up(
         driver.free(memory)
 
 
+@pytest.mark.slow
 def test_memory_that_is_registered_again_is_mapped_again() -> None:
     """SGLang's release_memory_occupation and resume: the same addresses, other memory."""
     with cuda() as driver, far_gpu() as far:
@@ -307,6 +316,7 @@ def test_a_handle_that_is_none_is_refused(handle: bytes) -> None:
         handles.map_exported(None, handle, PAGE, refused)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_block_that_is_shorter_than_is_said_is_refused() -> None:
     with near_gpu() as (driver, engine, here), far_gpu() as far:
         there = far.allocate(how="block", nbytes=PAGE, seed=1)

@@ -115,6 +115,7 @@ def outcome(transfer: te.Transfer) -> te.Status:
     return transfer.poll()
 
 
+@pytest.mark.slow
 @TRANSPORTS
 @PLACES
 @pytest.mark.parametrize(("version", "call"), [(13000, BATCH), (12080, BATCH_12), (12000, PLAIN)])
@@ -130,6 +131,7 @@ def test_bytes_arrive(transport: str, places: str, version: int, call: str) -> N
         )
 
 
+@pytest.mark.slow
 @TRANSPORTS
 @PLACES
 def test_the_callers_thread_asks_the_driver_for_nothing(transport: str, places: str) -> None:
@@ -144,6 +146,7 @@ def test_the_callers_thread_asks_the_driver_for_nothing(transport: str, places: 
         assert here.driver.calls(name="cuEventQuery") > 0
 
 
+@pytest.mark.slow
 @TRANSPORTS
 @ONE_SIDE
 @pytest.mark.parametrize(
@@ -167,6 +170,7 @@ def test_a_call_that_fails_fails_its_transfer_alone(
         assert here.has_arrived
 
 
+@pytest.mark.slow
 @TRANSPORTS
 @ONE_SIDE
 def test_a_broken_context_fails_transfers_and_holds_up_nothing(transport: str, places: str) -> None:
@@ -185,6 +189,7 @@ def test_a_broken_context_fails_transfers_and_holds_up_nothing(transport: str, p
         here.driver.forget_pinned()
 
 
+@pytest.mark.slow
 @TRANSPORTS
 def test_a_fence_is_late_when_the_device_hangs(transport: str) -> None:
     with world(transport, "host-cuda") as here:
@@ -201,6 +206,7 @@ def test_a_fence_is_late_when_the_device_hangs(transport: str) -> None:
         assert (here.dst.view == before).all()
 
 
+@pytest.mark.slow
 @TRANSPORTS
 @ONE_SIDE
 def test_an_engine_says_that_the_device_still_copies(
@@ -220,6 +226,7 @@ def test_an_engine_says_that_the_device_still_copies(
         assert outcome(transfer) in (te.Status.FAILED, te.Status.DONE)
 
 
+@pytest.mark.slow
 @TRANSPORTS
 def test_a_capture_goes_on(transport: str) -> None:
     """Of a graph, by another thread, in the mode that PyTorch takes; a fence asks events, too."""
@@ -228,6 +235,7 @@ def test_a_capture_goes_on(transport: str) -> None:
         here.target.fence(TAG, TIMEOUT_S)
 
 
+@pytest.mark.slow
 @TRANSPORTS
 def test_memory_of_two_gpus_and_of_the_host_in_one_transfer(transport: str) -> None:
     with world(transport) as here, here.driver.current(1):
@@ -248,6 +256,7 @@ def test_memory_of_two_gpus_and_of_the_host_in_one_transfer(transport: str) -> N
         here.driver.free(others[0], 1)
 
 
+@pytest.mark.slow
 def test_all_that_was_taken_of_the_driver_is_given_back() -> None:
     gc.collect()
     driver = stand_in()
@@ -304,6 +313,7 @@ class Hasty(MemoryKind):
             self._ops.release(self._state, event)
 
 
+@pytest.mark.slow
 @TRANSPORTS
 @ONE_SIDE
 def test_without_the_wait_wrong_bytes_are_found(transport: str, places: str) -> None:

@@ -104,6 +104,7 @@ def write_all(peer: te.Peer, src: te.Region, dst: te.Region, tag: int = 0) -> te
     return peer.write(te.Blocks.of(src.address, dst.address, src.nbytes), tag)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rail", [0, 1])
 def test_a_cut_rail_fails_what_is_under_way_and_nothing_else(
     relayed: tuple[te.Engine, te.Engine, Relay], rail: int

@@ -16,6 +16,7 @@ from te.connect.dial import DIALS_MAX
 from te.handshake import decode_card, encode
 
 
+@pytest.mark.slow
 def test_a_second_rail_that_cannot_be_dialled_leaves_nothing_behind() -> None:
     with raw_destination() as (listener, card), te.Engine() as engine:
         before = descriptors()

@@ -110,6 +110,7 @@ def test_no_end_of_a_link_is_lost_however_late_it_is_read() -> None:
     worker.join()
 
 
+@pytest.mark.slow
 def test_a_rail_that_breaks_behind_a_flood_of_events_comes_back() -> None:
     wires = Wires()
     with contextlib.ExitStack() as undo:

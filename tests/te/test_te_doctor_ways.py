@@ -82,6 +82,7 @@ def side(facts: Facts) -> Iterator[Near]:
 # -- on one host
 
 
+@pytest.mark.slow
 def test_writes_to_a_child_over_each_transport() -> None:
     with child(None) as side:
         cells = list(loop_back(side, ("samehost", "tcp"), (), quiet))
@@ -358,6 +359,7 @@ def far(tmp_path: Path) -> Iterator[str]:
             process.terminate()
 
 
+@pytest.mark.slow
 def test_the_command_reports_both_hosts(far: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["doctor", "--transport", "tcp", "--peer", far]
     assert main(asked) in (0, 1)
@@ -373,6 +375,7 @@ def test_the_command_reports_both_hosts(far: str, capsys: pytest.CaptureFixture[
     assert {one["transport"] for one in told["findings"]} <= {"tcp", ""}
 
 
+@pytest.mark.slow
 def test_a_check_that_cannot_be_made_is_3(
     far: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -407,6 +410,7 @@ def test_bad_addresses_are_told(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_alone_it_writes_over_each_transport(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def descriptors() -> set[int]:
     return {fd for fd in found if os.path.lexists(f"/proc/self/fd/{fd}")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["samehost", "tcp"])
 def test_closed_engines_give_back_their_descriptors_at_once(transport: str) -> None:
     """Not when Python next looks for garbage, which in a big process may be never."""
@@ -172,6 +173,7 @@ def test_an_engine_that_cannot_start_a_thread_leaves_nothing(
     assert descriptors() <= before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", range(8))
 def test_a_plane_without_descriptors_closes_none_that_is_not_its_own(spare: int) -> None:
     """Descriptor 0 is this process's standard input."""

@@ -132,6 +132,7 @@ def ask_for(peer: te.Peer, arena: Arena) -> list[te.Transfer]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(0 if INPUTS > 10_000 else 300)
 @pytest.mark.parametrize("path", [one for one in PATHS if one.over is not Over.RDMA], ids=str)
 def test_hostile_frames(path: Path) -> None:

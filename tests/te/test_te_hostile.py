@@ -273,6 +273,7 @@ def test_silence_instead_of_a_hello() -> None:
         target.assert_serves()
 
 
+@pytest.mark.slow
 @on_both
 @pytest.mark.parametrize(
     ("frames", "says"),

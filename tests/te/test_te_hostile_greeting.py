@@ -148,6 +148,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.pure
 @given(VALUES, st.integers(0, 30))
 def test_depth_is_what_it_is(value: object, levels: int) -> None:
@@ -231,6 +232,7 @@ HELLO_CHANGES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(greetings(), HELLO_CHANGES, st.booleans(), st.integers(0, 4), st.booleans(), st.booleans())
 def test_greetings_of_any_kind(
@@ -347,6 +349,7 @@ def test_lines_about_strangers_are_limited() -> None:
 # -- B5: descriptors
 
 
+@pytest.mark.slow
 def test_a_greeting_brings_one_descriptor_at_most(caplog: pytest.LogCaptureFixture) -> None:
     with te.Engine() as engine, caplog.at_level(logging.WARNING):
         card = engine.card()
@@ -362,6 +365,7 @@ def test_a_greeting_brings_one_descriptor_at_most(caplog: pytest.LogCaptureFixtu
         assert descriptors() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tcp", "samehost"])
 def test_a_connection_of_another_transport_joins_no_link(target: te.Engine, transport: str) -> None:
     card = target.card()

@@ -137,6 +137,7 @@ def test_without_memory_that_children_do_not_have_there_is_no_link_on_this_host(
             te.Engine(te.Config(transports=("samehost",)))
 
 
+@pytest.mark.slow
 def test_a_rail_of_another_process_joins_no_link() -> None:
     with te.Engine() as engine:
         card = engine.card()

@@ -56,6 +56,7 @@ def descriptors_enough() -> Iterator[None]:
 DIALLERS = {"tcp": dial, "samehost": dial_unix}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("descriptors_enough")
 @pytest.mark.parametrize("transport", ["tcp", "samehost"])
 @pytest.mark.parametrize("said", [0, 1, 15])

@@ -108,6 +108,7 @@ def test_identifiers_of_keys() -> None:
 # -- who connects
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tcp", "samehost", "loopback"])
 @pytest.mark.parametrize("here", LISTS, ids=str)
 @pytest.mark.parametrize("there", LISTS, ids=str)

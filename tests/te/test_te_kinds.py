@@ -115,6 +115,7 @@ def scattered(generator: random.Random, start: int, end: int) -> list[tuple[int,
     return [(places[0][i], places[1][i], size) for i, size in enumerate(sizes) if size]
 
 
+@pytest.mark.slow
 @CASES
 @pytest.mark.parametrize("direction", [TO_HOST, FROM_HOST])
 def test_a_batch_is_copied_when_its_event_says_so(case: MakeCase, direction: int) -> None:

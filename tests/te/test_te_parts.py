@@ -121,6 +121,7 @@ for thread in threads: thread.join()
 """
 
 
+@pytest.mark.slow
 def test_the_first_cards_of_a_process_may_come_at_once() -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(te.__file__).parents[1])}
     # Every second such process crashed when msgspec looked the types over only then.

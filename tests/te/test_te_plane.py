@@ -262,6 +262,7 @@ def connect(source: te.Engine, target: te.Engine, transport: str) -> te.Peer:
                 raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_sixty_four_peers_and_sixteen_transfers_each(transport: str) -> None:
     peers, each, nbytes = 64, 16, 5000

@@ -42,6 +42,7 @@ def far(request: pytest.FixtureRequest) -> Iterator[Far]:
         engine.end()
 
 
+@pytest.mark.slow
 def test_scattered_pages_between_processes(far: Far) -> None:
     target = far()
     nbytes, page = 1 << 20, 4096
@@ -81,6 +82,7 @@ def _text(card: bytes) -> str:
     return base64.b64encode(card).decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["tag", "peer"])
 def test_nothing_lands_after_a_fence_although_the_source_was_frozen(
     far: Far, by: str, monkeypatch: pytest.MonkeyPatch
@@ -111,6 +113,7 @@ def test_nothing_lands_after_a_fence_although_the_source_was_frozen(
         assert target.stats().bytes_received == received
 
 
+@pytest.mark.slow
 def test_killed_destination(far: Far) -> None:
     target = far()
     dst = target.register(nbytes=MANY_BYTES)
@@ -135,6 +138,7 @@ def test_killed_destination(far: Far) -> None:
             source.connect(card)
 
 
+@pytest.mark.slow
 def test_frozen_destination(far: Far) -> None:
     target = far()
     dst = target.register(nbytes=MANY_BYTES)
@@ -163,6 +167,7 @@ def test_frozen_destination(far: Far) -> None:
         wait_until(is_written, "a new link carries it")
 
 
+@pytest.mark.slow
 def test_a_frozen_destination_does_not_hold_up_others(far: Far) -> None:
     frozen, other = far(), far()
     buffers = {one: one.register(nbytes=MANY_BYTES) for one in (frozen, other)}
@@ -178,6 +183,7 @@ def test_a_frozen_destination_does_not_hold_up_others(far: Far) -> None:
         assert stuck.poll() is te.Status.PENDING
 
 
+@pytest.mark.slow
 def test_writes_of_all_sizes_together_leave_none_with_nobody(far: Far) -> None:
     """A frame that the destination reads at once, behind one whose copy any worker may take up."""
     rng, target, nbytes = np.random.default_rng(7), far(), 1 << 20
@@ -193,6 +199,7 @@ def test_writes_of_all_sizes_together_leave_none_with_nobody(far: Far) -> None:
             assert all(one.poll() is te.Status.DONE for one in transfers), sizes
 
 
+@pytest.mark.slow
 def test_cancel_in_the_middle(far: Far) -> None:
     target = far()
     dst = target.register(nbytes=MANY_BYTES)
@@ -221,6 +228,7 @@ def test_cancel_in_the_middle(far: Far) -> None:
         assert source.stats().transfers_cancelled == 1
 
 
+@pytest.mark.slow
 def test_cancel_while_the_destination_is_frozen(far: Far) -> None:
     """Too late for what is on its way in sockets; over RDMA nothing begins before it says so."""
     target = far()
@@ -241,6 +249,7 @@ def test_cancel_while_the_destination_is_frozen(far: Far) -> None:
         assert (target.memory(dst) == (0 if over_rdma else 1)).all()
 
 
+@pytest.mark.slow
 def test_far_errors_are_seen_here(far: Far) -> None:
     """The helper itself: a failing operation must not look like a good one."""
     engine = far()

@@ -233,4 +233,4 @@ class Life(RuleBasedStateMachine):
         assert bool(self.rail.reason) == (self.rail.failures > 0 or self.rail.generation > 0)
 
 
-TestLife = Life.TestCase
+TestLife = pytest.mark.slow(Life.TestCase)

@@ -126,6 +126,7 @@ def test_small_and_large_transfers_at_once(transport: str, slots: int) -> None:
         assert here.has_arrived
 
 
+@pytest.mark.slow
 @TRANSPORTS
 def test_workers_that_never_spin_see_that_copies_are_over(transport: str) -> None:
     """They look at deadlines a few times a second: with nothing else each took 0.15 s."""
@@ -249,6 +250,7 @@ def test_many_peers_share_few_slots(transport: str) -> None:
         assert set(np.unique(here.dst.view)) <= {1, 2, 3, 4}
 
 
+@pytest.mark.slow
 @TRANSPORTS
 @pytest.mark.parametrize("side", ["source", "target"])
 def test_a_peer_that_is_killed_takes_no_slot_along(transport: str, side: str) -> None:

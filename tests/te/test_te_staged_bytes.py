@@ -183,6 +183,7 @@ class World:
             unpin()
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     seed=st.integers(0, 1 << 30),
@@ -200,6 +201,7 @@ def test_bytes_arrive(seed: int, lanes: int, slots: int, nbytes: int) -> None:
         world.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [0, 3])
 @pytest.mark.parametrize("how", ["refuse", "fail"])
 def test_a_copy_that_fails_ends_its_channel_alone(how: str, batches: int) -> None:

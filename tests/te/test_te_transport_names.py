@@ -79,6 +79,7 @@ def test_no_compiled_line_outside_a_transport_asks() -> None:
     assert words.search("if link.is_direct:")
 
 
+@pytest.mark.slow
 def test_nobody_outside_a_transport_asks_for_its_name() -> None:
     found = {}
     for path in files():

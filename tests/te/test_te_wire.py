@@ -57,6 +57,7 @@ def test_kinds_and_statuses_that_have_no_rule(path: Path) -> None:
             assert verdict == f"ACK has the unknown status {status}"
 
 
+@pytest.mark.slow
 @on_each_path
 def test_what_breaks_a_rule_ends_the_link(path: Path) -> None:
     frames = [

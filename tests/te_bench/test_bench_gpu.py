@@ -40,6 +40,7 @@ def case(python: Path, transport: str, memory: str, peers: tuple[str, ...]) -> C
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "memory", "peers"),
     [
@@ -60,6 +61,7 @@ def test_memory_of_gpus(python: Path, transport: str, memory: str, peers: tuple[
     assert not [bar for bar in (*BARS, *CUDA_BARS) if bar.concerns(result)]  # a smaller shape
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_is_absent(tmp_path: Path) -> None:
     result = run_case(case(Path(sys.executable), "tcp", "cuda", ()), lambda part, what: None)
     te = as_json(result)["results"]["te"]

@@ -39,6 +39,8 @@ def bench(*arguments: str) -> tuple[int, dict, str]:
     return process.returncode, json.loads(out), err.decode()
 
 
+@pytest.mark.slow
+@pytest.mark.by_turns
 def test_te_and_a_floor_through_the_command_line():
     status, result, err = bench(
         *("--shape", "kv", "--count-scale", "0.01", "--rounds", "2"),
@@ -58,6 +60,8 @@ def test_te_and_a_floor_through_the_command_line():
     assert result["machine"]["cpus"] >= 1
 
 
+@pytest.mark.slow
+@pytest.mark.by_turns
 @pytest.mark.parametrize("transport", ["tcp", "samehost"])
 def test_memory_that_te_must_not_touch(transport):
     """Larger than a slot."""
@@ -74,6 +78,7 @@ FLOORS = ("tcp", "unix", "vmsplice", "vm_writev", "vm_readv", "mapped")
 
 
 @pytest.mark.slow
+@pytest.mark.by_turns
 @pytest.mark.parametrize(
     "how",
     [
@@ -96,6 +101,7 @@ def test_every_floor_moves_every_byte(how):
 
 
 @pytest.mark.slow
+@pytest.mark.by_turns
 def test_contenders_that_are_not_there_or_fail_stop_nobody():
     names = ("Dying", "Raising", "Missing", "Corrupting", "Straying")
     doubles = [f"bench_doubles:{name}" for name in names]
@@ -119,6 +125,8 @@ def test_contenders_that_are_not_there_or_fail_stop_nobody():
     assert result["ratios"]["mooncake"] is None
 
 
+@pytest.mark.slow
+@pytest.mark.by_turns
 def test_absent_peers_are_no_failure():
     status, result, _ = bench(*TINY, "--peers", "mooncake", "--peers-python", "/no/such/python")
     assert status == 0
@@ -127,6 +135,7 @@ def test_absent_peers_are_no_failure():
 
 
 @pytest.mark.slow
+@pytest.mark.by_turns
 def test_a_contender_that_hangs_is_given_up_at_the_deadline():
     """It is te's deadline, too, whose processes start late on a machine that has much to do."""
     status, result, _ = bench(*TINY, "--peers", "bench_doubles:Hanging", "--deadline", "30")
@@ -135,6 +144,8 @@ def test_a_contender_that_hangs_is_given_up_at_the_deadline():
     assert reason == "the source's transfer took more than 30 s"
 
 
+@pytest.mark.slow
+@pytest.mark.by_turns
 def test_null_posts_hand_over_every_byte_and_land_every_transfer():
     """The engines and all their words are real, only the devices are not: no device is needed."""
     status, result, err = bench(
@@ -160,6 +171,7 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.by_turns
 def test_workers_end_with_the_runner_even_when_hung():
     process = start(*TINY, "--peers", "bench_doubles:Hanging")
     give_up_s = time.monotonic() + DEADLINE_S
@@ -175,6 +187,8 @@ def test_workers_end_with_the_runner_even_when_hung():
         time.sleep(0.02)
 
 
+@pytest.mark.slow
+@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

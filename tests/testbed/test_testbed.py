@@ -27,6 +27,7 @@ def boot(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -109,6 +109,7 @@ def test_a_request_that_is_ended_on_decode_gives_blocks_back_on_both_sides() -> 
         two.assert_moved([], [])
 
 
+@pytest.mark.slow
 def test_a_prompt_that_nobody_needs_is_let_go() -> None:
     with pair() as two:
         for name, holds in (("kept", True), ("runs", False)):  # the second finds the link

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plugin of pytest for ``scripts/test`` (``-p testrun.plugin``).
+
+``--times FILE`` appends how long each test took, as JSON lines: its name, seconds, processor
+seconds. Set-up, call and tear-down of a test have a line each, written when they end, so that a run
+that is killed leaves what it had. Processor seconds are those of the process that runs the tests,
+and of children that it has waited for.
+
+``--turn K/N`` leaves out tests that are marked ``by_turns`` and whose turn it is not; with
+``--unmarked-too`` all tests take turns, one by one, but those that are marked ``each_run``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from testrun.turns import Turn
+
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_configure"]
+
+CPU_S = "testrun_cpu_s"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--times", type=Path, help="file to append the time of each test to")
+    parser.addoption("--turn", type=Turn.parse, help="K/N: tests by turns, the K-th of N parts")
+    parser.addoption("--unmarked-too", action="store_true", help="all tests take turns")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--times")
+    if path is not None:
+        # Under xdist a worker measures, and the process that started it writes.
+        is_worker = hasattr(config, "workerinput")
+        config.pluginmanager.register(_Recorder(None if is_worker else path), "testrun-times")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Groups are numbered among those that the other options have left."""
+    turn = config.getoption("--turn")
+    if turn is None:
+        return
+    unmarked_too = config.getoption("--unmarked-too")
+    groups = {item: _group(item, unmarked_too) for item in items}
+    chosen = turn.choose(group for group in groups.values() if group is not None)
+    left_out = [item for item, group in groups.items() if group is not None and group not in chosen]
+    if left_out:
+        items[:] = [item for item, group in groups.items() if group is None or group in chosen]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _group(item: pytest.Item, unmarked_too: bool) -> str | None:
+    """Tests of one group are run together: they share what is dear to make. A mark without a name
+    is for all of a file."""
+    if item.get_closest_marker("each_run") is not None:
+        return None
+    mark = item.get_closest_marker("by_turns")
+    if mark is None:
+        return item.nodeid if unmarked_too else None
+    return f"{item.path}:{mark.args[0] if mark.args else ''}"
+
+
+class _Recorder:
+    """Measures processor time between reports, and writes a line for each."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._before_s = 0.0
+
+    def pytest_runtest_logstart(self) -> None:
+        self._before_s = _used_s()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        now_s = _used_s()
+        setattr(report, CPU_S, now_s - self._before_s)
+        self._before_s = now_s
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self._path is None:
+            return
+        line = [report.nodeid, round(report.duration, 3), round(getattr(report, CPU_S, 0.0), 3)]
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _used_s() -> float:
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests by turns: each run has a part, all parts together have all, and groups stay whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from testrun.table import read_times
+from testrun.turns import PARTS, Turn
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@given(st.sets(st.text(max_size=5), max_size=40))
+def test_each_group_has_its_turn_once(groups: set[str]) -> None:
+    parts = [Turn(number).choose(groups) for number in range(1, PARTS + 1)]
+    assert set().union(*parts) == groups
+    assert sum(len(part) for part in parts) == len(groups)
+    assert max(len(part) for part in parts) - min(len(part) for part in parts) <= 1
+
+
+@given(st.integers(0, 2**160 - 1))
+def test_a_commit_has_a_turn(commit: int) -> None:
+    turn = Turn.of_commit(f"{commit:040x}")
+    assert Turn.parse(str(turn)) == turn
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "1/0"])
+def test_a_turn_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"turn {text}"):
+        Turn.parse(text)
+
+
+TESTS = """
+import pytest
+
+@pytest.mark.each_run
+def test_always():
+    pass
+
+def test_unmarked():
+    pass
+
+@pytest.mark.parametrize("number", [
+    pytest.param(number, marks=pytest.mark.by_turns(f"pair {number}")) for number in range(3)
+])
+class TestShared:
+    def test_one(self, number):
+        pass
+
+    def test_other(self, number):
+        pass
+"""
+FILE = """
+import pytest
+
+pytestmark = pytest.mark.by_turns
+
+def test_first():
+    pass
+
+def test_last():
+    pass
+"""
+
+
+def run(tmp_path: Path, *arguments: str) -> list[str]:
+    """The tests that were run, without their files."""
+    times = tmp_path / "times"
+    times.unlink(missing_ok=True)
+    for name, text in (("these", TESTS), ("file", FILE)):
+        (tmp_path / f"test_{name}.py").write_text(text)
+    config = tmp_path / "pytest.ini"
+    config.write_text("[pytest]\nmarkers =\n  by_turns\n  each_run\n")
+    options = ["-p", "testrun.plugin", "--times", str(times), *arguments]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-c", str(config), *options, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(SCRIPTS)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(name.rpartition("::")[2] for name in read_times(times.read_text().splitlines()))
+
+
+@pytest.mark.slow
+def test_parts_are_all_and_groups_stay_whole(tmp_path: Path) -> None:
+    shared = [f"test_{name}[{number}]" for name in ("one", "other") for number in range(3)]
+    parts = [run(tmp_path, "--turn", f"{number}/3") for number in (1, 2, 3)]
+    always = ["test_always", "test_unmarked"]
+    assert run(tmp_path) == sorted([*always, "test_first", "test_last", *shared])
+    turns = [sorted(set(part) - set(always)) for part in parts]
+    assert sorted(turns) == sorted(
+        [
+            ["test_first", "test_last", "test_one[2]", "test_other[2]"],
+            ["test_one[0]", "test_other[0]"],
+            ["test_one[1]", "test_other[1]"],
+        ]
+    )
+    assert all(set(always) < set(part) for part in parts)
+
+
+@pytest.mark.slow
+def test_those_without_a_mark_take_turns_if_asked_to(tmp_path: Path) -> None:
+    parts = [run(tmp_path, "--unmarked-too", "--turn", f"{number}/3") for number in (1, 2, 3)]
+    assert all("test_always" in part for part in parts)
+    assert sum("test_unmarked" in part for part in parts) == 1
+
+
+@pytest.mark.slow
+def test_workers_leave_out_the_same(tmp_path: Path) -> None:
+    assert run(tmp_path, "--turn", "2/3", "-n", "2") == run(tmp_path, "--turn", "2/3")
+
+
+def test_times_of_a_test_are_added_up() -> None:
+    lines = [json.dumps(line) for line in (["a", 1.0, 0.5], ["b", 2.0, 1.0], ["a", 3.0, 0.25])]
+    assert read_times(lines) == {"a": (4.0, 0.75), "b": (2.0, 1.0)}
