@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/configuration.md: the text of config_doc.in.md, with the settings of all packages.
-
-usage: .venv/bin/python scripts/config_doc.py
-"""
+"""Writes docs/configuration.md: the text of config_doc.in.md, with the settings of all packages."""
 
 from __future__ import annotations
 
@@ -11,6 +8,11 @@ import inspect
 import re
 from collections.abc import Collection
 from pathlib import Path
+
+from command_line import Parser
+
+if __name__ == "__main__":  # before the packages that only .venv has are imported
+    Parser(".venv/bin/python scripts/config_doc.py", __doc__).parse_args()
 
 from bootstrap_server.server_config import SETTINGS as REGISTRY_SETTINGS
 from bootstrap_server.settings import Given, Setting

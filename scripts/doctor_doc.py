@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/doctor.md: the text of doctor_doc.in.md, with all findings of te/doctor/catalogue.py.
-
-usage: .venv/bin/python scripts/doctor_doc.py
-"""
+"""Writes docs/doctor.md: the text of doctor_doc.in.md, with all findings of
+te/doctor/catalogue.py."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+from command_line import Parser
+
+if __name__ == "__main__":  # before the packages that only .venv has are imported
+    Parser(".venv/bin/python scripts/doctor_doc.py", __doc__).parse_args()
 
 from te.doctor.catalogue import CATALOGUE
 from te.doctor.findings import Kind, Severity

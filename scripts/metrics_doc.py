@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/metrics.md: the text of metrics_doc.in.md with the tables of metrics of the code.
-
-usage: .venv/bin/python scripts/metrics_doc.py
-"""
+"""Writes docs/metrics.md: the text of metrics_doc.in.md with the tables of metrics of the code."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+
+from command_line import Parser
+
+if __name__ == "__main__":  # before the packages that only .venv has are imported
+    Parser(".venv/bin/python scripts/metrics_doc.py", __doc__).parse_args()
 
 from bootstrap_server import metrics as registry
 from kvstore import metrics as store

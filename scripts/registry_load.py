@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the bootstrap server bears many ranks: `.venv/bin/python scripts/registry_load.py`.
+"""How the bootstrap server bears many ranks.
 
 Starts one in a process of its own; every rank has a connection of its own, as it has in a cluster.
 Prints one JSON object; times are those of the last answer, in seconds, and include this client.
@@ -20,6 +20,15 @@ import time
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from command_line import Parser
+
+if __name__ == "__main__":  # before the packages that only .venv has are imported
+    PARSER = Parser(".venv/bin/python scripts/registry_load.py", __doc__)
+    PARSER.add_argument("--ranks", type=int, default=4096, metavar="N", help="of prefill (4096)")
+    PARSER.add_argument("--decode-ranks", type=int, default=1024, metavar="N", help="(1024)")
+    PARSER.add_argument("--restarts", type=int, default=1000, metavar="N", help="of ranks (1000)")
+    OPTIONS = PARSER.parse_args()
 
 import msgspec
 import uvloop
@@ -150,12 +159,7 @@ async def measure(
     return report
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Load a bootstrap server and report.")
-    parser.add_argument("--ranks", type=int, default=4096)
-    parser.add_argument("--decode-ranks", type=int, default=1024)
-    parser.add_argument("--restarts", type=int, default=1000)
-    options = parser.parse_args()
+def main(options: argparse.Namespace) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # inherited by the server
     needed = options.ranks + 2 * options.decode_ranks + 100
@@ -182,4 +186,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(OPTIONS))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the store costs with many owners: `.venv/bin/python scripts/store_scale.py --owners 1000`.
+"""What the store costs with many owners.
 
 Four parts, each the real one beside stand-ins for the rest of the cluster:
 
@@ -30,6 +30,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from command_line import Parser
+
+if __name__ == "__main__":  # before the packages that only .venv has are imported
+    PARSER = Parser(
+        ".venv/bin/python scripts/store_scale.py",
+        __doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    PARSER.add_argument("--owners", type=int, default=1000)
+    PARSER.add_argument("--objects", type=int, default=10_000_000, help="in the table")
+    PARSER.add_argument("--changes", type=float, default=1560.0, help="of each owner, a second")
+    PARSER.add_argument("--seconds", type=float, default=10.0)
+    PARSER.add_argument("--parts", default="table,client,owner,index")
+    OPTIONS = PARSER.parse_args()
 
 import numpy as np
 import redis
@@ -357,14 +372,7 @@ def wait_for(is_so: Callable[[], bool], timeout_s: float = 120.0) -> None:
         time.sleep(0.05)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--owners", type=int, default=1000)
-    parser.add_argument("--objects", type=int, default=10_000_000, help="in the table")
-    parser.add_argument("--changes", type=float, default=1560.0, help="of each owner, a second")
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--parts", default="table,client,owner,index")
-    options = parser.parse_args()
+def main(options: argparse.Namespace) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     owners, seconds = options.owners, options.seconds
     parts: dict[str, Callable[[], dict[str, float]]] = {
@@ -380,4 +388,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    sys.exit(main())
+    sys.exit(main(OPTIONS))

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/wire.md: the text of wire_doc.in.md, with tables made from te/core/wire.h, from the
 greeting and from the messages of te/handshake.py and of the transports. The examples are checked by
-the rules of the plane.
-
-usage: .venv/bin/python scripts/wire_doc.py
-"""
+the rules of the plane."""
 
 from __future__ import annotations
 
@@ -15,6 +12,11 @@ from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from command_line import Parser
+
+if __name__ == "__main__":  # before the packages that only .venv has are imported
+    Parser(".venv/bin/python scripts/wire_doc.py", __doc__).parse_args()
 
 import msgspec
 

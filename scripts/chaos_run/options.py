@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+
+from command_line import Parser
 
 from chaos_run.schedule import KINDS, Kind
 
@@ -31,18 +33,12 @@ class ChaosOptions:
     plot: Path | None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"chaos: {message} (--help lists the options)\n")
-
-
 def parse(argv: Sequence[str]) -> ChaosOptions:
-    parser = _Parser(
-        prog="scripts/chaos",
-        description="Two prefill and two decode SGLang servers, each a host of its own in a "
+    parser = Parser(
+        "scripts/chaos",
+        "Two prefill and two decode SGLang servers, each a host of its own in a "
         "network namespace, and SGLang's mini-lb. Clients ask what has known answers, some leave "
         "early, and faults come one after another. All on the CPU. Needs root.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--minutes", type=_positive, default=3.0, metavar="M", help="of traffic with faults (3)")
@@ -114,3 +110,7 @@ def _share(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to less than 1")
     return value
+
+
+if __name__ == "__main__":
+    parse(sys.argv[1:])

@@ -12,10 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-__all__ = ["CONFIG", "settle", "weights"]
+__all__ = ["ATTENTION_SCALE", "CONFIG", "DRAFT_SCALE", "MLP_SCALE", "weights"]
 
 HIDDEN = 128
 INTERMEDIATE = 256
@@ -37,8 +34,6 @@ VOCAB_SIZE = 512
 ATTENTION_SCALE = 0.16
 MLP_SCALE = 0.006
 DRAFT_SCALE = 0.2
-
-Tensors = dict[str, npt.NDArray[np.float32]]
 
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -94,20 +89,6 @@ def weights() -> Iterator[tuple[str, tuple[int, ...]]]:
     yield f"{draft}.shared_head.norm.weight", (HIDDEN,)
     yield "model.norm.weight", (HIDDEN,)
     yield "lm_head.weight", (VOCAB_SIZE, HIDDEN)
-
-
-def settle(tensors: Tensors) -> None:
-    """Gives random weights the proportions that the module describes."""
-    embedding = tensors["model.embed_tokens.weight"]
-    tensors["lm_head.weight"] = np.roll(embedding, 1, axis=0)
-    for name, tensor in tensors.items():
-        if name.endswith("o_proj.weight"):
-            tensor *= ATTENTION_SCALE
-        elif name.endswith("down_proj.weight"):
-            tensor *= MLP_SCALE
-        elif name.endswith("eh_proj.weight"):
-            tensor *= DRAFT_SCALE
-            tensor[:, :HIDDEN] = np.eye(HIDDEN) * np.std(embedding)
 
 
 def _attention(prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -25,6 +25,7 @@ from cpu_serving.servers import Fleet, Server, ServerOptions, base_environment, 
 from cpu_serving.store import flush, with_store
 from cpu_serving.streaming import Streamed, stream_all
 from cpu_serving.traffic import Request
+from cpu_serving.variants import parse_hits
 from kvstore.status import QUESTION, status_of
 from te import status
 
@@ -71,7 +72,7 @@ PUBLISHED: Final = Figures(-0.691, -0.672, -0.709, -0.619, -0.633, -0.649, 1.910
 
 def main(argv: Sequence[str]) -> int:
     """The exit status."""
-    options = _parser().parse_args(argv)
+    options = parse_hits(argv)
     run_dir = Path(tempfile.mkdtemp(prefix="sglang-mooncake-hits-"))
     try:
         cold, hit, problems = _run(options, run_dir)
@@ -85,26 +86,6 @@ def main(argv: Sequence[str]) -> int:
     for one in problems:
         print(f"demo: {one}", file=sys.stderr)
     return EXIT_DIFFERENT if problems else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="scripts/demo --store-hits",
-        description="Many requests at once, on the CPU with a small model: computed in a first "
-        "round, from the store in a second one, in several pairs of rounds. The defaults are an "
-        "eighth of the published experiment's lengths.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--requests", type=int, default=50, metavar="N", help="of a round, all at once (50)")
-    add("--prompt", type=int, default=1216, metavar="N", help="tokens of each prompt (1216)")
-    add("--new-tokens", type=int, default=8, metavar="N", help="that each request makes (8)")
-    add("--rounds", type=int, default=3, metavar="N", help="pairs of rounds (3)")
-    add("--layers", type=int, default=4, metavar="N", help="of the model (4)")
-    add("--hidden", type=int, default=512, metavar="N", help="its width (512)")
-    add("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
-    add("--json", action="store_true", help="last line of stdout is one JSON object")
-    return parser
 
 
 def _run(

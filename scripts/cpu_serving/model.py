@@ -12,7 +12,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,22 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cpu_serving import deepseek_v3
+from cpu_serving.architectures import (
+    ARCHITECTURES,
+    COMMON,
+    FIRST_PLAIN_TOKEN,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INTERMEDIATE,
+    KV_LORA_RANK,
+    LAYERS,
+    QK_NOPE_DIM,
+    QK_ROPE_DIM,
+    V_DIM,
+    VOCAB_SIZE,
+    LlamaSize,
+)
 
 __all__ = [
     "ARCHITECTURES",
@@ -35,175 +50,25 @@ __all__ = [
 ]
 
 MODELS_DIR = Path(sys.prefix) / "cpu-serving" / "models"  # in the .venv, and gone with it
-VOCAB_SIZE = 512
-FIRST_PLAIN_TOKEN = 2  # 0 and 1 are <s> and </s>
-MAX_POSITIONS = 4096
-LAYERS = 3
-DEEP = 8
-HIDDEN = 128
-INTERMEDIATE = 256
-HEADS = 4
-KV_HEADS = 2
-HEAD_DIM = 32
-KV_LORA_RANK = 32
-QK_NOPE_DIM = 16
-QK_ROPE_DIM = 16
-V_DIM = 16
-WINDOW = 128
 # Large enough that attention is sharp: a wrong byte in the KV cache changes the tokens.
 WEIGHT_SCALE = 0.3
 FORMAT = 1  # raise when the written files change, so that cached models are made again
 
 Weights = Iterator[tuple[str, tuple[int, ...]]]
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": MAX_POSITIONS,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 1,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "use_cache": True,
-}
-
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "rope_theta": 10000.0,
-        "mlp_bias": False,
-    },
-    # With several groups of layers.
-    "llama-deep": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": DEEP,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "rope_theta": 10000.0,
-        "mlp_bias": False,
-    },
-    # One KV head: with more ranks than heads, ranks store copies of one.
-    "llama-mqa": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_key_value_heads": 1,
-        "head_dim": HEAD_DIM,
-        "rope_theta": 10000.0,
-        "mlp_bias": False,
-    },
-    "qwen3": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "rope_theta": 10000.0,
-    },
-    # Sliding windows in two layers of three: SGLang keeps their KV in a pool of its own.
-    "mellum": {
-        "architectures": ["MellumForCausalLM"],
-        "model_type": "mellum",
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "sliding_window": WINDOW,
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 10000.0}
-            for kind in ("sliding_attention", "full_attention")
-        },
-        "mlp_layer_types": ["dense"] * LAYERS,
-        # Read although no layer has experts.
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "decoder_sparse_step": 1,
-        "norm_topk_prob": True,
-    },
-    # SGLang reads the mixture-of-experts fields even though every layer here is dense, and builds
-    # its rotary embedding for this model only from a yarn description.
-    "deepseek": {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "num_key_value_heads": HEADS,
-        "q_lora_rank": None,
-        "kv_lora_rank": KV_LORA_RANK,
-        "qk_nope_head_dim": QK_NOPE_DIM,
-        "qk_rope_head_dim": QK_ROPE_DIM,
-        "v_head_dim": V_DIM,
-        "rope_theta": 10000.0,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 2.0,
-            "original_max_position_embeddings": MAX_POSITIONS // 2,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-        "first_k_dense_replace": LAYERS,
-        "moe_layer_freq": 1,
-        "moe_intermediate_size": 64,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "greedy",
-        "scoring_func": "softmax",
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-    },
-    "deepseek-v3": deepseek_v3.CONFIG,
-}
-
-
-@dataclass(frozen=True)
-class LlamaSize:
-    """A Llama with as many KV heads as heads: what its prefill computes and what KV it leaves.
-
-    positions: the longest sequence, in tokens.
-    """
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    head_dim: int
-    positions: int
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """K and V of all layers in float32."""
-        return self.layers * 2 * self.heads * self.head_dim * 4
-
-    @property
-    def name(self) -> str:
-        """Tells models of different sizes apart."""
-        return "llama-" + "-".join(str(value) for value in asdict(self).values())
-
 
 def make_model(arch: str, cache_dir: Path = MODELS_DIR, *, seed: int = 0) -> Path:
     """The directory of the tiny model `arch` under `cache_dir`; written if it is not there."""
     if arch not in ARCHITECTURES:
         raise ValueError(f"no tiny model {arch!r}; there are {', '.join(ARCHITECTURES)}")
-    config = _COMMON | ARCHITECTURES[arch]
+    config = COMMON | ARCHITECTURES[arch]
     shapes = deepseek_v3.weights() if arch == "deepseek-v3" else _weights(arch)
     return _make(f"{arch}-seed{seed}-v{FORMAT}", cache_dir, arch, config, shapes, seed)
 
 
 def make_llama(size: LlamaSize, cache_dir: Path = MODELS_DIR, *, seed: int = 0) -> Path:
     """The directory of a Llama of that size under `cache_dir`; written if it is not there."""
-    config = _COMMON | ARCHITECTURES["llama"]
+    config = COMMON | ARCHITECTURES["llama"]
     config |= {
         "hidden_size": size.hidden,
         "intermediate_size": size.intermediate,
@@ -242,9 +107,23 @@ def _write(out: Path, arch: str, config: dict[str, Any], shapes: Weights, seed: 
     rng = np.random.default_rng(seed)
     tensors = {name: _tensor(rng, name, shape) for name, shape in shapes}
     if arch == "deepseek-v3":
-        deepseek_v3.settle(tensors)
+        _settle(tensors)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(out, config["max_position_embeddings"])
+
+
+def _settle(tensors: dict[str, npt.NDArray[np.float32]]) -> None:
+    """Gives random weights the proportions that `deepseek_v3` describes."""
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = np.roll(embedding, 1, axis=0)
+    for name, tensor in tensors.items():
+        if name.endswith("o_proj.weight"):
+            tensor *= deepseek_v3.ATTENTION_SCALE
+        elif name.endswith("down_proj.weight"):
+            tensor *= deepseek_v3.MLP_SCALE
+        elif name.endswith("eh_proj.weight"):
+            tensor *= deepseek_v3.DRAFT_SCALE
+            tensor[:, :HIDDEN] = np.eye(HIDDEN) * np.std(embedding)
 
 
 def _tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:

@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from cpu_serving.model import ARCHITECTURES, HEADS, LAYERS, MAX_POSITIONS
-from cpu_serving.traffic import NEW_TOKENS
-from te.config import TRANSPORTS
+from command_line import Parser
 
-__all__ = ["DemoOptions", "parse"]
+from cpu_serving.architectures import ARCHITECTURES, HEADS, LAYERS, MAX_POSITIONS, NEW_TOKENS
+from cpu_serving.variants import VARIANTS
 
+__all__ = ["TRANSPORTS", "DemoOptions", "parse"]
+
+#: Those of `te.config`, which has to be compiled before it can be asked.
+TRANSPORTS = ("samehost", "rdma", "tcp")
 #: Most prompts are longer: their chunks are sent as cached prefixes of the next ones.
 OVERLAP_CHUNK = 256
 MTP_MODEL = "deepseek-v3"
@@ -78,11 +81,6 @@ class DemoOptions:
         return " ".join(part for part in parts if part)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"demo: {message} (--help lists the options)\n")
-
-
 def parse(argv: Sequence[str]) -> DemoOptions:
     parser = _build_parser()
     args = parser.parse_args(argv)
@@ -126,14 +124,13 @@ def _default_model(args: argparse.Namespace) -> str:
     return "qwen3" if args.dp_attention else "llama"
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="scripts/demo",
-        description="One ordinary SGLang server against prefill + decode + router through this "
+def _build_parser() -> Parser:
+    parser = Parser(
+        "scripts/demo",
+        "One ordinary SGLang server against prefill + decode + router through this "
         "project, all on the CPU with a tiny model: are the tokens equal?",
-        allow_abbrev=False,
-        epilog="scripts/demo --store shows two servers that share their prefix caches instead "
-        "(scripts/demo --store --help).",
+        epilog="As the first word, one of these shows something else, and has options of its own:"
+        f" {', '.join(VARIANTS)} (scripts/demo --store --help).",
     )
     add = parser.add_argument
     add("--requests", type=_positive, default=50, metavar="N", help="how many (50)")
@@ -258,3 +255,11 @@ def _problem(options: DemoOptions) -> str | None:
     if options.seed < 0:
         return f"--seed {options.seed} is negative"
     return None
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    if words and words[0] in VARIANTS:
+        VARIANTS[words[0]](words[1:])
+    else:
+        parse(words)

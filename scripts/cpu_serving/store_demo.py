@@ -22,6 +22,7 @@ from cpu_serving.progress import Step
 from cpu_serving.servers import Fleet, Server, ServerOptions, wait_ready
 from cpu_serving.store import flush, with_store
 from cpu_serving.traffic import Answer, Request, compare, send_all
+from cpu_serving.variants import parse_store
 
 __all__ = ["main"]
 
@@ -45,7 +46,7 @@ class Way:
 
 def main(argv: Sequence[str]) -> int:
     """The exit status."""
-    options = _parser().parse_args(argv)
+    options = parse_store(argv)
     run_dir = Path(tempfile.mkdtemp(prefix="sglang-mooncake-store-"))
     try:
         ways = _run(options, run_dir)
@@ -58,23 +59,6 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([asdict(one) for one in ways]))
     hits = all(one.cached_tokens for one in ways[2:])
     return 0 if hits and all(one.equal for one in ways) else EXIT_DIFFERENT
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="scripts/demo --store",
-        description="Two SGLang servers that share their prefix caches through the store, on the "
-        "CPU with a small model: are the tokens equal, and how long does the first one take?",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--requests", type=int, default=8, metavar="N", help="how many, one at a time (8)")
-    add("--prompt", type=int, default=1500, metavar="N", help="tokens of each prompt (1500)")
-    add("--layers", type=int, default=8, metavar="N", help="of the model (8)")
-    add("--hidden", type=int, default=512, metavar="N", help="its width (512)")
-    add("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
-    add("--json", action="store_true", help="last line of stdout is one JSON array")
-    return parser
 
 
 def _run(options: argparse.Namespace, run_dir: Path) -> list[Way]:

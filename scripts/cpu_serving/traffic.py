@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import aiohttp
 import numpy as np
 
-from cpu_serving.model import FIRST_PLAIN_TOKEN, VOCAB_SIZE
+from cpu_serving.architectures import FIRST_PLAIN_TOKEN, NEW_TOKENS, VOCAB_SIZE
 from cpu_serving.progress import no_tick
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-NEW_TOKENS = 8
 REQUEST_TIMEOUT_S = 600.0
 
 

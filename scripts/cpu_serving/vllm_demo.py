@@ -19,6 +19,7 @@ from cpu_serving.progress import Step
 from cpu_serving.servers import Fleet, wait_ready
 from cpu_serving.store_status import pages_read
 from cpu_serving.traffic import Answer, Request, compare, make_requests
+from cpu_serving.variants import parse_vllm
 from cpu_serving.vllm_proxy import Proxy
 from cpu_serving.vllm_servers import (
     BLOCK,
@@ -55,7 +56,7 @@ class Way:
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0 if all tokens are equal, and KV caches came from the store, or from the
     prefill server, where they can."""
-    options = _parser().parse_args(argv)
+    options = parse_vllm(argv)
     run_dir = Path(tempfile.mkdtemp(prefix="sglang-mooncake-vllm-"))
     try:
         ways = _run(options, run_dir)
@@ -68,23 +69,6 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([asdict(one) for one in ways]))
     loaded = all(one.moved > 0 and one.cached_tokens > 0 for one in ways[1:])
     return 0 if loaded and not any(one.different for one in ways) else EXIT_DIFFERENT
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="scripts/demo --vllm",
-        description="Two vLLM servers that share their prefix caches through the store, and a"
-        " prefill and a decode server behind a proxy, on the CPU with a tiny model: are the tokens"
-        " those of an ordinary server, and does the KV cache come from the store, or from the"
-        " prefill server?",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--requests", type=int, default=8, metavar="N", help="how many, all at once (8)")
-    add("--prompt", type=int, default=700, metavar="N", help="tokens of the longest prompt (700)")
-    add("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
-    add("--json", action="store_true", help="last line of stdout is one JSON array")
-    return parser
 
 
 def _run(options: argparse.Namespace, run_dir: Path) -> list[Way]:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from command_line import Parser
+
 from gpu_check import needs
 from gpu_check.build import BuildError, build
 from gpu_check.report import Result, as_json, exit_status, line, tables
@@ -127,9 +129,9 @@ def _write(place: str | None, found: dict[str, Any]) -> None:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/gpu-check",
-        description="Builds te, checks it with the first GPU of this machine, and measures it."
+    parser = Parser(
+        "scripts/gpu-check",
+        "Builds te, checks it with the first GPU of this machine, and measures it."
         " Needs CUDA's driver, Python 3.11 with Cython, setuptools, numpy and msgspec, and a C"
         " compiler; no network. Exit status: 0 when every correctness step passed, 1 if not, 2"
         " without a GPU.",

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from command_line import Parser
+
 from rdma_testbed.boot import KERNEL_FAILED, allow_many_mappings, boot
 from rdma_testbed.errors import SetupError
 from rdma_testbed.guest import DRIVERS, Guest, exit_code, write_files
@@ -51,13 +53,6 @@ It is no sandbox: COMMAND could mount the host's files with the rights of the us
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """One sentence on an error, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def main(arguments: Sequence[str]) -> int:
     """The exit code of the testbed."""
     parsed = _parse(arguments)
@@ -77,10 +72,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
-        prog="rdma-testbed",
-        usage="rdma-testbed [options] -- COMMAND...",
-        description=DESCRIPTION,
+    parser = Parser(
+        "scripts/rdma-testbed",
+        DESCRIPTION,
+        usage="scripts/rdma-testbed [options] -- COMMAND...",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -100,7 +95,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if parsed.memory < 1:
         parser.error(f"--memory {parsed.memory}: at least 1 GiB")
     if not parsed.command and not parsed.build:
-        parser.error("no command; usage: rdma-testbed [options] -- COMMAND...")
+        parser.error("no command; usage: scripts/rdma-testbed [options] -- COMMAND...")
     return parsed
 
 

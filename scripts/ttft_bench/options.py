@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from cpu_serving.model import LlamaSize
-from cpu_serving.traffic import NEW_TOKENS
+from command_line import Parser
+from cpu_serving.architectures import NEW_TOKENS, LlamaSize
 
 from ttft_bench.rates import Rate, parse_rate
 from ttft_bench.results import KINDS, Kind
@@ -39,11 +39,6 @@ class TtftOptions:
     wait_for_quiet_s: float
     json: Path | None
     plot: Path | None
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"ttft: {message} (--help lists the options)\n")
 
 
 def parse(argv: Sequence[str]) -> TtftOptions:
@@ -81,13 +76,12 @@ def parse(argv: Sequence[str]) -> TtftOptions:
     )
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="scripts/ttft",
-        description="Time to first token of one ordinary SGLang server, of PD, and of PD whose KV "
+def _build_parser() -> Parser:
+    parser = Parser(
+        "scripts/ttft",
+        "Time to first token of one ordinary SGLang server, of PD, and of PD whose KV "
         "leaves layer by layer, in one run and alternated, over a network with a limited rate. All "
         "on the CPU, in network namespaces of its own. Needs root.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     prompts, rates = ",".join(map(str, DEFAULT_PROMPTS)), ",".join(DEFAULT_RATES)
@@ -158,3 +152,7 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return value
+
+
+if __name__ == "__main__":
+    parse(sys.argv[1:])

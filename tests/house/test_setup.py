@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/setup gets torch from where a user's machine has it: the order, with stand-ins for pip
-and uv that write down how they were called and answer what a test has told them."""
+"""What scripts/setup installs, and from where: torch from where a user's machine has it, in which
+order. With stand-ins for pip and uv that write down how they were called and answer what a test has
+told them."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PIN = next(
@@ -21,6 +25,13 @@ PIN = next(
 )
 ORDINARY = PIN.removesuffix("+cpu")
 GIGABYTES = "several gigabytes"
+COPIED = (
+    "scripts/setup",
+    "scripts/command_line/shell.sh",
+    "scripts/constraints.txt",
+    "pyproject.toml",
+    "setup.py",
+)
 
 # Called as .venv/bin/python: pip, or the program that looks at what is installed.
 PYTHON = """#!/bin/sh
@@ -78,21 +89,27 @@ class Machine:
                 check=False,
                 timeout=60,
             )
-        calls = [
-            call
-            for call in (self.root / "calls").read_text().splitlines()
-            if " -r " not in call and "--editable" not in call
-        ]
+        calls = [call for call in self.calls() if " -r " not in call and "--editable" not in call]
         return done.returncode, calls, (self.root / "said").read_text()
+
+    def calls(self) -> list[str]:
+        """All of pip and uv so far."""
+        return (self.root / "calls").read_text().splitlines()
+
+    def times(self) -> dict[str, float]:
+        """What took how many seconds."""
+        lines = (self.root / "build/setup-times.tsv").read_text().splitlines()
+        return {what: float(seconds) for what, seconds in (line.split("\t") for line in lines)}
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    for name in ("path", "site", "scripts", ".venv/bin"):
+    for name in ("path", "site", "scripts/command_line", ".venv/bin"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("scripts/setup", "scripts/constraints.txt", "pyproject.toml", "setup.py"):
+    for name in COPIED:
         shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "te").symlink_to(ROOT / "te")
+    for name in ("te", "kvstore"):
+        (tmp_path / name).symlink_to(ROOT / name)
     names = {
         "real": shlex.quote(sys.executable),
         "gigabytes": GIGABYTES,
@@ -112,6 +129,57 @@ PIP = "pip install --disable-pip-version-check "
 def uv_call(machine: Machine) -> str:
     python = machine.root / ".venv/bin/python"
     return f"uv pip install --python {python} --torch-backend cpu --no-deps {ORDINARY}"
+
+
+def test_what_the_project_names_is_installed_at_pinned_versions(machine: Machine) -> None:
+    code, _, said = machine.setup(stage="fast")
+    assert code == 0, said
+    pins = machine.root / "scripts/constraints.txt"
+    first = f"{PIP}--constraint {pins} --editable {machine.root}[test]"
+    assert machine.calls() == [first]
+    machine.setup(stage="fast")
+    assert machine.calls() == [first], "it is there"
+    with (machine.root / "pyproject.toml").open("a") as project:
+        project.write("# another one\n")
+    machine.setup(stage="fast")
+    assert machine.calls() == [first, first]
+
+
+def test_with_sglang_there_is_all_that_the_project_names(machine: Machine) -> None:
+    machine.has("torch")
+    machine.setup(stage="serving")
+    before = machine.calls()
+    code, _, said = machine.setup(stage="fast")
+    assert (code, said, machine.calls()) == (0, "", before)
+
+
+def test_all_that_the_project_names_is_pinned() -> None:
+    lines = (ROOT / "scripts/constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    named = [Requirement(text) for text in (*project["dependencies"], *extras["test"])]
+    (ours,) = (one for one in named if one.name == project["name"])
+    named.remove(ours)
+    named += [Requirement(text) for extra in ours.extras for text in extras[extra]]
+    wrong = [
+        str(one)
+        for one in named
+        if not one.specifier.contains(pins.get(canonicalize_name(one.name), "0"))
+    ]
+    assert not wrong, "named in pyproject.toml, and not so in scripts/constraints.txt"
+    assert len(named) > 20
+
+
+def test_it_writes_down_how_long_each_step_took(machine: Machine) -> None:
+    machine.has("torch")
+    machine.setup(stage="serving")
+    steps = [f"serving: {one}" for one in (PIN, "SGLang and what it needs", "this project")]
+    assert list(machine.times()) == steps
+    assert min(machine.times().values()) >= 0
+    machine.setup(stage="serving")
+    assert list(machine.times()) == steps, "nothing was done"
 
 
 def test_a_cpu_build_where_pip_looks_is_taken(machine: Machine) -> None:

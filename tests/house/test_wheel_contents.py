@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from wheel_contents import main, problems
+from wheel_check.contents import main, problems
 
 PACKAGES = ("te", "bootstrap_server", "kvstore", "sglang_mooncake")
 TYPED = [f"{one}/py.typed" for one in PACKAGES]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two processes with an installed wheel: one writes bytes into the other's memory, over each
-transport that needs no device. `scripts/wheel_alone.py` runs it.
+transport that needs no device. `alone.py` runs it.
 
 This process has the memory; for each transport it runs itself once more, as the one that writes.
 """

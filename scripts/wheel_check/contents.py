@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``wheel_contents.py FILE...``: whether sdists and wheels hold what they must, and nothing else.
+"""Whether sdists and wheels hold what they must, and nothing else.
 
 Prints a sentence for each problem; the exit status is 1 if there is one.
 """

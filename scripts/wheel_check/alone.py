@@ -26,7 +26,7 @@ COMMANDS: tuple[tuple[tuple[str, ...], set[int], str], ...] = (
     (("sglang-mooncake", "plan", *PLAN), {0}, "prefill"),
     (("python", "-m", "bootstrap_server", "--version"), {0}, "bootstrap_server 0."),
 )
-TRANSFER = Path(__file__).with_name("wheel_transfer.py")
+TRANSFER = Path(__file__).with_name("transfer.py")
 IMPORTS = ("te", "bootstrap_server", "kvstore.store", "sglang_mooncake.sglang.config")
 ROUNDS = 7
 
