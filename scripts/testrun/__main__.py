@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-import argparse
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+
+from command_line import Parser
 
 from testrun.lanes import run_lanes
 from testrun.plan import Options, fast_lanes, lanes
@@ -17,37 +20,44 @@ from testrun.table import read_times, summary
 from testrun.turns import PARTS, Turn
 
 ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build"
+#: What scripts/setup did, and how long it took.
+SET_UP = BUILD / "setup-times.tsv"
 DESCRIPTION = "Runs the tests, in lanes side by side, and prints where the time went."
 
 
 def main(arguments: Sequence[str]) -> int:
     """The exit status of the first command that failed, else 0."""
-    build = ROOT / "build"
-    build.mkdir(exist_ok=True)
+    asked = _parse(arguments)
+    if not asked.fast:
+        which = "all of them (--all)" if asked.turn is None else f"part {asked.turn}"
+        print(f"test: of the tests that take turns: {which}", flush=True)
+    BUILD.mkdir(exist_ok=True)
+    SET_UP.unlink(missing_ok=True)
+    # The tests start hundreds of interpreters: compiling the same files for each takes a tenth
+    # longer.
+    os.environ["PYTHONDONTWRITEBYTECODE"] = ""
     # Below the working directory, which emulated machines share with this one.
-    with tempfile.TemporaryDirectory(prefix="test-run.", dir=build) as name:
-        options = _parse(arguments, Path(name))
-        if not options.fast:
-            which = "all of them (--all)" if options.turn is None else f"part {options.turn}"
-            print(f"test: of the tests that take turns: {which}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="test-run.", dir=BUILD) as name:
+        options = replace(asked, scratch=Path(name))
         began_s = time.monotonic()
         results = run_lanes(fast_lanes(options) if options.fast else lanes(options), Path(name))
-        times = []
-        for one in results:
-            file = options.times(one.step)
-            if file.exists():
-                times.append((one.step, read_times(file.read_text().splitlines())))
-        print(f"\n{summary(results, times, time.monotonic() - began_s)}", flush=True)
-        return next((one.code or 1 for one in results if not one.is_good), 0)
+        wall_s = time.monotonic() - began_s
+        times = {one.step: read_times(_lines(options.times(one.step))) for one in results}
+        print(f"\n{summary(results, wall_s, times, _lines(SET_UP))}", flush=True)
+    return next((one.code or 1 for one in results if not one.is_good), 0)
 
 
-def _parse(arguments: Sequence[str], scratch: Path) -> Options:
+def _lines(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def _parse(arguments: Sequence[str]) -> Options:
     at = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = argparse.ArgumentParser(
-        prog="scripts/test",
+    parser = Parser(
+        "scripts/test",
+        DESCRIPTION,
         usage="scripts/test [--fast | --all | --turn K] [-- PYTEST ARGUMENTS]",
-        description=DESCRIPTION,
-        allow_abbrev=False,
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
@@ -65,7 +75,7 @@ def _parse(arguments: Sequence[str], scratch: Path) -> Options:
     asked = parser.parse_args(arguments[:at])
     return Options(
         root=ROOT,
-        scratch=scratch,
+        scratch=BUILD,
         fast=asked.fast,
         turn=None if asked.all else Turn(asked.turn) if asked.turn else _turn_of_checkout(),
         pytest_args=tuple(arguments[at + 1 :]),

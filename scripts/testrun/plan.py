@@ -64,7 +64,6 @@ def lanes(options: Options) -> list[Lane]:
     """Everything, side by side."""
     here = [
         _setup("serving"),
-        *_static(options),
         _pytest(options, "tests on this machine", *BOTH_CORES, "-m", REST, "tests"),
         _sanitizer(options, "address"),
         _sanitizer(options, "thread"),
@@ -83,7 +82,7 @@ def lanes(options: Options) -> list[Lane]:
         _on_devices(options, 8, "siw", "--unmarked-too", "tests/rdma"),
         _on_devices(options, 2, "siw", "--unmarked-too", "tests/te", "tests/sglang_mooncake"),
     ]
-    alone = [Step("fast tests with nothing else installed", ["scripts/alone"])]
+    alone = [Step("fast layer in a fresh clone", ["scripts/test-alone"])]
     if options.pytest_args:
         alone = [_setup("serving"), _pytest(options, "fast tests", *BOTH_CORES, *FAST)]
     else:

@@ -13,7 +13,7 @@ def test_it_has_each_step_and_what_became_of_it() -> None:
         Result("one", "tests", 7, is_good=False, seconds=5.0, cpu_s=9.0),
         Result("other", "more tests", None, is_good=False),
     ]
-    assert summary(results, [], 66.6).splitlines() == [
+    assert summary(results, 66.6, {}, []).splitlines() == [
         "lane   step         seconds   CPU-s  result",
         "one    set-up            61      30  ok",
         "one    tests              5       9  FAILED (7)",
@@ -24,11 +24,11 @@ def test_it_has_each_step_and_what_became_of_it() -> None:
 
 def test_it_has_the_slowest_tests_of_all_steps() -> None:
     results = [Result("one", name, 0, is_good=True) for name in ("a", "b")]
-    times = [
-        ("a", {f"test_a{number}": (float(number), 0.0) for number in range(30)}),
-        ("b", {"test_b": (25.5, 1.25)}),
-    ]
-    shown = summary(results, times, 1.0).split("\n\n")[1].splitlines()
+    times = {
+        "a": {f"test_a{number}": (float(number), 0.0) for number in range(30)},
+        "b": {"test_b": (25.5, 1.25)},
+    }
+    shown = summary(results, 1.0, times, []).split("\n\n")[1].splitlines()
     assert shown[0] == " seconds   CPU-s  slowest of 31 tests (step)"
     assert len(shown) == 1 + SLOWEST
     assert shown[1:6] == [
@@ -37,4 +37,13 @@ def test_it_has_the_slowest_tests_of_all_steps() -> None:
         "    27.0     0.0  test_a27 (a)",
         "    26.0     0.0  test_a26 (a)",
         "    25.5     1.2  test_b (b)",
+    ]
+
+
+def test_it_has_what_was_set_up() -> None:
+    shown = summary([], 1.0, {}, ["serving: SGLang\t71", "fast: this project\t9"])
+    assert shown.split("\n\n")[1].splitlines() == [
+        " seconds  set up",
+        "      71  serving: SGLang",
+        "       9  fast: this project",
     ]

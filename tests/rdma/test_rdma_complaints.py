@@ -103,6 +103,7 @@ def test_a_gid_that_no_network_carries(rdma_nics: tuple[Nic, ...]) -> None:
 
 
 @pytest.mark.driver("siw")
+@pytest.mark.each_run
 def test_a_device_without_an_address(rdma_nics: tuple[Nic, ...]) -> None:
     with without_address(rdma_nics[0]):
         told = complaint(rdma_nics[0])

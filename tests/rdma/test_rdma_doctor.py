@@ -157,6 +157,7 @@ def test_a_gid_that_is_forced_and_not_there(ends: tuple[tuple[Nic, ...], ...]) -
 
 
 @pytest.mark.driver("siw")
+@pytest.mark.each_run
 def test_a_gid_index_means_nothing_to_iwarp(ends: tuple[tuple[Nic, ...], ...]) -> None:
     assert alone(ends[0], "--gid-index", "77").planted() == {}
 

@@ -179,6 +179,7 @@ def test_a_link_that_comes_back_ends_a_long_back_off(
         stream.once(1)
 
 
+@pytest.mark.each_run
 @pytest.mark.driver("siw")  # rxe gives up by itself, 0.3 s after a rail is suspect at the latest
 def test_a_rail_that_does_not_move_is_suspect_until_it_does(
     halves: tuple[tuple[Nic, ...], tuple[Nic, ...]],

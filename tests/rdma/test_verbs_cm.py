@@ -14,6 +14,7 @@ from te.verbs import _core as verbs
 pytestmark = [
     pytest.mark.rdma,
     pytest.mark.driver("siw"),
+    pytest.mark.each_run,
     pytest.mark.usefixtures("patient_rails"),
 ]
 

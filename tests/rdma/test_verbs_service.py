@@ -99,6 +99,7 @@ def test_an_entry_that_no_device_has_is_refused_with_what_there_is(
 
 
 @pytest.mark.driver("siw")
+@pytest.mark.each_run
 def test_iwarp_goes_on_and_says_what_has_no_effect(
     rdma_nics: tuple[Nic, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -115,6 +116,7 @@ def test_iwarp_goes_on_and_says_what_has_no_effect(
 
 
 @pytest.mark.driver("siw")
+@pytest.mark.each_run
 def test_iwarp_listens_on_a_port_of_the_range(rdma_nics: tuple[Nic, ...]) -> None:
     first, last = 21_000, 21_031
     with rdma_pair(rdma_nics, 2, MIB, port=first, port_last=last) as pair:

@@ -23,6 +23,8 @@ from te_wire import PATHS, TRANSPORTS, Path
 import te
 from te.wire import RULES, Over
 
+pytestmark = pytest.mark.each_run
+
 GUARD, OPEN, PART = 1 << 16, 1 << 16, 1 << 12
 TAG = 5
 KEY = b"k" * 32

@@ -32,6 +32,8 @@ import te
 from te.bench._null import QueuePair, Wires
 from te.wire import Over
 
+pytestmark = pytest.mark.each_run
+
 TAGS = (0, 5, 6, 9)
 OPEN_TAGS = (5, 6)
 #: Open, but not for whom these frames come from.
