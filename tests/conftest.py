@@ -48,10 +48,10 @@ def pytest_report_header() -> str | None:
     )
 
 
-#: What a test needs, beside minutes, that ``scripts/test --fast`` does not have. SGLang's and
-#: LMCache's own tests import torch.
+#: Tests with such a mark take long, or need what ``scripts/test --fast`` does not have.
 HEAVY = {"serving", "sglang", "vllm", "rdma", "testbed", "slow"}
-HEAVY_FOLDERS = {"lmcache", "sglang"}
+#: So do all tests in these. Some cannot even be read without torch, say.
+HEAVY_FOLDERS = {"lmcache", "rdma", "serving", "sglang"}
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -59,6 +59,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     is_heavy = any(mark.name in HEAVY for mark in item.iter_markers())
     if not is_heavy and item.path.parent.name not in HEAVY_FOLDERS:
         item.add_marker("fast")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Folders that have nothing fast are not read for ``-m fast``."""
+    is_left_out = config.option.markexpr == "fast" and collection_path.name in HEAVY_FOLDERS
+    return True if is_left_out and collection_path.is_dir() else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

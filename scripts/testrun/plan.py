@@ -21,10 +21,10 @@ __all__ = ["Options", "fast_lanes", "lanes"]
 NO_TESTS = 5
 # Who is done early takes over from the other: a few tests are as long as hundreds of others.
 BOTH_CORES = ("-n", "2", "--dist", "worksteal")
-# Half of what the fast tests take is waiting.
-WAITING = ("-n", "4", "--dist", "worksteal")
-#: The fast layer (tests/conftest.py). What it leaves out imports torch as it is collected.
-FAST = ("-m", "fast", "--ignore", "tests/sglang", "--ignore", "tests/lmcache", "tests")
+# Half of what the fast tests take is waiting. Each worker reads all files of tests first.
+WAITING = ("-n", "3", "--dist", "worksteal")
+#: The fast layer: tests/conftest.py says what belongs to it.
+FAST = ("-m", "fast", "tests")
 REST = "not fast and not serving and not vllm and not rdma"
 DEMO_REQUESTS = 8
 TESTBED_TIMEOUT_S = 1500

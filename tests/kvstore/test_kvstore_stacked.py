@@ -380,7 +380,14 @@ def test_an_object_store_that_fails_costs_what_the_disk_drops(
             written = put(stack, [row])
             assert written.stored == [True]
             gone |= set(written.gone)
-        assert 0 < len(gone) < N
+
+        def is_told() -> bool:
+            """What the disk drops while it is copied is gone once that copy has failed."""
+            gone.update(stack._where.gone())
+            return bool(gone)
+
+        until(is_told, "the disk has dropped some")
+        assert len(gone) < N
         fails.clear()
         until(lambda: copied(stack), "the copies")
         gone |= set(stack._where.gone())  # Dropped by the disk while their copies failed.
