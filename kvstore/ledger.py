@@ -27,6 +27,8 @@ class Leaving:
     units: int
     #: It was read meanwhile, and stays in memory afterwards.
     is_kept: bool = False
+    #: It was on its way already when room was made the last time.
+    is_late: bool = False
 
 
 @dataclass
@@ -99,6 +101,16 @@ class Ledger:
     def leaving_in(self, units: int) -> int:
         """Slots of a class that become free once what is in them was written."""
         return sum(1 for one in self.leaving.values() if one.units == units and not one.is_kept)
+
+    @property
+    def late(self) -> set[int]:
+        """The classes that wait for slots since ``note_late``."""
+        return {one.units for one in self.leaving.values() if one.is_late and not one.is_kept}
+
+    def note_late(self) -> None:
+        """What is on its way now has had its time when room is made again."""
+        for one in self.leaving.values():
+            one.is_late = True
 
     def leave(self, name: bytes, slot: int, units: int, *, is_pressed: bool = True) -> bool:
         """Has an object written below. False if there is no tier, or too many wait already.

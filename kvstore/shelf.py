@@ -234,8 +234,7 @@ class Shelf:
             high: the part of its slots that is free afterwards.
         """
         gone: list[bytes] = []
-        # Their objects have been on their way since the last call: the tier is too slow.
-        waiting = {units for units in self._starved if self.ledger.leaving_in(units)}
+        late = self.ledger.late  # The tier is too slow for these classes.
         for units, policy in self._policies.items():
             capacity = self.slab.capacity(units)
             free = self.slab.free_slots(units) + self.ledger.leaving_in(units)
@@ -245,11 +244,12 @@ class Shelf:
         for units, refused in self._starved.items():
             if self.slab.free_slots(units):
                 continue
-            if units in waiting:
+            if units in late:
                 gone += self._evict(self._policies[units], refused, is_dropped=True)
             elif not self.ledger.leaving_in(units):
                 gone += self._empty_chunk(units)
         self._starved.clear()
+        self.ledger.note_late()
         self.counts.evicted += len(gone)
         return len(gone)
 

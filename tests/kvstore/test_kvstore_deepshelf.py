@@ -236,6 +236,24 @@ def test_a_tier_that_is_too_slow_costs_old_objects_and_no_new_ones() -> None:
     assert shelf.claim(many[12:], SIG, UNIT_BYTES, 0.0).slots
 
 
+def test_what_a_lift_sends_down_does_not_make_the_tier_slow() -> None:
+    shelf, _, _ = shelf_of(1 << 20)
+    many = keys(14, seed=1)
+    store(shelf, [0])
+    shelf.leave_all()
+    all_left(shelf)
+    claim = shelf.claim(many[:12], SIG, UNIT_BYTES, 0.0)
+    assert shelf.take_claim(claim.id) is claim
+    shelf.publish(claim, [1] * 12)
+    assert not shelf.claim(many[12:], SIG, UNIT_BYTES, 0.0).slots
+    assert shelf.lift(FULL_NAMES[:1], UNIT_BYTES) == [Lifted(LiftState.LATER)]
+    assert len(shelf.ledger.leaving) == 1, "for the lift"
+    assert shelf.make_room(0.0, 0.0) == 0
+    assert shelf.ledger.counts.dropped == 0, "the tier has had no time to write it"
+    all_left(shelf)
+    assert shelf.lift(FULL_NAMES[:1], UNIT_BYTES)[0].state is LiftState.TAKEN
+
+
 def test_two_who_lift_one_object_get_one_slot() -> None:
     shelf, _, _ = shelf_of(1 << 20)
     store(shelf, [0])
