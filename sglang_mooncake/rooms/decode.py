@@ -210,14 +210,18 @@ class DecodeRooms:
     def _meet(self, room: _Room, now_s: float) -> list[Instruction]:
         """All prefill ranks are ready to be asked, which is for those whose pages have a name."""
         room.since_s = room.view.times.met_s = now_s
-        advance(room.view, Step.MET, TRANSITIONS_DECODE)
-        return self._publish(room, now_s) if room.targets is not None else []
+        if room.targets is not None:
+            return self._publish(room, now_s, Step.MET)
+        advance(room.view, TRANSITIONS_DECODE, Step.MET)
+        return []
 
-    def _publish(self, room: _Room, now_s: float) -> list[Instruction]:
+    def _publish(self, room: _Room, now_s: float, *met: Step) -> list[Instruction]:
+        """`met`: the step that makes the room ready, if it is not yet."""
         view, targets = room.view, room.targets
         assert targets is not None
         room.targets = None  # as many numbers as the prompt has pages
         if view.withdrawn:
+            advance(view, TRANSITIONS_DECODE, *met)
             return []  # the event that ends it follows; its pages stay what they are
         sending = [source for source in room.sources if source.sends]
         if len(self._free_slots) < len(sending):
@@ -236,7 +240,7 @@ class DecodeRooms:
             for source, slot in zip(sending, room.slots, strict=True)
         )
         view.exposed = True
-        advance(view, Step.PUBLISHED, TRANSITIONS_DECODE)
+        advance(view, TRANSITIONS_DECODE, *met, Step.PUBLISHED)
         expect = [
             Expect(view, source.link, awaited.tag, awaited.slot)
             for source, awaited in zip(sending, view.awaited, strict=True)
@@ -258,7 +262,7 @@ class DecodeRooms:
         room = self._rooms.get(view.serial)
         if room is None or view.state is not RoomState.REQUESTED:
             return []  # a failure was faster in the books, but the scheduler has its KV: both fine
-        advance(view, Step.QUIET, TRANSITIONS_DECODE)
+        advance(view, TRANSITIONS_DECODE, Step.QUIET)
         # Everything has landed, so this only closes the tags; nothing waits for it.
         return [_fence(view)]
 
@@ -269,18 +273,15 @@ class DecodeRooms:
         if room is None or view.over or view.state is RoomState.ENDING:
             return []
         view.reason, view.end = reason, end
-        advance(view, Step.END, TRANSITIONS_DECODE)
-        instructions: list[Instruction] = [
+        tell: list[Instruction] = [
             Tell(source.link, RoomAbort(view.room, view.generation, reason))
             for source in room.sources
         ]
-        if view.exposed:
-            # First the fence: it alone makes the pages safe, and it needs no peer.
-            instructions.insert(0, _fence(view))
-        else:
-            advance(view, Step.QUIET, TRANSITIONS_DECODE)
-            instructions += self._forget(room)
-        return instructions
+        if not view.exposed:
+            return tell + self._forget(room, Step.END, Step.QUIET)
+        advance(view, TRANSITIONS_DECODE, Step.END)
+        # First the fence: it alone makes the pages safe, and it needs no peer.
+        return [_fence(view), *tell]
 
     def _fenced(self, view: RoomView) -> list[Instruction]:
         room = self._rooms.get(view.serial)
@@ -288,14 +289,13 @@ class DecodeRooms:
             return []
         self._free_slots.extend(room.slots)
         room.slots = ()
-        if view.state is RoomState.ENDING:
-            advance(view, Step.QUIET, TRANSITIONS_DECODE)
-        return self._forget(room)
+        return self._forget(room, *(() if view.over else (Step.QUIET,)))
 
-    def _forget(self, room: _Room) -> list[Instruction]:
+    def _forget(self, room: _Room, *steps: Step) -> list[Instruction]:
         """The end. The scheduler still has the view; the table needs the room no more."""
-        del self._rooms[room.view.serial]
         room.view.safe = True
+        advance(room.view, TRANSITIONS_DECODE, *steps)
+        del self._rooms[room.view.serial]
         return [Over(room.view)]
 
     # --- peers and the clock ---
@@ -317,7 +317,7 @@ class DecodeRooms:
         room.since_s = now_s
         self._name_use(view)
         room.computing = {source.link for source in room.sources}
-        advance(view, Step.LINKED, TRANSITIONS_DECODE)
+        advance(view, TRANSITIONS_DECODE, Step.LINKED)
         return [Tell(source.link, RoomWait(view.room, view.generation)) for source in room.sources]
 
     def _link_gone(self, link: Hashable, reason: str) -> list[Instruction]:

@@ -225,7 +225,10 @@ class PrefillRooms:
         # From here on nothing can raise: what is counted is also written.
         view.exposed = True
         step = Step.LAST_CHUNK if chunk.is_last else Step.CHUNK
-        advance(view, step, TRANSITIONS_PREFILL)
+        # None of those who asked wants a byte from this rank, or they have all.
+        is_over = chunk.is_last and not writes and not room.outstanding
+        if not is_over:
+            advance(view, TRANSITIONS_PREFILL, step)
         room.next_page = view.num_pages = chunk.span.stop
         room.moved_s = now_s
         if chunk.is_last:
@@ -233,9 +236,7 @@ class PrefillRooms:
         begun = self._begun(room, writes)
         if unannounced:
             begun.append(FellBack(view, "a chunk was sent with other pages than were announced"))
-        if chunk.is_last and room.outstanding == 0:
-            return begun + self._quiet(room)  # none of those who asked wants a byte from this rank
-        return begun
+        return begun + self._forget(room, step, Step.QUIET) if is_over else begun
 
     def _writes(self, room: Room, chunk: Chunk, layers: Layers, *, early: bool) -> list[Write]:
         writes = []
@@ -318,7 +319,7 @@ class PrefillRooms:
         if len(room.requests) == request.destinations:
             view.decode_prefix_len = request.decode_prefix_len
             room.moved_s = view.times.met_s = now_s
-            advance(view, Step.MET, TRANSITIONS_PREFILL)
+            advance(view, TRANSITIONS_PREFILL, Step.MET)
             return [Met(view)]
         return []
 
@@ -371,7 +372,7 @@ class PrefillRooms:
         if ended.failure is not None:
             instructions = self._end(view, RoomState.FAILED, ended.failure)
         if room.outstanding == 0 and view.state in (RoomState.SEALED, RoomState.ENDING):
-            return instructions + self._quiet(room)
+            return instructions + self._forget(room, Step.QUIET)
         if room.early.outstanding == 0:
             held, room.early.held = room.early.held, []
             for chunk in held:
@@ -412,16 +413,14 @@ class PrefillRooms:
         if len(self._ended) >= ENDED_ROOMS_MAX:
             del self._ended[next(iter(self._ended))]
         self._ended[view.room] = f"prefill side: {reason}"
-        advance(view, Step.END, TRANSITIONS_PREFILL)
-        if room.outstanding:
-            instructions.append(CancelWrites(view))
-        else:
-            instructions += self._quiet(room)
-        return instructions
+        if not room.outstanding:
+            return instructions + self._forget(room, Step.END, Step.QUIET)
+        advance(view, TRANSITIONS_PREFILL, Step.END)
+        return [*instructions, CancelWrites(view)]
 
-    def _quiet(self, room: Room) -> list[Instruction]:
+    def _forget(self, room: Room, *steps: Step) -> list[Instruction]:
         """The end. The scheduler still has the view; the table needs the room no more."""
-        advance(room.view, Step.QUIET, TRANSITIONS_PREFILL)
+        advance(room.view, TRANSITIONS_PREFILL, *steps)
         del self._rooms[room.view.serial]
         if self._current.get(room.view.room) is room:
             del self._current[room.view.room]

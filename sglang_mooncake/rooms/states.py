@@ -42,7 +42,9 @@ class RoomState(enum.Enum):
     REQUESTED = "requested"  # decode: pages are open for writing, and the prefill rank knows them
     SENDING = "sending"  # prefill: at least one chunk was handed to the engine
     SEALED = "sealed"  # prefill: the last chunk was handed to the engine
-    ENDING = "ending"  # both: the end is decided, but bytes may still move
+    #: Both: the end is decided, but bytes may still move. SGLang's schedulers raise when a room of
+    #: which they have named or sent nothing is seen in this state.
+    ENDING = "ending"
     DONE = "done"
     FAILED = "failed"
     ABORTED = "aborted"
@@ -137,7 +139,9 @@ class RoomView:
     """One use of a room number, written by the loop thread, except for what the scheduler thread
     has to say at once.
 
-    The scheduler reads single attributes (each read is atomic), and never waits for the loop.
+    The scheduler reads single attributes (each read is atomic), and never waits for the loop. It
+    may do so in the middle of an event, so `state` is never one that a room only passes through,
+    and is written after all else that a reader of the new state looks at.
     """
 
     room: int
@@ -197,19 +201,24 @@ class RoomView:
         return self.state in ENDS
 
 
-def advance(view: RoomView, step: Step, table: dict[RoomState, dict[Step, RoomState]]) -> None:
-    """Moves `view` by `step`.
+def advance(view: RoomView, table: dict[RoomState, dict[Step, RoomState]], *steps: Step) -> None:
+    """Moves `view` by `steps`, one after the other. The scheduler sees the last state alone: what
+    an event does to a room in several steps is one step to everybody else.
 
     Raises:
-        IllegalTransition: the table has no such row; the message names room, state and step.
+        IllegalTransition: the table has no such row; the message names room, state and step. The
+            view is what it was.
     """
-    following = table[view.state].get(step)
-    if following is None:
-        raise IllegalTransition(
-            f"room {view.room} is {view.state.value!r}, where '{step.value}' cannot happen"
-        )
-    if view.state is RoomState.ENDING:
-        if view.end is None:
-            raise IllegalTransition(f"room {view.room} is ending without a decided end")
-        following = view.end
-    view.state = following
+    state = view.state
+    for step in steps:
+        following = table[state].get(step)
+        if following is None:
+            raise IllegalTransition(
+                f"room {view.room} is {state.value!r}, where '{step.value}' cannot happen"
+            )
+        if state is RoomState.ENDING:
+            if view.end is None:
+                raise IllegalTransition(f"room {view.room} is ending without a decided end")
+            following = view.end
+        state = following
+    view.state = state

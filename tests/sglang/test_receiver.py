@@ -115,3 +115,51 @@ def test_a_write_that_is_stuck_does_not_hide_the_transfers_error_and_the_log_nam
         assert not receiver.kv_mgr.is_abort_release_safe(7, 0)
         receiver.clear()
     until(lambda: receiver._view.safe, "the fence is confirmed after all")
+
+
+def unmoved(state):
+    """A receiver whose room is in this state, and of which SGLang has named no pages."""
+    from sglang_mooncake.rooms.states import RoomView
+    from sglang_mooncake.sglang.receiver import KVReceiver
+
+    made = KVReceiver.__new__(KVReceiver)
+    made.kv_mgr = SimpleNamespace(
+        recorder=SimpleNamespace(scheduler_call=lambda name: nullcontext()),
+        enable_deferred_decode_kv_release=True,
+    )
+    made._side = SimpleNamespace(abort=lambda view, reason: None)
+    made.bootstrap_room, made.conclude_state = 7, None
+    made._view = RoomView(7, 0.0, state=state, reason="a rank died")
+    return made
+
+
+def test_sglang_takes_every_state_that_a_room_without_pages_can_show(monkeypatch):
+    """`rooms_automata.UNMOVED` is what the model of the rooms lets other threads see."""
+    from rooms_automata import UNMOVED
+    from sglang.srt.disaggregation import decode
+
+    from sglang_mooncake.rooms.states import RoomState
+
+    def poll(receivers, group):
+        return [one.poll() for one in receivers]
+
+    monkeypatch.setattr(decode, "poll_and_all_reduce", poll)
+    monkeypatch.setattr(decode, "prepare_abort", lambda request, message, status_code: None)
+
+    def handshake(state):
+        stats = SimpleNamespace(set_bootstrap_done_time=lambda: None)
+        request = SimpleNamespace(rid="r", bootstrap_room=7, time_stats=stats)
+        entry = SimpleNamespace(req=request, kv_receiver=unmoved(state), waiting_for_input=False)
+        queue = SimpleNamespace(
+            queue=[entry],
+            pp_size=1,
+            tp_rank=0,
+            gloo_group=None,
+            scheduler=SimpleNamespace(metrics_reporter=SimpleNamespace(enable_metrics=False)),
+        )
+        decode.DecodePreallocQueue._update_handshake_waiters(queue)
+
+    for state in UNMOVED:
+        handshake(state)
+    with pytest.raises(ValueError, match="Unexpected poll"):
+        handshake(RoomState.ENDING)

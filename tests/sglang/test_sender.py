@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -118,3 +119,57 @@ def test_a_request_that_failed_has_sent_nothing_that_counts(pair):
     until(lambda: sender.view.over and target.over, "both sides let go of the room")
     metric = sender.get_transfer_metric()
     assert (metric.transfer_latency_s, metric.transfer_total_bytes) == (None, None)
+
+
+def unmoved(state):
+    """A sender whose room is in this state, and of which SGLang has sent nothing."""
+    from sglang_mooncake.rooms.states import RoomView
+    from sglang_mooncake.sglang.sender import KVSender
+
+    made = KVSender.__new__(KVSender)
+    made.kv_mgr = SimpleNamespace(
+        recorder=SimpleNamespace(scheduler_call=lambda name: nullcontext())
+    )
+    made._side = SimpleNamespace(polled=lambda view, sent: None)
+    made.next_page, made._num_pages = 0, None
+    made.view = RoomView(7, 0.0, state=state, reason="a rank died")
+    return made
+
+
+def test_sglang_takes_every_state_that_a_room_can_show_of_which_nothing_was_sent(monkeypatch):
+    """`rooms_automata.UNMOVED` is what the model of the rooms lets other threads see."""
+    from rooms_automata import UNMOVED
+    from sglang.srt.disaggregation import prefill
+
+    from sglang_mooncake.rooms.states import RoomState
+
+    def poll(senders, *groups):
+        return [one.poll() for one in senders]
+
+    monkeypatch.setattr(prefill, "poll_and_all_reduce_attn_cp_tp_group", poll)
+
+    def bootstrap(state):
+        stats = SimpleNamespace(set_wait_queue_entry_time=lambda: None)
+        request = SimpleNamespace(
+            rid="r", is_retracted=False, time_stats=stats, disagg_kv_sender=unmoved(state)
+        )
+        scheduler = SimpleNamespace(
+            attn_cp_cpu_group=None,
+            attn_tp_cpu_group=None,
+            processed_tokens_counter=0,
+            handle_bootstrap_failure=lambda request: None,
+        )
+        queue = SimpleNamespace(
+            queue=[request],
+            pp_size=1,
+            scheduler=scheduler,
+            scheduler_stage_metrics=None,
+            finalize_bootstrap=lambda request: True,
+            can_prefill_before_bootstrap=lambda request: False,
+        )
+        prefill.PrefillBootstrapQueue.pop_bootstrapped(queue)
+
+    for state in UNMOVED - {RoomState.COMPUTING}:  # of decode alone
+        bootstrap(state)
+    with pytest.raises(RuntimeError, match="Unexpected poll"):
+        bootstrap(RoomState.ENDING)

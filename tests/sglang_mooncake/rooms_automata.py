@@ -5,11 +5,12 @@ worked out once."""
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ from sglang_mooncake.messages import (
 )
 from sglang_mooncake.rooms import decode, prefill
 from sglang_mooncake.rooms.events import Aborted, Broken, Opened, Tick
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.states import ENDS, RoomState, RoomView
 from sglang_mooncake.side import broken
 
 ROOM, PAGES, LAYERS = 1, 2, 2
@@ -36,6 +37,43 @@ CHUNKS = (
     prefill.Chunk(np.array([1]), 1, 0, 0.0),
 )
 Token = tuple[Any, ...]
+#: What SGLang's schedulers expect of a room of which they have named or sent no page.
+UNMOVED = {RoomState.OPEN, RoomState.COMPUTING, RoomState.READY} | ENDS - {RoomState.DONE}
+
+
+class SeenView(RoomView):
+    """Shows itself to a second thread whenever an attribute has been written."""
+
+    __slots__ = ()
+    look: ClassVar[Callable[[RoomView], None] | None] = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if SeenView.look is not None:
+            SeenView.look(self)
+
+
+@contextmanager
+def another_thread(look: Callable[[RoomView], None]) -> Iterator[None]:
+    SeenView.look = look
+    try:
+        yield
+    finally:
+        SeenView.look = None
+
+
+def oddity(view: RoomView, before: RoomState) -> str | None:
+    """What a scheduler may not see of a room; `before`: in which state it was seen last."""
+    state = view.state
+    if not view.exposed and state not in UNMOVED:
+        return f"a room of which nothing can move, {state.value}"
+    if state in ENDS - {RoomState.DONE} and view.reason is None:
+        return "a room that failed without a reason"
+    if state is RoomState.REQUESTED and not view.awaited:
+        return "a room whose pages are asked for, and which awaits nothing"
+    if before in ENDS and state is not before:
+        return "a room that goes on when it is over"
+    return None
 
 
 @dataclass
@@ -71,6 +109,7 @@ class Automaton:
     """A room table whose states are numbers; 0 is the first one.
 
     Args:
+        side: whose table it is.
         event: makes the rules' event of a token, for a room.
         output: makes a token of an instruction.
         failed: what the rules are told of an event or instruction that raised.
@@ -78,12 +117,15 @@ class Automaton:
 
     def __init__(
         self,
+        side: str,
         first: Local,
         event: Callable[[Token, RoomView], Any],
         output: Callable[[Any], Token | None],
         failed: Callable[[Any, Exception], Any],
     ) -> None:
-        self._event, self._output, self._failed = event, output, failed
+        self._side, self._event, self._output, self._failed = side, event, output, failed
+        #: What a second thread has seen and must not see, by state and event.
+        self.oddities: dict[tuple[int, Token], str] = {}
         self._numbers: dict[Any, int] = {}
         self._states: list[bytes] = []
         self._add(first)
@@ -119,7 +161,16 @@ class Automaton:
         )
         event = self._event(token, local.view)
         if event is not None:
-            executor.submit(event)
+            before = local.view.state
+
+            def look(view: RoomView) -> None:
+                nonlocal before
+                if odd := oddity(view, before):
+                    self.oddities.setdefault((state, token), f"{self._side} shows {odd}")
+                before = view.state
+
+            with another_thread(look):
+                executor.submit(event)
         return self._add(local), tuple(outputs)
 
 
@@ -233,16 +284,18 @@ def decode_automaton(
     """The table with its links up, and what it has said by then."""
     deadlines, tags = decode.DecodeDeadlines(10.0, 20.0), CountedTags(200)
     rooms = decode.DecodeRooms(deadlines, 2 * len(links), 100, tags, computed_first)
-    view = RoomView(ROOM, 0.0, serial=1)
+    view = SeenView(ROOM, 0.0, serial=1)
     sources = tuple(decode.RoomSource(link, aux=not nth) for nth, link in enumerate(links))
     rooms.handle(Opened(view), 0.0)
     rooms.handle(decode.SourcesChosen(view, sources), 0.0)
     said = [out for link in links for out in rooms.handle(decode.LinkUp(link, LAYERS), 0.0)]
     assert view.state is (RoomState.COMPUTING if computed_first else RoomState.READY)
-    made = Automaton(Local(rooms, view), _decode_event, _decode_output, decode.after_failure)
+    made = Automaton(
+        "decode", Local(rooms, view), _decode_event, _decode_output, decode.after_failure
+    )
     return made, tuple(token for token in map(_decode_output, said) if token is not None)
 
 
 def prefill_automaton(computed_first: bool = False) -> Automaton:
-    local = Local(prefill.PrefillRooms(10.0, 40.0, computed_first), RoomView(ROOM, 0.0, serial=1))
-    return Automaton(local, _prefill_event, _prefill_output, broken)
+    local = Local(prefill.PrefillRooms(10.0, 40.0, computed_first), SeenView(ROOM, 0.0, serial=1))
+    return Automaton("prefill", local, _prefill_event, _prefill_output, broken)

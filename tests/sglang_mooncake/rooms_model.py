@@ -8,6 +8,8 @@ abort. A state of the world is a value (`World`); the tables in it are numbers o
 what an event does to a table is worked out by the real rules, once (`Automaton`).
 
 `Model.explore` goes through all states breadth first and checks what must hold in each of them.
+What must hold for other threads is checked between any two effects of an event, too: each change
+of a room, each instruction.
 """
 
 from __future__ import annotations
@@ -117,6 +119,9 @@ class Model:
             world = waiting.popleft()
             steps = list(self.steps(world))
             for label, after in steps:
+                if after.seen is not None:
+                    problems.setdefault(after.seen, [*_way(came_from, world), label])
+                    after = after._replace(seen=None)
                 if after in came_from:
                     continue
                 came_from[after] = world, label
@@ -136,6 +141,17 @@ class Model:
 
     def problem(self, world: World) -> str | None:
         """What is wrong with a state of the world."""
+        if unsafe := self._unsafe(world):
+            return unsafe
+        if not self._decode_ends(world.table, world.inbox, world.fences):
+            return "the decode room never ends"
+        for one in world.sources:
+            if not self._prefill_ends(one.table, one.opened, _early(one.transfers)):
+                return "a prefill room never ends"
+        return None
+
+    def _unsafe(self, world: World) -> str | None:
+        """What another thread must never find, also between two instructions of one event."""
         view = self.decode.view(world.table)
         flying = [transfer for one in world.sources for transfer in one.transfers]
         if world.done or view.state is RoomState.DONE:
@@ -149,17 +165,19 @@ class Model:
                 return "pages can be released while they are open for writing"
             if any(transfer.begun for transfer in flying):
                 return "pages can be released while a transfer lands in them"
-        if not self._decode_ends(world.table, world.inbox, world.fences):
-            return "the decode room never ends"
         for one in world.sources:
             state = self.prefill.view(one.table).state
             if self.prefill.view(one.table).over and one.transfers:
                 return "a prefill room is over while a transfer reads its pages"
             if state is RoomState.DONE and len(one.landed) < PAGES * LAYERS:
                 return "a prefill room is done with a page missing"
-            if not self._prefill_ends(one.table, one.opened, _early(one.transfers)):
-                return "a prefill room never ends"
         return None
+
+    def _seen(self, world: World, odd: str | None) -> World:
+        """The world, with the first thing in it that another thread must not see."""
+        if world.seen is None and (odd := odd or self._unsafe(world)):
+            return world._replace(seen=odd)
+        return world
 
     def _decode_ends_uncached(
         self, table: int, inbox: tuple[Token, ...], fences: tuple[tuple[int, ...], ...]
@@ -327,9 +345,11 @@ class Model:
     # --- events to the tables, and what they want done ---
 
     def _to_decode(self, world: World, token: Token) -> World:
-        table, outputs = self.decode.step(world.table, token)
+        at = world.table, token
+        table, outputs = self.decode.step(*at)
         world = world._replace(table=table)
         for output in outputs:
+            world = self._seen(world, self.decode.oddities.get(at))
             match output:
                 case ("expect", tag, slot):
                     seals = (*world.seals[:slot], NO_SEAL, *world.seals[slot + 1 :])
@@ -347,14 +367,16 @@ class Model:
                     if is_late:
                         return world
                     world = self._to_decode(world, ("fenced",))
-        return world
+        return self._seen(world, self.decode.oddities.get(at))
 
     def _to_prefill(self, world: World, nth: int, token: Token) -> World:
         one = world.sources[nth]
-        table, outputs = self.prefill.step(one.table, token)
+        at = one.table, token
+        table, outputs = self.prefill.step(*at)
         if table != one.table:
             one = one._replace(table=table)
         for output in outputs:
+            world = self._seen(put(world, nth, one), self.prefill.oddities.get(at))
             match output:
                 case ("write", tag, places, seal, slot, early):
                     nbytes = LAYER_NBYTES * len(places) + SEAL_NBYTES * (seal is not None)
@@ -367,7 +389,7 @@ class Model:
                     one = one._replace(transfers=transfers)
                 case ("tell", message) if one.link_up:
                     one = one._replace(told=(*one.told, message))
-        return put(world, nth, one)
+        return self._seen(put(world, nth, one), self.prefill.oddities.get(at))
 
 
 def _early(transfers: tuple[Transfer, ...]) -> tuple[bool, ...]:

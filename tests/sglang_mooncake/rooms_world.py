@@ -70,6 +70,8 @@ class World(NamedTuple):
     fences: tuple[tuple[int, ...], ...] = ()  # to be confirmed
     given_up: bool = False  # by the decode scheduler
     done: bool = False  # its poll() said so
+    #: What another thread has seen on the way here and must not see.
+    seen: str | None = None
 
 
 def with_source(world: World, nth: int, **changes: Any) -> World:
