@@ -23,6 +23,7 @@ from patient import patient
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
 BOUND_S = 180.0
+LONG_PROMPT = (7,) * 3_000
 rooms = itertools.count(1 << 41)
 
 
@@ -56,15 +57,32 @@ async def interrupted(
     """Requests of which some wait at the decode server for a prefill that never gets them, while
     others are on their way through the router; then `interrupt` happens to the prefill server."""
     waiting = [addressed(pair, request) for request in make_requests(6, 300, seed=seed)]
+    sent = await at_decode(pair, waiting, session)
+    moving = make_requests(24, 1500, seed=seed + 1)
+    sent += [asyncio.create_task(send(session, pair.router.url, request)) for request in moving]
+    await asyncio.wait(sent, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.to_thread(interrupt)
+    return await asyncio.gather(*sent)
+
+
+async def at_decode(
+    pair: Pair, waiting: list[Request], session: aiohttp.ClientSession
+) -> list[asyncio.Task[Answer]]:
+    """Sends requests to the decode server alone; returns when all of them wait there."""
     sent = [asyncio.create_task(send(session, pair.decode.url, request)) for request in waiting]
     deadline = time.monotonic() + BOUND_S
     while await asyncio.to_thread(waiting_requests, pair.decode.url) < len(waiting):
         assert time.monotonic() < deadline, "the decode server does not wait for its prefill"
         await asyncio.sleep(0.2)
-    moving = make_requests(24, 1500, seed=seed + 1)
-    sent += [asyncio.create_task(send(session, pair.router.url, request)) for request in moving]
-    await asyncio.wait(sent, return_when=asyncio.FIRST_COMPLETED)
-    await asyncio.to_thread(interrupt)
+    return sent
+
+
+async def left_alone(pair: Pair, seed: int, session: aiohttp.ClientSession) -> list[Answer]:
+    """More requests than the decode server has memory for wait there, so that most of them have
+    named no pages; then the prefill server dies."""
+    long = (replace(one, input_ids=LONG_PROMPT) for one in make_requests(50, 300, seed=seed))
+    sent = await at_decode(pair, [addressed(pair, request) for request in long], session)
+    await asyncio.to_thread(pair.prefill.process.kill)
     return await asyncio.gather(*sent)
 
 
@@ -103,3 +121,7 @@ def test_prefill_killed_under_load(fleet: Fleet, pair: Pair, reference: Referenc
     again.pair.wait_ready()
     again.assert_equal(make_requests(16, 600, seed=33))
     again.assert_whole()
+    # Once more, now that it is there again.
+    answers = run(lambda session: left_alone(again.pair, 34, session), BOUND_S)
+    assert all(answer.error and "TimeoutError" not in answer.error for answer in answers)
+    assert leaked_pages(pair.decode, timeout_s=BOUND_S) == 0, "the decode server goes on"
