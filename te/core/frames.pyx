@@ -15,6 +15,7 @@ from te.core.vectors cimport advance
 from te.core.wire cimport *
 
 cdef enum:
+    # A frame of SEGMENT_BYTES_MAX in such pieces, its header and trailer are far less than IOV_MAX.
     SCRATCH_BYTES = 256 << 10
 
 # What is sent, or received, in place of memory that is not there.
@@ -98,13 +99,12 @@ cdef void pad(Connection *c, int fault) noexcept nogil:
     """Source memory vanished in the middle of a frame: sends something else in its place, so that
     the connection stays in step, and says so in the trailer."""
     cdef u64 left = min(c.out_left - TRAILER_BYTES, c.out_payload), n
-    cdef u32 k = c.out_at
+    cdef u32 k = 2  # Where the payload began: behind it there may be too little room.
     pthread_mutex_lock(&c.link.lock)
     c.out_transfer.fault = fault
     pthread_mutex_unlock(&c.link.lock)
     c.trailer = <u64>fault
-    if c.out_left > c.out_tail:  # The kernel takes nothing of a call that has bad memory in it.
-        k = 2
+    c.out_at = min(c.out_at, k)  # What is in front of the payload may not have been sent yet.
     c.out_payload = 0
     while left:
         n = min(left, <u64>SCRATCH_BYTES)

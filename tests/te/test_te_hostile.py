@@ -415,6 +415,37 @@ def test_source_memory_that_vanished_fails_only_its_transfer(target: Target) -> 
         assert (target.memory[elsewhere : elsewhere + 100] == 5).all()
 
 
+def test_source_memory_that_vanished_behind_many_blocks_writes_no_further() -> None:
+    """What is sent in place of the large block takes dozens of pieces, and a frame of that many
+    blocks has room for three more."""
+    nbytes, small_n, small = 64 << 20, 1019, 1 << 10
+    config = te.Config(
+        segment_bytes=64 << 20, transports=("tcp",), rails=1, connect_timeout_s=TIMEOUT_S,
+        stall_timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+    with (
+        te.Engine(config) as target,
+        te.Engine(config) as source,
+        memory_that_vanishes(source, nbytes) as address,
+    ):
+        room = np.empty(nbytes + 2 * small_n * small, np.uint8)
+        base = int(room.ctypes.data)
+        target.register(room, remote="read-write")
+        kept = source.register(np.full(small_n * small, 5, np.uint8))
+        offsets = np.arange(small_n, dtype=np.uint64) * small
+        blocks = te.Blocks.of(
+            np.append(kept.address + offsets, np.uint64(address)),
+            # Apart, so that they are not merged.
+            np.append(base + 2 * offsets, np.uint64(base + 2 * small_n * small)),
+            np.append(np.full(small_n, small, np.uint64), np.uint64(nbytes)),
+        )
+        peer = source.connect(target.card())
+        with pytest.raises(te.TransferFailed, match="memory cannot be read: Bad address"):
+            peer.write(blocks).wait(TIMEOUT_S)
+        good = te.Blocks.of(kept.address, base, small)
+        assert peer.write(good).wait(TIMEOUT_S) is te.Status.DONE
+
+
 @on_both
 def test_target_memory_that_vanished_fails_only_its_transfer(target: Target) -> None:
     with memory_that_vanishes(target.engine, 1 << 18) as address, raw_source(target) as source:
