@@ -200,6 +200,7 @@ class _Handlers:
         self._watch = watch
         self._board = board
         self._bad_reports = Refusals("status report")
+        self._refused = Refusals("registration")
         self._waiting = Waiting()
         #: By instance name: the revision that it shows, and the encoded instance.
         self._snapshots: dict[str, tuple[int, Snapshot]] = {}
@@ -209,7 +210,7 @@ class _Handlers:
     async def put_rank(self, request: web.Request) -> web.Response:
         record = await read_body(request, _RECORD)
         name = _name(request)
-        self._register(name, record, refused_status=409, leased=True)
+        self._register(request, name, record, refused_status=409, leased=True)
         self._board.registered(name, record, self._kept(request), self._clock())
         return json_response({"lease_s": self._registry.lease_s})
 
@@ -221,12 +222,18 @@ class _Handlers:
             raise RefusalError(400, f"PUT /route: bad value: {error}") from error
         # SGLang's server answers 400 to a rank that contradicts the others.
         name = self._registry.default.name
-        self._register(name, record, refused_status=400, leased=False)
+        self._register(request, name, record, refused_status=400, leased=False)
         self._board.registered(name, record, None, self._clock())
         return web.Response(text="OK")
 
     def _register(
-        self, name: str, record: RankRecord, refused_status: int, *, leased: bool
+        self,
+        request: web.Request,
+        name: str,
+        record: RankRecord,
+        refused_status: int,
+        *,
+        leased: bool,
     ) -> None:
         rank, generation = record.rank, self._table(name).generation
         try:
@@ -234,7 +241,7 @@ class _Handlers:
         except PlaceTaken as error:
             raise RefusalError(refused_status, str(error), left_s=error.left_s) from error
         except RegistrationRefused as error:
-            logger.warning("registration refused: %s", error)
+            self._refused.note(_address(request), str(error))
             raise RefusalError(refused_status, str(error)) from error
         except RegistryFull as error:
             raise RefusalError(429, str(error)) from error
@@ -265,16 +272,16 @@ class _Handlers:
             self._table(name).renew(life.coords, life.epoch, now_s)
         except LeaseLost as error:
             raise RefusalError(410, str(error)) from error
-        report = self._report(life.status, request.remote)
+        report = self._report(life.status, _address(request))
         self._board.renewed(name, life.coords, self._kept(request), report, now_s)
         return json_response({"lease_s": self._registry.lease_s})
 
-    def _report(self, encoded: msgspec.Raw, address: str | None) -> Report | None:
+    def _report(self, encoded: msgspec.Raw, address: str) -> Report | None:
         """A report that is no good costs the rank its line on the status page, not its lease."""
         try:
             return read_report(encoded)
         except ValueError as error:
-            self._bad_reports.note(address or "an unknown address", str(error))
+            self._bad_reports.note(address, str(error))
             return None
 
     def _kept(self, request: web.Request) -> Hashable | None:
@@ -394,6 +401,10 @@ def _stock_rank(table: InstanceTable, coords: RankCoords) -> Rank:
             "sglang-mooncake, not stock SGLang's; install sglang-mooncake on the decode server",
         )
     return rank
+
+
+def _address(request: web.Request) -> str:
+    return request.remote or "an unknown address"
 
 
 def _name(request: web.Request) -> str:

@@ -11,6 +11,7 @@ from typing import Final, Self
 
 import msgspec
 
+from bootstrap_server.decoding import BadText, decoded, excerpt
 from bootstrap_server.errors import (
     BootstrapError,
     LeaseLost,
@@ -196,13 +197,14 @@ class BootstrapClient:
         what = f"GET {self._path}"
         try:
             if status == 200:
-                return _INSTANCE.decode(answer)
+                return decoded(_INSTANCE, answer)
             if status == 503:
-                absent = _NOT_READY.decode(answer)
+                absent = decoded(_NOT_READY, answer)
+                note = None if absent.note is None else excerpt(absent.note)
                 raise NotReady(
-                    absent.registered, absent.expected, absent.missing, absent.note, absent.instance
+                    absent.registered, absent.expected, absent.missing, note, absent.instance
                 )
-        except msgspec.DecodeError as error:
+        except BadText as error:
             raise self._stranger(what, status, answer) from error
         raise self._stranger(what, status, answer)
 
@@ -225,9 +227,10 @@ class BootstrapClient:
             if status != 200:
                 raise self._stranger("POST /query_dp_ranks", status, answer)
             try:
-                found |= _ROOMS.decode(answer)
-            except msgspec.DecodeError as error:
+                dp_ranks = decoded(_ROOMS, answer)
+            except BadText as error:
                 raise self._stranger("POST /query_dp_ranks", status, answer) from error
+            found |= dp_ranks
         return found
 
     def _check_held(self, status: int, answer: bytes) -> None:
@@ -237,8 +240,8 @@ class BootstrapClient:
 
     def _lease_s(self, what: str, status: int, answer: bytes) -> float:
         try:
-            lease_s = _LEASE.decode(answer).lease_s
-        except msgspec.DecodeError as error:
+            lease_s = decoded(_LEASE, answer).lease_s
+        except BadText as error:
             raise self._stranger(what, status, answer) from error
         if status != 200 or not 0 < lease_s < math.inf:
             raise self._stranger(what, status, answer)
@@ -267,9 +270,10 @@ class BootstrapClient:
     @staticmethod
     def _error_of(answer: bytes) -> _ErrorBody | None:
         try:
-            return _ERROR.decode(answer)
-        except msgspec.DecodeError:
+            found = decoded(_ERROR, answer)
+        except BadText:
             return None
+        return _ErrorBody(excerpt(found.error), found.left_s)
 
 
 def _renewal(rank: Rank, status: RankStatus) -> bytes:

@@ -17,6 +17,9 @@ from bootstrap_server.crowd import Crowd, source_of
 from bootstrap_server.refusals import Refusals
 
 __all__ = [
+    "FIELDS_MAX",
+    "FIELD_BYTES_MAX",
+    "HEAD_BYTES_MAX",
     "HEAD_DEADLINE_S",
     "KEPT_MAX",
     "OPEN_MAX",
@@ -29,6 +32,13 @@ __all__ = [
 
 #: A request's head is a few hundred bytes: one packet.
 HEAD_DEADLINE_S: Final = 10.0
+#: The first head of a connection, whose sender has proved nothing: a browser's has 1 or 2 kB, and
+#: cookies, of which 127.0.0.1 gets those of all servers there. Parsed it takes up to five times
+#: that.
+HEAD_BYTES_MAX: Final = 8 << 10
+#: Bounds of aiohttp for every head: how many fields there are, and how long the longest is.
+FIELDS_MAX: Final = 32
+FIELD_BYTES_MAX: Final = 4 << 10
 #: With more connections than this, none is kept open for another request: each costs about 10 kB,
 #: and opening one again costs less than a tenth of a millisecond.
 KEPT_MAX: Final = 1024
@@ -46,10 +56,11 @@ UNPROVED_OF_SOURCE_MAX: Final = 6144
 #: The longest answer is some MB, and most of it fits into socket buffers.
 READ_DEADLINE_S: Final = 20.0
 
-_TOO_SLOW: Final = (
-    "HTTP/1.1 408 Request Timeout\r\nContent-Type: text/plain; charset=utf-8\r\n"
+_REFUSED: Final = (
+    "HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\n"
     "Content-Length: {length}\r\nConnection: close\r\n\r\n{sentence}"
 )
+_HEAD_END: Final = b"\r\n\r\n"
 
 
 class ConnectionWatch:
@@ -135,6 +146,14 @@ class ConnectionWatch:
         self._refusals.note(peer[0] if peer else "a client that has disconnected", why)
         cast(asyncio.Transport, transport).abort()
 
+    def too_long(self, transport: asyncio.Transport) -> None:
+        """The first head on `transport` is longer than `HEAD_BYTES_MAX`."""
+        self.heard(transport)
+        sentence = f"the head of the request is longer than {HEAD_BYTES_MAX} bytes"
+        peer = transport.get_extra_info("peername")
+        self._refusals.note(peer[0] if peer else "a client that has disconnected", sentence)
+        _turn_away(transport, "431 Request Header Fields Too Large", sentence)
+
     def stuck(self, transport: asyncio.Transport) -> asyncio.TimerHandle:
         """An answer waits for `transport`'s client to read; cancel the timer when it goes on."""
         return asyncio.get_running_loop().call_later(READ_DEADLINE_S, transport.abort)
@@ -148,23 +167,46 @@ class ConnectionWatch:
                 return
             del self._silent[transport]
             sentence = f"no complete request has arrived within {HEAD_DEADLINE_S:g} s"
-            text = _TOO_SLOW.format(length=len(sentence), sentence=sentence)
-            cast(asyncio.Transport, transport).write(text.encode("ascii"))
-            transport.close()
+            _turn_away(cast(asyncio.Transport, transport), "408 Request Timeout", sentence)
+
+
+def _turn_away(transport: asyncio.Transport, status: str, sentence: str) -> None:
+    text = _REFUSED.format(status=status, length=len(sentence), sentence=sentence)
+    transport.write(text.encode("ascii"))
+    transport.close()
+
+
+class _FirstHead:
+    """Counts the bytes of a connection's first head."""
+
+    __slots__ = ("_last", "_left", "is_whole")
+
+    def __init__(self) -> None:
+        self._left, self._last = HEAD_BYTES_MAX, b""
+        self.is_whole = False
+
+    def takes(self, data: bytes) -> bool:
+        """Whether the head is not too long with `data`, in which it may end."""
+        begun = self._last + data[: self._left]
+        self.is_whole = _HEAD_END in begun
+        self._left -= len(data)
+        # Its end may come in two packets.
+        self._last = begun[1 - len(_HEAD_END) :]
+        return self.is_whole or self._left >= 0
 
 
 class _Watched(asyncio.Protocol):
     """Passes everything on to the protocol of aiohttp."""
 
-    __slots__ = ("_inner", "_stuck", "_transport", "_watch", "data_received")
+    __slots__ = ("_head", "_inner", "_stuck", "_transport", "_watch")
 
     def __init__(self, inner: asyncio.Protocol, watch: ConnectionWatch) -> None:
         self._inner = inner
         self._watch = watch
         self._transport: asyncio.Transport | None = None
         self._stuck: asyncio.TimerHandle | None = None
-        #: Called for every packet, so that it costs no attribute of this object.
-        self.data_received = inner.data_received  # type: ignore[method-assign]
+        #: None once it has come.
+        self._head: _FirstHead | None = _FirstHead()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the methods, but not the class.
@@ -177,6 +219,16 @@ class _Watched(asyncio.Protocol):
         self._watch.closed(self._transport)
         self._writing_goes_on()
         self._inner.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head is not None:
+            if not self._head.takes(data):
+                assert self._transport is not None
+                self._watch.too_long(self._transport)
+                return
+            if self._head.is_whole:
+                self._head = None
+        self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
         return self._inner.eof_received()

@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from bootstrap_server.decoding import BadText, decoded, excerpt
 from bootstrap_server.errors import NotReady
 from bootstrap_server.proof import digest_of
 
@@ -49,8 +50,8 @@ async def read_body(request: web.Request, decoder: msgspec.json.Decoder[_T]) -> 
     """The request's body, decoded; `RefusalError` when it is too large, too slow or not one."""
     data = await hear_body(request)
     try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+        return decoded(decoder, data)
+    except BadText as error:
         raise RefusalError(400, f"{_what(request)}: bad body: {error}") from error
 
 
@@ -61,7 +62,15 @@ async def check_body(request: web.Request, digest: bytes) -> None:
 
 
 async def hear_body(request: web.Request) -> bytes:
-    """The body, `RefusalError` when it is too large or too slow; asking again costs nothing."""
+    """The body, `RefusalError` when it is compressed, too large or too slow; asking again
+    costs nothing."""
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        sentence = (
+            f"{_what(request)}: a body is taken as it is, without Content-Encoding "
+            f"({excerpt(encoding)!r} was given)"
+        )
+        raise RefusalError(415, sentence)
     too_large = RefusalError(
         413, f"{_what(request)}: the body is larger than {BODY_BYTES_MAX} bytes"
     )

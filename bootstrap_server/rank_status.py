@@ -8,7 +8,6 @@ of peers.
 
 from __future__ import annotations
 
-import math
 from typing import Final, TypeAlias
 
 import msgspec
@@ -149,7 +148,8 @@ def reason_text(text: str) -> str:
 
 
 def _check_number(name: str, value: float, most: float) -> None:
-    if not (math.isfinite(value) and 0 <= value <= most):
+    # Other than `math.isfinite`, a comparison takes integers that no float holds.
+    if not 0 <= value <= most:
         raise ValueError(f"{name} is {value}, outside 0..{most:g}")
 
 

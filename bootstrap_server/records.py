@@ -43,6 +43,8 @@ EPOCH_MAX: Final = 2**63 - 1
 VALUE_CHARS_MAX: Final = 120
 #: The instance of a bootstrap server that serves one SGLang server, as SGLang's own does.
 DEFAULT_INSTANCE: Final = "default"
+#: As JSON. A model of 61 layers has about 5 kB.
+SPEC_LAYOUT_BYTES_MAX: Final = 16 << 10
 _SIGNATURE: Final = re.compile("[0-9a-f]{64}")
 #: Z85 (RFC 32) of 32 bytes.
 _CONTROL_KEY: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -182,6 +184,12 @@ class InstanceConfig(msgspec.Struct, frozen=True):
         _check_text("decode_allocation_policy", self.decode_allocation_policy)
         _check_range("protocol", self.protocol, 0, 2**31 - 1)
         _check_range("dcp_size", self.dcp_size, 1, self.topology.tp_size)
+        if self.dsv41_spec_layout is not None:
+            size_bytes = len(msgspec.json.encode(self.dsv41_spec_layout))
+            if size_bytes > SPEC_LAYOUT_BYTES_MAX:
+                raise ValueError(
+                    f"dsv41_spec_layout has {size_bytes} bytes, more than {SPEC_LAYOUT_BYTES_MAX}"
+                )
 
     @property
     def follow_bootstrap_room(self) -> bool:

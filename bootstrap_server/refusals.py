@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from bootstrap_server.decoding import excerpt
+
 __all__ = ["Refusals"]
 
 logger = logging.getLogger(__name__)
@@ -33,5 +35,5 @@ class Refusals:
             self._left_out += 1
             return
         more = f" ({self._left_out} earlier refusals were not logged)" if self._left_out else ""
-        logger.warning("refused a %s from %s: %s%s", self._what, address, why, more)
+        logger.warning("refused a %s from %s: %s%s", self._what, address, excerpt(why), more)
         self._next_s, self._left_out = now_s + LOG_EVERY_S, 0

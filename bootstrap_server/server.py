@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import Final, Self
 
@@ -23,9 +23,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 from bootstrap_server.access import StatusPage
 from bootstrap_server.app import forget_lapsed, make_app
 from bootstrap_server.board import Board
-from bootstrap_server.connections import ConnectionWatch
+from bootstrap_server.connections import FIELD_BYTES_MAX, FIELDS_MAX, ConnectionWatch
 from bootstrap_server.errors import BootstrapError
 from bootstrap_server.gate import Gate
+from bootstrap_server.refusals import LOG_EVERY_S
 from bootstrap_server.registry import LEASE_S, LeaseClock, Registry
 from bootstrap_server.rooms import RoomTable
 
@@ -147,6 +148,11 @@ class BootstrapServer:
             shutdown_timeout=SHUTDOWN_TIMEOUT_S,
             keepalive_timeout=max(KEEPALIVE_TIMEOUT_S, self._registry.lease_s),
             handler_cancellation=True,
+            # What a stranger has packed is not unpacked: neither to refuse it nor to skip it.
+            auto_decompress=False,
+            max_headers=FIELDS_MAX,
+            max_field_size=FIELD_BYTES_MAX,
+            max_line_size=FIELD_BYTES_MAX,
         )
         await runner.setup()
         assert runner.server is not None
@@ -171,15 +177,26 @@ class BootstrapServer:
 
 
 def _http_logger() -> logging.Logger:
-    """A logger for aiohttp that does not log a traceback for each client that speaks no HTTP."""
+    """A logger for aiohttp, which logs a traceback for each client that speaks no HTTP, and for
+    each request that we cannot answer: of the former none, of the latter one in `LOG_EVERY_S`."""
     found = logging.getLogger("bootstrap_server.http")
-    found.filters = [_is_ours]
+    found.filters = [_Tracebacks().may_be_logged]
     return found
 
 
-def _is_ours(record: logging.LogRecord) -> bool:
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError)
+class _Tracebacks:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._next_s = clock, clock()
+
+    def may_be_logged(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            return False
+        now_s = self._clock()
+        if now_s < self._next_s:
+            return False
+        self._next_s = now_s + LOG_EVERY_S
+        return True
 
 
 def _listen(host: str, port: int) -> list[socket.socket]:

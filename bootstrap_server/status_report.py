@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from bootstrap_server.board import Report
+from bootstrap_server.decoding import BadText, decoded
 from bootstrap_server.rank_status import STATUS_VERSION, RankStatus
 
 __all__ = ["REPORT_BYTES_MAX", "read_report"]
@@ -29,8 +30,8 @@ def read_report(encoded: msgspec.Raw) -> Report | None:
     if len(text) > REPORT_BYTES_MAX:
         raise ValueError(f"it has {len(text)} bytes, at most {REPORT_BYTES_MAX} are kept")
     try:
-        status = _STATUS.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
+        status = decoded(_STATUS, text)
+    except BadText as error:
         raise ValueError(f"it is no RankStatus: {error}") from error
     if status.version != STATUS_VERSION:
         raise ValueError(f"it has version {status.version}, this server knows {STATUS_VERSION}")

@@ -103,7 +103,7 @@ class _Server(HTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
         error = sys.exception()
         if isinstance(error, OSError):
-            logger.info("a client of /metrics at %s went away: %s", client_address, error)
+            logger.debug("a client of /metrics at %s went away: %s", client_address, error)
         else:
             logger.error("a bug in the store: /metrics was not answered", exc_info=error)
 

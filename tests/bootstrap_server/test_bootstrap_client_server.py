@@ -331,6 +331,9 @@ def stranger(status: int, body: bytes) -> Iterator[str]:
         (200, b'{"config": 1}'),
         (200, b'"OK"'),
         (200, b'{"lease_s": -1}'),
+        (200, b'{"x":' + b"[" * 100_000),
+        (503, b'{"x":' + b"[" * 100_000),
+        (409, b'{"error": "\xff"}'),
         (410, b"gone"),
     ],
 )

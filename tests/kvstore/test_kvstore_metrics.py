@@ -4,9 +4,11 @@ client can keep."""
 
 from __future__ import annotations
 
+import logging
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import urllib.error
@@ -238,6 +240,18 @@ def test_a_bug_in_the_figures_ends_neither_the_server_nor_silently(
             get(server.url)
         assert get(server.url) == text(STATUS)
     assert "a bug in the store: /metrics was not answered" in caplog.text
+
+
+def test_clients_that_go_away_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), MetricsServer(lambda: STATUS, "127.0.0.1", 0) as server:
+        port = int(server.url.split(":")[-1].removesuffix("/metrics"))
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as client:
+                client.sendall(b"GET /me")
+                # So that closing it resets the connection.
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert get(server.url) == text(STATUS)
+    assert not caplog.messages
 
 
 @pytest.mark.slow
