@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/test-alone: what the fast tests find when they run alone, with a stand-in for these."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+COPIED = ("test-alone", "command_line/shell.sh")
+TEST = """#!/bin/sh
+cd "$(dirname "$0")/.."
+pwd >{said}
+echo "$@" >>{said}
+ls >>{said}
+python3 -c 'import sys; print(sys.prefix == sys.base_prefix, sys.version_info >= (3, 11))' >>{said}
+env >>{said}
+exit 7
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A repository with the script, and tests that say what they find and fail."""
+    root = tmp_path / "project"
+    for name in COPIED:
+        (root / "scripts" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(SCRIPTS / name, root / "scripts" / name)
+    (root / "scripts/test").write_text(TEST.format(said=tmp_path / "said"))
+    (root / "scripts/test").chmod(0o755)
+    who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.org")
+    for words in (("init", "-q"), ("add", "."), (*who, "commit", "-q", "-m", "all")):
+        subprocess.run(["git", "-C", str(root), *words], check=True)
+    return root
+
+
+def test_nothing_of_this_checkout_or_this_shell_is_there(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / ".venv").mkdir()
+    (project / "new.py").touch()
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    monkeypatch.setenv("PIP_INDEX_URL", "https://index.example.org")
+    done = subprocess.run(
+        [project / "scripts/test-alone", "--", "-k", "one"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 7, done.stderr
+    place, words, *rest = (tmp_path / "said").read_text().splitlines()
+    assert Path(place).is_relative_to(scratch)
+    assert words == "--fast -- -k one"
+    assert rest[:2] == ["scripts", "True True"], (
+        "no file but those of the commit; no .venv's Python"
+    )
+    found = dict(line.partition("=")[::2] for line in rest[2:])
+    assert "PYTHONPATH" not in found
+    assert found["PIP_INDEX_URL"] == "https://index.example.org"
+    assert not list(scratch.iterdir()), "it is removed afterwards"
+    assert "not in the clone" in done.stderr
