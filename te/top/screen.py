@@ -52,11 +52,15 @@ def show(look: Callable[[], Sample], interval_s: float, nobody: str) -> int:
 def _uninterrupted() -> Iterator[None]:
     """Ctrl-C counts when this ends. The interpreter prints and forgets an interrupt that meets it
     in a callback of a weak reference, and the thread pool that asks engines has such callbacks."""
-    kept = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    caught: list[int] = []
+    # Not a mask, which other threads would not have.
+    kept = signal.signal(signal.SIGINT, lambda number, _frame: caught.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, kept)
+        signal.signal(signal.SIGINT, kept)
+        if caught:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _screen(console: Console, before: Sample | None, after: Sample, nobody: str) -> Text:
