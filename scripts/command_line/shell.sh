@@ -2,6 +2,10 @@
 # What the shell scripts answer before they do anything. Each one names its options in the comment at
 # its top that begins with "usage:", or has a parser in Python that needs the standard library alone.
 
+# Where the modules of the scripts are, and those of SGLang's and vLLM's servers on a CPU.
+modules="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+modules="$modules:${modules%/*}/tests/support"
+
 # is_help_asked WORDS...: what follows -- is for somebody else.
 is_help_asked() {
   local word
@@ -49,7 +53,7 @@ find_python() {
 check_words() {
   local python
   python="$(find_python)" || refuse "there is no python >= 3.11 on the path"
-  PYTHONPATH="$(dirname "${BASH_SOURCE[0]}")/.." "$python" -m "$@" || exit
+  PYTHONPATH="$modules" "$python" -m "$@" || exit
   if is_help_asked "${@:2}"; then
     exit 0
   fi

@@ -135,7 +135,11 @@ def check_script(words: tuple[str, ...]) -> None:
         own, inner = own[:at], own[at + 1 :]
     text = path.read_text()
     for package in {path.name.replace("-", "_"), *re.findall(r"-m (\w+)", text)}:
-        text += "".join(one.read_text() for one in (ROOT / "scripts" / package).rglob("*.py"))
+        text += "".join(
+            one.read_text()
+            for folder in ("scripts", "tests/support")
+            for one in (ROOT / folder / package).rglob("*.py")
+        )
     for option in (match[0] for word in own if (match := OPTION.match(word))):
         assert re.search(re.escape(option) + r"(?![a-z-])", text), f"{words[0]} has no {option}"
     if inner and not inner[0].startswith("-"):

@@ -27,9 +27,12 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("bare")
     for name in ("bin", "home", "tmp"):
         (place / name).mkdir()
-    shutil.copytree(
-        SCRIPTS, place / "checkout/scripts", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    for name in ("scripts", "tests/support"):
+        shutil.copytree(
+            SCRIPTS.parent / name,
+            place / "checkout" / name,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     python = place / "bin/python3"
     base = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
     python.write_text(f'#!/bin/sh\nexec {base} -S "$@"\n')

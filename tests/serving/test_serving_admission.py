@@ -24,7 +24,12 @@ ALL = [(PROMPT - 1) // PAGE * PAGE] * REQUESTS
 
 @pytest.fixture(scope="module")
 def rounds(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    paths = [ROOT / "scripts", ROOT / "tests/serving", ROOT / "tests/kvstore"]
+    paths = [
+        ROOT / "scripts",
+        ROOT / "tests/support",
+        ROOT / "tests/serving",
+        ROOT / "tests/kvstore",
+    ]
     done = subprocess.run(
         [sys.executable, slow_owner.__file__, str(tmp_path_factory.mktemp("admission"))],
         env=os.environ | {"PYTHONPATH": ":".join(map(str, paths))},

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV pools that a driver without a GPU reports as CUDA memory: all of te's way for it, but the GPU.
 
-Its copies are late (`scripts/cpu_serving/shim/cpu_cuda.py`): a wait that is missing anywhere shows
+Its copies are late (`cpu_serving/shim/cpu_cuda.py`): a wait that is missing anywhere shows
 as a token that differs.
 """
 

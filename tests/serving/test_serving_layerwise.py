@@ -3,7 +3,7 @@
 and with overlap scheduling, aborts, and what must not go unnoticed.
 
 In what the hand-over reads, a layer is garbage until the forward has written it, with overlap
-scheduling until its event has happened (`scripts/cpu_serving/shim/cpu_published.py`).
+scheduling until its event has happened (`tests/support/cpu_serving/shim/cpu_published.py`).
 """
 
 from __future__ import annotations

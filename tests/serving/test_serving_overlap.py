@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overlap scheduling on prefill: sends that name an event, before which their pages are garbage.
 
-Events are those of a stand-in for a GPU's streams (`scripts/cpu_serving/shim/cpu_overlap.py`).
+Events are those of a stand-in for a GPU's streams (`cpu_serving/shim/cpu_overlap.py`).
 """
 
 from __future__ import annotations

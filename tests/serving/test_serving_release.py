@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that SGLang gives back and takes again (`--enable-memory-saver`) while the other server
 goes on, or is frozen. Meanwhile the pages of the KV pools are not there
-(`scripts/cpu_serving/shim/torch_memory_saver.py`): what would still reach for them fails."""
+(`tests/support/cpu_serving/shim/torch_memory_saver.py`): what would still reach for them fails."""
 
 from __future__ import annotations
 

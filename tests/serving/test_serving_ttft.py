@@ -16,7 +16,8 @@ import pytest
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+ROOT = Path(__file__).parents[2]
+MODULES = f"{ROOT / 'scripts'}:{ROOT / 'tests/support'}"
 BOUND_S = 600.0
 PROMPT, LAYERS, HIDDEN = 1024, 16, 256
 UNUSABLE = 2
@@ -25,7 +26,7 @@ UNUSABLE = 2
 def start(*argv: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "ttft_bench", *argv],
-        env={**os.environ, "PYTHONPATH": str(SCRIPTS)},
+        env={**os.environ, "PYTHONPATH": MODULES},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hooks on forwards that run on a device's streams, later than the thread that launches them:
-the stand-in's (scripts/cpu_serving/shim)."""
+the stand-in's (tests/support/cpu_serving/shim)."""
 
 from __future__ import annotations
 

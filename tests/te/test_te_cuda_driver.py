@@ -23,7 +23,7 @@ NBYTES = 1 << 16
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE = 1, 2, 201, 400
 NOT_READY, ILLEGAL_ADDRESS, NOT_SUPPORTED = 600, 700, 801
 HERE = Path(__file__)
-PATHS = os.pathsep.join((str(HERE.parent), str(HERE.parents[2] / "scripts")))
+PATHS = os.pathsep.join((str(HERE.parent), str(HERE.parents[1] / "support")))
 
 
 class App:

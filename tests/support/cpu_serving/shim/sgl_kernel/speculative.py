@@ -119,4 +119,6 @@ def fill_accept_out_cache_loc_cpu(accept_index: Any, slots: Any, out: Any) -> No
 
 def _refuse_trees(topk: int) -> None:
     if topk != 1:
-        raise NotImplementedError("drafts that branch have no stand-in in scripts/cpu_serving")
+        raise NotImplementedError(
+            "drafts that branch have no stand-in in tests/support/cpu_serving"
+        )

@@ -83,7 +83,7 @@ class Counts:
 class PinnedTensor(torch.Tensor):
     """Host memory that a device copies into: see the module."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001
+    __torch_function__ = torch._C._disabled_torch_function_impl
     #: Told of each non-blocking copy; says whether it happens without delay.
     copies_at_once: Callable[[], bool] = staticmethod(lambda: False)
 

@@ -103,4 +103,6 @@ def _attend(query: Any, keys: Any, values: Any, sees: Any, scaling: float) -> An
 def _refuse(*unusual: Any) -> None:
     """No tiny model has any of it."""
     if any(part is not None and part for part in unusual):
-        raise NotImplementedError("this form of attention has no stand-in in scripts/cpu_serving")
+        raise NotImplementedError(
+            "this form of attention has no stand-in in tests/support/cpu_serving"
+        )

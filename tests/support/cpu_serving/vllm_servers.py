@@ -35,7 +35,7 @@ __all__ = [
     "store_flags",
 ]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-vllm/bin/python"
 #: Tokens of a block. vLLM's kernels for CPUs are fastest with 32.
 BLOCK = 32

@@ -42,7 +42,7 @@ def _copy_layers(
     dst_layers: Sequence[Any],
     src_indices: Any,
     dst_indices: Any,
-    page_size: int,  # noqa: ARG001
+    page_size: int,
 ) -> None:
     for src, dst in zip(src_layers, dst_layers, strict=True):
         dst[dst_indices] = src[src_indices]

@@ -49,7 +49,7 @@ from typing import Any, TypeAlias
 def _declare_torchvision_ops() -> None:
     import torch
 
-    registered = torch._C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001
+    registered = torch._C._dispatch_has_kernel_for_dispatch_key
     try:
         registered("torchvision::nms", "Meta")
     except RuntimeError:

@@ -18,7 +18,7 @@ __all__ = ["SOURCES", "CudaCounts", "PretendedCuda", "build_driver", "read_cuda_
 
 # As in shim/cpu_cuda.py.
 VARIABLE = "CPU_SERVING_CUDA"
-SOURCES = Path(__file__).parents[2] / "tests" / "te" / "cuda_driver"
+SOURCES = Path(__file__).parents[2] / "te" / "cuda_driver"
 NAME = "libcuda.so.1"
 # The files are rewritten five times a second.
 FRESH_TIMEOUT_S = 10.0

@@ -37,7 +37,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
 
     def missing(*args: object, **kwargs: object) -> NoReturn:
-        raise NotImplementedError(f"sgl_kernel.{name} has no stand-in in scripts/cpu_serving/shim")
+        raise NotImplementedError(
+            f"sgl_kernel.{name} has no stand-in in tests/support/cpu_serving/shim"
+        )
 
     missing.__name__ = name
     return missing
