@@ -8,6 +8,8 @@ import contextlib
 import random
 import socket
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -20,7 +22,8 @@ from te.bench._null import Wires
 from te.core.engine import Engine as Plane
 from te.core.handles import LinkHandle
 from te.transports.rdma.keeper import Keeper
-from te.transports.rdma.link import KeptLink
+from te.transports.rdma.link import Kept, KeptLink
+from te.transports.rdma.rails import Rail, State
 from te.transports.rdma.reasons import RailReason
 from te.transports.rdma.transport import Rdma
 from te.transports.tcp._core import TcpLink
@@ -177,6 +180,24 @@ def test_a_link_that_died_before_it_was_kept_is_let_go() -> None:
         wait_until(lambda: not keeper._links, "it is let go")
         keeper.stop(TIMEOUT_S)
         assert late.kept[0].rail.generation == 0
+
+
+def test_who_waits_for_the_rails_of_a_link_hears_that_it_has_ended() -> None:
+    wires = Wires()
+    with NullEngine(wires, nics=1) as engine, raw_direct_destination(wires, engine) as (peer, _):
+        kept = peer._opened.link
+        assert isinstance(kept, KeptLink)
+        late = KeptLink(kept.handle, kept.engine_id, kept.nics, kept.greet)
+        late.kept = [Kept(Rail(1, 0.0, state=State.DOWN), one.ways) for one in kept.kept]
+        with ThreadPoolExecutor(1) as pool:
+            problem = pool.submit(late.await_rails, time.monotonic() + TIMEOUT_S)
+            wait_until(lambda: late.changed._waiters, "it waits for a rail")  # type: ignore[attr-defined]
+            peer.close()
+            wait_until(lambda: not peer.alive, "it is dead")
+            keeper = Keeper("late")
+            keeper.add(engine._local, late, [one.ways for one in kept.kept])
+            assert problem.result(TIMEOUT_S) == "the link has ended"
+            keeper.stop(TIMEOUT_S)
 
 
 def test_a_fence_ends_what_was_granted_and_never_written() -> None:

@@ -109,6 +109,7 @@ class Keeper:
                 if not link.handle.alive:
                     # It may have died before it was added: nobody tells of that again.
                     del self._links[number]
+                    link.notify()
                     continue
                 for i, kept in enumerate(link.kept):
                     before = kept.rail.state
@@ -176,8 +177,7 @@ class Keeper:
             kept.tries += 1
             if not kept.has_worked:
                 kept.way = (kept.way + 1) % len(kept.ways)
-        with link.changed:
-            link.changed.notify_all()
+        link.notify()
 
     def _begin(self, local: Local, link: KeptLink, index: int) -> None:
         kept = link.kept[index]

@@ -40,7 +40,7 @@ class KeptLink(OutgoingLink):
     nics: list[CardNic]
     greet: Greet
     kept: list[Kept] = field(default_factory=list)
-    #: Set whenever a rail has come up or gone down.
+    #: Notified whenever a rail has come up or gone down, or the link has ended.
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
@@ -71,15 +71,23 @@ class KeptLink(OutgoingLink):
         """Of every rail."""
         return [kept.rail.state for kept in self.kept]
 
-    def await_rails(self, deadline_s: float) -> str | None:
-        """Waits until each rail is up or was tried once in every way; why none is up, or None."""
+    def notify(self) -> None:
+        """Has ``await_rails`` look again."""
         with self.changed:
-            while not all(
+            self.changed.notify_all()
+
+    def await_rails(self, deadline_s: float) -> str | None:
+        """Waits until each rail is up or was tried once in every way, or the link has ended; why
+        none is up, or None."""
+        with self.changed:
+            while self.handle.alive and not all(
                 kept.rail.state is State.UP or kept.tries >= len(kept.ways) for kept in self.kept
             ):
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or not self.changed.wait(left_s):
                     break
+        if not self.handle.alive:
+            return "the link has ended"
         if State.UP in self.states():
             return None
         return "; ".join(
