@@ -43,7 +43,7 @@ __all__ = ["answer", "is_slow", "keys_of", "stored"]
 
 def is_slow(question: Question) -> bool:
     """Whether the answer waits for a fence or a tier, or looks at all objects."""
-    return isinstance(question, Publish | Abandon | Clear | Lift)
+    return isinstance(question, Publish | Clear | Lift)
 
 
 def answer(owner: Owner, question: Question) -> Answer:

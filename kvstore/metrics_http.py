@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
-import sys
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from bootstrap_server.connections import ConnectionWatch
 from kvstore.metrics import CONTENT_TYPE, text
 from kvstore.status import StoreStatus
 
@@ -20,39 +23,33 @@ __all__ = ["MetricsServer"]
 
 logger = logging.getLogger(__name__)
 
-CLIENT_S: Final = 5.0
-"""A client that has not sent its request and read its answer after so long is hung up on. Clients
-are answered one at a time, so that no number of them costs more than one thread and the kernel's
-queue."""
-_STOP_LOOK_S: Final = 0.1
+BACKLOG: Final = 128
+SWEEP_S: Final = 1.0
+"""How often those are hung up on who have not sent their request in time."""
+SHUTDOWN_S: Final = 1.0
 
 
 class MetricsServer:
-    """Answers in a thread of its own. Use it as a context manager, or call ``close``."""
+    """Answers in a thread of its own; clients wait for nobody but the figures. Use it as a context
+    manager, or call ``close``."""
 
-    def __init__(
-        self, status: Callable[[], StoreStatus], host: str, port: int, client_s: float = CLIENT_S
-    ) -> None:
+    def __init__(self, status: Callable[[], StoreStatus], host: str, port: int) -> None:
         """Starts to listen; ``port`` 0 is any free one. ``OSError`` names the address."""
-
-        class Handler(_Handler):
-            read = staticmethod(lambda: text(status()))
-
+        self._status = status
         try:
-            self._server = _Server(host, port, Handler, client_s)
+            listener = _listening(host, port)
         except OSError as exc:
             raise OSError(
                 exc.errno,
                 f"cannot answer GET /metrics at {_shown(host)}:{port}: {exc.strerror or exc}; give"
                 " --metrics an address of this host and a port that is free",
             ) from exc
-        bound, actual = self._server.server_address[:2]
+        bound, actual = listener.getsockname()[:2]
         self.url: Final = f"http://{_shown(str(bound))}:{actual}/metrics"
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
         self._thread = threading.Thread(
-            target=self._server.serve_forever,
-            args=(_STOP_LOOK_S,),
-            name="kvstore-metrics",
-            daemon=True,
+            target=self._run, args=(listener,), name="kvstore-metrics", daemon=True
         )
         self._thread.start()
 
@@ -69,70 +66,72 @@ class MetricsServer:
 
     def close(self) -> None:
         """Answers nobody any more. Idempotent."""
-        self._server.shutdown()
+        with contextlib.suppress(RuntimeError):  # The loop has ended already.
+            self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
-        self._server.server_close()
 
+    def _run(self, listener: socket.socket) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve(listener))
 
-class _Server(HTTPServer):
-    request_queue_size = 16
+    async def _serve(self, listener: socket.socket) -> None:
+        watch = ConnectionWatch()
 
-    def __init__(
-        self, host: str, port: int, handler: type[BaseHTTPRequestHandler], client_s: float
-    ) -> None:
-        self._client_s = client_s
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), handler)
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            watch.heard(request.transport)
+            watch.proved(request.transport)
+            response = self._answer(request)
+            response.force_close()  # One request for each connection.
+            return response
 
-    def server_bind(self) -> None:
-        # Not HTTPServer's, which looks the host's name up and may wait for a name server.
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
+        handler = web.Server(handle, access_log=None, logger=_http_logger())
+        server = await self._loop.create_server(
+            watch.factory(handler), sock=listener, backlog=BACKLOG
+        )
+        while not self._stop.is_set():
+            watch.sweep()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), SWEEP_S)
+        server.close()
+        await handler.shutdown(SHUTDOWN_S)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """With a deadline for all of it: a client may send a byte now and then."""
-        deadline = threading.Timer(self._client_s, _hang_up, (request,))
-        deadline.daemon = True
-        deadline.start()
+    def _answer(self, request: web.BaseRequest) -> web.Response:
+        if request.path != "/metrics":
+            return web.Response(status=404, text="only /metrics is here")
+        if request.method != "GET":
+            return web.Response(status=405, text="GET it", headers={"Allow": "GET"})
         try:
-            super().process_request(request, client_address)
-        finally:
-            deadline.cancel()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        error = sys.exception()
-        if isinstance(error, OSError):
-            logger.debug("a client of /metrics at %s went away: %s", client_address, error)
-        else:
-            logger.error("a bug in the store: /metrics was not answered", exc_info=error)
+            body = text(self._status()).encode()
+        except Exception:
+            logger.exception("a bug in the store: /metrics was not answered")
+            return web.Response(status=500, text="the log of this process says why")
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """One request for each connection."""
-
-    read: Callable[[], str]
-    server_version = "kvstore"
-    sys_version = ""
-
-    def do_GET(self) -> None:
-        if self.path.partition("?")[0] != "/metrics":
-            self.send_error(404, explain="only /metrics is here")
-            return
-        body = self.read().encode()
-        self.send_response(200)
-        self.send_header("Content-Type", CONTENT_TYPE)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - as the class has it
-        logger.debug("/metrics: %s: " + format, self.client_address, *arguments)
+def _listening(host: str, port: int) -> socket.socket:
+    """``OSError`` if it cannot be."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
-def _hang_up(request: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # It is closed already.
-        request.shutdown(socket.SHUT_RDWR)
+def _http_logger() -> logging.Logger:
+    """aiohttp would log a traceback for each client that speaks no HTTP."""
+    found = logging.getLogger("kvstore.http")
+    found.filters = [_is_ours]
+    return found
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
 
 
 def _shown(host: str) -> str:

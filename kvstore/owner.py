@@ -89,6 +89,11 @@ class _Held:
 
     claim: Claim
     tag: int
+    #: None before it is closed.
+    fence: te.Fence | None = None
+    #: When it was, by the owner's clock, and whether the log has it that this takes long.
+    closed_s: float = 0.0
+    is_told: bool = False
 
 
 @dataclass
@@ -278,10 +283,11 @@ class Owner:
         return ""
 
     def abandon(self, claim_id: int) -> None:
-        """Ends a claim whose client gives up. Waits for the fence."""
+        """Ends a claim whose client gives up. Does not wait: its slots are free as soon as nothing
+        can land there any more."""
         held = self._take(claim_id)
-        if held is not None and self._fence(held):
-            self._abandon(held.claim)
+        if held is not None:
+            self._end(held)
 
     # -- what is stored
 
@@ -326,7 +332,7 @@ class Owner:
 
     def tick(self) -> None:
         """What has to be done from time to time: makes room, ends overdue claims, and tries fences
-        again that were not confirmed. May wait for a fence."""
+        again that were not confirmed. Waits for none of them."""
         now_s = self._clock()
         with self._lock:
             self._shelf.unpin_overdue(now_s)
@@ -345,8 +351,7 @@ class Owner:
         with self._lock:
             waiting, self._unfenced = self._unfenced, []
         for held in waiting:
-            if self._fence(held):
-                self._abandon(held.claim)
+            self._end(held)
 
     @property
     def shared(self) -> int | None:
@@ -428,6 +433,24 @@ class Owner:
                 self._unfenced.append(held)
             return False
         return True
+
+    def _end(self, held: _Held) -> None:
+        """Frees a claim's slots if nobody can write there any more; else ``tick`` tries again."""
+        now_s = self._clock()
+        if held.fence is None:
+            held.fence, held.closed_s = self._engine.revoke(held.tag), now_s
+        if held.fence is None or held.fence.poll():
+            self._abandon(held.claim)
+            return
+        if not held.is_told and now_s - held.closed_s > FENCE_TIMEOUT_S:
+            logger.warning(
+                "%d slots cannot be freed yet: a write into them has not ended for %g s",
+                len(held.claim.slots),
+                now_s - held.closed_s,
+            )
+            held.is_told = True
+        with self._lock:
+            self._unfenced.append(held)
 
     def _addresses(self, claim: Claim) -> U64:
         """Where the slots of a claim begin."""

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
 
+from bootstrap_server.newcomers import Newcomers
 from kvstore.answers import answer, is_slow
 from kvstore.followers import FOLLOWERS_MAX, Followers
 from kvstore.loop import Loop
@@ -40,6 +42,8 @@ SLOW_MAX: Final = 256
 LIFTS_MAX: Final = 64
 """Questions for objects below that wait for a thread; more are refused."""
 TICK_S: Final = 0.02
+STRANGERS_S: Final = 0.1
+"""How often it is counted what those have sent who have proved nothing."""
 
 
 class _Slow:
@@ -54,7 +58,8 @@ class _Slow:
 
 class Service:
     """The questions of all clients of one owner, answered in one thread; those that wait for a
-    fence or read many bytes, in two others; those that wait for a tier, in two more."""
+    fence or read many bytes, in two others; those that wait for a tier, in two more. What the owner
+    does from time to time has a thread of its own: no publication keeps it from making room."""
 
     def __init__(self, owner: Owner, sockets: Sockets, endpoint: str) -> None:
         """Starts to listen; ``zmq.ZMQError`` if it cannot."""
@@ -63,21 +68,33 @@ class Service:
         self._followers = Followers()
         self._slow = _Slow("publications", SLOW_MAX)
         self._lifts = _Slow("lifts", LIFTS_MAX)
+        self._ticks = ThreadPoolExecutor(1, "kvstore-ticks")
         self._finished: deque[tuple[_Slow, bytes, bytes, Answer]] = deque()
         self._ticking = False
         self._loop = Loop("kvstore-owner", TICK_S, self._on_time)
         self._loop.add(self._socket, self._on_readable)
+        #: None in a directory, which no stranger may enter.
+        self._newcomers: Newcomers | None = None
+        where = urlsplit(self.endpoint)
+        if where.scheme == "tcp" and where.port:
+            self._newcomers = Newcomers(self._socket, where.port, self._loop.add, "store")
+        self._strangers_s = 0.0
         self._closing = False
         owner.listeners.append(self._on_change)
-        self._loop.start(self._socket.close)
+        self._loop.start(self._end)
 
     def close(self) -> None:
         """Answers nobody any more. Waits for publications under way."""
         self._owner.listeners.remove(self._on_change)
         self._closing = True
-        for one in (self._slow, self._lifts):
-            one.threads.shutdown()
+        for threads in (self._slow.threads, self._lifts.threads, self._ticks):
+            threads.shutdown()
         self._loop.stop()
+
+    def _end(self) -> None:
+        if self._newcomers is not None:
+            self._newcomers.close()
+        self._socket.close()
 
     def _on_change(self) -> None:
         if len(self._followers):  # One that comes after this sees the change by its number.
@@ -86,12 +103,15 @@ class Service:
     def _on_readable(self) -> None:
         while True:
             try:
-                client, request_id, raw = self._socket.recv_multipart(zmq.NOBLOCK)
+                frame, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            except ValueError:
+            if self._newcomers is not None:
+                self._newcomers.heard(frame)
+            if len(parts) != 2:
                 logger.warning("a client sent a message of another number of parts")
                 continue
+            client, request_id, raw = frame.bytes, parts[0].bytes, parts[1].bytes
             try:
                 question = decode_question(raw)
             except msgspec.DecodeError as exc:
@@ -165,10 +185,14 @@ class Service:
             logger.warning("a client of the store does not read its answers")
 
     def _on_time(self) -> None:
+        now_s = time.monotonic()
+        if self._newcomers is not None and now_s >= self._strangers_s:
+            self._strangers_s = now_s + STRANGERS_S
+            self._newcomers.tick()
         self._tell_followers()
         if not self._ticking and not self._closing:
             self._ticking = True
-            self._slow.threads.submit(self._tick)
+            self._ticks.submit(self._tick)
 
     def _tick(self) -> None:
         try:

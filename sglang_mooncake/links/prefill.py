@@ -20,13 +20,13 @@ import msgspec
 import zmq
 
 import te
+from bootstrap_server.newcomers import Newcomers
 from bootstrap_server.refusals import Refusals
 from sglang_mooncake import messages
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import LayoutMismatch, Place, Plan
 from sglang_mooncake.links.curve import Gatekeeper, new_pair
 from sglang_mooncake.links.destinations import Destination, Destinations
-from sglang_mooncake.links.newcomers import Newcomers
 from sglang_mooncake.links.sockets import QUEUE_MESSAGES_MAX, Readers, open_router
 from sglang_mooncake.messages import (
     Hello,
@@ -156,7 +156,7 @@ class PrefillLinks:
             self._pair,
             self._deadlines,
         )
-        self._newcomers = Newcomers(self._loop, self._router, port)
+        self._newcomers = Newcomers(self._router, port, self._loop.add_reader, "control")
         self._loop.add_reader(self._router, self._read)
         return port
 

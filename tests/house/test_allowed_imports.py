@@ -23,8 +23,17 @@ ALLOWED = {
     "te": {"msgspec", "numpy"},
     "te/top": {"msgspec", "rich"},  # the live view alone needs rich
     "te/bench": {"matplotlib", "mooncake", "msgspec", "nixl", "numpy"},  # those that are installed
-    "bootstrap_server": {"aiohttp", "msgspec", "uvloop"},
-    "kvstore": {"bootstrap_server", "msgspec", "numpy", "redis", "te", "xxhash", "zmq"},
+    "bootstrap_server": {"aiohttp", "msgspec", "uvloop", "zmq"},
+    "kvstore": {
+        "aiohttp",
+        "bootstrap_server",
+        "msgspec",
+        "numpy",
+        "redis",
+        "te",
+        "xxhash",
+        "zmq",
+    },
     "kvstore/bench": {"mooncake", "numpy", "redis", "te"},  # those that are installed
     "kvstore/tiers": {"numpy", "obstore", "xxhash"},
     "kvstore/lmcache": {"lmcache", "msgspec", "numpy", "te"},

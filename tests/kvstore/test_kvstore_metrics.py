@@ -4,6 +4,7 @@ client can keep."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import signal
@@ -23,10 +24,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
+from bootstrap_server import connections
 from kvstore import metrics
 from kvstore.judging import AdmissionCounts
 from kvstore.metrics import METRICS, PREFIX, Key, counters, gauges, text
-from kvstore.metrics_http import MetricsServer, _Server
+from kvstore.metrics_http import MetricsServer
 from kvstore.outcomes import Got, Put
 from kvstore.owner import OwnerStats
 from kvstore.status import OwnerSeen, StoreStatus
@@ -187,7 +189,7 @@ def test_a_client_counts_what_it_has_asked_for(directory: Path) -> None:
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    with MetricsServer(lambda: STATUS, "127.0.0.1", 0, client_s=TIMEOUT_S) as server:
+    with MetricsServer(lambda: STATUS, "127.0.0.1", 0) as server:
         yield server
 
 
@@ -198,7 +200,7 @@ def address(server: MetricsServer) -> tuple[str, int]:
 
 def test_only_metrics_are_there(server: MetricsServer) -> None:
     assert get(f"{server.url}?x=1") == text(STATUS)
-    for path, method, code in (("/", "GET", 404), ("/metrics", "POST", 501)):
+    for path, method, code in (("/", "GET", 404), ("/metrics", "POST", 405)):
         request = urllib.request.Request(server.url.removesuffix("/metrics") + path, method=method)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request, timeout=TIMEOUT_S)
@@ -207,16 +209,21 @@ def test_only_metrics_are_there(server: MetricsServer) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /met", b"GET /metrics HTTP/1.1\r\nHost: "])
-def test_a_client_that_does_not_go_on_keeps_nobody(
+def test_clients_that_do_not_go_on_keep_nobody(
     server: MetricsServer, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times_s = iter([0.2])  # Of the first client; who comes behind it has all the time.
-    time_s = property(lambda _: next(times_s, TIMEOUT_S))
-    monkeypatch.setattr(_Server, "_client_s", time_s, raising=False)
-    with socket.create_connection(address(server), timeout=TIMEOUT_S) as slow:
-        slow.sendall(sent)
-        assert get(server.url) == text(STATUS)
-        assert slow.recv(65536) == b"" or sent
+    with contextlib.ExitStack() as stack:
+        slow = [
+            stack.enter_context(socket.create_connection(address(server), timeout=TIMEOUT_S))
+            for _ in range(20)
+        ]
+        for one in slow:
+            one.sendall(sent)
+        assert get(server.url) == text(STATUS), "nobody waits for them"
+        monkeypatch.setattr(connections, "HEAD_DEADLINE_S", 0.0)
+        for one in slow:
+            assert one.recv(65536).startswith(b"HTTP/1.1 408"), "they are told, and hung up on"
+            assert one.recv(65536) == b""
 
 
 def test_a_port_that_is_taken_is_named(server: MetricsServer) -> None:
@@ -236,8 +243,10 @@ def test_a_bug_in_the_figures_ends_neither_the_server_nor_silently(
 ) -> None:
     answers = iter([None, STATUS])
     with MetricsServer(lambda: next(answers), "127.0.0.1", 0) as server:
-        with pytest.raises((OSError, urllib.error.URLError)):
+        with pytest.raises(urllib.error.HTTPError) as failed:
             get(server.url)
+        assert failed.value.code == 500
+        failed.value.close()
         assert get(server.url) == text(STATUS)
     assert "a bug in the store: /metrics was not answered" in caplog.text
 

@@ -20,11 +20,11 @@ import zmq
 from handover import HOST, NEVER_S, WAIT_S, until
 from test_links_curve import ABORT, OLD, Dealer, Prefill
 
-from bootstrap_server import refusals
+from bootstrap_server import newcomers, refusals
+from bootstrap_server.newcomers import BYTES_MAX
 from bootstrap_server.secret import Keys
-from sglang_mooncake.links import newcomers, sockets
+from sglang_mooncake.links import sockets
 from sglang_mooncake.links.curve import take_seat
-from sglang_mooncake.links.newcomers import BYTES_MAX
 from sglang_mooncake.messages import encode
 
 LISTEN = "0A"  # TCP_LISTEN of linux/tcp_states.h

@@ -16,12 +16,11 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import zmq
 
 from bootstrap_server.crowd import Crowd, source_of
-from sglang_mooncake.links.sockets import Readers
 
 __all__ = ["ALL_BYTES_MAX", "BYTES_MAX", "NEWCOMERS_MAX", "OF_SOURCE_MAX", "Newcomers"]
 
@@ -57,10 +56,21 @@ class _Newcomer(NamedTuple):
 
 
 class Newcomers:
-    """Of a router that listens on `port`. For the loop thread alone."""
+    """Of a router that listens on `port`. For the thread alone that reads from it."""
 
-    def __init__(self, readers: Readers, router: zmq.Socket[bytes], port: int) -> None:
-        self._router, self._port = router, port
+    def __init__(
+        self,
+        router: zmq.Socket[bytes],
+        port: int,
+        add_reader: Callable[[zmq.Socket[bytes], Callable[[], None]], object],
+        what: str,
+    ) -> None:
+        """
+        Args:
+            add_reader: has its second argument called when there is something to read.
+            what: what the log calls such a connection.
+        """
+        self._router, self._port, self._what = router, port, what
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = min(NEWCOMERS_MAX, descriptors // 4)
         self._crowd: Crowd[int] = Crowd(most, min(OF_SOURCE_MAX, most * 3 // 4))
@@ -68,12 +78,13 @@ class Newcomers:
         self._next_line_s, self._left_out = time.monotonic(), 0
         address = f"inproc://newcomers-{id(self)}"
         router.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._events = readers.zmq_context.socket(zmq.PAIR)
+        context: Any = router.context
+        self._events: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         # No limit: at one libzmq's thread would wait for the interpreter here, and heartbeats with
         # it. There are two events for each connection.
         self._events.setsockopt(zmq.RCVHWM, 0)
         self._events.connect(address)
-        readers.add_reader(self._events, self._read)
+        add_reader(self._events, self._read)
 
     def __len__(self) -> int:
         return len(self._crowd)
@@ -122,7 +133,9 @@ class Newcomers:
         self._by_fd[fd] = _Newcomer(fd, peer)
         self._crowd.enter(fd, source_of(_host(peer)))
         while (surplus := self._crowd.surplus()) is not None:
-            self._end(self._by_fd[surplus], "too many control connections have sent no message yet")
+            self._end(
+                self._by_fd[surplus], f"too many {self._what} connections have sent no message yet"
+            )
 
     def _end(self, one: _Newcomer, why: str) -> None:
         self._forget(one.fd)
@@ -141,7 +154,9 @@ class Newcomers:
             self._left_out += 1
             return
         more = f" ({self._left_out} earlier ones were not logged)" if self._left_out else ""
-        logger.warning("ended a control connection from %s: %s%s", _host(one.peer), why, more)
+        logger.warning(
+            "ended a %s connection from %s: %s%s", self._what, _host(one.peer), why, more
+        )
         self._next_line_s, self._left_out = now_s + _LOG_EVERY_S, 0
 
     def _forget(self, fd: int) -> None:
