@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``scripts/test`` runs: pure, from its options to lanes of commands.
 
-Two cores carry two lanes that compute. Real servers are one. The other has what computes besides;
-emulated machines, which have one processor each and wait much, are a third. Each lane begins with
-what it has to set up, so that no lane waits for what another one needs.
+Real servers are a lane, and emulated machines, which have one processor each, are another. Two more
+have what computes besides, since both of these wait much. Each lane begins with what it has to set
+up, so that none waits for what only another one needs.
 """
 
 from __future__ import annotations
@@ -65,8 +65,6 @@ def lanes(options: Options) -> list[Lane]:
     here = [
         _setup("serving"),
         _pytest(options, "tests on this machine", *BOTH_CORES, "-m", REST, "tests"),
-        _sanitizer(options, "address"),
-        _sanitizer(options, "thread"),
     ]
     servers = [
         _setup("serving"),
@@ -82,14 +80,19 @@ def lanes(options: Options) -> list[Lane]:
         _on_devices(options, 8, "siw", "--unmarked-too", "tests/rdma"),
         _on_devices(options, 2, "siw", "--unmarked-too", "tests/te", "tests/sglang_mooncake"),
     ]
-    alone = [Step("fast layer in a fresh clone", ["scripts/test-alone"])]
+    fast = [
+        Step("fast layer in a fresh clone", ["scripts/test-alone"]),
+        _setup("serving"),
+        _sanitizer(options, "address"),
+        _sanitizer(options, "thread"),
+    ]
     if options.pytest_args:
-        alone = [_setup("serving"), _pytest(options, "fast tests", *BOTH_CORES, *FAST)]
+        fast[:2] = [_setup("serving"), _pytest(options, "fast tests", *BOTH_CORES, *FAST)]
     else:
         servers += _demos(options.scratch / "reference.json")
     return [
         Lane("servers", servers),
-        Lane("alone", alone),
+        Lane("fast", fast),
         Lane("here", here),
         Lane("machines", machines),
     ]

@@ -113,11 +113,16 @@ class Way:
         return found
 
 
+def in_turn(name: str) -> list[pytest.MarkDecorator]:
+    """What is like one of the plain transports, and is tested in some runs."""
+    return [pytest.mark.slow, pytest.mark.by_turns(name)]
+
+
 WAYS: Final = [
     pytest.param(Way("loopback", _of_config("loopback")), id="loopback"),
     pytest.param(Way("tcp", _of_config("tcp")), id="tcp"),
     pytest.param(
-        Way("tcp", _encrypted(by_kernel=False)), id="tcp-encrypted", marks=pytest.mark.slow
+        Way("tcp", _encrypted(by_kernel=False)), id="tcp-encrypted", marks=in_turn("encrypted")
     ),
     pytest.param(
         Way("tcp", _encrypted(by_kernel=True)),
@@ -136,7 +141,7 @@ WAYS: Final = [
         pytest.param(
             Way("samehost", _of_few_slots("samehost"), is_sealed=is_sealed, is_mapped=True),
             id=f"samehost-mapped-{places}",
-            marks=pytest.mark.slow,
+            marks=in_turn(f"mapped {places}"),
         )
         for places, is_sealed in (("sealed-sealed", (True, True)), ("sealed-host", (True, False)))
     ),
@@ -144,7 +149,7 @@ WAYS: Final = [
         pytest.param(
             Way(transport, _of_few_slots(transport), is_sealed=is_sealed),
             id=f"{transport}-{places}",
-            marks=pytest.mark.slow,
+            marks=in_turn(f"{transport} {places}"),
         )
         for transport in STAGING
         for places, is_sealed in (

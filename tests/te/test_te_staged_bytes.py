@@ -184,6 +184,7 @@ class World:
 
 
 @pytest.mark.slow
+@pytest.mark.by_turns("bytes")
 @settings(max_examples=12)
 @given(
     seed=st.integers(0, 1 << 30),
