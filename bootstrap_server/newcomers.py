@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds on the connections of a ROUTER over which nothing good has been said yet.
+"""Bounds on the connections of a ROUTER whose hello has come to no link yet.
 
 libzmq accepts whoever connects, for as long as the process has descriptors, and gives him 10 s for
 his handshake. When there are none left its thread runs in circles (98 % of a core, measured), and
@@ -22,7 +22,14 @@ import zmq
 
 from bootstrap_server.crowd import Crowd, source_of
 
-__all__ = ["ALL_BYTES_MAX", "BYTES_MAX", "NEWCOMERS_MAX", "OF_SOURCE_MAX", "Newcomers"]
+__all__ = [
+    "ALL_BYTES_MAX",
+    "BYTES_MAX",
+    "NEWCOMERS_MAX",
+    "OF_SOURCE_MAX",
+    "Newcomer",
+    "Newcomers",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +37,8 @@ logger = logging.getLogger(__name__)
 #: about 5 kB. Decode ranks come all at once when their server starts, maybe from one address.
 NEWCOMERS_MAX: Final = 8192
 OF_SOURCE_MAX: Final = 6144
-#: What one may send before its first message is whole, which is a hello of some 10 kB; and all of
-#: them. libzmq itself takes as much of each as for any message, handshake or not.
+#: What one may send before its link stands, which takes a hello of some 10 kB; and all of them.
+#: libzmq itself takes as much of each as for any message, handshake or not.
 BYTES_MAX: Final = 1 << 20
 ALL_BYTES_MAX: Final = 64 << 20
 _LOG_EVERY_S: Final = 5.0
@@ -47,7 +54,7 @@ _ADDRESS_BYTES_MAX: Final = 128  # struct sockaddr_storage
 _libc: Final = ctypes.PyDLL(None)
 
 
-class _Newcomer(NamedTuple):
+class Newcomer(NamedTuple):
     """A connection that libzmq has accepted. Its descriptor may be another's by now."""
 
     fd: int
@@ -74,7 +81,7 @@ class Newcomers:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = min(NEWCOMERS_MAX, descriptors // 4)
         self._crowd: Crowd[int] = Crowd(most, min(OF_SOURCE_MAX, most * 3 // 4))
-        self._by_fd: dict[int, _Newcomer] = {}
+        self._by_fd: dict[int, Newcomer] = {}
         self._next_line_s, self._left_out = time.monotonic(), 0
         address = f"inproc://newcomers-{id(self)}"
         router.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -89,11 +96,16 @@ class Newcomers:
     def __len__(self) -> int:
         return len(self._crowd)
 
-    def heard(self, frame: zmq.Frame) -> None:
-        """Something good has come over the connection of that frame: it is no newcomer any more."""
+    def of(self, frame: zmq.Frame) -> Newcomer | None:
+        """Whose frame this is; None if it is no newcomer's."""
         while self._take():  # or that it was accepted would be heard after this
             pass
-        self._forget(int(frame.get("__fd")))
+        return self._by_fd.get(int(frame.get("__fd")))
+
+    def welcome(self, one: Newcomer | None) -> None:
+        """Its link stands: it is no newcomer any more."""
+        if one is not None and self._by_fd.get(one.fd) == one:
+            self._forget(one.fd)
 
     def tick(self) -> None:
         """Ends those that have sent too much; to be called regularly."""
@@ -103,7 +115,7 @@ class Newcomers:
             if sent[one] <= BYTES_MAX and excess <= 0:
                 return
             excess -= sent[one]
-            self._end(one, f"it has sent {sent[one]} bytes and no message")
+            self._end(one, f"it has sent {sent[one]} bytes, and its link does not stand")
 
     def close(self) -> None:
         """Before the router's own."""
@@ -130,14 +142,12 @@ class Newcomers:
         peer = self._peer(fd)
         if peer is None:
             return  # it has ended already
-        self._by_fd[fd] = _Newcomer(fd, peer)
+        self._by_fd[fd] = Newcomer(fd, peer)
         self._crowd.enter(fd, source_of(_host(peer)))
         while (surplus := self._crowd.surplus()) is not None:
-            self._end(
-                self._by_fd[surplus], f"too many {self._what} connections have sent no message yet"
-            )
+            self._end(self._by_fd[surplus], f"too many {self._what} connections have no link yet")
 
-    def _end(self, one: _Newcomer, why: str) -> None:
+    def _end(self, one: Newcomer, why: str) -> None:
         self._forget(one.fd)
         # A copy stays that connection's while we look whose it is.
         held = _libc.dup(one.fd)

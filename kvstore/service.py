@@ -107,7 +107,7 @@ class Service:
             except zmq.Again:
                 return
             if self._newcomers is not None:
-                self._newcomers.heard(frame)
+                self._newcomers.welcome(self._newcomers.of(frame))
             if len(parts) != 2:
                 logger.warning("a client sent a message of another number of parts")
                 continue

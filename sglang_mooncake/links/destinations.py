@@ -64,9 +64,8 @@ class Destinations:
         """Raises NoDataPath."""
         found = self._by_key.get(key)
         if found is None:
-            raise NoDataPath(
-                f"the data connection to the decode rank of connection {key} has been lost"
-            )
+            # Without the key: peers are told this, and none may know its name (`open_router`).
+            raise NoDataPath("the data connection to the decode rank has been lost")
         return found
 
     def add(self, destination: Destination) -> list[Destination]:

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 import te
-from bootstrap_server.newcomers import Newcomers
+from bootstrap_server.newcomers import Newcomer, Newcomers
 from bootstrap_server.refusals import Refusals
 from sglang_mooncake import messages
 from sglang_mooncake.context import Deadlines
@@ -117,7 +117,7 @@ class PrefillLinks:
             GREETINGS_MAX + CONNECT_THREADS,
             CONNECT_THREADS_OF_HOST,
         )
-        self._greeting: set[str] = set()
+        self._greeting: dict[str, Newcomer | None] = {}
         self._greeting_of: Counter[str] = Counter()  # by seat
         self._keys = tuple(keys)
         self._pair = new_pair() if keys else None
@@ -205,13 +205,16 @@ class PrefillLinks:
             # It has ended since, with the former connection of this decode rank (`_lose`), say.
             self._connect(key, result.host, result.rank, result.plan, result.card, result.place)
             return
-        self._end_greeting(key)
+        newcomer = self._end_greeting(key)
         if isinstance(result.peer, str):
-            logger.error("%s", result.peer)
-            self.send(key, HelloReply(refused=result.peer))
+            reply = HelloReply(refused=result.peer)
+            self._refusals.note(result.rank, str(reply.refused))
+            self.send(key, reply)
             return
         made = Destination(key, result.rank, result.peer, result.plan, result.place)
         logger.info("%s writes to %s over %s", self._name, result.rank, way(result.peer))
+        if self._newcomers is not None:
+            self._newcomers.welcome(newcomer)
         for former in self._destinations.add(made):
             self._reset(former, f"has too many links to {former.rank}")
         # First the others: this hello may be the end of one of them.
@@ -245,14 +248,12 @@ class PrefillLinks:
                 self._refusals.note(key, str(error))
                 self.send(key, HelloReply(refused=str(error)))
                 continue
-            if key not in self._destinations:  # which have said hello
-                self._newcomers.heard(routing_id)
             self._take(key, routing_id, message)
 
     def _take(self, key: str, routing_id: zmq.Frame, message: Message) -> None:
         match message:
             case Hello():
-                self._greet(key, str(routing_id.get("Peer-Address")), message)
+                self._greet(key, routing_id, message)
             case RoomAbort():  # welcome from strangers too: a refused rank gives its rooms up
                 self._report(RoomAborted(key, message))
             case RoomWait() if key in self._destinations:
@@ -264,9 +265,9 @@ class PrefillLinks:
                     key, LinkReset(f"{self._name} has no data connection to this decode rank")
                 )
             case _:
-                logger.warning("%s sent a %s to a prefill rank", key, type(message).__name__)
+                self._refusals.note(key, f"a prefill rank takes no {type(message).__name__}")
 
-    def _greet(self, key: str, host: str, hello: Hello) -> None:
+    def _greet(self, key: str, routing_id: zmq.Frame, hello: Hello) -> None:
         if key in self._greeting:
             return  # it will be answered
         seat = _seat(key)
@@ -279,10 +280,13 @@ class PrefillLinks:
         try:
             plan = self._plan(hello)
         except LayoutMismatch as error:
-            logger.error("refused %s: %s", hello.rank, error)
-            self.send(key, HelloReply(refused=str(error)))
+            reply = HelloReply(refused=str(error))
+            self._refusals.note(hello.rank, str(reply.refused))
+            self.send(key, reply)
             return
-        self._greeting.add(key)
+        host = str(routing_id.get("Peer-Address"))
+        assert self._newcomers is not None
+        self._greeting[key] = self._newcomers.of(routing_id)
         self._greeting_of[seat] += 1
         self._connect(key, host, hello.rank, plan, hello.card, hello.place)
 
@@ -302,14 +306,14 @@ class PrefillLinks:
             return self._engine.connect(card)
         except te.Error as error:
             return f"{self._name} cannot reach the engine of {rank}: {error}"
-        except Exception as error:  # the card is the peer's, who waits for an answer
-            logger.exception("the hello of %s", rank)
+        except Exception as error:  # noqa: BLE001 - the card is the peer's, who waits for an answer
             return f"{self._name} cannot connect {rank}: {error!r}"
 
-    def _end_greeting(self, key: str) -> None:
-        if key in self._greeting:
-            self._greeting.remove(key)
-            self._greeting_of -= Counter([_seat(key)])  # forgets those that have none left
+    def _end_greeting(self, key: str) -> Newcomer | None:
+        if key not in self._greeting:
+            return None
+        self._greeting_of -= Counter([_seat(key)])  # forgets those that have none left
+        return self._greeting.pop(key)
 
     def _probe(self, destinations: Iterable[Destination]) -> None:
         """Says that the data path stands. Whoever cannot be told has gone, or has said hello again

@@ -43,7 +43,7 @@ def chunk_problem(
             "a chunk was lost or overtaken on its way"
         )
     after = chunk.span.stop
-    for peer, request in requests.items():
+    for request in requests.values():
         if request.target is None:
             continue
         wanted, span = request.target.num_pages, request.target.page_span
@@ -51,7 +51,7 @@ def chunk_problem(
         if filled > wanted or (chunk.is_last and filled != wanted):
             return (
                 f"the prefill server sends pages {chunk.first}..{after} "
-                f"({'last' if chunk.is_last else 'not the last'} chunk), but decode rank {peer} "
+                f"({'last' if chunk.is_last else 'not the last'} chunk), but a decode rank "
                 f"made room for {wanted * span} pages: do both servers see the same prompt, "
                 "and the same --page-size?"
             )

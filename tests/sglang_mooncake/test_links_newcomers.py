@@ -18,6 +18,7 @@ from typing import Self
 import pytest
 import zmq
 from handover import HOST, NEVER_S, WAIT_S, until
+from prefill_links import FRIEND, hello
 from test_links_curve import ABORT, OLD, Dealer, Prefill
 
 from bootstrap_server import newcomers, refusals
@@ -52,6 +53,14 @@ def prefill(request: pytest.FixtureRequest) -> Iterator[Prefill]:
 
 def pair(prefill: Prefill):
     return take_seat(OLD.control[0]) if prefill.router_key else None
+
+
+def stands(prefill: Prefill, friend: Dealer) -> None:
+    """Its link does: it is no newcomer any more."""
+    prefill.may_connect.set()
+    friend.say(hello(card=FRIEND))
+    assert friend.hear().refused is None
+    assert not len(prefill.links._newcomers)
 
 
 def connect(prefill: Prefill) -> socket.socket:
@@ -92,9 +101,7 @@ def test_however_many_say_too_little_few_are_kept_and_friends_are_heard(
         contextlib.ExitStack() as undo,
         Dealer(prefill, pair(prefill)) as friend,
     ):
-        friend.say(ABORT)
-        until(lambda: prefill.events, "the friend is heard")
-        assert not len(prefill.links._newcomers), "who has said something good is none"
+        stands(prefill, friend)
         for _ in range(MANY):
             stranger = undo.enter_context(connect(prefill))
             with contextlib.suppress(OSError):
@@ -127,6 +134,24 @@ def test_the_oldest_goes_for_a_new_one(prefill, monkeypatch):
             with contextlib.suppress(BlockingIOError):
                 assert here.recv(4096), "it was ended"
         is_heard(few)
+
+
+def test_words_alone_make_nobody_a_friend(prefill):
+    """An abort, or a hello whose engine cannot be reached, costs a stranger nothing."""
+    prefill.may_connect.set()
+    watch = prefill.links._newcomers
+    with (
+        Dealer(prefill, pair(prefill)) as one,
+        Dealer(prefill, pair(prefill)) as other,
+        Dealer(prefill, pair(prefill)) as friend,
+    ):
+        one.say(ABORT)
+        other.say(hello())
+        assert "no engine" in other.hear().refused
+        until(lambda: prefill.events, "the abort is heard")
+        friend.say(hello(card=FRIEND))
+        assert friend.hear().refused is None
+        assert len(watch) == 2
 
 
 def test_who_drips_has_one_deadline_for_the_whole_handshake(monkeypatch):
@@ -167,7 +192,7 @@ def test_who_sends_too_much_before_a_message_is_ended(prefill, caplog):
             stranger.sendall(bytes(BYTES_MAX))
             while stranger.recv(4096):
                 pass
-    until(lambda: "bytes and no message" in caplog.text, "it is said")
+    until(lambda: "bytes, and its link does not stand" in caplog.text, "it is said")
     until(lambda: not len(prefill.links._newcomers), "it is forgotten")
     is_heard(prefill)
 
@@ -176,7 +201,7 @@ def test_of_those_who_send_much_together_the_one_with_most_goes(prefill, monkeyp
     monkeypatch.setattr(newcomers, "ALL_BYTES_MAX", 100_000)
 
     def is_said() -> bool:
-        return "bytes and no message" in caplog.text
+        return "bytes, and its link does not stand" in caplog.text
 
     with contextlib.ExitStack() as undo:
         for nbytes in (70_000, 10_000, 60_000):
@@ -184,9 +209,9 @@ def test_of_those_who_send_much_together_the_one_with_most_goes(prefill, monkeyp
             stranger.sendall(begins_to_say(prefill).ljust(nbytes, b"x"))
             until(lambda n=nbytes: n in received(prefill) or is_said(), "all of it has come")
         until(is_said, "one is ended")
-        assert "it has sent 70000 bytes and no message" in caplog.text
+        assert "it has sent 70000 bytes, and its link does not stand" in caplog.text
         is_heard(prefill)
-        assert len(prefill.links._newcomers) == 2
+        until(lambda: len(prefill.links._newcomers) == 2, "the others are kept")
 
 
 def test_a_number_that_is_anothers_by_now_is_let_alone(prefill):
