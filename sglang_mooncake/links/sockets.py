@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import secrets
+import socket as sockets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,6 +22,7 @@ __all__ = [
     "CurvePair",
     "PortsTaken",
     "Readers",
+    "numeric_address",
     "open_dealer",
     "open_router",
 ]
@@ -68,6 +70,31 @@ class Readers(Protocol):
     def remove_reader(self, socket: zmq.Socket[bytes]) -> None: ...
 
 
+def numeric_address(host: str) -> str:
+    """The first address of a host that may be given by its name. Waits for the resolver, as long as
+    that likes: for the start of a rank alone, which tells its peers nothing but this.
+
+    Raises:
+        ValueError: the name has no address; the sentence says why.
+    """
+    try:
+        found = sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"the host {host!r}, under which other hosts are to reach this rank, has no address: "
+            f"{error}"
+        ) from error
+    return str(found[0][4][0])
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        sockets.getaddrinfo(host, None, flags=sockets.AI_NUMERICHOST)
+    except (OSError, UnicodeError):
+        return False
+    return True
+
+
 def open_router(
     context: zmq.Context[zmq.Socket[bytes]],
     host: str,
@@ -77,7 +104,7 @@ def open_router(
     deadlines: Deadlines = _DEADLINES,
 ) -> tuple[zmq.Socket[bytes], int]:
     """A bound ROUTER socket and its port; peers connect with `open_dealer`. It gives each of them a
-    name; one that asks for the name of another is not heard.
+    name.
 
     Args:
         ports: the first and the last of those of which a free one is taken (default: of all).
@@ -90,7 +117,8 @@ def open_router(
     """
     # A ROUTER numbers its peers from rand(), which is the same in each process unless it is seeded.
     # libzmq 4.3.5 aborts the process when it gives out a number that a peer has claimed before, so
-    # nobody must be able to guess the next one. No option of the socket refuses such claims.
+    # nobody must be able to guess the next one, and no peer is told its own. No option of the
+    # socket refuses such claims, and libzmq does not tell of them.
     _srand(secrets.randbits(32))
     socket = context.socket(zmq.ROUTER)
     _bound(socket, host, message_bytes_max, deadlines)
@@ -139,7 +167,14 @@ def open_dealer(
 
     Raises:
         zmq.ZMQError: the process has too many sockets or open files.
+        ValueError: `host` is a name. libzmq would look it up in its one thread, and all links of
+            the process would wait for a resolver that does not answer.
     """
+    if not _is_numeric(host):
+        raise ValueError(
+            f"its record in the registry has the host {host!r}, which is no numeric address; "
+            "prefill ranks of this release register nothing else"
+        )
     socket = context.socket(zmq.DEALER)
     try:
         _bound(socket, host, message_bytes_max, deadlines)

@@ -22,6 +22,7 @@ from sglang_mooncake.decode_side import DecodeSide, SealBuffer
 from sglang_mooncake.explain.questions import answers
 from sglang_mooncake.instances import PrefillInfo
 from sglang_mooncake.layout import Buffers, Layout, early_layers
+from sglang_mooncake.links.sockets import numeric_address
 from sglang_mooncake.metrics import METRICS
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rank_report import RankReport
@@ -87,10 +88,12 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self.is_mla_backend = bool(is_mla_backend)
         self.config = Config.from_environment()
         logger.info("settings: %s", in_one_line(self.config.given))
-        self.context = dataclasses.replace(
-            rank_context(args, disaggregation_mode, server_args, self.config.host),
-            keys=self.config.keys,
-        )
+        context = rank_context(args, disaggregation_mode, server_args, self.config.host)
+        try:
+            host = numeric_address(context.host)
+        except ValueError as error:
+            raise UnsupportedServer(str(error)) from error
+        self.context = dataclasses.replace(context, host=host, keys=self.config.keys)
         self._check_exposure()
         # Read by SGLang's schedulers as they stand.
         self.attn_cp_rank = self.context.coords.cp

@@ -30,6 +30,7 @@ from vllm.utils.network_utils import get_ip
 from vllm.v1.request import RequestStatus
 
 from bootstrap_server import RankRecord
+from sglang_mooncake.links.sockets import numeric_address
 from sglang_mooncake.vllm.facts import block_tokens
 from sglang_mooncake.vllm.kernels import cache_tensors, kernel_of, plain
 from sglang_mooncake.vllm.page_map import PageMap
@@ -83,7 +84,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._options = PdOptions.of(extra)
         self._is_prefill = role_of(vllm_config) == "prefill"
         self._block_tokens = block_tokens(vllm_config)
-        self._host = self._options.host or str(get_ip())
+        self._host = numeric_address(self._options.host or str(get_ip()))
         warning = check_exposure(self._options, self._host)
         if warning is not None and role == KVConnectorRole.WORKER:
             logger.warning("%s", warning)

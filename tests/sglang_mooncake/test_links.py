@@ -9,10 +9,12 @@ import socket
 import struct
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import zmq
 from handover import FIRST, HOST, PATIENT, WAIT_S, Pool, make_context, until
+from msgspec import structs
 
 import te
 from bootstrap_server import Rank
@@ -21,7 +23,7 @@ from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.layout import Buffers
 from sglang_mooncake.links import decode as decode_links
 from sglang_mooncake.links.decode import CONNECT_S, DecodeLinks, LinkKey
-from sglang_mooncake.links.sockets import open_dealer, open_router
+from sglang_mooncake.links.sockets import numeric_address, open_dealer, open_router
 from sglang_mooncake.messages import (
     Hello,
     HelloReply,
@@ -446,3 +448,19 @@ def test_the_names_that_a_router_will_give_cannot_be_known():
             bench.links.close()
             bench.router.close(linger=0)
     assert names[0] != names[1]
+
+
+def test_a_name_is_not_looked_up_by_those_who_have_links(bench):
+    """libzmq would do it in its one thread, where the links of all other ranks would wait."""
+    named = replace(bench.key, rank=structs.replace(bench.key.rank, host="node7.invalid"))
+    bench.links.open(named)
+    (down,) = bench.events
+    assert isinstance(down, LinkDown)
+    assert "'node7.invalid', which is no numeric address" in down.reason
+
+
+def test_a_rank_tells_its_peers_an_address_and_not_its_name():
+    assert numeric_address("localhost") in ("127.0.0.1", "::1")
+    assert numeric_address("fd00::1") == "fd00::1"
+    with pytest.raises(ValueError, match=r"the host .xxx.*has no address"):
+        numeric_address("x" * 64)  # no resolver is asked for a name as long as that
