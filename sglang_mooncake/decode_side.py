@@ -22,7 +22,7 @@ from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.executor import Executor
 from sglang_mooncake.fences import Fencer
-from sglang_mooncake.instances import PrefillInstances, fetch_instance
+from sglang_mooncake.instances import KNOWN_MAX, PrefillInstances, fetch_instance
 from sglang_mooncake.layout import SEAL_BYTES, Buffers, Layout, Seal
 from sglang_mooncake.layout.pairing import DRAFT
 from sglang_mooncake.links.decode import DecodeLinks, LinkKey
@@ -97,7 +97,8 @@ class DecodeSide(Side):
         self.instances = PrefillInstances(
             registries, functools.partial(fetch_instance, keys=context.keys)
         )
-        self._sources_of: dict[str, _Sources] = {}  # of the scheduler thread alone
+        #: By address, the oldest first; of the scheduler thread alone.
+        self._sources_of: dict[str, _Sources] = {}
         self._optional_states = _optional_states(layout)
         self._executor: Executor[rooms.Event, rooms.Instruction] = Executor(
             self._rooms.handle, self._perform, rooms.after_failure
@@ -177,6 +178,9 @@ class DecodeSide(Side):
         known = self._sources_of.get(address)
         if known is None or known.instance is not instance:
             matching.check_configs(instance.config, self._context.config)
+            self._sources_of.pop(address, None)
+            if len(self._sources_of) >= KNOWN_MAX:  # instances move from address to address
+                del self._sources_of[next(iter(self._sources_of))]
             known = self._sources_of[address] = _Sources(instance)
         found = known.by_dp_rank.get(prefill_dp_rank)
         if found is None:

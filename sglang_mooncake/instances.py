@@ -18,7 +18,7 @@ from bootstrap_server.signatures import check_signatures
 from sglang_mooncake.registries import Registries
 from sglang_mooncake.workers import Workers
 
-__all__ = ["PrefillInfo", "PrefillInstances", "fetch_instance"]
+__all__ = ["KNOWN_MAX", "PrefillInfo", "PrefillInstances", "fetch_instance"]
 
 logger = logging.getLogger(__name__)
 
