@@ -49,6 +49,8 @@ MESSAGE_BYTES_MAX = 64 << 20
 TOKENS_MAX = (1 << 31) - 1
 #: A reason is one sentence. What it quotes may be long, and it is kept and passed on.
 REASON_CHARS_MAX = 1_000
+#: How a rank calls itself.
+RANK_CHARS_MAX = 200
 #: Indices travel as int32.
 INDEX_MAX = (1 << 31) - 1
 _ENGINE_ID = re.compile("[0-9a-f]{32}")
@@ -64,22 +66,33 @@ class VersionMismatch(MessageError):
     """The peer speaks another version of the protocol."""
 
 
+def _cut(message: msgspec.Struct, name: str, chars_max: int) -> None:
+    """What peers say for sentences goes into the log, and on to others."""
+    text: str = getattr(message, name)
+    if len(text) > chars_max:
+        msgspec.structs.force_setattr(message, name, f"{text[: chars_max - 2]} …")
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """decode → prefill, once per link: who I am and where my KV cache lies.
 
     Which part of its own cache a prefill rank sends follows from the places of both.
     """
 
-    rank: str  # for sentences: "decode rank dp0 tp1 at 10.0.0.2"
+    rank: str  # for sentences: "decode rank dp0 tp1 at 10.0.0.2"; cut at RANK_CHARS_MAX
     place: Place
     card: bytes  # te.Engine.card()
     layout: Layout
+
+    def __post_init__(self) -> None:
+        _cut(self, "rank", RANK_CHARS_MAX)
 
 
 class HelloReply(msgspec.Struct, frozen=True, tag="hello_reply"):
     """prefill → decode: the data path stands (refused is None), or why not. A prefill rank repeats
     the former as long as that is so, to learn of links that have ended.
 
+    refused: one beyond REASON_CHARS_MAX is cut.
     engine_id, engine_epoch: of te; where the data path stands, whom to expect writes from.
     layers: of each page, how many this prefill rank writes to that decode rank: those that both
         have, a draft model's among them.
@@ -92,6 +105,7 @@ class HelloReply(msgspec.Struct, frozen=True, tag="hello_reply"):
 
     def __post_init__(self) -> None:
         if self.refused is not None:
+            _cut(self, "refused", REASON_CHARS_MAX)
             return
         if self.layers < 0:
             raise ValueError(f"{self.layers} layers of a page")
@@ -192,10 +206,7 @@ class RoomAbort(msgspec.Struct, frozen=True, tag="room_abort"):
     reason: str
 
     def __post_init__(self) -> None:
-        if len(self.reason) > REASON_CHARS_MAX:
-            msgspec.structs.force_setattr(
-                self, "reason", f"{self.reason[: REASON_CHARS_MAX - 2]} …"
-            )
+        _cut(self, "reason", REASON_CHARS_MAX)
 
 
 class RoomFailed(msgspec.Struct, frozen=True, tag="room_failed"):
@@ -209,16 +220,19 @@ class RoomFailed(msgspec.Struct, frozen=True, tag="room_failed"):
     reason: str
 
     def __post_init__(self) -> None:
-        if len(self.reason) > REASON_CHARS_MAX:
-            msgspec.structs.force_setattr(
-                self, "reason", f"{self.reason[: REASON_CHARS_MAX - 2]} …"
-            )
+        _cut(self, "reason", REASON_CHARS_MAX)
 
 
 class LinkReset(msgspec.Struct, frozen=True, tag="link_reset"):
-    """prefill → decode: I no longer have a data path to you; say hello again."""
+    """prefill → decode: I no longer have a data path to you; say hello again.
+
+    reason: one beyond REASON_CHARS_MAX is cut.
+    """
 
     reason: str
+
+    def __post_init__(self) -> None:
+        _cut(self, "reason", REASON_CHARS_MAX)
 
 
 Message = (
@@ -253,8 +267,10 @@ def decode(frame: bytes) -> Message:
         )
     try:
         return _decoder.decode(memoryview(frame)[_HEADER_BYTES:])
-    except (msgspec.DecodeError, RecursionError) as error:  # the latter for what nests too deep
-        raise MessageError(f"malformed hand-over message: {error}") from error
+    # The latter two for text that is no UTF-8, and for what nests too deep.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        what = str(error)[:REASON_CHARS_MAX]  # it may quote what was said
+        raise MessageError(f"malformed hand-over message: {what}") from error
 
 
 def indices_to_bytes(indices: npt.NDArray[np.integer]) -> bytes:

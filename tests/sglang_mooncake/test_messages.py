@@ -212,3 +212,30 @@ def test_a_message_of_unbounded_length_is_refused_unread(monkeypatch):
     monkeypatch.setattr(messages, "MESSAGE_BYTES_MAX", 10)
     with pytest.raises(MessageError, match="10 are allowed"):
         messages.decode(messages.encode(LinkReset("a sentence")))
+
+
+@pytest.mark.parametrize(
+    "message", [RoomAbort(1, 1, "gone"), HelloReply("gone"), LinkReset("gone")]
+)
+def test_text_that_is_not_utf_8_is_refused_as_a_message(message):
+    with pytest.raises(MessageError, match="malformed hand-over message: 'utf-8' codec"):
+        messages.decode(messages.encode(message).replace(b"gone", b"g\xffne"))
+
+
+def test_what_a_malformed_message_says_is_not_repeated_at_length():
+    frame = messages.encode(LinkReset(""))[:6] + msgspec.msgpack.encode({"type": "x" * (1 << 20)})
+    with pytest.raises(MessageError) as said:
+        messages.decode(frame)
+    assert len(str(said.value)) < 2 * messages.REASON_CHARS_MAX
+
+
+def test_sentences_of_peers_are_cut():
+    long = "x" * (1 << 20)
+    assert (
+        len(messages.decode(messages.encode(LinkReset(long))).reason) == messages.REASON_CHARS_MAX
+    )
+    assert (
+        len(messages.decode(messages.encode(HelloReply(long))).refused) == messages.REASON_CHARS_MAX
+    )
+    hello = Hello(long, ALONE, b"", LAYOUT)
+    assert len(messages.decode(messages.encode(hello)).rank) == messages.RANK_CHARS_MAX
