@@ -43,6 +43,7 @@ from sglang_mooncake.rooms.decode_events import (
 )
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
 from sglang_mooncake.rooms.states import (
+    RELEASED,
     TRANSITIONS_DECODE,
     RoomState,
     RoomView,
@@ -167,7 +168,7 @@ class DecodeRooms:
             case Broken(view, reason):
                 return self._end(view, RoomState.FAILED, reason)
             case Closed(view):
-                return self._end(view, RoomState.ABORTED, "the scheduler released the request")
+                return self._end(view, RoomState.ABORTED, RELEASED)
             case Fenced(view):
                 return self._fenced(view)
             case LinkUp(link, layers):

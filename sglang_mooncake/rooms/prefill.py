@@ -46,6 +46,7 @@ from sglang_mooncake.rooms.prefill_room import (
     peer_gave_up,
 )
 from sglang_mooncake.rooms.states import (
+    RELEASED,
     TRANSITIONS_PREFILL,
     RoomState,
     RoomView,
@@ -137,7 +138,7 @@ class PrefillRooms:
             case Broken(view, reason):
                 return self._end(view, RoomState.FAILED, reason)
             case Closed(view):
-                return self._end(view, RoomState.ABORTED, "the scheduler released the request")
+                return self._end(view, RoomState.ABORTED, RELEASED)
             case Computed(view):
                 return self._computed(view, now_s)
             case Awaited(peer, wait):

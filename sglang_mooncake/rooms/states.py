@@ -17,11 +17,13 @@ from __future__ import annotations
 import enum
 import itertools
 from dataclasses import dataclass, field
+from typing import Final
 
 from sglang_mooncake.rooms.arrival import Awaited
 
 __all__ = [
     "ENDS",
+    "RELEASED",
     "TRANSITIONS_DECODE",
     "TRANSITIONS_PREFILL",
     "IllegalTransition",
@@ -31,6 +33,11 @@ __all__ = [
     "Step",
     "advance",
 ]
+
+
+#: Why a room ends that its own side's scheduler lets go of. SGLang's tests know a request that was
+#: not served by "abort" in its error's text.
+RELEASED: Final = "aborted, since the scheduler released the request"
 
 
 class RoomState(enum.Enum):

@@ -132,12 +132,12 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         """
         self.conclude_state = KVPoll.Failed
         view, reason = self._view, self._view.reason
-        self._side.abort(view, "another rank of the decode server failed")
+        self._side.abort(view, "aborted, since another rank of the decode server failed")
         if not self.kv_mgr.enable_deferred_decode_kv_release and view.named:
             self._wait_for_fence()
         raise KVTransferError(
             self.bootstrap_room,
-            reason or "another rank of the group failed",
+            reason or "aborted, since another rank of the group failed",
             is_from_another_rank=reason is None,
         )
 
@@ -161,7 +161,7 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """SGLang calls this for failed rooms that need not be kept; ending them is all there is."""
         del force_arm
-        self._side.abort(self._view, "another rank of the decode server failed")
+        self._side.abort(self._view, "aborted, since another rank of the decode server failed")
 
     def is_abort_release_safe(self) -> bool:
         return self._view.releasable

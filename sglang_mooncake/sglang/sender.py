@@ -158,7 +158,7 @@ class KVSender(SpanSender, BaseKVSender):  # type: ignore[misc]
         """Raises the reason, and lets go of the room: SGLang does not call `clear()` then."""
         view = self.view
         from_another_rank = view.reason is None
-        reason = view.reason or "another rank of the group failed"
+        reason = view.reason or "aborted, since another rank of the group failed"
         self._side.close_room(view)
         raise KVTransferError(self.bootstrap_room, reason, from_another_rank)
 

@@ -108,9 +108,12 @@ class DecodeWorker:
         if view.over:
             if not view.releasable:
                 return False
-            if view.state is not RoomState.ABORTED:  # vLLM's own doing
+            # An abort is vLLM's own doing, unless it is ours.
+            if view.state is not RoomState.ABORTED or work.refusal:
                 logger.warning(
-                    "request %s: its prompt did not come: %s", work.request_id, view.reason
+                    "request %s: its prompt did not come: %s",
+                    work.request_id,
+                    work.refusal or view.reason,
                 )
                 self._failed.update(work.blocks)
             return True
@@ -118,6 +121,9 @@ class DecodeWorker:
             return False
         if not room.is_linked:
             self._link(room)
+        elif work.refusal:
+            # Its prefill server hears of it, and need not wait.
+            self._side.abort(view, work.refusal)
         elif not view.named:
             if view.nameable:
                 blocks = np.array(work.blocks, np.int64)

@@ -30,6 +30,7 @@ class Load:
     """Decode: a prompt whose blocks are to be filled by its prefill server.
 
     first_token: of these blocks; this server holds what is before it.
+    refusal: why they are not filled after all; vLLM is told that they were not, and computes them.
     """
 
     request_id: str
@@ -37,6 +38,7 @@ class Load:
     room: int
     first_token: int
     blocks: list[int]
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,8 @@ class Loads:
 
     def given(self, request_id: str, blocks: Sequence[int], tokens: int) -> Load | Release | None:
         """The request has blocks for this many of the tokens that ``match`` has told; None if it
-        has made use of its offer before. ``blocks``: all of the request's.
-
-        Raises:
-            ValueError: not for all of them.
-        """
+        has made use of its offer before. ``blocks``: all of the request's. A prompt comes whole:
+        with room for a part of it, it does not come."""
         offer = self._offers.pop(request_id, None)
         held = self._held.pop(request_id, 0)
         if offer is None:
@@ -134,12 +133,14 @@ class Loads:
             reason = "the decode server computes the prompt itself"
             return Release(request_id, offer.registry, offer.room, reason, holds=False)
         first, end = held // self._block_tokens, -(-offer.tokens // self._block_tokens)
+        refusal = ""
         if held + tokens != offer.tokens or end > len(blocks):
-            raise ValueError(
-                f"request {request_id}: {offer.tokens} tokens are to be loaded behind {held}, and"
-                f" vLLM's scheduler has made room for {tokens}, in {len(blocks)} blocks"
+            refusal = (
+                f"{offer.tokens - held} tokens are to be loaded behind {held}, and vLLM's scheduler"
+                f" has made room for {tokens}, in {len(blocks)} blocks"
             )
-        return Load(request_id, offer.registry, offer.room, held, list(blocks[first:end]))
+            end = -(-(held + tokens) // self._block_tokens)
+        return Load(request_id, offer.registry, offer.room, held, list(blocks[first:end]), refusal)
 
     def finished(self, request_id: str) -> Release | None:
         """Forgets the request. What is to be said of an offer of which no use was made."""

@@ -96,6 +96,15 @@ def test_a_room_goes_from_open_to_done_and_gives_its_seal_slots_back():
     assert (len(rooms), rooms.free_seal_slots) == (0, SLOTS)
 
 
+def test_a_room_that_its_scheduler_lets_go_of_is_aborted_by_its_text_too():
+    """By which SGLang's tests know it."""
+    rooms, view = new_rooms(), RoomView(1, 0.0)
+    rooms.handle(Opened(view), 0)
+    rooms.handle(Closed(view), 0)
+    assert view.state is RoomState.ABORTED
+    assert "abort" in view.reason
+
+
 def test_every_room_asks_for_its_links_and_is_told_of_each():
     rooms = new_rooms()
     first = requested(rooms, 1)

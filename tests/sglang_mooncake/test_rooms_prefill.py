@@ -50,6 +50,15 @@ def test_a_room_goes_from_open_to_done():
     assert len(rooms) == 0
 
 
+def test_a_room_that_its_scheduler_lets_go_of_is_aborted_by_its_text_too():
+    """By which SGLang's tests know it."""
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    view = opened(rooms)
+    rooms.handle(Closed(view), 0)
+    assert view.state is RoomState.ABORTED
+    assert "abort" in view.reason
+
+
 def test_a_room_with_several_decode_ranks_waits_for_all_and_writes_to_each():
     rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)

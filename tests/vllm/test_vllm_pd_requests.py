@@ -42,6 +42,23 @@ def test_what_is_not_held_is_loaded_once(tokens: int, data: st.DataObject) -> No
     assert len(loads) == 0
 
 
+@given(st.integers(2, 40), st.data())
+def test_a_prompt_that_has_room_in_part_does_not_come(tokens: int, data: st.DataObject) -> None:
+    """Nothing raises in the scheduler's process, and its blocks are named, to be computed."""
+    held = data.draw(st.integers(0, (tokens - 2) // BLOCK)) * BLOCK
+    loads = Loads(BLOCK)
+    loads.new("r", offer(tokens))
+    loads.match("r", held)
+    room = data.draw(st.integers(1, tokens - held - 1))
+    blocks = list(range(100, 100 + -(-(held + room) // BLOCK)))
+    load = loads.given("r", blocks, room)
+    assert isinstance(load, Load)
+    assert load.blocks == blocks[held // BLOCK :]
+    assert f"{tokens - held} tokens are to be loaded behind {held}" in load.refusal
+    assert loads.finished("r") is None
+    assert len(loads) == 0
+
+
 def test_a_request_that_loads_nothing_lets_the_prefill_server_go() -> None:
     loads = Loads(BLOCK)
     loads.new("r", offer(9))

@@ -50,6 +50,16 @@ def test_what_the_decode_server_holds_is_not_sent() -> None:
         two.assert_moved([3], [8])
 
 
+def test_a_prompt_that_does_not_fit_is_computed_and_let_go() -> None:
+    with pair() as two:
+        two.send("p", 7, [1, 2, 3])
+        two.decode.worker.load(Load("d", two.address, 7, 0, [8, 9], "room for two blocks of three"))
+        two.until_loaded("d")
+        two.until_sent("p")
+        assert two.failed == {8, 9}
+        two.assert_moved([], [])
+
+
 def test_many_requests_at_once_each_get_their_own() -> None:
     with pair() as two:
         for i in range(8):
