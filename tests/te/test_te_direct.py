@@ -200,6 +200,24 @@ def test_who_waits_for_the_rails_of_a_link_hears_that_it_has_ended() -> None:
             keeper.stop(TIMEOUT_S)
 
 
+def test_a_rail_that_comes_late_replaces_none_that_is_newer() -> None:
+    """Two attempts at one rail, of which the first is over last."""
+    wires = Wires()
+    with NullEngine(wires, nics=1) as engine, contextlib.closing(
+        RawDirectSource(engine.card(), wires)
+    ) as source:  # fmt: skip
+        newer = source.rail(epoch=2)
+        assert newer is not None
+        source.rail(epoch=1)
+        # The worker takes them up one after the other: behind this one, it has seen both.
+        assert source.rail(index=1, epoch=1) is not None
+        engine.expect(3)
+        source.send(ask(1, 1, tag=3))
+        mark = source.granted()
+        assert newer.send_marks([mark])
+        wait_until(lambda: engine.arrived(3) == 1, "it has landed")
+
+
 def test_a_fence_ends_what_was_granted_and_never_written() -> None:
     """A source that asks and then does nothing: the rails are broken, the slot is free again."""
     wires = Wires()

@@ -106,9 +106,11 @@ cdef void on_adopted(Polled *p) noexcept nogil:
     cdef Qp *q = <Qp *>p
     cdef Direct *d = direct_of(q.link)
     cdef Qp *old
-    if load32(&q.link.dead) or polled_attach(p, q.e.fd, EPOLLIN):
+    # An attempt that took longer than the next one comes too late.
+    if load32(&q.link.dead) or q.epoch < d.epochs[q.index] or polled_attach(p, q.e.fd, EPOLLIN):
         qp_end(q)
         return
+    d.epochs[q.index] = q.epoch
     old = d.qps[q.index]
     if old != NULL and old.ring_n:  # It must be closed by the destination first.
         store32(&old.doomed, PEER_BROKE)

@@ -111,6 +111,7 @@ cdef struct Qp:
 cdef struct Direct:
     Worker *worker
     Qp *qps[RAILS_MAX]
+    u32 epochs[RAILS_MAX]  # of the newest queue pair that each rail has had
     u32 kicks  # atomic: counts calls to look for something to send
     u32 hopeless  # atomic: without a rail for too long
     bint has_outlasted
