@@ -354,7 +354,7 @@ def _decode(data: bytes, kind: type[Any]) -> Any:
         raise StatusError(f"the question has {complaint}")
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as exc:
         raise StatusError(f"this is no message of te's status: {exc}") from exc
 
 

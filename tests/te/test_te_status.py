@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,6 +207,29 @@ def test_who_says_nothing_is_let_go(
         assert ask(listening.path, "echo", {"a": 1}) == {"a": 1}
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(1) == b""
+
+
+@pytest.mark.parametrize("answer", [b"\x91" * 5000 + b"\xc0", b"\xa1\xff"])
+def test_what_is_no_answer_is_an_error(directory: Path, answer: bytes) -> None:
+    """As another user's process may give to root."""
+    directory.mkdir(parents=True, mode=0o700)
+    reply = b"\x81\xa6answer" + answer
+    path = directory / "7-liar.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(1)
+
+        def lie() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(1 << 12)
+                sock.sendall(struct.pack("!I", len(reply)) + reply)
+
+        liar = threading.Thread(target=lie)
+        liar.start()
+        with pytest.raises(te.StatusError, match="no message of te's status"):
+            ask(path, "engine", timeout_s=TIMEOUT_S)
+        liar.join()
 
 
 def test_who_does_not_take_the_answer_is_let_go(
