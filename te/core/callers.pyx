@@ -7,7 +7,7 @@ from te.core.frames cimport *
 from te.core.plane cimport PENDING
 from te.core.posix cimport EPOLLIN, EPOLLOUT, POLLIN, pollfd, ppoll
 from te.core.sync cimport *
-from te.core.worker cimport LOOKS, Spin, may_spin, polled_kick, spin_paid, spin_turn, worker_wake
+from te.core.worker cimport LOOKS, may_spin, polled_kick, spin_paid, spin_turn, worker_wake
 
 cdef enum:
     NAP_MOST_NS = 1000000
@@ -81,8 +81,16 @@ cdef bint await_ring(Connection *c) noexcept nogil:
     return False
 
 
-cdef void nap(Connection *c, u64 nap_ns) noexcept nogil:
-    """Sleeps until the connection has something to read, or for a while."""
+cdef inline bint locked(Connection *c, bint may_wait) noexcept nogil:
+    """Takes its lock; False if somebody has it, and that is not to be waited for."""
+    if may_wait:
+        return pthread_mutex_lock(&c.lock) == 0
+    return pthread_mutex_trylock(&c.lock) == 0
+
+
+cdef void nap(Connection *c, u64 nap_ns, bint may_wait) noexcept nogil:
+    """Sleeps until the connection has something to read, or for a while; not at all while somebody
+    else has the connection."""
     cdef pollfd p
     cdef timespec most
     cdef bint has_rings = c.channel.rings != NULL
@@ -92,7 +100,8 @@ cdef void nap(Connection *c, u64 nap_ns) noexcept nogil:
     p.fd = c.channel.fd
     p.events = POLLIN
     if has_rings and not c.napping:
-        pthread_mutex_lock(&c.lock)
+        if not locked(c, may_wait):
+            return
         c.napping = True
         if not c.gone:
             watch(c, 0)  # The wake-up is for this thread.
@@ -100,16 +109,16 @@ cdef void nap(Connection *c, u64 nap_ns) noexcept nogil:
     if has_rings:
         if channel_arm(&c.channel, EPOLLIN):
             return
-    if ppoll(&p, 1, &most, NULL) == 1 and has_rings:
-        pthread_mutex_lock(&c.lock)
+    if ppoll(&p, 1, &most, NULL) == 1 and has_rings and locked(c, may_wait):
         if not c.gone:
             take_wakeups(&c.channel)
         pthread_mutex_unlock(&c.lock)
 
 
-cdef void give_back(Connection *c) noexcept nogil:
-    """To its worker."""
-    pthread_mutex_lock(&c.lock)
+cdef bint give_back(Connection *c, bint may_wait) noexcept nogil:
+    """To its worker; False if it has not been."""
+    if not locked(c, may_wait):
+        return False
     if c.driven and not c.gone:
         c.driven = 0
         set_interest(c)
@@ -120,15 +129,15 @@ cdef void give_back(Connection *c) noexcept nogil:
     # The worker may be asleep, and has not asked to be woken up for what this thread waited for.
     if connection_arm(c) or (c.protocol.has_work != NULL and c.protocol.has_work(c)):
         polled_kick(&c.polled)
+    return True
 
 
-cdef void drive(Transfer *t, u64 until_ns) noexcept nogil:
+cdef Polled *drive(Transfer *t, Spin *spin, u64 until_ns, bint may_wait) noexcept nogil:
     cdef Connection *c = <Connection *>load_pointer(&t.via)
-    cdef Spin *spin = &t.link.spin
     cdef u64 begun = now_ns(), now = begun
     cdef Moved state = MOVED
     if c == NULL:
-        return
+        return NULL
     while load32(&t.status) == PENDING and now < until_ns:
         state = take_answer(t, c)
         if state == NOT_MINE or state == LOST or load32(&t.status) != PENDING:
@@ -139,10 +148,17 @@ cdef void drive(Transfer *t, u64 until_ns) noexcept nogil:
             if not await_ring(c):
                 spin_turn(spin, now)
         else:
-            nap(c, until_ns - now)
+            nap(c, until_ns - now, may_wait)
         now = now_ns()
     if now < begun + spin.most_ns:
         spin_paid(spin)
-    give_back(c)
+    if not give_back(c, may_wait):
+        return &c.polled
     if load32(&c.polled.kicked) or state == NOT_MINE or state == LOST:
         polled_kick(&c.polled)
+    return NULL
+
+
+cdef void drive_end(Polled *via) noexcept nogil:
+    give_back(<Connection *>via, True)
+    polled_kick(via)

@@ -7,7 +7,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
-from te.core.callers cimport INLINE_BYTES, drive
+from te.core.callers cimport INLINE_BYTES, drive, drive_end
 from te.core.engine cimport Revocation, outcomes_of
 from te.core.connections cimport connection_add
 from te.core.heap cimport need
@@ -19,7 +19,7 @@ from te.core.sync cimport *
 from te.core.tags cimport Identity
 from te.core.transfer cimport *
 from te.core.wire cimport Block, RAILS_MAX
-from te.core.worker cimport Worker, worker_wake
+from te.core.worker cimport Polled, Spin, Worker, worker_wake
 
 import os
 
@@ -301,19 +301,26 @@ cdef class TransferHandle:
             with nogil:
                 done = t.link.ops.unread(t, now_ns() + UNREAD_NS)
         elif is_new:
-            t.link.ops.cancel(t)
+            with nogil:  # It may wait for a worker that has a device destroy a queue pair.
+                t.link.ops.cancel(t)
         return done
 
     def wait(self, double timeout_s):
         cdef Transfer *t = self.t
         cdef u64 until = now_ns() + <u64>(min(max(timeout_s, 0.0), 1e9) * 1e9), now
+        cdef Spin spin
+        cdef Polled *held
         if load32(&t.status) == PENDING and t.total <= INLINE_BYTES:
             # Taking the interpreter lock back costs up to 5 ms beside a busy thread; an answer to
             # a small write comes in less time than anybody else would be let in.
-            drive(t, min(until, now_ns() + KEEP_LOCK_NS))
+            held = drive(t, &t.link.spin, min(until, now_ns() + KEEP_LOCK_NS), False)
+            if held != NULL:
+                with nogil:
+                    drive_end(held)
         if load32(&t.status) == PENDING and t.total <= INLINE_BYTES:
+            spin = t.link.spin  # That one is for who has the interpreter lock.
             with nogil:
-                drive(t, min(until, now_ns() + DRIVE_NS))
+                drive(t, &spin, min(until, now_ns() + DRIVE_NS), True)
         while load32(&t.status) == PENDING:
             now = now_ns()
             if now >= until:

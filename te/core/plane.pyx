@@ -9,6 +9,7 @@ from te.core.notices cimport notices_close, notices_open
 from te.core.regions cimport regions_close, regions_open
 from te.core.posix cimport EINVAL
 from te.core.sections cimport quiesce
+from te.core.staging cimport SLOTS_MAX
 from te.core.stager cimport stager_free, stager_new, stager_quiesce
 from te.core.sync cimport (
     load32, now_ns, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
@@ -52,7 +53,8 @@ cdef void plane_close(Plane *p) noexcept nogil:
 
 
 cdef int plane_stage(Plane *p, void *base, u64 nbytes, u64 slot_bytes) noexcept nogil:
-    cdef u64 part = nbytes / p.workers.n
+    # Fewer workers than it was meant for do not need all of it.
+    cdef u64 part = min(nbytes / p.workers.n, 2 * slot_bytes * SLOTS_MAX)
     cdef Stager *s
     cdef u32 i
     for i in range(p.workers.n):

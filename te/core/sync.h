@@ -30,9 +30,9 @@ static inline void store64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __A
 static inline void store_pointer(void *p, void *v) {
     __atomic_store_n((void **)p, v, __ATOMIC_SEQ_CST);
 }
-/* Seen by whoever sees what the writer does next. */
+/* Seen by whoever sees what the writer does next, and by nobody before what it has done last. */
 static inline void note_pointer(void *p, void *v) {
-    __atomic_store_n((void **)p, v, __ATOMIC_RELAXED);
+    __atomic_store_n((void **)p, v, __ATOMIC_RELEASE);
 }
 /* Of a counter that one thread at a time writes; others may be told an older value. */
 static inline void note64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
@@ -119,6 +119,7 @@ static inline uint32_t times_displaced(void) {
 }
 
 static inline int last_errno(void) { return errno; }
+static inline void set_errno(int e) { errno = e; }
 
 /* The NUMA node that the page of the address lies on, or -errno; move_pages(2) without moving. */
 static inline int page_node(uint64_t address) {

@@ -26,6 +26,7 @@ cdef extern from "core/sync.h" nogil:
     void futex_wait(u32 *p, u32 v, u64 ns)
     void futex_wake_all(u32 *p)
     int last_errno()
+    void set_errno(int e)
     void change_processor()
     u32 times_displaced()
     void name_thread(const char *name)

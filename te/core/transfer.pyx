@@ -133,7 +133,9 @@ cdef void transfer_settle(Transfer *t, u32 status, int code) noexcept nogil:
 
 
 cdef void transfer_discard(Transfer *t) noexcept nogil:
+    pthread_mutex_lock(&t.link.lock)
     let_go(t)
+    pthread_mutex_unlock(&t.link.lock)
     transfer_drop(t)
 
 
