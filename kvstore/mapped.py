@@ -20,14 +20,16 @@ class Mapped:
 
     def __init__(self, fd: int, is_written: bool = False) -> None:
         """Maps all of a memory file; ``fd`` can be closed after that. ``ValueError`` if somebody
-        could make it shorter, which would end a process that reads there (SIGBUS); ``OSError`` if
-        it cannot be mapped."""
+        could make it shorter, or take huge pages out of it, which would end a process that reads
+        there (SIGBUS); ``OSError`` if it cannot be mapped."""
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError:  # It is no memory file.
             seals = 0
         if not seals & fcntl.F_SEAL_SHRINK:
             raise ValueError("a memory file of another process could be made shorter")
+        if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
+            raise ValueError("a memory file of another process is of huge pages")
         self.nbytes: Final = os.fstat(fd).st_size
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if is_written else 0)
         self._memory: Final = mmap.mmap(fd, self.nbytes, prot=prot)

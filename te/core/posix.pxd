@@ -72,7 +72,12 @@ cdef extern from "<unistd.h>" nogil:
 
 cdef extern from "<fcntl.h>" nogil:
     int fcntl(int fd, int command, ...)
-    enum: F_GET_SEALS, F_SEAL_SHRINK
+    enum: F_GET_SEALS, F_SEAL_SHRINK, F_SEAL_WRITE
+
+cdef extern from "<sys/vfs.h>" nogil:
+    ctypedef struct FileSystem "struct statfs":
+        long f_type
+    int fstatfs(int fd, FileSystem *s)
 
 cdef extern from "<sys/mman.h>" nogil:
     void *mmap(void *address, size_t nbytes, int protection, int flags, int fd, int64_t offset)
@@ -87,12 +92,21 @@ cdef extern from "<errno.h>" nogil:
     enum: EPROTO
 
 
+cdef enum:
+    F_SEAL_FUTURE_WRITE = 0x10  # C libraries before 2.29 have no name for it
+    HUGETLBFS_MAGIC = 0x958458F6  # linux/magic.h
+
+
 cdef inline u64 file_bytes(int fd) noexcept nogil:
     """Size of a memory file that can never shrink; 0 if it is none: touching what another process
-    has cut off is a SIGBUS. Ordinary files have no seals at all, -1."""
+    has cut off is a SIGBUS. So is a hole in one of huge pages once none of those is free, and nobody
+    punches holes where nobody writes. Ordinary files have no seals at all, -1."""
     cdef int seals = fcntl(fd, F_GET_SEALS)
     cdef int64_t nbytes
-    if seals < 0 or not seals & F_SEAL_SHRINK:
+    cdef FileSystem of
+    if seals < 0 or not seals & F_SEAL_SHRINK or fstatfs(fd, &of) < 0:
+        return 0
+    if <u32>of.f_type == HUGETLBFS_MAGIC and not seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE):
         return 0
     nbytes = lseek(fd, 0, SEEK_END)
     return <u64>nbytes if nbytes > 0 else 0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -299,6 +300,19 @@ def test_an_owner_that_cannot_be_believed(directory: Path, reply: bytes, why: st
     os.close(fd)
     with pytest.raises(NoAnswer, match="cannot be called"):
         Line(str(directory / "nobody"), "abc", TIMEOUT_S)
+
+
+def test_memory_of_huge_pages_is_not_mapped() -> None:
+    """A hole in it ends who touches it where there are no more of them."""
+    try:
+        fd = os.memfd_create("huge", os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+    except OSError as exc:
+        pytest.skip(f"this kernel has no memory files of huge pages: {exc.strerror}")
+    os.ftruncate(fd, 2 << 20)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    with pytest.raises(ValueError, match="of huge pages"):
+        Mapped(fd)
+    os.close(fd)
 
 
 def test_memory_in_a_file_is_not_mapped_and_its_owner_still_called(directory: Path) -> None:

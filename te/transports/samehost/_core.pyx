@@ -184,7 +184,8 @@ cdef class SamehostLink(LinkHandle):
     def add_mapping(self, u64 serial, u64 start, int fd, u64 nbytes):
         cdef u64 mapped = file_bytes(fd)
         if mapped < nbytes:
-            raise OSError(EFAULT, "the memory file is too short, or can be made so")
+            raise OSError(EFAULT, "the memory file is too short, or can be made so,"
+                          " or is of huge pages that can be taken out of it")
         self.check_mapping(start, nbytes, mapped)
         cdef void *here = mmap(NULL, mapped, PROT_READ, MAP_SHARED, fd, 0)
         if here == MAP_FAILED:
