@@ -312,6 +312,21 @@ def test_a_copy_counts_only_beside_the_nonce_of_its_process(
         wait_until(lambda: "its process has ended" in caplog.text, "the log says why")
 
 
+def test_nothing_lands_of_another_program() -> None:
+    """The nonce is there, and another's: what is copied with it has landed when it is seen."""
+    memory, secret = np.zeros(PAGE, np.uint8), np.full(PAGE, 7, np.uint8)
+    there = int(memory.ctypes.data)
+    with te.Engine() as engine:
+        engine.register(memory, remote="read-write")
+        nonce = NonceMemory()
+        source = RawSource(engine.card(), "samehost", nonce=nonce.nonce)
+        with source.sock:
+            nonce._page[:NONCE_NBYTES] = bytes(NONCE_NBYTES)
+            source.send(descriptors(Kind.PULL, 1, [(int(secret.ctypes.data), there, PAGE)]))
+            assert source.closed()
+        assert not memory.any()
+
+
 def ends_before_long(source: RawSource, here: int, there: int, nbytes: int) -> bool:
     """Whether the link ends while one small copy follows the other."""
     until_s = time.monotonic() + TIMEOUT_S

@@ -11,7 +11,7 @@ from te.core.inbound cimport Arriving
 from te.core.kinds cimport Copy, Kind
 from te.core.landing cimport *
 from te.core.link cimport ENDED, PROCESS_GONE, link_die
-from te.core.posix cimport iovec, process_vm_readv
+from te.core.posix cimport EFAULT, iovec, process_vm_readv
 from te.core.sections cimport enter, leave
 from te.core.staged cimport (
     staged_gather, staged_gathered, staged_is_gathering, staged_is_open, staged_move, staged_push,
@@ -21,7 +21,7 @@ from te.core.staging cimport Slot, Span, SPANS_MAX
 from te.core.sync cimport *
 from te.core.tally cimport count
 from te.core.vectors cimport advance, within
-from te.core.wire cimport ACK, Block, Header, PROGRESS, PULL, TEXT_MAX, header_of
+from te.core.wire cimport ACK, BLOCKS_MAX, Block, Header, PROGRESS, PULL, TEXT_MAX, header_of
 from te.core.worker cimport polled_kick, worker_spread
 from te.transports.samehost.alive cimport (
     ALIVE_NS, is_nonce, may_be_gone, nonce_read, source_lives,
@@ -162,45 +162,48 @@ cdef ssize_t copy_mapped(Connection *c, iovec *remote, uint8_t *slot, u64 most) 
     return done
 
 
+cdef bint is_the_same(Samehost *own, uint8_t *seen) noexcept nogil:
+    return nonce_read(own, seen) and is_nonce(own, seen)
+
+
 cdef ssize_t copy_foreign(Connection *c, iovec *remote, uint8_t *slot, u64 most) noexcept nogil:
     """The same by process_vm_readv(2), of any memory; -1 and errno when none could be read; 0 if it
     is not that of the process that was greeted.
 
-    The nonce is read behind them by the same call, which looks into one address space: that of the
-    number has changed if the process has run another program (execve(2)). Of small copies that is
-    a fifth (0.45 of 2.3 us for 4 KiB), so they are believed for as long as ALIVE_NS.
+    Nothing shall land of another program (execve(2)). So the nonce is read in front of the ranges, by
+    the same call, which looks into one address space: where it is not mapped the call reads nothing.
+    Where something else is, that is seen by a look of its own, before; of small copies that would be a
+    fifth (0.45 of 2.3 us for 4 KiB), so they do without for as long as ALIVE_NS.
     """
     cdef Samehost *own = own_of(c)
     cdef uint8_t *seen = (<Pulling *>c.own).seen
+    cdef iovec near[BLOCKS_MAX + 1]
+    cdef iovec far[BLOCKS_MAX + 1]
     cdef u64 cut, wanted, now = now_ns()
-    cdef u32 i = c.local_at, n = within(c.local + i, c.local_n - i, most, &cut), local_n = n
-    cdef iovec *local = c.local + i
-    cdef iovec *local_end = local + n
-    cdef iovec *remote_end = remote + i + n
-    cdef iovec local_kept = local_end[0], remote_kept = remote_end[0]
-    cdef iovec room[2]
+    cdef u32 i = c.local_at, n = within(c.local + i, c.local_n - i, most, &cut), near_n = n + 1
     cdef ssize_t moved
-    cdef bint looks
-    (remote_end - 1).iov_len = (local_end - 1).iov_len
-    wanted = nbytes_of(local, n)
-    looks = wanted >= SPREAD_BYTES or now > load64(&own.nonce_ns) + ALIVE_NS
-    if slot != NULL:
-        room[0].iov_base, room[0].iov_len = slot, wanted
-        local, local_n = room, 1
-    local[local_n].iov_base, local[local_n].iov_len = seen, NONCE_BYTES
-    remote_end.iov_base, remote_end.iov_len = <void *>own.nonce_at, NONCE_BYTES
-    moved = process_vm_readv(own.pid, local, local_n + looks, remote + i, n + looks, 0)
-    local_end[0], remote_end[0] = local_kept, remote_kept
+    memcpy(near + 1, c.local + i, n * sizeof(iovec))
+    memcpy(far + 1, remote + i, n * sizeof(iovec))
+    far[n].iov_len = near[n].iov_len
     if cut:
-        (local_end - 1).iov_len = (remote_end - 1).iov_len = cut
-    if moved < 0 or not looks:
-        return moved
-    if <u64>moved < wanted:  # It stopped in the middle.
-        return moved if nonce_read(own, seen) and is_nonce(own, seen) else 0
-    if <u64>moved != wanted + NONCE_BYTES or not is_nonce(own, seen):
+        c.local[i + n - 1].iov_len = cut
+    wanted = nbytes_of(near + 1, n)
+    if slot != NULL:
+        near[1].iov_base, near[1].iov_len = slot, wanted
+        near_n = 2
+    near[0].iov_base, near[0].iov_len = seen, NONCE_BYTES
+    far[0].iov_base, far[0].iov_len = <void *>own.nonce_at, NONCE_BYTES
+    if wanted >= SPREAD_BYTES or now > load64(&own.nonce_ns) + ALIVE_NS:
+        if not is_the_same(own, seen):
+            return 0
+    moved = process_vm_readv(own.pid, near, near_n, far, n + 1, 0)
+    if moved < NONCE_BYTES or not is_nonce(own, seen):
         return 0
     store64(&own.nonce_ns, now)
-    return <ssize_t>wanted
+    if moved == NONCE_BYTES:
+        set_errno(EFAULT)
+        return -1
+    return moved - NONCE_BYTES
 
 
 cdef inline u64 nbytes_of(iovec *v, u32 n) noexcept nogil:
