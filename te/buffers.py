@@ -44,8 +44,9 @@ class Buffer(mmap.mmap):
 
 
 def allocate(nbytes: int) -> Buffer:
-    """Allocates memory to register with an engine. Peers on the same host map it, and copy from it
-    about twice as fast as from other memory. For other peers it is ordinary memory.
+    """Allocates memory to register with an engine. Peers on the same host that run as the same
+    user, or as root, map it, and copy from it about twice as fast as from other memory. For other
+    peers, and where it is registered with ``remote="none"``, it is ordinary memory.
 
     The memory consists of huge pages if the system has reserved enough of them. Raises
     ``ValueError`` if ``nbytes`` is below 1, ``OSError`` if there is not enough memory.

@@ -114,7 +114,8 @@ class Config:
     gid_index: int | None = None
     #: Most unfinished transfers to one peer; one more raises ``te.QueueFull``.
     max_queued_transfers: int = 1024
-    #: Most incoming connections; one more is refused.
+    #: Most incoming connections; one more is refused. A quarter of them is for others than the
+    #: source that has the most: an address, an IPv6 network of 64 bits, or a process of this host.
     max_connections: int = 1024
     #: Payload bytes of one segment: the unit after which a cancelled transfer stops.
     segment_bytes: int = 4 << 20

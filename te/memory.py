@@ -138,7 +138,7 @@ class RegionTable:
                     f"[{address:#x}, {address + nbytes:#x}) of {nbytes} bytes"
                     f" overlaps the registered region {other}"
                 )
-            export = self._export(kind, buffer_or_address, address, nbytes)
+            export = self._export(kind, buffer_or_address, address, nbytes, remote)
             self._make_ready(kind)
             known = self._with_devices(address, nbytes, RIGHTS[remote], kind, location)
             if known is not None:
@@ -160,8 +160,12 @@ class RegionTable:
             self.regions = tuple(sorted((*self.regions, region), key=lambda one: one.address))
             return region
 
-    def _export(self, kind: MemoryKind, source: object, address: int, nbytes: int) -> Export | None:
+    def _export(
+        self, kind: MemoryKind, source: object, address: int, nbytes: int, remote: Remote
+    ) -> Export | None:
         """None if peers on this host have to copy it by other ways."""
+        if remote == "none" and Reach.KERNEL in kind.reach:
+            return None  # Peers could read by its file what they have no right to.
         try:
             return kind.export(source, address, nbytes)
         except OSError as exc:

@@ -61,6 +61,8 @@ class Acceptor:
         #: Under the lock. The other is being welcomed: it gets its first connection next.
         self._links = Links()
         self._welcomed: IncomingLink | None = None
+        #: Fenced, and not yet known to write no more, also when they have ended.
+        self._unconfirmed: set[IncomingLink] = set()
         self._greeting: set[Incoming] = set()
         self._admission = Admission()
         self._half_open: dict[HalfOpen, Incoming] = {}
@@ -86,23 +88,27 @@ class Acceptor:
     def fence(self, engine_id: str, timeout_s: float) -> int | None:
         """Ends that engine's links; how many, or None when a landing did not end in time."""
         with self._lock:
-            fenced = [
+            fenced = {
                 one
                 for one in self._links
                 if one.key.engine_id == engine_id and not one.handle.ended
-            ]
+            }
+            fenced |= {one for one in self._unconfirmed if one.key.engine_id == engine_id}
+            self._unconfirmed |= fenced
             count, welcomed = len(fenced), self._welcomed
             if welcomed is not None and welcomed.key.engine_id == engine_id:
                 welcomed.handle.die(Reason.FENCED)  # It takes no connection any more.
                 count += 1
         for one in fenced:
             one.handle.fence()
+            # Before that is waited for: a rail that is made anew meanwhile finds the link dead.
+            one.handle.die(Reason.FENCED)
         until_s = time.monotonic() + timeout_s
         for one in fenced:
             if not one.handle.quiesce(max(until_s - time.monotonic(), 0.0)):
                 return None
-        for one in fenced:
-            one.handle.die(Reason.FENCED)
+            with self._lock:
+                self._unconfirmed.discard(one)
         return count
 
     def link_stats(self) -> list[LinkStats]:
@@ -158,11 +164,18 @@ class Acceptor:
         """A connection was closed or handed over. Loop's thread only."""
         self._greeting.discard(incoming)
 
-    def limit(self) -> str | None:
-        """Why no more connections become rails; None if they may."""
+    def limit(self, source: str) -> str | None:
+        """Why no more connections of that source become rails; None if they may. A quarter of all
+        is for others than the source that has the most. Loop's thread only."""
         limit = self.local.config.max_connections
-        rails_in = self.local.plane.connections()[1]
-        return f"{limit} connections are open already" if rails_in >= limit else None
+        if self.local.plane.connections()[1] >= limit:
+            return f"{limit} connections are open already"
+        of_source = limit - limit // 4
+        with self._lock:
+            links = [one for one in self._links if one.source == source]
+        if sum(one.handle.rails for one in links) >= of_source:
+            return f"{of_source} connections of {source} are open already"
+        return None
 
     def link(self, key: LinkKey) -> IncomingLink | None:
         """The open one. Loop's thread only."""

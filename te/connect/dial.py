@@ -134,10 +134,12 @@ def greet(
     deadline_s: float,
     fds: Sequence[int] = (),
     session: Key | None = None,
+    proven: Callable[[], None] | None = None,
 ) -> Dialled:
     """Calls, has the other side prove that it is the engine of the card, says the hello, with
     descriptors if any (unix sockets only), and waits for the welcome; closes the socket on any
-    error. ``session``: of the link, which stands; without it the hello begins one.
+    error. ``session``: of the link, which stands; without it the hello begins one. ``proven``: what
+    is done for the other side once it has proved itself, before it is told anything.
 
     Raises ``OSError``, ``te.ConnectError``, ``te.VersionError``, ``te.HandshakeError``,
     ``TransportRefused``.
@@ -146,6 +148,8 @@ def greet(
         undo.callback(sock.close)
         try:
             turn = _call(sock, card, where, deadline_s, local.keys, session)
+            if proven is not None:
+                proven()
             body, proof = seal_hello(hello, turn)
             _send(sock, GreetingKind.HELLO, body, deadline_s, fds)
             greeting = _read_greeting(sock, deadline_s)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from te.connect.admission import HalfOpen
 from te.connect.chosen import Chosen
+from te.connect.foreign import close_foreign, drop_unread, receive_descriptors
 from te.connect.greeting import (
     CALL_BODY_MAX,
     CALL_KINDS,
@@ -77,8 +78,8 @@ class Acceptor(Protocol):
     def log(self, level: int, message: str, *values: object) -> None:
         """A line about a stranger."""
 
-    def limit(self) -> str | None:
-        """Why no more connections become rails."""
+    def limit(self, source: str) -> str | None:
+        """Why no more connections of that source become rails."""
 
     def link(self, key: LinkKey) -> IncomingLink | None:
         """The open one."""
@@ -149,8 +150,10 @@ class Incoming:
                 logging.INFO, "closing the connection from %s: %s", self._where, reason
             )
         self._release()
+        if self._takes_descriptor and self._sock.fileno() >= 0:
+            drop_unread(self._sock)
         while self._fds:
-            os.close(self._fds.pop())
+            close_foreign(self._fds.pop())
         if self._join is not None:
             self._join.close()
             self._join = None
@@ -196,9 +199,11 @@ class Incoming:
     def _read(self) -> Greeting | None:
         room = self._reader.room()
         if self._takes_descriptor:
-            data, fds, flags, _ = socket.recv_fds(self._sock, len(room), 1, socket.MSG_CMSG_CLOEXEC)
+            data, fds = receive_descriptors(self._sock, len(room))
             self._fds += fds
-            if len(self._fds) > 1 or flags & socket.MSG_CTRUNC:
+            if fds and self._turn is None:
+                raise ProtocolViolation("a call with a descriptor")
+            if len(self._fds) > 1:
                 raise ProtocolViolation("a hello with more than one descriptor")
             room[: len(data)] = data
             nbytes = len(data)
@@ -288,7 +293,7 @@ class Incoming:
 
     def _welcome(self, join: Join, link: IncomingLink | None) -> None:
         self._join = join
-        limit = self._acceptor.limit()
+        limit = self._acceptor.limit(self._half_open.source)
         if limit is not None:
             self._refuse(Refusal.LIMIT, limit)
             return
@@ -297,6 +302,7 @@ class Incoming:
         if problem is not None:
             raise TransportRefused(problem)
         with self._acceptor.welcomed(join, link) as link:
+            link.source = self._half_open.source
             welcome = Welcome(rails=self._local.config.rails, body=body)
             answer = self._say(GreetingKind.WELCOME, welcome)
             if link.session is None:

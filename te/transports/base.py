@@ -251,8 +251,10 @@ class IncomingLink:
     transport: Transport
     #: For the log.
     where: str
-    #: What every connection but the first proves. Set when that one is welcomed.
+    #: What every connection but the first proves. Set when that one is welcomed, as the next.
     session: Key | None = field(default=None, kw_only=True)
+    #: ``Listener.describe``'s, of its last connection.
+    source: str = field(default="", kw_only=True)
     #: As ``OutgoingLink.encrypted_by``.
     encrypted_by: str = field(default="", kw_only=True)
 

@@ -216,6 +216,7 @@ def test_a_link_that_has_died_in_the_middle_of_a_landing_is_fenced_too() -> None
                 target.fence_peer(frozen.source.id)
         frozen.serve()
         wait_until(lambda: target.stats().rails == 0, "all are closed")
+        assert target.fence_peer(frozen.source.id) == 1  # Nobody had confirmed it.
         assert target.fence_peer(frozen.source.id) == 0
 
 

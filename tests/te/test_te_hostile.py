@@ -35,12 +35,13 @@ from te_raw import (
     dial,
     hello,
     read_greeting,
+    said,
     take_challenge,
 )
 
 import te
 from te.connect.greeting import MAGIC, Greeting, GreetingKind, encode_greeting
-from te.handshake import PROTOCOL_VERSION, decode_card, encode
+from te.handshake import PROTOCOL_VERSION, Refuse, decode_body, decode_card, encode
 
 NBYTES = 1 << 20
 
@@ -339,6 +340,26 @@ def test_protocol_violations_end_only_their_connection(
     wait_until(lambda: says in caplog.text, f"logged: {says}")
     assert not target.memory[1:].any()
     target.assert_serves()
+
+
+def test_one_source_leaves_room_for_others() -> None:
+    with te.Engine(te.Config(max_connections=4, transports=("tcp",))) as engine:
+        card, decoded = engine.card(), decode_card(engine.card())
+        held = [RawSource(card, link=1 + i) for i in range(3)]
+        with dial(card) as sock:
+            sock.sendall(hello(sock, card, link=9))
+            answer = read_greeting(sock)
+            assert answer is not None
+            refused = decode_body(said(answer), Refuse)
+            assert refused.reason == "3 connections of 127.0.0.1 are open already"
+        address, there = (decoded.host, decoded.port), ("127.0.0.2", 0)
+        with socket.create_connection(address, TIMEOUT_S, there) as sock:
+            sock.sendall(hello(sock, card, link=10))
+            answer = read_greeting(sock)
+            assert answer is not None
+            assert answer.kind == GreetingKind.WELCOME
+        for one in held:
+            one.sock.close()
 
 
 def test_connections_are_bounded() -> None:

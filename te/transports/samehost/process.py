@@ -19,11 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Process", "Readers", "common_ancestor", "parent_of", "peer_pid", "peer_process"]
+__all__ = [
+    "Process",
+    "Readers",
+    "common_ancestor",
+    "may_look_here",
+    "parent_of",
+    "peer_pid",
+    "peer_process",
+]
 
 _UCRED = struct.Struct("iII")
 _SO_PEERPIDFD: Final = 77
 _PR_SET_PTRACER: Final = 0x59616D61
+_PR_GET_DUMPABLE: Final = 3
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _ANCESTORS_MAX: Final = 64
 _FDINFO_BYTES: Final = 4096
@@ -74,6 +83,20 @@ def peer_process(sock: socket.socket) -> Process | str:
         return _process_of(pidfd)
     except OSError as exc:
         return f"no descriptor of process {pid}: {exc.strerror}"
+
+
+def may_look_here(sock: socket.socket) -> bool:
+    """Whether the process that listens may read all memory of this one by its user alone
+    (ptrace(2), "access mode checking"): root, or the same user where this process can be dumped.
+    Asked here, as one that says so itself may lie. A capability of another user's process does not
+    show."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    _, uid, gid = _UCRED.unpack(raw)
+    return uid == 0 or (
+        set(os.getresuid()) == {uid}
+        and set(os.getresgid()) == {gid}
+        and ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1
+    )
 
 
 def _process_of(pidfd: int) -> Process | str:

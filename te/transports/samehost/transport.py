@@ -43,7 +43,7 @@ from te.transports.base import (
 from te.transports.samehost import reach
 from te.transports.samehost._core import SamehostLink
 from te.transports.samehost.messages import HostHello, HostWelcome, Nonce, Shared
-from te.transports.samehost.process import Process, peer_pid, peer_process
+from te.transports.samehost.process import Process, may_look_here, peer_pid, peer_process
 from te.transports.samehost.sharing import Say, SharedMemory, Shares, Sharing
 
 __all__ = ["SameHost"]
@@ -154,6 +154,8 @@ class SameHost(Transport):
                 process = peer_process(first.sock)
                 if isinstance(process, str):
                     raise TransportRefused(process)
+                # A file holds all of a region, and what lies beside it.
+                may_look = may_look_here(first.sock)
                 undo.callback(process.close)
                 said = decode_body(first.welcome.body, HostWelcome)
                 problem = reach.cannot_read(process, said.nonce)
@@ -174,8 +176,9 @@ class SameHost(Transport):
             self._local.config.rails,
             lambda one: link.add_rail(one.fileno(), one.rings_fd),
         )
-        say = _about_memory(self._local, self._nonce, card, number, first.session)
-        self._share(Shares(link, say), deadline_s, timeout_s)
+        if may_look:
+            say = _about_memory(self._local, self._nonce, card, number, first.session)
+            self._share(Shares(link, say), deadline_s, timeout_s)
         return OutgoingLink(link)
 
     def _share(self, shares: Shares, deadline_s: float, timeout_s: float) -> None:
@@ -202,13 +205,19 @@ class SameHost(Transport):
             except (ConnectionRefusedError, PermissionError):
                 raise TransportRefused(f"no engine {card.id} on this host") from None
             undo.callback(sock.close)
-            problem = reach.READERS.allow(peer_pid(sock))
-            if problem is not None:
-                raise TransportRefused(problem)
             rings_fd = reach.make_rings()
             undo.callback(os.close, rings_fd)
-            where = _where(card)
-            dialled = greet(self._local, sock, hello, card, where, deadline_s, [rings_fd], session)
+            dialled = greet(
+                self._local,
+                sock,
+                hello,
+                card,
+                _where(card),
+                deadline_s,
+                [rings_fd],
+                session,
+                lambda: _let_read(peer_pid(sock)),
+            )
             undo.pop_all()
             return _Rail(**vars(dialled), rings_fd=rings_fd)
 
@@ -261,10 +270,9 @@ class _Join(Join):
         if self.link is not None:
             _check_pid(self.link, process.pid)
         problem = reach.cannot_read(process, self.nonce)
-        if problem is None:
-            problem = reach.READERS.allow(process.pid)
         if problem is not None:
             raise TransportRefused(problem)
+        _let_read(process.pid)
         return self.answer
 
     def begin(self) -> IncomingLink:
@@ -283,6 +291,13 @@ class _Join(Join):
         if self.process is not None:
             self.process.close()
             self.process = None
+
+
+def _let_read(pid: int) -> None:
+    """Lets a process that has proved itself read this one's memory; ``TransportRefused``."""
+    problem = reach.READERS.allow(pid)
+    if problem is not None:
+        raise TransportRefused(problem)
 
 
 def _hello(
