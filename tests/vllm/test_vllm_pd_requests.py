@@ -112,15 +112,6 @@ def test_a_request_without_an_offer_is_computed() -> None:
     assert loads.finished("r") is None
 
 
-@pytest.mark.parametrize(("blocks", "tokens"), [([1, 2, 3], 8), ([1, 2], 9)])
-def test_room_for_another_number_of_tokens_is_refused(blocks: list[int], tokens: int) -> None:
-    loads = Loads(BLOCK)
-    loads.new("r", offer(9))
-    loads.match("r", 0)
-    with pytest.raises(ValueError, match="9 tokens are to be loaded behind 0"):
-        loads.given("r", blocks, tokens)
-
-
 EVENTS = st.lists(
     st.tuples(st.sampled_from(["new", "match", "given", "nothing", "finished"]), st.integers(0, 2)),
     max_size=30,
