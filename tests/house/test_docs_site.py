@@ -14,6 +14,7 @@ PARTS = [
     "CHANGELOG.md",
     "docs",
     "mkdocs.yml",
+    "scripts/command_line",
     "scripts/docs",
     "scripts/docs-requirements.txt",
     "te",
