@@ -19,6 +19,7 @@ from sglang_mooncake.mooncake_face.exchange import (
     NoCard,
     Told,
     answer,
+    place_of,
     proofs_nbytes,
     refusal,
 )
@@ -108,7 +109,8 @@ class Answerer:
             surplus.transport.abort()
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                writer.write(await self._answer(reader, address))
+                whom = place_of(writer.get_extra_info("sockname") or ("?", 0))
+                writer.write(await self._answer(reader, address, whom))
                 await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as exc:
             self._refusals.note(address, f"it asked for nothing: {exc!r}")
@@ -116,11 +118,11 @@ class Answerer:
             self._crowd.leave(writer)
             writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader, address: str) -> bytes:
+    async def _answer(self, reader: asyncio.StreamReader, address: str, whom: bytes) -> bytes:
         try:
             head = await reader.readexactly(QUESTION_HEAD_BYTES)
             proofs = await reader.readexactly(proofs_nbytes(head))
-            return answer(head, proofs, self._keys, self._tell())
+            return answer(head, proofs, self._keys, self._tell(), whom)
         except (NoCard, te.ClosedError) as exc:
             self._refusals.note(address, str(exc))
             return refusal(str(exc))

@@ -3,7 +3,8 @@
 
 Mooncake names an engine by "host:port" and addresses its memory by number. te connects with a card
 instead, and this is how one gets it. With secrets both sides prove that they have one in common: an
-HMAC over a random number of the asker, and over the answer with it. Cards are no secret themselves:
+HMAC over a random number of the asker and the address that he has connected to, and over the answer
+with both, so that nobody on the way can have another engine answer. Cards are no secret themselves:
 engines prove their keys to each other once more when they connect.
 """
 
@@ -26,13 +27,14 @@ __all__ = [
     "Told",
     "answer",
     "answer_nbytes",
+    "place_of",
     "proofs_nbytes",
     "question",
     "read_answer",
     "refusal",
 ]
 
-MAGIC: Final = b"te-card\x01"
+MAGIC: Final = b"te-card\x02"
 """The last byte is the version."""
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
@@ -62,9 +64,15 @@ class Told:
     first_address: int
 
 
-def question(nonce: bytes, keys: Sequence[bytes]) -> bytes:
-    """The bytes of a question; ``nonce``: random, of ``NONCE_BYTES``."""
-    proofs = b"".join(seal(key, _ASKS, nonce) for key in keys)
+def place_of(address: tuple[str, int]) -> bytes:
+    """Whom a question is for, of the address of his end of the connection. Zones of IPv6 addresses
+    are each host's own."""
+    return f"{address[0].partition('%')[0]} {address[1]}".encode()
+
+
+def question(nonce: bytes, keys: Sequence[bytes], whom: bytes) -> bytes:
+    """The bytes of a question; ``nonce``: random, of ``NONCE_BYTES``; ``whom``: ``place_of``."""
+    proofs = b"".join(seal(key, _ASKS, nonce, whom) for key in keys)
     return _QUESTION.pack(MAGIC, nonce, len(keys)) + proofs
 
 
@@ -76,21 +84,24 @@ def proofs_nbytes(head: bytes) -> int:
     return int(count) * PROOF_BYTES
 
 
-def answer(head: bytes, proofs: bytes, keys: Sequence[bytes], told: Told) -> bytes:
-    """The bytes of an answer to a question. ``NoCard`` if it proves none of ``keys``, or there are
-    none and it wants one proved."""
+def answer(head: bytes, proofs: bytes, keys: Sequence[bytes], told: Told, whom: bytes) -> bytes:
+    """The bytes of an answer to a question that has come to ``whom``. ``NoCard`` if it proves none
+    of ``keys`` for him, or there are none and it wants one proved."""
     nonce = _QUESTION.unpack(head)[1]
     given = [proofs[i : i + PROOF_BYTES] for i in range(0, len(proofs), PROOF_BYTES)]
     body = _FIRST.pack(told.first_address) + told.card
     if not keys and not given:
         return _ANSWER.pack(MAGIC, False, len(body)) + body + bytes(PROOF_BYTES)
     for key in keys:
-        wanted = seal(key, _ASKS, nonce)
+        wanted = seal(key, _ASKS, nonce, whom)
         if any(hmac.compare_digest(one, wanted) for one in given):
-            return _ANSWER.pack(MAGIC, False, len(body)) + body + seal(key, _TELLS, nonce, body)
+            return (
+                _ANSWER.pack(MAGIC, False, len(body)) + body + seal(key, _TELLS, nonce, whom, body)
+            )
     raise NoCard(
-        "the secrets of the two processes differ, or one of them has none; give all processes of"
-        " the deployment the same secret"
+        "the secrets of the two processes differ, or one of them has none, or the question was put"
+        f" to another address than {whom.decode()}; give all processes of the deployment the same"
+        " secret, and let nothing between them translate addresses"
     )
 
 
@@ -110,15 +121,16 @@ def answer_nbytes(head: bytes) -> int:
     return int(nbytes) + PROOF_BYTES
 
 
-def read_answer(head: bytes, rest: bytes, nonce: bytes, keys: Sequence[bytes]) -> Told:
-    """What was told. ``NoCard`` for a refusal, and for an answer that proves none of ``keys``."""
+def read_answer(head: bytes, rest: bytes, nonce: bytes, keys: Sequence[bytes], whom: bytes) -> Told:
+    """What was told by ``whom``. ``NoCard`` for a refusal, and for an answer that proves none of
+    ``keys``."""
     body, proof = rest[:-PROOF_BYTES], rest[-PROOF_BYTES:]
     if _ANSWER.unpack(head)[1]:
         text = body[:REFUSAL_CHARS_MAX].decode("ascii", "replace")
         raise NoCard("it refuses: " + "".join(c if c.isprintable() else "?" for c in text))
     if len(body) < _FIRST.size:
         raise NoCard("its answer is too short")
-    wanted = [seal(key, _TELLS, nonce, body) for key in keys]
+    wanted = [seal(key, _TELLS, nonce, whom, body) for key in keys]
     if keys and not any(hmac.compare_digest(proof, one) for one in wanted):
         raise NoCard("its answer proves none of this process's secrets")
     return Told(body[_FIRST.size :], *_FIRST.unpack_from(body))

@@ -19,6 +19,7 @@ from sglang_mooncake.mooncake_face.exchange import (
     NoCard,
     Told,
     answer_nbytes,
+    place_of,
     question,
     read_answer,
 )
@@ -46,10 +47,11 @@ def ask(session: str, keys: Sequence[bytes], timeout_s: float) -> Told:
     nonce = secrets.token_bytes(NONCE_BYTES)
     try:
         with socket.create_connection(address, timeout_s) as connection:
-            connection.sendall(question(nonce, keys))
+            whom = place_of(connection.getpeername())
+            connection.sendall(question(nonce, keys, whom))
             head = _exactly(connection, ANSWER_HEAD_BYTES, deadline_s)
             rest = _exactly(connection, answer_nbytes(head), deadline_s)
-            return read_answer(head, rest, nonce, keys)
+            return read_answer(head, rest, nonce, keys, whom)
     except OSError as exc:
         raise NoCard(f"session {session}: no answer within {timeout_s} s: {exc}") from exc
     except NoCard as exc:

@@ -24,6 +24,7 @@ from sglang_mooncake.mooncake_face.exchange import (
     Told,
     answer,
     answer_nbytes,
+    place_of,
     proofs_nbytes,
     question,
     read_answer,
@@ -35,6 +36,7 @@ HOST = "127.0.0.1"
 TOLD = Told(b"a card", 77)
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 NONCE = bytes(32)
+WHOM = place_of(("10.0.0.1", 15000))
 
 
 def test_a_port_that_cannot_be_served_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,12 +63,14 @@ def asked(answerer: Answerer, keys=(KEY,), timeout_s: float = 60.0) -> Told:
     return ask(f"{HOST}:{answerer.port}", keys, timeout_s)
 
 
-def answered(keys_of_asker, keys_of_teller, told: Told = TOLD) -> tuple[bytes, bytes]:
+def answered(
+    keys_of_asker, keys_of_teller, told: Told = TOLD, teller: bytes = b"10.0.0.1 15000"
+) -> tuple[bytes, bytes]:
     """Head and rest of an answer to a question."""
-    text = question(NONCE, keys_of_asker)
+    text = question(NONCE, keys_of_asker, WHOM)
     head, proofs = text[:QUESTION_HEAD_BYTES], text[QUESTION_HEAD_BYTES:]
     assert proofs_nbytes(head) == len(proofs)
-    said = answer(head, proofs, keys_of_teller, told)
+    said = answer(head, proofs, keys_of_teller, told, teller)
     head, rest = said[:ANSWER_HEAD_BYTES], said[ANSWER_HEAD_BYTES:]
     assert answer_nbytes(head) == len(rest)
     return head, rest
@@ -75,7 +79,7 @@ def answered(keys_of_asker, keys_of_teller, told: Told = TOLD) -> tuple[bytes, b
 @pytest.mark.parametrize("keys", [[], [KEY], [KEY, OTHER]])
 def test_what_is_told_is_read(keys) -> None:
     head, rest = answered(keys, keys[::-1])
-    assert read_answer(head, rest, NONCE, keys) == TOLD
+    assert read_answer(head, rest, NONCE, keys, WHOM) == TOLD
 
 
 def test_an_answer_is_of_its_question_and_of_a_holder_of_the_secret() -> None:
@@ -87,7 +91,7 @@ def test_an_answer_is_of_its_question_and_of_a_holder_of_the_secret() -> None:
         (answered([], [])[1], NONCE, [KEY]),
     ]:
         with pytest.raises(NoCard, match="proves none"):
-            read_answer(head, one, nonce, keys)
+            read_answer(head, one, nonce, keys, WHOM)
 
 
 @pytest.mark.parametrize(("asks", "tells"), [([], [KEY]), ([KEY], []), ([OTHER], [KEY])])
@@ -96,17 +100,48 @@ def test_nothing_is_told_without_a_secret_in_common(asks, tells) -> None:
         answered(asks, tells)
 
 
+def test_another_holder_of_the_secret_does_not_answer_for_who_was_asked() -> None:
+    """Somebody on the way brings a question to him, and his answer back."""
+    other = place_of(("10.0.0.2", 15000))
+    with pytest.raises(NoCard, match=r"to another address than 10\.0\.0\.2 15000"):
+        answered([KEY], [KEY], teller=other)
+    head, rest = answered([KEY], [KEY])
+    with pytest.raises(NoCard, match="proves none"):
+        read_answer(head, rest, NONCE, [KEY], other)
+
+
+def test_one_on_the_way_cannot_turn_a_question_to_another_engine(port) -> None:
+    with socket.create_server((HOST, 0)) as listener:
+
+        def relay() -> None:
+            near, _ = listener.accept()
+            with near, socket.create_connection((HOST, port.port)) as far:
+                far.sendall(near.recv(4096))
+                while data := far.recv(4096):
+                    near.sendall(data)
+
+        thread = threading.Thread(target=relay, daemon=True)
+        thread.start()
+        with pytest.raises(NoCard, match="put to another address"):
+            ask(f"{HOST}:{listener.getsockname()[1]}", [KEY], 60.0)
+        thread.join()
+
+
+def test_zones_are_each_hosts_own() -> None:
+    assert place_of(("fe80::1%eth0", 1)) == place_of(("fe80::1%eth1", 1)) == b"fe80::1 1"
+
+
 def test_a_refusal_says_why_and_nothing_that_changes_a_terminal() -> None:
     said = refusal("no\x1b[31m" + "x" * 1000)
     head, rest = said[:ANSWER_HEAD_BYTES], said[ANSWER_HEAD_BYTES:]
     assert answer_nbytes(head) == len(rest)
     with pytest.raises(NoCard, match=r"^it refuses: no\?\[31mx+$"):
-        read_answer(head, rest, NONCE, [KEY])
+        read_answer(head, rest, NONCE, [KEY], WHOM)
 
 
 def test_a_short_body_is_no_answer() -> None:
     with pytest.raises(NoCard, match="too short"):
-        read_answer(answered([], [])[0], b"1234567" + bytes(PROOF_BYTES), NONCE, [])
+        read_answer(answered([], [])[0], b"1234567" + bytes(PROOF_BYTES), NONCE, [], WHOM)
 
 
 @given(st.binary(min_size=QUESTION_HEAD_BYTES, max_size=QUESTION_HEAD_BYTES))
@@ -122,7 +157,7 @@ def test_bytes_that_are_no_answer_are_refused(head: bytes) -> None:
 
 
 def test_sizes_have_a_bound() -> None:
-    text = question(NONCE, [])
+    text = question(NONCE, [], WHOM)
     with pytest.raises(NoCard):
         proofs_nbytes(text[: QUESTION_HEAD_BYTES - 1] + b"\5")
     head = answered([], [])[0]
