@@ -138,6 +138,8 @@ class DecodeRooms:
     ) -> None:
         self._deadlines, self._names = deadlines, names
         self._rooms: dict[int, _Room] = {}  # by serial
+        #: By the links of their sources, then by serial.
+        self._by_link: dict[Hashable, dict[int, _Room]] = {}
         self._free_slots = list(range(seal_slots - 1, -1, -1))
         self._next_generation = first_generation
         self._new_tag, self._computed_first = new_tag, computed_first
@@ -188,9 +190,26 @@ class DecodeRooms:
         room = self._rooms.get(view.serial)
         if room is None or view.state is not RoomState.OPEN:
             return []
-        room.sources = sources
+        self._ask(room, sources)
         room.unlinked = {source.link for source in sources}
         return _open_links(source.link for source in sources)
+
+    def _ask(self, room: _Room, sources: tuple[RoomSource, ...]) -> None:
+        room.sources = sources
+        for source in sources:
+            self._by_link.setdefault(source.link, {})[room.view.serial] = room
+
+    def _of_link(self, link: Hashable) -> list[_Room]:
+        """The rooms that have it, and may be forgotten meanwhile."""
+        return list(self._by_link.get(link, {}).values())
+
+    def _leave_out(self, room: _Room, link: Hashable) -> None:
+        """Takes out what the room has of a link."""
+        rooms = self._by_link.get(link, {})
+        rooms.pop(room.view.serial, None)
+        if not rooms:
+            self._by_link.pop(link, None)
+        room.sources = tuple(source for source in room.sources if source.link != link)
 
     def _not_served(
         self, view: RoomView, links: tuple[Hashable, ...], reason: str
@@ -198,7 +217,7 @@ class DecodeRooms:
         room = self._rooms.get(view.serial)
         if room is None or view.state is not RoomState.OPEN:
             return []
-        room.sources = tuple(RoomSource(link, sends=False, aux=False) for link in links)
+        self._ask(room, tuple(RoomSource(link, sends=False, aux=False) for link in links))
         return _open_links(links) + self._end(view, RoomState.FAILED, reason)
 
     def _name(self, view: RoomView, named: PagesNamed, now_s: float) -> list[Instruction]:
@@ -297,13 +316,15 @@ class DecodeRooms:
         room.view.safe = True
         advance(room.view, TRANSITIONS_DECODE, *steps)
         del self._rooms[room.view.serial]
+        for source in room.sources:
+            self._leave_out(room, source.link)
         return [Over(room.view)]
 
     # --- peers and the clock ---
 
     def _link_up(self, link: Hashable, layers: int, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
-        for room in list(self._rooms.values()):
+        for room in self._of_link(link):
             if room.view.state is RoomState.OPEN and link in room.unlinked:
                 room.unlinked.discard(link)
                 room.layers[link] = layers
@@ -324,15 +345,14 @@ class DecodeRooms:
     def _link_gone(self, link: Hashable, reason: str) -> list[Instruction]:
         """Its rank is told, too: by the next link, if there is none to say it over."""
         instructions: list[Instruction] = []
-        for room in list(self._rooms.values()):
-            if any(source.link == link for source in room.sources):
-                instructions += self._end(room.view, RoomState.FAILED, reason)
+        for room in self._of_link(link):
+            instructions += self._end(room.view, RoomState.FAILED, reason)
         return instructions
 
     def _peer_computed(
         self, link: Hashable, message: RoomComputed, now_s: float
     ) -> list[Instruction]:
-        for room in list(self._rooms.values()):
+        for room in self._of_link(link):
             view = room.view
             if view.state is RoomState.COMPUTING and (view.room, view.generation) == (
                 message.room,
@@ -344,11 +364,10 @@ class DecodeRooms:
         return []
 
     def _peer_failed(self, link: Hashable, message: RoomFailed) -> list[Instruction]:
-        for room in list(self._rooms.values()):
+        for room in self._of_link(link):
             view = room.view
-            if (view.room, view.generation) == (message.room, message.generation) and _leave_out(
-                room, link
-            ):
+            if (view.room, view.generation) == (message.room, message.generation):
+                self._leave_out(room, link)
                 return self._end(view, RoomState.FAILED, message.reason)
         return []
 
@@ -391,11 +410,3 @@ def _open_links(links: Iterable[Hashable]) -> list[Instruction]:
 
 def _fence(view: RoomView) -> Fence:
     return Fence(view, tuple(awaited.tag for awaited in view.awaited))
-
-
-def _leave_out(room: _Room, link: Hashable) -> bool:
-    """Takes a source out that knows of the room's end; False if it is none."""
-    others = tuple(source for source in room.sources if source.link != link)
-    was_source = len(others) < len(room.sources)
-    room.sources = others
-    return was_source

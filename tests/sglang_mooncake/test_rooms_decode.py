@@ -357,3 +357,31 @@ def test_pages_that_are_no_indices_change_nothing():
     with pytest.raises(ValueError, match="-1"):
         rooms.handle(PagesNamed(view, np.array([-1]), 0, 0), 0)
     assert (view.state, rooms.free_seal_slots) == (RoomState.READY, SLOTS)
+
+
+class Aloof(RoomView):
+    """A room that must not be looked at once `is_left` says so."""
+
+    __slots__ = ()
+    is_left = False
+
+    def __getattribute__(self, name: str) -> object:
+        assert not Aloof.is_left, f"somebody reads {name} of a room that has nothing to do with it"
+        return super().__getattribute__(name)
+
+
+def test_what_happens_to_a_link_touches_the_rooms_that_have_it_alone(monkeypatch):
+    rooms = new_rooms()
+    mine, other = requested(rooms, 1, "p0"), Aloof(2, 0.0)
+    rooms.handle(Opened(other), 0.0)
+    rooms.handle(SourcesChosen(other, (RoomSource("p1"),)), 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Aloof, "is_left", True)
+        rooms.handle(LinkUp("p0"), 0.0)
+        rooms.handle(PeerFailed("p0", RoomFailed(1, mine.generation + 1, "another use")), 0.0)
+        rooms.handle(LinkDown("p0", "gone"), 0.0)
+        rooms.handle(Fenced(mine), 0.0)
+    assert mine.state is RoomState.FAILED
+    rooms.handle(LinkDown("p1", "gone"), 0.0)
+    assert other.state is RoomState.FAILED
+    assert not rooms._by_link
