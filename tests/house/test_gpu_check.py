@@ -9,8 +9,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,9 +147,22 @@ def test_a_process_that_cannot_be_killed_holds_nothing_up(
 
 @pytest.mark.slow
 @pytest.mark.by_turns
-def test_steps_that_hang_or_die_lose_no_other(python: str, tmp_path: Path) -> None:
+def test_steps_that_hang_or_die_lose_no_other(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     last = next(one for one in STEPS if one.name == "machine")
     # Long enough for Python to start, though it is held for seconds: it has to say what it does.
+    # Then the deadline is over.
+    late_s = [0.0]
+
+    def told(text: bytes) -> Any:
+        found = json.loads(text)
+        late_s[0] += 30.0 * ("beside" in str(found.get("doing")))
+        return found
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s[0])
+    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(runner, "json", SimpleNamespace(dumps=json.dumps, loads=told))
     steps = (DRIVER, double("hang", 30.0), double("die"), double("break_the_context"), last)
     status, found = run(python, tmp_path, steps=steps)
     assert status == 1
