@@ -9,7 +9,7 @@ below, an object that has no copy there is written there first (``kvstore.ledger
 
 from __future__ import annotations
 
-import itertools
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +37,9 @@ from kvstore.policies import Keeping, Policy
 from kvstore.slab import Slab, class_of
 
 __all__ = ["Claim", "Shelf", "Verdict"]
+
+ID_BITS: Final = 63
+"""Of a claim's id, which is never 0."""
 
 
 class Verdict(Enum):
@@ -110,7 +113,6 @@ class Shelf:
         self._claimed: set[bytes] = set()
         #: By class: objects that found no slot since the last ``make_room``.
         self._starved: Counter[int] = Counter()
-        self._names = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -177,7 +179,9 @@ class Shelf:
         for one in Verdict:  # To hash each would take longer than all else here.
             if number := verdicts.count(one):
                 self.counts.verdicts[one.value] += number
-        claim = Claim(next(self._names), signature, nbytes, deadline_s, verdicts, granted, slots)
+        # Nobody guesses it: whoever names a claim may end it.
+        claim_id = secrets.randbits(ID_BITS) | 1
+        claim = Claim(claim_id, signature, nbytes, deadline_s, verdicts, granted, slots)
         if slots:
             self._claims[claim.id] = claim
         return claim

@@ -205,3 +205,12 @@ def test_what_a_shelf_writes_is_what_a_reader_expects(nbytes: int) -> None:
     assert changes["form"][0] == form_of(SIG, size)
     wanted = expected(NAMES[:1], SIG, size, changes["generation"])
     assert tell_apart(headers[claim.slots].copy(), wanted).all()
+
+
+def test_nobody_guesses_the_id_of_a_claim() -> None:
+    """Whoever names one may end it."""
+    shelf, _, _ = shelf_of(3)
+    ids = [shelf.claim(keys(1, seed), SIG, 100, 1.0).id for seed in range(20)]
+    assert len(set(ids)) == len(ids)
+    assert all(0 < one < 1 << 63 for one in ids)
+    assert max(ids) > 1 << 55, "they are not counted"
