@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,6 @@ from kvstore.policies import POLICIES
 from kvstore.slab import UNIT_BYTES
 from kvstore.tiers.bucket import SCHEMES
 from kvstore.values import parse_bytes, typed
-from te.status import default_directory
 
 __all__ = ["Config"]
 
@@ -32,9 +32,9 @@ SECRET_FILE: Final = "secret_file"
 
 
 def _own_directory() -> Path:
-    """Beside that of te's status sockets: ``$XDG_RUNTIME_DIR/kvstore``, or ``/tmp/kvstore-UID``."""
-    beside = default_directory()
-    return beside.with_name(beside.name.replace("te", "kvstore", 1))
+    """``/tmp/kvstore-UID``. Not in ``$XDG_RUNTIME_DIR``: a service of the same user has none, and
+    that of a login goes with its last session, after which processes would form a second store."""
+    return Path(f"/tmp/kvstore-{os.geteuid()}")  # Checked before it is used.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ _DEFAULTS = {
     "keys": "none",
     "nics": "all active devices",
     "status_dir": "`$XDG_RUNTIME_DIR/te`, else `/tmp/te-UID`",
-    "directory": "`$XDG_RUNTIME_DIR/kvstore`, else `/tmp/kvstore-UID`",
+    "directory": "`/tmp/kvstore-UID`",
 }
 _EXAMPLE = {
     "te.transports": Given("tcp", "SGLANG_MOONCAKE_TRANSPORTS"),

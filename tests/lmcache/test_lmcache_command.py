@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -40,9 +41,12 @@ def test_lmcache_understands_the_command(name: str) -> None:
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_lmcaches_bench_verifies_the_store(directory: Path) -> None:
     """As it stands in the docs, with sockets in a directory of this test."""
+    *words, plugin = LMCACHE["bench"]
+    settings = json.loads(plugin)
+    settings["adapter_params"]["directory"] = str(directory / "s")
     quiet = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "lmcache.cli.main", *LMCACHE["bench"]],
+        [sys.executable, "-m", "lmcache.cli.main", *words, json.dumps(settings)],
         env=os.environ | quiet | {"XDG_RUNTIME_DIR": str(directory)},
         capture_output=True,
         text=True,
