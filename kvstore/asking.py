@@ -81,6 +81,8 @@ class Asker:
 
     def _asked(self, socket: zmq.Socket[bytes], question: Question, deadline_s: float) -> Answer:
         request_id = REQUEST_ID.pack(next(self._ids))
+        if time.monotonic() >= deadline_s:
+            raise NoAnswer(f"owner {self._name} was not asked: no time was left for it")
         socket.send_multipart([request_id, encode(question)], zmq.NOBLOCK)
         while True:
             left_s = deadline_s - time.monotonic()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,14 +70,16 @@ class Line:
         self._name = name
         self._room = bytearray(CALL_BYTES_MAX)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        until_s = time.monotonic() + timeout_s
         try:
-            self._socket.settimeout(timeout_s)
+            self._wait_until(until_s)
             self._socket.connect(path)
             self.tray, fd = Mapped.make(TRAY_BYTES)
             try:
                 socket.send_fds(self._socket, [encode(Greet(VERSION))], [fd])
             finally:
                 os.close(fd)
+            self._wait_until(until_s)
             raw, fds, _, _ = socket.recv_fds(
                 self._socket, CALL_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC
             )
@@ -95,16 +98,26 @@ class Line:
             raise
 
     def ask(self, question: Question, timeout_s: float) -> Answer:
-        """The answer. ``NoAnswer``, after which a late answer may come: the line must be closed."""
+        """The answer. ``NoAnswer``, after which a late answer may come: the line must be closed.
+        Without any time left nothing is asked."""
+        until_s = time.monotonic() + timeout_s
         try:
-            self._socket.settimeout(max(timeout_s, 0.001))
+            self._wait_until(until_s)
             self._socket.send(encode(question))
+            self._wait_until(until_s)
             count = self._socket.recv_into(self._room)
         except TimeoutError:
             raise NoAnswer(f"owner {self._name} does not answer in time") from None
         except OSError as exc:
             raise NoAnswer(f"owner {self._name} cannot be called: {exc}") from exc
         return self._read(memoryview(self._room)[:count])
+
+    def _wait_until(self, until_s: float) -> None:
+        """For the next call of the socket. ``TimeoutError`` if it is over."""
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("it does not answer in time")
+        self._socket.settimeout(left_s)
 
     def close(self) -> None:
         """Ends it."""
@@ -152,18 +165,20 @@ class Caller:
 
     def ask(self, question: Question, timeout_s: float) -> Answer | None:
         """The answer; None if other threads have all lines. ``NoAnswer``."""
+        until_s = time.monotonic() + timeout_s
         with self._line(timeout_s) as line:
-            return None if line is None else self._answer(line, question, timeout_s)
+            return None if line is None else self._answer(line, question, until_s)
 
     def ask_with_tray(
         self, fill: Callable[[int], None], question: Question, timeout_s: float
     ) -> Answer | None:
         """As ``ask``; ``fill`` writes to the tray before, and gets its address."""
+        until_s = time.monotonic() + timeout_s
         with self._line(timeout_s) as line:
             if line is None:
                 return None
             fill(line.tray.address)
-            return self._answer(line, question, timeout_s)
+            return self._answer(line, question, until_s)
 
     def close(self) -> None:
         """Ends the lines that nobody uses at the moment; the others end with their use."""
@@ -173,8 +188,8 @@ class Caller:
         for line in idle:
             line.close()
 
-    def _answer(self, line: Line, question: Question, timeout_s: float) -> Answer:
-        answer = line.ask(question, timeout_s)
+    def _answer(self, line: Line, question: Question, until_s: float) -> Answer:
+        answer = line.ask(question, until_s - time.monotonic())
         if isinstance(answer, Refused):
             raise NoAnswer(f"owner {self._name}: {answer.why}")
         return answer

@@ -5,6 +5,7 @@ only its user may enter."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import socket
@@ -35,6 +36,7 @@ class Directory:
     def __init__(self, path: Path) -> None:
         """Makes the directory with mode 0700. ``ValueError`` if it is there and others may enter
         it, if it belongs to somebody else, or if its path is too long for a socket."""
+        self._fd = -1
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()
         if not stat.S_ISDIR(status.st_mode):
@@ -43,7 +45,8 @@ class Directory:
             raise ValueError(
                 f"directory={str(path)!r} belongs to user {status.st_uid} and has the mode"
                 f" {stat.filemode(status.st_mode)}: it must be this user's ({os.geteuid()}), and"
-                " closed to all others (chmod 700)"
+                " closed to all others (chmod 700); if somebody else has taken the name, give"
+                " another directory to all processes of the store"
             )
         self._path = path
         longest = len(os.fsencode(self._socket("0" * 32)))
@@ -52,6 +55,7 @@ class Directory:
                 f"directory={str(path)!r} is too long by {longest - PATH_BYTES_MAX} bytes for the"
                 " address of a Unix socket; give a shorter one"
             )
+        self._keep_from_cleaners()
 
     def key(self) -> bytes:
         """What all who may enter the directory prove to each other: other users of the host can
@@ -94,13 +98,28 @@ class Directory:
 
     def close(self) -> None:
         """The owner listens no more: others see that."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
-    def endpoints(self) -> dict[str, Where]:
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def _keep_from_cleaners(self) -> None:
+        """systemd-tmpfiles(8) removes what has not been used for days in /tmp, such as the key,
+        but leaves a directory alone that somebody has locked (flock(2))."""
+        self._fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with contextlib.suppress(BlockingIOError):  # One is at work now, and holds it.
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def endpoints(self) -> dict[str, tuple[Where]]:
         """Where owners listen, by name. Sockets that somebody has left behind are removed."""
-        found: dict[str, Where] = {}
+        found: dict[str, tuple[Where]] = {}
         for path in self._path.glob(f"*{_SUFFIX}"):
             if self._is_heard(path):
-                found[path.stem] = Where(f"ipc://{path}", near=str(path.with_suffix(_NEAR)))
+                near = str(path.with_suffix(_NEAR))
+                found[path.stem] = (Where(f"ipc://{path}", near=near),)
         return found
 
     def _socket(self, name: str) -> Path:

@@ -4,10 +4,11 @@ those who ask."""
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import Final
 
@@ -43,6 +44,9 @@ LOOK_S: Final = 0.5
 """How often this process looks for new owners."""
 FORGET_S: Final = 60.0
 """An owner that has not answered for so long is forgotten, with all that it held."""
+TRYING_MAX: Final = 64
+"""Owners that have yet to prove themselves, and are asked at the same time. The list that they come
+from may have any number, and be written by others: who does not answer makes room for the next."""
 SNAPSHOT_PARTS: Final = 16
 ASKED_MAX: Final = 1024
 """Questions to one owner that wait for an answer; more fail at once."""
@@ -51,9 +55,10 @@ ASKED_MAX: Final = 1024
 class Followed:
     """One owner, as this process knows it. For the loop's thread, except ``card`` and ``asker``."""
 
-    def __init__(self, far: Far, name: str, where: Where, number: int) -> None:
+    def __init__(self, far: Far, name: str, where: Where) -> None:
         self.name: Final = name
-        self.number: Final = number
+        #: 0 before the owner's first answer.
+        self.number = 0
         #: Replaced as a whole. None before the owner's first answer.
         self.card: OwnerCard | None = None
         self.asker: Final = Asker(far.sockets, where, name)
@@ -72,6 +77,10 @@ class Followed:
     def silent_s(self) -> float:
         """Seconds since the last answer."""
         return time.monotonic() - self._heard_s
+
+    def tell_soon(self, question: Question) -> None:
+        """``tell``, from any thread."""
+        self._far.loop.call(lambda: self.tell(question))
 
     # -- in the loop's thread
 
@@ -108,7 +117,7 @@ class Followed:
             self._asked.pop(one)[0].set_exception(
                 NoAnswer(f"owner {self.name} does not answer in time")
             )
-        if now_s - self._waiting_since_s > timeout_s + 1.0:
+        if self.is_late(now_s, timeout_s):
             if self._far.set_heard(self.number, False):
                 logger.warning(
                     "owner %s has not answered for %.1f s: what it holds is not used meanwhile",
@@ -116,6 +125,10 @@ class Followed:
                     self.silent_s,
                 )
             self.greet()
+
+    def is_late(self, now_s: float, timeout_s: float) -> bool:
+        """Whether an answer is missing that should have come."""
+        return now_s - self._waiting_since_s > timeout_s + 1.0
 
     def _follow(self, question: Question, then: Callable[[Answer], None]) -> None:
         """Asks something whose answer the loop itself uses."""
@@ -157,7 +170,7 @@ class Followed:
                 asked[0].set_result(answer)
 
     def _on_hello(self, answer: Answer) -> None:
-        if not isinstance(answer, Hello):
+        if not isinstance(answer, Hello) or not (self.number or self._far.admit(self)):
             return
         self.card = OwnerCard(
             answer.engine,
@@ -210,8 +223,9 @@ class Far:
         table: Table,
         set_heard: Callable[[int, bool], bool],
         sockets: Sockets,
-        endpoints: Callable[[], Mapping[str, Where]],
+        endpoints: Callable[[], Mapping[str, Collection[Where]]],
         on_tick: Callable[[], None],
+        forget: Callable[[int], None],
         timeout_s: float,
     ) -> None:
         """
@@ -219,8 +233,9 @@ class Far:
             table: gets what they hold.
             set_heard: gets an owner's number and whether it answers; returns whether that is new.
             sockets: to connect with.
-            endpoints: where owners listen, by name; is called in the loop's thread.
+            endpoints: where owners are said to listen, by name; is called in the loop's thread.
             on_tick: is called about every tenth of a second in the loop's thread.
+            forget: gets the number of an owner that is not known any more.
             timeout_s: an owner that has not answered for so long is not used until it does.
         """
         self.table: Final = table
@@ -228,11 +243,20 @@ class Far:
         self.sockets: Final = sockets
         self._endpoints = endpoints
         self._on_tick = on_tick
+        self._on_forget = forget
         self._timeout_s = timeout_s
         self._owners: dict[str, Followed] = {}
         self._by_number: dict[int, Followed] = {}
+        #: Those that have yet to answer.
+        self._trying: dict[tuple[str, Where], Followed] = {}
+        #: In which turn each was tried last; 0: never.
+        self._turns: dict[tuple[str, Where], int] = {}
+        self._turn = 0
         self._looked_s = 0.0
         self.loop: Final = Loop("kvstore-client", TICK_S, self._on_time)
+
+    def start(self) -> None:
+        """From now on the callbacks are called."""
         self._look()
         self.loop.start(self._end)
 
@@ -249,13 +273,15 @@ class Far:
         self.loop.stop()
 
     def _end(self) -> None:
-        for one in self._owners.values():
+        for one in (*self._owners.values(), *self._trying.values()):
             one.close()
             one.asker.close()
+        self._trying.clear()
         self._owners.clear()
         self._by_number.clear()
         # Whoever made this keeps it: both are freed at once, without a garbage collection.
         self._on_tick, self.set_heard = lambda: None, lambda *_: False
+        self._on_forget = lambda _: None
 
     def _on_time(self) -> None:
         self._on_tick()
@@ -273,15 +299,42 @@ class Far:
                 self._forget(one, "it is gone")
             elif one.silent_s > FORGET_S:
                 self._forget(one, f"it has been silent for {FORGET_S:g} s")
-        for name, where in found.items():
-            if name in self._owners:
-                continue
-            number = self._free_number()
-            if number is None:
-                logger.warning("owner %s is left out: there are %d already", name, OWNERS_MAX - 1)
-                return
-            one = Followed(self, name, where, number)
-            self._owners[name] = self._by_number[number] = one
+        self._try(
+            [
+                (name, where)
+                for name, places in found.items()
+                if name not in self._owners
+                for where in places
+            ]
+        )
+
+    def _try(self, places: Collection[tuple[str, Where]]) -> None:
+        """Asks those that it does not know who they are: first those that were never asked."""
+        now_s = time.monotonic()
+        self._turns = {place: self._turns.get(place, 0) for place in places}
+        for place, one in list(self._trying.items()):
+            if place not in self._turns or one.is_late(now_s, self._timeout_s):
+                one.close()
+                del self._trying[place]
+        others = (place for place in places if place not in self._trying)
+        free = TRYING_MAX - len(self._trying)
+        for place in heapq.nsmallest(free, others, key=self._turns.__getitem__):
+            self._turn += 1
+            self._turns[place] = self._turn
+            self._trying[place] = Followed(self, *place)
+
+    def admit(self, one: Followed) -> bool:
+        """An owner has proved itself: it gets a number, if there is one left."""
+        del self._trying[one.name, one.where]
+        number = self._free_number()
+        if number is None:
+            logger.warning("owner %s is left out: there are %d already", one.name, OWNERS_MAX - 1)
+        if number is None or one.name in self._owners:  # Two entries lead to one owner.
+            one.close()
+            return False
+        one.number = number
+        self._owners[one.name] = self._by_number[number] = one
+        return True
 
     def _free_number(self) -> int | None:
         """0 is this process's own."""
@@ -294,3 +347,4 @@ class Far:
         one.close()
         one.asker.close()
         del self._owners[one.name], self._by_number[one.number]
+        self._on_forget(one.number)

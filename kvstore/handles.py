@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
 from typing import Final, Protocol, TypeVar
 
 import numpy as np
@@ -51,6 +53,7 @@ ANSWERED_PART: Final = 0.8
 
 _GRANTED: Final = Verdict.GRANTED.value
 
+Told = TypeVar("Told", bound=Enum)
 Wanted = TypeVar("Wanted", Pins, Granted, Done, Stored, InMemory)
 
 
@@ -91,6 +94,9 @@ class Handle(Protocol):
 
     def remove(self, keys: Keys, signature: bytes) -> None:
         """Removes objects."""
+
+    def discard(self, keys: Keys, signature: bytes) -> None:
+        """As ``remove``, for who does not wait for it. It raises nothing."""
 
     def clear(self, signature: bytes) -> None:
         """Removes all objects of a signature."""
@@ -149,6 +155,8 @@ class OwnHandle:
         """See ``Handle``."""
         self._owner.remove(keys, signature)
 
+    discard = remove
+
     def clear(self, signature: bytes) -> None:
         """See ``Handle``."""
         self._owner.clear(signature)
@@ -177,12 +185,15 @@ class FarHandle:
         """See ``Handle``."""
         question = Claim(keys.tobytes(), signature, nbytes, self._engine.id, self._engine.epoch)
         granted = self._ask(question, Granted, min(timeout_s, self._timeout_s))
-        return Grant(
-            granted.claim_id,
-            granted.tag,
-            [Verdict(one) for one in granted.verdicts],
-            np.frombuffer(granted.slots, "<u4").tolist(),
-        )
+        with self._sense("a claim"):
+            verdicts = _of_each(keys, granted.verdicts, Verdict)
+            slots = np.frombuffer(granted.slots, "<u4").tolist()
+            count = verdicts.count(Verdict.GRANTED)
+            if len(slots) != count:
+                raise ValueError(f"it grants {count} objects, and names {len(slots)} slots")
+            if count and not 0 < granted.tag < 1 << 64:
+                raise ValueError(f"{granted.tag} is no tag")
+        return Grant(granted.claim_id, granted.tag, verdicts, slots)
 
     @property
     def take_bytes_max(self) -> int:
@@ -193,34 +204,36 @@ class FarHandle:
         self, keys: Keys, signature: bytes, pieces: Pieces, timeout_s: float
     ) -> Sequence[Verdict] | None:
         """See ``Handle``. In one question; None if other threads have all lines to the owner."""
-        nbytes, timeout_s = pieces.object_bytes, min(timeout_s, self._timeout_s)
+        nbytes, until_s = pieces.object_bytes, time.monotonic() + min(timeout_s, self._timeout_s)
         answer: Answer | None = None
         if self._caller is not None:
             question = Take(keys.tobytes(), signature, nbytes)
             answer = self._caller.ask_with_tray(
-                lambda address: gather(pieces, address), question, timeout_s
+                lambda address: gather(pieces, address), question, until_s - time.monotonic()
             )
         if answer is None and len(pieces) * nbytes <= STORED_BYTES_MAX:
             data = np.empty(len(pieces) * nbytes, np.uint8)
             gather(pieces, data.ctypes.data)
             answer = self._owner.asker.ask(
-                Store(keys.tobytes(), signature, nbytes, data.tobytes()), timeout_s
+                Store(keys.tobytes(), signature, nbytes, data.tobytes()),
+                until_s - time.monotonic(),
             )
         if answer is None:
             return None
         verdicts = self._expected(answer, Stored).verdicts
         if verdicts == [_GRANTED] * len(keys):
             return [Verdict.GRANTED] * len(keys)
-        return [Verdict(one) for one in verdicts]
+        with self._sense("what it has stored"):
+            return _of_each(keys, verdicts, Verdict)
 
     def publish(self, claim_id: int, timeout_s: float) -> str:
         """See ``Handle``."""
         return self._ask(Publish(claim_id), Done, timeout_s).why_not
 
     def abandon(self, claim_id: int) -> None:
-        """See ``Handle``. If the owner does not answer, the claim's deadline ends it."""
-        with contextlib.suppress(NoAnswer):
-            self._ask(Abandon(claim_id), Done, self._timeout_s)
+        """See ``Handle``. It does not wait; an owner that does not hear it ends the claim at the
+        claim's deadline."""
+        self._owner.tell_soon(Abandon(claim_id))
 
     def lift(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Sequence[Lifted]:
         """See ``Handle``. The owner answers a little before the time has passed, and after
@@ -229,16 +242,20 @@ class FarHandle:
         timeout_ms = min(int(timeout_s * 1000 * ANSWERED_PART), LIFT_MS_MAX)
         question = Lift(keys.tobytes(), signature, nbytes, timeout_ms)
         answer = self._ask(question, InMemory, timeout_s)
-        states = [LiftState(one) for one in answer.states]
-        slots = np.frombuffer(answer.slots, "<u4").tolist()
-        generations = np.frombuffer(answer.generations, "<u4").tolist()
-        return list(map(Lifted, states, slots, generations))
+        with self._sense("what is in memory"):
+            states = [LiftState(one) for one in answer.states]
+            slots = np.frombuffer(answer.slots, "<u4").tolist()
+            generations = np.frombuffer(answer.generations, "<u4").tolist()
+            if not len(keys) == len(states) == len(slots) == len(generations):
+                raise ValueError(f"it does not say it of each of {len(keys)} objects")
+            return list(map(Lifted, states, slots, generations))
 
     def pin(self, keys: Keys, signature: bytes, ttl_s: float) -> tuple[Sequence[Pinned], str]:
         """See ``Handle``."""
         question = Pin(keys.tobytes(), signature, max(int(ttl_s * 1000), 1))
         answer = self._ask(question, Pins, self._timeout_s)
-        return [Pinned(one) for one in answer.outcomes], answer.why
+        with self._sense("pins"):
+            return _of_each(keys, answer.outcomes, Pinned), answer.why
 
     def unpin(self, keys: Keys, signature: bytes) -> None:
         """See ``Handle``."""
@@ -248,17 +265,37 @@ class FarHandle:
         """See ``Handle``."""
         self._ask(Remove(keys.tobytes(), signature), Done, self._timeout_s)
 
+    def discard(self, keys: Keys, signature: bytes) -> None:
+        """See ``Handle``. An owner that does not hear it keeps them until they are read again."""
+        self._owner.tell_soon(Remove(keys.tobytes(), signature))
+
     def clear(self, signature: bytes) -> None:
         """See ``Handle``."""
         self._ask(Clear(signature), Done, self._timeout_s)
 
     def _ask(self, question: Question, kind: type[Wanted], timeout_s: float) -> Wanted:
+        until_s = time.monotonic() + timeout_s
         answer = None if self._caller is None else self._caller.ask(question, timeout_s)
         if answer is None:
-            answer = self._owner.asker.ask(question, timeout_s)
+            answer = self._owner.asker.ask(question, until_s - time.monotonic())
         return self._expected(answer, kind)
+
+    @contextmanager
+    def _sense(self, what: str) -> Iterator[None]:
+        """Another process may answer anything."""
+        try:
+            yield
+        except ValueError as exc:
+            raise NoAnswer(f"owner {self._owner.name} answers nonsense of {what}: {exc}") from exc
 
     def _expected(self, answer: Answer, kind: type[Wanted]) -> Wanted:
         if not isinstance(answer, kind):
             raise NoAnswer(f"owner {self._owner.name} answers with {type(answer).__name__}")
         return answer
+
+
+def _of_each(keys: Keys, said: Sequence[str], kind: type[Told]) -> list[Told]:
+    """``ValueError`` if it is not one of that kind for each key."""
+    if len(said) != len(keys):
+        raise ValueError(f"{len(said)} answers for {len(keys)} objects")
+    return [kind(one) for one in said]

@@ -14,12 +14,14 @@ DEFAULT_PORT: Final = 6379
 
 # One question does all: it removes what is old, renews the caller's entry if it has one (or takes
 # it out), and returns the list if it is not the one that the caller knows. By the server's clock
-# alone. KEYS: the entries by time, and the version of their set. ARGV: seconds, entry, known
-# version, whether the caller leaves.
+# alone. Entries of the future are removed, too, as they would stay for ever: a clock that was set
+# back, or a stranger, has written them. KEYS: the entries by time, and the version of their set.
+# ARGV: seconds, entry, known version, whether the caller leaves.
 SCRIPT: Final = """
 local time = redis.call('TIME')
 local old = '(' .. (tonumber(time[1]) - tonumber(ARGV[1]))
 local changed = redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', old)
+changed = changed + redis.call('ZREMRANGEBYSCORE', KEYS[1], '(' .. time[1], '+inf')
 if ARGV[4] == '1' then
   changed = changed + redis.call('ZREM', KEYS[1], ARGV[2])
 elseif ARGV[2] ~= '' then

@@ -7,11 +7,12 @@ who know each other go on, and only a new process is not found until it is back.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import logging
 import re
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol
@@ -34,7 +35,7 @@ PERIOD_S: Final = 1.0
 FORGOTTEN_S: Final = 10
 """An entry that was not renewed for so long is removed."""
 TIMEOUT_S: Final = 2.0
-_MEMBER: Final = re.compile(r"([0-9a-f]{32}) ([0-9a-f]{16}) (tcp://\S{1,256})")
+_MEMBER: Final = re.compile(r"([0-9a-f]{32}) ([0-9a-f]{16}) (tcp://\[?([0-9a-f.:]+)\]?:[0-9]{1,5})")
 _LABEL: Final = b"kvstore: which key"
 
 
@@ -69,20 +70,22 @@ class Members:
         """
         Args:
             url: such as ``redis://host:6379/0`` or ``etcd://host:2379``.
-            host: the address at which other hosts reach this one.
+            host: the address at which other hosts reach this one, or a name of it.
             keys: of the deployment's secrets, at least one.
 
         Raises:
-            ValueError: the URL cannot be used, or the package that it takes is missing.
+            ValueError: the URL cannot be used, the package that it takes is missing, or the host's
+                name leads to no address.
         """
         self._shown = _shown(url)
         self._index = _index_of(url)
-        self._host = f"[{host}]" if ":" in host else host
+        numeric = _numeric(host)
+        self._host = f"[{numeric}]" if ":" in numeric else numeric
         self._keys = keys
         self._by_id = {_key_id(key): key for key in keys.control}
         self._first = next(iter(self._by_id))
         self._name, self._entry, self._version = "", b"", b""
-        self._found: Mapping[str, Where] = MappingProxyType({})
+        self._found: Mapping[str, Collection[Where]] = MappingProxyType({})
         self._strange: set[bytes] = set()
         self._is_away = False
         self._lock = threading.Lock()
@@ -114,8 +117,9 @@ class Members:
         self._name, self._entry = name, f"{name} {self._first} {endpoint}".encode()
         self._ask()
 
-    def endpoints(self) -> Mapping[str, Where]:
-        """Where owners listen, by name, when the list was last read. Does not wait."""
+    def endpoints(self) -> Mapping[str, Collection[Where]]:
+        """Where owners were said to listen, by name, when the list was last read. Does not wait.
+        Whoever can write to the list may have added any place to any name."""
         return self._found
 
     def close(self) -> None:
@@ -136,7 +140,10 @@ class Members:
     def _read(self) -> None:
         version, entries = self._index.exchange(self._name, self._entry, self._version)
         if entries is not None:
-            self._found = MappingProxyType(dict(filter(None, map(self._member, entries))))
+            found: dict[str, set[Where]] = {}
+            for name, where in filter(None, map(self._member, entries)):
+                found.setdefault(name, set()).add(where)
+            self._found = MappingProxyType(found)
         self._version = version
 
     def _try(self, work: Callable[[], object]) -> None:
@@ -161,6 +168,9 @@ class Members:
     def _member(self, raw: bytes) -> tuple[str, Where] | None:
         """None for an entry that cannot be used; each is told once."""
         match = _MEMBER.fullmatch(raw.decode("ascii", "replace"))
+        # libzmq looks names up in the one thread that serves all connections.
+        if match is not None and not _is_address(match[4]):
+            match = None
         if match is not None and match[2] in self._by_id:
             return match[1], Where(match[3], self._by_id[match[2]])
         if raw not in self._strange and len(self._strange) < 1024:
@@ -205,6 +215,23 @@ def _index_of(url: str) -> Index:
             f"index={_shown(url)!r} takes the Python package redis, which cannot be imported"
             f" ({exc}): pip install 'sglang-mooncake[redis]'"
         ) from exc
+
+
+def _numeric(host: str) -> str:
+    """The address that a name leads to: names are not put into the list. ``ValueError``."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as exc:
+        raise ValueError(f"host={host!r} leads to no address: {exc}; give an address") from exc
+    return str(found[0][4][0])
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _key_id(key: bytes) -> str:

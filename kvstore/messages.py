@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 
@@ -250,6 +250,8 @@ Question = (
 )
 Answer = Hello | Changes | Granted | Done | Refused | Stored | InMemory | Pins
 
+Message = TypeVar("Message")
+
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _QUESTIONS: Final[msgspec.msgpack.Decoder[Question]] = msgspec.msgpack.Decoder(Question)
 _ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
@@ -262,9 +264,19 @@ def encode(message: Question | Answer) -> bytes:
 
 def decode_question(raw: bytes | memoryview) -> Question:
     """``msgspec.DecodeError`` if it is none."""
-    return _QUESTIONS.decode(raw)
+    return _decoded(_QUESTIONS, raw)
 
 
 def decode_answer(raw: bytes | memoryview) -> Answer:
     """``msgspec.DecodeError`` if it is none."""
-    return _ANSWERS.decode(raw)
+    return _decoded(_ANSWERS, raw)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Message], raw: bytes | memoryview) -> Message:
+    """msgspec raises other errors for a text that is not UTF-8, and for lists in lists in lists."""
+    try:
+        return decoder.decode(raw)
+    except UnicodeDecodeError as exc:
+        raise msgspec.DecodeError(f"a text in it is not UTF-8: {exc.reason}") from exc
+    except RecursionError as exc:
+        raise msgspec.DecodeError("it is nested too deeply") from exc

@@ -7,10 +7,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -23,6 +21,7 @@ from kvstore.asking import NoAnswer
 from kvstore.calling import Caller, Window
 from kvstore.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, Records, form_of
 from kvstore.config import Config
+from kvstore.connecting import Connections, Known
 from kvstore.far import Far
 from kvstore.handles import FarHandle, Handle, OwnHandle
 from kvstore.judging import Judging
@@ -43,8 +42,6 @@ OWN_RANK: Final = 2
 FAR_RANK: Final = 1
 TOUCHES_MAX: Final = 1024
 """Batches of keys that wait to be told to their owners."""
-PAUSE_S: Final = 1.0
-"""An owner that could not be read or connected to is left alone for so long."""
 
 
 class Membership(Protocol):
@@ -72,24 +69,13 @@ class Membership(Protocol):
         """The owner listens there."""
         ...
 
-    def endpoints(self) -> Mapping[str, Where]:
-        """Where all owners listen, by name. Does not wait."""
+    def endpoints(self) -> Mapping[str, Collection[Where]]:
+        """Where all owners are said to listen, by name. Does not wait."""
         ...
 
     def close(self) -> None:
         """The own owner is gone."""
         ...
-
-
-@dataclass(frozen=True)
-class _Known:
-    """The connections to an owner."""
-
-    #: Its card, of this start of it.
-    engine: bytes
-    peer: te.Peer
-    #: None unless it is on this host.
-    caller: Caller | None
 
 
 class Owners:
@@ -107,11 +93,13 @@ class Owners:
         self.own: Owner | None = None
         self._ranks = bytearray(OWNERS_MAX)
         self._lock = threading.Lock()
-        self._peers: dict[int, _Known] = {}
-        self._paused_until_s: dict[int, float] = {}
+        #: Other owners that answer.
+        self._heard: set[int] = set()
+        self._connections = Connections(self._connect, self._rank)
         self._applied = 0
         self._touched: deque[tuple[Keys, bytes, int]] = deque()
         with contextlib.ExitStack() as undo:
+            undo.callback(self._connections.close)
             sockets = Sockets(members.control_keys, _ports(config.engine))
             undo.callback(sockets.close)
             if config.memory:
@@ -119,7 +107,7 @@ class Owners:
                 undo.callback(self.own.close)
                 self.own.listeners.append(self._apply_own)
                 self._apply_own()  # What its file has.
-                self._ranks[OWN] = OWN_RANK
+                self._connections.make(OWN)
                 service = Service(self.own, sockets, members.listen_at(engine.id))
                 undo.callback(service.close)
                 near = members.near_at(engine.id)
@@ -127,32 +115,27 @@ class Owners:
                     undo.callback(Answerer(self.own, near).close)
                 members.announce(engine.id, service.endpoint)
 
-            def others() -> Mapping[str, Where]:
+            def others() -> Mapping[str, Collection[Where]]:
                 found = dict(members.endpoints())
                 found.pop(engine.id, None)
                 return found
 
             self._far = Far(
                 self.table,
-                self._set_far_rank,
+                self._set_heard,
                 sockets,
                 others,
-                self._tell_touched,
+                self._on_tick,
+                self._connections.drop,
                 config.request_timeout_s,
             )
+            self._far.start()
             undo.callback(self._far.close)
-            undo.callback(self._hang_up)
             self._undo = undo.pop_all()
 
     def close(self) -> None:
         """Ends all of it; what this process has lent is gone."""
         self._undo.close()
-
-    def _hang_up(self) -> None:
-        for known in self._peers.values():
-            if known.caller is not None:
-                known.caller.close()
-        self._peers.clear()
 
     # -- look-ups
 
@@ -181,8 +164,9 @@ class Owners:
         if len(self._touched) < TOUCHES_MAX:
             self._touched.append((keys, signature, nbytes))
 
-    def _tell_touched(self) -> None:
+    def _on_tick(self) -> None:
         """In the loop's thread."""
+        self._connections.tick()
         while self._touched:
             self._touch(*self._touched.popleft())
 
@@ -200,12 +184,13 @@ class Owners:
     # -- owners
 
     def source(self, number: int) -> Source | None:
-        """An owner to read from; None if it cannot be reached, which pauses its use."""
-        card = self._card(number)
-        if card is None:
+        """An owner to read from; None if there is no connection to it now, and then its use is
+        paused. Does not wait."""
+        card, known = self._card(number), self._connections.get(number)
+        if card is None or known is None:
             return None
-        known = self._known(number, card)
-        if known is None:
+        if not known.peer.alive:
+            self.pause(number, "its connection has ended")
             return None
         window = None
         if number == OWN:
@@ -215,28 +200,18 @@ class Owners:
             window = known.caller.window
         return Source(number, known.peer, card.headers_address, card.slots_address, window)
 
-    def _known(self, number: int, card: OwnerCard) -> _Known | None:
-        """The connections to an owner, made now if there are none."""
-        with self._lock:
-            known = self._peers.get(number)
-        if known is not None and known.engine == card.engine and known.peer.alive:
-            return known
-        try:
-            peer = self._engine.connect(card.engine)
-        except te.Error as exc:
-            self.pause(number, str(exc))
+    def _connect(self, number: int) -> Known | None:
+        """For ``Connections``."""
+        card = self._card(number)
+        if card is None:
             return None
+        peer = self._engine.connect(card.engine)
         self._judging.forget(number)  # It may be another owner, or another way to it.
-        fresh = _Known(card.engine, peer, self._call(number, card, peer))
-        with self._lock:
-            self._peers[number] = fresh
-        if known is not None and known.caller is not None:
-            known.caller.close()
-        return fresh
+        return Known(card.engine, peer, self._call(number, card, peer))
 
     def _call(self, number: int, card: OwnerCard, peer: te.Peer) -> Caller | None:
         """For another process of this host, if te goes there without a network."""
-        far = self._far.owner(number)
+        far = self._far.owner(number) if number != OWN else None
         if far is None or not far.where.near or peer.transport != "samehost":
             return None
         try:
@@ -246,11 +221,10 @@ class Owners:
             return None
 
     def pause(self, number: int, reason: str) -> None:
-        """An owner does not give what it should: it is not used for a while."""
-        logger.warning("owner %d of the store is not used for a while: %s", number, reason)
-        with self._lock:
-            self._paused_until_s[number] = time.monotonic() + PAUSE_S
-            self._ranks[number] = 0
+        """The connection to an owner has ended: it is not used until there is another."""
+        known = self._connections.get(number)
+        if known is not None and self._connections.lost(number, known):
+            logger.warning("owner %d of the store is not used for a while: %s", number, reason)
 
     def seen(self) -> tuple[OwnerSeen, ...]:
         """Other owners, as this process knows them."""
@@ -280,8 +254,7 @@ class Owners:
         far = self._far.owner(number)
         if far is None:
             return None
-        with self._lock:
-            known = self._peers.get(number)
+        known = self._connections.get(number)
         caller = None if known is None else known.caller
         return FarHandle(far, self._engine, source, caller, self._config.request_timeout_s)
 
@@ -302,12 +275,22 @@ class Owners:
         far = self._far.owner(number)
         return None if far is None else far.card
 
-    def _set_far_rank(self, number: int, is_heard: bool) -> bool:
-        """Another owner answers, or does not. Returns whether that is new."""
+    def _set_heard(self, number: int, is_heard: bool) -> bool:
+        """Another owner answers, or does not. Returns whether it can be used since, or not any
+        more."""
+        if is_heard:
+            self._heard.add(number)
+            self._connections.want(number)
+        else:
+            self._heard.discard(number)
+        return self._rank(number)
+
+    def _rank(self, number: int) -> bool:
+        """Owners are used that answer, and to which a connection stands."""
         with self._lock:
-            if is_heard and self._paused_until_s.get(number, 0.0) > time.monotonic():
-                return False
-            rank = FAR_RANK if is_heard else 0
+            rank = 0
+            if self._connections.get(number) is not None:
+                rank = OWN_RANK if number == OWN else FAR_RANK * (number in self._heard)
             changed = self._ranks[number] != rank
             self._ranks[number] = rank
         return changed

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.changes import Found, Keys, form_of
+from kvstore.deadline import Deadline
 from kvstore.handles import Handle
 from kvstore.memory import Memory
 from kvstore.outcomes import Put
@@ -30,14 +31,14 @@ class Puts:
         self._memory = memory
         self._copies = copies
 
-    def put(self, keys: Keys, signature: bytes, source: Pieces, deadline_s: float) -> list[Put]:
-        """See ``Store.put``; the deadline is of the monotonic clock."""
+    def put(self, keys: Keys, signature: bytes, source: Pieces, deadline: Deadline) -> list[Put]:
+        """See ``Store.put``."""
         outcomes = [Put.UNREACHABLE] * len(keys)
         if not len(keys):
             return outcomes
         for copy, rows, number in self._chosen(keys):
             some = source if len(rows) == len(keys) else source.of(rows)
-            found = self._put_at(number, keys[rows], signature, some, deadline_s)
+            found = self._put_at(number, keys[rows], signature, some, deadline)
             if len(rows) == len(keys) and copy == 0:
                 outcomes[:] = found
                 continue
@@ -62,31 +63,33 @@ class Puts:
                 yield copy, np.flatnonzero(chosen[:, copy] == number), number
 
     def _put_at(
-        self, number: int, keys: Keys, signature: bytes, source: Pieces, deadline_s: float
+        self, number: int, keys: Keys, signature: bytes, source: Pieces, deadline: Deadline
     ) -> Sequence[Put]:
         """Stores objects at one owner, apart from those that it has."""
         held = self._owners.held_by(number, keys, form_of(signature, source.object_bytes))
         rows = np.flatnonzero(held["found"] != Found.HERE)
         handle = self._owners.handle(number) if len(rows) else None
         if handle is not None and len(rows) == len(keys) <= CLAIM_OBJECTS_MAX:
-            return self._put_group(handle, keys, signature, source, deadline_s)
+            return self._put_group(handle, keys, signature, source, deadline)
         outcomes = [Put.EXISTS] * len(keys)
         for first in range(0, len(rows), CLAIM_OBJECTS_MAX):
             some = rows[first : first + CLAIM_OBJECTS_MAX]
             found: Sequence[Put] = [Put.UNREACHABLE] * len(some)
             if handle is not None:
-                found = self._put_group(handle, keys[some], signature, source.of(some), deadline_s)
+                found = self._put_group(handle, keys[some], signature, source.of(some), deadline)
             for row, one in zip(some.tolist(), found, strict=True):
                 outcomes[row] = one
         return outcomes
 
     def _put_group(
-        self, handle: Handle, keys: Keys, signature: bytes, source: Pieces, deadline_s: float
+        self, handle: Handle, keys: Keys, signature: bytes, source: Pieces, deadline: Deadline
     ) -> Sequence[Put]:
+        if deadline.is_over:
+            return [Put.TIMED_OUT] * len(keys)
         nbytes = len(keys) * source.object_bytes
         outcomes = None
         if nbytes <= handle.take_bytes_max and self._memory.is_readable(source):
-            outcomes = put_at_once(handle, keys, signature, source, deadline_s)
+            outcomes = put_at_once(handle, keys, signature, source, deadline)
         if outcomes is None:
-            return put_group(handle, keys, signature, source, deadline_s)
+            return put_group(handle, keys, signature, source, deadline)
         return outcomes

@@ -23,6 +23,7 @@ from kvstore.asking import NoAnswer
 from kvstore.changes import BELOW, Found, Keys, form_of
 from kvstore.config import Config
 from kvstore.copying import Copier
+from kvstore.deadline import Deadline
 from kvstore.gets import Gets
 from kvstore.handles import Handle
 from kvstore.judging import Judging, source_of
@@ -190,18 +191,26 @@ class Store:
         return outcomes
 
     def put(
-        self, keys: Keys, signature: bytes, source: Pieces, timeout_s: float = 10.0
+        self,
+        keys: Keys,
+        signature: bytes,
+        source: Pieces,
+        timeout_s: float = 10.0,
+        *,
+        deadline: Deadline | None = None,
     ) -> list[Put]:
         """Stores objects out of registered memory; blocks. One outcome for each key.
 
         An object is either stored whole or not at all. The source must not change before this
-        returns.
+        returns, unless ``deadline`` was ended before, which stands for ``timeout_s`` if it is
+        given: what another process would have to publish after that is not stored.
 
         Raises:
             te.BoundsError: a source is not registered.
         """
         _check_shapes(keys, signature, source)
-        outcomes = self._putting.put(keys, signature, source, time.monotonic() + timeout_s)
+        until = Deadline(timeout_s) if deadline is None else deadline
+        outcomes = self._putting.put(keys, signature, source, until)
         _count(self._puts, outcomes, Put)
         self._bytes_put += outcomes.count(Put.STORED) * source.object_bytes
         return outcomes
@@ -313,7 +322,12 @@ class Store:
             logger.warning(
                 "%d objects have other bytes than were stored, and are removed", len(corrupted)
             )
-            self.remove(keys[corrupted], signature)
+            for number in self._owners.usable():
+                handle = self._owners.handle(number)
+                if handle is not None:
+                    for first in range(0, len(corrupted), CLAIM_OBJECTS_MAX):
+                        some = corrupted[first : first + CLAIM_OBJECTS_MAX]
+                        handle.discard(keys[some], signature)
 
 
 def _count(counts: Counter[str], outcomes: Sequence[Enum], kind: type[Enum]) -> None:

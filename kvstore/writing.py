@@ -5,7 +5,6 @@ in this process, or they are small."""
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 import te
 from kvstore.asking import NoAnswer
 from kvstore.changes import Keys
+from kvstore.deadline import Deadline
 from kvstore.handles import Handle
 from kvstore.outcomes import Put
 from kvstore.owner import Grant
@@ -32,11 +32,11 @@ _OUTCOMES = {
 
 
 def put_group(
-    handle: Handle, keys: Keys, signature: bytes, source: Pieces, deadline_s: float
+    handle: Handle, keys: Keys, signature: bytes, source: Pieces, deadline: Deadline
 ) -> Sequence[Put]:
     """One outcome for each key. ``te.BoundsError`` if a source is not registered."""
     try:
-        grant = handle.claim(keys, signature, source.object_bytes, _left(deadline_s))
+        grant = handle.claim(keys, signature, source.object_bytes, deadline.left_s)
     except NoAnswer as exc:
         logger.warning("nothing was stored: %s", exc)
         return [Put.UNREACHABLE] * len(keys)
@@ -44,7 +44,7 @@ def put_group(
     outcome = Put.STORED
     if granted:
         try:
-            outcome = _write(handle, grant, source.of(granted), deadline_s)
+            outcome = _write(handle, grant, source.of(granted), deadline)
         except te.BoundsError:
             handle.abandon(grant.claim_id)
             raise
@@ -52,12 +52,12 @@ def put_group(
 
 
 def put_at_once(
-    handle: Handle, keys: Keys, signature: bytes, source: Pieces, deadline_s: float
+    handle: Handle, keys: Keys, signature: bytes, source: Pieces, deadline: Deadline
 ) -> Sequence[Put] | None:
     """As ``put_group``, for objects that the processor can read: at most
     ``Handle.take_bytes_max``. None if they have to go that way now."""
     try:
-        verdicts = handle.take(keys, signature, source, _left(deadline_s))
+        verdicts = handle.take(keys, signature, source, deadline.left_s)
     except NoAnswer as exc:
         logger.warning("nothing was stored: %s", exc)
         return [Put.UNREACHABLE] * len(keys)
@@ -68,17 +68,20 @@ def put_at_once(
     return [_OUTCOMES.get(one, Put.STORED) for one in verdicts]
 
 
-def _write(handle: Handle, grant: Grant, source: Pieces, deadline_s: float) -> Put:
+def _write(handle: Handle, grant: Grant, source: Pieces, deadline: Deadline) -> Put:
     slots = handle.source.slots(np.array(grant.slots, np.uint64))
     outcome, why = Put.FAILED, ""
     try:
         transfer = handle.source.peer.write(source.blocks(slots, 0, to_slots=True), grant.tag)
         try:
-            transfer.wait(_left(deadline_s))
+            transfer.wait(deadline.left_s)
         except te.WaitTimeout:
             transfer.cancel()
             raise
-        why = handle.publish(grant.claim_id, max(_left(deadline_s), 1.0))
+        # Its end may mean that the source was used again: but not before this, if it comes later.
+        if deadline.is_over:
+            raise te.WaitTimeout("the deadline was over before the objects were published")
+        why = handle.publish(grant.claim_id, deadline.left_s)
         if not why:
             return Put.STORED
     except (te.WaitTimeout, NoAnswer) as exc:
@@ -88,7 +91,3 @@ def _write(handle: Handle, grant: Grant, source: Pieces, deadline_s: float) -> P
     logger.warning("%d objects were not stored: %s", len(source), why)
     handle.abandon(grant.claim_id)
     return outcome
-
-
-def _left(deadline_s: float) -> float:
-    return max(deadline_s - time.monotonic(), 0.0)

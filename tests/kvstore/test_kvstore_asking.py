@@ -93,7 +93,8 @@ def test_an_answer_to_an_earlier_question_is_left_out(directory: Path) -> None:
 def test_a_service_refuses_what_it_cannot_read(owner: Store, directory: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
-    socket.connect(next(iter(Directory(directory).endpoints().values())).endpoint)
+    ((where,),) = Directory(directory).endpoints().values()
+    socket.connect(where.endpoint)
 
     def asked(raw: bytes) -> messages.Answer:
         socket.send_multipart([b"1", raw])

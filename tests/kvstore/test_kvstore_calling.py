@@ -49,10 +49,10 @@ def path_of(directory: Path) -> str:
 
 
 def caller_of(store: Store, number: int = 1) -> Caller:
-    store._owners.source(number)
-    caller = store._owners._peers[number].caller
-    assert caller is not None
-    return caller
+    known = store._owners._connections.get(number)
+    assert known is not None
+    assert known.caller is not None
+    return known.caller
 
 
 def is_stopped(pid: int) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
 import te
 from kvstore.cli import main
+from kvstore.config import Config
 from kvstore.directory import Directory
 from kvstore.judging import AdmissionCounts
 from kvstore.networking import engine_of
@@ -143,6 +145,22 @@ def test_a_directory_that_is_too_deep_is_refused(directory: Path) -> None:
     deep = directory / ("d" * 90)
     with pytest.raises(ValueError, match=r"is too long by .* bytes for the address of a Unix"):
         Store(config(deep))
+
+
+def test_a_cleaner_leaves_the_directory_alone(directory: Path) -> None:
+    """systemd-tmpfiles(8) does that where it gets no lock; without the key, processes that come
+    later would not be let in."""
+    fd = os.open(directory, os.O_RDONLY)
+    with Store(config(directory)), pytest.raises(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(fd)
+
+
+def test_the_place_does_not_depend_on_a_login(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service has no $XDG_RUNTIME_DIR, and that of a login goes with its last session."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
+    assert Config().directory == Path(f"/tmp/kvstore-{os.geteuid()}")
 
 
 def test_sockets_that_were_left_behind_are_removed(directory: Path) -> None:

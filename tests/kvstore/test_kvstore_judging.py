@@ -90,11 +90,8 @@ def test_an_owner_that_is_reached_anew_is_measured_anew(guest: Store, stored: Ro
     for _ in range(MEASURED_MIN):
         guest.get(keys(N), SIG, stored.pieces)
     assert speed(guest) > 0
-    (known,) = guest._owners._peers.values()
-    assert known.caller is not None
-    known.caller.close()
-    guest._owners._peers.clear()
-    guest.get(keys(N), SIG, stored.pieces)
+    guest._owners._connections.drop(1)
+    until(lambda: guest.get(keys(N), SIG, stored.pieces) == [Got.RIGHT] * N, "it is connected to")
     assert speed(guest) == 0.0
 
 

@@ -17,7 +17,7 @@ from store_makers import until
 from store_redis import KEYS, RedisServer
 
 from bootstrap_server.secret import Keys
-from kvstore import index_etcd, members
+from kvstore import index_etcd, index_redis, members
 from kvstore.members import Members, host_towards
 
 HOST = "127.0.0.1"
@@ -48,7 +48,7 @@ def test_owners_are_found_and_leave(index: RedisServer | EtcdServer) -> None:
     assert theirs.listen_at(NAME) == "tcp://127.0.0.1:*"
     theirs.announce(NAME, PLACE)
     until(lambda: NAME in ours.endpoints(), "the owner is found")
-    where = ours.endpoints()[NAME]
+    (where,) = ours.endpoints()[NAME]
     assert where.endpoint == PLACE
     assert where.key == KEYS.control[0]
     theirs.close()
@@ -106,13 +106,56 @@ def test_entries_that_cannot_be_used_are_left_out(
     ours.close()
 
 
+def test_names_of_hosts_are_left_out(
+    index: RedisServer | EtcdServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """libzmq would look them up in the thread that serves all its connections."""
+    named = f"{NAME} {members._key_id(KEYS.control[0])} tcp://no-such-host.invalid:4711"
+    index.write(named.encode())
+    index.write(named.replace("no-such-host.invalid", "1.2.3.4.5").encode())
+    ours = Members(index.url, "localhost", KEYS)
+    assert ours.listen_at(NAME) in ("tcp://127.0.0.1:*", "tcp://[::1]:*")
+    ours.announce(NAME, PLACE)
+    until(lambda: NAME in ours.endpoints(), "its own entry")
+    assert [one.endpoint for one in ours.endpoints()[NAME]] == [PLACE]
+    assert caplog.text.count("it is not an owner's") == 2
+    ours.close()
+    with pytest.raises(ValueError, match="leads to no address"):
+        Members(index.url, "no-such-host.invalid", KEYS)
+
+
+def test_a_false_place_of_an_owner_hides_no_other(index: RedisServer | EtcdServer) -> None:
+    key_id = members._key_id(KEYS.control[0])
+    index.write(f"{NAME} {key_id} tcp://127.0.0.1:1".encode())
+    ours = Members(index.url, HOST, KEYS)
+    ours.announce(NAME, PLACE)
+    until(lambda: len(ours.endpoints().get(NAME, ())) == 2, "both")
+    ours.close()
+
+
+def test_entries_of_the_future_do_not_stay() -> None:
+    """Redis's clock was set back, or a stranger has written them: they would never be too old."""
+    with index_server("redis") as index:
+        assert isinstance(index, RedisServer)
+        false = f"{'0' * 32} {members._key_id(KEYS.control[0])} {PLACE}"
+        client = index.client()
+        client.zadd(index_redis.KEYS[0], {false: 1e12})
+        ours = Members(index.url, HOST, KEYS)
+        ours.announce(NAME, PLACE)
+        until(lambda: list(ours.endpoints()) == [NAME], "its own entry alone")
+        assert client.zcard(index_redis.KEYS[0]) == 1
+        client.close()
+        ours.close()
+
+
 def test_while_a_secret_is_replaced_both_are_taken(index: RedisServer | EtcdServer) -> None:
     old, new = b"the old secret of the tests", b"the new secret of the tests"
     ours = Members(index.url, HOST, Keys.from_secrets([new, old]))
     theirs = Members(index.url, HOST, Keys.from_secrets([old, new]))
     theirs.announce(NAME, PLACE)
     until(lambda: ours.endpoints(), "it is found")
-    assert ours.endpoints()[NAME].key == Keys.from_secrets([old]).control[0]
+    (where,) = ours.endpoints()[NAME]
+    assert where.key == Keys.from_secrets([old]).control[0]
     ours.close()
     theirs.close()
 

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections to owners are made before anybody needs them, and never by who loads or stores."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_makers import SIG, TIMEOUT_S, Room, config, keys, until
+from store_objects import KEYS, NBYTES, N, filled, handle_of, put_all, sees
+
+import te
+from kvstore import writing
+from kvstore.asking import NoAnswer
+from kvstore.calling import Line
+from kvstore.deadline import Deadline
+from kvstore.messages import Clear
+from kvstore.outcomes import Got, Put
+from kvstore.owners import OWN
+from kvstore.store import Store
+
+MIB = 1 << 20
+
+
+class Firewall:
+    """Lets nobody but an engine itself connect to an engine; remembers which threads have tried."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_shut = True
+        self.threads: set[threading.Thread] = set()
+        connect = te.Engine.connect
+
+        def guarded(engine: te.Engine, card: bytes, timeout_s: float | None = None) -> te.Peer:
+            if engine.card() == card:
+                return connect(engine, card, timeout_s)
+            self.threads.add(threading.current_thread())
+            if self.is_shut:
+                raise te.ConnectError("a firewall is in between")
+            return connect(engine, card, timeout_s)
+
+        monkeypatch.setattr(te.Engine, "connect", guarded)
+
+
+def test_what_lies_at_an_owner_that_cannot_be_connected_to_is_missing(
+    directory: Path, owner: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it is announced: an error would abort SGLang's requests."""
+    put_all(owner)
+    wall = Firewall(monkeypatch)
+    with Store(config(directory)) as guest:
+        until(lambda: len(guest) == N, "its announcements come")
+        until(lambda: wall.threads, "it was tried")
+        owner.put(keys(1, 9), SIG, filled(owner, 1).pieces)
+        until(lambda: len(guest) == N + 1, "further ones come")
+        assert not guest.exists(KEYS, SIG, NBYTES).any()
+        room = Room(guest, N, NBYTES)
+        assert guest.get(KEYS, SIG, room.pieces) == [Got.MISSING] * N
+        assert guest.put(keys(N, 5), SIG, room.pieces) == [Put.UNREACHABLE] * N
+        wall.is_shut = False
+        sees(guest)
+        assert guest.get(KEYS, SIG, room.pieces) == [Got.RIGHT] * N
+        assert guest.put(keys(N, 5), SIG, room.pieces) == [Put.STORED] * N
+        assert threading.current_thread() not in wall.threads, "nobody waits for a connection"
+
+
+def test_a_connection_that_ends_is_made_anew(guest: Store, owner: Store) -> None:
+    put_all(owner)
+    sees(guest)
+    (number,) = guest._owners.usable()
+    known = guest._owners._connections.get(number)
+    assert known is not None
+    known.peer.close()
+    room = Room(guest, N, NBYTES)
+    until(lambda: guest._owners._connections.get(number) is not known, "its end is noticed")
+    until(lambda: guest.exists(KEYS, SIG, NBYTES).all(), "another one stands")
+    assert guest.get(KEYS, SIG, room.pieces) == [Got.RIGHT] * N
+
+
+def test_the_own_owner_is_used_again_after_a_pause(owner: Store) -> None:
+    room = put_all(owner)
+    owner._owners.pause(OWN, "a test says so")
+    assert owner.put(keys(N, 5), SIG, room.pieces) == [Put.UNREACHABLE] * N
+    until(owner._owners.usable, "it is used again")
+    assert owner.put(keys(N, 5), SIG, room.pieces) == [Put.STORED] * N
+    assert owner.get(KEYS, SIG, room.pieces) == [Got.RIGHT] * N
+
+
+def test_memory_of_an_owner_that_has_ended_is_not_kept(directory: Path, guest: Store) -> None:
+    with Store(config(directory, 8 * MIB)) as short_lived:
+        put_all(short_lived)
+        name = short_lived._engine.id
+        until(lambda: owners_named(guest, name), "it is found")
+        number = owners_named(guest, name)[0].number
+        until(lambda: guest._owners._connections.get(number), "it is connected to")
+        known = guest._owners._connections.get(number)
+        assert known is not None
+        assert known.caller is not None
+        assert known.caller.window is not None
+        assert known.caller.window.mapped is not None
+        mapped = weakref.ref(known.caller.window.mapped)
+        del known
+    guest._owners._far._timeout_s = 0.0
+    until(lambda: mapped() is None, "its memory is given back")
+
+
+def owners_named(store: Store, name: str) -> list[Any]:
+    return [one for one in store._owners._far.owners() if one.name == name]
+
+
+# -- deadlines
+
+
+def test_nothing_is_asked_when_no_time_is_left(guest: Store, directory: Path) -> None:
+    until(guest._owners.usable)
+    (number,) = guest._owners.usable()
+    far = guest._owners._far.owner(number)
+    assert far is not None
+    (path,) = directory.glob("*.near")
+    line = Line(str(path), "abc", TIMEOUT_S)
+    for ask in (far.asker.ask, line.ask):
+        with pytest.raises(NoAnswer, match="time"):
+            ask(Clear(SIG), 0.0)
+    line.close()
+    with pytest.raises(NoAnswer, match="does not answer in time"):
+        Line(str(path), "abc", 0.0)
+
+
+@contextmanager
+def ending_after_writes(deadline: Deadline, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if somebody ended it when all bytes have been written."""
+    wait = te.Transfer.wait
+
+    def ended(transfer: te.Transfer, timeout_s: float) -> te.Status:
+        status = wait(transfer, timeout_s)
+        deadline.end()
+        return status
+
+    with monkeypatch.context() as patch:
+        patch.setattr(te.Transfer, "wait", ended)
+        yield
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_put_whose_deadline_was_ended_is_not_published(
+    is_own: bool, guest: Store, owner: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever ends it may use the source again at once."""
+    store = owner if is_own else guest
+    until(store._owners.usable)
+    handle = handle_of(store, store._owners.usable()[0])
+    deadline = Deadline(TIMEOUT_S)
+    with ending_after_writes(deadline, monkeypatch):
+        outcomes = writing.put_group(handle, KEYS, SIG, filled(store).pieces, deadline)
+    assert outcomes == [Put.TIMED_OUT] * N
+    assert owner._owners.own is not None
+    until(lambda: owner._owners.own.stats().abandoned == N, "its slots are free")  # type: ignore[union-attr]
+    assert not owner.exists(KEYS, SIG, NBYTES).any()
+
+
+def test_a_put_after_its_deadline_stores_nothing(owner: Store) -> None:
+    deadline = Deadline(TIMEOUT_S)
+    assert not deadline.is_over
+    deadline.end()
+    outcomes = owner.put(KEYS, SIG, filled(owner).pieces, deadline=deadline)
+    assert outcomes == [Put.TIMED_OUT] * N
+    assert not owner.exists(KEYS, SIG, NBYTES).any()
+
+
+# -- what the owner does from time to time
+
+
+class OpenFence:
+    """Of a write that does not end yet."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def poll(self) -> bool:
+        return self.is_closed
+
+
+def test_claims_whose_writes_do_not_end_keep_neither_each_other_nor_eviction(
+    owner: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = owner._owners.own
+    assert own is not None
+    fences: list[OpenFence] = []
+
+    def revoke(_: int) -> OpenFence:
+        fences.append(OpenFence())
+        return fences[-1]
+
+    def forbidden(*_: object) -> None:
+        pytest.fail("a tick waits")
+
+    monkeypatch.setattr(own._engine, "revoke", revoke)
+    monkeypatch.setattr(own._engine, "fence", forbidden)
+    writer = te.Identity(owner._engine.id, owner._engine.epoch)
+    grants = [own.claim(keys(1, seed), SIG, NBYTES, writer) for seed in range(3)]
+    for grant in grants:
+        own.abandon(grant.claim_id)
+    assert len(fences) == len(grants)
+    own.tick()
+    assert own.stats().abandoned == 0, "their slots are not free"
+    fences[1].is_closed = True
+    until(lambda: own.stats().abandoned == 1, "each is free when its own write has ended")
+    for fence in fences:
+        fence.is_closed = True
+    until(lambda: own.stats().abandoned == len(grants), "the others are")

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What another process of the store may say: anything. It is a clear error, or is not believed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from store_makers import SIG, TIMEOUT_S, keys
+from store_objects import NBYTES
+
+from kvstore.asking import NoAnswer
+from kvstore.handles import FarHandle
+from kvstore.messages import (
+    Answer,
+    Granted,
+    InMemory,
+    Pins,
+    Question,
+    Stored,
+    decode_answer,
+    decode_question,
+)
+from kvstore.pieces import Pieces
+
+KEYS = keys(2)
+DEEP = b"\x92\x05" + b"\x91" * 200_000
+TORN = b"\x92\x05\xa2\xff\xfe"  # Refused, with a text that is not UTF-8.
+TORN_CLAIM = b"\x96\x04\xc4\x00\xc4\x10" + bytes(16) + b"\x01\xa2\xff\xfe\x01"
+
+
+@pytest.mark.parametrize("decode", [decode_question, decode_answer])
+@pytest.mark.parametrize("raw", [DEEP, TORN, TORN_CLAIM, b"", b"\xc1", bytes(100)])
+def test_what_is_no_message_is_one_error(decode: Callable[[bytes], object], raw: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode(raw)
+
+
+def test_the_error_says_what_is_wrong() -> None:
+    with pytest.raises(msgspec.DecodeError, match="a text in it is not UTF-8"):
+        decode_answer(TORN)
+    with pytest.raises(msgspec.DecodeError, match="a text in it is not UTF-8"):
+        decode_question(TORN_CLAIM)
+
+
+class Answering:
+    """An owner that gives one answer to everything."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+
+    def ask(self, _: Question, __: float) -> Answer:
+        return self._answer
+
+    def ask_with_tray(self, _: object, __: Question, ___: float) -> Answer:
+        return self._answer
+
+
+def handle_to(answer: Answer) -> FarHandle:
+    owner: Any = SimpleNamespace(name="abc")
+    engine: Any = SimpleNamespace(id="0" * 32, epoch=1)
+    caller: Any = Answering(answer)
+    source: Any = None
+    return FarHandle(owner, engine, source, caller, TIMEOUT_S)
+
+
+SLOTS = bytes(8)
+NONSENSE = {
+    "an unknown verdict": Granted(1, 5, ["granted", "maybe"], SLOTS),
+    "a verdict too many": Granted(1, 5, ["exists"] * 3, b""),
+    "a slot too few": Granted(1, 5, ["granted"] * 2, SLOTS[:4]),
+    "half a slot": Granted(1, 5, ["granted"] * 2, SLOTS[:7]),
+    "no tag": Granted(1, 0, ["granted"] * 2, SLOTS),
+    "a negative tag": Granted(1, -1, ["granted"] * 2, SLOTS),
+    "another answer": Stored(["granted"] * 2),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_nonsense_of_a_claim_is_no_answer(what: str) -> None:
+    with pytest.raises(NoAnswer, match="owner abc answers"):
+        handle_to(NONSENSE[what]).claim(KEYS, SIG, NBYTES, TIMEOUT_S)
+
+
+def test_nonsense_of_other_questions_is_no_answer() -> None:
+    pieces = Pieces.whole([4096, 8192], NBYTES)
+    for stored in (["granted"], ["maybe"] * 2):
+        with pytest.raises(NoAnswer, match="answers nonsense of what it has stored"):
+            handle_to(Stored(stored)).take(KEYS, SIG, pieces, TIMEOUT_S)
+    with pytest.raises(NoAnswer, match="answers nonsense of pins"):
+        handle_to(Pins(["pinned"], "")).pin(KEYS, SIG, 1.0)
+    here = bytes([1, 1])
+    for lifted in (
+        InMemory(here, SLOTS, SLOTS[:4]),
+        InMemory(bytes([9, 9]), SLOTS, SLOTS),
+        InMemory(here[:1], SLOTS, SLOTS),
+    ):
+        with pytest.raises(NoAnswer, match="answers nonsense of what is in memory"):
+            handle_to(lifted).lift(KEYS, SIG, NBYTES, TIMEOUT_S)
+    assert len(handle_to(InMemory(here, SLOTS, SLOTS)).lift(KEYS, SIG, NBYTES, TIMEOUT_S)) == 2
