@@ -44,23 +44,17 @@ class Lane(Generic[Work]):
         with self._changed:
             return self._has({request_id})
 
-    def drop(self, request_ids: Collection[str], timeout_s: float) -> None:
-        """Forgets what waits of some requests, and waits for what is under way of them.
-
-        Raises:
-            TimeoutError: it goes on; the memory of their pages must not be used again.
-        """
+    def drop(self, request_ids: Collection[str], timeout_s: float) -> bool:
+        """Forgets what waits of some requests, and waits for what is under way of them. False if
+        that goes on."""
         with self._changed:
             kept = [one for one in self._waiting if one[0] not in request_ids]
             self._waiting = deque(kept)
-            if not self._changed.wait_for(lambda: not self._has(request_ids), timeout_s):
-                raise TimeoutError(
-                    f"a {self._name} of pages has not ended for {timeout_s:g} s; its pages must not"
-                    " be used again"
-                )
+            return self._changed.wait_for(lambda: not self._has(request_ids), timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Forgets what waits, and ends the thread. Idempotent. ``TimeoutError`` as ``drop``."""
+        """Forgets what waits, and ends the thread. Idempotent. ``TimeoutError`` if it does not end:
+        the memory of the pages must not be freed."""
         with self._changed:
             self._closed = True
             self._waiting.clear()

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Final, Protocol
 
 import te
+from kvstore.deadline import Deadline
 from kvstore.outcomes import Got, Put
 from kvstore.store import Store
 from sglang_mooncake.vllm.lane import Lane
@@ -53,6 +54,9 @@ class StoreWorker:
         #: Requests of which pages are or were saved, and which of them vLLM has finished.
         self._saving: set[str] = set()
         self._finished: set[str] = set()
+        #: The request of which pages are being saved, and until when; those that are preempted now.
+        self._save_under_way: tuple[str, Deadline] | None = None
+        self._preempted: set[str] = set()
         #: Why the KV cache is not safe any more.
         self._stuck = ""
         self._loads: Lane[Work] = Lane("load", self._load, LOADS_MAX)
@@ -82,12 +86,20 @@ class StoreWorker:
 
     def preempted(self, request_ids: Collection[str]) -> None:
         """vLLM uses the blocks of these requests again. Waits for a save that reads them: about a
-        millisecond, and no longer than a save may take.
-
-        Raises:
-            TimeoutError: it goes on.
-        """
-        self._saves.drop(request_ids, SAVE_TIMEOUT_S + CLOSE_TIMEOUT_S)
+        millisecond. If it goes on all the same, what it reads from now on is not stored."""
+        with self._lock:
+            self._preempted = set(request_ids)
+            if self._save_under_way is not None and self._save_under_way[0] in request_ids:
+                self._save_under_way[1].end()
+        timeout_s = SAVE_TIMEOUT_S + CLOSE_TIMEOUT_S
+        if not self._saves.drop(request_ids, timeout_s):
+            logger.error(
+                "pages of preempted requests are being read for the store since %g s; their blocks"
+                " are used again now, and what was read is not stored",
+                timeout_s,
+            )
+        with self._lock:
+            self._preempted = set()
 
     def take_saved(self, finished: Collection[str]) -> set[str]:
         """Requests that vLLM has finished (``finished``: since the last call), and whose blocks are
@@ -161,10 +173,15 @@ class StoreWorker:
 
     def _save(self, save: tuple[Work, Sequence[Ready]]) -> None:
         work, ready = save
+        deadline = Deadline(SAVE_TIMEOUT_S)
+        with self._lock:
+            if work.request_id in self._preempted:
+                deadline.end()
+            self._save_under_way = work.request_id, deadline
         for event in ready:
             event.synchronize()
         pieces = self._pages.pieces(work.blocks)
-        outcomes = self._store.put(work.keys, self._signature, pieces, SAVE_TIMEOUT_S)
+        outcomes = self._store.put(work.keys, self._signature, pieces, deadline=deadline)
         lost = Counter(one.value for one in outcomes if one not in STORED)
         if lost:
             logger.warning(

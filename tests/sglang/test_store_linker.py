@@ -97,37 +97,78 @@ def test_a_page_that_is_gone_fails_its_batch_alone(linker: StoreLinker) -> None:
     assert loaded(linker, keys[:1], 7)
 
 
-def test_offloads_that_wait_have_a_bound(
+class _SlowPuts:
+    """The puts of a linker wait until they may go on."""
+
+    def __init__(self, linker: StoreLinker, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self._put = linker._store.put
+        monkeypatch.setattr(linker._store, "put", self)
+
+    def __call__(self, *args: Any, **more: Any) -> list[Put]:
+        self.begun.set()
+        assert self.go_on.wait(60)
+        return self._put(*args, **more)
+
+
+def completed(linker: StoreLinker, count: int) -> list[bool]:
+    """In order, once so many offloads have ended."""
+    with linker._idle:
+        assert linker._idle.wait_for(lambda: linker.num_completed_offloads() == count, 60)
+    return [linker.pop_completed_offload() for _ in range(count)]
+
+
+def test_offloads_that_are_too_many_fail_in_their_turn(
+    linker: StoreLinker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A slow rank must accept as many as the others: what all have accepted is counted together."""
+    from store_linking import fill, hashes, linker_module, transfer
+
+    fill(linker)
+    puts = _SlowPuts(linker, monkeypatch)
+    monkeypatch.setattr(linker_module, "OFFLOADS_MAX", 2)
+    assert linker.offload(transfer(hashes(1), 0))
+    assert puts.begun.wait(60)
+    for page in range(1, 6):
+        assert linker.offload(transfer(hashes(1, page), page))
+    puts.go_on.set()
+    assert completed(linker, 6) == [True, False, False, False, True, True]
+    assert linker._offloads_dropped == 3
+    assert "dropped, as the store is slower than they come" in caplog.text
+    assert "stored again: 1 wait, and 3 were dropped" in caplog.text
+
+
+def test_an_offload_that_has_waited_for_too_long_fails_in_its_turn(
     linker: StoreLinker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from store_linking import fill, hashes, linker_module, transfer
+
+    fill(linker)
+    monkeypatch.setattr(linker_module, "OFFLOAD_WAIT_MAX_S", -1.0)
+    assert linker.offload(transfer(hashes(1), 0))
+    assert completed(linker, 1) == [False]
+
+
+def test_what_is_offloaded_at_a_reset_is_not_stored(
+    linker: StoreLinker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its pages are used again. However long it takes, SGLang's scheduler gets no exception."""
     from store_linking import fill, hashes, linker_module, offloaded, transfer
 
     fill(linker)
-    begun, go_on = threading.Event(), threading.Event()
-    put = linker._store.put
-
-    def slow(*args: Any) -> list[Put]:
-        begun.set()
-        assert go_on.wait(60)
-        return put(*args)
-
-    monkeypatch.setattr(linker._store, "put", slow)
-    monkeypatch.setattr(linker_module, "OFFLOADS_MAX", 2)
+    puts = _SlowPuts(linker, monkeypatch)
     assert linker.offload(transfer(hashes(1), 0))
-    assert begun.wait(60)
+    assert puts.begun.wait(60)
     assert linker.offload(transfer(hashes(2), 0, 1))
-    assert linker.offload(transfer(hashes(3), 0, 1, 2))
-    assert not linker.offload(transfer(hashes(4), 0, 1, 2, 3))
-    monkeypatch.setattr(linker_module, "CLOSE_TIMEOUT_S", 0.1)
-    with pytest.raises(RuntimeError, match="must not be used again"):
-        linker.reset()
+    monkeypatch.setattr(linker_module, "CLOSE_TIMEOUT_S", 0.0)
+    linker.reset()
+    assert "they are used again now, and what was read is not stored" in caplog.text
     monkeypatch.setattr(linker_module, "CLOSE_TIMEOUT_S", 60.0)
-    threading.Timer(0.1, go_on.set).start()
+    puts.go_on.set()
     linker.reset()
     assert linker.num_completed_offloads() == 0, "SGLang has forgotten it"
-    assert linker.lookup("r", transfer(hashes(1))) == [1], "what was under way is stored"
     assert offloaded(linker, hashes(1, 7), 5)
-    assert linker.lookup("r", transfer(hashes(3))) == [1], "what was queued is not"
+    assert linker.lookup("r", transfer(hashes(2))) == []
 
 
 def test_an_offload_that_raises_is_one_that_failed(
@@ -146,6 +187,51 @@ def test_an_offload_that_raises_is_one_that_failed(
         assert linker._idle.wait_for(lambda: linker.num_completed_offloads() == 3, 60)
     assert [linker.pop_completed_offload() for _ in range(3)] == [True, False, True]
     assert "the token slots of a page do not lie side by side" in caplog.text
+
+
+def test_ranks_with_the_same_pages_store_each_of_them_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from store_linking import device_pools, fill, hashes, make, mla_pool, offloaded
+
+    keys = hashes(16)
+    ranks = [make(directory, mla_pool(), monkeypatch) for _ in range(2)]
+    stored = []
+    for number, rank in enumerate(ranks):
+        fill(rank)
+        parallel = SimpleNamespace(attn_tp_rank=number, attn_tp_size=2)
+        monkeypatch.setattr(device_pools, "get_parallel", lambda parallel=parallel: parallel)
+        assert offloaded(rank, keys, *range(16))
+        stored.append(rank._store.status().puts["stored"])
+    assert sum(stored) == len(keys)
+    assert all(stored)
+    for rank in ranks:
+        rank.close()
+
+
+def test_a_load_does_not_wait_for_the_device_in_the_schedulers_thread(
+    linker: StoreLinker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from store_linking import fill, hashes, linker_module, offloaded, transfer
+
+    computed = threading.Event()
+
+    class Event:
+        def record(self) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            assert computed.wait(60)
+
+    fill(linker)
+    assert offloaded(linker, hashes(1), 0)
+    device = SimpleNamespace(Event=Event)
+    monkeypatch.setattr(linker_module, "get_device_module", lambda: device)
+    assert linker.load("r", transfer(hashes(1), 1))
+    index = linker.start_layer_wise_loading()
+    assert not linker.layer_done_counter.futures[index][0].done()
+    computed.set()
+    assert linker.finish_layer_wise_loading(index)
 
 
 def test_a_second_server_of_the_same_weights_reads_them(

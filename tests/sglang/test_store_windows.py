@@ -117,8 +117,8 @@ def test_prompts_whose_windows_are_not_stored_are_not_stored(
     monkeypatch.setattr(
         linker._store,
         "put",
-        lambda keys, of, pieces: (
-            [Put.NO_SPACE] * len(keys) if of == signature else put(keys, of, pieces)
+        lambda keys, of, pieces, **more: (
+            [Put.NO_SPACE] * len(keys) if of == signature else put(keys, of, pieces, **more)
         ),
     )
     both = [of_pool(PoolName.KV, keys, 0, 1), of_pool(PoolName.SWA, keys, 0, 1)]

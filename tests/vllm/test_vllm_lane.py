@@ -87,11 +87,10 @@ def test_what_waits_of_a_request_is_dropped(lane: Lane[int], gate: Gate) -> None
 def test_a_drop_waits_for_what_is_under_way(lane: Lane[int], gate: Gate) -> None:
     lane.submit("a", 1)
     until(lambda: gate.begun, "it begins")
-    with pytest.raises(TimeoutError, match="a save of pages has not ended for 0 s"):
-        lane.drop({"a"}, 0)
+    assert not lane.drop({"a"}, 0)
     opener = threading.Timer(0.01, gate.open.set)
     opener.start()
-    lane.drop({"a"}, TIMEOUT_S)
+    assert lane.drop({"a"}, TIMEOUT_S)
     assert gate.done == [1]
     opener.join()
 

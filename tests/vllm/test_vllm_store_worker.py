@@ -122,11 +122,11 @@ def test_what_is_preempted_is_not_read_any_more(
     opened, begun, read = threading.Event(), threading.Event(), []
     put = rank.store.put
 
-    def slow(*arguments: object) -> object:
+    def slow(*arguments: object, **more: object) -> object:
         begun.set()
         assert opened.wait(TIMEOUT_S)
         read.append(1)
-        return put(*arguments)  # type: ignore[arg-type]
+        return put(*arguments, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(rank.store, "put", slow)
     rank.worker.save(work("r", [5]), [])
@@ -141,6 +141,32 @@ def test_what_is_preempted_is_not_read_any_more(
     assert not preempting.is_alive()
     assert len(read) == 1, "what waits is dropped, and what is under way is waited for"
     assert rank.worker.take_saved({"r"}) == {"r"}
+    assert rank.load(work("s", [0])) == {0}, "its end came before it was stored"
+
+
+def test_a_save_that_goes_on_when_its_blocks_are_used_again_is_not_stored(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's runner gets no exception, which would end the server."""
+    opened, begun = threading.Event(), threading.Event()
+    put = rank.store.put
+
+    def slow(*arguments: object, **more: object) -> object:
+        begun.set()
+        assert opened.wait(TIMEOUT_S)
+        return put(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rank.store, "put", slow)
+    monkeypatch.setattr(store_worker, "SAVE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(store_worker, "CLOSE_TIMEOUT_S", 0.0)
+    rank.worker.save(work("r", [5]), [])
+    assert begun.wait(TIMEOUT_S)
+    rank.worker.preempted({"r"})
+    assert "their blocks are used again now" in caplog.text
+    opened.set()
+    monkeypatch.undo()
+    until(lambda: not rank.worker._saves.left("r"), "it ends")
+    assert rank.load(work("s", [0])) == {0}, "nothing is there"
 
 
 def test_too_many_loads_are_computed(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,14 +185,17 @@ def test_too_many_loads_are_computed(rank: Rank, monkeypatch: pytest.MonkeyPatch
 
 
 def test_too_many_saves_are_not_stored(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = threading.Event()
+    opened, begun = threading.Event(), threading.Event()
 
-    def put(*_: object) -> list[object]:
+    def put(*_: object, **__: object) -> list[object]:
+        begun.set()
         assert opened.wait(TIMEOUT_S)
         return []
 
     monkeypatch.setattr(rank.store, "put", put)
-    for i in range(store_worker.SAVES_MAX + 2):
+    rank.worker.save(work("r0", [0]), [])
+    assert begun.wait(TIMEOUT_S), "it does not wait any more"
+    for i in range(1, store_worker.SAVES_MAX + 2):
         rank.worker.save(work(f"r{i}", [i % BLOCKS]), [])
     assert rank.worker.take_saved({f"r{store_worker.SAVES_MAX + 1}"})
     opened.set()

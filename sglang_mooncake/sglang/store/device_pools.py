@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 
+from kvstore.changes import Keys
 from sglang_mooncake.sglang.store.kv_pool import KVPool
 from sglang_mooncake.sglang.store.signatures import PoolFacts, facts_by_rank, heads_of_rank
 
-__all__ = ["DevicePool", "facts_of", "pools_of"]
+__all__ = ["DevicePool", "facts_of", "pools_of", "share_of"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,20 @@ class DevicePool:
     pages: KVPool
     #: Their numbers in the rank's forward, ascending: those that SGLang waits for.
     layers: Sequence[int]
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which part of its pages this rank stores, and of how many: all ranks of a TP group have
+        the same pages of MLA, and would store each as often as there are ranks."""
+        if not self.pages.is_mla:
+            return 0, 1
+        parallel = get_parallel()
+        return int(parallel.attn_tp_rank), int(parallel.attn_tp_size)
+
+
+def share_of(keys: Keys, part: int, parts: int) -> npt.NDArray[np.intp]:
+    """The rows of the keys that belong to a part; keys are digests, so that parts are equal."""
+    return np.flatnonzero(keys[:, 0] % parts == part)
 
 
 def pools_of(kvcache: Any, page_size: int) -> list[DevicePool]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,13 +31,20 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
     LayerWiseLoadCounter,
     UnifiedCacheLinker,
 )
+from sglang.srt.utils import get_device_module
 
 from kvstore.changes import Keys, keys_of_hex
+from kvstore.deadline import Deadline
 from kvstore.loading import Load
 from kvstore.outcomes import Put
 from kvstore.store import Store
 from sglang_mooncake.sglang.store.admission import Admission
-from sglang_mooncake.sglang.store.device_pools import DevicePool, facts_of, pools_of
+from sglang_mooncake.sglang.store.device_pools import (
+    DevicePool,
+    facts_of,
+    pools_of,
+    share_of,
+)
 from sglang_mooncake.sglang.store.figures import open_exporter
 from sglang_mooncake.sglang.store.forwards import Forwards
 from sglang_mooncake.sglang.store.layer_loads import LayerLoads, PoolLoad
@@ -50,8 +58,10 @@ logger = logging.getLogger(__name__)
 
 PAGE_TOKENS_MIN: Final = 16
 OFFLOADS_MAX: Final = 1024
-"""Offloads that wait; each holds nodes of SGLang's tree. More are refused: their pages are offered
-again when they are used again."""
+OFFLOAD_WAIT_MAX_S: Final = 30.0
+"""Offloads that wait, and for how long; each holds nodes of SGLang's tree. What is more is dropped
+in its turn, as one that has failed: its pages are offered again when they are used again."""
+OFFLOAD_TIMEOUT_S: Final = 10.0
 COMPONENTS: Final = {ComponentType.FULL, ComponentType.SWA}
 STORED: Final = {Put.STORED, Put.EXISTS, Put.BEING_STORED}
 CLOSE_TIMEOUT_S: Final = 30.0
@@ -70,10 +80,17 @@ Pages = Mapping[PoolName, _Pages]
 
 
 @dataclass(frozen=True)
+class _Load:
+    pages: Pages
+    #: Happens once the pages' indices are in the host's memory.
+    ready: Any
+
+
+@dataclass(frozen=True)
 class _Batch:
     index: int
     #: Of each request.
-    loads: Sequence[Pages]
+    loads: Sequence[_Load]
 
 
 @dataclass(frozen=True)
@@ -82,6 +99,8 @@ class _Offload:
     ready: Sequence[Any]
     #: SGLang keeps the pages as they are until the next `reset`, and no longer.
     resets: int
+    #: By the monotonic clock.
+    since_s: float
 
 
 class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -133,11 +152,14 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._exporter = open_exporter(self._store.status)
         forwards = Forwards(has_streams=pools[0].pages.on_gpu) if options.admission else None
         self._admission = Admission(self._store, forwards, params.page_size)
-        self._queued: dict[str, Pages] = {}
+        self._queued: dict[str, _Load] = {}
         self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._offloads: queue.SimpleQueue[_Offload | None] = queue.SimpleQueue()
         self._offloads_waiting = 0
-        self._offloading = False
+        self._offloads_dropped = 0
+        self._is_dropping = False
+        #: Of the offload under way; None while there is none.
+        self._offloading: Deadline | None = None
         self._resets = 0
         self._completed: deque[bool] = deque()
         self._idle = threading.Condition()
@@ -184,10 +206,14 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queues it. Every rank must give the same answer, so that it is always yes."""
-        # The indices are there once the scheduler's own stream has computed them.
-        self._queued[rid] = {
-            one.name: self._pages_of(one, one.device_indices.cpu()) for one in transfers
+        # The scheduler's own stream may have yet to compute the indices: the thread waits for it.
+        pages = {
+            one.name: self._pages_of(one, one.device_indices.to("cpu", non_blocking=True))
+            for one in transfers
         }
+        ready = get_device_module().Event()
+        ready.record()
+        self._queued[rid] = _Load(pages, ready)
         return True
 
     def _pages_of(self, transfer: PoolTransfer, indices: torch.Tensor) -> _Pages:
@@ -224,11 +250,14 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """A layer is reported once it is proven to be right, apart from the checksums of whole
         pages. These are compared before the last layer is reported: until then the batch is not
         done, and can fail."""
-        whole = [one[PoolName.KV] for one in batch.loads]
+        for one in batch.loads:
+            one.ready.synchronize()
+        loaded = [one.pages for one in batch.loads]
+        whole = [one[PoolName.KV] for one in loaded]
         keys = np.concatenate([one.keys for one in whole])
         with self._admission.loading(keys, whole[0].signature, self._page_bytes(PoolName.KV)):
             loads = [
-                self._load_of(pool, [one[pool.name] for one in batch.loads])
+                self._load_of(pool, [one[pool.name] for one in loaded])
                 for pool in self._pools.values()
             ]
             with LayerLoads(loads, self._layers, self._options.layers_per_read) as reads:
@@ -252,14 +281,13 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         transfers: list[PoolTransfer],
         session_id: str | None = None,  # noqa: ARG002
     ) -> bool:
-        """Queues it; False if too many wait already."""
-        with self._idle:
-            if self._offloads_waiting >= OFFLOADS_MAX:
-                return False
-            self._offloads_waiting += 1
+        """Queues it. Every rank must give the same answer, since SGLang counts what was accepted by
+        all of them together: so it is always yes, however many wait at this one."""
         ready = self.record_offload_ready()
         pages = {one.name: self._pages_of(one, one.device_indices) for one in transfers}
-        self._offloads.put(_Offload(pages, ready, self._resets))
+        with self._idle:
+            self._offloads_waiting += 1
+            self._offloads.put(_Offload(pages, ready, self._resets, time.monotonic()))
         return True
 
     def num_completed_offloads(self) -> int:
@@ -273,33 +301,54 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _run_offloads(self) -> None:
         while (offload := self._offloads.get()) is not None:
             with self._idle:
-                self._offloading = offload.resets == self._resets
-                self._offloads_waiting -= self._offloading
-            if not self._offloading:
-                continue  # Its pages may have been used again since.
+                if offload.resets != self._resets:
+                    continue  # Its pages may have been used again since.
+                self._offloads_waiting -= 1
+                deadline = self._offloading = Deadline(OFFLOAD_TIMEOUT_S)
+                is_late = time.monotonic() - offload.since_s > OFFLOAD_WAIT_MAX_S
+                is_dropped = is_late or self._offloads_waiting >= OFFLOADS_MAX
+            self._tell_dropped(is_dropped)
             stored = False
             try:
-                stored = self._offload(offload)
+                stored = not is_dropped and self._offload(offload, deadline)
             except Exception:
                 logger.exception("pages were not stored")
             with self._idle:
-                self._completed.append(stored)
-                self._offloading = False
+                if offload.resets == self._resets:
+                    self._completed.append(stored)
+                self._offloading = None
                 self._idle.notify_all()
 
-    def _offload(self, offload: _Offload) -> bool:
+    def _tell_dropped(self, is_dropped: bool) -> None:
+        """Each time that it begins, and ends."""
+        self._offloads_dropped += is_dropped
+        if is_dropped != self._is_dropping:
+            self._is_dropping = is_dropped
+            logger.warning(
+                "offloads to the store are %s: %d wait, and %d were dropped since the start",
+                "dropped, as the store is slower than they come" if is_dropped else "stored again",
+                self._offloads_waiting,
+                self._offloads_dropped,
+            )
+
+    def _offload(self, offload: _Offload, deadline: Deadline) -> bool:
         """Windows first: prompts whose windows are not stored cannot be loaded, so that they are
         not stored either. The other way round nothing is lost, since a look-up asks for both."""
         for event in offload.ready:
             event.synchronize()
         return all(
-            self._is_stored(name, offload.pages[name])
+            self._is_stored(name, offload.pages[name], deadline)
             for name in sorted(offload.pages, key=lambda name: name == PoolName.KV)
         )
 
-    def _is_stored(self, name: PoolName, pages: _Pages) -> bool:
-        pieces = self._pools[name].pages.pieces(pages.indices.cpu().numpy())
-        outcomes = self._store.put(pages.keys, pages.signature, pieces)
+    def _is_stored(self, name: PoolName, pages: _Pages, deadline: Deadline) -> bool:
+        """Whether this rank's share of the pages is."""
+        pool = self._pools[name]
+        keys, pieces = pages.keys, pool.pages.pieces(pages.indices.cpu().numpy())
+        mine = share_of(keys, *pool.share)
+        if len(mine) < len(keys):
+            keys, pieces = keys[mine], pieces.of(mine)
+        outcomes = self._store.put(keys, pages.signature, pieces, deadline=deadline)
         return all(one in STORED for one in outcomes)
 
     # -- the end
@@ -307,15 +356,18 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def reset(self) -> None:
         """Waits for what is under way, and drops what is queued: SGLang uses the pages again after
         that. What is stored stays: keys name tokens and weights, which a flush of the device does
-        not change. RuntimeError if a page is still being read."""
+        not change."""
         self._queued.clear()
         with self._idle:
             self._resets += 1
             self._offloads_waiting = 0
-            if not self._idle.wait_for(lambda: not self._offloading, CLOSE_TIMEOUT_S):
-                raise RuntimeError(
-                    f"pages are being stored since {CLOSE_TIMEOUT_S:g} s and more: they must not be"
-                    " used again"
+            if self._offloading is not None:
+                self._offloading.end()
+            if not self._idle.wait_for(lambda: self._offloading is None, CLOSE_TIMEOUT_S):
+                logger.error(
+                    "pages are being read for the store since %g s and more; they are used again"
+                    " now, and what was read is not stored",
+                    CLOSE_TIMEOUT_S,
                 )
             self._completed.clear()
         for index in list(self.layer_done_counter.futures):
