@@ -44,7 +44,7 @@ class DevicePool:
 
 def share_of(keys: Keys, part: int, parts: int) -> npt.NDArray[np.intp]:
     """The rows of the keys that belong to a part; keys are digests, so that parts are equal."""
-    return np.flatnonzero(keys[:, 0] % parts == part)
+    return np.flatnonzero(keys[:, 0].astype(np.intp) % parts == part)
 
 
 def pools_of(kvcache: Any, page_size: int) -> list[DevicePool]:
