@@ -1,61 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which weights a server computes with, as a text that differs when they do.
 
-The name of a model does not tell: two directories of one name may hold different weights. Hashing
-all of 140 GB takes minutes, so that a few bytes of every tensor are hashed. Training changes nearly
-all numbers of the tensors that it touches.
+The name of a model does not tell: two directories of one name may hold different weights, and a
+directory may hold others than yesterday. Nor does a part of the bytes: training may touch some rows
+of one tensor alone. So every byte counts (``kvstore.filedigests``).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import struct
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["identity"]
+from kvstore.filedigests import FileDigests
 
-HEADER_BYTES_MAX: Final = 256 << 20
-SAMPLES: Final = 4
-SAMPLE_BYTES: Final = 64
+__all__ = ["identity", "identity_of_config", "identity_of_file"]
+
+TENSORS: Final = ".safetensors"
+SUFFIXES: Final = (TENSORS, ".json", ".py")
+#: Of these: what names tokens, and what is done with logits. Keys name tokens by their numbers.
+CHANGE_NOTHING: Final = {
+    "chat_template.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+#: Of a model's resolved configuration: where it was found.
+SAYS_WHERE: Final = ("_name_or_path", "transformers_version")
 
 
 def identity(folder: Path) -> str:
-    """Of the safetensors files and the configuration in a model's directory.
+    """Of the safetensors files, the configuration and the code in the directory of a model or of an
+    adapter. Reads all of it, unless it has been read before.
 
-    Raises ``ValueError`` for a directory without safetensors files, or with one that cannot be
-    read: give the identity by hand then.
+    Raises:
+        ValueError: there are no safetensors files.
+        OSError: a file cannot be read.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    paths = sorted(_files(folder))
+    if not any(path.suffix == TENSORS for path in paths):
         raise ValueError(f"{folder} has no safetensors files, by which its weights could be told")
-    digest = hashlib.blake2b(digest_size=16)
-    config = folder / "config.json"
-    if config.exists():
-        digest.update(config.read_bytes())
-    for path in files:
-        for part in _samples(path):
-            digest.update(part)
-    return digest.hexdigest()
+    with FileDigests(folder) as digests:
+        found = digests.of(paths)
+    text = "".join(f"{one.relative_to(folder)}\0{found[one]}\0" for one in paths)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _samples(path: Path) -> Iterator[bytes]:
-    """The header of a safetensors file, and bytes from the begin to the end of each tensor."""
+def identity_of_config(said: Mapping[str, Any]) -> str:
+    """Of a model's configuration as an engine has resolved it: from whatever files and flags."""
+    counts = {name: one for name, one in said.items() if name not in SAYS_WHERE}
+    text = json.dumps(counts, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def identity_of_file(path: Path) -> str:
+    """Of one file outside a model's directory. Raises ``OSError``."""
     with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
-        raw = file.read(size) if size <= HEADER_BYTES_MAX else b""
-        try:
-            header: dict[str, Any] = json.loads(raw)
-            ranges = [
-                header[name]["data_offsets"] for name in sorted(header) if name != "__metadata__"
-            ]
-        except (ValueError, KeyError, TypeError) as exc:
-            raise ValueError(f"{path} is no safetensors file: {exc!r}") from exc
-        yield raw
-        for begin, end in ranges:
-            last = max(end - SAMPLE_BYTES, begin)
-            for i in range(SAMPLES):
-                file.seek(8 + size + begin + (last - begin) * i // (SAMPLES - 1))
-                yield file.read(min(SAMPLE_BYTES, end - begin))
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Those that count. Raises ``OSError`` for a directory that cannot be listed."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for here, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [one for one in folders if not one.startswith(".")]
+        for name in names:
+            if name.endswith(SUFFIXES) and name not in CHANGE_NOTHING and name[0] != ".":
+                yield Path(here, name)
