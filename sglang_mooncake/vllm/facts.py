@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.signature import Signature
-from kvstore.weights import identity
+from kvstore.weights import identity, identity_of_config
 from sglang_mooncake.vllm.page_map import PageMap
 
 __all__ = [
@@ -23,6 +23,21 @@ __all__ = [
 
 #: Of ``ModelConfig``: by which servers with the same weights compute other keys and values.
 _CHANGES_VALUES: Final = ("dtype", "quantization", "hf_overrides", "model_impl")
+#: Load formats that read safetensors files and change nothing.
+LOAD_FORMATS: Final = ("auto", "hf", "safetensors")
+#: Quantisations whose values follow from the files and the flag.
+QUANTIZATIONS: Final = (
+    None,
+    "awq",
+    "awq_marlin",
+    "compressed-tensors",
+    "fp8",
+    "gptq",
+    "gptq_marlin",
+    "modelopt",
+    "modelopt_fp4",
+    "mxfp4",
+)
 
 
 def check_server(config: Any, caches: Any) -> None:
@@ -44,6 +59,16 @@ def check_server(config: Any, caches: Any) -> None:
         raise ValueError(
             "with --speculative-config pages may hold tokens that are rejected later, and the store"
             " does not hold the draft model's cache: leave the one or the other out"
+        )
+    if config.lora_config is not None:
+        raise ValueError(
+            "vLLM names a page by its adapter's name, which says nothing of what is in it: leave"
+            " --enable-lora or the store out"
+        )
+    if config.weight_transfer_config is not None:
+        raise ValueError(
+            "the store does not see when weights are updated, and would take the former ones'"
+            " pages: leave --weight-transfer-config or the store out"
         )
     if transfer.kv_load_failure_policy != "recompute":
         raise ValueError(
@@ -94,19 +119,27 @@ def heads_of_rank(config: Any, rank: int) -> tuple[int, int]:
 
 
 def signature_of(
-    config: Any, pages: PageMap, kernel: str, rank: int, weights: str | None
+    config: Any, pages: PageMap, kernel: str, rank: int, weights: str | None, release: str
 ) -> Signature:
     """Of the pages of one TP rank.
 
     kernel: what arranges the numbers of a block.
+    release: of vLLM.
     weights: the operator's own name for them.
 
     Raises:
         ValueError: the weights cannot be told apart from others.
     """
+    model = config.model_config
+    computed = [
+        f"vllm={release}",
+        f"max_model_len={model.max_model_len}",
+        f"load_format={_plain(config.load_config.load_format)}",
+        computed_by(config, weights),
+    ]
     return Signature(
-        weights=computed_by(config, weights),
-        dtype=f"{config.cache_config.cache_dtype} of {config.model_config.dtype}",
+        weights=" ".join(computed),
+        dtype=f"{config.cache_config.cache_dtype} of {model.dtype}",
         page_size=block_tokens(config),
         layers=(0, pages.layers),
         heads=heads_of_rank(config, rank),
@@ -120,7 +153,25 @@ def computed_by(config: Any, weights: str | None) -> str:
     model = config.model_config
     computed = [f"{name}={getattr(model, name, None)!r}" for name in _CHANGES_VALUES]
     computed.append(f"cache_dtype={config.cache_config.cache_dtype!r}")
+    computed.append(f"config={identity_of_config(model.hf_config.to_dict())}")
     return " ".join([weights or _identity_of(config), *computed])
+
+
+def _plain(given: Any) -> str | None:
+    return None if given is None else str(getattr(given, "value", given)).lower()
+
+
+def _check_told_by_files(config: Any) -> None:
+    for flag, given, known in (
+        ("--load-format", config.load_config.load_format, LOAD_FORMATS),
+        ("--quantization", config.model_config.quantization, QUANTIZATIONS),
+    ):
+        if _plain(given) not in known:
+            accepted = ", ".join(one for one in known if one)
+            raise ValueError(
+                f"{flag} {_plain(given)} is none of those of which the store knows that the files"
+                f" tell the weights ({accepted})"
+            )
 
 
 def _identity_of(config: Any) -> str:
@@ -129,8 +180,7 @@ def _identity_of(config: Any) -> str:
 
     folder = Path(config.model_config.model)
     try:
-        if str(config.load_config.load_format).lower().endswith("dummy"):
-            raise ValueError("--load-format dummy loads none")
+        _check_told_by_files(config)
         if not folder.is_dir():
             folder = Path(
                 snapshot_download(
@@ -140,7 +190,7 @@ def _identity_of(config: Any) -> str:
                 )
             )
         return identity(folder)
-    except (ValueError, LocalEntryNotFoundError) as exc:
+    except (OSError, ValueError, LocalEntryNotFoundError) as exc:
         raise ValueError(
             f"the store must tell this server's weights from others, and cannot: {exc}; give a text"
             ' of your own as "weights" in kv_connector_extra_config, the same for servers with the'

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm import __version__
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -151,7 +152,8 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         pages = PageMap([plain(one) for one in tensors], self._kv_cache_config.num_blocks)
         rank = get_tensor_model_parallel_rank()
         kernel = kernel_of(self._vllm_config)
-        signature = signature_of(self._vllm_config, pages, kernel, rank, self._options.weights)
+        weights = self._options.weights
+        signature = signature_of(self._vllm_config, pages, kernel, rank, weights, __version__)
         self._device = tensors[0].device
         for storage in {one.untyped_storage().data_ptr(): one for one in tensors}.values():
             self._register(storage.untyped_storage())

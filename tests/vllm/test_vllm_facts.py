@@ -29,6 +29,8 @@ def test_an_ordinary_server_is_served() -> None:
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
         ({"speculative_config": object()}, "with --speculative-config pages may hold tokens"),
+        ({"lora_config": object()}, "leave --enable-lora or the store out"),
+        ({"weight_transfer_config": object()}, "leave --weight-transfer-config or the store out"),
         (
             {"kv_transfer_config__kv_load_failure_policy": "fail"},
             'say "recompute" in --kv-transfer',
@@ -74,6 +76,9 @@ def test_every_rank_has_all_of_a_latent() -> None:
         {"model_config__dtype": "torch.bfloat16"},
         {"model_config__quantization": "fp8"},
         {"model_config__hf_overrides": {"rope_theta": 1}},
+        {"model_config__hf_config": SimpleNamespace(to_dict=lambda: {"rope_theta": 2})},
+        {"model_config__max_model_len": 8192},
+        {"load_config__load_format": "dummy"},
         {"cache_config__cache_dtype": "fp8"},
         {"cache_config__block_size": 16},
     ],
@@ -82,8 +87,16 @@ def test_pages_of_other_values_have_another_signature(changed: dict[str, Any]) -
     assert digest(server(**changed)) != digest(server())
 
 
-def digest(config: Any, kernel: str = "K", rank: int = 0, weights: str = "w") -> bytes:
-    return signature_of(config, PAGES, kernel, rank, weights).digest
+def digest(
+    config: Any, kernel: str = "K", rank: int = 0, weights: str | None = "w", release: str = "1"
+) -> bytes:
+    return signature_of(config, PAGES, kernel, rank, weights, release).digest
+
+
+def test_where_a_model_lies_does_not_count() -> None:
+    said = {"rope_theta": 1, "_name_or_path": "/elsewhere"}
+    moved = server(model_config__hf_config=SimpleNamespace(to_dict=lambda: said))
+    assert digest(moved) == digest(server())
 
 
 def test_kernels_ranks_and_weights_are_told_apart() -> None:
@@ -93,21 +106,23 @@ def test_kernels_ranks_and_weights_are_told_apart() -> None:
         digest(config, kernel="another"),
         digest(config, rank=1),
         digest(config, weights="others"),
+        digest(config, release="2"),
     }
-    assert len(found) == 4
+    assert len(found) == 5
     assert digest(config) == digest(config)
 
 
 def test_weights_are_told_by_their_files(tmp_path: Path) -> None:
     one, two = (server(make_model("llama", tmp_path, seed=seed)) for seed in (0, 1))
-    first, second = (signature_of(config, PAGES, "K", 0, None).digest for config in (one, two))
-    assert first != second
+    assert digest(one, weights=None) != digest(two, weights=None)
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         {"load_config__load_format": "dummy"},
+        {"load_config__load_format": "runai_streamer"},
+        {"model_config__quantization": "bitsandbytes"},
         {"model_config__model": "no-such-owner/no-such-model"},
     ],
 )
@@ -116,4 +131,4 @@ def test_weights_that_cannot_be_told_apart_are_refused(
 ) -> None:
     config = server(make_model("llama", tmp_path), **changed)
     with pytest.raises(ValueError, match='give a text of your own as "weights"'):
-        signature_of(config, PAGES, "K", 0, None)
+        digest(config, weights=None)

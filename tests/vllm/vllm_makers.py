@@ -53,6 +53,8 @@ def server(model: str | Path = "m", **changed: Any) -> Any:
         quantization=None,
         hf_overrides={},
         model_impl="auto",
+        max_model_len=4096,
+        hf_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 1}),
         use_mla=False,
         heads=2,
     )
@@ -69,6 +71,8 @@ def server(model: str | Path = "m", **changed: Any) -> Any:
         ),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),
         speculative_config=None,
+        lora_config=None,
+        weight_transfer_config=None,
         cache_config=SimpleNamespace(
             block_size=32, prefix_caching_hash_algo="sha256", cache_dtype="auto"
         ),
