@@ -181,14 +181,15 @@ def test_without_signatures_wrong_tokens_come(
     server.stop()
 
 
-def test_an_update_of_the_weights_under_a_new_version_makes_old_pages_unknown(
-    fleet: Fleet, place: Place, tmp_path: Path
+@pytest.mark.parametrize("named", [{"weight_version": "2"}, {}])
+def test_an_update_of_the_weights_makes_old_pages_unknown(
+    fleet: Fleet, place: Place, tmp_path: Path, named: dict[str, str]
 ) -> None:
     model = other_weights(tmp_path)
     server = fleet.server("single", place.options(make_model("llama")), name="updated")
     wait_ready([server])
     old = ask(server)
-    body = json.dumps({"model_path": str(model), "weight_version": "2"}).encode()
+    body = json.dumps({"model_path": str(model)} | named).encode()
     request = urllib.request.Request(
         f"{server.url}/update_weights_from_disk",
         body,

@@ -16,8 +16,9 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from store_linking import LAYERS, PAGE, PATIENT, be_patient, mha_pool, mla_pool
 
-from sglang_mooncake.sglang.store import hicache, signatures
+from sglang_mooncake.sglang.store import hicache, refusals, signatures
 from sglang_mooncake.sglang.store.hicache import HiCacheStore
+from sglang_mooncake.sglang.store.updates import Updates
 
 
 def host_pool(kind: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -45,21 +46,38 @@ def page_of(pool: Any, page: int) -> torch.Tensor:
     return pool.get_data_page(page * PAGE, flat=True).clone()
 
 
+def plain_args() -> dict[str, Any]:
+    """The flags that the store asks for, of a server that it serves."""
+    flags = dict.fromkeys(signatures._CHANGES_VALUES, "x")
+    return flags | refusals.SERVED | {"quantization_param_path": None}
+
+
+def plain_model() -> Any:
+    """SGLang's ``ModelConfig``."""
+    return SimpleNamespace(
+        dtype="torch.bfloat16",
+        get_total_num_kv_heads=lambda: 2,
+        hf_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 1}),
+    )
+
+
 def in_a_server(monkeypatch: pytest.MonkeyPatch, **args: Any) -> SimpleNamespace:
     """What the store asks SGLang about the server; the returned parts may be changed."""
     be_patient(monkeypatch)
-    flags = dict.fromkeys(signatures._CHANGES_VALUES, "x")
-    given = flags | {"speculative_algorithm": None, "device": "cpu"} | args
-    model = SimpleNamespace(dtype="torch.bfloat16", get_total_num_kv_heads=lambda: 2)
+    given = plain_args() | {"device": "cpu", "hicache_storage_backend": "dynamic"} | args
+    model = plain_model()
     server = SimpleNamespace(
         args=SimpleNamespace(**given),
         parallel=SimpleNamespace(attn_tp_size=1, attn_tp_rank=0),
         serving=SimpleNamespace(weight_version="1"),
+        model=model,
     )
+    server.updates = Updates(lambda: server.serving.weight_version)
     config = SimpleNamespace(from_server_args=lambda _: model)
     monkeypatch.setattr(signatures, "ModelConfig", config)
     monkeypatch.setattr(signatures, "get_parallel", lambda: server.parallel)
-    monkeypatch.setattr(signatures, "get_serving", lambda: server.serving)
+    monkeypatch.setattr(signatures, "updates", lambda: server.updates)
+    monkeypatch.setattr(signatures, "name_adapters", lambda _: None)
     monkeypatch.setattr(hicache, "get_server_args", lambda: server.args)
     monkeypatch.setattr(hicache, "open_exporter", lambda _: None)
     return server

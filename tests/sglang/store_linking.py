@@ -99,17 +99,18 @@ def make(
     pool: Any,
     monkeypatch: pytest.MonkeyPatch,
     exporter: Callable[..., Exporter | None] = lambda _: None,
+    signature: Callable[..., Any] = _Signature,
     **extra: Any,
 ) -> StoreLinker:
     be_patient(monkeypatch)
-    monkeypatch.setattr(linker_module, "SignatureNow", _Signature)
+    monkeypatch.setattr(linker_module, "SignatureNow", signature)
     monkeypatch.setattr(linker_module, "weights_of", lambda *_: "w")
     monkeypatch.setattr(linker_module, "open_exporter", exporter)
     monkeypatch.setattr(device_pools, "heads_of_rank", lambda *_: (0, 2))
     parallel = SimpleNamespace(attn_tp_rank=0, attn_tp_size=1, pp_rank=0, pp_size=1)
     monkeypatch.setattr(device_pools, "get_parallel", lambda: parallel)
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
-    params = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=PAGE, is_eagle=False)
+    params = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=PAGE)
     config = PATIENT | {"memory": "4MiB", "directory": str(directory), "layers_per_read": 2} | extra
     components = {ComponentType.FULL}
     if isinstance(pool, SWAKVPool):

@@ -150,7 +150,9 @@ def test_ranks_that_have_other_heads_have_other_pages(
 
 
 def test_new_weights_have_other_pages(
-    open_store: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    open_store: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from store_hosting import host_pool, in_a_server
     from store_linking import hashes, slots
@@ -158,10 +160,19 @@ def test_new_weights_have_other_pages(
     server = in_a_server(monkeypatch)
     store = open_store(host_pool("mla", "page_first", monkeypatch))
     keys = hashes(1)
+    server.updates.computed()
     assert store.batch_set_v1(keys, slots(0)) == [True]
-    server.serving.weight_version = "2"
+    assert store.batch_exists(keys) == 1
+    server.updates.changed()
+    for _ in range(2):
+        assert store.batch_exists(keys) == 0
+        assert store.batch_get_v1(keys, slots(1)) == [False]
+    assert store.batch_set_v1(hashes(1, seed=1), slots(0)) == [False], "pages of both are cached"
+    store.clear()
+    assert "flush first" in caplog.text
+    server.updates.flushed()
     assert store.batch_exists(keys) == 0
-    server.serving.weight_version = "1"
+    assert store.batch_set_v1(keys, slots(0)) == [True]
     assert store.batch_exists(keys) == 1
 
 
@@ -289,9 +300,13 @@ def test_what_cannot_be_served_is_told(directory: Path, monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="no setting 'memry'"):
         made({"interface_v1": 1, "memry": 0})
     server.args.speculative_algorithm = "EAGLE"
-    with pytest.raises(ValueError, match="this server drafts"):
+    with pytest.raises(ValueError, match="does not serve --speculative-algorithm EAGLE"):
         made({"interface_v1": 1})
     server.args.speculative_algorithm = None
+    server.args.hicache_storage_backend = None
+    with pytest.raises(ValueError, match="give --hicache-storage-backend when the server starts"):
+        made({"interface_v1": 1})
+    server.args.hicache_storage_backend = "dynamic"
     pool = store_hosting.host_pool("mha", "page_first", monkeypatch)
     monkeypatch.setattr(pool, "layout", "of another kind")
     with pytest.raises(ValueError, match="cannot hold pages of SGLang's MHATokenToKVPoolHost with"):

@@ -279,13 +279,6 @@ def test_other_pools_and_components_are_refused(
     with pytest.raises(ValueError, match=r"of sliding windows, and this model has .*MAMBA"):
         StoreLinker(None, None, components=set(ComponentType), extra_config={})
 
-    with pytest.raises(ValueError, match="does not hold the draft model's cache"):
-        StoreLinker(
-            None,
-            SimpleNamespace(is_eagle=True),
-            components={ComponentType.FULL},
-            extra_config={},
-        )
     pool = mha_pool()
     pool.__class__ = type("Another", (type(pool),), {})
     with pytest.raises(ValueError, match="cannot hold pages of SGLang's Another"):
@@ -294,6 +287,11 @@ def test_other_pools_and_components_are_refused(
     pool.k_scale_buffer = []
     with pytest.raises(ValueError, match="with scales"):
         KVPool(pool, PAGE)
+    for layout in ("hnd", "vectorized_5d"):
+        pool = mha_pool()
+        pool.kv_cache_layout = layout
+        with pytest.raises(ValueError, match=f"in the layout '{layout}'"):
+            KVPool(pool, PAGE)
 
 
 def test_options_are_checked() -> None:
@@ -329,28 +327,20 @@ def test_flags_that_change_keys_and_values_are_in_the_signature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang.srt.server_args import ServerArgs
+    from store_hosting import in_a_server, plain_args
     from store_linking import PAGE, mha_pool
 
     from sglang_mooncake.sglang.store import signatures
     from sglang_mooncake.sglang.store.kv_pool import KVPool
 
     fields = dict.fromkeys(signatures._CHANGES_VALUES, "x")
-    assert all(hasattr(ServerArgs, name) for name in fields), "what SGLang calls them"
+    assert all(hasattr(ServerArgs, name) for name in plain_args()), "what SGLang calls them"
     pool = KVPool(mha_pool(), PAGE)
-    model = SimpleNamespace(dtype="torch.bfloat16", get_total_num_kv_heads=lambda: 2)
-    parallel = SimpleNamespace(attn_tp_size=1, attn_tp_rank=0)
-    serving = SimpleNamespace(weight_version="1")
-    for name, value in (
-        ("ModelConfig", SimpleNamespace(from_server_args=lambda _: model)),
-        ("get_parallel", lambda: parallel),
-        ("get_serving", lambda: serving),
-    ):
-        monkeypatch.setattr(signatures, name, value)
+    server = in_a_server(monkeypatch, model_path=str(tmp_path))
+    scales = tmp_path / "scales.json"
 
-    def digest(weights: str | None = "w", **more: object) -> bytes:
-        args = SimpleNamespace(
-            **fields | {"load_format": "auto", "model_path": str(tmp_path)} | more
-        )
+    def digest(weights: str | None = "w", **more: object) -> bytes | None:
+        args = SimpleNamespace(**vars(server.args) | more)
         facts = pool.facts(signatures.heads_of_rank(pool.heads, args))
         return signatures.SignatureNow(signatures.weights_of(args, weights), facts).digest
 
@@ -359,15 +349,118 @@ def test_flags_that_change_keys_and_values_are_in_the_signature(
     for name in fields:
         known.add(digest(**{name: "y"}))
     known.add(digest("other"))
-    model.dtype = "torch.float16"
+    for text in ("1", "2"):
+        scales.write_text(text)
+        known.add(digest(quantization_param_path=str(scales)))
+    server.model.hf_config = SimpleNamespace(to_dict=lambda: {"rope_theta": 2})
     known.add(digest())
-    serving.weight_version = "2"
+    server.model.dtype = "torch.float16"
     known.add(digest())
-    parallel.attn_tp_size, parallel.attn_tp_rank = 2, 1
+    monkeypatch.setattr(signatures, "__version__", "another release")
     known.add(digest())
-    assert len(known) == len(fields) + 5
-    with pytest.raises(ValueError, match="--load-format dummy loads none"):
-        digest(None, load_format="dummy")
-    with pytest.raises(ValueError, match="has no safetensors files"):
-        digest(None)
-    assert digest("mine", load_format="dummy")
+    server.serving.weight_version = "2"
+    known.add(digest())
+    server.parallel.attn_tp_size, server.parallel.attn_tp_rank = 2, 1
+    known.add(digest())
+    assert len(known) == len(fields) + 9
+    assert None not in known
+
+
+def test_where_a_model_lies_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    from store_hosting import in_a_server
+
+    from sglang_mooncake.sglang.store import signatures
+
+    server = in_a_server(monkeypatch)
+    first = signatures.weights_of(server.args, "w")
+    said = {"rope_theta": 1, "_name_or_path": "/elsewhere", "transformers_version": "9"}
+    server.model.hf_config = SimpleNamespace(to_dict=lambda: said)
+    assert signatures.weights_of(server.args, "w") == first
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({}, "has no safetensors files"),
+        ({"load_format": "dummy"}, "--load-format dummy is none of those"),
+        ({"load_format": "remote_instance"}, "--load-format remote_instance is none of those"),
+        ({"quantization": "bitsandbytes"}, "--quantization bitsandbytes is none of those"),
+    ],
+)
+def test_weights_that_files_do_not_tell_take_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], sentence: str
+) -> None:
+    from store_hosting import in_a_server
+
+    from sglang_mooncake.sglang.store import signatures
+
+    plain = {"model_path": str(tmp_path), "load_format": "auto", "quantization": None}
+    args = in_a_server(monkeypatch, **plain | changed).args
+    with pytest.raises(ValueError, match=f"{sentence}.*give a text of your own"):
+        signatures.weights_of(args, None)
+    assert signatures.weights_of(args, "mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dcp_size", 2),
+        ("speculative_algorithm", "NGRAM"),
+        ("speculative_algorithm", "EAGLE"),
+        ("weight_cache_mode", "daemon"),
+        ("enable_kv_cache_sharding", True),
+    ],
+)
+def test_a_server_in_a_mode_that_was_not_tried_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    from store_hosting import in_a_server
+
+    from sglang_mooncake.sglang.store import signatures
+
+    args = in_a_server(monkeypatch, **{name: value}).args
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(ValueError, match=f"the store does not serve {flag} {value}"):
+        signatures.weights_of(args, "mine")
+
+
+def test_modes_are_served_that_are_sglangs_own() -> None:
+    from msgspec.structs import fields
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_mooncake.sglang.store.refusals import SERVED
+
+    defaults = {one.name: one.default for one in fields(ServerArgs)}
+    assert {name: defaults[name] for name in SERVED} == SERVED
+
+
+def test_nothing_is_stored_or_loaded_while_pages_of_several_weights_are_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from store_hosting import in_a_server
+    from store_linking import fill, hashes, make, mha_pool, offloaded, transfer
+
+    from sglang_mooncake.sglang.store import linker as linker_module
+    from sglang_mooncake.sglang.store import signatures
+
+    server = in_a_server(monkeypatch)
+    real = signatures.SignatureNow
+    linker = make(tmp_path, mha_pool(), monkeypatch, signature=real)
+    assert linker_module.SignatureNow is real
+    try:
+        fill(linker)
+        keys, others = hashes(2), hashes(2, seed=1)
+        server.updates.computed()
+        assert offloaded(linker, keys, 0, 1)
+        assert linker.lookup("r", transfer(keys)) == [1, 2]
+        server.updates.changed("updated")
+        assert not linker.offload(transfer(others, 2, 3)), "they may be of the former weights"
+        assert linker.lookup("r", transfer(keys)) == []
+        assert not linker.load("r", transfer(keys, 4, 5))
+        assert linker.start_layer_wise_loading() == -1
+        server.updates.flushed()
+        assert linker.lookup("r", transfer(keys)) == [], "they are of the former weights"
+        assert offloaded(linker, others, 2, 3)
+        assert linker.lookup("r", transfer(others)) == [1, 2]
+    finally:
+        linker.close()

@@ -82,10 +82,10 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
                 " --hicache-storage-backend-extra-config"
             )
         self._server_args = get_server_args()
-        if self._server_args.speculative_algorithm:
+        if self._server_args.hicache_storage_backend is None:
             raise ValueError(
-                "the store does not tell the draft models of servers apart, and this server drafts"
-                " (--speculative-algorithm); leave --hicache-storage-backend out"
+                "the store must see every update of weights, and this server may have been updated"
+                " before: give --hicache-storage-backend when the server starts"
             )
         self._options = Options.of({k: v for k, v in extra.items() if k not in _SGLANGS})
         self._config = storage_config
@@ -198,11 +198,16 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         pool = self._pools[PoolName.KV]
         assert self._admission is not None
         digest = pool.signature.digest
+        if digest is None:
+            return 0
         return self._admission.offered(keys_of_hex(keys), digest, pool.host.page_bytes)
 
     def _found(self, name: str, keys: Sequence[str]) -> npt.NDArray[np.bool_]:
         pool = self._pools[str(name)]
-        return self._store.exists(keys_of_hex(keys), pool.signature.digest, pool.host.page_bytes)
+        digest = pool.signature.digest
+        if digest is None:
+            return np.zeros(len(keys), np.bool_)
+        return self._store.exists(keys_of_hex(keys), digest, pool.host.page_bytes)
 
     # -- pages
 
@@ -248,6 +253,8 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         pool = self._pools[str(name)]
         packed, digest, pieces = keys_of_hex(keys), pool.signature.digest, pool.host.pieces(indices)
         timeout_s = self._options.load_timeout_s
+        if digest is None:
+            return [False] * len(keys)
         with contextlib.ExitStack() as stack:
             if self._admission is not None and name == PoolName.KV:
                 stack.enter_context(self._admission.loading(packed, digest, pool.host.page_bytes))
@@ -257,16 +264,21 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
 
     def _set(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
         pool = self._pools[str(name)]
-        outcomes = self._store.put(
-            keys_of_hex(keys), pool.signature.digest, pool.host.pieces(indices)
-        )
+        digest = pool.signature.digest
+        if digest is None:
+            return [False] * len(keys)
+        outcomes = self._store.put(keys_of_hex(keys), digest, pool.host.pieces(indices))
         _tell("stored", name, [one.value for one in outcomes if one not in STORED])
         return [one in STORED for one in outcomes]
 
     def clear(self) -> None:
         """Removes what has this rank's signatures, for all servers that share the store."""
-        for pool in self._pools.values():
-            self._store.clear(pool.signature.digest)
+        for name, pool in self._pools.items():
+            digest = pool.signature.digest
+            if digest is None:
+                logger.warning("no page of the pool %s has the weights of now: flush first", name)
+            else:
+                self._store.clear(digest)
 
     # -- the interface that SGLang does not use with interface_v1
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,10 @@ from kvstore.pieces import Pieces
 from sglang_mooncake.sglang.store.signatures import PoolFacts
 
 __all__ = ["KVPool", "layer_major"]
+
+
+PLAIN: Final = "nhd"
+"""SGLang's name for the layout with the heads of a token side by side."""
 
 
 def layer_major(sizes: Sequence[int]) -> str:
@@ -58,10 +62,13 @@ class KVPool:
                 f"the store cannot hold pages of SGLang's {kind.__name__}: it knows plain MHA and"
                 " MLA pools; leave --enable-unified-cache-external-linker out for this model"
             )
-        if scales is not None or getattr(pool, "use_hnd", False):
+        # MLA pools have no layout to choose.
+        layout = pool.kv_cache_layout if kind is MHATokenToKVPool else PLAIN
+        if scales is not None or layout != PLAIN:
             raise ValueError(
-                f"the store cannot hold pages of a {kind.__name__} with scales or with heads before"
-                " tokens (SGLANG_USE_HND_KVCACHE)"
+                f"the store cannot hold pages of a {kind.__name__} with scales, or in the layout"
+                f" {layout!r}: it knows {PLAIN!r} (SGLANG_USE_HND_KVCACHE,"
+                " SGLANG_AITER_KV_CACHE_LAYOUT)"
             )
         self.is_mla = kind is MLATokenToKVPool
         self.tensors: list[torch.Tensor] = [one for layer in layers for one in layer]

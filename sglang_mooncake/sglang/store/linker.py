@@ -122,11 +122,6 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 "the store holds pages of full attention and of sliding windows, and this model has"
                 f" {others} too; leave --enable-unified-cache-external-linker out for it"
             )
-        if params.is_eagle:
-            raise ValueError(
-                "the store does not hold the draft model's cache, and this server drafts"
-                " (--speculative-algorithm); leave --enable-unified-cache-external-linker out"
-            )
         if params.page_size < PAGE_TOKENS_MIN:
             logger.warning(
                 "--page-size %d makes objects of %d tokens for the store, each of which costs some"
@@ -188,6 +183,8 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         whole, *windows = transfers
         keys = keys_of_hex(whole.keys)
         signature, page_bytes = self._signatures[whole.name].digest, self._page_bytes(whole.name)
+        if signature is None:
+            return []
         pages = self._admission.offered(keys, signature, page_bytes, rid)
         lengths = set(range(1, pages + 1))
         for one in windows:
@@ -197,7 +194,9 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return sorted(lengths)
 
     def _found(self, name: PoolName, keys: Keys) -> npt.NDArray[np.bool_]:
-        return self._store.exists(keys, self._signatures[name].digest, self._page_bytes(name))
+        signature = self._signatures[name].digest
+        assert signature is not None, "all pools have signatures, or none has"
+        return self._store.exists(keys, signature, self._page_bytes(name))
 
     def _page_bytes(self, name: PoolName) -> int:
         return self._pools[name].pages.page_bytes
@@ -205,7 +204,10 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # -- loads
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Queues it. Every rank must give the same answer, so that it is always yes."""
+        """Queues it. Every rank must give the same answer, so that it is yes, unless the weights
+        were updated since the look-up: all ranks are told of that before the same batch."""
+        if self._signatures[PoolName.KV].digest is None:
+            return False
         # The scheduler's own stream may have yet to compute the indices: the thread waits for it.
         pages = {
             one.name: self._pages_of(one, one.device_indices.to("cpu", non_blocking=True))
@@ -218,6 +220,7 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _pages_of(self, transfer: PoolTransfer, indices: torch.Tensor) -> _Pages:
         signature = self._signatures[transfer.name].digest
+        assert signature is not None, "nothing is queued without a signature"
         return _Pages(keys_of_hex(transfer.keys), indices, signature)
 
     def cancel_queued_load(self, rid: str) -> bool:
@@ -282,7 +285,10 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
         session_id: str | None = None,  # noqa: ARG002
     ) -> bool:
         """Queues it. Every rank must give the same answer, since SGLang counts what was accepted by
-        all of them together: so it is always yes, however many wait at this one."""
+        all of them together: so it is yes, however many wait at this one, unless pages may be of
+        other weights than the signature says, which all ranks know before the same batch."""
+        if self._signatures[PoolName.KV].digest is None:
+            return False
         ready = self.record_offload_ready()
         pages = {one.name: self._pages_of(one, one.device_indices) for one in transfers}
         with self._idle:

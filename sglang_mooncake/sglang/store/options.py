@@ -36,8 +36,8 @@ class Options:
     """The settings of one server: those of ``kvstore.Config``, and these."""
 
     store: Config
-    #: Tells the weights apart. Servers with the same text share pages. Without it a few bytes of
-    #: every tensor on disk are hashed.
+    #: Tells the weights apart. Servers with the same text share pages. Without it the files of the
+    #: model tell.
     weights: str | None
     #: Layers that one read brings, where the device's pools are read into.
     layers_per_read: int
