@@ -55,6 +55,7 @@ class Carrier:
         self._memory = memory
         self._tell = tell
         self._is_closing = False
+        self._is_carrying = False
         #: Reads under way. A device that hangs keeps its slots, and no caller beyond his deadline.
         self._reads = 0
         self._readers = ThreadPoolExecutor(READS_MAX, "kvstore-up")
@@ -64,6 +65,13 @@ class Carrier:
     def usage(self) -> Usage:
         """Of the tier."""
         return self._tier.usage()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that left memory or was removed has been done below. Who asks holds the
+        lock."""
+        ledger = self._shelf.ledger
+        return not (self._is_carrying or ledger.has_work or ledger.leaving)
 
     def wake(self) -> None:
         """The shelf may have something to write below, or to forget there."""
@@ -164,6 +172,7 @@ class Carrier:
                 if self._is_closing:  # What is left of a drain that was too slow.
                     leaving = self._give_up(leaving)
                 laid = [self._laid(one) for one in leaving]
+                self._is_carrying = True
             self._carry(unwanted, leaving, laid)
 
     def _give_up(self, leaving: Sequence[Leaving]) -> list[Leaving]:
@@ -189,5 +198,6 @@ class Carrier:
         with self._lock:
             self._shelf.sunk(gone)
             self._shelf.left(leaving, stored)
+            self._is_carrying = False
             self._written.notify_all()
         self._tell()

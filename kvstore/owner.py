@@ -36,7 +36,8 @@ from kvstore.populating import Populating
 from kvstore.shelf import Claim, Verdict
 from kvstore.slab import UNIT_BYTES, Slab
 from kvstore.slabfile import SlabFile
-from kvstore.tiers.base import Usage
+from kvstore.tiers.base import Found, Tier, Usage
+from kvstore.tiers.tombstones import Tombstones
 
 __all__ = ["CLAIM_OBJECTS_MAX", "Grant", "Owner", "OwnerCard"]
 
@@ -50,6 +51,8 @@ LEAVING_PART: Final = 1 / 16
 (``Config.free_high``); what is evicted beyond that is dropped."""
 LIFT_PART: Final = 8
 """1/8 of the memory is lifted for one question at most, so that it does not push out itself."""
+TOMBSTONES: Final = "removed"
+"""A file in the disk's directory."""
 DRAIN_S: Final = 20.0
 """How long an owner that ends writes below what lies in memory alone."""
 
@@ -170,6 +173,8 @@ class Owner:
             if self._file is not None:
                 kept, dropped = self._shelf.adopt(self._checksum)
                 logger.info("%s has %d objects; %d were dropped", config.file, kept, dropped)
+            #: Of the disk; object storage by itself has none.
+            self._tombstones: Tombstones | None = None
             self._carrier = self._open_tier()
             if self._carrier is not None:
                 undo.callback(self._carrier.close, 0.0)
@@ -192,7 +197,11 @@ class Owner:
         if opened is None:
             return None
         name, tier = opened
-        found = tier.found()
+        try:
+            found = self._without_buried(tier, tier.found())
+        except BaseException:
+            tier.close()
+            raise
         taken = self._shelf.adopt_below(found)
         logger.info(
             "%s has %d objects; %d more are larger than a chunk of the memory",
@@ -201,6 +210,17 @@ class Owner:
             len(found) - taken,
         )
         return Carrier(tier, self._shelf, self._lock, self._bytes, self.tell)
+
+    def _without_buried(self, tier: Tier, found: Sequence[Found]) -> Sequence[Found]:
+        """What lies below, less what was removed before a former process was killed."""
+        if self._config.disk is None:
+            return found
+        self._tombstones = Tombstones(self._config.disk / TOMBSTONES)
+        buried = set(self._tombstones.buried([one.name for one in found]))
+        tier.remove(list(buried))
+        if not (buried and self._config.objects):  # These follow a disk in their own time.
+            self._tombstones.reset()
+        return [one for one in found if one.name not in buried]
 
     def close(self) -> None:
         """Ends the registration: nobody can read or write the memory any more. Waits for writes
@@ -215,6 +235,8 @@ class Owner:
         finally:
             if self._carrier is not None:
                 self._carrier.close(DRAIN_S if self._file is None else 0.0)
+            if self._tombstones is not None:
+                self._tombstones.close()
         if self._file is not None:
             self._file.close()
 
@@ -317,15 +339,21 @@ class Owner:
             self._shelf.unpin(keys, signature)
 
     def remove(self, keys: Keys, signature: bytes) -> int:
-        """Removes objects; returns how many there were."""
+        """Removes objects; returns how many there were. After this no restart finds them on a
+        disk."""
         with self._lock:
+            names = [one.tobytes() + signature for one in keys]
+            ledger = self._shelf.ledger
+            below = [one for one in names if one in ledger or one in ledger.leaving]
+            self._bury(lambda stones: stones.remove(below))
             count = self._shelf.remove(keys, signature)
         self._has_changed()
         return count
 
     def clear(self, signature: bytes) -> int:
-        """Removes all objects of a signature; returns how many there were."""
+        """Removes all objects of a signature; returns how many there were. As ``remove``."""
         with self._lock:
+            self._bury(lambda stones: stones.clear(signature))
             count = self._shelf.clear(signature)
         self._has_changed()
         return count
@@ -342,6 +370,7 @@ class Owner:
             self.tell()
         if self._carrier is not None:
             self._carrier.wake()
+        self._unbury()
         for claim_id in overdue:
             logger.warning(
                 "a client claimed slots and has written nothing for %g s; they are freed",
@@ -403,6 +432,30 @@ class Owner:
                 usage.corrupted,
                 len(self._shelf.pins),
             )
+
+    def _bury(self, write: Callable[[Tombstones], None]) -> None:
+        """The lock is held. A disk that takes no more writes may keep what is removed."""
+        if self._tombstones is None:
+            return
+        try:
+            write(self._tombstones)
+        except OSError as exc:
+            logger.warning(
+                "what is removed from %s may be found again if this process is killed now: %s",
+                self._config.disk,
+                exc,
+            )
+
+    def _unbury(self) -> None:
+        """Once all that was removed is wiped from the disk. Object storage follows a disk in its
+        own time: the next start sees whether it has."""
+        stones = self._tombstones
+        if stones is None or stones.is_empty or self._config.objects:
+            return
+        assert self._carrier is not None
+        with self._lock:
+            if self._carrier.is_idle:
+                stones.reset()
 
     def _has_changed(self) -> None:
         self.tell()

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from kvstore.loading import Load
 from kvstore.outcomes import Got, Put
 from kvstore.pieces import Pieces
 from kvstore.store import Store
+from kvstore.tiers.disk import Disk
 
 ROUNDS = 4
 
@@ -126,6 +128,40 @@ def test_what_was_removed_stays_removed(directory: Path) -> None:
         store.clear(SIG)
     with Store(with_disk(directory)) as store:
         assert not store.exists(KEYS, SIG, NBYTES).any()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_was_removed_stays_removed_after_a_kill(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """The disk is copied after the answer, while nothing is wiped yet: what a killed process
+    leaves behind."""
+    go_on = threading.Event()
+    wipe = Disk.remove
+
+    def later(self: Disk, names: Sequence[bytes]) -> None:
+        if names:
+            assert go_on.wait(TIMEOUT_S)
+        wipe(self, names)
+
+    copy = tmp_path / "left behind"
+    with Store(with_disk(directory)) as store:
+        put_all(store, store)
+        until(lambda: rests(owner_of(store)), "nobody writes the disk")
+        down = below(store)
+        monkeypatch.setattr(Disk, "remove", later)
+        if whole:
+            store.clear(SIG)
+        else:
+            store.remove(KEYS[:50], SIG)
+        shutil.copytree(directory / "disk", copy)
+        go_on.set()
+        until(lambda: owner_of(store)._tombstones.is_empty, "all is wiped")
+    with Store(with_disk(directory, disk=copy)) as store:
+        found = below(store)
+        assert not found[:50].any()
+        assert found[50:].tolist() == ([False] * 50 if whole else down[50:].tolist())
+        assert not (copy / "removed").read_bytes()
 
 
 def test_another_byte_on_the_disk_is_a_miss(lender: Store, reader: Store, directory: Path) -> None:

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was removed from a tier, told at once in a file: to remove it from the tier takes its time,
+and a process that is killed meanwhile would find it again.
+
+The file has names of objects (key and signature), and signatures alone for those of which all
+objects were removed. What it names is dropped at the next start, also what was stored again since
+under such a signature.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Final
+
+from kvstore.tiers.base import NAME_BYTES
+
+__all__ = ["Tombstones"]
+
+_KEY_BYTES: Final = NAME_BYTES // 2
+_ALL: Final = b"\xff" * _KEY_BYTES
+"""Stands for all keys. As the digest of tokens it is as likely as any other: one in 2**128."""
+
+
+class Tombstones:
+    """Of one directory. Not thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file, or makes it. Raises ``OSError``."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd: Final = os.open(path, flags, 0o600)
+        self.is_empty = os.fstat(self._fd).st_size == 0
+
+    def close(self) -> None:
+        """Nothing is written after this."""
+        os.close(self._fd)
+
+    def remove(self, names: Iterable[bytes]) -> None:
+        """Objects are not found any more, whoever is killed. Raises ``OSError``."""
+        raw = b"".join(names)
+        if raw:
+            self.is_empty = False
+            if os.write(self._fd, raw) != len(raw):
+                raise OSError("the disk is full")
+
+    def clear(self, signature: bytes) -> None:
+        """All objects of a signature are not. Raises ``OSError``."""
+        self.remove([_ALL + signature])
+
+    def reset(self) -> None:
+        """All of it is removed from the tier itself."""
+        if not self.is_empty:
+            os.ftruncate(self._fd, 0)
+            self.is_empty = True
+
+    def buried(self, names: Collection[bytes]) -> list[bytes]:
+        """Those of the names that were removed."""
+        raw = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+        dead = {raw[i : i + NAME_BYTES] for i in range(0, len(raw) - NAME_BYTES + 1, NAME_BYTES)}
+        return [one for one in names if one in dead or _ALL + one[_KEY_BYTES:] in dead]
