@@ -435,7 +435,7 @@ def test_modes_are_served_that_are_sglangs_own() -> None:
 
 
 def test_nothing_is_stored_or_loaded_while_pages_of_several_weights_are_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from store_hosting import in_a_server
     from store_linking import fill, hashes, make, mha_pool, offloaded, transfer
@@ -445,7 +445,7 @@ def test_nothing_is_stored_or_loaded_while_pages_of_several_weights_are_cached(
 
     server = in_a_server(monkeypatch)
     real = signatures.SignatureNow
-    linker = make(tmp_path, mha_pool(), monkeypatch, signature=real)
+    linker = make(directory, mha_pool(), monkeypatch, signature=real)
     assert linker_module.SignatureNow is real
     try:
         fill(linker)
