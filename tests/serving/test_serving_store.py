@@ -181,12 +181,15 @@ def test_without_signatures_wrong_tokens_come(
     server.stop()
 
 
-@pytest.mark.parametrize("named", [{"weight_version": "2"}, {}])
+@pytest.mark.parametrize(
+    "named", [{"weight_version": "2"}, {}], ids=["with a version", "without one"]
+)
 def test_an_update_of_the_weights_makes_old_pages_unknown(
     fleet: Fleet, place: Place, tmp_path: Path, named: dict[str, str]
 ) -> None:
     model = other_weights(tmp_path)
-    server = fleet.server("single", place.options(make_model("llama")), name="updated")
+    name = f"updated-{len(named)}"  # of one fleet, no two servers have the same
+    server = fleet.server("single", place.options(make_model("llama")), name=name)
     wait_ready([server])
     old = ask(server)
     body = json.dumps({"model_path": str(model)} | named).encode()
