@@ -27,8 +27,9 @@ __all__ = [
     "BYTES_MAX",
     "NEWCOMERS_MAX",
     "OF_SOURCE_MAX",
-    "Newcomer",
+    "Connection",
     "Newcomers",
+    "bytes_received",
 ]
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ _ADDRESS_BYTES_MAX: Final = 128  # struct sockaddr_storage
 _libc: Final = ctypes.PyDLL(None)
 
 
-class Newcomer(NamedTuple):
+class Connection(NamedTuple):
     """A connection that libzmq has accepted. Its descriptor may be another's by now."""
 
     fd: int
@@ -81,7 +82,7 @@ class Newcomers:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = min(NEWCOMERS_MAX, descriptors // 4)
         self._crowd: Crowd[int] = Crowd(most, min(OF_SOURCE_MAX, most * 3 // 4))
-        self._by_fd: dict[int, Newcomer] = {}
+        self._by_fd: dict[int, Connection] = {}
         self._next_line_s, self._left_out = time.monotonic(), 0
         address = f"inproc://newcomers-{id(self)}"
         router.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -96,26 +97,34 @@ class Newcomers:
     def __len__(self) -> int:
         return len(self._crowd)
 
-    def of(self, frame: zmq.Frame) -> Newcomer | None:
+    def of(self, frame: zmq.Frame) -> Connection | None:
         """Whose frame this is; None if it is no newcomer's."""
         while self._take():  # or that it was accepted would be heard after this
             pass
         return self._by_fd.get(int(frame.get("__fd")))
 
-    def welcome(self, one: Newcomer | None) -> None:
+    def connection(self, frame: zmq.Frame) -> Connection | None:
+        """What this frame came over, a newcomer's or not; None if that has ended."""
+        while self._take():
+            pass
+        fd = int(frame.get("__fd"))
+        peer = self._peer(fd)
+        return None if peer is None else Connection(fd, peer)
+
+    def welcome(self, one: Connection | None) -> None:
         """Its link stands: it is no newcomer any more."""
         if one is not None and self._by_fd.get(one.fd) == one:
             self._forget(one.fd)
 
     def tick(self) -> None:
         """Ends those that have sent too much; to be called regularly."""
-        sent = {one: _bytes_received(one.fd) for one in self._by_fd.values()}
+        sent = {one: bytes_received(one.fd) for one in self._by_fd.values()}
         excess = sum(sent.values()) - ALL_BYTES_MAX
         for one in sorted(sent, key=sent.__getitem__, reverse=True):
             if sent[one] <= BYTES_MAX and excess <= 0:
                 return
             excess -= sent[one]
-            self._end(one, f"it has sent {sent[one]} bytes, and its link does not stand")
+            self.end(one, f"it has sent {sent[one]} bytes, and its link does not stand")
 
     def close(self) -> None:
         """Before the router's own."""
@@ -142,12 +151,13 @@ class Newcomers:
         peer = self._peer(fd)
         if peer is None:
             return  # it has ended already
-        self._by_fd[fd] = Newcomer(fd, peer)
+        self._by_fd[fd] = Connection(fd, peer)
         self._crowd.enter(fd, source_of(_host(peer)))
         while (surplus := self._crowd.surplus()) is not None:
-            self._end(self._by_fd[surplus], f"too many {self._what} connections have no link yet")
+            self.end(self._by_fd[surplus], f"too many {self._what} connections have no link yet")
 
-    def _end(self, one: Newcomer, why: str) -> None:
+    def end(self, one: Connection, why: str) -> None:
+        """Ends a connection of the router's, a newcomer's or not, as if the other side had."""
         self._forget(one.fd)
         # A copy stays that connection's while we look whose it is.
         held = _libc.dup(one.fd)
@@ -205,8 +215,8 @@ def _host(address: bytes) -> str:
     return socket.inet_ntop(socket.AF_INET6, address[8:24])
 
 
-def _bytes_received(fd: int) -> int:
-    """0 for what is no TCP connection."""
+def bytes_received(fd: int) -> int:
+    """How much a connection has brought so far; 0 for what is no TCP connection."""
     found = ctypes.create_string_buffer(_BYTES_RECEIVED.size)
     nbytes = ctypes.c_uint(_BYTES_RECEIVED.size)
     if _libc.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, found, ctypes.byref(nbytes)):

@@ -8,7 +8,6 @@ instances and of ranks over all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 from bootstrap_server.errors import RegistryFull
@@ -21,7 +20,7 @@ from bootstrap_server.records import (
     check_instance_name,
 )
 
-__all__ = ["INSTANCES_MAX", "LEASE_S", "LeaseClock", "Registry"]
+__all__ = ["INSTANCES_MAX", "LEASE_S", "Registry"]
 
 #: How long a rank lives after its last renewal, and so how long a restarted one may have to wait
 #: for its former self's place. Ranks renew three times as often: one may miss two renewals in a
@@ -29,28 +28,6 @@ __all__ = ["INSTANCES_MAX", "LEASE_S", "LeaseClock", "Registry"]
 #: about as long to import SGLang and load a model.
 LEASE_S: Final = 15.0
 INSTANCES_MAX: Final = 1024
-
-
-class LeaseClock:
-    """Time as leases count it: no step is longer than `step_max_s`.
-
-    When the server itself was held (a busy interpreter, a stopped process, a suspended machine),
-    it has not listened to renewals either, which wait in its sockets. That time must not end
-    leases, so only the first `step_max_s` of it count.
-    """
-
-    def __init__(self, clock: Callable[[], float], step_max_s: float) -> None:
-        self._clock = clock
-        self._step_max_s = step_max_s
-        self._seen_s = clock()
-        self._now_s = 0.0
-
-    def now_s(self) -> float:
-        """Seconds since the start, less what was skipped. Must be asked more often than steps."""
-        seen_s = self._clock()
-        self._now_s += min(seen_s - self._seen_s, self._step_max_s)
-        self._seen_s = seen_s
-        return self._now_s
 
 
 class Registry:

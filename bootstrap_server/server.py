@@ -27,8 +27,9 @@ from bootstrap_server.connections import FIELD_BYTES_MAX, FIELDS_MAX, Connection
 from bootstrap_server.errors import BootstrapError
 from bootstrap_server.gate import Gate
 from bootstrap_server.refusals import LOG_EVERY_S
-from bootstrap_server.registry import LEASE_S, LeaseClock, Registry
+from bootstrap_server.registry import LEASE_S, Registry
 from bootstrap_server.rooms import RoomTable
+from bootstrap_server.running import RunningClock
 
 __all__ = ["BootstrapServer"]
 
@@ -38,7 +39,7 @@ START_DEADLINE_S: Final = 10.0
 CLOSE_DEADLINE_S: Final = 5.0
 #: How often lapsed leases and idle clients are looked for, though no request asks.
 TICK_S: Final = 1.0
-#: A tick that comes later than this found the server held, not ranks silent (`LeaseClock`).
+#: A tick that comes later than this found the server held, not ranks silent (`RunningClock`).
 TICK_MAX_S: Final = 2.0
 #: A connection that has been idle for so long is closed; ranks renew much more often.
 KEEPALIVE_TIMEOUT_S: Final = 75.0
@@ -136,7 +137,7 @@ class BootstrapServer:
     async def _serve(
         self, sockets: list[socket.socket], started: concurrent.futures.Future[None]
     ) -> None:
-        clock = LeaseClock(time.monotonic, TICK_MAX_S)
+        clock = RunningClock(time.monotonic, TICK_MAX_S)
         board = self._board
         watch = ConnectionWatch(lambda closed: board.disconnected(closed, clock.now_s()))
         rooms = RoomTable(ROOMS_MAX, ROOM_EXPIRY_S)
@@ -166,7 +167,7 @@ class BootstrapServer:
             started.set_result(None)
             await self._watch_until_stopped(clock, watch)
 
-    async def _watch_until_stopped(self, clock: LeaseClock, watch: ConnectionWatch) -> None:
+    async def _watch_until_stopped(self, clock: RunningClock, watch: ConnectionWatch) -> None:
         while not self._stop.is_set():
             now_s = clock.now_s()
             forget_lapsed(self._registry.expire(now_s), self._board, now_s)

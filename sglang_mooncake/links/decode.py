@@ -20,9 +20,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 import te
 from bootstrap_server import Rank, RankCoords
+from bootstrap_server.newcomers import bytes_received
 from sglang_mooncake import messages
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.links.curve import take_seat
+from sglang_mooncake.links.silence import Silence
 from sglang_mooncake.links.sockets import HANDSHAKE_FAILED, CurvePair, Readers, open_dealer
 from sglang_mooncake.messages import (
     Hello,
@@ -88,8 +90,9 @@ class _Link:
     dealer: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     opened_s: float
-    #: Whether the host has answered.
+    #: Whether the host has answered, and the descriptor of the connection then.
     connected: bool = False
+    fd: int = -1
     #: The engine of the prefill rank; None until its hello is answered.
     engine: te.Identity | None = None
     #: How many layers of each page it writes (`HelloReply.layers`).
@@ -127,6 +130,7 @@ class DecodeLinks:
         self._report, self._forget_instance = report, forget_instance
         self._keys = tuple(keys)
         self._links: dict[LinkKey, _Link] = {}
+        self._silence: Silence[_Link] = Silence(deadlines)
         self._unsaid: dict[_Place, deque[RoomAbort]] = {}  # the oldest rank first
 
     def __len__(self) -> int:
@@ -191,7 +195,17 @@ class DecodeLinks:
         self._unsaid.setdefault(place, deque(maxlen=UNSAID_MAX)).append(message)
 
     def tick(self, now_s: float) -> None:
-        """Gives up links to which nobody answers, or whose hello is not answered."""
+        """Gives up links that bring nothing any more, to which nobody answers, or whose hello is
+        not answered."""
+        if self._silence.is_due(now_s):
+            counts = {one: bytes_received(one.fd) for one in self._links.values() if one.connected}
+            for link in self._silence.look(counts, now_s):
+                self._drop(
+                    link,
+                    f"lost the connection to {link.key}, which has brought nothing for"
+                    f" {self._silence.after_s:g} s",
+                    forget_instance=True,
+                )
         for link in list(self._links.values()):
             waited_s = now_s - link.opened_s
             if not link.connected and waited_s >= min(CONNECT_S, self._timeout_s):
@@ -266,11 +280,12 @@ class DecodeLinks:
         if not self._is_current(link):
             return  # its sockets are closed
         try:
-            event = recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"]
+            seen = recv_monitor_message(link.monitor, zmq.NOBLOCK)
         except zmq.Again:
             return
+        event = seen["event"]
         if event & zmq.EVENT_CONNECTED:
-            link.connected = True
+            link.connected, link.fd = True, int(seen["value"])
             return
         if event & zmq.EVENT_CONNECT_RETRIED:
             # zmq tries again for ever. A rank listens before it registers: it is dead.

@@ -20,13 +20,14 @@ import msgspec
 import zmq
 
 import te
-from bootstrap_server.newcomers import Newcomer, Newcomers
+from bootstrap_server.newcomers import Connection, Newcomers, bytes_received
 from bootstrap_server.refusals import Refusals
 from sglang_mooncake import messages
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import LayoutMismatch, Place, Plan
 from sglang_mooncake.links.curve import Gatekeeper, new_pair
 from sglang_mooncake.links.destinations import Destination, Destinations
+from sglang_mooncake.links.silence import Silence
 from sglang_mooncake.links.sockets import QUEUE_MESSAGES_MAX, Readers, open_router
 from sglang_mooncake.messages import (
     Hello,
@@ -117,7 +118,10 @@ class PrefillLinks:
             GREETINGS_MAX + CONNECT_THREADS,
             CONNECT_THREADS_OF_HOST,
         )
-        self._greeting: dict[str, Newcomer | None] = {}
+        #: Of links.
+        self._connections: dict[str, Connection] = {}
+        self._silence: Silence[str] = Silence(deadlines)
+        self._greeting: dict[str, Connection | None] = {}
         self._greeting_of: Counter[str] = Counter()  # by seat
         self._keys = tuple(keys)
         self._pair = new_pair() if keys else None
@@ -194,6 +198,8 @@ class PrefillLinks:
         for destination in self._destinations:
             if not destination.peer.alive:
                 self._reset(destination, f"lost the data connection to {destination.rank}")
+        if self._silence.is_due(now_s):
+            self._end_silent(now_s)
         if now_s >= self._next_probe_s:
             self._next_probe_s = now_s + self._deadlines.heartbeat_s
             self._probe(self._destinations)
@@ -205,7 +211,7 @@ class PrefillLinks:
             # It has ended since, with the former connection of this decode rank (`_lose`), say.
             self._connect(key, result.host, result.rank, result.plan, result.card, result.place)
             return
-        newcomer = self._end_greeting(key)
+        connection = self._end_greeting(key)
         if isinstance(result.peer, str):
             reply = HelloReply(refused=result.peer)
             self._refusals.note(result.rank, str(reply.refused))
@@ -213,8 +219,9 @@ class PrefillLinks:
             return
         made = Destination(key, result.rank, result.peer, result.plan, result.place)
         logger.info("%s writes to %s over %s", self._name, result.rank, way(result.peer))
-        if self._newcomers is not None:
-            self._newcomers.welcome(newcomer)
+        if self._newcomers is not None and connection is not None:
+            self._newcomers.welcome(connection)
+            self._connections[key] = connection
         for former in self._destinations.add(made):
             self._reset(former, f"has too many links to {former.rank}")
         # First the others: this hello may be the end of one of them.
@@ -286,7 +293,7 @@ class PrefillLinks:
             return
         host = str(routing_id.get("Peer-Address"))
         assert self._newcomers is not None
-        self._greeting[key] = self._newcomers.of(routing_id)
+        self._greeting[key] = self._newcomers.connection(routing_id)
         self._greeting_of[seat] += 1
         self._connect(key, host, hello.rank, plan, hello.card, hello.place)
 
@@ -309,7 +316,19 @@ class PrefillLinks:
         except Exception as error:  # noqa: BLE001 - the card is the peer's, who waits for an answer
             return f"{self._name} cannot connect {rank}: {error!r}"
 
-    def _end_greeting(self, key: str) -> Newcomer | None:
+    def _end_silent(self, now_s: float) -> None:
+        """Gives up links whose control connections bring nothing any more."""
+        counts = {key: bytes_received(one.fd) for key, one in self._connections.items()}
+        for key in self._silence.look(counts, now_s):
+            connection, destination = self._connections.get(key), self._destinations.get(key)
+            if connection is None or destination is None:
+                continue  # The loss of another one has been the end of it.
+            why = f"it has brought nothing for {self._silence.after_s:g} s"
+            assert self._newcomers is not None
+            self._newcomers.end(connection, why)
+            self._lose(destination, f"lost the control connection to {destination.rank}: {why}")
+
+    def _end_greeting(self, key: str) -> Connection | None:
         if key not in self._greeting:
             return None
         self._greeting_of -= Counter([_seat(key)])  # forgets those that have none left
@@ -327,6 +346,7 @@ class PrefillLinks:
         they have stalled, unless the same engine has another connection: a rank that is there still
         says hello again."""
         self._destinations.remove(destination.key)
+        self._connections.pop(destination.key, None)
         if not self._destinations.of_engine(destination):
             destination.peer.close()
         logger.warning("%s %s", self._name, what)

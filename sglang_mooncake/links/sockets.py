@@ -35,6 +35,9 @@ HANDSHAKE_FAILED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+#: zmq ends a connection that is silent for so many times what `silence.Silence` waits: the latter
+#: looks at those of links alone.
+_ABANDONED = 10
 #: zmq takes milliseconds as a C int: 24 days, which is "never" for a heartbeat.
 _ZMQ_MS_MAX = 2**31 - 1
 #: How long a connection may take to prove itself; zmq's own value is 30 s.
@@ -162,8 +165,7 @@ def open_dealer(
     whose public key is `router_key`.
 
     zmq's own heartbeats run in its I/O thread, so a busy interpreter on either side is not mistaken
-    for a dead peer, while a frozen process is found at most heartbeat_s after
-    heartbeat_s × heartbeat_failures_max, or never when that is more than zmq can count.
+    for a dead peer; `silence.Silence` finds a frozen process by them.
 
     Raises:
         zmq.ZMQError: the process has too many sockets or open files.
@@ -207,9 +209,9 @@ def _milliseconds(seconds: float) -> int:
 def _bound(
     socket: zmq.Socket[bytes], host: str, message_bytes_max: int, deadlines: Deadlines
 ) -> None:
-    silence_s = deadlines.heartbeat_s * deadlines.heartbeat_failures_max
+    abandoned_s = _ABANDONED * deadlines.heartbeat_s * deadlines.heartbeat_failures_max
     socket.setsockopt(zmq.HEARTBEAT_IVL, _milliseconds(deadlines.heartbeat_s))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _milliseconds(silence_s))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _milliseconds(abandoned_s))
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, int(":" in host))
     socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES_MAX)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from bootstrap_server import RankCoords, RankRecord, Topology, registry
 from bootstrap_server.errors import RegistryFull
-from bootstrap_server.registry import LeaseClock, Registry
+from bootstrap_server.registry import Registry
+from bootstrap_server.running import RunningClock
 
 MakeRecord = Callable[..., RankRecord]
 
@@ -82,7 +83,7 @@ def test_time_in_which_the_server_was_held_does_not_count(
     steps_s: list[float], step_max_s: float
 ) -> None:
     seen_s = [7.0]
-    clock = LeaseClock(lambda: seen_s[0], step_max_s)
+    clock = RunningClock(lambda: seen_s[0], step_max_s)
     expected_s = 0.0
     for step_s in steps_s:
         seen_s[0] += step_s

@@ -173,7 +173,7 @@ def test_who_drips_has_one_deadline_for_the_whole_handshake(monkeypatch):
 def received(prefill: Prefill) -> list[int]:
     """So many bytes of each newcomer."""
     known = list(prefill.links._newcomers._by_fd.values())
-    return [newcomers._bytes_received(one.fd) for one in known]
+    return [newcomers.bytes_received(one.fd) for one in known]
 
 
 def begins_to_say(prefill: Prefill) -> bytes:
@@ -227,8 +227,8 @@ def test_a_number_that_is_anothers_by_now_is_let_alone(prefill):
             stranger = connect(prefill)
             until(lambda: len(watch) == 1, "it is accepted")
             (one,) = watch._by_fd.values()
-            watch._end(one._replace(fd=theirs.fileno()), "a test")
-            watch._end(one._replace(fd=10_000), "a test")
+            watch.end(one._replace(fd=theirs.fileno()), "a test")
+            watch.end(one._replace(fd=10_000), "a test")
             ours.sendall(b"x")
             assert theirs.recv(1) == b"x"
             stranger.close()
