@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``scripts/test`` runs: pure, from its options to lanes of commands.
 
-Real servers are a lane, and emulated machines, which have one processor each, are another. Two more
-have what computes besides, since both of these wait much. Each lane begins with what it has to set
-up, so that none waits for what only another one needs.
+Two cores carry two lanes that compute. Real servers are one. The other has what computes besides;
+emulated machines, which have one processor each and wait much, are a third. Each lane begins with
+what it has to set up, so that none waits for what only another one needs.
 """
 
 from __future__ import annotations
@@ -62,15 +62,18 @@ def fast_lanes(options: Options) -> list[Lane]:
 
 def lanes(options: Options) -> list[Lane]:
     """Everything, side by side."""
-    here = [
-        _setup("serving"),
-        _pytest(options, "tests on this machine", *BOTH_CORES, "-m", REST, "tests"),
-    ]
     servers = [
         _setup("serving"),
         _pytest(options, "real servers", "-m", "serving", "tests/serving"),
         _setup("vllm"),
         _pytest(options, "real servers of vLLM", "-m", "vllm", "tests/vllm"),
+    ]
+    here = [
+        Step("fast layer in a fresh clone", ["scripts/test-alone"]),
+        _setup("serving"),
+        _pytest(options, "tests on this machine", *BOTH_CORES, "-m", REST, "tests"),
+        _sanitizer(options, "address"),
+        _sanitizer(options, "thread"),
     ]
     machines = [
         Step("the emulated machines' kernel", ["scripts/rdma-testbed", "--build"], is_needed=True),
@@ -80,22 +83,11 @@ def lanes(options: Options) -> list[Lane]:
         _on_devices(options, 8, "siw", "--unmarked-too", "tests/rdma"),
         _on_devices(options, 2, "siw", "--unmarked-too", "tests/te", "tests/sglang_mooncake"),
     ]
-    fast = [
-        Step("fast layer in a fresh clone", ["scripts/test-alone"]),
-        _setup("serving"),
-        _sanitizer(options, "address"),
-        _sanitizer(options, "thread"),
-    ]
     if options.pytest_args:
-        fast[:2] = [_setup("serving"), _pytest(options, "fast tests", *BOTH_CORES, *FAST)]
+        here[:2] = [_setup("serving"), _pytest(options, "fast tests", *BOTH_CORES, *FAST)]
     else:
         servers += _demos(options.scratch / "reference.json")
-    return [
-        Lane("servers", servers),
-        Lane("fast", fast),
-        Lane("here", here),
-        Lane("machines", machines),
-    ]
+    return [Lane("servers", servers), Lane("here", here), Lane("machines", machines)]
 
 
 def _setup(stage: str) -> Step:
