@@ -87,17 +87,22 @@ def run_lanes(lanes: Sequence[Lane], log_dir: Path) -> list[Result]:
     # in what a shell starts in the background, would be ignored there, too.
     caught = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, _interrupt) for number in caught]
+    unprinted = set(running)
     try:
         for one in running:
             one.thread.start()
-        for _ in running:
-            ended.get().print_log()
+        while unprinted:
+            one = ended.get()
+            unprinted.remove(one)
+            one.print_log()
     finally:
         for one in running:
             one.stop()
         for one in running:
             if one.thread.ident is not None:
                 one.thread.join()
+                if one in unprinted:  # What it had come to is worth to be known.
+                    one.print_log()
         for number, handler in zip(caught, before, strict=True):
             signal.signal(number, handler)
     return [result for one in running for result in one.results]

@@ -140,7 +140,8 @@ def stopped(directory: Path, grace_s: float, script: str, number: int) -> list[P
     said, error = process.communicate(timeout=100)
     assert process.returncode != 0
     assert "KeyboardInterrupt" in error
-    assert said.count("after: left out") == 2
+    assert said.count("after: left out") == 4, "when it ends, and below the lane's output"
+    assert said.count(" has begun") == (2 if "has begun" in script else 0)
     assert not (directory / "never").exists()
     return files
 
@@ -148,7 +149,7 @@ def stopped(directory: Path, grace_s: float, script: str, number: int) -> list[P
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_run_interrupts_every_lane(tmp_path: Path, number: signal.Signals) -> None:
     polite = "trap 'touch $0.ended; exit 130' INT; echo $$ >$0; while :; do sleep 0.05; done"
-    for file in stopped(tmp_path, 30, polite, number):
+    for file in stopped(tmp_path, 30, f"echo $0 has begun; {polite}", number):
         assert file.with_name(f"{file.name}.ended").exists()
         wait_until(lambda file=file: not is_alive(int(file.read_text())))
 
