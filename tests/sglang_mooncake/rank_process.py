@@ -137,10 +137,12 @@ def prefill_rank(transport: str = "tcp", port: int = 0) -> Iterator[tuple[Prefil
         del memory  # nothing else keeps it
 
 
-def _prefill(rank: PrefillRank, command: str, room: int) -> str:
+def _prefill(rank: PrefillRank, held: dict[int, RoomView], command: str, room: int) -> str:
     """`hold ROOM`: opens it, and sends nothing. `send ROOM`: opens it, and sends the whole prompt
-    once it is asked for; if nobody does, other rooms do not wait for that."""
-    view = rank.side.open_room(room, register_dp_rank=False)
+    once it is asked for; if nobody does, other rooms do not wait for that. `give ROOM`: sends that
+    of one that is held."""
+    view = held.get(room) or rank.side.open_room(room, register_dp_rank=False)
+    held[room] = view
 
     def send() -> None:
         while view.state is RoomState.OPEN:
@@ -148,7 +150,7 @@ def _prefill(rank: PrefillRank, command: str, room: int) -> str:
         if view.state is RoomState.READY:
             rank.send(view, SOURCE_PAGES, 0, AUX)
 
-    if command == "send":
+    if command != "hold":
         threading.Thread(target=send, daemon=True).start()
     return command
 
@@ -165,6 +167,7 @@ def _obey(role: str, host: str, port: int, transport: str) -> None:
     with contextlib.ExitStack() as undo:
         if role == "prefill":
             prefill, address = undo.enter_context(prefill_rank(transport, port))
+            held: dict[int, RoomView] = {}
             _say(address.rpartition(":")[2])
         else:
             decode = undo.enter_context(decode_rank(transport))
@@ -175,7 +178,7 @@ def _obey(role: str, host: str, port: int, transport: str) -> None:
                     ctypes.PyDLL(None).sleep(int(seconds))
                     _say("busy")
                 case command, room:
-                    _say(_prefill(prefill, command, int(room)))
+                    _say(_prefill(prefill, held, command, int(room)))
                 case command, room, address:
                     _say(_decode(decode, command, int(room), address))
 

@@ -40,6 +40,7 @@ KNOWN_S = {"kill": 1.0, "freeze": 5.0, "cut": 3.0}
 SERVES_AGAIN_S = 5.0
 #: Longer than a rank may be silent, with the default heartbeats.
 BUSY_S = 5
+STILL_S = 3.0
 VICTIM, OTHER = "victim", "other"
 ROOMS = itertools.count(1)
 
@@ -144,6 +145,31 @@ def serves_again(room: Callable[[], str | None]) -> None:
         failures.append(failure)
         assert time.monotonic() - back_s < SLACK * SERVES_AGAIN_S, failures
     assert time.monotonic() - back_s < SLACK * SERVES_AGAIN_S, failures
+
+
+# --- the machine stands still ---
+
+
+@pytest.mark.parametrize("world", ["tcp", "samehost"], indirect=True)
+def test_ranks_that_stood_still_together_have_not_lost_each_other(world: World) -> None:
+    """For longer than either may be silent. The room that waits meanwhile is handed over: a link
+    that was lost would have been its end."""
+    prefill, decode = world.rank("prefill", VICTIM), world.rank("decode", OTHER)
+    prefill.ask("send", room := next(ROOMS))
+    decode.tell("take", room, prefill.address)
+    assert decode.answer() == "taken"
+    prefill.ask("hold", room := next(ROOMS))
+    decode.tell("take", room, prefill.address)
+    assert not decode.has_answered(1.0), "it waits"
+    for _ in range(2):
+        for rank in (prefill, decode):
+            rank.freeze()
+        time.sleep(STILL_S)
+        for rank in (prefill, decode):
+            rank.go_on()
+        assert not decode.has_answered(1.0), "it waits still"
+    prefill.ask("give", room)
+    assert decode.answer() == "taken"
 
 
 # --- a prefill rank, as its decode rank sees it ---
