@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 import zmq
 
+from bootstrap_server.running import RunningClock
 from kvstore._table import Table
 from kvstore.asking import REQUEST_ID, Asker, NoAnswer
 from kvstore.changes import OWNERS_MAX
@@ -47,6 +48,8 @@ FORGET_S: Final = 60.0
 TRYING_MAX: Final = 64
 """Owners that have yet to prove themselves, and are asked at the same time. The list that they come
 from may have any number, and be written by others: who does not answer makes room for the next."""
+STILL_S: Final = 0.5
+"""Of a time in which this process stood still, so much counts as silence of the owners."""
 SNAPSHOT_PARTS: Final = 16
 ASKED_MAX: Final = 1024
 """Questions to one owner that wait for an answer; more fail at once."""
@@ -69,14 +72,14 @@ class Followed:
         self._ids = itertools.count()
         self._changes = 0
         self._part = 0
-        self._heard_s = time.monotonic()
+        self._heard_s = self._far.clock.now_s()
         self._waiting_since_s = 0.0
         self.greet()
 
     @property
     def silent_s(self) -> float:
         """Seconds since the last answer."""
-        return time.monotonic() - self._heard_s
+        return self._far.clock.now_s() - self._heard_s
 
     def tell_soon(self, question: Question) -> None:
         """``tell``, from any thread."""
@@ -86,12 +89,12 @@ class Followed:
 
     def tell(self, question: Question) -> None:
         """Asks what needs no answer."""
-        self._send(question, Future(), time.monotonic() + FORGET_S)
+        self._send(question, Future(), self._far.clock.now_s() + FORGET_S)
 
     def greet(self) -> None:
         """Connects anew and begins from the start. If it cannot, ``check`` tries again."""
         self.close()
-        self._waiting_since_s = time.monotonic()
+        self._waiting_since_s = self._far.clock.now_s()
         try:
             self._socket = self._far.sockets.connect(self.where)
         except zmq.ZMQError as exc:  # Too many open files.
@@ -111,7 +114,8 @@ class Followed:
             future.set_exception(NoAnswer(f"the connection to owner {self.name} was ended"))
 
     def check(self, now_s: float, timeout_s: float) -> None:
-        """Ends questions that are too old, and takes an owner out of look-ups that is silent."""
+        """Ends questions that are too old, and takes an owner out of look-ups that is silent. By
+        ``Far.clock``."""
         late = [one for one, (_, deadline_s) in self._asked.items() if deadline_s < now_s]
         for one in late:
             self._asked.pop(one)[0].set_exception(
@@ -127,12 +131,12 @@ class Followed:
             self.greet()
 
     def is_late(self, now_s: float, timeout_s: float) -> bool:
-        """Whether an answer is missing that should have come."""
+        """Whether an answer is missing that should have come. By ``Far.clock``."""
         return now_s - self._waiting_since_s > timeout_s + 1.0
 
     def _follow(self, question: Question, then: Callable[[Answer], None]) -> None:
         """Asks something whose answer the loop itself uses."""
-        self._waiting_since_s = time.monotonic()
+        self._waiting_since_s = self._far.clock.now_s()
         future: Future[Answer] = Future()
         future.add_done_callback(lambda one: None if one.exception() else then(one.result()))
         # ``check`` ends it: a longer deadline than the one there.
@@ -160,7 +164,7 @@ class Followed:
             except (ValueError, msgspec.DecodeError) as exc:
                 logger.warning("owner %s answers what cannot be read: %s", self.name, exc)
                 continue
-            self._heard_s = time.monotonic()
+            self._heard_s = self._far.clock.now_s()
             asked = self._asked.pop(request_id, None)
             if asked is None:
                 continue
@@ -253,6 +257,9 @@ class Far:
         self._turns: dict[tuple[str, Where], int] = {}
         self._turn = 0
         self._looked_s = 0.0
+        #: What owners say while this process stands still waits in its sockets: that is no silence.
+        #: For the loop's thread.
+        self.clock: Final = RunningClock(time.monotonic, STILL_S)
         self.loop: Final = Loop("kvstore-client", TICK_S, self._on_time)
 
     def start(self) -> None:
@@ -285,14 +292,14 @@ class Far:
 
     def _on_time(self) -> None:
         self._on_tick()
-        now_s = time.monotonic()
+        now_s = self.clock.now_s()
         for one in list(self._owners.values()):
             one.check(now_s, self._timeout_s)
         if now_s - self._looked_s > LOOK_S:
             self._look()
 
     def _look(self) -> None:
-        self._looked_s = time.monotonic()
+        self._looked_s = self.clock.now_s()
         found = self._endpoints()
         for name, one in list(self._owners.items()):
             if name not in found and one.silent_s > self._timeout_s:
@@ -310,7 +317,7 @@ class Far:
 
     def _try(self, places: Collection[tuple[str, Where]]) -> None:
         """Asks those that it does not know who they are: first those that were never asked."""
-        now_s = time.monotonic()
+        now_s = self.clock.now_s()
         self._turns = {place: self._turns.get(place, 0) for place in places}
         for place, one in list(self._trying.items()):
             if place not in self._turns or one.is_late(now_s, self._timeout_s):
