@@ -184,9 +184,10 @@ def client(owners: int, changes_per_s: float, seconds: float) -> dict[str, float
             (heard.add if is_heard else heard.discard)(number)
             return False
 
-        where = {f"{number:032x}": Where(endpoint) for number in range(owners)}
+        where = {f"{number:032x}": [Where(endpoint)] for number in range(owners)}
         sockets = Sockets()
-        far = Far(made, set_heard, sockets, lambda: where, lambda: None, 2.0)
+        far = Far(made, set_heard, sockets, lambda: where, lambda: None, lambda _: None, 2.0)
+        far.start()
         wait_for(lambda: len(heard) == owners)
         time.sleep(2.0)
         before, cpu_before_s, begin_s = len(made), cpu_s(), time.monotonic()

@@ -48,7 +48,7 @@ def until(condition: Callable[[], Any], what: str) -> None:
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    """Where the store's processes find each other: `XDG_RUNTIME_DIR` of the servers."""
+    """Where the store's processes find each other, and `XDG_RUNTIME_DIR` of the servers."""
     with tempfile.TemporaryDirectory(prefix="kv") as path:
         yield Path(path)
 
@@ -75,7 +75,7 @@ def servers(
     model = make_model("llama")
     alone = start_vllm(fleet, "alone", model, place)
     few = ["--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "1024"]
-    flags = [*store_flags("0"), *few]
+    flags = [*store_flags("0", place), *few]
     server = start_vllm(fleet, "server", model, place, flags, core=1)
     wait_ready([alone, server])
     expected = answered(alone), answered(alone, LONG)
@@ -152,7 +152,9 @@ def test_requests_that_are_preempted_store_no_wrong_pages(
 def test_a_server_with_other_weights_takes_nothing(
     fleet: Fleet, expected: list[Answer], stored: Store, place: Path
 ) -> None:
-    stranger = start_vllm(fleet, "stranger", make_model("llama"), place, store_flags("0", **OTHERS))
+    stranger = start_vllm(
+        fleet, "stranger", make_model("llama"), place, store_flags("0", place, **OTHERS)
+    )
     wait_ready([stranger])
     answers = answered(stranger)
     assert not compare(expected, answers)

@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace, run_dir: Path) -> list[Way]:
     with tempfile.TemporaryDirectory(prefix="kv") as directory, Fleet(run_dir) as fleet:
         place = Path(directory)
         alone = start_vllm(fleet, "alone", model, place)
-        first = start_vllm(fleet, "first", model, place, store_flags("64MiB"), core=1)
+        first = start_vllm(fleet, "first", model, place, store_flags("64MiB", place), core=1)
         _wait("an ordinary server, and the first one with the store", [alone, first])
         expected = _ask(alone, requests)
         alone.stop()
@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace, run_dir: Path) -> list[Way]:
         reset(first)
         warm = _ask(first, requests)
         own = _way("loaded, after a reset", expected, warm, place, first)
-        second = start_vllm(fleet, "second", model, place, store_flags("0"))
+        second = start_vllm(fleet, "second", model, place, store_flags("0", place))
         _wait("a second server", [second])
         other = _way("loaded by another server", expected, _ask(second, requests), place, second)
         first.stop()

@@ -67,14 +67,22 @@ class VllmServer:
         return sum(float(value) for labels, value in found if label in labels)
 
 
-def store_flags(memory: str, **more: Any) -> list[str]:
-    """Of a server whose prefix cache is on the store. ``more``: further settings of it."""
+def store_flags(memory: str, place: Path, **more: Any) -> list[str]:
+    """Of a server whose prefix cache is on the store.
+
+    place: where the store's processes meet, in a directory of its own: not with those of the user.
+    more: further settings.
+    """
     config = {
         "kv_connector": "StoreConnector",
         "kv_connector_module_path": "sglang_mooncake.vllm.store_connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"memory": memory, **more},
+        "kv_connector_extra_config": {
+            "memory": memory,
+            "directory": str(place / "kvstore"),
+            **more,
+        },
     }
     return ["--kv-transfer-config", json.dumps(config)]
 
