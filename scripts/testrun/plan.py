@@ -21,8 +21,8 @@ __all__ = ["Options", "fast_lanes", "lanes"]
 NO_TESTS = 5
 # Who is done early takes over from the other: a few tests are as long as hundreds of others.
 BOTH_CORES = ("-n", "2", "--dist", "worksteal")
-# Half of what the fast tests take is waiting. Each worker reads all files of tests first.
-WAITING = ("-n", "3", "--dist", "worksteal")
+# Most of what the fast tests take is waiting: 110 s with three workers, 72 s with six.
+WAITING = ("-n", "6", "--dist", "worksteal")
 #: The fast layer: tests/conftest.py says what belongs to it.
 FAST = ("-m", "fast", "tests")
 REST = "not fast and not serving and not vllm and not rdma"
