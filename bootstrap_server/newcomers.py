@@ -105,7 +105,7 @@ class Newcomers:
 
     def connection(self, frame: zmq.Frame) -> Connection | None:
         """What this frame came over, a newcomer's or not; None if that has ended."""
-        while self._take():
+        while self._take():  # as in `of`
             pass
         fd = int(frame.get("__fd"))
         peer = self._peer(fd)

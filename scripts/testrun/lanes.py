@@ -101,7 +101,7 @@ def run_lanes(lanes: Sequence[Lane], log_dir: Path) -> list[Result]:
         for one in running:
             if one.thread.ident is not None:
                 one.thread.join()
-                if one in unprinted:  # What it had come to is worth to be known.
+                if one in unprinted:  # How far it got, and what had failed.
                     one.print_log()
         for number, handler in zip(caught, before, strict=True):
             signal.signal(number, handler)

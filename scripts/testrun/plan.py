@@ -103,8 +103,12 @@ def _static(options: Options) -> list[Step]:
 
 def _pytest(options: Options, name: str, *arguments: str) -> Step:
     argv = [str(options.bin / "python"), "-m", "pytest", *_watched(options, name), *arguments]
-    good = {0, NO_TESTS} if options.pytest_args else {0}
-    return Step(name, [*argv, *options.pytest_args], good=frozenset(good))
+    return Step(name, [*argv, *options.pytest_args], good=_good(options))
+
+
+def _good(options: Options) -> frozenset[int]:
+    """Exit statuses of pytest that are no failure."""
+    return frozenset({0, NO_TESTS} if options.pytest_args else {0})
 
 
 def _watched(options: Options, name: str) -> list[str]:
@@ -116,8 +120,7 @@ def _watched(options: Options, name: str) -> list[str]:
 def _sanitizer(options: Options, kind: str) -> Step:
     name = f"{kind} sanitizer"
     told = [*_watched(options, name), "--unmarked-too", *options.pytest_args]
-    good = {0, NO_TESTS} if options.pytest_args else {0}
-    return Step(name, ["scripts/sanitize", kind, "--", *told], good=frozenset(good))
+    return Step(name, ["scripts/sanitize", kind, "--", *told], good=_good(options))
 
 
 def _on_devices(options: Options, nics: int, driver: str, *where: str) -> Step:
