@@ -29,6 +29,8 @@ BARREN_MAX: Final = 8
 """So often an object may be pushed out again between its lift and its read."""
 SETTLED: Final = {Got.RIGHT, Got.MISSING, Got.REJECTED, Got.LEFT_BELOW}
 """Outcomes that a second look would not change."""
+UNSETTLED: Final = {Got.LEFT_BELOW, Got.MOVED}
+"""Outcomes that the owner itself may change: it is asked where the object is."""
 
 
 class Gets:
@@ -93,7 +95,7 @@ class Gets:
                 False  # Now it is told which bytes are wrong, and which were another object's.
             )
             failed.update(group.source.number for group in groups if group.failed is not None)
-        below = [row for row, one in enumerate(outcomes) if one is Got.LEFT_BELOW]
+        below = [row for row, one in enumerate(outcomes) if one in UNSETTLED]
         if below:
             self._get_below(keys, signature, destination, below, outcomes, deadline_s)
         return outcomes
@@ -242,9 +244,13 @@ class Gets:
         nbytes, barren = destination.object_bytes, 0
         while rows and barren < BARREN_MAX and time.monotonic() < deadline_s:
             begun_s, read = time.monotonic(), list[Group]()
+            moved = [outcomes[row] is Got.MOVED for row in rows]
             for row in rows:
-                outcomes[row] = Got.MISSING
-            parts = lifted_parts(self._owners, keys[list(rows)], signature, nbytes, deadline_s)
+                if outcomes[row] is Got.LEFT_BELOW:
+                    outcomes[row] = Got.MISSING
+            parts = lifted_parts(
+                self._owners, keys[list(rows)], signature, nbytes, moved, deadline_s
+            )
             with contextlib.closing(parts):
                 for part, places in parts:
                     groups = self._groups(
@@ -253,7 +259,7 @@ class Gets:
                     read += groups
                     self._read(groups, destination, outcomes, deadline_s)
             self._measure_below(read, outcomes, nbytes, time.monotonic() - begun_s)
-            left = [row for row in rows if outcomes[row] in (Got.LEFT_BELOW, Got.MOVED)]
+            left = [row for row in rows if outcomes[row] in UNSETTLED]
             barren = barren + 1 if len(left) == len(rows) else 0
             rows = left
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -28,7 +28,12 @@ PART_BYTES: Final = 8 << 20
 
 
 def lifted_parts(
-    owners: Owners, keys: Keys, signature: bytes, nbytes: int, deadline_s: float
+    owners: Owners,
+    keys: Keys,
+    signature: bytes,
+    nbytes: int,
+    moved: Sequence[bool],
+    deadline_s: float,
 ) -> Generator[tuple[slice, Records], None, None]:
     """Has objects lifted in parts, the next one while the caller reads the last; blocks.
 
@@ -37,6 +42,8 @@ def lifted_parts(
         keys: shape (n, 16).
         signature: of all of them.
         nbytes: the size of each.
+        moved: which of them did not lie where their owner had announced them. It may have put them
+            below since then, and the announcement may be late: it is asked.
         deadline_s: of the monotonic clock.
 
     Yields the keys of a part, and where they lie now, as ``lift`` leaves it.
@@ -46,6 +53,7 @@ def lifted_parts(
 
     def lifted(part: slice) -> Records:
         places = owners.look_up(keys[part], form_of(signature, nbytes))
+        places["slot"][np.asarray(moved[part], bool)] = BELOW
         lift(owners.handle, keys[part], signature, nbytes, places, deadline_s)
         return places
 

@@ -63,6 +63,15 @@ def test_more_than_the_memory_holds_is_there(lender: Store, reader: Store) -> No
     assert stats.below_bytes == stats.below * NBYTES
 
 
+def test_who_hears_late_that_an_object_was_put_below_gets_it(lender: Store, reader: Store) -> None:
+    until(lambda: rests(owner_of(lender)), "what leaves")
+    with deaf(reader):
+        high = np.flatnonzero(~below(reader)).tolist()
+        until(lambda: get(lender) == [Got.RIGHT] * N, "each object pushes out another")
+        until(lambda: below(lender)[high].any(), "some are below again")
+        assert get(reader, high) == [Got.RIGHT] * len(high)
+
+
 def test_what_lies_below_is_a_source_of_its_own(lender: Store, reader: Store) -> None:
     """Whose time has the owner's lift in it."""
     deep = np.flatnonzero(below(reader))
