@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ HOLE = "\N{REPLACEMENT CHARACTER}"
 FORMAT = re.compile(r"%(?:\([a-z_]+\))?[#0-9.+ -]*[a-zA-Z]|\{[a-z_.:!]*\}")
 
 
+@functools.cache  # Not when this file is read: that takes a second in each worker of pytest.
 def templates() -> list[str]:
     """Every string of the code, with its values replaced."""
     found = []
@@ -39,9 +41,6 @@ def strings(tree: ast.AST) -> Iterator[str]:
             yield FORMAT.sub(HOLE, node.value)
 
 
-TEMPLATES = templates()
-
-
 def fits(sentence: str, template: str) -> bool:
     """Whether the template can say it: `…` stands for values, and for words around them."""
     fragments = [part for part in re.split(r"\s*…\s*", sentence) if part.strip(" :;,.s")]
@@ -57,7 +56,7 @@ def fits(sentence: str, template: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("sentence", QUOTED)
 def test_the_code_says_this_sentence(sentence: str) -> None:
-    assert any(fits(sentence, one) for one in TEMPLATES), (
+    assert any(fits(sentence, one) for one in templates()), (
         "docs/troubleshooting.md quotes a sentence that no string of the code contains"
     )
 
@@ -68,7 +67,8 @@ def test_the_page_has_the_likely_sentences_each_once() -> None:
     assert PAGE.count("\n### ") == len(QUOTED), "each entry is a sentence in back quotes"
 
 
+@pytest.mark.slow
 def test_a_sentence_that_no_code_says_is_found() -> None:
     assert fits("a … of … is gone", f"a {HOLE} of {HOLE} is gone")
     assert not fits("a … of … is gone", f"of {HOLE} a {HOLE} is gone")
-    assert not any(fits("the flux capacitor of … is empty", one) for one in TEMPLATES)
+    assert not any(fits("the flux capacitor of … is empty", one) for one in templates())
