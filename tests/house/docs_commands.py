@@ -8,10 +8,27 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ["ROOT", "Command", "blocks", "commands", "pages", "program", "split"]
+import yaml
+
+__all__ = [
+    "MANIFESTS",
+    "ROOT",
+    "Command",
+    "blocks",
+    "commands",
+    "containers",
+    "launched",
+    "manifest_commands",
+    "pages",
+    "program",
+    "split",
+]
 
 ROOT = Path(__file__).parents[2]
+#: Of Kubernetes.
+MANIFESTS = sorted((ROOT / "docs").rglob("*.yaml"))
 _FENCE = re.compile(r"^```([\w-]*)[^\n]*\n(.*?)^```[^\n]*$", re.DOTALL | re.MULTILINE)
 _INDENTED = re.compile(r"(?:(?<=\n\n)|\A)((?: {4}[^\n]*\n)+)")
 _PROMPT = re.compile(r"^(?:[\w-]+)?[$#] ")
@@ -76,6 +93,37 @@ def commands() -> list[Command]:
             continue
         found += [Command(block.page, *one, number) for one in split(lines)]
     return found
+
+
+def containers(tree: Any) -> Iterator[dict[str, Any]]:
+    """Those of a manifest, at any depth."""
+    if isinstance(tree, dict):
+        if "image" in tree and "name" in tree:
+            yield tree
+        for value in tree.values():
+            yield from containers(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from containers(value)
+
+
+def launched(container: dict[str, Any]) -> tuple[str, ...]:
+    """The words that a container's shell ends in, with values for what Kubernetes fills in."""
+    assert container["command"] == ["/bin/sh", "-c"]
+    script = re.sub(r"\$\(?\w+_INDEX\)?", "0", container["args"][0])
+    script = re.sub(r"\$\(?\w+\)?", "10.0.0.1", script)
+    ((_, words),) = split([script])
+    assert words[0] == "exec"
+    return words[1:]
+
+
+def manifest_commands() -> list[Command]:
+    """Those of all containers of all manifests."""
+    return [
+        Command(path.relative_to(ROOT).as_posix(), (), launched(container), -1)
+        for path in MANIFESTS
+        for container in containers(list(yaml.safe_load_all(path.read_text())))
+    ]
 
 
 def split(lines: Sequence[str]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:

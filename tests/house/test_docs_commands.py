@@ -9,27 +9,38 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from docs_commands import ROOT, Command, blocks, commands, pages, program, split
+from docs_commands import (
+    MANIFESTS,
+    ROOT,
+    Command,
+    blocks,
+    commands,
+    containers,
+    launched,
+    pages,
+    program,
+)
 from program_help import help_of
 
 from bootstrap_server import __main__ as registry
 from kvstore import cli as kvstore
 from kvstore.config import Config
 from sglang_mooncake.sglang import cli as mooncake
-from sglang_mooncake.sglang.dry_run.flags import parse_flags
+from sglang_mooncake.sglang.dry_run.flags import FlagError, parse_flags
 from sglang_mooncake.vllm.options import Options
 from sglang_mooncake.vllm.pd_options import PdOptions
 from sglang_mooncake.vllm.pd_rank import ROLES
 from te import cli as te
 
 COMMANDS = commands()
-MANIFESTS = sorted((ROOT / "docs").rglob("*.yaml"))
+#: As it is called in each release of SGLang; tests/sglang/test_docs_servers.py asks it.
+SERVER = "sglang.launch_server"
 #: For models by their names; others are planned as the first.
 LAYOUTS = {"70B": "llama-70b", "Qwen3-235B": "qwen3-235b", "DeepSeek": "deepseek-v3"}
 #: Commands of the system: nothing here can check what they do.
@@ -100,15 +111,10 @@ def check_mooncake(rest: tuple[str, ...]) -> None:
         assert mooncake.main(rest) == 0
 
 
-def check_server(rest: tuple[str, ...]) -> None:
-    assert rest[0] == "launch_server"
-    parse_flags(shlex.join(rest[1:]))
-
-
 def check_python(rest: tuple[str, ...]) -> None:
     if rest[:2] == ("-m", "bootstrap_server"):
         check_registry(rest[2:])
-    elif rest[:2] == ("-m", "sglang.launch_server"):
+    elif rest[:2] == ("-m", SERVER):
         parse_flags(shlex.join(rest[2:]))
     elif rest[0] == "-c":
         compile(rest[1], "python -c", "exec")
@@ -173,7 +179,6 @@ RULES: dict[str, Callable[[tuple[str, ...]], None]] = {
     "pip": check_pip,
     "python": check_python,
     "python3": check_python,
-    "sglang": check_server,
     "sglang-mooncake": check_mooncake,
     "te": check_te,
     "vllm": check_vllm,
@@ -202,9 +207,11 @@ def test_a_command_that_cannot_be_given_is_found(capsys: pytest.CaptureFixture[s
         'vllm serve --kv-transfer-config {"kv_connector":"X","kv_connector_module_path":"te.cli"}',
         "docker run sglang-mooncake te topology --no-such",
         "frobnicate --all",
+        "sglang launch_server --model-path m",
+        "python -m sglang.launch_server --page-sise 64",
     )
     for one in wrong:
-        with pytest.raises((AssertionError, SystemExit)):
+        with pytest.raises((AssertionError, FlagError, SystemExit)):
             check(tuple(one.split()))
     capsys.readouterr()
 
@@ -213,9 +220,9 @@ def launches(found: list[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """The first command line of a prefill server, and the first of a decode server."""
     servers: dict[str, tuple[str, ...]] = {}
     for words in found:
-        if "launch_server" in words and "--disaggregation-mode" in words:
+        if SERVER in words and "--disaggregation-mode" in words:
             mode = words[words.index("--disaggregation-mode") + 1]
-            servers.setdefault(mode, words[words.index("launch_server") + 1 :])
+            servers.setdefault(mode, words[words.index(SERVER) + 1 :])
     return servers
 
 
@@ -245,32 +252,17 @@ def test_there_are_pairs() -> None:
     assert len(PAIRS) >= 3
 
 
-def containers(tree: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(tree, dict):
-        if "image" in tree and "name" in tree:
-            yield tree
-        for value in tree.values():
-            yield from containers(value)
-    elif isinstance(tree, list):
-        for value in tree:
-            yield from containers(value)
-
-
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_the_containers_of_a_manifest_run_servers_that_fit(path: Path) -> None:
     documents = list(yaml.safe_load_all(path.read_text()))
     assert all({"apiVersion", "kind", "metadata", "spec"} <= set(one) for one in documents)
     found = []
     for container in containers(documents):
-        assert container["command"] == ["/bin/sh", "-c"]
-        script = re.sub(r"\$\(?\w+_INDEX\)?", "0", container["args"][0])
-        script = re.sub(r"\$\(?\w+\)?", "10.0.0.1", script)
-        ((_, words),) = split([script])
-        assert words[0] == "exec"
-        check(words[1:])
+        words = launched(container)
+        check(words)
         found.append(words)
         mounted = {one["name"] for one in container.get("volumeMounts", ())}
-        if "sglang" in words:
+        if SERVER in words:
             assert mounted >= {"secret", "infiniband", "shm"}
             assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
     assert len(found) >= 3

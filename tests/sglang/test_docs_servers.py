@@ -1,25 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers and routers that README.md and docs/ start, read by SGLang's own parsers."""
+"""The servers and routers that README.md, docs/ and their manifests start: the program that each
+line names is there, and its own parser reads the flags."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 
 import pytest
-from docs_commands import Command, commands
+from cpu_serving.servers import SHIM
+from docs_commands import Command, commands, manifest_commands
+
+from sglang_mooncake.sglang.dry_run.options import OPTIONS, RELEASE, Options
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
 
-COMMANDS = commands()
-SERVERS = [one for one in COMMANDS if "launch_server" in one.words]
-ROUTERS = [one for one in COMMANDS if "sglang_router.launch_router" in one.words]
+COMMANDS = [*commands(), *manifest_commands()]
+SERVER, ROUTER = "sglang.launch_server", "sglang_router.launch_router"
+SERVERS = [one for one in COMMANDS if SERVER in one.words]
+ROUTERS = [one for one in COMMANDS if ROUTER in one.words]
+#: Programs of SGLang as the lines call them.
+PROGRAMS = sorted(
+    {
+        one.words[max(at - 2, 0) : at + 1]
+        for one in COMMANDS
+        for at, word in enumerate(one.words)
+        if word in (SERVER, ROUTER)
+    }
+)
 
 
 @pytest.fixture(scope="module")
-def server_parser() -> argparse.ArgumentParser:
+def server_parser() -> Options:
     from sglang.srt.server_args import ServerArgs
 
-    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser = Options(exit_on_error=False)
     ServerArgs.add_cli_args(parser)
     return parser
 
@@ -36,13 +53,38 @@ def router_parser() -> argparse.ArgumentParser:
 def test_there_are_servers_and_routers() -> None:
     assert len(SERVERS) > 10
     assert len(ROUTERS) > 2
+    assert {one.page for one in SERVERS} >= {"README.md", "docs/deployment/leaderworkerset.yaml"}
+    assert ("python", "-m", SERVER) in PROGRAMS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", PROGRAMS, ids=" ".join)
+def test_the_program_is_there(words: tuple[str, ...]) -> None:
+    assert words[:2] in (("python", "-m"), ("python3", "-m")), "what SGLang has in all releases"
+    done = subprocess.run(
+        [sys.executable, *words[1:], "--help"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=os.environ | {"PYTHONPATH": str(SHIM)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--host" in done.stdout
+
+
+def test_plan_knows_the_options_of_this_release(server_parser: Options) -> None:
+    from sglang.version import __version__
+
+    assert __version__ == RELEASE
+    theirs = server_parser.names() - {"-h", "--help"}
+    assert set(OPTIONS.split()) == theirs
 
 
 @pytest.mark.parametrize("command", SERVERS, ids=str)
 def test_sglang_takes_the_flags_of_this_server(
     command: Command, server_parser: argparse.ArgumentParser
 ) -> None:
-    at = command.words.index("launch_server") + 1
+    at = command.words.index(SERVER) + 1
     read, unknown = server_parser.parse_known_args(command.words[at:])
     assert not unknown
     assert read.disaggregation_transfer_backend == "mooncake"
@@ -52,7 +94,7 @@ def test_sglang_takes_the_flags_of_this_server(
 def test_the_router_takes_these_flags(
     command: Command, router_parser: argparse.ArgumentParser
 ) -> None:
-    at = command.words.index("sglang_router.launch_router") + 1
+    at = command.words.index(ROUTER) + 1
     read, unknown = router_parser.parse_known_args(command.words[at:])
     assert not unknown
     assert read.pd_disaggregation
