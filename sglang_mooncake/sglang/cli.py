@@ -14,8 +14,13 @@ from bootstrap_server.secret import new_secret
 from bootstrap_server.secret_file import write_secret_file
 from sglang_mooncake.layout import LayoutMismatch
 from sglang_mooncake.sglang import configuring, explaining
-from sglang_mooncake.sglang.dry_run.flags import FlagError, ServerFlags, parse_flags
-from sglang_mooncake.sglang.dry_run.models import KNOWN, ModelError, load_model
+from sglang_mooncake.sglang.dry_run.flags import (
+    FlagError,
+    ServerFlags,
+    check_roles,
+    parse_flags,
+)
+from sglang_mooncake.sglang.dry_run.models import KNOWN, ModelError, load_model, one_model
 from sglang_mooncake.sglang.dry_run.pairs import Server, plan_pairs
 from sglang_mooncake.sglang.dry_run.report import Report
 from te.version import version
@@ -92,9 +97,8 @@ def _plan(parsed: argparse.Namespace) -> Report:
     prefill, decode = _flags("--prefill", parsed.prefill), _flags("--decode", parsed.decode)
     if decode.kv_cache_sharding:
         raise FlagError("--decode: --enable-kv-cache-sharding is for prefill servers alone")
-    model = parsed.model or prefill.model or decode.model
-    if model is None:
-        raise ModelError("name a model: --model, or --model-path in one of the command lines")
+    check_roles(prefill, decode)
+    model = parsed.model or one_model(prefill.model, decode.model)
     servers = [
         Server(
             load_model(model).with_dtype(flags.kv_cache_dtype),

@@ -41,6 +41,7 @@ ISSUE = [
         ("--tp 16 --attn-dp-size 4 --ep-size 16", Topology(4, 1, 4, 1)),
         ("--tp-size 16 --dp-size 4 --enable-dp-attention", Topology(4, 1, 4, 1)),
         ("--tensor-parallel-size 4 --data-parallel-size 2", Topology(2, 1, 4, 1)),
+        ("--tp-siz 8 --stream-interval 3 --pp 2", Topology(1, 1, 8, 2)),
         (
             (
                 "python -m sglang.launch_server --model-path /m --tp 8 --attn-cp-size 4 --pp-size=2"
@@ -70,6 +71,9 @@ def test_the_command_line_also_names_model_page_and_dtype():
         ("--tp-size", ["expected one argument"]),
         ("--tp 4 'unclosed", ["no command line"]),
         ("tp=65536 pp=65536", ["ranks"]),
+        ("--tp 4 --page-sise 64", ["--page-sise is no flag of", "mean --page-size?"]),
+        ("python -m sglang.launch_server --tp 4 -x", ["-x is no flag"]),
+        ("--disaggregation-m prefill --disagg decode", ["--disagg", "ambiguous"]),
     ],
 )
 def test_flags_that_fit_no_server_are_refused(text, parts):
@@ -77,6 +81,38 @@ def test_flags_that_fit_no_server_are_refused(text, parts):
         parse_flags(text)
     for part in parts:
         assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "parts"),
+    [
+        ("--model-path A", "--model-path B", ["serves A", "serves B", "--model"]),
+        ("--model-path m --disaggregation-mode decode", "tp=1", ["--prefill", "mode decode"]),
+        ("tp=1", "--model-path m --disaggregation-mode prefill", ["--decode", "mode prefill"]),
+        (
+            "--model-path m --disaggregation-transfer-backend nixl",
+            "tp=1",
+            ["--prefill", "nixl", "mooncake"],
+        ),
+    ],
+)
+def test_two_command_lines_that_are_no_pair_are_refused(prefill, decode, parts, capsys):
+    assert main(["plan", "--prefill", prefill, "--decode", decode]) == 2
+    said = capsys.readouterr().err
+    for part in parts:
+        assert part in said
+
+
+def test_two_places_are_one_model_if_their_config_says_so(tmp_path, capsys):
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    for place, more in (("a", {}), ("b", {"transformers_version": "5"}), ("c", {"vocab_size": 9})):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "config.json").write_text(json.dumps(config | more))
+    a, b, c = (f"--model-path {tmp_path / place}" for place in "abc")
+    assert main(["plan", "--prefill", a, "--decode", b]) == 0
+    assert main(["plan", "--prefill", a, "--decode", c]) == 2
+    assert "two models: vocab_size None against 9" in capsys.readouterr().err
+    assert main(["plan", "--model", "llama-70b", "--prefill", a, "--decode", c]) == 0
 
 
 CONFIGS = {

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-import argparse
+import difflib
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from bootstrap_server import Topology
 from sglang_mooncake.context import PREFILL_COMPLETE
+from sglang_mooncake.sglang.dry_run.options import Options, ServerOptions, server_options
 
-__all__ = ["FlagError", "ServerFlags", "parse_flags"]
+__all__ = ["FlagError", "ServerFlags", "check_roles", "parse_flags"]
 
 
 class FlagError(ValueError):
@@ -20,7 +22,7 @@ class FlagError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ServerFlags:
-    """page_size, kv_cache_dtype, model: None where nothing was said of them."""
+    """page_size, kv_cache_dtype, model, mode, backend: None where nothing was said of them."""
 
     topology: Topology
     ep_size: int = 1
@@ -30,6 +32,8 @@ class ServerFlags:
     page_size: int | None = None
     kv_cache_dtype: str | None = None
     model: str | None = None
+    mode: str | None = None
+    backend: str | None = None
 
 
 #: Word of the short form → SGLang's flags for it (sglang/srt/arg_groups/fields/parallel.py).
@@ -45,6 +49,9 @@ _FLAGS: dict[str, tuple[str, ...]] = {
     "dtype": ("--kv-cache-dtype",),
     "policy": ("--disaggregation-decode-allocation-policy",),
 }
+#: The backend that this package serves.
+BACKEND = "mooncake"
+_PASSED_OVER = "passed over"
 _POLICIES = ("early", PREFILL_COMPLETE)
 
 
@@ -52,7 +59,8 @@ def parse_flags(text: str) -> ServerFlags:
     """A server's layout.
 
     Args:
-        text: SGLang's command line (other flags are passed over), or words of the form
+        text: SGLang's command line (flags that say nothing of the layout are passed over, those
+            that no server has are refused), or words of the form
             `tp=16 dp=4 pp=1 cp=1 ep=16 page=64 dtype=bfloat16`. `tp` is the width of one replica,
             of which `dp` attention groups and `cp` take parts, as with SGLang's flags; `replicas`
             is SGLang's `--dp-size` without DP attention. `sharded=1` is --enable-kv-cache-sharding,
@@ -63,6 +71,7 @@ def parse_flags(text: str) -> ServerFlags:
     """
     given = _from_command_line(text) if "--" in text else _from_words(text)
     model, dtype = given.pop("model", None), given.pop("dtype", None)
+    mode, backend = given.pop("mode", None), given.pop("backend", None)
     policy = given.pop("policy", None) or "early"
     if policy not in _POLICIES:
         raise FlagError(f"policy={policy} ({_FLAGS['policy'][0]}): {' or '.join(_POLICIES)}")
@@ -79,9 +88,23 @@ def parse_flags(text: str) -> ServerFlags:
         page_size,
         dtype,
         model,
+        mode,
+        backend,
     )
     _check(flags)
     return flags
+
+
+def check_roles(prefill: ServerFlags, decode: ServerFlags) -> None:
+    """Raises FlagError if a command line is that of another role, or of another backend."""
+    for role, flags in (("prefill", prefill), ("decode", decode)):
+        if flags.mode not in (None, role):
+            raise FlagError(f"--{role}: this command line has --disaggregation-mode {flags.mode}")
+        if flags.backend not in (None, BACKEND):
+            raise FlagError(
+                f"--{role}: this command line has --disaggregation-transfer-backend "
+                f"{flags.backend}; both servers need {BACKEND}"
+            )
 
 
 def _check(flags: ServerFlags) -> None:
@@ -116,26 +139,23 @@ def _from_words(text: str) -> dict[str, str | None]:
     return given
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Options):
     def error(self, message: str) -> NoReturn:
         raise FlagError(message)
 
 
 def _from_command_line(text: str) -> dict[str, str | None]:
-    parser = _Parser(allow_abbrev=False, add_help=False)
-    for name, flags in _FLAGS.items():
-        parser.add_argument(*flags, dest=name)
-    parser.add_argument("--model-path", "--model", dest="model")
-    parser.add_argument("--enable-dp-attention", action="store_true")
-    parser.add_argument(
-        "--enable-kv-cache-sharding", dest="sharded", action="store_const", const="1"
-    )
     try:
-        words = shlex.split(text)
+        words = _of_server(shlex.split(text))
     except ValueError as error:
         raise FlagError(f"{text!r} is no command line: {error}") from error
-    known, _ = parser.parse_known_args(words)
+    options = server_options()
+    known, left = _parser(options).parse_known_args(words)
+    for word in left:
+        if word.startswith("-"):
+            raise FlagError(_unknown(word, options))
     given: dict[str, str | None] = vars(known)
+    given.pop(_PASSED_OVER)
     if given.pop("enable_dp_attention"):
         # Deprecated in SGLang 0.5.23, where it still turns --dp-size into --attn-dp-size
         # (sglang/srt/arg_groups/parallel_hook.py).
@@ -144,6 +164,38 @@ def _from_command_line(text: str) -> dict[str, str | None]:
         given["dp"] = given["dp"] or given["replicas"]
         given["replicas"] = None
     return given
+
+
+def _of_server(words: Sequence[str]) -> list[str]:
+    """The words behind the program: `python -m sglang.launch_server` or `sglang serve`."""
+    for number, word in enumerate(words):
+        if word in ("sglang.launch_server", "serve"):
+            return list(words[number + 1 :])
+    return list(words)
+
+
+def _parser(options: ServerOptions) -> _Parser:
+    """Reads abbreviations as SGLang's does, so it has all of its options."""
+    parser = _Parser(add_help=False)
+    for name, flags in _FLAGS.items():
+        parser.add_argument(*flags, dest=name)
+    parser.add_argument("--model-path", "--model", dest="model")
+    parser.add_argument("--disaggregation-mode", dest="mode")
+    parser.add_argument("--disaggregation-transfer-backend", dest="backend")
+    parser.add_argument("--enable-dp-attention", action="store_true")
+    parser.add_argument(
+        "--enable-kv-cache-sharding", dest="sharded", action="store_const", const="1"
+    )
+    for option in sorted(options.names - parser.names()):
+        parser.add_argument(option, nargs="*", dest=_PASSED_OVER)
+    return parser
+
+
+def _unknown(word: str, options: ServerOptions) -> str:
+    name = word.partition("=")[0]
+    near = difflib.get_close_matches(name, sorted(options.names), 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{name} is no flag of {options.source}{hint}"
 
 
 def _size(name: str, value: str) -> int:

@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KNOWN", "ModelError", "ModelShape", "load_model"]
+__all__ = ["KNOWN", "ModelError", "ModelShape", "load_model", "one_model"]
 
 _CONFIG_BYTES_MAX = 16 << 20
+#: Members that differ between two copies of one model.
+_OF_THE_FILE = {"_name_or_path", "transformers_version"}
+_DIFFERENCES_MAX = 4
 _DTYPE_NBYTES = {
     "float32": 4,
     "bfloat16": 2,
@@ -71,6 +74,31 @@ KNOWN: dict[str, ModelShape] = {
 }
 
 
+def one_model(prefill: str | None, decode: str | None) -> str:
+    """The model that both servers have, by what their command lines call it.
+
+    Raises:
+        ModelError: they name none, or two that are not known to be one.
+    """
+    one = prefill or decode
+    if one is None:
+        raise ModelError("name a model: --model, or --model-path in one of the command lines")
+    if prefill is None or decode is None or prefill.rstrip("/") == decode.rstrip("/"):
+        return one
+    if _is_described(prefill) and _is_described(decode):
+        differ = _differences(_read_config(prefill), _read_config(decode))
+        if not differ:
+            return one
+        raise ModelError(
+            f"--prefill serves {prefill} and --decode serves {decode}, which are two models: "
+            f"{'; '.join(differ)}"
+        )
+    raise ModelError(
+        f"--prefill serves {prefill} and --decode serves {decode}. If these are one model at two "
+        "places, say which: --model"
+    )
+
+
 def load_model(model: str) -> ModelShape:
     """A known model by its name, or the one that a config.json (or its directory) describes.
 
@@ -79,8 +107,27 @@ def load_model(model: str) -> ModelShape:
     """
     if model in KNOWN:
         return KNOWN[model]
+    return _shape(_config_of(model), _read_config(model))
+
+
+def _config_of(model: str) -> Path:
     path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
+    return path / "config.json" if path.is_dir() else path
+
+
+def _is_described(model: str) -> bool:
+    return _config_of(model).is_file()
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """What two config.json say differently, the first few, with both values."""
+    names = sorted((one.keys() | other.keys()) - _OF_THE_FILE)
+    pairs = [(name, one.get(name), other.get(name)) for name in names]
+    return [f"{name} {a!r} against {b!r}" for name, a, b in pairs if a != b][:_DIFFERENCES_MAX]
+
+
+def _read_config(model: str) -> dict[str, Any]:
+    path = _config_of(model)
     try:
         if path.stat().st_size > _CONFIG_BYTES_MAX:
             raise ModelError(f"{path} is larger than any config.json")
@@ -94,7 +141,7 @@ def load_model(model: str) -> ModelShape:
         raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} is no config.json: it holds no JSON object")
-    return _shape(path, config)
+    return config
 
 
 def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
