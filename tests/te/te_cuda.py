@@ -231,13 +231,18 @@ class StandIn:
         """What was registered stays so no longer, as at the end of a broken context."""
         self._library.fake_forget_pinned()
 
-    def claim(self, address: int, nbytes: int, ordinal: int, is_managed: bool = False) -> None:
-        """Some host memory is said to be a device's."""
+    @contextlib.contextmanager
+    def claimed(
+        self, address: int, nbytes: int, ordinal: int, is_managed: bool = False
+    ) -> Iterator[None]:
+        """Some host memory is said to be a device's: no longer than it lives, or memory of another
+        test would be taken for it."""
         size = ctypes.c_size_t(nbytes)
         self._library.fake_claim(ctypes.c_uint64(address), size, ordinal, is_managed)
-
-    def unclaim(self, address: int) -> None:
-        self._library.fake_unclaim(ctypes.c_uint64(address))
+        try:
+            yield
+        finally:
+            self._library.fake_unclaim(ctypes.c_uint64(address))
 
     def exported(self) -> tuple[int, int]:
         """The range of the last dma-buf: address, bytes."""
@@ -293,11 +298,10 @@ def fake_cuda(address: int, nbytes: int, refusal: int = 0) -> Iterator[FakeCuda]
     it; ``refusal``: the CUDA error that exporting it gives."""
     driver = stand_in()
     driver.reset()
-    driver.claim(address, nbytes, 5)
-    if refusal:
-        driver.fail("cuMemGetHandleForAddressRange", refusal, times=0)
-    try:
-        yield FakeCuda(driver)
-    finally:
-        driver.unclaim(address)
-        driver.reset()
+    with driver.claimed(address, nbytes, 5):
+        if refusal:
+            driver.fail("cuMemGetHandleForAddressRange", refusal, times=0)
+        try:
+            yield FakeCuda(driver)
+        finally:
+            driver.reset()

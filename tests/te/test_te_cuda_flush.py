@@ -51,10 +51,12 @@ def world(order: int) -> Iterator[World]:
     memory = [np.zeros(NBYTES, np.uint8) for _ in range(2)]
     src, dst = (one.ctypes.data for one in memory)
     wires = Wires()
-    with cuda() as driver:
+    with (
+        cuda() as driver,
+        driver.claimed(src, NBYTES, 0),
+        driver.claimed(dst, NBYTES, 0),
+    ):
         driver.order_writes(order)
-        for address in (src, dst):
-            driver.claim(address, NBYTES, 0)
         with rdma(wires) as source, rdma(wires) as target:
             source.register(src, NBYTES, remote="none")
             target.register(dst, NBYTES, remote="read-write")
@@ -62,8 +64,6 @@ def world(order: int) -> Iterator[World]:
             peer = source.connect(target.card())
             driver.forget_calls()
             yield World(driver, target, peer, src, dst)
-        for address in (src, dst):
-            driver.unclaim(address)
 
 
 @pytest.mark.slow
@@ -105,19 +105,19 @@ def test_memory_of_a_gpu_that_cannot_flush_does_not_go_over_rdma() -> None:
     memory = np.zeros(NBYTES, np.uint8)
     with cuda() as driver:
         driver.order_writes(0, can_flush=False)
-        driver.claim(memory.ctypes.data, NBYTES, 0)
-        with rdma(Wires()) as engine, pytest.raises(te.RegistrationError, match=SAYS):
+        with (
+            driver.claimed(memory.ctypes.data, NBYTES, 0),
+            rdma(Wires()) as engine,
+            pytest.raises(te.RegistrationError, match=SAYS),
+        ):
             engine.register(memory.ctypes.data, NBYTES)
-        driver.unclaim(memory.ctypes.data)
 
 
 def test_an_engine_with_devices_alone_has_one_kind_for_all_regions_of_a_gpu() -> None:
     memory = np.zeros(40 * NBYTES, np.uint8)
-    with cuda() as driver:
-        driver.claim(memory.ctypes.data, memory.nbytes, 0)
-        before = driver.count("streams")
+    with cuda() as driver, driver.claimed(memory.ctypes.data, memory.nbytes, 0):
+        driver.forget_calls()
         with rdma(Wires()) as engine:
             for at in range(0, memory.nbytes, 2 * NBYTES):
                 engine.register(memory.ctypes.data + at, NBYTES)
-            assert driver.count("streams") == before + 3
-        driver.unclaim(memory.ctypes.data)
+            assert driver.calls(name="cuStreamCreate") == 3, "those of other tests end when they do"

@@ -181,9 +181,8 @@ def test_virtual_memory_is_staged_and_holes_are_found(handle_types: int) -> None
 def test_managed_and_pinned_memory_are_the_hosts() -> None:
     with cuda() as driver, driver.current(0):
         host = np.zeros(NBYTES, np.uint8)
-        driver.claim(host.ctypes.data, NBYTES, 0, is_managed=True)
-        assert kind_of(host.ctypes.data) is HOST
-        driver.unclaim(host.ctypes.data)
+        with driver.claimed(host.ctypes.data, NBYTES, 0, is_managed=True):
+            assert kind_of(host.ctypes.data) is HOST
         place = ctypes.c_uint64(host.ctypes.data)
         driver.call("cuMemHostRegister_v2", place, ctypes.c_size_t(NBYTES), 0)
         assert kind_of(host.ctypes.data) is HOST
