@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from bootstrap_server.errors import BootstrapError
 from bootstrap_server.exposure import exposure
+from bootstrap_server.own_addresses import addresses_behind
 from bootstrap_server.secret import Keys
 from bootstrap_server.secret_file import read_secret_file
 from bootstrap_server.server import BootstrapServer
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         secrets = read_secret_file(config.secret_file) if config.secret_file else []
         keys = Keys.from_secrets(secrets).registry
-        said = exposure(config.host, bool(keys), config.insecure, "--insecure")
+        behind = addresses_behind(config.host)
+        said = exposure(config.host, bool(keys), config.insecure, "--insecure", behind)
         if said is not None and said.refused:
             raise ValueError(said.sentence)
         if said is not None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 from typing import NamedTuple
 
 __all__ = ["Exposure", "exposure"]
@@ -23,37 +24,53 @@ class Exposure(NamedTuple):
     refused: bool
 
 
-def exposure(host: str, has_secret: bool, is_insecure: bool, how_to_insist: str) -> Exposure | None:
+def exposure(
+    host: str,
+    has_secret: bool,
+    is_insecure: bool,
+    how_to_insist: str,
+    addresses: Sequence[str] = (),
+) -> Exposure | None:
     """None where nobody from elsewhere can connect, or where there is a secret.
 
     Args:
         host: address or name that the server listens on.
         is_insecure: the operator has said that it may be open to all.
         how_to_insist: which option says so.
+        addresses: those that are behind ``host``, if they are known: `own_addresses`.
     """
     if has_secret:
         return None
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])  # fe80::1%eth0
-    except ValueError:
-        address = None  # a name
-    if address is not None and any(address in network for network in _ITS_OWN):
+    known = [one for one in map(_address, addresses or (host,)) if one is not None]
+    if known and all(any(one in network for network in _ITS_OWN) for one in known):
         return None
-    if address is None or not address.is_global:
+    public = next((one for one in known if one.is_global), None)
+    if public is None:
         return Exposure(
             f"no secret is set: whoever can reach {host} can read and overwrite KV caches and take "
             f"the places of servers; {_ADVICE}",
             refused=False,
         )
+    where = f"{host} is a public address"
+    if str(public) != host:
+        where = f"{host} is the public address {public} of this host, too"
     if is_insecure:
         return Exposure(
-            f"no secret is set, and {host} is a public address: whoever on the internet can reach "
+            f"no secret is set, and {where}: whoever on the internet can reach "
             f"it can read and overwrite KV caches; {_ADVICE}",
             refused=False,
         )
     return Exposure(
-        f"no secret is set, and {host} is a public address: whoever on the internet can reach it "
+        f"no secret is set, and {where}: whoever on the internet can reach it "
         f"could read and overwrite KV caches. Listen on a private address, or {_ADVICE}, or start "
         f"with {how_to_insist} if nobody else can reach it",
         refused=True,
     )
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None: it is a name."""
+    try:
+        return ipaddress.ip_address(text.partition("%")[0])  # fe80::1%eth0
+    except ValueError:
+        return None

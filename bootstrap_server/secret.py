@@ -19,10 +19,15 @@ __all__ = ["KEY_BYTES", "SECRETS_MAX", "Keys", "hkdf", "new_secret", "seal", "sp
 KEY_BYTES: Final = 32
 #: A rotation needs two.
 SECRETS_MAX: Final = 4
-SECRET_CHARS_MIN: Final = 16
+#: What `openssl rand -hex 16` and `openssl rand -base64 24` print: words that people think of are
+#: shorter.
+SECRET_CHARS_MIN: Final = 32
 SECRET_CHARS_MAX: Final = 1024
-#: 16 random hexadecimal digits have fewer in one of 30,000 cases, 32 of them never.
-DISTINCT_MIN: Final = 6
+#: 32 random hexadecimal digits have fewer in one of 30 million cases.
+DISTINCT_MIN: Final = 8
+#: So many characters that stand there twice are a word that somebody has repeated: in 64 random
+#: hexadecimal digits they do in one of 2 million cases.
+REPEATED_CHARS: Final = 8
 _HASH_BYTES: Final = 32
 _SALT: Final = b"sglang-mooncake secret, version 1"
 
@@ -112,5 +117,11 @@ def _check(which: str, line: str) -> None:
     if len(set(line)) < DISTINCT_MIN:
         raise ValueError(
             f"{which} has fewer than {DISTINCT_MIN} different characters and can be guessed; "
+            "`sglang-mooncake secret` makes a random one"
+        )
+    starts = range(len(line) - REPEATED_CHARS + 1)
+    if len({line[at : at + REPEATED_CHARS] for at in starts}) < len(starts):
+        raise ValueError(
+            f"{which} says the same {REPEATED_CHARS} characters twice and can be guessed; "
             "`sglang-mooncake secret` makes a random one"
         )

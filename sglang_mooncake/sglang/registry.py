@@ -8,7 +8,9 @@ import logging
 from collections.abc import Sequence
 
 from bootstrap_server import BootstrapClient, BootstrapError, BootstrapServer
-from sglang_mooncake.sglang.config import Config
+from bootstrap_server.exposure import exposure
+from bootstrap_server.own_addresses import addresses_behind
+from sglang_mooncake.sglang.config import INSECURE, Config
 
 __all__ = ["ServersRegistry", "prove_dp_rank_queries", "query_dp_ranks"]
 
@@ -21,11 +23,19 @@ class ServersRegistry(BootstrapServer):
 
     Raises:
         config.ConfigError: what it says.
+        ValueError: everybody on the internet could reach it, and there is no secret. The ranks say
+            the same, but when the model has been loaded: the registry would be open for minutes.
         BootstrapError: it cannot listen.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        super().__init__(host, port, keys=Config.from_environment().keys.registry)
+        config = Config.from_environment()
+        said = exposure(
+            host, bool(config.keys), config.insecure, f"{INSECURE}=1", addresses_behind(host)
+        )
+        if said is not None and said.refused:
+            raise ValueError(said.sentence)
+        super().__init__(host, port, keys=config.keys.registry)
 
 
 def prove_dp_rank_queries(keys: Sequence[bytes]) -> None:

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from bootstrap_server.exposure import exposure
+from bootstrap_server.own_addresses import addresses_behind, local_ipv4, local_ipv6
 
 #: Of a range that is not routed, but counts as public (RFC 7526: it was for relays to IPv6).
 PUBLIC = "192.88.99.1"
@@ -48,6 +49,53 @@ def test_public_addresses_are_refused_unless_somebody_insists(host):
     insisted = said(host, is_insecure=True)
     assert not insisted.refused
     assert f"{host} is a public address" in insisted.sentence
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "node-7"])
+def test_a_public_address_behind_a_word_or_a_name_counts(host):
+    behind = ("127.0.0.1", "10.0.0.5", PUBLIC)
+    found = exposure(host, False, False, "--insecure", behind)
+    assert found.refused
+    assert f"{host} is the public address {PUBLIC} of this host, too" in found.sentence
+    assert not exposure(host, False, False, "--insecure", behind[:2]).refused
+    assert exposure(host, False, False, "--insecure", behind[:1]) is None
+
+
+FIB = """\
+Main:
+  +-- 0.0.0.0/0 3 0 5
+     |-- 0.0.0.0
+        /0 universe UNICAST
+           |-- 127.0.0.0
+              /8 host LOCAL
+           |-- 127.0.0.1
+              /32 host LOCAL
+     |-- 198.51.100.0
+        /24 link UNICAST
+     |-- 198.51.100.7
+        /32 host LOCAL
+     |-- 198.51.100.255
+        /32 link BROADCAST
+Local:
+     |-- 198.51.100.7
+        /32 host LOCAL
+"""
+
+
+def test_addresses_are_read_out_of_the_kernels_tables():
+    assert local_ipv4(FIB) == ("127.0.0.1", "198.51.100.7")
+    table = (
+        "fe8000000000000000fc00fffe000001 04 40 20 80     eth0\n" + "0" * 31 + "1 01 80 10 80 lo\n"
+    )
+    assert local_ipv6(table) == ("fe80::fc:ff:fe00:1", "::1")
+
+
+def test_this_hosts_addresses_are_behind_the_words_for_all_of_them():
+    assert "127.0.0.1" in addresses_behind("0.0.0.0")
+    assert "127.0.0.1" in addresses_behind("::")
+    assert "127.0.0.1" in addresses_behind("localhost")
+    assert addresses_behind("10.2.3.4") == ("10.2.3.4",)
+    assert addresses_behind("no-such-host.invalid") == ()
 
 
 def registry(*options: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ import pytest
 from bootstrap_server.secret import Keys, hkdf, new_secret, split_secrets
 from bootstrap_server.secret_file import read_secret_file, write_secret_file
 
-OLD, NEW = "0123456789abcdef" * 2, "fedcba9876543210" * 2
+OLD, NEW = "6f1d0c8a92e47b35b7e2f90a4c81d356", "c03be5a71f8d24969d47e2a0f5b8136c"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_keys_are_in_the_order_of_the_secrets_and_the_same_everywhere():
     both, old = Keys.from_secrets([OLD.encode(), NEW.encode()]), Keys.from_secrets([OLD.encode()])
     assert both.data[0] == old.data[0]
     # Fixed, so that releases understand each other while a deployment changes from one to the next.
-    assert old.data[0].hex() == "32563cffd9da1d11ba6eac41406935aa8e18e7d1b877784674082e35622aed4d"
+    assert old.data[0].hex() == "4e447595584d9e62e14ec1462248dcf55b7db1a7284531b4026b6d851fc0e207"
 
 
 def test_without_a_secret_there_are_no_keys():
@@ -95,8 +95,9 @@ def test_a_new_secret_is_taken():
     [
         ("", "no secret in it"),
         (" \n\n", "no secret in it"),
-        ("correct-horse-b", "the secret has 15 characters, at least 16"),
-        ("0" * 64, "fewer than 6 different characters"),
+        ("passwordpassword1", "the secret has 17 characters, at least 32"),
+        ("correct-horse-battery-" * 2, "the same 8 characters twice"),
+        ("0" * 64, "fewer than 8 different characters"),
         ("x" + "y1z2" * 400, "more than 1024"),
         (f"{OLD}\nshort", "the secret on line 2 has 5 characters"),
         (f"{OLD}\n{OLD}", "stands there twice"),

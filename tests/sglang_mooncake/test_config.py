@@ -134,7 +134,7 @@ def test_every_setting_reaches_the_engine():
             assert [getattr(config, name) for name in fields] == [2] * 7
 
 
-SECRET, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
+SECRET, OTHER = "6f1d0c8a92e47b35b7e2f90a4c81d356", "c03be5a71f8d24969d47e2a0f5b8136c"
 
 
 def test_secrets_become_keys_and_show_nowhere(tmp_path):

@@ -22,8 +22,8 @@ from sglang_mooncake.mooncake_face.sessions import Sessions
 from sglang_mooncake.sglang.config import Config
 from sglang_mooncake.sglang.drop_in import options
 
-SECRET = "0123456789abcdefghij"
-OTHER = "abcdefghij9876543210"
+SECRET = "6f1d0c8a92e47b35b7e2f90a4c81d356"
+OTHER = "c03be5a71f8d24969d47e2a0f5b8136c"
 
 
 def near(protocol: str = "rdma", given: Options | None = None, **environment: str):

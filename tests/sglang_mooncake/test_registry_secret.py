@@ -20,10 +20,11 @@ from bootstrap_server import (
 from bootstrap_server.secret import Keys
 from bootstrap_server.signatures import signed
 from sglang_mooncake.instances import fetch_instance
+from sglang_mooncake.sglang import registry
 from sglang_mooncake.sglang.config import ConfigError
 from sglang_mooncake.sglang.registry import ServersRegistry, query_dp_ranks
 
-SECRET = "0123456789abcdef" * 2
+SECRET = "6f1d0c8a92e47b35b7e2f90a4c81d356"
 KEYS = Keys.from_secrets([SECRET.encode()])
 
 
@@ -88,6 +89,16 @@ def test_strangers_find_nothing(caplog: pytest.LogCaptureFixture, monkeypatch) -
             fetch_instance(address)
         assert query_dp_ranks(address, [7], ()) == {}
         assert "cannot ask for the DP ranks of 1 rooms" in caplog.text
+
+
+def test_it_does_not_open_to_the_internet_for_as_long_as_the_model_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "addresses_behind", lambda _: ("10.0.0.5", "192.88.99.1"))
+    with pytest.raises(ValueError, match="is the public address 192"):
+        ServersRegistry(host="0.0.0.0", port=0)
+    monkeypatch.setenv("SGLANG_MOONCAKE_INSECURE", "1")
+    ServersRegistry(host="0.0.0.0", port=0).close()
 
 
 def test_a_bad_secret_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

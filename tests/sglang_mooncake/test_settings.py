@@ -19,7 +19,7 @@ from sglang_mooncake.sglang.settings import BY_KEY, CONFIG_FILE, PREFIX, SETTING
 from te.config import LIMITS, TRANSPORTS
 from te.config import Config as EngineConfig
 
-SECRET = "0123456789abcdef" * 2
+SECRET = "6f1d0c8a92e47b35b7e2f90a4c81d356"
 WORDS = st.text(
     st.characters(exclude_categories=["C", "Z"], exclude_characters=","), min_size=1, max_size=12
 )

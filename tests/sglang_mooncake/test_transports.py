@@ -98,7 +98,7 @@ def test_memory_is_registered_wholly_or_not_at_all():
         assert region.remote == "tagged"
 
 
-OLD, NEW, OTHER = (f"{name}-{'0123456789abcdef' * 3}" for name in ("old", "new", "other"))
+OLD, NEW, OTHER = (f"{name}-6f1d0c8a92e47b35b7e2f90a4c81d356" for name in ("old", "new", "other"))
 
 
 @pytest.mark.parametrize(

@@ -380,7 +380,7 @@ def test_a_check_that_cannot_be_made_is_3(
     far: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     secret = tmp_path / "secret"
-    secret.write_text("0123456789abcdef" * 4)
+    secret.write_text("6f1d0c8a92e47b35b7e2f90a4c81d356")
     secret.chmod(0o600)
     assert main(["doctor", "--peer", far, "--secret-file", str(secret)]) == 3
     assert "another secret, or none" in capsys.readouterr().err
