@@ -26,6 +26,7 @@ from kvstore.config import Config
 from kvstore.copying import Copier
 from kvstore.deepshelf import DeepShelf, Lifted, LiftState
 from kvstore.headers import HEADER
+from kvstore.hostmemory import check_room
 from kvstore.ledger import Ledger
 from kvstore.log import ChangeLog
 from kvstore.opening import open_tier
@@ -138,7 +139,7 @@ class Owner:
     ) -> None:
         """Allocates the memory and registers it: peers may read all of it, and write under tags.
         What a former owner has left behind in ``Config.file`` is there again. Raises what
-        ``SlabFile`` raises."""
+        ``check_room`` and ``SlabFile`` raise."""
         self._engine = engine
         self._config = config
         self._clock = clock
@@ -152,6 +153,7 @@ class Owner:
         with contextlib.ExitStack() as undo:
             self._buffer: Any = None
             if config.file is None:
+                check_room("memory", config.memory)
                 self._buffer = te.allocate(slab.nbytes)
             else:
                 self._file = SlabFile(config.file, slab.nbytes, config.chunk_bytes_used)

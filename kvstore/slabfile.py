@@ -11,6 +11,7 @@ them are of another time than the rest: checksums tell (``Shelf.adopt``).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -42,8 +43,8 @@ class SlabFile:
 
         Raises:
             ValueError: the file is another process's at the moment, can be read by other users, or
-                is of a slab with other settings, or of something else.
-            OSError: it cannot be made, for example because there is no space.
+                is of a slab with other settings, or of something else; or there is no space for it.
+            OSError: it cannot be made for another reason.
         """
         self._path: Final = path
         self._wanted: Final = _HEAD.pack(_NAME, _VERSION, MAGIC, nbytes, chunk_bytes)
@@ -94,5 +95,17 @@ class SlabFile:
                 )
             return
         os.ftruncate(self._fd, 0)
-        os.posix_fallocate(self._fd, 0, nbytes)
+        try:
+            os.posix_fallocate(self._fd, 0, nbytes)
+        except OSError as error:
+            os.ftruncate(self._fd, 0)
+            if not size:
+                self._path.unlink()
+            if error.errno != errno.ENOSPC:
+                raise
+            free = os.fstatvfs(self._fd)
+            raise ValueError(
+                f"file={str(self._path)!r} needs {nbytes} bytes, and its file system has"
+                f" {free.f_bavail * free.f_frsize} left"
+            ) from error
         os.pwrite(self._fd, self._wanted, 0)

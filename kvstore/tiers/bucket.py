@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from kvstore.tiers.directories import check_own
+from kvstore.tiers.directories import make_own
 
 __all__ = ["SCHEMES", "Bucket", "BucketError", "open_bucket"]
 
@@ -52,8 +52,7 @@ def open_bucket(url: str, timeout_s: float) -> Bucket:
     more: dict[str, Any] = {}
     if parts.scheme == "file":
         directory = Path(unquote(parts.path))
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_own(directory, "objects")
+        make_own(directory, "objects")
     elif parts.scheme != "memory":
         # Not client_options: with these, obstore leaves out what the environment says of http.
         more["retry_config"] = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.slab import UNIT_BYTES
-from kvstore.tiers.directories import check_own
+from kvstore.tiers.directories import make_own
 
 __all__ = ["SEGMENTS_MAX", "SegmentFiles", "aligned"]
 
@@ -46,8 +46,7 @@ class SegmentFiles:
         self._directory: Final = directory
         self._is_direct = True
         with contextlib.ExitStack() as undo:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_own(directory, "disk")
+            make_own(directory, "disk")
             self._lock: Final = os.open(
                 directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
             )

@@ -259,7 +259,7 @@ def test_what_is_not_the_stores_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="closed to all others"):
         disk_at(tmp_path / "open").__enter__()
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="File exists"):
+    with pytest.raises(ValueError, match="is no directory"):
         disk_at(tmp_path / "file").__enter__()
     (tmp_path / "d").mkdir(mode=0o700)
     (tmp_path / "d/segment-00000").symlink_to(tmp_path / "file")

@@ -384,7 +384,7 @@ def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"objects=.*closed to all others \(chmod 700\)"):
         open_bucket((tmp_path / "open").as_uri(), TIMEOUT_S)
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="File exists"):
+    with pytest.raises(ValueError, match="is no directory"):
         open_bucket((tmp_path / "file").as_uri(), TIMEOUT_S)
 
 

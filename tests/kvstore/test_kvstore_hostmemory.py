@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a host has no room for is refused before anything is taken."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from store_makers import config
+
+from kvstore import hostmemory
+from kvstore.hostmemory import check_room, meminfo_room, rooms
+from kvstore.store import Store
+
+MIB = 1 << 20
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    8000 kB\nSwapFree: 9 kB\n"}
+V1 = "sys/fs/cgroup/memory/"
+
+
+def test_the_host_alone(tmp_path: Path) -> None:
+    assert [one.nbytes for one in rooms(tree(tmp_path, MEMINFO))] == [8000 << 10]
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        (
+            {
+                "proc/self/cgroup": "0::/pods/one\n",
+                "sys/fs/cgroup/pods/one/memory.max": "max\n",
+                "sys/fs/cgroup/pods/one/memory.current": "5\n",
+                "sys/fs/cgroup/pods/memory.max": "5000\n",
+                "sys/fs/cgroup/pods/memory.current": "4000\n",
+                "sys/fs/cgroup/pods/memory.stat": "anon 1\ninactive_file 500\n",
+            },
+            1500,
+        ),
+        (
+            {
+                "proc/self/cgroup": "3:cpu:/\n2:memory,x:/of/the/host\n0::/\n",
+                f"{V1}memory.limit_in_bytes": "5000\n",
+                f"{V1}memory.usage_in_bytes": "4000\n",
+                f"{V1}memory.stat": "inactive_file 1\ntotal_inactive_file 700\n",
+            },
+            1700,
+        ),
+        (
+            {
+                "proc/self/cgroup": "2:memory:/\n",
+                f"{V1}memory.limit_in_bytes": "9223372036854771712\n",
+                f"{V1}memory.usage_in_bytes": "4000\n",
+            },
+            8000 << 10,
+        ),
+    ],
+    ids=["version 2, of a group around it", "version 1, in a container", "no limit"],
+)
+def test_the_least_of_host_and_cgroups_counts(
+    tmp_path: Path, files: dict[str, str], left: int
+) -> None:
+    root = tree(tmp_path, MEMINFO | files)
+    check_room("memory", left, root)
+    with pytest.raises(ValueError, match=f"memory={left + 1} ") as refused:
+        check_room("memory", left + 1, root)
+    assert "MiB are left" in str(refused.value)
+
+
+@given(st.text(max_size=200))
+def test_a_table_that_cannot_be_read_says_nothing(text: str) -> None:
+    assert meminfo_room(text) is None or "MemAvailable" in text
+
+
+def test_more_memory_than_there_is_is_refused(directory: Path) -> None:
+    with pytest.raises(ValueError, match="more memory than this process can have"):
+        Store(config(directory, 1 << 46))
+
+
+def test_serve_says_so_in_one_sentence(directory: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore", "serve", "--memory=64TiB", f"--directory={directory}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvstore serve: memory=70368744177664 (67108864 MiB) is more")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["disk", "objects"])
+def test_a_disk_that_is_not_mounted_is_not_made_on_another(directory: Path, name: str) -> None:
+    missing = directory / "mnt" / "kv"
+    place = missing if name == "disk" else missing.as_uri()
+    more = {name: place, f"{name}_size": 16 * MIB}
+    with pytest.raises(ValueError, match=f"{name}=.*there is no directory {missing.parent}"):
+        Store(config(directory, 2 * MIB, **more))
+    assert not missing.parent.exists()
+
+
+def test_a_file_without_room_is_named_and_not_left(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = directory / "slab"
+    free = os.statvfs(directory)
+    nbytes = 2 * free.f_blocks * free.f_frsize
+    monkeypatch.setattr(hostmemory, "check_room", lambda *_: None)
+    with pytest.raises(ValueError, match=f"file='{path}' needs [0-9]+ bytes, and its file system"):
+        Store(config(directory, nbytes, file=path))
+    assert not path.exists()
