@@ -89,3 +89,12 @@ __all__ = [
     "sources",
     "split_address",
 ]
+
+
+def __getattr__(name: str) -> str:
+    """``__version__``, which is looked up when somebody asks."""
+    if name == "__version__":
+        from bootstrap_server.server_config import version
+
+        return version()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

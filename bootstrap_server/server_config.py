@@ -26,7 +26,7 @@ from bootstrap_server.values import (
     whole,
 )
 
-__all__ = ["SETTINGS", "Config"]
+__all__ = ["SETTINGS", "Config", "version"]
 
 _TABLE = "bootstrap_server"
 #: Tables of the same file that servers of SGLang read.
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m bootstrap_server", description="Registry of prefill ranks for SGLang."
     )
-    parser.add_argument("--version", action="version", version=f"bootstrap_server {_version()}")
+    parser.add_argument("--version", action="version", version=f"bootstrap_server {version()}")
     parser.add_argument(
         "--config",
         metavar="PATH",
@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _version() -> str:
+def version() -> str:
     """The installed release of the package, from its metadata."""
     try:
         return importlib.metadata.version("sglang-mooncake")

@@ -232,7 +232,12 @@ def _statuses(directory: Path | None) -> list[StoreStatus]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of the command."""
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if not words:  # What it can do.
+        parser.print_help()
+        return 0
+    parsed = parser.parse_args(words)
     try:
         result: int = parsed.run(parsed)
     except (te.Error, ValueError, OSError) as error:

@@ -1,2 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang transfer backend: sender, receiver and manager over `te` and `bootstrap_server`."""
+
+
+def __getattr__(name: str) -> str:
+    """``__version__``, which is looked up when somebody asks."""
+    if name == "__version__":
+        from te.version import version
+
+        return version()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -74,3 +74,12 @@ __all__ = [
     "allocate",
     "new_tag",
 ]
+
+
+def __getattr__(name: str) -> str:
+    """``__version__``, which is looked up when somebody asks: that takes longer than the rest."""
+    if name == "__version__":
+        from te.version import version
+
+        return version()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -72,7 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["bench"] and not has_bench:
         sys.stderr.write("te bench is not part of the wheel: use a checkout (pip install -e .)\n")
         return BAD_USAGE
-    parsed = _parser(has_bench).parse_args(words)
+    parser = _parser(has_bench)
+    if not words:  # What it can do.
+        parser.print_help()
+        return 0
+    parsed = parser.parse_args(words)
     bad_usage: int = getattr(parsed, "bad_usage", BAD_USAGE)
     try:
         status: int = parsed.run(parsed)

@@ -58,7 +58,12 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of the command."""
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if not words:  # What it can do.
+        parser.print_help()
+        return 0
+    parsed = parser.parse_args(words)
     match parsed.command:
         case "secret":
             return _secret(parsed.file)

@@ -30,3 +30,11 @@ def test_every_command_prints_its_help(name: str) -> None:
     assert (found is None) == (name == "registry"), "the commands of the others are listed"
     for command in found[1].split(",") if found else ():
         assert "--help" in help_of(PROGRAMS[name], command), command
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"registry"}))
+def test_without_a_command_a_program_lists_what_it_can_do(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert PROGRAMS[name]([]) == 0
+    assert f"usage: {name}" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import re
 import tomllib
@@ -45,6 +46,14 @@ def test_each_command_tells_the_installed_version(name, command, version, capsys
         command(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out == f"{name} {version}\n"
+
+
+@pytest.mark.parametrize("package", ["te", "kvstore", "bootstrap_server", "sglang_mooncake"])
+def test_each_package_has_it(package: str, version: str) -> None:
+    module = importlib.import_module(package)
+    assert module.__version__ == version
+    with pytest.raises(AttributeError, match="no attribute 'versoin'"):
+        _ = module.versoin
 
 
 def test_the_changelog_begins_with_this_version() -> None:

@@ -123,7 +123,6 @@ def test_a_process_is_a_line() -> None:
         (["serve", "--memory", "1MiB", "--directory", "/tmp"], "must be this user's"),
         (["serve", "--memory", "1KiB"], "are too few for one chunk"),
         (["serve", "--memory", "1MiB", "--disk", "d"], "give both, or neither"),
-        ([], "the following arguments are required: command"),
     ],
 )
 def test_bad_usage_is_a_sentence(
