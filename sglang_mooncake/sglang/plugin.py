@@ -192,13 +192,21 @@ def _missing(target: str) -> str:
 
 
 def _stop(error: Exception) -> NoReturn:
-    traceback.print_exc()
-    sys.stderr.write(
-        f"sglang-mooncake cannot take over the transfer backend 'mooncake': {error}\n"
-        "The server stops here: it would otherwise run SGLang's own engine under that name. "
-        "Uninstall sglang-mooncake, or leave its plugin out with SGLANG_PLUGINS, to run without "
-        "it.\n"
-    )
+    """What was foreseen has a sentence that says all; of the rest we need to know where it was."""
+    # Those of a ConfigError, which this module must do without: it may be what cannot be imported.
+    sentences = getattr(error, "sentences", ())
+    if sentences:
+        said = "".join(f"sglang-mooncake: {one}\n" for one in sentences)
+        said += "The server stops here. `sglang-mooncake config` shows all settings.\n"
+    else:
+        if not isinstance(error, UnsupportedRelease | LookupError):
+            traceback.print_exc()
+        said = (
+            f"sglang-mooncake cannot take over the transfer backend 'mooncake': {error}\n"
+            "The server stops here: it would otherwise run SGLang's own engine under that name. "
+            "To run that, leave this plugin out of SGLANG_PLUGINS.\n"
+        )
+    sys.stderr.write(said)
     sys.stderr.flush()
     # SGLang catches exceptions and SystemExit of a plugin would leave its child processes behind.
     os._exit(_EXIT_CODE)
