@@ -51,19 +51,17 @@ def exposure(
             f"the places of servers; {_ADVICE}",
             refused=False,
         )
-    where = f"{host} is a public address"
-    if str(public) != host:
-        where = f"{host} is the public address {public} of this host, too"
+    behind = "" if str(public) == host else f" ({public}, one of this host's)"
     if is_insecure:
         return Exposure(
-            f"no secret is set, and {where}: whoever on the internet can reach "
-            f"it can read and overwrite KV caches; {_ADVICE}",
+            f"no secret is set, and {host} is a public address{behind}: whoever on the "
+            f"internet can reach it can read and overwrite KV caches; {_ADVICE}",
             refused=False,
         )
     return Exposure(
-        f"no secret is set, and {where}: whoever on the internet can reach it "
-        f"could read and overwrite KV caches. Listen on a private address, or {_ADVICE}, or start "
-        f"with {how_to_insist} if nobody else can reach it",
+        f"no secret is set, and {host} is a public address{behind}: whoever on the internet "
+        f"can reach it could read and overwrite KV caches. Listen on a private address, or "
+        f"{_ADVICE}, or start with {how_to_insist} if nobody else can reach it",
         refused=True,
     )
 

@@ -44,6 +44,7 @@ def document() -> str:
         "example": "\n".join(f"    {line}" for line in as_text(_EXAMPLE).splitlines()),
         "config_file": CONFIG_FILE,
         "sglangs_own": ", ".join(f"`{name}`" for name in sorted(SGLANGS_OWN)),
+        "variables": "\n".join(_variable(one) for one in SETTINGS if one.variable),
         "fields": _fields(EngineConfig),
         "store": _fields(StoreConfig, {"engine"}),
         **{
@@ -53,6 +54,14 @@ def document() -> str:
         },
     }
     return re.sub(r"@(\w+)@", lambda found: parts[found[1]], TEXT.read_text())
+
+
+def _variable(setting: Setting) -> str:
+    """One line of the table of all variables: the first sentence of what it means."""
+    default = f"`{setting.default}`" if setting.default else setting.unset
+    first = re.split(r"(?<=[a-z0-9)`]\.) ", setting.help)[0]
+    link = f"[`{setting.variable}`](#{setting.key.replace('.', '')})"
+    return "| " + " | ".join(_cell(one) for one in (link, default, first)) + " |"
 
 
 def _section(setting: Setting) -> str:

@@ -15,6 +15,7 @@ import yaml
 __all__ = [
     "MANIFESTS",
     "ROOT",
+    "UNITS",
     "Command",
     "blocks",
     "commands",
@@ -24,9 +25,12 @@ __all__ = [
     "pages",
     "program",
     "split",
+    "unit_commands",
 ]
 
 ROOT = Path(__file__).parents[2]
+#: Of systemd.
+UNITS = sorted((ROOT / "docs").rglob("*.service"))
 #: Of Kubernetes.
 MANIFESTS = sorted((ROOT / "docs").rglob("*.yaml"))
 _FENCE = re.compile(r"^```([\w-]*)[^\n]*\n(.*?)^```[^\n]*$", re.DOTALL | re.MULTILINE)
@@ -115,6 +119,17 @@ def launched(container: dict[str, Any]) -> tuple[str, ...]:
     ((_, words),) = split([script])
     assert words[0] == "exec"
     return words[1:]
+
+
+def unit_commands() -> list[Command]:
+    """What systemd starts, of all unit files."""
+    found = []
+    for path in UNITS:
+        text = path.read_text().replace("\\\n", " ")
+        for line in re.findall(r"^ExecStart=(.+)$", text, re.MULTILINE):
+            ((_, words),) = split([line])
+            found.append(Command(path.relative_to(ROOT).as_posix(), (), words, -1))
+    return found
 
 
 def manifest_commands() -> list[Command]:

@@ -4,6 +4,7 @@ planned, or run where that is harmless. A command that no rule covers fails."""
 
 from __future__ import annotations
 
+import configparser
 import json
 import re
 import shlex
@@ -18,6 +19,7 @@ import yaml
 from docs_commands import (
     MANIFESTS,
     ROOT,
+    UNITS,
     Command,
     blocks,
     commands,
@@ -25,6 +27,7 @@ from docs_commands import (
     launched,
     pages,
     program,
+    unit_commands,
 )
 from program_help import help_of
 
@@ -38,7 +41,7 @@ from sglang_mooncake.vllm.pd_options import PdOptions
 from sglang_mooncake.vllm.pd_rank import ROLES
 from te import cli as te
 
-COMMANDS = commands()
+COMMANDS = [*commands(), *unit_commands()]
 #: As it is called in each release of SGLang; tests/sglang/test_docs_servers.py asks it.
 SERVER = "sglang.launch_server"
 #: For models by their names; others are planned as the first.
@@ -267,6 +270,16 @@ def test_the_containers_of_a_manifest_run_servers_that_fit(path: Path) -> None:
             assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
     assert len(found) >= 3
     assert plan(launches(found)) == 0
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_a_unit_has_what_systemd_needs(path: Path) -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(path.read_text().replace("\\\n", " "))
+    assert list(unit) == ["DEFAULT", "Unit", "Service", "Install"]
+    assert unit["Service"]["ExecStart"].startswith("/"), "systemd wants a whole path"
+    assert unit["Service"]["LimitNOFILE"].isdecimal()
 
 
 def test_there_are_manifests_and_all_yaml_is_yaml() -> None:

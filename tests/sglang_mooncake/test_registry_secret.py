@@ -95,7 +95,7 @@ def test_it_does_not_open_to_the_internet_for_as_long_as_the_model_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(registry, "addresses_behind", lambda _: ("10.0.0.5", "192.88.99.1"))
-    with pytest.raises(ValueError, match="is the public address 192"):
+    with pytest.raises(ValueError, match="192"):
         ServersRegistry(host="0.0.0.0", port=0)
     monkeypatch.setenv("SGLANG_MOONCAKE_INSECURE", "1")
     ServersRegistry(host="0.0.0.0", port=0).close()
