@@ -56,6 +56,9 @@ KEEPALIVE_INTERVAL_S = 2
 KEEPALIVE_PROBES = 3
 DIALS_MAX = 8
 DIAL_PAUSE_S = 0.05
+# A host that does not answer is dialled anew after so long. TCP asks again after 1, 3 and 7 s: one
+# that was cut off would be found up to 4 s after it is back.
+DIAL_S = 0.9
 
 _Rail = TypeVar("_Rail", bound="Dialled")
 
@@ -268,8 +271,7 @@ def connect(
 
     def dial() -> Dialled:
         with contextlib.ExitStack() as undo:
-            left_s = max(deadline_s - time.monotonic(), 0.001)
-            sock = socket.create_connection((card.host, card.port), left_s, source)
+            sock = _reached((card.host, card.port), source, deadline_s)
             undo.callback(sock.close)
             tune(sock, config.stall_timeout_s)
             if config.socket_buffer_bytes:
@@ -280,6 +282,19 @@ def connect(
 
     with blame(card, where, timeout_s):
         return insist(dial, deadline_s)
+
+
+def _reached(
+    address: tuple[str, int], source: tuple[str, int] | None, deadline_s: float
+) -> socket.socket:
+    """A connection to a numeric address, which is dialled until it answers; ``OSError``."""
+    while True:
+        left_s = max(deadline_s - time.monotonic(), 0.001)
+        try:
+            return socket.create_connection(address, min(left_s, DIAL_S), source)
+        except TimeoutError:
+            if left_s <= DIAL_S:
+                raise
 
 
 def add_rails(

@@ -12,7 +12,7 @@ from msgspec import structs
 from te_raw import TIMEOUT_S, descriptors, raw_destination, take_hello, welcome
 
 import te
-from te.connect.dial import DIALS_MAX
+from te.connect.dial import DIAL_S, DIALS_MAX
 from te.handshake import decode_card, encode
 
 
@@ -85,3 +85,42 @@ def test_the_cards_of_engines_have_numeric_addresses() -> None:
         host = decode_card(engine.card()).host
         assert socket.getaddrinfo(host, 1, flags=socket.AI_NUMERICHOST)
         assert other.connect(engine.card(), TIMEOUT_S).alive
+
+
+def test_a_host_that_does_not_answer_is_dialled_anew_and_not_when_tcp_likes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if the way was cut for the first attempts."""
+    waits_s: list[float] = []
+    create_connection = socket.create_connection
+
+    def cut(
+        address: tuple[str, int], timeout_s: float, source: tuple[str, int] | None
+    ) -> socket.socket:
+        waits_s.append(timeout_s)
+        if len(waits_s) <= 3:
+            raise TimeoutError("timed out")
+        return create_connection(address, timeout_s, source)
+
+    monkeypatch.setattr("te.connect.dial.socket.create_connection", cut)
+    tcp = te.Config(transports=("tcp",))
+    with te.Engine(tcp) as engine, te.Engine(tcp) as other:
+        assert other.connect(engine.card(), TIMEOUT_S).alive
+    assert set(waits_s) == {DIAL_S}
+    assert len(waits_s) > 3
+
+
+def test_a_host_that_never_answers_is_dialled_until_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cut(*_: object) -> None:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr("te.connect.dial.socket.create_connection", cut)
+    tcp = te.Config(transports=("tcp",))
+    with (
+        te.Engine(tcp) as engine,
+        te.Engine(tcp) as other,
+        pytest.raises(te.ConnectError, match=r"did not answer within 0\.05 s"),
+    ):
+        other.connect(engine.card(), 0.05)
