@@ -26,6 +26,9 @@ REASON_CHARS: Final = 200
 ADDRESS_CHARS: Final = 300
 PORT_MAX: Final = 65_535
 _PART_BYTES: Final = 1 << 16
+#: An address that does not answer is dialled anew after so long. TCP asks again after 1, 3 and 7 s:
+#: a host that was cut off would be found up to 4 s after it is back.
+DIAL_S: Final = 0.9
 _ADDRESS: Final = re.compile(
     r"(?:\[(?P<v6>[^\s/@?#\[\]]+)\]|(?P<name>[^\s/@?#\[\]:]+)):(?P<port>[0-9]{1,5})"
 )
@@ -70,24 +73,30 @@ class _DeadlineConnection(http.client.HTTPConnection):
     deadline_s = 0.0
 
     def connect(self) -> None:
+        """To the first address that answers. They are asked again and again, unless all refuse."""
         found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        problem: OSError | None = None
-        for tried, (family, kind, protocol, _, address) in enumerate(found):
-            sock = _DeadlineSocket(family, kind, protocol)
-            try:
-                # One address that does not answer leaves time for the others.
-                sock.settimeout(_left_s(self.deadline_s) / (len(found) - tried))
-                sock.connect(address)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            except OSError as error:
-                sock.close()
-                problem = error
-                continue
-            sock.deadline_s = self.deadline_s
-            self.sock = sock
-            return
-        assert problem is not None  # getaddrinfo never returns an empty list
-        raise problem
+        while True:
+            is_silent = False
+            problem: OSError | None = None
+            for tried, (family, kind, protocol, _, address) in enumerate(found):
+                sock = _DeadlineSocket(family, kind, protocol)
+                try:
+                    # One address that does not answer leaves time for the others.
+                    share_s = _left_s(self.deadline_s) / (len(found) - tried)
+                    sock.settimeout(min(share_s, DIAL_S))
+                    sock.connect(address)
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                except OSError as error:
+                    sock.close()
+                    problem = error
+                    is_silent = is_silent or isinstance(error, TimeoutError)
+                    continue
+                sock.deadline_s = self.deadline_s
+                self.sock = sock
+                return
+            assert problem is not None  # getaddrinfo never returns an empty list
+            if not is_silent or time.monotonic() >= self.deadline_s:
+                raise problem
 
     def begin(self, deadline_s: float) -> None:
         """The next request has to be over by then."""

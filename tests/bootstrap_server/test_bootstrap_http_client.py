@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import ClassVar
 
 import pytest
 from bootstrap_waits import WAIT_S
@@ -153,3 +154,40 @@ def test_an_answer_in_drops_is_given_up_at_the_deadline(at_once: bytes) -> None:
             given_up.set()
             dripping.join()
             connection.close()
+
+
+class Cut(http_client._DeadlineSocket):
+    """A way on which the first attempts are not answered."""
+
+    left = 0
+    waits_s: ClassVar[list[float | None]] = []
+
+    def connect(self, address: object) -> None:
+        if not Cut.left:
+            super().connect(address)  # type: ignore[arg-type]
+            return
+        Cut.left -= 1
+        Cut.waits_s.append(self.gettimeout())
+        raise TimeoutError("timed out")
+
+
+def test_a_server_that_does_not_answer_is_dialled_anew_and_not_when_tcp_likes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_client, "_DeadlineSocket", Cut)
+    monkeypatch.setattr(Cut, "left", 3)
+    monkeypatch.setattr(Cut, "waits_s", [])
+    with script([answer(b"back")]) as address:
+        client = HttpClient(address, WAIT_S)
+        assert client.request("GET", "/") == (200, b"back")
+        client.close()
+    assert Cut.waits_s == [http_client.DIAL_S] * 3
+
+
+def test_a_server_that_never_answers_is_dialled_until_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_client, "_DeadlineSocket", Cut)
+    monkeypatch.setattr(Cut, "left", -1)
+    with pytest.raises(Unreachable, match="timed out"):
+        HttpClient("127.0.0.1:9", 0.05).request("GET", "/")
