@@ -51,14 +51,18 @@ logger = logging.getLogger(__name__)
 LinkEvent = LinkUp | LinkDown | LinkRefused | PeerComputed | PeerFailed
 
 #: How long a rank's address is tried. After that the registry is asked whether it has another, and
-#: the next room dials anew: TCP asks a host again after 1, 3, 7 and 15 s, and would find one that
-#: was cut off up to 8 s after it is back.
+#: the next room dials anew.
 CONNECT_S = 3.0
+#: A host that does not answer is dialled anew after so long. TCP asks again after 1, 3 and 7 s: one
+#: that was cut off would be found up to 2 s after it is back.
+DIAL_S = 0.9
 #: Ends of rooms that could not be told: of one rank, and for how many ranks.
 UNSAID_MAX = 1_024
 UNSAID_RANKS_MAX = 1_024
 #: A rank that has refused us is still told which rooms it need not wait for.
 _FAREWELL_MS = 1_000
+#: What `_dial` and a hello may raise.
+_CANNOT_OPEN = (zmq.ZMQError, OSError, ValueError, te.Error)
 
 
 _Place = tuple[str, RankCoords]
@@ -90,6 +94,8 @@ class _Link:
     dealer: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     opened_s: float
+    #: When these sockets were made.
+    dialled_s: float
     #: Whether the host has answered, and the descriptor of the connection then.
     connected: bool = False
     fd: int = -1
@@ -146,25 +152,49 @@ class DecodeLinks:
             return
         try:
             hello = messages.encode(self._hello())
-            pair, router_key = self._credentials(key)
-            dealer, monitor = open_dealer(
-                self._readers.zmq_context,
-                key.rank.host,
-                key.rank.port,
-                self._deadlines,
-                messages.MESSAGE_BYTES_MAX,
-                pair,
-                router_key,
-            )
-        except (zmq.ZMQError, OSError, ValueError, te.Error) as error:
+            dealer, monitor = self._dial(key)
+        except _CANNOT_OPEN as error:
             reason = f"cannot open a link to {key}: {error}"
             logger.error("%s", reason)
             self._report(LinkDown(key, reason))
             return
-        link = self._links[key] = _Link(key, dealer, monitor, time.monotonic())
-        self._readers.add_reader(dealer, partial(self._read, link))
-        self._readers.add_reader(monitor, partial(self._watch, link))
+        now_s = time.monotonic()
+        link = self._links[key] = _Link(key, dealer, monitor, now_s, now_s)
+        self._begin(link, hello)
+
+    def _dial(self, key: LinkKey) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """See `open_dealer`."""
+        pair, router_key = self._credentials(key)
+        return open_dealer(
+            self._readers.zmq_context,
+            key.rank.host,
+            key.rank.port,
+            self._deadlines,
+            messages.MESSAGE_BYTES_MAX,
+            pair,
+            router_key,
+        )
+
+    def _begin(self, link: _Link, hello: bytes) -> None:
+        self._readers.add_reader(link.dealer, partial(self._read, link))
+        self._readers.add_reader(link.monitor, partial(self._watch, link))
         self._send(link, hello)
+
+    def _dial_again(self, link: _Link, now_s: float) -> None:
+        """With other sockets: libzmq leaves it to TCP when to ask again. What was said meanwhile
+        has reached nobody, and what must be said is kept (`send`)."""
+        self._watch(link)  # It may have been reached while this thread stood still.
+        if link.connected or not self._is_current(link):
+            return
+        self._end_sockets(link, farewell_ms=0)
+        try:
+            hello = messages.encode(self._hello())
+            link.dealer, link.monitor = self._dial(link.key)
+        except _CANNOT_OPEN as error:
+            self._forget(link, f"cannot open a link to {link.key}: {error}", forget_instance=True)
+            return
+        link.dialled_s = now_s
+        self._begin(link, hello)
 
     def engine(self, key: LinkKey) -> te.Identity:
         """The engine that writes for the prefill rank; LookupError when the link does not stand."""
@@ -217,6 +247,8 @@ class DecodeLinks:
                     f" ({self._timeout_name})",
                     forget_instance=True,
                 )
+            elif not link.connected and now_s - link.dialled_s >= DIAL_S:
+                self._dial_again(link, now_s)
 
     def close(self) -> None:
         """Closes all sockets, when nobody reads them any more."""
@@ -309,8 +341,13 @@ class DecodeLinks:
         been restarted elsewhere."""
         if not self._is_current(link):
             return  # a late word of a link that has been replaced
+        self._end_sockets(link)
+        self._forget(link, reason, forget_instance)
+
+    def _forget(self, link: _Link, reason: str, forget_instance: bool) -> None:
+        """Of one whose sockets are closed."""
         logger.warning("%s", reason)
-        self._close(link)
+        del self._links[link.key]
         if forget_instance:
             self._forget_instance(link.key.address)
         self._report(LinkDown(link.key, reason))
@@ -319,12 +356,15 @@ class DecodeLinks:
         if not self._is_current(link):
             return
         del self._links[link.key]
+        self._end_sockets(link)
+
+    def _end_sockets(self, link: _Link, farewell_ms: int = _FAREWELL_MS) -> None:
         self._readers.remove_reader(link.dealer)
         self._readers.remove_reader(link.monitor)
-        _close_sockets(link)
+        _close_sockets(link, farewell_ms)
 
 
-def _close_sockets(link: _Link) -> None:
+def _close_sockets(link: _Link, farewell_ms: int = _FAREWELL_MS) -> None:
     link.dealer.disable_monitor()
     link.monitor.close(linger=0)
-    link.dealer.close(linger=_FAREWELL_MS)
+    link.dealer.close(linger=farewell_ms)

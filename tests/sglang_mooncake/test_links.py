@@ -22,7 +22,7 @@ from sglang_mooncake.context import Deadlines
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.layout import Buffers
 from sglang_mooncake.links import decode as decode_links
-from sglang_mooncake.links.decode import CONNECT_S, DecodeLinks, LinkKey
+from sglang_mooncake.links.decode import CONNECT_S, DIAL_S, DecodeLinks, LinkKey
 from sglang_mooncake.links.sockets import numeric_address, open_dealer, open_router
 from sglang_mooncake.messages import (
     Hello,
@@ -303,16 +303,72 @@ def test_a_link_that_cannot_be_opened_says_so_at_once_and_is_opened_for_the_next
         bench.router.close(linger=0)
 
 
+@contextmanager
+def silent_host():
+    """Where who dials is not answered, as if the way was cut: a listener, until it accepts one."""
+    # The kernel answers nobody while as many connections wait as may.
+    with (
+        socket.create_server((HOST, 0), backlog=0) as server,
+        socket.create_connection(server.getsockname(), WAIT_S),
+    ):
+        yield server
+
+
 def test_a_rank_whose_host_answers_nobody_is_given_up_before_its_hello_is_due(bench):
-    with socket.create_server((HOST, 0)) as taken:
-        key = key_of(taken.getsockname()[1])
-    bench.links.open(key)  # nobody listens there any more
-    link = bench.links._links[key]
-    bench.links.tick(link.opened_s + CONNECT_S - 0.1)
-    assert bench.events == []
-    bench.links.tick(link.opened_s + CONNECT_S)
-    assert bench.events == [LinkDown(key, f"{key} does not answer")]
-    assert bench.forgotten == [REGISTRY], "it may have been started again elsewhere"
+    with silent_host() as server:
+        key = key_of(server.getsockname()[1])
+        bench.links.open(key)
+        link = bench.links._links[key]
+        bench.links.tick(link.opened_s + CONNECT_S - 0.1)
+        assert bench.events == []
+        bench.links.tick(link.opened_s + CONNECT_S)
+        assert bench.events == [LinkDown(key, f"{key} does not answer")]
+        assert bench.forgotten == [REGISTRY], "it may have been started again elsewhere"
+
+
+def test_a_host_that_does_not_answer_is_dialled_anew_and_not_when_tcp_likes(bench):
+    with silent_host() as server:
+        key = key_of(server.getsockname()[1])
+        bench.links.open(key)
+        link = bench.links._links[key]
+        former = link.dealer
+        bench.links.tick(link.opened_s + DIAL_S - 0.1)
+        assert link.dealer is former
+        bench.links.tick(link.opened_s + DIAL_S + 0.01)
+        assert former.closed
+        assert set(bench.loop.readers) == {link.dealer, link.monitor}
+        again = link.dealer
+        bench.links.tick(link.opened_s + 2 * DIAL_S - 0.1)
+        assert link.dealer is again, "each attempt has its time"
+        server.accept()[0].close()
+        until(lambda: link.connected or bench.loop.turn(), "the host answers")
+        bench.links.tick(link.opened_s + CONNECT_S)
+        assert link.dealer is again
+        assert bench.events == []
+
+
+def test_a_host_that_has_answered_while_nobody_looked_is_not_dialled_anew(bench):
+    bench.links.open(bench.key)
+    bench.take()
+    link = bench.links._links[bench.key]
+    former = link.dealer
+    bench.links.tick(link.opened_s + DIAL_S + 0.01)
+    assert link.dealer is former
+    assert link.connected
+
+
+def test_a_host_that_cannot_be_dialled_anew_is_given_up(bench):
+    with silent_host() as server:
+        key = key_of(server.getsockname()[1])
+        bench.links.open(key)
+        link = bench.links._links[key]
+        bench.loop.zmq_context = zmq.Context()
+        bench.loop.zmq_context.term()
+        bench.links.tick(link.opened_s + DIAL_S + 0.01)
+        (down,) = bench.events
+        assert down.reason.startswith(f"cannot open a link to {key}: ")
+        assert bench.loop.readers == {}
+        assert len(bench.links) == 0
 
 
 def test_a_rank_that_is_reached_has_longer_for_its_answer(bench):
