@@ -21,9 +21,10 @@ __all__ = ["Connections", "Known"]
 logger = logging.getLogger(__name__)
 
 THREADS_MAX: Final = 16
-PAUSE_S: Final = 1.0
+PAUSE_S: Final = 0.5
 """An owner that could not be connected to, or whose connection has ended, is left alone for so
-long; twice as long each time, up to ``PAUSE_S_MAX``, until a connection has stood for that."""
+long; twice as long each time, up to ``PAUSE_S_MAX``, until a connection has stood for longer than
+the next pause would take, or the owner is heard again."""
 PAUSE_S_MAX: Final = 60.0
 
 
@@ -60,12 +61,22 @@ class _State:
         self.try_s = now_s + self.pause_s
         self.pause_s = min(2 * self.pause_s, PAUSE_S_MAX)
 
+    def ended(self, now_s: float) -> None:
+        """The connection has."""
+        if now_s - self.since_s >= self.pause_s:
+            self.pause_s = PAUSE_S
+        self.known = None
+        self.rest(now_s)
+
 
 class Connections:
     """By the numbers of owners. All methods are thread-safe."""
 
     def __init__(
-        self, connect: Callable[[int], Known | None], on_change: Callable[[int], object]
+        self,
+        connect: Callable[[int], Known | None],
+        on_change: Callable[[int], object],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
@@ -75,6 +86,7 @@ class Connections:
         """
         self._connect = connect
         self._on_change = on_change
+        self._clock = clock
         self._lock = threading.Lock()
         self._states: dict[int, _State] = {}
         self._is_closed = False
@@ -90,6 +102,17 @@ class Connections:
         with self._lock:
             if not self._is_closed:
                 self._begin(number, self._states.setdefault(number, _State()))
+
+    def hurry(self, number: int) -> None:
+        """As ``want``, of an owner that has just been heard again: the way to it may be open since.
+        Ends the pause of attempts that have failed."""
+        with self._lock:
+            if self._is_closed:
+                return
+            state = self._states.setdefault(number, _State())
+            if state.known is None:
+                state.pause_s, state.try_s = PAUSE_S, 0.0
+            self._begin(number, state)
 
     def make(self, number: int) -> None:
         """As ``want``, and waits for the first attempt."""
@@ -111,11 +134,7 @@ class Connections:
             state = self._states.get(number)
             if state is None or state.known is not known:
                 return False
-            now_s = time.monotonic()
-            if now_s - state.since_s > PAUSE_S_MAX:
-                state.pause_s = PAUSE_S
-            state.rest(now_s)
-            state.known = None
+            state.ended(self._clock())
         known.close()
         self._on_change(number)
         return True
@@ -144,7 +163,7 @@ class Connections:
 
     def _begin(self, number: int, state: _State) -> None:
         """With the lock."""
-        if state.known is None and not state.is_connecting and time.monotonic() >= state.try_s:
+        if state.known is None and not state.is_connecting and self._clock() >= state.try_s:
             state.is_connecting = True
             self._threads.submit(self._make, number, state)
 
@@ -158,7 +177,7 @@ class Connections:
             logger.exception("a bug in the store: owner %d was not connected to", number)
             why = repr(exc)
         with self._lock:
-            now_s = time.monotonic()
+            now_s = self._clock()
             state.is_connecting = False
             is_wanted = self._states.get(number) is state
             if known is None:

@@ -68,6 +68,10 @@ class Followed:
         self._far = far
         self.where: Final = where
         self._socket: zmq.Socket[bytes] | None = None
+        #: Of that one; see ``Sockets.connect_watched``.
+        self._ended: zmq.Socket[bytes] | None = None
+        #: Whether it has brought the answer to a greeting.
+        self._is_greeted = False
         self._asked: dict[bytes, tuple[Future[Answer], float]] = {}
         self._ids = itertools.count()
         self._changes = 0
@@ -96,19 +100,24 @@ class Followed:
         self.close()
         self._waiting_since_s = self._far.clock.now_s()
         try:
-            self._socket = self._far.sockets.connect(self.where)
+            self._socket, self._ended = self._far.sockets.connect_watched(self.where)
         except zmq.ZMQError as exc:  # Too many open files.
             logger.warning("owner %s cannot be connected to: %s", self.name, exc)
             return
         self._far.loop.add(self._socket, self._on_readable)
+        self._far.loop.add(self._ended, self._on_ended)
         self._follow(Greet(VERSION), self._on_hello)
 
     def close(self) -> None:
         """Ends the connection, and all questions."""
-        if self._socket is not None:
-            self._far.loop.remove(self._socket)
+        if self._socket is not None and self._ended is not None:
+            for one in (self._socket, self._ended):
+                self._far.loop.remove(one)
+            self._socket.disable_monitor()
             self._socket.close()
-            self._socket = None
+            self._ended.close()
+            self._socket = self._ended = None
+            self._is_greeted = False
         asked, self._asked = self._asked, {}
         for future, _ in asked.values():
             future.set_exception(NoAnswer(f"the connection to owner {self.name} was ended"))
@@ -173,9 +182,20 @@ class Followed:
             else:
                 asked[0].set_result(answer)
 
+    def _on_ended(self) -> None:
+        """The connection has: what was asked over it is not answered any more. One that has not
+        brought a greeting is left to ``check``, which does not try again at once."""
+        assert self._ended is not None
+        self._ended.recv_multipart(zmq.NOBLOCK)
+        if self._is_greeted:
+            self._far.set_heard(self.number, False)
+            logger.info("the connection to owner %s has ended: it is greeted again", self.name)
+            self.greet()
+
     def _on_hello(self, answer: Answer) -> None:
         if not isinstance(answer, Hello) or not (self.number or self._far.admit(self)):
             return
+        self._is_greeted = True
         self.card = OwnerCard(
             answer.engine,
             answer.epoch,

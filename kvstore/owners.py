@@ -278,8 +278,10 @@ class Owners:
     def _set_heard(self, number: int, is_heard: bool) -> bool:
         """Another owner answers, or does not. Returns whether it can be used since, or not any
         more."""
-        if is_heard:
+        if is_heard and number not in self._heard:
             self._heard.add(number)
+            self._connections.hurry(number)
+        elif is_heard:
             self._connections.want(number)
         else:
             self._heard.discard(number)

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 MESSAGE_BYTES_MAX: Final = 8 << 20
 HANDSHAKE_MS_MAX: Final = 5000
 """A connection that has not proved its key for so long is closed."""
+DIAL_MS: Final = 900
+"""An owner that does not answer is dialled anew after so long. TCP asks again after 1, 3 and 7 s:
+one that was cut off would be found up to 4 s after it is back."""
 BACKLOG: Final = 1024
 SOCKETS_MAX: Final = 16 << 10
 """Two and more for each owner; libzmq's own limit is 1,023. File descriptors are what limits."""
@@ -95,6 +98,7 @@ class Sockets:
     def connect(self, where: Where) -> zmq.Socket[bytes]:
         """A DEALER socket. ``zmq.ZMQError`` if there are too many, or after ``close``."""
         socket = self._socket(zmq.DEALER, where.endpoint)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, DIAL_MS)
         try:
             if where.key:
                 mine = _secret(where.key, _CLIENT)
@@ -106,6 +110,16 @@ class Sockets:
             socket.close()
             raise
         return socket
+
+    def connect_watched(self, where: Where) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """As ``connect``; and a socket that can be read once the connection has ended. libzmq makes
+        another one and tells nobody; what was on its way is lost."""
+        socket = self.connect(where)
+        try:
+            return socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        except BaseException:
+            socket.close()
+            raise
 
     def close(self) -> None:
         """Ends all sockets that are left."""

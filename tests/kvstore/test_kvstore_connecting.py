@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import te
 from kvstore import writing
 from kvstore.asking import NoAnswer
 from kvstore.calling import Line
+from kvstore.connecting import PAUSE_S, PAUSE_S_MAX, Connections, Known
 from kvstore.deadline import Deadline
 from kvstore.messages import Clear
 from kvstore.outcomes import Got, Put
@@ -110,6 +112,80 @@ def test_memory_of_an_owner_that_has_ended_is_not_kept(directory: Path, guest: S
 
 def owners_named(store: Store, name: str) -> list[Any]:
     return [one for one in store._owners._far.owners() if one.name == name]
+
+
+# -- when owners are tried again
+
+
+class Dials:
+    """Connections to one owner, by a clock that is set by hand. Each attempt is counted."""
+
+    def __init__(self) -> None:
+        self.time_s = 1000.0
+        self.is_shut = False
+        self.tried = 0
+        self.connections = Connections(self._connect, lambda _: None, lambda: self.time_s)
+
+    def _connect(self, _number: int) -> Known:
+        self.tried += 1
+        if self.is_shut:
+            raise te.ConnectError("the way is cut")
+        return Known(b"engine", SimpleNamespace(alive=True, close=lambda: None), None)  # type: ignore[arg-type]
+
+    def ticked(self) -> int:
+        """How often it was tried, once what a tick has begun is over."""
+        self.connections.tick()
+        until(lambda: not self.connections._states[1].is_connecting, "the attempt ends")
+        return self.tried
+
+    def lose(self) -> None:
+        known = self.connections.get(1)
+        assert known is not None
+        assert self.connections.lost(1, known)
+
+
+@pytest.fixture
+def dials() -> Iterator[Dials]:
+    made = Dials()
+    made.connections.make(1)
+    made.time_s += PAUSE_S_MAX
+    yield made
+    made.connections.close()
+
+
+def test_a_connection_that_was_cut_is_made_anew_within_a_second_each_time(dials: Dials) -> None:
+    for cut in range(1, 5):
+        dials.lose()
+        dials.time_s += PAUSE_S
+        assert dials.ticked() == 1 + cut
+        dials.time_s += 2.0  # of use
+    assert PAUSE_S < 1.0
+
+
+def test_an_owner_that_is_heard_again_is_tried_at_once_however_often_it_was_in_vain(
+    dials: Dials,
+) -> None:
+    dials.lose()
+    dials.is_shut = True
+    for _ in range(10):
+        dials.time_s += PAUSE_S_MAX
+        tried = dials.ticked()
+    dials.time_s += PAUSE_S
+    assert dials.ticked() == tried, "it is left alone"
+    dials.is_shut = False
+    dials.connections.hurry(1)
+    until(lambda: dials.connections.get(1), "the connection stands")
+    assert dials.tried == tried + 1
+
+
+def test_a_connection_that_never_stands_for_long_is_made_ever_less_often(dials: Dials) -> None:
+    pauses_s = []
+    for _ in range(5):
+        dials.lose()
+        pauses_s.append(dials.connections._states[1].try_s - dials.time_s)
+        dials.time_s = dials.connections._states[1].try_s
+        dials.ticked()
+    assert pauses_s == [PAUSE_S * 2**n for n in range(5)]
 
 
 # -- deadlines

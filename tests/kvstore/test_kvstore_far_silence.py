@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which silence of an owner is its own."""
+"""Which silence of an owner is its own; and what the end of its connection means."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from bootstrap_server.running import RunningClock
 from kvstore.far import STILL_S, Followed
+from kvstore.messages import Hello
 from kvstore.sockets import Where
 
 
@@ -19,6 +21,12 @@ class Socket:
 
     def send_multipart(self, frames: Any, _flags: int) -> None:
         self.sent.append(frames)
+
+    def recv_multipart(self, _flags: int) -> list[bytes]:
+        return []
+
+    def disable_monitor(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -32,12 +40,19 @@ class World:
         self.clock = RunningClock(lambda: self.time_s, STILL_S)
         self.made: list[Socket] = []
         self.heard: list[bool] = []
-        self.sockets = SimpleNamespace(connect=self._connect)
-        self.loop = SimpleNamespace(add=lambda *_: None, remove=lambda _: None)
+        self.sockets = SimpleNamespace(connect_watched=self._connect)
+        self.readers: dict[Socket, Callable[[], None]] = {}
+        self.loop = SimpleNamespace(add=self.readers.__setitem__, remove=self.readers.pop)
+        self.table = SimpleNamespace(drop=lambda _: None)
+        self.monitor = Socket()
 
-    def _connect(self, _where: Where) -> Socket:
+    def _connect(self, _where: Where) -> tuple[Socket, Socket]:
         self.made.append(Socket())
-        return self.made[-1]
+        self.monitor = Socket()
+        return self.made[-1], self.monitor
+
+    def admit(self, _one: Followed) -> bool:
+        return True
 
     def set_heard(self, _number: int, is_heard: bool) -> bool:
         self.heard.append(is_heard)
@@ -57,3 +72,25 @@ def test_an_owner_is_not_silent_while_its_client_stands_still() -> None:
         world.time_s += STILL_S
         followed.check(world.clock.now_s(), timeout_s=2.0)
     assert (len(world.made), world.heard) == (2, [False]), "that silence is its own"
+
+
+def test_an_owner_whose_connection_has_ended_is_greeted_at_once_and_not_when_it_is_late() -> None:
+    """Its answer was lost with the connection."""
+    world = World()
+    followed = Followed(world, "name", Where("ipc:///nowhere", b""))  # type: ignore[arg-type]
+    followed._on_hello(Hello(b"engine", 1, 0, 0, 1, 1, 0, 0))
+    assert world.heard == [True]
+    former = set(world.readers)
+    world.readers[world.monitor]()
+    assert (len(world.made), world.heard) == (2, [True, False])
+    assert len(world.made[-1].sent) == 1, "it is greeted"
+    assert len(world.readers) == 2
+    assert not former & set(world.readers)
+
+
+def test_an_owner_that_ends_connections_before_its_greeting_is_left_to_libzmq() -> None:
+    """As one with another secret does: it would be dialled without end."""
+    world = World()
+    Followed(world, "name", Where("ipc:///nowhere", b""))  # type: ignore[arg-type]
+    world.readers[world.monitor]()
+    assert (len(world.made), world.heard) == (1, [])

@@ -100,3 +100,26 @@ def test_an_address_that_is_not_this_hosts() -> None:
     with pytest.raises(zmq.ZMQError):
         sockets.connect(Where("nowhere"))
     sockets.close()
+
+
+def test_the_end_of_a_connection_is_told_and_the_next_one_serves() -> None:
+    ours, theirs = Sockets(), Sockets()
+    owner, endpoint = ours.listen(ADDRESS)
+    client, ended = theirs.connect_watched(Where(endpoint))
+    assert asks(client, owner) == b"answer to question"
+    assert not ended.poll(0)
+    owner.close()
+    assert ended.poll(TIMEOUT_S * 1000)
+    client.disable_monitor()
+    ended.close()
+    again, _ = ours.listen(endpoint)
+    assert asks(client, again) == b"answer to question"
+    theirs.close()
+    ours.close()
+
+
+def test_an_owner_that_does_not_answer_is_dialled_anew_and_not_when_tcp_likes() -> None:
+    theirs = Sockets()
+    client = theirs.connect(Where("tcp://127.0.0.1:9"))
+    assert 0 < client.getsockopt(zmq.CONNECT_TIMEOUT) < 1_000
+    theirs.close()
