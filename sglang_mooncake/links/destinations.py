@@ -64,7 +64,6 @@ class Destinations:
         """Raises NoDataPath."""
         found = self._by_key.get(key)
         if found is None:
-            # Without the key: peers are told this, and none may know its name (`open_router`).
             raise NoDataPath("the data connection to the decode rank has been lost")
         return found
 

@@ -4,9 +4,7 @@ DEALER."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import secrets
 import socket as sockets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +12,7 @@ from typing import Protocol
 
 import zmq
 
+from bootstrap_server.routing_ids import ignore_claimed_ids
 from sglang_mooncake.context import Deadlines
 
 __all__ = [
@@ -47,9 +46,6 @@ _BACKLOG = 1_024
 #: Names the gatekeeper's question; without a domain libzmq asks nobody and lets everybody in.
 _ZAP_DOMAIN = b"sglang-mooncake"
 _DEADLINES = Deadlines()
-_srand = ctypes.PyDLL(None).srand
-_srand.argtypes = (ctypes.c_uint,)
-_srand.restype = None
 
 
 class PortsTaken(RuntimeError):
@@ -107,7 +103,7 @@ def open_router(
     deadlines: Deadlines = _DEADLINES,
 ) -> tuple[zmq.Socket[bytes], int]:
     """A bound ROUTER socket and its port; peers connect with `open_dealer`. It gives each of them a
-    name.
+    routing id, whatever id the peer claims. A message to a peer has one frame behind that.
 
     Args:
         ports: the first and the last of those of which a free one is taken (default: of all).
@@ -118,11 +114,6 @@ def open_router(
         zmq.ZMQError: the address cannot be bound.
         PortsTaken: none of `ports` is free.
     """
-    # A ROUTER numbers its peers from rand(), which is the same in each process unless it is seeded.
-    # libzmq 4.3.5 aborts the process when it gives out a number that a peer has claimed before, so
-    # nobody must be able to guess the next one, and no peer is told its own. No option of the
-    # socket refuses such claims, and libzmq does not tell of them.
-    _srand(secrets.randbits(32))
     socket = context.socket(zmq.ROUTER)
     _bound(socket, host, message_bytes_max, deadlines)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS_MAX)
@@ -134,8 +125,18 @@ def open_router(
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else: no gatekeeper, everybody comes in
     # A send to a peer that is gone raises instead of vanishing.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    try:
+        port = _bind(socket, host, ports)
+    except BaseException:
+        socket.close(linger=0)
+        raise
+    ignore_claimed_ids(socket)
+    return socket, port
+
+
+def _bind(socket: zmq.Socket[bytes], host: str, ports: tuple[int, int] | None) -> int:
     if ports is None:
-        return socket, socket.bind_to_random_port(_tcp(host))
+        return socket.bind_to_random_port(_tcp(host))
     for port in range(ports[0], ports[1] + 1):
         try:
             socket.bind(f"{_tcp(host)}:{port}")
@@ -143,8 +144,7 @@ def open_router(
             if error.errno != errno.EADDRINUSE:
                 raise
         else:
-            return socket, port
-    socket.close(linger=0)
+            return port
     raise PortsTaken(
         f"cannot listen on {host}: none of the ports from {ports[0]} to {ports[1]} is free; give a "
         "wider range"
