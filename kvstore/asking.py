@@ -4,20 +4,16 @@
 from __future__ import annotations
 
 import itertools
-import struct
 import threading
 import time
-from typing import Final
 
 import msgspec
 import zmq
 
-from kvstore.messages import Answer, Question, Refused, decode_answer, encode
+from kvstore.messages import REQUEST_ID, Answer, Question, Refused, decode_answer, encode, split
 from kvstore.sockets import Sockets, Where
 
-__all__ = ["REQUEST_ID", "Asker", "NoAnswer"]
-
-REQUEST_ID: Final = struct.Struct("<Q")
+__all__ = ["Asker", "NoAnswer"]
 
 
 class NoAnswer(Exception):
@@ -83,15 +79,14 @@ class Asker:
         request_id = REQUEST_ID.pack(next(self._ids))
         if time.monotonic() >= deadline_s:
             raise NoAnswer(f"owner {self._name} was not asked: no time was left for it")
-        socket.send_multipart([request_id, encode(question)], zmq.NOBLOCK)
+        socket.send(request_id + encode(question), zmq.NOBLOCK)
         while True:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or not socket.poll(int(left_s * 1000) + 1):
                 raise NoAnswer(f"owner {self._name} does not answer in time")
-            parts = socket.recv_multipart(zmq.NOBLOCK)
-            if len(parts) != 2 or parts[0] != request_id:
-                continue
             try:
-                return decode_answer(parts[1])
+                answered, raw = split(socket.recv(zmq.NOBLOCK))
+                if answered == request_id:
+                    return decode_answer(raw)
             except msgspec.DecodeError as exc:
                 raise NoAnswer(f"owner {self._name} answers what cannot be read: {exc}") from exc

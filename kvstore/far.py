@@ -17,10 +17,11 @@ import zmq
 
 from bootstrap_server.running import RunningClock
 from kvstore._table import Table
-from kvstore.asking import REQUEST_ID, Asker, NoAnswer
+from kvstore.asking import Asker, NoAnswer
 from kvstore.changes import OWNERS_MAX
 from kvstore.loop import Loop
 from kvstore.messages import (
+    REQUEST_ID,
     VERSION,
     Answer,
     Changes,
@@ -32,6 +33,7 @@ from kvstore.messages import (
     Snapshot,
     decode_answer,
     encode,
+    split,
 )
 from kvstore.owner import OwnerCard
 from kvstore.sockets import Sockets, Where
@@ -157,7 +159,7 @@ class Followed:
             return
         request_id = REQUEST_ID.pack(next(self._ids))
         try:
-            self._socket.send_multipart([request_id, encode(question)], zmq.NOBLOCK)
+            self._socket.send(request_id + encode(question), zmq.NOBLOCK)
         except zmq.Again:
             future.set_exception(NoAnswer(f"owner {self.name} does not read its questions"))
             return
@@ -166,11 +168,11 @@ class Followed:
     def _on_readable(self) -> None:
         while self._socket is not None:
             try:
-                request_id, raw = self._socket.recv_multipart(zmq.NOBLOCK)
+                request_id, raw = split(self._socket.recv(zmq.NOBLOCK))
                 answer = decode_answer(raw)
             except zmq.Again:
                 return
-            except (ValueError, msgspec.DecodeError) as exc:
+            except msgspec.DecodeError as exc:
                 logger.warning("owner %s answers what cannot be read: %s", self.name, exc)
                 continue
             self._heard_s = self._far.clock.now_s()

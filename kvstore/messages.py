@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -12,6 +13,7 @@ from kvstore.pins import PIN_S_MAX
 __all__ = [
     "CALL_BYTES_MAX",
     "LIFT_MS_MAX",
+    "REQUEST_ID",
     "STORED_BYTES_MAX",
     "TRAY_BYTES",
     "VERSION",
@@ -42,9 +44,13 @@ __all__ = [
     "decode_answer",
     "decode_question",
     "encode",
+    "split",
 ]
 
-VERSION: Final = 4
+VERSION: Final = 5
+REQUEST_ID: Final = struct.Struct("<Q")
+"""Over ZeroMQ, a question and its answer begin with the same one, in one frame with it: an owner's
+socket can send no more than one (`bootstrap_server.routing_ids`)."""
 KEYS_BYTES_MAX: Final = 4096 * 16
 STORED_BYTES_MAX: Final = 128 << 10
 """Objects that are sent in a message: a claim, a write and a publication would take longer."""
@@ -260,6 +266,14 @@ _ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answe
 def encode(message: Question | Answer) -> bytes:
     """The bytes of a message."""
     return _ENCODER.encode(message)
+
+
+def split(frame: bytes | memoryview) -> tuple[bytes, memoryview]:
+    """The request id of a frame over ZeroMQ, and the bytes of its message. ``msgspec.DecodeError``
+    if it is too short for both."""
+    if len(frame) < REQUEST_ID.size:
+        raise msgspec.DecodeError(f"{len(frame)} bytes have no request id")
+    return bytes(frame[: REQUEST_ID.size]), memoryview(frame)[REQUEST_ID.size :]
 
 
 def decode_question(raw: bytes | memoryview) -> Question:

@@ -28,6 +28,7 @@ from kvstore.messages import (
     Refused,
     decode_question,
     encode,
+    split,
 )
 from kvstore.owner import Owner
 from kvstore.sockets import Sockets
@@ -108,10 +109,13 @@ class Service:
                 return
             if self._newcomers is not None:
                 self._newcomers.welcome(self._newcomers.of(frame))
-            if len(parts) != 2:
-                logger.warning("a client sent a message of another number of parts")
+            try:
+                (part,) = parts
+                request_id, raw = split(part.buffer)
+            except (ValueError, msgspec.DecodeError):
+                logger.warning("a client sent what is no question of the store")
                 continue
-            client, request_id, raw = frame.bytes, parts[0].bytes, parts[1].bytes
+            client = frame.bytes
             try:
                 question = decode_question(raw)
             except msgspec.DecodeError as exc:
@@ -180,7 +184,7 @@ class Service:
     def _send_encoded(self, client: bytes, request_id: bytes, raw: bytes) -> None:
         """A client that is gone, or reads nothing, costs its answers alone."""
         try:
-            self._socket.send_multipart([client, request_id, raw], zmq.NOBLOCK)
+            self._socket.send_multipart([client, request_id + raw], zmq.NOBLOCK)
         except zmq.Again:
             logger.warning("a client of the store does not read its answers")
 

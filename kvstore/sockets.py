@@ -14,6 +14,8 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
+from bootstrap_server.routing_ids import ignore_claimed_ids
+
 __all__ = ["MESSAGE_BYTES_MAX", "Sockets", "Where"]
 
 logger = logging.getLogger(__name__)
@@ -58,8 +60,9 @@ class Sockets:
         self._gate: ThreadAuthenticator | None = None
 
     def listen(self, endpoint: str) -> tuple[zmq.Socket[bytes], str]:
-        """A ROUTER socket, and the endpoint with the port that was chosen. ``zmq.ZMQError`` if the
-        endpoint cannot be bound; ``OSError`` if none of the ports is free."""
+        """A ROUTER socket, and the endpoint with the port that was chosen. A message to a peer has
+        one frame. ``zmq.ZMQError`` if the endpoint cannot be bound; ``OSError`` if none of the
+        ports is free."""
         socket = self._socket(zmq.ROUTER, endpoint)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS_MAX)
         socket.setsockopt(zmq.BACKLOG, BACKLOG)
@@ -74,6 +77,7 @@ class Sockets:
         except (zmq.ZMQError, OSError):
             socket.close()
             raise
+        ignore_claimed_ids(socket)
         return socket, bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def _bind(self, socket: zmq.Socket[bytes], endpoint: str) -> None:

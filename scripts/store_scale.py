@@ -66,6 +66,7 @@ from kvstore.messages import (
     decode_answer,
     decode_question,
     encode,
+    split,
 )
 from kvstore.service import Service
 from kvstore.sockets import Sockets, Where
@@ -138,15 +139,16 @@ def stand_in_owners(endpoint: str, owners: int, changes_per_s: float, parent: Co
     until_s = begin_s
     while not parent.poll():
         if router.poll(5):
-            client, request_id, raw = router.recv_multipart()
+            client, frame = router.recv_multipart()
+            request_id, raw = split(frame)
             match decode_question(raw):
                 case Greet():
                     firsts[client] = len(firsts) << 24
                     hello = Hello(b"", 1, 0, 0, 1, 1 << 20, 1, made_at(begin_s, changes_per_s))
-                    router.send_multipart([client, request_id, encode(hello)])
+                    router.send_multipart([client, request_id + encode(hello)])
                 case Snapshot():
                     empty = encode(Changes(1, 0, b""))
-                    router.send_multipart([client, request_id, empty])
+                    router.send_multipart([client, request_id + empty])
                 case Follow(number):
                     waiting[client] = request_id, number
         now_s = time.monotonic()
@@ -159,7 +161,7 @@ def stand_in_owners(endpoint: str, owners: int, changes_per_s: float, parent: Co
                 told_s[client] = now_s
                 found = records(firsts[client] + number, made - number)
                 answer = encode(Changes(1, made, found.tobytes()))
-                router.send_multipart([client, request_id, answer])
+                router.send_multipart([client, request_id + answer])
                 del waiting[client]
     parent.send(cpu_s())
 
@@ -218,20 +220,20 @@ def stand_in_followers(endpoint: str, followers: int, parent: Connection) -> Non
     for _ in range(followers):
         one = context.socket(zmq.DEALER)
         one.connect(endpoint)
-        one.send_multipart([b"12345678", encode(Follow(0))])
+        one.send(b"12345678" + encode(Follow(0)))
         poller.register(one, zmq.POLLIN)
         known[one] = 0
     parent.send("ready")
     while not parent.poll():
         for one, _ in poller.poll(10):
-            _, raw = one.recv_multipart()
+            _, raw = split(one.recv())
             known[one] = answered(raw)
-            one.send_multipart([b"12345678", encode(Follow(known[one]))])
+            one.send(b"12345678" + encode(Follow(known[one])))
     parent.send(min(known.values()))
     context.destroy(linger=0)
 
 
-def answered(raw: bytes) -> int:
+def answered(raw: bytes | memoryview) -> int:
     """The number of the next change, of an answer."""
     answer = decode_answer(raw)
     assert isinstance(answer, Changes), answer

@@ -18,23 +18,23 @@ from kvstore.store import Store
 
 
 def answering(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *answers: list[bytes] | None
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *answers: bytes | None
 ) -> threading.Thread:
     """An owner that answers ``Publish(i)`` with the i-th of these, until the last one; None gives
-    no answer. The first part of an answer is put behind the question's number, unless it is
-    empty."""
+    no answer."""
     server = context.socket(zmq.ROUTER)
     server.bind(endpoint)
 
     def run() -> None:
         number = -1
         while number < len(answers) - 1:
-            client, request_id, raw = server.recv_multipart()
+            client, frame = server.recv_multipart()
+            request_id, raw = messages.split(frame)
             question = messages.decode_question(raw)
             assert isinstance(question, messages.Publish)
             number = question.claim_id
             if (answer := answers[number]) is not None:
-                server.send_multipart([client, request_id, *answer])
+                server.send_multipart([client, request_id + answer])
         server.close()
 
     thread = threading.Thread(target=run)
@@ -45,9 +45,9 @@ def answering(
 def test_answers_that_are_none_are_told(directory: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoint = f"ipc://{directory}/owner"
-    done = [messages.encode(messages.Done())]
+    done = messages.encode(messages.Done())
     thread = answering(
-        context, endpoint, None, [b"\xff"], [messages.encode(messages.Refused("no"))], done
+        context, endpoint, None, b"\xff", messages.encode(messages.Refused("no")), done
     )
     sockets = Sockets()
     asker = Asker(sockets, Where(endpoint), "abc")
@@ -74,10 +74,11 @@ def test_an_answer_to_an_earlier_question_is_left_out(directory: Path) -> None:
     server.bind(f"ipc://{directory}/owner")
 
     def run() -> None:
-        client, request_id, _ = server.recv_multipart()
+        client, frame = server.recv_multipart()
+        request_id, _ = messages.split(frame)
         late = messages.encode(messages.Done("of another question"))
-        server.send_multipart([client, bytes(8)[:-1] + b"\x07", late])
-        server.send_multipart([client, request_id, messages.encode(messages.Done())])
+        server.send_multipart([client, bytes(8)[:-1] + b"\x07" + late])
+        server.send_multipart([client, request_id + messages.encode(messages.Done())])
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -97,17 +98,20 @@ def test_a_service_refuses_what_it_cannot_read(owner: Store, directory: Path) ->
     socket.connect(where.endpoint)
 
     def asked(raw: bytes) -> messages.Answer:
-        socket.send_multipart([b"1", raw])
+        socket.send(b"12345678" + raw)
         assert socket.poll(TIMEOUT_S * 1000)
-        return messages.decode_answer(socket.recv_multipart()[1])
+        request_id, answer = messages.split(socket.recv())
+        assert request_id == b"12345678"
+        return messages.decode_answer(answer)
 
     for raw in (b"", b"\xc1", messages.encode(messages.Done())):
         answer = asked(raw)
         assert isinstance(answer, messages.Refused)
         assert "the question cannot be read" in answer.why
     answer = asked(messages.encode(messages.Greet(99)))
-    assert answer == messages.Refused("this owner speaks version 4 of the store's messages")
-    socket.send_multipart([b"1", b"2", b"3"])  # Of another number of parts: no answer.
+    assert answer == messages.Refused("this owner speaks version 5 of the store's messages")
+    socket.send(b"1234567")  # No request id, or another number of parts: no answer.
+    socket.send_multipart([b"12345678", b"2"])
     assert isinstance(asked(messages.encode(messages.Greet(messages.VERSION))), messages.Hello)
     claim = messages.Claim(bytes(16), SIG, 1, "0" * 32, 5)
     assert isinstance(asked(messages.encode(claim)), messages.Granted)

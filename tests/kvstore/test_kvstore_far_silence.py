@@ -19,8 +19,8 @@ class Socket:
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
-    def send_multipart(self, frames: Any, _flags: int) -> None:
-        self.sent.append(frames)
+    def send(self, frame: Any, _flags: int) -> None:
+        self.sent.append(frame)
 
     def recv_multipart(self, _flags: int) -> list[bytes]:
         return []

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from urllib.parse import urlsplit
 
 import pytest
 import zmq
 from store_makers import TIMEOUT_S, until
 from te_ports import two_ports
+from zmtp_peer import claim
 
 from kvstore.sockets import Sockets, Where
 
@@ -70,6 +73,28 @@ def test_who_knows_the_owners_key_but_not_the_clients_is_refused(
         until(lambda: "its secret differs" in caplog.text, "the refusal is told")
     assert not owner.poll(100)
     theirs.close()
+    ours.close()
+
+
+def test_who_claims_the_routing_ids_that_come_next_ends_no_owner() -> None:
+    """libzmq would abort the process when it gives out the first of them."""
+    ours = Sockets()
+    owner, endpoint = ours.listen(ADDRESS)
+    owner.rcvtimeo = int(TIMEOUT_S * 1000)
+    port = urlsplit(endpoint).port
+    assert port is not None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(claim(port, b"", b"first"))
+        first = int.from_bytes(owner.recv_multipart()[0][1:], "big")
+        later = [
+            bytes(1) + (one & 0xFFFF_FFFF).to_bytes(4, "big") for one in range(first + 1, first + 9)
+        ]
+        for wanted, given in zip(reversed(later), later, strict=True):
+            stack.enter_context(claim(port, wanted, b"thief"))
+            assert owner.recv_multipart() == [given, b"thief"]
+        for _ in later:
+            stack.enter_context(claim(port, b"", b"later"))
+            assert owner.recv_multipart()[0] not in later
     ours.close()
 
 
