@@ -19,7 +19,7 @@ import te
 from bootstrap_server import BootstrapClient, BootstrapError, Instance, Rank, RankRecord
 from bootstrap_server.secret import Keys, new_secret
 from bootstrap_server.signatures import signed
-from sglang_mooncake.links.curve import take_seat
+from sglang_mooncake.links.curve import decode_pair
 from sglang_mooncake.links.sockets import CurvePair
 from te.handshake import decode_card, encode
 
@@ -52,7 +52,7 @@ def attempts(spec: Attack, keys: Keys) -> Iterator[Callable[[], str | None]]:
     rank = spec.instance.ranks[0]
     for ask in (_tell_instance, _end_lease, _take_place):
         yield lambda ask=ask: _of_registry(ask, spec, keys)
-    for pair in (take_seat(keys.control[0]), None):
+    for pair in (decode_pair(keys.control[0]), None):
         yield lambda pair=pair: _control_link(rank, pair)
     with te.Engine(te.Config(keys=keys.data, transports=("tcp",))) as engine:
         for port in spec.ports:
@@ -101,7 +101,7 @@ def _control_link(rank: Rank, pair: CurvePair | None) -> str | None:
         dealer.disable_monitor()
     finally:
         context.destroy(linger=0)
-    how = "with a seat of another secret" if pair else "in plain"
+    how = "with another secret" if pair else "in plain"
     return f"a control link to {rank.coords} opens {how}" if open_after else None
 
 

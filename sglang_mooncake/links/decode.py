@@ -23,7 +23,7 @@ from bootstrap_server import Rank, RankCoords
 from bootstrap_server.newcomers import bytes_received
 from sglang_mooncake import messages
 from sglang_mooncake.context import Deadlines
-from sglang_mooncake.links.curve import take_seat
+from sglang_mooncake.links.curve import decode_pair
 from sglang_mooncake.links.silence import Silence
 from sglang_mooncake.links.sockets import HANDSHAKE_FAILED, CurvePair, Readers, open_dealer
 from sglang_mooncake.messages import (
@@ -262,7 +262,7 @@ class DecodeLinks:
             return None, b""
         if not key.rank.control_key:
             raise ValueError("its record in the registry has no key for control links")
-        return take_seat(self._keys[key.secret]), key.rank.control_key.encode("ascii")
+        return decode_pair(self._keys[key.secret]), key.rank.control_key.encode("ascii")
 
     def _send(self, link: _Link, frame: bytes) -> None:
         try:

@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 import te
+from bootstrap_server.crowd import source_of
 from bootstrap_server.newcomers import Connection, Newcomers, bytes_received
 from bootstrap_server.refusals import Refusals
 from sglang_mooncake import messages
@@ -50,10 +51,10 @@ LinkEvent = Requested | Awaited | RoomAborted | PeerLost
 
 #: A peer that floods us must not keep the loop from everybody else's rooms.
 MESSAGES_PER_TURN = 256
-#: Hellos whose data path is being made, in all and of those who hold one seat (`links/curve.py`):
-#: 4,096 decode ranks are 16 for each seat.
+#: Hellos whose data path is being made, in all and of one source address: decode ranks may all come
+#: from one, and those of others find a place beside them.
 GREETINGS_MAX = 4_096
-GREETINGS_OF_SEAT_MAX = 256
+GREETINGS_OF_SOURCE_MAX = 3_072
 #: Data paths made at a time. One to a host that has been cut off takes 5 s
 #: (`te.Config.connect_timeout_s`), so those to one host leave threads for the others.
 CONNECT_THREADS = 16
@@ -81,9 +82,8 @@ class Poster(Readers, Protocol):
 
 
 class PrefillLinks:
-    """For the loop thread alone; no call waits. Peers go by `key`, the name of their control
-    connection: zmq's routing id, and with a secret also the name that the gatekeeper has given to
-    the connection, so that whoever takes over a routing id has another key.
+    """For the loop thread alone; no call waits. Peers go by `key`, the routing id of their control
+    connection, in hexadecimal digits.
 
     Args:
         name: of this rank, for sentences.
@@ -122,7 +122,7 @@ class PrefillLinks:
         self._connections: dict[str, Connection] = {}
         self._silence: Silence[str] = Silence(deadlines)
         self._greeting: dict[str, Connection | None] = {}
-        self._greeting_of: Counter[str] = Counter()  # by seat
+        self._greeting_of: Counter[str] = Counter()  # by source
         self._keys = tuple(keys)
         self._pair = new_pair() if keys else None
         self._gatekeeper: Gatekeeper | None = None
@@ -169,7 +169,7 @@ class PrefillLinks:
         latter is told as soon as it takes something in, since it waits for what is lost now."""
         assert self._router is not None
         try:
-            self._router.send_multipart([_routing_id(key), messages.encode(message)], zmq.NOBLOCK)
+            self._router.send_multipart([bytes.fromhex(key), messages.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno == errno.EAGAIN and isinstance(message, LinkReset):
                 self._unsaid[key] = message
@@ -211,7 +211,7 @@ class PrefillLinks:
             # It has ended since, with the former connection of this decode rank (`_lose`), say.
             self._connect(key, result.host, result.rank, result.plan, result.card, result.place)
             return
-        connection = self._end_greeting(key)
+        connection = self._end_greeting(key, result.host)
         if isinstance(result.peer, str):
             reply = HelloReply(refused=result.peer)
             self._refusals.note(result.rank, str(reply.refused))
@@ -246,7 +246,7 @@ class PrefillLinks:
                 routing_id, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            key = _key(routing_id, encrypted=self._pair is not None)
+            key = routing_id.bytes.hex()
             try:
                 if len(frames) != 1:
                     raise MessageError(f"{len(frames)} frames where one message was expected")
@@ -277,12 +277,11 @@ class PrefillLinks:
     def _greet(self, key: str, routing_id: zmq.Frame, hello: Hello) -> None:
         if key in self._greeting:
             return  # it will be answered
-        seat = _seat(key)
-        crowded = self._greeting_of[seat] >= GREETINGS_OF_SEAT_MAX if seat else False
-        if crowded or len(self._greeting) >= GREETINGS_MAX:
-            number = self._greeting_of[seat] if crowded else GREETINGS_MAX
-            reason = f"{number} decode ranks are being connected: say hello again later"
-            self.send(key, HelloReply(refused=f"{self._name}: {reason}"))
+        host = str(routing_id.get("Peer-Address"))
+        of_source, everybody = self._greeting_of[source_of(host)], len(self._greeting)
+        if of_source >= GREETINGS_OF_SOURCE_MAX or everybody >= GREETINGS_MAX:
+            crowd = f"connects {everybody} decode ranks, {of_source} of them at {host}"
+            self.send(key, HelloReply(refused=f"{self._name} {crowd}: say hello again later"))
             return
         try:
             plan = self._plan(hello)
@@ -291,10 +290,9 @@ class PrefillLinks:
             self._refusals.note(hello.rank, str(reply.refused))
             self.send(key, reply)
             return
-        host = str(routing_id.get("Peer-Address"))
         assert self._newcomers is not None
         self._greeting[key] = self._newcomers.connection(routing_id)
-        self._greeting_of[seat] += 1
+        self._greeting_of[source_of(host)] += 1
         self._connect(key, host, hello.rank, plan, hello.card, hello.place)
 
     def _connect(
@@ -328,10 +326,10 @@ class PrefillLinks:
             self._newcomers.end(connection, why)
             self._lose(destination, f"lost the control connection to {destination.rank}: {why}")
 
-    def _end_greeting(self, key: str) -> Connection | None:
+    def _end_greeting(self, key: str, host: str) -> Connection | None:
         if key not in self._greeting:
             return None
-        self._greeting_of -= Counter([_seat(key)])  # forgets those that have none left
+        self._greeting_of -= Counter([source_of(host)])  # forgets those that have none left
         return self._greeting.pop(key)
 
     def _probe(self, destinations: Iterable[Destination]) -> None:
@@ -356,23 +354,6 @@ class PrefillLinks:
         """The same for one that is there still: it is to say hello again."""
         self._lose(destination, what)
         self.send(destination.key, LinkReset(f"{self._name} {what}"))
-
-
-def _key(routing_id: zmq.Frame, encrypted: bool) -> str:
-    """The name of the connection that a message came over. It has a point when there is a secret,
-    and then the gatekeeper's name for the connection, `SEAT.NUMBER`, behind it."""
-    name = routing_id.bytes.hex()
-    return f"{name}.{routing_id.get('User-Id')}" if encrypted else name
-
-
-def _routing_id(key: str) -> bytes:
-    return bytes.fromhex(key.partition(".")[0])
-
-
-def _seat(key: str) -> str:
-    """Whose key pair the connection has proved; empty without a secret."""
-    _, _, connection = key.partition(".")
-    return connection.partition(".")[0]
 
 
 def way(peer: te.Peer) -> str:

@@ -97,7 +97,7 @@ def test_the_right_secret_opens_what_can_be_opened(
         "the registry tells of 1 ranks",
         f"the registry forgot {coords}",
         f"the registry gave away the place of {coords}",
-        f"a control link to {coords} opens with a seat of another secret",
+        f"a control link to {coords} opens with another secret",
     ]
     assert [attempt() for attempt in tried] == [None] * (1 + len(spec.ports))
 

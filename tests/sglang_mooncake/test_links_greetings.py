@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
+from typing import Self
 
 import msgspec
 import pytest
@@ -15,7 +15,7 @@ from prefill_links import OLD, Dealer, Prefill, hello
 import te
 from bootstrap_server.secret import Keys
 from sglang_mooncake.links import prefill as links
-from sglang_mooncake.links.curve import seat_pair, take_seat
+from sglang_mooncake.links.curve import decode_pair
 from sglang_mooncake.messages import decode, encode
 
 
@@ -25,17 +25,36 @@ def prefill() -> Iterator[Prefill]:
         yield made
 
 
+class Calls:
+    """Decode ranks at addresses of their own, in plain."""
+
+    def __init__(self, prefill: Prefill) -> None:
+        self.port, self.context = prefill.port, zmq.Context()
+        self.dealers: list[zmq.Socket[bytes]] = []
+
+    def say_hello(self, host: str, name: str) -> zmq.Socket[bytes]:
+        made = self.context.socket(zmq.DEALER)
+        self.dealers.append(made)
+        made.connect(f"tcp://{host}:0;{HOST}:{self.port}")
+        made.send(encode(msgspec.structs.replace(hello(name), card=host.encode())))
+        return made
+
+    def answer(self, dealer: zmq.Socket[bytes]) -> str:
+        """Why it is refused."""
+        assert dealer.poll(WAIT_S * 1000), "it is held up"
+        return decode(dealer.recv()).refused
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.context.destroy(linger=0)
+
+
 def test_a_host_whose_engines_do_not_answer_leaves_threads_to_other_hosts():
     """Each engine of a host that has been cut off holds a thread for 5 s."""
     answers, cut_off = "127.0.0.2", "127.0.0.3"
-    with Prefill(Keys()) as prefill, zmq.Context() as context, contextlib.ExitStack() as stack:
-
-        def say_hello(host: str, name: str) -> zmq.Socket[bytes]:
-            made = stack.enter_context(context.socket(zmq.DEALER))
-            made.setsockopt(zmq.LINGER, 0)
-            made.connect(f"tcp://{host}:0;{HOST}:{prefill.port}")
-            made.send(encode(msgspec.structs.replace(hello(name), card=host.encode())))
-            return made
+    with Prefill(Keys()) as prefill, Calls(prefill) as calls:
 
         def connect(card: bytes) -> te.Peer:
             if card.decode() == cut_off:
@@ -43,43 +62,33 @@ def test_a_host_whose_engines_do_not_answer_leaves_threads_to_other_hosts():
             raise te.Error("no engine")
 
         prefill.connect = connect  # type: ignore[method-assign]
-        waiting = [say_hello(cut_off, f"rank {n}") for n in range(links.CONNECT_THREADS + 1)]
+        waiting = [calls.say_hello(cut_off, f"rank {n}") for n in range(links.CONNECT_THREADS + 1)]
         until(lambda: len(prefill.links._greeting) == len(waiting), "all have said hello")
-        other = say_hello(answers, "another")
-        assert other.poll(WAIT_S * 1000), "it is held up"
-        assert "no engine" in decode(other.recv()).refused
+        assert "no engine" in calls.answer(calls.say_hello(answers, "another"))
         assert len(prefill.links._greeting) == len(waiting), "they wait still"
         prefill.may_connect.set()
         for one in waiting:
-            assert one.poll(WAIT_S * 1000), "it is forgotten"
+            assert "no engine" in calls.answer(one)
 
 
-def test_a_holder_of_a_seat_has_so_many_hellos_and_no_more(prefill, monkeypatch):
-    monkeypatch.setattr(links, "GREETINGS_OF_SEAT_MAX", 2)
-    crowd = [Dealer(prefill, seat_pair(OLD.control[0], 1)) for _ in range(3)]
-    try:
-        for dealer in crowd[:2]:
-            dealer.say(hello())
+def test_those_of_one_address_have_so_many_hellos_and_leave_places_to_others(monkeypatch):
+    monkeypatch.setattr(links, "GREETINGS_OF_SOURCE_MAX", 2)
+    with Prefill(Keys()) as prefill, Calls(prefill) as calls:
+        crowd = [calls.say_hello("127.0.0.3", f"rank {n}") for n in range(2)]
         until(lambda: len(prefill.links._greeting) == 2, "two are being connected")
-        crowd[2].say(hello())
-        refused = crowd[2].hear()
-        assert "2 decode ranks are being connected: say hello again later" in refused.refused
-        with Dealer(prefill, seat_pair(OLD.control[0], 2)) as other:
-            other.say(hello())
-            until(lambda: len(prefill.links._greeting) == 3, "another seat is not concerned")
-            prefill.may_connect.set()
-            assert "no engine" in other.hear().refused
-        for dealer in crowd[:2]:
-            assert "no engine" in dealer.hear().refused
+        refused = calls.answer(calls.say_hello("127.0.0.3", "one more"))
+        assert "2 of them at 127.0.0.3: say hello again later" in refused
+        other = calls.say_hello("127.0.0.2", "another")
+        until(lambda: len(prefill.links._greeting) == 3, "another address is not concerned")
+        prefill.may_connect.set()
+        for one in (*crowd, other):
+            assert "no engine" in calls.answer(one)
         until(lambda: not prefill.links._greeting, "all are answered")
         assert not prefill.links._greeting_of
-    finally:
-        for dealer in crowd:
-            dealer.__exit__()
 
 
 def test_a_rank_without_a_data_path_is_told_so(prefill):
-    with Dealer(prefill, take_seat(OLD.control[0])) as dealer:
+    with Dealer(prefill, decode_pair(OLD.control[0])) as dealer:
         dealer.socket.send(b"noise")
         assert dealer.hear().refused
         prefill.may_connect.set()

@@ -25,7 +25,7 @@ from bootstrap_server import newcomers, refusals
 from bootstrap_server.newcomers import BYTES_MAX
 from bootstrap_server.secret import Keys
 from sglang_mooncake.links import sockets
-from sglang_mooncake.links.curve import take_seat
+from sglang_mooncake.links.curve import decode_pair
 from sglang_mooncake.messages import encode
 
 LISTEN = "0A"  # TCP_LISTEN of linux/tcp_states.h
@@ -52,7 +52,7 @@ def prefill(request: pytest.FixtureRequest) -> Iterator[Prefill]:
 
 
 def pair(prefill: Prefill):
-    return take_seat(OLD.control[0]) if prefill.router_key else None
+    return decode_pair(OLD.control[0]) if prefill.router_key else None
 
 
 def stands(prefill: Prefill, friend: Dealer) -> None:
