@@ -15,6 +15,7 @@ from kvstore.changes import BELOW, PLACE, Found, Keys, Records, form_of
 from kvstore.copying import Copier
 from kvstore.judging import Judging, source_of
 from kvstore.lifting import lifted_parts
+from kvstore.mapped_reads import MappedGroup
 from kvstore.memory import Memory
 from kvstore.outcomes import Got
 from kvstore.owners import Owners
@@ -110,7 +111,15 @@ class Gets:
         outcomes = [Got.MISSING] * len(keys)
         places = self._owners.look_up(keys, form_of(signature, destination.object_bytes))
         rows = range(len(keys))
-        return outcomes, self._groups(keys, signature, destination, rows, places, outcomes)
+        groups = self._groups(keys, signature, destination, rows, places, outcomes)
+        if self._memory.is_readable(destination):
+            groups = [self._mapped(one) for one in groups]
+        return outcomes, groups
+
+    def _mapped(self, group: Group) -> Group:
+        """The group, or one that asks its owner nothing, if the owner's memory is mapped here."""
+        window = group.source.window
+        return group if window is None else MappedGroup(group, window, self._copier)
 
     def headers(self, group: Group, deadline_s: float) -> tuple[list[bool], list[int]]:
         """For ``Load``: which objects of a group still lie where they were looked up, and their

@@ -4,6 +4,7 @@ and slots meanwhile."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,21 @@ MIB = 1 << 20
 N, PARTS, PART = 6, 4, 5000
 KEYS = keys(N)
 CONTENTS = contents(N, PARTS * PART)
+
+
+class FarRoom(Room):
+    """As memory of a GPU: te alone reads into it."""
+
+    def __init__(self, store: Store, count: int, nbytes: int) -> None:
+        self.bytes = np.zeros((count, nbytes), np.uint8)
+        self.region = store.register(self.bytes.ctypes.data, self.bytes.nbytes)
+
+
+@pytest.fixture(params=[Room, FarRoom], ids=["copied here", "read by te"])
+def room_at(request: pytest.FixtureRequest) -> Callable[[Store], Room]:
+    """Where objects are loaded to. Owners of this host are asked nothing if the processor can copy
+    there."""
+    return lambda store: request.param(store, N, PARTS * PART)
 
 
 def pieces(room: Room) -> Pieces:
@@ -49,9 +65,11 @@ def put_all(store: Store) -> Room:
     return room
 
 
-def test_each_part_is_there_when_it_was_waited_for(owner: Store) -> None:
+def test_each_part_is_there_when_it_was_waited_for(
+    owner: Store, room_at: Callable[[Store], Room]
+) -> None:
     put_all(owner)
-    room = Room(owner, N, PARTS * PART)
+    room = room_at(owner)
     load = load_of(owner, room)
     for part in range(PARTS):
         assert load.wait(part)
@@ -63,7 +81,7 @@ def test_each_part_is_there_when_it_was_waited_for(owner: Store) -> None:
 
 @pytest.mark.slow
 def test_an_owner_that_is_dead_at_the_begin_costs_a_look_elsewhere(
-    directory: Path, start_far: Callable[..., Far]
+    directory: Path, start_far: Callable[..., Far], room_at: Callable[[Store], Room]
 ) -> None:
     """Its objects are there before the first part is handed over: nothing can be mended later."""
     fars = [start_far(8 * MIB, 0, 1) for _ in range(2)]
@@ -72,7 +90,7 @@ def test_an_owner_that_is_dead_at_the_begin_costs_a_look_elsewhere(
         put_all(store)
         until(lambda: len(store) == 2 * N)
         for far in fars:  # Whichever is looked at first.
-            room = Room(store, N, PARTS * PART)
+            room = room_at(store)
             with deaf(store):
                 if far is fars[0]:
                     far.kill()
@@ -85,14 +103,14 @@ def test_an_owner_that_is_dead_at_the_begin_costs_a_look_elsewhere(
 
 @pytest.mark.slow
 def test_an_owner_that_dies_between_two_parts_costs_nothing(
-    directory: Path, start_far: Callable[..., Far]
+    directory: Path, start_far: Callable[..., Far], room_at: Callable[[Store], Room]
 ) -> None:
     fars = [start_far(8 * MIB, 0, 1) for _ in range(2)]
     with Store(config(directory, copies=2)) as store:
         until(lambda: len(store._owners.usable()) == 2)
         put_all(store)
         until(lambda: len(store) == 2 * N)
-        room = Room(store, N, PARTS * PART)
+        room = room_at(store)
         with deaf(store):
             load = Load(store, KEYS, SIG, pieces(room), TIMEOUT_S)
             load.begin(0, 1)
@@ -117,7 +135,7 @@ def test_without_another_copy_no_further_part_is_handed_over(
         until(store._owners.usable)
         put_all(store)
         until(lambda: store.exists(KEYS, SIG, PARTS * PART).all())
-        room = Room(store, N, PARTS * PART)
+        room = FarRoom(store, N, PARTS * PART)
         with deaf(store):
             load = Load(store, KEYS, SIG, pieces(room), TIMEOUT_S)
             load.begin(0, 1)
@@ -129,13 +147,53 @@ def test_without_another_copy_no_further_part_is_handed_over(
             assert set(load.finish()) == {Got.UNREACHABLE}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_an_owner_of_this_host_need_not_run_while_its_memory_is_copied(
+    number: signal.Signals, directory: Path, start_far: Callable[..., Far]
+) -> None:
+    """SGLang aborts the requests of a load that fails."""
+    far = start_far(8 * MIB, 0, 1)
+    with Store(config(directory)) as store:
+        until(store._owners.usable)
+        put_all(store)
+        until(lambda: store.exists(KEYS, SIG, PARTS * PART).all())
+        (known,) = (store._owners._connections.get(one) for one in store._owners.usable())
+        assert known is not None
+        assert known.caller is not None, "its memory is mapped"
+        rooms = [Room(store, N, PARTS * PART) for _ in range(2)]
+        with deaf(store):
+            begun = load_of(store, rooms[0])
+            assert begun.wait(0)
+            far.signal(number)
+            loads = [begun]
+            if number is signal.SIGSTOP:  # Else it is known to have ended, and not looked at.
+                loads.append(load_of(store, rooms[1]))
+                assert loads[1].wait(0)
+            for load, room in zip(loads, rooms, strict=False):
+                for part in range(1, PARTS):
+                    assert load.wait(part)
+                    assert is_there(room, part)
+                assert load.finish() == [Got.RIGHT] * N
+        far.signal(signal.SIGCONT)
+
+
+def test_no_part_is_copied_after_the_deadline(owner: Store) -> None:
+    put_all(owner)
+    room = Room(owner, N, PARTS * PART)
+    load = load_of(owner, room, timeout_s=0.0)
+    assert not load.wait(0)
+    assert load.finish() == [Got.TIMED_OUT] * N
+    assert not room.bytes.any()
+
+
 def test_a_slot_that_is_used_again_between_two_parts_fails_its_object(
-    guest: Store, owner: Store
+    guest: Store, owner: Store, room_at: Callable[[Store], Room]
 ) -> None:
     """What was handed over before was right; what comes after would be another object's."""
     room = put_all(owner)
     until(lambda: guest.exists(KEYS, SIG, PARTS * PART).all())
-    theirs = Room(guest, N, PARTS * PART)
+    theirs = room_at(guest)
     with deaf(guest):
         load = Load(guest, KEYS, SIG, pieces(theirs), TIMEOUT_S)
         load.begin(0, 1)
@@ -150,11 +208,13 @@ def test_a_slot_that_is_used_again_between_two_parts_fails_its_object(
         assert Got.RIGHT not in load.finish()
 
 
-def test_an_object_that_lies_elsewhere_now_is_read_from_there(guest: Store, owner: Store) -> None:
+def test_an_object_that_lies_elsewhere_now_is_read_from_there(
+    guest: Store, owner: Store, room_at: Callable[[Store], Room]
+) -> None:
     """The forward may have used its first part: that was right, too."""
     room = put_all(owner)
     until(lambda: guest.exists(KEYS, SIG, PARTS * PART).all())
-    theirs = Room(guest, N, PARTS * PART)
+    theirs = room_at(guest)
     load = Load(guest, KEYS, SIG, pieces(theirs), TIMEOUT_S)
     load.begin(0, 1)
     assert load.wait(0)
@@ -184,17 +244,21 @@ def test_a_changed_byte_is_noticed_at_the_end(guest: Store, owner: Store) -> Non
     until(lambda: not guest.exists(KEYS[wrong], SIG, PARTS * PART).any(), "it is removed")
 
 
-def test_what_is_not_there_is_told_before_the_first_part(owner: Store) -> None:
-    room = put_all(owner)
+def test_what_is_not_there_is_told_before_the_first_part(
+    owner: Store, room_at: Callable[[Store], Room]
+) -> None:
+    put_all(owner)
     owner.remove(KEYS[2:3], SIG)
-    load = load_of(owner, room)
+    load = load_of(owner, room_at(owner))
     assert not load.wait(0)
     assert load.finish()[2] is Got.MISSING
 
 
-def test_a_load_that_is_given_up_lands_nothing_more(owner: Store) -> None:
+def test_a_load_that_is_given_up_lands_nothing_more(
+    owner: Store, room_at: Callable[[Store], Room]
+) -> None:
     put_all(owner)
-    room = Room(owner, N, PARTS * PART)
+    room = room_at(owner)
     load = load_of(owner, room)
     load.cancel()
     room.bytes[:] = 7
