@@ -13,7 +13,7 @@ import pytest
 from cpu_serving.model import make_model
 from cpu_serving.nursery import Nursery
 from cpu_serving.servers import SHIM, Fleet, Server, ServerOptions, wait_ready
-from cpu_serving.store import flush
+from cpu_serving.store import flush, with_linker
 from cpu_serving.traffic import Answer, compare
 from store_servers import (
     REQUESTS,
@@ -33,7 +33,6 @@ pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turn
 
 NONE = [0] * len(REQUESTS)
 PAGES = sum(map(stored_pages, REQUESTS))
-LINKER = "sglang_mooncake.sglang.store.linker"
 
 
 @pytest.fixture
@@ -54,13 +53,9 @@ def of_dtype(options: ServerOptions, dtype: str) -> ServerOptions:
 
 def unsigned(options: ServerOptions) -> ServerOptions:
     """Of a server whose linker has its signatures off."""
-    args = tuple(
-        one.replace('"StoreLinker"', '"UnsignedLinker"').replace(LINKER, "unsigned_linker")
-        for one in options.extra_args
-    )
-    assert args != options.extra_args
+    options = with_linker(options, "unsigned_linker", "UnsignedLinker")
     path = f"{SHIM}:{Path(__file__).parent}"
-    return replace(options, extra_args=args, extra_env={**options.extra_env, "PYTHONPATH": path})
+    return replace(options, extra_env={**options.extra_env, "PYTHONPATH": path})
 
 
 def started(fleet: Fleet, options: ServerOptions, name: str) -> Server:

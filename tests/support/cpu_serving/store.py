@@ -13,7 +13,9 @@ from typing import Any
 
 from cpu_serving.servers import Server, ServerOptions
 
-__all__ = ["flush", "with_hicache", "with_store"]
+__all__ = ["flush", "with_hicache", "with_linker", "with_store"]
+
+_LINKER = "sglang_mooncake.sglang.store.linker"
 
 FLUSH_TIMEOUT_S = 120.0
 
@@ -25,7 +27,7 @@ def with_store(
     ``kvstore.Config`` and of the linker."""
     config = {
         "linker": "StoreLinker",
-        "linker_module_path": "sglang_mooncake.sglang.store.linker",
+        "linker_module_path": _LINKER,
         "linker_extra_config": {"directory": str(directory), "memory": memory, **more},
     }
     flags = (
@@ -36,6 +38,18 @@ def with_store(
         json.dumps(config),
     )
     return replace(options, page_size=16, extra_args=(*options.extra_args, *flags))
+
+
+def with_linker(options: ServerOptions, module: str, name: str) -> ServerOptions:
+    """The options of a server on the store, whose linker is another class: one made of the
+    store's."""
+    args = tuple(
+        one.replace('"StoreLinker"', f'"{name}"').replace(_LINKER, module)
+        for one in options.extra_args
+    )
+    if args == options.extra_args:
+        raise ValueError("the server has no linker: with_store gives it one")
+    return replace(options, extra_args=args)
 
 
 def with_hicache(

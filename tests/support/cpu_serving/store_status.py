@@ -10,14 +10,14 @@ from pathlib import Path
 from kvstore.status import QUESTION, StoreStatus, status_of
 from te import status
 
-__all__ = ["outcomes", "pages_read"]
+__all__ = ["outcomes", "pages_read", "statuses"]
 
 
 def outcomes(directory: Path, group: int) -> Counter[str]:
     """Of all gets of a server's processes, whose process group this is. ``directory``: of the
     engines' status sockets."""
     found: Counter[str] = Counter()
-    for one in _statuses(directory):
+    for one in statuses(directory):
         if os.getpgid(one.pid) == group:
             found.update(one.gets)
     return found
@@ -28,7 +28,8 @@ def pages_read(directory: Path, group: int) -> int:
     return outcomes(directory, group)["right"]
 
 
-def _statuses(directory: Path) -> list[StoreStatus]:
+def statuses(directory: Path) -> list[StoreStatus]:
+    """Of all processes that have a part of the store."""
     found = []
     for live in status.running(directory):
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test support: lets the unmodified SGLang run on a machine without a GPU.
 
-This directory stands first on PYTHONPATH of every server process. Twelve gaps are closed, each when
-the module it concerns is imported and not otherwise:
+This directory stands first on PYTHONPATH of every server process. Thirteen gaps are closed, each
+when the module it concerns is imported and not otherwise:
 
 - PyPI's torchvision is built for CUDA; beside a CPU torch its C extension does not load and the
   import fails for want of two op schemas, which are declared here.
@@ -20,7 +20,8 @@ the module it concerns is imported and not otherwise:
   copied them. There is none to wait for.
 - Where the last token of a draft's prefix lies SGLang asks Triton, except for `torch_native`, and
   MTP runs on `intel_amx` (`servers.py` says why). It has the same in torch, which is taken.
-- HiCache's host pools want a GPU, see `cpu_hicache.py`.
+- HiCache's host pools want a GPU, see `cpu_hicache.py`, and LoRA adapters pinned memory, see
+  `cpu_lora.py`.
 - What an encoder has computed lands in memory of a GPU. It gets host memory.
 - Weights for another server are found in a snapshot of CUDA's memory. SGLang has the same for each
   weight by itself, which is taken.
@@ -175,6 +176,15 @@ def _of_hicache(name: str) -> Patch:
     return patch
 
 
+def _of_lora(name: str) -> Patch:
+    def patch(module: ModuleType) -> None:
+        import cpu_lora
+
+        getattr(cpu_lora, name)(module)
+
+    return patch
+
+
 def _leave_kv_out(module: ModuleType) -> None:
     if os.environ.get("CPU_SERVING_WITHOUT_KV") != "1":
         return
@@ -194,6 +204,9 @@ _AFTER: dict[str, Patch] = {
     "sglang.srt.layers.attention.torch_native_backend": _mend_torch_native,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _dispatch_to_absorbed_mla,
     "sglang.srt.layers.moe.fused_moe_native": _skip_experts_of_others,
+    "sglang.srt.lora.backend.torch_backend": _of_lora("compute_unpinned"),
+    "sglang.srt.lora.layers": _of_lora("make_unpinned"),
+    "sglang.srt.lora.lora": _of_lora("keep_unpinned"),
     "sglang.srt.mem_cache.allocation": _locate_without_triton,
     "sglang.srt.mem_cache.pool_host.base": _of_hicache("use_all_memory"),
     "sglang.srt.mem_cache.pool_host.common": _of_hicache("allocate_plainly"),

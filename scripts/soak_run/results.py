@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scenario has shown, and the table of several. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+import msgspec
+from cpu_serving.store_figures import Figures
+from cpu_serving.traffic import Answer
+
+__all__ = [
+    "LATE_MAX_S",
+    "Asked",
+    "End",
+    "Known",
+    "Probed",
+    "Row",
+    "Span",
+    "as_json",
+    "ends",
+    "table",
+]
+
+End: TypeAlias = Literal["equal", "wrong", "cut off", "503", "failed", "hangs"]
+"""cut off: HTTP 503, as pages were on their way over a network when their owner stood still."""
+
+LATE_MAX_S: Final = 0.1
+"""What a put or a get may take beyond its deadline."""
+_UNAVAILABLE: Final = "HTTP 503"
+
+Known: TypeAlias = Mapping[str, tuple[int, ...]]
+"""The tokens that a request's answer must have, by what the server had when it was asked: the name
+of its weights, say."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that has ended. Times are `time.monotonic`.
+
+    number: of the prompt. answer: None if the client has given up.
+    """
+
+    number: int
+    began_s: float
+    ended_s: float
+    answer: Answer | None
+
+
+@dataclass(frozen=True)
+class Span:
+    """When a server may have answered with something: from the begin of the change to it until the
+    end of the change to the next."""
+
+    name: str
+    begin_s: float
+    end_s: float = float("inf")
+
+    def meets(self, one: Asked) -> bool:
+        return one.began_s <= self.end_s and self.begin_s <= one.ended_s
+
+
+def ends(
+    asked: Sequence[Asked],
+    known: Sequence[Known],
+    spans: Collection[Span],
+    cuts: Collection[Span] = (),
+) -> list[End]:
+    """How requests have ended. An answer that came while something changed may be of before or of
+    after. ``cuts``: when pages that were on their way did not come."""
+    return [_end(one, known[one.number], spans, cuts) for one in asked]
+
+
+def _end(one: Asked, known: Known, spans: Collection[Span], cuts: Collection[Span]) -> End:
+    if one.answer is None:
+        return "hangs"
+    if one.answer.error is not None and one.answer.error.startswith(_UNAVAILABLE):
+        return "cut off" if any(cut.meets(one) for cut in cuts) else "503"
+    if one.answer.error is not None:
+        return "failed"
+    right = {known[span.name] for span in spans if span.meets(one)}
+    return "equal" if one.answer.output_ids in right else "wrong"
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a client of the store beside the servers has seen; seconds beyond deadlines."""
+
+    puts: int = 0
+    gets: int = 0
+    #: Objects that came with other bytes than were stored.
+    wrong: int = 0
+    put_late_s: float = 0.0
+    get_late_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A scenario's. figures: of all ranks of its servers. errors: sentences of failed requests."""
+
+    scenario: str
+    seconds: float
+    ends: Sequence[End]
+    figures: Figures
+    probed: Probed = Probed()
+    errors: Collection[str] = ()
+    #: What else is worth knowing.
+    notes: Sequence[str] = field(default=())
+
+    @property
+    def counts(self) -> Counter[End]:
+        return Counter(self.ends)
+
+    @property
+    def put_late_s(self) -> float:
+        return max(self.figures.offload_late_s, self.probed.put_late_s, 0.0)
+
+    @property
+    def get_late_s(self) -> float:
+        return max(self.figures.load_late_s, self.probed.get_late_s, 0.0)
+
+    def bad(self, late_max_s: float = LATE_MAX_S) -> list[str]:
+        """Sentences about what must not be."""
+        return list(self._bad(late_max_s))
+
+    def _bad(self, late_max_s: float) -> Iterator[str]:
+        counts = self.counts
+        for end, what in _MUST_NOT_BE.items():
+            if counts[end]:
+                yield f"{self.scenario}: {counts[end]} of {len(self.ends)} requests {what}"
+        for error, count in Counter(self.errors).most_common(3):
+            yield f"{self.scenario}: {count} × {error}"
+        if not counts["equal"]:
+            yield f"{self.scenario}: no request was answered"
+        if self.probed.wrong:
+            yield f"{self.scenario}: {self.probed.wrong} objects of the store have wrong bytes"
+        for late_s, what in ((self.put_late_s, "put"), (self.get_late_s, "get")):
+            if late_s > late_max_s:
+                yield f"{self.scenario}: a {what} took {late_s:.2f} s beyond its deadline"
+
+
+_MUST_NOT_BE: Final[Mapping[End, str]] = {
+    "wrong": "were answered with wrong tokens",
+    "503": "were answered with HTTP 503",
+    "failed": "failed",
+    "hangs": "had not ended by their deadline",
+}
+_ENDS: Final[Sequence[End]] = get_args(End)
+_HEADS: Final = (
+    "scenario",
+    "minutes",
+    "requests",
+    *_ENDS,
+    "pages loaded",
+    "put late",
+    "get late",
+)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """For people. "late" is the worst beyond a deadline, of the servers and of the client beside
+    them; "cut off" see ``End``."""
+    cells = [_HEADS, *map(_cells, rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(_HEADS))]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, len(row)))]
+        ).rstrip()
+        for row in cells
+    ]
+    notes = [f"{row.scenario}: {note}" for row in rows for note in row.notes]
+    bad = [sentence for row in rows for sentence in row.bad()]
+    return "\n".join([*lines, "", *notes, *(bad or ["nothing that must not be"])])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    counts = row.counts
+    return (
+        row.scenario,
+        f"{row.seconds / 60:.1f}",
+        str(len(row.ends)),
+        *(str(counts[end]) for end in _ENDS),
+        str(row.figures.pages),
+        f"{row.put_late_s * 1e3:.0f} ms",
+        f"{row.get_late_s * 1e3:.0f} ms",
+    )
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    """For programs."""
+    return {
+        "scenario": row.scenario,
+        "seconds": row.seconds,
+        "requests": len(row.ends),
+        **{end: row.counts[end] for end in _ENDS},
+        "servers": msgspec.to_builtins(row.figures),
+        "client": msgspec.to_builtins(row.probed),
+        "put_late_s": row.put_late_s,
+        "get_late_s": row.get_late_s,
+        "notes": list(row.notes),
+        "bad": row.bad(),
+    }

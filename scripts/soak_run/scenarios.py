@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to servers under load: one function for each scenario on one host."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from cpu_serving.lora import LORA_FLAGS, write_adapter
+from cpu_serving.model import make_model
+from cpu_serving.processes import ServingError
+from cpu_serving.servers import Server
+from cpu_serving.store_figures import SlowRank, figures_in, total
+
+from soak_run.bench import Bench, Tally, until
+from soak_run.firewall import firewall
+from soak_run.results import Row, Span
+
+__all__ = ["RUNNERS"]
+
+ROUND_S: Final = 20.0
+"""Of load, at most, before an adapter is trained again."""
+UPDATE_EVERY_S: Final = 8.0
+UPDATE_TIMEOUT_S: Final = 60.0
+OWNERS: Final = 6
+NOTICED_S: Final = 3.5
+"""So long after an owner's last answer a server may still ask it for pages: `request_timeout_s`, a
+second, and what it takes to look."""
+STILL_S: Final = 6.0
+SLOW: Final = SlowRank(rank=1, offload_s=0.1, load_s=0.02, wait_max_s=0.5)
+
+
+def lora(bench: Bench, seconds: float) -> Row:
+    """The server is started again, as SGLang reads an adapter's files at its start. The owner stays
+    and has the pages of all."""
+    model, place, adapter = make_model("llama"), bench.place("lora"), "a"
+    versions = ("1", "2")
+    for version in versions:
+        write_adapter(place.path / version, int(version))
+    paths = (f"{version}={place.path / version}" for version in versions)
+    with_adapter = {
+        version: [replace(one, fields={"lora_path": version}) for one in bench.requests]
+        for version in versions
+    }
+    every = [*bench.requests, *with_adapter["1"], *with_adapter["2"]]
+    answers = bench.known(model, every, (*LORA_FLAGS, "--lora-paths", *paths))
+    count = len(bench.requests)
+    base, first, second = (answers[n * count : (n + 1) * count] for n in range(3))
+    known = [
+        *({"1": one, "2": one} for one in base),
+        *({"1": one, "2": other} for one, other in zip(first, second, strict=True)),
+    ]
+    requests = [
+        *bench.requests,
+        *(replace(one, fields={"lora_path": adapter}) for one in bench.requests),
+    ]
+    bench.owner(place)
+    args = (*LORA_FLAGS, "--lora-paths", f"{adapter}={place.path / adapter}")
+    options = bench.options(place, model, "0", args=args)
+    tally, rounds = Tally(), 0
+    while (left_s := seconds - tally.seconds) > 0:
+        version = versions[rounds % 2]
+        write_adapter(place.path / adapter, int(version))
+        server = bench.start(options, f"lora-{version}")
+        until(lambda: place.usable_owners(server), "the server can use the owner")  # noqa: B023
+        load_s = min(ROUND_S, seconds / 3, left_s)
+        with bench.clients(server, requests) as clients:
+            bench.wait(server, load_s)
+        server.stop()
+        tally.add(clients.asked, known, [Span(version, 0.0)])
+        tally.seconds += load_s
+        rounds += 1
+    return bench.row("lora", place, tally, notes=[f"trained again {rounds - 1} times"])
+
+
+def update(bench: Bench, seconds: float) -> Row:
+    """One update names a version, the next one does not."""
+    place, models = bench.place("update"), (make_model("llama"), make_model("llama", seed=1))
+    old, new = (bench.known(one) for one in models)
+    known = [{"0": one, "1": other} for one, other in zip(old, new, strict=True)]
+    server = bench.start(bench.options(place, models[0], "64MiB"), "update")
+    tally, spans, updates = Tally(), [Span("0", 0.0)], 0
+    begun_s = time.monotonic()
+    with bench.clients(server) as clients:
+        while (left_s := seconds - (time.monotonic() - begun_s)) > 0:
+            bench.wait(server, min(UPDATE_EVERY_S, seconds / 3, left_s))
+            updates += 1
+            named = {"weight_version": str(updates)} if updates % 2 else {}
+            change_s = time.monotonic()
+            _update(server, models[updates % 2], named)
+            spans[-1] = replace(spans[-1], end_s=time.monotonic())
+            spans.append(Span(str(updates % 2), change_s))
+    tally.seconds = time.monotonic() - begun_s
+    server.stop()
+    tally.add(clients.asked, known, spans)
+    return bench.row("update", place, tally, notes=[f"updated {updates} times"])
+
+
+def _update(server: Server, model: Path, named: Mapping[str, str]) -> None:
+    request = urllib.request.Request(
+        f"{server.url}/update_weights_from_disk",
+        json.dumps({"model_path": str(model), **named}).encode(),
+        {"Content-Type": "application/json"},
+        method="POST",
+    )
+    with urllib.request.urlopen(request, timeout=UPDATE_TIMEOUT_S) as answer:
+        told = json.load(answer)
+    if not told["success"]:
+        raise ServingError(f"the weights were not updated: {told['message']}")
+
+
+def slow_rank(bench: Bench, seconds: float) -> Row:
+    """More comes than the slow rank can store, so that it drops what the other one stores."""
+    model, place = make_model("llama"), bench.place("slow")
+    known = [{"": one} for one in bench.known(model)]
+    bench.owner(place)
+    options = replace(bench.options(place, model, "0", slow=SLOW), tp=2)
+    server = bench.start(options, "slow-rank")
+    until(lambda: place.usable_owners(server), "both ranks can use the owner")
+    tally = Tally()
+    with bench.clients(server) as clients:
+        bench.wait(server, seconds)
+    server.stop()
+    tally.seconds = seconds
+    tally.add(clients.asked, known, [Span("", 0.0)])
+    dropped = [one.dropped for one in figures_in(place.figures)]
+    return bench.row(
+        "slow-rank", place, tally, notes=[f"offloads that a rank has dropped: {sorted(dropped)}"]
+    )
+
+
+def frozen(bench: Bench, seconds: float, *transports: str) -> Row:
+    """SIGSTOP and SIGCONT to all owners at once, under load, again and again."""
+    name = "frozen-tcp" if transports == ("tcp",) else "frozen"
+    model, place = make_model("llama"), bench.place(name)
+    known = [{"": one} for one in bench.known(model)]
+    ways = [f"--transports={one}" for one in transports]
+    owners = [bench.owner(place, *ways) for _ in range(OWNERS)]
+    server = bench.start(bench.options(place, model, "0", load_timeout_s=1.0), name)
+    until(lambda: place.usable_owners(server) == OWNERS, "the server can use all owners")
+    tally, cuts = Tally(), list[Span]()
+    settings = {"directory": str(place.directory)}
+    with ExitStack() as stack:
+        seen = stack.enter_context(bench.probe(settings, ("samehost", "tcp"), OWNERS))
+        begun_s = time.monotonic()
+        clients = stack.enter_context(bench.clients(server))
+        while (left_s := seconds - (time.monotonic() - begun_s)) > 0:
+            bench.wait(server, min(STILL_S, left_s))
+            for one in owners:
+                one.freeze()
+            now_s = time.monotonic()
+            cuts.append(Span("", now_s, now_s + NOTICED_S))
+            try:
+                bench.wait(server, STILL_S)
+            finally:
+                for one in owners:
+                    one.thaw()
+    tally.seconds = time.monotonic() - begun_s
+    server.stop()
+    for one in owners:
+        one.stop()
+    # What is mapped can be read while its owner stands still.
+    tally.add(clients.asked, known, [Span("", 0.0)], cuts if transports else ())
+    loads = total(figures_in(place.figures))
+    notes = [
+        f"stood still {len(cuts)} times; {loads.loads} loads came, {loads.failed_loads} did not"
+    ]
+    return bench.row(name, place, tally, seen[0], notes)
+
+
+def frozen_tcp(bench: Bench, seconds: float) -> Row:
+    """See ``frozen``."""
+    return frozen(bench, seconds, "tcp")
+
+
+RUNNERS: Final[Mapping[str, Callable[[Bench, float], Row]]] = {
+    "lora": lora,
+    "update": update,
+    "slow-rank": slow_rank,
+    "frozen": frozen,
+    "frozen-tcp": frozen_tcp,
+    "firewall": firewall,
+}
