@@ -106,13 +106,18 @@ class Gets:
     def locate(
         self, keys: Keys, signature: bytes, destination: Pieces
     ) -> tuple[list[Got], list[Group]]:
-        """For ``Load``: outcomes of objects that are not found, and those that are, by owner."""
+        """For ``Load``: outcomes of objects that are not found, and those that are, by owner. Who
+        loads has looked them up before, and their owner may have become silent since."""
         self._owners.touch_soon(keys, signature, destination.object_bytes)
         outcomes = [Got.MISSING] * len(keys)
-        places = self._owners.look_up(keys, form_of(signature, destination.object_bytes))
+        form = form_of(signature, destination.object_bytes)
+        is_readable = self._memory.is_readable(destination)
+        places = self._owners.look_up(keys, form)
+        if is_readable and not (places["found"] == Found.HERE).all():
+            places = self._owners.look_up(keys, form, self._owners.ranks_of_loads)
         rows = range(len(keys))
         groups = self._groups(keys, signature, destination, rows, places, outcomes)
-        if self._memory.is_readable(destination):
+        if is_readable:
             groups = [self._mapped(one) for one in groups]
         return outcomes, groups
 

@@ -38,8 +38,9 @@ logger = logging.getLogger(__name__)
 
 OWN: Final = 0
 """The number of this process's own owner in the table; others are above."""
-OWN_RANK: Final = 2
-FAR_RANK: Final = 1
+OWN_RANK: Final = 3
+FAR_RANK: Final = 2
+SILENT_RANK: Final = 1
 TOUCHES_MAX: Final = 1024
 """Batches of keys that wait to be told to their owners."""
 
@@ -143,6 +144,17 @@ class Owners:
     def ranks(self) -> bytes:
         """For ``Table.look_up``: 0 for owners that cannot be used. A copy."""
         return bytes(self._ranks)
+
+    @property
+    def ranks_of_loads(self) -> bytes:
+        """``ranks``, and owners that are silent, but whose memory is mapped here. What was found at
+        one before can still be read."""
+        ranks = bytearray(self._ranks)
+        for one in self._far.owners():
+            known = self._connections.get(one.number)
+            if known is not None and known.caller is not None and known.caller.window is not None:
+                ranks[one.number] = ranks[one.number] or SILENT_RANK
+        return bytes(ranks)
 
     def look_up(self, keys: Keys, form: int, ranks: bytes | None = None) -> Records:
         """Where objects are said to lie: dtype ``PLACE``, one for each key."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from store_far import Far
-from store_makers import SIG, TIMEOUT_S, Room, config, contents, deaf, keys, until
+from store_makers import SIG, TIMEOUT_S, Room, config, contents, deaf, impatient, keys, until
 from store_objects import change_byte
 
 import te
@@ -175,6 +175,31 @@ def test_an_owner_of_this_host_need_not_run_while_its_memory_is_copied(
                     assert load.wait(part)
                     assert is_there(room, part)
                 assert load.finish() == [Got.RIGHT] * N
+        far.signal(signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_what_was_found_is_loaded_though_its_owner_became_silent_since(
+    directory: Path, start_far: Callable[..., Far]
+) -> None:
+    """SGLang looks pages up, and has them loaded later, in another thread."""
+    far = start_far(8 * MIB, 0, 1)
+    with Store(config(directory)) as store:
+        until(store._owners.usable)
+        put_all(store)
+        until(lambda: store.exists(KEYS, SIG, PARTS * PART).all())
+        with impatient(store):
+            far.signal(signal.SIGSTOP)
+            until(lambda: not store.exists(KEYS, SIG, PARTS * PART).any(), "it is silent")
+            room = Room(store, N, PARTS * PART)
+            load = load_of(store, room)
+            for part in range(PARTS):
+                assert load.wait(part)
+                assert is_there(room, part)
+            assert load.finish() == [Got.RIGHT] * N
+            load = load_of(store, FarRoom(store, N, PARTS * PART))
+            assert not load.wait(0)
+            assert load.finish() == [Got.MISSING] * N, "te would wait for its answer"
         far.signal(signal.SIGCONT)
 
 
