@@ -30,8 +30,8 @@ BARREN_MAX: Final = 8
 """So often an object may be pushed out again between its lift and its read."""
 SETTLED: Final = {Got.RIGHT, Got.MISSING, Got.REJECTED, Got.LEFT_BELOW}
 """Outcomes that a second look would not change."""
-UNSETTLED: Final = {Got.LEFT_BELOW, Got.MOVED}
-"""Outcomes that the owner itself may change: it is asked where the object is."""
+TO_ASK: Final = {Got.LEFT_BELOW, Got.MOVED}
+"""Outcomes of which the owner knows more: it is asked where the object is."""
 
 
 class Gets:
@@ -96,7 +96,7 @@ class Gets:
                 False  # Now it is told which bytes are wrong, and which were another object's.
             )
             failed.update(group.source.number for group in groups if group.failed is not None)
-        below = [row for row, one in enumerate(outcomes) if one in UNSETTLED]
+        below = [row for row, one in enumerate(outcomes) if one in TO_ASK]
         if below:
             self._get_below(keys, signature, destination, below, outcomes, deadline_s)
         return outcomes
@@ -260,8 +260,7 @@ class Gets:
             begun_s, read = time.monotonic(), list[Group]()
             moved = [outcomes[row] is Got.MOVED for row in rows]
             for row in rows:
-                if outcomes[row] is Got.LEFT_BELOW:
-                    outcomes[row] = Got.MISSING
+                outcomes[row] = Got.MISSING
             parts = lifted_parts(
                 self._owners, keys[list(rows)], signature, nbytes, moved, deadline_s
             )
@@ -273,7 +272,10 @@ class Gets:
                     read += groups
                     self._read(groups, destination, outcomes, deadline_s)
             self._measure_below(read, outcomes, nbytes, time.monotonic() - begun_s)
-            left = [row for row in rows if outcomes[row] in UNSETTLED]
+            left = [row for row in rows if outcomes[row] in TO_ASK]
+            for row, was_there in zip(rows, moved, strict=True):
+                if was_there and outcomes[row] is Got.MISSING:
+                    outcomes[row] = Got.MOVED  # Its owner has said so: it is not asked again.
             barren = barren + 1 if len(left) == len(rows) else 0
             rows = left
 

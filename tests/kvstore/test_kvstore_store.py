@@ -138,6 +138,24 @@ def test_what_was_removed_meanwhile_has_moved(guest: Store, owner: Store) -> Non
     until(lambda: guest.get(KEYS[:1], SIG, back.pieces.of([0])) == [Got.MISSING])
 
 
+def test_an_owner_is_asked_once_where_something_is_that_has_moved(
+    guest: Store, owner: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_all(owner)
+    sees(guest)
+    back = Room(guest, N, NBYTES)
+    own = owner._owners.own
+    assert own is not None
+    asked, lift = list[int](), own.lift
+    monkeypatch.setattr(
+        own, "lift", lambda keys, *more: (asked.append(len(keys)), lift(keys, *more))[1]
+    )
+    with deaf(guest):
+        owner.remove(KEYS[:4], SIG)
+        assert guest.get(KEYS, SIG, back.pieces) == [Got.MOVED] * 4 + [Got.RIGHT] * (N - 4)
+    assert asked == [4]
+
+
 def test_a_slot_that_was_used_again_is_not_taken_for_its_former_object(
     guest: Store, owner: Store
 ) -> None:
