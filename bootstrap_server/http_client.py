@@ -76,27 +76,33 @@ class _DeadlineConnection(http.client.HTTPConnection):
         """To the first address that answers. They are asked again and again, unless all refuse."""
         found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         while True:
-            is_silent = False
-            problem: OSError | None = None
-            for tried, (family, kind, protocol, _, address) in enumerate(found):
-                sock = _DeadlineSocket(family, kind, protocol)
+            problems: list[OSError] = []
+            for tried, one in enumerate(found):
                 try:
                     # One address that does not answer leaves time for the others.
                     share_s = _left_s(self.deadline_s) / (len(found) - tried)
-                    sock.settimeout(min(share_s, DIAL_S))
-                    sock.connect(address)
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    self.sock = self._dial(one, min(share_s, DIAL_S))
                 except OSError as error:
-                    sock.close()
-                    problem = error
-                    is_silent = is_silent or isinstance(error, TimeoutError)
-                    continue
-                sock.deadline_s = self.deadline_s
-                self.sock = sock
-                return
-            assert problem is not None  # getaddrinfo never returns an empty list
+                    problems.append(error)
+                else:
+                    return
+            is_silent = any(isinstance(one, TimeoutError) for one in problems)
             if not is_silent or time.monotonic() >= self.deadline_s:
-                raise problem
+                raise problems[-1]  # getaddrinfo never returns an empty list
+
+    def _dial(self, found: Any, timeout_s: float) -> _DeadlineSocket:
+        """To one address, as getaddrinfo has told it; ``OSError``."""
+        family, kind, protocol, _, address = found
+        sock = _DeadlineSocket(family, kind, protocol)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(address)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
+            sock.close()
+            raise
+        sock.deadline_s = self.deadline_s
+        return sock
 
     def begin(self, deadline_s: float) -> None:
         """The next request has to be over by then."""
