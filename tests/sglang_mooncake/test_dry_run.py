@@ -42,6 +42,8 @@ ISSUE = [
         ("--tp-size 16 --dp-size 4 --enable-dp-attention", Topology(4, 1, 4, 1)),
         ("--tensor-parallel-size 4 --data-parallel-size 2", Topology(2, 1, 4, 1)),
         ("--tp-siz 8 --stream-interval 3 --pp 2", Topology(1, 1, 8, 2)),
+        ("--tp 8 --served-model-name serve --pp 2", Topology(1, 1, 8, 2)),
+        ("sglang serve --tp 8", Topology(1, 1, 8, 1)),
         (
             (
                 "python -m sglang.launch_server --model-path /m --tp 8 --attn-cp-size 4 --pp-size=2"

@@ -167,8 +167,11 @@ def _from_command_line(text: str) -> dict[str, str | None]:
 
 
 def _of_server(words: Sequence[str]) -> list[str]:
-    """The words behind the program: `python -m sglang.launch_server` or `sglang serve`."""
+    """The words behind the program: `python -m sglang.launch_server` or `sglang serve`. A flag may
+    have such a word as its value."""
     for number, word in enumerate(words):
+        if word.startswith("--"):
+            break
         if word in ("sglang.launch_server", "serve"):
             return list(words[number + 1 :])
     return list(words)
