@@ -5,7 +5,8 @@ and slots meanwhile."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,17 @@ def test_an_owner_that_is_dead_at_the_begin_costs_a_look_elsewhere(
                 assert load.finish() == [Got.RIGHT] * N
 
 
+@contextmanager
+def with_far(directory: Path, start_far: Callable[..., Far]) -> Iterator[tuple[Store, Far]]:
+    """A store, and an owner in another process that has all objects."""
+    far = start_far(8 * MIB, 0, 1)
+    with Store(config(directory)) as store:
+        until(store._owners.usable)
+        put_all(store)
+        until(lambda: store.exists(KEYS, SIG, PARTS * PART).all())
+        yield store, far
+
+
 @pytest.mark.slow
 def test_an_owner_that_dies_between_two_parts_costs_nothing(
     directory: Path, start_far: Callable[..., Far], room_at: Callable[[Store], Room]
@@ -130,11 +142,7 @@ def test_an_owner_that_dies_between_two_parts_costs_nothing(
 def test_without_another_copy_no_further_part_is_handed_over(
     directory: Path, start_far: Callable[..., Far]
 ) -> None:
-    far = start_far(8 * MIB, 0, 1)
-    with Store(config(directory)) as store:
-        until(store._owners.usable)
-        put_all(store)
-        until(lambda: store.exists(KEYS, SIG, PARTS * PART).all())
+    with with_far(directory, start_far) as (store, far):
         room = FarRoom(store, N, PARTS * PART)
         with deaf(store):
             load = Load(store, KEYS, SIG, pieces(room), TIMEOUT_S)
@@ -153,11 +161,7 @@ def test_an_owner_of_this_host_need_not_run_while_its_memory_is_copied(
     number: signal.Signals, directory: Path, start_far: Callable[..., Far]
 ) -> None:
     """SGLang aborts the requests of a load that fails."""
-    far = start_far(8 * MIB, 0, 1)
-    with Store(config(directory)) as store:
-        until(store._owners.usable)
-        put_all(store)
-        until(lambda: store.exists(KEYS, SIG, PARTS * PART).all())
+    with with_far(directory, start_far) as (store, far):
         (known,) = (store._owners._connections.get(one) for one in store._owners.usable())
         assert known is not None
         assert known.caller is not None, "its memory is mapped"
@@ -183,11 +187,7 @@ def test_what_was_found_is_loaded_though_its_owner_became_silent_since(
     directory: Path, start_far: Callable[..., Far]
 ) -> None:
     """SGLang looks pages up, and has them loaded later, in another thread."""
-    far = start_far(8 * MIB, 0, 1)
-    with Store(config(directory)) as store:
-        until(store._owners.usable)
-        put_all(store)
-        until(lambda: store.exists(KEYS, SIG, PARTS * PART).all())
+    with with_far(directory, start_far) as (store, far):
         with impatient(store):
             far.signal(signal.SIGSTOP)
             until(lambda: not store.exists(KEYS, SIG, PARTS * PART).any(), "it is silent")
