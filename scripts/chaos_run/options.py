@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from command_line import Parser
+from command_line import Parser, positive, some_of
 
 from chaos_run.schedule import KINDS, Kind
 
@@ -41,7 +41,7 @@ def parse(argv: Sequence[str]) -> ChaosOptions:
         "early, and faults come one after another. All on the CPU. Needs root.",
     )
     add = parser.add_argument
-    add("--minutes", type=_positive, default=3.0, metavar="M", help="of traffic with faults (3)")
+    add("--minutes", type=positive, default=3.0, metavar="M", help="of traffic with faults (3)")
     add("--seed", type=int, default=0, metavar="N", help="of prompts, aborts and faults (0)")
     add(
         "--kinds",
@@ -52,7 +52,7 @@ def parse(argv: Sequence[str]) -> ChaosOptions:
     )
     add("--clients", type=int, default=10, metavar="N", help="requests under way at a time (10)")
     add("--aborts", type=_share, default=0.2, metavar="F", help="share of clients that leave (0.2)")
-    add("--deadline", type=_positive, default=60.0, metavar="S", help="of each request (60)")
+    add("--deadline", type=positive, default=60.0, metavar="S", help="of each request (60)")
     add("--layerwise", action="store_true", help="KV leaves layer by layer")
     add("--secret", action="store_true", help="the servers have a secret in common")
     add("--json", type=Path, metavar="FILE", help="write everything, every request included")
@@ -83,23 +83,7 @@ def _default_kinds(secret: bool) -> tuple[Kind, ...]:
 
 
 def _kinds(text: str) -> tuple[Kind, ...]:
-    if text == "none":
-        return ()
-    asked = text.split(",")
-    unknown = sorted(set(asked) - set(KINDS))
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(KINDS)}")
-    return tuple(kind for kind in KINDS if kind in asked)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
+    return () if text == "none" else some_of(KINDS)(text)
 
 
 def _share(text: str) -> float:

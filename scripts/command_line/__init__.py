@@ -5,9 +5,12 @@ and a wrong argument are answered before anything is set up."""
 from __future__ import annotations
 
 import argparse
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection
+from typing import Any, NoReturn, TypeVar
 
-__all__ = ["Parser"]
+__all__ = ["Parser", "positive", "some_of"]
+
+_Name = TypeVar("_Name", bound=str)
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,3 +25,27 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self._name}: {message} (--help lists the options)\n")
+
+
+def positive(text: str) -> float:
+    """An argument's type."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def some_of(names: Collection[_Name]) -> Callable[[str], tuple[_Name, ...]]:
+    """An argument's type: some of these, with commas between them, in the order of ``names``."""
+
+    def read(text: str) -> tuple[_Name, ...]:
+        asked = text.split(",")
+        unknown = sorted(set(asked) - set(names))
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(names)}")
+        return tuple(name for name in names if name in asked)
+
+    return read

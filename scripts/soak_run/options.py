@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from command_line import Parser
+from command_line import Parser, positive, some_of
 
 __all__ = ["SCENARIOS", "SoakOptions", "parse"]
 
@@ -48,10 +48,15 @@ def parse(argv: Sequence[str]) -> SoakOptions:
         epilog="scenarios:\n" + "\n".join(f"  {n:10} {what}" for n, what in SCENARIOS.items()),
     )
     add = parser.add_argument
-    add("--scenario", type=_names, metavar="S,…", help="which ones, of those below (all)")
-    add("--minutes", type=_positive, default=5.0, metavar="M", help="of load in each (5)")
+    add(
+        "--scenario",
+        type=some_of(SCENARIOS),
+        metavar="S,…",
+        help="which ones, of those below (all)",
+    )
+    add("--minutes", type=positive, default=5.0, metavar="M", help="of load in each (5)")
     add("--clients", type=int, default=4, metavar="N", help="requests under way at a time (4)")
-    add("--deadline", type=_positive, default=60.0, metavar="S", help="of each request (60)")
+    add("--deadline", type=positive, default=60.0, metavar="S", help="of each request (60)")
     add("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
     add("--json", type=Path, metavar="FILE", help="write the table's figures")
     args = parser.parse_args(argv)
@@ -67,24 +72,6 @@ def parse(argv: Sequence[str]) -> SoakOptions:
         seed=args.seed,
         json=args.json,
     )
-
-
-def _names(text: str) -> tuple[str, ...]:
-    asked = text.split(",")
-    unknown = sorted(set(asked) - set(SCENARIOS))
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(SCENARIOS)}")
-    return tuple(name for name in SCENARIOS if name in asked)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -46,17 +46,6 @@ class Spec(msgspec.Struct, frozen=True):
     timeout_s: float
 
 
-@dataclass
-class Counted:
-    """See ``Probed``."""
-
-    puts: int = 0
-    gets: int = 0
-    wrong: int = 0
-    put_late_s: float = 0.0
-    get_late_s: float = 0.0
-
-
 class Probe:
     """One client's objects and figures."""
 
@@ -69,7 +58,7 @@ class Probe:
         offsets = np.arange(PIECES, dtype=np.uint64) * np.uint64(PIECE_BYTES)
         self._pieces = Pieces(begins[:, None] + offsets, np.full(PIECES, PIECE_BYTES))
         self._right = _contents(0)
-        self.counted = Counted()
+        self.seen = Probed()
 
     def store_all(self, owners: int) -> None:
         """Once so many owners can be used. ``TimeoutError``."""
@@ -88,8 +77,8 @@ class Probe:
         self._bytes[:NEW] = _contents(seed)[:NEW]
         begun_s = time.monotonic()
         self._store.put(_keys(seed)[:NEW], SIGNATURE, self._pieces.of(range(NEW)), self._timeout_s)
-        self.counted.puts += 1
-        self.counted.put_late_s = max(self.counted.put_late_s, self._late_s(begun_s))
+        late_s = max(self.seen.put_late_s, self._late_s(begun_s))
+        self.seen = replace(self.seen, puts=self.seen.puts + 1, put_late_s=late_s)
 
     def load(self) -> None:
         """As SGLang's linker, part by part."""
@@ -111,11 +100,17 @@ class Probe:
         self._got(begun_s, outcomes)
 
     def _got(self, begun_s: float, outcomes: list[Got]) -> None:
-        self.counted.gets += 1
-        self.counted.get_late_s = max(self.counted.get_late_s, self._late_s(begun_s))
-        for row, one in enumerate(outcomes):
-            if one is Got.RIGHT and not np.array_equal(self._bytes[row], self._right[row]):
-                self.counted.wrong += 1
+        late_s = max(self.seen.get_late_s, self._late_s(begun_s))
+        wrong = sum(
+            one is Got.RIGHT and not np.array_equal(self._bytes[row], self._right[row])
+            for row, one in enumerate(outcomes)
+        )
+        self.seen = replace(
+            self.seen,
+            gets=self.seen.gets + 1,
+            wrong=self.seen.wrong + wrong,
+            get_late_s=late_s,
+        )
 
     def _late_s(self, begun_s: float) -> float:
         return time.monotonic() - begun_s - self._timeout_s
@@ -148,7 +143,7 @@ def main() -> None:
             probe.get()
             seed += 1
             ended.wait(PAUSE_S)
-    print(msgspec.json.encode(Probed(**asdict(probe.counted))).decode(), flush=True)
+    print(msgspec.json.encode(probe.seen).decode(), flush=True)
 
 
 if __name__ == "__main__":

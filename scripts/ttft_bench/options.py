@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from command_line import Parser
+from command_line import Parser, some_of
 from cpu_serving.architectures import NEW_TOKENS, LlamaSize
 
 from ttft_bench.rates import Rate, parse_rate
@@ -96,7 +96,7 @@ def _build_parser() -> Parser:
     )
     add(
         "--kinds",
-        type=_kinds,
+        type=some_of(KINDS),
         default=",".join(KINDS),
         metavar="K,…",
         help=f"which of {', '.join(KINDS)}: one server, PD, PD by layers (all)",
@@ -137,14 +137,6 @@ def _rates(text: str) -> tuple[Rate, ...]:
         return tuple(dict.fromkeys(parse_rate(part) for part in text.split(",")))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _kinds(text: str) -> tuple[Kind, ...]:
-    asked = text.split(",")
-    unknown = sorted(set(asked) - set(KINDS))
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(KINDS)}")
-    return tuple(kind for kind in KINDS if kind in asked)
 
 
 def _positive(text: str) -> int:
