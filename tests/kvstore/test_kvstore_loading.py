@@ -197,7 +197,8 @@ def test_what_was_found_is_loaded_though_its_owner_became_silent_since(
                 assert load.wait(part)
                 assert is_there(room, part)
             assert load.finish() == [Got.RIGHT] * N
-            load = load_of(store, FarRoom(store, N, PARTS * PART))
+            far_room = FarRoom(store, N, PARTS * PART)
+            load = load_of(store, far_room)
             assert not load.wait(0)
             assert load.finish() == [Got.MISSING] * N, "te would wait for its answer"
         far.signal(signal.SIGCONT)
@@ -261,7 +262,8 @@ def test_a_changed_byte_is_noticed_at_the_end(guest: Store, owner: Store) -> Non
     put_all(owner)
     until(lambda: guest.exists(KEYS, SIG, PARTS * PART).all())
     change_byte(owner, 3)
-    load = load_of(guest, Room(guest, N, PARTS * PART))
+    room = Room(guest, N, PARTS * PART)
+    load = load_of(guest, room)
     assert all(load.wait(part) for part in range(PARTS))
     outcomes = load.finish()
     assert sorted(one.value for one in outcomes) == ["corrupted"] + ["right"] * (N - 1)
@@ -274,7 +276,8 @@ def test_what_is_not_there_is_told_before_the_first_part(
 ) -> None:
     put_all(owner)
     owner.remove(KEYS[2:3], SIG)
-    load = load_of(owner, room_at(owner))
+    room = room_at(owner)  # Whose memory lasts for as long as the load.
+    load = load_of(owner, room)
     assert not load.wait(0)
     assert load.finish()[2] is Got.MISSING
 
