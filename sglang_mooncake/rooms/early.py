@@ -88,12 +88,16 @@ class EarlyRooms:
         found = [self._drop(self._peers[name].messages[room]) for name in names]
         return sorted(found, key=lambda early: early.since_s)
 
-    def lose(self, peer: str) -> None:
-        """Forgets the requests of a peer that cannot be written to any more."""
+    def lose(self, peer: str, reason: str, now_s: float) -> None:
+        """A peer cannot be written to any more: its requests count as given up, so that a room that
+        opens later does not wait for somebody who is gone."""
         known = self._peers.get(peer)
         for early in list(known.messages.values()) if known else ():
-            if not isinstance(early.message, RoomAbort):
-                self._drop(early)
+            request = early.message
+            if not isinstance(request, RoomAbort):
+                lost = f"its link was lost before the prefill server had the request: {reason}"
+                abort = RoomAbort(request.room, request.generation, lost)
+                self._keep(Early(peer, abort, now_s))
 
     def late(self, now_s: float) -> list[tuple[Early, str]]:
         """Takes out what waited too long, and says why."""

@@ -150,7 +150,7 @@ class PrefillRooms:
             case WriteEnded():
                 return self._write_ended(event, now_s)
             case PeerLost(peer, reason):
-                return self._peer_lost(peer, reason)
+                return self._peer_lost(peer, reason, now_s)
             case Tick():
                 return self._tick(now_s)
 
@@ -350,8 +350,8 @@ class PrefillRooms:
         self._early.abort(peer, message, now_s)
         return self._refuse(self._early.crowd(peer))
 
-    def _peer_lost(self, peer: str, reason: str) -> list[Instruction]:
-        self._early.lose(peer)
+    def _peer_lost(self, peer: str, reason: str, now_s: float) -> list[Instruction]:
+        self._early.lose(peer, reason, now_s)
         instructions: list[Instruction] = []
         for room in list(self._rooms.values()):
             waited = room.waiting.pop(peer, None) is not None

@@ -54,6 +54,16 @@ def test_a_lost_peer_takes_its_early_request_along_and_leaves_that_of_others():
     assert view.state is RoomState.READY
 
 
+def test_a_room_whose_only_peer_was_lost_before_it_opened_does_not_wait_for_it():
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms.handle(Requested("a", request(1)), 0)
+    rooms.handle(PeerLost("a", "its process is gone"), 1)
+    view = opened(rooms)
+    rooms.handle(Tick(), 1 + ABORT_GRACE_S)
+    assert view.state is RoomState.ABORTED
+    assert view.reason is not None and "its process is gone" in view.reason
+
+
 def test_an_early_request_is_kept_for_its_room():
     rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(Requested("a", request(1)), 0)
