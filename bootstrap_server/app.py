@@ -13,13 +13,15 @@ version and the name of an instance in the path, errors as `{"error": sentence}`
 | `PUT /v1/instances/NAME/ranks` | `RankRecord` | `{"lease_s": …}`, or 409 |
 | `PUT /v1/instances/NAME/leases` | `Renewal` | `{"lease_s": …}`, or 410: no such lease |
 | `DELETE /v1/instances/NAME/leases` | `RankLife` | `OK`, or 410 |
+| `POST /v1/given-up-rooms` | `Notice` | `OK` (`given_up.py`) |
+| `GET /v1/given-up-rooms` | | `GivenUp`; waits like the instances |
 | `GET /` | | the status page (`status_http.py`) |
 | `GET /v1/status` | | what it shows |
 
 `GET /v1/instances/NAME?wait_s=…&after=…` waits until the instance is ready with a revision above
 `after`. A 409 has `left_s` where a live rank holds the place: how long, unless it renews.
 
-With keys a `Gate` stands before all of them but `GET /health` and `GET /metrics`.
+With keys a `Gate` stands before all of them but `GET /health`, `GET /metrics` and notices.
 
 Handlers run on one event loop and never await between reading and writing the registry, so
 there are no locks.
@@ -46,6 +48,7 @@ from bootstrap_server.errors import (
     RegistryFull,
 )
 from bootstrap_server.gate import Gate, guard
+from bootstrap_server.given_up_http import GivenUpHandlers
 from bootstrap_server.http_body import (
     BODY_BYTES_MAX,
     RefusalError,
@@ -93,8 +96,8 @@ _ROUTE_PARAMETERS: Final = (
 )
 _PATHS: Final = (
     "/route, /register_dp_rank, /query_dp_ranks, /health (SGLang 0.5.23), /metrics, /v1/instances, "
-    "/v1/instances/NAME, /v1/instances/NAME/ranks, /v1/instances/NAME/leases, and for people / "
-    "and /v1/status"
+    "/v1/instances/NAME, /v1/instances/NAME/ranks, /v1/instances/NAME/leases, "
+    "/v1/given-up-rooms, and for people / and /v1/status"
 )
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -114,6 +117,7 @@ def make_app(
     (None: everybody's), `page` who may see the status page without a proof."""
     handlers = _Handlers(registry, rooms, clock, watch, board)
     status = StatusHandlers(registry, board, clock, page)
+    given_up = GivenUpHandlers(clock)
     metrics = MetricsHandlers(registry, board, watch)
 
     @web.middleware
@@ -156,12 +160,14 @@ def make_app(
             web.put("/v1/instances/{name}/ranks", handlers.put_rank),
             web.put("/v1/instances/{name}/leases", handlers.renew),
             web.delete("/v1/instances/{name}/leases", handlers.release),
+            *given_up.routes(),
             *status.routes(),
             *metrics.routes(),
         ]
     )
     app.on_response_prepare.append(_without_versions)
     app.on_shutdown.append(handlers.let_waiters_go)
+    app.on_shutdown.append(given_up.let_waiters_go)
     return app
 
 

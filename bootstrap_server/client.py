@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -15,10 +16,17 @@ from bootstrap_server.decoding import BadText, decoded, excerpt
 from bootstrap_server.errors import (
     BootstrapError,
     LeaseLost,
+    NeverServed,
     NotReady,
     PlaceTaken,
     RegistrationRefused,
     Unreachable,
+)
+from bootstrap_server.given_up import (
+    GIVEN_UP_PATH,
+    ROOMS_PER_NOTICE_MAX,
+    GivenUp,
+    Notice,
 )
 from bootstrap_server.http_client import HttpClient
 from bootstrap_server.rank_status import RankStatus
@@ -74,6 +82,7 @@ _NOT_READY = msgspec.json.Decoder(_NotReadyBody)
 _ROOMS = msgspec.json.Decoder(dict[int, int])
 _LEASE = msgspec.json.Decoder(_LeaseBody)
 _ERROR = msgspec.json.Decoder(_ErrorBody)
+_GIVEN_UP = msgspec.json.Decoder(GivenUp)
 
 
 class BootstrapClient:
@@ -233,6 +242,26 @@ class BootstrapClient:
             found |= dp_ranks
         return found
 
+    def give_up(self, rooms: Sequence[int], reason: str) -> None:
+        """Say that a decode server will never ask for these rooms (`given_up.py`); works without
+        the registry's keys."""
+        for first in range(0, len(rooms), ROOMS_PER_NOTICE_MAX):
+            notice = Notice(tuple(rooms[first : first + ROOMS_PER_NOTICE_MAX]), reason)
+            body = msgspec.json.encode(notice)
+            status, answer = self._http.request("POST", GIVEN_UP_PATH, body)
+            if (status, answer) != (200, b"OK"):
+                raise self._stranger(f"POST {GIVEN_UP_PATH}", status, answer)
+
+    def given_up(self, after: int, wait_s: float) -> GivenUp:
+        """Rooms that decode servers have given up since revision `after`; waits `wait_s` (at most
+        60) for one."""
+        path = f"{GIVEN_UP_PATH}?wait_s={wait_s:.3f}&after={after}"
+        status, answer = self._http.request("GET", path, wait_s=wait_s)
+        if status == 200:
+            with contextlib.suppress(BadText):
+                return decoded(_GIVEN_UP, answer)
+        raise self._stranger(f"GET {GIVEN_UP_PATH}", status, answer)
+
     def _check_held(self, status: int, answer: bytes) -> None:
         refusal = self._error_of(answer)
         if status == 410 and refusal is not None:
@@ -249,8 +278,9 @@ class BootstrapClient:
 
     def _stranger(self, what: str, status: int, answer: bytes) -> BootstrapError:
         """Error for a refusal, or for an answer that our server would not give."""
-        refusal = self._error_of(answer)
+        refusal, kind = self._error_of(answer), BootstrapError
         if status == 401:
+            kind = NeverServed
             sentence = (
                 "it serves only SGLang servers that have its secret: start this one with the same "
                 "SGLANG_MOONCAKE_SECRET_FILE"
@@ -261,11 +291,13 @@ class BootstrapClient:
             sentence = repr(answer[:ANSWER_EXCERPT_CHARS].decode(errors="replace"))
             # Our server's refusals on SGLang's routes are plain text with this status.
             if status != 400:
+                if status < 500 and status not in (408, 429):
+                    kind = NeverServed
                 sentence += (
                     f"; is this address ({PORT_FLAG}) a bootstrap server of sglang-mooncake, "
                     "and not a stock SGLang or another service?"
                 )
-        return BootstrapError(f"{self.address} answers {what} with status {status}: {sentence}")
+        return kind(f"{self.address} answers {what} with status {status}: {sentence}")
 
     @staticmethod
     def _error_of(answer: bytes) -> _ErrorBody | None:

@@ -16,6 +16,7 @@ __all__ = [
     "BootstrapError",
     "LeaseLost",
     "MismatchError",
+    "NeverServed",
     "NotReady",
     "PlaceTaken",
     "RegistrationRefused",
@@ -32,7 +33,19 @@ class BootstrapError(Exception):
 
 
 class Unreachable(BootstrapError):
-    """Nothing answered at the address in time; asking again later can help."""
+    """Nothing answered at the address in time; asking again later can help.
+
+    `nothing_listens`: the host answered that no process listens on the port.
+    """
+
+    def __init__(self, sentence: str, *, nothing_listens: bool = False) -> None:
+        self.nothing_listens = nothing_listens
+        super().__init__(sentence)
+
+
+class NeverServed(BootstrapError):
+    """The other side answers, and will answer the same until somebody changes a setting: it has
+    another secret, or is no registry of ours."""
 
 
 class RegistrationRefused(BootstrapError):

@@ -13,6 +13,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from bootstrap_server.allowance import Allowance
 from bootstrap_server.crowd import source_of
+from bootstrap_server.given_up import GIVEN_UP_PATH
 from bootstrap_server.http_body import RefusalError, check_body, error_response
 from bootstrap_server.proof import HEADER, RequestProof, key_of, prove_answer
 from bootstrap_server.refusals import Refusals
@@ -22,8 +23,9 @@ __all__ = ["PROVED", "Gate", "guard"]
 
 #: In requests that were proved.
 PROVED: Final = web.RequestKey("proved", bool)
-#: Tell no names, and those who ask for them (orchestrators, Prometheus) have no secret.
-_OPEN: Final = frozenset({("GET", "/health"), ("GET", "/metrics")})
+#: The first two tell no names, and those who ask for them (orchestrators, Prometheus) have no
+#: secret. Who leaves a notice has another one than we have.
+_OPEN: Final = frozenset({("GET", "/health"), ("GET", "/metrics"), ("POST", GIVEN_UP_PATH)})
 
 
 class Gate:
@@ -70,7 +72,7 @@ def guard(
 ) -> Middleware:
     """A middleware that asks `gate` first, tells `proved` of those who are let in, and proves the
     answers to them. Others get status 401 and not a word, or 429 when they ask too often;
-    `is_for_browsers` says which requests need no proof, beside `GET /health` and `GET /metrics`."""
+    `is_for_browsers` says which requests need no proof, beside those that are open to all."""
     allowance = Allowance()
 
     def answer_to_stranger(source: str) -> web.Response | None:
@@ -88,7 +90,10 @@ def guard(
         header = request.headers.get(HEADER)
         is_open = (request.method, request.raw_path) in _OPEN
         if is_open or (header is None and is_for_browsers(request)):
-            answer = answer_to_stranger(source_of(address)) or await handler(request)
+            try:
+                answer = answer_to_stranger(source_of(address)) or await handler(request)
+            except RefusalError as refusal:
+                answer = error_response(request, refusal)
             # What else a stranger might begin over the connection is not waited for.
             answer.force_close()
             return answer

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from bootstrap_server.client_proof import ClientProof
-from bootstrap_server.errors import BootstrapError, Unreachable
+from bootstrap_server.errors import BootstrapError, NeverServed, Unreachable
 
 __all__ = ["ANSWER_BYTES_MAX", "HttpClient", "split_address"]
 
@@ -161,7 +161,8 @@ class HttpClient:
             # An HTTPException may hold anything that a stranger has sent.
             reason = (str(error) if isinstance(error, OSError) else repr(error))[:REASON_CHARS]
             raise Unreachable(
-                f"{self._server} at {self._address} cannot be reached: {reason}"
+                f"{self._server} at {self._address} cannot be reached: {reason}",
+                nothing_listens=isinstance(error, ConnectionRefusedError),
             ) from error
         except BaseException:
             self.close()
@@ -212,7 +213,7 @@ class HttpClient:
             packed = b"".join(self._parts(response))
             refusal = proof.refusal(response, encoding, packed)
             if refusal is not None:
-                raise BootstrapError(f"{self._server} at {self._address} {refusal}")
+                raise NeverServed(f"{self._server} at {self._address} {refusal}")
             return b"".join(self._unpacked([packed], encoding))
         return b"".join(self._unpacked(self._parts(response), encoding))
 

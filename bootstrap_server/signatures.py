@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from bootstrap_server.errors import BootstrapError
+from bootstrap_server.errors import NeverServed
 from bootstrap_server.records import (
     DEFAULT_INSTANCE,
     Instance,
@@ -52,7 +52,7 @@ def key_index(
 def check_signatures(
     instance: Instance, keys: Sequence[bytes], address: str, name: str = DEFAULT_INSTANCE
 ) -> None:
-    """Raise `BootstrapError` unless all records of the instance that the registry at `address`
+    """Raise `NeverServed` unless all records of the instance that the registry at `address`
     gave are signed with one of `keys`; without keys nothing is asked."""
     if not keys:
         return
@@ -64,7 +64,7 @@ def check_signatures(
                 if rank.signature
                 else "is not signed: the rank has no secret"
             )
-            raise BootstrapError(
+            raise NeverServed(
                 f"prefill rank {rank.coords} at {rank.host} port {rank.port} is not asked: its "
                 f"record, from the registry at {address}, {cause}; give all servers the same "
                 "secret (SGLANG_MOONCAKE_SECRET_FILE)"

@@ -22,6 +22,7 @@ from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.executor import Executor
 from sglang_mooncake.fences import Fencer
+from sglang_mooncake.given_up import GivenUpNotices
 from sglang_mooncake.instances import KNOWN_MAX, PrefillInstances, fetch_instance
 from sglang_mooncake.layout import SEAL_BYTES, Buffers, Layout, Seal
 from sglang_mooncake.layout.pairing import DRAFT
@@ -97,6 +98,8 @@ class DecodeSide(Side):
         self.instances = PrefillInstances(
             registries, functools.partial(fetch_instance, keys=context.keys)
         )
+        self._registries = registries
+        self._given_up = GivenUpNotices()
         #: By address, the oldest first; of the scheduler thread alone.
         self._sources_of: dict[str, _Sources] = {}
         self._optional_states = _optional_states(layout)
@@ -125,11 +128,15 @@ class DecodeSide(Side):
     def start(self) -> None:
         self._fencer.start()
         self._loop.start()
+        for address in self._registries.exact:
+            # So that the log says before the first request if one of them refuses this server.
+            self.instances.ensure(address)
 
     def close(self) -> None:
         super().close()
         self._fencer.close()
         self.instances.close()
+        self._given_up.close()
 
     def abort(self, view: RoomView, reason: str) -> None:
         view.withdrawn = True
@@ -142,6 +149,18 @@ class DecodeSide(Side):
     def close_room(self, view: RoomView) -> None:
         view.withdrawn = True
         super().close_room(view)
+
+    def check_served(self, view: RoomView, address: str) -> None:
+        """Fails a room whose prefill instance will not serve this rank however long it waits, and
+        has the prefill side told. Costs a look into a table; call it while the room waits for its
+        instance."""
+        verdict = self.instances.verdict(address, view.opened_s)
+        if verdict is None or view.withdrawn:
+            return
+        coords = self._context.coords
+        if (coords.cp, coords.tp, coords.pp) == (0, 0, 0):
+            self._given_up.leave(address, view.room, f"{self._context.name}: {verdict}")
+        self.fail(view, f"prefill instance at {address}: {verdict}")
 
     def choose_sources(self, view: RoomView, address: str, prefill_dp_rank: int) -> None:
         """Finds the prefill ranks that feed this rank for this room, and has them linked."""

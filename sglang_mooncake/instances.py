@@ -12,7 +12,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from bootstrap_server import BootstrapClient, BootstrapError, Instance, split_address
+from bootstrap_server import (
+    BootstrapClient,
+    BootstrapError,
+    Instance,
+    NeverServed,
+    Unreachable,
+    split_address,
+)
 from bootstrap_server.secret import Keys
 from bootstrap_server.signatures import check_signatures
 from sglang_mooncake.registries import Registries
@@ -42,6 +49,9 @@ RETURN_FIRST_S, RETURN_MAX_S = 0.1, 2.0
 RETURN_GIVEN_UP_S = 900.0
 #: A registry forgets who has died when its lease ends, after 15 s: whom it names then has lived on.
 RETURN_NOT_DEAD_S = 20.0
+#: Where nothing listens on the port, a server may be starting: it is asked again for so long. A
+#: prefill server opens its registry long before it takes requests.
+NOTHING_LISTENS_S = 1.5
 _NO_KEYS = Keys()
 
 
@@ -52,6 +62,17 @@ class PrefillInfo:
     dp_size: int
     follow_bootstrap_room: bool
     prefill_http_port: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """Why a look-up failed. ``begun_s``: when it began. ``is_final``: it would fail again until
+    somebody changes a setting."""
+
+    sentence: str
+    begun_s: float
+    is_final: bool = False
+    nothing_listens: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -75,13 +96,7 @@ def fetch_instance(address: str, keys: Keys = _NO_KEYS) -> Instance:
     """
     with BootstrapClient(address, keys=keys.registry) as client:
         instance = client.instance(wait_s=LOOKUP_WAIT_S)
-    try:
-        check_signatures(instance, keys.record, address)
-    except BootstrapError as error:
-        # Somebody has taken the registry over, or the secret is not the same everywhere: that
-        # belongs into the log beside the failures of requests.
-        logger.error("%s", error)
-        raise
+    check_signatures(instance, keys.record, address)
     return instance
 
 
@@ -98,7 +113,7 @@ class PrefillInstances:
         self._registries, self._fetch, self._clock = registries, fetch, clock
         self._lock = threading.Lock()  # held for a few dictionary accesses
         self._known: dict[str, Instance] = {}
-        self._problems: dict[str, str] = {}
+        self._problems: dict[str, _Problem] = {}
         self._looked_up: set[str] = set()  # by a worker, or soon
         self._workers = Workers("kv-lookup", WORKERS, WAITING_MAX, WORKERS_OF_ONE_HOST, clock)
         self._returns: dict[str, _Return] = {}
@@ -128,17 +143,17 @@ class PrefillInstances:
         refusal = self.refusal(address)
         with self._lock:
             if refusal is not None:
-                self._note_problem(address, refusal)
+                self._note_problem(address, _Problem(refusal, self._clock()))
             elif address not in self._looked_up and not self._closed:
                 host, _ = split_address(address)
                 if self._workers.submit(functools.partial(self._look_up, address), host):
                     self._looked_up.add(address)
                 else:
-                    self._note_problem(
-                        address,
+                    sentence = (
                         f"{WAITING_MAX} look-ups of prefill instances are queued already, which "
-                        "is the limit",
+                        "is the limit"
                     )
+                    self._note_problem(address, _Problem(sentence, self._clock()))
         return False
 
     def looks_up(self, address: str) -> bool:
@@ -150,7 +165,19 @@ class PrefillInstances:
 
     def problem(self, address: str) -> str | None:
         """Why the instance is not known; None when no look-up has failed."""
-        return self._problems.get(address)
+        problem = self._problems.get(address)
+        return None if problem is None else problem.sentence
+
+    def verdict(self, address: str, since_s: float) -> str | None:
+        """Why nobody needs to wait for this instance any longer, by look-ups that began after
+        ``since_s`` (of this class's clock): the other side will never serve us as we are set, or
+        nothing listens there. None while it may still be served."""
+        problem = self._problems.get(address)
+        if problem is None or problem.begun_s < since_s:
+            return None
+        if problem.nothing_listens and problem.begun_s >= since_s + NOTHING_LISTENS_S:
+            return problem.sentence
+        return problem.sentence if problem.is_final else None
 
     def forget(self, address: str) -> None:
         """A rank of it may have been restarted elsewhere: the next `ensure` looks it up afresh.
@@ -197,14 +224,19 @@ class PrefillInstances:
 
     # --- under the lock ---
 
-    def _note_problem(self, address: str, problem: str) -> None:
-        self._problems.pop(address, None)
+    def _note_problem(self, address: str, problem: _Problem) -> None:
+        former = self._problems.pop(address, None)
+        if problem.is_final and (former is None or not former.is_final):
+            # Once, and before the first request has failed of it.
+            logger.error("prefill instance at %s: %s", address, problem.sentence)
         if len(self._problems) >= PROBLEMS_MAX:
             del self._problems[next(iter(self._problems))]
         self._problems[address] = problem
 
     def _note_known(self, address: str, instance: Instance) -> None:
-        self._problems.pop(address, None)
+        former = self._problems.pop(address, None)
+        if former is not None and former.is_final:
+            logger.warning("prefill instance at %s is served now", address)
         self._known.pop(address, None)
         awaited = self._returns.get(address)
         if awaited is not None and awaited.former != instance:
@@ -221,15 +253,18 @@ class PrefillInstances:
 
     # --- in a worker ---
 
-    def _ask(self, address: str) -> Instance | str:
+    def _ask(self, address: str) -> Instance | _Problem:
         """The instance, or why it is not known."""
+        begun_s = self._clock()
         try:
             return self._fetch(address)
+        except Unreachable as error:
+            return _Problem(str(error), begun_s, nothing_listens=error.nothing_listens)
         except BootstrapError as error:
-            return str(error)
+            return _Problem(str(error), begun_s, is_final=isinstance(error, NeverServed))
         except Exception as error:
             logger.exception("the look-up of the prefill instance at %s failed", address)
-            return f"internal error in the look-up: {error!r}"
+            return _Problem(f"internal error in the look-up: {error!r}", begun_s)
 
     def _look_for_return(self, address: str, one: _Return) -> None:
         found = self._ask(address)
@@ -246,8 +281,9 @@ class PrefillInstances:
                 del self._returns[address]
 
     def _look_up(self, address: str, waited_s: float) -> None:
-        result: Instance | str = (
-            f"its look-up waited {WAITING_MAX_S:g} s behind those of other prefill instances"
+        result: Instance | _Problem = _Problem(
+            f"its look-up waited {WAITING_MAX_S:g} s behind those of other prefill instances",
+            self._clock(),
         )
         if waited_s < WAITING_MAX_S:
             result = self._ask(address)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from sglang_mooncake.executor import Executor
 from sglang_mooncake.layout import Layout, Plan, can_go_by_layers
 from sglang_mooncake.links.prefill import Connected, PrefillLinks
 from sglang_mooncake.links.sockets import PortsTaken
-from sglang_mooncake.messages import HelloReply, RoomFailed
+from sglang_mooncake.messages import HelloReply, RoomAbort, RoomFailed
 from sglang_mooncake.outgoing import Outgoing, TransferEnded
 from sglang_mooncake.rank_report import DecodePeer
 from sglang_mooncake.rooms import prefill as rooms
@@ -33,9 +34,15 @@ from sglang_mooncake.side import Side, broken
 from sglang_mooncake.stats import Recorder
 from sglang_mooncake.stream_order import StreamEvent, StreamOrder, Waited
 
-__all__ = ["PrefillSide"]
+__all__ = ["MISDIRECTED_S", "PrefillSide"]
 
 _START_TIMEOUT_S = 10.0
+#: A decode rank that knows the right address links to this rank in a fraction of it, and a client
+#: shall have its answer within 3 s.
+MISDIRECTED_S = 2.0
+_MISDIRECTED_MAX = 4_096
+#: In the place of a link's key, which is longer: nobody else can use it.
+_WITHOUT_LINK = "(no link)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +106,9 @@ class PrefillSide(Side):
         self._dp_ranks = DpRankNotices(self._register_dp_rank, self.fail)
         self._ports: tuple[int, int] | None = None
         self._port: queue.Queue[int | Exception] = queue.Queue(1)
+        #: Rooms to which no decode rank may ever find, the oldest first, and why. The scheduler
+        #: thread adds, the loop removes.
+        self._misdirected: deque[tuple[RoomView, str]] = deque()
         #: Rooms (by serial) that the scheduler polls in every step. Its thread alone uses this.
         self._polled: set[int] = set()
 
@@ -202,6 +212,17 @@ class PrefillSide(Side):
         if view.over or (view.state is not RoomState.OPEN and not sent):
             self._polled.discard(view.serial)
 
+    def given_up(self, room: int, reason: str) -> None:
+        """A decode rank that has no link to this one will never ask for this room. Any thread may
+        call; a room that other decode ranks ask for goes on."""
+        self._loop.post(rooms.RoomAborted(_WITHOUT_LINK, RoomAbort(room, 0, reason)))
+
+    def misdirect(self, view: RoomView, reason: str) -> None:
+        """The request seems to lead decode ranks to another address than this instance's: the room
+        does not wait long for a first decode rank."""
+        if len(self._misdirected) < _MISDIRECTED_MAX:
+            self._misdirected.append((view, reason))
+
     def abort(self, view: RoomView, reason: str) -> None:
         self._polled.discard(view.serial)
         super().abort(view, reason)
@@ -252,7 +273,18 @@ class PrefillSide(Side):
         for ended in self._outgoing.overlooked():
             self._transfer_ended(ended)
         self._links.tick(now_s)
+        self._end_misdirected(now_s)
         self._recorder.open_rooms(len(self._rooms))
+
+    def _end_misdirected(self, now_s: float) -> None:
+        """Once a decode rank has found this rank, all can: then the address was right after all."""
+        while self._misdirected:
+            view, reason = self._misdirected[0]
+            if now_s - view.opened_s < MISDIRECTED_S:
+                return
+            self._misdirected.popleft()
+            if view.state is RoomState.OPEN and not any(self._links):
+                self._executor.submit(rooms.Broken(view, reason))
 
     def _register_dp_rank(self, room: int) -> None:
         """In a thread of `DpRankNotices`. Raises BootstrapError."""

@@ -41,6 +41,15 @@ class Registries:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_compiled", tuple(_pattern(text) for text in self.patterns))
 
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """Those of the list that are one address: ``HOST:PORT`` without a wildcard."""
+        return tuple(
+            text
+            for text in self.patterns
+            if not re.search(r"[*?/]", text) and _PORT.fullmatch(text) is not None
+        )
+
     def allows(self, host: str, port: int) -> bool:
         return not self.patterns or any(
             pattern.port in (None, port) and pattern.matches_host(host)

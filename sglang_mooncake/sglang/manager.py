@@ -15,11 +15,12 @@ import logging
 from typing import Any
 
 import te
-from bootstrap_server import Rank, RankLease, RankRecord
+from bootstrap_server import BootstrapClient, Rank, RankLease, RankRecord
 from bootstrap_server.exposure import exposure
 from bootstrap_server.signatures import signed
 from sglang_mooncake.decode_side import DecodeSide, SealBuffer
 from sglang_mooncake.explain.questions import answers
+from sglang_mooncake.given_up import GivenUpWatch
 from sglang_mooncake.instances import PrefillInfo
 from sglang_mooncake.layout import Buffers, Layout, early_layers
 from sglang_mooncake.links.sockets import numeric_address
@@ -30,7 +31,7 @@ from sglang_mooncake.rooms.states import RoomView
 from sglang_mooncake.sglang.config import INSECURE, Config
 from sglang_mooncake.sglang.layerwise import Layerwise
 from sglang_mooncake.sglang.listing import in_one_line
-from sglang_mooncake.sglang.plugin import hook_decode_queue, serving_classes
+from sglang_mooncake.sglang.plugin import hook_decode_queue, hook_prefill_queue, serving_classes
 from sglang_mooncake.sglang.pools.kv_args import KVArgsLike, layout_from_kv_args, memory_ranges
 from sglang_mooncake.sglang.prometheus import Exporter, HandoverFigures
 from sglang_mooncake.sglang.recompute import Recompute
@@ -134,6 +135,10 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self.prefill_side: PrefillSide | None = None
         self.decode_side: DecodeSide | None = None
         self._lease: RankLease | None = None
+        self._given_up: GivenUpWatch | None = None
+        #: Prefill, written by the hook on SGLang's queue (`plugin.hook_prefill_queue`): which port
+        #: the request names of which SGLang makes a sender now; None if it names none.
+        self.named_port: int | None = None
         self.stages: StageBoard | None = None
         self._layerwise: Layerwise | None = None
         #: Decode: rooms whose pages SGLang may ask about, by number. A number may be in use again
@@ -200,7 +205,18 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self._control_key = self.prefill_side.control_key
         if self.config.layerwise:
             self._layerwise = self._hook_forwards(self.prefill_side, layout)
+        hook_prefill_queue()
         self.register_to_bootstrap()
+        self._watch_given_up(self.prefill_side)
+
+    def _watch_given_up(self, side: PrefillSide) -> None:
+        """SGLang ends a request on all ranks of a DP rank when one of them has ended it."""
+        coords = self.context.coords
+        if (coords.cp, coords.tp, coords.pp) != (0, 0, 0):
+            return
+        address, keys = self.context.bootstrap_address, self.config.keys.registry
+        self._given_up = GivenUpWatch(lambda: BootstrapClient(address, keys=keys), side.given_up)
+        self._given_up.start()
 
     def _hook_forwards(self, side: PrefillSide, layout: Layout) -> Layerwise:
         drafts = int(self.kv_args.num_draft_entries)
@@ -340,6 +356,8 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         """Ends all threads and connections. Idempotent."""
         if self._layerwise is not None:
             self._layerwise.close()
+        if self._given_up is not None:
+            self._given_up.close()
         if self._lease is not None:
             self._lease.close()
         for side in (self.prefill_side, self.decode_side):

@@ -24,6 +24,7 @@ __all__ = [
     "UnsupportedRelease",
     "check_release",
     "hook_decode_queue",
+    "hook_prefill_queue",
     "register",
     "serving_classes",
 ]
@@ -35,7 +36,7 @@ _SHARED_ENGINE = (
     "sglang.srt.distributed.device_communicators.mooncake_transfer_engine."
     "maybe_init_shared_mooncake_transfer_engine"
 )
-_ENSURE = "_ensure_prefill_info"
+_ENSURE, _CREATE = "_ensure_prefill_info", "create_sender"
 #: When SGLang last asked `try_ensure_parallel_info`, by registry address.
 _LAST_ATTEMPTS = "_ensure_last_attempt_time"
 _EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
@@ -170,6 +171,42 @@ def hook_decode_queue() -> None:
 
     ensure_prefill_info.of_sglang_mooncake = True  # type: ignore[attr-defined]
     setattr(DecodePreallocQueue, _ENSURE, ensure_prefill_info)
+
+
+def hook_prefill_queue() -> None:
+    """For the manager of a prefill rank: it is told which bootstrap port a request names. SGLang
+    hands its senders the server's own port, so that a request whose router was given another one
+    would wait for decode servers that look for it elsewhere.
+
+    Raises:
+        LookupError: this SGLang has another prefill queue.
+    """
+    from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+
+    from sglang_mooncake.sglang.manager import KVManager
+
+    original = getattr(PrefillBootstrapQueue, _CREATE, None)
+    if getattr(original, "of_sglang_mooncake_ports", False):
+        return
+    if not callable(original) or list(inspect.signature(original).parameters)[:2] != [
+        "self",
+        "req",
+    ]:
+        raise LookupError(_missing(f"PrefillBootstrapQueue.{_CREATE}(req)"))
+
+    @functools.wraps(original)
+    def create_sender(queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        manager = queue.kv_manager
+        if not isinstance(manager, KVManager):
+            return original(queue, req, *args, **kwargs)
+        manager.named_port = req.bootstrap_port
+        try:
+            return original(queue, req, *args, **kwargs)
+        finally:
+            manager.named_port = None
+
+    create_sender.of_sglang_mooncake_ports = True  # type: ignore[attr-defined]
+    setattr(PrefillBootstrapQueue, _CREATE, create_sender)
 
 
 def _check_targets() -> None:

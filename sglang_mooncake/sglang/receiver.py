@@ -58,6 +58,8 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         self.bootstrap_infos: list[Any] = []
         self._view: RoomView = self._side.new_room(self.bootstrap_room)
         mgr.track(self._view)
+        #: Whether the prefill instance is known: its ranks say the rest.
+        self._chosen = False
         #: What the log names when SGLang takes pages back that are not safe.
         self._pages: npt.NDArray[np.int64] | None = None
         refusal = self._side.instances.refusal(bootstrap_addr)
@@ -69,6 +71,7 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
 
     def init(self, prefill_dp_rank: int) -> None:
         """SGLang knows which DP rank of the prefill instance has the request."""
+        self._chosen = True
         self._side.choose_sources(self._view, self.bootstrap_addr, prefill_dp_rank)
 
     def send_metadata(
@@ -110,6 +113,8 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
             if self.conclude_state is not None:
                 return self.conclude_state
             state = self._view.state
+            if state is RoomState.OPEN and not self._chosen:
+                self._side.check_served(self._view, self.bootstrap_addr)
             if state is RoomState.REQUESTED and self._side.has_arrived(self._view):
                 self._side.arrived(self._view)
                 self.conclude_state = KVPoll.Success

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from bootstrap_server import split_address
 from sglang_mooncake.rooms.prefill import Chunk
 from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.sglang.layerwise.spans import SpanSender
@@ -64,6 +65,14 @@ class KVSender(SpanSender, BaseKVSender):  # type: ignore[misc]
         self.view = self._side.open_room(
             bootstrap_room, mgr.context.register_dp_rank and not req_has_disagg_prefill_dp_rank
         )
+        _, own_port = split_address(mgr.context.bootstrap_address)
+        if mgr.named_port not in (None, own_port):
+            self._side.misdirect(
+                self.view,
+                f"the request names the bootstrap port {mgr.named_port}, and this prefill server's "
+                f"registry is at port {own_port} (--disaggregation-bootstrap-port); no decode "
+                "server has found it. Give the router the registry's port",
+            )
         conflict = dp_rank_conflict(mgr.context, bootstrap_room, req_has_disagg_prefill_dp_rank)
         if conflict is not None:
             self._side.fail(self.view, conflict)

@@ -20,6 +20,7 @@ from bootstrap_server import (
     BootstrapServer,
     Instance,
     LeaseLost,
+    NeverServed,
     NotReady,
     PlaceTaken,
     RankCoords,
@@ -349,7 +350,8 @@ def test_strangers_are_recognised(make_record: MakeRecord, status: int, body: by
         ):
             with pytest.raises(BootstrapError) as caught:
                 ask()
-            assert type(caught.value) is BootstrapError
+            # A server that is ill may be a registry of ours behind a proxy.
+            assert type(caught.value) is (NeverServed if status < 500 else BootstrapError)
             for words in (address, f"status {status}", PORT_FLAG):
                 assert words in str(caught.value)
 

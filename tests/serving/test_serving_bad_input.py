@@ -3,17 +3,29 @@
 
 from __future__ import annotations
 
+import copy
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from cpu_serving.model import make_model
 from cpu_serving.nursery import Nursery
 from cpu_serving.pools import leaked_pages
-from cpu_serving.servers import HOST, Fleet, Pair, Server, ServerOptions, wait_ready
+from cpu_serving.servers import (
+    HOST,
+    Fleet,
+    Pair,
+    Router,
+    Server,
+    ServerOptions,
+    wait_ready,
+    with_secret,
+)
 from cpu_serving.traffic import make_requests, send_all
 from patient import patient
+
+from bootstrap_server.secret_file import write_secret_file
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
@@ -61,6 +73,51 @@ def test_mismatch_fails_the_request_with_a_sentence(
         assert not missing, f"the error does not name {missing}: {answer.error}"
     for server in (prefill, decode):
         assert leaked_pages(server, timeout_s=BOUND_S) == 0
+    router.stop()
+    decode.stop()
+
+
+def assert_ended(router: Router, servers: Sequence[Server], *words: str) -> None:
+    """Long before any deadline of SGLang, which are five minutes."""
+    for answer in send_all(router.url, make_requests(3, 100), 3, timeout_s=BOUND_S):
+        assert answer.error is not None
+        missing = [word for word in words if word not in answer.error]
+        assert not missing, f"the error does not name {missing}: {answer.error}"
+    for server in servers:
+        assert leaked_pages(server, timeout_s=BOUND_S) == 0
+
+
+@pytest.mark.parametrize("mini_lb", [True, False], ids=["mini-lb", "sglang-router"])
+def test_another_secret_ends_requests_on_both_servers(
+    fleet: Fleet, prefill: Server, tmp_path: Path, mini_lb: bool
+) -> None:
+    write_secret_file(tmp_path / "secret")
+    options = with_secret(prefill.options, tmp_path / "secret")
+    name = f"secret-{mini_lb}"
+    decode = fleet.server("decode", options, name=f"decode-{name}")
+    router = fleet.router(prefill, decode, name=f"router-{name}", mini_lb=mini_lb)
+    Pair(prefill, decode, router).wait_ready()
+    sentence = "does not prove that it has our secret"
+    # sglang-router tries again, and soon says of itself that no server is left.
+    assert_ended(router, (prefill, decode), sentence if mini_lb else "No decode workers available")
+    log = decode.process.log_text()
+    assert sentence in log
+    router.stop()
+    decode.stop()
+
+
+def test_another_bootstrap_port_ends_requests_on_both_servers(
+    fleet: Fleet, prefill: Server
+) -> None:
+    decode = fleet.server("decode", prefill.options, name="decode-port")
+    elsewhere = copy.copy(prefill)
+    elsewhere.bootstrap_port = fleet.port()
+    router = fleet.router(elsewhere, decode, name="router-port")
+    Pair(prefill, decode, router).wait_ready()
+    assert_ended(router, (prefill, decode), str(elsewhere.bootstrap_port), "cannot be reached")
+    assert f"the request names the bootstrap port {elsewhere.bootstrap_port}" in (
+        prefill.process.log_text()
+    )
     router.stop()
     decode.stop()
 
