@@ -10,9 +10,9 @@ from handover import ALONE, FIRST, handover, until
 
 from bootstrap_server import (
     BootstrapClient,
-    BootstrapError,
     InstanceConfig,
     KVFormat,
+    NeverServed,
     Rank,
     RankLease,
     RankRecord,
@@ -58,7 +58,7 @@ def test_decode_ranks_find_instances_and_dp_ranks(address: str, keys: Keys) -> N
 
 @pytest.mark.parametrize("signer", [(), (b"x" * 32,)], ids=["unsigned", "other key"])
 def test_a_registry_that_was_taken_over_leads_nobody_elsewhere(
-    signer: tuple[bytes, ...], monkeypatch, caplog: pytest.LogCaptureFixture
+    signer: tuple[bytes, ...], monkeypatch
 ) -> None:
     monkeypatch.setenv("SGLANG_MOONCAKE_SECRET", SECRET)
     config = InstanceConfig(topology=ALONE, format=KVFormat(1, "bfloat16", None))
@@ -67,10 +67,10 @@ def test_a_registry_that_was_taken_over_leads_nobody_elsewhere(
         address = f"127.0.0.1:{server.port}"
         with (
             RankLease(address, record, keys=KEYS.registry),
-            pytest.raises(BootstrapError, match=r"at 10\.6\.6\.6 port 666 is not asked"),
+            pytest.raises(NeverServed, match=r"at 10\.6\.6\.6 port 666 is not asked") as caught,
         ):
             fetch_instance(address, KEYS)
-        assert f"from the registry at {address}, is" in caplog.text
+        assert f"from the registry at {address}, is" in str(caught.value)
 
 
 def test_ranks_with_a_secret_find_each_other() -> None:
@@ -85,7 +85,7 @@ def test_strangers_find_nothing(caplog: pytest.LogCaptureFixture, monkeypatch) -
     monkeypatch.setenv("SGLANG_MOONCAKE_SECRET", SECRET)
     with ServersRegistry(host="127.0.0.1", port=0) as server:
         address = f"127.0.0.1:{server.port}"
-        with pytest.raises(BootstrapError, match="serves only SGLang servers that have its secret"):
+        with pytest.raises(NeverServed, match="serves only SGLang servers that have its secret"):
             fetch_instance(address)
         assert query_dp_ranks(address, [7], ()) == {}
         assert "cannot ask for the DP ranks of 1 rooms" in caplog.text
