@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from sglang_mooncake.mooncake_face.engine import Options, TransferEngine
+from sglang_mooncake.mooncake_face.engine import TransferEngine
 from sglang_mooncake.mooncake_face.finder import install
+from sglang_mooncake.mooncake_face.opened import Options
 
 __all__ = ["Options", "TransferEngine", "install"]

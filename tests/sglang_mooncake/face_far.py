@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``mooncake.engine.TransferEngine`` over te in a process of its own (see ``te_far``)."""
+"""``mooncake.engine.TransferEngine`` over te, here and in another process (see ``te_far``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 from te_far import FarEngine, main, pattern
 
-from sglang_mooncake.mooncake_face import answering, install, sessions
+from sglang_mooncake.mooncake_face import (
+    Options,
+    TransferEngine,
+    answering,
+    install,
+    sessions,
+)
 from sglang_mooncake.sglang.config import Config
 from sglang_mooncake.sglang.drop_in import options
 
@@ -18,6 +24,16 @@ P2P = "P2PHANDSHAKE"
 NEVER_S = 1_000.0
 #: A machine that stops a process for seconds fails no transfer.
 PATIENT = {"SGLANG_MOONCAKE_STALL_TIMEOUT_S": f"{NEVER_S:g}"}
+
+
+def near(
+    protocol: str = "rdma", given: Options | None = None, **environment: str
+) -> TransferEngine:
+    """An engine in this process."""
+    given = given or options(Config.from_environment(PATIENT | environment))
+    engine = type("TransferEngine", (TransferEngine,), {"options": given})()
+    assert engine.initialize("127.0.0.1", P2P, protocol, "") == 0
+    return engine
 
 
 class FarFace(FarEngine):

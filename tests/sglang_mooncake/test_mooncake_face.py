@@ -11,27 +11,19 @@ from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
-from face_far import P2P, PATIENT, FarFace
+from face_far import P2P, FarFace, near
 from te_far import pattern, wait_until
 from te_ports import two_ports
 
 import te
-from sglang_mooncake.mooncake_face import Options, TransferEngine
-from sglang_mooncake.mooncake_face.engine import settle
+from sglang_mooncake.mooncake_face import TransferEngine
+from sglang_mooncake.mooncake_face.batches import settle
 from sglang_mooncake.mooncake_face.sessions import Sessions
 from sglang_mooncake.sglang.config import Config
 from sglang_mooncake.sglang.drop_in import options
 
 SECRET = "6f1d0c8a92e47b35b7e2f90a4c81d356"
 OTHER = "c03be5a71f8d24969d47e2a0f5b8136c"
-
-
-def near(protocol: str = "rdma", given: Options | None = None, **environment: str):
-    """An engine in this process."""
-    given = given or options(Config.from_environment(PATIENT | environment))
-    engine = type("TransferEngine", (TransferEngine,), {"options": given})()
-    assert engine.initialize("127.0.0.1", P2P, protocol, "") == 0
-    return engine
 
 
 @pytest.fixture
