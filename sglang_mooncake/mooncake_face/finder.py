@@ -10,7 +10,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Final
 
-from sglang_mooncake.mooncake_face.engine import Options, TransferEngine
+from sglang_mooncake.mooncake_face.engine import TransferEngine
+from sglang_mooncake.mooncake_face.names import CONTENTS, lacking
+from sglang_mooncake.mooncake_face.opened import Options
 
 __all__ = ["install"]
 
@@ -33,14 +35,17 @@ class _Finder(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         if fullname != self.name:
             return None
-        return ModuleSpec(fullname, self, origin=__file__, is_package=fullname == PACKAGE)
+        spec = ModuleSpec(fullname, self, origin=__file__, is_package=fullname == PACKAGE)
+        spec.has_location = True  # An ImportError names this file, and so whose module it is.
+        return spec
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module).update(self._contents)
 
 
 def install(options: Options) -> None:
-    """From now on, imports of ``mooncake.engine`` get te's ``TransferEngine`` with these options.
+    """From now on, imports of ``mooncake.engine`` get te's ``TransferEngine`` with these options,
+    and the names of `names.CONTENTS`.
 
     Nothing else changes: where the mooncake package is installed, its other modules
     (``mooncake.store``) are still its own, and where it is not, they are still missing. Of several
@@ -58,6 +63,7 @@ def install(options: Options) -> None:
         del sys.modules[ENGINE]
     others = [one for one in sys.meta_path if not isinstance(one, _Finder)]
     face = type(TransferEngine.__name__, (TransferEngine,), {"options": options})
-    engine, package = _Finder(ENGINE, {"TransferEngine": face}), _Finder(PACKAGE, {})
+    contents = {"TransferEngine": face, "__getattr__": lacking, **CONTENTS}
+    engine, package = _Finder(ENGINE, contents), _Finder(PACKAGE, {})
     # The package itself only where nobody else has one.
     sys.meta_path[:] = [engine, *others, package]

@@ -85,3 +85,42 @@ def test_of_several_the_last_counts() -> None:
     install(second)
     assert importlib.import_module("mooncake.engine").TransferEngine.options is second
     assert len(sys.meta_path) == before
+
+
+def test_the_names_beside_the_class_are_there() -> None:
+    install(options())
+    engine = importlib.import_module("mooncake.engine")
+    assert (int(engine.Read), int(engine.Write)) == (0, 1)
+    assert engine.TransferOpcode.Read is engine.Read
+    assert engine.TransferEngine.TransferOpcode is engine.TransferOpcode
+    assert engine.TransferNotify("name", msg="text").msg == "text"
+    for name in ("CUDA", "EFA", "HIP", "MNNVL", "MUSA", "INTRA_NVLINK"):
+        assert getattr(engine, f"SUPPORT_{name}") is False
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("SharedSegment", "it shares memory between processes"),
+        ("RpcInterface", "it sends Python's messages and tensors"),
+        ("create_rpc_server", "it sends Python's messages and tensors"),
+        ("InnerTransferEngine", "Mooncake's store and Mooncake's EP alone use it"),
+    ],
+)
+def test_a_name_that_is_missing_is_told(caplog, name, says) -> None:
+    install(options())
+    engine = importlib.import_module("mooncake.engine")
+    assert not hasattr(engine, name)
+    assert f"mooncake.engine over te has no {name}: {says}" in caplog.text
+    with pytest.raises(AttributeError, match=f"has no {name}: {says}"):
+        getattr(engine, name)
+    with pytest.raises(ImportError, match=rf"'{name}' from 'mooncake\.engine' \(.*mooncake_face"):
+        exec(f"from mooncake.engine import {name}")
+
+
+def test_a_name_that_mooncake_has_not_either_is_no_line_in_the_log(caplog) -> None:
+    install(options())
+    engine = importlib.import_module("mooncake.engine")
+    with pytest.raises(AttributeError, match="over te has no __wrapped__"):
+        engine.__wrapped__  # noqa: B018 - as `inspect` asks any module
+    assert not caplog.text
