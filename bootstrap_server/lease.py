@@ -9,16 +9,19 @@ from collections.abc import Callable, Sequence
 from typing import Final, Self
 
 from bootstrap_server.client import BootstrapClient
-from bootstrap_server.errors import BootstrapError, LeaseLost
+from bootstrap_server.errors import BootstrapError, LeaseLost, Unreachable
 from bootstrap_server.rank_status import RankStatus
 from bootstrap_server.records import DEFAULT_INSTANCE, RankRecord
 
-__all__ = ["RENEWALS_PER_LEASE", "RankLease"]
+__all__ = ["AGAIN_S", "RENEWALS_PER_LEASE", "RankLease"]
 
 logger = logging.getLogger(__name__)
 
 #: Two renewals in a row may come late or not at all before the lease lapses.
 RENEWALS_PER_LEASE: Final = 3
+#: A registry that did not answer is asked again after so long: a rank that was cut off from it for
+#: longer than a lease is unknown to all until it has registered again.
+AGAIN_S: Final = 1.0
 _CLOSE_DEADLINE_S: Final = 5.0
 
 
@@ -33,9 +36,9 @@ class RankLease:
     lease's thread; when it raises, the error is logged and it is not called again.
 
     What comes later is healed here: a registry that was restarted, or forgot the rank while this
-    process was held, gets the rank again at the next renewal; one that cannot be reached, or has
-    given the place to another life, is asked again each time. `problem` says what is wrong in
-    that case, None when all is well; it is logged whenever it changes.
+    process was held, gets the rank again at the next renewal; one that cannot be reached is asked
+    again after `AGAIN_S`, and one that has given the place to another life each time. `problem`
+    says what is wrong in that case, None when all is well; it is logged whenever it changes.
 
     A manager uses it as follows::
 
@@ -60,6 +63,7 @@ class RankLease:
         self._closing = threading.Event()
         #: Why the registry does not show this rank, or may soon cease to; None when it does.
         self.problem: str | None = None
+        self._is_reached = True
         try:
             self._lease_s = self._client.register(record, deadline_s)
         except BaseException:
@@ -82,7 +86,7 @@ class RankLease:
 
     def _run(self) -> None:
         with self._client:
-            while not self._closing.wait(self._lease_s / RENEWALS_PER_LEASE):
+            while not self._closing.wait(self.pause_s()):
                 self.renew()
             try:
                 self._client.release(self._record.rank)
@@ -90,9 +94,15 @@ class RankLease:
                 # The lease ends by itself.
                 logger.debug("%s", error)
 
+    def pause_s(self) -> float:
+        """How long the thread waits before the next renewal."""
+        pause_s = self._lease_s / RENEWALS_PER_LEASE
+        return pause_s if self._is_reached else min(pause_s, AGAIN_S)
+
     def renew(self) -> None:
         """One renewal, as the thread makes it; sets `problem`."""
         rank = self._record.rank
+        self._is_reached = True
         try:
             try:
                 self._lease_s = self._client.renew(rank, self._report())
@@ -100,6 +110,7 @@ class RankLease:
                 logger.warning("registering again: %s", lost)
                 self._lease_s = self._client.try_register(self._record)
         except BootstrapError as error:
+            self._is_reached = not isinstance(error, Unreachable)
             self._say(
                 f"rank {rank.coords} is not registered, or will soon lose its registration, at "
                 "the registry "

@@ -28,6 +28,7 @@ from bootstrap_server import (
     RankRecord,
     Topology,
 )
+from bootstrap_server.lease import AGAIN_S
 
 MakeRecord = Callable[..., RankRecord]
 
@@ -136,6 +137,32 @@ def test_a_registry_that_was_restarted_or_forgot_gets_the_rank_again(
             # A revision of the former server's is never above one of this one's.
             assert client.instance().revision > first.revision
     assert "rank dp 0 cp 0 tp 0 pp 0 is registered again" in caplog.messages
+
+
+def test_a_registry_that_did_not_answer_is_asked_again_soon(make_record: MakeRecord) -> None:
+    """Its lease may have ended meanwhile: until it has registered again nobody finds the rank."""
+    server = BootstrapServer("127.0.0.1", 0, lease_s=NEVER_S)
+    with by_hand(address(server), make_record(ONE, FIRST)) as lease:
+        usual_s = lease.pause_s()
+        assert usual_s > AGAIN_S
+        server.close()
+        for _ in range(2):
+            lease.renew()
+            assert lease.pause_s() == AGAIN_S
+        with BootstrapServer("127.0.0.1", server.port, lease_s=NEVER_S):
+            lease.renew()
+            assert lease.pause_s() == usual_s
+
+
+def test_a_short_lease_is_not_renewed_less_often_when_nobody_answers(
+    make_record: MakeRecord,
+) -> None:
+    server = BootstrapServer("127.0.0.1", 0, lease_s=LEASE_S)
+    with by_hand(address(server), make_record(ONE, FIRST)) as lease:
+        usual_s = lease.pause_s()
+        server.close()
+        lease.renew()
+        assert lease.pause_s() == usual_s < AGAIN_S
 
 
 def test_a_rank_whose_place_was_taken_says_so_and_comes_back(
