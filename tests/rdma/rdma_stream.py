@@ -83,9 +83,8 @@ class Stream:
         self._source_region = source.register(self._src, location=location, remote="none")
         self.target_region = target.register(self._dst)
         self.nbytes = self._dst.size
-        self._target = target
-        self.peer = source.connect(target.card())
-        wait_for(lambda: self.rails_up() == len(self.peer.rail_views), WAIT_S, "every rail is up")
+        self._source, self._target = source, target
+        self.connect()
         self.done = 0
         #: Why transfers failed.
         self.failures: list[str] = []
@@ -103,6 +102,11 @@ class Stream:
         assert not self._thread.is_alive()
         if self._error is not None:
             raise self._error
+
+    def connect(self) -> None:
+        """Finds the destination, also if it has been lost; returns when every rail is up."""
+        self.peer = self._source.connect(self._target.card())
+        wait_for(lambda: self.rails_up() == len(self.peer.rail_views), WAIT_S, "every rail is up")
 
     def go_on(self, count: int = 3) -> None:
         """Returns when so many more transfers have arrived."""

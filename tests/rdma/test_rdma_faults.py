@@ -13,11 +13,12 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import pytest
-from rdma_stream import RATE, Stream, rail_of, two_engines
-from testbed_nics import Nic, cut, run, shaped, wait_for
+from rdma_stream import RATE, Stream, engine, rail_of, two_engines
+from testbed_nics import Nic, cut, end_connections, run, shaped, wait_for
 
 import te
 from te.transports.rdma.rails import State
@@ -31,6 +32,8 @@ WAIT_S = 60.0
 NEVER_S = 600.0
 #: A back-off that is not waited for either. It doubles, so that it takes as long to get there.
 LONG_S = 10.0
+#: While the way is shut: several attempts to dial.
+DIALS_IN_VAIN_S = 2.5
 LOST_LINK = re.compile(r"the port has lost its link|the port 1 of \w+ has no link")
 
 Fault = Callable[[Nic, Nic], AbstractContextManager[None]]
@@ -116,6 +119,37 @@ def test_on_the_only_rail_a_fault_is_a_clear_failure_and_needs_no_restart(
                 stream.once(2)
             assert "rail" in str(caught.value)
         wait_for(lambda: stream.peer.rails == 1, WAIT_S, "the rail is back")
+        stream.once(3)
+
+
+def test_engines_that_lost_every_connection_find_each_other_again(
+    halves: tuple[tuple[Nic, ...], tuple[Nic, ...]],
+) -> None:
+    """Both live on. Greetings and control frames go over the first wire, too."""
+    near, far = halves
+    hosts = {"host": near[0].address, "source_host": near[0].address}
+    with (
+        engine(near, **hosts) as source,
+        engine(far, host=far[0].address) as target,
+        ThreadPoolExecutor(1) as dialling,
+    ):
+        stream = Stream(source, target)
+        stream.once(1)
+        lost = stream.peer
+        with ExitStack() as shut:
+            for nic in near:
+                shut.enter_context(loss(nic, 100))
+            cut_off = stream.begin(2)
+            assert end_connections((*near, *far)) >= 2
+            with pytest.raises(te.TransferFailed, match="connection"):
+                cut_off.wait(WAIT_S)
+            target.fence(2)
+            wait_for(lambda: not lost.alive, WAIT_S, "the link is known to be lost")
+            found = dialling.submit(stream.connect)
+            with pytest.raises(TimeoutError):
+                found.result(DIALS_IN_VAIN_S)
+        found.result(WAIT_S)
+        assert stream.peer is not lost
         stream.once(3)
 
 

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Nic", "cut", "nics", "run", "shaped", "wait_for"]
+__all__ = ["Nic", "cut", "end_connections", "nics", "run", "shaped", "wait_for"]
 
 DEVICES = Path("/sys/class/infiniband")
 
@@ -86,6 +89,20 @@ def shaped(interface: str, *discipline: str) -> Iterator[None]:
         yield
     finally:
         run("tc", "qdisc", "del", "dev", interface, "root")
+
+
+def end_connections(nics: tuple[Nic, ...]) -> int:
+    """Ends every TCP connection of this process that leaves from one of these devices' addresses;
+    how many there were. Both ends know it at once if they are in this process, whatever the wires
+    carry."""
+    addresses, ended = {nic.address for nic in nics}, 0
+    for path in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as one:
+            is_tcp = (one.family, one.type) == (socket.AF_INET, socket.SOCK_STREAM)
+            if is_tcp and one.getsockname()[0] in addresses and one.getpeername():
+                one.shutdown(socket.SHUT_RDWR)
+                ended += 1
+    return ended
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
