@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -20,12 +22,24 @@ from chaos_run.intruder import Attack, Found
 from chaos_run.schedule import REGISTRY, SERVERS, Fault, pair_of
 from chaos_run.traffic import Known, Outcome
 
-__all__ = ["Disturber"]
+__all__ = ["Disturber", "Undone"]
 
 #: About as much work for its servers as that of the clients who then wait.
 _CROWD_CLIENTS = 12
 #: A process beside the servers ends by itself at the end of its fault; its imports take seconds.
 _GRACE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Undone:
+    """A fault that is over.
+
+    at_s: when its end began, of `time.monotonic`.
+    let_in: what somebody got who was not invited, in sentences.
+    """
+
+    at_s: float
+    let_in: tuple[str, ...] = ()
 
 
 class Disturber:
@@ -45,8 +59,8 @@ class Disturber:
         self._deployment, self._hosts, self._known = deployment, hosts, known
         self._seed, self._record = seed, record
 
-    async def carry_out(self, fault: Fault) -> list[str]:
-        """Returns when it is undone. What somebody got who was not invited, in sentences."""
+    async def carry_out(self, fault: Fault) -> Undone:
+        """Returns when it is undone."""
         hosts, deployment, victim = self._hosts, self._deployment, fault.victim
         match fault.kind:
             case "kill":
@@ -58,10 +72,11 @@ class Disturber:
             case "stranger":
                 await self._stranger(fault)
             case "intruder":
-                return await self._intruder(fault)
+                let_in = await self._intruder(fault)
+                return Undone(time.monotonic(), tuple(let_in))
             case "freeze":
                 process = deployment.servers[victim].process
-                await _between(process.freeze, process.thaw, fault.lasts_s)
+                return await _between(process.freeze, process.thaw, fault.lasts_s)
             case "registry":
                 process = (
                     deployment.registry
@@ -69,18 +84,25 @@ class Disturber:
                     else deployment.servers[victim].process
                 )
                 stop = partial(os.kill, process.pid, signal.SIGSTOP)
-                await _between(stop, partial(os.kill, process.pid, signal.SIGCONT), fault.lasts_s)
-            case "cut" | "slow" | "lossy":
-                begin = {"cut": hosts.cut, "slow": hosts.slow, "lossy": hosts.lossy}[fault.kind]
-                await _between(partial(begin, victim), partial(hosts.mend, victim), fault.lasts_s)
+                go_on = partial(os.kill, process.pid, signal.SIGCONT)
+                return await _between(stop, go_on, fault.lasts_s)
+            case "cut" | "sever" | "slow" | "lossy":
+                begin = {
+                    "cut": hosts.cut,
+                    "sever": hosts.sever,
+                    "slow": hosts.slow,
+                    "lossy": hosts.lossy,
+                }[fault.kind]
+                mend = partial(hosts.mend, victim)
+                return await _between(partial(begin, victim), mend, fault.lasts_s)
             case "control-cut" | "control-lossy":
                 filtered = hosts.control_cut if fault.kind == "control-cut" else hosts.control_lossy
                 ports = await asyncio.to_thread(deployment.control_ports, victim)
                 begin_filter = partial(filtered, victim, ports)
-                await _between(begin_filter, partial(hosts.mend, victim), fault.lasts_s)
+                return await _between(begin_filter, partial(hosts.mend, victim), fault.lasts_s)
             case "full":
                 await self._full(fault)
-        return []
+        return Undone(time.monotonic())
 
     async def _restart(self, victim: str) -> None:
         await asyncio.to_thread(self._deployment.servers[victim].process.kill)
@@ -146,9 +168,12 @@ class Disturber:
             return await process.said(fault.lasts_s + _GRACE_S)
 
 
-async def _between(begin: Callable[[], None], end: Callable[[], None], lasts_s: float) -> None:
-    begin()
+async def _between(begin: Callable[[], None], end: Callable[[], None], lasts_s: float) -> Undone:
+    """Programs carry out both; clients go on while these run."""
+    await asyncio.to_thread(begin)
     try:
         await asyncio.sleep(lasts_s)
     finally:
-        end()
+        undone = Undone(time.monotonic())
+        await asyncio.to_thread(end)
+    return undone

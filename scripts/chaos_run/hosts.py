@@ -8,6 +8,7 @@ router and clients run there. What a host sends passes a veth pair.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -21,10 +22,12 @@ from cpu_serving.namespaces import (
 from cpu_serving.processes import ServingError
 
 from chaos_run.control_filter import narrow, vanishing
+from chaos_run.ending import with_host, with_others
 
 __all__ = ["CENTRE", "Hosts"]
 
 CENTRE = "10.79.0.1"
+_NETWORK = "10.79.0.0/24"
 _BRIDGE = "kv"
 #: What a slow way carries. A request's KV is 0.1 to 1 MB.
 _SLOW_BITS_PER_S = 20e6
@@ -61,6 +64,7 @@ class Hosts:
                 for disturb in (self.slow, lambda one: self.control_lossy(one, [1])):
                     disturb(name)
                     self.mend(name)
+            self._try_to_end_connections()
         except ServingError as error:
             raise NoNetwork(f"the kernel lacks something of this: {error}") from error
 
@@ -87,6 +91,19 @@ class Hosts:
     def cut(self, name: str) -> None:
         """Nothing passes any more, and nobody is told."""
         run_tool(("ip", "link", "set", "dev", self._port(name), "nomaster"))
+
+    def sever(self, name: str) -> None:
+        """The same, and every TCP connection with another host is ended, at both ends: all know of
+        it at once, and what they dial from then on is not answered.
+
+        A registry that is forwarded from this host to another (`forward`) loses its connections,
+        too, as they are to an address of this one."""
+        self.cut(name)
+        addresses = (self.address(name), self._second_address(name))
+        self._end_connections(name, with_others(_NETWORK, addresses))
+        for other in (*self._namespaces, _CENTRE_NAME):
+            if other != name:
+                self._end_connections(other, with_host(addresses))
 
     def slow(self, name: str) -> None:
         self._limit(name, _SLOW_BITS_PER_S, _SLOW_QUEUE_BYTES)
@@ -118,7 +135,7 @@ class Hosts:
 
         What `owner` asks there it asks from another address of its own, as `to` has taken its
         usual one for the answers."""
-        address, second = self.address(owner), f"10.79.0.{31 + self._index(owner)}"
+        address, second = self.address(owner), self._second_address(owner)
         self._host_tool(to, "sysctl", "-q", "-w", "net.ipv4.conf.all.arp_ignore=1")
         self._host_tool(to, "ip", "address", "add", f"{address}/32", "dev", "lo")
         self._host_tool(owner, "ip", "address", "add", f"{second}/24", "dev", _BRIDGE)
@@ -143,6 +160,21 @@ class Hosts:
         self._host_tool(name, "ip", "link", "set", "dev", _BRIDGE, "up")
         run_tool(("ip", "link", "set", "dev", self._port(name), "master", _BRIDGE, "up"))
 
+    def _try_to_end_connections(self) -> None:
+        """Raises ServingError if this kernel cannot: ss says nothing then."""
+        with (
+            socket.create_server((CENTRE, 0)) as server,
+            socket.create_connection(server.getsockname()),
+        ):
+            which = with_host([CENTRE])
+            self._end_connections(_CENTRE_NAME, which)
+            if self._host_tool(_CENTRE_NAME, "ss", "-Htn", "state", "established", *which):
+                raise ServingError("ss -K ends no connection without CONFIG_INET_DIAG_DESTROY")
+
+    def _end_connections(self, name: str, which: tuple[str, ...]) -> None:
+        """Those of one host that ss's filter chooses."""
+        self._host_tool(name, "ss", "-HtnK", "state", "connected", *which)
+
     def _limit(self, name: str, bits_per_s: float, queue_bytes: int) -> None:
         rate, burst = f"{bits_per_s:.0f}bit", str(_BURST_BYTES)
         bucket = ("tbf", "rate", rate, "burst", burst, "limit", str(queue_bytes))
@@ -160,6 +192,10 @@ class Hosts:
 
     def _index(self, name: str) -> int:
         return list(self._namespaces).index(name)
+
+    def _second_address(self, name: str) -> str:
+        """Of a host of which a port is forwarded."""
+        return f"10.79.0.{31 + self._index(name)}"
 
     def _port(self, name: str) -> str:
         return f"to-{name}"

@@ -44,6 +44,7 @@ def text(result: Result) -> str:
         lines.append(f"  {ends[end]:6} {_MEANINGS[end]}{times}")
     lines += ["", "what the failed ones were told"]
     lines += [f"  {count:6} {cause}" for cause, count in result.causes().most_common()]
+    lines += _again(result)
     lines += _kept(result)
     lines += _thirds(result)
     bad = result.faults_found()
@@ -65,6 +66,16 @@ def _kept(result: Result) -> list[str]:
         f"  {one.kind:13} {one.answered:4} answers, {one.expected:6.1f} undisturbed"
         for one in found
     ]
+
+
+def _again(result: Result) -> list[str]:
+    """How soon after faults of some kinds requests were answered."""
+    found = result.again()
+    lines = ["", "asked after the fault and answered"] if found else []
+    for one in found:
+        ways = ", ".join(f"{name} after {took_s:.2f} s" for name, took_s in one.took_s.items())
+        lines.append(f"  {one.fault.kind:13} {one.fault.victim:10} {ways}")
+    return lines
 
 
 def _thirds(result: Result) -> list[str]:
@@ -98,6 +109,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "causes": dict(result.causes()),
         "other_pair_kept": kept(result.spared()),
         "other_pair": [asdict(one) for one in result.spared()],
+        "again": [asdict(one) for one in result.again()],
         "leaked_pages": result.leaked_pages,
         "held_more": result.held,
         "thirds": [asdict(one) for one in result.thirds or ()],

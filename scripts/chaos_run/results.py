@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from chaos_run.again import Again, again
 from chaos_run.rates import Spared, Window, kept, spared
 from chaos_run.schedule import SERVERS, Fault
 from chaos_run.soak import Third, grows
@@ -26,7 +27,7 @@ _NUMBERS = re.compile(r"\b[0-9a-f]{16,}\b|0x[0-9a-f]+|\d+")
 class Happened:
     """A fault as it was. Times are `time.monotonic`.
 
-    ended_s: when it was undone; of a killed server, when it answered again.
+    ended_s: when its end began; of a killed server, when it answered again.
     recovered_s: after that, until a request over each way with its victim was answered.
     quiet: of a fault that was alone, the times before and after it.
     let_in: of somebody who was not invited, what he got.
@@ -80,6 +81,15 @@ class Result:
             if one.quiet
         ]
 
+    def again(self) -> list[Again]:
+        """After each fault of a kind that is over as soon as it is undone."""
+        found = (
+            again(one.fault, one.ended_s, self.outcomes, self.ways)
+            for one in self.happened
+            if not one.lost
+        )
+        return [one for one in found if one is not None]
+
     def faults_found(self) -> list[str]:
         """What must not be, in sentences; empty after a good run."""
         ends = self.ends()
@@ -104,6 +114,7 @@ class Result:
         ]
         bad += [f"{one.fault}: {got}" for one in self.happened for got in one.let_in]
         bad += [f"{one.fault}: {one.lost}" for one in self.happened if one.lost]
+        bad += [sentence for one in self.again() for sentence in one.late()]
         share = kept(self.spared())
         if share is not None and share < KEPT_MIN:
             bad.append(f"beside a fault the other pair kept {share:.2f} of its undisturbed rate")

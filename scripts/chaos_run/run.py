@@ -218,36 +218,33 @@ class Run:
         return replace(happened, quiet=(before, after))
 
     async def _disturb(self, session: aiohttp.ClientSession, fault: Fault) -> Happened:
-        began_s = ended_s = time.monotonic()
-        let_in: list[str] = []
-        lost = ""
+        began_s = time.monotonic()
         try:
-            let_in = await self._disturber.carry_out(fault)
-            ended_s = time.monotonic()
-            await self._recovered(session, fault)
+            undone = await self._disturber.carry_out(fault)
         except ServingError as error:
-            lost = str(error)
-        recovered_s = time.monotonic() - ended_s
-        return Happened(fault, began_s, ended_s, recovered_s, let_in=tuple(let_in), lost=lost)
+            now_s = time.monotonic()
+            return Happened(fault, began_s, now_s, 0.0, lost=str(error))
+        ways = [way for way in self._ways if fault.victim in way.servers]
+        waited = await asyncio.gather(*(self._recovered(session, way) for way in ways))
+        recovered_s = time.monotonic() - undone.at_s
+        lost = next((why for why in waited if why), "")
+        if lost:
+            lost += f"\n{self._servers[fault.victim].process.tail()}"
+        return Happened(fault, began_s, undone.at_s, recovered_s, let_in=undone.let_in, lost=lost)
 
-    async def _recovered(self, session: aiohttp.ClientSession, fault: Fault) -> None:
-        """Once a request over each way with the victim was answered."""
+    async def _recovered(self, session: aiohttp.ClientSession, way: Way) -> str:
+        """Asks until a request over the way is answered; why none was, else empty."""
         deadline_s = time.monotonic() + RECOVERY_S
-        rng = random.Random(self._options.seed)
-        left: list[Way] = [way for way in self._ways if fault.victim in way.servers]
-        while left:
-            until_s = deadline_s - time.monotonic()
-            if until_s <= 0:
-                raise ServingError(
-                    f"after {RECOVERY_S:.0f} s requests over {left[0].name} still fail: "
-                    f"{self._outcomes[-1].error}\n{self._servers[fault.victim].process.tail()}"
-                )
-            outcome = await ask_once(session, left[0], rng.choice(self._known), None, until_s)
+        rng = random.Random(f"{self._options.seed} {way.name}")
+        error = ""
+        while (until_s := deadline_s - time.monotonic()) > 0:
+            outcome = await ask_once(session, way, rng.choice(self._known), None, until_s)
             self._outcomes.append(outcome)
             if outcome.end == "equal":
-                left.pop(0)
-            else:
-                await asyncio.sleep(PROBE_PAUSE_S)
+                return ""
+            error = outcome.error
+            await asyncio.sleep(PROBE_PAUSE_S)
+        return f"after {RECOVERY_S:.0f} s requests over {way.name} still fail: {error}"
 
     # --- what is left behind ---
 

@@ -19,6 +19,7 @@ Kind = Literal[
     "kill",
     "freeze",
     "cut",
+    "sever",
     "slow",
     "lossy",
     "control-cut",
@@ -40,6 +41,8 @@ _LASTS_S: Final[dict[Kind, tuple[float, float]]] = {
     "kill": (0.0, 0.0),
     "freeze": (2.0, 15.0),
     "cut": (2.0, 15.0),
+    # Some last longer than a lease: a prefill server has to register again, too.
+    "sever": (2.0, 20.0),
     "slow": (5.0, 10.0),
     "lossy": (5.0, 10.0),
     "control-cut": (2.0, 15.0),

@@ -14,6 +14,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from chaos_run.again import AGAIN_S
 from chaos_run.control_filter import classifier, narrow, vanishing
 from chaos_run.options import parse
 from chaos_run.rates import ANSWERS_MIN, Window, pair_name
@@ -77,6 +78,7 @@ def test_each_server_has_its_turn() -> None:
         ("registry-dies", {REGISTRY}),
         ("newcomer", set(SERVERS[2:])),
         ("control-cut", set(SERVERS)),
+        ("sever", set(SERVERS)),
     ],
 )
 def test_whom_a_kind_can_hit(kind: Kind, victims: set[str]) -> None:
@@ -245,6 +247,47 @@ def test_the_pair_without_the_victim_keeps_its_rate(answered: int, bad: list[str
     said = found.faults_found()
     assert len(said) == len(bad)
     assert all(share in sentence for share, sentence in zip(bad, said, strict=True))
+
+
+CROSSING = "prefill-0 to decode-1"
+#: From 10 to 15 s, and both ways with its victim were asked at once when it was over.
+SEVERED = Happened(Fault("sever", "prefill-0", 1.0, 5.0), 10.0, 15.0, 1.5)
+
+
+def after_severing(*outcomes: Outcome) -> Result:
+    crossing = Way(CROSSING, frozenset(("prefill-0", "decode-1")), nobody)
+    shown = result(outcome(CROSSING, 15.1, 16.0, "equal"), *outcomes, happened=(SEVERED,))
+    return replace(shown, ways=(*WAYS, crossing))
+
+
+def test_after_every_connection_was_ended_the_first_answer_counts() -> None:
+    shown = after_severing(
+        outcome(FIRST, 14.9, 15.3, "equal"),  # asked before the way was open
+        outcome(FIRST, 15.0, 15.5, "failed", "lost the connection"),
+        outcome(FIRST, 15.2, 15.6, "left"),
+        outcome(FIRST, 15.3, 18.0, "equal"),
+        outcome(FIRST, 15.7, 16.5, "equal"),
+        outcome(SECOND, 15.0, 15.1, "equal"),  # the other pair
+        outcome("router", 15.0, 15.1, "equal"),  # maybe by the other pair
+    )
+    (one,) = shown.again()
+    assert one.took_s == {FIRST: pytest.approx(1.5), CROSSING: pytest.approx(1.0)}
+    assert shown.faults_found() == []
+    assert f"{FIRST} after 1.50 s, {CROSSING} after 1.00 s" in text(shown)
+    assert as_json(shown)["again"][0]["took_s"] == one.took_s
+
+
+def test_an_answer_that_comes_late_after_that_is_named() -> None:
+    late_s = 15.0 + AGAIN_S["sever"] + 0.1
+    shown = after_severing(outcome(FIRST, 15.2, late_s, "equal"))
+    assert shown.faults_found() == [
+        f"{SEVERED.fault}: over {FIRST} the first answer came 2.10 s after the way was open"
+    ]
+
+
+def test_of_other_faults_and_of_lost_victims_no_time_is_asked() -> None:
+    lost = replace(SEVERED, lost="requests still fail")
+    assert result(happened=(FROZEN, lost)).again() == []
 
 
 def test_few_answers_tell_nothing_of_a_rate() -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank is killed, frozen or cut off: the other side knows it in time and says so, its other peers
-notice nothing, and it serves again as soon as it is back.
+"""A rank is killed, frozen or cut off, or loses every connection: the other side knows it in time
+and says so, its other peers notice nothing, and it serves again as soon as it is back.
 
 Each rank that something happens to is a process, on another host if that matters (a network
 namespace). Known in 1 s, on the same host, or 3 s if it is dead, in 5 s if it is frozen: that is
@@ -36,7 +36,7 @@ from sglang_mooncake.rooms.states import RoomState, RoomView
 pytestmark = pytest.mark.slow
 
 SLACK = 2.0
-KNOWN_S = {"kill": 1.0, "freeze": 5.0, "cut": 3.0}
+KNOWN_S = {"kill": 1.0, "freeze": 5.0, "cut": 3.0, "sever": 1.0}
 SERVES_AGAIN_S = 5.0
 #: Longer than a rank may be silent, with the default heartbeats.
 BUSY_S = 5
@@ -77,13 +77,17 @@ class World:
             case "cut":
                 assert self._hosts is not None
                 self._hosts.cut(VICTIM)
+            case "sever":
+                assert self._hosts is not None
+                self._hosts.sever(VICTIM)
+                now_s = time.monotonic()  # when the last connection is ended
         return now_s
 
     def heal(self, how: str, victim: RankProcess) -> None:
         match how:
             case "freeze":
                 victim.go_on()
-            case "cut":
+            case "cut" | "sever":
                 assert self._hosts is not None
                 self._hosts.mend(VICTIM)
 
@@ -117,7 +121,7 @@ def world(request: pytest.FixtureRequest, monkeypatch) -> Iterator[World]:
 def each_harm(test: Callable[..., None]) -> Callable[..., None]:
     """A host is cut off only where there are several."""
     names = [("tcp", "kill"), ("tcp", "freeze"), ("samehost", "kill"), ("samehost", "freeze")]
-    names += [("hosts", "kill"), ("hosts", "freeze"), ("hosts", "cut")]
+    names += [("hosts", how) for how in ("kill", "freeze", "cut", "sever")]
     names += [("rdma", "kill"), ("rdma", "freeze")]
     ways = []
     for world, how in names:
