@@ -42,8 +42,9 @@ __all__ = ["answer", "is_slow", "keys_of", "stored"]
 
 
 def is_slow(question: Question) -> bool:
-    """Whether the answer waits for a fence or a tier, or looks at all objects."""
-    return isinstance(question, Publish | Clear | Lift)
+    """Whether the answer waits for a tier, or looks at all objects. That to ``Publish`` waits for a
+    fence, too, where it is not made by ``Owner.begin_publishing``."""
+    return isinstance(question, Clear | Lift)
 
 
 def answer(owner: Owner, question: Question) -> Answer:

@@ -131,9 +131,9 @@ class OwnHandle:
         self._owner.tell()
         return verdicts
 
-    def publish(self, claim_id: int, timeout_s: float) -> str:  # noqa: ARG002
+    def publish(self, claim_id: int, timeout_s: float) -> str:
         """See ``Handle``. It waits for the fence."""
-        return self._owner.publish(claim_id)
+        return self._owner.publish(claim_id, timeout_s)
 
     def abandon(self, claim_id: int) -> None:
         """See ``Handle``."""

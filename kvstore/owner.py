@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -40,12 +41,13 @@ from kvstore.slabfile import SlabFile
 from kvstore.tiers.base import Found, Tier, Usage
 from kvstore.tiers.tombstones import Tombstones
 
-__all__ = ["CLAIM_OBJECTS_MAX", "Grant", "Owner", "OwnerCard"]
+__all__ = ["CLAIM_IS_OVER", "CLAIM_OBJECTS_MAX", "Grant", "Held", "Owner", "OwnerCard"]
 
 logger = logging.getLogger(__name__)
 
 CLAIM_OBJECTS_MAX: Final = 4096
 CHANGES_KEPT: Final = 1 << 16
+CLAIM_IS_OVER: Final = "the claim is over: its deadline has passed, or it was ended before"
 FENCE_TIMEOUT_S: Final = 5.0
 LEAVING_PART: Final = 1 / 16
 """This part of the memory may wait to be written below, beside that which eviction wants to be free
@@ -88,16 +90,23 @@ class Grant:
 
 
 @dataclass
-class _Held:
-    """A claim's tag, until its fence is confirmed."""
+class Held:
+    """A claim that was ended, and whose slots are kept until nothing can land there any more."""
 
     claim: Claim
-    tag: int
-    #: None before it is closed.
-    fence: te.Fence | None = None
-    #: When it was, by the owner's clock, and whether the log has it that this takes long.
-    closed_s: float = 0.0
+    #: None: its tag was closed before.
+    fence: te.Fence | None
+    #: What had arrived by then: writes and their bytes.
+    arrived: int
+    nbytes: int
+    #: When its tag was closed, by the owner's clock, and whether the log has it that this takes
+    #: long.
+    closed_s: float
     is_told: bool = False
+
+    def is_closed(self) -> bool:
+        """Whether nothing can land there. Does not wait."""
+        return self.fence is None or self.fence.poll()
 
 
 @dataclass
@@ -183,7 +192,7 @@ class Owner:
             self._region = engine.register(self._buffer, remote="read-tagged")
             undo.pop_all()
         self._tags: dict[int, int] = {}
-        self._unfenced: list[_Held] = []
+        self._unfenced: list[Held] = []
         self.card: Final = OwnerCard(
             engine.card(),
             engine.epoch,
@@ -285,21 +294,33 @@ class Owner:
             self._shelf.publish(claim, checksums)
         return claim.verdicts
 
-    def publish(self, claim_id: int) -> str:
+    def publish(self, claim_id: int, timeout_s: float = math.inf) -> str:
         """The client says that its one write under the claim's tag is done. Returns an empty text
-        once its objects can be read, else why they were dropped. Waits for the fence, and reads all
-        bytes once for their checksums."""
-        held = self._take(claim_id)
+        once its objects can be read, else why they were dropped. Waits for the fence,
+        ``FENCE_TIMEOUT_S`` at most, and reads all bytes once for their checksums."""
+        held = self.begin_publishing(claim_id)
         if held is None:
-            return "the claim is over: its deadline has passed, or it was ended before"
-        claim, arrived = held.claim, self._engine.arrived(held.tag)
-        nbytes = self._engine.arrived_nbytes(held.tag)
-        wanted = len(claim.slots) * claim.nbytes
-        if not self._fence(held):
+            return CLAIM_IS_OVER
+        if held.fence is not None:
+            with contextlib.suppress(te.FenceTimeout):  # `end_publishing` says so.
+                held.fence.wait(min(timeout_s, FENCE_TIMEOUT_S))
+        return self.end_publishing(held)
+
+    def begin_publishing(self, claim_id: int) -> Held | None:
+        """``publish`` for who does not wait: closes the claim's tag. To be followed by
+        ``end_publishing`` once ``Held.is_closed``, or when that is not waited for any more. None:
+        ``CLAIM_IS_OVER``."""
+        return self._take(claim_id)
+
+    def end_publishing(self, held: Held) -> str:
+        """See ``publish``. Waits for no fence; reads all bytes once."""
+        claim, wanted = held.claim, len(held.claim.slots) * held.claim.nbytes
+        if not held.is_closed():
+            self._end(held)
             return "writes under the claim do not end"
-        if arrived != 1 or nbytes != wanted:
+        if held.arrived != 1 or held.nbytes != wanted:
             self._abandon(claim)
-            return f"{arrived} writes of {nbytes} bytes arrived, not one of {wanted}"
+            return f"{held.arrived} writes of {held.nbytes} bytes arrived, not one of {wanted}"
         checksums = self._copier.checksums(Pieces.whole(self._addresses(claim), claim.nbytes))
         with self._lock:
             self._shelf.publish(claim, checksums)
@@ -469,39 +490,32 @@ class Owner:
         for listener in tuple(self.listeners):
             listener()
 
-    def _take(self, claim_id: int) -> _Held | None:
+    def _take(self, claim_id: int) -> Held | None:
+        """Ends a claim and closes its tag; None if there is none (any more)."""
         with self._lock:
             claim = self._shelf.take_claim(claim_id)
-            return None if claim is None else _Held(claim, self._tags.pop(claim_id))
+            if claim is None:
+                return None
+            tag = self._tags.pop(claim_id)
+        # Before it is closed: te forgets the tag behind its fence.
+        arrived, nbytes = self._engine.arrived(tag), self._engine.arrived_nbytes(tag)
+        return Held(claim, self._engine.revoke(tag), arrived, nbytes, self._clock())
 
     def _abandon(self, claim: Claim) -> None:
         with self._lock:
             self._shelf.abandon(claim)
 
-    def _fence(self, held: _Held) -> bool:
-        """Whether nobody can write to the claim's slots any more; else ``tick`` tries again."""
-        try:
-            self._engine.fence(held.tag, FENCE_TIMEOUT_S)
-        except te.FenceTimeout as exc:
-            logger.warning("%d slots cannot be freed yet: %s", len(held.claim.slots), exc)
-            with self._lock:
-                self._unfenced.append(held)
-            return False
-        return True
-
-    def _end(self, held: _Held) -> None:
+    def _end(self, held: Held) -> None:
         """Frees a claim's slots if nobody can write there any more; else ``tick`` tries again."""
-        now_s = self._clock()
-        if held.fence is None:
-            held.fence, held.closed_s = self._engine.revoke(held.tag), now_s
-        if held.fence is None or held.fence.poll():
+        if held.is_closed():
             self._abandon(held.claim)
             return
-        if not held.is_told and now_s - held.closed_s > FENCE_TIMEOUT_S:
+        open_s = self._clock() - held.closed_s
+        if not held.is_told and open_s > FENCE_TIMEOUT_S:
             logger.warning(
                 "%d slots cannot be freed yet: a write into them has not ended for %g s",
                 len(held.claim.slots),
-                now_s - held.closed_s,
+                open_s,
             )
             held.is_told = True
         with self._lock:

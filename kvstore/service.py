@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,20 +18,23 @@ import zmq
 
 from bootstrap_server.newcomers import Newcomers
 from kvstore.answers import answer, is_slow
+from kvstore.fencing import Fencing
 from kvstore.followers import FOLLOWERS_MAX, Followers
 from kvstore.loop import Loop
 from kvstore.messages import (
     Answer,
     Changes,
+    Done,
     Follow,
     Lift,
+    Publish,
     Question,
     Refused,
     decode_question,
     encode,
     split,
 )
-from kvstore.owner import Owner
+from kvstore.owner import CLAIM_IS_OVER, FENCE_TIMEOUT_S, Owner
 from kvstore.sockets import Sockets
 
 __all__ = ["Service"]
@@ -48,19 +52,33 @@ STRANGERS_S: Final = 0.1
 
 
 class _Slow:
-    """Threads for questions that wait."""
+    """Threads for questions that wait, and a bound on those that wait for a thread."""
 
     def __init__(self, what: str, waiting_max: int) -> None:
         self.what: Final = what
         self.waiting_max: Final = waiting_max
-        self.waiting = 0
+        self._free = threading.BoundedSemaphore(waiting_max)
         self.threads: Final = ThreadPoolExecutor(2, f"kvstore-{what}")
+
+    def offer(self, work: Callable[[], object]) -> bool:
+        """False if too many wait already."""
+        if not self._free.acquire(blocking=False):
+            return False
+        self.threads.submit(self._run, work)
+        return True
+
+    def _run(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        finally:
+            self._free.release()
 
 
 class Service:
-    """The questions of all clients of one owner, answered in one thread; those that wait for a
-    fence or read many bytes, in two others; those that wait for a tier, in two more. What the owner
-    does from time to time has a thread of its own: no publication keeps it from making room."""
+    """The questions of all clients of one owner, answered in one thread; those that read many bytes
+    or look at all objects, in two others; those that wait for a tier, in two more. Nothing waits
+    for a fence there: one thread looks at all of them. What the owner does from time to time has a
+    thread of its own: no publication keeps it from making room."""
 
     def __init__(self, owner: Owner, sockets: Sockets, endpoint: str) -> None:
         """Starts to listen; ``zmq.ZMQError`` if it cannot."""
@@ -69,8 +87,9 @@ class Service:
         self._followers = Followers()
         self._slow = _Slow("publications", SLOW_MAX)
         self._lifts = _Slow("lifts", LIFTS_MAX)
+        self._fencing = Fencing()
         self._ticks = ThreadPoolExecutor(1, "kvstore-ticks")
-        self._finished: deque[tuple[_Slow, bytes, bytes, Answer]] = deque()
+        self._finished: deque[tuple[bytes, bytes, Answer]] = deque()
         self._ticking = False
         self._loop = Loop("kvstore-owner", TICK_S, self._on_time)
         self._loop.add(self._socket, self._on_readable)
@@ -85,9 +104,10 @@ class Service:
         self._loop.start(self._end)
 
     def close(self) -> None:
-        """Answers nobody any more. Waits for publications under way."""
+        """Answers nobody any more. Waits for publications under way, and for no fence."""
         self._owner.listeners.remove(self._on_change)
         self._closing = True
+        self._fencing.close()  # First: it gives the others work.
         for threads in (self._slow.threads, self._lifts.threads, self._ticks):
             threads.shutdown()
         self._loop.stop()
@@ -132,10 +152,29 @@ class Service:
                 return Refused(f"there are {FOLLOWERS_MAX} followers already")
             self._tell_followers(client)
             return None
+        if isinstance(question, Publish):
+            work = partial(self._publish, client, request_id, question.claim_id)
+            return self._slowly(self._slow, client, request_id, work)
         if is_slow(question):
             slow = self._lifts if isinstance(question, Lift) else self._slow
             return self._slowly(slow, client, request_id, partial(answer, self._owner, question))
         return answer(self._owner, question)
+
+    def _publish(self, client: bytes, request_id: bytes, claim_id: int) -> Answer | None:
+        """In a thread for publications. None if the fence is still open: what is left is done in
+        such a thread again, behind the fence."""
+        held = self._owner.begin_publishing(claim_id)
+        if held is None:
+            return Done(CLAIM_IS_OVER)
+
+        def end() -> Answer:
+            return Done(self._owner.end_publishing(held))
+
+        # Past the bound: there are no more of them than claims.
+        later = partial(self._slow.threads.submit, self._run, client, request_id, end)
+        if held.is_closed() or not self._fencing.wait(held.is_closed, FENCE_TIMEOUT_S, later):
+            return end()
+        return None
 
     def _tell_followers(self, client: bytes | None = None) -> None:
         """Those who are due; of one client alone, if one is given."""
@@ -152,31 +191,28 @@ class Service:
         return Changes(self._owner.card.epoch, number + len(found), found.tobytes())
 
     def _slowly(
-        self, slow: _Slow, client: bytes, request_id: bytes, work: Callable[[], Answer]
+        self, slow: _Slow, client: bytes, request_id: bytes, work: Callable[[], Answer | None]
     ) -> Answer | None:
         if self._closing:
             return Refused("the owner is being closed")
-        if slow.waiting >= slow.waiting_max:
-            return Refused(f"{slow.waiting} {slow.what} wait already; ask for less at once")
-        slow.waiting += 1
-
-        def run() -> None:
-            try:
-                reply = work()
-            except Exception as exc:
-                logger.exception("a bug in the store: a question failed")
-                reply = Refused(f"a bug: {exc!r}")
-            self._finished.append((slow, client, request_id, reply))
-            self._loop.call(self._send_finished)
-
-        slow.threads.submit(run)
+        if not slow.offer(partial(self._run, client, request_id, work)):
+            return Refused(f"{slow.waiting_max} {slow.what} wait already; ask for less at once")
         return None
+
+    def _run(self, client: bytes, request_id: bytes, work: Callable[[], Answer | None]) -> None:
+        """In one of the threads. Nothing is answered yet if the work returns None."""
+        try:
+            reply = work()
+        except Exception as exc:
+            logger.exception("a bug in the store: a question failed")
+            reply = Refused(f"a bug: {exc!r}")
+        if reply is not None:
+            self._finished.append((client, request_id, reply))
+            self._loop.call(self._send_finished)
 
     def _send_finished(self) -> None:
         while self._finished:
-            slow, client, request_id, reply = self._finished.popleft()
-            slow.waiting -= 1
-            self._send(client, request_id, reply)
+            self._send(*self._finished.popleft())
 
     def _send(self, client: bytes, request_id: bytes, reply: Answer) -> None:
         self._send_encoded(client, request_id, encode(reply))

@@ -15,7 +15,7 @@ from store_below import MEMORY
 from store_far import Far
 from store_makers import TIMEOUT_S, config, engine
 
-from kvstore import answering, loop, members
+from kvstore import answering, fencing, loop, members, service
 from kvstore import owner as owner_module
 from kvstore.store import Store
 
@@ -28,10 +28,11 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     set itself."""
     for call in (Store.get, Store.put):
         monkeypatch.setattr(call, "__defaults__", (TIMEOUT_S,))
-    for module in (answering, loop):
+    for module in (answering, fencing, loop):
         monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(answering, "GREETING_TIMEOUT_S", TIMEOUT_S)
-    monkeypatch.setattr(owner_module, "FENCE_TIMEOUT_S", TIMEOUT_S)
+    for waiting in (owner_module, service):
+        monkeypatch.setattr(waiting, "FENCE_TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(owner_module, "DRAIN_S", TIMEOUT_S)
     monkeypatch.setattr(members, "TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(members, "FORGOTTEN_S", 600)
