@@ -158,6 +158,7 @@ class Followed:
             future.set_exception(NoAnswer(f"owner {self.name} has {ASKED_MAX} questions already"))
             return
         request_id = REQUEST_ID.pack(next(self._ids))
+        self._far.loop.has_sent(self._socket)
         try:
             self._socket.send(request_id + encode(question), zmq.NOBLOCK)
         except zmq.Again:

@@ -219,6 +219,7 @@ class Service:
 
     def _send_encoded(self, client: bytes, request_id: bytes, raw: bytes) -> None:
         """A client that is gone, or reads nothing, costs its answers alone."""
+        self._loop.has_sent(self._socket)
         try:
             self._socket.send_multipart([client, request_id + raw], zmq.NOBLOCK)
         except zmq.Again:

@@ -9,7 +9,9 @@ Four parts, each the real one beside stand-ins for the rest of the cluster:
 * *owner*: one owner that so many processes follow;
 * *index*: a Redis server at which so many owners renew their entries, once a second each.
 
-Prints one JSON object. Processor time is that of the process in question, for each second.
+Prints one JSON object. Processor time is that of the process in question, for each second; of a
+client also that of the one thread that follows (`follower_cpu_s_per_s`). In most of that time no
+other thread of the process has the interpreter, such as SGLang's scheduler.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -192,13 +195,16 @@ def client(owners: int, changes_per_s: float, seconds: float) -> dict[str, float
         far.start()
         wait_for(lambda: len(heard) == owners)
         time.sleep(2.0)
+        follower_s = cpu_clock_of("kvstore-client")
         before, cpu_before_s, begin_s = len(made), cpu_s(), time.monotonic()
+        follower_before_s = follower_s()
         time.sleep(seconds)
         wall_s = time.monotonic() - begin_s
         figures = {
             "changes_per_s": (len(made) - before) / wall_s,
             "wanted_changes_per_s": owners * changes_per_s,
             "cpu_s_per_s": (cpu_s() - cpu_before_s) / wall_s,
+            "follower_cpu_s_per_s": (follower_s() - follower_before_s) / wall_s,
             "silent_owners": float(owners - len(heard)),
         }
         mine.send("stop")
@@ -365,6 +371,14 @@ def both_ends() -> Iterator[tuple[Connection, Connection]]:
 def cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
+
+
+def cpu_clock_of(name: str) -> Callable[[], float]:
+    """Processor time of one thread of this process."""
+    (ident,) = (one.ident for one in threading.enumerate() if one.name == name)
+    assert ident is not None
+    clock = time.pthread_getcpuclockid(ident)
+    return lambda: time.clock_gettime(clock)
 
 
 def wait_for(is_so: Callable[[], bool], timeout_s: float = 120.0) -> None:

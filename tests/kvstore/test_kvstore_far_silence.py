@@ -42,7 +42,9 @@ class World:
         self.heard: list[bool] = []
         self.sockets = SimpleNamespace(connect_watched=self._connect)
         self.readers: dict[Socket, Callable[[], None]] = {}
-        self.loop = SimpleNamespace(add=self.readers.__setitem__, remove=self.readers.pop)
+        self.loop = SimpleNamespace(
+            add=self.readers.__setitem__, remove=self.readers.pop, has_sent=lambda _: None
+        )
         self.table = SimpleNamespace(drop=lambda _: None)
         self.monitor = Socket()
 
