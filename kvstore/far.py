@@ -87,15 +87,21 @@ class Followed:
         """Seconds since the last answer."""
         return self._far.clock.now_s() - self._heard_s
 
-    def tell_soon(self, question: Question) -> None:
-        """``tell``, from any thread."""
-        self._far.loop.call(lambda: self.tell(question))
+    def ask_soon(self, question: Question) -> Future[Answer]:
+        """Asks in the loop's thread, from any thread; who does not need the answer leaves it. The
+        future raises ``NoAnswer``; it may never end once the store is closed."""
+        future: Future[Answer] = Future()
+        self._far.loop.call(lambda: self._ask(question, future))
+        return future
 
     # -- in the loop's thread
 
     def tell(self, question: Question) -> None:
         """Asks what needs no answer."""
-        self._send(question, Future(), self._far.clock.now_s() + FORGET_S)
+        self._ask(question, Future())
+
+    def _ask(self, question: Question, future: Future[Answer]) -> None:
+        self._send(question, future, self._far.clock.now_s() + FORGET_S)
 
     def greet(self) -> None:
         """Connects anew and begins from the start. If it cannot, ``check`` tries again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from enum import Enum
 from typing import Final, Protocol, TypeVar
@@ -92,14 +93,12 @@ class Handle(Protocol):
     def unpin(self, keys: Keys, signature: bytes) -> None:
         """See ``Owner.unpin``."""
 
-    def remove(self, keys: Keys, signature: bytes) -> None:
-        """Removes objects."""
+    def remove_soon(self, keys: Keys, signature: bytes) -> Future[Answer]:
+        """Has objects removed. It does not wait for that, so that many owners are asked side by
+        side. It raises nothing."""
 
-    def discard(self, keys: Keys, signature: bytes) -> None:
-        """As ``remove``, for who does not wait for it. It raises nothing."""
-
-    def clear(self, signature: bytes) -> None:
-        """Removes all objects of a signature."""
+    def clear_soon(self, signature: bytes) -> Future[Answer]:
+        """Has all objects of a signature removed, as ``remove_soon``."""
 
 
 class OwnHandle:
@@ -151,15 +150,15 @@ class OwnHandle:
         """See ``Handle``."""
         self._owner.unpin(keys, signature)
 
-    def remove(self, keys: Keys, signature: bytes) -> None:
-        """See ``Handle``."""
+    def remove_soon(self, keys: Keys, signature: bytes) -> Future[Answer]:
+        """See ``Handle``. It is done at once."""
         self._owner.remove(keys, signature)
+        return _done()
 
-    discard = remove
-
-    def clear(self, signature: bytes) -> None:
-        """See ``Handle``."""
+    def clear_soon(self, signature: bytes) -> Future[Answer]:
+        """See ``Handle``. It is done at once."""
         self._owner.clear(signature)
+        return _done()
 
 
 class FarHandle:
@@ -233,7 +232,7 @@ class FarHandle:
     def abandon(self, claim_id: int) -> None:
         """See ``Handle``. It does not wait; an owner that does not hear it ends the claim at the
         claim's deadline."""
-        self._owner.tell_soon(Abandon(claim_id))
+        self._owner.ask_soon(Abandon(claim_id))
 
     def lift(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Sequence[Lifted]:
         """See ``Handle``. The owner answers a little before the time has passed, and after
@@ -261,17 +260,13 @@ class FarHandle:
         """See ``Handle``."""
         self._ask(Unpin(keys.tobytes(), signature), Done, self._timeout_s)
 
-    def remove(self, keys: Keys, signature: bytes) -> None:
-        """See ``Handle``."""
-        self._ask(Remove(keys.tobytes(), signature), Done, self._timeout_s)
+    def remove_soon(self, keys: Keys, signature: bytes) -> Future[Answer]:
+        """See ``Handle``. An owner that does not hear it keeps them."""
+        return self._owner.ask_soon(Remove(keys.tobytes(), signature))
 
-    def discard(self, keys: Keys, signature: bytes) -> None:
-        """See ``Handle``. An owner that does not hear it keeps them until they are read again."""
-        self._owner.tell_soon(Remove(keys.tobytes(), signature))
-
-    def clear(self, signature: bytes) -> None:
-        """See ``Handle``."""
-        self._ask(Clear(signature), Done, self._timeout_s)
+    def clear_soon(self, signature: bytes) -> Future[Answer]:
+        """See ``Handle``. An owner that does not hear it keeps them."""
+        return self._owner.ask_soon(Clear(signature))
 
     def _ask(self, question: Question, kind: type[Wanted], timeout_s: float) -> Wanted:
         until_s = time.monotonic() + timeout_s
@@ -292,6 +287,13 @@ class FarHandle:
         if not isinstance(answer, kind):
             raise NoAnswer(f"owner {self._owner.name} answers with {type(answer).__name__}")
         return answer
+
+
+def _done() -> Future[Answer]:
+    """Of what this process's own owner has done."""
+    future: Future[Answer] = Future()
+    future.set_result(Done())
+    return future
 
 
 def _of_each(keys: Keys, said: Sequence[str], kind: type[Told]) -> list[Told]:

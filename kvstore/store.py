@@ -9,6 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
 from types import TracebackType
@@ -29,6 +30,7 @@ from kvstore.handles import Handle
 from kvstore.judging import Judging, source_of
 from kvstore.meeting import meet
 from kvstore.memory import Memory
+from kvstore.messages import Answer, Done
 from kvstore.outcomes import Got, Pinned, Put
 from kvstore.owner import CLAIM_OBJECTS_MAX
 from kvstore.owners import Owners
@@ -216,27 +218,48 @@ class Store:
         return outcomes
 
     def remove(self, keys: Keys, signature: bytes) -> None:
-        """Removes objects from every owner that can be used; those that do not answer keep them."""
-        for number in self._owners.usable():
-            handle = self._owners.handle(number)
-            if handle is None:
-                continue
-            try:
-                for first in range(0, len(keys), CLAIM_OBJECTS_MAX):
-                    handle.remove(keys[first : first + CLAIM_OBJECTS_MAX], signature)
-            except NoAnswer as exc:
-                logger.warning("objects were not removed: %s", exc)
+        """Removes objects from every owner that can be used; those that do not answer keep them.
+        Waits ``Config.request_timeout_s`` for all owners together, for each ``CLAIM_OBJECTS_MAX``
+        keys."""
+        handles = self._handles()
+        for first in range(0, len(keys), CLAIM_OBJECTS_MAX):
+            some = keys[first : first + CLAIM_OBJECTS_MAX]
+            asked = [(one, one.remove_soon(some, signature)) for one in handles]
+            handles = self._answered(asked, "objects were not removed")
 
     def clear(self, signature: bytes) -> None:
         """Removes all objects of a signature from every owner that can be used; those that do not
-        answer keep them."""
-        for number in self._owners.usable():
-            handle = self._owners.handle(number)
-            if handle is not None:
-                try:
-                    handle.clear(signature)
-                except NoAnswer as exc:
-                    logger.warning("the objects of a signature were not removed: %s", exc)
+        answer keep them. Waits ``Config.request_timeout_s`` for all owners together."""
+        asked = [(one, one.clear_soon(signature)) for one in self._handles()]
+        self._answered(asked, "the objects of a signature were not removed")
+
+    def _handles(self) -> list[Handle]:
+        """The owners that can be used."""
+        handles = [self._owners.handle(number) for number in self._owners.usable()]
+        return [one for one in handles if one is not None]
+
+    def _answered(
+        self, asked: Sequence[tuple[Handle, Future[Answer]]], not_done: str
+    ) -> list[Handle]:
+        """Waits for owners side by side; those that have answered."""
+        until, silent = Deadline(self._config.request_timeout_s), list[str]()
+        answered: list[Handle] = []
+        for handle, future in asked:
+            try:
+                answer = future.result(until.left_s)
+            except NoAnswer as exc:
+                silent.append(str(exc))
+            except TimeoutError:
+                silent.append(f"owner {handle.source.number} does not answer in time")
+            else:
+                if isinstance(answer, Done):
+                    answered.append(handle)
+                else:
+                    silent.append(f"an owner answers with {type(answer).__name__}")
+        if silent:
+            more = f" (and {len(silent) - 1} more owners)" if len(silent) > 1 else ""
+            logger.warning("%s: %s%s", not_done, silent[0], more)
+        return answered
 
     def pin(self, keys: Keys, signature: bytes, ttl_s: float) -> list[Pinned]:
         """Keeps objects in memory: their owners do not evict them for so many seconds, or until as
@@ -322,12 +345,11 @@ class Store:
             logger.warning(
                 "%d objects have other bytes than were stored, and are removed", len(corrupted)
             )
-            for number in self._owners.usable():
-                handle = self._owners.handle(number)
-                if handle is not None:
-                    for first in range(0, len(corrupted), CLAIM_OBJECTS_MAX):
-                        some = corrupted[first : first + CLAIM_OBJECTS_MAX]
-                        handle.discard(keys[some], signature)
+            # Nobody waits: an owner that does not hear it keeps them until they are read again.
+            for handle in self._handles():
+                for first in range(0, len(corrupted), CLAIM_OBJECTS_MAX):
+                    some = corrupted[first : first + CLAIM_OBJECTS_MAX]
+                    handle.remove_soon(keys[some], signature)
 
 
 def _count(counts: Counter[str], outcomes: Sequence[Enum], kind: type[Enum]) -> None:

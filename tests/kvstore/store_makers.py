@@ -66,12 +66,12 @@ def impatient(store: Store) -> Iterator[None]:
     """A store that soon gives up owners that do not answer, for a while."""
     owners = store._owners
     patient = owners._config
-    owners._config = replace(patient, request_timeout_s=0.5)
+    store._config = owners._config = replace(patient, request_timeout_s=0.5)
     owners._far._timeout_s = 0.5
     try:
         yield
     finally:
-        owners._config = patient
+        store._config = owners._config = patient
         owners._far._timeout_s = patient.request_timeout_s
 
 
