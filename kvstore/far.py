@@ -78,6 +78,8 @@ class Followed:
         self._ids = itertools.count()
         self._changes = 0
         self._part = 0
+        #: Whether the table has all that the owner had when ``_changes`` was the next number.
+        self._is_whole = False
         self._heard_s = self._far.clock.now_s()
         self._waiting_since_s = 0.0
         self.greet()
@@ -205,15 +207,25 @@ class Followed:
         if not isinstance(answer, Hello) or not (self.number or self._far.admit(self)):
             return
         self._is_greeted = True
-        self.card = OwnerCard(
-            answer.engine,
-            answer.epoch,
-            answer.headers_address,
-            answer.slots_address,
-            answer.chunks,
-            answer.object_bytes_max,
-            answer.parts,
+        former, self.card = (
+            self.card,
+            OwnerCard(
+                answer.engine,
+                answer.epoch,
+                answer.headers_address,
+                answer.slots_address,
+                answer.chunks,
+                answer.object_bytes_max,
+                answer.parts,
+            ),
         )
+        if self._is_whole and self.card == former:
+            # The connection was cut, and nothing was lost but time: what is known stays known, or
+            # whoever has found a page would not find it any more when he loads it.
+            self._far.set_heard(self.number, True)
+            self._follow(Follow(self._changes), self._on_changes)
+            return
+        self._is_whole = False
         self._far.table.drop(self.number)
         self._changes, self._part = answer.number, 0
         self._far.set_heard(self.number, True)
@@ -222,6 +234,7 @@ class Followed:
     def _next_parts(self) -> None:
         assert self.card is not None
         if self._part >= self.card.parts:
+            self._is_whole = True
             self._follow(Follow(self._changes), self._on_changes)
             return
         self._follow(Snapshot(self._part, SNAPSHOT_PARTS), self._on_snapshot)
@@ -234,6 +247,7 @@ class Followed:
     def _on_changes(self, answer: Answer) -> None:
         if isinstance(answer, Changes) and answer.changes is None:
             logger.info("owner %s has changed too fast to be followed; begins anew", self.name)
+            self._is_whole = False
             self.greet()
         elif self._apply(answer):
             assert isinstance(answer, Changes)

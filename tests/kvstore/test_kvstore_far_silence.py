@@ -7,9 +7,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from msgspec import structs
+
 from bootstrap_server.running import RunningClock
 from kvstore.far import STILL_S, Followed
-from kvstore.messages import Hello
+from kvstore.messages import Changes, Follow, Hello, Question, decode_question, split
 from kvstore.sockets import Where
 
 
@@ -45,7 +47,11 @@ class World:
         self.loop = SimpleNamespace(
             add=self.readers.__setitem__, remove=self.readers.pop, has_sent=lambda _: None
         )
-        self.table = SimpleNamespace(drop=lambda _: None)
+        self.dropped: list[int] = []
+        self.applied: list[bytes] = []
+        self.table = SimpleNamespace(
+            drop=self.dropped.append, apply=lambda _, changes: self.applied.append(changes)
+        )
         self.monitor = Socket()
 
     def _connect(self, _where: Where) -> tuple[Socket, Socket]:
@@ -96,3 +102,37 @@ def test_an_owner_that_ends_connections_before_its_greeting_is_left_to_libzmq() 
     Followed(world, "name", Where("ipc:///nowhere", b""))  # type: ignore[arg-type]
     world.readers[world.monitor]()
     assert (len(world.made), world.heard) == (1, [])
+
+
+def cut(world: World) -> None:
+    world.readers[world.monitor]()
+
+
+def test_what_is_known_of_an_owner_outlives_a_cut_but_not_its_next_start() -> None:
+    """Whoever has found a page before a cut loads it a moment later."""
+    world = World()
+    followed = Followed(world, "name", Where("ipc:///nowhere", b""))  # type: ignore[arg-type]
+    hello = Hello(b"engine", 1, 0, 0, 1, 1, 2, 7)
+    followed._on_hello(hello)
+    assert world.dropped == [0], "what an owner that had the number had"
+    cut(world)
+    followed._on_hello(hello)
+    assert world.dropped == [0, 0], "its snapshot was not whole"
+    followed._on_snapshot(Changes(1, 7, b"all"))
+    assert asked(world.made[-1])[-1] == Follow(7)
+    followed._on_changes(Changes(1, 9, b"more"))
+    cut(world)
+    followed._on_hello(structs.replace(hello, number=12))
+    assert asked(world.made[-1])[-1] == Follow(9), "the changes since, and not all of it"
+    assert (world.dropped, world.applied) == ([0, 0], [b"all", b"more"])
+    followed._on_changes(Changes(1, 9, None))
+    assert world.dropped == [0, 0]
+    followed._on_hello(structs.replace(hello, number=99))
+    assert world.dropped == [0] * 3, "these are not kept any more"
+    followed._on_snapshot(Changes(1, 99, b"all"))
+    followed._on_hello(structs.replace(hello, epoch=2, number=0))
+    assert world.dropped == [0] * 4, "it was started anew"
+
+
+def asked(socket: Socket) -> list[Question]:
+    return [decode_question(split(frame)[1]) for frame in socket.sent]
