@@ -29,6 +29,7 @@ from kvstore.messages import (
     encode,
 )
 from kvstore.owner import Owner
+from kvstore.seldom import Seldom
 
 __all__ = ["Answerer"]
 
@@ -53,6 +54,7 @@ class Answerer:
         self._lock = threading.Lock()
         self._lines: dict[socket.socket, threading.Thread] = {}
         self._closing = False
+        self._strange = Seldom(logger)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listener.bind(str(path))
@@ -85,7 +87,7 @@ class Answerer:
             except OSError as exc:
                 if self._closing:
                     return
-                logger.warning("a process of this host cannot be let in: %s", exc)
+                self._strange.warn("a process of this host cannot be let in: %s", exc)
                 threading.Event().wait(0.1)  # Such as for a descriptor.
                 continue
             with self._lock:
@@ -99,7 +101,7 @@ class Answerer:
                 try:
                     thread.start()
                 except RuntimeError as exc:  # No more threads.
-                    logger.warning("a process of this host cannot be let in: %s", exc)
+                    self._strange.warn("a process of this host cannot be let in: %s", exc)
                     del self._lines[line]
                     line.close()
 
@@ -108,7 +110,7 @@ class Answerer:
             self._serve(line)
         except (OSError, ValueError) as exc:
             if not self._closing:
-                logger.warning("a connection of a process of this host is ended: %s", exc)
+                self._strange.warn("a connection of a process of this host is ended: %s", exc)
         except Exception:
             logger.exception("a bug in the store: a connection is ended")
         finally:

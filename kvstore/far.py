@@ -36,6 +36,7 @@ from kvstore.messages import (
     split,
 )
 from kvstore.owner import OwnerCard
+from kvstore.seldom import Seldom
 from kvstore.sockets import Sockets, Where
 
 __all__ = ["Far", "Followed"]
@@ -182,7 +183,7 @@ class Followed:
             except zmq.Again:
                 return
             except msgspec.DecodeError as exc:
-                logger.warning("owner %s answers what cannot be read: %s", self.name, exc)
+                self._far.nonsense.warn("owner %s answers what cannot be read: %s", self.name, exc)
                 continue
             self._heard_s = self._far.clock.now_s()
             asked = self._asked.pop(request_id, None)
@@ -303,6 +304,8 @@ class Far:
         #: What owners say while this process stands still waits in its sockets: that is no silence.
         #: For the loop's thread.
         self.clock: Final = RunningClock(time.monotonic, STILL_S)
+        #: For lines that another process can cause as often as it likes.
+        self.nonsense: Final = Seldom(logger)
         self.loop: Final = Loop("kvstore-client", TICK_S, self._on_time)
 
     def start(self) -> None:

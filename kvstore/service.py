@@ -35,6 +35,7 @@ from kvstore.messages import (
     split,
 )
 from kvstore.owner import CLAIM_IS_OVER, FENCE_TIMEOUT_S, Owner
+from kvstore.seldom import Seldom
 from kvstore.sockets import Sockets
 
 __all__ = ["Service"]
@@ -99,6 +100,7 @@ class Service:
         if where.scheme == "tcp" and where.port:
             self._newcomers = Newcomers(self._socket, where.port, self._loop.add, "store")
         self._strangers_s = 0.0
+        self._strange, self._deaf = Seldom(logger), Seldom(logger)
         self._closing = False
         owner.listeners.append(self._on_change)
         self._loop.start(self._end)
@@ -133,7 +135,7 @@ class Service:
                 (part,) = parts
                 request_id, raw = split(part.buffer)
             except (ValueError, msgspec.DecodeError):
-                logger.warning("a client sent what is no question of the store")
+                self._strange.warn("a client sent what is no question of the store")
                 continue
             client = frame.bytes
             try:
@@ -223,7 +225,7 @@ class Service:
         try:
             self._socket.send_multipart([client, request_id + raw], zmq.NOBLOCK)
         except zmq.Again:
-            logger.warning("a client of the store does not read its answers")
+            self._deaf.warn("a client of the store does not read its answers")
 
     def _on_time(self) -> None:
         now_s = time.monotonic()

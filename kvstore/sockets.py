@@ -15,6 +15,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from bootstrap_server.routing_ids import ignore_claimed_ids
+from kvstore.seldom import Seldom
 
 __all__ = ["MESSAGE_BYTES_MAX", "Sockets", "Where"]
 
@@ -153,12 +154,13 @@ class _Holders:
 
     def __init__(self, allowed: set[bytes]) -> None:
         self._allowed = allowed
+        self._refused = Seldom(logger)
 
     def callback(self, _domain: str, key: bytes) -> bool:
         """For ``zmq.auth``; ``key`` in Z85."""
         if key in self._allowed:
             return True
-        logger.warning(
+        self._refused.warn(
             "a connection to the store was refused: its secret differs; give all processes of the"
             " store the same secret file"
         )

@@ -91,7 +91,9 @@ def test_an_answer_to_an_earlier_question_is_left_out(directory: Path) -> None:
     context.destroy(linger=0)
 
 
-def test_a_service_refuses_what_it_cannot_read(owner: Store, directory: Path) -> None:
+def test_a_service_refuses_what_it_cannot_read(
+    owner: Store, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     ((where,),) = Directory(directory).endpoints().values()
@@ -110,9 +112,11 @@ def test_a_service_refuses_what_it_cannot_read(owner: Store, directory: Path) ->
         assert "the question cannot be read" in answer.why
     answer = asked(messages.encode(messages.Greet(99)))
     assert answer == messages.Refused("this owner speaks version 5 of the store's messages")
-    socket.send(b"1234567")  # No request id, or another number of parts: no answer.
-    socket.send_multipart([b"12345678", b"2"])
+    for _ in range(5):
+        socket.send(b"1234567")  # No request id, or another number of parts: no answer.
+        socket.send_multipart([b"12345678", b"2"])
     assert isinstance(asked(messages.encode(messages.Greet(messages.VERSION))), messages.Hello)
+    assert caplog.text.count("what is no question of the store") == 1, "a line for all of them"
     claim = messages.Claim(bytes(16), SIG, 1, "0" * 32, 5)
     assert isinstance(asked(messages.encode(claim)), messages.Granted)
     socket.close()

@@ -19,7 +19,7 @@ from store_far import Far
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, deaf, keys, until
 from store_objects import KEYS, MIB, NBYTES, N, filled, handle_of, put_all, sees
 
-from kvstore import answering, calling
+from kvstore import answering, calling, seldom
 from kvstore.answering import Answerer
 from kvstore.asking import NoAnswer
 from kvstore.calling import Caller, Line, Window
@@ -206,7 +206,13 @@ def greeted(directory: Path, raw: bytes, fds: list[int]) -> bytes:
         return one.recv(CALL_BYTES_MAX)
 
 
-def test_who_is_not_let_in(owner: Store, directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_is_not_let_in(
+    owner: Store,
+    directory: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(seldom, "LOG_EVERY_S", 0.0)
     greeting = encode(Greet(VERSION))
     open_fd = os.memfd_create("open")
     os.ftruncate(open_fd, TRAY_BYTES)
