@@ -165,7 +165,11 @@ class Connections:
         """With the lock."""
         if state.known is None and not state.is_connecting and self._clock() >= state.try_s:
             state.is_connecting = True
-            self._threads.submit(self._make, number, state)
+            try:
+                self._threads.submit(self._make, number, state)
+            except RuntimeError:
+                # The interpreter ends, and nobody has closed this: its threads were ended first.
+                self._is_closed = True
 
     def _make(self, number: int, state: _State) -> None:
         known, why = None, ""

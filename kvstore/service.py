@@ -197,7 +197,12 @@ class Service:
     ) -> Answer | None:
         if self._closing:
             return Refused("the owner is being closed")
-        if not slow.offer(partial(self._run, client, request_id, work)):
+        try:
+            is_taken = slow.offer(partial(self._run, client, request_id, work))
+        except RuntimeError:
+            self._closing = True  # As in `_on_time`.
+            return Refused("the owner is being closed")
+        if not is_taken:
             return Refused(f"{slow.waiting_max} {slow.what} wait already; ask for less at once")
         return None
 
@@ -235,7 +240,11 @@ class Service:
         self._tell_followers()
         if not self._ticking and not self._closing:
             self._ticking = True
-            self._ticks.submit(self._tick)
+            try:
+                self._ticks.submit(self._tick)
+            except RuntimeError:
+                # The interpreter ends, and nobody has closed this: its threads were ended first.
+                self._closing = True
 
     def _tick(self) -> None:
         try:

@@ -3,13 +3,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from pathlib import Path
 
-from store_makers import SIG, Room, config, keys, until
+import pytest
+from store_makers import SIG, TIMEOUT_S, Room, config, engine, keys, until
 
+import te
+from kvstore.asking import Asker, NoAnswer
+from kvstore.connecting import Connections
+from kvstore.messages import Clear
 from kvstore.outcomes import Got, Put
+from kvstore.owner import Owner
+from kvstore.service import Service
+from kvstore.sockets import Sockets, Where
 from kvstore.store import Store
 
 MIB = 1 << 20
@@ -38,3 +47,28 @@ def test_closed_stores_give_back_their_descriptors_at_once(directory: Path) -> N
         until(lambda: descriptors() <= before)
     finally:
         gc.enable()
+
+
+def test_a_store_that_is_not_closed_before_the_interpreter_ends_logs_no_bug(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The interpreter ends the threads of all pools first. Others may run for long after that."""
+    with contextlib.ExitStack() as stack:
+        owned = Owner(stack.enter_context(te.Engine(engine())), config(directory, 4 * MIB))
+        stack.callback(owned.close)
+        sockets = Sockets()
+        stack.callback(sockets.close)
+        service = Service(owned, sockets, f"ipc://{directory}/owner")
+        stack.callback(service.close)
+        connections = Connections(lambda _: None, lambda _: None)
+        stack.callback(connections.close)
+        asker = Asker(sockets, Where(service.endpoint), "abc")
+        stack.callback(asker.close)
+        for pool in (service._ticks, service._slow.threads, connections._threads):
+            pool.shutdown()
+        with pytest.raises(NoAnswer, match="the owner is being closed"):
+            asker.ask(Clear(SIG), TIMEOUT_S)
+        until(lambda: service._closing)
+        for _ in range(2):
+            connections.want(1)
+    assert "a bug" not in caplog.text
