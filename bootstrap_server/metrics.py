@@ -17,6 +17,8 @@ __all__ = ["CONTENT_TYPE", "METRICS", "PREFIX", "Counts", "process_lines", "text
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX: Final = "sglang_mooncake_registry_"
+#: What can happen to a rank (`Board`); each counts from 0, so that `increase` sees the first one.
+EVENTS: Final = ("connection lost", "lease lapsed", "registered", "replaced", "shut down")
 
 
 class _Metric(NamedTuple):
@@ -76,7 +78,8 @@ def text(
         "instances": {"": len(known)},
         "instances_ready": {"": sum(here == expected for here, expected in known)},
         "rank_events_total": {
-            f'{{event="{what}"}}': count for what, count in sorted(events.items())
+            f'{{event="{what}"}}': count
+            for what, count in sorted({**dict.fromkeys(EVENTS, 0), **events}.items())
         },
         "connections": {"": connections},
     }

@@ -8,11 +8,13 @@ code, never from a peer, a request or a sentence, so that their number is bounde
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+from sglang_mooncake.rooms.states import ENDS
 from sglang_mooncake.story import RoomStory
+from te.reasons import Reason
 from te.stats import Stats
 
 __all__ = [
@@ -34,6 +36,9 @@ _SECONDS: Final = (
     1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
     10.0, 30.0, 60.0, 300.0,
 )  # fmt: skip
+#: Why transfers fail and links end, as far as that is the same over all transports.
+_WHY: Final = tuple(one.name.lower() for one in Reason if one is not Reason.NO_REASON)
+_OUTCOMES: Final = ("done", "failed", "cancelled", "landed")
 #: Reasons of fall-backs that are told apart; further ones count as "other".
 _REASONS_MAX: Final = 32
 
@@ -153,8 +158,12 @@ METRICS: Final = (
 
 
 def totals(stats: Stats, counted: Mapping[str, Any]) -> dict[Key, float]:
-    """The counters now. `counted`: `Recorder.totals()`."""
-    found: dict[Key, float] = dict(_of_engine(stats))
+    """The counters now. `counted`: `Recorder.totals()`.
+
+    What can be foreseen is there at 0 from the start: Prometheus' `rate` and `increase` do not see
+    the first event of a counter that begins with it.
+    """
+    found: dict[Key, float] = dict(_at_zero(stats.transports)) | dict(_of_engine(stats))
     fences = stats.fences
     found |= {
         ("connects_total", ()): stats.connects,
@@ -174,6 +183,19 @@ def totals(stats: Stats, counted: Mapping[str, Any]) -> dict[Key, float]:
         found["scheduler_calls_total", (call,)] = count
         found["scheduler_seconds_total", (call,)] = seconds
     return found
+
+
+def _at_zero(transports: Iterable[str]) -> Iterator[tuple[Key, float]]:
+    for end in ENDS:
+        yield ("rooms_total", (end.value,)), 0
+    for name in transports:
+        for outcome in _OUTCOMES:
+            yield ("transfers_total", (name, outcome)), 0
+        for reason in _WHY:
+            yield ("transfer_failures_total", (name, reason)), 0
+            yield ("links_ended_total", (name, reason)), 0
+        for counter in ("blocks_total", "rails_lost_total", "rails_remade_total"):
+            yield (counter, (name,)), 0
 
 
 def _of_engine(stats: Stats) -> Iterator[tuple[Key, float]]:

@@ -11,7 +11,7 @@ import requests
 from bootstrap_waits import NEVER_S, WAIT_S
 
 from bootstrap_server import BootstrapClient, BootstrapServer, RankCoords, Topology, allowance
-from bootstrap_server.metrics import METRICS, PREFIX, Counts, process_lines, text
+from bootstrap_server.metrics import EVENTS, METRICS, PREFIX, Counts, process_lines, text
 from bootstrap_server.secret import Keys
 
 KEYS = Keys.from_secrets([b"s3cret-" + b"0123456789abcdef" * 4])
@@ -55,6 +55,7 @@ def test_every_metric_is_told_with_its_help_and_type():
         PREFIX + "ranks_expected": 7,
         PREFIX + "instances": 2,
         PREFIX + "instances_ready": 1,
+        **{f'{PREFIX}rank_events_total{{event="{what}"}}': 0 for what in EVENTS},
         PREFIX + 'rank_events_total{event="registered"}': 5,
         PREFIX + "connections": 7,
     }

@@ -81,6 +81,22 @@ def test_figures_are_those_that_were_counted():
     assert gauges(STATS, 4)["registered_bytes", ("host",)] == 4096
 
 
+def test_what_an_alert_counts_is_there_before_the_first_event():
+    quiet = replace(STATS, by_transport={}, transports=("tcp",))
+    told = totals(quiet, COUNTED | {"ends": {}})
+    for key in (
+        ("rooms_total", ("failed",)),
+        ("rooms_total", ("timed out",)),
+        ("transfers_total", ("tcp", "failed")),
+        ("transfer_failures_total", ("tcp", "stalled")),
+        ("links_ended_total", ("tcp", "process_gone")),
+        ("fences_total", ("timed out",)),
+        ("connects_fallen_back_total", ()),
+    ):
+        assert key in told
+    assert told["rooms_total", ("failed",)] == 0
+
+
 def test_reasons_are_bounded_and_none_is_lost():
     many = COUNTED | {"fallbacks": {f"reason {i}": 1 for i in range(1000)}}
     told = {key: v for key, v in totals(STATS, many).items() if key[0] == "fallbacks_total"}
