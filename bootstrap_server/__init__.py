@@ -46,6 +46,7 @@ from bootstrap_server.records import (
     RankRecord,
     SpecLayout,
     Topology,
+    instance_name_of,
 )
 from bootstrap_server.server import BootstrapServer
 from bootstrap_server.sglang_http import SGLangParallel
@@ -86,6 +87,7 @@ __all__ = [
     "cp_transfer",
     "dealt_over",
     "holding",
+    "instance_name_of",
     "prefill_dp_rank",
     "sending",
     "sources",

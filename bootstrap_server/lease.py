@@ -29,8 +29,9 @@ class RankLease:
     """Registers a rank and keeps it registered, from a thread of its own, until closed.
 
     The constructor waits until the registry has taken the rank (see `BootstrapClient.register`:
-    `deadline_s`, and the errors that it raises; `keys` as for the client); no later call waits for
-    the registry, except `close()`, for a few seconds at most.
+    `deadline_s`, and the errors that it raises; `keys` as for the client); without a deadline
+    (None) the thread registers it when it can. No later call waits for the registry, except
+    `close()`, for a few seconds at most.
 
     Each renewal carries what `status` returns, for the registry's status page. It is called in the
     lease's thread; when it raises, the error is logged and it is not called again.
@@ -53,7 +54,7 @@ class RankLease:
         record: RankRecord,
         *,
         instance: str = DEFAULT_INSTANCE,
-        deadline_s: float = 60.0,
+        deadline_s: float | None = 60.0,
         keys: Sequence[bytes] = (),
         status: Callable[[], RankStatus | None] | None = None,
         make_client: Callable[..., BootstrapClient] = BootstrapClient,
@@ -63,12 +64,14 @@ class RankLease:
         self._closing = threading.Event()
         #: Why the registry does not show this rank, or may soon cease to; None when it does.
         self.problem: str | None = None
-        self._is_reached = True
-        try:
-            self._lease_s = self._client.register(record, deadline_s)
-        except BaseException:
-            self._client.close()
-            raise
+        self._is_reached = self._was_registered = deadline_s is not None
+        self._lease_s = 0.0
+        if deadline_s is not None:
+            try:
+                self._lease_s = self._client.register(record, deadline_s)
+            except BaseException:
+                self._client.close()
+                raise
         self._thread = threading.Thread(target=self._run, name="bootstrap-lease", daemon=True)
         self._thread.start()
 
@@ -96,6 +99,8 @@ class RankLease:
 
     def pause_s(self) -> float:
         """How long the thread waits before the next renewal."""
+        if not self._lease_s:
+            return 0.0 if self.problem is None else AGAIN_S
         pause_s = self._lease_s / RENEWALS_PER_LEASE
         return pause_s if self._is_reached else min(pause_s, AGAIN_S)
 
@@ -107,8 +112,10 @@ class RankLease:
             try:
                 self._lease_s = self._client.renew(rank, self._report())
             except LeaseLost as lost:
-                logger.warning("registering again: %s", lost)
+                if self._was_registered:
+                    logger.warning("registering again: %s", lost)
                 self._lease_s = self._client.try_register(self._record)
+                self._was_registered = True
         except BootstrapError as error:
             self._is_reached = not isinstance(error, Unreachable)
             self._say(

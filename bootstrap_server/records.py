@@ -31,6 +31,7 @@ __all__ = [
     "Topology",
     "check_instance_name",
     "differences",
+    "instance_name_of",
 ]
 
 #: Far above any deployment (SGLang's largest published ones have a few hundred ranks), low
@@ -48,6 +49,7 @@ SPEC_LAYOUT_BYTES_MAX: Final = 16 << 10
 _SIGNATURE: Final = re.compile("[0-9a-f]{64}")
 #: Z85 (RFC 32) of 32 bytes.
 _CONTROL_KEY: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+INSTANCE_NAME_CHARS_MAX: Final = 64
 _INSTANCE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 #: The SGLang flag behind each value, for sentences that say what to change.
@@ -316,6 +318,16 @@ def check_instance_name(name: str) -> None:
             f"instance name {_short(name)!r} is not 1 to 64 letters, digits, dots, dashes or "
             "underscores that begin with a letter or digit"
         )
+
+
+def instance_name_of(address: str) -> str:
+    """The name of a prefill server's instance at registries beside its own: its own registry's
+    `host:port`, with dashes for what a name may not have.
+
+    A name that would be too long keeps its end, as host names of one cluster begin alike.
+    """
+    plain = re.sub(r"[^A-Za-z0-9._-]", "-", address)[-INSTANCE_NAME_CHARS_MAX:]
+    return plain if plain[:1].isalnum() else f"i{plain[1:]}"
 
 
 def _short_pair(left: object, right: object) -> tuple[str, str]:

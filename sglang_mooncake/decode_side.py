@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 import te
-from bootstrap_server import Instance, MismatchError, RankCoords, matching
+from bootstrap_server import Instance, MismatchError, RankCoords, instance_name_of, matching
+from bootstrap_server.records import DEFAULT_INSTANCE
 from bootstrap_server.signatures import key_index
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
@@ -84,7 +85,9 @@ class DecodeSide(Side):
         recorder: Recorder,
         registries: Registries,
         link_timeout_s: float,
+        registry: tuple[str, ...] = (),
     ) -> None:
+        """``registry``: those that are asked for an instance whose own does not answer."""
         self._context, self._engine = context, engine
         self._layout, self._seals, self._recorder = layout, seals, recorder
         self._rooms = rooms.DecodeRooms(
@@ -96,7 +99,7 @@ class DecodeSide(Side):
             names=context.names,
         )
         self.instances = PrefillInstances(
-            registries, functools.partial(fetch_instance, keys=context.keys)
+            registries, functools.partial(fetch_instance, keys=context.keys, beside=registry)
         )
         self._registries = registries
         self._given_up = GivenUpNotices()
@@ -228,7 +231,12 @@ class DecodeSide(Side):
 
     def _link(self, address: str, instance: Instance, coords: RankCoords) -> LinkKey:
         rank, keys = instance.rank(coords), self._context.keys.record
-        secret = key_index(instance.config, rank, keys) if keys else 0
+        secret: int | None = 0
+        if keys:
+            # It came from the instance's own registry, or from one beside it.
+            names = DEFAULT_INSTANCE, instance_name_of(address)
+            found = (key_index(instance.config, rank, keys, name) for name in names)
+            secret = next((one for one in found if one is not None), None)
         assert secret is not None, "checked when the instance was looked up"
         return LinkKey(address, rank, secret)
 

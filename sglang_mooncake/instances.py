@@ -8,7 +8,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -18,8 +18,10 @@ from bootstrap_server import (
     Instance,
     NeverServed,
     Unreachable,
+    instance_name_of,
     split_address,
 )
+from bootstrap_server.records import DEFAULT_INSTANCE
 from bootstrap_server.secret import Keys
 from bootstrap_server.signatures import check_signatures
 from sglang_mooncake.registries import Registries
@@ -87,16 +89,30 @@ class _Return:
     at_work: bool = False
 
 
-def fetch_instance(address: str, keys: Keys = _NO_KEYS) -> Instance:
+def fetch_instance(address: str, keys: Keys = _NO_KEYS, beside: Sequence[str] = ()) -> Instance:
     """The instance behind the registry at `address`; takes up to `LOOKUP_WAIT_S` longer than a
-    request does while ranks are missing.
+    request does while ranks are missing. When that registry does not answer, those `beside` it are
+    asked, at which prefill ranks register by the address of their own.
 
     Raises:
         BootstrapError: a sentence that says why it is not known.
     """
-    with BootstrapClient(address, keys=keys.registry) as client:
-        instance = client.instance(wait_s=LOOKUP_WAIT_S)
-    check_signatures(instance, keys.record, address)
+    try:
+        return _fetch(address, keys, DEFAULT_INSTANCE, LOOKUP_WAIT_S)
+    except Unreachable as error:
+        name = instance_name_of(address)
+        for other in beside:
+            try:
+                return _fetch(other, keys, name, 0.0)
+            except BootstrapError as also:
+                logger.debug("prefill instance at %s: %s", address, also)
+        raise error
+
+
+def _fetch(address: str, keys: Keys, name: str, wait_s: float) -> Instance:
+    with BootstrapClient(address, keys=keys.registry, instance=name) as client:
+        instance = client.instance(wait_s=wait_s)
+    check_signatures(instance, keys.record, address, name)
     return instance
 
 

@@ -9,7 +9,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["Registries"]
+from bootstrap_server import BootstrapError, split_address
+
+__all__ = ["Registries", "addresses"]
 
 _PORT = re.compile(r"(?P<host>\[[^\[\]]*\]|[^:]*):(?P<port>[0-9]{1,5}|\*)")
 
@@ -55,6 +57,16 @@ class Registries:
             pattern.port in (None, port) and pattern.matches_host(host)
             for pattern in self._compiled
         )
+
+
+def addresses(given: tuple[str, ...]) -> tuple[str, ...]:
+    """As given, each of the form ``HOST:PORT``; ValueError for one that is not."""
+    for one in given:
+        try:
+            split_address(one)
+        except BootstrapError as error:
+            raise ValueError(f"{one!r} is not of the form HOST:PORT") from error
+    return given
 
 
 def _pattern(text: str) -> _Pattern:

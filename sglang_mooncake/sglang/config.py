@@ -66,6 +66,7 @@ class Config:
     engine: Mapping[str, Any] = field(default_factory=dict)
     ports: tuple[int, int] | None = None
     registries: Registries = field(default_factory=Registries)
+    registry: tuple[str, ...] = ()
     layerwise: bool = False
     drop_in: bool = False
     stats_dir: Path | None = None

@@ -15,7 +15,7 @@ import logging
 from typing import Any
 
 import te
-from bootstrap_server import BootstrapClient, Rank, RankLease, RankRecord
+from bootstrap_server import BootstrapClient, Rank, RankLease, RankRecord, instance_name_of
 from bootstrap_server.exposure import exposure
 from bootstrap_server.signatures import signed
 from sglang_mooncake.decode_side import DecodeSide, SealBuffer
@@ -134,7 +134,8 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self.register_buffer_to_engine()
         self.prefill_side: PrefillSide | None = None
         self.decode_side: DecodeSide | None = None
-        self._lease: RankLease | None = None
+        #: At the server's own registry, and at those that run by themselves.
+        self._leases: list[RankLease] = []
         self._given_up: GivenUpWatch | None = None
         #: Prefill, written by the hook on SGLang's queue (`plugin.hook_prefill_queue`): which port
         #: the request names of which SGLang makes a sender now; None if it names none.
@@ -162,6 +163,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
                 self.recorder,
                 self.config.registries,
                 self.config.link_timeout_s,
+                self.config.registry,
             )
             self.decode_side.start()
         atexit.register(self.close)
@@ -235,13 +237,6 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         """Puts this prefill rank into its instance's registry, and keeps it there until `close()`;
         raises BootstrapError when that cannot be begun."""
         assert self.prefill_side is not None
-        report = RankReport(
-            self.engine.stats,
-            self.engine.links,
-            self.prefill_side.decode_peers,
-            self.recorder.rooms,
-            self.recorder.failures.last,
-        )
         record = RankRecord(
             config=self.context.config,
             rank=Rank(
@@ -253,12 +248,38 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
                 control_key=self._control_key,
             ),
         )
-        self._lease = RankLease(
-            self.context.bootstrap_address,
-            signed(record, self.config.keys.record),
-            deadline_s=self.config.register_timeout_s,
-            keys=self.config.keys.registry,
-            status=report,
+        own = self.context.bootstrap_address
+        self._leases.append(
+            RankLease(
+                own,
+                signed(record, self.config.keys.record),
+                deadline_s=self.config.register_timeout_s,
+                keys=self.config.keys.registry,
+                status=self._rank_report(self.prefill_side),
+            )
+        )
+        # This server serves without them: they may come up later.
+        name = instance_name_of(own)
+        self._leases += [
+            RankLease(
+                address,
+                signed(record, self.config.keys.record, name),
+                instance=name,
+                deadline_s=None,
+                keys=self.config.keys.registry,
+                status=self._rank_report(self.prefill_side),
+            )
+            for address in self.config.registry
+        ]
+
+    def _rank_report(self, side: PrefillSide) -> RankReport:
+        """One for each lease: it tells rates since its last call."""
+        return RankReport(
+            self.engine.stats,
+            self.engine.links,
+            side.decode_peers,
+            self.recorder.rooms,
+            self.recorder.failures.last,
         )
 
     # --- memory ---
@@ -358,8 +379,8 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             self._layerwise.close()
         if self._given_up is not None:
             self._given_up.close()
-        if self._lease is not None:
-            self._lease.close()
+        for lease in self._leases:
+            lease.close()
         for side in (self.prefill_side, self.decode_side):
             if side is not None:
                 side.close()

@@ -19,7 +19,7 @@ from bootstrap_server.values import (
     text,
     whole,
 )
-from sglang_mooncake.registries import Registries
+from sglang_mooncake.registries import Registries, addresses
 from sglang_mooncake.sglang.mooncake_variables import VARIABLES
 from sglang_mooncake.stats import STORY_ROOMS
 from te.config import LIMITS, TRANSPORTS
@@ -121,6 +121,15 @@ SETTINGS: tuple[Setting, ...] = (
         "Registries (`bootstrap_host` and `bootstrap_port` of a request) that a decode server"
         " asks. Without this list, whoever may send a request decides whom the server connects to.",
         unset="all",
+    ),
+    _own(
+        "registry",
+        names_of("addresses, HOST:PORT", addresses),
+        "Registries that run by themselves (`python -m bootstrap_server`), beside the one of each"
+        " prefill server. Prefill ranks register there, too, so that one status page shows all"
+        " servers, and outlives them. A decode server asks them for a prefill server whose own"
+        " registry does not answer.",
+        unset="none",
     ),
     _own(
         "layerwise",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -213,3 +214,27 @@ def test_a_vanished_rank_is_forgotten_though_nobody_asks(
         with pytest.raises(NotReady, match=r"port 10000 and has not renewed its lease of 0\.3 s"):
             client.instance()
     assert counts == {"registered": 0, "expected": 1, "generation": 1, "revision": ANY}
+
+
+def test_a_lease_without_a_deadline_is_begun_when_its_registry_comes_up(
+    make_record: MakeRecord,
+) -> None:
+    record = make_record(ONE, FIRST)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    with RankLease(f"127.0.0.1:{port}", record, deadline_s=None) as lease:
+        until(lambda: lease.problem is not None, "the registry is not there")
+        with (
+            BootstrapServer("127.0.0.1", port) as server,
+            patient_client(address(server)) as client,
+        ):
+            assert client.instance(wait_s=WAIT_S).ranks == (record.rank,)
+            until(lambda: lease.problem is None, "all is well")
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"never happened: {what}"
+        time.sleep(0.01)

@@ -15,7 +15,7 @@ from bootstrap_server import (
     SGLangParallel,
     Topology,
 )
-from bootstrap_server.records import FLAGS, differences
+from bootstrap_server.records import FLAGS, check_instance_name, differences, instance_name_of
 
 SIZES = st.integers(1, 4)
 TOPOLOGIES = st.builds(Topology, SIZES, SIZES, SIZES, SIZES)
@@ -125,3 +125,13 @@ def test_sglang_numbers_become_coordinates(
 def test_sglang_numbers_that_name_no_rank_are_refused(changes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"size|rank"):
         parallel(**changes).place()
+
+
+@given(st.text(max_size=200))
+def test_every_address_has_a_name_that_an_instance_may_have(address):
+    check_instance_name(instance_name_of(address or "x"))
+
+
+def test_names_of_instances_can_be_read():
+    assert instance_name_of("10.0.0.1:8998") == "10.0.0.1-8998"
+    assert instance_name_of("[fd00::1]:8998") == "ifd00--1--8998"

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import requests
 from cpu_serving.model import make_model
 from cpu_serving.nursery import Nursery
 from cpu_serving.pools import leaked_pages
-from cpu_serving.servers import HOST, Fleet, Server, ServerOptions, wait_ready
+from cpu_serving.servers import HOST, Fleet, Pair, Server, ServerOptions, wait_ready
 from cpu_serving.traffic import make_requests, send_all
 
 from bootstrap_server import (
@@ -68,3 +72,30 @@ def test_another_protocol_version_is_refused_with_both(decode: Server) -> None:
 def test_a_rank_where_nobody_answers_is_named(decode: Server) -> None:
     error = error_with(decode, Topology(1, 1, 1, 1), PROTOCOL_VERSION)
     assert f"prefill rank (dp 0 cp 0 tp 0 pp 0) at {HOST}:9" in error
+
+
+def test_a_registry_of_its_own_outlives_the_server_that_it_shows(
+    nursery: Nursery, decode: Server, tmp_path: Path
+) -> None:
+    with (
+        BootstrapServer(host=HOST, port=0) as registry,
+        Fleet(tmp_path, nursery) as fleet,
+    ):
+        beside = {"SGLANG_MOONCAKE_REGISTRY": f"{HOST}:{registry.port}"}
+        prefill = fleet.server("prefill", ServerOptions(make_model("llama"), extra_env=beside))
+        router = fleet.router(prefill, decode)
+        Pair(prefill, decode, router).wait_ready()
+        (answer,) = send_all(router.url, make_requests(1, 50), 1, timeout_s=BOUND_S)
+        assert answer.error is None
+        (shown,) = ranks_shown(registry)
+        assert shown["lost_s"] is None
+        prefill.process.kill()
+        deadline_s = time.monotonic() + BOUND_S
+        while ranks_shown(registry)[0]["lost_s"] is None:
+            assert time.monotonic() < deadline_s, "its death is not shown"
+            time.sleep(0.1)
+
+
+def ranks_shown(registry: BootstrapServer) -> list[dict[str, Any]]:
+    status = requests.get(f"http://{HOST}:{registry.port}/v1/status", timeout=60).json()
+    return [rank for instance in status["instances"] for rank in instance["ranks"]]

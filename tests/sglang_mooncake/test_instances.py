@@ -16,13 +16,20 @@ from handover import ALONE, FIRST, NEVER_S, WAIT_S, until
 from bootstrap_server import (
     BootstrapClient,
     BootstrapError,
+    BootstrapServer,
     Instance,
     InstanceConfig,
     KVFormat,
     Rank,
+    RankLease,
+    RankRecord,
+    Unreachable,
+    instance_name_of,
 )
+from bootstrap_server.secret import Keys
+from bootstrap_server.signatures import signed
 from sglang_mooncake import instances
-from sglang_mooncake.instances import PrefillInstances
+from sglang_mooncake.instances import PrefillInstances, fetch_instance
 from sglang_mooncake.registries import Registries
 
 HOST_A, HOST_B = "10.0.0.1", "10.0.0.2"
@@ -212,7 +219,7 @@ def test_an_instance_that_was_restarted_is_known_before_it_is_asked_for():
 TICKS_AS_THE_INTERPRETER_ENDS = """
 import concurrent.futures.thread, threading, time
 from bootstrap_server import Instance, InstanceConfig, KVFormat, Rank, RankCoords, Topology
-from sglang_mooncake.instances import PrefillInstances
+from sglang_mooncake.instances import PrefillInstances, fetch_instance
 from sglang_mooncake.registries import Registries
 
 config = InstanceConfig(topology=Topology(1, 1, 1, 1), format=KVFormat(1, "bfloat16", None))
@@ -284,3 +291,27 @@ def test_an_instance_that_does_not_come_back_is_given_up():
         now_s[0] = instances.RETURN_GIVEN_UP_S
         known.tick()
         assert known.returning == 0
+
+
+@pytest.mark.parametrize("keys", [Keys(), Keys.from_secrets([b"a" * 43])], ids=["open", "secret"])
+def test_a_registry_beside_its_own_answers_for_an_instance(keys):
+    with (
+        closing(socket.socket()) as nobody,
+        BootstrapServer("127.0.0.1", 0, keys=keys.registry) as beside,
+    ):
+        nobody.bind(("127.0.0.1", 0))
+        own, other = f"127.0.0.1:{nobody.getsockname()[1]}", f"127.0.0.1:{beside.port}"
+        name = instance_name_of(own)
+        found = instance()
+        record = signed(RankRecord(found.config, found.ranks[0]), keys.record, name)
+        with pytest.raises(Unreachable, match=own):
+            fetch_instance(own, keys, [other])
+        with RankLease(other, record, instance=name, deadline_s=None, keys=keys.registry):
+            until(lambda: is_known(own, keys, other), "the registry beside answers")
+
+
+def is_known(own: str, keys: Keys, other: str) -> bool:
+    try:
+        return bool(fetch_instance(own, keys, [other]))
+    except Unreachable:
+        return False

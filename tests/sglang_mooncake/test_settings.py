@@ -26,12 +26,19 @@ WORDS = st.text(
 NAMES = st.lists(st.text(string.ascii_letters, min_size=1), min_size=1).map(",".join)
 SECONDS = st.floats(0.01, 86_400).map(repr)
 SWITCHES = st.sampled_from(["0", "1"])
+ADDRESSES = st.lists(
+    st.builds(
+        "{}:{}".format, st.sampled_from(["10.0.0.1", "[::1]", "a.svc"]), st.integers(1, 65_535)
+    ),
+    min_size=1,
+).map(",".join)
 VALUES = {
     "sglang_mooncake.host": WORDS,
     "sglang_mooncake.ports": st.tuples(st.integers(1, 999), st.integers(1000, 65_535)).map(
         lambda ends: f"{ends[0]}-{ends[1]}"
     ),
     "sglang_mooncake.registries": NAMES,
+    "sglang_mooncake.registry": ADDRESSES,
     "sglang_mooncake.layerwise": SWITCHES,
     "sglang_mooncake.drop_in": SWITCHES,
     "sglang_mooncake.register_timeout_s": SECONDS,
