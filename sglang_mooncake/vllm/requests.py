@@ -80,11 +80,12 @@ class Requests:
         self, request_id: str, hashes: Sequence[bytes], blocks: Sequence[int], tokens: int
     ) -> Work | None:
         """The request has blocks for this many of the tokens that ``match`` has found: what is to
-        be loaded into them. ``blocks``: all of the request's."""
+        be loaded into them. ``blocks``: all of the request's. A page of which vLLM takes a part is
+        loaded whole, since vLLM computes none of the tokens that it takes."""
         first = self._matched.pop(request_id, None)
         if not tokens or first is None:
             return None
-        end = first + tokens // self._block_tokens
+        end = first + -(-tokens // self._block_tokens)
         if end > min(len(blocks), len(hashes)):
             raise ValueError(
                 f"request {request_id}: pages {first} to {end} are to be loaded, and it has"

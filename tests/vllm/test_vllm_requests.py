@@ -71,6 +71,17 @@ def test_vllm_may_take_fewer_tokens_than_were_found(pages: Pages, requests: Requ
     assert load.blocks == [7, 8]
 
 
+@pytest.mark.parametrize("tokens", [1, BLOCK - 1])
+def test_a_page_that_vllm_takes_in_part_is_loaded_whole(
+    pages: Pages, requests: Requests, tokens: int
+) -> None:
+    pages.put(hashes(4))
+    assert requests.match("r", hashes(4), 0) == 4 * BLOCK
+    load = requests.given("r", hashes(4), [7, 8, 9], 2 * BLOCK + tokens)
+    assert load is not None
+    assert load.blocks == [7, 8, 9]
+
+
 def test_a_request_without_a_match_is_given_nothing(requests: Requests) -> None:
     assert requests.given("r", hashes(2), [1, 2], 0) is None
     assert requests.given("r", hashes(2), [1, 2], BLOCK) is None
