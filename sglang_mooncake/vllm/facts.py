@@ -17,6 +17,7 @@ __all__ = [
     "computed_by",
     "heads_of_rank",
     "refuse_hashes",
+    "refuse_sleep",
     "refuse_split",
     "signature_of",
 ]
@@ -77,6 +78,7 @@ def check_server(config: Any, caches: Any) -> None:
             " --kv-transfer-config"
         )
     refuse_hashes(config)
+    refuse_sleep(config)
 
 
 def refuse_hashes(config: Any) -> None:
@@ -86,6 +88,17 @@ def refuse_hashes(config: Any) -> None:
         raise ValueError(
             f"--prefix-caching-hash-algo {algorithm} is not made to tell the prompts of several"
             " servers apart: use sha256 or sha256_cbor"
+        )
+
+
+def refuse_sleep(config: Any) -> None:
+    """``ValueError`` for a server that may sleep: vLLM then takes the memory from under the KV
+    cache, which the transfer engine has registered and others may be reading or writing, and may
+    wake up with other weights."""
+    if config.model_config.enable_sleep_mode:
+        raise ValueError(
+            "--enable-sleep-mode is not supported: the KV cache's memory is registered for the"
+            " server's life, and sleep takes it away; leave that flag or the connector out"
         )
 
 

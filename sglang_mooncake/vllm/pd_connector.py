@@ -97,6 +97,12 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._rank: PrefillRank | DecodeRank | None = None
         self._facts: RankFacts | None = None
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
+        """vLLM 0.33 and later ask before the server starts. Registrations of the KV cache
+        stay for the server's life, and sleep takes the memory away."""
+        return False
+
     # -- the scheduler's process
 
     def set_xfer_handshake_metadata(

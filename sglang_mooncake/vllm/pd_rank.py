@@ -12,7 +12,13 @@ from bootstrap_server.exposure import exposure
 from sglang_mooncake.context import Deadlines, RankContext, Role, SettingNames
 from sglang_mooncake.layout import Buffers, Component, Layout, Units
 from sglang_mooncake.messages import PROTOCOL_VERSION
-from sglang_mooncake.vllm.facts import block_tokens, computed_by, refuse_hashes, refuse_split
+from sglang_mooncake.vllm.facts import (
+    block_tokens,
+    computed_by,
+    refuse_hashes,
+    refuse_sleep,
+    refuse_split,
+)
 from sglang_mooncake.vllm.page_map import CacheTensor, PageMap
 from sglang_mooncake.vllm.pd_options import PdOptions
 
@@ -72,6 +78,7 @@ def check_pair_server(config: Any, caches: Any) -> None:
             " and is not: leave it out"
         )
     refuse_hashes(config)
+    refuse_sleep(config)
 
 
 def check_exposure(options: PdOptions, host: str) -> str | None:

@@ -82,6 +82,12 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         is_scheduler = role == KVConnectorRole.SCHEDULER
         self._store = Store(self._options.asking if is_scheduler else self._options.store)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
+        """vLLM 0.33 and later ask before the server starts. Registrations of the KV cache
+        stay for the server's life, and sleep takes the memory away."""
+        return False
+
     @property
     def requires_kv_delivery(self) -> bool:
         """A page that is not stored costs a computation, and nothing else."""

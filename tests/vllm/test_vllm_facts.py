@@ -29,6 +29,7 @@ def test_an_ordinary_server_is_served() -> None:
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
         ({"speculative_config": object()}, "with --speculative-config pages may hold tokens"),
+        ({"model_config__enable_sleep_mode": True}, "--enable-sleep-mode is not supported"),
         ({"lora_config": object()}, "leave --enable-lora or the store out"),
         ({"weight_transfer_config": object()}, "leave --weight-transfer-config or the store out"),
         (

@@ -47,6 +47,7 @@ def test_a_server_of_either_role_is_served(said: str, role: str) -> None:
         ({"parallel_config__tensor_parallel_size": 2}, "--tensor-parallel-size 2 is not"),
         ({"parallel_config__data_parallel_size": 2}, "--data-parallel-size 2 is not"),
         ({"parallel_config__pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not"),
+        ({"model_config__enable_sleep_mode": True}, "--enable-sleep-mode is not supported"),
         ({"speculative_config": object()}, "with --speculative-config the draft model's cache"),
         ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "use sha256 or sha256_cbor"),
     ],

@@ -54,6 +54,7 @@ def server(model: str | Path = "m", **changed: Any) -> Any:
         hf_overrides={},
         model_impl="auto",
         max_model_len=4096,
+        enable_sleep_mode=False,
         hf_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 1}),
         use_mla=False,
         heads=2,
