@@ -21,7 +21,7 @@ import numpy.typing as npt
 import te
 from kvstore.admission import Judged, Numbers
 from kvstore.asking import NoAnswer
-from kvstore.changes import BELOW, Found, Keys, form_of
+from kvstore.changes import BELOW, OWNERS_MAX, Found, Keys, form_of
 from kvstore.config import Config
 from kvstore.copying import Copier
 from kvstore.deadline import Deadline
@@ -141,6 +141,13 @@ class Store:
         self._count_lookups(found, np.zeros_like(found))
         return found
 
+    def remembered(self, keys: Keys, signature: bytes, nbytes: int) -> npt.NDArray[np.bool_]:
+        """``exists`` for who keeps a book of what is stored: also at owners that are silent at the
+        moment, for as long as this process remembers them. Counts as no look-up."""
+        places = self._owners.look_up(keys, form_of(signature, nbytes), b"\1" * OWNERS_MAX)
+        here: npt.NDArray[np.bool_] = places["found"] == Found.HERE
+        return here
+
     def judge(
         self,
         keys: Keys,
@@ -217,15 +224,18 @@ class Store:
         self._bytes_put += outcomes.count(Put.STORED) * source.object_bytes
         return outcomes
 
-    def remove(self, keys: Keys, signature: bytes) -> None:
+    def remove(self, keys: Keys, signature: bytes) -> bool:
         """Removes objects from every owner that can be used; those that do not answer keep them.
         Waits ``Config.request_timeout_s`` for all owners together, for each ``CLAIM_OBJECTS_MAX``
-        keys."""
+        keys. Whether every owner that is known has removed them."""
         handles = self._handles()
+        all_asked = all(one.usable for one in self._owners.seen())
+        count = len(self._owners.usable())
         for first in range(0, len(keys), CLAIM_OBJECTS_MAX):
             some = keys[first : first + CLAIM_OBJECTS_MAX]
             asked = [(one, one.remove_soon(some, signature)) for one in handles]
             handles = self._answered(asked, "objects were not removed")
+        return all_asked and len(handles) == count
 
     def clear(self, signature: bytes) -> None:
         """Removes all objects of a signature from every owner that can be used; those that do not

@@ -138,6 +138,32 @@ def test_what_was_removed_meanwhile_has_moved(guest: Store, owner: Store) -> Non
     until(lambda: guest.get(KEYS[:1], SIG, back.pieces.of([0])) == [Got.MISSING])
 
 
+def test_who_removes_is_told_whether_every_owner_has(guest: Store, owner: Store) -> None:
+    put_all(owner)
+    sees(guest)
+    (number,) = guest._owners.usable()
+    guest._owners.pause(number, "the test says so")
+    assert not guest.remove(KEYS, SIG)
+    assert owner.exists(KEYS, SIG, NBYTES).all()
+    until(guest._owners.usable, "it is connected to again")
+    assert guest.remove(KEYS, SIG)
+    assert not owner.exists(KEYS, SIG, NBYTES).any()
+
+
+def test_what_lies_at_an_owner_that_cannot_be_used_is_remembered(
+    guest: Store, owner: Store
+) -> None:
+    put_all(owner)
+    sees(guest)
+    (number,) = guest._owners.usable()
+    guest._owners._ranks[number] = 0
+    counted = guest.status().lookups
+    assert guest.remembered(KEYS, SIG, NBYTES).all()
+    assert not guest.remembered(KEYS, SIG, 2 * NBYTES).any()
+    assert guest.status().lookups == counted
+    assert not guest.exists(KEYS, SIG, NBYTES).any()
+
+
 def test_an_owner_is_asked_once_where_something_is_that_has_moved(
     guest: Store, owner: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
