@@ -20,18 +20,24 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
 from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import KeyEntry, KeyListPage
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 
 import te
+from kvstore.changes import Keys
 from kvstore.config import Config
-from kvstore.lmcache.names import Layout, keys_of_objects, signature_of
-from kvstore.lmcache.tasks import Lane, Results
+from kvstore.lmcache.accounts import Form
+from kvstore.lmcache.books import Books
+from kvstore.lmcache.lookups import LookUps
+from kvstore.lmcache.names import Layout, keys_of_objects, rows_by, signature_of
+from kvstore.lmcache.tasks import Lane
 from kvstore.networking import config_of
 from kvstore.outcomes import Got, Put
 from kvstore.pieces import Pieces
@@ -93,13 +99,14 @@ class StoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     """LMCache's objects in the store. Thread-safe.
 
     Objects are written out of LMCache's own memory and read straight into it. The store evicts by
-    itself, and has no locks: an object that is evicted between look-up and load is told as not
-    loaded.
+    itself: an object that could not be locked, and is evicted between look-up and load, is told as
+    not loaded.
     """
 
     def __init__(self, config: StoreL2AdapterConfig, l1_memory_desc: Any = None) -> None:
         """Raises ``ValueError`` without LMCache's memory, and what ``Store`` raises."""
-        super().__init__()
+        lent = config.store
+        super().__init__(lent.memory + lent.disk_size + lent.objects_size)
         if l1_memory_desc is None or not l1_memory_desc.ptr or l1_memory_desc.size <= 0:
             raise ValueError(
                 "the store reads into LMCache's memory, which must be one range, and was told of"
@@ -110,15 +117,20 @@ class StoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._closing = threading.Event()
         #: Why LMCache's memory is not safe any more.
         self._stuck = ""
-        self._lookups: Results[Any] = Results()
         with contextlib.ExitStack() as undo:
-            undo.callback(self._lookups.close)
             self._store = undo.enter_context(Store(config.store))
             self._store.register(_bytes_at(l1_memory_desc.ptr, l1_memory_desc.size))
             self._stores = Lane("store", self._do_store, lambda _: L2StoreResult(False, 0))
             undo.callback(self._stores.close, config.timeout_s + CLOSE_TIMEOUT_S)
             self._loads = Lane("load", self._do_load, lambda task: Bitmap(len(task[0])))
             undo.callback(self._loads.close, config.timeout_s + CLOSE_TIMEOUT_S)
+            self._books = Books(
+                self._store,
+                partial(self._tell, self._notify_keys_stored),
+                partial(self._tell, self._notify_keys_deleted),
+            )
+            self._lookups = LookUps(self._store, self._weights, self._books.forms, self._numbers)
+            undo.callback(self._lookups.close, config.timeout_s + CLOSE_TIMEOUT_S)
             undo.callback(self._closing.set)
             self._undo = undo.pop_all()
 
@@ -141,39 +153,18 @@ class StoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def submit_lookup_and_lock_task(
         self, keys: Sequence[Any], group_layout_descs: Mapping[int, Any]
     ) -> int:
-        """Asks the table in this process: the answer is there when this returns. Without a layout
-        (LMCache's bench gives none) an object of any size is found; its load tells whether it is
-        the one that was wanted."""
-        task = next(self._numbers)
-        found = Bitmap(len(keys))
-        try:
-            found.batched_set(self._find(keys, group_layout_descs))
-        except Exception:
-            logger.exception("a look-up failed")
-        self._lookups.put(task, found)
-        return task
+        """Queues it. What is found is locked if it can be: it is not evicted before LMCache unlocks
+        it. Without a layout (LMCache's bench gives none) an object of any size is found; its load
+        tells whether it is the one that was wanted."""
+        return self._lookups.submit(keys, group_layout_descs)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
         """A bitmap of the objects that were found, once; None else."""
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: Sequence[Any]) -> None:
-        """Nothing was locked."""
-
-    def _find(self, keys: Sequence[Any], layouts: Mapping[int, Any]) -> Rows:
-        """The rows of the objects that are stored, as far as this process knows."""
-        digests = keys_of_objects(keys)
-        found: Rows = []
-        for group, rows in _rows_by(keys, lambda key: key.object_group_id):
-            said = layouts.get(group)
-            if said is None or not said.shapes:
-                hits = self._store.known(digests[rows])
-            else:
-                layout = Layout.of(said.shapes, said.dtypes)
-                signature = signature_of(self._weights, layout)
-                hits = self._store.exists(digests[rows], signature, layout.nbytes)
-            found += np.asarray(rows)[hits].tolist()
-        return found
+        """Takes back one lock of each key that has one. Never blocks."""
+        self._lookups.unlock(keys)
 
     # -- stores
 
@@ -191,31 +182,28 @@ class StoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _do_store(self, task: Objects) -> Any:
         deadline_s = time.monotonic() + self._timeout_s
         keys, objects = task
-        stored: Rows = []
+        nbytes = 0
         lost: Counter[str] = Counter()
         for rows, signature, pieces in self._batches(keys, objects):
-            outcomes = self._put(rows, keys, signature, pieces, deadline_s)
-            stored += [row for row, one in zip(rows, outcomes, strict=True) if one is Put.STORED]
+            digests = keys_of_objects([keys[row] for row in rows])
+            outcomes = self._put(digests, signature, pieces, deadline_s)
+            nbytes += outcomes.count(Put.STORED) * pieces.object_bytes
             lost.update(one.value for one in outcomes if one not in STORED)
+            there = [at for at, one in enumerate(outcomes) if one in (Put.STORED, Put.EXISTS)]
+            self._books.add(
+                [keys[rows[at]] for at in there],
+                digests[there],
+                Form(signature, pieces.object_bytes),
+                [outcomes[at] is Put.STORED for at in there],
+            )
         if lost:
             logger.warning("of %d objects some were not stored: %s", len(keys), dict(lost))
-        sizes = [objects[row].get_size() for row in stored]
-        if stored:
-            self._tell(self._notify_keys_stored, [keys[row] for row in stored], sizes)
-        return L2StoreResult(not lost, sum(sizes))
+        return L2StoreResult(not lost, nbytes)
 
-    def _put(
-        self,
-        rows: Rows,
-        keys: Sequence[Any],
-        signature: bytes,
-        pieces: Pieces,
-        deadline_s: float,
-    ) -> list[Put]:
+    def _put(self, digests: Keys, signature: bytes, pieces: Pieces, deadline_s: float) -> list[Put]:
         """Outcomes of one batch. What finds no free slot is tried again while the owner evicts."""
-        digests = keys_of_objects([keys[row] for row in rows])
-        outcomes = [Put.TIMED_OUT] * len(rows)
-        left = list(range(len(rows)))
+        outcomes = [Put.TIMED_OUT] * len(digests)
+        left = list(range(len(digests)))
         vain = 0
         while left and vain < VAIN_TRIES_MAX and (left_s := deadline_s - time.monotonic()) > 0:
             if vain and self._closing.wait(min(AGAIN_S, left_s)):
@@ -274,7 +262,7 @@ class StoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """The rows of a task by layout and size: their signature, and where they lie."""
         if len(keys) != len(objects):
             raise ValueError(f"{len(keys)} keys, but {len(objects)} objects")
-        for (layout, nbytes), rows in _rows_by(objects, _layout_and_size):
+        for (layout, nbytes), rows in rows_by(objects, _layout_and_size):
             addresses = np.array([objects[row].data_ptr for row in rows], np.uint64)
             yield rows, signature_of(self._weights, layout), Pieces.whole(addresses, nbytes)
 
@@ -288,9 +276,29 @@ class StoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # -- how it is
 
     def get_usage(self) -> AdapterUsage:
-        """LMCache counts what it has stored, and nothing of what the store evicts. So this says no
-        more than that there is no limit that LMCache has to keep."""
-        return AdapterUsage(total_bytes_used=0, total_capacity_bytes=0)
+        """The bytes of what this server has stored and is still there, by ``cache_salt``, and how
+        much it lends. LMCache keeps its quotas by that."""
+        self._books.see()
+        return super().get_usage()
+
+    def delete(self, keys: Sequence[Any]) -> None:
+        """Removes objects that this server has stored, for all servers. Those that it has locked
+        stay."""
+        locked = self._lookups.locked(keys)
+        self._books.remove([key for key in keys if key not in locked])
+
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> KeyListPage:
+        """The objects that this server has stored, of one model or of all, in the order in which
+        they came. ``ValueError`` for a ``page_size`` or a ``cursor`` that cannot be."""
+        if page_size <= 0:
+            raise ValueError(f"page_size={page_size} must be positive")
+        if cursor is not None and not (cursor.isascii() and cursor.isdigit()):
+            raise ValueError(f"cursor={cursor!r} is none that an earlier page has named")
+        some, following = self._books.page(model_name, page_size, int(cursor or 0))
+        entries = (KeyEntry(key.to_encoded_object_key(), nbytes) for key, nbytes in some)
+        return KeyListPage(tuple(entries), None if following is None else str(following))
 
     def report_status(self) -> dict[str, Any]:
         """For LMCache's status page."""
@@ -303,6 +311,8 @@ class StoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             "memory_bytes": now.memory,
             "usable_owners": usable,
             "known_objects": len(self._store),
+            "own_objects": len(self._books),
+            "locked_objects": self._lookups.count(),
             "gets": now.gets,
             "puts": now.puts,
             "lookups": now.lookups,
@@ -323,11 +333,3 @@ def _layout_and_size(one: Any) -> tuple[Layout, int]:
     known = one.metadata
     layout = Layout.of(known.shapes or [known.shape], known.dtypes or [known.dtype])
     return layout, one.get_size()
-
-
-def _rows_by(several: Sequence[Any], what: Callable[[Any], Any]) -> Iterator[tuple[Any, Rows]]:
-    """The rows that have something in common."""
-    found: dict[Any, Rows] = {}
-    for row, one in enumerate(several):
-        found.setdefault(what(one), []).append(row)
-    yield from found.items()

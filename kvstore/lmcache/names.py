@@ -12,14 +12,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from kvstore.changes import Keys, keys_of_digests
 
-__all__ = ["Layout", "keys_of_objects", "signature_of"]
+__all__ = ["Layout", "keys_of_objects", "rows_by", "signature_of"]
 
 DIGEST_BYTES: Final = 16
 LAYOUTS_MAX: Final = 1024
@@ -62,3 +62,11 @@ def signature_of(weights: str, layout: Layout) -> bytes:
     said = (weights, layout.shapes, [str(one) for one in layout.dtypes])
     text = msgspec.msgpack.encode(said)
     return hashlib.blake2b(text, digest_size=DIGEST_BYTES, person=b"kv lmcache sig").digest()
+
+
+def rows_by(several: Sequence[Any], what: Callable[[Any], Any]) -> Iterator[tuple[Any, list[int]]]:
+    """The rows that have something in common."""
+    found: dict[Any, list[int]] = {}
+    for row, one in enumerate(several):
+        found.setdefault(what(one), []).append(row)
+    yield from found.items()

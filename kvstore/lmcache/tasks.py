@@ -74,10 +74,10 @@ class Lane(Generic[Work, Result]):
         self,
         name: str,
         do: Callable[[Work], Result | None],
-        failed: Callable[[Work], Result],
+        failed: Callable[[Work], Result | None],
     ) -> None:
-        """``do`` has the result of a task, or None if it is never to be told. ``failed`` is the
-        result of one that was not done, or that raised."""
+        """``do`` has the result of a task, ``failed`` that of one that was not done, or that
+        raised; None is never told."""
         self.results: Results[Result] = Results()
         self._do, self._failed = do, failed
         self._waiting: queue.Queue[tuple[int, Work] | None] = queue.Queue(TASKS_MAX)
@@ -95,7 +95,7 @@ class Lane(Generic[Work, Result]):
                 self._waiting.put_nowait((task, work))
         if not is_taken:
             logger.warning("a %s is refused: %d wait already", self._name, self._waiting.qsize())
-            self.results.put(task, self._failed(work))
+            self._tell(task, self._failed(work))
 
     def close(self, timeout_s: float) -> None:
         """Waits for the task under way; those that wait fail. Idempotent. ``TimeoutError`` if it
@@ -105,7 +105,7 @@ class Lane(Generic[Work, Result]):
             left = self._drop()
             self._waiting.put_nowait(None)
         for task, work in left:
-            self.results.put(task, self._failed(work))
+            self._tell(task, self._failed(work))
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"a {self._name} has not ended for {timeout_s:g} s")
@@ -128,5 +128,8 @@ class Lane(Generic[Work, Result]):
             except Exception:
                 logger.exception("a %s failed", self._name)
                 result = self._failed(work)
-            if result is not None:
-                self.results.put(task, result)
+            self._tell(task, result)
+
+    def _tell(self, task: int, result: Result | None) -> None:
+        if result is not None:
+            self.results.put(task, result)

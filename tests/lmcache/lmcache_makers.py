@@ -124,8 +124,11 @@ def load(adapter: StoreL2Adapter, names: list[ObjectKey], objects: list[Any]) ->
 def look_up(
     adapter: StoreL2Adapter, names: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]
 ) -> list[int]:
-    """The rows that were found. The answer is there at once."""
+    """The rows that were found, which are locked from now on."""
     task = adapter.submit_lookup_and_lock_task(names, layouts)
-    assert is_readable(adapter.get_lookup_and_lock_event_fd())
-    consume_fd(adapter.get_lookup_and_lock_event_fd())
-    return adapter.query_lookup_and_lock_result(task).get_indices_list()
+    # A bitmap without a bit is false.
+    (found,) = told(
+        adapter.get_lookup_and_lock_event_fd(),
+        lambda: None if (one := adapter.query_lookup_and_lock_result(task)) is None else [one],
+    )
+    return found.get_indices_list()
