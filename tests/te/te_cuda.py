@@ -9,14 +9,13 @@ import ctypes
 import functools
 import gc
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from cpu_serving.cuda import SOURCES, build_driver
+from cpu_serving.cuda import NAME, SOURCES, build_driver
+from te_built import built_once
 
 from te.memory_kinds.cuda import kind
 
@@ -255,9 +254,8 @@ class StandIn:
 def stand_in() -> StandIn:
     """Stays loaded for good, as CUDA's does; without memory of its own it knows no address. Never
     in a process with a real driver: the loader would take one for the other, by their name."""
-    with tempfile.TemporaryDirectory() as directory:
-        library = build_driver(Path(directory))
-        return StandIn(ctypes.CDLL(str(library), mode=os.RTLD_GLOBAL))
+    library = built_once(SOURCES.iterdir(), build_driver) / NAME
+    return StandIn(ctypes.CDLL(str(library), mode=os.RTLD_GLOBAL))
 
 
 @contextlib.contextmanager

@@ -13,13 +13,13 @@ import mmap
 import os
 import shlex
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from te_built import built_once
 
 from te import RegistrationError
 from te.memory_kinds import MemoryKind, Reach, add, remove
@@ -27,7 +27,8 @@ from te.memory_kinds.base import Export, Exported
 
 __all__ = ["Sealed", "SealedMemory", "capsule", "sealed"]
 
-HERE = Path(__file__).parent
+SOURCE = Path(__file__).with_name("sealed.c")
+LIBRARY = "sealed.so"
 CAPSULE = b"te.memory_kind.2"
 DELAY_US = 200
 _new_capsule = ctypes.pythonapi.PyCapsule_New
@@ -42,16 +43,14 @@ def capsule(kind: int) -> object:
 
 @cache
 def _load() -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as directory:
-        library = Path(directory) / "sealed.so"
-        # With the flags of a sanitizer's build, if this is one.
-        flags = shlex.split(os.environ.get("CFLAGS", ""))
-        command = ["cc", "-shared", "-fPIC", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *flags]
-        includes = ["-I", str(HERE.parents[1]), "-pthread"]
-        subprocess.run(
-            [*command, *includes, "-o", str(library), str(HERE / "sealed.c")], check=True
-        )
-        return _typed(ctypes.CDLL(str(library)))
+    return _typed(ctypes.CDLL(str(built_once([SOURCE], _build) / LIBRARY)))
+
+
+def _build(folder: Path) -> None:
+    flags = shlex.split(os.environ.get("CFLAGS", ""))  # of a sanitizer's build
+    command = ["cc", "-shared", "-fPIC", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *flags]
+    includes = ["-I", str(SOURCE.parents[2]), "-pthread"]
+    subprocess.run([*command, *includes, "-o", str(folder / LIBRARY), str(SOURCE)], check=True)
 
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:

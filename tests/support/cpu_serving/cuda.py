@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cpu_serving.processes import ServingError
 
-__all__ = ["SOURCES", "CudaCounts", "PretendedCuda", "build_driver", "read_cuda_counts"]
+__all__ = ["NAME", "SOURCES", "CudaCounts", "PretendedCuda", "build_driver", "read_cuda_counts"]
 
 # As in shim/cpu_cuda.py.
 VARIABLE = "CPU_SERVING_CUDA"
