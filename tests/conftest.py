@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Generator, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,24 @@ def status_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(runtime))
         yield runtime / "te"
+
+
+@pytest.fixture(scope="module")
+def without_sglang() -> Iterator[None]:
+    """`sglang-mooncake plan` as where SGLang is not installed: reading that takes seconds.
+    tests/sglang/test_docs_servers.py has it read, and finds the same options."""
+    from sglang_mooncake.sglang.dry_run.options import server_options
+
+    real = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name == "sglang" else real(name, package)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", find_spec)
+        server_options.cache_clear()
+        yield
+    server_options.cache_clear()
 
 
 def _leaves_frozen_out() -> bool:

@@ -41,6 +41,8 @@ from sglang_mooncake.vllm.pd_options import PdOptions
 from sglang_mooncake.vllm.pd_rank import ROLES
 from te import cli as te
 
+pytestmark = pytest.mark.usefixtures("without_sglang")
+
 COMMANDS = [*commands(), *unit_commands()]
 #: As it is called in each release of SGLang; tests/sglang/test_docs_servers.py asks it.
 SERVER = "sglang.launch_server"

@@ -13,7 +13,13 @@ import pytest
 from cpu_serving.servers import SHIM
 from docs_commands import Command, commands, manifest_commands, unit_commands
 
-from sglang_mooncake.sglang.dry_run.options import OPTIONS, RELEASE, Options
+from sglang_mooncake.sglang.dry_run.options import (
+    OPTIONS,
+    RELEASE,
+    Options,
+    ServerOptions,
+    server_options,
+)
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
 
@@ -79,6 +85,11 @@ def test_plan_knows_the_options_of_this_release(server_parser: Options) -> None:
     assert __version__ == RELEASE
     theirs = server_parser.names() - {"-h", "--help"}
     assert set(OPTIONS.split()) == theirs
+
+
+def test_plan_asks_the_installed_sglang() -> None:
+    server_options.cache_clear()
+    assert server_options() == ServerOptions(frozenset(OPTIONS.split()), "the installed SGLang")
 
 
 @pytest.mark.parametrize("command", SERVERS, ids=str)

@@ -20,6 +20,8 @@ from sglang_mooncake.sglang.dry_run.models import KNOWN, ModelError, ModelShape,
 from sglang_mooncake.sglang.dry_run.pairs import TOKENS, Server, plan_pairs
 from sglang_mooncake.sglang.dry_run.report import Report
 
+pytestmark = pytest.mark.usefixtures("without_sglang")
+
 ISSUE = [
     "plan",
     "--model",
