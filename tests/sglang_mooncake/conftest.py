@@ -9,6 +9,7 @@ from handover import NEVER_S
 from sglang_mooncake import control, fences, prefill_side, stream_order
 from sglang_mooncake.links import decode, sockets
 from sglang_mooncake.mooncake_face import answering, sessions
+from sglang_mooncake.rooms import prefill_room
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +28,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     ]:
         monkeypatch.setattr(module, name, NEVER_S)
     monkeypatch.setattr(sockets, "_HANDSHAKE_MS_MAX", int(NEVER_S * 1_000))
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill room ends soon after an abort whose request never comes."""
+    monkeypatch.setattr(prefill_room, "ABORT_GRACE_S", 0.1)

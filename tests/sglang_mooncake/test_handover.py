@@ -43,6 +43,7 @@ from bootstrap_server import (
     RankRecord,
     Topology,
 )
+from sglang_mooncake import instances
 from sglang_mooncake.layout import SEAL_BYTES, Seal
 from sglang_mooncake.links.sockets import open_dealer, open_router
 from sglang_mooncake.messages import PROTOCOL_VERSION, HelloReply, LinkReset, encode
@@ -274,6 +275,7 @@ def test_a_dead_prefill_rank_fails_its_rooms_and_the_next_one_serves(pair):
     until(lambda: pair.address not in pair.decode.side.instances.infos, "the instance is forgotten")
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_different_page_sizes_are_refused_with_both_values_and_the_flag():
     with handover(decode_page_size=16) as pair:
         pair.decode.know(pair.address)
@@ -329,7 +331,8 @@ def decode_alone() -> Iterator[tuple[str, DecodeRank]]:
         server.close()
 
 
-def test_a_rank_that_never_registers_is_named():
+def test_a_rank_that_never_registers_is_named(monkeypatch):
+    monkeypatch.setattr(instances, "LOOKUP_WAIT_S", 0.2)
     with decode_alone() as (address, decode):
         register(address, Topology(1, 1, 2, 1), RankCoords(0, 0, 0, 0), 1, PROTOCOL_VERSION)
         assert not decode.side.instances.ensure(address)
@@ -411,6 +414,7 @@ def test_garbage_on_the_control_port_is_refused_and_serving_goes_on(pair):
     pair.complete(30, [1], [2], aux=0)
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_room_asked_for_at_the_port_of_a_former_life_does_not_wait_for_its_deadline(pair):
     """The request reached the prefill server after its restart; the decode server still knew the
     former life, failed the room, and tells the next life when it has found it."""

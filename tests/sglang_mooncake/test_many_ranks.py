@@ -167,6 +167,7 @@ def test_a_source_that_sends_nothing_leaves_the_room_waiting_until_its_deadline(
             until(lambda view=view: view.over, "no source is left waiting")
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_ranks_of_another_model_are_refused_with_both_values_and_nobody_waits():
     with ranks(Model(heads=4), tp(2), tp(2), decode_model=Model(heads=2)) as instance:
         handed = instance.open(1)
@@ -176,6 +177,7 @@ def test_ranks_of_another_model_are_refused_with_both_values_and_nobody_waits():
                 assert part in (view.reason or "")
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_heads_that_cannot_be_dealt_out_are_refused_and_nobody_waits():
     with ranks(Model(heads=3), tp(3), tp(2), decode_model=Model(heads=4)) as instance:
         handed = instance.open(1)
@@ -185,6 +187,7 @@ def test_heads_that_cannot_be_dealt_out_are_refused_and_nobody_waits():
                 assert part in (view.reason or "")
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_pipelines_that_do_not_fit_are_refused_with_both_values_and_nobody_waits():
     with ranks(GQA, tp(1, pp=4), tp(1, pp=2)) as instance:
         handed = instance.open(1)
@@ -194,6 +197,7 @@ def test_pipelines_that_do_not_fit_are_refused_with_both_values_and_nobody_waits
                 assert part in (view.reason or "")
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_one_rank_that_cannot_be_linked_ends_the_room_on_the_others():
     with ranks(GQA, tp(2), tp(1)) as instance:
         instance.prefill[RankCoords(0, 0, 1, 0)].close()

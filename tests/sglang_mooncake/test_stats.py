@@ -37,6 +37,11 @@ def make_recorder(directory):
 
 
 @pytest.fixture
+def often_written(monkeypatch):
+    monkeypatch.setattr(stats, "_WRITE_INTERVAL_S", 0.02)
+
+
+@pytest.fixture
 def recorder(tmp_path, monkeypatch):
     monkeypatch.setattr(stats, "_WRITE_TIMEOUT_S", NEVER_S)
     made = make_recorder(tmp_path / "new")
@@ -63,7 +68,7 @@ def test_rooms_are_counted_by_their_end(recorder):
     assert recorder.snapshot()["rooms"] == {"done": 1, "failed": 1, "aborted": 2, "open": 3}
 
 
-def test_the_file_is_whole_and_kept_by_a_thread_of_its_own(recorder):
+def test_the_file_is_whole_and_kept_by_a_thread_of_its_own(often_written, recorder):
     with recorder.scheduler_call("send"):
         pass
     recorder.handed_over(0.25)
@@ -98,7 +103,8 @@ def test_the_last_figures_are_in_the_file_that_a_rank_leaves(recorder):
     assert msgspec.json.decode(recorder.path.read_bytes())["handover_ms"] == [250.0]
 
 
-def test_a_file_that_cannot_be_written_in_time_holds_up_nobody(tmp_path):
+def test_a_file_that_cannot_be_written_in_time_holds_up_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr(stats, "_WRITE_TIMEOUT_S", 0.1)
     path = tmp_path / f"prefill-{os.getpid()}.tmp"
     os.mkfifo(path)  # a write to it waits for a reader, as one to a file server that hangs
     made = make_recorder(tmp_path)

@@ -12,6 +12,7 @@ import pytest
 from vllm_makers import Rank
 
 from sglang_mooncake.context import Deadlines
+from sglang_mooncake.rooms import prefill_room
 from sglang_mooncake.vllm import pd_rank
 
 
@@ -20,6 +21,12 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine any thread may stop for a while: no rank takes another for gone because
     that is silent for some seconds."""
     monkeypatch.setattr(pd_rank, "Deadlines", partial(Deadlines, heartbeat_failures_max=1000))
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill room ends soon after an abort whose request never comes."""
+    monkeypatch.setattr(prefill_room, "ABORT_GRACE_S", 0.1)
 
 
 @pytest.fixture

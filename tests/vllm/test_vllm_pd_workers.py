@@ -50,6 +50,7 @@ def test_what_the_decode_server_holds_is_not_sent() -> None:
         two.assert_moved([3], [8])
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_prompt_that_does_not_fit_is_computed_and_let_go() -> None:
     with pair() as two:
         two.send("p", 7, [1, 2, 3])
@@ -106,6 +107,7 @@ def test_a_prompt_that_never_comes_is_given_up_in_time() -> None:
         assert re.search(r"did not arrive within \d+ s \(load_timeout_s\)", said), said
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_request_that_is_ended_on_decode_gives_blocks_back_on_both_sides() -> None:
     with pair() as two:
         two.load("d", 7, [8])
@@ -195,16 +197,19 @@ def mismatch(two: Pair) -> str:
     return reasons(two.decode)
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_another_block_size_is_refused_with_both_values() -> None:
     with pair(decode_server=server(cache_config__block_size=64)) as two:
         assert "page_size is 32 on prefill and 64 on decode" in mismatch(two)
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_another_arrangement_is_refused_with_both_values() -> None:
     with pair(kernel="other") as two:
         assert "kv_layout is vllm K layers of (512,)" in mismatch(two)
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_another_model_is_refused_with_both_values() -> None:
     with pair(target=Cache(block_bytes=256)) as two:
         said = mismatch(two)
