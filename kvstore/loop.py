@@ -58,7 +58,7 @@ class Loop:
     def add(self, socket: zmq.Socket[bytes], on_readable: Callable[[], None]) -> None:
         """From now on ``on_readable`` is called when there may be something to read, and again
         while there is. In the loop's thread, or before it starts."""
-        fd = socket.getsockopt(zmq.FD)
+        fd = _fd_of(socket)
         self._readers[socket], self._sockets[fd] = on_readable, socket
         self._epoll.register(fd, select.EPOLLIN)
         self._unsure.add(socket)
@@ -69,7 +69,7 @@ class Loop:
 
     def remove(self, socket: zmq.Socket[bytes]) -> None:
         """Undoes ``add``, before the socket is closed. In the loop's thread."""
-        fd = socket.getsockopt(zmq.FD)
+        fd = _fd_of(socket)
         del self._readers[socket], self._sockets[fd]
         self._epoll.unregister(fd)
         self._unsure.discard(socket)
@@ -122,9 +122,9 @@ class Loop:
             reader = self._readers.get(one)  # An earlier one may have removed it.
             if reader is None:
                 continue
-            if one.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if _is_readable(one):
                 self._guarded(reader)
-            if one in self._readers and one.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if one in self._readers and _is_readable(one):
                 self._unsure.add(one)
             else:
                 self._unsure.discard(one)
@@ -136,6 +136,14 @@ class Loop:
             function()
         except Exception:
             logger.exception("a bug in the store: %r raised", function)
+
+
+def _fd_of(socket: zmq.Socket[bytes]) -> int:
+    return int(socket.getsockopt(zmq.FD))
+
+
+def _is_readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _nothing() -> None:
