@@ -78,6 +78,27 @@ def test_pages_come_back_into_other_slots(
         assert torch.equal(page_of(pool, page), before[moved.get(page, page)])
 
 
+@pytest.mark.parametrize("layout", ["hnd", "vectorized_5d"])
+@pytest.mark.parametrize("host_layout", ["layer_first", "page_first", "page_first_direct"])
+def test_device_pools_in_another_layout_are_refused(
+    layout: str, host_layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pages would be taken for plain ones, which have as many bytes."""
+    import msgspec
+    from sglang.srt.mem_cache.device_pool_info import KVBufferLayout
+    from store_hosting import host_pool
+
+    from sglang_mooncake.sglang.store.host_pool import HostPool
+
+    pool = host_pool("mha", host_layout, monkeypatch)
+    HostPool(pool)
+    (info,) = pool._buffer_infos
+    buffers = msgspec.structs.replace(info.buffers, layout=KVBufferLayout(layout))
+    pool._buffer_infos = (msgspec.structs.replace(info, buffers=buffers),)
+    with pytest.raises(ValueError, match=f"whose device pool has the layout '{layout}'"):
+        HostPool(pool)
+
+
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 def test_pools_of_two_layouts_share_objects_that_the_linker_takes_too(
     kind: str,

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.pool_host.mha import (
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from kvstore.pieces import Pieces
-from sglang_mooncake.sglang.store.kv_pool import layer_major
+from sglang_mooncake.sglang.store.kv_pool import PLAIN, layer_major
 
 __all__ = ["HostPool"]
 
@@ -34,7 +34,9 @@ class HostPool:
     """
 
     def __init__(self, pool: Any) -> None:
-        """Raises ``ValueError`` for a pool whose pages SGLang cannot name piece by piece."""
+        """Raises ``ValueError`` for a pool whose pages SGLang cannot name piece by piece, or of
+        which the device has the values in another order than SGLang's plain one."""
+        _check_plain(pool)
         self._pool = pool
         self.page_size = int(pool.page_size)
         kind = type(pool)
@@ -91,3 +93,18 @@ class HostPool:
         layers = np.arange(self._layers, dtype=np.uint64)
         cut = addresses[:, None, :] + layers[None, :, None] * parts[None, None, :]
         return Pieces(cut.reshape(len(addresses), -1), np.tile(parts, self._layers))
+
+
+def _check_plain(pool: Any) -> None:
+    """SGLang copies rows of the device's tensors as if each were a token. In other layouts they are
+    not, and nothing in the host pool's own layout would tell their pages from plain ones."""
+    if not isinstance(pool, MHATokenToKVPoolHost):
+        return  # Only pools of keys and values have a layout to choose.
+    for info in pool._buffer_infos:  # noqa: SLF001 - SGLang says it nowhere else
+        layout = info.buffers.layout.value
+        if layout != PLAIN:
+            raise ValueError(
+                f"the store cannot hold pages of a {type(pool).__name__} whose device pool has the"
+                f" layout {layout!r}: it knows {PLAIN!r} (SGLANG_USE_HND_KVCACHE,"
+                " SGLANG_AITER_KV_CACHE_LAYOUT)"
+            )

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from kvstore.pieces import Pieces
 from sglang_mooncake.sglang.store.signatures import PoolFacts
 
-__all__ = ["KVPool", "layer_major"]
+__all__ = ["PLAIN", "KVPool", "layer_major"]
 
 
 PLAIN: Final = "nhd"
