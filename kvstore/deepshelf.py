@@ -136,7 +136,7 @@ class DeepShelf(PinShelf):
     def lift(self, names: Sequence[bytes], nbytes: int) -> list[Lifted]:
         """Slots for objects of one size that lie below. For each that is ``TAKEN``, call
         ``landed``. Others may leave for them; ``LATER`` if no slot is free yet."""
-        units = class_of(nbytes)
+        units = self.slab.serving(class_of(nbytes))
         forms = {one: form_of(one, nbytes) for one in {name[KEY_BYTES:] for name in names}}
         wanted = sum(name in self.ledger and name not in self._objects for name in names)
         self._make_free(units, wanted)
@@ -160,10 +160,9 @@ class DeepShelf(PinShelf):
         return Lifted(LiftState.TAKEN, slot)
 
     def _make_free(self, units: int, count: int) -> None:
-        policy = self._policies.get(units)
         short = count - self.slab.free_slots(units) - self.ledger.leaving_in(units)
-        if policy is not None and short > 0:
-            self.counts.evicted += len(self._evict(policy, short))
+        if units in self._policies and short > 0:
+            self.counts.evicted += len(self._evict(units, short))
 
     def landed(
         self, names: Sequence[bytes], nbytes: int, checksums: Sequence[int | None]

@@ -75,6 +75,9 @@ class PinShelf(Shelf):
     def _kept_chunks(self) -> set[int]:
         return {self._objects[name].slot // self.slab.chunk_units for name in self.pins}
 
+    def _is_kept(self, name: bytes) -> bool:
+        return name in self.pins
+
     def _drop(self, names: Iterable[bytes]) -> Sequence[bytes]:
         gone = super()._drop(names)
         for name in gone:

@@ -34,7 +34,7 @@ from kvstore.headers import LIVE, MAGIC, expected
 from kvstore.ledger import Ledger, below_changes
 from kvstore.log import ChangeLog
 from kvstore.policies import Keeping, Policy
-from kvstore.slab import Slab, class_of
+from kvstore.slab import Slab, class_of, class_of_left
 
 __all__ = ["Claim", "Shelf", "Verdict"]
 
@@ -113,6 +113,8 @@ class Shelf:
         self._claimed: set[bytes] = set()
         #: By class: objects that found no slot since the last ``make_room``.
         self._starved: Counter[int] = Counter()
+        #: By class: objects that had to go for others since chunks were compared the last time.
+        self._replaced: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -130,34 +132,43 @@ class Shelf:
         Returns how many objects there are, and how many were dropped.
         """
         found = np.flatnonzero(self._headers["state"] != 0).tolist()
-        chunks: dict[int, tuple[int, list[int]]] = {}
-        names: dict[bytes, _Object] = {}
+        chunks: dict[int, dict[bytes, _Object]] = {}
+        names: set[bytes] = set()
         for slot in found:
             one = self._left_behind(slot, checksum)
             header = self._headers[slot]
             name = header["key"].tobytes() + header["signature"].tobytes()
-            if one is not None and name not in names:
-                units, slots = chunks.setdefault(slot // self.slab.chunk_units, (one.units, []))
-                if units == one.units:
-                    slots.append(slot)
-                    names[name] = one
-                    continue
-            header["state"] = 0
-        for chunk, (units, slots) in chunks.items():
-            self.slab.adopt(chunk, units, slots)
-        self._objects |= names
-        for name, one in names.items():
-            self._policy(one.units).add(name)
-        if names:
+            if one is None or name in names:
+                header["state"] = 0
+                continue
+            names.add(name)
+            chunks.setdefault(slot // self.slab.chunk_units, {})[name] = one
+        for chunk, objects in chunks.items():
+            self._adopt(chunk, objects)
+        if self._objects:
             self._log.append(self.snapshot(0, self.slab.chunks))
-        return len(names), len(found) - len(names)
+        return len(self._objects), len(found) - len(self._objects)
+
+    def _adopt(self, chunk: int, objects: dict[bytes, _Object]) -> None:
+        size = self.slab.chunk_units
+        lying = [(one.slot % size, one.units) for one in objects.values()]
+        units, kept = class_of_left(lying, size)
+        fitting = set(kept)
+        for number, (name, one) in enumerate(objects.items()):
+            if number in fitting:
+                self._objects[name] = one._replace(units=units)
+                self._policy(units).add(name)
+            else:
+                self._headers["state"][one.slot] = 0
+        slots = [one.slot for number, one in enumerate(objects.values()) if number in fitting]
+        self.slab.adopt(chunk, units, slots)
 
     # -- storing
 
     def claim(self, keys: Keys, signature: bytes, nbytes: int, deadline_s: float) -> Claim:
         """Slots for objects of one signature and size. No slot is taken for a key that is stored
         or claimed already."""
-        units = class_of(nbytes)
+        units = self.slab.serving(class_of(nbytes))
         verdicts: list[Verdict] = []
         granted: list[bytes] = []
         slots: list[int] = []
@@ -239,43 +250,76 @@ class Shelf:
         """
         gone: list[bytes] = []
         late = self.ledger.late  # The tier is too slow for these classes.
-        for units, policy in self._policies.items():
+        for units in self._policies:
             capacity = self.slab.capacity(units)
             free = self.slab.free_slots(units) + self.ledger.leaving_in(units)
             if free >= max(low * capacity, 1):
                 continue
-            gone += self._evict(policy, max(int(high * capacity), 1) - free)
+            gone += self._evict(units, max(int(high * capacity), 1) - free)
         for units, refused in self._starved.items():
-            if self.slab.free_slots(units):
+            if self.slab.free_slots(units) or self.slab.is_promised(units):
                 continue
             if units in late:
-                gone += self._evict(self._policies[units], refused, is_dropped=True)
+                gone += self._evict(units, refused, is_dropped=True)
             elif not self.ledger.leaving_in(units):
-                gone += self._empty_chunk(units)
+                self._take_chunk(units, self.slab.chunk_to_empty(units, self._kept_chunks()))
+        self._balance()
+        gone += self._empty_promised()
         self._starved.clear()
         self.ledger.note_late()
         self.counts.evicted += len(gone)
         return len(gone)
 
-    def _empty_chunk(self, units: int) -> Sequence[bytes]:
-        """For a class that has no slot to evict from: objects of another class go."""
-        chunk = self.slab.chunk_to_empty(units, self._kept_chunks())
-        if chunk is None:
-            return ()
-        slots = set(self.slab.slots_of(chunk))
+    def _balance(self) -> None:
+        """A class that has replaced all of its objects gets a chunk of one that has replaced less
+        than half as many for its size. So memory goes where it is wanted, and a move costs no more
+        objects than had to go without it."""
+        rates = {
+            units: self._replaced[units] / max(self.slab.capacity(units), 1)
+            for units in self._policies
+        }
+        hot = max(rates, key=lambda one: rates[one], default=0)
+        if not hot or rates[hot] < 1:
+            return
+        self._replaced.clear()
+        kept = self._kept_chunks()
+        for units in sorted(rates, key=lambda one: rates[one]):
+            if rates[units] >= rates[hot] / 2:
+                return
+            chunk = self.slab.chunk_to_yield(units, kept)
+            if chunk is not None:
+                self._take_chunk(hot, chunk)
+                return
+
+    def _take_chunk(self, units: int, chunk: int | None) -> None:
+        if chunk is not None:
+            self.slab.promise(chunk, units)
+
+    def _empty_promised(self) -> Sequence[bytes]:
+        """Objects go whose chunk another class waits for, also those that came since."""
         names = [
             name
-            for name, one in self._objects.items()
-            if one.slot in slots and not self.ledger.is_held(one.slot)
+            for chunk in tuple(self.slab.promised)
+            for name in self._names_in(chunk)
+            if not self.ledger.is_held(self._objects[name].slot) and not self._is_kept(name)
         ]
         for name in names:
             self._policies[self._objects[name].units].remove(name)
         return self._let_go(names)
 
-    def _evict(self, policy: Policy, count: int, *, is_dropped: bool = False) -> Sequence[bytes]:
-        """So many objects leave, if there are so many; returns those that are gone already, which
-        are all if they shall be dropped."""
+    def _names_in(self, chunk: int) -> list[bytes]:
+        """Of the objects of a chunk."""
+        slots = self.slab.slots_of(chunk)
+        headers = self._headers[slots.start : slots.stop : slots.step]
+        live = headers[headers["state"] == LIVE]
+        return [one["key"].tobytes() + one["signature"].tobytes() for one in live]
+
+    def _evict(self, units: int, count: int, *, is_dropped: bool = False) -> Sequence[bytes]:
+        """So many objects of a class leave, if there are so many; returns those that are gone
+        already, which are all if they shall be dropped."""
+        policy = self._policies[units]
         victims = [name for _ in range(count) if (name := policy.evict()) is not None]
+        self._replaced[units] += len(victims)
         return self._let_go(victims, is_dropped=is_dropped)
 
     def _let_go(self, names: Iterable[bytes], *, is_dropped: bool = False) -> Sequence[bytes]:
@@ -331,7 +375,7 @@ class Shelf:
         self._headers[at] = fresh
         self._headers["state"][at] = LIVE  # Last: from here on readers believe the rest.
         form = form_of(signature, nbytes)
-        units = class_of(nbytes)
+        units = self.slab.class_at(slots[0])  # All were taken for one claim or lift.
         numbers: list[int] = generations.tolist()
         names = [key + signature for key in keys]
         for name, slot, generation in zip(names, slots, numbers, strict=True):
@@ -367,9 +411,7 @@ class Shelf:
             return None
         if not 1 <= nbytes <= self.slab.object_bytes_max:
             return None
-        units, offset = class_of(nbytes), slot % self.slab.chunk_units
-        if offset % units or offset + units > self.slab.chunk_units:
-            return None
+        units = class_of(nbytes)
         form = form_of(signature, nbytes)
         if header["form"] != form or header["checksum"] != checksum(slot, nbytes):
             return None
@@ -384,6 +426,10 @@ class Shelf:
     def _kept_chunks(self) -> set[int]:
         """Chunks with objects that must not go."""
         return set()
+
+    def _is_kept(self, name: bytes) -> bool:  # noqa: ARG002 - of those that may be
+        """Whether an object must not go."""
+        return False
 
     def _verdict(self, name: bytes, nbytes: int) -> Verdict:
         if nbytes > self.slab.object_bytes_max:
