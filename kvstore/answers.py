@@ -44,7 +44,7 @@ __all__ = ["answer", "is_slow", "keys_of", "stored"]
 def is_slow(question: Question) -> bool:
     """Whether the answer waits for a tier, or looks at all objects. That to ``Publish`` waits for a
     fence, too, where it is not made by ``Owner.begin_publishing``."""
-    return isinstance(question, Clear | Lift)
+    return isinstance(question, Clear | Remove | Lift)
 
 
 def answer(owner: Owner, question: Question) -> Answer:

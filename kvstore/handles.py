@@ -151,14 +151,12 @@ class OwnHandle:
         self._owner.unpin(keys, signature)
 
     def remove_soon(self, keys: Keys, signature: bytes) -> Future[Answer]:
-        """See ``Handle``. It is done at once."""
-        self._owner.remove(keys, signature)
-        return _done()
+        """See ``Handle``."""
+        return _done_after(self._owner.remove_soon(keys, signature))
 
     def clear_soon(self, signature: bytes) -> Future[Answer]:
-        """See ``Handle``. It is done at once."""
-        self._owner.clear(signature)
-        return _done()
+        """See ``Handle``."""
+        return _done_after(self._owner.clear_soon(signature))
 
 
 class FarHandle:
@@ -289,10 +287,18 @@ class FarHandle:
         return answer
 
 
-def _done() -> Future[Answer]:
-    """Of what this process's own owner has done."""
+def _done_after(told: Future[None]) -> Future[Answer]:
+    """Of what this process's own owner does."""
     future: Future[Answer] = Future()
-    future.set_result(Done())
+
+    def end(told: Future[None]) -> None:
+        exc = told.exception()
+        if exc is None:
+            future.set_result(Done())
+        else:
+            future.set_exception(exc)
+
+    told.add_done_callback(end)
     return future
 
 

@@ -15,6 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -39,6 +40,7 @@ from kvstore.shelf import Claim, Verdict
 from kvstore.slab import UNIT_BYTES, Slab
 from kvstore.slabfile import SlabFile
 from kvstore.tiers.base import Found, Tier, Usage
+from kvstore.tiers.burials import Burials
 from kvstore.tiers.tombstones import Tombstones
 
 __all__ = ["CLAIM_IS_OVER", "CLAIM_OBJECTS_MAX", "Grant", "Held", "Owner", "OwnerCard"]
@@ -54,8 +56,8 @@ LEAVING_PART: Final = 1 / 16
 (``Config.free_high``); what is evicted beyond that is dropped."""
 LIFT_PART: Final = 8
 """1/8 of the memory is lifted for one question at most, so that it does not push out itself."""
-TOMBSTONES: Final = "removed"
-"""A file in the disk's directory."""
+BURIALS_MAX: Final = 4
+"""Requests at once that tell object storage what was removed."""
 DRAIN_S: Final = 20.0
 """How long an owner that ends writes below what lies in memory alone."""
 
@@ -184,8 +186,12 @@ class Owner:
             if self._file is not None:
                 kept, dropped = self._shelf.adopt(self._checksum)
                 logger.info("%s has %d objects; %d were dropped", config.file, kept, dropped)
-            #: Of the disk; object storage by itself has none.
-            self._tombstones: Tombstones | None = None
+            #: Where it is told at once what was removed from the tier.
+            self._tombstones: Tombstones | Burials | None = None
+            #: How often that is to be told still, and who tells it to object storage.
+            self._burying = 0
+            self._burials = ThreadPoolExecutor(BURIALS_MAX, "kvstore-burials")
+            undo.callback(self._burials.shutdown)
             self._carrier = self._open_tier()
             if self._carrier is not None:
                 undo.callback(self._carrier.close, 0.0)
@@ -207,16 +213,17 @@ class Owner:
         opened = open_tier(self._config, self._slab.object_bytes_max)
         if opened is None:
             return None
-        name, tier = opened
+        tier, self._tombstones = opened.tier, opened.stones
         try:
             found = self._without_buried(tier, tier.found())
         except BaseException:
+            self._tombstones.close()
             tier.close()
             raise
         taken = self._shelf.adopt_below(found)
         logger.info(
             "%s has %d objects; %d more are larger than a chunk of the memory",
-            name,
+            opened.label,
             taken,
             len(found) - taken,
         )
@@ -224,9 +231,8 @@ class Owner:
 
     def _without_buried(self, tier: Tier, found: Sequence[Found]) -> Sequence[Found]:
         """What lies below, less what was removed before a former process was killed."""
-        if self._config.disk is None:
-            return found
-        self._tombstones = Tombstones(self._config.disk / TOMBSTONES)
+        if not isinstance(self._tombstones, Tombstones):
+            return found  # Object storage has left it out already.
         buried = set(self._tombstones.buried([one.name for one in found]))
         tier.remove(list(buried))
         if not (buried and self._config.objects):  # These follow a disk in their own time.
@@ -246,6 +252,7 @@ class Owner:
         finally:
             if self._carrier is not None:
                 self._carrier.close(DRAIN_S if self._file is None else 0.0)
+            self._burials.shutdown()
             if self._tombstones is not None:
                 self._tombstones.close()
         if self._file is not None:
@@ -361,25 +368,32 @@ class Owner:
         with self._lock:
             self._shelf.unpin(keys, signature)
 
-    def remove(self, keys: Keys, signature: bytes) -> int:
-        """Removes objects; returns how many there were. After this no restart finds them on a
-        disk."""
+    def remove(self, keys: Keys, signature: bytes) -> None:
+        """Removes objects. After this no restart finds them on a disk or in object storage: waits
+        until it is told there."""
+        self.remove_soon(keys, signature).result()  # A request to object storage has a deadline.
+
+    def remove_soon(self, keys: Keys, signature: bytes) -> Future[None]:
+        """As ``remove``, but does not wait for object storage: nobody finds the objects any more,
+        and a restart does not once the future is done."""
         with self._lock:
             names = [one.tobytes() + signature for one in keys]
             ledger = self._shelf.ledger
             below = [one for one in names if one in ledger or one in ledger.leaving]
-            self._bury(lambda stones: stones.remove(below))
-            count = self._shelf.remove(keys, signature)
-        self._has_changed()
-        return count
+            self._shelf.remove(keys, signature)
+            self._burying += 1
+        return self._bury_soon(lambda stones: stones.remove(below), waits=bool(below))
 
-    def clear(self, signature: bytes) -> int:
-        """Removes all objects of a signature; returns how many there were. As ``remove``."""
+    def clear(self, signature: bytes) -> None:
+        """Removes all objects of a signature. As ``remove``."""
+        self.clear_soon(signature).result()
+
+    def clear_soon(self, signature: bytes) -> Future[None]:
+        """As ``remove_soon``."""
         with self._lock:
-            self._bury(lambda stones: stones.clear(signature))
-            count = self._shelf.clear(signature)
-        self._has_changed()
-        return count
+            self._shelf.clear(signature)
+            self._burying += 1
+        return self._bury_soon(lambda stones: stones.clear(signature), waits=True)
 
     def tick(self) -> None:
         """What has to be done from time to time: makes room, ends overdue claims, and tries fences
@@ -456,28 +470,44 @@ class Owner:
                 len(self._shelf.pins),
             )
 
-    def _bury(self, write: Callable[[Tombstones], None]) -> None:
-        """The lock is held. A disk that takes no more writes may keep what is removed."""
-        if self._tombstones is None:
-            return
+    def _bury_soon(
+        self, write: Callable[[Tombstones | Burials], None], *, waits: bool
+    ) -> Future[None]:
+        """``waits``: if it is told to object storage, that takes its time."""
+        if waits and isinstance(self._tombstones, Burials):
+            future = self._burials.submit(self._bury, write)
+        else:
+            self._bury(write)
+            future = Future()
+            future.set_result(None)
+        self._has_changed()
+        return future
+
+    def _bury(self, write: Callable[[Tombstones | Burials], None]) -> None:
+        """Ends what ``_burying`` counts. A tier that takes no more writes may keep what is
+        removed."""
         try:
-            write(self._tombstones)
+            if self._tombstones is not None:
+                write(self._tombstones)
         except OSError as exc:
             logger.warning(
                 "what is removed from %s may be found again if this process is killed now: %s",
-                self._config.disk,
+                self._config.disk or self._config.objects,
                 exc,
             )
+        finally:
+            with self._lock:
+                self._burying -= 1
 
     def _unbury(self) -> None:
-        """Once all that was removed is wiped from the disk. Object storage follows a disk in its
+        """Once all that was removed is wiped from the tier. Object storage follows a disk in its
         own time: the next start sees whether it has."""
         stones = self._tombstones
-        if stones is None or stones.is_empty or self._config.objects:
+        if stones is None or stones.is_empty or (self._config.disk and self._config.objects):
             return
         assert self._carrier is not None
         with self._lock:
-            if self._carrier.is_idle:
+            if self._carrier.is_idle and not self._burying:
                 stones.reset()
 
     def _has_changed(self) -> None:

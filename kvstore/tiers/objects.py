@@ -31,6 +31,7 @@ from kvstore.tiers.bundleheads import (
     removed_of,
 )
 from kvstore.tiers.bundles import Bundle, Bundles, Page, grouped
+from kvstore.tiers.burials import KIND, Burials
 
 __all__ = ["BUNDLE_BYTES", "Objects"]
 
@@ -46,7 +47,7 @@ SMALL_AT_ONCE: Final = 32
 """Requests for heads, and deletions."""
 TOLD_EVERY_S: Final = 60.0
 """A failure is logged so often at most."""
-_NAME: Final = re.compile(r"([0-9a-f]{32})\.(bundle|removed)1")
+_NAME: Final = re.compile(rf"([0-9a-f]{{32}})\.(bundle|removed|{KIND})1")
 """Of an object in the object store. The number changes with the layout."""
 _LAYOUT: Final = 1
 
@@ -98,6 +99,9 @@ class Objects:
         self._untold: dict[bytes, Bundle] = {}
         #: Bundles of which something tells removed objects.
         self._with_removed: set[bytes] = set()
+        #: There may be objects that this process does not know, and the next one does: what says
+        #: that these were removed has to stay.
+        self._is_blind = False
         self._failed = self._corrupted = 0
         self._failures, self._losses = _Seldom(clock), _Seldom(clock)
         try:
@@ -105,9 +109,14 @@ class Objects:
         except BucketError as exc:
             bucket.close()
             raise OSError(f"objects={label!r} does not say what it has: {exc}") from exc
+        #: What was removed, and may be in a bundle still.
+        self.burials: Final = Burials(
+            bucket, [(one, self._left[name][0]) for name, one in self._ids(KIND)]
+        )
 
     def close(self) -> None:
         """See ``Tier``."""
+        self.burials.close()
         self._bucket.close()
 
     def usage(self) -> Usage:
@@ -123,18 +132,36 @@ class Objects:
 
     # -- what was left behind
 
-    def found(self) -> Sequence[Found]:
-        """See ``Tier``."""
+    def _ids(self, kind: str) -> list[tuple[str, bytes]]:
+        """Names and ids of what was left behind."""
         matches = [match for name in self._left if (match := _NAME.fullmatch(name))]
-        ids = {kind: [] for kind in ("bundle", "removed")}  # type: dict[str, list[bytes]]
-        for match in matches:
-            ids[match[2]].append(bytes.fromhex(match[1]))
-        self._with_removed = set(ids["removed"])
-        ids["bundle"].sort(key=lambda one: (self._left[_bundle_name(one)][1], one))
-        heads = self._bucket.each(self._head, ids["bundle"], SMALL_AT_ONCE)
+        return [(one[0], bytes.fromhex(one[1])) for one in matches if one[2] == kind]
+
+    def found(self) -> Sequence[Found]:
+        """See ``Tier``. Raises ``OSError`` if it cannot be read what was removed."""
+        try:
+            buried = self.burials.read()
+        except BucketError as exc:
+            raise OSError(f"objects={self._label!r} does not say what was removed: {exc}") from exc
+        is_told_of = bool(self._ids(KIND))
+        self._adopt()
+        if is_told_of:
+            with self._lock:
+                dead = [page.name for page in self._bundles.pages() if page.name in buried]
+            self.burials.reset_left()
+            self.remove(dead)
+        with self._lock:
+            return [Found(page.name, page.nbytes) for page in self._bundles.pages()]
+
+    def _adopt(self) -> None:
+        """Takes over the bundles."""
+        self._with_removed = {one for _, one in self._ids("removed")}
+        ids = [one for _, one in self._ids("bundle")]
+        ids.sort(key=lambda one: (self._left[_bundle_name(one)][1], one))
+        heads = self._bucket.each(self._head, ids, SMALL_AT_ONCE)
         unread = 0
         with self._lock:
-            for bundle_id, head in zip(ids["bundle"], heads, strict=True):
+            for bundle_id, head in zip(ids, heads, strict=True):
                 nbytes = self._left[_bundle_name(bundle_id)][0]
                 if isinstance(head, BucketError):
                     unread += 1
@@ -145,16 +172,16 @@ class Objects:
                     logger.warning("a bundle in %s is not whole, and is deleted", self._label)
                 else:
                     self._bundles.adopt(head)
-            for orphan in self._with_removed.difference(ids["bundle"]):
+            for orphan in self._with_removed.difference(ids):
                 self._bundles.doom(orphan, 0)
             self._left.clear()
             if unread:
+                self._is_blind = True
                 logger.warning(
                     "%d bundles in %s cannot be read, and stay there without use until a restart",
                     unread,
                     self._label,
                 )
-            return [Found(page.name, page.nbytes) for page in self._bundles.pages()]
 
     async def _head(self, bundle_id: bytes) -> Bundle | None:
         """A bundle, by its head and what was removed from it; None if these cannot be right."""
@@ -254,7 +281,7 @@ class Objects:
 
     def remove(self, names: Sequence[bytes]) -> None:
         """See ``Tier``. If the object store refuses it now, it is tried again with each write: a
-        restart before that finds the objects again."""
+        restart before that finds the objects again, unless ``burials`` tell of them."""
         with self._lock:
             self._untold |= {one.id: one for one in self._bundles.remove(names)}
         self._settle()
@@ -280,6 +307,12 @@ class Objects:
                     self._note(outcome)
                 else:
                     del self._untold[bundle_id]
+            is_told = not (self._untold or self._bundles.doomed or self._is_blind)
+        if is_told:
+            failed = self.burials.delete()
+            with self._lock:
+                for exc in failed:
+                    self._note(exc)
         return not any(isinstance(one, BucketError) for one in deleted)
 
     async def _delete(self, bundle_id: bytes) -> None:
@@ -298,6 +331,7 @@ class Objects:
     def _note_lost(self, outcome: set[bytes] | BucketError) -> None:
         """An object could not be read. The lock is held."""
         if isinstance(outcome, BucketError):
+            self._is_blind = True
             self._note(outcome)
         else:
             self._corrupted += 1

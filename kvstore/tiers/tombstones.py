@@ -11,16 +11,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Final
 
 from kvstore.tiers.base import NAME_BYTES
 
-__all__ = ["Tombstones"]
+__all__ = ["Names", "Tombstones", "all_of"]
 
 _KEY_BYTES: Final = NAME_BYTES // 2
 _ALL: Final = b"\xff" * _KEY_BYTES
 """Stands for all keys. As the digest of tokens it is as likely as any other: one in 2**128."""
+
+
+def all_of(signature: bytes) -> bytes:
+    """Stands for the names of all objects of a signature."""
+    return _ALL + signature
+
+
+class Names:
+    """Names of objects that were removed."""
+
+    def __init__(self, dead: AbstractSet[bytes], *, is_all: bool = False) -> None:
+        """``dead``: names, and what stands for many; ``is_all``: all that there can be."""
+        self._dead = dead
+        self._is_all = is_all
+
+    def __contains__(self, name: bytes) -> bool:
+        return self._is_all or name in self._dead or all_of(name[_KEY_BYTES:]) in self._dead
 
 
 class Tombstones:
@@ -46,7 +64,7 @@ class Tombstones:
 
     def clear(self, signature: bytes) -> None:
         """All objects of a signature are not. Raises ``OSError``."""
-        self.remove([_ALL + signature])
+        self.remove([all_of(signature)])
 
     def reset(self) -> None:
         """All of it is removed from the tier itself."""
@@ -57,5 +75,7 @@ class Tombstones:
     def buried(self, names: Collection[bytes]) -> list[bytes]:
         """Those of the names that were removed."""
         raw = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
-        dead = {raw[i : i + NAME_BYTES] for i in range(0, len(raw) - NAME_BYTES + 1, NAME_BYTES)}
-        return [one for one in names if one in dead or _ALL + one[_KEY_BYTES:] in dead]
+        dead = Names(
+            {raw[i : i + NAME_BYTES] for i in range(0, len(raw) - NAME_BYTES + 1, NAME_BYTES)}
+        )
+        return [one for one in names if one in dead]

@@ -6,7 +6,8 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ import numpy as np
 import pytest
 from store_below import KEYS, MEMORY, MIB, NBYTES, N, below, get, owner_of, put_all, rests
 from store_makers import SIG, TIMEOUT_S, config, until
+from store_objects import handle_of
 
 from kvstore.config import Config
+from kvstore.messages import Done
 from kvstore.outcomes import Got
 from kvstore.store import Store
+from kvstore.tiers.burials import Burials
+from kvstore.tiers.objects import Objects
 
 
 def with_objects(directory: Path, **more: Any) -> Config:
@@ -64,6 +69,72 @@ def test_a_restart_has_all_objects_again(directory: Path) -> None:
     with Store(with_objects(directory)) as store:
         assert not store.exists(KEYS, SIG, NBYTES).any()
         assert not list((directory / "bucket").iterdir())
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_was_removed_stays_removed_after_a_kill(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """The bucket is copied after the answer, while its bundles do not tell it yet: what a killed
+    process leaves behind."""
+    go_on = threading.Event()
+    remove = Objects.remove
+
+    def later(self: Objects, names: Sequence[bytes]) -> None:
+        if names:
+            assert go_on.wait(TIMEOUT_S)
+        remove(self, names)
+
+    copy = tmp_path / "left behind"
+    with Store(with_objects(directory)) as store:
+        put_all(store, store)
+        until(lambda: rests(owner_of(store)), "nobody writes the bucket")
+        down = below(store)
+        with monkeypatch.context() as patch:
+            patch.setattr(Objects, "remove", later)
+            if whole:
+                store.clear(SIG)
+            else:
+                store.remove(KEYS[:50], SIG)
+            shutil.copytree(directory / "bucket", copy)
+            go_on.set()
+        until(lambda: owner_of(store)._tombstones.is_empty, "the bundles tell it")
+    copy.chmod(0o700)
+    with Store(with_objects(directory, objects=copy.as_uri())) as store:
+        found = below(store)
+        assert down[50:].any()
+        assert not found[:50].any()
+        assert found[50:].tolist() == ([False] * 50 if whole else down[50:].tolist())
+        assert not list(copy.glob("*.buried1"))
+
+
+def test_who_has_read_wrong_bytes_does_not_wait_for_the_bucket(
+    lender: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A get has a deadline, and an object store may hang."""
+    go_on, told = threading.Event(), list[object]()
+
+    def slowly(_: Burials, names: Sequence[bytes]) -> None:
+        assert go_on.wait(TIMEOUT_S)
+        told.append(names)
+
+    monkeypatch.setattr(Burials, "remove", slowly)
+    future = handle_of(lender, lender._owners.usable()[0]).remove_soon(KEYS, SIG)
+    assert not future.done()
+    assert not lender.exists(KEYS, SIG, NBYTES).any()
+    go_on.set()
+    assert future.result(TIMEOUT_S) == Done()
+    assert len(told) == 1
+
+
+def test_a_removal_that_cannot_be_told_is_in_the_log(
+    lender: Store, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(directory / "bucket")
+    (directory / "bucket").touch()
+    lender.clear(SIG)
+    assert "may be found again if this process is killed now" in caplog.text
+    assert not lender.exists(KEYS, SIG, NBYTES).any()
 
 
 def test_what_does_not_fit_below_is_gone_for_all(directory: Path) -> None:
