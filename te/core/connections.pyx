@@ -21,9 +21,21 @@ cdef enum:
 
 # -- waiting
 
+cdef bint is_held_back(Connection *c) noexcept nogil:
+    """Whether it is not read from, as the peer does not take what it has asked for on the link.
+    `transfer_made` gives all connections a turn once that is over. Of one that the peer has closed
+    the end is behind what is to be read."""
+    if not owes_too_much(c.link) or c.channel.hung_up:
+        return False
+    store32(&c.link.is_held_back, 1)
+    return owes_too_much(c.link)  # Who has ended it meanwhile may not have seen the mark.
+
+
 cdef void set_interest(Connection *c) noexcept nogil:
     cdef u32 wanted = 0
-    if not c.driven and not c.is_held_up and c.queued_n <= ACK_BACKLOG_BYTES:
+    if not c.driven and not c.is_held_up and c.queued_n <= ACK_BACKLOG_BYTES and (
+        not is_held_back(c)
+    ):
         wanted = EPOLLIN
     if c.out_left:
         wanted |= EPOLLOUT
@@ -73,6 +85,8 @@ cdef Moved receive_some(Connection *c) noexcept nogil:
     for i in range(READS_PER_TURN):
         if load32(&c.link.dead) or c.queued_n > ACK_BACKLOG_BYTES:
             break
+        if is_held_back(c):
+            return WAITING
         if c.driven:  # A caller sleeps until the answer comes: it must not find it taken.
             break
         state = connection_receive(c, False)

@@ -94,6 +94,10 @@ class Engine:
     def wake_notices(self) -> None:
         """Has ``wait_notices`` return."""
 
+    @property
+    def owed_blocks(self) -> int:
+        """Blocks that peers have asked to read, of replies that are not all sent."""
+
     def connections(self) -> tuple[int, int]:
         """Rails of links that this engine opened, and of links that peers opened; over RDMA, the
         connections for words."""

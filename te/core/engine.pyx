@@ -222,6 +222,10 @@ cdef class Engine:
     def wake_notices(self):
         eventfd_write(self.p.notices.notices_fd, 1)
 
+    @property
+    def owed_blocks(self):
+        return load64(&self.p.owed)
+
     def connections(self):
         cdef Plane *p = self.p
         return load64(&p.connections_out), load64(&p.connections_in)

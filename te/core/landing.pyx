@@ -18,7 +18,9 @@ from te.core.staged cimport (
 )
 from te.core.sync cimport *
 from te.core.tally cimport count
-from te.core.transfer cimport transfer_discard, transfer_drop, transfer_list, transfer_new
+from te.core.transfer cimport (
+    transfer_discard, transfer_drop, transfer_list, transfer_new, transfer_owe,
+)
 from te.core.wire cimport *
 
 ctypedef unsigned long long ull
@@ -295,7 +297,7 @@ cdef Region **hold(Connection *c, u32 *held_n, char *reason) noexcept nogil:
     cdef uint8_t *touched
     cdef bint good = True
     cdef int k
-    cdef u32 i
+    cdef u32 i, n = 0
     held_n[0] = 0
     enter(&c.polled.worker.section, c.link, NULL)
     s = <Snapshot *>load_pointer(&c.link.plane.regions.now)
@@ -307,7 +309,9 @@ cdef Region **hold(Connection *c, u32 *held_n, char *reason) noexcept nogil:
             good = False
             break
     if good:
-        held = <Region **>need((s.count + 1) * sizeof(Region *))
+        for i in range(s.count):
+            n += touched[i] != 0
+        held = <Region **>need((n + 1) * sizeof(Region *))
         for i in range(s.count):
             if touched[i]:
                 held[held_n[0]] = s.regions[i]
@@ -333,7 +337,7 @@ cdef void serve_read(Connection *c) noexcept nogil:
         memcpy(blocks, c.body, c.local_n * sizeof(Block))
         t = transfer_new(
             link, False, c.head.transfer, blocks, c.local_n, c.head.nbytes, held, n)
-        t.is_reply = True
+        transfer_owe(t)
         link.ops.prepare(t, (<LandingProtocol *>c.protocol).reply == PULL)
     pthread_mutex_lock(&link.lock)
     good = t != NULL

@@ -12,7 +12,7 @@ from te.core.maps cimport Map
 from te.core.notices cimport Bulletin, Notice
 from te.core.plane cimport Plane
 from te.core.regions cimport Region
-from te.core.sync cimport pthread_mutex_t, u32, u64
+from te.core.sync cimport load64, pthread_mutex_t, u32, u64
 from te.core.tags cimport Identity, Opening
 from te.core.tally cimport Flow, Ledger, Outcomes
 from te.core.wire cimport Block, RAILS_MAX, TEXT_MAX
@@ -32,6 +32,12 @@ cdef enum:  # why a link died or a transfer failed; te/reasons.py makes the sent
     SOURCE_FAULT = 10
     NO_RAIL = 11
     PROCESS_GONE = 12
+
+cdef enum:  # blocks of peers' reads, 24 bytes each, that were asked for and not yet answered
+    # Of a link: more than an engine has asked for at once (READS_ASKED_MAX frames of BLOCKS_MAX).
+    OWED_MAX = 1 << 15
+    # Of all links: once it is that much, each is read from only while it owes nothing.
+    OWED_ALL_MAX = 1 << 19
 
 cdef struct Link
 cdef struct Transfer
@@ -133,6 +139,8 @@ cdef struct Link:
     Map by_id
     u64 next_id
     u32 unfinished, replies, begun
+    u64 owed  # atomic: blocks that peers have asked for, of replies that are not all sent
+    u32 is_held_back  # atomic: a connection is not read from because of that
     Map arriving  # te/core/inbound.pyx
     Bulletin bulletin
     Flow flows[RAILS_MAX]  # by rail
@@ -159,6 +167,12 @@ cdef void link_tell(Link *link, int rail, u32 epoch, int code, int errnum) noexc
 cdef void link_kick(Link *link) noexcept nogil
 # The first part of the list of transfers has not moved since then. Under the lock.
 cdef bint is_stalled(Link *link, u64 since_ns) noexcept nogil
+
+
+cdef inline bint owes_too_much(Link *link) noexcept nogil:
+    """Whether it is not to be read from until its peer takes what it has asked for."""
+    cdef u64 owed = load64(&link.owed)
+    return owed != 0 and (owed >= OWED_MAX or load64(&link.plane.owed) >= OWED_ALL_MAX)
 
 
 cdef inline void violate(Link *link, const char *text) noexcept nogil:

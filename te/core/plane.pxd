@@ -37,6 +37,7 @@ cdef struct Plane:
     u32 late_n  # atomic
     u64 links  # made so far, under the interpreter lock
     u64 connections_in, connections_out  # atomic
+    u64 owed  # atomic: what all links owe (`Link.owed`)
     pthread_mutex_t lock
     # Under the lock.
     Private *privates

@@ -233,6 +233,8 @@ cdef void make_frame(Connection *c, Transfer *t, u64 most) noexcept nogil:
     if s.index == t.n:
         advance(t, ALL_SENT)
         link.issue = t.after
+        if t.is_reply:  # A peer that takes all and confirms nothing is not to keep more than it must.
+            transfer_made(t)
     t.in_flight += 1
     store_pointer(&t.via, c)
 

@@ -23,6 +23,10 @@ cdef Transfer *transfer_new(
     Link *link, bint is_read, u64 tag, Block *blocks, u64 n, u64 total, Region **held, u32 held_n
 ) noexcept nogil
 cdef void transfer_drop(Transfer *t) noexcept nogil  # any thread
+# A new one serves a peer's read: the link owes its blocks until they are sent. Any thread.
+cdef void transfer_owe(Transfer *t) noexcept nogil
+# All its frames are made: its descriptors are needed no more, and nothing is owed.
+cdef void transfer_made(Transfer *t) noexcept nogil
 # Puts it behind the others of its link. The list has a reference of its own.
 cdef void transfer_list(Transfer *t) noexcept nogil
 # Of one that was never on the list: its outcome, which is counted; or it goes without any.

@@ -88,6 +88,24 @@ cdef void transfer_drop(Transfer *t) noexcept nogil:
         free(t)
 
 
+cdef void transfer_owe(Transfer *t) noexcept nogil:
+    t.is_reply = True
+    add64(&t.link.owed, t.n)
+    add64(&t.link.plane.owed, t.n)
+
+
+cdef void transfer_made(Transfer *t) noexcept nogil:
+    cdef Link *link = t.link
+    if t.is_reply and t.blocks != NULL:
+        add64(&link.owed, -t.n)
+        add64(&link.plane.owed, -t.n)
+        if load32(&link.is_held_back) and not owes_too_much(link):
+            store32(&link.is_held_back, 0)
+            link_kick(link)
+    blocks_free(link, t.blocks)
+    t.blocks = NULL
+
+
 cdef void let_go(Transfer *t) noexcept nogil:
     """Nothing here reads its memory again."""
     cdef u32 i
@@ -95,11 +113,10 @@ cdef void let_go(Transfer *t) noexcept nogil:
         add32(&t.held[i].readers, -1)
         region_drop(t.held[i])
     free(t.held)
-    blocks_free(t.link, t.blocks)
+    transfer_made(t)
     t.link.ops.settled(t)
     t.held = NULL
     t.held_n = 0
-    t.blocks = NULL
 
 
 cdef void tell(Transfer *t, u32 status, int code) noexcept nogil:
