@@ -46,7 +46,8 @@ class Buffer(mmap.mmap):
 def allocate(nbytes: int) -> Buffer:
     """Allocates memory to register with an engine. Peers on the same host that run as the same
     user, or as root, map it, and copy from it about twice as fast as from other memory. For other
-    peers, and where it is registered with ``remote="none"``, it is ordinary memory.
+    peers, where it is registered with ``remote="none"``, and before Linux 5.1, it is ordinary
+    memory.
 
     The memory consists of huge pages if the system has reserved enough of them. Raises
     ``ValueError`` if ``nbytes`` is below 1, ``OSError`` if there is not enough memory.
@@ -67,7 +68,8 @@ def _map(nbytes: int, flags: int, page_nbytes: int) -> Buffer:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         buffer = Buffer(fd, nbytes, flags != 0)
         with contextlib.suppress(OSError):  # Before Linux 5.1.
-            # Peers get the descriptor to read from: nobody but this process shall write by it.
+            # Peers get the descriptor to read from: nobody but this process shall write by it. And
+            # nobody can take pages out of it any more, without which no peer maps it.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
     except OSError:
         os.close(fd)

@@ -68,7 +68,8 @@ cdef extern from "<unistd.h>" nogil:
     int close(int fd)
     int ftruncate(int fd, int64_t nbytes)
     int64_t lseek(int fd, int64_t offset, int whence)
-    enum: SEEK_END
+    long sysconf(int name)
+    enum: SEEK_END, _SC_PAGESIZE
 
 cdef extern from "<fcntl.h>" nogil:
     int fcntl(int fd, int command, ...)
@@ -82,6 +83,7 @@ cdef extern from "<sys/vfs.h>" nogil:
 cdef extern from "<sys/mman.h>" nogil:
     void *mmap(void *address, size_t nbytes, int protection, int flags, int fd, int64_t offset)
     int munmap(void *address, size_t nbytes)
+    int mincore(void *address, size_t nbytes, unsigned char *there)
     int memfd_create(const char *name, unsigned int flags)
     enum: MFD_CLOEXEC
     void *MAP_FAILED
@@ -97,16 +99,27 @@ cdef enum:
     HUGETLBFS_MAGIC = 0x958458F6  # linux/magic.h
 
 
+cdef inline bint is_of_huge_pages(int fd) noexcept nogil:
+    cdef FileSystem of
+    return fstatfs(fd, &of) == 0 and <u32>of.f_type == HUGETLBFS_MAGIC
+
+
+cdef inline bint keeps_pages(int fd) noexcept nogil:
+    """Whether nobody can take pages out of a memory file: nobody punches holes where nobody writes,
+    also who has it mapped for writing since before that seal (madvise(2), MADV_REMOVE)."""
+    cdef int seals = fcntl(fd, F_GET_SEALS)
+    return seals >= 0 and seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE)
+
+
 cdef inline u64 file_bytes(int fd) noexcept nogil:
     """Size of a memory file that can never shrink; 0 if it is none: touching what another process
-    has cut off is a SIGBUS. So is a hole in one of huge pages once none of those is free, and nobody
-    punches holes where nobody writes. Ordinary files have no seals at all, -1."""
+    has cut off is a SIGBUS. So is a hole in one of huge pages once none of those is free. Ordinary
+    files have no seals at all, -1."""
     cdef int seals = fcntl(fd, F_GET_SEALS)
     cdef int64_t nbytes
-    cdef FileSystem of
-    if seals < 0 or not seals & F_SEAL_SHRINK or fstatfs(fd, &of) < 0:
+    if seals < 0 or not seals & F_SEAL_SHRINK:
         return 0
-    if <u32>of.f_type == HUGETLBFS_MAGIC and not seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE):
+    if is_of_huge_pages(fd) and not keeps_pages(fd):
         return 0
     nbytes = lseek(fd, 0, SEEK_END)
     return <u64>nbytes if nbytes > 0 else 0

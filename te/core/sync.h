@@ -55,6 +55,8 @@ static inline uint64_t add64(uint64_t *p, uint64_t v) {
     return __atomic_add_fetch(p, v, __ATOMIC_SEQ_CST);
 }
 
+static inline void or32(uint32_t *p, uint32_t v) { __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST); }
+
 static inline void relax(void) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();

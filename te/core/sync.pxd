@@ -21,6 +21,7 @@ cdef extern from "core/sync.h" nogil:
     u32 swap_if(u32 *p, u32 old, u32 v)
     u32 add32(u32 *p, u32 v)
     u64 add64(u64 *p, u64 v)
+    void or32(u32 *p, u32 v)
     void relax()
     u64 now_ns()
     void futex_wait(u32 *p, u32 v, u64 ns)

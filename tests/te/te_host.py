@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
 
 from te_raw import (
@@ -13,11 +15,22 @@ from te_raw import (
     said,
 )
 
+from te.buffers import F_SEAL_FUTURE_WRITE
 from te.connect.greeting import GreetingKind
 from te.handshake import Refuse, decode_body
 from te.transports.samehost.messages import Nonce, Shared
 
 PAGE = 4096
+
+
+def memory_file(nbytes: int, content: bytes = b"", at: int = 0) -> int:
+    """One that a peer maps, as of `te.allocate`; nothing but holes beside the content."""
+    fd = os.memfd_create("memory", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    if content:
+        os.pwrite(fd, content, at)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | F_SEAL_FUTURE_WRITE)
+    return fd
 
 
 def say(

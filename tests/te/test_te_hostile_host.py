@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from te_far import wait_until
 from te_frames import HEADER, AckStatus, Kind, descriptors
-from te_host import PAGE, say
+from te_host import PAGE, memory_file, say
 from te_raw import (
     NONCE,
     TIMEOUT_S,
@@ -74,7 +74,7 @@ def test_a_link_of_this_host_begins_with_a_look_into_its_process() -> None:
         with source.sock:
             other = "the link that it names has another nonce"
             assert rail_refused(card, nonce=elsewhere.nonce, link=6) == other
-            fd = make_rings(PAGE)
+            fd = memory_file(PAGE)
             shared = Shared(PAGE, PAGE, 1, 1)
             assert say(card, shared, fd, 6, elsewhere.nonce) == other
             assert say(card, shared, fd, 6) is None

@@ -5,16 +5,16 @@ is too much or comes late is refused."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from te_far import wait_until
-from te_frames import AckStatus, end
-from te_host import PAGE, say
+from te_frames import AckStatus, Kind, descriptors, end
+from te_host import PAGE, memory_file, say
 from te_raw import (
     RawSource,
     dial_unix,
@@ -86,6 +86,60 @@ def test_memory_in_a_file_that_can_get_shorter_is_not_mapped(
             assert source.ack().status is AckStatus.LANDED
 
 
+def test_memory_that_can_be_taken_out_of_its_file_is_not_mapped() -> None:
+    with te.Engine() as engine:
+        card = engine.card()
+        source = RawSource(card, "samehost", link=1)
+        with source.sock:
+            fd = make_rings(PAGE)
+            problem = say(card, Shared(PAGE, PAGE, 1, 1), fd, 1)
+            os.close(fd)
+            assert problem is not None
+            assert "pages can be taken out of the memory file" in problem
+            source.send(end(1))
+            assert source.ack().status is AckStatus.LANDED
+
+
+# -- X16: holes
+
+
+CHUNK = 64 << 10
+
+
+def test_holes_of_a_mapping_are_not_charged_to_who_copies() -> None:
+    """What the file has comes from it (nines), what it has not out of the source's memory (threes);
+    and the file gets no page by that."""
+    memory, source_memory = np.zeros(8 * CHUNK, np.uint8), np.full(8 * CHUNK, 3, np.uint8)
+    here, there = int(source_memory.ctypes.data), int(memory.ctypes.data)
+    with te.Engine() as engine:
+        card = engine.card()
+        engine.register(memory, remote="read-write")
+        source = RawSource(card, "samehost", link=1)
+        fd = memory_file(8 * CHUNK, b"\x09" * (2 * CHUNK + PAGE), CHUNK)
+        pages = os.fstat(fd).st_blocks
+        with source.sock:
+            assert say(card, Shared(here, 8 * CHUNK, 1, 1), fd, 1) is None
+            for turn, (at, nbytes, digit) in enumerate(
+                [
+                    (0, 8 * CHUNK, 3),
+                    (CHUNK, 2 * CHUNK, 9),  # Whole chunks, which are not looked for again.
+                    (CHUNK + 1, 2 * CHUNK - 2, 9),
+                    (3 * CHUNK, PAGE, 9),  # The first page of a chunk with holes.
+                    (3 * CHUNK, PAGE + 1, 3),
+                    (3 * CHUNK + PAGE, 1, 3),
+                    (8 * CHUNK - 1, 1, 3),
+                ],
+                1,
+            ):
+                memory[:] = 0
+                source.send(descriptors(Kind.PULL, turn, [(here + at, there + at, nbytes)]))
+                assert source.ack().status is AckStatus.LANDED
+                assert (memory[at : at + nbytes] == digit).all()
+                assert np.count_nonzero(memory) == nbytes
+            assert os.fstat(fd).st_blocks == pages
+        os.close(fd)
+
+
 # -- B5: how much a peer may have mapped
 
 
@@ -94,7 +148,7 @@ def test_mappings_are_bounded_and_do_not_overlap() -> None:
         card = engine.card()
         source = RawSource(card, "samehost", link=2)
         with source.sock:
-            fd = make_rings(PAGE)
+            fd = memory_file(PAGE)
             for i in range(1, 1025):
                 assert say(card, Shared(i * PAGE, PAGE, i, i), fd, 2) is None
             too_many = say(card, Shared(2000 * PAGE, PAGE, 2000, 1025), fd, 2)
@@ -111,9 +165,7 @@ def test_mappings_are_bounded_and_do_not_overlap() -> None:
             assert wraps is not None
             assert "not an address range" in wraps
             os.close(fd)
-            huge = os.memfd_create("huge", os.MFD_ALLOW_SEALING)
-            os.ftruncate(huge, 1 << 43)
-            fcntl.fcntl(huge, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            huge = memory_file(1 << 43)
             problem = say(card, Shared(2 * PAGE, PAGE, 2, 1032), huge, 2)
             os.close(huge)
             assert problem is not None
@@ -126,7 +178,7 @@ def test_a_word_about_memory_that_comes_late_counts_nothing() -> None:
         card = engine.card()
         source = RawSource(card, "samehost", link=4)
         with source.sock:
-            fd = make_rings(PAGE)
+            fd = memory_file(PAGE)
             assert say(card, Shared(PAGE, PAGE, 7, 2), None, 4) is None
             late = "a later greeting about memory came first"
             assert say(card, Shared(PAGE, PAGE, 7, 1), fd, 4) == late

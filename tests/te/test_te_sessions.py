@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from te_direct import NullEngine, RawDirectSource
 from te_far import wait_until
-from te_host import PAGE
+from te_host import PAGE, memory_file
 from te_raw import (
     TIMEOUT_S,
     RawSource,
@@ -97,7 +97,7 @@ def answer(
         except ConnectionRefusedError:
             return NOTHING
         if transport == "samehost":
-            fd = make_rings()
+            fd = memory_file(PAGE) if later is _memory else make_rings()
             socket.send_fds(sock, [data], [fd])
             os.close(fd)
         else:

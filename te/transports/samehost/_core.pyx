@@ -24,7 +24,8 @@ from te.core.sync cimport *
 from te.core.wire cimport OVER_RINGS, PULL, SEGMENT
 from te.transports.samehost.alive cimport process_gone
 from te.transports.samehost.mappings cimport (
-    mapped_bytes, mapping_put, mapping_undo, mappings_drop, mappings_free, mappings_keep, mappings_take,
+    mapped_bytes, mapping_put, mapping_undo, mapping_watch_holes, mappings_drop, mappings_free,
+    mappings_keep, mappings_take,
 )
 from te.transports.samehost.pulling cimport *
 from te.transports.samehost.state cimport Mapping, NONCE_BYTES, Pulling, Samehost
@@ -186,6 +187,9 @@ cdef class SamehostLink(LinkHandle):
         if mapped < nbytes:
             raise OSError(EFAULT, "the memory file is too short, or can be made so,"
                           " or is of huge pages that can be taken out of it")
+        if not keeps_pages(fd):
+            raise OSError(EFAULT, "pages can be taken out of the memory file (before Linux 5.1 nobody"
+                          " can forbid that)")
         self.check_mapping(start, nbytes, mapped)
         cdef void *here = mmap(NULL, mapped, PROT_READ, MAP_SHARED, fd, 0)
         if here == MAP_FAILED:
@@ -193,6 +197,8 @@ cdef class SamehostLink(LinkHandle):
         cdef Mapping *m = <Mapping *>need(sizeof(Mapping))
         m.serial, m.start, m.end, m.nbytes = serial, start, start + nbytes, mapped
         m.here = <uint8_t *>here
+        if not is_of_huge_pages(fd):  # Those were set aside when its first user mapped it.
+            mapping_watch_holes(m)
         mapping_put(self.k, m)
 
     def add_mapped(

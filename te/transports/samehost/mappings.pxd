@@ -14,6 +14,16 @@ from te.transports.samehost.state cimport Mapping, Samehost
 # What the transport keeps for an engine: bytes of peers' memory that are mapped; atomic.
 cdef u64 *mapped_bytes(Link *link) noexcept nogil
 
+cdef enum:
+    CHUNK_BYTES = 64 << 10
+
+# The memory file of one that the processor reads has so many bytes: from now on `mapping_has` looks.
+cdef void mapping_watch_holes(Mapping *m) noexcept nogil
+# Whether all these bytes of the memory file are there, from an offset on. Reading where there are none
+# would have the kernel make pages that are charged to this process, for as long as the file lives.
+# None of them goes again (`keeps_pages`), so what has been found there is not looked for any more.
+cdef bint mapping_has(Mapping *m, u64 offset, u64 nbytes) noexcept nogil
+
 # That has the address; NULL if there is none.
 cdef Mapping *mapping_at(Samehost *own, u64 address) noexcept nogil
 # Whether the range begins where a kind has mapped.

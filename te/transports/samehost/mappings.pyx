@@ -3,20 +3,61 @@
 
 from libc.stdlib cimport free
 from te.core.frames cimport Connection
+from te.core.heap cimport need
 from te.core.kinds cimport Copy, Kind
 from te.core.link cimport Link
 from te.core.plane cimport plane_private
-from te.core.posix cimport iovec, munmap
+from te.core.posix cimport _SC_PAGESIZE, iovec, mincore, munmap, sysconf
 from te.core.regions cimport regions_above, Snapshot
 from te.core.staging cimport Span
-from te.core.sync cimport add64, load32, load_pointer, store32, store_pointer, u32, u64
+from te.core.sync cimport add64, load32, load_pointer, or32, store32, store_pointer, u32, u64
 from te.transports.samehost.state cimport Mapping, Samehost
+
+cdef enum:
+    CHUNK_PAGES_MAX = 16  # of 4 KiB, the smallest that there are
 
 cdef char OURS  # its address tells the transport's
 
 
 cdef u64 *mapped_bytes(Link *link) noexcept nogil:
     return <u64 *>plane_private(link.plane, &OURS, sizeof(u64))
+
+
+# -- holes
+
+cdef void mapping_watch_holes(Mapping *m) noexcept nogil:
+    m.found = <u32 *>need(sizeof(u32) * (m.nbytes / (32 * CHUNK_BYTES) + 1))
+
+
+cdef bint mapping_has(Mapping *m, u64 offset, u64 nbytes) noexcept nogil:
+    cdef u64 i, end = offset + nbytes
+    if m.found == NULL:
+        return True
+    for i in range(offset / CHUNK_BYTES, (end - 1) / CHUNK_BYTES + 1):
+        if not load32(&m.found[i / 32]) & 1 << i % 32 and not chunk_has(m, i, offset, end):
+            return False
+    return True
+
+
+cdef bint chunk_has(Mapping *m, u64 i, u64 offset, u64 end) noexcept nogil:
+    """Whether what the range has of the chunk is there; notes if all of the chunk is. A page that was
+    swapped out counts as not there: it is copied out of the source's memory."""
+    cdef unsigned char there[CHUNK_PAGES_MAX]
+    cdef u64 start = i * <u64>CHUNK_BYTES, page = sysconf(_SC_PAGESIZE), at, k
+    cdef u64 stop = min(start + <u64>CHUNK_BYTES, m.nbytes)
+    cdef bint is_whole = True
+    if mincore(m.here + start, stop - start, there):
+        return False
+    for k in range((stop - start + page - 1) / page):
+        at = start + k * page
+        if there[k] & 1:
+            continue
+        is_whole = False
+        if at < end and offset < at + page:
+            return False
+    if is_whole:
+        or32(&m.found[i / 32], <u32>1 << i % 32)
+    return True
 
 
 # -- the list
@@ -50,6 +91,7 @@ cdef void mapping_undo(Mapping *m) noexcept nogil:
         munmap(m.here, m.nbytes)
     elif m.number:
         m.kind.ops.unmap(m.kind.state, m.number)
+    free(m.found)
     free(m)
 
 

@@ -27,7 +27,7 @@ from te.transports.samehost.alive cimport (
     ALIVE_NS, is_nonce, may_be_gone, nonce_read, source_lives,
 )
 from te.transports.samehost.mappings cimport (
-    bytes_before_kinds, direct_copies, is_kinds, mapped_spans, mapping_at,
+    bytes_before_kinds, direct_copies, is_kinds, mapped_spans, mapping_at, mapping_has,
 )
 from te.transports.samehost.state cimport Job, Mapping, NONCE_BYTES, Pulling, Samehost
 
@@ -151,7 +151,7 @@ cdef ssize_t copy_mapped(Connection *c, iovec *remote, uint8_t *slot, u64 most) 
         src = <u64>remote[i].iov_base
         n = min(<u64>c.local[i].iov_len, most - done)
         m = mapping_at(own_of(c), src)
-        if m == NULL or m.kind != NULL or n > m.end - src:
+        if m == NULL or m.kind != NULL or n > m.end - src or not mapping_has(m, src - m.start, n):
             break
         memcpy(
             c.local[i].iov_base if slot == NULL else slot + done, m.here + (src - m.start), n)

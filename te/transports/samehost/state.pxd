@@ -18,6 +18,9 @@ cdef struct Mapping:
     u64 nbytes  # that are mapped: the whole memory file, or whole parts of what a kind maps
     Kind *kind  # that has; NULL: the processor reads it
     u64 number  # for the kind's `unmap`; 0 if there is nothing to undo
+    # A bit for each CHUNK_BYTES of it, atomic: all of that has been found there. NULL of one whose
+    # pages are not looked for.
+    u32 *found
     Mapping *next
     Mapping *after  # of those that were taken out of the list: who looks through it may still need `next`
 
