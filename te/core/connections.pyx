@@ -60,6 +60,10 @@ cdef void retire(Connection *c) noexcept nogil:
     """Closes the connection of a dying link; the last of them fails what is unfinished."""
     cdef Link *link = c.link
     cdef u32 left
+    if load32(&c.is_away):
+        # The peer may have closed it, which epoll would tell again and again.
+        polled_unwatch(&c.polled, c.channel.fd)
+        return
     if c.protocol.leave != NULL and not c.protocol.leave(c):
         store32(&c.polled.kicked, 1)  # Again after a nap (`on_arm`): a device may hang for long.
         return
@@ -110,6 +114,7 @@ cdef bint connection_turn(Connection *c, bint rung, bint is_patient) noexcept no
     wake-up of the other side may wait for the next turn."""
     cdef u64 before
     cdef bint busy = False, again
+    cdef Moved state
     pthread_mutex_lock(&c.lock)
     c.channel.is_patient = is_patient
     c.is_workers = True
@@ -119,10 +124,14 @@ cdef bint connection_turn(Connection *c, bint rung, bint is_patient) noexcept no
         if rung and c.channel.rings != NULL:
             take_wakeups(&c.channel)
         before = load64(&c.link.progress_ns)
-        again = receive_some(c) == MOVED
+        state = receive_some(c)
+        if state == TAKEN:
+            return False
+        again = state == MOVED
         if not load32(&c.link.dead):
             again |= connection_send(c, SENDS_PER_TURN) == MOVED
-        if again:  # It stopped for lack of turns: the kernel may have nothing to wake it with.
+        # It stopped for lack of turns: the kernel may have nothing to wake it with.
+        if again and not load32(&c.link.dead):
             polled_again(&c.polled)
         if load32(&c.link.dead):
             retire(c)
@@ -142,6 +151,7 @@ cdef bint on_event(Polled *p, bint is_patient) noexcept nogil:
 
 cdef bint on_turn(Polled *p, bint slept, bint is_patient) noexcept nogil:
     cdef Connection *c = <Connection *>p
+    cdef Runner *me = p.worker.runner
     cdef bint busy = False
     if slept:
         channel_disarm(&c.channel)
@@ -149,6 +159,8 @@ cdef bint on_turn(Polled *p, bint slept, bint is_patient) noexcept nogil:
         return False
     if swap32(&p.kicked, 0) or channel_moved(&c.channel, load32(&c.interest)):
         busy = connection_turn(c, False, is_patient)
+        if has_left(me):
+            return False
     if c.channel.wake_due_ns:
         p.worker.owes |= channel_owes(&c.channel, False)
     if c.protocol.turn != NULL and not c.gone:
@@ -164,7 +176,8 @@ cdef bint on_look(Polled *p) noexcept nogil:
 cdef bint on_arm(Polled *p) noexcept nogil:
     cdef Connection *c = <Connection *>p
     if load32(&c.link.dead) and not c.gone:
-        p.worker.naps = True
+        if not load32(&c.is_away):
+            p.worker.naps = True
         return False
     channel_owes(&c.channel, True)
     return connection_arm(c)
@@ -186,13 +199,17 @@ cdef bint on_check(Polled *p, u64 now) noexcept nogil:
     if not link.ops.check(link, stalled and c.suspect) and stalled and c.suspect:
         link_die(link, STALLED, 0, NULL)
     c.suspect = stalled
+    if c.is_held_up:  # Nobody tells it if it could go on since the engine has less to wait for.
+        polled_again(p)
     pthread_mutex_unlock(&c.lock)
     return stalled
 
 
 cdef void on_stop(Polled *p) noexcept nogil:
-    link_die((<Connection *>p).link, ENGINE_CLOSED, 0, NULL)
-    polled_again(p)
+    cdef Connection *c = <Connection *>p
+    link_die(c.link, ENGINE_CLOSED, 0, NULL)
+    if not load32(&c.is_away):
+        polled_again(p)
 
 
 cdef void on_release(Polled *p) noexcept nogil:

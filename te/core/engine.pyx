@@ -10,7 +10,7 @@ from te.core.link cimport Link, link_drop, links_tally
 from te.core.notices cimport Bulletin, Notice, bulletin_take, notice_take
 from te.core.kinds cimport kind_of, KINDS_MAX
 from te.core.plane cimport (
-    CANCELLED, DONE, plane_close, plane_know, plane_open, plane_quiesce, plane_stage, plane_unstage,
+    CANCELLED, DONE, plane_close, plane_know, plane_open, plane_quiesce, plane_quiesce_memory, plane_stage, plane_unstage,
 )
 from te.core.posix cimport eventfd_read, eventfd_write
 from te.core.regions cimport *
@@ -21,7 +21,7 @@ from te.core.tally cimport CODES_MAX, Ledger, LEDGERS_MAX, Outcomes, Tally
 from te.core.transfer cimport transfer_drop
 from te.core.link cimport Transfer
 from te.core.wire cimport RAILS_MAX
-from te.core.worker cimport worker_run, workers_stop
+from te.core.worker cimport worker_work, workers_stop
 
 import os
 
@@ -70,7 +70,7 @@ cdef class Engine:
     def work(self, u32 index):
         name_thread(f"te-worker-{index}".encode())
         with nogil:
-            worker_run(&self.p.workers.of[index])
+            worker_work(&self.p.workers.of[index])
 
     def stop(self):
         workers_stop(&self.p.workers)
@@ -120,7 +120,7 @@ cdef class Engine:
             return load32(&r.readers)
         region_take(&self.p.regions, r)
         with nogil:
-            done = plane_quiesce(self.p, NULL, NULL, until - min(until, now_ns()))
+            done = plane_quiesce_memory(self.p, r.start, r.end, until - min(until, now_ns()))
             if done:  # A peer's read may have begun: it looked before the region was gone.
                 await_readers(r, until)
         if not done:

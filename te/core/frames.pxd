@@ -20,6 +20,7 @@ cdef enum Moved:
     WAITING  # the kernel has nothing now, or takes nothing
     LOST  # the link dies
     NOT_MINE  # only the connection's worker may go on
+    TAKEN  # another thread runs the worker: this one touches nothing of it, and has no lock any more
 
 cdef enum Stand:  # what comes next
     AT_HEAD
@@ -51,7 +52,8 @@ cdef struct Protocol:
     void (*moved)(Connection *c, u64 nbytes) noexcept nogil
     # All of it has landed, or was thrown away; `is_good`: as the source had it.
     void (*landed)(Connection *c, bint is_good) noexcept nogil
-    # AT_COPY: goes on.
+    # AT_COPY: goes on. It may set `is_away`, give up the connection's lock while it waits for another
+    # process, and return TAKEN.
     Moved (*copy)(Connection *c) noexcept nogil
     # Between two frames: takes something else up; `is_idle`: nothing has come just now. NULL if there
     # never is anything, and whether there is.
@@ -79,7 +81,8 @@ cdef struct Connection:
     u64 progress_ns
     bint napping  # a caller waits for the wake-up
     bint is_workers  # its worker is at it, and no caller
-    bint is_held_up  # what is to be received waits for a slot
+    bint is_held_up  # what is to be received waits for a slot, or for memory of another process
+    u32 is_away  # atomic: a thread that is not its worker's copies for it, and gives it a turn after that
     void *staged  # te/core/staged.pxd; of malloc
     void *own  # the protocol's, of malloc; freed with it
     Flow *flow  # the link's, of this rail

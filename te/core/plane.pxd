@@ -55,6 +55,8 @@ cdef bint plane_unstage(Plane *p) noexcept nogil
 # Returns once each landing under way at the call, in a section or as a copy, has ended that is the
 # link's and under the right (NULL is any); False when one has not in time.
 cdef bint plane_quiesce(Plane *p, void *link, void *right, u64 timeout_ns) noexcept nogil
+# The same of those that may write between these addresses.
+cdef bint plane_quiesce_memory(Plane *p, u64 start, u64 end, u64 timeout_ns) noexcept nogil
 # Memory of the kind is registered; under the interpreter's lock.
 cdef void plane_know(Plane *p, Kind *kind) noexcept nogil
 # A NIC has written something that is to be told as landed: has it be seen. 0 or an errno.

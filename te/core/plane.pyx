@@ -8,7 +8,7 @@ from te.core.kinds cimport Kind
 from te.core.notices cimport notices_close, notices_open
 from te.core.regions cimport regions_close, regions_open
 from te.core.posix cimport EINVAL
-from te.core.sections cimport quiesce
+from te.core.sections cimport RUNNERS_MAX, quiesce
 from te.core.staging cimport SLOTS_MAX
 from te.core.stager cimport stager_free, stager_new, stager_quiesce
 from te.core.sync cimport (
@@ -31,9 +31,11 @@ cdef int plane_open(Plane *p, u32 workers, u64 spin_ns) noexcept nogil:
     errnum = workers_open(&p.workers, workers, spin_ns)
     p.workers.check_ns = min(
         max(min(p.stall_ns / 4, p.suspect_ns / 2), <u64>CHECK_LEAST_NS), <u64>CHECK_MOST_NS)
-    p.sections.n = workers
+    p.sections.n = workers + RUNNERS_MAX
     for i in range(workers):
         p.sections.of[i] = &p.workers.of[i].section
+    for i in range(RUNNERS_MAX):
+        p.sections.of[workers + i] = &p.workers.runners[i].section
     regions_open(&p.regions, &p.sections)
     other = notices_open(&p.notices)
     return errnum if errnum else other
@@ -76,10 +78,20 @@ cdef bint plane_unstage(Plane *p) noexcept nogil:
 
 
 cdef bint plane_quiesce(Plane *p, void *link, void *right, u64 timeout_ns) noexcept nogil:
+    return quiesce_all(p, link, right, 0, 0, timeout_ns)
+
+
+cdef bint plane_quiesce_memory(Plane *p, u64 start, u64 end, u64 timeout_ns) noexcept nogil:
+    return quiesce_all(p, NULL, NULL, start, end, timeout_ns)
+
+
+cdef bint quiesce_all(
+    Plane *p, void *link, void *right, u64 start, u64 end, u64 timeout_ns
+) noexcept nogil:
     cdef u64 until = now_ns() + timeout_ns
     cdef Stager *s
     cdef u32 i
-    if not quiesce(&p.sections, link, right, timeout_ns):
+    if not quiesce(&p.sections, link, right, start, end, timeout_ns):
         return False
     for i in range(p.workers.n):
         s = <Stager *>load_pointer(&p.stagers[i])

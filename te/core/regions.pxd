@@ -8,7 +8,7 @@
 
 from libc.stdint cimport uint8_t
 from te.core.kinds cimport Kind
-from te.core.sections cimport Sections, WORKERS_MAX
+from te.core.sections cimport Sections, SECTIONS_MAX
 from te.core.sync cimport u32, u64
 from te.core.wire cimport NICS_MAX, RIGHT_TAGGED, RIGHT_UNTAGGED
 
@@ -43,7 +43,7 @@ cdef struct Snapshot:
     u32 count
     Region **regions
     Snapshot *older  # retired before this one, and not yet free
-    u64 seen[WORKERS_MAX]  # where the workers' sections stood when it was retired
+    u64 seen[SECTIONS_MAX]  # where the sections stood when it was retired
 
 cdef struct Regions:
     Snapshot *now  # atomic

@@ -2,19 +2,23 @@
 # Marked sections: what a worker is writing just now. A right is taken back by marking it as revoked,
 # and then waiting for the sections under way that may not have seen the mark.
 
-from te.core.sync cimport add64, note_pointer, u32, u64
+from te.core.sync cimport add64, note_pointer, store64, u32, u64
 
 cdef enum:
     WORKERS_MAX = 4
+    RUNNERS_MAX = 16  # threads that run workers, or did and wait in the kernel for another process
+    SECTIONS_MAX = WORKERS_MAX + RUNNERS_MAX
 
-# Of one worker.
+# Of one worker, or of one thread that runs workers.
 cdef struct Section:
-    u64 count  # atomic: odd while the worker is inside
+    u64 count  # atomic: odd while somebody is inside
     void *link  # atomic: whose bytes it writes
     void *right  # atomic: under which right; NULL where none is asked for
+    # Atomic: all that it writes lies there; `end` is 0 where nobody has said so (`section_within`).
+    u64 start, end
 
 cdef struct Sections:
-    Section *of[WORKERS_MAX]
+    Section *of[SECTIONS_MAX]
     u32 n
 
 cdef inline void enter(Section *s, void *link, void *right) noexcept nogil:
@@ -28,7 +32,17 @@ cdef inline void leave(Section *s) noexcept nogil:
     add64(&s.count, 1)
 
 
+cdef inline void section_within(Section *s, u64 start, u64 end) noexcept nogil:
+    """Inside of one that may take long: what it writes. Whoever waits for other memory goes on. It is
+    taken back, by `end` 0, before the section is left."""
+    store64(&s.start, start)
+    store64(&s.end, end)
+
+
 # Returns once each section under way at the call has ended that is the link's and under the right
-# (NULL is any); False when one did not in time. One that copies out of another process waits for that
-# process's pages: those who wait for another link or right must not wait with it.
-cdef bint quiesce(Sections *all, void *link, void *right, u64 timeout_ns) noexcept nogil
+# (NULL is any), and may write between these addresses (`end` 0 is anywhere); False when one did not in
+# time. One that copies out of another process waits for that process's pages: those who wait for
+# another link, right or memory must not wait with it.
+cdef bint quiesce(
+    Sections *all, void *link, void *right, u64 start, u64 end, u64 timeout_ns
+) noexcept nogil

@@ -12,7 +12,9 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <sys/prctl.h>
@@ -78,6 +80,18 @@ static inline void futex_wait(uint32_t *p, uint32_t v, uint64_t ns) {
 }
 static inline void futex_wake_all(uint32_t *p) {
     syscall(SYS_futex, p, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+/* A thread of no interpreter, which takes no signals, and which nobody joins; 0 or an errno. */
+static inline int start_thread(void *(*run)(void *), void *of) {
+    sigset_t all, before;
+    pthread_t thread;
+    int errnum;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    errnum = pthread_create(&thread, NULL, run, of);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return errnum ? errnum : pthread_detach(thread);
 }
 
 /* What top -H and debuggers call the calling thread: up to 15 characters. */

@@ -30,6 +30,7 @@ cdef extern from "core/sync.h" nogil:
     void set_errno(int e)
     void change_processor()
     u32 times_displaced()
+    int start_thread(void *(*run)(void *) noexcept nogil, void *of)
     void name_thread(const char *name)
     int page_node(u64 address)
 

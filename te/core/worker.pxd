@@ -4,8 +4,8 @@
 # A worker knows nothing of transports. What it polls (a connection, a queue pair) begins with a
 # `Polled`, and says by `PolledOps` what is to be done. All of these are called by the worker alone.
 
-from te.core.sections cimport Section, WORKERS_MAX
-from te.core.sync cimport pthread_mutex_t, store32, u32, u64
+from te.core.sections cimport RUNNERS_MAX, Section, WORKERS_MAX
+from te.core.sync cimport load32, now_ns, pthread_mutex_t, store32, store64, swap_if, u32, u64
 
 cdef enum:
     LOOKS = 24  # at what other processes show in memory, for each turn of spinning
@@ -55,9 +55,23 @@ cdef struct Spin:
     bint may_move
     u64 moved_ns  # when it last changed the processor
 
+cdef enum:  # states of a runner
+    RUNNER_FREE = 0  # it is no thread's
+    RUNNER_RUNS = 1
+    RUNNER_WAITS = 2  # in the kernel, for another process
+    RUNNER_LEFT = 3  # it still waits, or has since; another one runs the worker
+
+# A thread that runs a worker. Where it waits for another process, whose memory may never answer,
+# somebody else takes the worker over after a while, so that what else is the worker's goes on.
+cdef struct Runner:
+    u32 state  # atomic
+    u64 since_ns  # atomic: when it last began to wait
+    Section section  # for what it writes while it waits
+
 cdef struct Worker:
     Workers *all
     u32 index
+    Runner *runner  # NULL while nobody runs it; its own thread's, and changed by who takes it over
     Spin spin
     int epoll, eventfd
     u32 sleeping, kicked  # atomic
@@ -76,6 +90,12 @@ cdef struct Workers:
     u32 n
     u32 stop  # atomic
     u64 check_ns  # between two looks at deadlines
+    Runner runners[RUNNERS_MAX]
+    u32 runners_n  # atomic: those that are not free
+    u32 threads  # atomic: that were started here; one of them looks who waits for too long
+    u32 is_watched  # atomic
+    int pid  # of the process that has them: a child of fork(2) has not
+    pthread_mutex_t lock  # of who takes a worker over
 
 # Of what has nothing to do for `adopted`, `look` and `stop`; the others are NULL.
 cdef PolledOps plain_polled_ops() noexcept
@@ -83,9 +103,12 @@ cdef PolledOps plain_polled_ops() noexcept
 # 0 or an errno; with an errno `workers_close` is still due.
 cdef int workers_open(Workers *all, u32 n, u64 spin_ns) noexcept nogil
 cdef void workers_close(Workers *all) noexcept nogil  # none of them runs
+# From now on some of what they poll may have them wait for another process. Any thread.
+cdef void workers_watch(Workers *all) noexcept nogil
 cdef void workers_stop(Workers *all) noexcept nogil  # asks them to end everything and themselves
-# The whole life of a worker; without the interpreter lock.
-cdef void worker_run(Worker *w) noexcept nogil
+# The whole life of a worker; without the interpreter lock. Also after another thread has taken the
+# worker over it only returns once that one, too, has ended.
+cdef void worker_work(Worker *w) noexcept nogil
 # Gives it something to poll. 0, or an errno of epoll_ctl(2) for its descriptor (-1: it has none).
 cdef int worker_add(Worker *w, Polled *p, int fd, u32 events) noexcept nogil
 cdef void worker_wake(Worker *w) noexcept nogil
@@ -96,8 +119,32 @@ cdef void worker_spread(Worker *w) noexcept nogil
 # Has epoll wait for a descriptor of it, by its worker; 0 or an errno. And changes what for.
 cdef int polled_attach(Polled *p, int fd, u32 events) noexcept nogil
 cdef void polled_watch(Polled *p, int fd, u32 events) noexcept nogil
+# Not any more, also if it has been said before. By its worker.
+cdef void polled_unwatch(Polled *p, int fd) noexcept nogil
 # One turn of spinning, by a worker or a caller that waits.
 cdef void spin_turn(Spin *s, u64 now) noexcept nogil
+
+
+cdef inline bint has_left(Runner *r) noexcept nogil:
+    """Whether another thread runs its worker. Then it touches nothing more of what that polls."""
+    return load32(&r.state) == RUNNER_LEFT
+
+
+cdef inline void runner_wait(Runner *r) noexcept nogil:
+    """It waits for another process from now on. What it was called for knows that by then: whoever
+    takes the worker over may come to it at once."""
+    store64(&r.since_ns, now_ns())
+    store32(&r.state, RUNNER_WAITS)
+
+
+cdef inline bint runner_go_on(Runner *r) noexcept nogil:
+    """The wait is over; False if it `has_left`."""
+    return swap_if(&r.state, RUNNER_WAITS, RUNNER_RUNS) == RUNNER_WAITS
+
+
+cdef inline bint may_wait(Workers *all) noexcept nogil:
+    """Whether there are other threads, should all workers have to wait."""
+    return load32(&all.runners_n) + all.n <= RUNNERS_MAX
 
 
 cdef inline void polled_kick(Polled *p) noexcept nogil:

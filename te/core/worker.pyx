@@ -1,7 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
+from libc.stdio cimport snprintf
 from libc.string cimport memset
+from posix.unistd cimport getpid
 from te.core.posix cimport *
 from te.core.sync cimport *
 
@@ -12,6 +14,8 @@ cdef enum:
     MOVE_NS = 100000000
     BACKOFF_LEAST_NS = 4000000
     BACKOFF_MOST_NS = 250000000
+    LONG_NS = 1000000000  # of a wait that somebody ends
+    WATCH_NS = 50000000  # between two looks at who waits; who does at both has waited for too long
     # A device tells nobody that a copy is over. With the kernel's own slack, 50 us (prctl(2),
     # PR_SET_TIMERSLACK), this is 80 us.
     NAP_NS = 30000
@@ -42,6 +46,8 @@ cdef int workers_open(Workers *all, u32 n, u64 spin_ns) noexcept nogil:
     cdef Worker *w
     cdef epoll_event e
     all.n = n
+    all.pid = getpid()
+    pthread_mutex_init(&all.lock, NULL)
     for i in range(n):
         w = &all.of[i]
         w.all = all
@@ -66,17 +72,21 @@ cdef int workers_open(Workers *all, u32 n, u64 spin_ns) noexcept nogil:
 
 cdef void workers_close(Workers *all) noexcept nogil:
     cdef u32 i
+    store32(&all.stop, 1)
+    await_threads(all)
     for i in range(all.n):
         if all.of[i].epoll >= 0:
             close(all.of[i].epoll)
         if all.of[i].eventfd >= 0:
             close(all.of[i].eventfd)
         pthread_mutex_destroy(&all.of[i].lock)
+    pthread_mutex_destroy(&all.lock)
 
 
 cdef void workers_stop(Workers *all) noexcept nogil:
     cdef u32 i
     store32(&all.stop, 1)
+    futex_wake_all(&all.stop)
     for i in range(all.n):
         store32(&all.of[i].kicked, 1)
         eventfd_write(all.of[i].eventfd, 1)
@@ -107,6 +117,10 @@ cdef void polled_watch(Polled *p, int fd, u32 events) noexcept nogil:
     e.events = events
     e.data.ptr = p
     epoll_ctl(p.worker.epoll, EPOLL_CTL_MOD, fd, &e)
+
+
+cdef void polled_unwatch(Polled *p, int fd) noexcept nogil:
+    epoll_ctl(p.worker.epoll, EPOLL_CTL_DEL, fd, NULL)
 
 
 cdef void worker_wake(Worker *w) noexcept nogil:
@@ -225,12 +239,14 @@ cdef bint armed(Worker *w) noexcept nogil:
     return not busy and not load32(&w.kicked)
 
 
-cdef bint turns(Worker *w, bint slept, bint is_patient) noexcept nogil:
+cdef bint turns(Worker *w, Runner *me, bint slept, bint is_patient) noexcept nogil:
     cdef Polled *p = w.polled
     cdef bint busy = False
     w.owes = False
     while p != NULL:
         busy |= p.ops.turn(p, slept, is_patient)
+        if has_left(me):
+            return False
         p = p.next
     return busy
 
@@ -254,7 +270,8 @@ cdef bint checked(Worker *w, u64 now) noexcept nogil:
     return not again
 
 
-cdef void worker_run(Worker *w) noexcept nogil:
+cdef void run(Worker *w, Runner *me) noexcept nogil:
+    """Until all that it polls has gone, or the runner has left."""
     cdef epoll_event events[EVENTS_MAX]
     cdef Polled *p
     cdef u64 now = now_ns(), active = 0, check_at = 0, value
@@ -283,12 +300,16 @@ cdef void worker_run(Worker *w) noexcept nogil:
                 eventfd_read(w.eventfd, &value)
             else:
                 busy |= p.ops.event(p, is_patient)
+                if has_left(me):
+                    return
         stopping = load32(&w.all.stop)
         if swap32(&w.kicked, 0) or stopping:
             worker_adopt(w)
             if stopping:
                 stop_all(w)
-        busy |= turns(w, slept, is_patient)
+        busy |= turns(w, me, slept, is_patient)
+        if has_left(me):
+            return
         if w.has_gone:
             sweep(w)
         if stopping and w.polled == NULL:
@@ -300,3 +321,133 @@ cdef void worker_run(Worker *w) noexcept nogil:
         waiting = not busy
         if now >= check_at:
             check_at = now + w.all.check_ns if checked(w, now) else now
+
+
+# -- its threads
+
+cdef Runner *runner_take(Workers *all) noexcept nogil:
+    """One that is free; NULL if there is none."""
+    cdef u32 i, free = RUNNER_FREE, runs = RUNNER_RUNS
+    for i in range(RUNNERS_MAX):
+        if swap_if(&all.runners[i].state, free, runs) == free:
+            add32(&all.runners_n, 1)
+            return &all.runners[i]
+    return NULL
+
+
+cdef void runner_give(Workers *all, Runner *r) noexcept nogil:
+    store32(&r.state, RUNNER_FREE)
+    add32(&all.runners_n, -1)
+
+
+cdef void worker_work(Worker *w) noexcept nogil:
+    cdef Workers *all = w.all
+    cdef Runner *me = runner_take(all)  # There are more of them than workers and those who watch.
+    cdef bint is_lost
+    store_pointer(&w.runner, me)
+    run(w, me)
+    is_lost = has_left(me)
+    runner_give(all, me)
+    if is_lost:
+        # Who has called this keeps the engine, which the others need.
+        while not load32(&all.stop):
+            futex_wait(&all.stop, 0, LONG_NS)
+        await_threads(all)
+
+
+cdef void await_threads(Workers *all) noexcept nogil:
+    """Until those have ended that were started here; they have been told to stop."""
+    cdef u32 n = load32(&all.threads)
+    futex_wake_all(&all.stop)
+    while n and getpid() == all.pid:
+        futex_wait(&all.threads, n, LONG_NS)
+        n = load32(&all.threads)
+
+
+# -- who takes over
+
+cdef Worker *waiting_worker(Workers *all, u64 *seen) noexcept nogil:
+    """One whose thread still waits for what it waited for at the last look; NULL if there is none.
+    By two looks, as all threads of the process may have stood still."""
+    cdef Runner *r
+    cdef Worker *found = NULL
+    cdef u64 since
+    cdef u32 i
+    for i in range(all.n):
+        r = <Runner *>load_pointer(&all.of[i].runner)
+        since = 0
+        if r != NULL and load32(&r.state) == RUNNER_WAITS:
+            since = load64(&r.since_ns)
+        if since and since == seen[i]:
+            found = &all.of[i]
+        seen[i] = since
+    return found
+
+
+cdef bint take_over(Worker *w, Runner *me) noexcept nogil:
+    """False if its thread has come back. What it polls is given a turn each: the one that was being
+    looked after when its thread left, and those whose turn was next."""
+    cdef Runner *other
+    cdef u32 waits = RUNNER_WAITS, left = RUNNER_LEFT
+    cdef Polled *p
+    cdef bint is_taken
+    pthread_mutex_lock(&w.all.lock)  # Until it is taken over, this runner is no other worker's.
+    other = <Runner *>load_pointer(&w.runner)
+    is_taken = swap_if(&other.state, waits, left) == waits
+    if is_taken:
+        store_pointer(&w.runner, me)
+    pthread_mutex_unlock(&w.all.lock)
+    if not is_taken:
+        return False
+    p = w.polled
+    while p != NULL:
+        store32(&p.kicked, 1)
+        p = p.next
+    store32(&w.kicked, 1)
+    return True
+
+
+cdef void run_instead(Workers *all, Worker *w) noexcept nogil:
+    """Somebody else watches by now."""
+    cdef Runner *me = runner_take(all)
+    cdef char name[16]
+    if me == NULL:
+        return
+    if take_over(w, me):
+        snprintf(name, sizeof(name), b"te-worker-%u", w.index)
+        name_thread(name)
+        run(w, me)
+    runner_give(all, me)
+
+
+cdef void *watch(void *of) noexcept nogil:
+    """One thread looks which workers wait for too long. It takes such a one over, and another thread
+    looks from then on."""
+    cdef Workers *all = <Workers *>of
+    cdef u64 seen[WORKERS_MAX]
+    cdef Worker *w = NULL
+    memset(seen, 0, sizeof(seen))
+    name_thread(b"te-watch")
+    while not load32(&all.stop):
+        w = waiting_worker(all, seen)
+        if w != NULL and load32(&all.runners_n) < RUNNERS_MAX and start_watch(all):
+            run_instead(all, w)
+            break
+        futex_wait(&all.stop, 0, WATCH_NS)
+    add32(&all.threads, -1)
+    futex_wake_all(&all.threads)  # Its address alone is used: the engine may be gone.
+    return NULL
+
+
+cdef bint start_watch(Workers *all) noexcept nogil:
+    """False if there is no thread for it."""
+    add32(&all.threads, 1)
+    if start_thread(watch, all) == 0:
+        return True
+    add32(&all.threads, -1)
+    return False
+
+
+cdef void workers_watch(Workers *all) noexcept nogil:
+    if swap32(&all.is_watched, 1) == 0 and not start_watch(all):
+        store32(&all.is_watched, 0)  # The next one who asks tries again.

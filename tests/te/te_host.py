@@ -6,14 +6,17 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+from typing import Any
 
 from te_raw import (
     NONCE,
     dial_unix,
     host_hello,
     read_greeting,
+    refusal,
     said,
 )
+from te_ring import make_rings
 
 from te.buffers import F_SEAL_FUTURE_WRITE
 from te.connect.greeting import GreetingKind
@@ -31,6 +34,15 @@ def memory_file(nbytes: int, content: bytes = b"", at: int = 0) -> int:
         os.pwrite(fd, content, at)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | F_SEAL_FUTURE_WRITE)
     return fd
+
+
+def rail_refused(card: bytes, **changes: Any) -> str:
+    """Why a rail on the same host is refused."""
+    with dial_unix(card) as sock:
+        fd = make_rings()
+        socket.send_fds(sock, [host_hello(sock, card, **changes)], [fd])
+        os.close(fd)
+        return refusal(sock).reason
 
 
 def say(

@@ -15,21 +15,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from te_far import wait_until
 from te_frames import HEADER, AckStatus, Kind, descriptors
-from te_host import PAGE, memory_file, say
+from te_host import PAGE, memory_file, rail_refused, say
 from te_raw import (
     NONCE,
     TIMEOUT_S,
     RawSource,
-    dial_unix,
-    host_hello,
     read_exactly,
-    refusal,
     session_of,
 )
 from te_ring import RINGS_BYTES, make_rings
@@ -49,15 +45,6 @@ from te.transports.samehost.reach import NonceMemory, cannot_read
 
 PATHS = ":".join([str(Path(te.__file__).parents[1]), str(Path(__file__).parent)])
 MARK = b"only for its owner" * 10
-
-
-def rail_refused(card: bytes, **changes: Any) -> str:
-    """Why a rail on the same host is refused."""
-    with dial_unix(card) as sock:
-        fd = make_rings()
-        socket.send_fds(sock, [host_hello(sock, card, **changes)], [fd])
-        os.close(fd)
-        return refusal(sock).reason
 
 
 def test_a_link_of_this_host_begins_with_a_look_into_its_process() -> None:

@@ -7,8 +7,11 @@ from te.core.handles import LinkHandle
 RINGS_NBYTES: Final[int]
 NONCE_NBYTES: Final[int]
 
-def read_process(pid: int, address: int, nbytes: int) -> bytes:
-    """process_vm_readv(2); ``OSError``."""
+LOOK_TIMEOUT_S: Final[float]
+
+def read_process(pid: int, address: int, nbytes: int, timeout_s: float = ...) -> bytes:
+    """process_vm_readv(2), by a thread of its own, which is left behind if the memory does not
+    answer in time; ``OSError``, also while 16 threads that were left still wait."""
 
 class SamehostLink(LinkHandle):
     """A link without rails yet. The memory of the process ``pid`` is copied for as long as

@@ -13,7 +13,7 @@ from te.core.handles cimport LinkHandle
 from te.core.heap cimport need
 from te.core.kinds cimport Kind, TOUCHED_BY_KERNEL, kind_of
 from te.core.landing cimport LandingProtocol, landing_protocol
-from te.core.link cimport Link, Ops, PROCESS_GONE, Transfer, link_die
+from te.core.link cimport Link, Ops, PROCESS_GONE, STALLED, Transfer, link_die
 from te.core.maps cimport map_free, map_get, map_put, map_take
 from te.core.plane cimport plane_quiesce, plane_stages
 from te.core.posix cimport *
@@ -22,6 +22,7 @@ from te.core.sending cimport (
 )
 from te.core.sync cimport *
 from te.core.wire cimport OVER_RINGS, PULL, SEGMENT
+from te.core.worker cimport workers_watch
 from te.transports.samehost.alive cimport process_gone
 from te.transports.samehost.mappings cimport (
     mapped_bytes, mapping_put, mapping_undo, mapping_watch_holes, mappings_drop, mappings_free,
@@ -34,6 +35,7 @@ import os
 
 RINGS_NBYTES = RINGS_BYTES
 NONCE_NBYTES = NONCE_BYTES
+LOOK_TIMEOUT_S = 1.0
 
 cdef extern from "<unistd.h>" nogil:
     long syscall(long number, ...)
@@ -49,17 +51,84 @@ cdef enum:
     MAPPED_GIB_MAX = 1 << 12  # of a link
     PLANE_MAPPED_GIB_MAX = 1 << 15  # of all; a process has 2 ** 17 to give
     QUIESCE_NS = 900000000
+    LEFT_MAX = 16  # threads that look into processes which do not answer
 
 
-def read_process(int pid, u64 address, size_t nbytes):
-    cdef bytearray room = bytearray(nbytes)
+# -- one look into a process, whose memory may not answer
+
+cdef enum:  # states of a look
+    LOOKING = 0
+    HAS_LOOKED = 1
+    IS_LEFT = 2  # nobody waits for it any more
+
+cdef struct Look:
+    u32 refs, state  # atomic
+    int pid
+    u64 address
+    size_t nbytes
+    ssize_t moved
+    int errnum
+    # The bytes follow.
+
+cdef u32 LEFT = 0  # atomic: threads that look and were left
+
+
+cdef void look_drop(Look *l) noexcept nogil:
+    if add32(&l.refs, -1) == 0:
+        free(l)
+
+
+cdef void *look(void *of) noexcept nogil:
+    cdef Look *l = <Look *>of
     cdef iovec local, remote
-    local.iov_base = <void *><char *>room
-    remote.iov_base = <void *>address
-    local.iov_len = remote.iov_len = nbytes
-    if process_vm_readv(pid, &local, 1, &remote, 1, 0) != <ssize_t>nbytes:
-        raise OSError(last_errno(), os.strerror(last_errno()))
-    return bytes(room)
+    local.iov_base, remote.iov_base = <void *>(l + 1), <void *>l.address
+    local.iov_len = remote.iov_len = l.nbytes
+    l.moved = process_vm_readv(l.pid, &local, 1, &remote, 1, 0)
+    l.errnum = last_errno()
+    if swap32(&l.state, HAS_LOOKED) == IS_LEFT:
+        add32(&LEFT, -1)
+    futex_wake_all(&l.state)
+    look_drop(l)
+    return NULL
+
+
+cdef bint await_look(Look *l, u64 until) noexcept nogil:
+    """False if it is left."""
+    cdef u32 looking = LOOKING, left = IS_LEFT
+    cdef u64 now = now_ns()
+    while load32(&l.state) == looking and now < until:
+        futex_wait(&l.state, looking, until - now)
+        now = now_ns()
+    add32(&LEFT, 1)
+    if swap_if(&l.state, looking, left) == looking:
+        return False
+    add32(&LEFT, -1)
+    return True
+
+
+def read_process(int pid, u64 address, size_t nbytes, double timeout_s=LOOK_TIMEOUT_S):
+    cdef Look *l
+    cdef u64 until = now_ns() + <u64>(timeout_s * 1e9)
+    cdef int errnum
+    cdef bint has_looked
+    if load32(&LEFT) >= LEFT_MAX:
+        raise OSError(EAGAIN, "the memory of too many processes does not answer")
+    l = <Look *>need(sizeof(Look) + nbytes)
+    l.refs, l.pid, l.address, l.nbytes = 2, pid, address, nbytes
+    errnum = start_thread(look, l)
+    if errnum:
+        free(l)
+        raise OSError(errnum, f"no thread: {os.strerror(errnum)}")
+    with nogil:
+        has_looked = await_look(l, until)
+    try:
+        if not has_looked:
+            raise OSError(ETIMEDOUT, "its memory does not answer")
+        if l.moved != <ssize_t>nbytes:
+            raise OSError(l.errnum, os.strerror(l.errnum))
+        return (<char *>(l + 1))[:nbytes]
+    finally:
+        look_drop(l)
 
 
 # -- the contract
@@ -100,8 +169,11 @@ cdef void submit(Transfer *t) noexcept nogil:
 
 
 cdef bint check(Link *link, bint stalled) noexcept nogil:
-    if process_gone(<Samehost *>link.own):
+    cdef Samehost *own = <Samehost *>link.own
+    if process_gone(own):
         link_die(link, PROCESS_GONE, 0, NULL)
+    elif load32(&own.waits) and now_ns() > load64(&own.waits_since_ns) + link.plane.stall_ns:
+        link_die(link, STALLED, 0, NULL)  # Its peer may never notice, and its memory never answer.
     return False
 
 
@@ -151,6 +223,7 @@ cdef class SamehostLink(LinkHandle):
         own.nonce_at = nonce_at
         memcpy(own.nonce, <char *>nonce, NONCE_BYTES)
         self.make(engine, &OPS, is_incoming, own)
+        workers_watch(&engine.p.workers)  # Copying out of a process may have them wait for it.
 
     def add_rail(self, int fd, int rings_fd):
         if rings_fd < 0:

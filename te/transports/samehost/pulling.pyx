@@ -5,14 +5,14 @@ from libc.stdio cimport snprintf
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy, strerror
-from te.core.frames cimport AT_COPY, AT_HEAD, LOST, MOVED, WAITING, queue_frame
+from te.core.frames cimport AT_COPY, AT_HEAD, LOST, MOVED, TAKEN, WAITING, queue_frame
 from te.core.heap cimport need
 from te.core.inbound cimport Arriving
 from te.core.kinds cimport Copy, Kind
 from te.core.landing cimport *
-from te.core.link cimport ENDED, PROCESS_GONE, link_die
+from te.core.link cimport ENDED, PROCESS_GONE, link_die, link_kick
 from te.core.posix cimport EFAULT, iovec, process_vm_readv
-from te.core.sections cimport enter, leave
+from te.core.sections cimport enter, leave, section_within
 from te.core.staged cimport (
     staged_gather, staged_gathered, staged_is_gathering, staged_is_open, staged_move, staged_push,
     staged_receive, staged_slot, staged_slot_bytes,
@@ -22,7 +22,9 @@ from te.core.sync cimport *
 from te.core.tally cimport count
 from te.core.vectors cimport advance, within
 from te.core.wire cimport ACK, BLOCKS_MAX, Block, Header, PROGRESS, PULL, TEXT_MAX, header_of
-from te.core.worker cimport polled_kick, worker_spread
+from te.core.worker cimport (
+    Runner, may_wait, polled_kick, runner_go_on, runner_wait, worker_spread,
+)
 from te.transports.samehost.alive cimport (
     ALIVE_NS, is_nonce, may_be_gone, nonce_read, source_lives,
 )
@@ -221,13 +223,20 @@ cdef Moved pulling_copy(Connection *c) noexcept nogil:
     cdef char reason[TEXT_MAX]
     cdef uint8_t *into = NULL
     cdef u64 most = PULL_BYTES
+    cdef Runner *me = c.polled.worker.runner
     cdef Slot *slot
     cdef ssize_t n = 0
-    cdef bint good, gone = False
+    cdef bint good
     if c.head.kind != PULL:
         return staged_receive(c)
+    if load32(&c.is_away):
+        note_wait(c)
+        return held_up(c)
+    if p.has_moved:
+        return moved_foreign(c)
     if staged_is_gathering(c):
         return gathered(c)
+    c.is_held_up = False
     if load32(&a.refused):
         end_copy(c)
         return MOVED
@@ -240,31 +249,115 @@ cdef Moved pulling_copy(Connection *c) noexcept nogil:
         into, most = slot.base, staged_slot_bytes(c)
     if c.payload_left >= SPREAD_BYTES:
         worker_spread(c.polled.worker)
-    enter(&c.polled.worker.section, c.link, a.opening)
+    enter(&me.section, c.link, a.opening)
     good = landing_may_land(c, reason)
     if good:
         most = min(most, bytes_before_kinds(c, p.remote))
         if most == 0:  # A kind has just mapped it.
-            leave(&c.polled.worker.section)
+            leave(&me.section)
             return MOVED
         n = copy_mapped(c, p.remote, into, most)
         if n == 0:
-            gone = may_be_gone(own_of(c))
-            if not gone:
-                n = copy_foreign(c, p.remote, into, most)
-                gone = n == 0
-    leave(&c.polled.worker.section)
-    if gone:
-        link_die(c.link, PROCESS_GONE, 0, NULL)
-        return LOST
-    if good and n <= 0:
-        good = False
-        say_fault(c, last_errno(), reason)
+            return wait_for_copy(c, me, into, most)
+    leave(&me.section)
     if not good:
         landing_refuse(c, reason)
         end_copy(c)
         return MOVED
     return copied(c, n, into != NULL)
+
+
+cdef Moved wait_for_copy(Connection *c, Runner *me, uint8_t *into, u64 most) noexcept nogil:
+    """Copies out of the source's memory, which may not answer for long, or ever (userfaultfd(2), a file
+    system of its own). So the connection's lock is given up meanwhile, and if it takes long another
+    thread takes the worker over: TAKEN. That one has the connection then, and finds what came of the
+    copy. Inside the section of this thread, which it leaves: a fence waits for it, and for it alone."""
+    cdef Pulling *p = <Pulling *>c.own
+    cdef bint is_patient = c.channel.is_patient, is_ours
+    if load32(&own_of(c).waits) or not may_wait(c.polled.worker.all):
+        leave(&me.section)
+        return held_up(c)
+    c.is_workers = c.channel.is_patient = False
+    store32(&c.is_away, 1)
+    say_where(c, me, into, most)
+    pthread_mutex_unlock(&c.lock)
+    runner_wait(me)
+    p.moved = 0 if may_be_gone(own_of(c)) else copy_foreign(c, p.remote, into, most)
+    if p.moved < 0:
+        p.errnum = last_errno()
+        p.is_own_fault = can_be_read(c)
+    section_within(&me.section, 0, 0)
+    leave(&me.section)
+    is_ours = runner_go_on(me)
+    pthread_mutex_lock(&c.lock)
+    p.has_moved = True
+    store32(&c.is_away, 0)
+    if not is_ours:
+        come_back(c)
+        return TAKEN
+    c.is_workers, c.channel.is_patient = True, is_patient
+    return moved_foreign(c)
+
+
+cdef void say_where(Connection *c, Runner *me, uint8_t *into, u64 most) noexcept nogil:
+    """What is written: some of the ranges at most, or a slot."""
+    cdef u64 start = <u64>into, end = start + most
+    cdef u32 i
+    if into == NULL:
+        start, end = <u64>c.local[c.local_at].iov_base, 0
+        for i in range(c.local_at, c.local_n):
+            start = min(start, <u64>c.local[i].iov_base)
+            end = max(end, <u64>c.local[i].iov_base + c.local[i].iov_len)
+    section_within(&me.section, start, end)
+
+
+cdef void note_wait(Connection *c) noexcept nogil:
+    """By the thread that has taken the worker over from one that waits for the source's memory."""
+    cdef Pulling *p = <Pulling *>c.own
+    cdef Samehost *own = own_of(c)
+    if p.is_noted:
+        return
+    p.is_noted = True
+    if add32(&own.waits, 1) == 1:
+        store64(&own.waits_since_ns, now_ns())
+
+
+cdef Moved held_up(Connection *c) noexcept nogil:
+    """It goes on when the source's memory has answered; but not once the source has left."""
+    c.is_held_up = True
+    if not c.channel.hung_up:
+        return WAITING
+    link_die(c.link, ENDED, 0, b" in the middle of a transfer")
+    return LOST
+
+
+cdef void come_back(Connection *c) noexcept nogil:
+    """By the thread that has waited, as the last that it does here; gives up the connection's lock."""
+    cdef Pulling *p = <Pulling *>c.own
+    if p.is_noted:
+        p.is_noted = False
+        add32(&own_of(c).waits, -1)
+    link_kick(c.link)
+    pthread_mutex_unlock(&c.lock)
+
+
+cdef Moved moved_foreign(Connection *c) noexcept nogil:
+    """What came of `copy_foreign`."""
+    cdef Pulling *p = <Pulling *>c.own
+    cdef char reason[TEXT_MAX]
+    cdef const char *what = b"the source memory cannot be read"
+    p.has_moved = c.is_held_up = False
+    if p.moved == 0:
+        link_die(c.link, PROCESS_GONE, 0, NULL)
+        return LOST
+    if p.moved < 0:
+        if p.is_own_fault:
+            what = b"registered memory cannot be written"
+        snprintf(reason, TEXT_MAX, b"%s: %s", what, strerror(p.errnum))
+        landing_refuse(c, reason)
+        end_copy(c)
+        return MOVED
+    return copied(c, p.moved, staged_is_open(c))
 
 
 cdef bint by_kind(Connection *c) noexcept nogil:
@@ -383,17 +476,14 @@ cdef Moved copied(Connection *c, u64 n, bint is_staged) noexcept nogil:
     return MOVED
 
 
-cdef void say_fault(Connection *c, int errnum, char *reason) noexcept nogil:
-    """Which side's memory it was that could not be accessed."""
+cdef bint can_be_read(Connection *c) noexcept nogil:
+    """Whether it was not the source's memory that could not be accessed."""
     cdef char byte
     cdef iovec local
     cdef iovec remote = (<Pulling *>c.own).remote[c.local_at]
     local.iov_base = &byte
     local.iov_len = remote.iov_len = 1
-    if process_vm_readv(own_of(c).pid, &local, 1, &remote, 1, 0) == 1:
-        snprintf(reason, TEXT_MAX, b"registered memory cannot be written: %s", strerror(errnum))
-    else:
-        snprintf(reason, TEXT_MAX, b"the source memory cannot be read: %s", strerror(errnum))
+    return process_vm_readv(own_of(c).pid, &local, 1, &remote, 1, 0) == 1
 
 
 cdef void pulling_landed(Connection *c, bint is_good) noexcept nogil:

@@ -47,6 +47,10 @@ cdef struct Samehost:
     Mapping *mappings
     Mapping *unlinked  # could not be unmapped, as somebody copied out of them
     u32 has_kinds  # atomic: there is, or was, a mapping that a kind has made
+    # Threads that wait for the source's memory and whose workers others have taken over: nobody else
+    # begins to wait for it. Atomic, as is the time of the first of them.
+    u32 waits
+    u64 waits_since_ns
     # The other side's, under the link's lock: serials of regions that the peer has mapped.
     Map mapped_by_peer
     # PULLs that any connection's worker may take up, in this order; under the link's lock.
@@ -60,4 +64,9 @@ cdef struct Pulling:
     u64 told_of, told_nbytes  # copied and not yet told, of which transfer, in how many frames
     u32 told_n
     uint8_t seen[NONCE_BYTES]  # what was read of the nonce
+    # What `copy_foreign` has returned, errno, and whether the fault is this side's; not looked at yet.
+    ssize_t moved
+    int errnum
+    bint is_own_fault, has_moved
+    bint is_noted  # in `Samehost.waits`
     iovec remote[BLOCKS_MAX + 1]  # where the source has what goes to `Connection.local`, and one more
