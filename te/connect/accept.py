@@ -147,9 +147,8 @@ class Acceptor:
         """A line about a stranger, unless there were too many of late. Loop's thread only."""
         if logger.isEnabledFor(level) and self._throttle.admits(time.monotonic()):
             dropped = self._throttle.take_dropped()
-            logger.log(level, message, *values)
-            if dropped:
-                logger.log(level, "%d similar messages were not logged", dropped)
+            more = f" ({dropped} others were not logged)" if dropped else ""
+            logger.log(level, message + "%s", *values, more)
 
     def called(self, half_open: HalfOpen) -> None:
         """A connection has called, and was challenged. Loop's thread only."""

@@ -3,31 +3,41 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 __all__ = ["Throttle"]
 
-BURST: Final = 20
-PER_S: Final = 1.0
+BURST: Final = 3
+PAUSE_S: Final = 5.0
+PAUSE_MAX_S: Final = 300.0
+SILENCE_S: Final = 60.0
 
 
 class Throttle:
-    """Lets the first ``BURST`` lines through, and after those ``PER_S`` a second."""
+    """Lets the first ``BURST`` lines through, and then one after a pause that doubles from
+    ``PAUSE_S`` to ``PAUSE_MAX_S``. Begins anew when there was nothing to say for ``SILENCE_S``. So
+    somebody who attacks a port for five minutes gets eight lines."""
 
     def __init__(self) -> None:
-        self._left = float(BURST)
-        self._seen_s: float | None = None
+        self._left, self._pause_s = BURST, PAUSE_S
+        self._next_s = self._asked_s = -math.inf
         self._dropped = 0
 
     def admits(self, now_s: float) -> bool:
         """Whether a line may be written now; counts it if not."""
-        if self._seen_s is not None:
-            self._left = min(self._left + (now_s - self._seen_s) * PER_S, float(BURST))
-        self._seen_s = now_s
-        if self._left < 1.0:
+        if now_s - self._asked_s >= SILENCE_S:
+            self._left, self._pause_s = BURST, PAUSE_S
+        self._asked_s = now_s
+        if self._left:
+            self._left -= 1
+            self._next_s = now_s + self._pause_s
+            return True
+        if now_s < self._next_s:
             self._dropped += 1
             return False
-        self._left -= 1.0
+        self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S)
+        self._next_s = now_s + self._pause_s
         return True
 
     def take_dropped(self) -> int:

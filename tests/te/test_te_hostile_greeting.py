@@ -38,7 +38,7 @@ import te
 from te import nesting
 from te.connect.greeting import CLAIM, GREETING, HELLO_BODY_MAX, NONCE_BYTES, encode_call
 from te.connect.loop import READABLE, IoLoop
-from te.connect.throttle import BURST, Throttle
+from te.connect.throttle import BURST, PAUSE_S, SILENCE_S, Throttle
 from te.handshake import BODY_BYTES_MAX, PROTOCOL_VERSION, Refuse, decode_body, decode_card
 from te.proof import NO_KEY, PROOF_BYTES, Key
 
@@ -340,10 +340,21 @@ def test_a_loop_goes_on_after_bugs_of_any_kind(caplog: pytest.LogCaptureFixture)
 def test_lines_about_strangers_are_limited() -> None:
     throttle = Throttle()
     assert [throttle.admits(0.0) for _ in range(BURST + 5)] == [True] * BURST + [False] * 5
-    assert throttle.admits(1.5)
-    assert not throttle.admits(1.5)
-    assert throttle.take_dropped() == 6
+    assert not throttle.admits(PAUSE_S / 2)
+    assert throttle.admits(PAUSE_S)
+    assert not throttle.admits(PAUSE_S)
+    assert throttle.take_dropped() == 7
     assert throttle.take_dropped() == 0
+
+
+@pytest.mark.pure
+def test_who_attacks_for_five_minutes_gets_eight_lines() -> None:
+    throttle = Throttle()
+    written = [now_s for now_s in range(300) for _ in range(10) if throttle.admits(now_s)]
+    assert written == [0] * BURST + [5, 15, 35, 75, 155]
+    # It is anew after a silence alone.
+    assert not throttle.admits(300)
+    assert [throttle.admits(300 + SILENCE_S) for _ in range(BURST + 1)] == [True] * BURST + [False]
 
 
 # -- B5: descriptors

@@ -239,7 +239,7 @@ def test_who_knows_the_name_of_a_key_and_not_the_key(
 def test_lines_about_wrong_keys_are_limited(
     target: te.Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("te.connect.throttle.PER_S", 0.01)  # However long all of them take.
+    monkeypatch.setattr("te.connect.throttle.PAUSE_S", 1e3)  # However long all of them take.
     with caplog.at_level(logging.WARNING):
         for _ in range(4 * BURST):
             assert said_to(target.card(), call(Key(NEW)))
