@@ -29,7 +29,6 @@ there are no locks.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Hashable, Iterable
 from typing import Final
 
@@ -61,6 +60,7 @@ from bootstrap_server.http_body import (
 from bootstrap_server.http_query import rank_number, revision_of, wait_s_of
 from bootstrap_server.instance import InstanceTable
 from bootstrap_server.metrics_http import MetricsHandlers
+from bootstrap_server.rank_lines import RankLines
 from bootstrap_server.records import RANKS_MAX, Rank, RankCoords, RankLife, RankRecord, Renewal
 from bootstrap_server.refusals import Refusals
 from bootstrap_server.registry import Registry
@@ -77,8 +77,6 @@ from bootstrap_server.status_report import read_report
 from bootstrap_server.waiting import Waiting
 
 __all__ = ["forget_lapsed", "make_app"]
-
-logger = logging.getLogger(__name__)
 
 _RECORD = Decoder(RankRecord)
 _LIFE = Decoder(RankLife)
@@ -109,13 +107,15 @@ def make_app(
     clock: Callable[[], float],
     watch: ConnectionWatch,
     board: Board,
+    lines: RankLines,
     gate: Gate | None = None,
     page: StatusPage = StatusPage.OPEN,
 ) -> web.Application:
     """The application over `registry`, `rooms` and `board`; `clock` gives the seconds of leases and
-    rooms, `watch` hears of every request that has begun, `gate` says whose requests are served
-    (None: everybody's), `page` who may see the status page without a proof."""
-    handlers = _Handlers(registry, rooms, clock, watch, board)
+    rooms, `watch` hears of every request that has begun, `lines` of ranks that come and go, `gate`
+    says whose requests are served (None: everybody's), `page` who may see the status page without a
+    proof."""
+    handlers = _Handlers(registry, rooms, clock, watch, board, lines)
     status = StatusHandlers(registry, board, clock, page)
     given_up = GivenUpHandlers(clock)
     metrics = MetricsHandlers(registry, board, watch)
@@ -176,19 +176,14 @@ async def _without_versions(_: web.Request, response: web.StreamResponse) -> Non
     response.headers.pop("Server", None)
 
 
-def forget_lapsed(lapsed: Iterable[tuple[str, Rank]], board: Board, now_s: float) -> None:
+def forget_lapsed(
+    lapsed: Iterable[tuple[str, Rank]], board: Board, lines: RankLines, now_s: float
+) -> None:
     """Say, in the log and on the board, which ranks the registry has forgotten; each comes with the
     name of its instance."""
     for name, rank in lapsed:
         board.ended(name, rank, "lease lapsed", now_s)
-        logger.warning(
-            "rank %s of instance %s, at %s port %d, has not renewed its lease and was removed "
-            "from the registry",
-            rank.coords,
-            name,
-            rank.host,
-            rank.port,
-        )
+        lines.lapsed(name, rank)
 
 
 class _Handlers:
@@ -199,12 +194,14 @@ class _Handlers:
         clock: Callable[[], float],
         watch: ConnectionWatch,
         board: Board,
+        lines: RankLines,
     ) -> None:
         self._registry = registry
         self._rooms = rooms
         self._clock = clock
         self._watch = watch
         self._board = board
+        self._lines = lines
         self._bad_reports = Refusals("status report")
         self._refused = Refusals("registration")
         self._waiting = Waiting()
@@ -252,22 +249,8 @@ class _Handlers:
         except RegistryFull as error:
             raise RefusalError(429, str(error)) from error
         if generation not in (0, table.generation):
-            logger.warning(
-                "generation %d of instance %s begins: rank %s has a configuration that differs "
-                "from the former ranks'",
-                table.generation,
-                name,
-                rank.coords,
-            )
-        logger.info(
-            "rank %s of instance %s registered from %s port %d (%d of %d)",
-            rank.coords,
-            name,
-            rank.host,
-            rank.port,
-            table.registered,
-            table.expected,
-        )
+            self._lines.began_anew(rank, table)
+        self._lines.registered(rank, table)
         if table.ready:
             self._waiting.wake(name)
 
@@ -306,7 +289,7 @@ class _Handlers:
             raise RefusalError(410, str(error)) from error
         assert rank is not None  # it was released
         self._board.ended(name, rank, "shut down", now_s)
-        logger.info("rank %s of instance %s was shut down", life.coords, name)
+        self._lines.shut_down(name, life.coords)
         return web.Response(text="OK")
 
     # --- instances ---
@@ -318,7 +301,8 @@ class _Handlers:
         except ValueError as error:
             raise RefusalError(400, str(error)) from error
         now_s = self._clock()
-        forget_lapsed(((name, rank) for rank in table.expire(now_s)), self._board, now_s)
+        lapsed = ((name, rank) for rank in table.expire(now_s))
+        forget_lapsed(lapsed, self._board, self._lines, now_s)
         return table
 
     async def get_instances(self, _: web.Request) -> web.Response:

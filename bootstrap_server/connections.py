@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections.abc import Callable
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from bootstrap_server.crowd import Crowd, source_of
 from bootstrap_server.refusals import Refusals
@@ -21,6 +21,7 @@ __all__ = [
     "FIELD_BYTES_MAX",
     "HEAD_BYTES_MAX",
     "HEAD_DEADLINE_S",
+    "HTTP_BOUNDS",
     "KEPT_MAX",
     "OPEN_MAX",
     "RANKS_KEPT_MAX",
@@ -39,6 +40,14 @@ HEAD_BYTES_MAX: Final = 8 << 10
 #: Bounds of aiohttp for every head: how many fields there are, and how long the longest is.
 FIELDS_MAX: Final = 32
 FIELD_BYTES_MAX: Final = 4 << 10
+#: For aiohttp's servers. What a stranger has packed is not unpacked: neither to refuse it nor to
+#: skip it.
+HTTP_BOUNDS: Final[dict[str, Any]] = {
+    "auto_decompress": False,
+    "max_headers": FIELDS_MAX,
+    "max_field_size": FIELD_BYTES_MAX,
+    "max_line_size": FIELD_BYTES_MAX,
+}
 #: With more connections than this, none is kept open for another request: each costs about 10 kB,
 #: and opening one again costs less than a tenth of a millisecond.
 KEPT_MAX: Final = 1024

@@ -14,13 +14,13 @@ import logging
 import resource
 import socket
 import struct
-import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import zmq
 
 from bootstrap_server.crowd import Crowd, source_of
+from bootstrap_server.refusals import Pace
 
 __all__ = [
     "ALL_BYTES_MAX",
@@ -42,7 +42,6 @@ OF_SOURCE_MAX: Final = 6144
 #: libzmq itself takes as much of each as for any message, handshake or not.
 BYTES_MAX: Final = 1 << 20
 ALL_BYTES_MAX: Final = 64 << 20
-_LOG_EVERY_S: Final = 5.0
 _EVENTS_PER_TURN: Final = 256
 #: Of `zmq_socket_monitor`: which event, and its descriptor.
 _EVENT: Final = struct.Struct("=hi")
@@ -83,7 +82,7 @@ class Newcomers:
         most = min(NEWCOMERS_MAX, descriptors // 4)
         self._crowd: Crowd[int] = Crowd(most, min(OF_SOURCE_MAX, most * 3 // 4))
         self._by_fd: dict[int, Connection] = {}
-        self._next_line_s, self._left_out = time.monotonic(), 0
+        self._pace = Pace()
         address = f"inproc://newcomers-{id(self)}"
         router.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         context: Any = router.context
@@ -169,15 +168,13 @@ class Newcomers:
             _libc.shutdown(held, socket.SHUT_RDWR)
         finally:
             _libc.close(held)
-        now_s = time.monotonic()
-        if now_s < self._next_line_s:
-            self._left_out += 1
+        left_out = self._pace.left_out()
+        if left_out is None:
             return
-        more = f" ({self._left_out} earlier ones were not logged)" if self._left_out else ""
+        more = f" ({left_out} earlier ones were not logged)" if left_out else ""
         logger.warning(
             "ended a %s connection from %s: %s%s", self._what, _host(one.peer), why, more
         )
-        self._next_line_s, self._left_out = now_s + _LOG_EVERY_S, 0
 
     def _forget(self, fd: int) -> None:
         if self._by_fd.pop(fd, None) is not None:

@@ -12,21 +12,21 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import Final, Self
 
 import uvloop
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from bootstrap_server.access import StatusPage
 from bootstrap_server.app import forget_lapsed, make_app
 from bootstrap_server.board import Board
-from bootstrap_server.connections import FIELD_BYTES_MAX, FIELDS_MAX, ConnectionWatch
+from bootstrap_server.connections import HTTP_BOUNDS, ConnectionWatch
 from bootstrap_server.errors import BootstrapError
 from bootstrap_server.gate import Gate
-from bootstrap_server.refusals import LOG_EVERY_S
+from bootstrap_server.rank_lines import RankLines
+from bootstrap_server.refusals import http_logger
 from bootstrap_server.registry import LEASE_S, Registry
 from bootstrap_server.rooms import RoomTable
 from bootstrap_server.running import RunningClock
@@ -83,6 +83,7 @@ class BootstrapServer:
         first_revision = time.time_ns()
         self._registry = Registry(lease_s, first_revision)
         self._board = Board(first_revision)
+        self._lines = RankLines(has_secret=bool(keys))
         sockets = _listen(host, port)
         #: The port in use, also when 0 was asked for.
         self.port: int = sockets[0].getsockname()[1]
@@ -141,19 +142,17 @@ class BootstrapServer:
         board = self._board
         watch = ConnectionWatch(lambda closed: board.disconnected(closed, clock.now_s()))
         rooms = RoomTable(ROOMS_MAX, ROOM_EXPIRY_S)
-        app = make_app(self._registry, rooms, clock.now_s, watch, board, self._gate, self._page)
+        app = make_app(
+            self._registry, rooms, clock.now_s, watch, board, self._lines, self._gate, self._page
+        )
         runner = web.AppRunner(
             app,
             access_log=None,
-            logger=_http_logger(),
+            logger=http_logger("bootstrap_server.http"),
             shutdown_timeout=SHUTDOWN_TIMEOUT_S,
             keepalive_timeout=max(KEEPALIVE_TIMEOUT_S, self._registry.lease_s),
             handler_cancellation=True,
-            # What a stranger has packed is not unpacked: neither to refuse it nor to skip it.
-            auto_decompress=False,
-            max_headers=FIELDS_MAX,
-            max_field_size=FIELD_BYTES_MAX,
-            max_line_size=FIELD_BYTES_MAX,
+            **HTTP_BOUNDS,
         )
         await runner.setup()
         assert runner.server is not None
@@ -170,34 +169,11 @@ class BootstrapServer:
     async def _watch_until_stopped(self, clock: RunningClock, watch: ConnectionWatch) -> None:
         while not self._stop.is_set():
             now_s = clock.now_s()
-            forget_lapsed(self._registry.expire(now_s), self._board, now_s)
+            forget_lapsed(self._registry.expire(now_s), self._board, self._lines, now_s)
             self._board.sweep(self._registry, now_s)
             watch.sweep()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), TICK_S)
-
-
-def _http_logger() -> logging.Logger:
-    """A logger for aiohttp, which logs a traceback for each client that speaks no HTTP, and for
-    each request that we cannot answer: of the former none, of the latter one in `LOG_EVERY_S`."""
-    found = logging.getLogger("bootstrap_server.http")
-    found.filters = [_Tracebacks().may_be_logged]
-    return found
-
-
-class _Tracebacks:
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._next_s = clock, clock()
-
-    def may_be_logged(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError):
-            return False
-        now_s = self._clock()
-        if now_s < self._next_s:
-            return False
-        self._next_s = now_s + LOG_EVERY_S
-        return True
 
 
 def _listen(host: str, port: int) -> list[socket.socket]:

@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import Final, Self
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
-from bootstrap_server.connections import ConnectionWatch
+from bootstrap_server.connections import HTTP_BOUNDS, ConnectionWatch
+from bootstrap_server.refusals import http_logger
 from kvstore.metrics import CONTENT_TYPE, text
 from kvstore.status import StoreStatus
 
@@ -84,7 +84,9 @@ class MetricsServer:
             response.force_close()  # One request for each connection.
             return response
 
-        handler = web.Server(handle, access_log=None, logger=_http_logger())
+        handler = web.Server(
+            handle, access_log=None, logger=http_logger("kvstore.http"), **HTTP_BOUNDS
+        )
         server = await self._loop.create_server(
             watch.factory(handler), sock=listener, backlog=BACKLOG
         )
@@ -120,18 +122,6 @@ def _listening(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _http_logger() -> logging.Logger:
-    """aiohttp would log a traceback for each client that speaks no HTTP."""
-    found = logging.getLogger("kvstore.http")
-    found.filters = [_is_ours]
-    return found
-
-
-def _is_ours(record: logging.LogRecord) -> bool:
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError)
 
 
 def _shown(host: str) -> str:

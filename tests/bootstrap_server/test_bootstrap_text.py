@@ -8,6 +8,7 @@ import json
 import logging
 import socket
 import sys
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -16,15 +17,24 @@ from bootstrap_http import get, route_body, url
 from bootstrap_waits import NEVER_S, WAIT_S
 from test_bootstrap_client_server import stranger
 
-from bootstrap_server import BootstrapClient, BootstrapError, BootstrapServer, refusals
-from bootstrap_server import server as running
+from bootstrap_server import (
+    BootstrapClient,
+    BootstrapError,
+    BootstrapServer,
+    RankCoords,
+    RankRecord,
+    Topology,
+    refusals,
+)
 from bootstrap_server.connections import FIELD_BYTES_MAX, FIELDS_MAX, HEAD_BYTES_MAX, _FirstHead
 from bootstrap_server.decoding import EXCERPT_CHARS_MAX, BadText, decoded, excerpt
+from bootstrap_server.rank_lines import BURST
 from bootstrap_server.rank_status import RankStatus
-from bootstrap_server.refusals import LOG_EVERY_S, Refusals
+from bootstrap_server.refusals import LOG_EVERY_S, SILENCE_S, Pace, Refusals
 
 KEY = b"k" * 32
 ENDLESS = b"1" * 400
+MakeRecord = Callable[..., RankRecord]
 STATUS = msgspec.json.Decoder(RankStatus)
 
 
@@ -186,9 +196,47 @@ def test_a_line_about_a_stranger_is_short(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.pure
+def test_who_goes_on_for_five_minutes_gets_few_lines() -> None:
+    now_s = [0.0]
+    pace = Pace(burst=2, clock=lambda: now_s[0])
+    written = []
+    for second in range(300):
+        now_s[0] = float(second)
+        asked = [pace.left_out() for _ in range(10)]
+        written += [(second, left_out) for left_out in asked if left_out is not None]
+    assert [second for second, _ in written] == [0, 0, 5, 15, 35, 75, 155]
+    assert sum(left_out for _, left_out in written) == 10 * 155 + 1 - len(written)
+    # After a silence the next one is written, however many there were before.
+    now_s[0] += SILENCE_S
+    assert pace.left_out() == 10 * 145 - 1
+    assert pace.left_out() == 0
+    assert pace.left_out() is None
+
+
+def test_ranks_of_strangers_do_not_fill_the_log(
+    server: BootstrapServer,
+    make_record: MakeRecord,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a secret: whoever has proved one may have as many lines as ranks."""
+    monkeypatch.setattr(refusals, "LOG_EVERY_S", NEVER_S)
+    one = make_record(Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0))
+    with caplog.at_level(logging.INFO), requests.Session() as session:
+        for number in range(2 * BURST):
+            put = session.put(
+                url(server, f"/v1/instances/stranger-{number}/ranks"),
+                data=msgspec.json.encode(one),
+                timeout=30,
+            )
+            assert put.status_code == 200
+    assert len([one for one in caplog.messages if "registered from" in one]) == BURST
+
+
+@pytest.mark.pure
 def test_tracebacks_have_a_bounded_rate() -> None:
     now_s = [0.0]
-    tracebacks = running._Tracebacks(lambda: now_s[0])
+    tracebacks = refusals._Tracebacks(lambda: now_s[0])
     try:
         raise KeyError("a bug")
     except KeyError:

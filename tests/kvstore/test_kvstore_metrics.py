@@ -226,6 +226,14 @@ def test_clients_that_do_not_go_on_keep_nobody(
             assert one.recv(65536) == b""
 
 
+def test_heads_are_bounded_as_those_of_the_registry(server: MetricsServer) -> None:
+    for count, status in ((connections.FIELDS_MAX, b"200"), (connections.FIELDS_MAX + 1, b"400")):
+        head = b"GET /metrics HTTP/1.1\r\nHost: x\r\n" + b"X-A: x\r\n" * (count - 1) + b"\r\n"
+        with socket.create_connection(address(server), timeout=TIMEOUT_S) as client:
+            client.sendall(head)
+            assert client.recv(12)[9:] == status
+
+
 def test_a_port_that_is_taken_is_named(server: MetricsServer) -> None:
     host, port = address(server)
     with pytest.raises(OSError, match=f"cannot answer GET /metrics at {host}:{port}: .* in use"):

@@ -95,7 +95,7 @@ def test_however_many_say_too_little_few_are_kept_and_friends_are_heard(
     prefill, said, caplog, monkeypatch
 ):
     monkeypatch.setattr(newcomers, "OF_SOURCE_MAX", 100)
-    monkeypatch.setattr(newcomers, "_LOG_EVERY_S", NEVER_S)
+    monkeypatch.setattr(refusals, "LOG_EVERY_S", NEVER_S)
     with (
         Prefill(prefill.keys) as prefill,
         contextlib.ExitStack() as undo,
