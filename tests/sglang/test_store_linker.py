@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from bootstrap_server.secret_file import write_secret_file
 from kvstore.config import Config
 from kvstore.outcomes import Put
 
@@ -321,6 +322,33 @@ def test_the_stores_settings_are_those_that_options_take() -> None:
     store = Options.of({}).store
     assert store == Config(engine=store.engine)
     assert store.engine.host == "127.0.0.1"
+
+
+def test_pages_of_other_hosts_come_as_the_hand_over_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encrypted, for one."""
+    from sglang_mooncake.sglang.store.options import Options
+
+    secret = tmp_path / "secret"
+    write_secret_file(secret)
+    for name, value in {
+        "SECRET_FILE": str(secret),
+        "ENCRYPT": "1",
+        "PORTS": "20000-20010",
+        "TRANSPORTS": "tcp",
+        "NICS": "mlx5_*",
+        "RAILS": "3",
+    }.items():
+        monkeypatch.setenv(f"SGLANG_MOONCAKE_{name}", value)
+    engine = Options.of({"index": "redis://127.0.0.1/0"}).store.engine
+    assert engine.encrypt
+    assert engine.keys
+    assert (engine.port, engine.port_last) == (20000, 20010)
+    assert engine.transports == ("tcp",)
+    assert (engine.nics, engine.rails) == (("mlx5_*",), 3)
+    # Processes of one host need none of it.
+    assert not Options.of({}).store.engine.encrypt
 
 
 def test_flags_that_change_keys_and_values_are_in_the_signature(

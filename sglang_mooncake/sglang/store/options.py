@@ -68,8 +68,17 @@ def _engine(settings: Settings, store: Config) -> te.Config:
     device."""
     given: dict[str, Any] = {"transports": WITHOUT_DEVICES}
     if store.index:
-        given = dict(settings.engine)
-        if "port_last" not in given:
-            given.pop("port", None)  # The hand-over's engine has it.
+        port, port_last = settings.ports or (0, None)
+        given = {
+            **settings.engine,
+            "keys": store.keys.data,
+            "encrypt": settings.encrypt,
+            "port": port,
+            "port_last": port_last,
+            "nics": settings.nics,
+            "topology": settings.topology,
+        }
+        if settings.transports:
+            given["transports"] = settings.transports
     given |= {"status_dir": settings.status_dir, "stall_timeout_s": STALL_TIMEOUT_S}
     return te.Config(**given | {"connect_timeout_s": CONNECT_TIMEOUT_S})
