@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import aiohttp
 import pytest
-import requests as http
 from cpu_serving.expectations import Reference, Serving
 from cpu_serving.model import make_model
 from cpu_serving.nursery import Nursery
 from cpu_serving.pools import leaked_pages
 from cpu_serving.servers import HOST, Fleet, Pair, ServerOptions
 from cpu_serving.traffic import Answer, Request, make_requests, run, send
+from cpu_serving.waiting import all_wait
 from patient import patient
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
@@ -46,18 +45,13 @@ def addressed(pair: Pair, request: Request) -> Request:
     return replace(request, fields={**where, "bootstrap_room": next(rooms)})
 
 
-def waiting_requests(url: str) -> int:
-    loads = http.get(f"{url}/v1/loads", timeout=30).json()["loads"]
-    return sum(int(load["num_waiting_reqs"]) for load in loads)
-
-
 async def interrupted(
     pair: Pair, interrupt: Callable[[], None], seed: int, session: aiohttp.ClientSession
 ) -> list[Answer]:
     """Requests of which some wait at the decode server for a prefill that never gets them, while
     others are on their way through the router; then `interrupt` happens to the prefill server."""
     waiting = [addressed(pair, request) for request in make_requests(6, 300, seed=seed)]
-    sent = await at_decode(pair, waiting, session)
+    sent = await all_wait(session, pair.decode, waiting, BOUND_S)
     moving = make_requests(24, 1500, seed=seed + 1)
     sent += [asyncio.create_task(send(session, pair.router.url, request)) for request in moving]
     await asyncio.wait(sent, return_when=asyncio.FIRST_COMPLETED)
@@ -65,23 +59,13 @@ async def interrupted(
     return await asyncio.gather(*sent)
 
 
-async def at_decode(
-    pair: Pair, waiting: list[Request], session: aiohttp.ClientSession
-) -> list[asyncio.Task[Answer]]:
-    """Sends requests to the decode server alone; returns when all of them wait there."""
-    sent = [asyncio.create_task(send(session, pair.decode.url, request)) for request in waiting]
-    deadline = time.monotonic() + BOUND_S
-    while await asyncio.to_thread(waiting_requests, pair.decode.url) < len(waiting):
-        assert time.monotonic() < deadline, "the decode server does not wait for its prefill"
-        await asyncio.sleep(0.2)
-    return sent
-
-
 async def left_alone(pair: Pair, seed: int, session: aiohttp.ClientSession) -> list[Answer]:
     """More requests than the decode server has memory for wait there, so that most of them have
     named no pages; then the prefill server dies."""
     long = (replace(one, input_ids=LONG_PROMPT) for one in make_requests(50, 300, seed=seed))
-    sent = await at_decode(pair, [addressed(pair, request) for request in long], session)
+    sent = await all_wait(
+        session, pair.decode, [addressed(pair, request) for request in long], BOUND_S
+    )
     await asyncio.to_thread(pair.prefill.process.kill)
     return await asyncio.gather(*sent)
 

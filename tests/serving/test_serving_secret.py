@@ -17,9 +17,16 @@ import requests
 from cpu_serving.expectations import Layout, Serving
 from cpu_serving.model import make_model
 from cpu_serving.servers import HOST, ServerOptions, with_secret
+from cpu_serving.strangers import (
+    Process,
+    Stranger,
+    listeners,
+    of_group,
+    proved_request,
+    sayings,
+)
 from cpu_serving.traffic import make_requests
 from serving_layouts import BY_QUERY
-from strangers import Process, Stranger, listeners, of_group, proved_request, sayings
 
 from bootstrap_server import BootstrapClient, Instance
 from bootstrap_server.secret import Keys

@@ -21,7 +21,7 @@ import requests
 from cpu_serving.processes import ServingError
 from cpu_serving.servers import Server
 
-__all__ = ["PoolState", "leaked_pages", "wait_idle"]
+__all__ = ["PoolState", "leaked_pages", "wait_idle", "waiting_requests"]
 
 IDLE_TIMEOUT_S = 60.0
 POLL_S = 0.2
@@ -78,6 +78,12 @@ def wait_idle(server: Server, *, timeout_s: float = IDLE_TIMEOUT_S) -> list[Pool
                 raise ServingError(f"the {server.process.name} still has requests: {busy}")
             return states
         time.sleep(POLL_S)
+
+
+def waiting_requests(server: Server) -> int:
+    """How many requests wait, for a prefill server or for room; ServingError."""
+    loads = _get(server, "/v1/loads")["loads"]
+    return sum(int(load["num_waiting_reqs"]) for load in loads)
 
 
 def _fresh_loads(server: Server, deadline: float) -> list[dict[str, Any]]:
