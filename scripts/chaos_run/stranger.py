@@ -9,10 +9,12 @@ import random
 import struct
 import sys
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
 
-__all__ = ["attack"]
+__all__ = ["SAYINGS", "Saying", "attack", "http", "zmtp"]
+
+Saying: TypeAlias = Callable[[random.Random], bytes]
 
 _AT_ONCE: Final = 16
 _PATIENCE_S: Final = 0.5
@@ -34,33 +36,51 @@ def _greeting(rng: random.Random) -> bytes:
     return header + body
 
 
-def _zmtp(rng: random.Random) -> bytes:
-    """A greeting of ZMTP 3.1 without security (RFC 37), then frames of noise."""
+def zmtp(message: bytes = b"", identity: bytes | None = None) -> bytes:
+    """A greeting of ZMTP 3.1 without security (RFC 37) of a DEALER, who may claim a routing id, and
+    a message, if there is one. A DEALER does not wait for the other side's greeting."""
     greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-    said = rng.randbytes(rng.randrange(1, 255))
-    return greeting + b"\x04" + bytes([len(ready)]) + ready + b"\x00" + bytes([len(said)]) + said
+    ready = b"\x05READY" + _property(b"Socket-Type", b"DEALER")
+    if identity is not None:
+        ready += _property(b"Identity", identity)
+    said = greeting + _frame(0x04, ready)
+    return said + _frame(0, message) if message else said
 
 
-def _http(rng: random.Random) -> bytes:
-    path = rng.choice(("/route", "/register_dp_rank", "/v1/instances", "/" + "a" * 4000))
-    method = rng.choice(("GET", "PUT", "POST", "DELETE"))
-    body = rng.randbytes(rng.randrange(0, 2000))
-    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+def _property(name: bytes, value: bytes) -> bytes:
+    return bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
 
 
-_SAYINGS: Final[tuple[Callable[[random.Random], bytes], ...]] = (
-    _noise,
-    _silence,
-    _greeting,
-    _zmtp,
-    _http,
-)
+def _frame(flags: int, body: bytes) -> bytes:
+    if len(body) < 256:
+        return bytes([flags, len(body)]) + body
+    return bytes([flags | 0x02]) + struct.pack(">Q", len(body)) + body
 
 
-async def attack(host: str, ports: list[int], seed: int, lasts_s: float) -> int:
-    """Returns how many connections were made."""
+def _dealer(rng: random.Random) -> bytes:
+    return zmtp(rng.randbytes(rng.randrange(1, 255)))
+
+
+def http(method: str, path: bytes, body: bytes = b"", *fields: bytes) -> bytes:
+    """A request; more fields of its head as they stand there."""
+    head = (method.encode() + b" " + path + b" HTTP/1.1", b"Host: x", *fields)
+    return b"\r\n".join((*head, b"Content-Length: %d" % len(body), b"", body))
+
+
+def _requests(rng: random.Random) -> bytes:
+    path = rng.choice((b"/route", b"/register_dp_rank", b"/v1/instances", b"/" + b"a" * 4000))
+    return http(
+        rng.choice(("GET", "PUT", "POST", "DELETE")), path, rng.randbytes(rng.randrange(2000))
+    )
+
+
+SAYINGS: Final[tuple[Saying, ...]] = (_noise, _silence, _greeting, _dealer, _requests)
+
+
+async def attack(
+    host: str, ports: list[int], seed: int, lasts_s: float, sayings: Sequence[Saying] = SAYINGS
+) -> int:
+    """Says any of these to any of the ports. Returns how many connections were made."""
     made = 0
     until_s = time.monotonic() + lasts_s
 
@@ -68,7 +88,7 @@ async def attack(host: str, ports: list[int], seed: int, lasts_s: float) -> int:
         nonlocal made
         # `wait_for` loses a cancellation that comes with the answer (Python 3.11).
         while time.monotonic() < until_s:
-            port, saying = rng.choice(ports), rng.choice(_SAYINGS)
+            port, saying = rng.choice(ports), rng.choice(sayings)
             try:
                 reader, writer = await asyncio.open_connection(host, port)
             except OSError:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`scripts/soak`: servers on the store under load, while what they share changes or fails."""
+"""`scripts/soak`: servers under load, while something happens to them, or to what they share."""

@@ -15,7 +15,15 @@ from typing import Any, Final
 import msgspec
 from cpu_serving.processes import ManagedProcess, ServingError
 from cpu_serving.progress import Step
-from cpu_serving.servers import Fleet, Server, ServerOptions, base_environment, wait_ready
+from cpu_serving.servers import (
+    Fleet,
+    Pair,
+    Router,
+    Server,
+    ServerOptions,
+    base_environment,
+    wait_ready,
+)
 from cpu_serving.store import with_store
 from cpu_serving.store_figures import SlowRank, figures_in, total, watched
 from cpu_serving.store_status import statuses
@@ -106,8 +114,8 @@ class Bench:
     ) -> None:
         """``folder``: see ``Place``."""
         self.fleet = fleet
-        self._folder = folder
-        self._clients, self._deadline_s, self._seed = clients, deadline_s, seed
+        self.deadline_s, self.seed = deadline_s, seed
+        self._folder, self._clients = folder, clients
         self._known: dict[tuple[Path, tuple[str, ...]], list[tuple[int, ...]]] = {}
         self._starts = 0
         self.requests = make_requests(REQUESTS, PROMPT_TOKENS_MAX, seed=seed)
@@ -163,6 +171,30 @@ class Bench:
             wait_ready([server], tick=step.tick)
         return server
 
+    def pair(self, prefill: ServerOptions, decode: ServerOptions, name: str) -> Pair:
+        """Behind the router. Returns when it is ready."""
+        with Step(f"starting the pair {name!r}") as step:
+            first, second = (
+                self.fleet.server(role, options, name=self._label(f"{name}-{role}"))
+                for role, options in (("prefill", prefill), ("decode", decode))
+            )
+            router = self.fleet.router(first, second, name=self._label(f"{name}-router"))
+            pair = Pair(first, second, router)
+            wait_ready([first, second, router], tick=step.tick)
+        return pair
+
+    def again(self, server: Server) -> Server:
+        """One that has ended, at its ports. Returns when it is ready."""
+        made = self.fleet.server(
+            server.role,
+            server.options,
+            name=self._label(f"{server.role}-again"),
+            port=server.port,
+            bootstrap_port=server.bootstrap_port,
+        )
+        wait_ready([made])
+        return made
+
     def owner(self, place: Place, *settings: str) -> ManagedProcess:
         """``kvstore serve``. Returns when it lends."""
         name = self._label("owner")
@@ -173,6 +205,10 @@ class Bench:
         process = self._process(name, argv, env)
         until(lambda: "lends" in _said(process), f"the {name} lends its memory")
         return process
+
+    def beside(self, name: str, *argv: str) -> ManagedProcess:
+        """``python -m argv[0] argv[1:]``, a program of its own beside the servers."""
+        return self._process(self._label(name), argv, base_environment())
 
     def _process(self, name: str, argv: Sequence[str], env: dict[str, str]) -> ManagedProcess:
         env = env | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -185,17 +221,22 @@ class Bench:
     # -- load
 
     @contextmanager
-    def clients(self, server: Server, requests: Sequence[Request] = ()) -> Iterator[Clients]:
+    def clients(
+        self, server: Server | Router, requests: Sequence[Request] = ()
+    ) -> Iterator[Clients]:
         """Ask the server meanwhile; by default `requests`."""
-        how = (self._clients, self._deadline_s, self._seed)
+        how = (self._clients, self.deadline_s, self.seed)
         with Clients(server.url, requests or self.requests, *how) as asking:
             yield asking
 
-    def wait(self, server: Server, seconds: float) -> None:
-        """Lets so much time pass. Raises ServingError if the server ends meanwhile."""
+    def wait(self, server: Server | Pair, seconds: float) -> None:
+        """Lets so much time pass. Raises ServingError if the server ends meanwhile, or one of the
+        pair."""
+        servers = (server.prefill, server.decode) if isinstance(server, Pair) else (server,)
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0:
-            server.process.check_alive()
+            for one in servers:
+                one.process.check_alive()
             time.sleep(min(left_s, POLL_S))
 
     @contextmanager
@@ -222,8 +263,9 @@ class Bench:
         tally: Tally,
         probed: Probed | None = None,
         notes: Sequence[str] = (),
+        **more: Any,
     ) -> Row:
-        """Once all servers of the scenario have ended."""
+        """Once all servers of the scenario have ended. ``more``: of ``Row``."""
         return Row(
             scenario,
             tally.seconds,
@@ -232,6 +274,7 @@ class Bench:
             probed or Probed(),
             tally.errors,
             notes,
+            **more,
         )
 
 

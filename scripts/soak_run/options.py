@@ -22,6 +22,9 @@ SCENARIOS: Final[Mapping[str, str]] = {
     "frozen": "six owners on the server's host stand still, and go on",
     "frozen-tcp": "the same with six owners that are read over TCP",
     "firewall": "of an owner's two ports a firewall lets one through, then the other one",
+    "kills": "a prefill server is killed while 50 rooms wait for it, each 15 s, twice at least",
+    "strangers": "many attack all ports of a prefill and a decode server, and of an owner",
+    "strangers-secret": "the same, where the servers have a secret",
 }
 
 
@@ -41,11 +44,12 @@ class SoakOptions:
 def parse(argv: Sequence[str]) -> SoakOptions:
     parser = Parser(
         "scripts/soak",
-        "SGLang servers on the store, on the CPU with a tiny model, asked for what has known"
-        " answers while what they share changes or fails. Exit status 0: no wrong token, no"
-        " request that failed or hangs, no put or get beyond its deadline.",
+        "SGLang servers on the CPU with a tiny model, most of them on the store, asked for what has"
+        " known answers while what they share changes or fails, or somebody attacks them. Exit"
+        " status 0: no wrong token, no request that hangs, or failed and need not, no put or get"
+        " beyond its deadline, and nothing that is left behind.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="scenarios:\n" + "\n".join(f"  {n:10} {what}" for n, what in SCENARIOS.items()),
+        epilog="scenarios:\n" + "\n".join(f"  {n:16} {what}" for n, what in SCENARIOS.items()),
     )
     add = parser.add_argument
     add(

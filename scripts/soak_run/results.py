@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, get_args
 
@@ -14,6 +15,7 @@ from cpu_serving.traffic import Answer
 
 __all__ = [
     "LATE_MAX_S",
+    "TOLD_S",
     "Asked",
     "End",
     "Known",
@@ -21,16 +23,28 @@ __all__ = [
     "Row",
     "Span",
     "as_json",
+    "causes",
+    "end_of_waiting",
     "ends",
     "table",
 ]
 
 End: TypeAlias = Literal["equal", "wrong", "cut off", "503", "failed", "hangs"]
-"""cut off: HTTP 503, as pages were on their way over a network when their owner stood still."""
+"""cut off: failed, as it had to. The only one that had its pages stood still while they were on
+their way over a network (HTTP 503), or was killed, and the client was told so in time."""
 
 LATE_MAX_S: Final = 0.1
-"""What a put or a get may take beyond its deadline."""
+"""What a put or a get may take beyond its deadline, and a request to fail whose server is dead."""
+TOLD_S: Final = 3.0
+"""A request fails so soon after the server is dead that it waits for."""
 _UNAVAILABLE: Final = "HTTP 503"
+_NO_CAUSE: Final = re.compile(
+    r"(Client|Server)\w*Error\b|(Timeout|Value)Error\b|HTTP \d+: \W*$|aborted$|\s*$"
+)
+"""What says that a request has failed, and not why: among others what the client itself raised."""
+_CAUSE: Final = re.compile(r"KVTransferError\(.*?\): ([^'\"]+)")
+"""As SGLang passes it on, with much around it."""
+_NUMBER: Final = re.compile(r"\b[0-9a-f]{16,}\b|\d+")
 
 Known: TypeAlias = Mapping[str, tuple[int, ...]]
 """The tokens that a request's answer must have, by what the server had when it was asked: the name
@@ -85,6 +99,24 @@ def _end(one: Asked, known: Known, spans: Collection[Span], cuts: Collection[Spa
     return "equal" if one.answer.output_ids in right else "wrong"
 
 
+def end_of_waiting(answer: Answer | None) -> End:
+    """How a request has ended of which nobody could know the answer: its prefill server is dead."""
+    if answer is None:
+        return "hangs"
+    if answer.error is None:
+        return "wrong"
+    return "failed" if _NO_CAUSE.match(answer.error) else "cut off"
+
+
+def causes(answers: Iterable[Answer]) -> list[str]:
+    """Why they failed, the most frequent cause first, without the numbers in it."""
+    errors = [one.error for one in answers if one.error is not None]
+    found = Counter(
+        _NUMBER.sub("N", cause[1] if (cause := _CAUSE.search(error)) else error) for error in errors
+    )
+    return [cause for cause, _ in found.most_common()]
+
+
 @dataclass(frozen=True)
 class Probed:
     """What a client of the store beside the servers has seen; seconds beyond deadlines."""
@@ -109,6 +141,10 @@ class Row:
     errors: Collection[str] = ()
     #: What else is worth knowing.
     notes: Sequence[str] = field(default=())
+    #: What must not be, and the scenario itself has found.
+    faults: Collection[str] = ()
+    #: The last request to fail whose server was dead, beyond `TOLD_S`.
+    told_late_s: float = 0.0
 
     @property
     def counts(self) -> Counter[End]:
@@ -140,6 +176,10 @@ class Row:
         for late_s, what in ((self.put_late_s, "put"), (self.get_late_s, "get")):
             if late_s > late_max_s:
                 yield f"{self.scenario}: a {what} took {late_s:.2f} s beyond its deadline"
+        if self.told_late_s > late_max_s:
+            late_s = TOLD_S + self.told_late_s
+            yield f"{self.scenario}: a request failed {late_s:.2f} s after its server was killed"
+        yield from (f"{self.scenario}: {fault}" for fault in self.faults)
 
 
 _MUST_NOT_BE: Final[Mapping[End, str]] = {
@@ -198,6 +238,7 @@ def as_json(row: Row) -> dict[str, Any]:
         **{end: row.counts[end] for end in _ENDS},
         "servers": msgspec.to_builtins(row.figures),
         "client": msgspec.to_builtins(row.probed),
+        "told_late_s": row.told_late_s,
         "put_late_s": row.put_late_s,
         "get_late_s": row.get_late_s,
         "notes": list(row.notes),

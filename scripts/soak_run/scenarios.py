@@ -20,7 +20,9 @@ from cpu_serving.store_figures import SlowRank, figures_in, total
 
 from soak_run.bench import Bench, Tally, until
 from soak_run.firewall import firewall
+from soak_run.kills import kills
 from soak_run.results import Row, Span
+from soak_run.strangers import strangers, strangers_secret
 
 __all__ = ["RUNNERS"]
 
@@ -186,4 +188,7 @@ RUNNERS: Final[Mapping[str, Callable[[Bench, float], Row]]] = {
     "frozen": frozen,
     "frozen-tcp": frozen_tcp,
     "firewall": firewall,
+    "kills": kills,
+    "strangers": strangers,
+    "strangers-secret": strangers_secret,
 }

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/soak for some seconds each: servers whose store changes, freezes or cannot be reached."""
+"""scripts/soak for some seconds each: servers whose store changes, freezes or cannot be reached,
+and pairs whose prefill servers die, or that strangers attack."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from cpu_serving.namespaces import NoNetwork
 from cpu_serving.nursery import Nursery
 from cpu_serving.servers import Fleet
 from soak_run.bench import Bench
+from soak_run.kills import ROOMS
 from soak_run.options import SCENARIOS
 from soak_run.results import Row
 from soak_run.scenarios import RUNNERS
@@ -81,3 +83,13 @@ def test_an_owner_behind_a_firewall(run: Callable[[str, float], Row]) -> None:
     row = run("firewall", 12.0)
     assert row.figures.pages > 0
     assert row.figures.failed_loads == 0
+
+
+def test_prefill_servers_that_are_killed_while_rooms_wait(run: Callable[[str, float], Row]) -> None:
+    row = run("kills", 1.0)
+    assert row.counts["cut off"] == 2 * ROOMS, "of one kill all had memory, of the other one few"
+
+
+@pytest.mark.parametrize("name", ["strangers", "strangers-secret"])
+def test_strangers_at_all_ports_of_a_pair(run: Callable[[str, float], Row], name: str) -> None:
+    assert run(name, 12.0).counts["equal"] > 0
