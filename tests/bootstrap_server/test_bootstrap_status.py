@@ -44,6 +44,7 @@ from bootstrap_server.app import make_app
 from bootstrap_server.board import Board
 from bootstrap_server.http_client import HttpClient
 from bootstrap_server.page import Page
+from bootstrap_server.rank_lines import RankLines
 from bootstrap_server.registry import Registry
 from bootstrap_server.rooms import RoomTable
 
@@ -453,8 +454,8 @@ def test_the_routes_are_those_of_the_documentation() -> None:
     """docs/registry.md has each route that the application answers, and no others."""
     text = (Path(__file__).parents[2] / "docs/registry.md").read_text()
     documented = set(re.findall(r"^\| `([A-Z]+ /\S*)` \|", text, re.MULTILINE))
-    clock, board = time.monotonic, Board()
-    app = make_app(Registry(), RoomTable(1, 1.0), clock, connections.ConnectionWatch(), board)
+    watch, lines = connections.ConnectionWatch(), RankLines(has_secret=False)
+    app = make_app(Registry(), RoomTable(1, 1.0), time.monotonic, watch, Board(), lines)
     answered = {
         f"{route.method} {route.resource.canonical}"
         for route in app.router.routes()
