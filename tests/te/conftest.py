@@ -25,6 +25,12 @@ def patience() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def every_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log has all lines about strangers, of whom many come to an engine that tests share."""
+    monkeypatch.setattr("te.connect.throttle.SILENCE_S", 0.0)
+
+
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Way:
     assert isinstance(request.param, Way)

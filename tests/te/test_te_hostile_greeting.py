@@ -101,6 +101,7 @@ DEEP = [
 ]
 
 
+@pytest.mark.usefixtures("every_line")
 @pytest.mark.parametrize("body", DEEP)
 def test_a_deep_greeting_costs_its_own_connection_alone(
     body: bytes, caplog: pytest.LogCaptureFixture
@@ -290,6 +291,7 @@ def test_a_reset_at_the_limit_of_connections(caplog: pytest.LogCaptureFixture) -
             assert friend.connect(card).alive
 
 
+@pytest.mark.usefixtures("every_line")
 def test_a_bug_in_one_greeting_is_logged_and_costs_that_connection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

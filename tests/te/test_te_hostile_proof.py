@@ -217,6 +217,7 @@ def test_a_recorded_greeting_counts_on_no_other_connection(target: te.Engine) ->
 @pytest.mark.parametrize(
     "changes", [{"link": 7}, {"id": "ef" * 16}, {"epoch": 9}, {"transport": "rdma"}, {"body": b"x"}]
 )
+@pytest.mark.usefixtures("every_line")
 def test_a_proof_is_of_what_it_was_made_for(
     target: te.Engine, changes: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -305,6 +306,7 @@ def test_a_welcome_of_one_connection_is_none_of_another() -> None:
         (GREETING.pack(MAGIC, PROTOCOL_VERSION, 4, 32) + CHALLENGE, "kind 4 instead"),
     ],
 )
+@pytest.mark.usefixtures("every_line")
 def test_greetings_of_another_size_or_kind_are_closed_without_a_word(
     target: te.Engine, data: bytes, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -325,6 +327,7 @@ def test_greetings_of_another_size_or_kind_are_closed_without_a_word(
         (GREETING.pack(MAGIC, PROTOCOL_VERSION, 4, 40) + bytes(40), "kind 4 instead of a call"),
     ],
 )
+@pytest.mark.usefixtures("every_line")
 def test_calls_of_another_size_or_kind_are_closed_without_a_word(
     data: bytes, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
