@@ -18,6 +18,7 @@ from sglang_mooncake import metrics as ranks
 TEXT = Path(__file__).with_name("metrics_doc.in.md")
 PATH = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 DASHBOARD = PATH.parent / "grafana" / "sglang-mooncake.json"
+RULES = DASHBOARD.with_name("alerts.yml")
 
 
 def document() -> str:
@@ -27,6 +28,7 @@ def document() -> str:
         ("RANKS", _ranks()),
         ("STORE", _store()),
         ("REGISTRY", _registry()),
+        ("RULES", _indented(RULES.read_text())),
     ):
         text = text.replace(f"{{{{{name}}}}}", table)
     return text
@@ -53,6 +55,11 @@ def _registry() -> str:
     for name, metric in registry.METRICS.items():
         lines.append(f"| `{registry.PREFIX}{name}` | {metric.kind} | {metric.help} |")
     return "\n".join(lines)
+
+
+def _indented(text: str) -> str:
+    """As code."""
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
 
 
 if __name__ == "__main__":

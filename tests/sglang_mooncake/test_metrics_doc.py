@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import metrics_doc
+import yaml
 
 from bootstrap_server import metrics as registry
 from kvstore import metrics as store
 from sglang_mooncake import metrics as ranks
+from sglang_mooncake.rooms.states import ENDS
 
 NAMES = (
     {ranks.PREFIX + one.name for one in ranks.METRICS}
@@ -34,12 +37,42 @@ def test_the_page_is_what_the_code_says():
     )
 
 
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(metrics_doc.RULES.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
 def test_alerts_name_metrics_that_there_are():
-    text = metrics_doc.TEXT.read_text()
-    rules = [line for line in text.splitlines() if "expr:" in line]
-    assert len(rules) >= 5
-    for line in rules:
-        assert named_in(line) <= NAMES, line
+    for rule in rules():
+        assert named_in(rule["expr"]) <= NAMES, rule["alert"]
+        assert named_in(rule["expr"]) or re.search(r"\bup\{", rule["expr"]), rule["alert"]
+
+
+def test_alerts_name_labels_that_there_are():
+    """A rule that asks for a label or an end which nobody tells is silent for ever."""
+    known = {"role", "job", "instance", "le", *ranks.RANK_LABELS}
+    for one in (*ranks.METRICS, *store.METRICS):
+        known |= set(one.labels)
+    ends = {end.value for end in ENDS}
+    for rule in rules():
+        asked = re.findall(r'(\w+)(=~|!=|=)"([^"]*)"', rule["expr"])
+        for name, _, values in asked:
+            assert name in known | {"event"}, rule["alert"]
+            told = {"end": ends, "event": set(registry.EVENTS)}.get(name)
+            assert told is None or set(values.split("|")) <= told, rule["alert"]
+        shown = re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])
+        assert set(shown) <= known, rule["alert"]
+
+
+def test_alerts_name_jobs_that_the_page_has_prometheus_scrape():
+    jobs = set(re.findall(r"job_name: (\S+)", metrics_doc.TEXT.read_text()))
+    asked = {
+        job
+        for rule in rules()
+        for values in re.findall(r'\bjob=~?"([^"]*)"', rule["expr"])
+        for job in values.split("|")
+    }
+    assert asked == jobs
 
 
 def test_the_dashboard_shows_every_metric_and_no_other():
