@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from bootstrap_server.board import Board
+from bootstrap_server.build import build_text, version
 from bootstrap_server.connections import ConnectionWatch
 from bootstrap_server.metrics import CONTENT_TYPE, Counts, process_lines, text
 from bootstrap_server.registry import Registry
@@ -32,6 +33,7 @@ class MetricsHandlers:
     ) -> None:
         self._registry, self._board, self._watch, self._clock = registry, board, watch, clock
         self._counts = Counts()
+        self._build = build_text(version())
 
     def routes(self) -> list[web.RouteDef]:
         return [web.get("/metrics", self.get)]
@@ -41,6 +43,7 @@ class MetricsHandlers:
         answer = text(
             self._counts, instances, self._board.counts, self._watch.open, process_lines()
         )
+        answer += self._build
         return web.Response(body=answer.encode(), headers={"Content-Type": CONTENT_TYPE})
 
     @web.middleware

@@ -14,10 +14,12 @@ from typing import Final, Self
 
 from aiohttp import web
 
+from bootstrap_server.build import build_text
 from bootstrap_server.connections import HTTP_BOUNDS, ConnectionWatch
 from bootstrap_server.refusals import http_logger
 from kvstore.metrics import CONTENT_TYPE, text
 from kvstore.status import StoreStatus
+from te.version import version
 
 __all__ = ["MetricsServer"]
 
@@ -36,6 +38,7 @@ class MetricsServer:
     def __init__(self, status: Callable[[], StoreStatus], host: str, port: int) -> None:
         """Starts to listen; ``port`` 0 is any free one. ``OSError`` names the address."""
         self._status = status
+        self._build = build_text(version())
         try:
             listener = _listening(host, port)
         except OSError as exc:
@@ -103,7 +106,7 @@ class MetricsServer:
         if request.method != "GET":
             return web.Response(status=405, text="GET it", headers={"Allow": "GET"})
         try:
-            body = text(self._status()).encode()
+            body = f"{text(self._status())}{self._build}".encode()
         except Exception:
             logger.exception("a bug in the store: /metrics was not answered")
             return web.Response(status=500, text="the log of this process says why")

@@ -12,12 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+from bootstrap_server import build
 from sglang_mooncake.rooms.states import ENDS
 from sglang_mooncake.story import RoomStory
 from te.reasons import Reason
 from te.stats import Stats
 
 __all__ = [
+    "BUILD",
     "METRICS",
     "PREFIX",
     "RANK_LABELS",
@@ -155,6 +157,9 @@ METRICS: Final = (
         _SECONDS,
     ),
 )
+
+#: Of each process, whatever else it tells.
+BUILD: Final = Metric(build.NAME.removeprefix(PREFIX), "gauge", ("version",), build.HELP)
 
 
 def totals(stats: Stats, counted: Mapping[str, Any]) -> dict[Key, float]:

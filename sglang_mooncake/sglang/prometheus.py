@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from sglang_mooncake.metrics import (
+    BUILD,
     PREFIX,
     RANK_LABELS,
     Deltas,
@@ -28,6 +29,7 @@ from sglang_mooncake.metrics import (
 from sglang_mooncake.stats import Recorder
 from sglang_mooncake.story import RoomStory
 from te.stats import Stats
+from te.version import version
 
 __all__ = ["Exporter", "Figures", "HandoverFigures"]
 
@@ -89,7 +91,8 @@ class Exporter:
     ) -> None:
         self._figures = figures
         self._rank = tuple(rank[name] for name in RANK_LABELS)
-        self._made = _metrics(metrics, prefix, registry)
+        self._made = {one.name: _made(one, prefix, registry) for one in metrics}
+        self._build, self._version = _made(BUILD, PREFIX, registry), version()
         self._deltas = Deltas()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-metrics", daemon=True)
@@ -114,6 +117,7 @@ class Exporter:
                 self._child(key).set(value)
             for key, value in self._figures.observations():
                 self._child(key).observe(value)
+            self._build.labels(*self._rank, self._version).set(1)
         except Exception:  # such as a full disk below the files of prometheus_client
             logger.exception("cannot update the metrics of this rank; the next attempt is in 1 s")
 
@@ -122,28 +126,24 @@ class Exporter:
         return self._made[name].labels(*self._rank, *own)
 
 
-def _metrics(metrics: Sequence[Metric], prefix: str, registry: Any) -> dict[str, Any]:
-    """The objects of prometheus_client, by name. One process makes them once: a role switch makes a
-    second manager, which goes on with the same."""
+def _made(one: Metric, prefix: str, registry: Any) -> Any:
+    """The object of prometheus_client. One process makes it once: a role switch makes a second
+    manager, which goes on with the same."""
     # Late: prometheus_client looks at its first import whether it runs in multi-process mode.
     import prometheus_client
 
     registry = prometheus_client.REGISTRY if registry is None else registry
-    if (registry, prefix) not in _MADE:
-        made = {}
-        for one in metrics:
-            arguments: dict[str, Any] = {"registry": registry}
-            if one.kind == "histogram":
-                arguments["buckets"] = one.buckets
-            if one.kind == "gauge":
-                # Each rank has labels of its own; a dead process's values go with it.
-                arguments["multiprocess_mode"] = "livemostrecent"
-            kind = getattr(prometheus_client, one.kind.capitalize())
-            made[one.name] = kind(
-                prefix + one.name, one.help, (*RANK_LABELS, *one.labels), **arguments
-            )
-        _MADE[registry, prefix] = made
-    return _MADE[registry, prefix]
+    name = prefix + one.name
+    if (registry, name) not in _MADE:
+        arguments: dict[str, Any] = {"registry": registry}
+        if one.kind == "histogram":
+            arguments["buckets"] = one.buckets
+        if one.kind == "gauge":
+            # Each rank has labels of its own; a dead process's values go with it.
+            arguments["multiprocess_mode"] = "livemostrecent"
+        kind = getattr(prometheus_client, one.kind.capitalize())
+        _MADE[registry, name] = kind(name, one.help, (*RANK_LABELS, *one.labels), **arguments)
+    return _MADE[registry, name]
 
 
-_MADE: dict[Any, dict[str, Any]] = {}
+_MADE: dict[tuple[Any, str], Any] = {}

@@ -11,6 +11,7 @@ import requests
 from bootstrap_waits import NEVER_S, WAIT_S
 
 from bootstrap_server import BootstrapClient, BootstrapServer, RankCoords, Topology, allowance
+from bootstrap_server.build import version
 from bootstrap_server.metrics import EVENTS, METRICS, PREFIX, Counts, process_lines, text
 from bootstrap_server.secret import Keys
 
@@ -85,6 +86,7 @@ def test_a_registry_counts_ranks_requests_and_strangers(make_record):
             assert told[f"{PREFIX}requests_total{{{refused}}}"] == 3
             assert told[f'{PREFIX}requests_total{{route="other",method="GET",status="401"}}'] == 1
             assert told[PREFIX + "connections"] >= 1
+            assert told[f'sglang_mooncake_build_info{{version="{version()}"}}'] == 1
             again = scrape(server)
             assert (
                 again[f'{PREFIX}requests_total{{route="/metrics",method="GET",status="200"}}'] == 1

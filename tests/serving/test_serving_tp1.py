@@ -25,6 +25,7 @@ from cpu_serving.traffic import Answer, Request, make_requests, run, send
 from direct import in_a_room
 from prometheus_client.parser import text_string_to_metric_families
 
+import sglang_mooncake
 from bootstrap_server import RankStatus
 from sglang_mooncake.sglang.cli import main as explain
 
@@ -71,6 +72,7 @@ def test_sglangs_metrics_have_those_of_the_hand_over(serving: Serving) -> None:
     assert landed["sglang_mooncake_bytes_total", "received"] == ranks[pair.prefill].bytes
     done = ranks[pair.prefill].rooms["done"]
     for figures in (sent, landed):
+        assert figures["sglang_mooncake_build_info", sglang_mooncake.__version__] == 1
         assert figures["sglang_mooncake_rooms_total", "done"] == done
         assert figures["sglang_mooncake_stage_seconds_count", "acknowledged"] >= done
         assert figures["sglang_mooncake_scheduler_calls_total", "poll"] > 0
@@ -147,7 +149,7 @@ def metrics(url: str) -> dict[tuple[str, str], float]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name.startswith("sglang_mooncake_") and "le" not in sample.labels:
-                labels = ("direction", "end", "stage", "call", "outcome", "reason")
+                labels = ("direction", "end", "stage", "call", "outcome", "reason", "version")
                 key = (
                     sample.name,
                     next((sample.labels[n] for n in labels if n in sample.labels), ""),

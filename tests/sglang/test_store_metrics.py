@@ -95,6 +95,7 @@ def test_ranks_of_either_kind_of_dp_are_told_apart(
 ) -> None:
     from prometheus_client import CollectorRegistry
 
+    import kvstore
     from kvstore.status import StoreStatus
     from sglang_mooncake.sglang.store.figures import open_exporter
 
@@ -105,6 +106,8 @@ def test_ranks_of_either_kind_of_dp_are_told_apart(
     assert exporter is not None
     exporter.close()
     assert registry.get_sample_value("kvstore_lent_bytes", RANK | {"dp_rank": dp}) == 0
+    release = RANK | {"dp_rank": dp, "version": kvstore.__version__}
+    assert registry.get_sample_value("sglang_mooncake_build_info", release) == 1
 
 
 def test_without_sglangs_flag_nothing_is_told(server: SimpleNamespace) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import metrics_doc
 import yaml
 
+from bootstrap_server import build
 from bootstrap_server import metrics as registry
 from kvstore import metrics as store
 from sglang_mooncake import metrics as ranks
@@ -19,6 +20,7 @@ NAMES = (
     {ranks.PREFIX + one.name for one in ranks.METRICS}
     | {store.PREFIX + one.name for one in store.METRICS}
     | {registry.PREFIX + name for name in registry.METRICS}
+    | {build.NAME}
 )
 HISTOGRAMS = {ranks.PREFIX + one.name for one in ranks.METRICS if one.kind == "histogram"}
 
