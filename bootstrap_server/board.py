@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Hashable, Iterator
 from typing import Final, NamedTuple
 
+from bootstrap_server.lately import Lately, Tally
 from bootstrap_server.rank_status import Axes
 from bootstrap_server.records import Rank, RankCoords, RankRecord
 from bootstrap_server.registry import Registry
@@ -27,10 +28,11 @@ _Key = tuple[str, RankCoords]
 
 
 class Report(NamedTuple):
-    """A rank's `RankStatus` as JSON, and the decode topologies among its peers."""
+    """A rank's `RankStatus` as JSON, the decode topologies among its peers, and its counts."""
 
     encoded: bytes
     topologies: frozenset[Axes]
+    tally: Tally
 
 
 class Event(NamedTuple):
@@ -46,7 +48,7 @@ class Event(NamedTuple):
 class Shown:
     """What is known of one live rank."""
 
-    __slots__ = ("connection", "lost_s", "rank", "report", "report_revision")
+    __slots__ = ("connection", "lately", "lost_s", "rank", "report", "report_revision")
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -55,6 +57,7 @@ class Shown:
         #: When that connection was closed by the rank's side; None while it is open, or unknown.
         self.lost_s: float | None = None
         self.report: Report | None = None
+        self.lately = Lately()
         #: The board's when the report last changed.
         self.report_revision = 0
 
@@ -123,6 +126,8 @@ class Board:
         key = name, coords
         shown = self._shown[key]
         self._heard(key, shown, connection, now_s)
+        if report is not None:
+            shown.lately.report(report.tally, now_s)
         if shown.report == report:
             return
         shown.report_revision = self.revision

@@ -24,6 +24,7 @@ from bootstrap_server.gate import PROVED
 from bootstrap_server.http_body import RefusalError, Snapshot
 from bootstrap_server.http_query import revision_of, wait_s_of
 from bootstrap_server.instance import InstanceTable
+from bootstrap_server.lately import WINDOW_S, trouble
 from bootstrap_server.lease import RENEWALS_PER_LEASE
 from bootstrap_server.page import PAGE
 from bootstrap_server.planned import planned
@@ -166,22 +167,23 @@ class StatusHandlers:
             "time_s": time.time(),
             "lease_s": self._registry.lease_s,
             "renew_s": self._registry.lease_s / RENEWALS_PER_LEASE,
+            "ended_within_s": WINDOW_S,
             "reports_left_out": self._board.left_out,
             "instances": [
-                self._instance(table)
+                self._instance(table, now_s)
                 for table in self._registry.tables()
                 if table.config is not None
             ],
             "events": [_event(event) for event in self._board.events],
         }
 
-    def _instance(self, table: InstanceTable) -> dict[str, object]:
+    def _instance(self, table: InstanceTable, now_s: float) -> dict[str, object]:
         config = table.config
         assert config is not None
         ranks, topologies = [], set[Axes]()
         for rank, renewed_s in table.live():
             shown = self._board.find(table.name, rank.coords)
-            ranks.append(_rank(rank, renewed_s, shown))
+            ranks.append(_rank(rank, renewed_s, shown, now_s))
             if shown is not None and shown.report is not None:
                 topologies |= shown.report.topologies
         return {
@@ -194,11 +196,15 @@ class StatusHandlers:
             "protocol": config.protocol,
             "missing": [msgspec.structs.astuple(coords) for coords in table.missing()],
             "ranks": ranks,
+            "in_trouble": sum(rank["trouble"] is not None for rank in ranks),
             "plans": [planned(config, axes) for axes in sorted(topologies)[:TOPOLOGIES_MAX]],
         }
 
 
-def _rank(rank: Rank, renewed_s: float | None, shown: Shown | None) -> dict[str, object]:
+def _rank(
+    rank: Rank, renewed_s: float | None, shown: Shown | None, now_s: float
+) -> dict[str, object]:
+    lately = None if shown is None else shown.lately.since(now_s)
     return {
         "coords": msgspec.structs.astuple(rank.coords),
         "host": rank.host,
@@ -207,6 +213,8 @@ def _rank(rank: Rank, renewed_s: float | None, shown: Shown | None) -> dict[str,
         "renewed_s": renewed_s,
         "lost_s": None if shown is None else shown.lost_s,
         "report": None if shown is None or shown.report is None else str(shown.report_revision),
+        "ended": None if lately is None else lately[0].ends,
+        "trouble": None if shown is None else trouble(shown.lately, now_s),
     }
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from bootstrap_server.board import Report
 from bootstrap_server.decoding import BadText, decoded
+from bootstrap_server.lately import tally_of
 from bootstrap_server.rank_status import STATUS_VERSION, RankStatus
 
 __all__ = ["REPORT_BYTES_MAX", "read_report"]
@@ -36,4 +37,4 @@ def read_report(encoded: msgspec.Raw) -> Report | None:
     if status.version != STATUS_VERSION:
         raise ValueError(f"it has version {status.version}, this server knows {STATUS_VERSION}")
     topologies = frozenset(peer.topology for peer in status.peers)
-    return Report(msgspec.json.encode(status), topologies)
+    return Report(msgspec.json.encode(status), topologies, tally_of(status))

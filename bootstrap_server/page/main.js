@@ -32,7 +32,16 @@ const rails = (row) => {
 const roomsText = (row) => {
   const counts = row.status?.rooms;
   if (!counts) return "";
-  return `${counts.open ?? 0} · ${counts.done ?? 0} · ${counts.failed ?? 0}`;
+  return ["open", "done", "failed", "aborted"].map((end) => counts[end] ?? 0).join(" · ");
+};
+// Rooms of the last minutes, with how many ranks are in trouble.
+const endedText = (one) => {
+  const ranks = rows.filter((row) => row.instance === one.name);
+  const ended = ["done", "failed", "aborted"].map((end) => sum(ranks, (row) => row.ended?.[end] ?? 0));
+  const troubled = ranks.filter((row) => row.now === "trouble").length;
+  const text = ended.join(" · ");
+  if (!troubled) return { mark: "", text };
+  return { mark: "✕", text: `${text}, ${troubled} rank${troubled > 1 ? "s" : ""} in trouble` };
 };
 const lastFailure = (row) => {
   const [failure] = [...(row.status?.failures ?? [])].sort((a, b) => b[0] - a[0]);
@@ -58,8 +67,8 @@ const rankTable = new LongTable(
     { title: "Out", className: "wide number", of: outText },
     { title: "Rails", className: "wide", of: rails },
     { title: "Peers", className: "wide number", of: peersText },
-    { title: "Open · done · failed", className: "wide number", of: roomsText },
-    { title: "Last failure", className: "wide cut", of: lastFailure },
+    { title: "Open · done · failed · aborted", className: "wide number", of: roomsText },
+    { title: "Trouble, or last failure", className: "wide cut", of: (row) => row.trouble ?? lastFailure(row) },
   ],
   (row) => openDetails(row.key),
 );
@@ -88,6 +97,7 @@ const instancesTable = new PlainTable(
   [
     { title: "Instance", of: (one) => one.name },
     { title: "Ranks", of: (one) => ({ mark: one.registered === one.expected ? "●" : "!", text: `${one.registered} of ${one.expected}` }) },
+    { title: "Done · failed · aborted in 5 min", of: endedText },
     { title: "Topology", of: (one) => one.topology.map((size, axis) => `${AXES[axis]} ${size}`).join(" × ") },
     { title: "KV cache", of: (one) => `${one.format.kv_cache_dtype}, page ${one.format.page_size}` },
     { title: "Generation", className: "number", of: (one) => String(one.generation) },
@@ -124,9 +134,11 @@ function showTotals() {
     ["Connection lost", count("lost"), "bad"],
     ["Late", count("late"), "warn"],
     ["Missing", String(missing), "warn"],
+    ["In trouble", count("trouble"), "bad"],
     ["Out", rateText(sum(rows.filter(isHeard), (row) => rateOf(row, 2))), ""],
     ["Rooms open", String(sum(rows, (row) => row.status?.rooms?.open ?? 0)), ""],
     ["Rooms failed", String(sum(rows, (row) => row.status?.rooms?.failed ?? 0)), ""],
+    ["Rooms aborted", String(sum(rows, (row) => row.status?.rooms?.aborted ?? 0)), ""],
   ];
   const list = byId("totals");
   totals.forEach(([title, text, tone], index) => {
@@ -173,10 +185,11 @@ function detailsOf(row) {
   const peers = row.status?.peers ?? [];
   const facts = [
     ["State", STATES[row.now].text],
+    ...(row.trouble ? [["Trouble", row.trouble]] : []),
     ["Renewed", renewedText(row)],
     ["Endpoint", row.where],
     ["Up for", upText(row)],
-    ["Rooms open · done · failed", roomsText(row)],
+    ["Rooms open · done · failed · aborted", roomsText(row)],
     ["Decode ranks", `${row.status?.peers_total ?? 0}`],
   ];
   for (const [transport, inRate, outRate] of row.status?.rates ?? []) {

@@ -4,8 +4,9 @@ const STATES = {
   lost: { mark: "✕", text: "connection lost", order: 0 },
   late: { mark: "!", text: "late", order: 1 },
   missing: { mark: "–", text: "missing", order: 2 },
-  live: { mark: "●", text: "live", order: 3 },
-  stock: { mark: "○", text: "no lease", order: 4 },
+  trouble: { mark: "!", text: "in trouble", order: 3 },
+  live: { mark: "●", text: "live", order: 4 },
+  stock: { mark: "○", text: "no lease", order: 5 },
 };
 const LATE_INTERVALS = 1.5;
 const AXES = ["dp", "cp", "tp", "pp"];
@@ -26,7 +27,8 @@ function stateOf(row, nowS, renewS) {
   if (row.state) return row.state;
   if (row.lostS !== null) return "lost";
   if (row.renewedS === null) return "stock";
-  return nowS - row.renewedS > LATE_INTERVALS * renewS ? "late" : "live";
+  if (nowS - row.renewedS > LATE_INTERVALS * renewS) return "late";
+  return row.trouble ? "trouble" : "live";
 }
 
 function keyOf(name, coords) {
@@ -52,6 +54,8 @@ function rowOf(snapshot, instance, rank, status) {
     startedS: rank.started_s,
     renewedS: rank.renewed_s,
     lostS: rank.lost_s,
+    ended: rank.ended,
+    trouble: rank.trouble,
     status,
     state: null,
     words: `${instance.name} ${name} ${where} `.toLowerCase(),
@@ -70,6 +74,8 @@ function missingRow(snapshot, instance, coords) {
     startedS: 0,
     renewedS: null,
     lostS: null,
+    ended: null,
+    trouble: null,
     status: null,
     state: "missing",
     words: `${instance.name} ${name} `.toLowerCase(),

@@ -21,6 +21,7 @@ from bootstrap_server import (
 )
 from bootstrap_server import planned as planned_module
 from bootstrap_server.board import EVENTS_MAX, Board, Report
+from bootstrap_server.lately import Tally
 from bootstrap_server.matching import sources
 from bootstrap_server.planned import planned
 from bootstrap_server.rank_status import PEERS_MAX, REASON_CHARS_MAX, reason_text
@@ -30,6 +31,7 @@ from bootstrap_server.status_report import REPORT_BYTES_MAX, read_report
 MakeRecord = Callable[..., RankRecord]
 
 ONE, FIRST = Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0)
+NOTHING = Tally(0, 0, 0, 0)
 PEER = PeerStatus("a1b2", "10.0.0.9", (0, 0, 1, 0), (1, 1, 2, 1), "rdma", 2e9)
 FULL = RankStatus(
     rates=(TransportRate("rdma", 0.0, 2e9),),
@@ -55,6 +57,7 @@ def test_a_report_is_kept_as_it_was_sent_without_what_nobody_knows() -> None:
     assert msgspec.json.decode(report.encoded, type=RankStatus) == FULL
     assert b"more" not in report.encoded
     assert report.topologies == {(1, 1, 2, 1)}
+    assert report.tally == Tally(done=7, failed=1, aborted=0, peers=1)
 
 
 def test_no_report_is_none() -> None:
@@ -163,7 +166,7 @@ def test_a_rank_that_ended_leaves_an_event_alone(record: RankRecord) -> None:
 def test_another_life_begins_with_nothing(make_record: MakeRecord) -> None:
     board = Board()
     board.registered("a", make_record(ONE, FIRST, epoch=1), "one", 1.0)
-    board.renewed("a", FIRST, "one", Report(b"x" * 100, frozenset()), 1.5)
+    board.renewed("a", FIRST, "one", Report(b"x" * 100, frozenset(), NOTHING), 1.5)
     board.registered("a", make_record(ONE, FIRST, epoch=2), "two", 2.0)
     shown = board.find("a", FIRST)
     assert shown is not None
@@ -203,7 +206,7 @@ def test_reports_are_bounded_in_all(make_record: MakeRecord) -> None:
     first, second = two.coords()
     for coords in two.coords():
         board.registered("a", make_record(two, coords), None, 1.0)
-    report = Report(b"x" * 100, frozenset())
+    report = Report(b"x" * 100, frozenset(), NOTHING)
     board.renewed("a", first, None, report, 2.0)
     board.renewed("a", first, None, report, 3.0)  # in the place of the former one
     board.renewed("a", second, None, report, 3.0)

@@ -476,3 +476,22 @@ def test_connections_of_ranks_that_renew_seldom_are_kept(
         first_s = ranks(ask(server))[0]["renewed_s"]
         status = until(server, lambda status: ranks(status)[0]["renewed_s"] > first_s)
     assert [event["what"] for event in status["events"]] == ["registered"]
+
+
+def test_a_rank_that_loses_its_decode_server_is_in_trouble(
+    server: BootstrapServer, client: BootstrapClient, make_record: MakeRecord
+) -> None:
+    record = make_record(ONE, FIRST)
+    client.register(record)
+    assert [rank["ended"] for rank in ranks(ask(server))] == [None]
+    client.renew(record.rank, RankStatus(rooms={"done": 900, "aborted": 2}, peers_total=1))
+    before = until(server, lambda status: ranks(status)[0]["ended"])
+    assert ranks(before)[0]["ended"] == {"done": 0, "failed": 0, "aborted": 0}
+    assert ranks(before)[0]["trouble"] is None
+    gone = {"done": 905, "failed": 25, "aborted": 3}
+    client.renew(record.rank, RankStatus(rooms=gone, peers_total=0))
+    after = until(server, lambda status: status["instances"][0]["in_trouble"])
+    (rank,) = ranks(after)
+    assert rank["ended"] == {"done": 5, "failed": 25, "aborted": 1}
+    assert "25 of 31 rooms failed, 1 of 1 decode ranks were lost" in rank["trouble"]
+    assert after["ended_within_s"] == 300

@@ -152,6 +152,41 @@ async def test_a_killed_rank_is_shown_within_two_seconds(
 
 
 @in_a_browser
+async def test_a_rank_whose_decode_server_is_killed_is_not_green(
+    server: BootstrapServer, client: BootstrapClient, make_record: MakeRecord
+) -> None:
+    """The rank itself is well, and renews."""
+    one = Topology(1, 1, 1, 1)
+    record = make_record(one, RankCoords(0, 0, 0, 0))
+    client.register(record)
+    client.renew(record.rank, RankStatus(rooms={"done": 900, "aborted": 2}, peers_total=1))
+    async with page(server) as tab:
+        await tab.until(f"{text('#ranks tbody tr')}.startsWith('●live')")
+        assert "Rooms aborted2" in await tab.ask(text("#totals"))
+        assert "In trouble0" in await tab.ask(text("#totals"))
+        assert "0 · 0 · 0" in await tab.ask(text("#instances"))
+        reason = "lost the data connection to decode rank"
+        gone = RankStatus(
+            rooms={"open": 4, "done": 905, "failed": 25, "aborted": 3},
+            failures=(FailureStatus(time.time(), reason, 25),),
+        )
+        client.renew(record.rank, gone)
+        await tab.until(f"{text('#ranks tbody tr')}.startsWith('!in trouble')")
+        row = await tab.ask(text("#ranks tbody tr"))
+        assert "4 · 905 · 25 · 3" in row
+        assert "25 of 31 rooms failed, 1 of 1 decode ranks were lost" in row
+        assert "In trouble1" in await tab.ask(text("#totals"))
+        assert (
+            await tab.ask("document.querySelector('#totals .bad dt').textContent") == "In trouble"
+        )
+        assert "✕5 · 25 · 1, 1 rank in trouble" in await tab.ask(text("#instances"))
+        await tab.ask("document.querySelector('#ranks button').click()")
+        details = await tab.ask(text("#details"))
+        assert "25 of 31 rooms failed" in details
+        assert reason in details
+
+
+@in_a_browser
 async def test_a_rank_that_does_not_renew_is_late_and_then_forgotten(
     make_record: MakeRecord,
 ) -> None:
