@@ -70,6 +70,9 @@ class Found:
     HERE = 1
     #: The key is there, with another signature or another size alone.
     OTHER = 2
+    #: It is below the memory of an owner that cannot be asked for it. No table says so, only
+    #: ``lifting.lift``.
+    SILENT = 3
 
 
 def form_of(signature: bytes, nbytes: int) -> int:

@@ -32,6 +32,8 @@ SETTLED: Final = {Got.RIGHT, Got.MISSING, Got.REJECTED, Got.LEFT_BELOW}
 """Outcomes that a second look would not change."""
 TO_ASK: Final = {Got.LEFT_BELOW, Got.MOVED}
 """Outcomes of which the owner knows more: it is asked where the object is."""
+TO_LIFT: Final = TO_ASK | {Got.UNREACHABLE}
+"""Outcomes of a lift after which another owner may have a copy."""
 
 
 class Gets:
@@ -189,6 +191,8 @@ class Gets:
             whole[wanted] = places
         for row in wanted[places["found"] == Found.OTHER].tolist():
             outcomes[row] = Got.REJECTED
+        for row in wanted[places["found"] == Found.SILENT].tolist():
+            outcomes[row] = Got.UNREACHABLE
         is_below = (places["found"] == Found.HERE) & (places["slot"] == BELOW)
         for row in wanted[is_below].tolist():
             outcomes[row] = Got.LEFT_BELOW
@@ -258,7 +262,8 @@ class Gets:
         nbytes, barren = destination.object_bytes, 0
         while rows and barren < BARREN_MAX and time.monotonic() < deadline_s:
             begun_s, read = time.monotonic(), list[Group]()
-            moved = [outcomes[row] is Got.MOVED for row in rows]
+            before = [outcomes[row] for row in rows]
+            moved = [one is Got.MOVED for one in before]
             for row in rows:
                 outcomes[row] = Got.MISSING
             parts = lifted_parts(
@@ -272,10 +277,11 @@ class Gets:
                     read += groups
                     self._read(groups, destination, outcomes, deadline_s)
             self._measure_below(read, outcomes, nbytes, time.monotonic() - begun_s)
-            left = [row for row in rows if outcomes[row] in TO_ASK]
-            for row, was_there in zip(rows, moved, strict=True):
-                if was_there and outcomes[row] is Got.MISSING:
-                    outcomes[row] = Got.MOVED  # Its owner has said so: it is not asked again.
+            left = [row for row in rows if outcomes[row] in TO_LIFT]
+            for row, one in zip(rows, before, strict=True):
+                # Its owner has said so, or is not looked up any more: it is not asked again.
+                if outcomes[row] is Got.MISSING and one in (Got.MOVED, Got.UNREACHABLE):
+                    outcomes[row] = one
             barren = barren + 1 if len(left) == len(rows) else 0
             rows = left
 

@@ -85,7 +85,8 @@ def lift(
         signature: of all of them.
         nbytes: the size of each.
         places: where they were looked up, dtype ``PLACE``. Those that are in memory now get their
-            slots, and those that are gone become ``MISSING``; the others stay ``BELOW``.
+            slots, those that are gone become ``MISSING``, and those of owners that have ended or
+            cannot be reached become ``SILENT``; the others stay ``BELOW``.
         deadline_s: of the monotonic clock.
     """
     below = (places["found"] == Found.HERE) & (places["slot"] == BELOW)
@@ -93,12 +94,16 @@ def lift(
         rows = np.flatnonzero(below & (places["owner"] == number))[:CLAIM_OBJECTS_MAX]
         owner = handle(number)
         if owner is None:
+            places["found"][rows] = Found.SILENT
             continue
         left_s = max(deadline_s - time.monotonic(), 0.0)
         try:
             lifted = owner.lift(keys[rows], signature, nbytes, left_s)
         except NoAnswer as exc:
             logger.warning("objects were not lifted: %s", exc)
+            # Else its disk may have needed the whole time.
+            if time.monotonic() < deadline_s or handle(number) is None:
+                places["found"][rows] = Found.SILENT
             continue
         for row, one in zip(rows.tolist(), lifted, strict=True):
             if one.state is LiftState.HERE:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +21,9 @@ from store_makers import SIG, TIMEOUT_S, Room, config, deaf, impatient, until
 
 from kvstore import lifting
 from kvstore.admission import MEASURED_MIN, Judged
+from kvstore.asking import NoAnswer
 from kvstore.carrier import READS_MAX
-from kvstore.changes import form_of
+from kvstore.changes import BELOW, PLACE, Found, form_of
 from kvstore.config import Config
 from kvstore.deepshelf import Lifted, LiftState
 from kvstore.judging import source_of
@@ -247,8 +249,56 @@ def test_an_owner_that_is_killed_while_it_is_asked(
             process.kill()
             asking.join(TIMEOUT_S / 2)
         assert not asking.is_alive(), "its death is noticed long before the deadline"
-        assert set(outcomes) <= {Got.LEFT_BELOW, Got.UNREACHABLE, Got.MISSING}
+        assert set(outcomes) <= {Got.UNREACHABLE, Got.MISSING}, "the disk is not the cause"
         assert len(outcomes) == len(down)
+
+
+@pytest.mark.slow
+def test_what_lay_below_an_owner_that_was_killed_is_not_left_below(
+    directory: Path, start_lending: Callable[[], subprocess.Popen[str]]
+) -> None:
+    """Nobody shall look at a disk for it."""
+    process = start_lending()
+    with Store(config(directory)) as client:
+        until(client._owners.usable, "the owner")
+        put_all(client, None)
+        until(lambda: below(client).sum() > 10, "what leaves")
+        (number,) = client._owners.usable()
+        source = client._owners.source(number)
+        assert source is not None
+        with deaf(client):  # What it knows of the owner stays, as in the second after its death.
+            down = np.flatnonzero(below(client)).tolist()
+            process.kill()
+            until(lambda: not source.peer.alive, "the connection has ended")
+            assert get(client, down) == [Got.UNREACHABLE] * len(down)
+
+
+class _Silent:
+    """An owner that does not answer."""
+
+    def lift(self, *_: Any) -> Sequence[Lifted]:
+        raise NoAnswer("it does not answer")
+
+
+@pytest.mark.parametrize(
+    ("handles", "left_s", "found"),
+    [
+        ([None], 60.0, Found.SILENT),
+        ([_Silent()], 60.0, Found.SILENT),
+        ([_Silent(), None], 0.0, Found.SILENT),
+        ([_Silent(), _Silent()], 0.0, Found.HERE),
+    ],
+    ids=["no connection", "no answer in time", "ended meanwhile", "no time"],
+)
+def test_an_owner_that_cannot_be_asked_is_told_apart_from_a_slow_disk(
+    handles: list[Any], left_s: float, found: int
+) -> None:
+    places = np.zeros(2, PLACE)
+    places["found"], places["slot"], places["owner"] = Found.HERE, [BELOW, 7], 3
+    asked = iter(handles)
+    lifting.lift(lambda _: next(asked), KEYS[:2], SIG, NBYTES, places, time.monotonic() + left_s)
+    assert places["found"].tolist() == [found, Found.HERE]
+    assert places["slot"].tolist() == [BELOW, 7]
 
 
 def test_no_time_to_lift_is_an_outcome(lender: Store, reader: Store) -> None:
