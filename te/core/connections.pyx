@@ -68,7 +68,8 @@ cdef void retire(Connection *c) noexcept nogil:
         store32(&c.polled.kicked, 1)  # Again after a nap (`on_arm`): a device may hang for long.
         return
     c.gone = True
-    channel_close(&c.channel)  # Which also ends the watch.
+    polled_unwatch(&c.polled, c.channel.fd)
+    channel_close(&c.channel)
     frame_sent(c, False)
     pthread_mutex_lock(&link.lock)
     link.connections_alive -= 1

@@ -97,11 +97,13 @@ def end_connections(nics: tuple[Nic, ...]) -> int:
     carry."""
     addresses, ended = {nic.address for nic in nics}, 0
     for path in list(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as one:
-            is_tcp = (one.family, one.type) == (socket.AF_INET, socket.SOCK_STREAM)
-            if is_tcp and one.getsockname()[0] in addresses and one.getpeername():
-                one.shutdown(socket.SHUT_RDWR)
-                ended += 1
+        with contextlib.suppress(OSError):  # closed meanwhile, or connected with nobody
+            if path.is_socket():
+                with socket.socket(fileno=os.dup(int(path.name))) as one:
+                    is_tcp = (one.family, one.type) == (socket.AF_INET, socket.SOCK_STREAM)
+                    if is_tcp and one.getsockname()[0] in addresses and one.getpeername():
+                        one.shutdown(socket.SHUT_RDWR)
+                        ended += 1
     return ended
 
 

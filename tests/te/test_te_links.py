@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from types import SimpleNamespace
+
+from te_far import wait_until
 
 import te
 
@@ -43,3 +48,37 @@ def test_other_threads_run_between_two_links():
             other.join()
         engine._live_peers = list
     assert len(seen - {0}) > PEERS // 10
+
+
+def hold_sockets(undo):
+    """Has every socket of this process open once more, as a child has until it executes another
+    program."""
+    for path in list(Path("/proc/self/fd").iterdir()):
+        if path.is_socket():
+            undo.callback(os.close, os.dup(int(path.name)))
+
+
+def watched():
+    """How many descriptors the workers of all engines here wait for."""
+    count = 0
+    for path in list(Path("/proc/self/fd").iterdir()):
+        with suppress(OSError):  # closed meanwhile
+            if str(path.readlink()) == "anon_inode:[eventpoll]":
+                told = Path("/proc/self/fdinfo", path.name).read_text()
+                count += sum(line.startswith("tfd:") for line in told.splitlines())
+    return count
+
+
+def test_a_connection_that_a_child_has_too_ends_for_its_worker():
+    """Epoll goes on to tell of a descriptor that is closed here and open there."""
+    config = te.Config(transports=("tcp",), rails=1)
+    with te.Engine(config) as source, te.Engine(config) as target:
+        before = watched()
+        peer = source.connect(target.card())
+        wait_until(lambda: watched() == before + 2, "both ends are watched")
+        with ExitStack() as undo:
+            hold_sockets(undo)
+            peer.close()
+            wait_until(lambda: watched() == before + 1, "the closed end is not")
+        wait_until(lambda: watched() == before, "the other one has ended, too")
+        assert source.connect(target.card()).alive

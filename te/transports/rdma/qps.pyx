@@ -11,7 +11,7 @@ from te.core.plane cimport plane_private
 from te.core.sync cimport *
 from te.core.tally cimport count
 from te.core.wire cimport *
-from te.core.worker cimport polled_again, polled_gone, worker_add, worker_wake
+from te.core.worker cimport polled_again, polled_unwatch, polled_gone, worker_add, worker_wake
 from te.transports.rdma.control cimport *
 from te.transports.rdma.outgoing cimport go_on, requeue
 from te.transports.rdma.state cimport *
@@ -86,10 +86,17 @@ cdef int post_receives(Qp *q, u32 n) noexcept nogil:
     return errnum
 
 
+cdef void let_go(Qp *q) noexcept nogil:
+    """Of its device's queue pair, if it has it still."""
+    if q.e != NULL:
+        polled_unwatch(&q.polled, q.e.fd)
+        q.e.release(q.e)
+        q.e = NULL
+
+
 cdef void qp_free(Qp *q) noexcept nogil:
     cdef Link *link = q.link
-    if q.e != NULL:
-        q.e.release(q.e)
+    let_go(q)
     free(q.wrs)
     free(q.sges)
     free(q.lost)
@@ -99,9 +106,7 @@ cdef void qp_free(Qp *q) noexcept nogil:
 
 cdef void qp_end(Qp *q) noexcept nogil:
     cdef Direct *d = direct_of(q.link)
-    if q.e != NULL:
-        q.e.release(q.e)
-        q.e = NULL
+    let_go(q)
     if q.state == QP_DRAIN:
         d.worker.restless -= 1
     q.state = QP_GONE
@@ -140,8 +145,7 @@ cdef void qp_fail(Qp *q, int code, int errnum) noexcept nogil:
     cdef u32 i, n = 0
     if q.state != QP_UP and q.state != QP_PROBE:
         return
-    q.e.release(q.e)
-    q.e = NULL
+    let_go(q)
     q.state = QP_LOST
     q.progress_ns = now_ns()  # The time of the destination's answer begins now.
     q.code = code
@@ -232,8 +236,7 @@ cdef void qp_drain(Qp *q) noexcept nogil:
 cdef void qp_drained(Qp *q) noexcept nogil:
     cdef Connection *c
     q.polled.worker.restless -= 1
-    q.e.release(q.e)
-    q.e = NULL
+    let_go(q)
     q.state = QP_LOST
     if q.lost_asked:
         c = control_lock(q.link)
