@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A timeline as an SVG file: one lane for each rank, the writes of prefill ranks below their
-stages. Pure. Nothing outside the file is used.
+"""Timelines as one SVG file, one below the other: a lane for each rank, the writes of prefill
+ranks below their stages. Pure. Nothing outside the file is used.
 
 Colours are those of Okabe and Ito, which people with any kind of colour blindness tell apart; wide
 stages carry their name as well.
@@ -8,23 +8,25 @@ stages carry their name as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
 from sglang_mooncake.explain.text import size_text, time_text
-from sglang_mooncake.explain.timeline import Lane, Timeline, longest
-from sglang_mooncake.story import STAGES
+from sglang_mooncake.explain.timeline import ARRIVAL, Lane, Timeline, longest
 
 __all__ = ["as_svg"]
 
 WIDTH: Final = 1100
-LEFT, RIGHT, TOP = 20, 20, 74
+LEFT, RIGHT, TOP = 20, 20, 44
+#: Of a request: its title above the first lane, and its axis with the room below it.
+TITLE, AXIS = 30, 56
 BAR, WRITE, GAP, LABEL = 26, 8, 20, 20
 WRITE_ROWS: Final = 4
 CHAR: Final = 7.2
 
 COLOURS: Final = {
+    ARRIVAL: "#bbbbbb",
     "bootstrap": "#56b4e9",
     "queued": "#f0e442",
     "planned": "#cc79a7",
@@ -36,41 +38,45 @@ _ON_DARK: Final = {"landed", "acknowledged"}
 _WRITE_COLOUR, _FAILED_COLOUR = "#555555", "#d55e00"
 
 
-def as_svg(line: Timeline) -> str:
-    """The file's text."""
+def as_svg(lines: Sequence[Timeline]) -> str:
+    """The file's text; the requests in the order in which they are given."""
     body: list[str] = []
     y = TOP
-    for lane in line.lanes:
-        parts, height = _lane(line, lane, y)
+    for line in lines:
+        parts, height = _request(line, y)
         body += parts
-        y += height + GAP
-    axis = list(_axis(line, y))
-    height = y + 40
-    title = f"Room {line.room}: {time_text(line.duration_s)} on {len(line.lanes)} ranks"
+        y += height
+    title = "; ".join(map(_title, lines))
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"'
-        f' width="{WIDTH}" height="{height}" role="img" aria-label={quoteattr(title)}'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}"'
+        f' width="{WIDTH}" height="{y}" role="img" aria-label={quoteattr(title)}'
         ' font-family="system-ui, sans-serif" font-size="13" fill="#1a1a1a">'
     )
-    return "\n".join(
-        [
-            head,
-            f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-            f'<text x="{LEFT}" y="26" font-size="17" font-weight="600">{escape(title)}</text>',
-            *_legend(),
-            *body,
-            *axis,
-            "</svg>",
-            "",
-        ]
-    )
+    background = f'<rect width="{WIDTH}" height="{y}" fill="#ffffff"/>'
+    return "\n".join([head, background, *_legend(), *body, "</svg>", ""])
+
+
+def _request(line: Timeline, top: int) -> tuple[list[str], int]:
+    title = escape(_title(line))
+    parts = [f'<text x="{LEFT}" y="{top + 16}" font-size="17" font-weight="600">{title}</text>']
+    y = top + TITLE
+    for lane in line.lanes:
+        of_lane, height = _lane(line, lane, y)
+        parts += of_lane
+        y += height + GAP
+    parts += _axis(line, y)
+    return parts, y + AXIS - top
+
+
+def _title(line: Timeline) -> str:
+    return f"Room {line.room}: {time_text(line.duration_s)} on {len(line.lanes)} ranks"
 
 
 def _legend() -> Iterator[str]:
     x = float(LEFT)
-    for name, colour in [*((stage, COLOURS[stage]) for stage in STAGES), ("write", _WRITE_COLOUR)]:
-        yield f'<rect x="{x:.1f}" y="40" width="12" height="12" fill="{colour}"/>'
-        yield f'<text x="{x + 17:.1f}" y="51">{name}</text>'
+    for name, colour in [*COLOURS.items(), ("write", _WRITE_COLOUR)]:
+        yield f'<rect x="{x:.1f}" y="14" width="12" height="12" fill="{colour}"/>'
+        yield f'<text x="{x + 17:.1f}" y="25">{name}</text>'
         x += 17 + CHAR * len(name) + 22
 
 

@@ -13,7 +13,11 @@ import msgspec
 from sglang_mooncake.explain.questions import RankStories
 from sglang_mooncake.story import STAGES, RoomStory
 
-__all__ = ["Lane", "Timeline", "longest", "timelines", "verdict"]
+__all__ = ["ARRIVAL", "Lane", "Timeline", "longest", "timelines", "verdict"]
+
+#: What a rank cannot tell itself: the time from the moment at which the first rank had the request
+#: until this one had it.
+ARRIVAL: Final = "arrival"
 
 #: Uses of one room number that lie further apart than this are different requests, when they do not
 #: overlap: SGLang's routers draw room numbers at random, but tests and clients may repeat them.
@@ -22,6 +26,15 @@ APART_S: Final = 1.0
 _PORT: Final = re.compile(r"(?<= at )(?:\[(?P<v6>[^\]]+)\]|(?P<v4>[^:\[\]]+)):\d+$")
 
 _ADVICE: Final = {
+    ("prefill", ARRIVAL): (
+        "A decode rank had the request, and this prefill rank did not have it yet. Look at the"
+        " router, at the tokenizer of the prefill server, and at long forwards: its scheduler takes"
+        " new requests between two of them."
+    ),
+    ("decode", ARRIVAL): (
+        "Another rank had the request, and this decode rank did not have it yet. Look at the"
+        " router, at the tokenizer of the decode server, and at a busy scheduler there."
+    ),
     ("prefill", "bootstrap"): (
         "The prefill rank waited for the decode ranks to ask for the request's pages. Look at the"
         " decode ranks: their queue (no free KV pages?), their links, or a router that reached the"
@@ -76,8 +89,11 @@ class Lane:
 
     @property
     def spans(self) -> list[tuple[str, float, float]]:
-        """Stage, begin and length, in their order."""
+        """Stage, begin and length, in their order; before them the time until the rank had the
+        request, unless it was the first to have it."""
         found, at_s = [], self.began_s
+        if self.began_s > 0:
+            found.append((ARRIVAL, 0.0, self.began_s))
         for stage, spent_s in self.story.stages().items():
             found.append((stage, at_s, spent_s))
             at_s += spent_s
@@ -175,10 +191,13 @@ def _without_port(peer: str) -> str:
 
 
 def longest(lane: Lane) -> tuple[str, float]:
-    """The stage in which the request spent most of its time on this rank, and how long that was."""
-    stages = lane.story.stages()
-    stage = max(stages, key=lambda one: (stages[one], -STAGES.index(one)), default=STAGES[0])
-    return stage, stages.get(stage, 0.0)
+    """The stage in which the request spent most of its time on this rank, or on its way to it, and
+    how long that was. Of equal ones the first."""
+    return max(
+        ((stage, spent_s) for stage, _, spent_s in lane.spans),
+        key=lambda one: one[1],
+        default=(STAGES[0], 0.0),
+    )
 
 
 def verdict(line: Timeline) -> tuple[Lane, str, float, str]:
@@ -192,4 +211,7 @@ def verdict(line: Timeline) -> tuple[Lane, str, float, str]:
     if (lane.role, longest(lane)[0]) == ("decode", "landed") and waited_for:
         lane = waited_for[0]
     stage, spent_s = longest(lane)
-    return lane, stage, spent_s, _ADVICE[lane.role, stage]
+    where_to_look = _ADVICE[lane.role, stage]
+    if stage == ARRIVAL and not line.is_one_clock:
+        where_to_look += " Or the clocks of the hosts differ: synchronise them (NTP, PTP)."
+    return lane, stage, spent_s, where_to_look

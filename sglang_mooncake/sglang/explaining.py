@@ -70,7 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--slowest", type=_count, metavar="N", help=f"the N slowest requests, up to {COUNT_MAX}"
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the request as SVG")
+    parser.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="also draw the requests that are shown as SVG, one below the other",
+    )
     parser.add_argument(
         "--json", action="store_true", help="print what each rank told, for --from and programs"
     )
@@ -122,7 +127,7 @@ def explain(parsed: argparse.Namespace) -> int:
         else:
             sys.stdout.write("\n\n".join(as_text(line) for line in chosen) + "\n")
         if parsed.svg is not None:
-            _draw(chosen[-1], parsed.svg)
+            _draw(chosen, parsed.svg)
     except _Failed as failed:
         sys.stderr.write(f"sglang-mooncake explain: {failed}\n")
         return failed.status
@@ -134,9 +139,9 @@ def _only(one: RankStories, rooms: set[int]) -> RankStories:
     return msgspec.structs.replace(one, stories=stories)
 
 
-def _draw(line: Timeline, path: Path) -> None:
+def _draw(lines: Sequence[Timeline], path: Path) -> None:
     try:
-        path.write_text(as_svg(line))
+        path.write_text(as_svg(lines))
     except OSError as error:
         raise _Failed(EXIT_NOBODY, f"cannot write {path}: {error.strerror}") from error
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sglang_mooncake.explain.drawing import COLOURS, as_svg
 from sglang_mooncake.explain.questions import RankStories
 from sglang_mooncake.explain.text import as_text, size_text, time_text
-from sglang_mooncake.explain.timeline import _ADVICE, timelines, verdict
+from sglang_mooncake.explain.timeline import _ADVICE, ARRIVAL, timelines, verdict
 from sglang_mooncake.story import STAGES, RoomStory, WriteStory
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -73,9 +73,11 @@ def test_ranks_of_one_host_share_its_clock_whenever_they_answer():
     assert line.duration_s == pytest.approx(1.0)
     spans = line.lanes[1].spans
     assert [name for name, _, _ in spans] == [
-        "bootstrap", "queued", "planned", "posted", "acknowledged",
+        ARRIVAL, "bootstrap", "queued", "planned", "posted", "acknowledged",
     ]  # fmt: skip
-    assert spans[0][1] == pytest.approx(0.05)
+    assert spans[0][1:] == pytest.approx((0.0, 0.05))
+    assert spans[1][1] == pytest.approx(0.05)
+    assert line.lanes[0].spans[0][0] == "bootstrap"
     assert spans[-1][1] + spans[-1][2] == pytest.approx(0.85)
 
 
@@ -150,7 +152,24 @@ def test_a_failed_and_an_open_room_say_so():
 
 def test_there_is_advice_for_every_stage_that_a_role_has():
     for role, left_out in (("prefill", "landed"), ("decode", "posted")):
-        assert {stage for who, stage in _ADVICE if who == role} == set(STAGES) - {left_out}
+        stages = set(STAGES) - {left_out} | {ARRIVAL}
+        assert {stage for who, stage in _ADVICE if who == role} == stages
+
+
+@pytest.mark.parametrize("boot_id", ["one", "two"])
+def test_the_wait_before_prefill_had_the_request_is_named(boot_id):
+    """The decode rank waited all that time, and no stage of the prefill rank was long."""
+    late = prefill_story(began_s=10.7, over_s=10.95, marks={"bootstrap": 10.71, "queued": 10.8})
+    answers = [
+        told(decode_story()),
+        told(late, rank="prefill rank 0", role="prefill", boot_id=boot_id),
+    ]
+    (line,) = timelines(answers)
+    text = as_text(line)
+    assert "  arrival           0 µs 700.00 ms  |############################            |" in text
+    assert "Longest: arrival on prefill rank 0, 700.00 ms (70%).\nA decode rank had the" in text
+    assert ("Or the clocks of the hosts differ" in text) == (boot_id == "two")
+    assert "longest: arrival, 700.00 ms" in as_svg([line])
 
 
 def test_the_drawing_is_well_formed_whatever_ranks_are_called():
@@ -158,8 +177,7 @@ def test_the_drawing_is_well_formed_whatever_ranks_are_called():
         told(decode_story(), rank=HOSTILE),
         told(prefill_story(), rank=HOSTILE + "2", role="prefill"),
     ]
-    (line,) = timelines(told_of)
-    root = ET.fromstring(as_svg(line))
+    root = ET.fromstring(as_svg(timelines(told_of)))
     assert root.tag == f"{SVG}svg"
     assert not root.findall(f".//{SVG}script")
     texts = [one.text or "" for one in root.iter(f"{SVG}text")]
@@ -172,8 +190,9 @@ def test_the_drawing_is_well_formed_whatever_ranks_are_called():
     st.lists(st.floats(0, 1e4), min_size=5, max_size=5),
     st.floats(0, 1e6),
     st.integers(0, 80),
+    st.integers(1, 3),
 )
-def test_every_bar_lies_within_the_drawing(lengths, began_s, writes):
+def test_every_bar_lies_within_the_drawing(lengths, began_s, writes, requests):
     marks, at_s = {}, began_s
     for stage, length_s in zip(("bootstrap", "queued", "planned", "posted"), lengths, strict=False):
         at_s = marks[stage] = at_s + length_s
@@ -182,7 +201,7 @@ def test_every_bar_lies_within_the_drawing(lengths, began_s, writes):
         began_s=began_s, over_s=at_s + lengths[-1], marks=marks, writes=(write,) * writes
     )
     (line,) = timelines([told(story, rank="prefill rank 0", role="prefill")])
-    root = ET.fromstring(as_svg(line))
+    root = ET.fromstring(as_svg([line] * requests))
     width, height = float(root.get("width") or 0), float(root.get("height") or 0)
     for bar in root.iter(f"{SVG}rect"):
         x, y = float(bar.get("x", 0)), float(bar.get("y", 0))

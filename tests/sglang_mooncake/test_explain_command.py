@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from handover import WAIT_S, handover, until
@@ -65,10 +66,12 @@ def test_both_ranks_tell_of_a_room(pair, directory, capsys, tmp_path):
     assert " over samehost: 2 pages" in text
     assert (tmp_path / "room.svg").read_text().startswith("<svg ")
     assert run(capsys, "--last", "--dir", directory)[1].startswith("room 42: done")
-    slow = run(capsys, "--slowest", 2, "--dir", directory)[1]
+    drawing = tmp_path / "slowest.svg"
+    slow = run(capsys, "--slowest", 2, "--dir", directory, "--svg", drawing)[1]
     assert {"room 41: done", "room 42: done"} == {
         line.split(",")[0] for line in slow.splitlines() if line.startswith("room ")
     }
+    assert {">Room 41: ", ">Room 42: "} <= set(re.findall(r">Room \d+: ", drawing.read_text()))
 
 
 def test_the_stages_add_up_to_the_measured_hand_over(pair, directory, capsys):
