@@ -34,6 +34,8 @@ from te.version import version
 __all__ = ["main"]
 
 BAD_USAGE = 2
+#: Processes that `top` shows without --all.
+ROWS_MAX = 40
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,6 +68,11 @@ def _parser() -> argparse.ArgumentParser:
         " longer, and how many of the loads did take longer.",
     )
     top.add_argument("--once", action="store_true", help="print once, and end")
+    top.add_argument(
+        "--all",
+        action="store_true",
+        help=f"show every process, and not the {ROWS_MAX} that have moved the most bytes",
+    )
     top.add_argument("--json", action="store_true", help="print one JSON array a time")
     top.add_argument("--interval", type=float, default=2.0, help="seconds between two prints")
     top.add_argument(
@@ -212,7 +219,7 @@ def _top(options: argparse.Namespace) -> int:
         if options.json:
             text = json.dumps([msgspec.to_builtins(one) for one in found])
         elif found:
-            text = "\n".join(lines(found))
+            text = "\n".join(lines(found, None if options.all else ROWS_MAX))
         else:
             text = "no process of this user has a store"
         print(text, flush=True)  # noqa: T201

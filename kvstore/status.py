@@ -11,6 +11,7 @@ import msgspec
 
 from kvstore.judging import AdmissionCounts
 from kvstore.owner import OwnerStats
+from te.printable import printable
 
 __all__ = ["QUESTION", "OwnerSeen", "StoreStatus", "lines", "status_of"]
 
@@ -50,6 +51,8 @@ class StoreStatus(msgspec.Struct, frozen=True):
     table_bytes: int
     #: What of the objects that were found was worth loading.
     admission: AdmissionCounts = AdmissionCounts()
+    #: What the application calls its engine (``te.Config.label``).
+    label: str = ""
 
 
 def status_of(answer: Mapping[str, Any]) -> StoreStatus:
@@ -57,8 +60,22 @@ def status_of(answer: Mapping[str, Any]) -> StoreStatus:
     return msgspec.convert(answer, StoreStatus)
 
 
-def lines(statuses: Sequence[StoreStatus]) -> list[str]:
-    """A line for each process, below a heading."""
+def lines(statuses: Sequence[StoreStatus], most: int | None = None) -> list[str]:
+    """A line for each process, below a heading.
+
+    Args:
+        most: how many processes are shown: those that have stored and loaded the most bytes; the
+            last line says how many are not. None: all.
+    """
+    shown = list(statuses)
+    if most is not None and len(shown) > most:
+        shown = sorted(shown, key=lambda one: -(one.bytes_got + one.bytes_put))[:most]
+    more = len(statuses) - len(shown)
+    rest = [f"… {more} more processes; --all shows them"] if more else []
+    return _table(shown) + rest
+
+
+def _table(statuses: Sequence[StoreStatus]) -> list[str]:
     heading = [
         "PID",
         "LENDS",
@@ -101,7 +118,7 @@ def _row(one: StoreStatus) -> tuple[str, ...]:
         str(lost),
         str(one.admission.declined),
         f"{one.admission.unpaid}/{one.admission.loads}",
-        one.process,
+        printable(one.label or one.process),
     )
 
 

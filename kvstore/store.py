@@ -331,6 +331,7 @@ class Store:
             bytes_put=self._bytes_put,
             admission=self.judging.counts,
             table_bytes=self._owners.table.nbytes,
+            label=self._config.engine.label,
         )
 
     def __len__(self) -> int:

@@ -10,6 +10,7 @@ from typing import Literal
 from bootstrap_server import InstanceConfig, RankCoords
 from bootstrap_server.secret import Keys
 from sglang_mooncake.layout import UNSPLIT, Place, Split
+from te.config import LABEL_CHARS_MAX
 
 __all__ = [
     "FIELD_NAMES",
@@ -18,6 +19,7 @@ __all__ = [
     "RankContext",
     "Role",
     "SettingNames",
+    "engine_label",
 ]
 
 Role = Literal["prefill", "decode"]
@@ -98,3 +100,17 @@ class RankContext:
     def name(self) -> str:
         """For sentences: which rank speaks."""
         return f"{self.role} rank ({self.coords}) at {self.host}"
+
+
+def engine_label(who: str, model: str, port: int | None = None) -> str:
+    """What `te top` and `kvstore top` call a server's engine: `prefill (dp 0 cp 0 tp 1 pp 0) of m,
+    port 30000`.
+
+    Args:
+        who: the part that the engine has in the server.
+        model: its name, or its path, of which the last part is taken.
+        port: of the server's HTTP API, if that is known.
+    """
+    name = model.rstrip("/").rpartition("/")[2] or model
+    at_port = "" if port is None else f", port {port}"
+    return f"{who} of {name[: LABEL_CHARS_MAX // 2]}{at_port}"[:LABEL_CHARS_MAX]

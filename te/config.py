@@ -17,7 +17,7 @@ from te.proof import KEY_BYTES, KEYS_MAX
 from te.status import default_directory
 from te.transports import registry
 
-__all__ = ["LIMITS", "TRANSPORTS", "Config"]
+__all__ = ["LABEL_CHARS_MAX", "LIMITS", "TRANSPORTS", "Config"]
 
 TRANSPORTS = registry.BY_DEFAULT
 """Names of the transports that an engine offers and uses by default, in order of preference."""
@@ -34,6 +34,9 @@ LIMITS: Final[Mapping[str, tuple[int, int]]] = {
     "gid_index": (0, 255),
 }
 """Smallest and largest value of integer fields, for code that reads them from elsewhere."""
+
+LABEL_CHARS_MAX: Final = 200
+"""Characters that ``Config.label`` may have."""
 
 SEGMENT_BYTES_MAX = 64 << 20
 # Linux takes 1024 iovecs a call (UIO_MAXIOV); headers, trailer and acknowledgements need some.
@@ -138,6 +141,9 @@ class Config:
     #: (``te.status``): the engine makes the directory with mode 0700 and puts a Unix socket into
     #: it. None: nobody can ask.
     status_dir: Path | None = field(default_factory=default_directory)
+    #: What the application calls this engine, for people: ``te top`` shows it instead of the
+    #: program's name. At most 200 characters (``LABEL_CHARS_MAX``).
+    label: str = ""
 
     def __post_init__(self) -> None:
         _check_host(self.host)
@@ -173,6 +179,10 @@ class Config:
         _check_timeout("stall_timeout_s", self.stall_timeout_s)
         _check_timeout("rail_timeout_s", self.rail_timeout_s)
         _check_timeout("rail_backoff_max_s", self.rail_backoff_max_s)
+        if len(self.label) > LABEL_CHARS_MAX:
+            raise ValueError(
+                f"label has {len(self.label)} characters, and may have {LABEL_CHARS_MAX}"
+            )
         if self.topology is not None and self.nics:
             raise ValueError(
                 f"topology={str(self.topology)!r} is complete:"

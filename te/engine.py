@@ -466,6 +466,7 @@ class Engine:
             port=port,
             stats=self.stats(),
             links=tuple(links[:LINKS_MAX]),
+            label=self._config.label,
         )
 
     def _transport(self, name: str) -> Transport:

@@ -194,6 +194,8 @@ class EngineStatus:
     stats: Stats
     #: The links that stand; at most ``LINKS_MAX``, those with the most bytes.
     links: tuple[LinkStats, ...]
+    #: ``Config.label``.
+    label: str = ""
 
 
 def outcomes_of(counted: OutcomesTuple) -> Outcomes:

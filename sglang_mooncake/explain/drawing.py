@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Final
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax import saxutils
 
 from sglang_mooncake.explain.text import size_text, time_text
 from sglang_mooncake.explain.timeline import ARRIVAL, Lane, Timeline, longest
+from te.printable import printable
 
 __all__ = ["as_svg"]
 
@@ -49,15 +50,20 @@ def as_svg(lines: Sequence[Timeline]) -> str:
     title = "; ".join(map(_title, lines))
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}"'
-        f' width="{WIDTH}" height="{y}" role="img" aria-label={quoteattr(title)}'
+        f' width="{WIDTH}" height="{y}" role="img" aria-label={saxutils.quoteattr(title)}'
         ' font-family="system-ui, sans-serif" font-size="13" fill="#1a1a1a">'
     )
     background = f'<rect width="{WIDTH}" height="{y}" fill="#ffffff"/>'
     return "\n".join([head, background, *_legend(), *body, "</svg>", ""])
 
 
+def _escaped(text: str) -> str:
+    """No file in XML may hold control characters, in whatever form."""
+    return saxutils.escape(printable(text))
+
+
 def _request(line: Timeline, top: int) -> tuple[list[str], int]:
-    title = escape(_title(line))
+    title = _escaped(_title(line))
     parts = [f'<text x="{LEFT}" y="{top + 16}" font-size="17" font-weight="600">{title}</text>']
     y = top + TITLE
     for lane in line.lanes:
@@ -92,7 +98,7 @@ def _lane(line: Timeline, lane: Lane, y: int) -> tuple[list[str], int]:
         f"{lane.rank}: {story.end} after {time_text(story.duration_s)},"
         f" {size_text(story.nbytes)}; longest: {stage}, {time_text(spent_s)}"
     )
-    parts = [f'<text x="{LEFT}" y="{y + 13}">{escape(label)}</text>']
+    parts = [f'<text x="{LEFT}" y="{y + 13}">{_escaped(label)}</text>']
     top = y + LABEL
     for name, began_s, length_s in lane.spans:
         parts += _stage(line, name, began_s, length_s, top)
@@ -104,7 +110,7 @@ def _lane(line: Timeline, lane: Lane, y: int) -> tuple[list[str], int]:
         parts.append(
             f'<rect x="{x:.1f}" y="{top + BAR + 3 + i % WRITE_ROWS * WRITE}"'
             f' width="{max(end - x, 1.5):.1f}" height="{WRITE - 2}" fill="{colour}">'
-            f"<title>{escape(tip)}</title></rect>"
+            f"<title>{_escaped(tip)}</title></rect>"
         )
     return parts, LABEL + BAR + (3 + rows * WRITE if rows else 0)
 
@@ -114,12 +120,12 @@ def _stage(line: Timeline, name: str, began_s: float, length_s: float, y: int) -
     tip = f"{name}: {time_text(length_s)}, from {time_text(began_s)} on"
     yield (
         f'<rect x="{x:.1f}" y="{y}" width="{max(width, 0.8):.1f}" height="{BAR}"'
-        f' fill="{COLOURS[name]}"><title>{escape(tip)}</title></rect>'
+        f' fill="{COLOURS[name]}"><title>{_escaped(tip)}</title></rect>'
     )
     text = f"{name} {time_text(length_s)}"
     if width > CHAR * len(text) + 8:
         ink = "#ffffff" if name in _ON_DARK else "#1a1a1a"
-        yield f'<text x="{x + 5:.1f}" y="{y + 17}" fill="{ink}">{escape(text)}</text>'
+        yield f'<text x="{x + 5:.1f}" y="{y + 17}" fill="{ink}">{_escaped(text)}</text>'
 
 
 def _axis(line: Timeline, y: int) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Final
 
 from sglang_mooncake.explain.timeline import Lane, Timeline, verdict
 from sglang_mooncake.story import WriteStory
+from te.printable import printable
 
 __all__ = ["as_text", "size_text", "time_text"]
 
@@ -17,7 +18,8 @@ _ABSENT_SHOWN: Final = 4
 
 
 def as_text(line: Timeline) -> str:
-    """What `sglang-mooncake explain` prints of one request."""
+    """What `sglang-mooncake explain` prints of one request. What others have told may hold control
+    characters, which do not come into it."""
     parts = [f"room {line.room}: {_outcome(line)}, {time_text(line.duration_s)} on {_ranks(line)}"]
     if not line.is_one_clock:
         parts.append(
@@ -35,7 +37,7 @@ def as_text(line: Timeline) -> str:
     parts.append(where_to_look)
     if line.absent:
         parts.append(_absent(line.absent))
-    return "\n".join(parts)
+    return "\n".join(map(printable, parts))
 
 
 def _outcome(line: Timeline) -> str:

@@ -23,6 +23,7 @@ from sglang_mooncake.explain.questions import COUNT_MAX, RankStories
 from sglang_mooncake.explain.text import as_text
 from sglang_mooncake.explain.timeline import Timeline, timelines
 from te.errors import StatusError
+from te.printable import printable
 from te.status import ask, running
 
 __all__ = ["add_arguments", "explain"]
@@ -129,7 +130,7 @@ def explain(parsed: argparse.Namespace) -> int:
         if parsed.svg is not None:
             _draw(chosen, parsed.svg)
     except _Failed as failed:
-        sys.stderr.write(f"sglang-mooncake explain: {failed}\n")
+        sys.stderr.write(f"sglang-mooncake explain: {printable(str(failed))}\n")
         return failed.status
     return 0
 
@@ -190,7 +191,7 @@ def _asked(
     if not paths and problems and len(problems) == len(parsed.on):
         raise _Failed(EXIT_NOBODY, f"no host could be asked: {'; '.join(problems)}")
     for problem in problems:
-        sys.stderr.write(f"sglang-mooncake explain: a host is left out: {problem}\n")
+        sys.stderr.write(f"sglang-mooncake explain: a host is left out: {printable(problem)}\n")
     return answers
 
 

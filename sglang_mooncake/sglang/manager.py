@@ -46,6 +46,7 @@ from sglang_mooncake.sglang.seam import (
     metric_labels,
     pins_host_memory,
     rank_context,
+    rank_label,
     rdma_devices,
     recompute_address,
     stage_board,
@@ -113,6 +114,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             self.context.host,
             rdma_devices(args),
             is_first=args.gpu_id == server_args.base_gpu_id,
+            label=rank_label(self.context),
         )
         self.recorder = Recorder(
             self.context,

@@ -42,7 +42,7 @@ from sglang.srt.utils import is_hip
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
 from bootstrap_server import InstanceConfig, KVFormat, RankCoords, SGLangParallel, Topology
-from sglang_mooncake.context import Deadlines, RankContext, Role
+from sglang_mooncake.context import Deadlines, RankContext, Role, engine_label
 from sglang_mooncake.layout import ALL, Dealt, Split
 from sglang_mooncake.messages import PROTOCOL_VERSION
 from sglang_mooncake.rooms.states import RoomView
@@ -70,6 +70,7 @@ __all__ = [
     "own_address",
     "pins_host_memory",
     "rank_context",
+    "rank_label",
     "rdma_devices",
     "recompute_address",
     "stage_board",
@@ -389,6 +390,13 @@ def recompute_address(bootstrap_address: str, http_port: int) -> str:
     """Where the prefill server's HTTP API is, on the host of its registry."""
     host = NetworkAddress.parse(bootstrap_address).host
     return str(NetworkAddress(host, http_port).to_host_port_str())
+
+
+def rank_label(context: RankContext) -> str:
+    """What `te top` calls this rank's engine."""
+    serving = get_serving()
+    who = f"{context.role} ({context.coords})"
+    return engine_label(who, str(serving.served_model_name), int(serving.port))
 
 
 def metric_labels(context: RankContext) -> dict[str, str] | None:

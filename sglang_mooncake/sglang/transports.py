@@ -28,7 +28,7 @@ class HandoverUnavailable(RuntimeError):
 
 
 def open_engine(
-    config: Config, host: str, nics: tuple[str, ...], is_first: bool = True
+    config: Config, host: str, nics: tuple[str, ...], is_first: bool = True, label: str = ""
 ) -> te.Engine:
     """The engine over the transports of the settings, or over all; says in the log what became of
     Mooncake's variables.
@@ -37,6 +37,7 @@ def open_engine(
         nics: RDMA devices that SGLang's flags name.
         is_first: whether this is the first rank of its host: it alone logs what `te doctor` finds,
             which is the same for all.
+        label: see `te.Config.label`.
 
     Raises:
         HandoverUnavailable: devices that were named are not there, or the only transport cannot be
@@ -62,6 +63,7 @@ def open_engine(
                 topology=config.topology,
                 stall_timeout_s=config.stall_timeout_s,
                 max_queued_transfers=_TRANSFERS_MAX,
+                label=label,
                 **config.engine,
             )
         )

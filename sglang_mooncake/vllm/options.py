@@ -34,15 +34,17 @@ class Options:
     load_timeout_s: float
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """``ValueError`` names what is unknown or wrong."""
+    def of(cls, given: Mapping[str, Any], label: str = "") -> Self:
+        """``ValueError`` names what is unknown or wrong. ``label``: see ``te.Config.label``."""
         rest = dict(given)
         weights, timeout_s = (
             typed(name, rest.pop(name, default), kind) for name, (default, kind) in OWN.items()
         )
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"load_timeout_s={timeout_s} must be a positive number of seconds")
-        return cls(config_of(rest, OWN), weights, timeout_s)
+        store = config_of(rest, OWN)
+        store = replace(store, engine=replace(store.engine, label=label))
+        return cls(store, weights, timeout_s)
 
     @property
     def asking(self) -> Config:

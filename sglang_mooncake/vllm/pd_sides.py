@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import te
 from bootstrap_server import Rank, RankRecord
-from sglang_mooncake.context import RankContext
+from sglang_mooncake.context import RankContext, engine_label
 from sglang_mooncake.decode_side import DecodeSide, SealBuffer
 from sglang_mooncake.explain.questions import answers
 from sglang_mooncake.prefill_side import PrefillSide
@@ -37,7 +37,9 @@ class _Rank:
 
     context: RankContext
 
-    def __init__(self, options: PdOptions, host: str, memory: Memory, remote: Remote) -> None:
+    def __init__(
+        self, config: Any, options: PdOptions, host: str, memory: Memory, remote: Remote
+    ) -> None:
         self.engine = te.Engine(
             te.Config(
                 host=host,
@@ -45,6 +47,7 @@ class _Rank:
                 transports=options.transports or TRANSPORTS,
                 nics=options.nics,
                 max_queued_transfers=TRANSFERS_MAX,
+                label=engine_label(f"vLLM {self.context.role}", str(config.model_config.model)),
             )
         )
         try:
@@ -80,7 +83,7 @@ class PrefillRank(_Rank):
         """Raises ``te.Error``, ``zmq.ZMQError`` or ``ValueError`` for what cannot be opened."""
         layout = layout_of(config, caches, kernel)
         self.context = context_of("prefill", options, layout, host)
-        super().__init__(options, host, memory, "none")
+        super().__init__(config, options, host, memory, "none")
         self._side = PrefillSide(self.context, self.engine, layout, self._record_rooms(options))
         port = self._side.start()
         self.record: RankRecord | None = RankRecord(
@@ -112,7 +115,7 @@ class DecodeRank(_Rank):
         """Raises as ``PrefillRank`` does."""
         layout = functools.partial(layout_of, config, caches, kernel)
         self.context = context_of("decode", options, layout(), host)
-        super().__init__(options, host, memory, "tagged")
+        super().__init__(config, options, host, memory, "tagged")
         seals = SealBuffer(self.engine)
         self._side = DecodeSide(
             self.context,

@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstore.changes import Keys
 from kvstore.store import Store
+from sglang_mooncake.context import engine_label
 from sglang_mooncake.vllm.facts import block_tokens, check_server, signature_of
 from sglang_mooncake.vllm.kernels import cache_tensors, kernel_of, plain
 from sglang_mooncake.vllm.options import Options
@@ -70,7 +71,10 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         check_server(vllm_config, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._options = Options.of(extra)
+        is_scheduler = role == KVConnectorRole.SCHEDULER
+        who = f"store of vLLM {'scheduler' if is_scheduler else 'worker'}"
+        label = engine_label(who, str(vllm_config.model_config.model))
+        self._options = Options.of(extra, label)
         #: The scheduler's half.
         self._ranks: list[RankPages] = []
         self._requests = Requests(block_tokens(vllm_config), self._stored)
@@ -79,7 +83,6 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         #: A worker's half.
         self._worker: StoreWorker | None = None
         self._device = torch.device("cpu")
-        is_scheduler = role == KVConnectorRole.SCHEDULER
         self._store = Store(self._options.asking if is_scheduler else self._options.store)
 
     @classmethod

@@ -20,7 +20,7 @@ from te.errors import StatusError, UsageError
 from te.stats import EngineStatus
 from te.status import Live, ask, default_directories, running
 from te.top.lines import lines
-from te.top.rates import Sample, rows
+from te.top.rates import EngineRow, Sample, rows
 
 __all__ = ["DESCRIPTION", "add_arguments", "run"]
 
@@ -35,12 +35,20 @@ Keys: q or Ctrl-C ends. The exit status of --once is 1 when there is no engine."
 ASKED_AT_ONCE: Final = 16
 TIMEOUT_S: Final = 2.0
 INTERVAL_LEAST_S: Final = 0.1
+#: Of --once without --all.
+LINES_MAX: Final = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument(
-        "--once", action="store_true", help="look twice, print one table as plain text, and end"
+        "--once",
+        action="store_true",
+        help="look twice, print one table as plain text, and end: the busiest engines and links, in"
+        f" at most {LINES_MAX} lines",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="with --once: every engine and every link"
     )
     parser.add_argument(
         "--json",
@@ -81,7 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
         return sample(places, pids)
 
     if arguments.once:
-        return _once(look, arguments.interval, places, arguments.json)
+        most = None if arguments.all else LINES_MAX
+        return _once(look, arguments.interval, places, arguments.json, most)
+    if arguments.all:
+        raise UsageError("--all is for --once")
     if arguments.json:
         return _stream(look, arguments.interval)
     if not sys.stdout.isatty():
@@ -151,17 +162,31 @@ def _pairs(look: Callable[[], Sample], interval_s: float) -> Iterator[tuple[Samp
 
 
 def _once(
-    look: Callable[[], Sample], interval_s: float, places: tuple[Path, ...], as_json: bool
+    look: Callable[[], Sample],
+    interval_s: float,
+    places: tuple[Path, ...],
+    as_json: bool,
+    most: int | None,
 ) -> int:
     before, after = next(_pairs(look, interval_s))
     found = rows(before, after)
     if as_json:
         _write(_json(before, after))
     elif found or after.problems:
-        _write("\n".join(text for _, text in lines(found, after.problems, None)))
+        _write("\n".join(_table(found, after.problems, most)))
     else:
         _write(nobody(places))
     return 0 if found else 1
+
+
+def _table(
+    found: tuple[EngineRow, ...], problems: tuple[str, ...], most: int | None
+) -> Iterator[str]:
+    whole = lines(found, problems, None)
+    is_whole = most is None or len(whole) <= most
+    yield from (text for _, text in (whole if is_whole else lines(found, problems, None, most)))
+    if not is_whole:
+        yield "--all shows every engine and every link."
 
 
 def _stream(look: Callable[[], Sample], interval_s: float) -> int:

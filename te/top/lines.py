@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from te.printable import printable
 from te.stats import EngineStatus, LinkStats
-from te.top.rates import EngineRow, LinkRow, RailRow, Rate
+from te.top.rates import EngineRow, LinkRow, RailRow, Rate, busiest_links
 
 __all__ = ["Kind", "Line", "crop", "lines", "size"]
 
@@ -22,6 +23,8 @@ LEFT_OUT: Final = (("sent", "received"), ("done",), ("in flight",), ("failed",),
 NAME_LEAST: Final = 34
 GAP: Final = "  "
 NOTHING: Final = "–"
+#: Of one link, where lines are left out.
+LINK_LINES_MAX: Final = 10
 
 
 class Kind(enum.Enum):
@@ -56,14 +59,25 @@ def size(nbytes: float) -> str:
 
 
 def lines(
-    rows: Sequence[EngineRow], problems: Sequence[str], width: int | None
+    rows: Sequence[EngineRow],
+    problems: Sequence[str],
+    width: int | None,
+    most: int | None = None,
 ) -> list[tuple[Kind, str]]:
-    """The whole table, each line no longer than ``width``; None is as long as need be."""
+    """The table, each line no longer than ``width``; None is as long as need be.
+
+    Args:
+        most: how many lines there may be, at least 10: the busiest engines and the busiest links
+            are shown, and it is said how many are not. None: all are shown.
+    """
     found = [Line(Kind.HEAD, "", {name: name for name in COLUMNS})]
-    for engine in rows:
-        found += _engine(engine)
-    found += [Line(Kind.BAD, one) for one in problems]
-    return _set(found, width)
+    bad = [Line(Kind.BAD, one) for one in problems]
+    if most is None:
+        for engine in rows:
+            found += [*_engine(engine), *(line for link in engine.links for line in _link(link))]
+        return _set(found + bad, width)
+    bad = _first(bad, most // 4, "problems")
+    return _set(found + _busiest(rows, most - len(found) - len(bad)) + bad, width)
 
 
 def crop(text: list[tuple[Kind, str]], height: int) -> list[tuple[Kind, str]]:
@@ -74,13 +88,56 @@ def crop(text: list[tuple[Kind, str]], height: int) -> list[tuple[Kind, str]]:
     return [*kept, (Kind.NOTE, f"… {len(text) - len(kept)} more lines")]
 
 
+# -- what is shown where there is no room for all
+
+
+def _busiest(rows: Sequence[EngineRow], most: int) -> list[Line]:
+    """Every engine first, the busiest above; the lines that are left go to the busiest links."""
+    heads = [_engine(one) for one in rows]
+    room, count = most, 0
+    for row, head in zip(rows, heads, strict=True):
+        needed = len(head) + bool(row.links)  # A line says how many links are not shown.
+        if room < needed + (count + 1 < len(rows)):  # And one how many engines are not.
+            break
+        room, count = room - needed, count + 1
+    blocks: dict[int, list[Line]] = {}
+    room -= count < len(rows)
+    for link in busiest_links(rows[:count]):
+        block = _first(_link(link), LINK_LINES_MAX, "lines of this link")
+        if len(block) <= room:
+            blocks[id(link)], room = block, room - len(block)
+    found: list[Line] = []
+    for row, head in zip(rows[:count], heads, strict=False):
+        shown = [blocks[id(one)] for one in row.links if id(one) in blocks]
+        found += [*head, *(line for block in shown for line in block)]
+        if len(shown) < len(row.links):
+            found.append(Line(Kind.NOTE, f"  … {_more(row.links, len(shown))} links"))
+    if count < len(rows):
+        found.append(Line(Kind.NOTE, f"… {_more(rows, count)} engines"))
+    return found
+
+
+def _more(of: Sequence[object], shown: int) -> str:
+    """How many there are besides."""
+    return f"{len(of) - shown} more" if shown else str(len(of))
+
+
+def _first(found: list[Line], most: int, what: str) -> list[Line]:
+    """At most so many; the last one says how many are not shown."""
+    if len(found) <= most:
+        return found
+    kept = found[: most - 1]
+    return [*kept, Line(Kind.NOTE, f"    … {len(found) - len(kept)} more {what}")]
+
+
 # -- what each line tells
 
 
 def _engine(row: EngineRow) -> list[Line]:
+    """Without its links."""
     status = row.status
     stats = status.stats
-    name = f"pid {status.pid}  {_program(status)}  engine {status.id[:8]}"
+    name = f"pid {status.pid}  {status.label or _program(status)}  engine {status.id[:8]}"
     cells = _rates(row.rate) | {
         "sent": size(stats.bytes_sent),
         "received": size(stats.bytes_received),
@@ -88,10 +145,7 @@ def _engine(row: EngineRow) -> list[Line]:
         "done": str(stats.transfers_done),
         "failed": str(stats.transfers_failed),
     }
-    found = [Line(Kind.ENGINE, name, cells), Line(Kind.NOTE, f"  {_facts(status)}")]
-    for link in row.links:
-        found += _link(link)
-    return found
+    return [Line(Kind.ENGINE, name, cells), Line(Kind.NOTE, f"  {_facts(status)}")]
 
 
 def _program(status: EngineStatus) -> str:
@@ -211,5 +265,5 @@ def _text(
 
 def _short(text: str, width: int | None) -> str:
     """Control characters, which a process may have in its name, do not reach the terminal."""
-    clean = "".join(one if one.isprintable() else "?" for one in text)
+    clean = printable(text)
     return clean if width is None or len(clean) <= width else f"{clean[: max(width - 1, 0)]}…"

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from te.stats import EngineStatus, LinkStats, RailStats
 
-__all__ = ["EngineRow", "LinkRow", "RailRow", "Rate", "Sample", "rows"]
+__all__ = ["EngineRow", "LinkRow", "RailRow", "Rate", "Sample", "busiest_links", "rows"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,11 @@ def rows(before: Sample | None, after: Sample) -> tuple[EngineRow, ...]:
     elapsed_s = 0.0 if before is None else after.time_s - before.time_s
     found = [_engine(known.get(one.id), one, elapsed_s) for one in after.engines]
     return tuple(sorted(found, key=_rank_of_engine))
+
+
+def busiest_links(engines: Iterable[EngineRow]) -> list[LinkRow]:
+    """Of all of them, the fastest first."""
+    return sorted((link for engine in engines for link in engine.links), key=_rank_of_link)
 
 
 def _engine(before: EngineStatus | None, after: EngineStatus, elapsed_s: float) -> EngineRow:

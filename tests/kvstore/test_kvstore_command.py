@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
 import te
@@ -112,6 +113,22 @@ def test_a_process_is_a_line() -> None:
         ["7", "1.5", "GiB", "12", "3", "2", "40", "5", "6", "1/2", "75%", "0", "2", "4", *more],
         ["8", "-", "-", "-", "-", "-", "-", "-", "0/0", "-", "0", "0", "0", "0/0", "x"],
     ]
+
+
+def test_an_application_names_its_process_and_commands_no_terminal() -> None:
+    one = StoreStatus(8, "python", 0, None, (), {}, {}, {}, 0, 0, 0, label="store of m\x1b[2J")
+    assert lines([one])[1].endswith("  store of m?[2J")
+    assert lines([replace(one, label="", process="x\ny")])[1].endswith("  x?y")
+
+
+def test_the_busiest_of_many_processes_are_shown() -> None:
+    idle = StoreStatus(0, "x", 0, None, (), {}, {}, {}, 0, 0, 0)
+    many = [replace(idle, pid=i, bytes_got=i % 3, bytes_put=i) for i in range(7)]
+    head, *rest, last = lines(many, 3)
+    assert head.split()[0] == "PID"
+    assert [line.split()[0] for line in rest] == ["5", "6", "4"]
+    assert last == "… 4 more processes; --all shows them"
+    assert len(lines(many, 7)) == len(lines(many)) == 1 + 7
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-from store_linking import LAYERS, PAGE, PATIENT, be_patient, mha_pool, mla_pool
+from store_linking import LABEL, LAYERS, PAGE, PATIENT, be_patient, mha_pool, mla_pool
 
 from sglang_mooncake.sglang.store import hicache, refusals, signatures
 from sglang_mooncake.sglang.store.hicache import HiCacheStore
@@ -80,6 +80,7 @@ def in_a_server(monkeypatch: pytest.MonkeyPatch, **args: Any) -> SimpleNamespace
     monkeypatch.setattr(signatures, "name_adapters", lambda _: None)
     monkeypatch.setattr(hicache, "get_server_args", lambda: server.args)
     monkeypatch.setattr(hicache, "open_exporter", lambda _: None)
+    monkeypatch.setattr(hicache, "store_label", lambda: LABEL)
     return server
 
 

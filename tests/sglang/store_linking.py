@@ -28,6 +28,8 @@ from sglang_mooncake.sglang.store.signatures import PoolFacts
 PAGE, PAGES, LAYERS = 4, 16, 5
 #: For deadlines that must not pass: a loaded machine stops any thread for seconds.
 NEVER_S = 1_000.0
+#: What the server's engine is called; a server of SGLang says it of itself.
+LABEL = "store of server (dp 0 cp 0 tp 0 pp 0) of m, port 30000"
 PATIENT = {"load_timeout_s": NEVER_S, "request_timeout_s": NEVER_S}
 SIGNATURE = Signature(
     weights="w", dtype="float32", page_size=PAGE, layers=(0, LAYERS), heads=(0, 2), layout="t/1"
@@ -106,6 +108,7 @@ def make(
     monkeypatch.setattr(linker_module, "SignatureNow", signature)
     monkeypatch.setattr(linker_module, "weights_of", lambda *_: "w")
     monkeypatch.setattr(linker_module, "open_exporter", exporter)
+    monkeypatch.setattr(linker_module, "store_label", lambda: LABEL)
     monkeypatch.setattr(device_pools, "heads_of_rank", lambda *_: (0, 2))
     parallel = SimpleNamespace(attn_tp_rank=0, attn_tp_size=1, pp_rank=0, pp_size=1)
     monkeypatch.setattr(device_pools, "get_parallel", lambda: parallel)

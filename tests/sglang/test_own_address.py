@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The address of this host on hosts where SGLang finds none, as without a default route."""
+"""What a rank takes from SGLang about its server: the address of this host where SGLang finds none,
+as without a default route, and what programs call the rank's engine."""
 
 from __future__ import annotations
 
@@ -50,3 +51,13 @@ def test_a_wildcard_is_refused_with_the_variable_that_helps(asked, host):
 def test_the_variable_of_sglang_comes_first(asked, monkeypatch):
     monkeypatch.setenv("SGLANG_HOST_IP", "10.9.0.7")
     assert asked("10.9.0.1") == "10.9.0.7"
+
+
+def test_te_top_names_role_port_and_model(monkeypatch):
+    from bootstrap_server import RankCoords
+    from sglang_mooncake.sglang import seam
+
+    serving = SimpleNamespace(served_model_name="/models/m/", port=30000)
+    monkeypatch.setattr(seam, "get_serving", lambda: serving)
+    rank = SimpleNamespace(role="prefill", coords=RankCoords(0, 0, 1, 0))
+    assert seam.rank_label(rank) == "prefill (dp 0 cp 0 tp 1 pp 0) of m, port 30000"

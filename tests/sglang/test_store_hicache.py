@@ -61,10 +61,11 @@ def test_pages_come_back_into_other_slots(
 ) -> None:
     import torch
     from store_hosting import host_pool, page_of
-    from store_linking import hashes, slots
+    from store_linking import LABEL, hashes, slots
 
     pool = host_pool(kind, layout, monkeypatch)
     store = open_store(pool)
+    assert store._store.status().label == LABEL, "kvstore top names the server"
     keys = hashes(4)
     before = [page_of(pool, page) for page in range(pool.page_num)]
     assert store.batch_exists(keys) == 0

@@ -65,8 +65,18 @@ def test_pages_come_back_into_other_slots(linker: StoreLinker) -> None:
 
 def test_several_requests_load_in_one_batch(linker: StoreLinker) -> None:
     import torch
-    from store_linking import PoolName, fill, hashes, offloaded, slots, tensors_of, transfer
+    from store_linking import (
+        LABEL,
+        PoolName,
+        fill,
+        hashes,
+        offloaded,
+        slots,
+        tensors_of,
+        transfer,
+    )
 
+    assert linker._store.status().label == LABEL, "kvstore top names the server"
     before = fill(linker)
     assert offloaded(linker, hashes(4), 0, 1, 2, 3)
     assert linker.load("a", transfer(hashes(2), 10, 11))

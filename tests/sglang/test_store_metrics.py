@@ -32,7 +32,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     server = SimpleNamespace(
         observability=SimpleNamespace(enable_metrics=True),
-        serving=SimpleNamespace(served_model_name="m"),
+        serving=SimpleNamespace(served_model_name="/models/m", port=30000),
         disagg=SimpleNamespace(disaggregation_mode="null"),
         parallel=SimpleNamespace(
             attn_dp_size=1, attn_dp_rank=0, dp_rank=None, attn_cp_rank=0, attn_tp_rank=1, pp_rank=0
@@ -44,7 +44,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 RANK = {
-    "model_name": "m", "role": "null", "dp_rank": "0", "cp_rank": "0", "tp_rank": "1",
+    "model_name": "/models/m", "role": "null", "dp_rank": "0", "cp_rank": "0", "tp_rank": "1",
     "pp_rank": "0",
 }  # fmt: skip
 
@@ -115,3 +115,13 @@ def test_without_sglangs_flag_nothing_is_told(server: SimpleNamespace) -> None:
 
     server.observability.enable_metrics = False
     assert open_exporter(lambda: pytest.fail("nobody asks")) is None
+
+
+@pytest.mark.parametrize(("role", "shown"), [("null", "server"), ("prefill", "prefill")])
+def test_programs_name_the_server_of_a_part_of_the_store(
+    server: SimpleNamespace, role: str, shown: str
+) -> None:
+    from sglang_mooncake.sglang.store.figures import store_label
+
+    server.disagg.disaggregation_mode = role
+    assert store_label() == f"store of {shown} (dp 0 cp 0 tp 1 pp 0) of m, port 30000"

@@ -17,6 +17,8 @@ from sglang_mooncake.story import STAGES, RoomStory, WriteStory
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = """]]></svg><script>alert("1")</script>&'"""
+#: It clears a terminal, and no file in XML may hold it.
+CONTROL = "\x1b[2J\n"
 
 
 def told(*stories, rank="decode rank 0", role="decode", boot_id="one", wall_s=1000.0, at_s=50.0):
@@ -174,7 +176,7 @@ def test_the_wait_before_prefill_had_the_request_is_named(boot_id):
 
 def test_the_drawing_is_well_formed_whatever_ranks_are_called():
     told_of = [
-        told(decode_story(), rank=HOSTILE),
+        told(decode_story(), rank=HOSTILE + CONTROL),
         told(prefill_story(), rank=HOSTILE + "2", role="prefill"),
     ]
     root = ET.fromstring(as_svg(timelines(told_of)))
@@ -184,6 +186,14 @@ def test_the_drawing_is_well_formed_whatever_ranks_are_called():
     assert any(HOSTILE in text for text in texts)
     fills = [one.get("fill") for one in root.iter(f"{SVG}rect")]
     assert set(COLOURS.values()) <= set(fills)
+
+
+def test_what_others_have_told_commands_no_terminal():
+    write = WriteStory("d" + CONTROL, "tcp" + CONTROL, 10.1, 10.2, 1, 1, 1)
+    story = decode_story(reason="x" + CONTROL, writes=(write,), peers=("p" + CONTROL,))
+    text = as_text(timelines([told(story, rank="r" + CONTROL)])[0])
+    assert text.count("?[2J?") >= 5
+    assert all(line.isprintable() for line in text.splitlines())
 
 
 @given(

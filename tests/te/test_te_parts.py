@@ -49,6 +49,7 @@ pytestmark = pytest.mark.pure
         ({"rails": 0}, "rails=0 must be between 1 and 8"),
         ({"workers": 5}, "workers=5 must be between 1 and 4"),
         ({"spin_s": -1.0}, "spin_s=-1.0 must be between"),
+        ({"label": "x" * 201}, "label has 201 characters, and may have 200"),
         ({"segment_bytes": 0}, "segment_bytes=0"),
         ({"max_connections": 0}, "max_connections=0"),
         ({"socket_buffer_bytes": -1}, "socket_buffer_bytes=-1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+from pathlib import Path
 
 from te_contract import EMPTY, TIMEOUT_S, Pair, Way, outcome, paired
 from te_far import wait_until
@@ -218,11 +219,18 @@ def test_the_answer_of_the_status_socket_has_all_of_it(pair: Pair) -> None:
     assert pair.write(0, 0, MIB, tag=1).wait(TIMEOUT_S) is DONE
     assert pair.source.status_path is not None
     answer = ask(pair.source.status_path, "engine", timeout_s=TIMEOUT_S)
-    assert answer["process"] == process_name()
+    assert (answer["process"], answer["label"]) == (process_name(), "")
     assert answer["stats"]["by_transport"][pair.way.transport]["bytes_sent"] == MIB
     (link,) = answer["links"]
     assert sum(one["flow"]["bytes_sent"] for one in link["rails"]) == MIB
     assert link["outcomes"]["transfers_done"] == 1
+
+
+def test_an_engine_answers_with_the_label_of_its_application(tmp_path: Path) -> None:
+    config = te.Config(transports=("tcp",), status_dir=tmp_path / "s", label="prefill of m")
+    with te.Engine(config) as engine:
+        assert engine.status_path is not None
+        assert ask(engine.status_path, "engine", timeout_s=TIMEOUT_S)["label"] == "prefill of m"
 
 
 # -- pure

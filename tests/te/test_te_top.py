@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from te.stats import (
     EngineStatus,
@@ -244,6 +247,66 @@ def test_what_a_process_calls_itself_cannot_command_the_terminal() -> None:
 )
 def test_a_process_has_a_short_name(command: str, shown: str) -> None:
     assert f"pid 7  {shown}  engine" in table(replace(busy(), process=command))[1][1]
+
+
+def test_what_the_application_calls_its_engine_stands_for_the_program() -> None:
+    one = replace(busy(), label="prefill of m,\x1b[2J port 30000")
+    assert "pid 7  prefill of m,?[2J port 30000  engine 01234567" in table(one)[1][1]
+
+
+# -- where there is no room for all
+
+
+def many(engines: int, links: int, rails: int) -> list[EngineStatus]:
+    """Each has links that are faster than those of the one before; all links differ."""
+    return [
+        engine(
+            f"{i:08x}",
+            *(
+                link(f"{i:04x}{j:04x}", *(rail(1 + i * GB + j * 1_000) for _ in range(rails)))
+                for j in range(links)
+            ),
+            pid=i,
+        )
+        for i in range(engines)
+    ]
+
+
+def bounded(engines: list[EngineStatus], most: int, problems: int = 0) -> list[str]:
+    told = [f"problem {i}" for i in range(problems)]
+    zero = tuple(replace(one, links=(), stats=engine(one.id).stats) for one in engines)
+    found = rows(Sample(0.0, zero), Sample(1.0, tuple(engines)))
+    return [text for _, text in lines(found, told, None, most)]
+
+
+@given(
+    st.integers(0, 40), st.integers(1, 12), st.integers(1, 20), st.integers(0, 30),
+    st.integers(10, 80),
+)  # fmt: skip
+def test_a_bounded_table_has_no_more_lines_and_says_what_is_missing(
+    engines: int, links: int, rails: int, problems: int, most: int
+) -> None:
+    found = bounded(many(engines, links, rails), most, problems)
+    assert len(found) <= most
+    shown = [line for line in found if line.startswith("pid ")]
+    assert [int(line.split()[1]) for line in shown] == [*reversed(range(engines))][: len(shown)]
+    missing = [line for line in found if line.startswith("… ") and "engines" in line]
+    assert len(missing) == (len(shown) < engines)
+    for line in missing:
+        assert str(engines - len(shown)) in line.split()
+    of_links = sum("→ " in line and " at " in line for line in found)
+    left_out = [re.match(r"  … (\d+)(?: more)? links", line) for line in found]
+    assert of_links + sum(int(one[1]) for one in left_out if one) == links * len(shown)
+
+
+def test_the_busiest_links_of_all_engines_are_shown() -> None:
+    found = bounded(many(3, 9, 1), 20)
+    assert [line.split()[1] for line in found if "→ " in line and " at " in line] == [
+        "00020008", "00020007", "00020006", "00020005", "00020004",
+    ]  # fmt: skip
+    assert [line for line in found if "…" in line] == [
+        "  … 4 more links", "  … 9 links", "  … 9 links",
+    ]  # fmt: skip
 
 
 def test_lines_for_which_there_is_no_room_are_counted() -> None:

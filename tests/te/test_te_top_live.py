@@ -22,8 +22,10 @@ import pytest
 import te_busy
 from te_far import wait_until
 
+import te
 from te import cli
 from te.status import StatusSocket
+from te.top import command
 
 TIMEOUT_S = 60.0
 TE = [sys.executable, "-m", "te.cli", "top"]
@@ -274,6 +276,32 @@ def test_json_lines_until_the_reader_has_enough(busy: Busy) -> None:
         lines.close()
         assert process.wait(TIMEOUT_S) == 0
         assert process.stderr.read() == ""
+
+
+@pytest.mark.slow
+def test_a_long_table_is_cut_unless_all_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "LINES_MAX", 12)
+    monkeypatch.setattr(command, "TIMEOUT_S", TIMEOUT_S)
+    arguments = ["top", "--once", "--interval=0.1", f"--dir={tmp_path / 's'}"]
+    with contextlib.ExitStack() as stack:
+        for i in range(8):
+            config = te.Config(transports=("tcp",), status_dir=tmp_path / "s", label=f"engine {i}")
+            stack.enter_context(te.Engine(config))
+        assert cli.main(arguments) == 0
+        found = capsys.readouterr().out.splitlines()
+        assert cli.main([*arguments, "--all"]) == 0
+        whole = capsys.readouterr().out.splitlines()
+    assert found[-2:] == ["… 3 more engines", "--all shows every engine and every link."]
+    assert len(found) == 12 + 1
+    engines = [line for line in whole if line.startswith("pid ")]
+    assert {line.split()[3] for line in engines} == {str(i) for i in range(8)}
+
+
+def test_all_is_for_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["top", "--all"]) == 2
+    assert capsys.readouterr().err == "te top: --all is for --once\n"
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ def reasons(rank: Any) -> str:
 
 def test_blocks_arrive_byte_for_byte_and_nothing_else_changes() -> None:
     with pair() as two:
+        labels = [one.engine._config.label for one in (two.prefill, two.decode)]
+        assert labels == ["vLLM prefill of m", "vLLM decode of m"], "te top names them"
         two.send("p", 7, [1, 2, 5], tokens=2 * TOKENS + 1)
         two.load("d", 7, [4, 9, 8])
         two.until_loaded("d")

@@ -210,7 +210,8 @@ def test_pages_that_find_no_room_are_logged(
 
 
 def test_settings_are_checked() -> None:
-    options = Options.of({"memory": "8MiB", "weights": "mine", "load_timeout_s": 2})
+    options = Options.of({"memory": "8MiB", "weights": "mine", "load_timeout_s": 2}, "one")
+    assert options.store.engine.label == options.asking.engine.label == "one"
     assert (options.store.memory, options.weights, options.load_timeout_s) == (8 << 20, "mine", 2.0)
     assert Options.of({}).load_timeout_s == LOAD_TIMEOUT_S
     with pytest.raises(ValueError, match="no setting 'memori'; did you mean 'memory'"):

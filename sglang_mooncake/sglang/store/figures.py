@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store's metrics in SGLang's own `/metrics`, beside those of the hand-over."""
+"""How a rank's part of the store is seen: its metrics in SGLang's own `/metrics`, beside those of
+the hand-over, and its name in `te top` and `kvstore top`."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ from sglang.srt.runtime_context import (
 
 from kvstore.metrics import METRICS, PREFIX, counters, gauges
 from kvstore.status import StoreStatus
+from sglang_mooncake.context import engine_label
 from sglang_mooncake.metrics import Key, Metric
 from sglang_mooncake.sglang.prometheus import Exporter
 
-__all__ = ["open_exporter"]
+__all__ = ["open_exporter", "store_label"]
 
 _TABLE: Final = tuple(Metric(*one) for one in METRICS)
 
@@ -46,6 +48,14 @@ def open_exporter(status: Callable[[], StoreStatus], registry: Any = None) -> Ex
     if not get_observability().enable_metrics:
         return None
     return Exporter(_TABLE, _StoreFigures(status), _labels(), PREFIX, registry)
+
+
+def store_label() -> str:
+    """What `te top` and `kvstore top` call this rank's part of the store."""
+    serving, labels = get_serving(), _labels()
+    role = {"null": "server"}.get(labels["role"], labels["role"])
+    place = " ".join(f"{axis} {labels[f'{axis}_rank']}" for axis in ("dp", "cp", "tp", "pp"))
+    return engine_label(f"store of {role} ({place})", labels["model_name"], int(serving.port))
 
 
 def _labels() -> dict[str, str]:

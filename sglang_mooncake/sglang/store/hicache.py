@@ -38,7 +38,7 @@ from kvstore.changes import keys_of_hex
 from kvstore.outcomes import Got, Put
 from kvstore.store import Store
 from sglang_mooncake.sglang.store.admission import Admission
-from sglang_mooncake.sglang.store.figures import open_exporter
+from sglang_mooncake.sglang.store.figures import open_exporter, store_label
 from sglang_mooncake.sglang.store.forwards import Forwards
 from sglang_mooncake.sglang.store.host_pool import HostPool
 from sglang_mooncake.sglang.store.options import Options
@@ -87,7 +87,8 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
                 "the store must see every update of weights, and this server may have been updated"
                 " before: give --hicache-storage-backend when the server starts"
             )
-        self._options = Options.of({k: v for k, v in extra.items() if k not in _SGLANGS})
+        ours = {k: v for k, v in extra.items() if k not in _SGLANGS}
+        self._options = Options.of(ours, store_label())
         self._config = storage_config
         self._weights = weights_of(self._server_args, self._options.weights)
         self._pools: dict[str, _Pool] = {}

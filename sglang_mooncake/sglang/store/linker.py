@@ -45,7 +45,7 @@ from sglang_mooncake.sglang.store.device_pools import (
     pools_of,
     share_of,
 )
-from sglang_mooncake.sglang.store.figures import open_exporter
+from sglang_mooncake.sglang.store.figures import open_exporter, store_label
 from sglang_mooncake.sglang.store.forwards import Forwards
 from sglang_mooncake.sglang.store.layer_loads import LayerLoads, PoolLoad
 from sglang_mooncake.sglang.store.options import Options
@@ -129,7 +129,7 @@ class StoreLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 params.page_size,
                 params.page_size,
             )
-        options = Options.of(extra_config)
+        options = Options.of(extra_config, store_label())
         pools = pools_of(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
         self.forward_stream = forward_stream
         self.pools = {one.name: one.kvcache for one in pools}

@@ -47,8 +47,8 @@ class Options:
     admission: bool
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """``ValueError`` names what is unknown or wrong."""
+    def of(cls, given: Mapping[str, Any], label: str = "") -> Self:
+        """``ValueError`` names what is unknown or wrong. ``label``: see ``te.Config.label``."""
         rest = dict(given)
         weights, layers, timeout_s, admission = (
             typed(name, rest.pop(name, default), kind) for name, (default, kind) in OWN.items()
@@ -59,7 +59,7 @@ class Options:
             )
         settings = Settings.from_environment()
         store = Config.of(rest, settings.keys, OWN)
-        store = replace(store, engine=_engine(settings, store))
+        store = replace(store, engine=replace(_engine(settings, store), label=label))
         return cls(store, weights, layers, timeout_s, admission)
 
 
