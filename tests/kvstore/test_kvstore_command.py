@@ -60,7 +60,8 @@ def lender(directory: Path, environment: dict[str, str]) -> Iterator[subprocess.
 
 
 def top(environment: dict[str, str], *arguments: str) -> str:
-    command = [sys.executable, "-m", "kvstore", "top", "--once", *arguments]
+    place = f"--dir={environment['XDG_RUNTIME_DIR']}/te"  # Others of this user may have stores.
+    command = [sys.executable, "-m", "kvstore", "top", "--once", place, *arguments]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 0
     return done.stdout
