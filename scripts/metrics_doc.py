@@ -28,7 +28,7 @@ def document() -> str:
         ("RANKS", _ranks()),
         ("STORE", _store()),
         ("REGISTRY", _registry()),
-        ("RULES", _indented(RULES.read_text())),
+        ("RULES", _indented(_without_comments(RULES.read_text()))),
     ):
         text = text.replace(f"{{{{{name}}}}}", table)
     return text
@@ -55,6 +55,11 @@ def _registry() -> str:
     for name, metric in registry.METRICS.items():
         lines.append(f"| `{registry.PREFIX}{name}` | {metric.kind} | {metric.help} |")
     return "\n".join(lines)
+
+
+def _without_comments(text: str) -> str:
+    """The page says what they say; an indented line with a # is a command for root there."""
+    return "".join(line for line in text.splitlines(True) if not line.startswith("#"))
 
 
 def _indented(text: str) -> str:
