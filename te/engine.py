@@ -295,6 +295,7 @@ class Engine:
             if peer is None or not peer.alive:
                 peer = Peer(decoded, opened, self._memory, self._config, self._notifier)
                 self._peers[key] = peer
+                self._acceptor.outgoing[opened.link.handle.number] = peer
                 self._connects += 1
                 self._connects_fallen_back += bool(opened.reason)
                 return peer

@@ -10,6 +10,7 @@ import logging
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from te.connect.admission import Admission, HalfOpen, source_of
 from te.connect.chosen import Chosen
 from te.connect.dial import address_text
 from te.connect.incoming import Incoming
-from te.connect.links import Links
+from te.connect.links import Described, Links
 from te.connect.loop import READABLE, IoLoop
 from te.connect.throttle import Throttle
 from te.core.engine import Revocation
@@ -67,6 +68,9 @@ class Acceptor:
         self._admission = Admission()
         self._half_open: dict[HalfOpen, Incoming] = {}
         self._throttle = Throttle()
+        #: Links that this engine has opened, by the plane's number; those that nobody has any more
+        #: go by themselves.
+        self.outgoing: weakref.WeakValueDictionary[int, Described] = weakref.WeakValueDictionary()
         listener = _listen(local.config)
         host, port = listener.getsockname()[:2]
         #: Numeric host and port this engine listens on.
@@ -297,8 +301,13 @@ class Acceptor:
                 continue
             with self._lock:
                 link = self._links.take(number)
-            who = f"{link.where} ({link.key.engine_id})" if link else f"link {number}"
-            reason = sentence(who, code, errnum, text, self.local.config.stall_timeout_s)
+            peer = self.outgoing.pop(number, None)
+            if peer is not None:
+                reason = peer.describe(code, errnum, text)
+            else:
+                # It may be one that nobody has any more.
+                who = f"{link.where} ({link.key.engine_id})" if link else "a former peer"
+                reason = sentence(who, code, errnum, text, self.local.config.stall_timeout_s)
             level = logging.WARNING if code == Reason.VIOLATED else logging.INFO
             logger.log(level, "a link ended: %s", reason)
 

@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The links that other engines have opened into this one, by what they are called."""
+"""The links that other engines have opened into this one, by what they are called; and what is
+asked of a peer that this engine has opened a link to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 from te.transports.base import IncomingLink, LinkKey
 
-__all__ = ["Links"]
+__all__ = ["Described", "Links"]
+
+
+class Described(Protocol):
+    """``te.peers.Peer``."""
+
+    def describe(self, code: int, errnum: int, text: str) -> str:
+        """The sentence for what the plane reports of its link."""
 
 
 class Links:

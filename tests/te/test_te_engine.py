@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import resource
@@ -194,6 +195,20 @@ def test_a_plane_without_descriptors_closes_none_that_is_not_its_own(spare: int)
     gc.collect()
     assert os.path.samestat(os.fstat(0), standard_input)
     assert descriptors() <= before
+
+
+@pytest.mark.parametrize("transport", ["tcp", "samehost"])
+def test_the_log_names_the_peer_whose_link_has_ended(
+    transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "te")
+    config = te.Config(transports=(transport,), connect_timeout_s=TIMEOUT_S)
+    with te.Engine(config) as source, te.Engine(config) as target:
+        peer = source.connect(target.card())
+        host, port = peer.address
+        target.close()
+        said = f"a link ended: engine {target.id} at {host}:{port} closed the connection"
+        wait_until(lambda: said in caplog.text, "the log says so")
 
 
 def test_taken_port_and_unknown_host() -> None:
