@@ -5,7 +5,9 @@ as they stand, a TOML file by `Kind.from_toml`."""
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,8 @@ __all__ = [
 ]
 
 _PORT_MAX = 65_535
+#: Labels as in RFC 1123; underscores are found in names of containers.
+_NAME = re.compile(r"(?=.{1,254}\Z)[^\W_][\w-]{0,62}(\.[\w-]{1,63})*\.?")
 #: A setting has one TOML type.
 _TOML_TYPES: dict[str, tuple[type, ...]] = {
     "true or false": (bool,),
@@ -173,7 +177,30 @@ def port_range() -> Kind:
 
 
 def address() -> Kind:
-    return Kind("address or name", _printable)
+    """Of a host. Names are not resolved: that may be another host's to do."""
+
+    def read(given: str) -> str:
+        if not (_is_address(_printable(given)) or _is_name(given)):
+            raise ValueError("give an address such as 10.0.0.1 or fd00::1, or a host's name")
+        return given
+
+    return Kind("address or name", read)
+
+
+def _is_address(given: str) -> bool:
+    try:
+        ipaddress.ip_address(given)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_name(given: str) -> bool:
+    """Not one that resolvers take for an address that was cut short, such as `10.0.0.`."""
+    if _NAME.fullmatch(given) is None:
+        return False
+    last = given.removesuffix(".").rpartition(".")[2]
+    return not last.isdecimal() or ("." not in given and int(given) >> 32 > 0)
 
 
 def file_path(none: str = "") -> Kind:

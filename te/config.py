@@ -17,10 +17,13 @@ from te.proof import KEY_BYTES, KEYS_MAX
 from te.status import default_directory
 from te.transports import registry
 
-__all__ = ["LABEL_CHARS_MAX", "LIMITS", "TRANSPORTS", "Config"]
+__all__ = ["GID_INDEX_AUTOMATIC", "LABEL_CHARS_MAX", "LIMITS", "TRANSPORTS", "Config"]
 
 TRANSPORTS = registry.BY_DEFAULT
 """Names of the transports that an engine offers and uses by default, in order of preference."""
+
+GID_INDEX_AUTOMATIC: Final = -1
+"""As a value of ``Config.gid_index``: the same as None. Other engines call it so, too."""
 
 LIMITS: Final[Mapping[str, tuple[int, int]]] = {
     "port": (0, 65535),
@@ -31,7 +34,7 @@ LIMITS: Final[Mapping[str, tuple[int, int]]] = {
     "traffic_class": (0, 255),
     "service_level": (0, 15),
     "partition_key_index": (0, 65535),
-    "gid_index": (0, 255),
+    "gid_index": (GID_INDEX_AUTOMATIC, 255),
 }
 """Smallest and largest value of integer fields, for code that reads them from elsewhere."""
 
@@ -113,7 +116,7 @@ class Config:
     #: Index into each port's table of partition keys (ibv_modify_qp(3)).
     partition_key_index: int = 0
     #: RoCE: index into each port's GID table. Without it the engine tries the GIDs with each peer,
-    #: the most likely one first. Within an InfiniBand subnet no GID is used.
+    #: the most likely one first; -1 means the same. Within an InfiniBand subnet no GID is used.
     gid_index: int | None = None
     #: Most unfinished transfers to one peer; one more raises ``te.QueueFull``.
     max_queued_transfers: int = 1024
@@ -155,6 +158,8 @@ class Config:
             value = getattr(self, name)
             if value is not None:
                 _check_range(name, value, *limits)
+        if self.gid_index == GID_INDEX_AUTOMATIC:
+            object.__setattr__(self, "gid_index", None)
         if self.port_last is not None and not 1 <= self.port <= self.port_last:
             raise ValueError(
                 f"port={self.port} and port_last={self.port_last}: give the first and last port of"

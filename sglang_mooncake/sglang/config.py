@@ -29,6 +29,7 @@ from sglang_mooncake.sglang.settings import (
     SGLANGS_OWN,
 )
 from sglang_mooncake.stats import STORY_ROOMS
+from te.config import GID_INDEX_AUTOMATIC
 from te.status import default_directory
 
 __all__ = ["INSECURE", "SETTING_NAMES", "SGLANGS_OWN", "Config", "ConfigError", "check_file"]
@@ -143,6 +144,8 @@ def _config(
     if not has_nics:
         fields["nics_of_mooncake"] = fields.pop("nics", ())
     engine = {one.name: fields.pop(one.name) for one in ENGINE if one.name in fields}
+    if engine.get("gid_index") == GID_INDEX_AUTOMATIC:
+        del engine["gid_index"]
     return Config(**fields, engine=engine, keys=keys, courtesies=taken.notes, given=given)
 
 

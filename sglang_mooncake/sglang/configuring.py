@@ -20,7 +20,8 @@ DESCRIPTION = """\
 Shows the settings that a server started in this environment would have, and where each value comes
 from. The strongest source counts: variables SGLANG_MOONCAKE_..., the TOML file that
 SGLANG_MOONCAKE_CONFIG names, Mooncake's variables, the default. SGLang's flags, given after --,
-come before Mooncake's variables. Exit status 2, with all errors, if a setting cannot be used.
+come before Mooncake's variables; standard error says what became of each of these. Exit status 2,
+with all errors, if a setting cannot be used.
 
   sglang-mooncake config
   sglang-mooncake config --toml > settings.toml
@@ -59,6 +60,8 @@ def _shown(parsed: argparse.Namespace) -> str:
     if parsed.check:
         return f"{parsed.check}: {check_file(parsed.check)} settings, all of them can be used\n"
     config = Config.from_environment()
+    for note in config.courtesies:
+        sys.stderr.write(f"sglang-mooncake config: {note}\n")
     given = with_flags(config.given, parsed.flags, has_nics=bool(config.nics))
     if parsed.json:
         return json.dumps(as_json(given), indent=1) + "\n"

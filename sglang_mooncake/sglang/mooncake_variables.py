@@ -32,6 +32,15 @@ _ALSO_SPELLED = {_PORT_FIRST: "MC_MIN_PRC_PORT", _PORT_LAST: "MC_MAX_PRC_PORT"}
 #: Mooncake's range where only one end of it is given.
 _PORTS_OF_MOONCAKE = {_PORT_FIRST: "15000", _PORT_LAST: "17000"}
 _TOPOLOGY = "MC_CUSTOM_TOPO_JSON"
+#: Those whose values mean something else here, and what is set instead of them.
+_SET_INSTEAD = {
+    "MC_NUM_QP_PER_EP": "RAILS_PER_NIC",
+    "MC_WORKERS_PER_CTX": "WORKERS",
+    "MC_TRANSFER_TIMEOUT": "STALL_TIMEOUT_S",
+    "MC_SLICE_TIMEOUT": "STALL_TIMEOUT_S",
+    "MC_TCP_BIND_ADDRESS": "HOST",
+    "MC_RDMA_BIND_ADDRESS": "HOST",
+}
 #: Each setting, without the prefix, and Mooncake's variables that may give it a value.
 VARIABLES: dict[str, tuple[str, ...]] = {
     **_NUMBERS,
@@ -100,7 +109,7 @@ def read_courtesies(
             notes.append(f"{wish.said} says the same")
         else:
             notes.append(f"{wish.said} is not used, {other} is")
-    return Courtesies(settings, sources, (*notes, *_idle(there)))
+    return Courtesies(settings, sources, (*notes, *_idle(there, prefix)))
 
 
 def _wishes(there: Mapping[str, str]) -> Iterator[_Wish]:
@@ -162,11 +171,15 @@ def _ports(there: Mapping[str, str]) -> Iterator[_Wish]:
     yield _Wish(said, "PORTS", f"{first}-{last}")
 
 
-def _idle(there: Mapping[str, str]) -> Iterator[str]:
-    """Those that tune what te does not have."""
+def _idle(there: Mapping[str, str], prefix: str) -> Iterator[str]:
+    """Those that have another form here, and those that tune what te does not have."""
     known = {_FILTERS, _EXCLUDE, _PORT_FIRST, _PORT_LAST, _TOPOLOGY, *_ALSO_SPELLED.values()}
     known.update(name for name, values in _TCP.items() if there.get(name, "").lower() in values)
     known.update(name for variables in _NUMBERS.values() for name in variables)
-    others = sorted(name for name in there if name.startswith("MC_") and name not in known)
+    unknown = sorted(name for name in there if name.startswith("MC_") and name not in known)
+    for name in unknown:
+        if name in _SET_INSTEAD:
+            yield f"{name} has no effect here: set {prefix}{_SET_INSTEAD[name]} instead"
+    others = [name for name in unknown if name not in _SET_INSTEAD]
     if others:
         yield f"{', '.join(others)}: no effect here"

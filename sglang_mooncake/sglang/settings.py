@@ -92,7 +92,8 @@ ENGINE = (
     ),
     _number(
         "gid_index",
-        "RoCE: index into each port's GID table. A port without this entry is not used.",
+        "RoCE: index into each port's GID table. A port without this entry is not used. -1 is the"
+        " same as no value.",
         unset="found by trying with each peer",
     ),
 )

@@ -12,7 +12,7 @@ from typing import Final
 
 from msgspec import structs
 
-from te.config import LIMITS, TRANSPORTS
+from te.config import GID_INDEX_AUTOMATIC, LIMITS, TRANSPORTS
 from te.doctor.facts import Facts, gather
 from te.doctor.findings import BAD_USAGE, Finding, by_severity, judge
 from te.doctor.keys import read_keys
@@ -68,10 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gid-index",
-        type=_whole(*LIMITS["gid_index"]),
+        type=_gid_index,
         metavar="INDEX",
-        help="use this entry of each port's GID table, as an engine that is told to (default: probe"
-        " all entries)",
+        help="use this entry of each port's GID table, as an engine that is told to (default, and"
+        " for -1: probe all entries)",
     )
     parser.add_argument("--quick", action="store_true", help="make no test writes")
     parser.add_argument(
@@ -232,6 +232,12 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _gid_index(text: str) -> int | None:
+    if text == str(GID_INDEX_AUTOMATIC):
+        return None
+    return _whole(0, LIMITS["gid_index"][1])(text)
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -12,7 +12,7 @@ import pytest
 from bootstrap_server import StatusPage
 from bootstrap_server.server_config import SETTINGS, Config
 from bootstrap_server.settings_file import FILE_BYTES_MAX, read_settings_file
-from bootstrap_server.values import ConfigError, names_of
+from bootstrap_server.values import ConfigError, address, names_of
 
 _GIVEN = """
 [te]
@@ -121,3 +121,26 @@ def test_the_command_says_all_that_is_wrong_and_what_was_meant():
         "error: --log-level='inf': give one of debug, info, warning, error: did you mean 'info'?",
     ]
     assert "--prot 1: did you mean '--port'?" in _refused("--prot", "1")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "10.0.0.1", "::1", "fd00::1", "fe80::1%eth0", "0.0.0.0", "localhost", "prefill-0.svc",
+        "node7.example.org.", "my_host", "123456789012", "3com.example", "b\u00fccher",
+    ],
+)  # fmt: skip
+def test_a_host_is_an_address_or_a_name(given):
+    assert address().read(given) == given
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "10.0.0.", "10.0.0", "10.0.0.256", "7", "", " ", "a..b", ".a", "a b", "a:80", "[::1]",
+        "http://a", "-a", "a" * 64, "fd00::1::2", "10.0.0.1.",
+    ],
+)  # fmt: skip
+def test_what_is_no_host_is_refused_with_what_to_give(given):
+    with pytest.raises(ValueError, match=r"give an address such as 10\.0\.0\.1 or fd00::1, or"):
+        address().read(given)

@@ -15,6 +15,7 @@ import pytest
 
 from bootstrap_server.server_config import SETTINGS as REGISTRY_SETTINGS
 from kvstore.config import Config as StoreConfig
+from sglang_mooncake.sglang.cli import main
 from sglang_mooncake.sglang.settings import CONFIG_FILE, SETTINGS
 from te.config import Config as EngineConfig
 
@@ -60,6 +61,23 @@ def test_it_shows_what_differs_from_the_defaults():
         ["te.workers", "1", "SGLANG_MOONCAKE_WORKERS", "2"],
         ["te.gid_index", "3", "MC_GID_INDEX=3", "found by trying with each peer"],
     ]
+
+
+def test_it_says_what_became_of_mooncakes_variables(monkeypatch, capsys):
+    monkeypatch.setenv("MC_NUM_QP_PER_EP", "2")
+    assert main(["config", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)
+    assert said.err == (
+        "sglang-mooncake config: MC_NUM_QP_PER_EP has no effect here:"
+        " set SGLANG_MOONCAKE_RAILS_PER_NIC instead\n"
+    )
+
+
+def test_a_host_that_is_none_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("SGLANG_MOONCAKE_HOST", "10.0.0.")
+    assert main(["config"]) == 2
+    assert "SGLANG_MOONCAKE_HOST='10.0.0.': give an address such as" in capsys.readouterr().err
 
 
 @pytest.mark.slow

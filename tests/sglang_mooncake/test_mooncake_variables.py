@@ -10,6 +10,7 @@ import pytest
 
 from sglang_mooncake.sglang.config import Config
 from sglang_mooncake.sglang.transports import open_engine
+from te.config import Config as EngineConfig
 
 P = "SGLANG_MOONCAKE_"
 
@@ -37,6 +38,11 @@ def test_a_number_is_taken_over_and_said(variable, value, field):
 
 def test_what_is_automatic_for_mooncake_is_so_here():
     assert read(MC_GID_INDEX="-1", MC_IB_TC="-1") == Config()
+    assert read(SGLANG_MOONCAKE_GID_INDEX="-1") == Config()
+    ours = read(SGLANG_MOONCAKE_GID_INDEX="-1", MC_GID_INDEX="3")
+    assert ours.engine == {}
+    assert ours.courtesies == ("MC_GID_INDEX=3 is not used, SGLANG_MOONCAKE_GID_INDEX=-1 is",)
+    assert EngineConfig(gid_index=-1) == EngineConfig()
 
 
 def test_ours_come_first_and_it_is_said_which_was_used():
@@ -130,6 +136,14 @@ def test_a_topology_is_taken_over_unless_ours_names_devices():
 )
 def test_a_range_of_ports_is_taken_over(given, ports):
     assert read(**given).ports == ports
+
+
+def test_what_is_set_instead_of_a_variable_is_said():
+    config = read(MC_NUM_QP_PER_EP="2", MC_SLICE_SIZE="1")
+    assert config.courtesies == (
+        "MC_NUM_QP_PER_EP has no effect here: set SGLANG_MOONCAKE_RAILS_PER_NIC instead",
+        "MC_SLICE_SIZE: no effect here",
+    )
 
 
 def test_variables_that_tune_what_te_does_not_have_are_named():

@@ -33,7 +33,8 @@ ADDRESSES = st.lists(
     min_size=1,
 ).map(",".join)
 VALUES = {
-    "sglang_mooncake.host": WORDS,
+    "sglang_mooncake.host": st.ip_addresses().map(str)
+    | st.from_regex(r"[a-z][a-z0-9-]{0,9}(\.[a-z][a-z0-9-]{0,9}){0,2}\.?", fullmatch=True),
     "sglang_mooncake.ports": st.tuples(st.integers(1, 999), st.integers(1000, 65_535)).map(
         lambda ends: f"{ends[0]}-{ends[1]}"
     ),

@@ -74,6 +74,9 @@ def test_warnings_are_1_and_errors_2(two: Path, capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert "error    gid-forced-missing (mlx5_0)" in out
     assert "rdma      not possible" in out
+    automatic = ["--gid-index", "-1"]
+    assert main(["doctor", "--root", str(two), "--transport", "rdma", *automatic]) == 1
+    assert "rdma      possible: mlx5_0\n" in capsys.readouterr().out
 
 
 def test_devices_are_chosen(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +89,7 @@ def test_devices_are_chosen(two: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "no RDMA device matches 'mlx5_7'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["x", "256", "-1"])
+@pytest.mark.parametrize("text", ["x", "256", "-2"])
 def test_bad_arguments_are_3(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["doctor", f"--gid-index={text}"])
