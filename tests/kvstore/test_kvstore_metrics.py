@@ -80,7 +80,7 @@ def test_every_field_of_the_status_is_told_or_left_out_on_purpose() -> None:
         "memory", "own", "owners", "gets", "puts", "lookups", "bytes_got", "bytes_put",
         "table_bytes", "admission",
     }  # fmt: skip
-    names_the_process = {"pid", "process"}
+    names_the_process = {"pid", "process", "label"}
     assert set(StoreStatus.__struct_fields__) == told | names_the_process
     told_of_own = {
         "objects", "claims", "published", "abandoned", "evicted", "removed", "bytes_used",
