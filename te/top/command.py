@@ -99,8 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("the live view needs a terminal: use --once or --json")
     if importlib.util.find_spec("rich") is None:
         raise UsageError(
-            "the live view needs the package rich: pip install 'sglang-mooncake[top]';"
-            " te top --once needs nothing"
+            "the live view needs the package rich: pip install rich; te top --once needs nothing"
         )
     screen = importlib.import_module("te.top.screen")
     status: int = screen.show(look, arguments.interval, nobody(places))

@@ -310,6 +310,7 @@ def test_variables_in_the_docs_exist() -> None:
     theirs = set(re.findall(variable, (ROOT / "docs/sglang-flags.md").read_text()))
     elsewhere = (ROOT / "tests/sglang/flags_elsewhere.toml").read_text()
     theirs |= set(re.findall(variable, elsewhere))
+    theirs.add("SGLANG_USE_CPU_ENGINE")  # SGLang reads it past its own list of variables.
     missing = []
     for path in pages():
         for name in set(re.findall(variable, path.read_text())):
