@@ -65,17 +65,22 @@ class KVSender(SpanSender, BaseKVSender):  # type: ignore[misc]
         self.view = self._side.open_room(
             bootstrap_room, mgr.context.register_dp_rank and not req_has_disagg_prefill_dp_rank
         )
-        _, own_port = split_address(mgr.context.bootstrap_address)
-        if mgr.named_port not in (None, own_port):
-            self._side.misdirect(
-                self.view,
-                f"the request names the bootstrap port {mgr.named_port}, and this prefill server's "
-                f"registry is at port {own_port} (--disaggregation-bootstrap-port); no decode "
-                "server has found it. Give the router the registry's port",
-            )
+        if mgr.named_port is not None:
+            self._check_port(mgr.named_port)
         conflict = dp_rank_conflict(mgr.context, bootstrap_room, req_has_disagg_prefill_dp_rank)
         if conflict is not None:
             self._side.fail(self.view, conflict)
+
+    def _check_port(self, named: int) -> None:
+        """Whether the request leads decode servers to this server's registry."""
+        _, own = split_address(self.kv_mgr.context.bootstrap_address)
+        if named != own:
+            self._side.misdirect(
+                self.view,
+                f"the request names the bootstrap port {named}, and this prefill server's registry "
+                f"is at port {own} (--disaggregation-bootstrap-port); no decode server has found "
+                "it. Give the router the registry's port",
+            )
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """`num_kv_indices`: pages that all `send()` calls together will name."""

@@ -46,6 +46,7 @@ def make_sender(pair: Handover, room: int, pins_host_memory: bool = True):
 
     manager = SimpleNamespace(
         prefill_side=pair.prefill.side,
+        named_port=None,
         context=make_context("prefill", pair.address, Deadlines()),
         recorder=SimpleNamespace(scheduler_call=lambda _name: nullcontext()),
         pins_host_memory=pins_host_memory,

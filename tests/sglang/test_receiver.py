@@ -129,8 +129,11 @@ def unmoved(state):
         recorder=SimpleNamespace(scheduler_call=lambda name: nullcontext()),
         enable_deferred_decode_kv_release=True,
     )
-    made._side = SimpleNamespace(abort=lambda view, reason: None)
+    made._side = SimpleNamespace(
+        abort=lambda view, reason: None, check_served=lambda view, address: None
+    )
     made.bootstrap_room, made.conclude_state = 7, None
+    made.bootstrap_addr, made._chosen = "127.0.0.1:8998", False
     made._view = RoomView(7, 0.0, state=state, reason="a rank died")
     return made
 

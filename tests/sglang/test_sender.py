@@ -34,20 +34,25 @@ def pair():
         yield ranks
 
 
+def manager_of(side, named_port: int | None = None):
+    """As much of a KVManager as senders use."""
+    return SimpleNamespace(
+        prefill_side=side,
+        named_port=named_port,
+        context=side._context,
+        recorder=side._recorder,
+        pins_host_memory=False,
+        stages=None,
+    )
+
+
 def sender_and_view(pair, room: int, prefix: int = 0, pages: int = 3):
     from handover import until
 
     from sglang_mooncake.rooms.states import RoomState
     from sglang_mooncake.sglang.sender import KVSender
 
-    side = pair.prefill.side
-    manager = SimpleNamespace(
-        prefill_side=side,
-        context=side._context,
-        recorder=side._recorder,
-        pins_host_memory=False,
-        stages=None,
-    )
+    manager = manager_of(pair.prefill.side)
     sender = KVSender(manager, pair.address, room, req_has_disagg_prefill_dp_rank=True)
     target = pair.decode.side.new_room(room)
     pair.decode.side.choose_sources(target, pair.address, 0)
@@ -119,6 +124,22 @@ def test_a_request_that_failed_has_sent_nothing_that_counts(pair):
     until(lambda: sender.view.over and target.over, "both sides let go of the room")
     metric = sender.get_transfer_metric()
     assert (metric.transfer_latency_s, metric.transfer_total_bytes) == (None, None)
+
+
+@pytest.mark.parametrize(("beside", "is_elsewhere"), [(None, False), (0, False), (1, True)])
+def test_a_request_that_names_another_port_than_its_servers_does_not_wait_long(
+    pair, beside, is_elsewhere
+):
+    from bootstrap_server import split_address
+    from sglang_mooncake.sglang.sender import KVSender
+
+    side = pair.prefill.side
+    _, own = split_address(side._context.bootstrap_address)
+    manager = manager_of(side, None if beside is None else own + beside)
+    sender = KVSender(manager, pair.address, 5, req_has_disagg_prefill_dp_rank=True)
+    assert len(side._misdirected) == is_elsewhere
+    side._misdirected.clear()
+    sender.clear()
 
 
 def unmoved(state):

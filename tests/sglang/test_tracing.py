@@ -106,6 +106,7 @@ def ranks(exported, observability, monkeypatch):
         ):
             queue.kv_manager = SimpleNamespace(
                 prefill_side=rank.side,
+                named_port=None,
                 decode_side=rank.side,
                 context=rank.side._context,
                 recorder=rank.recorder,
