@@ -34,7 +34,7 @@ cdef bint mapping_has(Mapping *m, u64 offset, u64 nbytes) noexcept nogil:
     if m.found == NULL:
         return True
     for i in range(offset / CHUNK_BYTES, (end - 1) / CHUNK_BYTES + 1):
-        if not load32(&m.found[i / 32]) & 1 << i % 32 and not chunk_has(m, i, offset, end):
+        if not load32(&m.found[i / 32]) & <u32>1 << i % 32 and not chunk_has(m, i, offset, end):
             return False
     return True
 
