@@ -98,7 +98,7 @@ __all__ = [
 def __getattr__(name: str) -> str:
     """``__version__``, which is looked up when somebody asks."""
     if name == "__version__":
-        from bootstrap_server.server_config import version
+        from bootstrap_server.build import version
 
         return version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,12 +22,7 @@ from bootstrap_server.errors import (
     RegistrationRefused,
     Unreachable,
 )
-from bootstrap_server.given_up import (
-    GIVEN_UP_PATH,
-    ROOMS_PER_NOTICE_MAX,
-    GivenUp,
-    Notice,
-)
+from bootstrap_server.given_up import GIVEN_UP_PATH, GivenUp, Notice
 from bootstrap_server.http_client import HttpClient
 from bootstrap_server.rank_status import RankStatus
 from bootstrap_server.records import (
@@ -243,14 +238,12 @@ class BootstrapClient:
         return found
 
     def give_up(self, rooms: Sequence[int], reason: str) -> None:
-        """Say that a decode server will never ask for these rooms (`given_up.py`); works without
-        the registry's keys."""
-        for first in range(0, len(rooms), ROOMS_PER_NOTICE_MAX):
-            notice = Notice(tuple(rooms[first : first + ROOMS_PER_NOTICE_MAX]), reason)
-            body = msgspec.json.encode(notice)
-            status, answer = self._http.request("POST", GIVEN_UP_PATH, body)
-            if (status, answer) != (200, b"OK"):
-                raise self._stranger(f"POST {GIVEN_UP_PATH}", status, answer)
+        """Say that a decode server will never ask for these rooms, `ROOMS_PER_NOTICE_MAX` at most
+        (`given_up.py`); works without the registry's keys."""
+        body = msgspec.json.encode(Notice(tuple(rooms), reason))
+        status, answer = self._http.request("POST", GIVEN_UP_PATH, body)
+        if (status, answer) != (200, b"OK"):
+            raise self._stranger(f"POST {GIVEN_UP_PATH}", status, answer)
 
     def given_up(self, after: int, wait_s: float) -> GivenUp:
         """Rooms that decode servers have given up since revision `after`; waits `wait_s` (at most

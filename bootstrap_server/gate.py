@@ -90,10 +90,7 @@ def guard(
         header = request.headers.get(HEADER)
         is_open = (request.method, request.raw_path) in _OPEN
         if is_open or (header is None and is_for_browsers(request)):
-            try:
-                answer = answer_to_stranger(source_of(address)) or await handler(request)
-            except RefusalError as refusal:
-                answer = error_response(request, refusal)
+            answer = answer_to_stranger(source_of(address)) or await handler(request)
             # What else a stranger might begin over the connection is not waited for.
             answer.force_close()
             return answer

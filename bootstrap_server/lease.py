@@ -64,7 +64,8 @@ class RankLease:
         self._closing = threading.Event()
         #: Why the registry does not show this rank, or may soon cease to; None when it does.
         self.problem: str | None = None
-        self._is_reached = self._was_registered = deadline_s is not None
+        self._is_reached = True
+        #: 0.0 before the registry has taken the rank.
         self._lease_s = 0.0
         if deadline_s is not None:
             try:
@@ -112,10 +113,9 @@ class RankLease:
             try:
                 self._lease_s = self._client.renew(rank, self._report())
             except LeaseLost as lost:
-                if self._was_registered:
+                if self._lease_s:
                     logger.warning("registering again: %s", lost)
                 self._lease_s = self._client.try_register(self._record)
-                self._was_registered = True
         except BootstrapError as error:
             self._is_reached = not isinstance(error, Unreachable)
             self._say(

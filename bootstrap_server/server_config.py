@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from bootstrap_server.access import StatusPage
+from bootstrap_server.build import version
 from bootstrap_server.registry import LEASE_S
 from bootstrap_server.settings import Given, Setting, read_values
 from bootstrap_server.settings_file import read_settings_file
@@ -26,7 +26,7 @@ from bootstrap_server.values import (
     whole,
 )
 
-__all__ = ["SETTINGS", "Config", "version"]
+__all__ = ["SETTINGS", "Config"]
 
 _TABLE = "bootstrap_server"
 #: Tables of the same file that servers of SGLang read.
@@ -141,11 +141,3 @@ def _parser() -> argparse.ArgumentParser:
         else:
             parser.add_argument(one.argument, metavar=one.name.upper(), help=said)
     return parser
-
-
-def version() -> str:
-    """The installed release of the package, from its metadata."""
-    try:
-        return importlib.metadata.version("sglang-mooncake")
-    except importlib.metadata.PackageNotFoundError:
-        return "of a checkout"

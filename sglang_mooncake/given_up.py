@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 
 from bootstrap_server import BootstrapClient, BootstrapError
-from bootstrap_server.given_up import GivenUp
 from sglang_mooncake.workers import Workers
 
 __all__ = ["GivenUpNotices", "GivenUpWatch"]
@@ -55,15 +54,11 @@ class GivenUpWatch:
                     # The rank's lease tells the log what is wrong with its registry.
                     logger.debug("no notices of rooms that were given up: %s", error)
                     self._closing.wait(_RETRY_S)
-                else:
-                    revision = self._tell(found)
-
-    def _tell(self, found: GivenUp) -> int:
-        """The revision to go on from."""
-        for room, reason in found.rooms.items():
-            if not self._closing.is_set():
-                self._told(room, reason)
-        return found.revision
+                    continue
+                revision = found.revision
+                for room, reason in found.rooms.items():
+                    if not self._closing.is_set():
+                        self._told(room, reason)
 
 
 class GivenUpNotices:

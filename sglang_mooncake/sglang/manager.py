@@ -152,22 +152,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         if self.context.role == "prefill":
             self._start_prefill(self._layout(_NO_SEALS))
         else:
-            hook_decode_queue()
-            if self.config.keys:
-                prove_dp_rank_queries(self.config.keys.registry)
-            seals = SealBuffer(self.engine)
-            layout = self._layout(seals.buffers)
-            self.decode_side = DecodeSide(
-                self.context,
-                self.engine,
-                layout,
-                seals,
-                self.recorder,
-                self.config.registries,
-                self.config.link_timeout_s,
-                self.config.registry,
-            )
-            self.decode_side.start()
+            self._start_decode()
         atexit.register(self.close)
         logger.info(
             "sglang-mooncake serves %s: %d %s buffers, page size %d, %s, over %s",
@@ -199,6 +184,23 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             self.context.place,
             self.context.split,
         )
+
+    def _start_decode(self) -> None:
+        hook_decode_queue()
+        if self.config.keys:
+            prove_dp_rank_queries(self.config.keys.registry)
+        seals = SealBuffer(self.engine)
+        self.decode_side = DecodeSide(
+            self.context,
+            self.engine,
+            self._layout(seals.buffers),
+            seals,
+            self.recorder,
+            self.config.registries,
+            self.config.link_timeout_s,
+            self.config.registry,
+        )
+        self.decode_side.start()
 
     def _start_prefill(self, layout: Layout) -> None:
         self.stages = stage_board()

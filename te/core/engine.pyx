@@ -10,7 +10,8 @@ from te.core.link cimport Link, link_drop, links_tally
 from te.core.notices cimport Bulletin, Notice, bulletin_take, notice_take
 from te.core.kinds cimport kind_of, KINDS_MAX
 from te.core.plane cimport (
-    CANCELLED, DONE, plane_close, plane_know, plane_open, plane_quiesce, plane_quiesce_memory, plane_stage, plane_unstage,
+    CANCELLED, DONE, plane_close, plane_know, plane_open, plane_quiesce, plane_quiesce_memory,
+    plane_stage, plane_unstage,
 )
 from te.core.posix cimport eventfd_read, eventfd_write
 from te.core.regions cimport *

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
 from bootstrap_server import BootstrapClient
 
-__all__ = ["NEVER_S", "WAIT_S", "patient_client"]
+__all__ = ["NEVER_S", "WAIT_S", "patient_client", "until"]
 
 #: Of leases and deadlines that must not end, and between what only the test itself does.
 NEVER_S: Final = 1_000.0
@@ -17,3 +19,11 @@ WAIT_S: Final = 60.0
 
 #: A client, as a lease makes one, whose requests wait for so long.
 patient_client = partial(BootstrapClient, timeout_s=WAIT_S)
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Waits for a condition, with a deadline that only a hang reaches."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"never happened: {what}"
+        time.sleep(0.005)

@@ -17,7 +17,7 @@ from unittest.mock import ANY
 import pytest
 import requests
 from bootstrap_rank import rank_process
-from bootstrap_waits import NEVER_S, WAIT_S, patient_client
+from bootstrap_waits import NEVER_S, WAIT_S, patient_client, until
 
 from bootstrap_server import (
     BootstrapClient,
@@ -231,10 +231,3 @@ def test_a_lease_without_a_deadline_is_begun_when_its_registry_comes_up(
         ):
             assert client.instance(wait_s=WAIT_S).ranks == (record.rank,)
             until(lambda: lease.problem is None, "all is well")
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"never happened: {what}"
-        time.sleep(0.01)

@@ -10,13 +10,12 @@ import resource
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from bootstrap_waits import NEVER_S, WAIT_S
+from bootstrap_waits import NEVER_S, WAIT_S, until
 
 from bootstrap_server import (
     BootstrapClient,
@@ -65,13 +64,6 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[ConnectionWatch]:
     monkeypatch.setattr(connections, "UNPROVED_OF_SOURCE_MAX", FEW)
     monkeypatch.setattr(ConnectionWatch, "__init__", spy)
     return made
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"never happened: {what}"
-        time.sleep(0.005)
 
 
 def connect(port: int) -> socket.socket:

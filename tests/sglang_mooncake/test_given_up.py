@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 from handover import Handover, handover, until
+from test_instances import instance
 
 from bootstrap_server import BootstrapClient, BootstrapError, Instance, NeverServed, Unreachable
 from bootstrap_server.secret import Keys
@@ -80,12 +81,6 @@ def test_the_log_says_once_that_a_server_refuses_us_and_when_that_is_over(caplog
         assert caplog.text.count("it has another secret") == 1
         known._note_known(ADDRESS, instance())
         assert f"{ADDRESS} is served now" in caplog.text
-
-
-def instance() -> Instance:
-    from test_instances import instance as made
-
-    return made()
 
 
 def test_addresses_without_wildcards_are_asked_at_the_start():

@@ -73,29 +73,23 @@ def test_rings_in_a_file_that_can_get_shorter_are_refused(
 def test_memory_in_a_file_that_can_get_shorter_is_not_mapped(
     make: Callable[[Path, int], int], tmp_path: Path
 ) -> None:
-    with te.Engine() as engine:
-        card = engine.card()
-        source = RawSource(card, "samehost", link=1)
-        with source.sock:
-            fd = make(tmp_path, PAGE)
-            problem = say(card, Shared(PAGE, PAGE, 1, 1), fd, 1)
-            os.close(fd)
-            assert problem is not None
-            assert "can be made so" in problem
-            source.send(end(1))
-            assert source.ack().status is AckStatus.LANDED
+    assert_not_mapped(make(tmp_path, PAGE), "can be made so")
 
 
 def test_memory_that_can_be_taken_out_of_its_file_is_not_mapped() -> None:
+    assert_not_mapped(make_rings(PAGE), "pages can be taken out of the memory file")
+
+
+def assert_not_mapped(fd: int, why: str) -> None:
+    """A peer that lends this page is told why, and its link goes on."""
     with te.Engine() as engine:
         card = engine.card()
         source = RawSource(card, "samehost", link=1)
         with source.sock:
-            fd = make_rings(PAGE)
             problem = say(card, Shared(PAGE, PAGE, 1, 1), fd, 1)
             os.close(fd)
             assert problem is not None
-            assert "pages can be taken out of the memory file" in problem
+            assert why in problem
             source.send(end(1))
             assert source.ack().status is AckStatus.LANDED
 

@@ -11,7 +11,7 @@ from te.core.plane cimport plane_private
 from te.core.sync cimport *
 from te.core.tally cimport count
 from te.core.wire cimport *
-from te.core.worker cimport polled_again, polled_unwatch, polled_gone, worker_add, worker_wake
+from te.core.worker cimport polled_again, polled_gone, polled_unwatch, worker_add, worker_wake
 from te.transports.rdma.control cimport *
 from te.transports.rdma.outgoing cimport go_on, requeue
 from te.transports.rdma.state cimport *
