@@ -43,6 +43,10 @@ echo "pip $*" >>{calls}
 for word in "$@"; do last=$word; done
 [ "$last" = uv ] && cp {uv} {venv}/bin/uv
 grep -c '{gigabytes}' {said} >>{said_before} || true
+if grep -qxF -e "$last" {breaks_off}; then
+  rm {breaks_off}
+  exit 2
+fi
 ! grep -qxF -e "$last" {missing}
 """
 UV = """#!/bin/sh
@@ -115,7 +119,10 @@ def machine(tmp_path: Path) -> Machine:
         "gigabytes": GIGABYTES,
         "uv": tmp_path / "path/uv",
         "venv": tmp_path / ".venv",
-        **{name: tmp_path / name for name in ("site", "calls", "said", "said_before", "missing")},
+        **{
+            name: tmp_path / name
+            for name in ("site", "calls", "said", "said_before", "missing", "breaks_off")
+        },
     }
     for path, text in ((tmp_path / ".venv/bin/python", PYTHON), (tmp_path / "path/uv", UV)):
         path.write_text(text.format(**names))
@@ -211,8 +218,8 @@ def test_the_ordinary_torch_is_the_last_resort_and_said_before(
     missing = [PIN, "uv" if uv_is_missing else f"uv:{ORDINARY}"]
     code, calls, said = machine.setup(*missing, uv_on_path=not uv_is_missing)
     assert code == 0, said
-    asked_uv = f"{PIP}uv" if uv_is_missing else uv_call(machine)
-    assert calls == [f"{PIP}--no-deps {PIN}", asked_uv, PIP + ORDINARY]
+    asked_uv = [f"{PIP}uv"] * 2 if uv_is_missing else [uv_call(machine)]
+    assert calls == [f"{PIP}--no-deps {PIN}", *asked_uv, PIP + ORDINARY]
     before = (machine.root / "said_before").read_text().split()
     assert before[calls.index(PIP + ORDINARY) - (not uv_is_missing)] == "1", "said too late"
     again, _, said = machine.setup(*missing, uv_on_path=not uv_is_missing)
@@ -223,6 +230,23 @@ def test_without_any_torch_it_stops_with_a_sentence(machine: Machine) -> None:
     code, _, said = machine.setup(PIN, f"uv:{ORDINARY}", ORDINARY)
     assert code == 1
     assert f"setup: pip did not get {ORDINARY} either" in said
+
+
+def test_a_download_that_breaks_off_is_asked_for_once_more(machine: Machine) -> None:
+    machine.has("torch")
+    (machine.root / "breaks_off").write_text(f"{machine.root}/.venv/pins.txt\n")
+    code, _, said = machine.setup()
+    assert code == 0, said
+    assert len([call for call in machine.calls() if " -r " in call]) == 2
+    assert "setup: pip could not install SGLang and what it needs; trying once more" in said
+
+
+def test_what_pip_never_finds_stops_it(machine: Machine) -> None:
+    machine.has("torch")
+    code, _, said = machine.setup(f"{machine.root}/.venv/pins.txt")
+    assert code == 1
+    assert "setup: that failed" in said
+    assert not [call for call in machine.calls() if "--editable" in call]
 
 
 def test_no_other_package_asks_for_torch_again(machine: Machine) -> None:
