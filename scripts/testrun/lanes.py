@@ -28,6 +28,9 @@ __all__ = ["Lane", "Result", "Step", "run_lanes"]
 #: How long a step may take to end after an interrupt, and after SIGTERM.
 GRACE_S = 30.0
 POLL_S = 0.1
+#: Of a step that failed, to be told once more at the end of a run.
+LAST_LINES = 40
+LAST_BYTES = 8192
 
 _printing = threading.Lock()
 
@@ -64,6 +67,8 @@ class Result:
     seconds: float = 0.0
     #: Of the process and of all that it waited for.
     cpu_s: float = 0.0
+    #: The last lines that a step which failed has written.
+    last_words: str = ""
 
     def sentence(self) -> str:
         """What became of it."""
@@ -139,7 +144,7 @@ class _Running:
     def _run(self) -> None:
         lost = False
         try:
-            with self._log.open("wb") as log:
+            with self._log.open("w+b") as log:
                 for step in self.lane.steps:
                     if lost or self._stopped.is_set():
                         self._tell(Result(self.lane.name, step.name, None, is_good=False))
@@ -154,6 +159,7 @@ class _Running:
         _say(f"lane {self.lane.name}: {step.name} ...")
         log.write(f"\n### {step.name}\n".encode())
         log.flush()
+        start = log.tell()
         began_s = time.monotonic()
         try:
             process = subprocess.Popen(
@@ -165,11 +171,14 @@ class _Running:
                 start_new_session=True,
             )
         except OSError as error:
-            log.write(f"cannot be run: {error}\n".encode())
-            return Result(self.lane.name, step.name, 127, is_good=False)
+            said = f"cannot be run: {error}\n"
+            log.write(said.encode())
+            return Result(self.lane.name, step.name, 127, is_good=False, last_words=said)
         code, cpu_s = self._wait(process)
         seconds = time.monotonic() - began_s
-        return Result(self.lane.name, step.name, code, code in step.good, seconds, cpu_s)
+        is_good = code in step.good
+        said = "" if is_good else _last_lines(log, start)
+        return Result(self.lane.name, step.name, code, is_good, seconds, cpu_s, said)
 
     def _wait(self, process: subprocess.Popen[bytes]) -> tuple[int, float]:
         """The exit status, as a shell would tell it, and the CPU time of all that it waited for."""
@@ -192,6 +201,13 @@ class _Running:
     def _tell(self, result: Result) -> None:
         self.results.append(result)
         _say(f"lane {self.lane.name}: {result.sentence()}")
+
+
+def _last_lines(log: IO[bytes], start: int) -> str:
+    """Of what stands in a log from ``start`` on."""
+    log.seek(max(start, log.seek(0, os.SEEK_END) - LAST_BYTES))
+    lines = log.read().decode(errors="replace").splitlines()
+    return "\n".join(lines[-LAST_LINES:])
 
 
 def _say(line: str) -> None:

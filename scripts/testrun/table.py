@@ -30,7 +30,8 @@ def read_times(lines: Iterable[str]) -> dict[str, tuple[float, float]]:
 def summary(
     results: Sequence[Result], wall_s: float, times: Mapping[str, Times], set_up: Sequence[str]
 ) -> str:
-    """A table of the steps, then the slowest tests, then what was set up.
+    """A table of the steps, then the slowest tests, what was set up, and the last lines of each
+    step that failed: who keeps only the end of a run's output has what he needs.
 
     Args:
         results: What became of each step.
@@ -47,6 +48,11 @@ def summary(
     if set_up:
         done = (line.rpartition("\t") for line in set_up)
         parts.append([" seconds  set up", *(f"{seconds:>8}  {what}" for what, _, seconds in done)])
+    parts += [
+        [f"### the end of what {one.lane}: {one.step} said", one.last_words]
+        for one in results
+        if one.last_words
+    ]
     return "\n\n".join("\n".join(part) for part in parts)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from testrun.lanes import Lane, Result, Step, run_lanes
+from testrun.lanes import LAST_BYTES, LAST_LINES, Lane, Result, Step, run_lanes
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -75,6 +75,22 @@ def test_a_failure_stops_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert "lane fails: next: ok" in shown
     assert "lane lasts: after: ok" in shown
     assert "after wrote" in shown
+
+
+def test_of_a_step_that_failed_the_last_lines_are_kept(tmp_path: Path) -> None:
+    steps = [
+        sh("good", "echo fine"),
+        sh("bad", f"seq {LAST_LINES + 100}; exit 1"),
+        sh("large", f"head -c {LAST_BYTES * 2} /dev/zero | tr '\\0' x; exit 1"),
+        sh("short", "printf '\\377 no end'; exit 1"),
+        Step("missing", [str(tmp_path / "none")]),
+    ]
+    good, bad, large, short, missing = run_lanes([Lane("one", steps)], tmp_path)
+    assert good.last_words == ""
+    assert bad.last_words.splitlines() == [str(101 + line) for line in range(LAST_LINES)]
+    assert large.last_words == "x" * LAST_BYTES
+    assert short.last_words == "\ufffd no end"
+    assert "cannot be run: " in missing.last_words
 
 
 def test_exit_statuses_that_are_good_are_no_failure(tmp_path: Path) -> None:

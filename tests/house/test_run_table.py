@@ -47,3 +47,14 @@ def test_it_has_what_was_set_up() -> None:
         "      71  serving: SGLang",
         "       9  fast: this project",
     ]
+
+
+def test_it_ends_with_what_failed() -> None:
+    results = [
+        Result("one", "set-up", 1, is_good=False, last_words="no connection\ngiving up"),
+        Result("one", "tests", None, is_good=False),
+        Result("two", "tests", 0, is_good=True),
+    ]
+    shown = summary(results, 1.0, {}, ["serving: SGLang\t71"])
+    assert shown.endswith("### the end of what one: set-up said\nno connection\ngiving up")
+    assert shown.count("###") == 1
