@@ -83,6 +83,7 @@ class Machine:
         pip does not find; with ``uv:`` before them those of uv."""
         (self.root / "missing").write_text("".join(f"{name}\n" for name in missing))
         path = [str(self.root / "path")] if uv_on_path else []
+        path.append(str(self.root / "no_pause"))
         with (self.root / "said").open("wb") as said:
             done = subprocess.run(
                 ["/bin/bash", self.root / "scripts/setup", stage],
@@ -108,7 +109,7 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    for name in ("path", "site", "scripts/command_line", ".venv/bin"):
+    for name in ("path", "no_pause", "site", "scripts/command_line", ".venv/bin"):
         (tmp_path / name).mkdir(parents=True)
     for name in COPIED:
         shutil.copy(ROOT / name, tmp_path / name)
@@ -124,7 +125,8 @@ def machine(tmp_path: Path) -> Machine:
             for name in ("site", "calls", "said", "said_before", "missing", "breaks_off")
         },
     }
-    for path, text in ((tmp_path / ".venv/bin/python", PYTHON), (tmp_path / "path/uv", UV)):
+    programs = {".venv/bin/python": PYTHON, "path/uv": UV, "no_pause/sleep": "#!/bin/sh\n"}
+    for path, text in ((tmp_path / name, text) for name, text in programs.items()):
         path.write_text(text.format(**names))
         path.chmod(0o755)
     return Machine(tmp_path)
@@ -218,7 +220,7 @@ def test_the_ordinary_torch_is_the_last_resort_and_said_before(
     missing = [PIN, "uv" if uv_is_missing else f"uv:{ORDINARY}"]
     code, calls, said = machine.setup(*missing, uv_on_path=not uv_is_missing)
     assert code == 0, said
-    asked_uv = [f"{PIP}uv"] * 2 if uv_is_missing else [uv_call(machine)]
+    asked_uv = [f"{PIP}uv"] * 3 if uv_is_missing else [uv_call(machine)]
     assert calls == [f"{PIP}--no-deps {PIN}", *asked_uv, PIP + ORDINARY]
     before = (machine.root / "said_before").read_text().split()
     assert before[calls.index(PIP + ORDINARY) - (not uv_is_missing)] == "1", "said too late"
@@ -232,13 +234,13 @@ def test_without_any_torch_it_stops_with_a_sentence(machine: Machine) -> None:
     assert f"setup: pip did not get {ORDINARY} either" in said
 
 
-def test_a_download_that_breaks_off_is_asked_for_once_more(machine: Machine) -> None:
+def test_a_download_that_breaks_off_is_asked_for_again(machine: Machine) -> None:
     machine.has("torch")
     (machine.root / "breaks_off").write_text(f"{machine.root}/.venv/pins.txt\n")
     code, _, said = machine.setup()
     assert code == 0, said
     assert len([call for call in machine.calls() if " -r " in call]) == 2
-    assert "setup: pip could not install SGLang and what it needs; trying once more" in said
+    assert "setup: pip could not install SGLang and what it needs; trying again" in said
 
 
 def test_what_pip_never_finds_stops_it(machine: Machine) -> None:
