@@ -180,8 +180,9 @@ def test_streams_wait_for_events() -> None:
 def test_a_copy_that_fails_fails_all_that_follows() -> None:
     with app() as (one, memory):
         one.driver.fail_copy(after=0)
-        one.copy(memory.address, one.host.ctypes.data)
-        one.record()
+        with one.driver.stuck():
+            one.copy(memory.address, one.host.ctypes.data)
+            one.record()
         assert one.wait() == ILLEGAL_ADDRESS
         with pytest.raises(CudaError, match=str(ILLEGAL_ADDRESS)):
             one.copy(memory.address, one.host.ctypes.data)
