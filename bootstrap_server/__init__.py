@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from bootstrap_server.access import StatusPage
-from bootstrap_server.client import BootstrapClient
-from bootstrap_server.errors import (
+from bootstrap_server.admission.access import StatusPage
+from bootstrap_server.client.bootstrap_client import BootstrapClient
+from bootstrap_server.client.http import HttpClient, split_address
+from bootstrap_server.client.lease import RankLease
+from bootstrap_server.ranks.errors import (
     BootstrapError,
     LeaseLost,
     MismatchError,
@@ -15,9 +17,7 @@ from bootstrap_server.errors import (
     RegistrationRefused,
     Unreachable,
 )
-from bootstrap_server.http_client import HttpClient, split_address
-from bootstrap_server.lease import RankLease
-from bootstrap_server.matching import (
+from bootstrap_server.ranks.matching import (
     CPTransfer,
     PageShare,
     Source,
@@ -30,14 +30,14 @@ from bootstrap_server.matching import (
     sending,
     sources,
 )
-from bootstrap_server.rank_status import (
+from bootstrap_server.ranks.rank_status import (
     FailureStatus,
     PeerStatus,
     RailStatus,
     RankStatus,
     TransportRate,
 )
-from bootstrap_server.records import (
+from bootstrap_server.ranks.records import (
     Instance,
     InstanceConfig,
     KVFormat,
@@ -48,8 +48,8 @@ from bootstrap_server.records import (
     Topology,
     instance_name_of,
 )
+from bootstrap_server.ranks.sglang_http import SGLangParallel
 from bootstrap_server.server import BootstrapServer
-from bootstrap_server.sglang_http import SGLangParallel
 
 __all__ = [
     "BootstrapClient",

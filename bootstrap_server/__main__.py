@@ -8,14 +8,14 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from bootstrap_server.errors import BootstrapError
-from bootstrap_server.exposure import exposure
-from bootstrap_server.own_addresses import addresses_behind
-from bootstrap_server.secret import Keys
-from bootstrap_server.secret_file import read_secret_file
+from bootstrap_server.admission.exposure import exposure
+from bootstrap_server.admission.own_addresses import addresses_behind
+from bootstrap_server.admission.secret import Keys
+from bootstrap_server.admission.secret_file import read_secret_file
+from bootstrap_server.ranks.errors import BootstrapError
 from bootstrap_server.server import BootstrapServer
-from bootstrap_server.server_config import Config
-from bootstrap_server.values import ConfigError
+from bootstrap_server.settings.server import Config
+from bootstrap_server.settings.values import ConfigError
 
 #: Settings that cannot be used.
 EXIT_REFUSED = 2

@@ -19,16 +19,16 @@ from typing import Final, Self
 import uvloop
 from aiohttp import web
 
-from bootstrap_server.access import StatusPage
-from bootstrap_server.app import forget_lapsed, make_app
-from bootstrap_server.board import Board
-from bootstrap_server.connections import HTTP_BOUNDS, ConnectionWatch
-from bootstrap_server.errors import BootstrapError
-from bootstrap_server.gate import Gate
-from bootstrap_server.rank_lines import RankLines
-from bootstrap_server.refusals import http_logger
-from bootstrap_server.registry import LEASE_S, Registry
-from bootstrap_server.rooms import RoomTable
+from bootstrap_server.admission.access import StatusPage
+from bootstrap_server.admission.connections import HTTP_BOUNDS, ConnectionWatch
+from bootstrap_server.admission.refusals import http_logger
+from bootstrap_server.http.app import forget_lapsed, make_app
+from bootstrap_server.http.gate import Gate
+from bootstrap_server.http.rank_lines import RankLines
+from bootstrap_server.page.board import Board
+from bootstrap_server.ranks.errors import BootstrapError
+from bootstrap_server.ranks.registry import LEASE_S, Registry
+from bootstrap_server.ranks.rooms import RoomTable
 from bootstrap_server.running import RunningClock
 
 __all__ = ["BootstrapServer"]

@@ -14,8 +14,8 @@ from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 import te
-from bootstrap_server.secret import Keys
-from bootstrap_server.secret_file import read_secret_file
+from bootstrap_server.admission.secret import Keys
+from bootstrap_server.admission.secret_file import read_secret_file
 from kvstore.policies import POLICIES
 from kvstore.slab import UNIT_BYTES
 from kvstore.tiers.bucket import SCHEMES

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
-from bootstrap_server.secret import Keys
+from bootstrap_server.admission.secret import Keys
 from kvstore import index_etcd, index_redis
 from kvstore.index_etcd import EtcdIndex
 from kvstore.index_redis import RedisIndex

@@ -50,7 +50,7 @@ __all__ = [
 VERSION: Final = 5
 REQUEST_ID: Final = struct.Struct("<Q")
 """Over ZeroMQ, a question and its answer begin with the same one, in one frame with it: an owner's
-socket can send no more than one (`bootstrap_server.routing_ids`)."""
+socket can send no more than one (`bootstrap_server.admission.routing_ids`)."""
 KEYS_BYTES_MAX: Final = 4096 * 16
 STORED_BYTES_MAX: Final = 128 << 10
 """Objects that are sent in a message: a claim, a write and a publication would take longer."""

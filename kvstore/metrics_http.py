@@ -14,9 +14,9 @@ from typing import Final, Self
 
 from aiohttp import web
 
+from bootstrap_server.admission.connections import HTTP_BOUNDS, ConnectionWatch
+from bootstrap_server.admission.refusals import http_logger
 from bootstrap_server.build import build_text
-from bootstrap_server.connections import HTTP_BOUNDS, ConnectionWatch
-from bootstrap_server.refusals import http_logger
 from kvstore.metrics import CONTENT_TYPE, text
 from kvstore.status import StoreStatus
 from te.version import version

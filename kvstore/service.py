@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 import zmq
 
-from bootstrap_server.newcomers import Newcomers
+from bootstrap_server.admission.newcomers import Newcomers
 from kvstore.answers import answer, is_slow
 from kvstore.fencing import Fencing
 from kvstore.followers import FOLLOWERS_MAX, Followers

@@ -14,7 +14,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from bootstrap_server.routing_ids import ignore_claimed_ids
+from bootstrap_server.admission.routing_ids import ignore_claimed_ids
 from kvstore.seldom import Seldom
 
 __all__ = ["MESSAGE_BYTES_MAX", "Sockets", "Where"]

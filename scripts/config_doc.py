@@ -14,8 +14,8 @@ from command_line import Parser
 if __name__ == "__main__":  # before the packages that only .venv has are imported
     Parser(".venv/bin/python scripts/config_doc.py", __doc__).parse_args()
 
-from bootstrap_server.server_config import SETTINGS as REGISTRY_SETTINGS
-from bootstrap_server.settings import Given, Setting
+from bootstrap_server.settings.rows import Given, Setting
+from bootstrap_server.settings.server import SETTINGS as REGISTRY_SETTINGS
 from kvstore.config import Config as StoreConfig
 from sglang_mooncake.sglang.listing import as_text
 from sglang_mooncake.sglang.settings import CONFIG_FILE, SETTINGS, SGLANGS_OWN

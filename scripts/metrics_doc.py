@@ -11,7 +11,7 @@ from command_line import Parser
 if __name__ == "__main__":  # before the packages that only .venv has are imported
     Parser(".venv/bin/python scripts/metrics_doc.py", __doc__).parse_args()
 
-from bootstrap_server import metrics as registry
+from bootstrap_server.http import metrics as registry
 from kvstore import metrics as store
 from sglang_mooncake import metrics as ranks
 

@@ -41,7 +41,7 @@ from bootstrap_server import (
     RankRecord,
     Topology,
 )
-from bootstrap_server.records import RankLife
+from bootstrap_server.ranks.records import RankLife
 
 ROOT = Path(__file__).resolve().parents[1]
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)

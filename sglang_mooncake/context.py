@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bootstrap_server import InstanceConfig, RankCoords
-from bootstrap_server.secret import Keys
+from bootstrap_server.admission.secret import Keys
 from sglang_mooncake.layout import UNSPLIT, Place, Split
 from te.config import LABEL_CHARS_MAX
 

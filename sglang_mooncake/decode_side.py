@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 import te
-from bootstrap_server import Instance, MismatchError, RankCoords, instance_name_of, matching
-from bootstrap_server.records import DEFAULT_INSTANCE
-from bootstrap_server.signatures import key_index
+from bootstrap_server import Instance, MismatchError, RankCoords, instance_name_of
+from bootstrap_server.admission.signatures import key_index
+from bootstrap_server.ranks import matching
+from bootstrap_server.ranks.records import DEFAULT_INSTANCE
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.executor import Executor

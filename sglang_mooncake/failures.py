@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from bootstrap_server import FailureStatus
-from bootstrap_server.rank_status import FAILURES_MAX, reason_text
+from bootstrap_server.ranks.rank_status import FAILURES_MAX, reason_text
 
 __all__ = ["Failures"]
 

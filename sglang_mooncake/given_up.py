@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rooms that a decode server gives up because the prefill server's registry does not serve it: left
 as notices at that registry by decode ranks, and asked for there by prefill ranks
-(`bootstrap_server/given_up.py` says why)."""
+(`bootstrap_server/ranks/given_up.py` says why)."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ from bootstrap_server import (
     instance_name_of,
     split_address,
 )
-from bootstrap_server.records import DEFAULT_INSTANCE
-from bootstrap_server.secret import Keys
-from bootstrap_server.signatures import check_signatures
+from bootstrap_server.admission.secret import Keys
+from bootstrap_server.admission.signatures import check_signatures
+from bootstrap_server.ranks.records import DEFAULT_INSTANCE
 from sglang_mooncake.registries import Registries
 from sglang_mooncake.workers import Workers
 

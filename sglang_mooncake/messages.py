@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bootstrap_server.matching import PageShare
+from bootstrap_server.ranks.matching import PageShare
 from sglang_mooncake.layout import Layout, Place
 
 __all__ = [

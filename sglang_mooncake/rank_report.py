@@ -18,7 +18,13 @@ from bootstrap_server import (
     RankStatus,
     TransportRate,
 )
-from bootstrap_server.rank_status import NAME_CHARS_MAX, PEERS_MAX, RAILS_MAX, TRANSPORTS_MAX, Axes
+from bootstrap_server.ranks.rank_status import (
+    NAME_CHARS_MAX,
+    PEERS_MAX,
+    RAILS_MAX,
+    TRANSPORTS_MAX,
+    Axes,
+)
 from sglang_mooncake.layout import Place
 from te.stats import LinkStats, Stats
 

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from bootstrap_server import InstanceConfig, matching
-from bootstrap_server.matching import Source
+from bootstrap_server import InstanceConfig
+from bootstrap_server.ranks import matching
+from bootstrap_server.ranks.matching import Source
 from sglang_mooncake.layout import Layout, Place
 
 __all__ = ["sources_of"]

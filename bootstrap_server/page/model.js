@@ -10,7 +10,7 @@ const STATES = {
 };
 const LATE_INTERVALS = 1.5;
 const AXES = ["dp", "cp", "tp", "pp"];
-// By array position: how RankStatus encodes its lists (bootstrap_server/rank_status.py).
+// By array position: how RankStatus encodes its lists (bootstrap_server/ranks/rank_status.py).
 const PEER = { id: 0, host: 1, coords: 2, topology: 3, transport: 4, rate: 5 };
 
 function rankName(coords) {

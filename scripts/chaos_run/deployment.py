@@ -29,8 +29,8 @@ from cpu_serving.servers import (
 from cpu_serving.traffic import Answer, Request, send
 
 from bootstrap_server import BootstrapClient, BootstrapError, Instance
-from bootstrap_server.secret import Keys
-from bootstrap_server.secret_file import read_secret_file, write_secret_file
+from bootstrap_server.admission.secret import Keys
+from bootstrap_server.admission.secret_file import read_secret_file, write_secret_file
 from chaos_run.clients import Spec
 from chaos_run.hosts import Hosts
 from chaos_run.options import ChaosOptions

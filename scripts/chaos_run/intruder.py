@@ -17,8 +17,8 @@ import zmq
 
 import te
 from bootstrap_server import BootstrapClient, BootstrapError, Instance, Rank, RankRecord
-from bootstrap_server.secret import Keys, new_secret
-from bootstrap_server.signatures import signed
+from bootstrap_server.admission.secret import Keys, new_secret
+from bootstrap_server.admission.signatures import signed
 from sglang_mooncake.links.curve import decode_pair
 from sglang_mooncake.links.sockets import CurvePair
 from te.handshake import decode_card, encode

@@ -25,7 +25,7 @@ from chaos_run.stranger import SAYINGS, Saying, attack, http, zmtp
 from cpu_serving.strangers import sayings
 
 from bootstrap_server import InstanceConfig, KVFormat, Rank, RankCoords, RankRecord, Topology
-from bootstrap_server.secret import Keys
+from bootstrap_server.admission.secret import Keys
 from kvstore import messages as store
 from sglang_mooncake import messages as control
 from sglang_mooncake.layout import ALONE, Buffers, Layout

@@ -22,7 +22,7 @@ from cpu_serving.traffic import send_all
 from store_redis import redis_server
 from ttft_bench.network import DEVICE, FAR, NEAR, Network
 
-from bootstrap_server.secret_file import write_secret_file
+from bootstrap_server.admission.secret_file import write_secret_file
 from soak_run.bench import Bench, Place, Tally, until
 from soak_run.results import Row, Span
 

@@ -20,7 +20,7 @@ from cpu_serving.store import with_store
 from cpu_serving.strangers import listeners, of_group
 from store_redis import redis_server
 
-from bootstrap_server.secret_file import write_secret_file
+from bootstrap_server.admission.secret_file import write_secret_file
 from soak_run.attack import Attack, Made
 from soak_run.bench import WAIT_S, Bench, Place, Tally, until
 from soak_run.loglines import NewLines, kinds, others

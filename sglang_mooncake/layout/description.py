@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 import msgspec
 
 from bootstrap_server import RankCoords, Topology
-from bootstrap_server.matching import holding
+from bootstrap_server.ranks.matching import holding
 
 __all__ = [
     "ALL",

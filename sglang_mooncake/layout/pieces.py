@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 import te
-from bootstrap_server.matching import sending
+from bootstrap_server.ranks.matching import sending
 from sglang_mooncake.layout.description import Component, Place
 
 __all__ = ["pieces"]

@@ -15,8 +15,8 @@ from typing import Final
 import zmq
 from zmq.utils import z85
 
-from bootstrap_server.refusals import Refusals
-from bootstrap_server.secret import KEY_BYTES, hkdf
+from bootstrap_server.admission.refusals import Refusals
+from bootstrap_server.admission.secret import KEY_BYTES, hkdf
 from sglang_mooncake.links.sockets import CurvePair, Readers
 
 __all__ = ["Gatekeeper", "decode_pair", "new_pair"]

@@ -20,9 +20,9 @@ import msgspec
 import zmq
 
 import te
-from bootstrap_server.crowd import source_of
-from bootstrap_server.newcomers import Connection, Newcomers, bytes_received
-from bootstrap_server.refusals import Refusals
+from bootstrap_server.admission.crowd import source_of
+from bootstrap_server.admission.newcomers import Connection, Newcomers, bytes_received
+from bootstrap_server.admission.refusals import Refusals
 from sglang_mooncake import messages
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import LayoutMismatch, Place, Plan

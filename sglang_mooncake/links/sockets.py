@@ -12,7 +12,7 @@ from typing import Protocol
 
 import zmq
 
-from bootstrap_server.routing_ids import ignore_claimed_ids
+from bootstrap_server.admission.routing_ids import ignore_claimed_ids
 from sglang_mooncake.context import Deadlines
 
 __all__ = [

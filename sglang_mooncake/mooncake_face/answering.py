@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from typing import Final
 
 import te
-from bootstrap_server.crowd import Crowd, source_of
-from bootstrap_server.refusals import Refusals
+from bootstrap_server.admission.crowd import Crowd, source_of
+from bootstrap_server.admission.refusals import Refusals
 from sglang_mooncake.mooncake_face.exchange import (
     QUESTION_HEAD_BYTES,
     NoCard,

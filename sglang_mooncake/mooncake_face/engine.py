@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, Final
 
-from bootstrap_server.exposure import exposure
+from bootstrap_server.admission.exposure import exposure
 from sglang_mooncake.mooncake_face.names import TransferOpcode
 from sglang_mooncake.mooncake_face.opened import Opened, outcome
 from sglang_mooncake.mooncake_face.transferring import Transferring

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from bootstrap_server.secret import SECRETS_MAX, seal
+from bootstrap_server.admission.secret import SECRETS_MAX, seal
 from te.handshake import CARD_BYTES_MAX
 
 __all__ = [

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bootstrap_server.matching import ALL_PAGES, PageShare
+from bootstrap_server.ranks.matching import ALL_PAGES, PageShare
 from sglang_mooncake.messages import (
     RoomAbort,
     RoomComputed,

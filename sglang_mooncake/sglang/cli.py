@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from bootstrap_server import MismatchError
-from bootstrap_server.secret import new_secret
-from bootstrap_server.secret_file import write_secret_file
+from bootstrap_server.admission.secret import new_secret
+from bootstrap_server.admission.secret_file import write_secret_file
 from sglang_mooncake.layout import LayoutMismatch
 from sglang_mooncake.sglang import configuring, explaining
 from sglang_mooncake.sglang.dry_run.flags import (

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bootstrap_server.secret import Keys, split_secrets
-from bootstrap_server.secret_file import read_secret_file
-from bootstrap_server.server_config import SETTINGS as REGISTRY_SETTINGS
-from bootstrap_server.settings import Given, from_variables, read_values
-from bootstrap_server.settings_file import read_settings_file
-from bootstrap_server.values import ConfigError
+from bootstrap_server.admission.secret import Keys, split_secrets
+from bootstrap_server.admission.secret_file import read_secret_file
+from bootstrap_server.settings.file import read_settings_file
+from bootstrap_server.settings.rows import Given, from_variables, read_values
+from bootstrap_server.settings.server import SETTINGS as REGISTRY_SETTINGS
+from bootstrap_server.settings.values import ConfigError
 from sglang_mooncake.context import SettingNames
 from sglang_mooncake.registries import Registries
 from sglang_mooncake.sglang.mooncake_variables import Courtesies, read_courtesies

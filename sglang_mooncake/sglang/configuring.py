@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 
-from bootstrap_server.settings import Given, to_toml
+from bootstrap_server.settings.rows import Given, to_toml
 from sglang_mooncake.sglang.config import Config, ConfigError, check_file
 from sglang_mooncake.sglang.listing import as_json, as_text
 from sglang_mooncake.sglang.settings import BY_KEY, SETTINGS

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bootstrap_server.settings import Given, Setting
+from bootstrap_server.settings.rows import Given, Setting
 from sglang_mooncake.sglang.settings import BY_KEY, SETTINGS
 
 __all__ = ["as_json", "as_text", "differs", "in_one_line"]

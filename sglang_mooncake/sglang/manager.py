@@ -16,8 +16,8 @@ from typing import Any
 
 import te
 from bootstrap_server import BootstrapClient, Rank, RankLease, RankRecord, instance_name_of
-from bootstrap_server.exposure import exposure
-from bootstrap_server.signatures import signed
+from bootstrap_server.admission.exposure import exposure
+from bootstrap_server.admission.signatures import signed
 from sglang_mooncake.decode_side import DecodeSide, SealBuffer
 from sglang_mooncake.explain.questions import answers
 from sglang_mooncake.given_up import GivenUpWatch

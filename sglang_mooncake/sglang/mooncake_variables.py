@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from bootstrap_server.values import names, whole
+from bootstrap_server.settings.values import names, whole
 from te.config import LIMITS
 
 __all__ = ["VARIABLES", "Courtesies", "read_courtesies"]

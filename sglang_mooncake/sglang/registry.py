@@ -8,8 +8,8 @@ import logging
 from collections.abc import Sequence
 
 from bootstrap_server import BootstrapClient, BootstrapError, BootstrapServer
-from bootstrap_server.exposure import exposure
-from bootstrap_server.own_addresses import addresses_behind
+from bootstrap_server.admission.exposure import exposure
+from bootstrap_server.admission.own_addresses import addresses_behind
 from sglang_mooncake.sglang.config import INSECURE, Config
 
 __all__ = ["ServersRegistry", "prove_dp_rank_queries", "query_dp_ranks"]

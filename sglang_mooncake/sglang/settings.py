@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bootstrap_server.settings import Setting
-from bootstrap_server.values import (
+from bootstrap_server.settings.rows import Setting
+from bootstrap_server.settings.values import (
     Kind,
     address,
     choices,

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from bootstrap_server import split_address
-from bootstrap_server.errors import BootstrapError
-from bootstrap_server.secret import Keys
-from bootstrap_server.secret_file import read_secret_file
+from bootstrap_server.admission.secret import Keys
+from bootstrap_server.admission.secret_file import read_secret_file
+from bootstrap_server.ranks.errors import BootstrapError
 from kvstore.values import typed
 from sglang_mooncake.registries import Registries
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from bootstrap_server import InstanceConfig, KVFormat, RankCoords, Topology
-from bootstrap_server.exposure import exposure
+from bootstrap_server.admission.exposure import exposure
 from sglang_mooncake.context import Deadlines, RankContext, Role, SettingNames
 from sglang_mooncake.layout import Buffers, Component, Layout, Units
 from sglang_mooncake.messages import PROTOCOL_VERSION

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from bootstrap_server import BootstrapServer, RankLease, RankRecord
-from bootstrap_server.signatures import signed
+from bootstrap_server.admission.signatures import signed
 from sglang_mooncake.vllm.pd_options import PdOptions
 
 __all__ = ["Registration"]

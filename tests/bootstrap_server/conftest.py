@@ -47,7 +47,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     for deadline in (
         "server.START_DEADLINE_S",
         "server.CLOSE_DEADLINE_S",
-        "lease._CLOSE_DEADLINE_S",
+        "client.lease._CLOSE_DEADLINE_S",
     ):
         monkeypatch.setattr(f"bootstrap_server.{deadline}", WAIT_S)
 

@@ -19,14 +19,14 @@ from bootstrap_server import (
     Topology,
     TransportRate,
 )
-from bootstrap_server import planned as planned_module
-from bootstrap_server.board import EVENTS_MAX, Board, Report
-from bootstrap_server.lately import Tally
-from bootstrap_server.matching import sources
-from bootstrap_server.planned import planned
-from bootstrap_server.rank_status import PEERS_MAX, REASON_CHARS_MAX, reason_text
-from bootstrap_server.registry import Registry
-from bootstrap_server.status_report import REPORT_BYTES_MAX, read_report
+from bootstrap_server.page import planned as planned_module
+from bootstrap_server.page.board import EVENTS_MAX, Board, Report
+from bootstrap_server.page.lately import Tally
+from bootstrap_server.page.planned import planned
+from bootstrap_server.page.status_report import REPORT_BYTES_MAX, read_report
+from bootstrap_server.ranks.matching import sources
+from bootstrap_server.ranks.rank_status import PEERS_MAX, REASON_CHARS_MAX, reason_text
+from bootstrap_server.ranks.registry import Registry
 
 MakeRecord = Callable[..., RankRecord]
 

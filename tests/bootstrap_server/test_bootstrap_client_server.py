@@ -28,11 +28,11 @@ from bootstrap_server import (
     RegistrationRefused,
     Topology,
     Unreachable,
-    http_client,
 )
-from bootstrap_server import client as client_module
 from bootstrap_server import server as server_module
-from bootstrap_server.sglang_http import ROOMS_PER_QUERY_MAX
+from bootstrap_server.client import bootstrap_client as client_module
+from bootstrap_server.client import http as http_client
+from bootstrap_server.ranks.sglang_http import ROOMS_PER_QUERY_MAX
 
 MakeRecord = Callable[..., RankRecord]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootstrap_server.crowd import Crowd, source_of
+from bootstrap_server.admission.crowd import Crowd, source_of
 
 pytestmark = pytest.mark.pure
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from bootstrap_server.exposure import exposure
-from bootstrap_server.own_addresses import addresses_behind, local_ipv4, local_ipv6
+from bootstrap_server.admission.exposure import exposure
+from bootstrap_server.admission.own_addresses import addresses_behind, local_ipv4, local_ipv6
 
 #: Of a range that is not routed, but counts as public (RFC 7526: it was for relays to IPv6).
 PUBLIC = "192.88.99.1"

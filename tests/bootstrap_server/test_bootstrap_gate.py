@@ -29,12 +29,12 @@ from bootstrap_server import (
     RankRecord,
     RegistrationRefused,
     Topology,
-    client_proof,
 )
-from bootstrap_server.gate import Gate
-from bootstrap_server.proof import HEADER, Claim, digest_of, prove_request
-from bootstrap_server.refusals import LOG_EVERY_S, Refusals
-from bootstrap_server.replays import SKEW_MAX_S, Replays
+from bootstrap_server.admission.proof import HEADER, Claim, digest_of, prove_request
+from bootstrap_server.admission.refusals import LOG_EVERY_S, Refusals
+from bootstrap_server.admission.replays import SKEW_MAX_S, Replays
+from bootstrap_server.client import proofs as client_proof
+from bootstrap_server.http.gate import Gate
 
 MakeRecord = Callable[..., RankRecord]
 

@@ -17,17 +17,11 @@ import requests
 from bootstrap_http import get, put_route, route, route_body, url
 from bootstrap_waits import NEVER_S, WAIT_S
 
-from bootstrap_server import (
-    BootstrapClient,
-    BootstrapServer,
-    RankCoords,
-    RankRecord,
-    Topology,
-    connections,
-    http_body,
-)
-from bootstrap_server.http_body import BODY_BYTES_MAX
-from bootstrap_server.sglang_http import ROOMS_PER_QUERY_MAX
+from bootstrap_server import BootstrapClient, BootstrapServer, RankCoords, RankRecord, Topology
+from bootstrap_server.admission import connections
+from bootstrap_server.http import body as http_body
+from bootstrap_server.http.body import BODY_BYTES_MAX
+from bootstrap_server.ranks.sglang_http import ROOMS_PER_QUERY_MAX
 
 MakeRecord = Callable[..., RankRecord]
 

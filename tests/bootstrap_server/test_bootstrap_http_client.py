@@ -14,8 +14,9 @@ from typing import ClassVar
 import pytest
 from bootstrap_waits import WAIT_S
 
-from bootstrap_server import BootstrapError, Unreachable, http_client
-from bootstrap_server.http_client import HttpClient
+from bootstrap_server import BootstrapError, Unreachable
+from bootstrap_server.client import http as http_client
+from bootstrap_server.client.http import HttpClient
 
 
 @contextmanager

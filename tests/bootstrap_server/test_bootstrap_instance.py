@@ -19,7 +19,7 @@ from bootstrap_server import (
     RegistrationRefused,
     Topology,
 )
-from bootstrap_server.instance import InstanceTable
+from bootstrap_server.ranks.instance import InstanceTable
 
 MakeRecord = Callable[..., RankRecord]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootstrap_server.lately import SPACING_S, WINDOW_S, Lately, Tally, trouble
+from bootstrap_server.page.lately import SPACING_S, WINDOW_S, Lately, Tally, trouble
 
 #: How often ranks report.
 EVERY_S = 5.0

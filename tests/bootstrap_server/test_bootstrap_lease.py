@@ -29,7 +29,7 @@ from bootstrap_server import (
     RankRecord,
     Topology,
 )
-from bootstrap_server.lease import AGAIN_S
+from bootstrap_server.client.lease import AGAIN_S
 
 MakeRecord = Callable[..., RankRecord]
 
@@ -125,7 +125,7 @@ def test_a_registry_that_was_restarted_or_forgot_gets_the_rank_again(
         first = client.instance()
         assert (first.ranks, lease.problem) == ((record.rank,), None)
         server.close()
-        with caplog.at_level(logging.WARNING, "bootstrap_server.lease"):
+        with caplog.at_level(logging.WARNING, "bootstrap_server.client.lease"):
             for _ in range(3):
                 lease.renew()
         assert lease.problem is not None

@@ -10,10 +10,11 @@ import pytest
 import requests
 from bootstrap_waits import NEVER_S, WAIT_S
 
-from bootstrap_server import BootstrapClient, BootstrapServer, RankCoords, Topology, allowance
+from bootstrap_server import BootstrapClient, BootstrapServer, RankCoords, Topology
+from bootstrap_server.admission import allowance
+from bootstrap_server.admission.secret import Keys
 from bootstrap_server.build import version
-from bootstrap_server.metrics import EVENTS, METRICS, PREFIX, Counts, process_lines, text
-from bootstrap_server.secret import Keys
+from bootstrap_server.http.metrics import EVENTS, METRICS, PREFIX, Counts, process_lines, text
 
 KEYS = Keys.from_secrets([b"s3cret-" + b"0123456789abcdef" * 4])
 ALONE, FIRST = Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from bootstrap_server.proof import (
+from bootstrap_server.admission.proof import (
     Claim,
     RequestProof,
     digest_of,
@@ -13,8 +13,8 @@ from bootstrap_server.proof import (
     prove_answer,
     prove_request,
 )
-from bootstrap_server.replays import SKEW_MAX_S, WINDOW, Replays
-from bootstrap_server.secret import seal
+from bootstrap_server.admission.replays import SKEW_MAX_S, WINDOW, Replays
+from bootstrap_server.admission.secret import seal
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 CLAIM = Claim(1_700_000_000_000, b"c" * 16, 7, digest_of(b"body"))

@@ -15,7 +15,7 @@ from bootstrap_server import (
     SGLangParallel,
     Topology,
 )
-from bootstrap_server.records import FLAGS, check_instance_name, differences, instance_name_of
+from bootstrap_server.ranks.records import FLAGS, check_instance_name, differences, instance_name_of
 
 SIZES = st.integers(1, 4)
 TOPOLOGIES = st.builds(Topology, SIZES, SIZES, SIZES, SIZES)

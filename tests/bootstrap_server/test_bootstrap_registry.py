@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootstrap_server import RankCoords, RankRecord, Topology, registry
-from bootstrap_server.errors import RegistryFull
-from bootstrap_server.registry import Registry
+from bootstrap_server import RankCoords, RankRecord, Topology
+from bootstrap_server.ranks import registry
+from bootstrap_server.ranks.errors import RegistryFull
+from bootstrap_server.ranks.registry import Registry
 from bootstrap_server.running import RunningClock
 
 MakeRecord = Callable[..., RankRecord]

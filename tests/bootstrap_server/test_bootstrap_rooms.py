@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootstrap_server.rooms import RoomTable
+from bootstrap_server.ranks.rooms import RoomTable
 
 
 @given(

@@ -6,8 +6,8 @@ import stat
 
 import pytest
 
-from bootstrap_server.secret import Keys, hkdf, new_secret, split_secrets
-from bootstrap_server.secret_file import read_secret_file, write_secret_file
+from bootstrap_server.admission.secret import Keys, hkdf, new_secret, split_secrets
+from bootstrap_server.admission.secret_file import read_secret_file, write_secret_file
 
 OLD, NEW = "6f1d0c8a92e47b35b7e2f90a4c81d356", "c03be5a71f8d24969d47e2a0f5b8136c"
 

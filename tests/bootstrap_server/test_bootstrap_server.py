@@ -29,8 +29,8 @@ from bootstrap_server import (
     Topology,
     Unreachable,
 )
-from bootstrap_server.secret import Keys
-from bootstrap_server.secret_file import read_secret_file, write_secret_file
+from bootstrap_server.admission.secret import Keys
+from bootstrap_server.admission.secret_file import read_secret_file, write_secret_file
 
 MakeRecord = Callable[..., RankRecord]
 

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from bootstrap_server import StatusPage
-from bootstrap_server.server_config import SETTINGS, Config
-from bootstrap_server.settings_file import FILE_BYTES_MAX, read_settings_file
-from bootstrap_server.values import ConfigError, address, names_of
+from bootstrap_server.settings.file import FILE_BYTES_MAX, read_settings_file
+from bootstrap_server.settings.server import SETTINGS, Config
+from bootstrap_server.settings.values import ConfigError, address, names_of
 
 _GIVEN = """
 [te]

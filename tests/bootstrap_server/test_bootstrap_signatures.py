@@ -16,7 +16,7 @@ from bootstrap_server import (
     RankRecord,
     Topology,
 )
-from bootstrap_server.signatures import check_signatures, key_index, signed
+from bootstrap_server.admission.signatures import check_signatures, key_index, signed
 
 OLD, NEW = b"o" * 32, b"n" * 32
 LAYOUT = {"kv_layer_ids": [0, 1], "state_item_lens": [[1], [2, 3]], "ratio": 1.0, "n": None}

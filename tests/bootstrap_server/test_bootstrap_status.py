@@ -34,19 +34,18 @@ from bootstrap_server import (
     StatusPage,
     Topology,
     TransportRate,
-    allowance,
-    connections,
-    status_http,
 )
-from bootstrap_server import lease as lease_module
 from bootstrap_server import server as server_module
-from bootstrap_server.app import make_app
-from bootstrap_server.board import Board
-from bootstrap_server.http_client import HttpClient
+from bootstrap_server.admission import allowance, connections
+from bootstrap_server.client import lease as lease_module
+from bootstrap_server.client.http import HttpClient
+from bootstrap_server.http import status as status_http
+from bootstrap_server.http.app import make_app
+from bootstrap_server.http.rank_lines import RankLines
 from bootstrap_server.page import Page
-from bootstrap_server.rank_lines import RankLines
-from bootstrap_server.registry import Registry
-from bootstrap_server.rooms import RoomTable
+from bootstrap_server.page.board import Board
+from bootstrap_server.ranks.registry import Registry
+from bootstrap_server.ranks.rooms import RoomTable
 
 MakeRecord = Callable[..., RankRecord]
 

@@ -24,14 +24,12 @@ from bootstrap_server import (
     RankCoords,
     RankRecord,
     Topology,
-    allowance,
-    connections,
-    http_body,
-    refusals,
 )
 from bootstrap_server import server as running
-from bootstrap_server.allowance import BURST, PER_S, SOURCES_MAX, Allowance
-from bootstrap_server.connections import ConnectionWatch
+from bootstrap_server.admission import allowance, connections, refusals
+from bootstrap_server.admission.allowance import BURST, PER_S, SOURCES_MAX, Allowance
+from bootstrap_server.admission.connections import ConnectionWatch
+from bootstrap_server.http import body as http_body
 
 MakeRecord = Callable[..., RankRecord]
 

@@ -24,13 +24,18 @@ from bootstrap_server import (
     RankCoords,
     RankRecord,
     Topology,
-    refusals,
 )
-from bootstrap_server.connections import FIELD_BYTES_MAX, FIELDS_MAX, HEAD_BYTES_MAX, _FirstHead
+from bootstrap_server.admission import refusals
+from bootstrap_server.admission.connections import (
+    FIELD_BYTES_MAX,
+    FIELDS_MAX,
+    HEAD_BYTES_MAX,
+    _FirstHead,
+)
+from bootstrap_server.admission.refusals import LOG_EVERY_S, SILENCE_S, Pace, Refusals
 from bootstrap_server.decoding import EXCERPT_CHARS_MAX, BadText, decoded, excerpt
-from bootstrap_server.rank_lines import BURST
-from bootstrap_server.rank_status import RankStatus
-from bootstrap_server.refusals import LOG_EVERY_S, SILENCE_S, Pace, Refusals
+from bootstrap_server.http.rank_lines import BURST
+from bootstrap_server.ranks.rank_status import RankStatus
 
 KEY = b"k" * 32
 ENDLESS = b"1" * 400
@@ -171,7 +176,7 @@ def test_a_head_that_grows_and_grows_is_refused(
     answer = talk(server, b"GET /health HTTP/1.1\r\nHost: x\r\n" + field * 9)
     assert answer.startswith(b"HTTP/1.1 431 ")
     assert b"longer than 8192 bytes" in answer
-    assert [record.name for record in caplog.records] == ["bootstrap_server.refusals"]
+    assert [record.name for record in caplog.records] == ["bootstrap_server.admission.refusals"]
 
 
 def test_later_heads_are_bounded_too(server: BootstrapServer) -> None:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootstrap_server import BootstrapServer, NeverServed, Unreachable
-from bootstrap_server.client import BootstrapClient
-from bootstrap_server.given_up import (
+from bootstrap_server.client.bootstrap_client import BootstrapClient
+from bootstrap_server.ranks.given_up import (
     GIVEN_UP_PATH,
     NOTICE_BYTES_MAX,
     ROOMS_PER_NOTICE_MAX,

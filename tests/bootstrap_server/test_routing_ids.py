@@ -10,7 +10,7 @@ import pytest
 import zmq
 from zmtp_peer import VERSIONS, claim
 
-from bootstrap_server.routing_ids import ignore_claimed_ids
+from bootstrap_server.admission.routing_ids import ignore_claimed_ids
 
 TIMEOUT_S = 30.0
 

@@ -23,7 +23,13 @@ ALLOWED = {
     "te": {"msgspec", "numpy"},
     "te/top": {"msgspec", "rich"},  # the live view alone needs rich
     "te/bench": {"matplotlib", "mooncake", "msgspec", "nixl", "numpy"},  # those that are installed
-    "bootstrap_server": {"aiohttp", "msgspec", "uvloop", "zmq"},
+    "bootstrap_server": {"aiohttp", "msgspec", "uvloop"},
+    "bootstrap_server/admission": {"aiohttp", "msgspec", "zmq"},
+    "bootstrap_server/client": {"msgspec"},
+    "bootstrap_server/http": {"aiohttp", "msgspec"},
+    "bootstrap_server/page": {"aiohttp", "msgspec"},
+    "bootstrap_server/ranks": {"msgspec"},
+    "bootstrap_server/settings": set(),
     "kvstore": {
         "aiohttp",
         "bootstrap_server",

@@ -24,8 +24,8 @@ from bootstrap_server import (
     RankRecord,
     Topology,
 )
-from bootstrap_server.secret import Keys
-from bootstrap_server.signatures import signed
+from bootstrap_server.admission.secret import Keys
+from bootstrap_server.admission.signatures import signed
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.links.curve import Gatekeeper, new_pair
 from sglang_mooncake.links.sockets import open_router

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap_server.server_config import Config
+from bootstrap_server.settings.server import Config
 from sglang_mooncake.sglang.releases import NEWEST_TESTED
 
 ROOT = Path(__file__).parents[2]

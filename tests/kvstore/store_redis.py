@@ -14,7 +14,7 @@ import redis
 from rdma_testbed.packages import ensure_programs
 from store_makers import settings, until
 
-from bootstrap_server.secret import Keys
+from bootstrap_server.admission.secret import Keys
 from kvstore.config import Config
 from kvstore.index_redis import KEYS as OWNERS
 

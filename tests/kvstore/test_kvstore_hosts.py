@@ -19,8 +19,8 @@ from store_redis import RedisServer, at_index
 from te_ports import two_ports
 
 import te
-from bootstrap_server.secret import Keys
-from bootstrap_server.secret_file import read_secret_file, write_secret_file
+from bootstrap_server.admission.secret import Keys
+from bootstrap_server.admission.secret_file import read_secret_file, write_secret_file
 from kvstore.config import Config
 from kvstore.outcomes import Got, Put
 from kvstore.store import Store

@@ -16,7 +16,7 @@ from store_etcd import INDEXES, EtcdServer, etcd_server, index_server
 from store_makers import until
 from store_redis import KEYS, RedisServer
 
-from bootstrap_server.secret import Keys
+from bootstrap_server.admission.secret import Keys
 from kvstore import index_etcd, index_redis, members
 from kvstore.members import Members, host_towards
 

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
-from bootstrap_server import connections
+from bootstrap_server.admission import connections
 from bootstrap_server.build import build_text
 from kvstore import metrics
 from kvstore.judging import AdmissionCounts

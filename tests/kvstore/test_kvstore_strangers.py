@@ -13,7 +13,7 @@ import pytest
 from store_makers import TIMEOUT_S, config, engine, until
 
 import te
-from bootstrap_server import newcomers
+from bootstrap_server.admission import newcomers
 from kvstore import far as far_module
 from kvstore._table import Table
 from kvstore.asking import Asker

@@ -33,7 +33,7 @@ from lmcache_makers import (
 from store_makers import until
 
 import te
-from bootstrap_server.secret_file import write_secret_file
+from bootstrap_server.admission.secret_file import write_secret_file
 from kvstore.lmcache.adapter import StoreL2Adapter, StoreL2AdapterConfig
 from kvstore.outcomes import Put
 from kvstore.store import Store

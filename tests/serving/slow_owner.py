@@ -30,7 +30,7 @@ from cpu_serving.traffic import Request, send_all
 from store_redis import redis_server
 from ttft_bench.network import NEAR, Network
 
-from bootstrap_server.secret_file import write_secret_file
+from bootstrap_server.admission.secret_file import write_secret_file
 from kvstore.status import QUESTION, StoreStatus, status_of
 from te import status
 

@@ -26,7 +26,7 @@ from cpu_serving.servers import (
 from cpu_serving.traffic import make_requests, send_all
 from patient import patient
 
-from bootstrap_server.secret_file import write_secret_file
+from bootstrap_server.admission.secret_file import write_secret_file
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 

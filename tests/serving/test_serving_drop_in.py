@@ -17,7 +17,7 @@ from cpu_serving.servers import HOST, Fleet, Server, ServerOptions, wait_ready, 
 from cpu_serving.traffic import Answer, compare, make_requests, send_all
 from cpu_serving.vision import image_url, make_vision_model
 
-from bootstrap_server.secret_file import write_secret_file
+from bootstrap_server.admission.secret_file import write_secret_file
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 

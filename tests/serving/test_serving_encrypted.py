@@ -13,7 +13,7 @@ from cpu_serving.model import make_model
 from cpu_serving.servers import ServerOptions, with_secret
 from cpu_serving.traffic import make_requests
 
-from bootstrap_server.secret_file import write_secret_file
+from bootstrap_server.admission.secret_file import write_secret_file
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 

@@ -29,8 +29,8 @@ from cpu_serving.traffic import make_requests
 from serving_layouts import BY_QUERY
 
 from bootstrap_server import BootstrapClient, Instance
-from bootstrap_server.secret import Keys
-from bootstrap_server.secret_file import read_secret_file, write_secret_file
+from bootstrap_server.admission.secret import Keys
+from bootstrap_server.admission.secret_file import read_secret_file, write_secret_file
 from te.connect.greeting import GREETING, MAGIC, GreetingKind
 from te.handshake import PROTOCOL_VERSION
 

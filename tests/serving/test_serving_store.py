@@ -43,7 +43,7 @@ from store_servers import (
     until,
 )
 
-from bootstrap_server.secret_file import write_secret_file
+from bootstrap_server.admission.secret_file import write_secret_file
 from kvstore.metrics import PREFIX, Key, counters
 from kvstore.weights import identity
 from sglang_mooncake.metrics import RANK_LABELS

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from caches import SEALS
 
-from bootstrap_server.matching import holding
+from bootstrap_server.ranks.matching import holding
 from sglang_mooncake.layout import ALONE, UNSPLIT, Layout, Place, Split
 from sglang_mooncake.sglang.pools.kv_args import Heads, layout_from_kv_args, memory_ranges
 

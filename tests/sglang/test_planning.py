@@ -22,7 +22,7 @@ from sglang_pools import Rank
 
 import te
 from bootstrap_server import Topology
-from bootstrap_server.matching import PageShare, sources
+from bootstrap_server.ranks.matching import PageShare, sources
 from sglang_mooncake.layout import ALONE, Layout, Place, Plan
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]

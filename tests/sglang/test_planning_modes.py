@@ -15,7 +15,7 @@ from test_planning import PAGES, STATES, manager, merged, registration, settings
 
 import te
 from bootstrap_server import InstanceConfig, KVFormat, RankCoords, Topology
-from bootstrap_server.matching import check_configs
+from bootstrap_server.ranks.matching import check_configs
 from sglang_mooncake.layout import ALONE, UNSPLIT, Buffers, Dealt, Layout, Named, Place, Plan, Split
 from sglang_mooncake.sglang.pools.kv_args import Heads, layout_from_kv_args
 from sglang_mooncake.sources import sources_of

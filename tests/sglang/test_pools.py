@@ -14,7 +14,7 @@ from sglang_pools import MODELS, Rank
 
 import te
 from bootstrap_server import Topology
-from bootstrap_server.matching import sources
+from bootstrap_server.ranks.matching import sources
 from sglang_mooncake.layout import ALONE, LayoutMismatch, Place, Plan
 from sglang_mooncake.sglang.pools.kv_args import UnsupportedPool
 from sglang_mooncake.sglang.transports import register

@@ -28,7 +28,7 @@ from bootstrap_server import (
     sending,
     sources,
 )
-from bootstrap_server.secret import Keys
+from bootstrap_server.admission.secret import Keys
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 

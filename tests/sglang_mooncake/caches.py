@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import te
 from bootstrap_server import RankCoords, Topology
-from bootstrap_server.matching import holding
+from bootstrap_server.ranks.matching import holding
 from sglang_mooncake.layout import (
     SEAL_BYTES,
     Buffers,

@@ -26,7 +26,7 @@ from handover import (
 )
 
 from bootstrap_server import BootstrapServer, RankCoords, Topology
-from bootstrap_server.matching import CPTransfer, PageShare, holding
+from bootstrap_server.ranks.matching import CPTransfer, PageShare, holding
 from sglang_mooncake.layout import Buffers, Component, Layout, Place, Units
 from sglang_mooncake.rooms.prefill import Chunk
 from sglang_mooncake.rooms.states import RoomState, RoomView

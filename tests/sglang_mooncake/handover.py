@@ -24,8 +24,8 @@ from bootstrap_server import (
     RankRecord,
     Topology,
 )
-from bootstrap_server.secret import Keys
-from bootstrap_server.signatures import signed
+from bootstrap_server.admission.secret import Keys
+from bootstrap_server.admission.signatures import signed
 from sglang_mooncake.context import Deadlines, RankContext, Role
 from sglang_mooncake.decode_side import DecodeSide, SealBuffer
 from sglang_mooncake.explain.questions import answers

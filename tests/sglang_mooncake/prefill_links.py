@@ -14,7 +14,7 @@ from handover import HOST, PATIENT, WAIT_S, Pool, make_context
 from zmq.utils.monitor import recv_monitor_message
 
 import te
-from bootstrap_server.secret import Keys
+from bootstrap_server.admission.secret import Keys
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.layout import Buffers, Plan
 from sglang_mooncake.links import prefill as links

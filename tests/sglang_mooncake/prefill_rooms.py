@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bootstrap_server.matching import ALL_PAGES, PageShare
+from bootstrap_server.ranks.matching import ALL_PAGES, PageShare
 from sglang_mooncake.messages import RoomRequest, Target
 from sglang_mooncake.rooms.prefill import (
     Chunk,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from te_ports import two_ports
 
-from bootstrap_server.secret import Keys
+from bootstrap_server.admission.secret import Keys
 from sglang_mooncake.registries import Registries
 from sglang_mooncake.sglang.config import SGLANGS_OWN, Config, ConfigError
 from sglang_mooncake.sglang.transports import open_engine

@@ -13,7 +13,7 @@ import sys
 import config_doc
 import pytest
 
-from bootstrap_server.server_config import SETTINGS as REGISTRY_SETTINGS
+from bootstrap_server.settings.server import SETTINGS as REGISTRY_SETTINGS
 from kvstore.config import Config as StoreConfig
 from sglang_mooncake.sglang.cli import main
 from sglang_mooncake.sglang.settings import CONFIG_FILE, SETTINGS

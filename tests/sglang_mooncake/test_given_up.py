@@ -11,7 +11,7 @@ from handover import Handover, handover, until
 from test_instances import instance
 
 from bootstrap_server import BootstrapClient, BootstrapError, Instance, NeverServed, Unreachable
-from bootstrap_server.secret import Keys
+from bootstrap_server.admission.secret import Keys
 from sglang_mooncake.given_up import GivenUpWatch
 from sglang_mooncake.instances import NOTHING_LISTENS_S, PrefillInstances
 from sglang_mooncake.prefill_side import MISDIRECTED_S

@@ -26,8 +26,8 @@ from bootstrap_server import (
     Unreachable,
     instance_name_of,
 )
-from bootstrap_server.secret import Keys
-from bootstrap_server.signatures import signed
+from bootstrap_server.admission.secret import Keys
+from bootstrap_server.admission.signatures import signed
 from sglang_mooncake import instances
 from sglang_mooncake.instances import PrefillInstances, fetch_instance
 from sglang_mooncake.registries import Registries

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import te
 from bootstrap_server import MismatchError, RankCoords, Topology
-from bootstrap_server.matching import holding, sources
+from bootstrap_server.ranks.matching import holding, sources
 from sglang_mooncake.layout import Place, Plan, Units, layers_from
 
 ITEMS = 6

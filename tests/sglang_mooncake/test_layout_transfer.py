@@ -17,7 +17,7 @@ from te_transports import TRANSPORTS
 
 import te
 from bootstrap_server import Topology
-from bootstrap_server.matching import CPTransfer, Source, sources
+from bootstrap_server.ranks.matching import CPTransfer, Source, sources
 from sglang_mooncake.layout import Place, Plan
 
 ITEMS, WAIT_S = 8, 60.0

@@ -18,9 +18,10 @@ from handover import FIRST, HOST, NEVER_S, PATIENT, WAIT_S, handover, make_conte
 from prefill_links import NEW, OLD, OTHER, Dealer, Prefill, hello
 from zmq.utils import z85
 
-from bootstrap_server import Rank, RankRecord, refusals
-from bootstrap_server.secret import Keys
-from bootstrap_server.signatures import key_index, signed
+from bootstrap_server import Rank, RankRecord
+from bootstrap_server.admission import refusals
+from bootstrap_server.admission.secret import Keys
+from bootstrap_server.admission.signatures import key_index, signed
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.links import prefill as links
 from sglang_mooncake.links.curve import Gatekeeper, decode_pair, new_pair

@@ -13,7 +13,7 @@ from handover import HOST, WAIT_S, until
 from prefill_links import OLD, Dealer, Prefill, hello
 
 import te
-from bootstrap_server.secret import Keys
+from bootstrap_server.admission.secret import Keys
 from sglang_mooncake.links import prefill as links
 from sglang_mooncake.links.curve import decode_pair
 from sglang_mooncake.messages import decode, encode

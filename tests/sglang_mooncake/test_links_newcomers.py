@@ -21,9 +21,9 @@ from handover import HOST, NEVER_S, WAIT_S, until
 from prefill_links import FRIEND, hello
 from test_links_curve import ABORT, OLD, Dealer, Prefill
 
-from bootstrap_server import newcomers, refusals
-from bootstrap_server.newcomers import BYTES_MAX
-from bootstrap_server.secret import Keys
+from bootstrap_server.admission import newcomers, refusals
+from bootstrap_server.admission.newcomers import BYTES_MAX
+from bootstrap_server.admission.secret import Keys
 from sglang_mooncake.links import sockets
 from sglang_mooncake.links.curve import decode_pair
 from sglang_mooncake.messages import encode

@@ -11,7 +11,7 @@ from fleet import Handed, Model, Ranks, ranks
 from handover import CANARY, until
 
 from bootstrap_server import RankCoords, Topology
-from bootstrap_server.matching import CPTransfer
+from bootstrap_server.ranks.matching import CPTransfer
 from sglang_mooncake.rooms.states import RoomState
 
 GQA = Model(heads=4)

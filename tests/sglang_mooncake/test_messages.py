@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootstrap_server import Topology
-from bootstrap_server.matching import PageShare
+from bootstrap_server.ranks.matching import PageShare
 from sglang_mooncake import messages
 from sglang_mooncake.layout import ALONE, Buffers, Component, Layout, Place, Units
 from sglang_mooncake.messages import (

@@ -11,7 +11,7 @@ import metrics_doc
 import yaml
 
 from bootstrap_server import build
-from bootstrap_server import metrics as registry
+from bootstrap_server.http import metrics as registry
 from kvstore import metrics as store
 from sglang_mooncake import metrics as ranks
 from sglang_mooncake.rooms.states import ENDS

@@ -12,7 +12,7 @@ from handover import HOST, LAYERS, PAGE_BYTES, Pool, handover, make_context, unt
 
 import te
 from bootstrap_server import Topology
-from bootstrap_server.matching import ALL_PAGES
+from bootstrap_server.ranks.matching import ALL_PAGES
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import SEAL_BYTES, Buffers, Plan
 from sglang_mooncake.links.destinations import Destination

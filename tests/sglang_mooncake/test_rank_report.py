@@ -10,16 +10,9 @@ import pytest
 import requests
 from handover import NEVER_S, handover, until
 
-from bootstrap_server import (
-    PeerStatus,
-    RailStatus,
-    RankCoords,
-    RankStatus,
-    Topology,
-    TransportRate,
-    lease,
-)
-from bootstrap_server.rank_status import FAILURES_MAX, PEERS_MAX, RAILS_MAX
+from bootstrap_server import PeerStatus, RailStatus, RankCoords, RankStatus, Topology, TransportRate
+from bootstrap_server.client import lease
+from bootstrap_server.ranks.rank_status import FAILURES_MAX, PEERS_MAX, RAILS_MAX
 from sglang_mooncake.failures import Failures
 from sglang_mooncake.layout import Place
 from sglang_mooncake.rank_report import DecodePeer, RankReport

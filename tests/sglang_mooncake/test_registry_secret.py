@@ -17,8 +17,8 @@ from bootstrap_server import (
     RankLease,
     RankRecord,
 )
-from bootstrap_server.secret import Keys
-from bootstrap_server.signatures import signed
+from bootstrap_server.admission.secret import Keys
+from bootstrap_server.admission.signatures import signed
 from sglang_mooncake.instances import fetch_instance
 from sglang_mooncake.sglang import registry
 from sglang_mooncake.sglang.config import ConfigError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from prefill_rooms import CHUNK_TIMEOUT_S, TIMEOUT_S, chunk, nothing_wanted, opened, ready, request
 
-from bootstrap_server.matching import PageShare
+from bootstrap_server.ranks.matching import PageShare
 from sglang_mooncake.layout import EVERY_LAYER, layers_from
 from sglang_mooncake.messages import RoomAbort
 from sglang_mooncake.rooms import prefill

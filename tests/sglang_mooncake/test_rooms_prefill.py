@@ -14,7 +14,7 @@ from prefill_rooms import (
     request,
 )
 
-from bootstrap_server.matching import PageShare
+from bootstrap_server.ranks.matching import PageShare
 from sglang_mooncake.rooms.prefill import (
     Aborted,
     CancelWrites,

@@ -18,7 +18,7 @@ from prefill_rooms import (
     request,
 )
 
-from bootstrap_server.matching import ALL_PAGES, PageShare
+from bootstrap_server.ranks.matching import ALL_PAGES, PageShare
 from sglang_mooncake.messages import RoomAbort, RoomRequest, RoomWait
 from sglang_mooncake.outgoing import PageLayers
 from sglang_mooncake.rooms.prefill import (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from bootstrap_server.secret import split_secrets
-from bootstrap_server.secret_file import read_secret_file
+from bootstrap_server.admission.secret import split_secrets
+from bootstrap_server.admission.secret_file import read_secret_file
 from sglang_mooncake.sglang.cli import main
 
 

@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootstrap_server.settings import Given, from_document, from_variables, read_values, to_toml
+from bootstrap_server.settings.rows import (
+    Given,
+    from_document,
+    from_variables,
+    read_values,
+    to_toml,
+)
 from sglang_mooncake.sglang.config import Config, ConfigError, check_file
 from sglang_mooncake.sglang.configuring import with_flags
 from sglang_mooncake.sglang.listing import as_json, as_text, in_one_line

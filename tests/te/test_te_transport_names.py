@@ -24,7 +24,7 @@ ALLOWED = {
     "te/bench/": "compares them, and names them in its tables",
     "sglang_mooncake/sglang/mooncake_variables.py": "such as MC_FORCE_TCP",
     "sglang_mooncake/mooncake_face/engine.py": "takes Mooncake's names of protocols",
-    "bootstrap_server/access.py": "addresses of IP may be loopback ones, too",
+    "bootstrap_server/admission/access.py": "addresses of IP may be loopback ones, too",
 }
 #: Names of variables, parameters and attributes that stand for one.
 TELLING = re.compile(

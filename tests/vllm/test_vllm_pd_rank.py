@@ -13,7 +13,7 @@ import pytest
 from pd_makers import HOST, Cache, options
 from vllm_makers import server
 
-from bootstrap_server.secret_file import write_secret_file
+from bootstrap_server.admission.secret_file import write_secret_file
 from sglang_mooncake.layout import Plan
 from sglang_mooncake.vllm.page_map import CacheTensor, PageMap
 from sglang_mooncake.vllm.pd_options import PdOptions

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from bootstrap_server import InstanceConfig, KVFormat, RankCoords, Topology
-from bootstrap_server.matching import PageShare, Source, check_configs, dealt_over, holding, sending
+from bootstrap_server.ranks.matching import (
+    PageShare,
+    Source,
+    check_configs,
+    dealt_over,
+    holding,
+    sending,
+)
 from sglang_mooncake.layout import (
     ALL,
     UNSPLIT,

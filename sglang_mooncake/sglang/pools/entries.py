@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from bootstrap_server.matching import holding
+from bootstrap_server.ranks.matching import holding
 from sglang_mooncake.layout import Buffers, Component, Place, Units
 from sglang_mooncake.layout.pairing import DRAFT
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from bootstrap_server.secret_file import write_secret_file
+from bootstrap_server.admission.secret_file import write_secret_file
 from cpu_serving import stats, traffic
 from cpu_serving.cuda import PretendedCuda, build_driver, read_cuda_counts
 from cpu_serving.devices import Devices

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from bootstrap_server.proof import HEADER, Claim, digest_of, prove_request
-from bootstrap_server.secret import Keys
+from bootstrap_server.admission.proof import HEADER, Claim, digest_of, prove_request
+from bootstrap_server.admission.secret import Keys
 from cpu_serving.servers import HOST
 from te.connect.greeting import NONCE_BYTES, GreetingKind, encode_call, encode_greeting
 from te.handshake import PROTOCOL_VERSION

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets in who proves that he has the secret, before anything of a request is looked at."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from bootstrap_server.admission.allowance import Allowance
+from bootstrap_server.admission.crowd import source_of
+from bootstrap_server.admission.proof import HEADER, RequestProof, key_of, prove_answer
+from bootstrap_server.admission.refusals import Refusals
+from bootstrap_server.admission.replays import Replays
+from bootstrap_server.http.body import RefusalError, check_body, error_response
+from bootstrap_server.ranks.given_up import GIVEN_UP_PATH
+
+__all__ = ["PROVED", "Gate", "guard"]
+
+#: In requests that were proved.
+PROVED: Final = web.RequestKey("proved", bool)
+#: The first two tell no names, and those who ask for them (orchestrators, Prometheus) have no
+#: secret. Who leaves a notice has another one than we have.
+_OPEN: Final = frozenset({("GET", "/health"), ("GET", "/metrics"), ("POST", GIVEN_UP_PATH)})
+
+
+class Gate:
+    """Decides by the keys of the registry; `clock` gives seconds since 1970."""
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        clock: Callable[[], float] = time.time,
+        replays: Replays | None = None,
+    ) -> None:
+        self._keys, self._clock = tuple(keys), clock
+        self._replays = Replays() if replays is None else replays
+
+    def admit(
+        self, method: str, path: str, header: str | None, address: str
+    ) -> tuple[bytes, RequestProof] | str:
+        """The key and the proof of a request, or why it is refused."""
+        if header is None:
+            return (
+                "it does not prove that it has our secret: start it with the same "
+                "SGLANG_MOONCAKE_SECRET_FILE; stock SGLang servers and tools cannot be served"
+            )
+        try:
+            proof = RequestProof.parse(header)
+        except ValueError as error:
+            return str(error)
+        key = key_of(self._keys, method, path, proof)
+        if key is None:
+            return "wrong key: it has another secret than we have; give both the same"
+        claim, now_s = proof.claim, self._clock()
+        refusal = self._replays.refusal(
+            claim.client, claim.number, claim.time_ms / 1e3, now_s, address
+        )
+        return (key, proof) if refusal is None else refusal
+
+
+def guard(
+    gate: Gate,
+    refusals: Refusals,
+    proved: Callable[[web.Request], None],
+    is_for_browsers: Callable[[web.Request], bool] = lambda _: False,
+    clock: Callable[[], float] = time.monotonic,
+) -> Middleware:
+    """A middleware that asks `gate` first, tells `proved` of those who are let in, and proves the
+    answers to them. Others get status 401 and not a word, or 429 when they ask too often;
+    `is_for_browsers` says which requests need no proof, beside those that are open to all."""
+    allowance = Allowance()
+
+    def answer_to_stranger(source: str) -> web.Response | None:
+        """None if he may have another one."""
+        wait_s = allowance.wait_s(source, clock())
+        if not wait_s:
+            return None
+        answer = web.Response(status=429, headers={"Retry-After": str(math.ceil(wait_s))})
+        answer.force_close()
+        return answer
+
+    @web.middleware
+    async def let_in(request: web.Request, handler: Handler) -> web.StreamResponse:
+        address = request.remote or "an unknown address"
+        header = request.headers.get(HEADER)
+        is_open = (request.method, request.raw_path) in _OPEN
+        if is_open or (header is None and is_for_browsers(request)):
+            answer = answer_to_stranger(source_of(address)) or await handler(request)
+            # What else a stranger might begin over the connection is not waited for.
+            answer.force_close()
+            return answer
+        admitted = gate.admit(request.method, request.raw_path, header, address)
+        if isinstance(admitted, str):
+            refusals.note(address, admitted)
+            refused = answer_to_stranger(source_of(address)) or web.Response(status=401)
+            refused.force_close()
+            return refused
+        key, proof = admitted
+        try:
+            await check_body(request, proof.claim.body_digest)
+            proved(request)
+            request[PROVED] = True
+            response = await handler(request)
+        except RefusalError as refusal:
+            response = error_response(request, refusal)
+        assert isinstance(response, web.Response)
+        body = response.body or b""
+        assert isinstance(body, bytes)
+        encoding = response.headers.get("Content-Encoding", "")
+        response.headers[HEADER] = prove_answer(key, proof, response.status, encoding, body)
+        return response
+
+    return let_in

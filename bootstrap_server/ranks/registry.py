@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All instances of a bootstrap server, by name. Pure: the caller (one event loop) passes the time.
+
+An instance comes into being with its first rank, and a named one is forgotten with its last. The
+one called `default` is what SGLang's own routes serve. Memory is bounded by the numbers of
+instances and of ranks over all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from bootstrap_server.ranks.errors import RegistryFull
+from bootstrap_server.ranks.instance import InstanceTable
+from bootstrap_server.ranks.records import (
+    DEFAULT_INSTANCE,
+    RANKS_MAX,
+    Rank,
+    RankRecord,
+    check_instance_name,
+)
+
+__all__ = ["INSTANCES_MAX", "LEASE_S", "RENEWALS_PER_LEASE", "Registry"]
+
+#: How long a rank lives after its last renewal, and so how long a restarted one may have to wait
+#: for its former self's place. A crashed SGLang server is not back sooner anyway: it takes about as
+#: long to import SGLang and load a model.
+LEASE_S: Final = 15.0
+#: A rank may miss two renewals in a row while its interpreter is held.
+RENEWALS_PER_LEASE: Final = 3
+INSTANCES_MAX: Final = 1024
+
+
+class Registry:
+    """`first_revision` should grow with every start of a server, so that a revision which a
+    client has seen of a former server is never taken for one of this server."""
+
+    def __init__(self, lease_s: float = LEASE_S, first_revision: int = 0) -> None:
+        if lease_s <= 0:
+            raise ValueError(f"lease_s is {lease_s}, and a lease must last")
+        self.lease_s = lease_s
+        self._revision = first_revision
+        #: What SGLang's own routes serve.
+        self.default = InstanceTable(DEFAULT_INSTANCE, lease_s, first_revision)
+        self._tables: dict[str, InstanceTable] = {DEFAULT_INSTANCE: self.default}
+
+    @property
+    def registered(self) -> int:
+        """Live ranks of all instances."""
+        return sum(table.registered for table in self._tables.values())
+
+    def tables(self) -> tuple[InstanceTable, ...]:
+        """All instances, `default` first."""
+        return tuple(self._tables.values())
+
+    def get(self, name: str) -> InstanceTable:
+        """The instance of that name, an empty one when it has no ranks; `ValueError` for a bad
+        name."""
+        check_instance_name(name)
+        found = self._tables.get(name)
+        return InstanceTable(name, self.lease_s, self._revision) if found is None else found
+
+    def register(
+        self, name: str, record: RankRecord, now_s: float, *, leased: bool
+    ) -> InstanceTable:
+        """Take a rank in (`InstanceTable.register`); returns its instance.
+
+        Raises `RegistryFull` when no more can be kept, `ValueError` for a bad name.
+        """
+        table = self.get(name)
+        if name not in self._tables and len(self._tables) >= INSTANCES_MAX:
+            raise RegistryFull(f"this bootstrap server knows {INSTANCES_MAX} instances, its limit")
+        if table.find(record.rank.coords) is None and self.registered >= RANKS_MAX:
+            raise RegistryFull(f"this bootstrap server knows {RANKS_MAX} live ranks, its limit")
+        table.register(record, now_s, leased=leased)
+        self._tables[name] = table
+        return table
+
+    def expire(self, now_s: float) -> list[tuple[str, Rank]]:
+        """Drop all ranks whose leases have lapsed, and named instances that have none left."""
+        lapsed: list[tuple[str, Rank]] = []
+        for name, table in list(self._tables.items()):
+            lapsed += ((name, rank) for rank in table.expire(now_s))
+            if table.registered == 0 and name != DEFAULT_INSTANCE:
+                # Its revisions go on where they end here, should it come back.
+                self._revision = max(self._revision, table.revision)
+                del self._tables[name]
+        return lapsed
