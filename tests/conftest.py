@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Generator, Iterator
@@ -72,6 +73,18 @@ def pytest_report_header() -> str | None:
 HEAVY = {"serving", "sglang", "vllm", "rdma", "testbed", "slow"}
 #: So do all tests in these. Some cannot even be read without torch, say.
 HEAVY_FOLDERS = {"lmcache", "rdma", "serving", "sglang"}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is read for the tests stays until the end, so the garbage collector need not look at it.
+    Else one ``gc.collect``, of a test or at the end, took as long as dozens of tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
