@@ -12,6 +12,7 @@ from bootstrap_server.admission.crowd import Crowd, source_of
 pytestmark = pytest.mark.pure
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans(), st.integers(0, 40)), max_size=300))
 def test_the_oldest_of_the_fullest_source_goes(events: list[tuple[int, bool, int]]) -> None:
     crowd: Crowd[int] = Crowd(12, 5)

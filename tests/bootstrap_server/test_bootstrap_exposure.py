@@ -103,12 +103,14 @@ def registry(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.slow
 def test_a_registry_does_not_start_on_a_public_address():
     done = registry()
     assert done.returncode == 1
     assert f"error: no secret is set, and {PUBLIC} is a public address" in done.stderr
 
 
+@pytest.mark.slow
 def test_with_insecure_it_tries_to():
     done = registry("--insecure")
     assert done.returncode == 1

@@ -42,6 +42,7 @@ def state(table: InstanceTable) -> tuple[object, ...]:
     return (table.config, table.generation, table.revision, table.ready, ranks)
 
 
+@pytest.mark.slow
 @given(data=st.data(), topology=TOPOLOGIES)
 def test_ready_when_and_only_when_all_coordinates_live_in_any_order(
     make_record: MakeRecord, data: st.DataObject, topology: Topology

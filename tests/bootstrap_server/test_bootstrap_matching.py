@@ -343,6 +343,7 @@ def test_each_tp_rank_is_asked_where_each_has_pages_of_its_own() -> None:
         assert sum(source.aux for source in found) == 1
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**63 - 1), st.integers(1, 64))
 def test_dp_rank_follows_the_room_or_waits_for_the_query(room: int, dp_size: int) -> None:
     topology = Topology(dp_size, 1, 1, 1)

@@ -107,6 +107,7 @@ def test_metrics_name_no_instance_rank_or_host(make_record):
         assert not [row for row in rows if named in row], named
 
 
+@pytest.mark.slow
 def test_who_scrapes_too_often_waits(monkeypatch):
     monkeypatch.setattr(allowance, "PER_S", 0.01)  # however long the requests take
     with BootstrapServer("127.0.0.1", 0, keys=KEYS.registry) as server:

@@ -141,6 +141,7 @@ def test_standalone_serves_until_it_is_told_to_stop(number: signal.Signals) -> N
         assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_standalone_refuses_leases_that_do_not_last() -> None:
     with standalone("--port", "0", "--lease-s", "0") as process:
         output, errors = process.communicate(timeout=60)
@@ -148,6 +149,7 @@ def test_standalone_refuses_leases_that_do_not_last() -> None:
         assert errors == "error: --lease-s='0': give seconds between 0.01 and 86400\n"
 
 
+@pytest.mark.slow
 def test_standalone_says_in_one_line_that_the_port_is_taken(server: BootstrapServer) -> None:
     with standalone("--port", str(server.port)) as process:
         output, errors = process.communicate(timeout=60)
@@ -156,6 +158,7 @@ def test_standalone_says_in_one_line_that_the_port_is_taken(server: BootstrapSer
         assert os.strerror(errno.EADDRINUSE) in errors
 
 
+@pytest.mark.slow
 def test_standalone_serves_those_who_have_the_secret(tmp_path: Path) -> None:
     write_secret_file(tmp_path / "secret")
     keys = Keys.from_secrets(read_secret_file(tmp_path / "secret")).registry
@@ -188,6 +191,7 @@ def test_standalone_shows_its_page_to_those_who_may_see_it(
         assert answer.status_code == status
 
 
+@pytest.mark.slow
 def test_standalone_does_not_serve_without_the_secret_that_it_was_told_of(tmp_path: Path) -> None:
     absent = tmp_path / "secret"
     with standalone("--port", "0", "--secret-file", str(absent)) as process:

@@ -184,6 +184,7 @@ def test_a_status_function_may_have_nothing_to_say(
 # --- how soon ---
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_seen_though_its_lease_goes_on(
     server: BootstrapServer, address: str, make_record: MakeRecord
 ) -> None:

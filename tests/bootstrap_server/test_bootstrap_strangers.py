@@ -157,6 +157,7 @@ def test_connections_are_bounded_in_all(
         assert watch[0]._open == 3
 
 
+@pytest.mark.slow
 def test_a_server_with_few_descriptors_serves_on(tmp_path: Path) -> None:
     """Its bounds are parts of what it has."""
     path = tmp_path / "secret"

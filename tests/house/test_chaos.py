@@ -347,6 +347,7 @@ def test_shared_memory_counts_once() -> None:
     assert shared_in(maps) == 2
 
 
+@pytest.mark.slow
 def test_a_stranger_comes_to_all_ports_and_leaves_in_time() -> None:
     heard: set[int] = set()
 

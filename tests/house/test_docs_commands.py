@@ -292,6 +292,7 @@ def test_there_are_manifests_and_all_yaml_is_yaml() -> None:
             assert isinstance(yaml.safe_load(block.text), dict), block.page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block", [one for one in blocks() if one.language == "python"], ids=lambda one: one.page
 )

@@ -130,6 +130,7 @@ def has_ended(pid: int) -> bool:
 
 
 # Nobody can wait for it.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
 def test_a_process_that_cannot_be_killed_holds_nothing_up(
     python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -191,6 +192,7 @@ def test_what_is_wrong_is_found(python: str, tmp_path: Path) -> None:
     assert "after fence: " in found["late"]["reason"]
 
 
+@pytest.mark.slow
 def test_steps_for_which_there_is_no_time_are_left_out(python: str, tmp_path: Path) -> None:
     status, found = run(python, tmp_path, "--minutes", "0.001", "--only", "kinds")
     assert status == 1
@@ -223,6 +225,7 @@ def test_a_driver_that_hangs_or_fails_is_no_gpu(
     assert needs.gpu_problem(str(script)).startswith("CUDA's driver did not start within")
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

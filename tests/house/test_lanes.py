@@ -120,6 +120,7 @@ def test_what_needs_a_step_that_failed_is_left_out(
     assert "lane one: tests: left out" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_processor_time_is_that_of_the_step_and_of_what_it_waited_for(tmp_path: Path) -> None:
     turns = "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done"
     lanes = [Lane("one", [sh("idle", "exit 0"), sh("busy", f"/bin/sh -c '{turns}'; exit 0")])]

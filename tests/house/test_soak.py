@@ -213,6 +213,7 @@ def test_strangers_talk_and_stay_at_every_port_and_leave_in_time() -> None:
     asyncio.run(meet())
 
 
+@pytest.mark.slow
 def test_all_that_strangers_say_can_be_said() -> None:
     rng = random.Random(1)
     for saying in MORE.values():

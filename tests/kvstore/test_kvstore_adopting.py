@@ -58,6 +58,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(STEPS, STEPS)
 def test_an_owner_goes_on_where_another_one_was_killed(before: Any, after: Any) -> None:
     headers = empty()

@@ -124,6 +124,7 @@ def test_what_does_not_fit_together_is_an_error() -> None:
         _bytes.checksums(np.zeros(4, np.uint64)[::2], np.ones(1, np.uint64), two)
 
 
+@pytest.mark.slow
 def test_processors_without_avx2_find_the_same(tmp_path: Path) -> None:
     """Their way is not taken on most machines that run this."""
     source, library = tmp_path / "pairs.c", tmp_path / "pairs.so"

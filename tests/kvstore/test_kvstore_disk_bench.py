@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from kvstore.bench.disk import measure, text
 
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 def test_what_a_disk_gives_is_measured(tmp_path: Path) -> None:
     figures = measure(tmp_path, 100_000, 8, 2, 8 * MIB)
     assert set(figures) == {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,6 +67,7 @@ def test_answers_without_news_make_no_pause() -> None:
     assert len(followers.due(1, ANSWER_S)) == 1
 
 
+@pytest.mark.slow
 @given(
     count=st.integers(1, 300),
     changes=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=60),

@@ -89,6 +89,7 @@ def test_more_memory_than_there_is_is_refused(directory: Path) -> None:
         Store(config(directory, 1 << 46))
 
 
+@pytest.mark.slow
 def test_serve_says_so_in_one_sentence(directory: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kvstore", "serve", "--memory=64TiB", f"--directory={directory}"],

@@ -126,6 +126,7 @@ def test_who_lends_nothing_tells_nothing_of_it() -> None:
 COUNTS = st.integers(0, 1 << 50)
 
 
+@pytest.mark.slow
 @given(st.builds(
     StoreStatus, pid=st.just(1), process=st.just("x"), memory=COUNTS, own=st.just(OWN),
     owners=st.just(OWNERS), gets=st.dictionaries(st.sampled_from([g.value for g in Got]), COUNTS),

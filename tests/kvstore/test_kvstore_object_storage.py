@@ -46,6 +46,7 @@ def reader(lender: Store, directory: Path) -> Iterator[Store]:
         yield store
 
 
+@pytest.mark.slow
 def test_more_than_the_memory_holds_is_there(lender: Store, reader: Store) -> None:
     for client in (reader, lender):
         assert N // 2 < below(client).sum() < N
@@ -58,6 +59,7 @@ def test_more_than_the_memory_holds_is_there(lender: Store, reader: Store) -> No
     assert stats.below_capacity == 16 * MIB
 
 
+@pytest.mark.slow
 def test_a_restart_has_all_objects_again(directory: Path) -> None:
     with Store(with_objects(directory)) as store:
         put_all(store, store)
@@ -140,6 +142,7 @@ def test_a_removal_that_cannot_be_told_is_in_the_log(
     assert not lender.exists(KEYS, SIG, NBYTES).any()
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_below_is_gone_for_all(directory: Path) -> None:
     """Bundles that are deleted are announced."""
     with (
@@ -157,6 +160,7 @@ def test_what_does_not_fit_below_is_gone_for_all(directory: Path) -> None:
         assert outcomes.count(Got.RIGHT) > len(outcomes) // 2
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_costs_misses(
     lender: Store, reader: Store, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -52,6 +52,7 @@ def reader(lender: Store, directory: Path) -> Iterator[Store]:
         yield store
 
 
+@pytest.mark.slow
 def test_more_than_the_memory_holds_is_there(lender: Store, reader: Store) -> None:
     for client in (reader, lender):
         assert client.exists(KEYS, SIG, NBYTES).all()
@@ -106,6 +107,7 @@ def test_what_lies_below_is_not_stored_again(lender: Store, reader: Store) -> No
     assert get(reader, [row]) == [Got.RIGHT]
 
 
+@pytest.mark.slow
 def test_a_restart_has_all_objects_again(directory: Path) -> None:
     """Also those that lay in memory alone: a store that is closed writes them below."""
     with Store(with_disk(directory)) as store:
@@ -175,6 +177,7 @@ def test_what_was_removed_stays_removed_after_a_kill(
         assert not (copy / "removed").read_bytes()
 
 
+@pytest.mark.slow
 def test_another_byte_on_the_disk_is_a_miss(lender: Store, reader: Store, directory: Path) -> None:
     until(lambda: rests(owner_of(lender)), "nobody writes these files")
     for path in (directory / "disk").glob("segment-*"):
@@ -301,6 +304,7 @@ def test_an_owner_that_cannot_be_asked_is_told_apart_from_a_slow_disk(
     assert places["slot"].tolist() == [BELOW, 7]
 
 
+@pytest.mark.slow
 def test_no_time_to_lift_is_an_outcome(lender: Store, reader: Store) -> None:
     down = np.flatnonzero(below(reader))[:2].tolist()
     carrier = owner_of(lender)._carrier

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
 from handover import WAIT_S, DecodeRank, Handover, handover, until
 
 from sglang_mooncake.context import Deadlines
@@ -56,6 +57,7 @@ def flood(pair: Handover) -> None:
     assert done.wait(2 * WAIT_S)
 
 
+@pytest.mark.slow
 def test_a_decode_rank_that_takes_no_messages_in_hears_so_as_soon_as_it_does(caplog):
     """What it was to be told is lost: its rooms must not wait for their own deadlines."""
     with handover(deadlines=NO_HEARTBEATS) as pair:

@@ -241,6 +241,7 @@ threading.Thread(target=tick).start()
 """
 
 
+@pytest.mark.slow
 def test_nobody_is_looked_for_as_the_interpreter_ends():
     """The control loop lives a little longer than the executors that it hands work to."""
     command = [sys.executable, "-c", TICKS_AS_THE_INTERPRETER_ENDS]

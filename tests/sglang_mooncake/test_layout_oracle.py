@@ -93,6 +93,7 @@ def test_blocks_are_as_few_as_can_be(src_size, dst_size, moved, data):
     assert plan.sends_kv or not len(plan.kv(*lists(moved[None])))
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 64),
     st.integers(1, 64),

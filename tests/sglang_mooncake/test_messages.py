@@ -112,6 +112,7 @@ any_message = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(any_message)
 def test_a_message_comes_back_as_it_went(message):
     assert messages.decode(messages.encode(message)) == message
@@ -129,6 +130,7 @@ def test_a_page_that_is_no_index_is_refused(page):
         messages.indices_to_bytes(np.array([page]))
 
 
+@pytest.mark.slow
 @given(any_message, st.integers(0, 2**16 - 1).filter(lambda v: v != PROTOCOL_VERSION))
 def test_another_version_is_told_by_its_header_alone(message, version):
     frame = messages.encode(message, version)[:6] + b"\xff whatever that version means"
@@ -163,6 +165,7 @@ def test_a_data_path_that_stands_is_an_engines(fields):
         messages.decode(frame)
 
 
+@pytest.mark.slow
 @given(requests, st.data())
 def test_a_request_that_contradicts_itself_is_refused(request, data):
     fields = [

@@ -117,6 +117,7 @@ def test_a_hand_over_is_what_follows_the_last_send():
     )
 
 
+@pytest.mark.slow
 @given(st.lists(st.dictionaries(st.sampled_from("abcd"), st.integers(0, 100)), max_size=20))
 def test_deltas_add_up_to_what_has_risen(looks):
     deltas, told, rising = Deltas(), {}, {}

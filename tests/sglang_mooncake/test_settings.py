@@ -76,6 +76,7 @@ def _write(tmp_path, text, mode=0o600):
     return {CONFIG_FILE: str(path)}
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(TEXTS)
 def test_a_file_made_of_settings_gives_the_same_settings(texts):
@@ -87,6 +88,7 @@ def test_a_file_made_of_settings_gives_the_same_settings(texts):
     assert {key: one.where for key, one in found.items()} == {k: f"f.toml: {k}" for k in texts}
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(TEXTS)
 def test_variables_made_of_settings_give_the_same_settings(texts):

@@ -101,6 +101,7 @@ def test_a_rank_without_a_byte_to_send_is_done_all_the_same():
     )
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.builds(write, TIMES, TIMES, st.sampled_from("abc"), st.booleans(), st.integers(0, 1)),

@@ -25,6 +25,7 @@ def ends(lanes: list[tuple[float, float, bool]], nbytes: float) -> list[float | 
     return [(flying + nbytes) / speed if speed else None for speed, flying, _ in lanes]
 
 
+@pytest.mark.slow
 @given(LANES, st.floats(1, 1e7), st.floats(0, 1e10), st.integers(0, 1000))
 def test_the_rail_that_is_done_first_takes_it(
     lanes: list[tuple[float, float, bool]], nbytes: float, more: float, turn: int
@@ -92,6 +93,7 @@ def test_a_transfer_ends_about_when_it_could(rates: list[float], pieces: int) ->
     )
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(1e9, 3e9), min_size=2, max_size=8), st.integers(100, 300))
 def test_rails_that_are_slower_than_believed_get_less(rates: list[float], pieces: int) -> None:
     """What they have under way tells; what is too much for them is one queue of theirs."""

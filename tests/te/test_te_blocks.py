@@ -36,6 +36,7 @@ def some_blocks(draw: st.DrawFn) -> Blocks:
     return Blocks(np.array(rows, BLOCK))
 
 
+@pytest.mark.slow
 @given(some_blocks())
 def test_merge_keeps_the_copies_and_leaves_nothing_to_merge(blocks: Blocks) -> None:
     merged = blocks.merged()
@@ -54,6 +55,7 @@ def test_split_keeps_the_copies_within_the_limit(blocks: Blocks, limit: int) -> 
     assert split.merged().array.tolist() == blocks.merged().array.tolist()
 
 
+@pytest.mark.slow
 @given(st.lists(some_blocks(), max_size=4))
 def test_concat_keeps_order(parts: list[Blocks]) -> None:
     joined = Blocks.concat(parts)
@@ -129,6 +131,7 @@ def test_a_grid_may_end_at_the_limit_and_may_be_empty() -> None:
     assert len(Blocks.grid([], [0], [], [0], 1)) == len(Blocks.grid([1], [], [1], [], 1)) == 0
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 4),
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=6),

@@ -142,6 +142,7 @@ def test_a_cut_rail_fails_what_is_under_way_and_nothing_else(
         assert (memory == data).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relayed", [1.0], indirect=True)
 def test_a_rail_that_goes_silent_is_found_within_the_deadline(
     relayed: tuple[te.Engine, te.Engine, Relay],

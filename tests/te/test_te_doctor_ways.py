@@ -93,6 +93,7 @@ def test_writes_to_a_child_over_each_transport() -> None:
     assert all(one.latency_s and one.bytes_per_s for one in cells)
 
 
+@pytest.mark.slow
 def test_a_child_is_told_the_gid_index() -> None:
     with child(7) as side:
         assert side.look().gid_index == 7
@@ -190,6 +191,7 @@ def test_an_odd_answer_ends_the_check(
 # -- between two
 
 
+@pytest.mark.slow
 def test_each_address_of_the_far_side_is_tried(facts: Facts) -> None:
     here = describe(facts, (), None, LOOPBACK)
     with far_side(here) as side:
@@ -422,6 +424,7 @@ def test_alone_it_writes_over_each_transport(
     assert json.loads(capsys.readouterr().out)["loop_back"] == []
 
 
+@pytest.mark.slow
 def test_engines_of_other_protocols_are_not_tried(
     far: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

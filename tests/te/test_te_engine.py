@@ -156,6 +156,7 @@ def test_a_callback_whose_thread_cannot_start_is_refused_and_taken_later(
     assert told == ["taken"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_a_thread_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

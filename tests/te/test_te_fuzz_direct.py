@@ -294,6 +294,7 @@ class Destination:
         return word(Kind.CREDIT, rail, epoch, [], total=rng.choice([1, 64, 500, wild(rng)]))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(0 if INPUTS > 10_000 else 300)
 def test_a_hostile_destination() -> None:
     rng, wires, steady = random.Random(5), Wires(), Steady(INPUTS, "direct, destination")

@@ -48,6 +48,7 @@ def raw_link(pair: Pair) -> Iterator[RawSource]:
             del _open[key]
 
 
+@pytest.mark.slow
 def test_any_frame_ends_its_link_with_a_reason_and_no_other(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -68,6 +68,7 @@ def test_a_circle_is_found() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
 
 
+@pytest.mark.slow
 def test_connecting_knows_no_transport() -> None:
     for name, others in graph().items():
         if name.startswith("te.connect"):
@@ -75,6 +76,7 @@ def test_connecting_knows_no_transport() -> None:
             assert below <= {"te.transports.base", "te.transports.registry"}, name
 
 
+@pytest.mark.slow
 def test_importing_te_leaves_out_what_takes_long_to_import() -> None:
     """Commands that are over in a moment import te, too, such as `te --version`."""
     heavy = {"aiohttp", "asyncio", "email", "multiprocessing", "rich", "sglang", "torch", "zmq"}

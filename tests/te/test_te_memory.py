@@ -45,6 +45,7 @@ def a_table() -> RegionTable:
     return RegionTable(a_plane(), None)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(1, 15), st.integers(1, 10)), max_size=6),
     st.lists(st.tuples(WILD, WILD), min_size=1, max_size=10),

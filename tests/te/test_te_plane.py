@@ -236,6 +236,7 @@ def test_a_pull_on_tcp_and_a_read_of_nothing_registered_are_no_way_in() -> None:
 # -- many
 
 
+@pytest.mark.slow
 def test_a_million_blocks_in_one_call(pair: Two) -> None:
     count, step = 1_000_000, 8
     offsets = np.random.default_rng(5).permutation(count) * step

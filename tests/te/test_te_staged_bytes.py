@@ -229,6 +229,7 @@ def test_a_copy_that_fails_ends_its_channel_alone(how: str, batches: int) -> Non
         world.close()
 
 
+@pytest.mark.slow
 def test_who_fences_ends_copies_while_a_worker_uses_the_ring() -> None:
     with sealed(9, delay_us=50) as kind:
         world = World(kind, 9, 3, 2, 100_000)

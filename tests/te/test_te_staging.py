@@ -292,6 +292,7 @@ STEPS = st.lists(
 WORDS = {"held": HELD, "copying": COPYING, "copied": COPIED}
 
 
+@pytest.mark.slow
 @given(STEPS, st.integers(1, 5))
 def test_slots_are_neither_lost_nor_given_twice(
     steps: list[tuple[str, int, int]], slots: int

@@ -279,6 +279,7 @@ def bounded(engines: list[EngineStatus], most: int, problems: int = 0) -> list[s
     return [text for _, text in lines(found, told, None, most)]
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 40), st.integers(1, 12), st.integers(1, 20), st.integers(0, 30),
     st.integers(10, 80),

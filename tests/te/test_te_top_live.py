@@ -192,6 +192,7 @@ show(look, 0.1, "nobody")
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_engines_are_asked_is_not_forgotten() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOOKS],

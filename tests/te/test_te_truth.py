@@ -76,6 +76,7 @@ def overhead_max(nbytes: int, blocks: int, transfers: int) -> int:
     return GREETING_NBYTES_MAX + frames * each + (blocks + frames) * LANDING_NBYTES
 
 
+@pytest.mark.slow
 def test_bytes_counted_are_bytes_written_and_bytes_on_the_sockets(far: FarEngine) -> None:
     src, back = pattern(1, NBYTES), np.zeros(NBYTES, np.uint8)
     with te.Engine(te.Config(**CONFIG)) as near:
@@ -136,6 +137,7 @@ def test_bytes_counted_are_bytes_written_and_bytes_on_the_sockets(far: FarEngine
             assert payload <= got <= payload + overhead_max(payload, 3, 3)
 
 
+@pytest.mark.slow
 def test_a_peer_counts_what_landed_before_the_source_died(far: FarEngine) -> None:
     """A process that ends in the middle: what landed is counted, and not more than was sent."""
     with te.Engine(te.Config(**CONFIG)) as near:

@@ -113,6 +113,7 @@ def test_kernels_ranks_and_weights_are_told_apart() -> None:
     assert digest(config) == digest(config)
 
 
+@pytest.mark.slow
 def test_weights_are_told_by_their_files(tmp_path: Path) -> None:
     one, two = (server(make_model("llama", tmp_path, seed=seed)) for seed in (0, 1))
     assert digest(one, weights=None) != digest(two, weights=None)

@@ -33,6 +33,7 @@ ORDERS = st.tuples(st.permutations([0, 1]), st.permutations([2, 3, 4])).map(
 )
 
 
+@pytest.mark.slow
 @given(ORDERS, st.lists(st.integers(0, 4), min_size=1, max_size=5))
 def test_a_page_is_the_bytes_of_its_block_in_every_layer(order: list[int], rows: list[int]) -> None:
     whole = caches(order)

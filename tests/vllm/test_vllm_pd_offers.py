@@ -36,6 +36,7 @@ def test_an_offer_passes_through_json(offer: Offer) -> None:
     assert offer.refusal(offer.tokens, offer.prompt, offer.server) is None
 
 
+@pytest.mark.slow
 @given(OFFERS, st.sampled_from(["registry", "room", "tokens", "prompt", "server"]), st.data())
 def test_what_a_client_has_made_up_is_named(offer: Offer, name: str, data: st.DataObject) -> None:
     wrong = data.draw(st.sampled_from([None, True, 1.5, ["x"], "", {}, 1]))
