@@ -61,11 +61,13 @@ def _parser() -> argparse.ArgumentParser:
     top = commands.add_parser(
         "top",
         help="show what the store's processes of this user hold and do",
-        description="A line for each process: the memory that it lends and the objects there, the"
-        " owners that it can use of those that it knows, the share of look-ups that found their"
-        " object, look-ups of keys that are there with another signature or size alone, gets that"
-        " brought nothing, objects that were computed since loading them was expected to take"
-        " longer, and how many of the loads did take longer.",
+        description="Prints a line for each process. LENDS: memory for the store. OBJECTS, EVICTED:"
+        " pages there, and pages that had to go. BELOW, LIFTED, DROPPED: pages on its disk, read"
+        " from there, and gone without a copy there. OWNERS: others that lend, usable/known. HITS:"
+        " part of the pages asked for that were found. REJECTED: found under other weights, dtype,"
+        " TP or page size. LOST: found, and did not come. DECLINED: found, and computed since that"
+        " was expected to be faster. UNPAID: loads that took longer than computing, of those whose"
+        " time was estimated.",
     )
     top.add_argument("--once", action="store_true", help="print once, and end")
     top.add_argument(
@@ -103,7 +105,7 @@ def _add_what_is_kept(serve: argparse.ArgumentParser) -> None:
         "--disk", type=Path, help="a directory for what is evicted; a restart finds it again"
     )
     serve.add_argument(
-        "--disk-size", type=_size, help="how much of that disk, such as 500GiB; --disk takes one"
+        "--disk-size", type=_size, help="how much of that disk, such as 500GiB; needed with --disk"
     )
     serve.add_argument(
         "--objects",
@@ -113,7 +115,7 @@ def _add_what_is_kept(serve: argparse.ArgumentParser) -> None:
         " file:///DIR",
     )
     serve.add_argument(
-        "--objects-size", type=_size, help="how much is stored there; --objects takes one"
+        "--objects-size", type=_size, help="how much is stored there; needed with --objects"
     )
     serve.add_argument("--policy", choices=sorted(POLICIES), default=Config().policy)
 
@@ -125,7 +127,7 @@ def _add_how_it_is_reached(serve: argparse.ArgumentParser) -> None:
         help="where the processes of several hosts meet: redis://HOST:6379 or etcd://HOST:2379",
     )
     serve.add_argument(
-        "--secret-file", type=Path, help="the deployment's secret; --index takes one"
+        "--secret-file", type=Path, help="the deployment's secret; needed with --index"
     )
     serve.add_argument(
         "--host",

@@ -57,13 +57,13 @@ class Config:
     disk_size: int = 0
     #: Object storage, below the disk if there is one: a prefix of this process's own in a bucket,
     #: such as "s3://bucket/prefix", "gs://bucket/prefix" or "az://container/prefix", or a directory
-    #: of its own, "file:///mnt/kv". Takes the Python package obstore, which has credentials and
+    #: of its own, "file:///mnt/kv". Needs the Python package obstore, which takes credentials and
     #: endpoints from the environment.
     objects: str = ""
     #: How much is stored there, in bytes.
     objects_size: int = 0
-    #: A chunk has slots of one size; no object is larger than it. 0: 1/16 of the memory, 64 MiB at
-    #: most and 1 MiB at least.
+    #: The memory is cut into chunks of this size, and no object may be larger. 0: 1/16 of the
+    #: memory, 64 MiB at most and 1 MiB at least.
     chunk_bytes: int = 0
     #: Where the processes of one host find each other: a directory of sockets, which only this user
     #: may enter.
@@ -71,13 +71,14 @@ class Config:
     #: Where the processes of several hosts find each other: the URL of a Redis or Valkey server,
     #: such as "redis://host:6379/0", or of etcd, "etcd://host:2379". Without it, in the directory.
     index: str = ""
-    #: The address of this host that other hosts reach. By default the one that leads to the index.
+    #: The address of this host that other hosts reach. By default the one from which it reaches the
+    #: index.
     host: str = ""
-    #: Of the deployment's secrets, which all processes must have who meet at an index.
+    #: Made of the deployment's secrets. All processes that meet at an index must have them.
     keys: Keys = field(default=NO_KEYS, repr=False)
     #: Which objects are evicted first: "arc" or "lru".
     policy: str = "arc"
-    #: Eviction begins when less than this part of a size class's slots is free.
+    #: Eviction begins when less than this part of the places for objects of one size is free.
     free_low: float = 0.05
     #: Eviction ends when this part is free.
     free_high: float = 0.10
@@ -88,8 +89,8 @@ class Config:
     #: How long this process waits for another one's answer. An owner that has not answered for so
     #: long is not asked for objects until it answers again.
     request_timeout_s: float = 2.0
-    #: Compares the checksum of what a get has read, where the processor can read the memory. A get
-    #: notices every object that was evicted or replaced without it, too.
+    #: Compares the checksum of what a get has read, where the processor can read the memory.
+    #: Without it a get still notices every object that was evicted or replaced meanwhile.
     verify: bool = True
     #: The transfer engine's settings. Its keys are made of ``keys``, or are one that the processes
     #: of the directory share; ``host`` comes before its own.
@@ -102,13 +103,13 @@ class Config:
         if self.chunk_bytes % UNIT_BYTES:
             raise ValueError(f"chunk_bytes={self.chunk_bytes} must be a multiple of {UNIT_BYTES}")
         if self.file is not None and not self.memory:
-            raise ValueError(f"file={str(self.file)!r} takes memory: say how much of it is lent")
+            raise ValueError(f"file={str(self.file)!r} needs memory: say how much of it is lent")
         self._check_tiers()
         if not 1 <= self.copies <= 8:
             raise ValueError(f"copies={self.copies} must be between 1 and 8")
         if self.index and not self.keys:
             raise ValueError(
-                "index takes a secret, so that nobody else reads or writes the store: give all of"
+                "index needs a secret, so that nobody else reads or writes the store: give all of"
                 " its processes the same secret file (`sglang-mooncake secret` makes one)"
             )
         if self.policy not in POLICIES:
@@ -135,7 +136,7 @@ class Config:
                 )
             if value is not None and not self.memory:
                 raise ValueError(
-                    f"{name}={value!r} takes memory above it: say how much is lent (memory)"
+                    f"{name}={value!r} needs memory above it: say how much is lent (memory)"
                 )
         if self.objects and urlsplit(self.objects).scheme not in SCHEMES:
             known = ", ".join(f"{one}://" for one in SCHEMES)

@@ -144,7 +144,7 @@ class Followed:
         if self.is_late(now_s, timeout_s):
             if self._far.set_heard(self.number, False):
                 logger.warning(
-                    "owner %s has not answered for %.1f s: what it holds is not used meanwhile",
+                    "owner %s has not answered for %.1f s: its pages are not used until it answers",
                     self.name,
                     self.silent_s,
                 )

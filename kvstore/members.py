@@ -154,7 +154,7 @@ class Members:
             if not self._is_away:
                 logger.warning(
                     "the index %s cannot be asked (%s): no new process of the store is found until"
-                    " it can; those that know each other go on",
+                    " it answers; those that know each other go on",
                     self._shown,
                     exc,
                 )
@@ -212,7 +212,7 @@ def _index_of(url: str) -> Index:
         return RedisIndex(url, TIMEOUT_S, FORGOTTEN_S)
     except ImportError as exc:
         raise ValueError(
-            f"index={_shown(url)!r} takes the Python package redis, which cannot be imported"
+            f"index={_shown(url)!r} needs the Python package redis, which cannot be imported"
             f" ({exc}): pip install 'sglang-mooncake[redis]'"
         ) from exc
 

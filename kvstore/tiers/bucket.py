@@ -45,7 +45,7 @@ def open_bucket(url: str, timeout_s: float) -> Bucket:
         stores: Any = importlib.import_module("obstore.store")
     except ImportError as exc:
         raise ValueError(
-            f"objects={url!r} takes the Python package obstore, which cannot be imported ({exc}):"
+            f"objects={url!r} needs the Python package obstore, which cannot be imported ({exc}):"
             " pip install 'sglang-mooncake[objects]'"
         ) from exc
     parts = urlsplit(url)

@@ -262,8 +262,7 @@ class Disk:
             was_failing, self._is_failing = self._is_failing, True
         if not was_failing:
             logger.warning(
-                "%s cannot be read or written (%s): what should lie there is computed again until"
-                " it can",
+                "%s cannot be read or written (%s): its pages are computed again until it works",
                 self._directory,
                 exc,
             )

@@ -108,7 +108,7 @@ class Objects:
             self._left = bucket.sizes()
         except BucketError as exc:
             bucket.close()
-            raise OSError(f"objects={label!r} does not say what it has: {exc}") from exc
+            raise OSError(f"objects={label!r} cannot be listed: {exc}") from exc
         #: What was removed, and may be in a bundle still.
         self.burials: Final = Burials(
             bucket, [(one, self._left[name][0]) for name, one in self._ids(KIND)]
@@ -343,7 +343,7 @@ class Objects:
         """A request has failed. The lock is held."""
         self._failed += 1
         self._failures.warn(
-            "%s cannot be used (%s): what should lie there is computed again until it can",
+            "%s cannot be used (%s): its pages are computed again until it works",
             self._label,
             exc,
         )

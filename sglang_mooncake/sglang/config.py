@@ -105,7 +105,7 @@ class Config:
         keys = _keys(ours)
         if values.get("te.encrypt") and not keys:
             raise ConfigError(
-                f"{given['te.encrypt'].where}=1 takes a secret: give all servers the same"
+                f"{given['te.encrypt'].where}=1 needs a secret: give all servers the same"
                 f" {BY_KEY[_SECRET_FILE].variable} (`sglang-mooncake secret` makes one)"
             )
         if _HOST not in given and (host := environment.get("SGLANG_HOST_IP")):

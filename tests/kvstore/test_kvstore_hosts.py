@@ -156,7 +156,7 @@ def test_lent_by_the_command(index: RedisServer | EtcdServer, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"index": "redis://127.0.0.1"}, "index takes a secret"),
+        ({"index": "redis://127.0.0.1"}, "index needs a secret"),
         ({"secret_file": "/no/such/file"}, "cannot read the secret from /no/such/file"),
     ],
 )

@@ -165,7 +165,7 @@ def test_one_that_is_away_at_the_start_is_told_and_waited_for(
 ) -> None:
     index.kill()
     ours = Members(index.url, HOST, KEYS)
-    assert "no new process of the store is found until it can" in caplog.text
+    assert "no new process of the store is found until it answers" in caplog.text
     ours.announce(NAME, PLACE)
     assert not ours.endpoints()
     index.start()

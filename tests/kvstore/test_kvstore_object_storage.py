@@ -238,7 +238,7 @@ def test_an_object_store_that_cannot_be_opened_leaves_the_disk_to_others(directo
     [
         ({"objects": "s3://b/p"}, "objects='s3://b/p' and objects_size=0: give both, or neither"),
         ({"objects_size": "1GiB"}, "objects=None and objects_size=1073741824: give both"),
-        ({"objects": "s3://b/p", "objects_size": "1GiB"}, "takes memory above it"),
+        ({"objects": "s3://b/p", "objects_size": "1GiB"}, "needs memory above it"),
         ({"objects": "s3://b/p", "objects_size": -1}, "objects_size=-1 must be ≥ 0"),
         (
             {"objects": "/mnt/kv", "objects_size": 1, "memory": 1},

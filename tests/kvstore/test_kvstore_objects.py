@@ -538,7 +538,7 @@ def test_a_server_that_fails_costs_misses(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pytest.raises(OSError, match=r"objects='the store' does not say what it has: it cannot"):
+    with pytest.raises(OSError, match=r"objects='the store' cannot be listed: it cannot"):
         tier_of(s3_at(monkeypatch, failing, TIMEOUT_S)).__enter__()
     with tier_at(tmp_path) as tier:
         put(tier, range(N))
@@ -598,5 +598,5 @@ def test_a_url_that_names_nothing_is_refused(url: str, said: str) -> None:
 
 def test_without_the_package_the_sentence_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(ValueError, match=r"takes the Python package obstore.*\[objects\]"):
+    with pytest.raises(ValueError, match=r"needs the Python package obstore.*\[objects\]"):
         open_bucket("memory://", TIMEOUT_S)

@@ -143,5 +143,5 @@ def test_one_that_was_not_finished_is_made_anew(directory: Path) -> None:
 
 
 def test_a_file_takes_memory(directory: Path) -> None:
-    with pytest.raises(ValueError, match="takes memory: say how much"):
+    with pytest.raises(ValueError, match="needs memory: say how much"):
         Config(file=directory / "slab")

@@ -441,7 +441,7 @@ def test_serve_has_its_keys_again(
     [
         ({"disk": "d"}, "give both, or neither"),
         ({"disk_size": "1GiB"}, "give both, or neither"),
-        ({"disk": "d", "disk_size": "1GiB"}, "takes memory above it"),
+        ({"disk": "d", "disk_size": "1GiB"}, "needs memory above it"),
         ({"disk": "d", "disk_size": -1}, "disk_size=-1 must be ≥ 0"),
     ],
 )

@@ -440,7 +440,7 @@ def test_closing_gives_all_back(adapter: StoreL2Adapter, level1: Level1) -> None
         ({"memroy": 1}, "did you mean 'memory'"),
         ({"timeout_s": 0}, "timeout_s=0 must be a positive number"),
         ({"timeout_s": float("inf")}, "timeout_s=inf must be a positive number"),
-        ({"index": "redis://localhost"}, "index takes a secret"),
+        ({"index": "redis://localhost"}, "index needs a secret"),
         ({"ports": 20000}, "ports=20000 must be a text"),
         ({"port": "20000-20010"}, "did you mean 'ports'"),
     ],

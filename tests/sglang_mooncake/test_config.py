@@ -149,7 +149,7 @@ def test_secrets_become_keys_and_show_nowhere(tmp_path):
 
 
 def test_to_encrypt_takes_a_secret():
-    with pytest.raises(ConfigError, match="SGLANG_MOONCAKE_ENCRYPT=1 takes a secret"):
+    with pytest.raises(ConfigError, match="SGLANG_MOONCAKE_ENCRYPT=1 needs a secret"):
         Config.from_environment({"SGLANG_MOONCAKE_ENCRYPT": "1"})
     given = {"SGLANG_MOONCAKE_ENCRYPT": "1", "SGLANG_MOONCAKE_SECRET": SECRET}
     assert Config.from_environment(given).encrypt

@@ -187,7 +187,9 @@ class Readers:
                     self._pidfds[pid] = os.pidfd_open(pid)
                 self._set_ptracer(ancestor)
             except OSError as exc:
-                return f"process {pid} cannot be let read this one's memory: {exc.strerror}"
+                return (
+                    f"process {pid} cannot get the right to read this one's memory: {exc.strerror}"
+                )
         return None
 
     def _forget_dead(self) -> None:
