@@ -40,13 +40,17 @@ def has_room(owner: Owner) -> bool:
     return free > 0 and not owner._shelf.ledger.leaving
 
 
-def rests(owner: Owner) -> bool:
-    """Nothing is on its way below, and nothing will be before somebody stores or reads."""
+def rests(store: Store) -> bool:
+    """Its owner has nothing on its way below, and will not before somebody stores or reads. The
+    store knows where everything lies: the owner tells it after a change, not with it."""
+    owner = owner_of(store)
     shelf, low = owner._shelf, owner._config.free_low
     with owner._lock:
         rooms = [(shelf.slab.free_slots(one), shelf.slab.capacity(one)) for one in shelf._policies]
         has_room = all(free >= max(low * capacity, 1) for free, capacity in rooms)
-        return has_room and not (shelf._starved or shelf.ledger.leaving or shelf.ledger.has_work)
+        is_busy = shelf._starved or shelf.ledger.leaving or shelf.ledger.has_work
+        changes = len(owner._log)
+    return has_room and not is_busy and store._owners._applied >= changes
 
 
 def put_all(client: Store, owner: Store | None, rows: Any = range(N)) -> None:

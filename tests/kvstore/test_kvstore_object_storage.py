@@ -51,7 +51,7 @@ def test_more_than_the_memory_holds_is_there(lender: Store, reader: Store) -> No
     for client in (reader, lender):
         assert N // 2 < below(client).sum() < N
         assert get(client) == [Got.RIGHT] * N
-    until(lambda: rests(owner_of(lender)), "what leaves")
+    until(lambda: rests(lender), "what leaves")
     stats = owner_of(lender).stats()
     assert stats.dropped == stats.tier_failed == stats.tier_corrupted == 0
     assert stats.lifted > N
@@ -90,7 +90,7 @@ def test_what_was_removed_stays_removed_after_a_kill(
     copy = tmp_path / "left behind"
     with Store(with_objects(directory)) as store:
         put_all(store, store)
-        until(lambda: rests(owner_of(store)), "nobody writes the bucket")
+        until(lambda: rests(store), "nobody writes the bucket")
         down = below(store)
         with monkeypatch.context() as patch:
             patch.setattr(Objects, "remove", later)
@@ -133,7 +133,7 @@ def test_a_removal_that_cannot_be_told_is_in_the_log(
     lender: Store, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Else a bundle that is being written makes the folder again.
-    until(lambda: rests(owner_of(lender)), "nobody writes the bucket")
+    until(lambda: rests(lender), "nobody writes the bucket")
     shutil.rmtree(directory / "bucket")
     (directory / "bucket").touch()
     assert (directory / "bucket").is_file()
@@ -150,7 +150,7 @@ def test_what_does_not_fit_below_is_gone_for_all(directory: Path) -> None:
         Store(config(directory)) as client,
     ):
         put_all(store, store)
-        until(lambda: rests(owner_of(store)), "what leaves")
+        until(lambda: rests(store), "what leaves")
         assert owner_of(store).stats().below_bytes <= 2 * MIB
         found = store.exists(KEYS, SIG, NBYTES)
         assert 0 < found.sum() < N
@@ -164,7 +164,7 @@ def test_what_does_not_fit_below_is_gone_for_all(directory: Path) -> None:
 def test_a_store_that_is_gone_costs_misses(
     lender: Store, reader: Store, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    until(lambda: rests(owner_of(lender)), "what leaves")
+    until(lambda: rests(lender), "what leaves")
     down = np.flatnonzero(below(reader)).tolist()
     shutil.rmtree(directory / "bucket")
     (directory / "bucket").touch()
@@ -206,7 +206,7 @@ def test_below_a_disk(directory: Path) -> None:
     with Store(with_objects(directory, **more)) as store, Store(config(directory)) as client:
         put_all(store, store)
         owner = owner_of(store)
-        until(lambda: rests(owner), "what leaves")
+        until(lambda: rests(store), "what leaves")
 
         def is_announced() -> bool:
             return bool((client.exists(KEYS, SIG, NBYTES) == store.exists(KEYS, SIG, NBYTES)).all())

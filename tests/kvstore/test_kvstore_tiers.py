@@ -58,7 +58,7 @@ def test_more_than_the_memory_holds_is_there(lender: Store, reader: Store) -> No
         assert client.exists(KEYS, SIG, NBYTES).all()
         assert N // 2 < below(client).sum() < N
         assert get(client) == [Got.RIGHT] * N
-    until(lambda: rests(owner_of(lender)), "what leaves")
+    until(lambda: rests(lender), "what leaves")
     stats = owner_of(lender).stats()
     assert stats.dropped == stats.tier_failed == stats.tier_corrupted == 0
     assert stats.lifted > N
@@ -67,7 +67,7 @@ def test_more_than_the_memory_holds_is_there(lender: Store, reader: Store) -> No
 
 
 def test_who_hears_late_that_an_object_was_put_below_gets_it(lender: Store, reader: Store) -> None:
-    until(lambda: rests(owner_of(lender)), "what leaves")
+    until(lambda: rests(lender), "what leaves")
     with deaf(reader):
         high = np.flatnonzero(~below(reader)).tolist()
         until(lambda: get(lender) == [Got.RIGHT] * N, "each object pushes out another")
@@ -160,7 +160,7 @@ def test_what_was_removed_stays_removed_after_a_kill(
     copy = tmp_path / "left behind"
     with Store(with_disk(directory)) as store:
         put_all(store, store)
-        until(lambda: rests(owner_of(store)), "nobody writes the disk")
+        until(lambda: rests(store), "nobody writes the disk")
         down = below(store)
         monkeypatch.setattr(Disk, "remove", later)
         if whole:
@@ -179,7 +179,7 @@ def test_what_was_removed_stays_removed_after_a_kill(
 
 @pytest.mark.slow
 def test_another_byte_on_the_disk_is_a_miss(lender: Store, reader: Store, directory: Path) -> None:
-    until(lambda: rests(owner_of(lender)), "nobody writes these files")
+    until(lambda: rests(lender), "nobody writes these files")
     for path in (directory / "disk").glob("segment-*"):
         raw = bytearray(path.read_bytes())
         raw[4096 + 5000 :: 53_248] = bytes(b ^ 1 for b in raw[4096 + 5000 :: 53_248])
