@@ -160,9 +160,11 @@ class DeepShelf(PinShelf):
         return Lifted(LiftState.TAKEN, slot)
 
     def _make_free(self, units: int, count: int) -> None:
+        """What is lifted lies below, and can wait there until others have been written: none is
+        lost for it."""
         short = count - self.slab.free_slots(units) - self.ledger.leaving_in(units)
         if units in self._policies and short > 0:
-            self.counts.evicted += len(self._evict(units, short))
+            self.counts.evicted += len(self._evict(units, short, is_pressed=False))
 
     def landed(
         self, names: Sequence[bytes], nbytes: int, checksums: Sequence[int | None]

@@ -45,8 +45,9 @@ class Ledger:
     """Not thread-safe. A *name* is key and signature."""
 
     def __init__(self, leaving_bytes_max: int) -> None:
-        """``leaving_bytes_max``: memory of objects that are being written below; 0 if there is no
-        tier."""
+        """``leaving_bytes_max``: memory of objects that wait to be written below and go from memory
+        then. As much may wait of those that were read meanwhile, and stay. 0 if there is no tier.
+        """
         self.counts: Final = LedgerCounts()
         self.has_tier: Final = leaving_bytes_max > 0
         #: By name: those on their way down.
@@ -55,6 +56,7 @@ class Ledger:
         self.lifting: Final[dict[bytes, int]] = {}
         self._leaving_bytes_max = leaving_bytes_max
         self._leaving_bytes = 0
+        self._kept_bytes = 0
         self._held: set[int] = set()
         self._forms: list[dict[bytes, int]] = [{} for _ in range(PARTS)]
         self._to_write: list[Leaving] = []
@@ -113,13 +115,14 @@ class Ledger:
             one.is_late = True
 
     def leave(self, name: bytes, slot: int, units: int, *, is_pressed: bool = True) -> bool:
-        """Has an object written below. False if there is no tier, or too many wait already.
-        ``is_pressed=False``: whatever waits."""
+        """Has an object written below. False if there is no tier, too many wait already, or a
+        former object of that name is being written still. ``is_pressed=False``: however many wait.
+        """
         nbytes = units * UNIT_BYTES
         if not self.has_tier or name in self.leaving:
             return False
         # One goes at any size: else large objects never would.
-        full = self.leaving and self._leaving_bytes + nbytes > self._leaving_bytes_max
+        full = self._leaving_bytes and self._leaving_bytes + nbytes > self._leaving_bytes_max
         if full and is_pressed:
             return False
         leaving = self.leaving[name] = Leaving(name, slot, units)
@@ -127,6 +130,18 @@ class Ledger:
         self._held.add(slot)
         self._leaving_bytes += nbytes
         return True
+
+    def keep(self, one: Leaving) -> None:
+        """It was read meanwhile: it stays in memory once it is written, and takes no place of those
+        that go. Those beyond what may wait go nevertheless: else, while a tier hangs, what is read
+        would fill the memory with objects that cannot go."""
+        nbytes = one.units * UNIT_BYTES
+        full = self._kept_bytes and self._kept_bytes + nbytes > self._leaving_bytes_max
+        if one.is_kept or full:
+            return
+        one.is_kept = True
+        self._leaving_bytes -= nbytes
+        self._kept_bytes += nbytes
 
     @property
     def has_work(self) -> bool:
@@ -144,7 +159,11 @@ class Ledger:
         """It was written, or could not be."""
         del self.leaving[one.name]
         self._held.discard(one.slot)
-        self._leaving_bytes -= one.units * UNIT_BYTES
+        nbytes = one.units * UNIT_BYTES
+        if one.is_kept:
+            self._kept_bytes -= nbytes
+        else:
+            self._leaving_bytes -= nbytes
 
 
 def below_changes(names: Sequence[bytes], forms: Sequence[int], op: int = ADDED) -> Records:

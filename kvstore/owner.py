@@ -53,7 +53,7 @@ CLAIM_IS_OVER: Final = "the claim is over: its deadline has passed, or it was en
 FENCE_TIMEOUT_S: Final = 5.0
 LEAVING_PART: Final = 1 / 16
 """This part of the memory may wait to be written below, beside that which eviction wants to be free
-(``Config.free_high``); what is evicted beyond that is dropped."""
+(``Config.free_high``); what is evicted for puts beyond that is dropped."""
 LIFT_PART: Final = 8
 """1/8 of the memory is lifted for one question at most, so that it does not push out itself."""
 BURIALS_MAX: Final = 4

@@ -314,22 +314,32 @@ class Shelf:
         live = headers[headers["state"] == LIVE]
         return [one["key"].tobytes() + one["signature"].tobytes() for one in live]
 
-    def _evict(self, units: int, count: int, *, is_dropped: bool = False) -> Sequence[bytes]:
+    def _evict(
+        self, units: int, count: int, *, is_dropped: bool = False, is_pressed: bool = True
+    ) -> Sequence[bytes]:
         """So many objects of a class leave, if there are so many; returns those that are gone
-        already, which are all if they shall be dropped."""
+        already, which are all if they shall be dropped. ``is_pressed``: see ``_let_go``."""
         policy = self._policies[units]
         victims = [name for _ in range(count) if (name := policy.evict()) is not None]
         self._replaced[units] += len(victims)
-        return self._let_go(victims, is_dropped=is_dropped)
+        return self._let_go(victims, is_dropped=is_dropped, is_pressed=is_pressed)
 
-    def _let_go(self, names: Iterable[bytes], *, is_dropped: bool = False) -> Sequence[bytes]:
+    def _let_go(
+        self, names: Iterable[bytes], *, is_dropped: bool = False, is_pressed: bool = True
+    ) -> Sequence[bytes]:
         """Of objects that no policy knows any more: those without a copy below are to be written
-        there first, if that can be. Returns the others, which are gone."""
+        there first, if that can be. Returns the others, which are gone. ``is_pressed=False``: for
+        who can wait. However many wait for the tier, none goes without a copy."""
         gone = []
         for name in names:
             one = self._objects[name]
             if name not in self.ledger:
-                if not is_dropped and self.ledger.leave(name, one.slot, one.units):
+                if not is_dropped and self.ledger.leave(
+                    name, one.slot, one.units, is_pressed=is_pressed
+                ):
+                    continue
+                if not is_pressed:  # A former object of its name is being written: it stays.
+                    self._policies[one.units].add(name)
                     continue
                 self.ledger.counts.dropped += self.ledger.has_tier
             gone.append(name)
@@ -340,7 +350,7 @@ class Shelf:
         if leaving is None or leaving.slot != one.slot:
             self._policies[one.units].touch(name)
         else:
-            leaving.is_kept = True
+            self.ledger.keep(leaving)
 
     def _remove(self, names: Sequence[bytes]) -> int:
         """Objects that are there, in memory or below."""

@@ -105,7 +105,10 @@ class Tiered(RuleBasedStateMachine):
     @rule(rows=ROWS, nbytes=SIZES)
     def begin_lift(self, rows: list[int], nbytes: int) -> None:
         names = [FULL_NAMES[row] for row in rows]
-        for name, one in zip(names, self.shelf.lift(names, nbytes), strict=True):
+        dropped = self.shelf.ledger.counts.dropped
+        lifted = self.shelf.lift(names, nbytes)
+        assert self.shelf.ledger.counts.dropped == dropped, "nothing is lost for what can wait"
+        for name, one in zip(names, lifted, strict=True):
             if one.state is LiftState.TAKEN:
                 assert name in self.shelf.ledger
                 assert self.headers["state"][one.slot] != LIVE
@@ -161,6 +164,14 @@ class Tiered(RuleBasedStateMachine):
             assert (place["found"], place["slot"]) == (Found.HERE, BELOW)
         else:
             assert place["found"] != Found.HERE
+
+    @invariant()
+    def what_waits_is_counted(self) -> None:
+        ledger = self.shelf.ledger
+        for is_kept, counted in ((True, ledger._kept_bytes), (False, ledger._leaving_bytes)):
+            some = [one.units for one in ledger.leaving.values() if one.is_kept is is_kept]
+            assert sum(some) * UNIT_BYTES == counted
+        assert ledger._kept_bytes <= 3 * UNIT_BYTES
 
     @invariant()
     def no_unit_has_two_uses(self) -> None:
@@ -221,6 +232,52 @@ def test_more_than_the_queue_takes_is_dropped_and_counted() -> None:
     assert (len(shelf.ledger.leaving), shelf.ledger.counts.dropped) == (2, 8)
     all_left(shelf, works=False)
     assert (len(shelf), len(shelf.ledger), shelf.ledger.counts.dropped) == (0, 0, 10)
+
+
+def test_what_stays_takes_no_place_of_those_that_leave() -> None:
+    """A reader wants all objects again and again while the tier is slow: none is lost for it."""
+    shelf, _, _ = shelf_of(2 * UNIT_BYTES)
+    store(shelf, list(range(10)))
+    for leaving in (2, 4, 4):
+        assert shelf.make_room(0.3, 0.34) == 0, "none goes without a copy"
+        assert len(shelf.ledger.leaving) == leaving
+        shelf.touch(NAMES, SIG)
+    assert shelf.ledger.counts.dropped == 0
+    all_left(shelf)
+    assert (len(shelf), len(shelf.ledger)) == (8, 4), "no more are kept than may leave"
+
+
+def test_a_lift_waits_for_the_tier_instead_of_dropping_objects() -> None:
+    shelf, _, _ = shelf_of(2 * UNIT_BYTES)
+    shelf.adopt_below([LeftBehind(name, UNIT_BYTES) for name in FULL_NAMES[:4]])
+    many = keys(12, seed=1)
+    claim = shelf.claim(many, SIG, UNIT_BYTES, 0.0)
+    assert shelf.take_claim(claim.id) is claim
+    shelf.publish(claim, [1] * 12)
+    for _ in range(2):
+        assert shelf.lift(FULL_NAMES[:4], UNIT_BYTES) == [Lifted(LiftState.LATER)] * 4
+    assert (len(shelf), len(shelf.ledger.leaving)) == (12, 4)
+    assert shelf.ledger.counts.dropped == 0
+    all_left(shelf)
+    assert {one.state for one in shelf.lift(FULL_NAMES[:4], UNIT_BYTES)} == {LiftState.TAKEN}
+
+
+def test_a_lift_drops_no_object_whose_former_one_is_being_written() -> None:
+    shelf, _, _ = shelf_of(1 << 20)
+    shelf.adopt_below([LeftBehind(name, UNIT_BYTES) for name in FULL_NAMES[2:4]])
+    store(shelf, [1])
+    shelf.leave_all()
+    _, writing = shelf.ledger.take(1)
+    shelf.remove(NAMES[1:2], SIG)
+    store(shelf, [1])
+    claim = shelf.claim(keys(10, seed=1), SIG, UNIT_BYTES, 0.0)
+    assert len(claim.slots) == 10, "no slot is free"
+    assert shelf.lift(FULL_NAMES[2:4], UNIT_BYTES) == [Lifted(LiftState.LATER)] * 2
+    assert FULL_NAMES[1] in shelf._objects
+    shelf.left(writing, [True])
+    states = [one.state for one in shelf.lift(FULL_NAMES[2:4], UNIT_BYTES)]
+    assert states == [LiftState.TAKEN, LiftState.LATER]
+    assert FULL_NAMES[1] in shelf._objects, "it is on its way now"
 
 
 def test_a_tier_that_is_too_slow_costs_old_objects_and_no_new_ones() -> None:

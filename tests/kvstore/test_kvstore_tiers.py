@@ -335,6 +335,40 @@ def test_no_time_to_lift_is_an_outcome(lender: Store, reader: Store) -> None:
     assert get(reader, down + others) == [Got.RIGHT] * 9
 
 
+def test_readers_of_a_disk_that_is_slow_to_write_lose_no_object(
+    lender: Store, reader: Store
+) -> None:
+    """One wants what lies below, while others read what is to leave for it."""
+    owner = owner_of(lender)
+    until(lambda: rests(lender), "what leaves")
+    ledger, carrier = owner._shelf.ledger, owner._carrier
+    assert carrier is not None
+    write, go_on = carrier._tier.write, threading.Event()
+
+    def slow(objects: Any) -> Any:
+        assert go_on.wait(TIMEOUT_S)
+        return write(objects)
+
+    carrier._tier.write = slow  # type: ignore[method-assign]
+    down, outcomes = np.flatnonzero(below(reader)).tolist(), list[Got]()
+    lifting = threading.Thread(target=lambda: outcomes.extend(get(reader, down)))
+    lifting.start()
+
+    def is_leaving(count: int) -> bool:
+        owner.touch(KEYS, SIG)  # What is read stays; so others have to leave instead.
+        return len(ledger.leaving) >= count or ledger.counts.dropped > 0
+
+    try:
+        until(lambda: is_leaving(8), "more than may wait without a reader")
+        assert ledger.counts.dropped == 0
+    finally:
+        go_on.set()
+        lifting.join(TIMEOUT_S)
+    assert outcomes == [Got.RIGHT] * len(down)
+    assert get(lender) == [Got.RIGHT] * N
+    assert owner.stats().dropped == 0
+
+
 @pytest.mark.slow
 def test_readers_who_push_out_each_others_objects_all_get_them(
     lender: Store, directory: Path
