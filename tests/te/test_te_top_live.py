@@ -172,6 +172,8 @@ from te.top.screen import show
 class Asked:
     pass
 
+# What a shell starts in the background ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 looks = []
 
 def interrupt(_):
