@@ -96,10 +96,9 @@ class Tally:
         asked: Sequence[Asked],
         known: Sequence[Known],
         spans: Sequence[Span],
-        cuts: Sequence[Span] = (),
     ) -> None:
         """See ``ends``."""
-        found = ends(asked, known, spans, cuts)
+        found = ends(asked, known, spans)
         self.ends += found
         for one, end in zip(asked, found, strict=True):
             if end in ("503", "failed") and one.answer is not None and one.answer.error:

@@ -30,8 +30,8 @@ __all__ = [
 ]
 
 End: TypeAlias = Literal["equal", "wrong", "cut off", "503", "failed", "hangs"]
-"""cut off: failed, as it had to. The only one that had its pages stood still while they were on
-their way over a network (HTTP 503), or was killed, and the client was told so in time."""
+"""cut off: failed, as it had to. Its prefill server was killed, and the client was told so in time.
+"""
 
 LATE_MAX_S: Final = 0.1
 """What a put or a get may take beyond its deadline, and a request to fail whose server is dead."""
@@ -81,18 +81,17 @@ def ends(
     asked: Sequence[Asked],
     known: Sequence[Known],
     spans: Collection[Span],
-    cuts: Collection[Span] = (),
 ) -> list[End]:
     """How requests have ended. An answer that came while something changed may be of before or of
-    after. ``cuts``: when pages that were on their way did not come."""
-    return [_end(one, known[one.number], spans, cuts) for one in asked]
+    after."""
+    return [_end(one, known[one.number], spans) for one in asked]
 
 
-def _end(one: Asked, known: Known, spans: Collection[Span], cuts: Collection[Span]) -> End:
+def _end(one: Asked, known: Known, spans: Collection[Span]) -> End:
     if one.answer is None:
         return "hangs"
     if one.answer.error is not None and one.answer.error.startswith(_UNAVAILABLE):
-        return "cut off" if any(cut.meets(one) for cut in cuts) else "503"
+        return "503"
     if one.answer.error is not None:
         return "failed"
     right = {known[span.name] for span in spans if span.meets(one)}

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from sglang_mooncake.sglang.releases import OLDEST, too_old, untested
+from sglang_mooncake.sglang.store.asking_again import hook_tokenizer
 
 __all__ = [
     "UnsupportedRelease",
@@ -55,6 +56,7 @@ def register() -> None:
         HookRegistry.register(_GET_KV_CLASS, _get_kv_class, HookType.AROUND)
         HookRegistry.register(_SHARED_ENGINE, _init_shared_engine, HookType.AROUND)
         _check_targets()
+        hook_tokenizer()
         _replace_mooncakes_engine()
     except Exception as error:  # noqa: BLE001 - whatever it is, SGLang must not go on without us
         _stop(error)
