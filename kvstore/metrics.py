@@ -41,7 +41,7 @@ METRICS: Final = (
         "counter",
         ("outcome",),
         "Objects that this process looked up: found, missing, or rejected, which means that the key"
-        " is stored under another signature or size alone.",
+        " is stored only under another signature or size.",
     ),
     Metric(
         "gets_total",

@@ -107,7 +107,7 @@ RDMA: Final = (
         name="gid-v1-only",
         transport="rdma",
         severity=Severity.WARNING,
-        what="{device} has RoCE v1 GIDs alone.",
+        what="{device} has only RoCE v1 GIDs.",
         consequence=_DEVICE,
         mend="cma_roce_mode -d {device} -p 1 -m 2, or enable RoCE v2 in the card's firmware",
     ),
@@ -301,7 +301,7 @@ WRITES: Final = (
         name="rails-isolated",
         transport="rdma",
         severity=Severity.HINT,
-        what="Each RDMA device of {near} reaches its counterpart of {far} alone, as in a fabric of"
+        what="Each RDMA device of {near} reaches only its counterpart of {far}, as in a fabric of"
         " separate rails.",
         consequence="When a device of one host fails, its counterpart of the other host is idle.",
         mend="None is needed if the fabric is built so; routes between the rails would join them",
