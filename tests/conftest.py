@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, settings, strategies
 from testbed_nics import nics
 
 # The machines that run this are small and shared: time per example says nothing there.
@@ -79,6 +79,9 @@ HEAVY_FOLDERS = {"lmcache", "rdma", "serving", "sglang"}
 def pytest_collection() -> Generator[None, object, object]:
     """What is read for the tests stays until the end, so the garbage collector need not look at it.
     Else one ``gc.collect``, of a test or at the end, took as long as dozens of tests."""
+    # hypothesis finds out what characters there are in 1.5 s, and keeps it in files. The process
+    # that compiles the tests does that here, before workers that begin together would all do it.
+    strategies.text().validate()
     gc.disable()
     try:
         return (yield)
