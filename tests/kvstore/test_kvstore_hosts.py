@@ -78,6 +78,7 @@ def test_an_owner_listens_at_two_ports_of_its_range(index: RedisServer | EtcdSer
             Store(near)
 
 
+@pytest.mark.slow
 def test_another_secret_sees_nothing(
     index: RedisServer | EtcdServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -291,6 +291,7 @@ def test_a_second_check_has_to_wait(facts: Facts, monkeypatch: pytest.MonkeyPatc
             third.look()
 
 
+@pytest.mark.slow
 def test_callers_that_say_nothing_are_bounded_and_cost_nobody_else(
     facts: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

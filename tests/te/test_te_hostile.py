@@ -265,6 +265,7 @@ def test_garbage_instead_of_a_hello(
     target.assert_serves()
 
 
+@pytest.mark.slow
 def test_silence_instead_of_a_hello() -> None:
     with te.Engine(te.Config(connect_timeout_s=3.0)) as engine, te.Engine() as friend:
         target = Target(engine, friend, "tcp")

@@ -186,6 +186,7 @@ def test_the_queue_is_bounded() -> None:
         source.deregister(region)
 
 
+@pytest.mark.slow
 def test_cancel_before_the_first_byte_and_without_confirmation() -> None:
     with connected_to_raw(te.Config(stall_timeout_s=3.0)) as (source, peer, _):
         buffer = np.zeros(64 << 20, np.uint8)

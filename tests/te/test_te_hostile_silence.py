@@ -97,6 +97,7 @@ def test_silent_connections_lock_nobody_out(transport: str, said: int) -> None:
         assert len(engine._acceptor._half_open) == len(engine._acceptor._admission)
 
 
+@pytest.mark.slow
 def test_a_peer_that_drips_has_one_deadline_for_its_whole_hello() -> None:
     with te.Engine(te.Config(connect_timeout_s=3.0)) as engine:
         with dial(engine.card()) as sock:
@@ -289,6 +290,7 @@ def test_deadlines_of_the_first_byte_and_of_all() -> None:
     assert Admission().surplus(10.0) is None
 
 
+@pytest.mark.slow
 def test_silent_ones_are_told_by_the_first_byte_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Far before ``connect_timeout_s``."""
     with monkeypatch.context() as patch:

@@ -143,6 +143,7 @@ def test_memory_deregistered_while_it_is_being_shared_with_a_peer_is_unmapped(
     assert held.words == [(region.serial, 1, True), (region.serial, 2, False)]
 
 
+@pytest.mark.slow
 def test_a_peer_that_does_not_confirm_loses_its_link(held: HeldDestination) -> None:
     with te.Engine(replace(PATIENT, connect_timeout_s=3.0)) as engine:  # It may read late.
         peer = engine.connect(held.card(), TIMEOUT_S)
