@@ -295,6 +295,7 @@ def test_a_client_that_never_asks_is_turned_away(
     monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
     monkeypatch.setattr(connections, "HEAD_DEADLINE_S", NEVER_S)
+    monkeypatch.setattr("bootstrap_server.server.TICK_S", 0.02)
     with (
         BootstrapServer(host="127.0.0.1", port=0) as server,
         closing(http.client.HTTPConnection("127.0.0.1", server.port, WAIT_S)) as asking,

@@ -84,6 +84,13 @@ def until(server: BootstrapServer, condition: Callable[[dict[str, Any]], object]
     return status
 
 
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """News is published, and leases are looked at, as often as no test waits for it."""
+    monkeypatch.setattr(status_http, "PUBLISH_EVERY_S", 0.02)
+    monkeypatch.setattr(server_module, "TICK_S", 0.02)
+
+
 @pytest.fixture
 def address(server: BootstrapServer) -> str:
     return f"127.0.0.1:{server.port}"
@@ -261,6 +268,7 @@ def test_a_question_waits_for_news_and_snapshots_are_shared(
     make_record: MakeRecord,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(status_http, "PUBLISH_EVERY_S", 1.0)
     before = ask(server)
     again = ask(server, before["revision"], 0.2)
     assert again == before  # the same snapshot: nothing has happened

@@ -26,7 +26,7 @@ from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
 from bootstrap_server.admission import connections
 from bootstrap_server.build import build_text
-from kvstore import metrics
+from kvstore import metrics, metrics_http
 from kvstore.judging import AdmissionCounts
 from kvstore.metrics import METRICS, PREFIX, Key, counters, gauges, text
 from kvstore.metrics_http import MetricsServer
@@ -193,7 +193,9 @@ def test_a_client_counts_what_it_has_asked_for(directory: Path) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[MetricsServer]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricsServer]:
+    """It looks often for clients that do not go on."""
+    monkeypatch.setattr(metrics_http, "SWEEP_S", 0.02)
     with MetricsServer(lambda: STATUS, "127.0.0.1", 0) as server:
         yield server
 

@@ -132,6 +132,7 @@ def loop_held(pair: Handover, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     gate.set()
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_pages_count_as_exposed_before_the_loop_has_published_them(pair, monkeypatch):
     source, target = pair.open_both(1)
     with loop_held(pair, monkeypatch):

@@ -88,6 +88,7 @@ def test_addresses_without_wildcards_are_asked_at_the_start():
     assert given.exact == ("10.0.0.1:8998", "[::1]:1")
 
 
+@pytest.mark.usefixtures("short_grace")
 @pytest.mark.parametrize(("here", "there"), [(OURS, THEIRS), (OURS, Keys()), (Keys(), OURS)])
 def test_with_another_secret_both_sides_end(here, there):
     with handover(keys=here, decode_keys=there) as pair, watched(pair, here):
@@ -120,6 +121,7 @@ def watched(pair: Handover, keys: Keys) -> Iterator[None]:
         yield
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_notice_that_came_before_its_room_ends_it():
     with handover() as pair:
         pair.prefill.side.given_up(5, "it has another secret")

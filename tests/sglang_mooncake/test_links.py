@@ -113,14 +113,20 @@ class Bench:
         return identity
 
 
-@pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.setattr(decode_links, "CONNECT_S", CONNECT_S)  # only tests turn it on
+@pytest.fixture(scope="module")
+def context():
+    """Of all tests: the end of one waits for what a link that was given up has still to say."""
     with zmq.Context() as context:
-        made = Bench(context)
-        yield made
-        made.links.close()
-        made.router.close(linger=0)
+        yield context
+
+
+@pytest.fixture
+def bench(context, monkeypatch):
+    monkeypatch.setattr(decode_links, "CONNECT_S", CONNECT_S)  # only tests turn it on
+    made = Bench(context)
+    yield made
+    made.links.close()
+    made.router.close(linger=0)
 
 
 def test_a_link_is_opened_once_and_says_to_each_who_asks_that_it_stands(bench):

@@ -36,6 +36,8 @@ PATIENT: Final[dict[str, Any]] = {"connect_timeout_s": TIMEOUT_S, "stall_timeout
 SAMEHOST = te.Config(transports=("samehost",), **PATIENT)
 #: Of what is not to end in time.
 SHORT_S = 0.5
+#: Of what cannot end before its test lets it: however soon that is told, it is true.
+SOON_S = 0.05
 
 
 class NullEngine(te.Engine):
@@ -105,7 +107,7 @@ def test_a_fence_that_is_not_confirmed_says_so_each_time() -> None:
     with te.Engine(SAMEHOST) as target, frozen_write(target) as frozen:
         for _ in range(2):
             with pytest.raises(te.FenceTimeout, match=r"tag 0x7: .* call fence again"):
-                target.fence(7)
+                target.fence(7, SOON_S)
             with pytest.raises(ValueError, match="tag 0x7 is being fenced"):
                 target.expect(7)
         frozen.serve()
@@ -153,7 +155,7 @@ def fences_of_two_threads(target: te.Engine, serve: Callable[[], None]) -> list[
     def fence(number: int) -> None:
         while True:
             try:
-                count = target.fence(7)
+                count = target.fence(7, SOON_S)
             except te.FenceTimeout:
                 timeouts.append(number)
                 continue
@@ -186,7 +188,7 @@ def test_a_source_whose_page_is_frozen_holds_up_its_own_fence_alone() -> None:
         assert target.fence(8, TIMEOUT_S) == 0
         assert target.fence_peer(other.id) == 0
         with pytest.raises(te.FenceTimeout):
-            target.fence(frozen.TAG)
+            target.fence(frozen.TAG, SOON_S)
         frozen.serve()
         assert target.fence(frozen.TAG, TIMEOUT_S) == 0
 
@@ -206,14 +208,18 @@ def test_other_peers_fences_go_on_beside_a_frozen_page() -> None:
             frozen.serve()
 
 
-def test_a_link_that_has_died_in_the_middle_of_a_landing_is_fenced_too() -> None:
+def test_a_link_that_has_died_in_the_middle_of_a_landing_is_fenced_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with te.Engine(SAMEHOST) as target, frozen_write(target) as frozen:
         frozen.peer.close()
         # One of its connections is in the hands of a worker that waits for the page.
         wait_until(lambda: target.stats().rails == 1, "the others are closed")
-        for _ in range(2):
-            with pytest.raises(te.FenceTimeout):
-                target.fence_peer(frozen.source.id)
+        with monkeypatch.context() as short:
+            short.setattr("te.engine.QUIESCE_TIMEOUT_S", SOON_S)
+            for _ in range(2):
+                with pytest.raises(te.FenceTimeout):
+                    target.fence_peer(frozen.source.id)
         frozen.serve()
         wait_until(lambda: target.stats().rails == 0, "all are closed")
         assert target.fence_peer(frozen.source.id) == 1  # Nobody had confirmed it.
@@ -253,7 +259,7 @@ def test_a_grant_over_rdma_holds_the_fence_until_its_rails_are_broken() -> None:
                 assert not fence.poll(), "the source is asked to stop once"
                 for _ in range(2):
                     with pytest.raises(te.FenceTimeout):
-                        target.fence(9)
+                        target.fence(9, SOON_S)
                     with pytest.raises(ValueError, match="tag 0x9 is being fenced"):
                         target.expect(9)
                 serve()
@@ -275,6 +281,7 @@ def test_threads_that_fence_a_granted_tag_all_wait_for_its_rails() -> None:
                 assert fences_of_two_threads(target, serve) == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_cancelled_read_is_not_over_while_something_of_it_lands() -> None:
     with (
         te.Engine(SAMEHOST) as reader,
@@ -304,7 +311,7 @@ def test_memory_in_which_a_landing_has_not_ended_leaves_when_it_has() -> None:
     with te.Engine(SAMEHOST) as target, frozen_write(target) as frozen:
         for _ in range(2):
             with pytest.raises(te.FenceTimeout, match="call deregister again"):
-                target.deregister(frozen.region)
+                target.deregister(frozen.region, SOON_S)
             with pytest.raises(te.RegistrationError, match="overlaps the registered region"):
                 target.register(frozen.dst)
         frozen.serve()

@@ -124,7 +124,7 @@ def test_memory_that_nothing_is_copied_to_is_deregistered_meanwhile() -> None:
             target.deregister(frozen.region, TIMEOUT_S)
 
 
-def test_a_link_whose_copy_stands_for_too_long_has_died() -> None:
+def test_a_link_whose_copy_stands_for_too_long_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
     impatient = te.Config(transports=("samehost",), workers=1, stall_timeout_s=0.5)
     with te.Engine(impatient) as target, te.Engine(LONELY) as engine:
         friend = Friend(target, engine)
@@ -132,9 +132,11 @@ def test_a_link_whose_copy_stands_for_too_long_has_died() -> None:
             with pytest.raises(te.TransferFailed):
                 frozen.transfer.wait(TIMEOUT_S)
             friend.assert_served(1)
-            for _ in range(2):  # It has not ended: what it copies may still land.
-                with pytest.raises(te.FenceTimeout):
-                    target.fence_peer(frozen.source.id)
+            with monkeypatch.context() as short:
+                short.setattr("te.engine.QUIESCE_TIMEOUT_S", 0.05)
+                for _ in range(2):  # It has not ended: what it copies may still land.
+                    with pytest.raises(te.FenceTimeout):
+                        target.fence_peer(frozen.source.id)
             frozen.serve()
             wait_until(lambda: target.fence_peer(frozen.source.id) >= 0, "nothing lands any more")
             frozen.dst[:] = 0xCA
@@ -202,6 +204,7 @@ def test_threads_that_wait_are_bounded_and_mapped_memory_needs_none() -> None:
         wait_until(lambda: threads_of("te-worker-0") <= before + 1, "they have ended")
 
 
+@pytest.mark.slow
 def test_a_greeting_does_not_wait_for_memory_that_does_not_answer() -> None:
     """Nor does the interpreter. A source's thread that looks is left behind, a few at most."""
     with te.Engine(LONELY) as target, te.Engine(LONELY) as engine, frozen_memory(PAGE) as memory:
