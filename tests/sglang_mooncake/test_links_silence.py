@@ -7,13 +7,13 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
-from test_links import Bench, bench
+from test_links import Bench, bench, context
 
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.links.silence import Silence
 from sglang_mooncake.rooms.decode_events import LinkDown
 
-__all__ = ["bench"]
+__all__ = ["bench", "context"]
 
 DEADLINES = Deadlines(heartbeat_s=0.5, heartbeat_failures_max=4)
 AFTER_S = 2.0
