@@ -11,6 +11,8 @@ import pytest
 
 from sglang_mooncake.sglang.cli import main
 
+pytestmark = pytest.mark.usefixtures("without_sglang")
+
 PAGE = (Path(__file__).parents[2] / "docs" / "deepseek-recipes.md").read_text()
 COMMANDS = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
 
