@@ -216,6 +216,7 @@ def _allow_open_files() -> None:
 
 
 def _top(options: argparse.Namespace) -> int:
+    said = ""
     while True:
         found = list(_statuses(options.dir))
         if options.json:
@@ -223,11 +224,17 @@ def _top(options: argparse.Namespace) -> int:
         elif found:
             text = "\n".join(lines(found, None if options.all else ROWS_MAX))
         else:
-            text = "no process of this user has a store"
-        print(text, flush=True)  # noqa: T201
+            text = f"no process of this user has a store (looked in {_places(options.dir)})"
+        if found or text != said:  # That there is none is said once, not once a second.
+            print(text, flush=True)  # noqa: T201
+        said = text
         if options.once:
             return 0
         time.sleep(options.interval)
+
+
+def _places(directory: Path | None) -> str:
+    return ", ".join(map(str, [directory] if directory else status.default_directories()))
 
 
 def _statuses(directory: Path | None) -> list[StoreStatus]:

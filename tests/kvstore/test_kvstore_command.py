@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,7 +88,26 @@ def test_lent_memory_outlives_the_engines(
     assert seen[0]["own"]["objects"] == seen[0]["own"]["published"] == N
     lender.send_signal(signal.SIGTERM)
     assert lender.wait(TIMEOUT_S) == 0
-    assert top(environment) == "no process of this user has a store\n"
+    place = f"{environment['XDG_RUNTIME_DIR']}/te"
+    assert top(environment) == f"no process of this user has a store (looked in {place})\n"
+
+
+def test_that_there_is_no_store_is_said_once(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[float] = []
+
+    def look_thrice(interval_s: float) -> None:
+        looks.append(interval_s)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvstore.cli.time", SimpleNamespace(sleep=look_thrice))
+    assert main(["top", "--interval=7", f"--dir={directory}"]) == 130
+    assert capsys.readouterr().out == (
+        f"no process of this user has a store (looked in {directory})\n"
+    )
+    assert looks == [7, 7, 7]
 
 
 def test_a_process_is_a_line() -> None:
