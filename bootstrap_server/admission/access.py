@@ -33,8 +33,12 @@ class StatusPage(enum.Enum):
     def is_for_browsers(self, request: web.Request) -> bool:
         """Whether this request needs no proof: it is for the page, and the page is for its
         sender."""
-        path = request.raw_path.partition("?")[0]
-        return request.method == "GET" and path in PAGE_PATHS and self.refusal(request) is None
+        return _asks_for_the_page(request) and self.refusal(request) is None
+
+    def told_to(self, request: web.Request) -> str | None:
+        """What somebody without a proof is told who asks for the page and may not see it: an
+        operator with a browser elsewhere. None for every other request."""
+        return self.refusal(request) if _asks_for_the_page(request) else None
 
     def refusal(self, request: web.Request) -> str | None:
         """Why the sender of this request may not see the page; None when he may."""
@@ -51,6 +55,10 @@ class StatusPage(enum.Enum):
             # A site whose name was made to lead here (DNS rebinding) must not read it.
             return f"{_PAGE} is shown under an IP address or as localhost, not as {request.host!r}"
         return None
+
+
+def _asks_for_the_page(request: web.Request) -> bool:
+    return request.method == "GET" and request.raw_path.partition("?")[0] in PAGE_PATHS
 
 
 def _is_from_this_host(request: web.Request) -> bool:

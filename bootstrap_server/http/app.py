@@ -152,6 +152,7 @@ def make_app(
                 Refusals(),
                 lambda request: watch.proved(request.transport),
                 page.is_for_browsers,
+                page.told_to,
             ),
         )
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=middlewares)

@@ -68,11 +68,13 @@ def guard(
     refusals: Refusals,
     proved: Callable[[web.Request], None],
     is_for_browsers: Callable[[web.Request], bool] = lambda _: False,
+    told_to: Callable[[web.Request], str | None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Middleware:
     """A middleware that asks `gate` first, tells `proved` of those who are let in, and proves the
-    answers to them. Others get status 401 and not a word, or 429 when they ask too often;
-    `is_for_browsers` says which requests need no proof, beside those that are open to all."""
+    answers to them. Others get status 401, or 429 when they ask too often, and not a word but for
+    the sentence that `told_to` has for their request. `is_for_browsers` says which requests need
+    no proof, beside those that are open to all."""
     allowance = Allowance()
 
     def answer_to_stranger(source: str) -> web.Response | None:
@@ -97,7 +99,9 @@ def guard(
         admitted = gate.admit(request.method, request.raw_path, header, address)
         if isinstance(admitted, str):
             refusals.note(address, admitted)
-            refused = answer_to_stranger(source_of(address)) or web.Response(status=401)
+            refused = answer_to_stranger(source_of(address)) or web.Response(
+                status=401, text=told_to(request) if header is None else None
+            )
             refused.force_close()
             return refused
         key, proof = admitted

@@ -37,6 +37,7 @@ from bootstrap_server import (
 )
 from bootstrap_server import server as server_module
 from bootstrap_server.admission import allowance, connections
+from bootstrap_server.admission.proof import HEADER
 from bootstrap_server.client import lease as lease_module
 from bootstrap_server.client.http import HttpClient
 from bootstrap_server.http import status as status_http
@@ -380,6 +381,17 @@ def test_with_a_secret_the_page_is_for_this_host(guarded: BootstrapServer, path:
         assert get(guarded, path, host) in (400, 401)
     for more in ("/v1/instances", "/v1/status/", "//v1/status", "/v1/statu%73"):
         assert get(guarded, more) == 401
+
+
+def test_a_browser_elsewhere_is_told_how_to_see_the_page(guarded: BootstrapServer) -> None:
+    for path in ("/", "/v1/status?after=5"):
+        answer = requests.get(url(guarded, path), headers={"Host": "a.name"}, timeout=30)
+        assert answer.status_code == 401
+        assert answer.text.endswith("is shown under an IP address or as localhost, not as 'a.name'")
+    # What claims to be a proof and is none, and all else that is asked, is not answered.
+    for path, proof in (("/", {HEADER: "x"}), ("/v1/instances", {})):
+        answer = requests.get(url(guarded, path), headers={"Host": "a.name"} | proof, timeout=30)
+        assert (answer.status_code, answer.content) == (401, b"")
 
 
 def test_a_proof_opens_it_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
