@@ -17,6 +17,7 @@ from sglang_mooncake.sglang import configuring, explaining
 from sglang_mooncake.sglang.dry_run.flags import (
     FlagError,
     ServerFlags,
+    check_page_sizes,
     check_roles,
     parse_flags,
 )
@@ -103,12 +104,14 @@ def _plan(parsed: argparse.Namespace) -> Report:
     if decode.kv_cache_sharding:
         raise FlagError("--decode: --enable-kv-cache-sharding is for prefill servers alone")
     check_roles(prefill, decode)
+    if parsed.page_size is None:
+        check_page_sizes(prefill, decode)
     model = parsed.model or one_model(prefill.model, decode.model)
     servers = [
         Server(
-            load_model(model).with_dtype(flags.kv_cache_dtype),
+            load_model(model).with_dtype(flags.dtype).with_dtype(flags.kv_cache_dtype),
             flags.topology,
-            flags.page_size or parsed.page_size,
+            flags.page_size or parsed.page_size or PAGE_SIZE,
             flags.dcp_size,
             flags.kv_cache_sharding,
             flags.decode_allocation_policy,
@@ -148,9 +151,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--page-size",
         type=_positive,
-        default=PAGE_SIZE,
         metavar="N",
-        help=f"tokens per page, unless the flags say it ({PAGE_SIZE})",
+        help=f"tokens per page where the flags do not say it ({PAGE_SIZE})",
     )
     add(
         "--rail-gbit",

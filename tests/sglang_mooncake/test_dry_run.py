@@ -128,7 +128,7 @@ CONFIGS = {
             "qk_rope_head_dim": 16,
             "torch_dtype": "float32",
         },
-        3 * 48 * 4,
+        3 * 48 * 2,  # SGLang serves float32 weights as float16, unless --dtype says otherwise.
     ),
     "gqa": (
         {
@@ -362,6 +362,37 @@ def test_modes_that_do_not_fit_are_refused_as_the_servers_would(capsys, prefill,
     arguments = ["plan", "--model", "deepseek-v3", "--prefill", prefill, "--decode", decode]
     assert main(arguments) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_page_size_that_one_command_line_alone_names_is_refused(capsys):
+    one, none = "--page-size 64", "--tp-size 1"
+    for prefill, decode, says in (
+        (one, none, "--prefill has a page size of 64, and --decode names none"),
+        (none, one, "--decode has a page size of 64, and --prefill names none"),
+    ):
+        arguments = ["plan", "--model", "llama-70b", "--prefill", prefill, "--decode", decode]
+        assert main(arguments) == 2
+        assert says in capsys.readouterr().err
+        assert main([*arguments, "--page-size", "64"]) == 0
+        assert main([*arguments, "--page-size", "1"]) == 2
+        assert "page_size is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "status"),
+    [
+        ("--dtype float16", "--tp-size 1", 2),
+        ("--dtype float16", "--dtype half", 0),
+        ("--dtype bfloat16", "--dtype auto", 0),
+        ("--dtype float16 --kv-cache-dtype bf16", "--kv-cache-dtype auto", 0),
+        ("--dtype float16 --kv-cache-dtype fp8_e4m3", "--kv-cache-dtype fp8_e4m3", 0),
+    ],
+)
+def test_the_kv_cache_has_the_dtype_of_the_weights(capsys, prefill, decode, status):
+    arguments = ["plan", "--model", "llama-70b", "--prefill", prefill, "--decode", decode]
+    assert main(arguments) == status
+    refused = "dtype is float16 on prefill and bfloat16 on decode" in capsys.readouterr().err
+    assert refused == (status == 2)
 
 
 def test_heads_of_pages_that_are_dealt_out_over_tp_ranks_are_refused(capsys):

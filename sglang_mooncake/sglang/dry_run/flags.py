@@ -13,7 +13,7 @@ from bootstrap_server import Topology
 from sglang_mooncake.context import PREFILL_COMPLETE
 from sglang_mooncake.sglang.dry_run.options import Options, ServerOptions, server_options
 
-__all__ = ["FlagError", "ServerFlags", "check_roles", "parse_flags"]
+__all__ = ["FlagError", "ServerFlags", "check_page_sizes", "check_roles", "parse_flags"]
 
 
 class FlagError(ValueError):
@@ -22,7 +22,7 @@ class FlagError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ServerFlags:
-    """page_size, kv_cache_dtype, model, mode, backend: None where nothing was said of them."""
+    """page_size and what follows it: None where nothing was said of them."""
 
     topology: Topology
     ep_size: int = 1
@@ -34,6 +34,8 @@ class ServerFlags:
     model: str | None = None
     mode: str | None = None
     backend: str | None = None
+    #: Of the weights; that of the KV cache, too, unless kv_cache_dtype is another one.
+    dtype: str | None = None
 
 
 #: Word of the short form → SGLang's flags for it (sglang/srt/arg_groups/fields/parallel.py).
@@ -72,6 +74,7 @@ def parse_flags(text: str) -> ServerFlags:
     given = _from_command_line(text) if "--" in text else _from_words(text)
     model, dtype = given.pop("model", None), given.pop("dtype", None)
     mode, backend = given.pop("mode", None), given.pop("backend", None)
+    weights_dtype = given.pop("weights_dtype", None)
     policy = given.pop("policy", None) or "early"
     if policy not in _POLICIES:
         raise FlagError(f"policy={policy} ({_FLAGS['policy'][0]}): {' or '.join(_POLICIES)}")
@@ -90,6 +93,7 @@ def parse_flags(text: str) -> ServerFlags:
         model,
         mode,
         backend,
+        weights_dtype,
     )
     _check(flags)
     return flags
@@ -105,6 +109,18 @@ def check_roles(prefill: ServerFlags, decode: ServerFlags) -> None:
                 f"--{role}: this command line has --disaggregation-transfer-backend "
                 f"{flags.backend}; both servers need {BACKEND}"
             )
+
+
+def check_page_sizes(prefill: ServerFlags, decode: ServerFlags) -> None:
+    """Raises FlagError if only one of the two command lines names its page size."""
+    if (prefill.page_size is None) == (decode.page_size is None):
+        return
+    one, other = ("prefill", "decode") if prefill.page_size else ("decode", "prefill")
+    raise FlagError(
+        f"--{one} has a page size of {prefill.page_size or decode.page_size}, and --{other} names "
+        "none: SGLang chooses one there, which is 1 with most models and attention backends. Give "
+        "both servers the same --page-size, or say here what it chooses: --page-size"
+    )
 
 
 def _check(flags: ServerFlags) -> None:
@@ -183,6 +199,7 @@ def _parser(options: ServerOptions) -> _Parser:
     for name, flags in _FLAGS.items():
         parser.add_argument(*flags, dest=name)
     parser.add_argument("--model-path", "--model", dest="model")
+    parser.add_argument("--dtype", dest="weights_dtype")
     parser.add_argument("--disaggregation-mode", dest="mode")
     parser.add_argument("--disaggregation-transfer-backend", dest="backend")
     parser.add_argument("--enable-dp-attention", action="store_true")

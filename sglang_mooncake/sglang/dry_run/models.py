@@ -17,11 +17,12 @@ _DIFFERENCES_MAX = 4
 _DTYPE_NBYTES = {
     "float32": 4,
     "bfloat16": 2,
-    "bf16": 2,
     "float16": 2,
     "fp8_e4m3": 1,
     "fp8_e5m2": 1,
 }
+#: Other names that SGLang's flags have for them.
+_ALIASES = {"bf16": "bfloat16", "half": "float16", "float": "float32"}
 #: Members of a config.json whose models keep something that is not one entry per token and layer.
 _STATEFUL = ("index_topk", "linear_attn_config", "mamba_d_state", "mamba_state_size", "ssm_cfg")
 
@@ -60,7 +61,7 @@ class ModelShape:
         return f"{self.name}: {self.layers} layers of {what}, {self.dtype}"
 
     def with_dtype(self, dtype: str | None) -> ModelShape:
-        """The same with another `--kv-cache-dtype`; None and `auto` leave the model's own."""
+        """The same with another `--dtype` or `--kv-cache-dtype`; None and `auto` leave it."""
         if dtype is None or dtype == "auto":
             return self
         return replace(self, dtype=_checked_dtype(dtype))
@@ -148,8 +149,10 @@ def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
     config = config.get("text_config") or config  # multimodal models
     _check_plain(path, config)
     layers = _number(path, config, "num_hidden_layers")
-    dtype = _checked_dtype(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"))
     name = str(config.get("model_type") or path.parent.name)
+    dtype = _checked_dtype(str(config.get("dtype") or config.get("torch_dtype") or "float32"))
+    if dtype == "float32":  # What SGLang makes of it without --dtype (configs/model_config.py).
+        dtype = "bfloat16" if name.startswith("gemma") else "float16"
     if config.get("kv_lora_rank"):
         latent = _number(path, config, "kv_lora_rank") + _number(path, config, "qk_rope_head_dim")
         return ModelShape(name, layers, None, (latent, 0), dtype)
@@ -181,6 +184,7 @@ def _number(path: Path, config: dict[str, Any], name: str) -> int:
 
 
 def _checked_dtype(dtype: str) -> str:
+    dtype = _ALIASES.get(dtype, dtype)
     if dtype not in _DTYPE_NBYTES:
         raise ModelError(f"a KV cache of {dtype} is not known here: {', '.join(_DTYPE_NBYTES)}")
     return dtype
