@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -13,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 from bootstrap_server.admission.secret_file import write_secret_file
 from cpu_serving import stats, traffic
@@ -47,7 +45,6 @@ class Timed:
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
     run_dir = Path(tempfile.mkdtemp(prefix="sglang-mooncake-demo-"))
     code = EXIT_BROKEN
     try:
@@ -62,10 +59,6 @@ def main(argv: Sequence[str]) -> int:
     else:
         shutil.rmtree(run_dir)
     return code
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _run(options: DemoOptions, run_dir: Path) -> int:
