@@ -174,6 +174,9 @@ class Layout(msgspec.Struct, frozen=True):
         `of` times the tokens of `page_size`, and each rank of them its own (decode context
         parallelism). The draft model's caches hold all of them.
     seals: see `Seal`; the decode side alone has them.
+    release: of what runs here (SGLang 0.5.23), for sentences; empty where nobody says.
+    conventions: what this release means by a request's lists where their names do not tell. Both
+        sides must mean the same.
     """
 
     page_size: int  # tokens
@@ -186,6 +189,8 @@ class Layout(msgspec.Struct, frozen=True):
     draft_aux: int | None = None
     pages_dealt: Dealt = ALL
     tokens_dealt: Dealt = ALL
+    release: str = ""
+    conventions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.page_size < 1:

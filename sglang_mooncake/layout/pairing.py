@@ -23,6 +23,15 @@ def pair_buffers(source: Layout, target: Layout, prefill: Place, decode: Place) 
     Raises:
         LayoutMismatch: the two cannot be copied into each other.
     """
+    try:
+        return _pairs(source, target, prefill, decode)
+    except LayoutMismatch as error:
+        if source.release != target.release:
+            error.args = (f"{error} ({_releases(source, target)})",)
+        raise
+
+
+def _pairs(source: Layout, target: Layout, prefill: Place, decode: Place) -> list[Pair]:
     _check_alike(source, target)
     here, there = _kinds(source), _kinds(target)
     if not here <= there or (_is_whole(prefill, decode) and here != there):
@@ -150,6 +159,12 @@ def _short(numbers: list[int]) -> str:
 
 def _check_alike(source: Layout, target: Layout) -> None:
     same = "use the same {} on both servers".format
+    if source.conventions != target.conventions:
+        raise LayoutMismatch(
+            "the releases of both servers mean different things by the lists of a request: "
+            f"{_told(source.conventions)} on prefill, {_told(target.conventions)} on decode; "
+            f"{same('release')}"
+        )
     _differ("page size", source.page_size, target.page_size, same("--page-size"))
     _differ(
         "KV cache dtype",
@@ -179,6 +194,11 @@ def aux_buffers(source: Layout, target: Layout) -> list[int] | None:
     unlike = set(range(len(ours))) - set(alike)
     drafts = {source.draft_aux, target.draft_aux}
     return alike if not unlike or (len(drafts) == 1 and unlike == drafts) else None
+
+
+def _releases(source: Layout, target: Layout) -> str:
+    here, there = (layout.release or "an unknown release" for layout in (source, target))
+    return f"the prefill server runs {here}, the decode server {there}"
 
 
 def _kinds(layout: Layout) -> set[str]:

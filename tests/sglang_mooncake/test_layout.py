@@ -102,6 +102,37 @@ def test_metadata_that_differs_otherwise_is_refused(ours, theirs, known):
         Plan(layout(aux=ours, draft_aux=known[0]), layout(aux=theirs, draft_aux=known[1]))
 
 
+def test_releases_that_mean_different_things_by_a_list_are_refused_with_both_named():
+    newer = msgspec.structs.replace(
+        layout(), release="SGLang 0.5.23", conventions=("dsa from the prefix on",)
+    )
+    older = msgspec.structs.replace(layout(), release="SGLang 0.5.22")
+    for prefill, decode in ((older, newer), (newer, older)):
+        with pytest.raises(LayoutMismatch) as refused:
+            Plan(prefill, decode)
+        said = str(refused.value)
+        assert "mean different things by the lists of a request" in said
+        assert f"the prefill server runs {prefill.release}, the decode server {decode.release}" in (
+            said
+        )
+
+
+def test_releases_that_mean_the_same_are_served():
+    older, newer = (
+        msgspec.structs.replace(layout(), release=f"SGLang {number}")
+        for number in ("0.5.22", "0.5.23")
+    )
+    Plan(older, newer)
+
+
+def test_a_mismatch_between_servers_of_one_release_names_no_release():
+    one = msgspec.structs.replace(layout(), release="SGLang 0.5.23")
+    other = msgspec.structs.replace(one, page_size=one.page_size + 1)
+    with pytest.raises(LayoutMismatch) as refused:
+        Plan(one, other)
+    assert "SGLang 0.5.23" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
