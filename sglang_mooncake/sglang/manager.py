@@ -14,6 +14,8 @@ import dataclasses
 import logging
 from typing import Any
 
+import msgspec
+
 import te
 from bootstrap_server import BootstrapClient, Rank, RankLease, RankRecord, instance_name_of
 from bootstrap_server.admission.exposure import exposure
@@ -29,6 +31,15 @@ from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rank_report import RankReport
 from sglang_mooncake.rooms.states import RoomView
 from sglang_mooncake.sglang.config import INSECURE, Config
+from sglang_mooncake.sglang.differences import (
+    agreed,
+    completed,
+    conventions,
+    deferred_release_enabled,
+    hook_deferred_releases,
+    ranks_must_agree,
+    release,
+)
 from sglang_mooncake.sglang.layerwise import Layerwise
 from sglang_mooncake.sglang.listing import in_one_line
 from sglang_mooncake.sglang.plugin import hook_decode_queue, hook_prefill_queue, serving_classes
@@ -41,7 +52,6 @@ from sglang_mooncake.sglang.seam import (
     DisaggregationMode,
     StageBoard,
     UnsupportedServer,
-    deferred_release_enabled,
     kv_heads,
     metric_labels,
     pins_host_memory,
@@ -76,6 +86,8 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
 
     #: --enable-pd-role-switch: `teardown` comes before a manager of the other role is made.
     supports_role_switch = True
+    #: Decode, for the receivers, too: about when pages are held, and when they are released.
+    ranks_must_agree = False
 
     def __init__(
         self,
@@ -84,7 +96,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         server_args: Any,
         is_mla_backend: bool | None = False,
     ) -> None:
-        self.kv_args = args
+        self.kv_args = args = completed(args, bool(is_mla_backend))
         self.server_args = server_args
         self.disaggregation_mode = disaggregation_mode
         self.is_mla_backend = bool(is_mla_backend)
@@ -155,8 +167,9 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             self._start_decode()
         atexit.register(self.close)
         logger.info(
-            "sglang-mooncake serves %s: %d %s buffers, page size %d, %s, over %s",
+            "sglang-mooncake serves %s with %s: %d %s buffers, page size %d, %s, over %s",
             self.context.name,
+            release(),
             len(args.kv_data_ptrs),
             "MLA" if self.is_mla_backend else "K and V",
             args.page_size,
@@ -175,7 +188,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             logger.warning("%s", said.sentence)
 
     def _layout(self, seals: Buffers) -> Layout:
-        return layout_from_kv_args(
+        layout = layout_from_kv_args(
             self.kv_args,
             self.context.config.format.kv_cache_dtype,
             self.is_mla_backend,
@@ -184,9 +197,15 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             self.context.place,
             self.context.split,
         )
+        return msgspec.structs.replace(
+            layout, release=release(), conventions=conventions(layout.states)
+        )
 
     def _start_decode(self) -> None:
         hook_decode_queue()
+        if self.enable_deferred_decode_kv_release:
+            self.ranks_must_agree = ranks_must_agree()
+            hook_deferred_releases(self.ranks_must_agree)
         if self.config.keys:
             prove_dp_rank_queries(self.config.keys.registry)
         seals = SealBuffer(self.engine)
@@ -329,7 +348,11 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         """Whether no write can reach the pages of a failed room any more. Needs no peer's word
         (`required_acks`): our own engine has closed the room's tags."""
         del required_acks
-        return all(view.releasable for view in self._views.get(bootstrap_room, ()))
+        is_safe = all(view.releasable for view in self._views.get(bootstrap_room, ()))
+        return agreed(is_safe) if self.ranks_must_agree else is_safe
+
+    def register_deferred_abort_room(self, bootstrap_room: int) -> None:
+        """SGLang 0.5.19 and 0.5.20: acknowledgements count from now on. We need none."""
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
         """SGLang has released the pages of a failed room; its `clear()` of the receiver follows,

@@ -112,25 +112,9 @@ def _init_shared_engine(original: Callable[..., Any], *args: Any, **kwargs: Any)
     """SGLang makes one engine of the mooncake package per process, for PD and for others: HiCache,
     the encoder, elastic EP, expert backup. PD has our manager's own engine; whether one of the
     others wants Mooncake's is SGLang's to decide, as for a server without PD."""
-    names = inspect.unwrap(original).__globals__
-    get_disagg = names["get_disagg"]
-    names["get_disagg"] = lambda: _WithoutPD(get_disagg())
-    try:
-        return original(*args, **kwargs)
-    finally:
-        names["get_disagg"] = get_disagg
+    from sglang_mooncake.sglang.differences import call_without_pd
 
-
-class _WithoutPD:
-    """SGLang's settings for disaggregation, with prefill and decode in one server."""
-
-    disaggregation_mode = "null"
-
-    def __init__(self, disagg: Any) -> None:
-        self._disagg = disagg
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._disagg, name)
+    return call_without_pd(original, *args, **kwargs)
 
 
 def _replace_mooncakes_engine() -> None:
@@ -213,12 +197,14 @@ def hook_prefill_queue() -> None:
 
 def _check_targets() -> None:
     """A hook on a name that no longer exists would be dropped with a log line: look first."""
+    from sglang_mooncake.sglang.differences import asks_for_pd
+
     for target in (_GET_KV_CLASS, _SHARED_ENGINE):
         module, _, name = target.rpartition(".")
         found = getattr(importlib.import_module(module), name, None)
         if not callable(found):
             raise LookupError(_missing(target))
-        if target == _SHARED_ENGINE and "get_disagg" not in inspect.unwrap(found).__code__.co_names:
+        if target == _SHARED_ENGINE and not asks_for_pd(found):
             raise LookupError(_missing(f"{target} that asks get_disagg()"))
     serving_classes()  # all our modules import, so that a broken installation shows here
 

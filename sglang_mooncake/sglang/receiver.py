@@ -15,7 +15,6 @@ from sglang_mooncake.sglang.manager import KVManager
 from sglang_mooncake.sglang.seam import (
     BaseKVReceiver,
     KVPoll,
-    KVTransferDestination,
     KVTransferError,
 )
 from sglang_mooncake.side import state_lists
@@ -24,6 +23,8 @@ __all__ = ["KVReceiver"]
 
 logger = logging.getLogger(__name__)
 
+#: `KVTransferDestination.DEVICE`, which is this text and came with 0.5.21.
+_DEVICE = "device"
 _POLL = {
     RoomState.OPEN: KVPoll.Bootstrapping,
     RoomState.COMPUTING: KVPoll.Bootstrapping,
@@ -80,11 +81,11 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         aux_index: int | None = None,
         state_indices: list[Any] | None = None,
         decode_prefix_len: int | None = None,
-        destination: KVTransferDestination = KVTransferDestination.DEVICE,
+        destination: str = _DEVICE,
         device_kv_indices: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Names the pages and the metadata slot that wait for this request's KV."""
-        if destination != KVTransferDestination.DEVICE:
+        if destination != _DEVICE:
             # SGLang asks `supports_host_destination` before; its server would not have started.
             raise NotImplementedError(
                 "sglang-mooncake writes into the KV pool that it was given when the server started:"
@@ -160,8 +161,10 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
     @property
     def abort_notified(self) -> bool:
         """SGLang: whether the pages of this failed request must be kept until they are safe. Those
-        that the loop has not published yet count, too: it may be about to."""
-        return not self._view.releasable
+        that the loop has not published yet count, too: it may be about to. Where its ranks must
+        agree, all hold what they have named, as they name at the same steps."""
+        view = self._view
+        return view.named if self.kv_mgr.ranks_must_agree else not view.releasable
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """SGLang calls this for failed rooms that need not be kept; ending them is all there is."""
@@ -189,5 +192,11 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         self._side.fail(self._view, reason)
 
     def clear(self) -> None:
+        if self.conclude_state is None and self._view.named and not self.ended:
+            # Some releases release the pages without a word (`differences.py`): nothing uses them
+            # before this returns.
+            self._side.abort(self._view, "given up by the scheduler of the decode server")
+            if not self.kv_mgr.enable_deferred_decode_kv_release:
+                self._wait_for_fence()
         self.kv_mgr.untrack(self._view)
         self._side.close_room(self._view)

@@ -1,18 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which releases of SGLang this release of the package runs with (docs/compatibility.md)."""
+"""Which releases of SGLang this release of the package runs with (docs/compatibility.md), and which
+of them have a mode that is not the hand-over itself. What differs between them in the code:
+`differences.py`. Pure."""
 
 from __future__ import annotations
 
+import enum
 import re
 from typing import Final
 
-__all__ = ["NEWEST_TESTED", "OLDEST", "too_old", "untested"]
+__all__ = ["NEWEST_TESTED", "OLDEST", "SERVED", "Mode", "lacking", "too_old", "untested"]
 
-#: Older ones lack what the hand-over needs: `KVArgs.kv_layout`, for one.
-OLDEST: Final = (0, 5, 23)
-#: The newest release with which the demo has run.
-NEWEST_TESTED: Final = (0, 5, 23)
+#: Those with which the demo has run, rising.
+SERVED: Final = ((0, 5, 22), (0, 5, 23))
+OLDEST: Final = SERVED[0]
+NEWEST_TESTED: Final = SERVED[-1]
 _NUMBERS = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
+
+
+class Mode(enum.Enum):
+    """What some of the releases do not have. SGLang itself refuses flags that it does not know.
+
+    The value: what it is called, the first release that has it, and what is wrong with older ones.
+    """
+
+    DRAFTS = (
+        "a draft model (--speculative-algorithm)",
+        (0, 5, 20),
+        "an older one does not say which caches are the draft model's",
+    )
+    DEEPSEEK_V4 = (
+        "DeepSeek-V4",
+        (0, 5, 21),
+        "in an older one decode ranks do not know how the model's layers are compressed",
+    )
+    LAYERWISE = (
+        "layer by layer",
+        (0, 5, 22),
+        "an older one counts the tokens of a chunk otherwise",
+    )
+    LINKER = ("the store's linker", (0, 5, 22), "an older one has no LayerWiseLoadCounter")
+    DCP = ("--dcp-size above 1", (0, 5, 23), "nobody has tried it with an older one")
+    SHARDING = ("--enable-kv-cache-sharding", (0, 5, 23), "nobody has tried it with an older one")
+    GROUP_SHARING = ("CP-TP group sharing", (0, 5, 23), "nobody has tried it with an older one")
+    HISPARSE = ("--enable-hisparse", (0, 5, 23), "nobody has tried it with an older one")
 
 
 def too_old(version: str) -> str | None:
@@ -24,8 +55,8 @@ def too_old(version: str) -> str | None:
     if numbers is None or numbers >= OLDEST:
         return None
     return (
-        f"SGLang {version} is installed, and this release of sglang-mooncake needs SGLang "
-        f"{_text(OLDEST)} or newer: upgrade SGLang"
+        f"SGLang {version} is installed, and this release of sglang-mooncake works with "
+        f"{_text(OLDEST)} to {_text(NEWEST_TESTED)}: the nearest to yours is {_text(OLDEST)}"
     )
 
 
@@ -35,9 +66,22 @@ def untested(version: str) -> str | None:
     if numbers is not None and numbers <= NEWEST_TESTED:
         return None
     return (
-        f"sglang-mooncake was not tested with the installed SGLang {version}; the newest release "
+        f"sglang-mooncake was not tested with the installed SGLang {version}; the nearest release "
         f"that was is {_text(NEWEST_TESTED)}. If the server fails, install that one, or look for a "
         "newer release of sglang-mooncake"
+    )
+
+
+def lacking(mode: Mode, version: str) -> str | None:
+    """Why this release does not have a mode, in a sentence that names the first one that has it;
+    None if it may."""
+    what, first, reason = mode.value
+    numbers = _numbers(version)
+    if numbers is None or numbers >= first:
+        return None
+    return (
+        f"sglang-mooncake serves {what} with SGLang {_text(first)} or newer, and SGLang {version} "
+        f"is installed ({reason}): upgrade SGLang, or do without"
     )
 
 

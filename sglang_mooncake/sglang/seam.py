@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that we take from SGLang (written against 0.5.23).
 
+What other releases have otherwise is in `differences.py`.
+
 What SGLang takes from us is in `manager.py`, `sender.py` and `receiver.py`. A test scans the
 installed SGLang for members that its schedulers read of our objects and that we lack;
 `ABSENT_MEMBERS` holds those that are left out on purpose.
@@ -19,17 +21,14 @@ from sglang.srt.disaggregation.base.conn import (
     BaseKVReceiver,
     BaseKVSender,
     KVPoll,
-    KVTransferDestination,
     KVTransferMetric,
 )
 from sglang.srt.disaggregation.common.conn import KVTransferError
-from sglang.srt.disaggregation.pp_consensus_store import PPConsensusStore
-from sglang.srt.disaggregation.utils import DisaggregationMode, get_dsv41_spec_layout
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     get_ib_devices_for_gpu,
 )
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.page_interleave import get_kv_shard_group
 from sglang.srt.runtime_context import (
     get_disagg,
     get_memory,
@@ -38,8 +37,8 @@ from sglang.srt.runtime_context import (
     get_serving,
     get_spec,
 )
-from sglang.srt.utils import is_hip
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
+from sglang.version import __version__
 
 from bootstrap_server import InstanceConfig, KVFormat, RankCoords, SGLangParallel, Topology
 from sglang_mooncake.context import Deadlines, RankContext, Role, engine_label
@@ -47,8 +46,17 @@ from sglang_mooncake.layout import ALL, Dealt, Split
 from sglang_mooncake.messages import PROTOCOL_VERSION
 from sglang_mooncake.rooms.states import RoomView
 from sglang_mooncake.sglang.config import SETTING_NAMES
+from sglang_mooncake.sglang.differences import (
+    dp_ranks,
+    has_vectorized_pools,
+    servers_alike,
+    setting,
+    spec_layout,
+    stages_vote,
+)
 from sglang_mooncake.sglang.pools.kv_args import Heads, KVArgsLike
 from sglang_mooncake.sglang.pools.states import state_names
+from sglang_mooncake.sglang.releases import Mode, lacking
 from sglang_mooncake.sglang.supported import Modes, refusal
 
 __all__ = [
@@ -58,13 +66,11 @@ __all__ = [
     "BaseKVSender",
     "DisaggregationMode",
     "KVPoll",
-    "KVTransferDestination",
     "KVTransferError",
     "KVTransferMetric",
     "StageBoard",
     "UnsupportedServer",
     "check_supported",
-    "deferred_release_enabled",
     "dp_rank_conflict",
     "kv_heads",
     "own_address",
@@ -115,17 +121,19 @@ def rank_context(
                 int(kv_args.page_size), _kv_dtype(kv_args, server_args), kv_args.kv_layout
             ),
             load_balance_method=str(parallel.load_balance_method),
-            decode_allocation_policy=str(disagg.disaggregation_decode_allocation_policy),
+            decode_allocation_policy=str(
+                setting(disagg, "disaggregation_decode_allocation_policy")
+            ),
             enable_dsa_cache_layer_split=bool(parallel.enable_dsa_cache_layer_split),
-            enable_kv_cache_sharding=bool(parallel.enable_kv_cache_sharding),
-            dsv41_spec_layout=get_dsv41_spec_layout(kv_args),
+            enable_kv_cache_sharding=bool(setting(parallel, "enable_kv_cache_sharding")),
+            dsv41_spec_layout=spec_layout(kv_args),
             protocol=PROTOCOL_VERSION,
             dcp_size=int(parallel.attn_dcp_size),
         ),
         host=host or own_address(),
         bootstrap_address=_bootstrap_address() if role == "prefill" else "",
         prefill_http_port=int(serving.port) if role == "prefill" else None,
-        register_dp_rank=role == "prefill" and parallel.num_dp_ranks > 1 and not _follows_room(),
+        register_dp_rank=role == "prefill" and dp_ranks(parallel) > 1 and not _follows_room(),
         deadlines=_deadlines(),
         # As SGLang decides it (CommonKVManager.__init__, enable_all_cp_ranks_for_transfer).
         all_cp_ranks=bool(
@@ -159,14 +167,16 @@ def _split(role: Role) -> Split:
     """As SGLang's own backend reads it (`CommonKVManager.__init__`)."""
     parallel = get_parallel()
     pages_dealt = ALL
-    if parallel.enable_kv_cache_sharding:
+    if setting(parallel, "enable_kv_cache_sharding"):
+        from sglang.srt.mem_cache.page_interleave import get_kv_shard_group
+
         # Without CP it is for MLA alone, which SGLang has checked.
         group = get_kv_shard_group(use_mla_backend=True)
         pages_dealt = Dealt(group.rank_in_group, group.world_size)
     return Split(
         pages_dealt,
         Dealt(parallel.attn_dcp_rank, parallel.attn_dcp_size),
-        whole_heads=bool(parallel.enable_cp_tp_group_sharing),
+        whole_heads=bool(setting(parallel, "enable_cp_tp_group_sharing")),
         on_host=role == "decode" and bool(get_memory().enable_hisparse),
     )
 
@@ -223,12 +233,11 @@ def kv_heads(kv_args: KVArgsLike, server_args: Any) -> Heads:
         if drafter.attention_arch != AttentionArch.MLA:
             draft = int(drafter.get_total_num_kv_heads())
     # HND pools cannot be handed over at all: SGLang does not give out their pointers.
-    vectorized = envs.SGLANG_AITER_KV_CACHE_LAYOUT.get().lower() == "vectorized_5d"
     return Heads(
         total=int(model.get_total_num_kv_heads()),
         swa=int(model.get_swa_num_kv_heads(1)),
         draft=draft,
-        head_major=vectorized and bool(envs.SGLANG_USE_AITER.get()) and is_hip(),
+        head_major=has_vectorized_pools(),
     )
 
 
@@ -238,7 +247,7 @@ def _place(kv_args: Any) -> tuple[Topology, RankCoords]:
         (parallel.attn_tp_size, parallel.attn_tp_rank),
         (parallel.attn_cp_size, parallel.attn_cp_rank),
     )
-    if parallel.enable_cp_tp_group_sharing:
+    if setting(parallel, "enable_cp_tp_group_sharing"):
         # State is dealt out over the CP ranks as over TP ranks, and all of them hold the pages:
         # for its peers it is a server with so many TP ranks.
         tp, cp = cp, (1, 0)
@@ -251,7 +260,7 @@ def _place(kv_args: Any) -> tuple[Topology, RankCoords]:
         attn_dp_rank=parallel.attn_dp_rank,
         pp_size=parallel.pp_size,
         pp_rank=kv_args.pp_rank,
-        system_dp_size=parallel.dp_size,
+        system_dp_size=servers_alike(parallel),
         system_dp_rank=kv_args.system_dp_rank or 0,
     ).place()
 
@@ -285,7 +294,8 @@ def _bootstrap_address() -> str:
 
 def check_supported(kv_args: KVArgsLike, mode: DisaggregationMode, has_draft_heads: bool) -> None:
     """Raises UnsupportedServer for a mode that would fail at a request, or give wrong bytes."""
-    problem = refusal(_modes(kv_args, mode, has_draft_heads))
+    modes = _modes(kv_args, mode, has_draft_heads)
+    problem = refusal(modes) or _lacking(kv_args, modes)
     if problem is not None:
         raise UnsupportedServer(problem)
 
@@ -294,14 +304,31 @@ def _modes(kv_args: KVArgsLike, mode: DisaggregationMode, has_draft_heads: bool)
     parallel = get_parallel()
     return Modes(
         role="prefill" if mode == DisaggregationMode.PREFILL else "decode",
-        decode_allocation_policy=str(get_disagg().disaggregation_decode_allocation_policy),
+        decode_allocation_policy=str(
+            setting(get_disagg(), "disaggregation_decode_allocation_policy")
+        ),
         dcp_size=int(parallel.attn_dcp_size),
-        kv_cache_sharding=bool(parallel.enable_kv_cache_sharding),
-        cp_tp_group_sharing=bool(parallel.enable_cp_tp_group_sharing),
+        kv_cache_sharding=bool(setting(parallel, "enable_kv_cache_sharding")),
+        cp_tp_group_sharing=bool(setting(parallel, "enable_cp_tp_group_sharing")),
         staging_buffer=bool(envs.SGLANG_DISAGG_STAGING_BUFFER.get()),
         has_draft_heads=has_draft_heads,
         states=state_names(kv_args),
     )
+
+
+def _lacking(kv_args: KVArgsLike, modes: Modes) -> str | None:
+    """The first mode that this server runs in and that its release does not have, in a sentence."""
+    compressed = bool(kv_args.mla_compression_ratios) or "c128_state" in modes.states
+    on = {
+        Mode.DRAFTS: get_spec().speculative_algorithm not in (None, "NGRAM"),
+        Mode.DEEPSEEK_V4: compressed,
+        Mode.DCP: modes.dcp_size > 1,
+        Mode.SHARDING: modes.kv_cache_sharding,
+        Mode.GROUP_SHARING: modes.cp_tp_group_sharing,
+        Mode.HISPARSE: bool(get_memory().enable_hisparse),
+    }
+    said = (lacking(mode, __version__) for mode, is_on in on.items() if is_on)
+    return next((sentence for sentence in said if sentence is not None), None)
 
 
 class StageBoard:
@@ -314,6 +341,8 @@ class StageBoard:
     """
 
     def __init__(self) -> None:
+        from sglang.srt.disaggregation.pp_consensus_store import PPConsensusStore
+
         parallel = get_parallel()
         self._store = PPConsensusStore(parallel.pp_size, parallel.pp_rank, parallel.pp_group)
         self._serials: dict[int, int] = {}
@@ -345,8 +374,8 @@ class StageBoard:
 
 
 def stage_board() -> StageBoard | None:
-    """For a prefill server of several stages; every stage must call it once."""
-    if get_parallel().pp_size == 1:
+    """For a prefill server of several stages that asks stage 0; every stage must call it once."""
+    if get_parallel().pp_size == 1 or stages_vote():
         return None
     try:
         return StageBoard()
@@ -368,11 +397,6 @@ def dp_rank_conflict(context: RankContext, room: int, chosen_by_request: bool) -
         f"--load-balance-method follow_bootstrap_room it belongs to dp rank {room % dp_size}; set "
         "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK=1 on both servers to mix both ways"
     )
-
-
-def deferred_release_enabled() -> bool:
-    """Whether the decode scheduler keeps a failed request's pages until we call them safe."""
-    return bool(envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get())
 
 
 def pins_host_memory() -> bool:

@@ -45,7 +45,11 @@ class KVSender(SpanSender, BaseKVSender):  # type: ignore[misc]
         bootstrap_addr: str,
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
+        *,
+        dest_tp_ranks: Any = None,  # until 0.5.21, as the next one
+        pp_rank: Any = None,
     ) -> None:
+        del dest_tp_ranks, pp_rank  # decode ranks say what they want
         assert mgr.prefill_side is not None
         self.kv_mgr = mgr
         self.bootstrap_addr = bootstrap_addr

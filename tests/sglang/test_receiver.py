@@ -119,6 +119,28 @@ def test_a_write_that_is_stuck_does_not_hide_the_transfers_error_and_the_log_nam
     until(lambda: receiver._view.safe, "the fence is confirmed after all")
 
 
+def test_a_room_that_is_cleared_without_a_word_is_fenced_first(receiver):
+    """As some releases do it when HiCache cannot restore a prefix: the pages are free already."""
+    assert receiver.conclude_state is None
+    receiver.clear()
+    assert receiver._view.safe
+
+
+def test_ranks_that_must_agree_hold_whatever_they_have_named(receiver, monkeypatch):
+    from sglang_mooncake.sglang import manager
+    from sglang_mooncake.sglang.seam import KVTransferError
+
+    receiver.kv_mgr.ranks_must_agree = True
+    with pytest.raises(KVTransferError):
+        receiver.failure_exception()
+    assert receiver._view.safe
+    assert receiver.abort_notified, "another rank may have to wait"
+    said = []
+    monkeypatch.setattr(manager, "agreed", lambda flag: said.append(flag) or False)
+    assert not receiver.kv_mgr.is_abort_release_safe(7, 0)
+    assert said == [True]
+
+
 def unmoved(state):
     """A receiver whose room is in this state, and of which SGLang has named no pages."""
     from sglang_mooncake.rooms.states import RoomView

@@ -347,7 +347,7 @@ def test_ranks_that_share_the_cp_and_the_tp_group_stand_as_tp_ranks(monkeypatch)
 
     parallel = SimpleNamespace(
         attn_tp_size=1, attn_tp_rank=0, attn_cp_size=4, attn_cp_rank=3, attn_dp_size=1,
-        attn_dp_rank=0, pp_size=1, dp_size=1, enable_cp_tp_group_sharing=True,
+        attn_dp_rank=0, pp_size=1, dp_size=1, num_dp_ranks=1, enable_cp_tp_group_sharing=True,
     )  # fmt: skip
     monkeypatch.setattr(seam, "get_parallel", lambda: parallel)
     place = seam._place(SimpleNamespace(pp_rank=0, system_dp_rank=None))

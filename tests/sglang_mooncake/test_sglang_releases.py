@@ -11,18 +11,27 @@ from pathlib import Path
 import pytest
 
 from sglang_mooncake.sglang import plugin
-from sglang_mooncake.sglang.releases import OLDEST, too_old, untested
+from sglang_mooncake.sglang.releases import (
+    NEWEST_TESTED,
+    OLDEST,
+    SERVED,
+    Mode,
+    lacking,
+    too_old,
+    untested,
+)
 
 ROOT = Path(__file__).parents[2]
-OLD, NEW = "0.5.22", "0.5.24"
+OLD, NEW = "0.5.17", "0.5.24"
 
 
-@pytest.mark.parametrize("version", [OLD, "0.4.99", "0.5.22.post1", "v0.5.9"])
+@pytest.mark.parametrize("version", [OLD, "0.4.99", "0.5.17.post1", "v0.5.9"])
 def test_what_is_too_old(version: str) -> None:
     said = too_old(version)
     assert said is not None
     assert f"SGLang {version} is installed" in said
-    assert "needs SGLang 0.5.23 or newer: upgrade SGLang" in said
+    oldest, newest = (".".join(map(str, one)) for one in (OLDEST, NEWEST_TESTED))
+    assert f"works with {oldest} to {newest}: the nearest to yours is {oldest}" in said
 
 
 @pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post2", "0.5.23rc1"])
@@ -37,6 +46,23 @@ def test_what_was_not_tested(version: str) -> None:
     said = untested(version)
     assert said is not None
     assert f"SGLang {version}" in said
+    assert f"the nearest release that was is {'.'.join(map(str, NEWEST_TESTED))}" in said
+
+
+def test_releases_rise() -> None:
+    assert list(SERVED) == sorted(set(SERVED))
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_mode_that_a_release_lacks_is_refused_with_the_first_that_has_it(mode: Mode) -> None:
+    what, first, reason = mode.value
+    older = f"{first[0]}.{first[1]}.{first[2] - 1}.post2"
+    said = lacking(mode, older)
+    assert said is not None
+    for part in (what, ".".join(map(str, first)), f"SGLang {older} is installed", reason):
+        assert part in said
+    for version in (".".join(map(str, first)), "0.6.0", "0.0.0.dev0", "main"):
+        assert lacking(mode, version) is None
 
 
 def test_the_extra_begins_with_the_oldest_release() -> None:

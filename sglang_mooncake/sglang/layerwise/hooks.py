@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+from sglang.version import __version__
+
 from sglang_mooncake.layer_groups import ForwardPace, borders
 from sglang_mooncake.sglang.layerwise.forward import Figures, Forward, LayerSink, Part, Streams
 from sglang_mooncake.sglang.layerwise.internals import (
@@ -22,6 +24,7 @@ from sglang_mooncake.sglang.layerwise.internals import (
 )
 from sglang_mooncake.sglang.layerwise.patch import Patches
 from sglang_mooncake.sglang.layerwise.spans import LeftOut, Span, gather, span_of
+from sglang_mooncake.sglang.releases import Mode, lacking
 
 __all__ = ["Layerwise"]
 
@@ -72,7 +75,7 @@ class Layerwise:
 
     def install(self) -> bool:
         """Hooks SGLang's classes; False, with a line in the log, where that cannot be."""
-        reason = missing() or mode_in_the_way()
+        reason = lacking(Mode.LAYERWISE, __version__) or missing() or mode_in_the_way()
         if reason is None and not self._sink.by_layers:
             reason = "the caches of this rank are not told apart by layers"
         if reason is not None:

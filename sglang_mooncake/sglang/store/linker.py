@@ -27,17 +27,15 @@ import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
-    LayerWiseLoadCounter,
-    UnifiedCacheLinker,
-)
 from sglang.srt.utils import get_device_module
+from sglang.version import __version__
 
 from kvstore.changes import Keys, keys_of_hex
 from kvstore.deadline import Deadline
 from kvstore.loading import Load
 from kvstore.outcomes import Put
 from kvstore.store import Store
+from sglang_mooncake.sglang.releases import Mode, lacking
 from sglang_mooncake.sglang.store.admission import Admission
 from sglang_mooncake.sglang.store.device_pools import (
     DevicePool,
@@ -51,6 +49,14 @@ from sglang_mooncake.sglang.store.layer_loads import LayerLoads, PoolLoad
 from sglang_mooncake.sglang.store.options import Options
 from sglang_mooncake.sglang.store.prefixes import trailing_pages
 from sglang_mooncake.sglang.store.signatures import SignatureNow, weights_of
+
+try:
+    from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
+        LayerWiseLoadCounter,
+        UnifiedCacheLinker,
+    )
+except ImportError as error:
+    raise ImportError(lacking(Mode.LINKER, __version__) or str(error)) from error
 
 __all__ = ["StoreLinker"]
 
