@@ -17,7 +17,7 @@ from command_line import Parser
 from testrun.lanes import run_lanes
 from testrun.plan import Options, fast_lanes, lanes
 from testrun.table import read_times, summary
-from testrun.turns import PARTS, Turn
+from testrun.turns import PARTS, Turn, pick_of_commit
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
@@ -73,21 +73,28 @@ def _parse(arguments: Sequence[str]) -> Options:
         help="which part of the tests that take turns (default: the commit's hash decides)",
     )
     asked = parser.parse_args(arguments[:at])
+    turn, pick = _of_checkout()
+    if asked.turn:
+        turn, pick = Turn(asked.turn), asked.turn - 1
     return Options(
         root=ROOT,
         scratch=BUILD,
         fast=asked.fast,
-        turn=None if asked.all else Turn(asked.turn) if asked.turn else _turn_of_checkout(),
+        turn=None if asked.all else turn,
+        pick=None if asked.all else pick,
         pytest_args=tuple(arguments[at + 1 :]),
     )
 
 
-def _turn_of_checkout() -> Turn:
-    """Of a tree without git: the first."""
+def _of_checkout() -> tuple[Turn, int]:
+    """The turn and the pick. Of a tree without git: the first."""
     asked = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
-    return Turn.of_commit(asked.stdout.strip()) if asked.returncode == 0 else Turn(1)
+    if asked.returncode:
+        return Turn(1), 0
+    commit = asked.stdout.strip()
+    return Turn.of_commit(commit), pick_of_commit(commit)
 
 
 if __name__ == "__main__":

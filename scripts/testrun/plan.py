@@ -42,6 +42,8 @@ class Options:
     fast: bool = False
     #: Which part of the tests that take turns; without one all of them.
     turn: Turn | None = None
+    #: Which one of each set of tests of which a run has one; without one all of them.
+    pick: int | None = None
     #: For every pytest; with some, only what is pytest is run.
     pytest_args: Sequence[str] = ()
 
@@ -123,6 +125,8 @@ def _good(options: Options) -> frozenset[int]:
 def _watched(options: Options, name: str) -> list[str]:
     """What ``testrun.plugin`` is told."""
     told = ["-p", "testrun.plugin", "--times", str(options.times(name))]
+    if options.pick is not None:
+        told += ["--pick", str(options.pick)]
     return told if options.turn is None else [*told, "--turn", str(options.turn)]
 
 

@@ -8,6 +8,10 @@ and of children that it has waited for.
 
 ``--turn K/N`` leaves out tests that are marked ``by_turns`` and whose turn it is not; with
 ``--unmarked-too`` all tests take turns, one by one, but those that are marked ``each_run``.
+
+``--pick NUMBER`` leaves all but one member out of each set of tests that are marked
+``one_of(SET, MEMBER)``: of the members in the order of their names the NUMBER-th, from 0, counted
+round and round.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ CPU_S = "testrun_cpu_s"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--times", type=Path, help="file to append the time of each test to")
     parser.addoption("--turn", type=Turn.parse, help="K/N: tests by turns, the K-th of N parts")
+    parser.addoption("--pick", type=int, help="which one of each set of tests, counted round")
     parser.addoption("--unmarked-too", action="store_true", help="all tests take turns")
 
 
@@ -43,16 +48,36 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Groups are numbered among those that the other options have left."""
+    pick = config.getoption("--pick")
+    if pick is not None:
+        _leave(config, items, [item for item in items if _is_picked(item, items, pick)])
     turn = config.getoption("--turn")
     if turn is None:
         return
     unmarked_too = config.getoption("--unmarked-too")
     groups = {item: _group(item, unmarked_too) for item in items}
     chosen = turn.choose(group for group in groups.values() if group is not None)
-    left_out = [item for item, group in groups.items() if group is not None and group not in chosen]
+    wanted = {None, *chosen}
+    _leave(config, items, [item for item, group in groups.items() if group in wanted])
+
+
+def _leave(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:
+    """No other tests than these, which are some of `items` in their order."""
+    wanted = set(kept)
+    left_out = [item for item in items if item not in wanted]
     if left_out:
-        items[:] = [item for item, group in groups.items() if group is None or group in chosen]
+        items[:] = kept
         config.hook.pytest_deselected(items=left_out)
+
+
+def _is_picked(item: pytest.Item, items: list[pytest.Item], pick: int) -> bool:
+    mark = item.get_closest_marker("one_of")
+    if mark is None:
+        return True
+    marks = [one.get_closest_marker("one_of") for one in items]
+    pairs = {one.args for one in marks if one is not None}
+    members = sorted(member for group, member in pairs if group == mark.args[0])
+    return bool(mark.args[1] == members[pick % len(members)])
 
 
 def _group(item: pytest.Item, unmarked_too: bool) -> str | None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testrun.table import read_times
-from testrun.turns import PARTS, Turn
+from testrun.turns import PARTS, Turn, pick_of_commit
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -71,14 +71,25 @@ def test_last():
 """
 
 
+SETS = """
+import pytest
+
+@pytest.mark.parametrize("member", [
+    pytest.param(name, marks=pytest.mark.one_of("letters", name)) for name in "cab"
+])
+def test_letter(member):
+    pass
+"""
+
+
 def run(tmp_path: Path, *arguments: str) -> list[str]:
     """The tests that were run, without their files."""
     times = tmp_path / "times"
     times.unlink(missing_ok=True)
-    for name, text in (("these", TESTS), ("file", FILE)):
+    for name, text in (("these", TESTS), ("file", FILE), ("sets", SETS)):
         (tmp_path / f"test_{name}.py").write_text(text)
     config = tmp_path / "pytest.ini"
-    config.write_text("[pytest]\nmarkers =\n  by_turns\n  each_run\n")
+    config.write_text("[pytest]\nmarkers =\n  by_turns\n  each_run\n  one_of\n")
     options = ["-p", "testrun.plugin", "--times", str(times), *arguments]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-c", str(config), *options, str(tmp_path)],
@@ -95,7 +106,7 @@ def run(tmp_path: Path, *arguments: str) -> list[str]:
 def test_parts_are_all_and_groups_stay_whole(tmp_path: Path) -> None:
     shared = [f"test_{name}[{number}]" for name in ("one", "other") for number in range(3)]
     parts = [run(tmp_path, "--turn", f"{number}/3") for number in (1, 2, 3)]
-    always = ["test_always", "test_unmarked"]
+    always = ["test_always", "test_unmarked", *(f"test_letter[{name}]" for name in "abc")]
     assert run(tmp_path) == sorted([*always, "test_first", "test_last", *shared])
     turns = [sorted(set(part) - set(always)) for part in parts]
     assert sorted(turns) == sorted(
@@ -113,6 +124,19 @@ def test_those_without_a_mark_take_turns_if_asked_to(tmp_path: Path) -> None:
     parts = [run(tmp_path, "--unmarked-too", "--turn", f"{number}/3") for number in (1, 2, 3)]
     assert all("test_always" in part for part in parts)
     assert sum("test_unmarked" in part for part in parts) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pick", "letter"), [(0, "a"), (1, "b"), (5, "c"), (6, "a")])
+def test_of_a_set_one_member_is_picked(tmp_path: Path, pick: int, letter: str) -> None:
+    ran = run(tmp_path, "--pick", str(pick))
+    assert [name for name in ran if name.startswith("test_letter")] == [f"test_letter[{letter}]"]
+    assert "test_unmarked" in ran
+
+
+@given(st.integers(0, 2**160 - 1))
+def test_a_commit_picks(commit: int) -> None:
+    assert 0 <= pick_of_commit(f"{commit:040x}") < 1000
 
 
 @pytest.mark.slow

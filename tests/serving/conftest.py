@@ -15,6 +15,11 @@ from cpu_serving.servers import Fleet, base_environment
 from patient import PATIENT, patient
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """For `scripts/sglang-releases`."""
+    parser.addoption("--sglang-release", help="of test_serving_releases.py: this release alone")
+
+
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     """Where servers are forked: one that starts as a program needs ten times the CPU time."""

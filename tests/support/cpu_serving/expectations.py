@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -37,8 +37,12 @@ class Layout:
 class Reference:
     """What one ordinary server answers. A server per model, started when first asked."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(
+        self, fleet: Fleet, also: Callable[[ServerOptions], ServerOptions] | None = None
+    ) -> None:
+        """`also`: what else the servers' options shall be."""
         self._fleet = fleet
+        self._also = also
         self._servers: dict[str, Server] = {}
         self._known: dict[Key, Answer] = {}
 
@@ -52,6 +56,8 @@ class Reference:
     def _ask(self, model: str, requests: Sequence[Request]) -> list[Answer]:
         if model not in self._servers:
             options = ServerOptions(make_model(model))
+            if self._also is not None:
+                options = self._also(options)
             self._servers[model] = self._fleet.server("single", options, name=f"single-{model}")
         wait_ready([self._servers[model]])
         # Only the tokens matter here, not what tells the servers of a pair which room it is.

@@ -59,7 +59,7 @@ MESSAGE_BYTES = 1 << 17
 MAX_FDS = 64
 # Above what a process of SGLang's has open as it spawns another.
 HIGH_FD = 512
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 500.0
 END_TIMEOUT_S = 10.0
 _NETWORK = Path("/proc/thread-self/ns/net")
 POLL_S = 0.02
