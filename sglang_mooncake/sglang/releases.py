@@ -12,7 +12,7 @@ from typing import Final
 __all__ = ["NEWEST_TESTED", "OLDEST", "SERVED", "Mode", "lacking", "too_old", "untested"]
 
 #: Those with which the demo has run, rising.
-SERVED: Final = ((0, 5, 22), (0, 5, 23))
+SERVED: Final = ((0, 5, 18), (0, 5, 19), (0, 5, 20), (0, 5, 21), (0, 5, 22), (0, 5, 23))
 OLDEST: Final = SERVED[0]
 NEWEST_TESTED: Final = SERVED[-1]
 _NUMBERS = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
