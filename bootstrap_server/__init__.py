@@ -16,6 +16,7 @@ from bootstrap_server.ranks.errors import (
     PlaceTaken,
     RegistrationRefused,
     Unreachable,
+    Why,
 )
 from bootstrap_server.ranks.matching import (
     CPTransfer,
@@ -82,6 +83,7 @@ __all__ = [
     "Topology",
     "TransportRate",
     "Unreachable",
+    "Why",
     "check_configs",
     "check_formats",
     "cp_transfer",

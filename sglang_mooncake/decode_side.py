@@ -16,7 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 import te
-from bootstrap_server import Instance, MismatchError, RankCoords, instance_name_of
+from bootstrap_server import (
+    Instance,
+    MismatchError,
+    RankCoords,
+    Why,
+    instance_name_of,
+)
 from bootstrap_server.admission.signatures import key_index
 from bootstrap_server.ranks import matching
 from bootstrap_server.ranks.records import DEFAULT_INSTANCE
@@ -24,8 +30,9 @@ from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.executor import Executor
 from sglang_mooncake.fences import Fencer
+from sglang_mooncake.fetching import fetch_instance
 from sglang_mooncake.given_up import GivenUpNotices
-from sglang_mooncake.instances import KNOWN_MAX, PrefillInstances, fetch_instance
+from sglang_mooncake.instances import KNOWN_MAX, PrefillInstances
 from sglang_mooncake.layout import SEAL_BYTES, Buffers, Layout, Seal
 from sglang_mooncake.layout.pairing import DRAFT
 from sglang_mooncake.links.decode import DecodeLinks, LinkKey
@@ -33,7 +40,7 @@ from sglang_mooncake.messages import Hello
 from sglang_mooncake.registries import Registries
 from sglang_mooncake.rooms import decode as rooms
 from sglang_mooncake.rooms.arrival import SealDisagrees, check_dealt, has_arrived
-from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.states import RoomState, RoomView
 from sglang_mooncake.side import Side
 from sglang_mooncake.sources import sources_of
 from sglang_mooncake.stats import Recorder
@@ -100,10 +107,20 @@ class DecodeSide(Side):
             names=context.names,
         )
         self.instances = PrefillInstances(
-            registries, functools.partial(fetch_instance, keys=context.keys, beside=registry)
+            registries,
+            functools.partial(
+                fetch_instance,
+                keys=context.keys,
+                beside=registry,
+                protocol=context.config.protocol,
+            ),
+            fits=self.check_fits,
         )
         self._registries = registries
         self._given_up = GivenUpNotices()
+        coords = context.coords
+        #: Whether it speaks for the ranks of its DP rank.
+        self._is_first = (coords.cp, coords.tp, coords.pp) == (0, 0, 0)
         #: By address, the oldest first; of the scheduler thread alone.
         self._sources_of: dict[str, _Sources] = {}
         self._optional_states = _optional_states(layout)
@@ -119,6 +136,7 @@ class DecodeSide(Side):
             context.names.link,
             self._executor.submit,
             self.instances.forget,
+            self._refused_by,
             context.keys.control,
         )
         self._fencer = Fencer(
@@ -161,13 +179,12 @@ class DecodeSide(Side):
         verdict = self.instances.verdict(address, view.opened_s)
         if verdict is None or view.withdrawn:
             return
-        coords = self._context.coords
-        if (coords.cp, coords.tp, coords.pp) == (0, 0, 0):
-            self._given_up.leave(address, view.room, f"{self._context.name}: {verdict}")
+        view.registry = address
         self.fail(view, f"prefill instance at {address}: {verdict}")
 
     def choose_sources(self, view: RoomView, address: str, prefill_dp_rank: int) -> None:
         """Finds the prefill ranks that feed this rank for this room, and has them linked."""
+        view.registry = address
         instance = self.instances.get(address)
         if instance is None:
             known = self.instances.problem(address) or "its registry has not answered yet"
@@ -200,7 +217,7 @@ class DecodeSide(Side):
         """
         known = self._sources_of.get(address)
         if known is None or known.instance is not instance:
-            matching.check_configs(instance.config, self._context.config)
+            self.check_fits(instance)
             self._sources_of.pop(address, None)
             if len(self._sources_of) >= KNOWN_MAX:  # instances move from address to address
                 del self._sources_of[next(iter(self._sources_of))]
@@ -229,6 +246,18 @@ class DecodeSide(Side):
                 for source, sends in asked
             )
         return found
+
+    def check_fits(self, instance: Instance) -> None:
+        """Whether this rank can be served by an instance, as far as its record tells; the hello
+        shows the rest. Any thread may ask.
+
+        Raises:
+            MismatchError: it cannot, and why.
+        """
+        context = self._context
+        matching.check_configs(instance.config, context.config)
+        # Whichever of its DP ranks has a request.
+        sources_of(instance.config, 0, context.place, self._layout, context.all_cp_ranks)
 
     def _link(self, address: str, instance: Instance, coords: RankCoords) -> LinkKey:
         rank, keys = instance.rank(coords), self._context.keys.record
@@ -327,6 +356,22 @@ class DecodeSide(Side):
 
     # --- on the loop thread ---
 
+    def _refused_by(self, key: LinkKey, sentence: str, why: Why) -> None:
+        instance = self.instances.get(key.address)
+        if instance is not None and key.rank in instance.ranks:
+            self.instances.refuse(key.address, instance, sentence, why)
+
+    def _tell_registry(self, view: RoomView) -> None:
+        """Of a room that failed before all its prefill ranks were met: there may be one that has
+        not been told."""
+        if view.state is not RoomState.FAILED or view.times.met_s or not view.registry:
+            return
+        if self._is_first:
+            why = self.instances.why(view.registry)
+            keys = () if why is Why.SECRET else self._context.keys.registry
+            reason = f"{self._context.name}: {view.reason}"
+            self._given_up.leave(view.registry, view.room, reason, why is not None, keys)
+
     def _hello(self) -> Hello:
         return Hello(self._context.name, self._context.place, self._engine.card(), self._layout)
 
@@ -346,6 +391,7 @@ class DecodeSide(Side):
                 if waiter is not None:
                     waiter.set()
                 self._recorder.room_over(view)
+                self._tell_registry(view)
 
 
 def _optional_states(layout: Layout) -> frozenset[int]:

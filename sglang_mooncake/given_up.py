@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rooms that a decode server gives up because the prefill server's registry does not serve it: left
-as notices at that registry by decode ranks, and asked for there by prefill ranks
+"""Rooms that a decode server gives up before it is linked to all their prefill ranks: left as
+notices at the prefill server's registry by decode ranks, and asked for there by prefill ranks
 (`bootstrap_server/ranks/given_up.py` says why)."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bootstrap_server import BootstrapClient, BootstrapError
 from sglang_mooncake.workers import Workers
@@ -27,11 +27,12 @@ class GivenUpWatch:
     """Asks a registry for rooms that were given up, in a thread, until it is closed.
 
     make_client: the registry's client; called once, in the thread.
-    told: called in the thread with each room and the reason.
+    told: called in the thread with each room, the reason, and whether both servers do not serve
+        each other.
     """
 
     def __init__(
-        self, make_client: Callable[[], BootstrapClient], told: Callable[[int, str], None]
+        self, make_client: Callable[[], BootstrapClient], told: Callable[[int, str, bool], None]
     ) -> None:
         self._make_client, self._told = make_client, told
         self._closing = threading.Event()
@@ -56,28 +57,34 @@ class GivenUpWatch:
                     self._closing.wait(_RETRY_S)
                     continue
                 revision = found.revision
-                for room, reason in found.rooms.items():
+                for room, said in found.rooms.items():
                     if not self._closing.is_set():
-                        self._told(room, reason)
+                        self._told(room, said.reason, said.refused)
 
 
 class GivenUpNotices:
-    """Leaves notices at registries, in threads. `leave` is for the scheduler thread: it never
-    waits, and what cannot be told costs the prefill side its deadline alone."""
+    """Leaves notices at registries, in threads. `leave` never waits, and what cannot be told costs
+    the prefill side its deadline alone."""
 
-    def __init__(self, make_client: Callable[[str], BootstrapClient] = BootstrapClient) -> None:
+    def __init__(self, make_client: Callable[..., BootstrapClient] = BootstrapClient) -> None:
         self._make_client = make_client
         self._workers = Workers("kv-given-up", _THREADS, _NOTICES_MAX, 1)
 
-    def leave(self, address: str, room: int, reason: str) -> None:
-        self._workers.submit(lambda _: self._leave(address, room, reason), address)
+    def leave(
+        self, address: str, room: int, reason: str, refused: bool, keys: Sequence[bytes] = ()
+    ) -> None:
+        """``refused``: both servers do not serve each other. ``keys``: those of the registry,
+        unless it has others; then the notice proves nothing."""
+        self._workers.submit(lambda _: self._leave(address, room, reason, refused, keys), address)
 
     def close(self) -> None:
         self._workers.close()
 
-    def _leave(self, address: str, room: int, reason: str) -> None:
+    def _leave(
+        self, address: str, room: int, reason: str, refused: bool, keys: Sequence[bytes]
+    ) -> None:
         try:
-            with self._make_client(address) as client:
-                client.give_up([room], reason)
+            with self._make_client(address, keys=keys) as client:
+                client.give_up([room], reason, refused)
         except BootstrapError as error:
             logger.debug("room %d: its prefill server is not told: %s", room, error)

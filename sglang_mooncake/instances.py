@@ -8,26 +8,25 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from bootstrap_server import (
-    BootstrapClient,
     BootstrapError,
     Instance,
+    MismatchError,
     NeverServed,
     Unreachable,
-    instance_name_of,
+    Why,
     split_address,
 )
-from bootstrap_server.admission.secret import Keys
-from bootstrap_server.admission.signatures import check_signatures
-from bootstrap_server.ranks.records import DEFAULT_INSTANCE
+from sglang_mooncake.fetching import fetch_instance
+from sglang_mooncake.refused import Refused, RefusedServer
 from sglang_mooncake.registries import Registries
 from sglang_mooncake.workers import Workers
 
-__all__ = ["KNOWN_MAX", "PrefillInfo", "PrefillInstances", "fetch_instance"]
+__all__ = ["KNOWN_MAX", "PrefillInfo", "PrefillInstances"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,25 +35,23 @@ PROBLEMS_MAX = 1_024
 KNOWN_MAX = 1_024
 #: Look-ups, with those under way.
 WAITING_MAX = 1_024
-#: A registry whose instance lacks ranks answers when they come, or after this long: shorter than
-#: the 15 s for which SGLang's scheduler goes on asking us, so that we can say who was missing.
-LOOKUP_WAIT_S = 3.0
 #: A registry that does not answer holds a worker for 8 s: one host may hold a quarter of them.
 WORKERS = 16
 WORKERS_OF_ONE_HOST = 4
 #: After that SGLang has given up the requests that a look-up was for.
 WAITING_MAX_S = 15.0
 #: An instance whose rank was lost is asked for beside all that, by workers of its own, until it is
-#: there again or this long: a server with a large model starts for minutes.
+#: there again or this long: a server with a large model starts for minutes. So is one that has
+#: refused us, or does not fit us, for so long after the last request that named it.
 RETURN_WORKERS = 2
 RETURN_FIRST_S, RETURN_MAX_S = 0.1, 2.0
 RETURN_GIVEN_UP_S = 900.0
 #: A registry forgets who has died when its lease ends, after 15 s: whom it names then has lived on.
 RETURN_NOT_DEAD_S = 20.0
+REFUSED_AGAIN_S = 5.0
 #: Where nothing listens on the port, a server may be starting: it is asked again for so long. A
 #: prefill server opens its registry long before it takes requests.
 NOTHING_LISTENS_S = 1.5
-_NO_KEYS = Keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +65,12 @@ class PrefillInfo:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """Why a look-up failed. ``begun_s``: when it began. ``is_final``: it would fail again until
-    somebody changes a setting."""
+    """Why a look-up failed. ``begun_s``: when it began. ``why``: on what the servers differ, if it
+    would fail again until somebody changes that."""
 
     sentence: str
     begun_s: float
-    is_final: bool = False
+    why: Why | None = None
     nothing_listens: bool = False
 
 
@@ -89,50 +86,34 @@ class _Return:
     at_work: bool = False
 
 
-def fetch_instance(address: str, keys: Keys = _NO_KEYS, beside: Sequence[str] = ()) -> Instance:
-    """The instance behind the registry at `address`; takes up to `LOOKUP_WAIT_S` longer than a
-    request does while ranks are missing. When that registry does not answer, those `beside` it are
-    asked, at which prefill ranks register by the address of their own.
-
-    Raises:
-        BootstrapError: a sentence that says why it is not known.
-    """
-    try:
-        return _fetch(address, keys, DEFAULT_INSTANCE, LOOKUP_WAIT_S)
-    except Unreachable as error:
-        name = instance_name_of(address)
-        for other in beside:
-            try:
-                return _fetch(other, keys, name, 0.0)
-            except BootstrapError as also:
-                logger.debug("prefill instance at %s: %s", address, also)
-        raise error
-
-
-def _fetch(address: str, keys: Keys, name: str, wait_s: float) -> Instance:
-    with BootstrapClient(address, keys=keys.registry, instance=name) as client:
-        instance = client.instance(wait_s=wait_s)
-    check_signatures(instance, keys.record, address, name)
-    return instance
+def _fits_always(instance: Instance) -> None:
+    del instance
 
 
 class PrefillInstances:
     """Which prefill instances are known, why others are not, and what is being looked up, all by
-    the address of their registry. Any thread may call; no call waits."""
+    the address of their registry. Any thread may call; no call waits.
+
+    Args:
+        fits: raises MismatchError for an instance that cannot serve this rank.
+    """
 
     def __init__(
         self,
         registries: Registries,
         fetch: Callable[[str], Instance] = fetch_instance,
         clock: Callable[[], float] = time.monotonic,
+        fits: Callable[[Instance], None] = _fits_always,
     ) -> None:
         self._registries, self._fetch, self._clock = registries, fetch, clock
+        self._fits = fits
         self._lock = threading.Lock()  # held for a few dictionary accesses
         self._known: dict[str, Instance] = {}
         self._problems: dict[str, _Problem] = {}
         self._looked_up: set[str] = set()  # by a worker, or soon
         self._workers = Workers("kv-lookup", WORKERS, WAITING_MAX, WORKERS_OF_ONE_HOST, clock)
         self._returns: dict[str, _Return] = {}
+        self._refused = Refused(REFUSED_AGAIN_S, RETURN_GIVEN_UP_S, frozenset(registries.exact))
         self._return_workers = ThreadPoolExecutor(RETURN_WORKERS, thread_name_prefix="kv-return")
         self._closed = False
         #: Read by SGLang's decode scheduler; an address is in it once its instance is known.
@@ -154,6 +135,7 @@ class PrefillInstances:
 
     def ensure(self, address: str) -> bool:
         """Whether the instance behind this registry is known; if not, has it looked up."""
+        self._refused.asked(address, self._clock())
         if address in self.infos:
             return True
         refusal = self.refusal(address)
@@ -193,7 +175,20 @@ class PrefillInstances:
             return None
         if problem.nothing_listens and problem.begun_s >= since_s + NOTHING_LISTENS_S:
             return problem.sentence
-        return problem.sentence if problem.is_final else None
+        return problem.sentence if problem.why is not None else None
+
+    def why(self, address: str) -> Why | None:
+        """On what this server and that one differ, as far as one refuses the other."""
+        return self._refused.why(address)
+
+    def refused(self) -> tuple[RefusedServer, ...]:
+        """The prefill servers that do not serve this rank, by their own word or by ours."""
+        return self._refused.all()
+
+    def refuse(self, address: str, instance: Instance, sentence: str, why: Why) -> None:
+        """In this life, the instance and this rank do not serve each other."""
+        with self._lock:
+            self._note_refused(address, sentence, why, instance)
 
     def forget(self, address: str) -> None:
         """A rank of it may have been restarted elsewhere: the next `ensure` looks it up afresh.
@@ -216,19 +211,19 @@ class PrefillInstances:
         return len(self._returns)
 
     def tick(self) -> None:
-        """Asks for instances that are to come back, where that is due."""
-        if not self._returns:
+        """Asks for instances that are to come back, or have refused us, where that is due."""
+        if not self._returns and not self._refused:
             return
         now_s = self._clock()
         with self._lock:
+            for address in self._refused.due(now_s):
+                if not self._at_return(self._look_again, address):
+                    return
             for address, one in list(self._returns.items()):
                 if now_s >= one.give_up_s:
                     del self._returns[address]
-                elif now_s >= one.next_s and not one.at_work and not self._closed:
-                    try:
-                        self._return_workers.submit(self._look_for_return, address, one)
-                    except RuntimeError:  # The interpreter ends, and its executors before us.
-                        self._closed = True
+                elif now_s >= one.next_s and not one.at_work:
+                    if not self._at_return(self._look_for_return, address, one):
                         return
                     one.at_work = True
 
@@ -240,19 +235,38 @@ class PrefillInstances:
 
     # --- under the lock ---
 
-    def _note_problem(self, address: str, problem: _Problem) -> None:
-        former = self._problems.pop(address, None)
-        if problem.is_final and (former is None or not former.is_final):
+    def _at_return(self, call: Callable[..., None], *arguments: object) -> bool:
+        """Has a call made by the workers that look again; False once this is closed."""
+        if not self._closed:
+            try:
+                self._return_workers.submit(call, *arguments)
+            except RuntimeError:  # The interpreter ends, and its executors before us.
+                self._closed = True
+        return not self._closed
+
+    def _note_refused(
+        self, address: str, sentence: str, why: Why, instance: Instance | None = None
+    ) -> None:
+        one = RefusedServer(address, why, sentence, time.time())
+        if self._refused.note(one, instance, self._clock()):
             # Once, and before the first request has failed of it.
-            logger.error("prefill instance at %s: %s", address, problem.sentence)
+            logger.error("prefill instance at %s: %s", address, sentence)
+
+    def _note_problem(self, address: str, problem: _Problem) -> None:
+        self._problems.pop(address, None)
+        if problem.why is not None:
+            self._note_refused(address, problem.sentence, problem.why)
         if len(self._problems) >= PROBLEMS_MAX:
             del self._problems[next(iter(self._problems))]
         self._problems[address] = problem
 
-    def _note_known(self, address: str, instance: Instance) -> None:
-        former = self._problems.pop(address, None)
-        if former is not None and former.is_final:
-            logger.warning("prefill instance at %s is served now", address)
+    def _note_known(self, address: str, instance: Instance, misfit: _Problem | None) -> None:
+        self._problems.pop(address, None)
+        if misfit is not None and misfit.why is not None:
+            # It is known all the same: its ranks are to be told of requests that they have.
+            self._note_refused(address, misfit.sentence, misfit.why, instance)
+        elif self._refused.clear(address, instance):
+            logger.warning("prefill instance at %s serves this server now", address)
         self._known.pop(address, None)
         awaited = self._returns.get(address)
         if awaited is not None and awaited.former != instance:
@@ -269,43 +283,61 @@ class PrefillInstances:
 
     # --- in a worker ---
 
-    def _ask(self, address: str) -> Instance | _Problem:
-        """The instance, or why it is not known."""
-        begun_s = self._clock()
+    def _ask(self, address: str) -> tuple[Instance | None, _Problem | None]:
+        """The instance, and why it is not known, or does not fit."""
+        begun_s, instance = self._clock(), None
         try:
-            return self._fetch(address)
+            instance = self._fetch(address)
+            self._fits(instance)
+            return instance, None
+        except MismatchError as error:
+            return instance, _Problem(str(error), begun_s, error.why)
         except Unreachable as error:
-            return _Problem(str(error), begun_s, nothing_listens=error.nothing_listens)
+            return None, _Problem(str(error), begun_s, nothing_listens=error.nothing_listens)
         except BootstrapError as error:
-            return _Problem(str(error), begun_s, is_final=isinstance(error, NeverServed))
+            why = error.why if isinstance(error, NeverServed) else None
+            return None, _Problem(str(error), begun_s, why)
         except Exception as error:
             logger.exception("the look-up of the prefill instance at %s failed", address)
-            return _Problem(f"internal error in the look-up: {error!r}", begun_s)
+            return None, _Problem(f"internal error in the look-up: {error!r}", begun_s)
 
     def _look_for_return(self, address: str, one: _Return) -> None:
-        found = self._ask(address)
+        found, misfit = self._ask(address)
         with self._lock:
             one.at_work = False
             one.next_s = self._clock() + one.pause_s
             one.pause_s = min(2 * one.pause_s, RETURN_MAX_S)
             awaited = self._returns.get(address) is one
-            if not awaited or not isinstance(found, Instance):
+            if not awaited or found is None:
                 return
             if found != one.former:
-                self._note_known(address, found)
+                self._note_known(address, found, misfit)
             elif self._clock() >= one.not_dead_s:
                 del self._returns[address]
 
+    def _look_again(self, address: str) -> None:
+        """At one that has refused us."""
+        found, problem = self._ask(address)
+        with self._lock:
+            self._refused.looked(address, self._clock())
+            if found is not None:
+                self._note_known(address, found, problem)
+            elif problem is not None and problem.why is not None:
+                # Whatever else goes wrong meanwhile is for requests to find out.
+                self._note_problem(address, problem)
+
     def _look_up(self, address: str, waited_s: float) -> None:
-        result: Instance | _Problem = _Problem(
-            f"its look-up waited {WAITING_MAX_S:g} s behind those of other prefill instances",
-            self._clock(),
-        )
+        instance, problem = None, None
         if waited_s < WAITING_MAX_S:
-            result = self._ask(address)
+            instance, problem = self._ask(address)
+        else:
+            problem = _Problem(
+                f"its look-up waited {WAITING_MAX_S:g} s behind those of other prefill instances",
+                self._clock(),
+            )
         with self._lock:
             self._looked_up.discard(address)
-            if isinstance(result, Instance):
-                self._note_known(address, result)
-            else:
-                self._note_problem(address, result)
+            if instance is not None:
+                self._note_known(address, instance, problem)
+            elif problem is not None:
+                self._note_problem(address, problem)

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from bootstrap_server import Why
 from bootstrap_server.ranks.matching import PageShare
 from sglang_mooncake.layout import Layout, Place
 
@@ -93,6 +94,8 @@ class HelloReply(msgspec.Struct, frozen=True, tag="hello_reply"):
     the former as long as that is so, to learn of links that have ended.
 
     refused: one beyond REASON_CHARS_MAX is cut.
+    why: where the prefill rank, in this life, will say so to each hello of that decode rank; None
+        where a later hello may be answered otherwise.
     engine_id, engine_epoch: of te; where the data path stands, whom to expect writes from.
     layers: of each page, how many this prefill rank writes to that decode rank: those that both
         have, a draft model's among them.
@@ -102,6 +105,7 @@ class HelloReply(msgspec.Struct, frozen=True, tag="hello_reply"):
     engine_id: str = ""
     engine_epoch: int = 0
     layers: int = 0
+    why: Why | None = None
 
     def __post_init__(self) -> None:
         if self.refused is not None:
@@ -199,11 +203,14 @@ class RoomAbort(msgspec.Struct, frozen=True, tag="room_abort"):
     """decode → prefill: nobody wants this room any more.
 
     reason: one beyond REASON_CHARS_MAX is cut.
+    refused: this rank and that one do not serve each other, so that no request for the room has
+        been made, or will be.
     """
 
     room: int
     generation: int
     reason: str
+    refused: bool = False
 
     def __post_init__(self) -> None:
         _cut(self, "reason", REASON_CHARS_MAX)

@@ -212,10 +212,10 @@ class PrefillSide(Side):
         if view.over or (view.state is not RoomState.OPEN and not sent):
             self._polled.discard(view.serial)
 
-    def given_up(self, room: int, reason: str) -> None:
+    def given_up(self, room: int, reason: str, refused: bool = False) -> None:
         """A decode rank that has no link to this one will never ask for this room. Any thread may
-        call; a room that other decode ranks ask for goes on."""
-        self._loop.post(rooms.RoomAborted(_WITHOUT_LINK, RoomAbort(room, 0, reason)))
+        call; a room that other decode ranks ask for goes on. `refused`: see `RoomAbort`."""
+        self._loop.post(rooms.RoomAborted(_WITHOUT_LINK, RoomAbort(room, 0, reason, refused)))
 
     def misdirect(self, view: RoomView, reason: str) -> None:
         """The request seems to lead decode ranks to another address than this instance's: the room

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from bootstrap_server.admission.secret import seal
-from bootstrap_server.ranks.errors import NeverServed
+from bootstrap_server.ranks.errors import NeverServed, Why
 from bootstrap_server.ranks.records import (
     DEFAULT_INSTANCE,
     Instance,
@@ -67,7 +67,8 @@ def check_signatures(
             raise NeverServed(
                 f"prefill rank {rank.coords} at {rank.host} port {rank.port} is not asked: its "
                 f"record, from the registry at {address}, {cause}; give all servers the same "
-                "secret (SGLANG_MOONCAKE_SECRET_FILE)"
+                "secret (SGLANG_MOONCAKE_SECRET_FILE)",
+                Why.SECRET,
             )
 
 

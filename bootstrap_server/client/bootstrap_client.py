@@ -22,6 +22,7 @@ from bootstrap_server.ranks.errors import (
     PlaceTaken,
     RegistrationRefused,
     Unreachable,
+    Why,
 )
 from bootstrap_server.ranks.given_up import GIVEN_UP_PATH, GivenUp, Notice
 from bootstrap_server.ranks.rank_status import RankStatus
@@ -70,9 +71,33 @@ class _LeaseBody(msgspec.Struct, frozen=True):
     lease_s: float
 
 
+class _Listed(msgspec.Struct, frozen=True):
+    """An entry of the answer to `GET /v1/instances`."""
+
+    registered: int
+    expected: int
+    revision: int
+
+    @property
+    def is_ready(self) -> bool:
+        return self.registered == self.expected > 0
+
+
+class _OtherConfig(msgspec.Struct, frozen=True):
+    protocol: int
+
+
+class _OtherInstance(msgspec.Struct, frozen=True):
+    """As much of an `Instance` as all releases have."""
+
+    config: _OtherConfig
+
+
 # Made by the one thread that imports this: msgspec crashes when two threads decode a type for the
 # first time at once.
 _INSTANCE = msgspec.json.Decoder(Instance)
+_OTHER_INSTANCE = msgspec.json.Decoder(_OtherInstance)
+_LISTED = msgspec.json.Decoder(dict[str, _Listed])
 _NOT_READY = msgspec.json.Decoder(_NotReadyBody)
 _ROOMS = msgspec.json.Decoder(dict[int, int])
 _LEASE = msgspec.json.Decoder(_LeaseBody)
@@ -209,8 +234,32 @@ class BootstrapClient:
                     absent.registered, absent.expected, absent.missing, note, absent.instance
                 )
         except BadText as error:
+            self._check_release(status, answer)
             raise self._stranger(what, status, answer) from error
         raise self._stranger(what, status, answer)
+
+    def _check_release(self, status: int, answer: bytes) -> None:
+        """Raise `NeverServed` for an instance that another release of ours has described."""
+        if status == 200:
+            with contextlib.suppress(BadText):
+                protocol = decoded(_OTHER_INSTANCE, answer).config.protocol
+                raise NeverServed(
+                    f"the prefill ranks at {self.address} speak version {protocol} of the "
+                    "hand-over protocol, and are described in a way that this server's release "
+                    "does not know: install the same release of sglang-mooncake on both",
+                    Why.RELEASE,
+                )
+
+    def instances(self) -> dict[str, int]:
+        """The revisions of all instances that are ready, by name."""
+        status, answer = self._http.request("GET", "/v1/instances")
+        try:
+            if status == 200:
+                found = decoded(_LISTED, answer)
+                return {n: one.revision for n, one in found.items() if one.is_ready}
+        except BadText as error:
+            raise self._stranger("GET /v1/instances", status, answer) from error
+        raise self._stranger("GET /v1/instances", status, answer)
 
     def register_dp_rank(self, room: int, dp_rank: int) -> None:
         """Say that prefill DP rank `dp_rank` serves `room`."""
@@ -237,10 +286,10 @@ class BootstrapClient:
             found |= dp_ranks
         return found
 
-    def give_up(self, rooms: Sequence[int], reason: str) -> None:
+    def give_up(self, rooms: Sequence[int], reason: str, refused: bool = False) -> None:
         """Say that a decode server will never ask for these rooms, `ROOMS_PER_NOTICE_MAX` at most
-        (`given_up.py`); works without the registry's keys."""
-        body = msgspec.json.encode(Notice(tuple(rooms), reason))
+        (`given_up.py`); works without the registry's keys. `refused`: see `Notice`."""
+        body = msgspec.json.encode(Notice(tuple(rooms), reason, refused))
         status, answer = self._http.request("POST", GIVEN_UP_PATH, body)
         if (status, answer) != (200, b"OK"):
             raise self._stranger(f"POST {GIVEN_UP_PATH}", status, answer)
@@ -271,9 +320,9 @@ class BootstrapClient:
 
     def _stranger(self, what: str, status: int, answer: bytes) -> BootstrapError:
         """Error for a refusal, or for an answer that our server would not give."""
-        refusal, kind = self._error_of(answer), BootstrapError
+        refusal, why = self._error_of(answer), None
         if status == 401:
-            kind = NeverServed
+            why = Why.SECRET
             sentence = (
                 "it serves only SGLang servers that have its secret: start this one with the same "
                 "SGLANG_MOONCAKE_SECRET_FILE"
@@ -285,12 +334,13 @@ class BootstrapClient:
             # Our server's refusals on SGLang's routes are plain text with this status.
             if status != 400:
                 if status < 500 and status not in (408, 429):
-                    kind = NeverServed
+                    why = Why.REGISTRY
                 sentence += (
                     f"; is this address ({PORT_FLAG}) a bootstrap server of sglang-mooncake, "
                     "and not a stock SGLang or another service?"
                 )
-        return kind(f"{self.address} answers {what} with status {status}: {sentence}")
+        sentence = f"{self.address} answers {what} with status {status}: {sentence}"
+        return BootstrapError(sentence) if why is None else NeverServed(sentence, why)
 
     @staticmethod
     def _error_of(answer: bytes) -> _ErrorBody | None:

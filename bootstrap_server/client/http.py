@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from bootstrap_server.client.proofs import ClientProof
-from bootstrap_server.ranks.errors import BootstrapError, NeverServed, Unreachable
+from bootstrap_server.ranks.errors import BootstrapError, NeverServed, Unreachable, Why
 
 __all__ = ["ANSWER_BYTES_MAX", "HttpClient", "split_address"]
 
@@ -213,7 +213,7 @@ class HttpClient:
             packed = b"".join(self._parts(response))
             refusal = proof.refusal(response, encoding, packed)
             if refusal is not None:
-                raise NeverServed(f"{self._server} at {self._address} {refusal}")
+                raise NeverServed(f"{self._server} at {self._address} {refusal}", Why.SECRET)
             return b"".join(self._unpacked([packed], encoding))
         return b"".join(self._unpacked(self._parts(response), encoding))
 

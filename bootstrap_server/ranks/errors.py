@@ -7,6 +7,7 @@ state of affairs where that reads better than another `…Error` (hence the N818
 
 from __future__ import annotations
 
+import enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,10 +23,28 @@ __all__ = [
     "RegistrationRefused",
     "RegistryFull",
     "Unreachable",
+    "Why",
 ]
 
 #: How many missing coordinates a message spells out before it only counts.
 COORDS_IN_MESSAGE = 4
+
+
+class Why(enum.StrEnum):
+    """On what two servers differ, so that one never serves the other: a label of metrics."""
+
+    SECRET = "secret"
+    MODEL = "model"
+    PAGE_SIZE = "page size"
+    DTYPE = "dtype"
+    LAYOUT = "layout"
+    TOPOLOGY = "topology"
+    #: A flag or variable that is none of the others.
+    SETTING = "setting"
+    #: Of sglang-mooncake.
+    RELEASE = "release"
+    #: What answers at the address is no registry of ours.
+    REGISTRY = "registry"
 
 
 class BootstrapError(Exception):
@@ -44,8 +63,11 @@ class Unreachable(BootstrapError):
 
 
 class NeverServed(BootstrapError):
-    """The other side answers, and will answer the same until somebody changes a setting: it has
-    another secret, or is no registry of ours."""
+    """The other side answers, and will answer the same until somebody changes a setting."""
+
+    def __init__(self, sentence: str, why: Why) -> None:
+        self.why = why
+        super().__init__(sentence)
 
 
 class RegistrationRefused(BootstrapError):
@@ -75,6 +97,10 @@ class RegistryFull(BootstrapError):
 
 class MismatchError(BootstrapError):
     """A prefill and a decode instance cannot be paired; somebody must change a flag."""
+
+    def __init__(self, sentence: str, why: Why = Why.TOPOLOGY) -> None:
+        self.why = why
+        super().__init__(sentence)
 
 
 class NotReady(BootstrapError):

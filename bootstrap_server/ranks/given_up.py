@@ -25,6 +25,7 @@ __all__ = [
     "NOTICE_BYTES_MAX",
     "ROOMS_PER_NOTICE_MAX",
     "GivenUp",
+    "GivenUpRoom",
     "GivenUpRooms",
     "Notice",
 ]
@@ -38,17 +39,26 @@ REASON_CHARS_MAX: Final = 400
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """What a decode server says: these rooms, and why."""
+    """What a decode server says: these rooms, and why. `refused`: it and the prefill server do not
+    serve each other; else a later use of the number may fare better."""
 
     rooms: tuple[int, ...]
     reason: str
+    refused: bool = False
+
+
+class GivenUpRoom(msgspec.Struct, frozen=True):
+    """What was said of one room; see `Notice`."""
+
+    reason: str
+    refused: bool = False
 
 
 class GivenUp(msgspec.Struct, frozen=True):
-    """What prefill ranks are told: reasons by room, all up to this revision."""
+    """What prefill ranks are told: what was said by room, all up to this revision."""
 
     revision: int
-    rooms: dict[int, str]
+    rooms: dict[int, GivenUpRoom]
 
 
 class GivenUpRooms:
@@ -58,8 +68,8 @@ class GivenUpRooms:
     def __init__(self, capacity: int = 4_096, expiry_s: float = 60.0) -> None:
         self._capacity, self._expiry_s = capacity, expiry_s
         self.revision = 0
-        #: room → (revision, reason, time), the oldest notice first.
-        self._rooms: OrderedDict[int, tuple[int, str, float]] = OrderedDict()
+        #: room → (revision, what was said, time), the oldest notice first.
+        self._rooms: OrderedDict[int, tuple[int, GivenUpRoom, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -73,12 +83,12 @@ class GivenUpRooms:
         if len(notice.rooms) > ROOMS_PER_NOTICE_MAX:
             raise ValueError(f"a notice names at most {ROOMS_PER_NOTICE_MAX} rooms")
         self._expire(now_s)
-        reason = excerpt(notice.reason[:REASON_CHARS_MAX])
+        said = GivenUpRoom(excerpt(notice.reason[:REASON_CHARS_MAX]), notice.refused)
         for room in notice.rooms:
             if room in self._rooms:
                 continue
             self.revision += 1
-            self._rooms[room] = self.revision, reason, now_s
+            self._rooms[room] = self.revision, said, now_s
             if len(self._rooms) > self._capacity:
                 self._rooms.popitem(last=False)
 
@@ -87,7 +97,7 @@ class GivenUpRooms:
         registry that was restarted: everything is new then."""
         self._expire(now_s)
         after = revision if revision <= self.revision else 0
-        rooms = {room: why for room, (at, why, _) in self._rooms.items() if at > after}
+        rooms = {room: said for room, (at, said, _) in self._rooms.items() if at > after}
         return GivenUp(self.revision, rooms)
 
     def _expire(self, now_s: float) -> None:

@@ -27,7 +27,7 @@ import math
 
 import msgspec
 
-from bootstrap_server.ranks.errors import MismatchError
+from bootstrap_server.ranks.errors import MismatchError, Why
 from bootstrap_server.ranks.records import FLAGS, InstanceConfig, KVFormat, RankCoords, Topology
 
 __all__ = [
@@ -46,7 +46,17 @@ __all__ = [
 
 #: Values of `InstanceConfig` that must be equal on both sides beside the format. Load balancing
 #: is missing on purpose: it is the prefill router's affair.
-_EQUAL_POLICIES = ("protocol", "decode_allocation_policy", "dsv41_spec_layout")
+_EQUAL_POLICIES = ("decode_allocation_policy", "dsv41_spec_layout")
+#: By the name of a value: what kind of difference it makes.
+_WHY = {
+    "protocol": Why.RELEASE,
+    "model": Why.MODEL,
+    "page_size": Why.PAGE_SIZE,
+    "kv_cache_dtype": Why.DTYPE,
+    "kv_layout": Why.LAYOUT,
+    "tp_size": Why.TOPOLOGY,
+    "dcp_size": Why.TOPOLOGY,
+}
 
 
 class CPTransfer(enum.Enum):
@@ -133,8 +143,12 @@ def check_formats(prefill: KVFormat, decode: KVFormat) -> None:
 def check_configs(prefill: InstanceConfig, decode: InstanceConfig) -> None:
     """Raise `MismatchError` unless the two instances can hand over KV.
 
-    Covers formats, policies and the protocol version; the topologies are `sources`' affair.
+    Covers the release, the model, formats and policies; the topologies are `sources`' affair.
     """
+    # First what explains the rest: other releases may mean other things by the same names.
+    _check_equal("protocol", prefill.protocol, decode.protocol)
+    if prefill.model and decode.model:
+        _check_equal("model", prefill.model, decode.model)
     check_formats(prefill.format, decode.format)
     for name in _EQUAL_POLICIES:
         _check_equal(name, getattr(prefill, name), getattr(decode, name))
@@ -342,5 +356,6 @@ def _check_equal(name: str, prefill: object, decode: object) -> None:
     if prefill != decode:
         raise MismatchError(
             f"{name} is {prefill} on prefill and {decode} on decode; "
-            f"start both with the same value ({FLAGS[name]})"
+            f"start both with the same value ({FLAGS[name]})",
+            _WHY.get(name, Why.SETTING),
         )

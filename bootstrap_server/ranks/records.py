@@ -58,6 +58,7 @@ FLAGS: Final[dict[str, str]] = {
     "cp_size": "--attn-cp-size",
     "tp_size": "--tp-size divided by --attn-dp-size, formerly --dp-size --enable-dp-attention",
     "pp_size": "--pp-size",
+    "model": "--model-path",
     "page_size": "--page-size",
     "kv_cache_dtype": "--kv-cache-dtype, or --dtype where that is auto",
     "kv_layout": "--dsv4-attn-backend and SGLANG_DSV4_KV_LAYOUT",
@@ -168,7 +169,8 @@ class InstanceConfig(msgspec.Struct, frozen=True):
     (`disaggregation/common/conn.py`, `CommonKVManager.register_to_bootstrap`).
     `protocol` is the version of sglang_mooncake's hand-over protocol; 0 is a stock SGLang rank.
     `dcp_size`: over how many of its attention TP ranks the tokens of a page are dealt out (decode
-    context parallelism); stock ranks do not say.
+    context parallelism); stock ranks do not say. `model`: its architecture and sizes in words,
+    which are alike for all copies of a model; empty where nobody says.
     """
 
     topology: Topology
@@ -180,12 +182,15 @@ class InstanceConfig(msgspec.Struct, frozen=True):
     dsv41_spec_layout: SpecLayout | None = None
     protocol: int = 0
     dcp_size: int = 1
+    model: str = ""
 
     def __post_init__(self) -> None:
         _check_text("load_balance_method", self.load_balance_method)
         _check_text("decode_allocation_policy", self.decode_allocation_policy)
         _check_range("protocol", self.protocol, 0, 2**31 - 1)
         _check_range("dcp_size", self.dcp_size, 1, self.topology.tp_size)
+        if self.model:
+            _check_text("model", self.model)
         if self.dsv41_spec_layout is not None:
             size_bytes = len(msgspec.json.encode(self.dsv41_spec_layout))
             if size_bytes > SPEC_LAYOUT_BYTES_MAX:

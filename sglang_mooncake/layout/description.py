@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 
 import msgspec
 
-from bootstrap_server import RankCoords, Topology
+from bootstrap_server import RankCoords, Topology, Why
 from bootstrap_server.ranks.matching import holding
 
 __all__ = [
@@ -29,6 +29,10 @@ __all__ = [
 
 class LayoutMismatch(ValueError):
     """Two ranks whose caches cannot be copied into each other; names both values and the flag."""
+
+    def __init__(self, sentence: str, why: Why = Why.LAYOUT) -> None:
+        self.why = why
+        super().__init__(sentence)
 
 
 class Buffers(msgspec.Struct, frozen=True):

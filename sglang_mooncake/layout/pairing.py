@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from bootstrap_server import MismatchError
+from bootstrap_server import MismatchError, Why
 from sglang_mooncake.layout.description import Component, Layout, LayoutMismatch, Place
 
 __all__ = ["DRAFT", "Pair", "aux_buffers", "pair_buffers"]
@@ -35,7 +35,7 @@ def _pairs(source: Layout, target: Layout, prefill: Place, decode: Place) -> lis
     _check_alike(source, target)
     here, there = _kinds(source), _kinds(target)
     if not here <= there or (_is_whole(prefill, decode) and here != there):
-        _differ("caches of the model", sorted(here), sorted(there), "use the same model")
+        _differ("caches of the model", sorted(here), sorted(there), "use the same model", Why.MODEL)
     pairs: list[Pair] = []
     kinds = dict.fromkeys(c.kind for c in (*source.components, *target.components))
     for kind in kinds:
@@ -163,18 +163,22 @@ def _check_alike(source: Layout, target: Layout) -> None:
         raise LayoutMismatch(
             "the releases of both servers mean different things by the lists of a request: "
             f"{_told(source.conventions)} on prefill, {_told(target.conventions)} on decode; "
-            f"{same('release')}"
+            f"{same('release')}",
+            Why.RELEASE,
         )
-    _differ("page size", source.page_size, target.page_size, same("--page-size"))
+    _differ("page size", source.page_size, target.page_size, same("--page-size"), Why.PAGE_SIZE)
     _differ(
         "KV cache dtype",
         source.dtype,
         target.dtype,
         same("--kv-cache-dtype, or --dtype where that is auto"),
+        Why.DTYPE,
     )
     _differ("KV layout", source.kv_layout, target.kv_layout, same("--attention-backend"))
     both = min(len(source.states), len(target.states))
-    _differ("state of a request", source.states[:both], target.states[:both], same("model"))
+    _differ(
+        "state of a request", source.states[:both], target.states[:both], same("model"), Why.MODEL
+    )
     if aux_buffers(source, target) is None:
         _differ(
             "bytes per request of metadata buffers",
@@ -211,11 +215,12 @@ def _is_whole(prefill: Place, decode: Place) -> bool:
     return prefill.topology.pp_size == decode.topology.pp_size and prefill.topology.cp_size == 1
 
 
-def _differ(what: str, ours: object, theirs: object, remedy: str) -> None:
+def _differ(what: str, ours: object, theirs: object, remedy: str, why: Why = Why.LAYOUT) -> None:
     if ours != theirs:
         raise LayoutMismatch(
             f"{what}: the prefill server has {_told(ours)}, the decode server has "
-            f"{_told(theirs)}: {remedy}"
+            f"{_told(theirs)}: {remedy}",
+            why,
         )
 
 

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 import te
-from bootstrap_server import Rank, RankCoords
+from bootstrap_server import Rank, RankCoords, Why
 from bootstrap_server.admission.newcomers import bytes_received
 from sglang_mooncake import messages
 from sglang_mooncake.context import Deadlines
@@ -116,6 +116,7 @@ class DecodeLinks:
         report: takes the events. It may come back to `send` and `open` before it returns.
         forget_instance: the instance of a rank, by its registry's address, may have been started
             elsewhere: it must be looked up afresh.
+        refused: this life of a rank will never serve this one; with its sentence.
         keys: `secret.Keys.control`; empty: links are not encrypted.
     """
 
@@ -128,12 +129,14 @@ class DecodeLinks:
         timeout_name: str,
         report: Callable[[LinkEvent], None],
         forget_instance: Callable[[str], None],
+        refused: Callable[[LinkKey, str, Why], None],
         keys: Sequence[bytes] = (),
     ) -> None:
         self._readers, self._hello = readers, hello
         self._deadlines = deadlines
         self._timeout_s, self._timeout_name = timeout_s, timeout_name
         self._report, self._forget_instance = report, forget_instance
+        self._refused = refused
         self._keys = tuple(keys)
         self._links: dict[LinkKey, _Link] = {}
         self._silence: Silence[_Link] = Silence(deadlines)
@@ -295,9 +298,12 @@ class DecodeLinks:
                     self.send(key, unsaid)
                 if self._is_current(link):  # else that has been reported
                     self._report(LinkUp(key, layers))
-            case HelloReply(refused=reason):
+            case HelloReply(refused=reason, why=why):
+                sentence = f"{key} refused: {reason}"
+                if why is not None:
+                    self._refused(key, sentence, why)
                 # It can be told until the link is closed; see `_FAREWELL_MS`.
-                self._report(LinkRefused(key, f"{key} refused: {reason}"))
+                self._report(LinkRefused(key, sentence))
                 self._close(link)
             case LinkReset(reason):
                 self._drop(link, f"{key}: {reason}", forget_instance=False)

@@ -286,7 +286,7 @@ class PrefillLinks:
         try:
             plan = self._plan(hello)
         except LayoutMismatch as error:
-            reply = HelloReply(refused=str(error))
+            reply = HelloReply(refused=str(error), why=error.why)
             self._refusals.note(hello.rank, str(reply.refused))
             self.send(key, reply)
             return

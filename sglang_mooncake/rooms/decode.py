@@ -175,8 +175,10 @@ class DecodeRooms:
                 return self._fenced(view)
             case LinkUp(link, layers):
                 return self._link_up(link, layers, now_s)
-            case LinkDown(link, reason) | LinkRefused(link, reason):
-                return self._link_gone(link, reason)
+            case LinkDown(link, reason):
+                return self._link_gone(link, reason, refused=False)
+            case LinkRefused(link, reason):
+                return self._link_gone(link, reason, refused=True)
             case PeerComputed(link, said):
                 return self._peer_computed(link, said, now_s)
             case PeerFailed(link, message):
@@ -218,7 +220,7 @@ class DecodeRooms:
         if room is None or view.state is not RoomState.OPEN:
             return []
         self._ask(room, tuple(RoomSource(link, sends=False, aux=False) for link in links))
-        return _open_links(links) + self._end(view, RoomState.FAILED, reason)
+        return _open_links(links) + self._end(view, RoomState.FAILED, reason, refused=True)
 
     def _name(self, view: RoomView, named: PagesNamed, now_s: float) -> list[Instruction]:
         room = self._rooms.get(view.serial)
@@ -288,13 +290,15 @@ class DecodeRooms:
 
     # --- the ways down ---
 
-    def _end(self, view: RoomView, end: RoomState, reason: str) -> list[Instruction]:
+    def _end(
+        self, view: RoomView, end: RoomState, reason: str, *, refused: bool = False
+    ) -> list[Instruction]:
         room = self._rooms.get(view.serial)
         if room is None or view.over or view.state is RoomState.ENDING:
             return []
         view.reason, view.end = reason, end
         tell: list[Instruction] = [
-            Tell(source.link, RoomAbort(view.room, view.generation, reason))
+            Tell(source.link, RoomAbort(view.room, view.generation, reason, refused))
             for source in room.sources
         ]
         if not view.exposed:
@@ -342,11 +346,13 @@ class DecodeRooms:
         advance(view, TRANSITIONS_DECODE, Step.LINKED)
         return [Tell(source.link, RoomWait(view.room, view.generation)) for source in room.sources]
 
-    def _link_gone(self, link: Hashable, reason: str) -> list[Instruction]:
+    def _link_gone(self, link: Hashable, reason: str, *, refused: bool) -> list[Instruction]:
         """Its rank is told, too: by the next link, if there is none to say it over."""
         instructions: list[Instruction] = []
         for room in self._of_link(link):
-            instructions += self._end(room.view, RoomState.FAILED, reason)
+            # A room that has asked another rank has a generation, and that one knows it.
+            never_asked = refused and not room.view.generation
+            instructions += self._end(room.view, RoomState.FAILED, reason, refused=never_asked)
         return instructions
 
     def _peer_computed(

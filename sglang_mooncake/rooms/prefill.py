@@ -345,6 +345,8 @@ class PrefillRooms:
         if 0 < message.generation <= self._answered.get((peer, message.room), -1):
             return []
         if room is not None and request is None and room.view.state is RoomState.OPEN:
+            if message.refused and not (room.requests or room.waiting):
+                return self._end(room.view, RoomState.ABORTED, peer_gave_up(message))
             room.aborts[peer] = message, now_s
             return []
         self._early.abort(peer, message, now_s)

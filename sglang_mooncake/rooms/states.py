@@ -189,6 +189,9 @@ class RoomView:
     #: Decode, written by the scheduler thread when it chooses them: whom this rank asks. `str`
     #: names each of them.
     peers: tuple[object, ...] = ()
+    #: Decode, written by the scheduler thread: the registry of the room's prefill ranks, once it
+    #: may be told of the room.
+    registry: str = ""
     serial: int = field(default_factory=lambda: next(_serial))
 
     @property

@@ -96,6 +96,9 @@ ABSENT_MEMBERS: dict[str, str] = {
 _LOOPBACK_OF_WILDCARD = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
+_MODEL_CHARS_MAX = 200
+
+
 class UnsupportedServer(RuntimeError):
     """SGLang runs in a mode that this version does not serve; names the flag."""
 
@@ -129,6 +132,7 @@ def rank_context(
             dsv41_spec_layout=spec_layout(kv_args),
             protocol=PROTOCOL_VERSION,
             dcp_size=int(parallel.attn_dcp_size),
+            model=_model(server_args),
         ),
         host=host or own_address(),
         bootstrap_address=_bootstrap_address() if role == "prefill" else "",
@@ -143,6 +147,19 @@ def rank_context(
         split=_split(role),
         names=SETTING_NAMES,
     )
+
+
+def _model(server_args: Any) -> str:
+    """What all copies of a model have in common, however their weights are stored: two servers for
+    which this differs have different models."""
+    config = ModelConfig.from_server_args(server_args)
+    text = config.hf_text_config
+    names = getattr(config.hf_config, "architectures", None) or ["a model without a name"]
+    layers, hidden, vocabulary = (
+        getattr(text, name, "?") for name in ("num_hidden_layers", "hidden_size", "vocab_size")
+    )
+    said = f"{names[0]} ({layers} layers of {hidden}, {vocabulary} tokens)"
+    return "".join(char for char in said if char.isprintable())[:_MODEL_CHARS_MAX]
 
 
 def _deadlines() -> Deadlines:

@@ -28,6 +28,7 @@ from bootstrap_server import (
     RegistrationRefused,
     Topology,
     Unreachable,
+    Why,
 )
 from bootstrap_server import server as server_module
 from bootstrap_server.client import bootstrap_client as client_module
@@ -354,6 +355,30 @@ def test_strangers_are_recognised(make_record: MakeRecord, status: int, body: by
             assert type(caught.value) is (NeverServed if status < 500 else BootstrapError)
             for words in (address, f"status {status}", PORT_FLAG):
                 assert words in str(caught.value)
+
+
+def test_ranks_of_another_release_are_no_strangers() -> None:
+    """Their instance says what this release does not know, or lacks what it asks for."""
+    body = b'{"config": {"protocol": 3, "form": "new"}, "members": []}'
+    with (
+        stranger(200, body) as address,
+        BootstrapClient(address, WAIT_S) as client,
+        pytest.raises(NeverServed, match="version 3 of the hand-over protocol") as caught,
+    ):
+        client.instance()
+    assert caught.value.why is Why.RELEASE
+
+
+def test_instances_are_listed_that_are_whole(make_record: MakeRecord) -> None:
+    two = Topology(1, 1, 2, 1)
+    with BootstrapServer("127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.port}"
+        with BootstrapClient(address, WAIT_S) as client:
+            client.register(make_record(ONE, FIRST))
+            assert client.instances() == {"default": client.instance().revision}
+        with BootstrapClient(address, WAIT_S, instance="half") as client:
+            client.register(make_record(two, FIRST))
+            assert list(client.instances()) == ["default"]
 
 
 def test_endless_answers_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

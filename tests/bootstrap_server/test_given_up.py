@@ -19,6 +19,7 @@ from bootstrap_server.ranks.given_up import (
     GIVEN_UP_PATH,
     NOTICE_BYTES_MAX,
     ROOMS_PER_NOTICE_MAX,
+    GivenUpRoom,
     GivenUpRooms,
     Notice,
 )
@@ -47,7 +48,7 @@ def test_notices_are_bounded_and_end():
     table.note(Notice((1, 2, 3, 4), "x" * 10_000), 0.0)
     found = table.after(0, 0.0)
     assert list(found.rooms) == [2, 3, 4]
-    assert len(found.rooms[4]) <= 400
+    assert len(found.rooms[4].reason) <= 400
     table.note(Notice((5,), "y"), 59.0)
     assert list(table.after(0, 60.0).rooms) == [5]
     with pytest.raises(ValueError, match="at most"):
@@ -57,7 +58,7 @@ def test_notices_are_bounded_and_end():
 def test_a_registry_that_was_restarted_tells_all_that_it_knows():
     table = GivenUpRooms()
     table.note(Notice((1,), "x"), 0.0)
-    assert table.after(1_000, 0.0).rooms == {1: "x"}
+    assert table.after(1_000, 0.0).rooms == {1: GivenUpRoom("x")}
 
 
 def test_a_prefill_rank_that_waits_hears_what_a_stranger_says_of_a_room():
@@ -69,10 +70,12 @@ def test_a_prefill_rank_that_waits_hears_what_a_stranger_says_of_a_room():
         heard = []
         waits = threading.Thread(target=lambda: heard.append(rank.given_up(0, 60.0)))
         waits.start()
-        decode.give_up([7, 8], "it has another secret")
+        decode.give_up([7, 8], "it has another secret", refused=True)
         waits.join(60)
         (found,) = heard
-        assert found.rooms == dict.fromkeys((7, 8), "it has another secret")
+        assert found.rooms == dict.fromkeys(
+            (7, 8), GivenUpRoom("it has another secret", refused=True)
+        )
         assert rank.given_up(found.revision, 0.0).rooms == {}
 
 

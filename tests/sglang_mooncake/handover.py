@@ -5,13 +5,14 @@ numpy memory filled from an oracle."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 import te
 from bootstrap_server import (
@@ -270,9 +271,12 @@ def handover(
     policy: str = "early",
     keys: Keys = NO_KEYS,
     decode_keys: Keys | None = None,
+    prefill_facts: Mapping[str, Any] | None = None,
+    decode_facts: Mapping[str, Any] | None = None,
 ) -> Iterator[Handover]:
     """One prefill and one decode rank around a registry; all of it is gone afterwards. `keys` are
-    those of all three, unless the decode rank has its own."""
+    those of all three, unless the decode rank has its own. `prefill_facts`, `decode_facts`: what
+    their instances' configurations say otherwise."""
     deadlines = deadlines or PATIENT
     source = source or Pool(seed=1)
     target = target or Pool(page_size=decode_page_size)
@@ -280,8 +284,10 @@ def handover(
     address = f"{HOST}:{server.port}"
     alike: dict[str, Any] = {"decode_allocation_policy": policy}
     here = make_context("prefill", address, deadlines, keys=keys, **alike)
+    here = replace(here, config=structs.replace(here.config, **(prefill_facts or {})))
     decode_keys = keys if decode_keys is None else decode_keys
     there = make_context("decode", "", deadlines, decode_page_size, keys=decode_keys, **alike)
+    there = replace(there, config=structs.replace(there.config, **(decode_facts or {})))
     prefill = PrefillRank(here, patient(prefill_config or Config()), source)
     decode = DecodeRank(there, patient(Config()), target)
     try:

@@ -10,7 +10,14 @@ import pytest
 from handover import Handover, handover, until
 from test_instances import instance
 
-from bootstrap_server import BootstrapClient, BootstrapError, Instance, NeverServed, Unreachable
+from bootstrap_server import (
+    BootstrapClient,
+    BootstrapError,
+    Instance,
+    NeverServed,
+    Unreachable,
+    Why,
+)
 from bootstrap_server.admission.secret import Keys
 from sglang_mooncake.given_up import GivenUpWatch
 from sglang_mooncake.instances import NOTHING_LISTENS_S, PrefillInstances
@@ -26,7 +33,7 @@ class Fetch:
     """A `fetch` that raises what it is told to."""
 
     def __init__(self) -> None:
-        self.error: BootstrapError = NeverServed("it has another secret")
+        self.error: BootstrapError = NeverServed("it has another secret", Why.SECRET)
 
     def __call__(self, address: str) -> Instance:
         raise self.error
@@ -79,8 +86,8 @@ def test_the_log_says_once_that_a_server_refuses_us_and_when_that_is_over(caplog
         for _ in range(3):
             look_up(known)
         assert caplog.text.count("it has another secret") == 1
-        known._note_known(ADDRESS, instance())
-        assert f"{ADDRESS} is served now" in caplog.text
+        known._note_known(ADDRESS, instance(), None)
+        assert f"{ADDRESS} serves this server now" in caplog.text
 
 
 def test_addresses_without_wildcards_are_asked_at_the_start():

@@ -43,7 +43,7 @@ from bootstrap_server import (
     RankRecord,
     Topology,
 )
-from sglang_mooncake import instances
+from sglang_mooncake import fetching
 from sglang_mooncake.layout import SEAL_BYTES, Seal
 from sglang_mooncake.links.sockets import open_dealer, open_router
 from sglang_mooncake.messages import PROTOCOL_VERSION, HelloReply, LinkReset, encode
@@ -332,7 +332,7 @@ def decode_alone() -> Iterator[tuple[str, DecodeRank]]:
 
 
 def test_a_rank_that_never_registers_is_named(monkeypatch):
-    monkeypatch.setattr(instances, "LOOKUP_WAIT_S", 0.2)
+    monkeypatch.setattr(fetching, "LOOKUP_WAIT_S", 0.2)
     with decode_alone() as (address, decode):
         register(address, Topology(1, 1, 2, 1), RankCoords(0, 0, 0, 0), 1, PROTOCOL_VERSION)
         assert not decode.side.instances.ensure(address)

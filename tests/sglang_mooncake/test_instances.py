@@ -29,7 +29,8 @@ from bootstrap_server import (
 from bootstrap_server.admission.secret import Keys
 from bootstrap_server.admission.signatures import signed
 from sglang_mooncake import instances
-from sglang_mooncake.instances import PrefillInstances, fetch_instance
+from sglang_mooncake.fetching import LOOKUP_WAIT_S, fetch_instance
+from sglang_mooncake.instances import PrefillInstances
 from sglang_mooncake.registries import Registries
 
 HOST_A, HOST_B = "10.0.0.1", "10.0.0.2"
@@ -100,7 +101,7 @@ def test_eight_registries_that_drip_do_not_hold_a_ninth():
 
     def fetch(address: str) -> Instance:
         with BootstrapClient(address, timeout_s=NEVER_S) as client:
-            return client.instance(wait_s=instances.LOOKUP_WAIT_S)
+            return client.instance(wait_s=LOOKUP_WAIT_S)
 
     with lookups(fetch) as known:
         listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(8)]
@@ -219,7 +220,8 @@ def test_an_instance_that_was_restarted_is_known_before_it_is_asked_for():
 TICKS_AS_THE_INTERPRETER_ENDS = """
 import concurrent.futures.thread, threading, time
 from bootstrap_server import Instance, InstanceConfig, KVFormat, Rank, RankCoords, Topology
-from sglang_mooncake.instances import PrefillInstances, fetch_instance
+from sglang_mooncake.fetching import LOOKUP_WAIT_S, fetch_instance
+from sglang_mooncake.instances import PrefillInstances
 from sglang_mooncake.registries import Registries
 
 config = InstanceConfig(topology=Topology(1, 1, 1, 1), format=KVFormat(1, "bfloat16", None))

@@ -18,7 +18,7 @@ from msgspec import structs
 from zmtp_peer import claim
 
 import te
-from bootstrap_server import Rank
+from bootstrap_server import Rank, Why
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.layout import Buffers
@@ -52,6 +52,10 @@ def hello() -> Hello:
     return Hello("decode rank", context.place, b"card", Pool().layout(Buffers((), (), ())))
 
 
+def nobody(*_: object) -> None:
+    """Is told of nothing."""
+
+
 class Hand:
     """A loop that is turned by hand."""
 
@@ -80,9 +84,16 @@ class Bench:
 
     def __init__(self, context: zmq.Context) -> None:
         self.loop = Hand(context)
-        self.events, self.forgotten = [], []
+        self.events, self.forgotten, self.refused = [], [], []
         self.links = DecodeLinks(
-            self.loop, hello, PATIENT, 10.0, "T", self.events.append, self.forgotten.append
+            self.loop,
+            hello,
+            PATIENT,
+            10.0,
+            "T",
+            self.events.append,
+            self.forgotten.append,
+            lambda key, sentence, why: self.refused.append((key, sentence, why)),
         )
         self.router, port = open_router(context, HOST, 1 << 20, deadlines=PATIENT)
         self.key = key_of(port)
@@ -154,10 +165,11 @@ def test_a_refused_link_can_be_told_and_is_dialled_again_for_the_next_room(bench
     bench.links._report = told
     bench.links.open(bench.key)
     identity, _ = bench.take()
-    bench.say(identity, HelloReply("another page size"))
+    bench.say(identity, HelloReply("another page size", why=Why.PAGE_SIZE))
     bench.hear()
     (refused,) = bench.events
     assert isinstance(refused, LinkRefused)
+    assert bench.refused == [(bench.key, refused.reason, Why.PAGE_SIZE)]
     assert bench.take() == (identity, ABORT)
     assert len(bench.links) == 0
     bench.events.clear()
@@ -410,9 +422,7 @@ class Peers:
         self.links: DecodeLinks | None = None
 
     def started(self, loop: ControlLoop) -> None:
-        self.links = DecodeLinks(
-            loop, hello, PATIENT, WAIT_S, "T", self.report, lambda address: None
-        )
+        self.links = DecodeLinks(loop, hello, PATIENT, WAIT_S, "T", self.report, nobody, nobody)
         for key in self.keys:
             self.links.open(key)
 

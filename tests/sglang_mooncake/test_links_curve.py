@@ -190,6 +190,7 @@ class Opener:
             "T",
             self.events.append,
             self.forgotten.append,
+            lambda *_: None,
             self.keys.control,
         )
         self.links.open(self.wanted)

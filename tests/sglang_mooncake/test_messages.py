@@ -106,7 +106,7 @@ any_message = st.one_of(
     st.builds(HelloReply, st.none(), st.just("0a" * 16), st.integers(0, (1 << 64) - 1)),
     st.builds(RoomWait, room=rooms, generation=rooms),
     st.builds(RoomComputed, room=rooms, generation=rooms),
-    st.builds(RoomAbort, room=rooms, generation=rooms, reason=text),
+    st.builds(RoomAbort, room=rooms, generation=rooms, reason=text, refused=st.booleans()),
     st.builds(RoomFailed, room=rooms, generation=rooms, reason=text),
     st.builds(LinkReset, reason=text),
 )

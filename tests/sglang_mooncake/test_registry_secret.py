@@ -16,10 +16,12 @@ from bootstrap_server import (
     Rank,
     RankLease,
     RankRecord,
+    Why,
 )
 from bootstrap_server.admission.secret import Keys
 from bootstrap_server.admission.signatures import signed
-from sglang_mooncake.instances import fetch_instance
+from sglang_mooncake.fetching import fetch_instance
+from sglang_mooncake.messages import PROTOCOL_VERSION
 from sglang_mooncake.sglang import registry
 from sglang_mooncake.sglang.config import ConfigError
 from sglang_mooncake.sglang.registry import ServersRegistry, query_dp_ranks
@@ -71,6 +73,22 @@ def test_a_registry_that_was_taken_over_leads_nobody_elsewhere(
         ):
             fetch_instance(address, KEYS)
         assert f"from the registry at {address}, is" in str(caught.value)
+
+
+def test_a_record_that_another_release_has_signed_names_the_releases(monkeypatch) -> None:
+    monkeypatch.setenv("SGLANG_MOONCAKE_SECRET", SECRET)
+    config = InstanceConfig(ALONE, KVFormat(1, "bfloat16"), protocol=PROTOCOL_VERSION + 1)
+    record = signed(RankRecord(config, Rank(FIRST, "10.0.0.1", 1, 1)), (b"otherwise" * 4,))
+    with ServersRegistry(host="127.0.0.1", port=0) as server:
+        address = f"127.0.0.1:{server.port}"
+        with (
+            RankLease(address, record, keys=KEYS.registry),
+            pytest.raises(NeverServed) as caught,
+        ):
+            fetch_instance(address, KEYS, protocol=PROTOCOL_VERSION)
+    assert caught.value.why is Why.RELEASE
+    for version in (PROTOCOL_VERSION, PROTOCOL_VERSION + 1):
+        assert f"version {version}" in str(caught.value)
 
 
 def test_ranks_with_a_secret_find_each_other() -> None:

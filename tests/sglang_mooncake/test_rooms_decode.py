@@ -20,7 +20,9 @@ from sglang_mooncake.rooms.decode import (
     Fence,
     Fenced,
     LinkDown,
+    LinkRefused,
     LinkUp,
+    NotServed,
     Opened,
     OpenLink,
     Over,
@@ -125,6 +127,22 @@ def test_a_link_that_cannot_be_opened_fails_its_room_at_once():
     abort = Tell("p0", RoomAbort(1, 0, "too many open files"))
     assert rooms.handle(LinkDown("p0", "too many open files"), 0) == [abort, Over(view)]
     assert (view.state, view.reason) == (RoomState.FAILED, "too many open files")
+
+
+def test_a_prefill_rank_that_refuses_is_told_that_it_will_never_be_asked():
+    rooms, view = new_rooms(), RoomView(1, 0.0)
+    rooms.handle(Opened(view), 0)
+    rooms.handle(SourcesChosen(view, (P0,)), 0)
+    told = rooms.handle(LinkRefused("p0", "another page size"), 0)
+    assert told == [Tell("p0", RoomAbort(1, 0, "another page size", refused=True)), Over(view)]
+
+
+def test_a_prefill_rank_that_does_not_fit_is_told_that_it_will_never_be_asked():
+    rooms, view = new_rooms(), RoomView(1, 0.0)
+    rooms.handle(Opened(view), 0)
+    told = rooms.handle(NotServed(view, ("p0",), "another page size"), 0)
+    abort = RoomAbort(1, 0, "another page size", refused=True)
+    assert told == [OpenLink("p0"), Tell("p0", abort), Over(view)]
 
 
 def test_pages_that_are_named_before_the_links_stand_are_asked_for_once_they_do():

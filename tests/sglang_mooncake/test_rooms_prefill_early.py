@@ -187,3 +187,26 @@ def test_a_request_that_comes_twice_opens_no_later_use_of_its_room_number():
     again = opened(rooms)
     assert rooms.handle(Requested("a", request(1)), 0) == []
     assert again.state is RoomState.OPEN
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_rank_that_will_never_ask_is_not_waited_for(is_early):
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    abort = RoomAborted("(no link)", RoomAbort(1, 0, "it has another secret", refused=True))
+    if is_early:
+        rooms.handle(abort, 0)
+    view = opened(rooms)
+    if not is_early:
+        rooms.handle(abort, 0)
+    assert view.state is RoomState.ABORTED
+    assert "another secret" in (view.reason or "")
+
+
+def test_a_room_that_another_rank_has_asked_for_does_not_end_at_such_a_word():
+    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    view = opened(rooms)
+    rooms.handle(Requested("a", request(1, destinations=2)), 0)
+    rooms.handle(RoomAborted("b", RoomAbort(1, 0, "a stranger's word", refused=True)), 0)
+    assert view.state is RoomState.OPEN
+    rooms.handle(Requested("b", request(1, destinations=2)), 0)
+    assert view.state is RoomState.READY
