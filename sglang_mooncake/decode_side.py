@@ -116,6 +116,7 @@ class DecodeSide(Side):
             ),
             fits=self.check_fits,
         )
+        recorder.refused = self.instances.refused
         self._registries = registries
         self._given_up = GivenUpNotices()
         coords = context.coords

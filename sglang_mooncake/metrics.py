@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from bootstrap_server import build
+from bootstrap_server import Why, build
 from sglang_mooncake.rooms.states import ENDS
 from sglang_mooncake.story import RoomStory
 from te.reasons import Reason
@@ -140,6 +140,13 @@ METRICS: Final = (
     ),
     Metric("rooms_open", "gauge", (), "Requests that are under way on this rank."),
     Metric("peers", "gauge", (), "Ranks that this rank can write to."),
+    Metric(
+        "refused_servers",
+        "gauge",
+        ("reason",),
+        "On decode ranks: prefill servers with which this rank shares no request until somebody"
+        " changes a setting, by what differs.",
+    ),
     Metric("rails", "gauge", (), "Rails in use, of both directions."),
     Metric("registered_bytes", "gauge", ("kind",), "Registered memory, by kind."),
     Metric(
@@ -222,8 +229,9 @@ def _of_engine(stats: Stats) -> Iterator[tuple[Key, float]]:
         yield ("rails_remade_total", (name,)), one.rails_remade
 
 
-def gauges(stats: Stats, open_rooms: int) -> dict[Key, float]:
-    """The gauges now."""
+def gauges(stats: Stats, open_rooms: int, refused: Iterable[Why] | None = None) -> dict[Key, float]:
+    """The gauges now. `refused`: why each prefill server and this rank do not serve each other;
+    None for a prefill rank."""
     found: dict[Key, float] = {
         ("rooms_open", ()): open_rooms,
         ("peers", ()): stats.peers,
@@ -231,6 +239,10 @@ def gauges(stats: Stats, open_rooms: int) -> dict[Key, float]:
     }
     for kind, nbytes in stats.registered_bytes.items():
         found["registered_bytes", (kind,)] = nbytes
+    if refused is not None:
+        found |= {("refused_servers", (why.value,)): 0.0 for why in Why}
+        for why in refused:
+            found["refused_servers", (why.value,)] += 1
     return found
 
 

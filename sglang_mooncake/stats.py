@@ -22,6 +22,7 @@ import te
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.failures import Failures
 from sglang_mooncake.pace import Pace
+from sglang_mooncake.refused import RefusedServer
 from sglang_mooncake.rooms.states import RoomState, RoomView
 from sglang_mooncake.story import RoomStory, Stories, WriteStory, tell
 
@@ -64,6 +65,9 @@ class Recorder:
         self._rooms: Counter[str] = Counter()
         self._open_rooms = 0
         self.failures = Failures()
+        #: Written once by the side of a decode rank: which prefill servers and this rank do not
+        #: serve each other. Any thread may call it.
+        self.refused: Callable[[], tuple[RefusedServer, ...]] | None = None
         self._bytes = 0
         self._in_flight = 0
         self._busy_since_s = 0.0

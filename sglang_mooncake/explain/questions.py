@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from sglang_mooncake.context import RankContext
+from sglang_mooncake.refused import RefusedServer
 from sglang_mooncake.stats import Recorder
 from sglang_mooncake.story import RoomStory, Stories, tell
 from te.errors import StatusError
@@ -21,6 +22,8 @@ __all__ = ["COUNT_MAX", "RankStories", "answers"]
 
 #: Stories in one answer: 64 with all the writes that they may have are below 1 MiB.
 COUNT_MAX: Final = 64
+#: Servers that refuse a rank, in one answer.
+REFUSED_TOLD_MAX: Final = 16
 
 
 class RankStories(msgspec.Struct, frozen=True):
@@ -30,6 +33,7 @@ class RankStories(msgspec.Struct, frozen=True):
     wall_s, monotonic_s: both clocks, read together.
     ended: rooms that have ended since the rank started.
     oldest_s: when the oldest room began that is kept in the order of their ends; None if none is.
+    refused: of a decode rank, the prefill servers with which it shares no request now.
     """
 
     rank: str
@@ -42,6 +46,7 @@ class RankStories(msgspec.Struct, frozen=True):
     ended: int
     oldest_s: float | None
     stories: tuple[RoomStory, ...]
+    refused: tuple[RefusedServer, ...] = ()
 
 
 def answers(recorder: Recorder, context: RankContext) -> dict[str, Answer]:
@@ -49,7 +54,7 @@ def answers(recorder: Recorder, context: RankContext) -> dict[str, Answer]:
     stories = recorder.stories
 
     def answer(choose: Callable[[Mapping[str, Any]], list[RoomStory]]) -> Answer:
-        return lambda arguments: _told(stories, context, choose(arguments))
+        return lambda arguments: _told(recorder, context, choose(arguments))
 
     def of_room(arguments: Mapping[str, Any]) -> list[RoomStory]:
         room = _number(arguments, "room")
@@ -62,7 +67,8 @@ def answers(recorder: Recorder, context: RankContext) -> dict[str, Answer]:
     }
 
 
-def _told(stories: Stories, context: RankContext, found: list[RoomStory]) -> RankStories:
+def _told(recorder: Recorder, context: RankContext, found: list[RoomStory]) -> RankStories:
+    stories, refused = recorder.stories, recorder.refused
     oldest = stories.oldest()
     return RankStories(
         context.name,
@@ -75,6 +81,7 @@ def _told(stories: Stories, context: RankContext, found: list[RoomStory]) -> Ran
         stories.count,
         None if oldest is None else oldest.began_s,
         tuple(found),
+        () if refused is None else refused()[:REFUSED_TOLD_MAX],
     )
 
 

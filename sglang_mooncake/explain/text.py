@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+from sglang_mooncake.explain.questions import RankStories
 from sglang_mooncake.explain.timeline import Lane, Timeline, verdict
 from sglang_mooncake.story import WriteStory
 from te.printable import printable
 
-__all__ = ["as_text", "size_text", "time_text"]
+__all__ = ["as_text", "refused_text", "size_text", "time_text"]
 
 _BAR_CHARS: Final = 40
 _WRITES_SHOWN: Final = 8
@@ -38,6 +39,20 @@ def as_text(line: Timeline) -> str:
     if line.absent:
         parts.append(_absent(line.absent))
     return "\n".join(map(printable, parts))
+
+
+def refused_text(told: Iterable[RankStories]) -> str:
+    """Which prefill servers serve none of the requests that lead to them, and why; empty if each
+    rank is served. A sentence that several ranks have said stands once."""
+    found: dict[str, float] = {}
+    for one in told:
+        for server in one.refused:
+            name = f"{server.address} and {one.role} ranks serve no request together"
+            said = f"{name} ({server.why.value}): {server.sentence}"
+            since_s = max(one.wall_s - server.since_s, 0.0)
+            found[said] = max(since_s, found.get(said, 0.0))
+    lines = (f"Now, for {time_text(since_s)}: {said}" for said, since_s in found.items())
+    return "\n".join(printable(line) for line in lines)
 
 
 def _outcome(line: Timeline) -> str:

@@ -20,7 +20,7 @@ from sglang_mooncake.explain.elsewhere import (
     ask_there,
 )
 from sglang_mooncake.explain.questions import COUNT_MAX, RankStories
-from sglang_mooncake.explain.text import as_text
+from sglang_mooncake.explain.text import as_text, refused_text
 from sglang_mooncake.explain.timeline import Timeline, timelines
 from te.errors import StatusError
 from te.printable import printable
@@ -120,13 +120,16 @@ def explain(parsed: argparse.Namespace) -> int:
         told = _read(parsed.files) if parsed.files else _joined(_told(parsed))
         chosen = _chosen(parsed, timelines(told))
         if not chosen:
+            if refused := refused_text(told):
+                sys.stdout.write(f"{refused}\n")
             raise _Failed(EXIT_UNKNOWN, _unknown(parsed, told))
         if parsed.json:
             rooms = {line.room for line in chosen}
             kept = [_only(one, rooms) for one in told]
             sys.stdout.write(msgspec.json.encode(kept).decode() + "\n")
         else:
-            sys.stdout.write("\n\n".join(as_text(line) for line in chosen) + "\n")
+            parts = [as_text(line) for line in chosen] + [refused_text(told)]
+            sys.stdout.write("\n\n".join(filter(None, parts)) + "\n")
         if parsed.svg is not None:
             _draw(chosen, parsed.svg)
     except _Failed as failed:
@@ -205,7 +208,7 @@ def _joined(answers: Sequence[RankStories]) -> list[RankStories]:
         if former is not None:
             known = {(story.room, story.serial) for story in former.stories}
             new = (story for story in one.stories if (story.room, story.serial) not in known)
-            one = msgspec.structs.replace(former, stories=(*former.stories, *new))
+            one = msgspec.structs.replace(one, stories=(*former.stories, *new))
         by_rank[key] = one
     return list(by_rank.values())
 

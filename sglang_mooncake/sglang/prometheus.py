@@ -59,10 +59,11 @@ class HandoverFigures:
         recorder.on_room_over(self._stories.append)
 
     def values(self) -> tuple[Mapping[Key, float], Mapping[Key, float]]:
-        stats = self._stats()
+        stats, refused = self._stats(), self._recorder.refused
+        whys = None if refused is None else [one.why for one in refused()]
         return (
             totals(stats, self._recorder.totals()),
-            gauges(stats, self._recorder.rooms()["open"]),
+            gauges(stats, self._recorder.rooms()["open"], whys),
         )
 
     def observations(self) -> Iterator[tuple[Key, float]]:

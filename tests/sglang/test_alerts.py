@@ -37,12 +37,14 @@ from bootstrap_server import (
     RankCoords,
     RankRecord,
     Topology,
+    Why,
 )
 from kvstore.metrics_http import MetricsServer
 from kvstore.status import StoreStatus
 from kvstore.store import Store
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.metrics import METRICS
+from sglang_mooncake.refused import RefusedServer
 from sglang_mooncake.rooms.states import RoomState, RoomTimes, RoomView
 from sglang_mooncake.sglang.prometheus import Exporter, HandoverFigures
 from sglang_mooncake.stats import Recorder
@@ -313,6 +315,23 @@ def test_a_fence_times_out(
 ) -> None:
     figures.stats = replace(figures.stats, fences=FenceStats(0, 0.0, 1))
     watched.until_firing(names, lambda: None)
+
+
+@fires("ServersDoNotFit")
+def test_a_prefill_server_has_another_secret(
+    tmp_path: Path, undo: ExitStack, registry: str, names: set[str]
+) -> None:
+    figures = Figures()
+    refused: list[RefusedServer] = []
+    figures.recorder.refused = lambda: tuple(refused)
+    decode = Server("decode", figures.recorder, lambda: figures.stats)
+    undo.callback(decode.close)
+    jobs = {"sglang": [decode.address], "sglang-mooncake-registry": [registry]}
+    with quiet_before(tmp_path, jobs, names) as prometheus:
+        refused.append(RefusedServer(f"{HOST}:1", Why.SECRET, "it has another secret", 0.0))
+        told = prometheus.until_firing(names, lambda: None)
+    assert decode.address in told["ServersDoNotFit"]
+    assert "(secret)" in told["ServersDoNotFit"]
 
 
 @fires("StoreOwnersLost")

@@ -8,11 +8,14 @@ import xml.etree.ElementTree as ET
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
+from bootstrap_server import Why
 from sglang_mooncake.explain.drawing import COLOURS, as_svg
 from sglang_mooncake.explain.questions import RankStories
-from sglang_mooncake.explain.text import as_text, size_text, time_text
+from sglang_mooncake.explain.text import as_text, refused_text, size_text, time_text
 from sglang_mooncake.explain.timeline import _ADVICE, ARRIVAL, timelines, verdict
+from sglang_mooncake.refused import RefusedServer
 from sglang_mooncake.story import STAGES, RoomStory, WriteStory
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -259,3 +262,17 @@ def test_ranks_that_took_part_and_have_not_told_are_named(host, peer):
 def test_of_many_that_have_not_told_the_first_are_named():
     (line,) = timelines([told(decode_story(peers=tuple(f"{PREFILL} h{i}:1" for i in range(9))))])
     assert f"{PREFILL} h3 and 5 more. These" in as_text(line)
+
+
+def test_servers_that_serve_no_request_are_named_once_though_several_ranks_say_so():
+    sentence = f"page_size is 16 on prefill and 1 on decode{CONTROL}"
+    server = RefusedServer("10.0.0.1:8998", Why.PAGE_SIZE, sentence, since_s=940.0)
+    ranks = [
+        structs.replace(told(decode_story(), rank=f"decode rank {tp}"), refused=(server,))
+        for tp in range(2)
+    ]
+    assert refused_text(ranks) == (
+        "Now, for 60.0 s: 10.0.0.1:8998 and decode ranks serve no request together (page size): "
+        "page_size is 16 on prefill and 1 on decode?[2J?"
+    )
+    assert refused_text([told(decode_story())]) == ""

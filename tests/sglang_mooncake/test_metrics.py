@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from test_stats import ENGINE
 from test_story import prefill
 
+from bootstrap_server import Why
 from sglang_mooncake.metrics import (
     METRICS,
     RANK_LABELS,
@@ -61,7 +62,7 @@ def test_names_are_those_that_prometheus_wants():
 
 
 def test_every_figure_is_in_the_table_with_its_labels():
-    told = totals(STATS, COUNTED) | gauges(STATS, 4) | dict(observations(prefill()))
+    told = totals(STATS, COUNTED) | gauges(STATS, 4, []) | dict(observations(prefill()))
     for name, labels in told:
         assert len(labels) == len(BY_NAME[name].labels), name
     assert {name for name, _ in told} == set(BY_NAME), "every metric has a figure"
@@ -153,3 +154,10 @@ def test_every_field_of_the_engines_figures_is_told_or_left_out_on_purpose():
     }  # fmt: skip
     of_single_peers = {"transports", "peer_transports", "peer_bytes_per_s"}
     assert {one.name for one in fields(STATS)} == told | sums_of_these | of_single_peers
+
+
+def test_each_reason_to_be_refused_has_a_series_from_the_start():
+    assert not [key for key in gauges(STATS, 0) if key[0] == "refused_servers"], "of prefill"
+    found = gauges(STATS, 0, [Why.SECRET, Why.SECRET])
+    series = {labels: value for (name, labels), value in found.items() if name == "refused_servers"}
+    assert series == {(why.value,): 2 * (why is Why.SECRET) for why in Why}
