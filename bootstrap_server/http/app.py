@@ -49,7 +49,7 @@ from bootstrap_server.http.body import (
     read_body,
     sentences,
 )
-from bootstrap_server.http.gate import Gate, guard
+from bootstrap_server.http.gate import PROVED, Gate, guard
 from bootstrap_server.http.given_up import GivenUpHandlers
 from bootstrap_server.http.metrics_route import MetricsHandlers
 from bootstrap_server.http.query import rank_number, revision_of, wait_s_of
@@ -64,6 +64,7 @@ from bootstrap_server.ranks.errors import (
     RegistrationRefused,
     RegistryFull,
 )
+from bootstrap_server.ranks.given_up import Notice
 from bootstrap_server.ranks.instance import InstanceTable
 from bootstrap_server.ranks.records import (
     RANKS_MAX,
@@ -124,7 +125,19 @@ def make_app(
     proof."""
     handlers = _Handlers(registry, rooms, clock, watch, board, lines)
     status = StatusHandlers(registry, board, clock, page)
-    given_up = GivenUpHandlers(clock)
+    refusals = Refusals()
+
+    def refused(address: str, why: str) -> None:
+        refusals.note(address, why)
+        board.turn_away(address, why, clock())
+
+    def given_up_by(request: web.Request, notice: Notice) -> None:
+        # What strangers say is not passed on.
+        is_known = gate is None or PROVED in request
+        why = notice.reason if is_known else "it gave requests up, and does not prove our secret"
+        board.turn_away(_address(request), why, clock(), len(notice.rooms))
+
+    given_up = GivenUpHandlers(clock, given_up_by)
     metrics = MetricsHandlers(registry, board, watch)
 
     @web.middleware
@@ -149,7 +162,7 @@ def make_app(
             2,
             guard(
                 gate,
-                Refusals(),
+                refused,
                 lambda request: watch.proved(request.transport),
                 page.is_for_browsers,
                 page.told_to,

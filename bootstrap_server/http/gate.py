@@ -14,7 +14,6 @@ from aiohttp.typedefs import Handler, Middleware
 from bootstrap_server.admission.allowance import Allowance
 from bootstrap_server.admission.crowd import source_of
 from bootstrap_server.admission.proof import HEADER, RequestProof, key_of, prove_answer
-from bootstrap_server.admission.refusals import Refusals
 from bootstrap_server.admission.replays import Replays
 from bootstrap_server.http.body import RefusalError, check_body, error_response
 from bootstrap_server.ranks.given_up import GIVEN_UP_PATH
@@ -24,7 +23,7 @@ __all__ = ["PROVED", "Gate", "guard"]
 #: In requests that were proved.
 PROVED: Final = web.RequestKey("proved", bool)
 #: The first two tell no names, and those who ask for them (orchestrators, Prometheus) have no
-#: secret. Who leaves a notice has another one than we have.
+#: secret. Who leaves a notice may have another one than we have, and then proves nothing.
 _OPEN: Final = frozenset({("GET", "/health"), ("GET", "/metrics"), ("POST", GIVEN_UP_PATH)})
 
 
@@ -65,16 +64,17 @@ class Gate:
 
 def guard(
     gate: Gate,
-    refusals: Refusals,
+    refused: Callable[[str, str], None],
     proved: Callable[[web.Request], None],
     is_for_browsers: Callable[[web.Request], bool] = lambda _: False,
     told_to: Callable[[web.Request], str | None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Middleware:
-    """A middleware that asks `gate` first, tells `proved` of those who are let in, and proves the
-    answers to them. Others get status 401, or 429 when they ask too often, and not a word but for
-    the sentence that `told_to` has for their request. `is_for_browsers` says which requests need
-    no proof, beside those that are open to all."""
+    """A middleware that asks `gate` first, tells `refused` the address of each whom it does not let
+    in, and why, and `proved` of the others, to whom it proves the answers. Strangers get status
+    401, or 429 when they ask too often, and not a word but for the sentence that `told_to` has for
+    their request. `is_for_browsers` says which requests need no proof, beside those that are open
+    to all."""
     allowance = Allowance()
 
     def answer_to_stranger(source: str) -> web.Response | None:
@@ -91,19 +91,20 @@ def guard(
         address = request.remote or "an unknown address"
         header = request.headers.get(HEADER)
         is_open = (request.method, request.raw_path) in _OPEN
-        if is_open or (header is None and is_for_browsers(request)):
+        has_proof = header is not None and request.method == "POST"
+        if (is_open and not has_proof) or (header is None and is_for_browsers(request)):
             answer = answer_to_stranger(source_of(address)) or await handler(request)
             # What else a stranger might begin over the connection is not waited for.
             answer.force_close()
             return answer
         admitted = gate.admit(request.method, request.raw_path, header, address)
         if isinstance(admitted, str):
-            refusals.note(address, admitted)
-            refused = answer_to_stranger(source_of(address)) or web.Response(
+            refused(address, admitted)
+            answer = answer_to_stranger(source_of(address)) or web.Response(
                 status=401, text=told_to(request) if header is None else None
             )
-            refused.force_close()
-            return refused
+            answer.force_close()
+            return answer
         key, proof = admitted
         try:
             await check_body(request, proof.claim.body_digest)

@@ -24,8 +24,13 @@ _ALL: Final = "given up"
 class GivenUpHandlers:
     """`POST` leaves a notice, from whomever; `GET` waits for notices, for those with a proof."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._rooms, self._clock = GivenUpRooms(), clock
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        noted: Callable[[web.Request, Notice], None],
+    ) -> None:
+        """``noted`` is told of each notice."""
+        self._rooms, self._clock, self._noted = GivenUpRooms(), clock, noted
         self._waiting = Waiting()
 
     def routes(self) -> list[web.RouteDef]:
@@ -45,6 +50,7 @@ class GivenUpHandlers:
             self._rooms.note(notice, self._clock())
         except ValueError as error:
             raise RefusalError(400, f"POST {GIVEN_UP_PATH}: {error}") from error
+        self._noted(request, notice)
         self._waiting.wake(_ALL)
         return web.Response(text="OK")
 

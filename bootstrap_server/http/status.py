@@ -173,6 +173,7 @@ class StatusHandlers:
                 for table in self._registry.tables()
                 if table.config is not None
             ],
+            "turned_away": [one._asdict() for one in self._board.turned_away(now_s)],
             "events": [_event(event) for event in self._board.events],
         }
 

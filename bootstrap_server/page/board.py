@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterator
 from typing import Final, NamedTuple
 
 from bootstrap_server.page.lately import Lately, Tally
+from bootstrap_server.page.turned_away import TurnedAway, TurnedAwayLately
 from bootstrap_server.ranks.rank_status import Axes
 from bootstrap_server.ranks.records import Rank, RankCoords, RankRecord
 from bootstrap_server.ranks.registry import Registry
@@ -73,6 +74,7 @@ class Board:
         self._bytes, self._bytes_max = 0, bytes_max
         self._shown: dict[_Key, Shown] = {}
         self._of_connection: dict[Hashable, dict[_Key, None]] = {}
+        self._turned_away = TurnedAwayLately()
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
         self._said = 0
         #: How often each kind of event has happened since the start.
@@ -89,6 +91,15 @@ class Board:
     def events(self) -> tuple[Event, ...]:
         """The newest first."""
         return tuple(reversed(self._events))
+
+    def turned_away(self, now_s: float) -> tuple[TurnedAway, ...]:
+        """Who was not served lately, the latest first."""
+        return self._turned_away.lately(now_s)
+
+    def turn_away(self, address: str, why: str, now_s: float, count: int = 1) -> None:
+        """So many requests from `address` were not served."""
+        self._turned_away.note(address, why, now_s, count)
+        self.revision += 1
 
     def reports(self, after: int, upto: int) -> list[tuple[int, str, RankCoords, Report]]:
         """Those that changed at a revision above `after`, `upto` at most, in that order; each with

@@ -104,6 +104,16 @@ const instancesTable = new PlainTable(
   ],
   "No instance is registered.",
 );
+const awayTable = new PlainTable(
+  byId("away"),
+  [
+    { title: "When", of: (one) => `${ageText(nowS() - one.last_s)} ago` },
+    { title: "Times", className: "number", of: (one) => String(one.times) },
+    { title: "From", of: (one) => one.address },
+    { title: "Why", className: "wrap", of: (one) => ({ mark: "✕", text: one.why }) },
+  ],
+  "None, in the last 10 minutes.",
+);
 const failuresTable = new PlainTable(
   byId("failures"),
   [
@@ -264,6 +274,7 @@ function show() {
   ratesTable.show(byTransport(wanted.filter(isHeard)));
   railsTable.show(byRail(wanted.filter(isHeard)));
   instancesTable.show(snapshot.instances);
+  awayTable.show(snapshot.turned_away);
   failuresTable.show(failuresOf(wanted).slice(0, FAILURES_SHOWN));
   eventsTable.show(snapshot.events);
   showDetails();

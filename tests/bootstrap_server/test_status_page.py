@@ -211,8 +211,11 @@ async def test_a_rank_that_does_not_renew_is_late_and_then_forgotten(
 @in_a_browser
 async def test_all_parts_of_the_page(server: BootstrapServer, make_record: MakeRecord) -> None:
     with ranks(server, make_record):
+        with BootstrapClient(f"127.0.0.1:{server.port}") as client:
+            client.give_up([1], "page_size is <b>16</b> on prefill and 1 on decode")
         async with page(server) as tab:
             await tab.until("document.querySelectorAll('#matrix td').length === 28")
+            assert "page_size is <b>16</b> on prefill" in await tab.ask(text("#away"))
             marks = await tab.ask(
                 "[...document.querySelectorAll('#matrix tbody tr')]"
                 ".map(row => [...row.cells].slice(1).map(cell => cell.textContent || '.').join(''))"
