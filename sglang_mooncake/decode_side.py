@@ -38,6 +38,7 @@ from sglang_mooncake.layout.pairing import DRAFT
 from sglang_mooncake.links.decode import DecodeLinks, LinkKey
 from sglang_mooncake.messages import Hello
 from sglang_mooncake.registries import Registries
+from sglang_mooncake.registry_check import RegistryCheck
 from sglang_mooncake.rooms import decode as rooms
 from sglang_mooncake.rooms.arrival import SealDisagrees, check_dealt, has_arrived
 from sglang_mooncake.rooms.states import RoomState, RoomView
@@ -120,8 +121,14 @@ class DecodeSide(Side):
         self._registries = registries
         self._given_up = GivenUpNotices()
         coords = context.coords
-        #: Whether it speaks for the ranks of its DP rank.
+        #: Whether it speaks for the ranks of its DP rank, and for all of them.
         self._is_first = (coords.cp, coords.tp, coords.pp) == (0, 0, 0)
+        self._check = RegistryCheck(
+            registry if self._is_first and not coords.dp else (),
+            context.keys,
+            context.config.protocol,
+            self.check_fits,
+        )
         #: By address, the oldest first; of the scheduler thread alone.
         self._sources_of: dict[str, _Sources] = {}
         self._optional_states = _optional_states(layout)
@@ -151,6 +158,7 @@ class DecodeSide(Side):
     def start(self) -> None:
         self._fencer.start()
         self._loop.start()
+        self._check.start()
         for address in self._registries.exact:
             # So that the log says before the first request if one of them refuses this server.
             self.instances.ensure(address)
@@ -160,6 +168,7 @@ class DecodeSide(Side):
         self._fencer.close()
         self.instances.close()
         self._given_up.close()
+        self._check.close()
 
     def abort(self, view: RoomView, reason: str) -> None:
         view.withdrawn = True
