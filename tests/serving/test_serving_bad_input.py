@@ -7,6 +7,7 @@ import copy
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,39 @@ def assert_ended(router: Router, servers: Sequence[Server], *words: str) -> None
         assert leaked_pages(server, timeout_s=BOUND_S) == 0
 
 
+def assert_ended_with(
+    router: Router, decode: Server, servers: Sequence[Server], sentence: str, mini_lb: bool
+) -> None:
+    """The decode server has said the sentence, and so has the router, if it passes errors on."""
+    # sglang-router tries again, and soon says of itself that no server is left; at first it does so
+    # before it has found out that there is one.
+    words = (sentence,) if mini_lb else ()
+    deadline_s = time.monotonic() + BOUND_S
+    while sentence not in decode.process.log_text():
+        assert time.monotonic() < deadline_s, "the decode server was never asked"
+        assert_ended(router, servers, *words)
+
+
+@pytest.mark.parametrize("mini_lb", [True, False], ids=["mini-lb", "sglang-router"])
+def test_another_model_ends_requests_on_both_servers(
+    fleet: Fleet, prefill: Server, mini_lb: bool
+) -> None:
+    """One whose caches have the same shapes."""
+    options = replace(prefill.options, model=make_model("qwen3"))
+    name = f"model-{mini_lb}"
+    decode = fleet.server("decode", options, name=f"decode-{name}")
+    router = fleet.router(prefill, decode, name=f"router-{name}", mini_lb=mini_lb)
+    Pair(prefill, decode, router).wait_ready()
+    sentence = "model is LlamaForCausalLM (3 layers of 128"
+    assert_ended_with(router, decode, (prefill, decode), sentence, mini_lb)
+    said = [
+        line for line in decode.process.log_text().splitlines() if "prefill instance at" in line
+    ]
+    assert len([line for line in said if "Qwen3ForCausalLM" in line]) == 1, said
+    router.stop()
+    decode.stop()
+
+
 @pytest.mark.parametrize("mini_lb", [True, False], ids=["mini-lb", "sglang-router"])
 def test_another_secret_ends_requests_on_both_servers(
     fleet: Fleet, prefill: Server, tmp_path: Path, mini_lb: bool
@@ -99,13 +133,7 @@ def test_another_secret_ends_requests_on_both_servers(
     router = fleet.router(prefill, decode, name=f"router-{name}", mini_lb=mini_lb)
     Pair(prefill, decode, router).wait_ready()
     sentence = "does not prove that it has our secret"
-    # sglang-router tries again, and soon says of itself that no server is left; at first it does so
-    # before it has found out that there is one.
-    words = (sentence,) if mini_lb else ()
-    deadline_s = time.monotonic() + BOUND_S
-    while sentence not in decode.process.log_text():
-        assert time.monotonic() < deadline_s, "the decode server was never asked"
-        assert_ended(router, (prefill, decode), *words)
+    assert_ended_with(router, decode, (prefill, decode), sentence, mini_lb)
     router.stop()
     decode.stop()
 
@@ -145,3 +173,37 @@ def test_servers_of_the_mismatch_still_serve(fleet: Fleet, prefill: Server) -> N
     wait_ready([prefill, decode, router])
     answers = send_all(router.url, make_requests(6, 300), 6, timeout_s=BOUND_S)
     assert not [answer.error for answer in answers if answer.error]
+
+
+def test_a_prefill_server_that_was_mended_is_served_without_a_restart_of_decode(
+    fleet: Fleet, prefill: Server, tmp_path: Path
+) -> None:
+    """The last test: it ends the prefill server of the others. The decode server is told of its
+    registry, and says at its start that its secret is another one."""
+    write_secret_file(tmp_path / "secret")
+    options = with_secret(prefill.options, tmp_path / "secret")
+    address = f"{HOST}:{prefill.bootstrap_port}"
+    told = {**options.extra_env, "SGLANG_MOONCAKE_REGISTRY": address}
+    decode = fleet.server("decode", replace(options, extra_env=told), name="decode-waits")
+    wait_ready([prefill, decode])
+    await_line(decode, f"the registry {address} does not serve this server: ")
+    prefill.stop()
+    mended = fleet.server(
+        "prefill",
+        options,
+        name="prefill-mended",
+        port=prefill.port,
+        bootstrap_port=prefill.bootstrap_port,
+    )
+    router = fleet.router(mended, decode, name="router-mended")
+    Pair(mended, decode, router).wait_ready()
+    await_line(decode, f"the registry {address} fits this server now")
+    answers = send_all(router.url, make_requests(3, 100), 3, timeout_s=BOUND_S)
+    assert not [answer.error for answer in answers if answer.error]
+
+
+def await_line(server: Server, line: str) -> None:
+    deadline_s = time.monotonic() + BOUND_S
+    while line not in server.process.log_text():
+        assert time.monotonic() < deadline_s, f"the log never said: {line}"
+        time.sleep(0.1)
