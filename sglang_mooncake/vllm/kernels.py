@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's KV caches as plain values. Written against vLLM 0.32 (`vllm/v1/attention`)."""
+"""vLLM's KV caches as plain values. See `vllm/v1/attention`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backend
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.platforms import current_platform
-from vllm.v1.attention.backends import cpu_attn
 
 from sglang_mooncake.vllm.page_map import CacheTensor
+from sglang_mooncake.vllm.seam import (
+    cpu_attn,
+    current_platform,
+    extract_layer_index,
+    get_current_attn_backend,
+)
 
 __all__ = ["cache_tensors", "kernel_of", "plain"]
 

@@ -6,28 +6,18 @@ into blocks of the one that generates, by the same hand-over as between SGLang's
         "kv_connector_module_path": "sglang_mooncake.vllm.pd_connector"}'
 
 The prefill server answers a request of one token with ``kv_transfer_params``, which a proxy gives
-to the decode server with the same prompt. Written against vLLM 0.32
-(`vllm/distributed/kv_transfer/kv_connector/v1/base.py`). vLLM makes one connector in the
+to the decode server with the same prompt. Written against vLLM's
+`vllm/distributed/kv_transfer/kv_connector/v1/base.py`. vLLM makes one connector in the
 scheduler's process, and one in the worker's; each is asked its own half of the methods.
 """
 
 from __future__ import annotations
 
-import logging
 import secrets
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    SupportsHMA,
-)
-from vllm.utils.network_utils import get_ip
-from vllm.v1.request import RequestStatus
 
 from bootstrap_server import RankRecord
 from sglang_mooncake.links.sockets import numeric_address
@@ -40,11 +30,19 @@ from sglang_mooncake.vllm.pd_rank import check_exposure, check_pair_server, role
 from sglang_mooncake.vllm.pd_registry import Registration
 from sglang_mooncake.vllm.pd_requests import Load, Loads, Release, Send, send_of
 from sglang_mooncake.vllm.pd_sides import DecodeRank, PrefillRank
+from sglang_mooncake.vllm.seam import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    RequestStatus,
+    SupportsHMA,
+    get_ip,
+    logger,
+    release,
+)
 
 __all__ = ["PDConnector"]
-
-#: Below vLLM's own, whose level and form it has.
-logger = logging.getLogger("vllm.sglang_mooncake")
 
 #: Rooms are numbers that every proxy's JSON can carry.
 ROOM_BITS: Final = 53
@@ -105,9 +103,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # -- the scheduler's process
 
-    def set_xfer_handshake_metadata(
-        self, metadata: dict[int, KVConnectorHandshakeMetadata]
-    ) -> None:
+    def set_xfer_handshake_metadata(self, metadata: dict[int, RankFacts]) -> None:
         """What the worker has said. A prefill server's rank is known to decode servers then."""
         facts = metadata[0]
         assert isinstance(facts, RankFacts)
@@ -211,7 +207,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         caches = [plain(one) for one in tensors]
         pages = PageMap(caches, self._kv_cache_config.num_blocks)
         kernel = kernel_of(config)
-        server = server_facts(config, pages, kernel, options.weights)
+        server = server_facts(config, pages, kernel, options.weights, release)
         storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
         memory = [(address, one.nbytes()) for address, one in storages.items()]
         kind = PrefillRank if self._is_prefill else DecodeRank

@@ -21,6 +21,7 @@ from sglang_mooncake.vllm.facts import (
 )
 from sglang_mooncake.vllm.page_map import CacheTensor, PageMap
 from sglang_mooncake.vllm.pd_options import PdOptions
+from sglang_mooncake.vllm.releases import line_of
 
 __all__ = [
     "FIRST",
@@ -97,16 +98,20 @@ def number_type(config: Any) -> str:
     return str(config.model_config.dtype).removeprefix("torch.") if name == "auto" else name
 
 
-def server_facts(config: Any, pages: PageMap, kernel: str, weights: str | None) -> dict[str, str]:
+def server_facts(
+    config: Any, pages: PageMap, kernel: str, weights: str | None, release: str
+) -> dict[str, str]:
     """What must be equal on both servers, by what sets it (``Offer.server``).
 
     kernel: what arranges the numbers of a block.
     weights: the operator's own name for them.
+    release: of vLLM.
 
     Raises:
         ValueError: the weights cannot be told apart from others.
     """
     return {
+        "vLLM": line_of(release),
         "--block-size": str(block_tokens(config)),
         "--kv-cache-dtype, or --dtype where that is auto": number_type(config),
         "layers with a KV cache": str(pages.layers),

@@ -7,28 +7,18 @@ while other requests are computed.
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"memory": "16GiB"}}'
 
-Written against vLLM 0.32 (`vllm/distributed/kv_transfer/kv_connector/v1/base.py`). vLLM makes one
+Written against vLLM's `vllm/distributed/kv_transfer/kv_connector/v1/base.py`. vLLM makes one
 in the scheduler's process, and one in each worker's; each is asked its own half of the methods.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm import __version__
-from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    SupportsHMA,
-)
 
 from kvstore.changes import Keys
 from kvstore.store import Store
@@ -38,12 +28,19 @@ from sglang_mooncake.vllm.kernels import cache_tensors, kernel_of, plain
 from sglang_mooncake.vllm.options import Options
 from sglang_mooncake.vllm.page_map import PageMap
 from sglang_mooncake.vllm.requests import Requests, Work, held_by_all
+from sglang_mooncake.vllm.seam import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+    get_tensor_model_parallel_rank,
+    logger,
+    release,
+)
 from sglang_mooncake.vllm.store_worker import Ready, StoreWorker
 
 __all__ = ["StoreConnector"]
-
-#: Below vLLM's own, whose level and form it has.
-logger = logging.getLogger("vllm.sglang_mooncake")
 
 
 @dataclass
@@ -162,7 +159,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         rank = get_tensor_model_parallel_rank()
         kernel = kernel_of(self._vllm_config)
         weights = self._options.weights
-        signature = signature_of(self._vllm_config, pages, kernel, rank, weights, __version__)
+        signature = signature_of(self._vllm_config, pages, kernel, rank, weights, release)
         self._device = tensors[0].device
         for storage in {one.untyped_storage().data_ptr(): one for one in tensors}.values():
             self._register(storage.untyped_storage())

@@ -72,11 +72,12 @@ def test_a_model_with_several_caches_is_refused() -> None:
 )
 def test_what_changes_values_is_told_to_the_other_server(changed: dict[str, Any]) -> None:
     pages = PageMap(Cache().tensors(), 16)
-    facts = server_facts(of_pair(), pages, "K", "w")
-    assert facts != server_facts(of_pair(**changed), pages, "K", "w")
-    assert facts != server_facts(of_pair(), pages, "other", "w")
-    assert facts != server_facts(of_pair(), pages, "K", "others")
-    assert facts == server_facts(of_pair(), pages, "K", "w")
+    facts = server_facts(of_pair(), pages, "K", "w", "0.32.0")
+    assert facts != server_facts(of_pair(**changed), pages, "K", "w", "0.32.0")
+    assert facts != server_facts(of_pair(), pages, "other", "w", "0.32.0")
+    assert facts != server_facts(of_pair(), pages, "K", "others", "0.32.0")
+    assert facts != server_facts(of_pair(), pages, "K", "w", "0.31.0")
+    assert facts == server_facts(of_pair(), pages, "K", "w", "0.32.1")
 
 
 def test_a_layout_has_each_block_of_each_layer() -> None:
