@@ -95,7 +95,7 @@ def test_a_script_refuses_what_it_does_not_know(bare: Path, name: str) -> None:
 def test_what_the_demo_shows_besides_has_options_of_its_own(bare: Path, variant: str) -> None:
     done = call(bare, "demo", variant, "--help")
     assert done.stdout.startswith(f"usage: scripts/demo {variant} ")
-    done = call(bare, "demo", variant, "--prefill-tp", "2")
+    done = call(bare, "demo", variant, "--decode-pp", "2")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("demo: ")
 

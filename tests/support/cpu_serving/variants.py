@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from command_line import Parser
+
+from cpu_serving.architectures import HEADS
 
 __all__ = ["VARIANTS", "parse_hits", "parse_store", "parse_vllm"]
 
@@ -60,8 +63,26 @@ def parse_vllm(argv: Sequence[str]) -> argparse.Namespace:
     add("--requests", type=int, default=8, metavar="N", help="how many, all at once (8)")
     add("--prompt", type=int, default=700, metavar="N", help="tokens of the longest prompt (700)")
     add("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
+    add("--prefill-tp", type=int, default=1, metavar="T", help="TP ranks of the prefill server (1)")
+    add("--decode-tp", type=int, default=1, metavar="T", help="TP ranks of the decode server (1)")
+    add(
+        "--store-tp", type=int, default=1, metavar="T", help="those of the servers on the store (1)"
+    )
+    add("--only", choices=("store", "pair"), help="show the store, or prefill and decode, alone")
+    add(
+        "--release-at",
+        type=Path,
+        metavar="FOLDER",
+        help="where another release of vLLM lies, without what it needs (pip install --no-deps"
+        " --target); scripts/vllm-releases makes such folders",
+    )
     add("--json", action="store_true", help="last line of stdout is one JSON array")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    for flag in ("--prefill-tp", "--decode-tp", "--store-tp"):
+        ranks = vars(options)[flag[2:].replace("-", "_")]
+        if ranks < 1 or HEADS % ranks:
+            parser.error(f"{flag} {ranks}: the tiny model has {HEADS} heads to be shared equally")
+    return options
 
 
 VARIANTS: Final[Mapping[str, Callable[[Sequence[str]], argparse.Namespace]]] = {

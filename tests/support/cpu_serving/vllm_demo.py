@@ -51,6 +51,8 @@ class Way:
     #: compared, or bytes that the prefill server has sent.
     moved: int
     unit: str = f"pages of {BLOCK}"
+    #: Whether KV caches come from elsewhere at all.
+    is_loaded: bool = True
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,52 +69,79 @@ def main(argv: Sequence[str]) -> int:
     print(_table(ways, options.requests))
     if options.json:
         print(json.dumps([asdict(one) for one in ways]))
-    loaded = all(one.moved > 0 and one.cached_tokens > 0 for one in ways[1:])
+    loaded = all(one.moved > 0 and one.cached_tokens > 0 for one in ways if one.is_loaded)
     return 0 if loaded and not any(one.different for one in ways) else EXIT_DIFFERENT
 
 
 def _run(options: argparse.Namespace, run_dir: Path) -> list[Way]:
-    model = make_model("llama")
     requests = make_requests(options.requests, options.prompt, seed=options.seed)
     with tempfile.TemporaryDirectory(prefix="kv") as directory, Fleet(run_dir) as fleet:
-        place = Path(directory)
-        alone = start_vllm(fleet, "alone", model, place)
-        first = start_vllm(fleet, "first", model, place, store_flags("64MiB", place), core=1)
-        _wait("an ordinary server, and the first one with the store", [alone, first])
+        starter = _Starter(fleet, make_model("llama"), Path(directory), options.release_at)
+        alone = starter.start("alone")
+        _wait("an ordinary server", [alone])
         expected = _ask(alone, requests)
         alone.stop()
-        cold = _ask(first, requests)
-        stored = Way("computed, and stored", len(compare(expected, cold)), _cached(cold), 0)
-        reset(first)
-        warm = _ask(first, requests)
-        own = _way("loaded, after a reset", expected, warm, place, first)
-        second = start_vllm(fleet, "second", model, place, store_flags("0", place))
-        _wait("a second server", [second])
-        other = _way("loaded by another server", expected, _ask(second, requests), place, second)
-        first.stop()
-        second.stop()
-        pair = _handed_over(fleet, model, place, expected, requests)
-    return [stored, own, other, pair]
+        ways: list[Way] = []
+        if options.only != "pair":
+            ways += _on_the_store(starter, options.store_tp, expected, requests)
+        if options.only != "store":
+            sizes = options.prefill_tp, options.decode_tp
+            ways.append(_handed_over(starter, sizes, expected, requests))
+    return ways
+
+
+@dataclass(frozen=True)
+class _Starter:
+    """``release``: where another release of vLLM is."""
+
+    fleet: Fleet
+    model: Path
+    place: Path
+    release: Path | None
+
+    def start(self, name: str, flags: Sequence[str] = (), core: int = 0, tp: int = 1) -> VllmServer:
+        return start_vllm(self.fleet, name, self.model, self.place, flags, core, tp, self.release)
+
+
+def _on_the_store(
+    starter: _Starter, tp: int, expected: Sequence[Answer], requests: Sequence[Request]
+) -> list[Way]:
+    place = starter.place
+    first = starter.start("first", store_flags("64MiB", place), 1, tp)
+    _wait("a server with the store", [first])
+    cold = _ask(first, requests)
+    stored = Way(
+        "computed, and stored", len(compare(expected, cold)), _cached(cold), 0, is_loaded=False
+    )
+    reset(first)
+    own = _way("loaded, after a reset", expected, _ask(first, requests), place, first)
+    second = starter.start("second", store_flags("0", place), 0, tp)
+    _wait("a second server", [second])
+    other = _way("loaded by another server", expected, _ask(second, requests), place, second)
+    first.stop()
+    second.stop()
+    return [stored, own, other]
 
 
 def _handed_over(
-    fleet: Fleet,
-    model: Path,
-    place: Path,
+    starter: _Starter,
+    sizes: tuple[int, int],
     expected: Sequence[Answer],
     requests: Sequence[Request],
 ) -> Way:
-    settings = {"stats_dir": str(place / "stats")}
-    flags = pair_flags("kv_producer", registry_port=fleet.port(), **settings)
-    prefill = start_vllm(fleet, "prefill", model, place, flags)
-    decode = start_vllm(fleet, "decode", model, place, pair_flags("kv_consumer", **settings), 1)
+    """``sizes``: TP ranks of the prefill and of the decode server."""
+    settings = {"stats_dir": str(starter.place / "stats")}
+    flags = pair_flags("kv_producer", registry_port=starter.fleet.port(), **settings)
+    prefill = starter.start("prefill", flags, 0, sizes[0])
+    decode = starter.start("decode", pair_flags("kv_consumer", **settings), 1, sizes[1])
     _wait("a prefill and a decode server", [prefill, decode])
     with Proxy(prefill.url, decode.url) as proxy, Step("requests to the proxy of both"):
         answers = ask(proxy, requests)
     came = decode.metric("vllm:prompt_tokens_by_source_total", 'source="external_kv_transfer"')
-    nbytes = handed_over(place / "stats", len(requests))
+    nbytes = handed_over(starter.place / "stats", len(requests) * sizes[0])
     different = len(compare(expected, answers))
-    return Way("computed by a prefill server", different, round(came), nbytes, "bytes")
+    name = f"prefill server, TP {sizes[0]} to {sizes[1]}"
+    return Way(name, different, round(came), nbytes, "bytes")
 
 
 def _wait(what: str, servers: Sequence[VllmServer]) -> None:

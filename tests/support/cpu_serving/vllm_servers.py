@@ -10,6 +10,7 @@ import re
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -105,15 +106,18 @@ def pair_flags(role: str, policy: str = "recompute", **more: Any) -> list[str]:
 
 
 def counters(stats_dir: Path, role: str) -> Mapping[str, int]:
-    """Of the one prefill or decode server that keeps its counters there: rooms by how they ended,
-    and bytes sent."""
-    (file,) = stats_dir.glob(f"{role}-*.json")
-    said = json.loads(file.read_text())
-    return {**said["rooms"], "bytes": said["bytes"]}
+    """Of the ranks of the one prefill or decode server that keep their counters there, added up:
+    rooms by how they ended, and bytes sent."""
+    found: Counter[str] = Counter()
+    for file in stats_dir.glob(f"{role}-*.json"):
+        said = json.loads(file.read_text())
+        found.update({**said["rooms"], "bytes": said["bytes"]})
+    return found
 
 
 def handed_over(stats_dir: Path, rooms: int) -> int:
-    """Bytes that a prefill server has sent, once so many rooms are done. Raises ServingError."""
+    """Bytes that a prefill server has sent, once so many rooms are done, each counted on every
+    rank. Raises ServingError."""
     deadline_s = time.monotonic() + COUNTERS_TIMEOUT_S
     while (said := counters(stats_dir, "prefill"))["done"] < rooms:
         if time.monotonic() > deadline_s:
@@ -129,11 +133,14 @@ def start_vllm(
     runtime_dir: Path,
     flags: Sequence[str] = (),
     core: int = 0,
+    tp: int = 1,
+    release: Path | None = None,
 ) -> VllmServer:
     """Starts one.
 
     runtime_dir: where its store finds others', with a short name, and mode 0700.
-    core: which of this process's it has.
+    core: the first of this process's that it has; each TP rank has one.
+    release: the folder of another release of vLLM.
 
     Raises:
         ServingError: vLLM's environment is not there.
@@ -144,25 +151,30 @@ def start_vllm(
     argv = ["vllm.entrypoints.openai.api_server", "--model", str(model), "--host", HOST]
     argv += ["--port", str(port), "--dtype", "float32", "--enforce-eager"]
     argv += ["--max-model-len", "2048", "--max-num-seqs", "8", "--block-size", str(BLOCK)]
-    argv += ["--enable-prompt-tokens-details", *flags]
-    cores = sorted(os.sched_getaffinity(0))
-    env = _environment(runtime_dir, cores[core % len(cores)])
+    argv += ["--enable-prompt-tokens-details", "--tensor-parallel-size", str(tp), *flags]
+    ours = sorted(os.sched_getaffinity(0))
+    cores = [ours[(core + rank) % len(ours)] for rank in range(tp)]
+    env = _environment(runtime_dir, cores, release)
     log = fleet.run_dir / f"{name}.log"
     return VllmServer(
         fleet.process(f"{name} server", argv, env, log, python=PYTHON), f"http://{HOST}:{port}"
     )
 
 
-def _environment(runtime_dir: Path, core: int) -> Mapping[str, str]:
+def _environment(
+    runtime_dir: Path, cores: Sequence[int], release: Path | None
+) -> Mapping[str, str]:
+    paths = [SHIM, ROOT] if release is None else [SHIM, release.absolute(), ROOT]
     return os.environ | {
-        "PYTHONPATH": str(SHIM),
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "XDG_RUNTIME_DIR": str(runtime_dir),
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_CPU_OMP_THREADS_BIND": str(core),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
         "VLLM_HOST_IP": HOST,
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_TARGET_DEVICE": "cpu",  # else it is told by the package's name
         "DO_NOT_TRACK": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
         "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request compiles

@@ -29,6 +29,10 @@ when the module it concerns is imported and not otherwise:
   run it gets a stand-in, see `cpu_overlap.py`. What servers get that hand KV over layer by layer
   is in `cpu_layers.py`.
 
+vLLM's processes for a CPU are new interpreters, which import everything again for 10 CPU-seconds
+each. They are forked instead, as vLLM forks them where there is a GPU; the cores that it then gives
+to each of them come too late, and they share those of the server.
+
 A server may also pretend that its KV pool is memory of a GPU, see `cpu_cuda.py`.
 
 With `CPU_SERVING_WITHOUT_KV=1` a prefill server hands over everything but KV and state: that is the
@@ -38,6 +42,7 @@ negative control of all comparisons of tokens.
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -185,6 +190,10 @@ def _of_lora(name: str) -> Patch:
     return patch
 
 
+def _fork_vllm(module: ModuleType) -> None:
+    module.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
 def _leave_kv_out(module: ModuleType) -> None:
     if os.environ.get("CPU_SERVING_WITHOUT_KV") != "1":
         return
@@ -216,6 +225,7 @@ _AFTER: dict[str, Patch] = {
     "sglang.srt.models.deepseek_v2": _share_without_waiting,
     "sglang_mooncake.layout.plan": _leave_kv_out,
     "sglang_mooncake.sglang.manager": _pretend_cuda,
+    "vllm.utils.system_utils": _fork_vllm,
 }
 
 
