@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the connector takes from vLLM's configuration (0.32, `vllm/config`), and which servers it
+"""What the connector takes from vLLM's configuration (`vllm/config`), and which servers it
 refuses. Imports nothing of vLLM, so that it is tested without."""
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ __all__ = [
     "refuse_sleep",
     "refuse_split",
     "signature_of",
+    "total_heads",
 ]
 
 #: Of ``ModelConfig``: by which servers with the same weights compute other keys and values.
@@ -129,6 +130,12 @@ def heads_of_rank(config: Any, rank: int) -> tuple[int, int]:
     heads = int(model.get_num_kv_heads(parallel))
     first = rank * heads if total >= size else rank * total // size
     return first, first + heads
+
+
+def total_heads(config: Any) -> int:
+    """KV heads of the model, over all TP ranks. Its one latent counts as a head (MLA)."""
+    model = config.model_config
+    return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
 def signature_of(

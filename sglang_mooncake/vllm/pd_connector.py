@@ -8,7 +8,9 @@ into blocks of the one that generates, by the same hand-over as between SGLang's
 The prefill server answers a request of one token with ``kv_transfer_params``, which a proxy gives
 to the decode server with the same prompt. Written against vLLM's
 `vllm/distributed/kv_transfer/kv_connector/v1/base.py`. vLLM makes one connector in the
-scheduler's process, and one in the worker's; each is asked its own half of the methods.
+scheduler's process, and one in each TP worker's; each is asked its own half of the methods. A
+request is sent or loaded once all workers have named it, and a block has failed if one of them says
+so (`KVOutputAggregator` in `kv_connector/utils.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from sglang_mooncake.vllm.kernels import cache_tensors, kernel_of, plain
 from sglang_mooncake.vllm.page_map import PageMap
 from sglang_mooncake.vllm.pd_offers import DECODE_ELSEWHERE, PREFILLED, Offer, prompt_digest
 from sglang_mooncake.vllm.pd_options import PdOptions
-from sglang_mooncake.vllm.pd_rank import check_exposure, check_pair_server, role_of, server_facts
+from sglang_mooncake.vllm.pd_rank import (
+    check_exposure,
+    check_pair_server,
+    place_of,
+    role_of,
+    server_facts,
+)
 from sglang_mooncake.vllm.pd_registry import Registration
 from sglang_mooncake.vllm.pd_requests import Load, Loads, Release, Send, send_of
 from sglang_mooncake.vllm.pd_sides import DecodeRank, PrefillRank
@@ -38,6 +46,7 @@ from sglang_mooncake.vllm.seam import (
     RequestStatus,
     SupportsHMA,
     get_ip,
+    get_tensor_model_parallel_rank,
     logger,
     release,
 )
@@ -104,12 +113,13 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- the scheduler's process
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, RankFacts]) -> None:
-        """What the worker has said. A prefill server's rank is known to decode servers then."""
-        facts = metadata[0]
-        assert isinstance(facts, RankFacts)
-        self._server = facts.server
-        if facts.record is not None:
-            self._registration = Registration(self._options, self._host, facts.record)
+        """What the TP workers have said, by rank. A prefill server's ranks are known to decode
+        servers then."""
+        facts = [metadata[rank] for rank in sorted(metadata)]
+        self._server = facts[0].server
+        records = [one.record for one in facts if one.record is not None]
+        if records:
+            self._registration = Registration(self._options, self._host, records)
 
     def on_new_request(self, request: Any) -> None:
         """Whether its prompt is to be had from a prefill server."""
@@ -210,8 +220,9 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         server = server_facts(config, pages, kernel, options.weights, release)
         storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
         memory = [(address, one.nbytes()) for address, one in storages.items()]
+        place = place_of(config, get_tensor_model_parallel_rank())
         kind = PrefillRank if self._is_prefill else DecodeRank
-        self._rank = kind(config, options, self._host, caches, kernel, memory)
+        self._rank = kind(config, options, self._host, caches, kernel, memory, place)
         self._facts = RankFacts(server, self._rank.record)
         logger.info("%s hands over: %s", self._rank.name, server)
 

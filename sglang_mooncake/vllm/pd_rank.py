@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from bootstrap_server import InstanceConfig, KVFormat, RankCoords, Topology
+from bootstrap_server import InstanceConfig, KVFormat, MismatchError, RankCoords, Topology
 from bootstrap_server.admission.exposure import exposure
 from sglang_mooncake.context import Deadlines, RankContext, Role, SettingNames
-from sglang_mooncake.layout import Buffers, Component, Layout, Units
+from sglang_mooncake.layout import Buffers, Component, Layout, Place, Units
 from sglang_mooncake.messages import PROTOCOL_VERSION
 from sglang_mooncake.vllm.facts import (
     block_tokens,
@@ -18,24 +18,23 @@ from sglang_mooncake.vllm.facts import (
     refuse_hashes,
     refuse_sleep,
     refuse_split,
+    total_heads,
 )
 from sglang_mooncake.vllm.page_map import CacheTensor, PageMap
 from sglang_mooncake.vllm.pd_options import PdOptions
 from sglang_mooncake.vllm.releases import line_of
 
 __all__ = [
-    "FIRST",
     "ROLES",
     "check_exposure",
     "check_pair_server",
     "context_of",
     "layout_of",
+    "place_of",
     "role_of",
     "server_facts",
 ]
 
-ONE_RANK: Final = Topology(1, 1, 1, 1)
-FIRST: Final = RankCoords(0, 0, 0, 0)
 ROLES: Final[dict[str, Role]] = {"kv_producer": "prefill", "kv_consumer": "decode"}
 NO_METADATA: Final = Buffers((), (), ())
 INSIST: Final = '"insecure": true in kv_connector_extra_config'
@@ -63,11 +62,12 @@ def check_pair_server(config: Any, caches: Any) -> None:
     role_of(config)
     parallel = config.parallel_config
     refuse_split(parallel)
-    for name in ("tensor_parallel_size", "data_parallel_size"):
-        size = getattr(parallel, name, 1)
-        if size != 1:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} {size} is not supported between prefill and decode: give 1")
+    size = getattr(parallel, "data_parallel_size", 1)
+    if size != 1:
+        raise ValueError(
+            f"--data-parallel-size {size} is not supported between prefill and decode: give 1, and"
+            " start more servers instead"
+        )
     if len(caches.kv_cache_groups) != 1:
         raise ValueError(
             f"this model has {len(caches.kv_cache_groups)} groups of KV caches, with sliding"
@@ -101,7 +101,8 @@ def number_type(config: Any) -> str:
 def server_facts(
     config: Any, pages: PageMap, kernel: str, weights: str | None, release: str
 ) -> dict[str, str]:
-    """What must be equal on both servers, by what sets it (``Offer.server``).
+    """What must be equal on both servers, by what sets it (``Offer.server``). All TP ranks of a
+    server say the same. How many there are need not be equal.
 
     kernel: what arranges the numbers of a block.
     weights: the operator's own name for them.
@@ -115,21 +116,33 @@ def server_facts(
         "--block-size": str(block_tokens(config)),
         "--kv-cache-dtype, or --dtype where that is auto": number_type(config),
         "layers with a KV cache": str(pages.layers),
-        "--attention-backend, and on a CPU its instructions": f"{kernel} {pages.layout}",
+        "KV heads": str(total_heads(config)),
+        "--attention-backend, and on a CPU its instructions": f"{kernel} {pages.arrangement}",
         "weights, and flags that change values": computed_by(config, weights),
     }
 
 
-def layout_of(
-    config: Any, tensors: Sequence[CacheTensor], kernel: str, seals: Buffers = NO_METADATA
-) -> Layout:
-    """Of the layers' KV caches, in the order of layers. One rank has all heads, so the bytes of a
-    block are one unit.
+def place_of(config: Any, tp_rank: int) -> Place:
+    """Which part of the model a worker has."""
+    size = int(config.parallel_config.tensor_parallel_size)
+    return Place(Topology(1, 1, size, 1), RankCoords(0, 0, tp_rank, 0))
 
+
+def layout_of(
+    config: Any,
+    tensors: Sequence[CacheTensor],
+    kernel: str,
+    place: Place,
+    seals: Buffers = NO_METADATA,
+) -> Layout:
+    """Of the layers' KV caches, in the order of layers.
+
+    place: which rank has them.
     seals: of the decode side.
 
     Raises:
-        ValueError: blocks of a layer do not lie behind each other.
+        ValueError: blocks of a layer do not lie behind each other, or have other heads than the
+            model gives this rank.
     """
     pages = PageMap(tensors, tensors[0].shape[0] if tensors else 0)
     one = tensors[0]
@@ -143,25 +156,45 @@ def layout_of(
     buffers = Buffers(
         tuple(one.address for one in tensors), (nbytes,) * layers, (nbytes * blocks,) * layers
     )
+    cuts = (Units(total_heads(config), one.head_bytes),)
+    component = Component("kv", tuple(range(layers)), buffers, cuts=cuts, rows=one.rows)
+    _check_heads(component, one, place)
     return Layout(
         page_size=block_tokens(config),
         dtype=number_type(config),
-        kv_layout=f"vllm {kernel} {pages.layout}",
-        components=(Component("kv", tuple(range(layers)), buffers, cuts=(Units(1, nbytes),)),),
+        kv_layout=f"vllm {kernel} {pages.arrangement}",
+        components=(component,),
         aux=NO_METADATA,
         seals=seals,
     )
 
 
-def context_of(role: Role, options: PdOptions, layout: Layout, host: str) -> RankContext:
+def _check_heads(component: Component, one: CacheTensor, place: Place) -> None:
+    size, rank = place.topology.tp_size, place.coords.tp
+    (cut,) = component.cuts
+    try:
+        expected = len(component.holding(cut, size, rank))
+    except MismatchError as error:
+        raise ValueError(f"--tensor-parallel-size {size}: {error}") from error
+    if one.heads != expected:
+        raise ValueError(
+            f"the KV cache of TP rank {rank} of {size} has {one.heads} heads, where a model of"
+            f" {cut.total} should have {expected}: a model whose layers have other heads cannot be"
+            " handed over"
+        )
+
+
+def context_of(
+    role: Role, options: PdOptions, layout: Layout, place: Place, host: str
+) -> RankContext:
     """``host``: the address of this rank that others reach."""
     first_s = options.hold_timeout_s if role == "prefill" else options.load_timeout_s
     first = "hold_timeout_s" if role == "prefill" else "load_timeout_s"
     return RankContext(
         role=role,
-        coords=FIRST,
+        coords=place.coords,
         config=InstanceConfig(
-            ONE_RANK,
+            place.topology,
             KVFormat(layout.page_size, layout.dtype, layout.kv_layout),
             protocol=PROTOCOL_VERSION,
         ),

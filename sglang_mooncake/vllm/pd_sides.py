@@ -12,6 +12,7 @@ from bootstrap_server import Rank, RankRecord
 from sglang_mooncake.context import RankContext, engine_label
 from sglang_mooncake.decode_side import DecodeSide, SealBuffer
 from sglang_mooncake.explain.questions import answers
+from sglang_mooncake.layout import Place
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.stats import Recorder
 from sglang_mooncake.vllm.facts import block_tokens
@@ -19,7 +20,7 @@ from sglang_mooncake.vllm.page_map import CacheTensor
 from sglang_mooncake.vllm.pd_decode import DecodeWorker
 from sglang_mooncake.vllm.pd_options import PdOptions
 from sglang_mooncake.vllm.pd_prefill import PrefillWorker
-from sglang_mooncake.vllm.pd_rank import FIRST, context_of, layout_of
+from sglang_mooncake.vllm.pd_rank import context_of, layout_of
 from te.config import TRANSPORTS
 from te.memory import Remote
 
@@ -30,6 +31,12 @@ TRANSFERS_MAX: Final = 16_384
 
 #: (address, bytes) of each range.
 Memory = Sequence[tuple[int, int]]
+
+
+def _who(context: RankContext) -> str:
+    """For `te top`."""
+    part = f" (tp {context.coords.tp})" if context.config.topology.tp_size > 1 else ""
+    return f"vLLM {context.role}{part}"
 
 
 class _Rank:
@@ -47,7 +54,7 @@ class _Rank:
                 transports=options.transports or TRANSPORTS,
                 nics=options.nics,
                 max_queued_transfers=TRANSFERS_MAX,
-                label=engine_label(f"vLLM {self.context.role}", str(config.model_config.model)),
+                label=engine_label(_who(self.context), str(config.model_config.model)),
             )
         )
         try:
@@ -79,16 +86,18 @@ class PrefillRank(_Rank):
         caches: Sequence[CacheTensor],
         kernel: str,
         memory: Memory,
+        place: Place,
     ) -> None:
-        """Raises ``te.Error``, ``zmq.ZMQError`` or ``ValueError`` for what cannot be opened."""
-        layout = layout_of(config, caches, kernel)
-        self.context = context_of("prefill", options, layout, host)
+        """``place``: which of the server's ranks this is. Raises ``te.Error``, ``zmq.ZMQError`` or
+        ``ValueError`` for what cannot be opened."""
+        layout = layout_of(config, caches, kernel, place)
+        self.context = context_of("prefill", options, layout, place, host)
         super().__init__(config, options, host, memory, "none")
         self._side = PrefillSide(self.context, self.engine, layout, self._record_rooms(options))
         port = self._side.start()
         self.record: RankRecord | None = RankRecord(
             self.context.config,
-            Rank(FIRST, host, port, self.engine.epoch, control_key=self._side.control_key),
+            Rank(place.coords, host, port, self.engine.epoch, control_key=self._side.control_key),
         )
         self.worker = PrefillWorker(self._side, block_tokens(config))
 
@@ -111,10 +120,11 @@ class DecodeRank(_Rank):
         caches: Sequence[CacheTensor],
         kernel: str,
         memory: Memory,
+        place: Place,
     ) -> None:
-        """Raises as ``PrefillRank`` does."""
-        layout = functools.partial(layout_of, config, caches, kernel)
-        self.context = context_of("decode", options, layout(), host)
+        """As of ``PrefillRank``."""
+        layout = functools.partial(layout_of, config, caches, kernel, place)
+        self.context = context_of("decode", options, layout(), place, host)
         super().__init__(config, options, host, memory, "tagged")
         seals = SealBuffer(self.engine)
         self._side = DecodeSide(

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pd_makers import HOST, Cache, options
+from pd_makers import BLOCK_BYTES, HOST, Cache, options
 from vllm_makers import server
 
 from bootstrap_server.admission.secret_file import write_secret_file
-from sglang_mooncake.layout import Plan
+from sglang_mooncake.layout import ALONE, Plan
 from sglang_mooncake.vllm.page_map import CacheTensor, PageMap
 from sglang_mooncake.vllm.pd_options import PdOptions
 from sglang_mooncake.vllm.pd_rank import (
@@ -22,11 +22,13 @@ from sglang_mooncake.vllm.pd_rank import (
     check_pair_server,
     context_of,
     layout_of,
+    place_of,
     role_of,
     server_facts,
 )
 
 GROUPS = SimpleNamespace(kv_cache_groups=["full attention"])
+TWO_RANKS: dict[str, Any] = {"parallel_config__tensor_parallel_size": 2}
 
 
 def of_pair(**changed: Any) -> Any:
@@ -44,7 +46,6 @@ def test_a_server_of_either_role_is_served(said: str, role: str) -> None:
     ("changed", "sentence"),
     [
         ({"kv_transfer_config__kv_role": "kv_both"}, '"kv_role": "kv_both" is not supported'),
-        ({"parallel_config__tensor_parallel_size": 2}, "--tensor-parallel-size 2 is not"),
         ({"parallel_config__data_parallel_size": 2}, "--data-parallel-size 2 is not"),
         ({"parallel_config__pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not"),
         ({"model_config__enable_sleep_mode": True}, "--enable-sleep-mode is not supported"),
@@ -80,14 +81,38 @@ def test_what_changes_values_is_told_to_the_other_server(changed: dict[str, Any]
     assert facts == server_facts(of_pair(), pages, "K", "w", "0.32.1")
 
 
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_ranks_with_other_heads_say_the_same(heads_first: bool) -> None:
+    whole, half = (Cache(heads=heads, heads_first=heads_first).tensors() for heads in (2, 1))
+    said = [
+        server_facts(config, PageMap(caches, 16), "K", "w", "0.32.0")
+        for config, caches in ((of_pair(), whole), (of_pair(**TWO_RANKS), half))
+    ]
+    assert said[0] == said[1]
+    other = PageMap(Cache(heads_first=not heads_first).tensors(), 16)
+    assert server_facts(of_pair(), other, "K", "w", "0.32.0") != said[0]
+
+
+def test_a_rank_with_other_heads_than_the_models_is_refused() -> None:
+    caches = Cache(heads=2).tensors()
+    for config, place in ((of_pair(**TWO_RANKS), 1), (of_pair(model_config__use_mla=True), 0)):
+        with pytest.raises(ValueError, match="has 2 heads, where a model of"):
+            layout_of(config, caches, "K", place_of(config, place))
+    three = of_pair(model_config__heads=3, **TWO_RANKS)
+    with pytest.raises(ValueError, match="--tensor-parallel-size 2: 3 units of kv"):
+        layout_of(three, caches, "K", place_of(three, 0))
+
+
 def test_a_layout_has_each_block_of_each_layer() -> None:
     source, target = Cache(seed=1), Cache()
     plan = Plan(
-        layout_of(of_pair(), source.tensors(), "K"), layout_of(of_pair(), target.tensors(), "K")
+        layout_of(of_pair(), source.tensors(), "K", ALONE),
+        layout_of(of_pair(), target.tensors(), "K", ALONE),
     )
     copies = plan.kv(np.array([1, 5]), np.array([7, 3])).array.tolist()
     ours, theirs = source.bytes.ctypes.data, target.bytes.ctypes.data
-    layers, blocks, width = source.bytes.shape
+    layers, blocks = source.bytes.shape[:2]
+    width = BLOCK_BYTES
     assert sorted(copies) == sorted(
         (ours + (layer * blocks + here) * width, theirs + (layer * blocks + there) * width, width)
         for layer in range(layers)
@@ -99,15 +124,15 @@ def test_blocks_with_other_layers_between_them_are_refused() -> None:
     one, *_ = Cache().tensors()
     apart = CacheTensor(one.address, (8, 256), (512, 1), 1)
     with pytest.raises(ValueError, match="256 bytes lie 512 bytes apart"):
-        layout_of(of_pair(), [apart], "K")
+        layout_of(of_pair(), [apart], "K", ALONE)
 
 
 def test_a_rank_is_known_by_the_settings_names() -> None:
     given = options(hold_timeout_s=3.0, load_timeout_s=4)
-    layout = layout_of(of_pair(), Cache().tensors(), "K")
-    prefill = context_of("prefill", given, layout, HOST)
+    layout, place = layout_of(of_pair(), Cache().tensors(), "K", ALONE), ALONE
+    prefill = context_of("prefill", given, layout, place, HOST)
     assert (prefill.deadlines.bootstrap_s, prefill.names.bootstrap) == (3.0, "hold_timeout_s")
-    decode = context_of("decode", given, layout, HOST)
+    decode = context_of("decode", given, layout, place, HOST)
     assert (decode.deadlines.bootstrap_s, decode.names.bootstrap) == (4, "load_timeout_s")
 
 
