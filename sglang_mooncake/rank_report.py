@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefill rank reports to its registry with each renewal of its lease, for the status
-page: rates since the report before, rails, decode ranks it is connected to, rooms and failures."""
+"""What a rank reports to its registry with each renewal of its lease, for the status page: rates
+since the report before, rails, decode ranks that a prefill rank is connected to, rooms and
+failures."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ from bootstrap_server.ranks.records import (
     RankLife,
     RankRecord,
     Renewal,
+    Role,
     check_instance_name,
 )
 from bootstrap_server.ranks.sglang_http import ROOMS_PER_QUERY_MAX
@@ -107,7 +108,8 @@ _GIVEN_UP = msgspec.json.Decoder(GivenUp)
 
 class BootstrapClient:
     """Talks to the bootstrap server at `address` (`host:port`, IPv6 as `[host]:port`) about one
-    of its instances; the one that SGLang serves is `default`.
+    of its instances; the one that SGLang serves is `default`. With the `role` "decode" it can
+    register ranks of a decode server of that name, renew and release them, and nothing else.
 
     A request takes `timeout_s` at most, plus the time for which the server is asked to wait. Raises
     `BootstrapError` with a sentence, and `Unreachable`, a kind of it, when asking again later
@@ -123,6 +125,7 @@ class BootstrapClient:
         *,
         instance: str = DEFAULT_INSTANCE,
         keys: Sequence[bytes] = (),
+        role: Role = "prefill",
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -133,7 +136,8 @@ class BootstrapClient:
         except ValueError as error:
             raise BootstrapError(str(error)) from error
         self._name = instance
-        self._path = f"/v1/instances/{instance}"
+        kind = "instances" if role == "prefill" else "decode-servers"
+        self._path = f"/v1/{kind}/{instance}"
         self._sleep = sleep
         self._clock = clock
 

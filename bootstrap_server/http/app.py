@@ -13,6 +13,7 @@ version and the name of an instance in the path, errors as `{"error": sentence}`
 | `PUT /v1/instances/NAME/ranks` | `RankRecord` | `{"lease_s": …}`, or 409 |
 | `PUT /v1/instances/NAME/leases` | `Renewal` | `{"lease_s": …}`, or 410: no such lease |
 | `DELETE /v1/instances/NAME/leases` | `RankLife` | `OK`, or 410 |
+| the same under `/v1/decode-servers` | | the same: the page shows these ranks |
 | `POST /v1/given-up-rooms` | `Notice` | `OK` (`given_up.py`) |
 | `GET /v1/given-up-rooms` | | `GivenUp`; waits like the instances |
 | `GET /` | | the status page (`status_http.py`) |
@@ -73,6 +74,7 @@ from bootstrap_server.ranks.records import (
     RankLife,
     RankRecord,
     Renewal,
+    Role,
 )
 from bootstrap_server.ranks.registry import Registry
 from bootstrap_server.ranks.rooms import RoomTable
@@ -103,8 +105,10 @@ _ROUTE_PARAMETERS: Final = (
 _PATHS: Final = (
     "/route, /register_dp_rank, /query_dp_ranks, /health (SGLang 0.5.23), /metrics, /v1/instances, "
     "/v1/instances/NAME, /v1/instances/NAME/ranks, /v1/instances/NAME/leases, "
-    "/v1/given-up-rooms, and for people / and /v1/status"
+    "the latter two under /v1/decode-servers, /v1/given-up-rooms, and for people / and /v1/status"
 )
+
+_DECODE_SERVERS: Final = "/v1/decode-servers/"
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -138,7 +142,7 @@ def make_app(
         board.turn_away(_address(request), why, clock(), len(notice.rooms))
 
     given_up = GivenUpHandlers(clock, given_up_by)
-    metrics = MetricsHandlers(registry, board, watch)
+    metrics = MetricsHandlers(registry, board, watch, clock)
 
     @web.middleware
     async def hear(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -181,6 +185,9 @@ def make_app(
             web.put("/v1/instances/{name}/ranks", handlers.put_rank),
             web.put("/v1/instances/{name}/leases", handlers.renew),
             web.delete("/v1/instances/{name}/leases", handlers.release),
+            web.put(f"{_DECODE_SERVERS}{{name}}/ranks", handlers.put_rank),
+            web.put(f"{_DECODE_SERVERS}{{name}}/leases", handlers.renew),
+            web.delete(f"{_DECODE_SERVERS}{{name}}/leases", handlers.release),
             *given_up.routes(),
             *status.routes(),
             *metrics.routes(),
@@ -203,7 +210,7 @@ def forget_lapsed(
     """Say, in the log and on the board, which ranks the registry has forgotten; each comes with the
     name of its instance."""
     for name, rank in lapsed:
-        board.ended(name, rank, "lease lapsed", now_s)
+        board.lapsed(name, rank, now_s)
         lines.lapsed(name, rank)
 
 
@@ -233,9 +240,9 @@ class _Handlers:
 
     async def put_rank(self, request: web.Request) -> web.Response:
         record = await read_body(request, _RECORD)
-        name = _name(request)
-        self._register(request, name, record, refused_status=409, leased=True)
-        self._board.registered(name, record, self._kept(request), self._clock())
+        place = _name(request), _role(request)
+        table = self._register(request, place, record, refused_status=409, leased=True)
+        self._board.registered(table.name, record, self._kept(request), self._clock())
         return json_response({"lease_s": self._registry.lease_s})
 
     async def put_route(self, request: web.Request) -> web.Response:
@@ -245,23 +252,24 @@ class _Handlers:
         except ValueError as error:
             raise RefusalError(400, f"PUT /route: bad value: {error}") from error
         # SGLang's server answers 400 to a rank that contradicts the others.
-        name = self._registry.default.name
-        self._register(request, name, record, refused_status=400, leased=False)
-        self._board.registered(name, record, None, self._clock())
+        place = self._registry.default.name, self._registry.default.role
+        table = self._register(request, place, record, refused_status=400, leased=False)
+        self._board.registered(table.name, record, None, self._clock())
         return web.Response(text="OK")
 
     def _register(
         self,
         request: web.Request,
-        name: str,
+        place: tuple[str, Role],
         record: RankRecord,
         refused_status: int,
         *,
         leased: bool,
-    ) -> None:
-        rank, generation = record.rank, self._table(name).generation
+    ) -> InstanceTable:
+        (name, role), rank = place, record.rank
+        generation = self._table(name, role).generation
         try:
-            table = self._registry.register(name, record, self._clock(), leased=leased)
+            table = self._registry.register(name, record, self._clock(), leased=leased, role=role)
         except PlaceTaken as error:
             raise RefusalError(refused_status, str(error), left_s=error.left_s) from error
         except RegistrationRefused as error:
@@ -273,17 +281,18 @@ class _Handlers:
             self._lines.began_anew(rank, table)
         self._lines.registered(rank, table)
         if table.ready:
-            self._waiting.wake(name)
+            self._waiting.wake(table.name)
+        return table
 
     async def renew(self, request: web.Request) -> web.Response:
-        life, name = await read_body(request, _RENEWAL), _name(request)
-        now_s = self._clock()
+        life = await read_body(request, _RENEWAL)
+        table, now_s = self._table(_name(request), _role(request)), self._clock()
         try:
-            self._table(name).renew(life.coords, life.epoch, now_s)
+            table.renew(life.coords, life.epoch, now_s)
         except LeaseLost as error:
             raise RefusalError(410, str(error)) from error
         report = self._report(life.status, _address(request))
-        self._board.renewed(name, life.coords, self._kept(request), report, now_s)
+        self._board.renewed(table.name, life.coords, self._kept(request), report, now_s)
         return json_response({"lease_s": self._registry.lease_s})
 
     def _report(self, encoded: msgspec.Raw, address: str) -> Report | None:
@@ -301,28 +310,28 @@ class _Handlers:
         return None
 
     async def release(self, request: web.Request) -> web.Response:
-        life, name = await read_body(request, _LIFE), _name(request)
-        table, now_s = self._table(name), self._clock()
+        life = await read_body(request, _LIFE)
+        table, now_s = self._table(_name(request), _role(request)), self._clock()
         rank = table.find(life.coords)
         try:
             table.release(life.coords, life.epoch, now_s)
         except LeaseLost as error:
             raise RefusalError(410, str(error)) from error
         assert rank is not None  # it was released
-        self._board.ended(name, rank, "shut down", now_s)
-        self._lines.shut_down(name, life.coords)
+        self._board.ended(table.name, rank, "shut down", now_s)
+        self._lines.shut_down(table.name, life.coords)
         return web.Response(text="OK")
 
     # --- instances ---
 
-    def _table(self, name: str) -> InstanceTable:
+    def _table(self, name: str, role: Role = "prefill") -> InstanceTable:
         """The instance of that name without ranks whose leases have lapsed."""
         try:
-            table = self._registry.get(name)
+            table = self._registry.get(name, role)
         except ValueError as error:
             raise RefusalError(400, str(error)) from error
         now_s = self._clock()
-        lapsed = ((name, rank) for rank in table.expire(now_s))
+        lapsed = ((table.name, rank) for rank in table.expire(now_s))
         forget_lapsed(lapsed, self._board, self._lines, now_s)
         return table
 
@@ -335,7 +344,7 @@ class _Handlers:
                     "generation": table.generation,
                     "revision": table.revision,
                 }
-                for table in self._registry.tables()
+                for table in self._registry.of("prefill")
             }
         )
 
@@ -358,7 +367,7 @@ class _Handlers:
         revision, snapshot = self._snapshots.get(table.name, (-1, None))
         if snapshot is None or revision != table.revision:
             snapshot = Snapshot(table.snapshot())
-            known = {known.name for known in self._registry.tables()}
+            known = {known.name for known in self._registry.of("prefill")}
             self._snapshots = {n: kept for n, kept in self._snapshots.items() if n in known}
             self._snapshots[table.name] = (table.revision, snapshot)
         return snapshot
@@ -397,6 +406,10 @@ class _Handlers:
         body = await read_body(request, _QUERY)
         found = self._rooms.query(body.bootstrap_rooms, self._clock())
         return json_response({str(room): dp_rank for room, dp_rank in found.items()})
+
+
+def _role(request: web.Request) -> Role:
+    return "decode" if request.path.startswith(_DECODE_SERVERS) else "prefill"
 
 
 def _stock_rank(table: InstanceTable, coords: RankCoords) -> Rank:

@@ -31,10 +31,20 @@ METRICS: Final = {
     "request_seconds_total": _Metric(
         "counter", "Time from a request's head to its answer, by route, with what it waited for."
     ),
-    "ranks": _Metric("gauge", "Ranks that are registered."),
-    "ranks_expected": _Metric("gauge", "Ranks that the known instances consist of."),
-    "instances": _Metric("gauge", "Instances of which at least one rank is registered."),
-    "instances_ready": _Metric("gauge", "Instances of which every rank is registered."),
+    "ranks": _Metric("gauge", "Prefill ranks that are registered."),
+    "ranks_expected": _Metric("gauge", "Prefill ranks that the known instances consist of."),
+    "decode_ranks": _Metric(
+        "gauge", "Decode ranks that are registered: those of servers that name this registry."
+    ),
+    "decode_ranks_expected": _Metric(
+        "gauge", "Decode ranks that the known decode servers consist of."
+    ),
+    "ranks_gone": _Metric(
+        "gauge",
+        "Ranks of both roles whose leases lapsed in the last 10 minutes, and that are not back.",
+    ),
+    "instances": _Metric("gauge", "Prefill instances of which at least one rank is registered."),
+    "instances_ready": _Metric("gauge", "Prefill instances of which every rank is registered."),
     "rank_events_total": _Metric(
         "counter", "What happened to ranks: registered, shut down, connection lost, lease lapsed, …"
     ),
@@ -58,13 +68,17 @@ class Counts:
 def text(
     counts: Counts,
     instances: Iterable[tuple[int, int]],
+    decode_servers: Iterable[tuple[int, int]],
+    gone: int,
     events: Mapping[str, int],
     connections: int,
     process: Iterable[str],
 ) -> str:
-    """The answer to `GET /metrics`. `instances`: of each, how many ranks are registered, and how
-    many there should be. `events`: how often what happened to ranks."""
+    """The answer to `GET /metrics`. `instances`, `decode_servers`: of each, how many ranks are
+    registered, and how many there should be. `gone`: ranks whose leases have lapsed lately.
+    `events`: how often what happened to ranks."""
     known = [(here, expected) for here, expected in instances if here]
+    decode = [(here, expected) for here, expected in decode_servers if here]
     values: dict[str, Mapping[str, float]] = {
         "requests_total": {
             f'{{route="{route}",method="{method}",status="{status}"}}': count
@@ -75,6 +89,9 @@ def text(
         },
         "ranks": {"": sum(here for here, _ in known)},
         "ranks_expected": {"": sum(expected for _, expected in known)},
+        "decode_ranks": {"": sum(here for here, _ in decode)},
+        "decode_ranks_expected": {"": sum(expected for _, expected in decode)},
+        "ranks_gone": {"": gone},
         "instances": {"": len(known)},
         "instances_ready": {"": sum(here == expected for here, expected in known)},
         "rank_events_total": {

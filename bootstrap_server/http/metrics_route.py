@@ -13,6 +13,7 @@ from bootstrap_server.admission.connections import ConnectionWatch
 from bootstrap_server.build import build_text, version
 from bootstrap_server.http.metrics import CONTENT_TYPE, Counts, process_lines, text
 from bootstrap_server.page.board import Board
+from bootstrap_server.ranks.records import ROLES
 from bootstrap_server.ranks.registry import Registry
 
 __all__ = ["MetricsHandlers"]
@@ -22,16 +23,18 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE"})
 
 
 class MetricsHandlers:
-    """`clock` gives seconds."""
+    """`lease_clock` gives the time of leases, `clock` another one, in seconds."""
 
     def __init__(
         self,
         registry: Registry,
         board: Board,
         watch: ConnectionWatch,
+        lease_clock: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._registry, self._board, self._watch, self._clock = registry, board, watch, clock
+        self._registry, self._board, self._watch = registry, board, watch
+        self._lease_clock, self._clock = lease_clock, clock
         self._counts = Counts()
         self._build = build_text(version())
 
@@ -39,9 +42,18 @@ class MetricsHandlers:
         return [web.get("/metrics", self.get)]
 
     async def get(self, _: web.Request) -> web.Response:
-        instances = [(table.registered, table.expected) for table in self._registry.tables()]
+        instances, decode_servers = (
+            [(table.registered, table.expected) for table in self._registry.of(role)]
+            for role in ROLES
+        )
         answer = text(
-            self._counts, instances, self._board.counts, self._watch.open, process_lines()
+            self._counts,
+            instances,
+            decode_servers,
+            len(self._board.gone(self._lease_clock())),
+            self._board.counts,
+            self._watch.open,
+            process_lines(),
         )
         answer += self._build
         return web.Response(body=answer.encode(), headers={"Content-Type": CONTENT_TYPE})

@@ -23,13 +23,13 @@ from bootstrap_server.http.body import RefusalError, Snapshot
 from bootstrap_server.http.gate import PROVED
 from bootstrap_server.http.query import revision_of, wait_s_of
 from bootstrap_server.page import PAGE
-from bootstrap_server.page.board import Board, Event, Shown
+from bootstrap_server.page.board import GONE_KEPT_S, Board, Event, Gone, Shown
 from bootstrap_server.page.lately import WINDOW_S, trouble
 from bootstrap_server.page.planned import planned
 from bootstrap_server.ranks.instance import InstanceTable
 from bootstrap_server.ranks.rank_status import Axes
-from bootstrap_server.ranks.records import Rank
-from bootstrap_server.ranks.registry import RENEWALS_PER_LEASE, Registry
+from bootstrap_server.ranks.records import Rank, Role
+from bootstrap_server.ranks.registry import RENEWALS_PER_LEASE, Registry, role_of
 
 __all__ = ["PUBLISH_EVERY_S", "REPORTS_BYTES_MAX", "WATCHERS_MAX", "StatusHandlers"]
 
@@ -174,6 +174,8 @@ class StatusHandlers:
                 if table.config is not None
             ],
             "turned_away": [one._asdict() for one in self._board.turned_away(now_s)],
+            "gone": [_gone(one) for one in self._board.gone(now_s)],
+            "gone_kept_s": GONE_KEPT_S,
             "events": [_event(event) for event in self._board.events],
         }
 
@@ -183,11 +185,12 @@ class StatusHandlers:
         ranks, topologies = [], set[Axes]()
         for rank, renewed_s in table.live():
             shown = self._board.find(table.name, rank.coords)
-            ranks.append(_rank(rank, renewed_s, shown, now_s))
+            ranks.append(_rank(rank, table.role, renewed_s, shown, now_s))
             if shown is not None and shown.report is not None:
                 topologies |= shown.report.topologies
         return {
             "name": table.name,
+            "role": table.role,
             "generation": table.generation,
             "registered": table.registered,
             "expected": table.expected,
@@ -202,7 +205,7 @@ class StatusHandlers:
 
 
 def _rank(
-    rank: Rank, renewed_s: float | None, shown: Shown | None, now_s: float
+    rank: Rank, role: Role, renewed_s: float | None, shown: Shown | None, now_s: float
 ) -> dict[str, object]:
     lately = None if shown is None else shown.lately.since(now_s)
     return {
@@ -214,7 +217,19 @@ def _rank(
         "lost_s": None if shown is None else shown.lost_s,
         "report": None if shown is None or shown.report is None else str(shown.report_revision),
         "ended": None if lately is None else lately[0].ends,
-        "trouble": None if shown is None else trouble(shown.lately, now_s),
+        "trouble": None if shown is None else trouble(shown.lately, now_s, role),
+    }
+
+
+def _gone(gone: Gone) -> dict[str, object]:
+    return {
+        "at_s": gone.at_s,
+        "role": role_of(gone.instance),
+        "instance": gone.instance,
+        "coords": msgspec.structs.astuple(gone.rank.coords),
+        "host": gone.rank.host,
+        "port": gone.rank.port,
+        "rooms": None if gone.tally is None else gone.tally.ends,
     }
 
 

@@ -19,9 +19,23 @@ from bootstrap_server.ranks.rank_status import Axes
 from bootstrap_server.ranks.records import Rank, RankCoords, RankRecord
 from bootstrap_server.ranks.registry import Registry
 
-__all__ = ["EVENTS_MAX", "REPORTS_BYTES_MAX", "Board", "Event", "Report", "Shown"]
+__all__ = [
+    "EVENTS_MAX",
+    "GONE_KEPT_S",
+    "GONE_MAX",
+    "REPORTS_BYTES_MAX",
+    "Board",
+    "Event",
+    "Gone",
+    "Report",
+    "Shown",
+]
 
 EVENTS_MAX: Final = 100
+#: For so long a rank whose lease has lapsed is shown: with its last rank an instance is forgotten,
+#: and a whole server that died would leave nothing on the page.
+GONE_KEPT_S: Final = 600.0
+GONE_MAX: Final = 1024
 #: All reports together. One takes 0.5 to 10 kB, mostly its peers.
 REPORTS_BYTES_MAX: Final = 32 << 20
 
@@ -44,6 +58,15 @@ class Event(NamedTuple):
     instance: str
     rank: Rank
     what: str
+
+
+class Gone(NamedTuple):
+    """A rank whose lease has lapsed: when, and what it had reported last."""
+
+    at_s: float
+    instance: str
+    rank: Rank
+    tally: Tally | None
 
 
 class Shown:
@@ -76,6 +99,7 @@ class Board:
         self._of_connection: dict[Hashable, dict[_Key, None]] = {}
         self._turned_away = TurnedAwayLately()
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
+        self._gone: dict[_Key, Gone] = {}
         self._said = 0
         #: How often each kind of event has happened since the start.
         self.counts: Counter[str] = Counter()
@@ -111,6 +135,15 @@ class Board:
         ]
         return sorted(found, key=lambda entry: entry[0])
 
+    def gone(self, now_s: float) -> tuple[Gone, ...]:
+        """Ranks whose leases have lapsed within `GONE_KEPT_S`, and that have not come back; the
+        first one first."""
+        for key, gone in list(self._gone.items()):
+            if now_s - gone.at_s < GONE_KEPT_S:
+                break
+            del self._gone[key]
+        return tuple(self._gone.values())
+
     # --- what happens to ranks ---
 
     def registered(
@@ -118,6 +151,7 @@ class Board:
     ) -> None:
         """The registry has taken a rank in, for the first time or again."""
         rank, key = record.rank, (name, record.rank.coords)
+        self._gone.pop(key, None)
         shown = self._shown.get(key)
         if shown is None or shown.rank != rank:
             self._forget(key)
@@ -156,6 +190,16 @@ class Board:
             shown = self._shown[key]
             shown.connection, shown.lost_s = None, now_s
             self._say(now_s, key[0], shown.rank, "connection lost")
+
+    def lapsed(self, name: str, rank: Rank, now_s: float) -> None:
+        """A rank's lease has lapsed."""
+        key = name, rank.coords
+        shown = self._shown.get(key)
+        self._gone.pop(key, None)  # the last one stands last
+        if len(self._gone) >= GONE_MAX:
+            del self._gone[next(iter(self._gone))]
+        self._gone[key] = Gone(now_s, name, rank, None if shown is None else shown.lately.newest)
+        self.ended(name, rank, "lease lapsed", now_s)
 
     def ended(self, name: str, rank: Rank, why: str, now_s: float) -> None:
         """A rank is live no longer."""

@@ -12,6 +12,7 @@ from collections import deque
 from typing import Final, NamedTuple
 
 from bootstrap_server.ranks.rank_status import RankStatus
+from bootstrap_server.ranks.records import Role
 
 __all__ = ["WINDOW_S", "Lately", "Tally", "tally_of", "trouble"]
 
@@ -27,7 +28,8 @@ ABORTED_PART: Final = 0.2
 
 
 class Tally(NamedTuple):
-    """Rooms that have ended, by their end, and decode ranks that the rank is connected to."""
+    """Rooms that have ended, by their end, and decode ranks that the rank is connected to (a
+    decode rank reports none)."""
 
     done: int
     failed: int
@@ -53,16 +55,17 @@ class Lately:
 
     def __init__(self) -> None:
         self._kept: deque[tuple[float, Tally]] = deque()
-        self._newest: Tally | None = None
+        #: What was reported last; None before the first report.
+        self.newest: Tally | None = None
 
     def report(self, tally: Tally, now_s: float) -> None:
         """The rank has reported."""
-        newest = self._newest
+        newest = self.newest
         if newest is not None and any(
             now < before for now, before in zip(tally[:3], newest[:3], strict=True)
         ):
             self._kept.clear()  # It counts from the start again.
-        self._newest = tally
+        self.newest = tally
         if not self._kept or now_s - self._kept[-1][0] >= SPACING_S:
             self._kept.append((now_s, tally))
         elif tally.peers > self._kept[-1][1].peers:
@@ -72,12 +75,12 @@ class Lately:
     def since(self, now_s: float) -> tuple[Tally, int] | None:
         """Rooms that have ended within the window, with the decode ranks that are connected now,
         and how many were at most. None before the first report."""
-        if self._newest is None:
+        if self.newest is None:
             return None
         while len(self._kept) > 1 and self._kept[1][0] <= now_s - WINDOW_S:
             self._kept.popleft()
         _, first = self._kept[0]
-        new = self._newest
+        new = self.newest
         ended = Tally(
             new.done - first.done, new.failed - first.failed, new.aborted - first.aborted, new.peers
         )
@@ -86,10 +89,10 @@ class Lately:
     @property
     def served(self) -> bool:
         """Whether some room was handed over since the rank's start."""
-        return self._newest is not None and self._newest.done > 0
+        return self.newest is not None and self.newest.done > 0
 
 
-def trouble(lately: Lately, now_s: float) -> str | None:
+def trouble(lately: Lately, now_s: float, role: Role = "prefill") -> str | None:
     """What an operator should look at, as a sentence without its stop; None for nothing."""
     found = lately.since(now_s)
     if found is None:
@@ -105,6 +108,6 @@ def trouble(lately: Lately, now_s: float) -> str | None:
         parts.append(f"{peers_before - ended.peers} of {peers_before} decode ranks were lost")
     if parts:
         return f"in the last {WINDOW_S / 60:g} min {', '.join(parts)}"
-    if ended.peers == 0 and lately.served:
+    if role == "prefill" and ended.peers == 0 and lately.served:
         return "no decode rank is connected any more"
     return None

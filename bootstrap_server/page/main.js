@@ -48,11 +48,11 @@ const lastFailure = (row) => {
   return failure ? failure[1] : "";
 };
 const renewedText = (row) => {
-  if (row.lostS !== null) return `lost ${ageText(nowS() - row.lostS)} ago`;
+  if (row.lostS !== null) return `${row.state === "gone" ? "lapsed" : "lost"} ${ageText(nowS() - row.lostS)} ago`;
   return row.renewedS === null ? "" : `${ageText(nowS() - row.renewedS)} ago`;
 };
 const upText = (row) => (row.startedS ? ageText(wallS() - row.startedS) : "");
-const peersText = (row) => (row.status ? String(row.status.peers_total ?? 0) : "");
+const peersText = (row) => (row.status && row.role === "prefill" ? String(row.status.peers_total ?? 0) : "");
 const outText = (row) => (row.status ? rateText(rateOf(row, 2)) : "");
 
 const rankTable = new LongTable(
@@ -95,7 +95,8 @@ const railsTable = new PlainTable(
 const instancesTable = new PlainTable(
   byId("instances"),
   [
-    { title: "Instance", of: (one) => one.name },
+    { title: "Role", of: (one) => one.role },
+    { title: "Server", of: (one) => one.name },
     { title: "Ranks", of: (one) => ({ mark: one.registered === one.expected ? "●" : "!", text: `${one.registered} of ${one.expected}` }) },
     { title: "Done · failed · aborted in 5 min", of: endedText },
     { title: "Topology", of: (one) => one.topology.map((size, axis) => `${AXES[axis]} ${size}`).join(" × ") },
@@ -138,17 +139,21 @@ const eventsTable = new PlainTable(
 function showTotals() {
   const count = (state) => String(rows.filter((row) => row.now === state).length);
   const missing = sum(snapshot.instances, (one) => one.expected - one.registered);
+  const prefill = rows.filter((row) => row.role === "prefill" && row.now !== "gone");
+  const servers = (role) => String(snapshot.instances.filter((one) => one.role === role).length);
   const totals = [
-    ["Instances", String(snapshot.instances.length), ""],
+    ["Prefill servers", servers("prefill"), ""],
+    ["Decode servers", servers("decode"), ""],
     ["Live", count("live"), ""],
     ["Connection lost", count("lost"), "bad"],
     ["Late", count("late"), "warn"],
+    ["Gone", count("gone"), "bad"],
     ["Missing", String(missing), "warn"],
     ["In trouble", count("trouble"), "bad"],
     ["Out", rateText(sum(rows.filter(isHeard), (row) => rateOf(row, 2))), ""],
-    ["Rooms open", String(sum(rows, (row) => row.status?.rooms?.open ?? 0)), ""],
-    ["Rooms failed", String(sum(rows, (row) => row.status?.rooms?.failed ?? 0)), ""],
-    ["Rooms aborted", String(sum(rows, (row) => row.status?.rooms?.aborted ?? 0)), ""],
+    ["Rooms open", String(sum(prefill, (row) => row.status?.rooms?.open ?? 0)), ""],
+    ["Rooms failed", String(sum(prefill, (row) => row.status?.rooms?.failed ?? 0)), ""],
+    ["Rooms aborted", String(sum(prefill, (row) => row.status?.rooms?.aborted ?? 0)), ""],
   ];
   const list = byId("totals");
   totals.forEach(([title, text, tone], index) => {
@@ -200,7 +205,7 @@ function detailsOf(row) {
     ["Endpoint", row.where],
     ["Up for", upText(row)],
     ["Rooms open · done · failed · aborted", roomsText(row)],
-    ["Decode ranks", `${row.status?.peers_total ?? 0}`],
+    ...(row.role === "prefill" ? [["Decode ranks", `${row.status?.peers_total ?? 0}`]] : []),
   ];
   for (const [transport, inRate, outRate] of row.status?.rates ?? []) {
     facts.push([`Rate, ${transport}`, `in ${rateText(inRate)}, out ${rateText(outRate)}`]);
@@ -257,11 +262,12 @@ function show() {
   showLink();
   if (!snapshot) return;
   const now = nowS();
+  rows = rows.filter((row) => row.state !== "gone" || now - row.lostS < snapshot.gone_kept_s);
   for (const row of rows) {
     row.now = stateOf(row, now, snapshot.renew_s);
     row.className = row.now;
   }
-  byId("ranks").classList.toggle("one-instance", snapshot.instances.length === 1);
+  byId("ranks").classList.toggle("one-instance", new Set(rows.map((row) => row.instance)).size === 1);
   const asked = ui.filter.value.toLowerCase().trimStart().replace(/\s+/g, " ");
   const wanted = rows.filter((row) => isWanted(row, asked, ui.state.value)).sort(problemsFirst);
   setText(byId("found"), `${wanted.length} of ${rows.length} ranks`);
@@ -270,7 +276,7 @@ function show() {
   const inOrder = [...wanted].sort(
     (a, b) => byText(a.instance, b.instance) || compareCoords(a.coords, b.coords),
   );
-  matrix.show(inOrder, columnsOf(wanted), plans);
+  matrix.show(inOrder.filter((row) => row.role === "prefill" && row.now !== "gone"), columnsOf(wanted), plans);
   ratesTable.show(byTransport(wanted.filter(isHeard)));
   railsTable.show(byRail(wanted.filter(isHeard)));
   instancesTable.show(snapshot.instances);

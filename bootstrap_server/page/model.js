@@ -3,10 +3,11 @@
 const STATES = {
   lost: { mark: "✕", text: "connection lost", order: 0 },
   late: { mark: "!", text: "late", order: 1 },
-  missing: { mark: "–", text: "missing", order: 2 },
-  trouble: { mark: "!", text: "in trouble", order: 3 },
-  live: { mark: "●", text: "live", order: 4 },
-  stock: { mark: "○", text: "no lease", order: 5 },
+  gone: { mark: "✕", text: "gone", order: 2 },
+  missing: { mark: "–", text: "missing", order: 3 },
+  trouble: { mark: "!", text: "in trouble", order: 4 },
+  live: { mark: "●", text: "live", order: 5 },
+  stock: { mark: "○", text: "no lease", order: 6 },
 };
 const LATE_INTERVALS = 1.5;
 const AXES = ["dp", "cp", "tp", "pp"];
@@ -47,6 +48,7 @@ function rowOf(snapshot, instance, rank, status) {
   return {
     key: keyOf(instance.name, rank.coords),
     instance: instance.name,
+    role: instance.role,
     coords: rank.coords,
     short: placeOf(snapshot, instance, rank.coords),
     name,
@@ -67,6 +69,7 @@ function missingRow(snapshot, instance, coords) {
   return {
     key: keyOf(instance.name, coords),
     instance: instance.name,
+    role: instance.role,
     coords,
     short: placeOf(snapshot, instance, coords),
     name,
@@ -82,16 +85,44 @@ function missingRow(snapshot, instance, coords) {
   };
 }
 
+// A rank whose lease has lapsed lately. Its instance may be forgotten.
+function goneRow(gone) {
+  const name = rankName(gone.coords);
+  const where = `${gone.host}:${gone.port}`;
+  return {
+    key: keyOf(gone.instance, gone.coords),
+    instance: gone.instance,
+    role: gone.role,
+    coords: gone.coords,
+    short: `${gone.instance} ${name}`,
+    name,
+    where,
+    startedS: 0,
+    renewedS: null,
+    lostS: gone.at_s,
+    ended: null,
+    trouble: null,
+    status: gone.rooms && { rooms: gone.rooms },
+    state: "gone",
+    words: `${gone.instance} ${name} ${where} `.toLowerCase(),
+  };
+}
+
 // `statuses` are the reports that have come so far, by key. Until a new one is here the former is
 // shown; `rank.report` is null where there is none.
 function rowsOf(snapshot, statuses) {
-  return snapshot.instances.flatMap((instance) => [
+  const gone = snapshot.gone.map(goneRow);
+  const lapsed = new Set(gone.map((row) => row.key));
+  const rows = snapshot.instances.flatMap((instance) => [
     ...instance.ranks.map((rank) => {
       const status = statuses.get(keyOf(instance.name, rank.coords));
       return rowOf(snapshot, instance, rank, rank.report === null ? null : (status ?? null));
     }),
-    ...instance.missing.map((coords) => missingRow(snapshot, instance, coords)),
+    ...instance.missing
+      .filter((coords) => !lapsed.has(keyOf(instance.name, coords)))
+      .map((coords) => missingRow(snapshot, instance, coords)),
   ]);
+  return rows.concat(gone);
 }
 
 function compareCoords(a, b) {
@@ -115,7 +146,7 @@ function problemsFirst(a, b) {
 
 // What a rank has reported last is past once its connection is lost.
 function isHeard(row) {
-  return row.now !== "lost";
+  return row.now !== "lost" && row.now !== "gone";
 }
 
 function isProblem(state) {

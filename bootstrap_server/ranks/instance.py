@@ -40,6 +40,7 @@ from bootstrap_server.ranks.records import (
     Rank,
     RankCoords,
     RankRecord,
+    Role,
     differences,
 )
 
@@ -57,14 +58,17 @@ class _Gone(NamedTuple):
 
 
 class InstanceTable:
-    """See the module's rules. Every lease lasts `lease_s` from its last renewal.
+    """See the module's rules. Every lease lasts `lease_s` from its last renewal. `role` is what its
+    ranks do; `name` tells it from all others of a registry.
 
     `revision` grows with every change of who is live or of the configuration, beginning above
     `first_revision`.
     """
 
-    def __init__(self, name: str, lease_s: float, first_revision: int = 0) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, lease_s: float, first_revision: int = 0, role: Role = "prefill"
+    ) -> None:
+        self.name, self.role = name, role
         self.lease_s = lease_s
         self.revision = first_revision
         #: Number of configurations seen, 0 before the first rank.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefill rank reports about itself when it renews its lease, for the status page.
+"""What a rank reports about itself when it renews its lease, for the status page.
 
 Every part is bounded, so that the registry can keep the reports of thousands of ranks. The lists
 travel as JSON arrays without field names, in the order of the fields: one rank may have hundreds

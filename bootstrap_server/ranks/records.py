@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -18,6 +18,7 @@ __all__ = [
     "DEFAULT_INSTANCE",
     "FLAGS",
     "RANKS_MAX",
+    "ROLES",
     "Difference",
     "Instance",
     "InstanceConfig",
@@ -27,6 +28,7 @@ __all__ = [
     "RankLife",
     "RankRecord",
     "Renewal",
+    "Role",
     "SpecLayout",
     "Topology",
     "check_instance_name",
@@ -71,6 +73,8 @@ FLAGS: Final[dict[str, str]] = {
     "protocol": "the installed version of sglang-mooncake",
 }
 
+Role: TypeAlias = Literal["prefill", "decode"]
+ROLES: Final[tuple[Role, Role]] = ("prefill", "decode")
 _Leaf: TypeAlias = int | float | str | bool | None
 #: What SGLang's `get_dsv41_spec_layout` (`disaggregation/utils.py`) makes: numbers, names and
 #: lists of lists of them. Spelt out because arbitrary nesting can exhaust the stack.

@@ -12,6 +12,7 @@ import atexit
 import concurrent.futures
 import dataclasses
 import logging
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -28,7 +29,7 @@ from sglang_mooncake.layout import Buffers, Layout, early_layers
 from sglang_mooncake.links.sockets import numeric_address
 from sglang_mooncake.metrics import METRICS
 from sglang_mooncake.prefill_side import PrefillSide
-from sglang_mooncake.rank_report import RankReport
+from sglang_mooncake.rank_report import DecodePeer, RankReport
 from sglang_mooncake.rooms.states import RoomView
 from sglang_mooncake.sglang.config import INSECURE, Config
 from sglang_mooncake.sglang.differences import (
@@ -44,6 +45,7 @@ from sglang_mooncake.sglang.layerwise import Layerwise
 from sglang_mooncake.sglang.listing import in_one_line
 from sglang_mooncake.sglang.plugin import hook_decode_queue, hook_prefill_queue, serving_classes
 from sglang_mooncake.sglang.pools.kv_args import KVArgsLike, layout_from_kv_args, memory_ranges
+from sglang_mooncake.sglang.presence import presence_leases
 from sglang_mooncake.sglang.prometheus import Exporter, HandoverFigures
 from sglang_mooncake.sglang.recompute import Recompute
 from sglang_mooncake.sglang.registry import prove_dp_rank_queries
@@ -59,6 +61,7 @@ from sglang_mooncake.sglang.seam import (
     rank_label,
     rdma_devices,
     recompute_address,
+    server_address,
     stage_board,
 )
 from sglang_mooncake.sglang.tracing import open_tracing
@@ -148,7 +151,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self.register_buffer_to_engine()
         self.prefill_side: PrefillSide | None = None
         self.decode_side: DecodeSide | None = None
-        #: At the server's own registry, and at those that run by themselves.
+        #: Prefill: at the server's own registry. Both: at those that run by themselves.
         self._leases: list[RankLease] = []
         self._given_up: GivenUpWatch | None = None
         #: Prefill, written by the hook on SGLang's queue (`plugin.hook_prefill_queue`): which port
@@ -220,6 +223,13 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             self.config.registry,
         )
         self.decode_side.start()
+        self._leases = presence_leases(
+            self.context,
+            self.config,
+            *server_address(self.server_args, self.context.host),
+            self.engine.epoch,
+            lambda: self._rank_report(tuple),
+        )
 
     def _start_prefill(self, layout: Layout) -> None:
         self.stages = stage_board()
@@ -278,7 +288,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
                 signed(record, self.config.keys.record),
                 deadline_s=self.config.register_timeout_s,
                 keys=self.config.keys.registry,
-                status=self._rank_report(self.prefill_side),
+                status=self._rank_report(self.prefill_side.decode_peers),
             )
         )
         # This server serves without them: they may come up later.
@@ -290,17 +300,17 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
                 instance=name,
                 deadline_s=None,
                 keys=self.config.keys.registry,
-                status=self._rank_report(self.prefill_side),
+                status=self._rank_report(self.prefill_side.decode_peers),
             )
             for address in self.config.registry
         ]
 
-    def _rank_report(self, side: PrefillSide) -> RankReport:
+    def _rank_report(self, peers: Callable[[], Iterable[DecodePeer]]) -> RankReport:
         """One for each lease: it tells rates since its last call."""
         return RankReport(
             self.engine.stats,
             self.engine.links,
-            side.decode_peers,
+            peers,
             self.recorder.rooms,
             self.recorder.failures.last,
         )

@@ -79,6 +79,7 @@ __all__ = [
     "rank_label",
     "rdma_devices",
     "recompute_address",
+    "server_address",
     "stage_board",
 ]
 
@@ -431,6 +432,15 @@ def recompute_address(bootstrap_address: str, http_port: int) -> str:
     """Where the prefill server's HTTP API is, on the host of its registry."""
     host = NetworkAddress.parse(bootstrap_address).host
     return str(NetworkAddress(host, http_port).to_host_port_str())
+
+
+def server_address(server_args: Any, host: str) -> tuple[str, int]:
+    """HOST:PORT that all ranks of this server have in common and no other server has, and the port
+    of SGLang's HTTP API on this node, which is `host`."""
+    port = int(get_serving().port)
+    if server_args.nnodes > 1:
+        return str(server_args.dist_init_addr), port
+    return str(NetworkAddress(host, port).to_host_port_str()), port
 
 
 def rank_label(context: RankContext) -> str:

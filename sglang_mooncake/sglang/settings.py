@@ -127,10 +127,10 @@ SETTINGS: tuple[Setting, ...] = (
         "registry",
         names_of("addresses, HOST:PORT", addresses),
         "Registries that run by themselves (`python -m bootstrap_server`), beside the one of each"
-        " prefill server. Prefill ranks register there, too, so that one status page shows all"
-        " servers, and outlives them. A decode server asks them for a prefill server whose own"
-        " registry does not answer, and its log says from the start on which of the prefill servers"
-        " there do not fit it.",
+        " prefill server. Prefill and decode ranks register there, too, so that one status page"
+        " shows all servers, and outlives them. A decode server asks them for a prefill server"
+        " whose own registry does not answer, and its log says from the start on which of the"
+        " prefill servers there do not fit it.",
         unset="none",
     ),
     _own(

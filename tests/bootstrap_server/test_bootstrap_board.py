@@ -20,7 +20,7 @@ from bootstrap_server import (
     TransportRate,
 )
 from bootstrap_server.page import planned as planned_module
-from bootstrap_server.page.board import EVENTS_MAX, Board, Report
+from bootstrap_server.page.board import EVENTS_MAX, GONE_KEPT_S, GONE_MAX, Board, Report
 from bootstrap_server.page.lately import Tally
 from bootstrap_server.page.planned import planned
 from bootstrap_server.page.status_report import REPORT_BYTES_MAX, read_report
@@ -215,6 +215,40 @@ def test_reports_are_bounded_in_all(make_record: MakeRecord) -> None:
     board.ended("a", make_record(two, first).rank, "shut down", 4.0)
     board.renewed("a", second, None, report, 5.0)
     assert board.find("a", second).report == report  # type: ignore[union-attr]
+
+
+def test_a_rank_whose_lease_lapsed_is_shown_for_a_while(
+    make_record: MakeRecord, record: RankRecord
+) -> None:
+    board = Board()
+    board.registered("a", record, None, 1.0)
+    report = Report(b"{}", frozenset(), Tally(7, 1, 2, 0))
+    board.renewed("a", FIRST, None, report, 2.0)
+    board.lapsed("a", record.rank, 17.0)
+    assert whats(board) == ["registered", "lease lapsed"]
+    (gone,) = board.gone(17.0)
+    assert (gone.at_s, gone.instance, gone.rank) == (17.0, "a", record.rank)
+    assert gone.tally == report.tally
+    # It is no longer gone once it is back, be it in another life.
+    board.registered("a", make_record(ONE, FIRST, epoch=2), None, 18.0)
+    assert board.gone(18.0) == ()
+    board.lapsed("a", record.rank, 40.0)
+    assert len(board.gone(40.0 + GONE_KEPT_S - 1)) == 1
+    assert board.gone(40.0 + GONE_KEPT_S) == ()
+    # Whoever shuts a server down knows of it.
+    board.registered("a", record, None, 41.0)
+    board.ended("a", record.rank, "shut down", 42.0)
+    assert board.gone(42.0) == ()
+
+
+def test_of_ranks_whose_leases_lapsed_the_last_ones_are_kept(record: RankRecord) -> None:
+    board = Board()
+    for number in range(GONE_MAX + 2):
+        board.lapsed(f"a{number}", record.rank, float(number) / GONE_MAX)
+    board.lapsed("a2", record.rank, 2.0)
+    gone = board.gone(2.0)
+    assert len(gone) == GONE_MAX
+    assert (gone[0].instance, gone[-1].instance) == ("a3", "a2")
 
 
 def test_events_are_bounded_and_numbered(record: RankRecord) -> None:

@@ -74,6 +74,14 @@ def test_that_no_decode_rank_is_left_stays_trouble():
     assert trouble(lately, now_s) == "no decode rank is connected any more"
 
 
+def test_a_decode_rank_reports_no_decode_ranks_and_lacks_none():
+    lately, now_s = told(*[Tally(9, 0, 0, 0)] * 3)
+    assert trouble(lately, now_s, "prefill") == "no decode rank is connected any more"
+    assert trouble(lately, now_s, "decode") is None
+    lately.report(Tally(9, 9, 0, 0), now_s)
+    assert trouble(lately, now_s, "decode") == "in the last 5 min 9 of 9 rooms failed"
+
+
 def test_a_rank_that_nobody_has_asked_yet_is_not_in_trouble():
     lately, now_s = told(*[Tally(0, 0, 0, 0)] * 3)
     assert trouble(lately, now_s) is None

@@ -45,7 +45,7 @@ def test_every_metric_is_told_with_its_help_and_type():
     counts.answered("/route", "GET", 200, 0.25)
     counts.answered("/route", "GET", 200, 0.5)
     counts.answered("other", "GET", 404, 0.0)
-    answer = text(counts, [(2, 4), (3, 3), (0, 8)], {"registered": 5}, 7, [])
+    answer = text(counts, [(2, 4), (3, 3), (0, 8)], [(1, 2), (0, 2)], 3, {"registered": 5}, 7, [])
     for name, metric in METRICS.items():
         assert f"# HELP {PREFIX}{name} {metric.help}\n# TYPE {PREFIX}{name} {metric.kind}" in answer
     assert parsed(answer) == {
@@ -55,6 +55,9 @@ def test_every_metric_is_told_with_its_help_and_type():
         PREFIX + 'request_seconds_total{route="other"}': 0,
         PREFIX + "ranks": 5,
         PREFIX + "ranks_expected": 7,
+        PREFIX + "decode_ranks": 1,
+        PREFIX + "decode_ranks_expected": 2,
+        PREFIX + "ranks_gone": 3,
         PREFIX + "instances": 2,
         PREFIX + "instances_ready": 1,
         **{f'{PREFIX}rank_events_total{{event="{what}"}}': 0 for what in EVENTS},

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bootstrap_server import RankCoords, RankRecord, Topology
 from bootstrap_server.ranks import registry
 from bootstrap_server.ranks.errors import RegistryFull
-from bootstrap_server.ranks.registry import Registry
+from bootstrap_server.ranks.registry import Registry, role_of
 from bootstrap_server.running import RunningClock
 
 MakeRecord = Callable[..., RankRecord]
@@ -28,7 +28,7 @@ def test_instances_know_nothing_of_each_other(make_record: MakeRecord) -> None:
         instances.register(name, record, number, leased=True)
     assert [table.name for table in instances.tables()] == ["default", "a", "b"]
     assert [table.expected for table in instances.tables()] == [1, 2, 3]
-    assert instances.registered == 3
+    assert instances.registered("prefill") == 3
     assert instances.get("default") is instances.default
     assert all(table.revision > 5 for table in instances.tables())
     assert [name for name, _ in instances.expire(11)] == ["default", "a"]
@@ -61,7 +61,30 @@ def test_memory_is_bounded(make_record: MakeRecord, monkeypatch: pytest.MonkeyPa
         instances.register("c", make_record(ONE, FIRST), 0, leased=True)
     # Those that are there may register again.
     instances.register("b", make_record(ONE, FIRST, epoch=2), 0, leased=True)
-    assert instances.registered == 3
+    assert instances.registered("prefill") == 3
+
+
+def test_decode_servers_take_no_place_of_prefill_instances(
+    make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "RANKS_MAX", 1)
+    monkeypatch.setattr(registry, "INSTANCES_MAX", 1)
+    instances = Registry(10)
+    record = make_record(ONE, FIRST)
+    shown = instances.register("default", record, 0, leased=True, role="decode")
+    assert (shown.role, role_of(shown.name)) == ("decode", "decode")
+    with pytest.raises(RegistryFull, match="1 instances"):
+        instances.register("b", record, 0, leased=True, role="decode")
+    # It is not what SGLang's routes serve, and nobody who looks for a prefill instance finds it.
+    assert not instances.default.ready
+    table = instances.register("default", make_record(ONE, FIRST, page_size=1), 0, leased=True)
+    assert (table, role_of(table.name)) == (instances.default, "prefill")
+    with pytest.raises(ValueError, match="instance name"):
+        instances.get(shown.name)
+    assert [one.name for one in instances.of("decode")] == [shown.name]
+    assert [one.name for one in instances.of("prefill")] == ["default"]
+    assert {name for name, _ in instances.expire(10)} == {"default", shown.name}
+    assert instances.of("decode") == ()
 
 
 @pytest.mark.parametrize("name", ["", "-a", "a b", "a/b", "é", "x" * 65, "a\n"])

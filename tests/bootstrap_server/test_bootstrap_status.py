@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import requests
 from bootstrap_http import put_route, url
 from bootstrap_rank import rank_process
+from bootstrap_status import ask, ranks, report, until
 from bootstrap_waits import NEVER_S, WAIT_S, patient_client
 
 from bootstrap_server import (
@@ -53,36 +53,6 @@ MakeRecord = Callable[..., RankRecord]
 ONE, FIRST = Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0)
 KEY = b"k" * 32
 STATUS = RankStatus(rates=(TransportRate("tcp", 1.0, 2.0),), rooms={"done": 3})
-
-
-def ask(server: BootstrapServer, after: str = "0", wait_s: float = 0) -> dict[str, Any]:
-    path = f"/v1/status?after={after}&wait_s={wait_s}"
-    answer = requests.get(url(server, path), timeout=30)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def ranks(status: dict[str, Any]) -> list[dict[str, Any]]:
-    return [rank for instance in status["instances"] for rank in instance["ranks"]]
-
-
-def report(status: dict[str, Any]) -> RankStatus | None:
-    """That of the only rank."""
-    for _, coords, revision, told in status["reports"]:
-        assert (coords, revision) == (ranks(status)[0]["coords"], ranks(status)[0]["report"])
-        return msgspec.convert(told, RankStatus)
-    assert all(rank["report"] is None for rank in ranks(status))
-    return None
-
-
-def until(server: BootstrapServer, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """The first snapshot that is so."""
-    deadline_s, status = time.monotonic() + WAIT_S, ask(server)
-    while not condition(status):
-        assert time.monotonic() < deadline_s, f"never happened: {status}"
-        ask(server, status["revision"], 5)
-        status = ask(server)
-    return status
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,7 @@ from bootstrap_server import (
     PeerStatus,
     RailStatus,
     RankCoords,
+    RankLease,
     RankRecord,
     RankStatus,
     Topology,
@@ -205,7 +206,35 @@ async def test_a_rank_that_does_not_renew_is_late_and_then_forgotten(
             )
             assert "ago" in row
             await tab.until(f"{text('#news')}.includes('lease lapsed')")
-            await tab.until(f"{text('#ranks tbody tr')}.startsWith('–missing')")
+            await tab.until(f"{text('#ranks tbody tr')}.startsWith('✕gone')")
+
+
+@in_a_browser
+async def test_decode_servers_are_shown_beside_prefill_servers(make_record: MakeRecord) -> None:
+    two, first = Topology(1, 1, 2, 1), RankCoords(0, 0, 0, 0)
+    with BootstrapServer("127.0.0.1", 0, lease_s=20) as server:
+        address = f"127.0.0.1:{server.port}"
+        with (
+            RankLease(address, make_record(Topology(1, 1, 1, 1), first)),
+            BootstrapClient(address, instance="d", role="decode") as decode,
+        ):
+            rank = make_record(two, first)
+            decode.register(rank)
+            async with page(server) as tab:
+                rooms = RankStatus(rooms={"open": 1, "done": 41, "failed": 2, "aborted": 3})
+                for _ in range(2):
+                    decode.renew(rank.rank, rooms)
+                await tab.until(f"{text('#ranks')}.includes('1 · 41 · 2 · 3')")
+                totals = await tab.ask(text("#totals"))
+                assert "Prefill servers1Decode servers1" in totals
+                # Its other rank is expected, and nobody has registered it.
+                assert "Missing1" in totals
+                assert "decodedecode d!1 of 2" in await tab.ask(text("#instances"))
+                # The first one does not renew: late, and gone when its lease lapses.
+                await tab.until(f"{text('#ranks')}.includes('✕gone')")
+                await tab.until(f"{text('#totals')}.includes('Gone1')")
+                assert "41" in await tab.ask(text("#ranks"))
+                assert "decode d" not in await tab.ask(text("#instances"))
 
 
 @in_a_browser

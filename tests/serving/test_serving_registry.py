@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,52 @@ def test_a_registry_of_its_own_outlives_the_server_that_it_shows(
         while ranks_shown(registry)[0]["lost_s"] is None:
             assert time.monotonic() < deadline_s, "its death is not shown"
             time.sleep(0.1)
+
+
+def test_a_registry_of_its_own_shows_how_a_decode_server_dies(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    with (
+        BootstrapServer(host=HOST, port=0) as registry,
+        Fleet(tmp_path, nursery) as fleet,
+    ):
+        beside = {"SGLANG_MOONCAKE_REGISTRY": f"{HOST}:{registry.port}"}
+        options = ServerOptions(make_model("llama"), extra_env=beside)
+        prefill, decode = fleet.server("prefill", options), fleet.server("decode", options)
+        router = fleet.router(prefill, decode)
+        Pair(prefill, decode, router).wait_ready()
+        (answer,) = send_all(router.url, make_requests(1, 50), 1, timeout_s=BOUND_S)
+        assert answer.error is None
+        # Both sides tell of the room that has ended.
+        shown = shown_once(registry, lambda shown: sorted(rooms_done(shown)) == [1, 1])
+        assert {one["role"] for one in shown["instances"]} == {"prefill", "decode"}
+        decode.process.kill()
+        shown = shown_once(registry, lambda shown: shown["gone"])
+        (gone,) = shown["gone"]
+        assert (gone["role"], gone["rooms"]["done"]) == ("decode", 1)
+        whats = [one["what"] for one in shown["events"] if one["instance"] == gone["instance"]]
+        assert whats == ["lease lapsed", "connection lost", "registered"]
+        (left,) = shown["instances"]
+        assert left["role"] == "prefill"
+
+
+def shown_once(
+    registry: BootstrapServer, condition: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
+    """What the page shows, once it is so."""
+    deadline_s = time.monotonic() + BOUND_S
+    while True:
+        url = f"http://{HOST}:{registry.port}/v1/status"
+        shown: dict[str, Any] = requests.get(url, timeout=60).json()
+        if condition(shown):
+            return shown
+        assert time.monotonic() < deadline_s, f"never shown: {shown}"
+        time.sleep(0.1)
+
+
+def rooms_done(shown: dict[str, Any]) -> list[int]:
+    """Of each rank that has reported."""
+    return [report[3]["rooms"]["done"] for report in shown["reports"]]
 
 
 def ranks_shown(registry: BootstrapServer) -> list[dict[str, Any]]:
