@@ -267,14 +267,15 @@ class PrefillInstances:
             self._note_refused(address, misfit.sentence, misfit.why, instance)
         elif self._refused.clear(address, instance):
             logger.warning("prefill instance at %s serves this server now", address)
-        self._known.pop(address, None)
         awaited = self._returns.get(address)
         if awaited is not None and awaited.former != instance:
             del self._returns[address]  # else the registry has only not noticed yet
-        if len(self._known) >= KNOWN_MAX:
-            oldest = next(iter(self._known))
-            del self._known[oldest], self.infos[oldest]
-        self._known[address] = instance
+        known = {other: one for other, one in self._known.items() if other != address}
+        if len(known) >= KNOWN_MAX:
+            oldest = next(iter(known))
+            del known[oldest], self.infos[oldest]
+        # At once, as its readers take no lock.
+        self._known = known | {address: instance}
         self.infos[address] = PrefillInfo(
             dp_size=instance.config.topology.dp_size,
             follow_bootstrap_room=instance.config.follow_bootstrap_room,
@@ -336,8 +337,9 @@ class PrefillInstances:
                 self._clock(),
             )
         with self._lock:
-            self._looked_up.discard(address)
             if instance is not None:
                 self._note_known(address, instance, problem)
             elif problem is not None:
                 self._note_problem(address, problem)
+            # Last: who sees that no answer is to come must see the answer.
+            self._looked_up.discard(address)

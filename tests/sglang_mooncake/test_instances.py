@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import subprocess
 import sys
@@ -20,10 +21,12 @@ from bootstrap_server import (
     Instance,
     InstanceConfig,
     KVFormat,
+    MismatchError,
     Rank,
     RankLease,
     RankRecord,
     Unreachable,
+    Why,
     instance_name_of,
 )
 from bootstrap_server.admission.secret import Keys
@@ -69,6 +72,27 @@ def test_a_malformed_address_is_refused_and_not_looked_up_for_ever(address):
             assert not known.ensure(address)
             until(lambda: known.problem(address), "the problem is known")
             until(lambda: not known.looks_up(address), "its look-up is over")
+
+
+def test_an_answer_is_there_before_its_look_up_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    """The log's line of an instance that does not fit is written between the two: whoever looks
+    then must not find that nothing is known, and nothing to come."""
+    address = f"{HOST_A}:8998"
+    seen = []
+
+    def misfit(_: Instance) -> None:
+        raise MismatchError("page_size is 1", Why.PAGE_SIZE)
+
+    def look(_: logging.LogRecord) -> bool:
+        seen.append(known.looks_up(address) or known.get(address) is not None)
+        return True
+
+    with closing(PrefillInstances(Registries(), lambda _: instance(), fits=misfit)) as known:
+        caplog.handler.addFilter(look)
+        known.ensure(address)
+        until(lambda: known.get(address) and not known.looks_up(address), "it is known")
+        caplog.handler.removeFilter(look)
+    assert seen == [True]
 
 
 def test_a_registry_that_the_list_does_not_name_is_not_asked():
