@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
 
 from bootstrap_server import (
     BootstrapClient,
@@ -27,9 +28,14 @@ AGAIN_S = 5.0
 SERVERS_MAX = 1_024
 
 
+#: A registry's address, and the name of one of its prefill servers; empty for itself.
+_Who = tuple[str, str]
+_Key = TypeVar("_Key", bound=Hashable)
+
+
 def news(
-    former: Mapping[str, str], now: Mapping[str, str], known: set[str]
-) -> tuple[list[str], list[str]]:
+    former: Mapping[_Key, str], now: Mapping[_Key, str], known: set[_Key]
+) -> tuple[list[str], list[_Key]]:
     """The sentences that have not been said, and who has no problem any more. `former` and `now`:
     the sentence about each who has a problem; `known`: who is there now. Pure."""
     new = [sentence for who, sentence in now.items() if former.get(who) != sentence]
@@ -57,7 +63,7 @@ class RegistryCheck:
         self._protocol, self._fits = protocol, fits
         #: By registry and name: the revision that was looked at, and what is wrong with it.
         self._looked: dict[tuple[str, str], tuple[int, str | None]] = {}
-        self._said: dict[str, str] = {}
+        self._said: dict[_Who, str] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-registries", daemon=True)
 
@@ -71,28 +77,28 @@ class RegistryCheck:
 
     def look(self) -> None:
         """Once; waits for the registries."""
-        problems: dict[str, str] = {}
-        known: set[str] = set()
+        problems: dict[_Who, str] = {}
+        known: set[_Who] = set()
         for address in self._addresses:
-            registry = f"the registry {address}"
+            registry = address, ""
             try:
                 names = self._names(address)
             except NeverServed as error:
                 known.add(registry)
-                problems[registry] = f"{registry} does not serve this server: {error}"
+                problems[registry] = f"{_called(registry)} does not serve this server: {error}"
                 continue
             except BootstrapError as error:
                 # It may be starting, or away. What was wrong with it may still be.
-                logger.debug("%s: %s", registry, error)
-                problems |= {who: s for who, s in self._said.items() if address in who}
+                logger.debug("%s: %s", _called(registry), error)
+                problems |= {who: said for who, said in self._said.items() if who[0] == address}
                 continue
             known.add(registry)
             for name, revision in names.items():
-                server = f"the prefill server {name} at {registry}"
+                server = address, name
                 known.add(server)
                 problem = self._problem(address, name, revision)
                 if problem is not None:
-                    problems[server] = f"{server} does not fit this one: {problem}"
+                    problems[server] = f"{_called(server)} does not fit this one: {problem}"
         self._say(problems, known)
 
     def _run(self) -> None:
@@ -130,11 +136,17 @@ class RegistryCheck:
         self._looked[address, name] = revision, problem
         return problem
 
-    def _say(self, problems: dict[str, str], known: set[str]) -> None:
+    def _say(self, problems: dict[_Who, str], known: set[_Who]) -> None:
         new, over = news(self._said, problems, known)
         for sentence in new:
             # A registry may have servers of other deployments: requests show which matter.
             logger.warning("%s", sentence)
         for who in over:
-            logger.warning("%s fits this server now", who)
+            logger.warning("%s fits this server now", _called(who))
         self._said = problems
+
+
+def _called(who: _Who) -> str:
+    address, name = who
+    registry = f"the registry {address}"
+    return f"the prefill server {name} at {registry}" if name else registry

@@ -16,9 +16,12 @@ from bootstrap_server import (
     Instance,
     InstanceConfig,
     KVFormat,
+    NeverServed,
     Rank,
     RankLease,
     RankRecord,
+    Unreachable,
+    Why,
 )
 from bootstrap_server.admission.secret import Keys
 from bootstrap_server.admission.signatures import signed
@@ -113,3 +116,26 @@ def test_who_has_gone_fits_no_better():
         ["a"],
     )
     assert news({"a": "no"}, {"a": "never"}, {"a"}) == (["never"], [])
+
+
+def test_a_registry_that_is_away_keeps_its_own_problems_alone(caplog, monkeypatch):
+    """One address may begin as another one does."""
+    short, long = "10.0.0.1:89", "10.0.0.1:8998"
+    away = NeverServed("another secret", Why.SECRET)
+    told = {short: away, long: away}
+
+    def names(_: RegistryCheck, address: str) -> dict[str, int]:
+        if told[address] is not None:
+            raise told[address]
+        return {}
+
+    monkeypatch.setattr(RegistryCheck, "_names", names)
+    checked = RegistryCheck([short, long], OURS, PROTOCOL_VERSION, fits)
+    checked.look()
+    told |= {short: Unreachable("no answer"), long: None}
+    checked.look()
+    assert f"the registry {long} fits this server now" in caplog.text
+    assert f"the registry {short} fits this server now" not in caplog.text
+    told[short] = None
+    checked.look()
+    assert f"the registry {short} fits this server now" in caplog.text
