@@ -9,6 +9,8 @@ import enum
 import re
 from typing import Final
 
+from sglang_mooncake.release_numbers import numbers_of, text_of
+
 __all__ = ["NEWEST_TESTED", "OLDEST", "SERVED", "Mode", "lacking", "too_old", "untested"]
 
 #: Those with which the demo has run, rising.
@@ -51,24 +53,24 @@ def too_old(version: str) -> str | None:
 
     A build without a release number (`0.0.0.dev0`) is not known to be too old.
     """
-    numbers = _numbers(version)
+    numbers = numbers_of(_NUMBERS, version)
     if numbers is None or numbers >= OLDEST:
         return None
     return (
         f"SGLang {version} is installed, and this release of sglang-mooncake works with "
-        f"{_text(OLDEST)} to {_text(NEWEST_TESTED)}: the nearest to yours is {_text(OLDEST)}"
+        f"{text_of(OLDEST)} to {text_of(NEWEST_TESTED)}: the nearest to yours is {text_of(OLDEST)}"
     )
 
 
 def untested(version: str) -> str | None:
     """What to expect of a release that no test has run with, in a sentence; None for others."""
-    numbers = _numbers(version)
+    numbers = numbers_of(_NUMBERS, version)
     if numbers is not None and numbers <= NEWEST_TESTED:
         return None
     return (
         f"sglang-mooncake was not tested with the installed SGLang {version}; the nearest release "
-        f"that was is {_text(NEWEST_TESTED)}. If the server fails, install that one, or look for a "
-        "newer release of sglang-mooncake"
+        f"that was is {text_of(NEWEST_TESTED)}. If the server fails, install that one, or look for "
+        "a newer release of sglang-mooncake"
     )
 
 
@@ -76,21 +78,10 @@ def lacking(mode: Mode, version: str) -> str | None:
     """Why this release does not have a mode, in a sentence that names the first one that has it;
     None if it may."""
     what, first, reason = mode.value
-    numbers = _numbers(version)
+    numbers = numbers_of(_NUMBERS, version)
     if numbers is None or numbers >= first:
         return None
     return (
-        f"sglang-mooncake serves {what} with SGLang {_text(first)} or newer, and SGLang {version} "
-        f"is installed ({reason}): upgrade SGLang, or do without"
+        f"sglang-mooncake serves {what} with SGLang {text_of(first)} or newer, and SGLang "
+        f"{version} is installed ({reason}): upgrade SGLang, or do without"
     )
-
-
-def _numbers(version: str) -> tuple[int, ...] | None:
-    """Major, minor and patch of a release, or None for a build that has no number."""
-    found = _NUMBERS.match(version)
-    numbers = tuple(int(one) for one in found.groups()) if found else (0, 0, 0)
-    return numbers if any(numbers) else None
-
-
-def _text(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))

@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from sglang_mooncake.release_numbers import numbers_of, text_of
+
 __all__ = ["NEWEST_TESTED", "OLDEST", "lacks", "line_of", "too_old", "untested"]
 
 #: Older ones lay their KV caches out by other rules.
@@ -20,23 +22,23 @@ def too_old(version: str) -> str | None:
 
     A build without a release number (`0.0.0.dev0`) is not known to be too old.
     """
-    numbers = _numbers(version)
+    numbers = numbers_of(_NUMBERS, version)
     if numbers is None or numbers >= OLDEST:
         return None
     return (
         f"vLLM {version} is installed, and this release of sglang-mooncake runs with"
-        f" {_text(OLDEST)} to {_text(NEWEST_TESTED)}: install {_text(OLDEST)}, the nearest"
+        f" {text_of(OLDEST)} to {text_of(NEWEST_TESTED)}: install {text_of(OLDEST)}, the nearest"
     )
 
 
 def untested(version: str) -> str | None:
     """What to expect of a release that no server has run with, in a sentence; None for others."""
-    numbers = _numbers(version)
+    numbers = numbers_of(_NUMBERS, version)
     if numbers is not None and numbers[:2] <= NEWEST_TESTED[:2]:
         return None
     return (
         f"sglang-mooncake was not tested with the installed vLLM {version}; the nearest release"
-        f" that was is {_text(NEWEST_TESTED)}. If the server fails, install that one"
+        f" that was is {text_of(NEWEST_TESTED)}. If the server fails, install that one"
     )
 
 
@@ -44,23 +46,12 @@ def lacks(version: str, what: object) -> str:
     """The sentence for a release that has not got something that the connectors need."""
     return (
         f"vLLM {version} does not have what this release of sglang-mooncake needs ({what}):"
-        f" install vLLM {_text(NEWEST_TESTED)}, the nearest release that works"
+        f" install vLLM {text_of(NEWEST_TESTED)}, the nearest release that works"
     )
 
 
 def line_of(version: str) -> str:
     """What must be equal on a prefill and a decode server: vLLM does not say when its kernels begin
     to arrange a block in another way. Patches of a release (`0.32.1`) change no kernel."""
-    numbers = _numbers(version)
-    return version if numbers is None else _text(numbers[:2])
-
-
-def _numbers(version: str) -> tuple[int, ...] | None:
-    """Major, minor and patch of a release, or None for a build that has no number."""
-    found = _NUMBERS.match(version)
-    numbers = tuple(int(one or 0) for one in found.groups()) if found else (0, 0, 0)
-    return numbers if any(numbers) else None
-
-
-def _text(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
+    numbers = numbers_of(_NUMBERS, version)
+    return version if numbers is None else text_of(numbers[:2])
