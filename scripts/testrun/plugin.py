@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Groups are numbered among those that the other options have left."""
     pick = config.getoption("--pick")
     if pick is not None:
-        _leave(config, items, [item for item in items if _is_picked(item, items, pick)])
+        _leave(config, items, _picked(items, pick))
     turn = config.getoption("--turn")
     if turn is None:
         return
@@ -70,14 +70,18 @@ def _leave(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.It
         config.hook.pytest_deselected(items=left_out)
 
 
-def _is_picked(item: pytest.Item, items: list[pytest.Item], pick: int) -> bool:
-    mark = item.get_closest_marker("one_of")
-    if mark is None:
-        return True
-    marks = [one.get_closest_marker("one_of") for one in items]
-    pairs = {one.args for one in marks if one is not None}
-    members = sorted(member for group, member in pairs if group == mark.args[0])
-    return bool(mark.args[1] == members[pick % len(members)])
+def _picked(items: list[pytest.Item], pick: int) -> list[pytest.Item]:
+    """Those that are in no set, and of each set those of one member."""
+    marks = {item: item.get_closest_marker("one_of") for item in items}
+    members: dict[str, set[str]] = {}
+    for mark in marks.values():
+        if mark is not None:
+            group, member = mark.args
+            members.setdefault(group, set()).add(member)
+    chosen = {group: sorted(found)[pick % len(found)] for group, found in members.items()}
+    return [
+        item for item, mark in marks.items() if mark is None or mark.args[1] == chosen[mark.args[0]]
+    ]
 
 
 def _group(item: pytest.Item, unmarked_too: bool) -> str | None:
