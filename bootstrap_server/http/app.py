@@ -16,7 +16,7 @@ version and the name of an instance in the path, errors as `{"error": sentence}`
 | the same under `/v1/decode-servers` | | the same: the page shows these ranks |
 | `POST /v1/given-up-rooms` | `Notice` | `OK` (`given_up.py`) |
 | `GET /v1/given-up-rooms` | | `GivenUp`; waits like the instances |
-| `GET /` | | the status page (`status_http.py`) |
+| `GET /` | | the status page (`status.py`) |
 | `GET /v1/status` | | what it shows |
 
 `GET /v1/instances/NAME?wait_s=…&after=…` waits until the instance is ready with a revision above
@@ -143,6 +143,44 @@ def make_app(
 
     given_up = GivenUpHandlers(clock, given_up_by)
     metrics = MetricsHandlers(registry, board, watch, clock)
+    guarding = None
+    if gate is not None:
+        guarding = guard(
+            gate,
+            refused,
+            lambda request: watch.proved(request.transport),
+            page.is_for_browsers,
+            page.told_to,
+        )
+    middlewares = _middlewares(metrics.count, watch, guarding)
+    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=middlewares)
+    app.add_routes(
+        [
+            web.put("/route", handlers.put_route),
+            web.get("/route", handlers.get_route),
+            web.post("/register_dp_rank", handlers.register_dp_rank),
+            web.post("/query_dp_ranks", handlers.query_dp_ranks),
+            web.get("/health", handlers.health),
+            web.get("/v1/instances", handlers.get_instances),
+            web.get("/v1/instances/{name}", handlers.get_instance),
+            *handlers.leases("/v1/instances/"),
+            *handlers.leases(_DECODE_SERVERS),
+            *given_up.routes(),
+            *status.routes(),
+            *metrics.routes(),
+        ]
+    )
+    app.on_response_prepare.append(_without_versions)
+    app.on_shutdown.append(handlers.let_waiters_go)
+    app.on_shutdown.append(given_up.let_waiters_go)
+    return app
+
+
+def _middlewares(
+    count: Middleware, watch: ConnectionWatch, guarding: Middleware | None
+) -> list[Middleware]:
+    """What each request goes through, the first one outermost. `guarding` lets in who proves that
+    he has the secret; without it a request counts as proved once the whole of it has come."""
 
     @web.middleware
     async def hear(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -158,45 +196,9 @@ def make_app(
         watch.proved(request.transport)
         return await handler(request)
 
-    middlewares: list[Middleware] = [metrics.count, hear, sentences(_PATHS)]
-    if gate is None:
-        middlewares.append(hear_out)
-    else:
-        middlewares.insert(
-            2,
-            guard(
-                gate,
-                refused,
-                lambda request: watch.proved(request.transport),
-                page.is_for_browsers,
-                page.told_to,
-            ),
-        )
-    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=middlewares)
-    app.add_routes(
-        [
-            web.put("/route", handlers.put_route),
-            web.get("/route", handlers.get_route),
-            web.post("/register_dp_rank", handlers.register_dp_rank),
-            web.post("/query_dp_ranks", handlers.query_dp_ranks),
-            web.get("/health", handlers.health),
-            web.get("/v1/instances", handlers.get_instances),
-            web.get("/v1/instances/{name}", handlers.get_instance),
-            web.put("/v1/instances/{name}/ranks", handlers.put_rank),
-            web.put("/v1/instances/{name}/leases", handlers.renew),
-            web.delete("/v1/instances/{name}/leases", handlers.release),
-            web.put(f"{_DECODE_SERVERS}{{name}}/ranks", handlers.put_rank),
-            web.put(f"{_DECODE_SERVERS}{{name}}/leases", handlers.renew),
-            web.delete(f"{_DECODE_SERVERS}{{name}}/leases", handlers.release),
-            *given_up.routes(),
-            *status.routes(),
-            *metrics.routes(),
-        ]
-    )
-    app.on_response_prepare.append(_without_versions)
-    app.on_shutdown.append(handlers.let_waiters_go)
-    app.on_shutdown.append(given_up.let_waiters_go)
-    return app
+    if guarding is None:
+        return [count, hear, sentences(_PATHS), hear_out]
+    return [count, hear, guarding, sentences(_PATHS)]
 
 
 async def _without_versions(_: web.Request, response: web.StreamResponse) -> None:
@@ -237,6 +239,14 @@ class _Handlers:
         self._snapshots: dict[str, tuple[int, Snapshot]] = {}
 
     # --- ranks ---
+
+    def leases(self, prefix: str) -> list[web.RouteDef]:
+        """The routes of a rank's lease, for ranks of one role."""
+        return [
+            web.put(f"{prefix}{{name}}/ranks", self.put_rank),
+            web.put(f"{prefix}{{name}}/leases", self.renew),
+            web.delete(f"{prefix}{{name}}/leases", self.release),
+        ]
 
     async def put_rank(self, request: web.Request) -> web.Response:
         record = await read_body(request, _RECORD)
