@@ -121,10 +121,8 @@ class DecodeSide(Side):
         self._registries = registries
         self._given_up = GivenUpNotices()
         coords = context.coords
-        #: Whether it speaks for the ranks of its DP rank, and for all of them.
-        self._is_first = (coords.cp, coords.tp, coords.pp) == (0, 0, 0)
         self._check = RegistryCheck(
-            registry if self._is_first and not coords.dp else (),
+            registry if coords.is_first_of_dp and not coords.dp else (),
             context.keys,
             context.config.protocol,
             self.check_fits,
@@ -376,7 +374,7 @@ class DecodeSide(Side):
         not been told."""
         if view.state is not RoomState.FAILED or view.times.met_s or not view.registry:
             return
-        if self._is_first:
+        if self._context.coords.is_first_of_dp:
             why = self.instances.why(view.registry)
             keys = () if why is Why.SECRET else self._context.keys.registry
             reason = f"{self._context.name}: {view.reason}"

@@ -93,6 +93,11 @@ class RankCoords(msgspec.Struct, frozen=True, order=True):
         for name in self.__struct_fields__:
             _check_range(f"{name} rank", getattr(self, name), 0, RANKS_MAX - 1)
 
+    @property
+    def is_first_of_dp(self) -> bool:
+        """Whether it is the one that speaks for all ranks of its DP rank."""
+        return (self.cp, self.tp, self.pp) == (0, 0, 0)
+
     def __str__(self) -> str:
         return f"dp {self.dp} cp {self.cp} tp {self.tp} pp {self.pp}"
 

@@ -246,8 +246,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
 
     def _watch_given_up(self, side: PrefillSide) -> None:
         """SGLang ends a request on all ranks of a DP rank when one of them has ended it."""
-        coords = self.context.coords
-        if (coords.cp, coords.tp, coords.pp) != (0, 0, 0):
+        if not self.context.coords.is_first_of_dp:
             return
         address, keys = self.context.bootstrap_address, self.config.keys.registry
         self._given_up = GivenUpWatch(lambda: BootstrapClient(address, keys=keys), side.given_up)
@@ -382,8 +381,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
         """Has the prefill server compute a retracted request's KV again (SGLang's
         CommonKVManager.submit_prefill_recompute). All ranks are called, one of them asks."""
-        coords = self.context.coords
-        if (coords.cp, coords.tp, coords.pp) != (0, 0, 0):
+        if not self.context.coords.is_first_of_dp:
             return
         address = kv_receiver.bootstrap_addr
         info = self.prefill_info_table.get(address)
