@@ -24,7 +24,7 @@ from te.connect.outgoing import open_link
 from te.connect.pool import Pool
 from te.core.engine import Engine as Plane
 from te.errors import ClosedError, FenceTimeout, StatusError
-from te.fences import QUIESCE_TIMEOUT_S, Fence, FenceCounter, late
+from te.fences import QUIESCE_TIMEOUT_S, Fence, FenceCounter
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, decode_card, encode
 from te.memory import Region, RegionTable, Remote
 from te.memory_kinds.ring import Ring
@@ -381,17 +381,6 @@ class Engine:
         """
         fence = self.revoke(tag)
         return 0 if fence is None else fence.wait(timeout_s)
-
-    def fence_peer(self, engine_id: str) -> int:
-        """Closes all links from that engine to this one; returns how many there were.
-
-        After it returns, no write that the engine has submitted can land. The engine may connect
-        again. Raises ``te.FenceTimeout`` as ``fence`` does.
-        """
-        count = self._acceptor.fence(engine_id, QUIESCE_TIMEOUT_S)
-        if count is None:
-            raise FenceTimeout(late(QUIESCE_TIMEOUT_S))
-        return count
 
     def stats(self) -> Stats:
         """Counters since the start."""

@@ -13,7 +13,7 @@ from te.core.engine import Revocation
 from te.errors import FenceTimeout
 from te.stats import FenceStats
 
-__all__ = ["QUIESCE_TIMEOUT_S", "Fence", "FenceCounter", "FenceState", "late"]
+__all__ = ["QUIESCE_TIMEOUT_S", "Fence", "FenceCounter", "FenceState"]
 
 # A landing is one call of at most a few MiB: milliseconds, even on a busy machine, unless it waits
 # for pages of another process that the kernel has to fetch.
@@ -96,7 +96,10 @@ class Fence:
         """
         if not self._step(timeout_s):
             self._counter.timed_out()
-            raise FenceTimeout(f"tag {self._tag:#x}: {late(timeout_s)}; call fence again")
+            raise FenceTimeout(
+                f"tag {self._tag:#x}: a landing did not end within {timeout_s} s; the memory must"
+                " not be reused; call fence again"
+            )
         assert self._count is not None
         return self._count
 
@@ -119,8 +122,3 @@ class Fence:
         if is_first:
             self._counter.confirmed(time.monotonic() - self._begun_s)
         return True
-
-
-def late(timeout_s: float) -> str:
-    """The sentence for a landing that did not end."""
-    return f"a landing did not end within {timeout_s} s; the memory must not be reused"

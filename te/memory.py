@@ -18,7 +18,6 @@ from te.blocks import ADDRESS_LIMIT
 from te.core.engine import Engine as Plane
 from te.core.wire import MAY_READ, MAY_WRITE_TAGGED, MAY_WRITE_UNTAGGED, RANGES_LIMIT
 from te.errors import FenceTimeout, RegistrationError
-from te.fences import late
 from te.memory_kinds import Export, MemoryKind, Reach, kind_of
 from te.memory_kinds.ring import Ring
 from te.topology import ANYWHERE
@@ -238,7 +237,10 @@ class RegionTable:
         if region.registration is not None:
             region.registration.close()
         if readers < 0:
-            raise FenceTimeout(f"the region {region}: {late(timeout_s)}; call deregister again")
+            raise FenceTimeout(
+                f"the region {region}: a landing did not end within {timeout_s} s; the memory must"
+                " not be reused; call deregister again"
+            )
 
     def close(self) -> None:
         """The devices forget all memory. No worker runs any more; ``te.RegistrationError``."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import logging
@@ -11,7 +10,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from te.config import Config
@@ -26,7 +25,6 @@ from te.core.engine import Revocation
 from te.errors import ListenError
 from te.reasons import Reason, sentence
 from te.stats import LinkStats, outcomes_of
-from te.tags import Identity, packed_peer
 from te.transports.base import (
     IncomingLink,
     Join,
@@ -59,11 +57,8 @@ class Acceptor:
         self.local = local
         self.chosen = chosen
         self._lock = threading.Lock()
-        #: Under the lock. The other is being welcomed: it gets its first connection next.
+        #: Under the lock.
         self._links = Links()
-        self._welcomed: IncomingLink | None = None
-        #: Fenced, and not yet known to write no more, also when they have ended.
-        self._unconfirmed: set[IncomingLink] = set()
         self._greeting: set[Incoming] = set()
         self._admission = Admission()
         self._half_open: dict[HalfOpen, Incoming] = {}
@@ -88,32 +83,6 @@ class Acceptor:
             self.loop.watch(one.sock.fileno(), READABLE, on_ready)
         self.loop.watch(local.plane.events_fd, READABLE, self._on_events)
         self.loop.start()
-
-    def fence(self, engine_id: str, timeout_s: float) -> int | None:
-        """Ends that engine's links; how many, or None when a landing did not end in time."""
-        with self._lock:
-            fenced = {
-                one
-                for one in self._links
-                if one.key.engine_id == engine_id and not one.handle.ended
-            }
-            fenced |= {one for one in self._unconfirmed if one.key.engine_id == engine_id}
-            self._unconfirmed |= fenced
-            count, welcomed = len(fenced), self._welcomed
-            if welcomed is not None and welcomed.key.engine_id == engine_id:
-                welcomed.handle.die(Reason.FENCED)  # It takes no connection any more.
-                count += 1
-        for one in fenced:
-            one.handle.fence()
-            # Before that is waited for: a rail that is made anew meanwhile finds the link dead.
-            one.handle.die(Reason.FENCED)
-        until_s = time.monotonic() + timeout_s
-        for one in fenced:
-            if not one.handle.quiesce(max(until_s - time.monotonic(), 0.0)):
-                return None
-            with self._lock:
-                self._unconfirmed.discard(one)
-        return count
 
     def link_stats(self) -> list[LinkStats]:
         """The links that other engines have opened, and that stand. Any thread."""
@@ -196,25 +165,10 @@ class Acceptor:
         rails = link.handle.rails
         return None if rails < most else f"{rails} rails are open already"
 
-    @contextlib.contextmanager
-    def welcomed(self, join: Join, link: IncomingLink | None) -> Iterator[IncomingLink]:
-        """The link of a connection that is about to be welcomed, which it may be the first of:
-        before its source knows of it, a fence does. Loop's thread only."""
-        if link is None:
-            link = join.begin()
-            link.handle.name_peer(packed_peer(Identity(*link.key[:2])))
-        with self._lock:
-            self._welcomed = None if self._links.get(link.key) is link else link
-        try:
-            yield link
-        finally:
-            with self._lock:
-                self._welcomed = None
-
     def joined(self, sock: socket.socket, join: Join, link: IncomingLink) -> str | None:
         """Takes a connection that was welcomed into its link; or why that cannot be (then nothing
         was taken). Loop's thread only."""
-        with self._lock:  # A fence finds the link without a connection, or among the others.
+        with self._lock:  # Whoever fences a tag finds the link once anything can come over it.
             try:
                 added = join.add(link)
             except OSError as exc:
@@ -223,7 +177,6 @@ class Acceptor:
             if not added:
                 return "the link has ended"
             sock.detach()
-            self._welcomed = None
             if len(self._links) > 2 * self.local.config.max_connections:
                 # The plane tells of each that ends, but loses what is not listened to.
                 self._links.forget_dead()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -41,6 +40,7 @@ from te.handshake import (
     encode,
 )
 from te.proof import CHALLENGE_BYTES, NO_KEY, session_key
+from te.tags import Identity, packed_peer
 from te.transports.base import (
     Answer,
     Call,
@@ -89,11 +89,6 @@ class Acceptor(Protocol):
 
     def misfit(self, link: IncomingLink) -> str | None:
         """Why a connection cannot be one more of the link."""
-
-    def welcomed(
-        self, join: Join, link: IncomingLink | None
-    ) -> contextlib.AbstractContextManager[IncomingLink]:
-        """The link of a connection that is about to be welcomed."""
 
     def joined(self, sock: socket.socket, join: Join, link: IncomingLink) -> str | None:
         """Takes a connection that was welcomed into its link."""
@@ -301,15 +296,17 @@ class Incoming:
         problem = None if link is None else self._acceptor.misfit(link)
         if problem is not None:
             raise TransportRefused(problem)
-        with self._acceptor.welcomed(join, link) as link:
-            link.source = self._half_open.source
-            welcome = Welcome(rails=self._local.config.rails, body=body)
-            answer = self._say(GreetingKind.WELCOME, welcome)
-            if link.session is None:
-                assert self._proven is not None
-                link.session = session_key(self._proven.key, self._proven.proof, answer)
-            self._release()
-            problem = self._acceptor.joined(self._sock, join, link)
+        if link is None:
+            link = join.begin()
+            link.handle.name_peer(packed_peer(Identity(*link.key[:2])))
+        link.source = self._half_open.source
+        welcome = Welcome(rails=self._local.config.rails, body=body)
+        answer = self._say(GreetingKind.WELCOME, welcome)
+        if link.session is None:
+            assert self._proven is not None
+            link.session = session_key(self._proven.key, self._proven.proof, answer)
+        self._release()
+        problem = self._acceptor.joined(self._sock, join, link)
         if problem is None:
             self._fds.clear()
         self.close(problem or "")

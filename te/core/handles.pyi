@@ -30,13 +30,6 @@ class LinkHandle:
     def die(self, code: int) -> None:
         """Asks the workers to close its connections."""
 
-    def fence(self) -> None:
-        """Marks it: nothing lands from it once ``quiesce`` has returned True."""
-
-    def quiesce(self, timeout_s: float) -> bool:
-        """Waits, without the lock, for landings of the link under way, and has what its peer was
-        let write by itself end; False if that was not so in time."""
-
     def revoke(self, revocation: Revocation) -> None:
         """Has transfers end that the peer was let write by itself under the tag that was revoked;
         the revocation says when they have. Returns at once."""

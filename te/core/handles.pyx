@@ -12,7 +12,7 @@ from te.core.engine cimport Revocation, outcomes_of
 from te.core.connections cimport connection_add
 from te.core.heap cimport need
 from te.core.link cimport *
-from te.core.plane cimport DONE, FAILED, PENDING, Plane, plane_quiesce
+from te.core.plane cimport DONE, FAILED, PENDING, Plane
 from te.core.regions cimport *
 from te.core.encryption cimport Encrypted
 from te.core.sync cimport *
@@ -111,18 +111,6 @@ cdef class LinkHandle:
 
     def die(self, int code):
         link_die(self.k, code, 0, NULL)
-
-    def fence(self):
-        store32(&self.k.dropped, 1)
-
-    def quiesce(self, double timeout_s):
-        cdef bint done
-        cdef u64 now = now_ns(), until = now + <u64>(max(timeout_s, 0.0) * 1e9)
-        with nogil:
-            done = plane_quiesce(self.k.plane, self.k, NULL, until - now)
-            if done:
-                done = self.k.ops.drain(self.k, until)
-        return done
 
     def revoke(self, Revocation revocation):
         self.k.ops.revoke(self.k, revocation.o)

@@ -5,7 +5,7 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.string cimport strerror
 from te.core.heap cimport need
-from te.core.link cimport FENCED, Transfer, link_die_locked
+from te.core.link cimport Transfer
 from te.core.maps cimport map_free, map_get, map_put, map_take
 from te.core.plane cimport plane_flush
 from te.core.regions cimport *
@@ -68,9 +68,6 @@ cdef bint arriving_refuse(Link *link, Arriving *a) noexcept nogil:
     if a.refused:
         return False
     store32(&a.refused, 1)
-    if load32(&link.dropped):  # Nothing is worth answering: its rails are being closed.
-        link_die_locked(link, FENCED, 0, NULL)
-        return False
     return True
 
 
@@ -135,9 +132,6 @@ cdef bint may_land(
 ) noexcept nogil:
     cdef Snapshot *s
     cdef u32 i
-    if load32(&link.dropped):
-        snprintf(reason, TEXT_MAX, b"the application fenced this peer")
-        return False
     if a.opening != NULL and not load32(&a.opening.is_open):
         if a.is_reply:
             snprintf(reason, TEXT_MAX, b"the read was given up")

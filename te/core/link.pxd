@@ -69,9 +69,6 @@ cdef struct Ops:
     # The destination's side. A tag was revoked, and no landing is under way: has that end which a
     # peer was let write by itself under it (`Opening.granted` tells when), and returns at once.
     void (*revoke)(Link *link, Opening *o) noexcept nogil
-    # The whole link is fenced: True once nothing lands from it, or is read, that was under way; False
-    # if that is not so at `until_ns`.
-    bint (*drain)(Link *link, u64 until_ns) noexcept nogil
 
     # Both sides. Now and then, by a worker: may end the link. `stalled`: its first transfer has not
     # moved for too long. Returns whether to let that pass.
@@ -123,7 +120,7 @@ cdef struct Link:
     bint is_incoming
     Identity peer  # of an incoming link: whom tags may be opened for
     pthread_mutex_t lock
-    u32 refs, dropped, dead  # atomic
+    u32 refs, dead  # atomic
     u32 has_ended  # atomic: its connections are gone
     int code, errnum  # why it is dead
     char text[TEXT_MAX]

@@ -22,10 +22,6 @@ cdef void revoke(Link *link, Opening *o) noexcept nogil:
     pass
 
 
-cdef bint drain(Link *link, u64 until_ns) noexcept nogil:
-    return True
-
-
 cdef bint check(Link *link, bint stalled) noexcept nogil:
     return False
 
@@ -40,7 +36,6 @@ cdef Ops plain_ops() noexcept:
     ops.may_merge = True
     ops.settled = settled
     ops.revoke = revoke
-    ops.drain = drain
     ops.check = check
     ops.close = ops.forget = nothing
     return ops

@@ -80,16 +80,3 @@ def test_memory_gone_from_one_device_fails_nothing(
 
         wait_for(is_told, WAIT_S, f"{wanted!r} is told of {near[0].device}")
     assert stream.failures == []
-
-
-def test_a_queue_pair_broken_by_the_destination_fails_nothing(rdma_nics: tuple[Nic, ...]) -> None:
-    """All of them at once, as a fence does: the work waits until they are made anew."""
-    count = min(4, len(rdma_nics) // 2)
-    near, far = rdma_nics[:count], rdma_nics[count : 2 * count]
-    with two_engines(near, far) as (source, target), Stream(source, target) as stream:
-        stream.go_on()
-        for link in tuple(target._acceptor._links):
-            assert link.handle.quiesce(WAIT_S)
-        stream.go_on()
-        wait_for(lambda: stream.rails_up() == count, WAIT_S, "every rail is up again")
-    assert stream.failures == []

@@ -271,7 +271,6 @@ class Pair:
 def paired(way: Way, nbytes: int = 4 << 20, **config: Any) -> Iterator[Pair]:
     """Engines with these settings."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch("te.engine.QUIESCE_TIMEOUT_S", TIMEOUT_S))  # Of `fence_peer`.
         kind = None
         if any(way.is_sealed):
             kind = stack.enter_context(sealed(1, COPY_DELAY_US, way.is_mapped))

@@ -4,9 +4,7 @@ lands behind that. Cancellations, fences, memory that goes, engines that close."
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -126,53 +124,6 @@ def test_a_fence_leaves_other_tags_alone(way: Way) -> None:
             assert {outcome(one) for one in kept} == {DONE}
             assert {outcome(one) for one in fenced} <= {DONE, FAILED}
             assert pair.target.fence(turn + 100, TIMEOUT_S) == 50
-
-
-def test_fence_peer_drops_its_link(way: Way) -> None:
-    with paired(way, BIG) as pair:
-        for turn in range(4):
-            since = pair.moved_nbytes()
-            transfers = submitted(pair, "write", 2)
-            if turn % 2:
-                pair.await_progress(since, *transfers)
-            wait_until(lambda: pair.target.stats().rails, "the link is accepted")
-            assert pair.target.fence_peer(pair.source.id) == 1
-            pair.dst[:] = turn
-            assert {outcome(one) for one in transfers} <= {DONE, FAILED}
-            assert (pair.dst == turn).all()
-            wait_until(lambda: not pair.peer.alive, "dead")
-            wait_until(lambda: pair.target.stats().rails == 0, "dropped")
-            assert pair.target.fence_peer(pair.source.id) == 0
-            pair.peer = pair.source.connect(pair.target.card())
-            assert pair.write(0, 0, 10).wait(TIMEOUT_S) is DONE
-
-
-def test_a_fence_knows_a_link_before_its_source_does(
-    way: Way, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which may write as soon as it is welcomed."""
-    with paired(way, 1 << 16, rails=1) as pair:
-        acceptor, counts = pair.target._acceptor, list[int]()
-        joined = acceptor.joined
-
-        def fenced_first(*arguments: Any) -> str | None:
-            counts.append(pair.target.fence_peer(pair.source.id))
-            return joined(*arguments)
-
-        wait_until(lambda: pair.target.stats().rails == 1, "the first link is accepted")
-        pair.peer.close()
-        wait_until(lambda: pair.target.stats().rails == 0, "the first link is gone")
-        with monkeypatch.context() as between:
-            between.setattr(acceptor, "joined", fenced_first)
-            with contextlib.suppress(te.ConnectError):  # Or it hears of it a moment later.
-                pair.peer = pair.source.connect(pair.target.card())
-            wait_until(lambda: counts, "it is fenced")
-        wait_until(lambda: not pair.peer.alive, "dead")
-        assert counts == [1]
-        assert outcome(pair.write(0, 0, 100)) is FAILED
-        assert (pair.dst == GUARD).all()
-        pair.peer = pair.source.connect(pair.target.card())
-        pair.flush()
 
 
 # -- memory that goes

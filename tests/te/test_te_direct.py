@@ -5,7 +5,6 @@ that real devices do not give at will."""
 from __future__ import annotations
 
 import contextlib
-import random
 import socket
 import threading
 import time
@@ -59,34 +58,6 @@ def test_keys_of_a_region_are_not_used_after_it() -> None:
             assert write.wait(TIMEOUT_S)
             assert peer.rail_views[0].reason == ""
             source.deregister(region)
-
-
-def test_a_fence_that_comes_during_another_one_is_not_forgotten() -> None:
-    """Each fence of a link breaks its rails anew, and counts. Of so many at random distances some
-    come at the end of another one."""
-    wires = Wires()
-    with NullEngine(wires, nics=1) as source, NullEngine(wires, nics=1) as target:
-        source.connect(target.card())
-        (link,) = incoming(target)
-        link.fence()
-        forgotten = []
-
-        def fence(seed: int) -> None:
-            rng = random.Random(seed)
-            for _ in range(5000):
-                for _ in range(rng.randrange(200)):
-                    pass
-                before = link.fences
-                assert link.quiesce(TIMEOUT_S)
-                if link.fences == before:
-                    forgotten.append(before)
-
-        threads = [threading.Thread(target=fence, args=[i]) for i in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not forgotten
 
 
 def test_no_end_of_a_link_is_lost_however_late_it_is_read() -> None:

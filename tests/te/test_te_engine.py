@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
@@ -21,9 +20,6 @@ from te_raw import raw_destination, take_hello, welcome
 
 import te
 from te.core.engine import Engine as Plane
-from te.core.handles import LinkHandle
-from te.proof import NO_KEY, PROOF_BYTES, session_key
-from te.transports.base import IncomingLink, LinkKey, Transport
 
 TIMEOUT_S = 60.0
 
@@ -219,45 +215,6 @@ def test_taken_port_and_unknown_host() -> None:
             te.Engine(te.Config(port=port))
     with pytest.raises(te.ListenError, match=r"no\.such\.host\.invalid"):
         te.Engine(te.Config(host="no.such.host.invalid"))
-
-
-class Fenced:
-    """A link's handle that writes down what is asked of it."""
-
-    number, alive, ended, rails = 0, True, False, 0
-
-    def __init__(self, confirms: list[bool]) -> None:
-        self.confirms, self.said = confirms, list[str]()
-
-    def fence(self) -> None:
-        self.said.append("fence")
-
-    def die(self, _code: int) -> None:
-        self.said.append("die")
-        self.ended = True
-
-    def quiesce(self, _timeout_s: float) -> bool:
-        self.said.append("quiesce")
-        return self.confirms.pop(0)
-
-
-def test_a_peer_that_is_fenced_gets_no_new_rail_meanwhile() -> None:
-    """What is waited for is a link that has died; and again, if that took too long."""
-    peer_id, handle = "ab" * 16, Fenced([False, True])
-    link = IncomingLink(
-        cast("LinkHandle", handle), LinkKey(peer_id, 1, 1), cast("Transport", None), "nowhere"
-    )
-    link.session = session_key(NO_KEY, bytes(PROOF_BYTES), bytes(PROOF_BYTES))
-    with te.Engine() as engine:
-        engine._acceptor._links.add(link)
-        with pytest.raises(te.FenceTimeout):
-            engine.fence_peer(peer_id)
-        assert handle.said == ["fence", "die", "quiesce"]
-        engine._acceptor._links.forget_dead()
-        assert engine.fence_peer(peer_id) == 1
-        assert engine.fence_peer(peer_id) == 0
-        handle.alive = False
-        engine._acceptor._links.forget_dead()
 
 
 def test_staging_for_more_workers_than_there_are() -> None:

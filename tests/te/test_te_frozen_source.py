@@ -124,7 +124,7 @@ def test_memory_that_nothing_is_copied_to_is_deregistered_meanwhile() -> None:
             target.deregister(frozen.region, TIMEOUT_S)
 
 
-def test_a_link_whose_copy_stands_for_too_long_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_whose_copy_stands_for_too_long_has_died() -> None:
     impatient = te.Config(transports=("samehost",), workers=1, stall_timeout_s=0.5)
     with te.Engine(impatient) as target, te.Engine(LONELY) as engine:
         friend = Friend(target, engine)
@@ -132,13 +132,11 @@ def test_a_link_whose_copy_stands_for_too_long_has_died(monkeypatch: pytest.Monk
             with pytest.raises(te.TransferFailed):
                 frozen.transfer.wait(TIMEOUT_S)
             friend.assert_served(1)
-            with monkeypatch.context() as short:
-                short.setattr("te.engine.QUIESCE_TIMEOUT_S", 0.05)
-                for _ in range(2):  # It has not ended: what it copies may still land.
-                    with pytest.raises(te.FenceTimeout):
-                        target.fence_peer(frozen.source.id)
+            for _ in range(2):  # It has not ended: what it copies may still land.
+                with pytest.raises(te.FenceTimeout):
+                    target.fence(frozen.TAG, 0.05)
             frozen.serve()
-            wait_until(lambda: target.fence_peer(frozen.source.id) >= 0, "nothing lands any more")
+            assert target.fence(frozen.TAG, TIMEOUT_S) == 0
             frozen.dst[:] = 0xCA
             friend.assert_served(2)
             assert (frozen.dst == 0xCA).all()

@@ -29,7 +29,6 @@ from te_frames import (
     trailer,
 )
 from te_raw import (
-    RAW_ID,
     TIMEOUT_S,
     RawSource,
     dial,
@@ -68,8 +67,7 @@ class Target:
 
 
 @pytest.fixture
-def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
-    monkeypatch.setattr("te.engine.QUIESCE_TIMEOUT_S", TIMEOUT_S)  # Of `fence_peer`.
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     config = te.Config(connect_timeout_s=TIMEOUT_S, stall_timeout_s=TIMEOUT_S)
     with te.Engine(config) as engine, te.Engine(config) as friend:
         yield Target(engine, friend, getattr(request, "param", "tcp"))
@@ -181,18 +179,6 @@ def test_other_registrations_do_not_disturb_a_segment(target: Target) -> None:
         target.engine.register(bytearray(100))
         assert finish(source, 0)[0] is AckStatus.LANDED
         assert (target.memory[NBYTES // 2 :] == 1).all()
-
-
-@on_both
-def test_fence_peer_in_the_middle_of_a_segment(target: Target) -> None:
-    with raw_source(target) as source:
-        half_a_segment(target, source, 0)
-        assert target.engine.fence_peer(RAW_ID) == 1
-        with contextlib.suppress(ConnectionError):
-            source.send(b"\1" * (NBYTES // 2))
-        assert source.closed()
-        assert not target.memory.any()
-    target.assert_serves()
 
 
 @on_both

@@ -195,22 +195,6 @@ def test_a_fence_waits_for_copies(transport: str) -> None:
 
 
 @TRANSPORTS
-def test_a_fence_of_a_peer_waits_for_copies(
-    transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with world(transport, "host-sealed") as here:
-        with here.kind.stuck():
-            transfer = here.peer.write(here.blocks(), tag=TAG)
-            while here.kind.events == 0:
-                transfer.poll()
-            with pytest.raises(te.FenceTimeout):
-                here.target.fence_peer(here.source.id)
-        monkeypatch.setattr("te.engine.QUIESCE_TIMEOUT_S", TIMEOUT_S)
-        assert here.target.fence_peer(here.source.id) >= 0
-        assert outcome(transfer) is te.Status.FAILED
-
-
-@TRANSPORTS
 @pytest.mark.parametrize("places", ["sealed-host", "host-sealed"])
 def test_an_engine_says_that_a_device_still_copies(
     transport: str, places: str, monkeypatch: pytest.MonkeyPatch

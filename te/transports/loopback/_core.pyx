@@ -90,9 +90,6 @@ cdef bint is_allowed(
     if not t.is_read:
         return may_land(link, a, NULL, NULL, 0, reason) and is_placed(
             link, a, &place, dst, n, reason)
-    if load32(&link.dropped):
-        snprintf(reason, TEXT_MAX, b"the application fenced this peer")
-        return False
     k = snprintf(reason, TEXT_MAX, b"the source: ")
     for i in range(n):
         if not is_registered(

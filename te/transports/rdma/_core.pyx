@@ -278,7 +278,6 @@ OPS.cancel = outgoing_cancel
 OPS.unread = unread
 OPS.settled = outgoing_settled
 OPS.revoke = fencing_revoke
-OPS.drain = fencing_drain
 OPS.check = check
 OPS.close = qps_end
 OPS.forget = fencing_forget

@@ -65,8 +65,8 @@ cdef bint fencing_drain(Link *link, u64 until_ns) noexcept nogil:
 
 cdef void break_link(Link *link) noexcept nogil:
     """For fences, until all that were asked for are done. A source is asked to stop what was granted
-    under closed tags, and the rails go on; if it has not for too long, or was fenced as a whole,
-    the rails are drained. A fence that comes in the middle has all of it looked at again."""
+    under closed tags, and the rails go on; if it has not for too long, or a read of this side was
+    given up, the rails are drained. A fence that comes in the middle has all of it looked at again."""
     cdef Direct *d = direct_of(link)
     cdef u32 asked = load32(&d.breaks_asked)
     if load32(&link.has_ended):
@@ -76,7 +76,7 @@ cdef void break_link(Link *link) noexcept nogil:
         d.worker.restless += 1
     if asked != d.breaks_begun:
         d.breaks_begun = asked
-        d.must_drain = not link.is_incoming or load32(&link.dropped)
+        d.must_drain = not link.is_incoming
         revoke_closed(link)
     if d.is_draining and not are_drained(link):
         return

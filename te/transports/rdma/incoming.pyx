@@ -51,9 +51,7 @@ cdef bint may_begin(Connection *c, Arriving *a) noexcept nogil:
     """Inside a section, so that a fence that closes the tag sees the grant, or prevents it."""
     cdef bint good = True
     enter(&c.polled.worker.section, c.link, a.opening)
-    if load32(&c.link.dropped):
-        good = False
-    elif a.opening != NULL:
+    if a.opening != NULL:
         good = load32(&a.opening.is_open) != 0
         if good:
             add32(&a.opening.granted, 1)
