@@ -42,10 +42,4 @@ static const uint8_t NEXT_STAGE[STAGES][HAPPENINGS] = {
     [OWED] = {[MORE] = OWED, [GIVEN_UP] = OWED, [SAID] = IS_REFUSED},
 };
 
-static const char *const STAGE_NAMES[STAGES] = {
-    "QUEUED", "MOVING", "SENT", "STOPPING", "TOLD", "OWED", "IS_LANDED", "IS_REFUSED",
-    "IS_ABANDONED", "OVER"};
-static const char *const HAPPENING_NAMES[HAPPENINGS] = {
-    "BEGINS", "ALL_SENT", "MORE", "GIVEN_UP", "SAID", "LANDS", "REFUSES", "ABANDONS"};
-
 #endif

@@ -144,17 +144,3 @@ cdef void say_not_covered(
                  <unsigned long long>o.value)
     else:
         snprintf(text + n, room - n, b"the read is for")
-
-
-# -- for tests
-
-def cover(bytes ranges, u64 address, u64 nbytes):
-    """How many ranges are left of them, which are pairs of u64 (start, end), and whether these
-    bytes may be written under a tag that was opened for them."""
-    cdef u64 n = len(ranges) // sizeof(Range)
-    cdef Range *made = <Range *>need((n + 1) * sizeof(Range))
-    memcpy(made, <char *>ranges, n * sizeof(Range))
-    n = ranges_normalise(made, n)
-    cdef bint found = ranges_cover(made, n, address, nbytes)
-    free(made)
-    return n, found

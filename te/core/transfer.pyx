@@ -16,26 +16,11 @@ from te.core.tally cimport code_of, count
 from te.core.wire cimport ABANDONED, BEGUN_MAX, LANDED, REFUSED
 
 cdef extern from "core/stages.h" nogil:
-    enum:
-        STAGES, HAPPENINGS
     const uint8_t **NEXT_STAGE
-    const char **STAGE_NAMES
-    const char **HAPPENING_NAMES
 
 cdef enum:
     SPARE_LEAST = 128 << 10  # bytes: above that malloc asks the kernel, for pages to clear
     SPARE_NBYTES = 1 << 20
-
-
-def stages():
-    """The table of ``stages.h``: by stage, what may happen and the stage behind that."""
-    return {
-        STAGE_NAMES[i].decode(): {
-            HAPPENING_NAMES[k].decode(): STAGE_NAMES[NEXT_STAGE[i][k]].decode()
-            for k in range(HAPPENINGS) if NEXT_STAGE[i][k]
-        }
-        for i in range(STAGES)
-    }
 
 
 # -- descriptors

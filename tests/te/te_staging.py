@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from te_compiled import address_in, function
 from te_sealed import capsule
 
-from te.core import kinds, staging
+from te.core import kinds
 
 __all__ = [
     "COPIED",
@@ -25,7 +26,6 @@ __all__ = [
     "Lane",
     "Slot",
     "Staging",
-    "function",
     "struct_of",
 ]
 
@@ -34,17 +34,10 @@ FREE, HELD, COPYING, COPIED = range(4)
 STAGING_BYTES = 64 << 10
 LANE_BYTES = 256
 
-_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer_of.restype = ctypes.c_void_p
-_pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
-_name_of = ctypes.pythonapi.PyCapsule_GetName
-_name_of.restype = ctypes.c_char_p
-_name_of.argtypes = [ctypes.py_object]
-
 
 def struct_of(compiled: object) -> int:
     """The address of the ``Kind`` in a capsule."""
-    return int(_pointer_of(compiled, b"te.memory_kind.2"))
+    return address_in(compiled, b"te.memory_kind.2")
 
 
 HOST_KIND = struct_of(kinds.HOST)
@@ -65,16 +58,7 @@ class SlotHead(ctypes.Structure):
     )
 
 
-def function(
-    module: Any, name: str, result: Any, *arguments: Any, factory: Any = ctypes.CFUNCTYPE
-) -> Any:
-    """What a compiled module declares in its .pxd file; called without the interpreter's lock."""
-    exported = module.__pyx_capi__[name]
-    address = _pointer_of(exported, _name_of(exported))
-    return factory(result, *arguments)(address)
-
-
-_function = functools.partial(function, staging)
+_function = functools.partial(function, "te.core.staging")
 
 
 _P, _U64, _U32, _INT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import heapq
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from te_compiled import function
 
-from te.transports.rdma.balance import chosen, rate_after, slowness_of, speeds
 
 pytestmark = pytest.mark.pure
 
@@ -21,6 +23,55 @@ LANES = st.lists(
 )
 
 
+NO_LANE = 0xFFFFFFFF
+
+_function = functools.partial(function, "te.transports.rdma.balance")
+_P, _U32, _DOUBLE = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_double
+_choose = _function("choose", _U32, _P, _U32, _DOUBLE, _DOUBLE, _U32)
+_slowness = _function("slowness", _DOUBLE, ctypes.c_uint8)
+_begin = _function("pace_begin", None, _P, _DOUBLE)
+_retry = _function("pace_retry", None, _P, _DOUBLE)
+_note = _function("pace_note", None, _P, _DOUBLE, _DOUBLE)
+_rate = _function("pace_rate", _DOUBLE, _P)
+_speeds_of = _function("speeds_of", _DOUBLE, _P, _P, _U32)
+
+
+class Lane(ctypes.Structure):
+    _fields_ = (("speed", _DOUBLE), ("in_flight", _DOUBLE), ("has_room", ctypes.c_int))
+
+
+class Pace(ctypes.Structure):
+    _fields_ = (("nbytes", _DOUBLE), ("busy_s", _DOUBLE))
+
+
+def choose(
+    lanes: list[tuple[float, float, bool]], nbytes: float, waiting: float, turn: int
+) -> int | None:
+    """Which lane takes a piece, None if it is to wait. Of each lane its speed in bytes per second,
+    its bytes in flight and whether it has room."""
+    found = int(_choose((Lane * len(lanes))(*lanes), len(lanes), nbytes, waiting, turn))
+    return None if found == NO_LANE else found
+
+
+def rate_after(
+    bytes_per_s: float, measurements: list[tuple[float, float]], is_retried: bool = False
+) -> float:
+    """The rate of a rail by a port of that speed, after bytes were moved in so many seconds; or of
+    one that was slow, and is tried again as if it had that rate."""
+    pace = Pace()
+    (_retry if is_retried else _begin)(ctypes.byref(pace), bytes_per_s)
+    for nbytes, busy_s in measurements:
+        _note(ctypes.byref(pace), nbytes, busy_s)
+    return float(_rate(ctypes.byref(pace)))
+
+
+def speeds(rates: list[float]) -> list[float]:
+    """What the balancer reckons with where those rates were measured."""
+    found = (_DOUBLE * len(rates))(*rates)
+    _speeds_of(found, found, len(rates))
+    return list(found)
+
+
 def ends(lanes: list[tuple[float, float, bool]], nbytes: float) -> list[float | None]:
     return [(flying + nbytes) / speed if speed else None for speed, flying, _ in lanes]
 
@@ -30,7 +81,7 @@ def ends(lanes: list[tuple[float, float, bool]], nbytes: float) -> list[float | 
 def test_the_rail_that_is_done_first_takes_it(
     lanes: list[tuple[float, float, bool]], nbytes: float, more: float, turn: int
 ) -> None:
-    found = chosen(lanes, nbytes, nbytes + more, turn)
+    found = choose(lanes, nbytes, nbytes + more, turn)
     when = ends(lanes, nbytes)
     free = [i for i, lane in enumerate(lanes) if lane[0] and lane[2]]
     soonest = min((one for one in when if one is not None), default=None)
@@ -45,18 +96,18 @@ def test_the_rail_that_is_done_first_takes_it(
 @given(st.integers(2, 8), st.integers(0, 1000))
 def test_idle_equals_take_turns(count: int, turn: int) -> None:
     lanes = [(1e9, 0.0, True)] * count
-    assert chosen(lanes, 1, 1, turn) == turn % count
+    assert choose(lanes, 1, 1, turn) == turn % count
 
 
 def test_without_a_rail_that_has_room_or_may_carry_it_the_piece_waits() -> None:
-    assert chosen([(1e9, 0.0, False), (0.0, 0.0, True)], 1, 1e12, 0) is None
+    assert choose([(1e9, 0.0, False), (0.0, 0.0, True)], 1, 1e12, 0) is None
 
 
 def test_a_slow_rail_helps_a_full_one_while_enough_waits() -> None:
     lanes = [(16e9, DEPTH, False), (1e9, 0.0, True)]
-    assert chosen(lanes, MIB, 100 * MIB, 0) == 1
-    assert chosen(lanes, MIB, 9 * MIB, 0) == 1
-    assert chosen(lanes, MIB, 8 * MIB, 0) is None
+    assert choose(lanes, MIB, 100 * MIB, 0) == 1
+    assert choose(lanes, MIB, 9 * MIB, 0) == 1
+    assert choose(lanes, MIB, 8 * MIB, 0) is None
 
 
 def carry(rates: list[float], believed: list[float], pieces: int) -> list[float]:
@@ -69,7 +120,7 @@ def carry(rates: list[float], believed: list[float], pieces: int) -> list[float]
             lanes = [
                 (speed, load, load < DEPTH) for speed, load in zip(believed, flying, strict=True)
             ]
-            i = chosen(lanes, MIB, left * MIB, turn)
+            i = choose(lanes, MIB, left * MIB, turn)
             if i is None:
                 break
             left, turn = left - 1, i + 1
@@ -102,7 +153,7 @@ def test_rails_that_are_slower_than_believed_get_less(rates: list[float], pieces
 
 
 def test_far_rails_are_slower() -> None:
-    assert [slowness_of(distance) for distance in (0, 1, 2, 255)] == [1, 4, 16, 16]
+    assert [_slowness(distance) for distance in (0, 1, 2, 255)] == [1, 4, 16, 16]
 
 
 @given(st.lists(st.tuples(RATES, st.floats(1e-6, 10)), max_size=20), RATES)

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from te_compiled import function
 
 from te import Blocks
 from te.core.wire import PIECES_LIMIT
-from te.transports.rdma.pieces import pieces_of
 
 pytestmark = pytest.mark.pure
 
@@ -23,9 +25,29 @@ SIZES = st.lists(
 )
 
 
+_PIECES, _P, _U32, _U64 = "te.transports.rdma.pieces", ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
+_pieces_for = function(_PIECES, "pieces_for", _U32, _U64, _U64, _U32)
+_cut = function(_PIECES, "cut", _U32, _P, _U64, _U64, _U32, _P)
+
+
+class Piece(ctypes.Structure):
+    _fields_ = (
+        ("first", _U64),
+        ("offset", _U64),
+        ("nbytes", _U64),
+        ("blocks", _U32),
+        ("next", _U32),
+    )
+
+
 def cut(sizes: list[int], rails: int) -> list[tuple[int, int, int, int]]:
+    """How a transfer is cut for that many rails of one speed, as its submission does it: of each
+    piece its first block, the offset in it, its bytes, and how many blocks it touches."""
     blocks = Blocks.of(0, 0, sizes)
-    return pieces_of(blocks.array, blocks.total_nbytes, rails)
+    total = blocks.total_nbytes
+    pieces = (Piece * _pieces_for(total, len(sizes), rails))()
+    count = _cut(blocks.array.ctypes.data, len(sizes), total, len(pieces), pieces)
+    return [(one.first, one.offset, one.nbytes, one.blocks) for one in pieces[:count]]
 
 
 @given(SIZES, st.integers(1, 16))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from te.core.tags import cover
+from te_compiled import function
 
 import te
 from te.handshake import decode_card
@@ -115,6 +116,18 @@ def test_new_tags_are_all_different_and_can_be_expected() -> None:
     with te.Engine() as engine:
         for tag in tags:
             engine.expect(tag)
+
+
+_U64 = ctypes.c_uint64
+_normalise = function("te.core.tags", "ranges_normalise", _U64, ctypes.c_void_p, _U64)
+_cover = function("te.core.tags", "ranges_cover", ctypes.c_int, ctypes.c_void_p, _U64, _U64, _U64)
+
+
+def cover(packed: bytes, address: int, nbytes: int) -> tuple[int, bool]:
+    """How many ranges are left of a tag's, and whether these bytes may be written under it."""
+    made = ctypes.create_string_buffer(packed, len(packed) + 1)
+    count = int(_normalise(made, len(packed) // 16))
+    return count, bool(_cover(made, count, address, nbytes))
 
 
 numbers = st.integers(0, 40)

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 
 from libc.math cimport HUGE_VAL, exp
-from libc.stdlib cimport free
-from te.core.heap cimport need
 
 cdef double RATE_LEVEL = 3.0
 cdef double RATE_FLOOR = 1.0 / 16
@@ -64,42 +62,3 @@ cdef double speeds_of(const double *rates, double *speeds, u32 n) noexcept nogil
         speeds[i] = fastest if rates[i] * RATE_LEVEL >= fastest else max(
             rates[i], fastest * RATE_FLOOR)
     return fastest
-
-
-# -- for Python: balance.pyi has the contracts
-
-def chosen(list lanes, double nbytes, double waiting, u32 turn):
-    cdef Lane *of = <Lane *>need((len(lanes) + 1) * sizeof(Lane))
-    cdef u32 found, i = 0
-    for speed, in_flight, has_room in lanes:
-        of[i].speed, of[i].in_flight, of[i].has_room = speed, in_flight, has_room
-        i += 1
-    found = choose(of, i, nbytes, waiting, turn)
-    free(of)
-    return None if found == NO_LANE else found
-
-
-def rate_after(double bytes_per_s, list measurements, bint is_retried=False):
-    cdef Pace pace
-    if is_retried:
-        pace_retry(&pace, bytes_per_s)
-    else:
-        pace_begin(&pace, bytes_per_s)
-    for nbytes, busy_s in measurements:
-        pace_note(&pace, nbytes, busy_s)
-    return pace_rate(&pace)
-
-
-def speeds(list rates):
-    cdef double *of = <double *>need((len(rates) + 1) * sizeof(double))
-    cdef u32 i
-    for i in range(len(rates)):
-        of[i] = rates[i]
-    speeds_of(of, of, len(rates))
-    found = [of[i] for i in range(len(rates))]
-    free(of)
-    return found
-
-
-def slowness_of(uint8_t distance):
-    return slowness(distance)

@@ -1,9 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.stdlib cimport free
-from te.core.heap cimport need
 from te.core.wire cimport PIECES_MAX
 
 cdef enum:
@@ -49,23 +46,3 @@ cdef u32 cut(const Block *blocks, u64 n, u64 total, u32 most, Piece *pieces) noe
         count += 1
         first, offset, begun = i, inside, before + inside
     return count
-
-
-# -- for Python: pieces.pyi has the contracts
-
-def pieces_of(object blocks, u64 total, u32 rails):
-    cdef Py_buffer view
-    cdef u64 n
-    cdef u32 count
-    cdef Piece *pieces
-    PyObject_GetBuffer(blocks, &view, PyBUF_SIMPLE)
-    n = view.len / sizeof(Block)
-    count = pieces_for(total, n, rails)
-    pieces = <Piece *>need((count + 1) * sizeof(Piece))
-    count = cut(<const Block *>view.buf, n, total, count, pieces)
-    PyBuffer_Release(&view)
-    found = [
-        (pieces[i].first, pieces[i].offset, pieces[i].nbytes, pieces[i].blocks)
-        for i in range(count)]
-    free(pieces)
-    return found
