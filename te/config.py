@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from te.core.engine import WORKERS_LIMIT
+from te.core.staging import SLOTS_MAX
 from te.core.wire import FRAME_BLOCKS_MAX, RAILS_LIMIT
 from te.proof import KEY_BYTES, KEYS_MAX
 from te.status import default_directory
@@ -43,8 +44,6 @@ LABEL_CHARS_MAX: Final = 200
 
 SEGMENT_BYTES_MAX = 64 << 20
 # Linux takes 1024 iovecs a call (UIO_MAXIOV); headers, trailer and acknowledgements need some.
-# SLOTS_MAX of te/core/staging.pxd.
-STAGING_SLOTS_MAX = 64
 SEGMENT_BLOCKS_MAX = FRAME_BLOCKS_MAX
 
 
@@ -177,7 +176,7 @@ class Config:
             "staging_bytes",
             self.staging_bytes,
             slots * self.staging_slot_bytes,
-            slots * self.staging_slot_bytes * STAGING_SLOTS_MAX,
+            slots * self.staging_slot_bytes * SLOTS_MAX,
         )
         _check_range("socket_buffer_bytes", self.socket_buffer_bytes, 0, 1 << 30)
         _check_timeout("connect_timeout_s", self.connect_timeout_s)

@@ -3,29 +3,11 @@
 
 from __future__ import annotations
 
-import enum
 import os
 
+from te.core.link import Reason
+
 __all__ = ["Reason", "reason_name", "sentence"]
-
-
-class Reason(enum.IntEnum):
-    """Why a link died or a transfer failed; the enum in ``te/core/link.pxd``. A transport's own
-    begin with 20."""
-
-    NO_REASON = 0
-    STALLED = 1
-    BROKE = 2
-    ENDED = 3
-    VIOLATED = 4
-    PEER_CLOSED = 5
-    ENGINE_CLOSED = 6
-    FENCED = 7
-    LINK_DIED = 8
-    WAS_REFUSED = 9
-    SOURCE_FAULT = 10
-    NO_RAIL = 11
-    PROCESS_GONE = 12
 
 
 def reason_name(code: int) -> str:
@@ -49,8 +31,6 @@ def sentence(who: str, code: int, errnum: int, text: str, stall_s: float) -> str
             return "the application closed this peer"
         case Reason.ENGINE_CLOSED:
             return "this engine was closed"
-        case Reason.FENCED:
-            return f"the application fenced {who}"
         case Reason.WAS_REFUSED:
             return f"{who} refused: {text}"
         case Reason.NO_RAIL:

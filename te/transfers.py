@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Final
 
+from te.core import plane
 from te.core.engine import Engine as Plane
 from te.core.handles import TransferHandle
 from te.errors import FenceTimeout, TransferFailed, WaitTimeout
@@ -33,8 +34,8 @@ class Status(enum.Enum):
     CANCELLED = "cancelled"
 
 
-_STATUSES: Final = (Status.PENDING, Status.DONE, Status.FAILED, Status.CANCELLED)
-"""In the plane's order."""
+_STATUSES: Final = tuple(Status[one.name] for one in plane.Status)
+"""By the plane's number."""
 
 
 class Notifier:

@@ -44,7 +44,7 @@ class Engine:
     ) -> None:
         """Overlaps no other; serials rise. ``kind``: ``MemoryKind.compiled``. ``rights``: what
         peers may do there, bits of ``te.memory.RIGHTS``. Shared: peers on this host may map it.
-        ``keys``: an array of ``te.verbs.fabric.KEY`` that covers the region, for devices."""
+        ``keys``: of ``te.core.regions.packed_key``, which cover the region, for devices."""
 
     def stage(self, base: int, nbytes: int, slot_bytes: int) -> None:
         """Memory for staging, that every kind has pinned; once, before the first region that needs

@@ -250,7 +250,7 @@ cdef class Engine:
 
 cdef object outcomes_of(Outcomes *o):
     return (
-        load64(&o.by_status[DONE]), load64(&o.by_status[CANCELLED]),
+        load64(&o.by_status[<u32>DONE]), load64(&o.by_status[<u32>CANCELLED]),
         {i: load64(&o.failed[i]) for i in range(CODES_MAX) if load64(&o.failed[i])},
         load64(&o.done_blocks), load64(&o.done_nbytes), load64(&o.landed), load64(&o.landed_nbytes))
 

@@ -18,7 +18,9 @@ from te.core.tally cimport Flow, Ledger, Outcomes
 from te.core.wire cimport Block, RAILS_MAX, TEXT_MAX
 from te.core.worker cimport Polled, Spin
 
-cdef enum:  # why a link died or a transfer failed; te/reasons.py makes the sentences
+# Why a link died or a transfer failed; te/reasons.py makes the sentences. A transport's own reasons
+# begin with 20.
+cpdef enum Reason:
     NO_REASON = 0
     STALLED = 1
     BROKE = 2
@@ -26,12 +28,11 @@ cdef enum:  # why a link died or a transfer failed; te/reasons.py makes the sent
     VIOLATED = 4
     PEER_CLOSED = 5
     ENGINE_CLOSED = 6
-    FENCED = 7
-    LINK_DIED = 8  # of a transfer: the link's own reason says it
-    WAS_REFUSED = 9
-    SOURCE_FAULT = 10
-    NO_RAIL = 11
-    PROCESS_GONE = 12
+    LINK_DIED = 7  # of a transfer: the link's own reason says it
+    WAS_REFUSED = 8
+    SOURCE_FAULT = 9
+    NO_RAIL = 10
+    PROCESS_GONE = 11
 
 cdef enum:  # blocks of peers' reads, 24 bytes each, that were asked for and not yet answered
     # Of a link: more than an engine has asked for at once (READS_ASKED_MAX frames of BLOCKS_MAX).

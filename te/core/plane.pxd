@@ -11,7 +11,8 @@ from te.core.tags cimport Tags
 from te.core.tally cimport Ledger, LEDGERS_MAX
 from te.core.worker cimport Workers
 
-cdef enum:  # status of a transfer; te.transfers.Status in this order
+# Of a transfer; te.transfers.Status has the same names for users.
+cpdef enum Status:
     PENDING = 0
     DONE = 1
     FAILED = 2

@@ -16,10 +16,13 @@ cdef enum:
     SENTENCE_MAX = 256  # bytes of what `say_refused` writes
     # What this engine does itself, which every region allows. The rights of peers are the wire's.
     OWN_USE = 8
-    # Instead of a device's distance: the memory uses it when no other is left; te.verbs.fabric.UNUSED.
+
+cpdef enum:
+    # Instead of a device's distance: the memory uses it when no other is left.
     UNUSED = 255
 
-# A range of registered memory as the RDMA devices of its engine call it; te.verbs.fabric.KEY.
+# A range of registered memory as the RDMA devices of its engine call it. Python makes it by
+# `packed_key`.
 cdef struct Key:
     u64 start, end
     u32 lkeys[NICS_MAX]  # to be named by the engine's own work requests

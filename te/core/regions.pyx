@@ -3,10 +3,21 @@
 
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 from te.core.heap cimport need
 from te.core.sync cimport add32, load32, load64, nanosleep, now_ns, store_pointer, timespec, u32, u64
 from te.core.wire cimport REMOTE_RIGHTS, RIGHT_READ, RIGHT_UNTAGGED
+
+
+def packed_key(u64 start, u64 end, object lkeys, object rkeys, object distances):
+    cdef Key key
+    memset(&key, 0, sizeof(Key))
+    key.start, key.end = start, end
+    if not len(lkeys) == len(rkeys) == len(distances) <= NICS_MAX:
+        raise ValueError("each device has its keys and its distance")
+    for i in range(len(lkeys)):
+        key.lkeys[i], key.rkeys[i], key.distances[i] = lkeys[i], rkeys[i], distances[i]
+    return (<char *>&key)[:sizeof(Key)]
 
 
 cdef void regions_open(Regions *all, Sections *sections) noexcept nogil:

@@ -24,8 +24,10 @@ from libc.stdint cimport uint8_t
 from te.core.kinds cimport Copy, Event, Kind, KINDS_MAX
 from te.core.sync cimport pthread_mutex_t, u32, u64
 
-cdef enum:
+cpdef enum:
     SLOTS_MAX = 64
+
+cdef enum:
     SPANS_MAX = 1024  # of one slot; as many as a call of sendmsg(2) takes
 
 # FREE -> HELD -> COPYING -> COPIED -> FREE; from HELD also to FREE, when nothing is copied.

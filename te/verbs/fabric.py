@@ -14,10 +14,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
 
-import numpy as np
-
+from te.core.regions import UNUSED, packed_key
 from te.core.wire import MAY_READ, MAY_WRITE_TAGGED, MAY_WRITE_UNTAGGED, NICS_LIMIT
 from te.errors import DeviceError, RegistrationError
 from te.memory_kinds import MemoryKind, Reach
@@ -33,7 +31,6 @@ from te.topology.gids import parse_gid
 from te.verbs import _core as verbs
 
 __all__ = [
-    "KEY",
     "Fabric",
     "Nic",
     "Registration",
@@ -43,21 +40,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-KEY: Final = np.dtype(
-    [
-        ("start", "<u8"),
-        ("end", "<u8"),
-        ("lkeys", "<u4", (NICS_LIMIT,)),
-        ("rkeys", "<u4", (NICS_LIMIT,)),
-        ("distances", "u1", (NICS_LIMIT,)),
-    ]
-)
-"""A range of memory with the keys by which each device, and peers of each device, name it, and how
-far each device is from it; struct Key in ``te/core/regions.pxd``."""
-
-UNUSED: Final = 255
-"""Instead of a distance: the device is to be used when no other is left."""
 
 PORT_STATE_ACTIVE = 4  # enum ibv_port_state
 GID_ROCE_V2 = 2
@@ -99,17 +81,14 @@ class Nic:
 class Registration:
     """A range of memory that every device has accepted."""
 
-    #: Shape (parts,), dtype ``KEY``, as bytes.
+    #: Of each part it is in, one behind the other; ``te.core.regions.packed_key``.
     keys: bytes
+    #: How many parts it is in.
+    ranges: int
     regions: tuple[verbs.MemoryRegion, ...]
     #: Where it is, as it was given or found.
     location: str
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-
-    @property
-    def ranges(self) -> int:
-        """How many parts it is in."""
-        return len(self.keys) // KEY.itemsize
 
     def close(self) -> None:
         """After it returns nothing lands there through any device. ``te.RegistrationError``.
@@ -167,23 +146,31 @@ class Fabric:
         limit = min(nic.max_region_bytes for nic in self.nics)
         part_bytes = max(limit - limit % mmap.PAGESIZE, mmap.PAGESIZE)
         starts = range(address, address + nbytes, part_bytes)
-        keys = np.zeros(len(starts), KEY)
-        regions: list[verbs.MemoryRegion] = []
+        parts: list[list[verbs.MemoryRegion]] = []
         with contextlib.ExitStack() as undo, _ways(address, nbytes, rights, kind) as ways:
-            for i, start in enumerate(starts):
+            for start in starts:
                 end = min(start + part_bytes, address + nbytes)
-                keys[i]["start"], keys[i]["end"] = start, end
+                parts.append([])
                 for nic in self.nics:
                     region = first_that_works(ways, nic, start, end - start)
                     undo.callback(region.close)
-                    regions.append(region)
-                    keys[i]["lkeys"][nic.index] = region.lkey
-                    keys[i]["rkeys"][nic.index] = region.rkey
+                    parts[-1].append(region)
             undo.pop_all()
         # Only now: memory that the devices have pinned has pages, which have a place.
         where = location or self.location(address, kind)
-        keys["distances"][:, : len(self.nics)] = self.distances(where)
-        return Registration(keys.tobytes(), tuple(regions), where)
+        distances = self.distances(where)
+        keys = [
+            packed_key(
+                start,
+                min(start + part_bytes, address + nbytes),
+                [one.lkey for one in part],
+                [one.rkey for one in part],
+                distances,
+            )
+            for start, part in zip(starts, parts, strict=True)
+        ]
+        regions = tuple(one for part in parts for one in part)
+        return Registration(b"".join(keys), len(parts), regions, where)
 
 
 Way = Callable[[Nic, int, int], verbs.MemoryRegion]

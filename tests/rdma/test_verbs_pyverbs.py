@@ -51,7 +51,6 @@ from te.transports.rdma.messages import (
     RdmaOffer,
     RdmaWelcome,
 )
-from te.verbs.fabric import KEY
 
 pytestmark = [
     pytest.mark.rdma,
@@ -267,7 +266,7 @@ def test_an_engine_writes_into_pyverbs(
 
         # Though the region allows it, and with its key: this queue pair is for what goes out.
         assert region.registration is not None
-        key = int(np.frombuffer(region.registration.keys, KEY)["rkeys"][0, 0])
+        key = region.registration.regions[0].rkey
         with pytest.raises(AssertionError, match=f"completion status {REM_INV_REQ_ERR}"):
             far.write(address=region.address, rkey=key, nbytes=PAGE)
         assert src.reshape(-1, PAGE)[::-1].tobytes() == landed

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from te_compiled import function
 
-
 pytestmark = pytest.mark.pure
 
 MIB = float(1 << 20)

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from te_compiled import function
 from te_cuda import cuda
 from te_sealed import capsule, sealed
-from te_compiled import function
 from te_staging import HOST_KIND, Copy, KindStruct, struct_of
 
 import te
@@ -205,7 +205,9 @@ def test_memory_that_no_transport_moves_is_refused() -> None:
 
 
 def test_only_a_kind_is_taken_for_one() -> None:
-    given = function("te.core.kinds", "kind_of", ctypes.c_void_p, ctypes.py_object, factory=ctypes.PYFUNCTYPE)
+    given = function(
+        "te.core.kinds", "kind_of", ctypes.c_void_p, ctypes.py_object, factory=ctypes.PYFUNCTYPE
+    )
     assert given(HOST.compiled) == HOST_KIND
     assert given(capsule(0x1000)) == 0x1000
     for other in (None, kinds.__pyx_capi__["kind_of"]):

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from te import BLOCK, RegistrationError
 from te.core.engine import Engine as Plane
 from te.core.engine import numa_node
+from te.core.regions import UNUSED
 from te.memory import Region, RegionTable
 from te.memory_kinds import HOST
 from te.topology import Locality, Topology, read_machine
 from te.transports.tcp._core import TcpLink
-from te.verbs.fabric import UNUSED, Fabric, Registration
+from te.verbs.fabric import Fabric, Registration
 
 TIMEOUT_S = 60.0
 EDGES = [0, 1, 99, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
@@ -220,7 +221,7 @@ class SlowRegion:
 def test_threads_that_close_the_same_registration_wait_for_each_other() -> None:
     """Whoever returns may rely on it that nothing lands there any more."""
     region = SlowRegion()
-    registration = Registration(b"", (cast("Any", region),), "*")
+    registration = Registration(b"", 0, (cast("Any", region),), "*")
     threads = [threading.Thread(target=registration.close) for _ in range(2)]
     threads[0].start()
     assert region.entered.wait(TIMEOUT_S)

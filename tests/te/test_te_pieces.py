@@ -25,7 +25,12 @@ SIZES = st.lists(
 )
 
 
-_PIECES, _P, _U32, _U64 = "te.transports.rdma.pieces", ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
+_PIECES, _P, _U32, _U64 = (
+    "te.transports.rdma.pieces",
+    ctypes.c_void_p,
+    ctypes.c_uint32,
+    ctypes.c_uint64,
+)
 _pieces_for = function(_PIECES, "pieces_for", _U32, _U64, _U64, _U32)
 _cut = function(_PIECES, "cut", _U32, _P, _U64, _U64, _U32, _P)
 

@@ -4,7 +4,7 @@
 from libc.stdio cimport snprintf
 from te.core.frames cimport Connection
 from te.core.inbound cimport Arriving, arriving_free
-from te.core.link cimport FENCED, NO_REASON
+from te.core.link cimport NO_REASON
 from te.core.maps cimport map_take
 from te.core.sync cimport *
 from te.core.wire cimport ANY_RAIL, TEXT_MAX
@@ -170,7 +170,7 @@ cdef void drain_all(Link *link) noexcept nogil:
         if d.qps[k] != NULL and link.is_incoming:
             qp_drain(d.qps[k])
         elif d.qps[k] != NULL:
-            qp_fail(d.qps[k], FENCED, 0)
+            qp_fail(d.qps[k], READ_CANCELLED, 0)
     c = control_lock(link)
     while i < link.arriving.size:
         a = <Arriving *>link.arriving.values[i]

@@ -3,29 +3,11 @@
 
 from __future__ import annotations
 
-import enum
 import os
 
-from te.reasons import Reason
+from te.transports.rdma.state import RailReason
 
 __all__ = ["RailReason", "rail_sentence"]
-
-
-class RailReason(enum.IntEnum):
-    """Why a rail was given up, or what became of it; the enum in ``state.pxd``."""
-
-    RAIL_UP = 20
-    BAD_STATUS = 21
-    NO_COMPLETION = 22
-    POST_FAILED = 23
-    POLL_FAILED = 24
-    PEER_BROKE = 25
-    PORT_DOWN = 26
-    DEVICE_FATAL = 27
-    QP_EVENT = 28
-    # Of a rail that is not given up.
-    RAIL_SUSPECT = 29
-    RAIL_MOVED = 30
 
 
 _STATUSES = (
@@ -70,7 +52,7 @@ def rail_sentence(code: int, errnum: int, rail_timeout_s: float) -> str:
             return "the device has failed as a whole"
         case RailReason.QP_EVENT:
             return f"the device reports an error of the queue pair (event {errnum})"
-        case Reason.FENCED:
+        case RailReason.READ_CANCELLED:
             return "broken to end a cancelled read"
         case _:
             return f"code {code}, errno {errnum}"

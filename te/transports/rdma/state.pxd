@@ -14,7 +14,8 @@ from te.transports.rdma.balance cimport Pace
 from te.transports.rdma.pieces cimport Piece
 from te.verbs.abi cimport Endpoint, VSendWr, VSge
 
-cdef enum:  # why a rail was given up, or what became of it; reasons.py makes the sentences
+# Why a rail was given up, or what became of it; reasons.py makes the sentences.
+cpdef enum RailReason:
     RAIL_UP = 20
     BAD_STATUS = 21
     NO_COMPLETION = 22
@@ -24,8 +25,9 @@ cdef enum:  # why a rail was given up, or what became of it; reasons.py makes th
     PORT_DOWN = 26
     DEVICE_FATAL = 27
     QP_EVENT = 28
-    RAIL_SUSPECT = 29
+    RAIL_SUSPECT = 29  # of a rail that is not given up, as the next
     RAIL_MOVED = 30
+    READ_CANCELLED = 31
 
 ctypedef enum QpState:
     QP_PROBE  # of a source: connected, but nothing has come through yet
