@@ -22,7 +22,7 @@ import numpy as np
 from te_built import built_once
 
 from te import RegistrationError
-from te.memory_kinds import MemoryKind, Reach, add, remove
+from te.memory_kinds import RECOGNISERS, MemoryKind, Reach
 from te.memory_kinds.base import Export, Exported
 
 __all__ = ["Sealed", "SealedMemory", "capsule", "sealed"]
@@ -176,10 +176,10 @@ def sealed(seed: int = 1, delay_us: int = DELAY_US, is_shared: bool = False) -> 
     """The kind, known to te for as long as this lasts; every event of it must be released.
     ``is_shared``: a peer on the same host has its copier copy out of the source's memory."""
     kind = Sealed(seed, delay_us, is_shared)
-    add(kind.recognise)
+    RECOGNISERS.insert(0, kind.recognise)
     try:
         yield kind
         assert kind.events == 0
     finally:
-        remove(kind.recognise)
+        RECOGNISERS.remove(kind.recognise)
         kind.close()

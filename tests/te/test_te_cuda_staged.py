@@ -22,7 +22,7 @@ from te_sealed import capsule
 from te_staging import KindStruct, Ops, struct_of
 
 import te
-from te.memory_kinds import MemoryKind, add, kind_of, remove
+from te.memory_kinds import RECOGNISERS, MemoryKind, kind_of
 
 TIMEOUT_S = 60.0
 TAG = 0xC0DA
@@ -324,7 +324,7 @@ def test_without_the_wait_wrong_bytes_are_found(transport: str, places: str) -> 
         src.view[:] = 1
         memory = src if near == "cuda" else dst
         hasty = Hasty(kind_of(memory.address), memory)
-        add(hasty.recognise)
+        RECOGNISERS.insert(0, hasty.recognise)
         with te.Engine(config(transport)) as source, te.Engine(config(transport)) as target:
             source.register(src.address, NBYTES)
             target.register(dst.address, NBYTES)
@@ -335,5 +335,5 @@ def test_without_the_wait_wrong_bytes_are_found(transport: str, places: str) -> 
                 assert peer.write(blocks, tag=TAG).wait(TIMEOUT_S) is te.Status.DONE
                 assert not (dst.view == 1).all()
             hasty.settle()
-        remove(hasty.recognise)
+        RECOGNISERS.remove(hasty.recognise)
         driver.free(memory)

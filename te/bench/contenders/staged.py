@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from te import memory_kinds
 from te.bench.contenders.base import Absent
 from te.bench.contenders.te_engine import TeEngine
 from te.bench.memory import Memory
 from te.bench.protocol import Info
-from te.memory_kinds import MemoryKind, Reach
+from te.memory_kinds import RECOGNISERS, MemoryKind, Reach
 from te.topology import ANYWHERE
 
 __all__ = ["StagedTeEngine"]
@@ -45,5 +44,5 @@ class StagedTeEngine(TeEngine):
             raise Absent(f"te.bench._copier is not built: {error}") from error
         kind = _Untouchable(_copier.start())
         start, end = memory.address, memory.address + memory.nbytes
-        memory_kinds.add(lambda address: kind if start <= address < end else None)
+        RECOGNISERS.insert(0, lambda address: kind if start <= address < end else None)
         return super().open(memory)
