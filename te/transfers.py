@@ -7,7 +7,7 @@ import enum
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Final
 
 from te.core import plane
@@ -149,25 +149,6 @@ class Transfer:
         """
         if not self._handle.wait(timeout_s):
             raise WaitTimeout(f"{self!r} has no outcome after {timeout_s} s")
-        return self._outcome()
-
-    def __await__(self) -> Generator[object, None, Status]:
-        """Like ``wait`` without a deadline of its own (a transfer always ends: it moves on or
-        stalls). Cancelling the awaiting task does not cancel the transfer."""
-        import asyncio  # who awaits has it already; others would wait for it to be imported
-
-        loop = asyncio.get_running_loop()
-        settled: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not settled.done():
-                settled.set_result(None)
-
-        def on_done(_: Transfer) -> None:
-            loop.call_soon_threadsafe(wake)
-
-        self.add_done_callback(on_done)
-        yield from settled
         return self._outcome()
 
     def cancel(self) -> None:

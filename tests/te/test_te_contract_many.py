@@ -4,7 +4,6 @@ threads, both directions, counters."""
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import threading
 from collections import Counter
@@ -69,7 +68,7 @@ def test_transfers_are_taken_up_in_the_order_of_submission(way: Way) -> None:
 
 
 def test_every_outcome_is_told_once(pair: Pair) -> None:
-    """By a callback, to a task that awaits it, to a thread that waits."""
+    """By a callback, to a thread that waits, to one that asks again."""
     told: Counter[te.Transfer] = Counter()
     lock = threading.Lock()
 
@@ -77,23 +76,16 @@ def test_every_outcome_is_told_once(pair: Pair) -> None:
         with lock:
             told[transfer] += 1
 
-    async def main() -> list[te.Transfer]:
-        transfers = [pair.write(i, i, 20_000) for i in range(60)]
-        transfers += [pair.peer.read(pair.blocks_back(i, i, 20_000)) for i in range(20)]
-        transfers += [pair.write(0, 0, 10, tag=77) for _ in range(20)]
-        for one in transfers:
-            one.add_done_callback(tell)
-        for one in transfers[::3]:
-            one.cancel()
-        found = await asyncio.gather(*transfers, return_exceptions=True)
-        for one, result in zip(transfers, found, strict=True):
-            if isinstance(result, BaseException):
-                assert isinstance(result, te.TransferFailed)
-            assert (result is DONE) == (one.poll() is DONE)
-            one.add_done_callback(tell)  # There is an outcome: at once.
-        return transfers
-
-    transfers = asyncio.run(main())
+    transfers = [pair.write(i, i, 20_000) for i in range(60)]
+    transfers += [pair.peer.read(pair.blocks_back(i, i, 20_000)) for i in range(20)]
+    transfers += [pair.write(0, 0, 10, tag=77) for _ in range(20)]
+    for one in transfers:
+        one.add_done_callback(tell)
+    for one in transfers[::3]:
+        one.cancel()
+    for one in transfers:
+        assert outcome(one) is one.poll()
+        one.add_done_callback(tell)  # There is an outcome: at once.
     wait_until(lambda: told.total() >= 2 * len(transfers), "all callbacks have run")
     assert set(told.values()) == {2}
     ends = Counter(outcome(one) for one in transfers)
@@ -106,21 +98,17 @@ def test_every_outcome_is_told_once(pair: Pair) -> None:
 
 
 def test_callbacks_may_write(pair: Pair) -> None:
-    async def main() -> None:
-        first, second = pair.blocks(0, 0, 10), pair.blocks(10, 10, 10)
-        followed: asyncio.Future[te.Transfer] = asyncio.get_running_loop().create_future()
+    first, second = pair.blocks(0, 0, 10), pair.blocks(10, 10, 10)
+    followed: concurrent.futures.Future[te.Transfer] = concurrent.futures.Future()
 
-        def follow(_: te.Transfer) -> None:
-            transfer = pair.peer.write(second)
-            followed.get_loop().call_soon_threadsafe(followed.set_result, transfer)
-
-        transfer = pair.peer.write(first)
-        transfer.add_done_callback(follow)
-        assert await transfer is DONE
-        assert await (await followed) is DONE
+    def follow(_: te.Transfer) -> None:
+        followed.set_result(pair.peer.write(second))
 
     before = pair.dst.copy()
-    asyncio.run(main())
+    transfer = pair.peer.write(first)
+    transfer.add_done_callback(follow)
+    assert transfer.wait(TIMEOUT_S) is DONE
+    assert followed.result(TIMEOUT_S).wait(TIMEOUT_S) is DONE
     pair.assert_moved(pair.dst[:20], before[:20], pair.src[:20])
 
 
