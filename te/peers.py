@@ -14,7 +14,6 @@ from te.reasons import Reason, sentence
 from te.stats import LinkStats, outcomes_of
 from te.tags import check_tag
 from te.transfers import Notifier, Transfer
-from te.transports.base import RailView
 
 __all__ = ["Peer"]
 
@@ -74,11 +73,6 @@ class Peer:
     def rails(self) -> int:
         """The number of rails to the peer that work."""
         return self._link.rails
-
-    @property
-    def rail_views(self) -> tuple[RailView, ...]:
-        """The state of each RDMA rail; empty for other transports."""
-        return self._link.views
 
     @property
     def transport(self) -> str:

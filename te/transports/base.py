@@ -31,7 +31,7 @@ from te.memory import Region, RegionTable
 from te.memory_kinds import Reach
 from te.proof import Key
 from te.reasons import Reason
-from te.stats import RailFlow, RailStats, flows_of
+from te.stats import RailStats, flows_of
 from te.verbs.fabric import Fabric
 
 __all__ = [
@@ -47,7 +47,6 @@ __all__ = [
     "OutgoingLink",
     "PlainJoin",
     "RailState",
-    "RailView",
     "Transport",
     "TransportRefused",
     "Watch",
@@ -145,22 +144,6 @@ class RailState(enum.Enum):
     PROBE = "probe"
 
 
-@dataclass(frozen=True)
-class RailView:
-    """Such a rail as it is now."""
-
-    #: Name of the local device.
-    nic: str
-    state: RailState
-    #: Payload that it has carried, and that it has to carry, in bytes.
-    done_nbytes: int
-    in_flight_nbytes: int
-    #: What it is believed to carry: measured, at first the speed of its port.
-    bytes_per_s: float
-    #: Why it was last given up; empty if it never was.
-    reason: str
-
-
 @dataclass(eq=False)
 class OutgoingLink:
     """A link that this engine opened. Any thread may call anything."""
@@ -193,30 +176,13 @@ class OutgoingLink:
         return 0.0
 
     @property
-    def views(self) -> tuple[RailView, ...]:
-        """The rails that the transport makes by itself."""
-        return ()
-
-    @property
     def rail_names(self) -> tuple[str, ...]:
         """What each rail leads over, as far as it is known."""
         return ()
 
     def rail_stats(self, flows: list[tuple[int, int]]) -> tuple[RailStats, ...]:
         """Each rail; ``flows``: what the rails have carried (``LinkHandle.tally``)."""
-        if not self.views:
-            return plain_rails(flows, self.rail_names, self.rails)
-        return tuple(
-            RailStats(
-                name,
-                view.state.value,
-                RailFlow(*flow),
-                view.in_flight_nbytes,
-                view.bytes_per_s,
-                view.reason,
-            )
-            for name, view, flow in zip(self.rail_names, self.views, flows, strict=False)
-        )
+        return plain_rails(flows, self.rail_names, self.rails)
 
     def submit(
         self, blocks: Blocks, tag: int, is_read: bool, unfinished_max: int

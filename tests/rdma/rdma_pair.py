@@ -13,7 +13,6 @@ import numpy as np
 from testbed_nics import Nic, wait_for
 
 import te
-from te.transports.rdma.rails import State
 
 __all__ = ["RdmaPair", "descriptors", "rdma_pair"]
 
@@ -77,7 +76,7 @@ def rdma_pair(
         peer = source.connect(target.card())
         # One is enough for a peer to be connected.
         wait_for(
-            lambda: all(view.state is State.UP for view in peer.rail_views),
+            lambda: peer.rails == len(peer.stats().rails),
             TIMEOUT_S,
             "every rail is up",
         )

@@ -14,10 +14,8 @@ import numpy as np
 from testbed_nics import Nic, wait_for
 
 import te
-from te.transports.base import RailView
-from te.transports.rdma.rails import State
 
-__all__ = ["NEVER_S", "RATE", "Stream", "engine", "rail_of", "two_engines"]
+__all__ = ["NEVER_S", "RATE", "Stream", "device_of", "engine", "rail_of", "two_engines"]
 
 PAGE = 16 << 10
 PAGES = 512
@@ -66,9 +64,14 @@ def two_engines(
         yield source, target
 
 
-def rail_of(peer: te.Peer, nic: Nic) -> RailView:
+def device_of(rail: te.RailStats) -> str:
+    """The near one."""
+    return rail.name.split()[0]
+
+
+def rail_of(peer: te.Peer, nic: Nic) -> te.RailStats:
     """The rail that leaves by the device."""
-    (found,) = [view for view in peer.rail_views if view.nic == nic.device]
+    (found,) = [rail for rail in peer.stats().rails if device_of(rail) == nic.device]
     return found
 
 
@@ -106,7 +109,9 @@ class Stream:
     def connect(self) -> None:
         """Finds the destination, also if it has been lost; returns when every rail is up."""
         self.peer = self._source.connect(self._target.card())
-        wait_for(lambda: self.rails_up() == len(self.peer.rail_views), WAIT_S, "every rail is up")
+        wait_for(
+            lambda: self.rails_up() == len(self.peer.stats().rails), WAIT_S, "every rail is up"
+        )
 
     def go_on(self, count: int = 3) -> None:
         """Returns when so many more transfers have arrived."""
@@ -119,7 +124,7 @@ class Stream:
 
     def rails_up(self) -> int:
         """How many rails carry, or would."""
-        return sum(view.state is State.UP for view in self.peer.rail_views)
+        return self.peer.rails
 
     def begin(self, tag: int) -> te.Transfer:
         """A transfer of all pages, in a random order."""

@@ -56,7 +56,7 @@ def test_keys_of_a_region_are_not_used_after_it() -> None:
             region = source.register(near)
             write = peer.write(te.Blocks.of(region.address + PAGE, landing.address, PAGE))
             assert write.wait(TIMEOUT_S)
-            assert peer.rail_views[0].reason == ""
+            assert peer.stats().rails[0].reason == ""
             source.deregister(region)
 
 
@@ -231,7 +231,7 @@ def test_a_fence_leaves_the_rails_of_a_source_that_stops() -> None:
             target.expect(tag)
             wires.hold(True)
             write = peer.write(te.Blocks.of(regions[0].address, regions[1].address, len(near)), tag)
-            wait_until(lambda: peer.rail_views[0].in_flight_nbytes, "it is posted")
+            wait_until(lambda: peer.stats().rails[0].bytes_in_flight, "it is posted")
             fence = threading.Thread(target=target.fence, args=[tag, TIMEOUT_S])
             fence.start()
             wait_until(lambda: is_being_fenced(target, tag), "the tag is closed")  # noqa: B023

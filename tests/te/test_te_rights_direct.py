@@ -124,7 +124,7 @@ def test_a_source_gives_up_what_it_may_not_do(remote: str) -> None:
             says = outside if remote == "none" else "peers may not read"
             with pytest.raises(te.TransferFailed, match=f"the source: {PAGE} bytes .* {says}"):
                 read.wait(TIMEOUT_S)
-        assert peer.rail_views[0].reason == "", "no queue pair was lost for it"
+        assert peer.stats().rails[0].reason == "", "no queue pair was lost for it"
 
 
 def test_of_ranges_that_touch_each_must_allow_it() -> None:
@@ -173,7 +173,7 @@ def test_a_right_that_is_gone_while_pieces_wait_ends_their_transfer() -> None:
         wires.hold(False)
         given_up = raw.await_frame(Kind.ABANDON)
         assert given_up.transfer == number
-        assert given_up.total < len(peer.rail_views) * 32
+        assert given_up.total < len(peer.stats().rails) * 32
         raw.send(ack(number, AckStatus.ABANDONED))
         with pytest.raises(te.TransferFailed, match=r"the destination: .* may not write without"):
             write.wait(TIMEOUT_S)

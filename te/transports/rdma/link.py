@@ -7,7 +7,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from te.transports.base import OutgoingLink, RailView
+from te.stats import RailFlow, RailStats
+from te.transports.base import OutgoingLink
 from te.transports.rdma._core import RdmaLink
 from te.transports.rdma.direct import Greet, Path
 from te.transports.rdma.messages import CardNic
@@ -55,17 +56,25 @@ class KeptLink(OutgoingLink):
         return sum({nic.name: nic.bytes_per_s for nic in up}.values())
 
     @property
-    def views(self) -> tuple[RailView, ...]:
-        """Every rail."""
-        return tuple(
-            RailView(kept.ways[kept.way].nic.name, kept.rail.state, *flow, kept.rail.reason)
-            for kept, flow in zip(self.kept, self.handle.rail_flows(), strict=True)
-        )
-
-    @property
     def rail_names(self) -> tuple[str, ...]:
         """The two devices of each rail."""
         return tuple(str(kept.ways[kept.way]) for kept in self.kept)
+
+    def rail_stats(self, flows: list[tuple[int, int]]) -> tuple[RailStats, ...]:
+        """See ``OutgoingLink.rail_stats``."""
+        return tuple(
+            RailStats(
+                name,
+                kept.rail.state.value,
+                RailFlow(*flow),
+                bytes_in_flight,
+                bytes_per_s,
+                kept.rail.reason,
+            )
+            for name, kept, flow, (_, bytes_in_flight, bytes_per_s) in zip(
+                self.rail_names, self.kept, flows, self.handle.rail_flows(), strict=False
+            )
+        )
 
     def states(self) -> list[State]:
         """Of every rail."""
