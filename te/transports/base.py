@@ -69,19 +69,9 @@ class Capabilities:
     touches: Reach
     #: Whether it carries other memory through staging, if the memory's kind has a copier.
     stages: bool = False
-    #: Whether transfers of a link arrive in the order in which they were submitted.
-    keeps_order: bool
     #: Whether it works with ``Config.encrypt``: what it carries stays on the host, or is encrypted.
     is_private: bool
-    #: Whether ``Peer.read`` needs nothing of the other side's processor while bytes move.
-    reads_one_sided: bool
-    #: The most bytes that it moves as one piece, which is what is sent anew after a loss and waited
-    #: for after a cancellation; None if that depends on the transfer alone.
-    piece_nbytes_max: int | None
-    #: Rails that a link may have.
-    rails_max: int
-    #: Of those, how many may be connections that ``te.connect`` makes; other rails the transport
-    #: makes by itself, beside these.
+    #: Rails that may be connections which ``te.connect`` makes; others the transport makes itself.
     connections_max: int
 
 

@@ -21,8 +21,6 @@ from te_sealed import Sealed, SealedMemory, sealed
 import te
 from te.bench._null import Wires
 from te.memory import Remote
-from te.transports import registry
-from te.transports.base import Capabilities
 from te.transports.tcp import kernel_tls
 
 __all__ = ["EMPTY", "GUARD", "TIMEOUT_S", "WAYS", "Pair", "Way", "copied", "outcome", "paired"]
@@ -104,15 +102,15 @@ class Way:
     #: Whether a destination is looked up as a whole, so that of a refused transfer nothing lands at
     #: all; else nothing of the refused segment. Where it is, ranges of tags bind nobody.
     looks_up_all: bool = False
+    #: Whether transfers arrive in the order in which they were submitted.
+    keeps_order: bool = False
+    has_many_rails: bool = True
+    #: Whether the other side knows nothing of a read.
+    reads_one_sided: bool = False
     #: Whose memory no kernel can touch: the source's, the target's.
     is_sealed: tuple[bool, bool] = (False, False)
     #: Whether the target's kind maps the source's.
     is_mapped: bool = False
-
-    @property
-    def capabilities(self) -> Capabilities:
-        found: Capabilities = registry.load(self.transport).capabilities
-        return found
 
 
 def in_turn(name: str) -> list[pytest.MarkDecorator]:
@@ -121,7 +119,10 @@ def in_turn(name: str) -> list[pytest.MarkDecorator]:
 
 
 WAYS: Final = [
-    pytest.param(Way("loopback", _of_config("loopback")), id="loopback"),
+    pytest.param(
+        Way("loopback", _of_config("loopback"), keeps_order=True, has_many_rails=False),
+        id="loopback",
+    ),
     pytest.param(Way("tcp", _of_config("tcp")), id="tcp"),
     pytest.param(
         Way("tcp", _encrypted(by_kernel=False)), id="tcp-encrypted", marks=in_turn("encrypted")
@@ -134,10 +135,13 @@ WAYS: Final = [
     ),
     pytest.param(Way("samehost", _of_config("samehost")), id="samehost"),
     pytest.param(
-        Way("rdma", _of_null_devices, moves_bytes=False, looks_up_all=True), id="null-devices"
+        Way("rdma", _of_null_devices, moves_bytes=False, looks_up_all=True, reads_one_sided=True),
+        id="null-devices",
     ),
     pytest.param(
-        Way("rdma", _of_config("rdma"), looks_up_all=True), id="rdma", marks=pytest.mark.rdma
+        Way("rdma", _of_config("rdma"), looks_up_all=True, reads_one_sided=True),
+        id="rdma",
+        marks=pytest.mark.rdma,
     ),
     *(
         pytest.param(

@@ -56,7 +56,7 @@ def test_transfers_are_taken_up_in_the_order_of_submission(way: Way) -> None:
         wait_until(lambda: len(ends) == 300, "all callbacks have run")
         assert sorted(ends) == list(range(300))
         assert pair.target.arrived(2) == 300
-        if way.capabilities.keeps_order:
+        if way.keeps_order:
             expected = pair.dst.copy()
             for i in range(300):
                 nbytes = 1 + (i * 7919) % 30_000
@@ -246,7 +246,7 @@ def test_counters_add_up(pair: Pair) -> None:
         assert outcome(pair.write(0, 0, 100, tag=2)) is FAILED
     source = pair.source.stats()
     assert source.bytes_received == sum(sizes)
-    if not pair.way.capabilities.reads_one_sided:  # Else the other side knows nothing of them.
+    if not pair.way.reads_one_sided:
         # It counts after the call that has sent them, and then they may have landed.
         wait_until(lambda: pair.target.stats().bytes_sent >= sum(sizes), "the target has counted")
         assert pair.target.stats().bytes_sent == sum(sizes)

@@ -36,11 +36,7 @@ class Loopback(Transport):
     name: ClassVar = "loopback"
     capabilities: ClassVar = Capabilities(
         touches=Reach.CPU,
-        keeps_order=True,
         is_private=True,
-        reads_one_sided=False,
-        piece_nbytes_max=None,
-        rails_max=1,
         connections_max=1,
     )
 

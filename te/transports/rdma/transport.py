@@ -57,11 +57,7 @@ class Rdma(Transport):
     name: ClassVar = "rdma"
     capabilities: ClassVar = Capabilities(
         touches=Reach.NIC,
-        keeps_order=False,
         is_private=False,
-        reads_one_sided=True,
-        piece_nbytes_max=None,
-        rails_max=RAILS_LIMIT,
         connections_max=1,
     )
 

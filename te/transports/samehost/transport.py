@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from te.config import SEGMENT_BYTES_MAX, Config
+from te.config import Config
 from te.connect.dial import Dialled, add_rails, blame, greet, hello_to, insist
 from te.connect.greeting import Hello
 from te.core.wire import RAILS_LIMIT
@@ -86,11 +86,7 @@ class SameHost(Transport):
     capabilities: ClassVar = Capabilities(
         touches=Reach.CPU | Reach.KERNEL,
         stages=True,
-        keeps_order=False,
         is_private=True,
-        reads_one_sided=False,
-        piece_nbytes_max=SEGMENT_BYTES_MAX,
-        rails_max=RAILS_LIMIT,
         connections_max=RAILS_LIMIT,
     )
     has_listener: ClassVar = True

@@ -10,7 +10,7 @@ import secrets
 from dataclasses import dataclass
 from typing import ClassVar
 
-from te.config import SEGMENT_BYTES_MAX, Config
+from te.config import Config
 from te.connect.dial import (
     Dialled,
     add_rails,
@@ -79,11 +79,7 @@ class Tcp(Transport):
     capabilities: ClassVar = Capabilities(
         touches=Reach.KERNEL,
         stages=True,
-        keeps_order=False,
         is_private=True,
-        reads_one_sided=False,
-        piece_nbytes_max=SEGMENT_BYTES_MAX,
-        rails_max=RAILS_LIMIT,
         connections_max=RAILS_LIMIT,
     )
 
