@@ -6,7 +6,7 @@ from __future__ import annotations
 from te.blocks import Blocks
 from te.config import Config
 from te.connect.dial import address_text
-from te.connect.outgoing import Opened
+from te.connect.outgoing import OpenLink
 from te.errors import BoundsError, QueueFull
 from te.handshake import Card, CardRegion
 from te.memory import RegionTable
@@ -26,7 +26,7 @@ class Peer:
     """
 
     def __init__(
-        self, card: Card, opened: Opened, memory: RegionTable, config: Config, notifier: Notifier
+        self, card: Card, opened: OpenLink, memory: RegionTable, config: Config, notifier: Notifier
     ) -> None:
         """Engines make peers."""
         self._card = card

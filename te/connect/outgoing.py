@@ -12,11 +12,11 @@ from te.errors import ConnectError
 from te.handshake import Card
 from te.transports.base import OutgoingLink, TransportRefused
 
-__all__ = ["Opened", "open_link"]
+__all__ = ["OpenLink", "open_link"]
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenLink:
     """A link with all its rails."""
 
     link: OutgoingLink
@@ -26,7 +26,7 @@ class Opened:
     reason: str
 
 
-def open_link(chosen: Chosen, card: Card, timeout_s: float) -> Opened:
+def open_link(chosen: Chosen, card: Card, timeout_s: float) -> OpenLink:
     """Blocks for at most ``timeout_s``; ``te.ConnectError``, ``te.VersionError``,
     ``te.HandshakeError``."""
     deadline_s = time.monotonic() + timeout_s
@@ -51,7 +51,7 @@ def open_link(chosen: Chosen, card: Card, timeout_s: float) -> Opened:
         except TransportRefused as exc:
             reasons.append(f"{one.name}: {exc}")
             continue
-        return Opened(link, one.name, "; ".join(reasons))
+        return OpenLink(link, one.name, "; ".join(reasons))
     raise ConnectError(
         f"no transport to the engine {card.id} at {address_text(card.host, card.port)}:"
         f" {'; '.join(reasons)}"

@@ -27,7 +27,7 @@ __all__ = ["REPLY_BYTES_MAX", "REQUEST_BYTES_MAX", "Channel", "ChannelError", "a
 REQUEST_BYTES_MAX: Final = 4096
 REPLY_BYTES_MAX: Final = 8 << 20
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of these messages. Doctors talk only to their own."""
 
 _MAGIC: Final = b"te doctor\0"

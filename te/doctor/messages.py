@@ -16,10 +16,10 @@ __all__ = [
     "REQUESTS",
     "Digest",
     "Digested",
+    "EngineOpened",
     "Host",
     "Look",
-    "Open",
-    "Opened",
+    "OpenEngine",
     "Refused",
     "Reply",
     "Request",
@@ -35,9 +35,9 @@ class Look(msgspec.Struct, frozen=True, tag=True):
     """Tell what you have found on your host: answered with ``Host``."""
 
 
-class Open(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class OpenEngine(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Open an engine in place of the one before, with memory of ``BUFFER_NBYTES`` that I may write:
-    answered with ``Opened``."""
+    answered with ``EngineOpened``."""
 
     transport: Text
     #: The RDMA device that it is to use, by name; ``""`` for a transport without devices.
@@ -50,7 +50,7 @@ class Digest(msgspec.Struct, frozen=True, tag=True):
     """Tell the SHA-256 of that memory: answered with ``Digested``."""
 
 
-Request = Look | Open | Digest
+Request = Look | OpenEngine | Digest
 
 
 class Host(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -69,7 +69,7 @@ class Host(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     gid_index: int | None
 
 
-class Opened(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class EngineOpened(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The engine is open."""
 
     card: bytes
@@ -89,7 +89,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Reply = Host | Opened | Digested | Refused
+Reply = Host | EngineOpened | Digested | Refused
 
 REQUESTS: Final = msgspec.msgpack.Decoder(Request)
 REPLIES: Final = msgspec.msgpack.Decoder(Reply)

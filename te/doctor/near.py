@@ -26,10 +26,10 @@ from te.doctor.messages import (
     REPLIES,
     Digest,
     Digested,
+    EngineOpened,
     Host,
     Look,
-    Open,
-    Opened,
+    OpenEngine,
     Refused,
     Request,
 )
@@ -90,14 +90,16 @@ class Near:
         """The far side; ``ChannelError``."""
         return self._ask(Look(), Host)
 
-    def opened(self, transport: str, nic: str, address: str) -> Opened | str:
+    def open_engine(self, transport: str, nic: str, address: str) -> EngineOpened | str:
         """An engine of the far side in place of the one before, or why there is none."""
-        found = self.ask(Open(transport=transport, nic=nic, address=address))
+        found = self.ask(OpenEngine(transport=transport, nic=nic, address=address))
         if isinstance(found, Refused):
             return found.reason
-        return _must_be(found, Opened)
+        return _must_be(found, EngineOpened)
 
-    def cell(self, transport: str, here: End, there: End, nic: str, far: Opened | str) -> Cell:
+    def cell(
+        self, transport: str, here: End, there: End, nic: str, far: EngineOpened | str
+    ) -> Cell:
         """Tries the way from this side's device ``nic`` (``""`` for none) to that engine."""
         cell = Cell(transport=transport, here=here, there=there, stage=Stage.CONNECT)
         if isinstance(far, str):
@@ -128,7 +130,7 @@ class Near:
             engine.register(self.memory, remote="none")
         return engine
 
-    def _measure(self, cell: Cell, peer: Peer, far: Opened) -> Cell:
+    def _measure(self, cell: Cell, peer: Peer, far: EngineOpened) -> Cell:
         small, large = (
             Blocks.of(self.memory.ctypes.data, far.memory, nbytes)
             for nbytes in (SMALL_NBYTES, BUFFER_NBYTES)
@@ -207,7 +209,7 @@ def loop_back(
             ways = [(End(name=transport), "")]
         for end, nic in ways:
             progress(f"writing over {end}")
-            far = side.opened(transport, nic, LOOPBACK)
+            far = side.open_engine(transport, nic, LOOPBACK)
             yield side.cell(transport, end, end, nic, far)
 
 
@@ -256,7 +258,7 @@ def _devices(
         matching = matching_pairs(near, [far_port])
         if not matching:
             continue
-        far = side.opened("rdma", far_port.nic.name, there.addresses[0])
+        far = side.open_engine("rdma", far_port.nic.name, there.addresses[0])
         for port, _ in matching:
             ends = _end(port, names[0]), _end(far_port, names[1])
             progress(f"writing from {ends[0]} to {ends[1]}")
@@ -293,7 +295,7 @@ def _address(
         problem = f"this host has no route to {address}"
         cell = Cell(transport="tcp", here=here, there=there, stage=Stage.CONNECT, problem=problem)
     else:
-        cell = side.cell("tcp", here, there, "", side.opened("tcp", "", address))
+        cell = side.cell("tcp", here, there, "", side.open_engine("tcp", "", address))
     return replace(cell, is_spare=is_spare)
 
 

@@ -25,10 +25,10 @@ from te.doctor.messages import (
     REQUESTS,
     Digest,
     Digested,
+    EngineOpened,
     Host,
     Look,
-    Open,
-    Opened,
+    OpenEngine,
     Refused,
     Reply,
     Request,
@@ -122,14 +122,14 @@ class Service:
             match request:
                 case Look():
                     return self._host
-                case Open():
+                case OpenEngine():
                     return self._open(request)
                 case Digest():
                     return Digested(hashlib.sha256(self._memory.data).digest())
         except (Error, OSError, ValueError) as exc:
             return Refused(str(exc))
 
-    def _open(self, request: Open) -> Opened:
+    def _open(self, request: OpenEngine) -> EngineOpened:
         if request.address not in self._host.addresses:
             raise ValueError(f"{request.address} is no address of {self._host.name}")
         names = [port.nic.name for port in self._host.facts.ports]
@@ -148,7 +148,7 @@ class Service:
         )
         self._engine = engine
         engine.register(self._memory, remote="read-write")
-        return Opened(card=engine.card(), memory=self._memory.ctypes.data)
+        return EngineOpened(card=engine.card(), memory=self._memory.ctypes.data)
 
     def _close(self) -> None:
         engine, self._engine = self._engine, None

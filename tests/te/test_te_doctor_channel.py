@@ -23,7 +23,7 @@ from te.doctor.channel import (
     call,
 )
 from te.doctor.keys import read_keys
-from te.doctor.messages import REPLIES, REQUESTS, Digest, Digested, Look, Open
+from te.doctor.messages import REPLIES, REQUESTS, Digest, Digested, Look, OpenEngine
 from te.errors import UsageError
 from te.proof import NO_KEY, Key
 
@@ -66,7 +66,7 @@ def test_messages_go_both_ways(
     ends: tuple[socket.socket, socket.socket], near: tuple[Key, ...], far: tuple[Key, ...]
 ) -> None:
     one, other = both(ends, near, far)
-    for request in (Look(), Open(transport="tcp", address="::1"), Digest()):
+    for request in (Look(), OpenEngine(transport="tcp", address="::1"), Digest()):
         one.send(request, TIMEOUT_S)
         assert other.receive(REQUESTS, REQUEST_BYTES_MAX, TIMEOUT_S) == request
         other.send(Digested(b"x" * 32), TIMEOUT_S)
@@ -209,14 +209,14 @@ def test_another_version_is_told_to_both(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        data = module._CALL.pack(b"te doctor\0", 2, os.urandom(32), NO_KEY.id.ljust(32, b"\0"))
+        data = module._CALL.pack(b"te doctor\0", 8, os.urandom(32), NO_KEY.id.ljust(32, b"\0"))
         ends[0].sendall(data)
         answered = pool.submit(answer, ends[1], (NO_KEY,), TIMEOUT_S)
-        assert "speaks version 2, this one 1" in str(answered.exception(TIMEOUT_S))
+        assert f"speaks version 8, this one {module.VERSION}" in str(answered.exception(TIMEOUT_S))
     near, far = socket.socketpair()
     with near, far:
-        far.sendall(module._ANSWER.pack(b"te doctor\0", 3, 0, os.urandom(32)))
-        with pytest.raises(ChannelError, match="speaks version 3, this one 1"):
+        far.sendall(module._ANSWER.pack(b"te doctor\0", 9, 0, os.urandom(32)))
+        with pytest.raises(ChannelError, match=f"speaks version 9, this one {module.VERSION}"):
             call(near, (NO_KEY,), TIMEOUT_S)
 
 

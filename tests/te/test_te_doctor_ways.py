@@ -23,7 +23,7 @@ from te.doctor import gather, listen, near, service
 from te.doctor.channel import ChannelError, answer, call
 from te.doctor.facts import Facts
 from te.doctor.listen import CALLS_MAX, Listener
-from te.doctor.messages import Digest, Digested, Host, Open, Opened, Refused, Reply
+from te.doctor.messages import Digest, Digested, EngineOpened, Host, OpenEngine, Refused, Reply
 from te.doctor.near import Near, child, dial, loop_back, matrix
 from te.doctor.outcome import End, Stage
 from te.doctor.service import LOOPBACK, Service, describe, host_addresses, serve
@@ -100,7 +100,7 @@ def test_a_child_is_told_the_gid_index() -> None:
 
 
 def test_what_the_far_side_cannot_open_is_a_way_that_does_not_connect(side: Near) -> None:
-    far = side.opened("rdma", "", LOOPBACK)
+    far = side.open_engine("rdma", "", LOOPBACK)
     assert isinstance(far, str)
     cell = side.cell("rdma", HERE, HERE, "", far)
     assert (cell.stage, cell.latency_s) == (Stage.CONNECT, None)
@@ -108,23 +108,25 @@ def test_what_the_far_side_cannot_open_is_a_way_that_does_not_connect(side: Near
 
 
 def test_an_engine_that_has_gone_is_a_way_that_does_not_connect(side: Near) -> None:
-    far = side.opened("tcp", "", LOOPBACK)
-    assert isinstance(far, Opened)
-    assert isinstance(side.opened("tcp", "", LOOPBACK), Opened), "in place of the one before"
+    far = side.open_engine("tcp", "", LOOPBACK)
+    assert isinstance(far, EngineOpened)
+    assert isinstance(side.open_engine("tcp", "", LOOPBACK), EngineOpened), (
+        "in place of the one before"
+    )
     cell = side.cell("tcp", HERE, HERE, "", far)
     assert (cell.stage, cell.problem[:14]) == (Stage.CONNECT, "cannot connect")
 
 
 def test_an_engine_that_this_side_cannot_open_is_such_a_way(side: Near) -> None:
-    far = side.opened("tcp", "", LOOPBACK)
+    far = side.open_engine("tcp", "", LOOPBACK)
     cell = side.cell("rdma", HERE, HERE, "", far)
     assert cell.stage is Stage.CONNECT
     assert "no RDMA device" in cell.problem
 
 
 def test_writes_that_are_refused_are_seen(side: Near) -> None:
-    far = side.opened("tcp", "", LOOPBACK)
-    assert isinstance(far, Opened)
+    far = side.open_engine("tcp", "", LOOPBACK)
+    assert isinstance(far, EngineOpened)
     cell = side.cell("tcp", HERE, HERE, "", structs.replace(far, memory=far.memory - 8))
     assert (cell.stage, cell.latency_s) == (Stage.SMALL, None)
     assert cell.problem
@@ -146,7 +148,7 @@ class Changing(Service):
 def test_bytes_that_arrive_changed_are_seen(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "Service", Changing)
     with far_side(describe(facts, (), None, LOOPBACK)) as side:
-        cell = side.cell("tcp", HERE, HERE, "", side.opened("tcp", "", LOOPBACK))
+        cell = side.cell("tcp", HERE, HERE, "", side.open_engine("tcp", "", LOOPBACK))
     assert cell.stage is Stage.BYTES
     assert cell.latency_s
     assert cell.bytes_per_s
@@ -154,9 +156,12 @@ def test_bytes_that_arrive_changed_are_seen(facts: Facts, monkeypatch: pytest.Mo
 
 def test_what_is_no_device_or_address_of_the_far_side_is_refused(side: Near) -> None:
     for request, says in (
-        (Open(transport="tcp", address="192.0.2.99"), "192.0.2.99 is no address of"),
-        (Open(transport="rdma", nic="mlx5_9", address=LOOPBACK), "mlx5_9 is not among the devices"),
-        (Open(transport="nonsense", address=LOOPBACK), "'nonsense' is not available"),
+        (OpenEngine(transport="tcp", address="192.0.2.99"), "192.0.2.99 is no address of"),
+        (
+            OpenEngine(transport="rdma", nic="mlx5_9", address=LOOPBACK),
+            "mlx5_9 is not among the devices",
+        ),
+        (OpenEngine(transport="nonsense", address=LOOPBACK), "'nonsense' is not available"),
     ):
         found = side.ask(request)
         assert isinstance(found, Refused)
@@ -214,8 +219,8 @@ def test_an_address_without_a_route_is_told(facts: Facts) -> None:
 
 
 def test_an_engine_of_a_check_connects_with_those_of_its_session_alone(side: Near) -> None:
-    far = side.opened("tcp", "", LOOPBACK)
-    assert isinstance(far, Opened)
+    far = side.open_engine("tcp", "", LOOPBACK)
+    assert isinstance(far, EngineOpened)
     with (
         te.Engine(te.Config(transports=("tcp",))) as engine,
         pytest.raises(te.ConnectError, match="it has keys"),
@@ -261,7 +266,7 @@ def test_a_check_with_a_secret(facts: Facts) -> None:
     with listening(facts, (ONE,)) as (listener, said):
         with dial((LOOPBACK, listener.port), (ONE,), None, TIMEOUT_S) as side:
             assert side.look().addresses[0] == LOOPBACK
-            cell = side.cell("tcp", HERE, HERE, "", side.opened("tcp", "", LOOPBACK))
+            cell = side.cell("tcp", HERE, HERE, "", side.open_engine("tcp", "", LOOPBACK))
             assert cell.stage is Stage.DONE
         assert said.get(timeout=TIMEOUT_S) == "127.0.0.1: a check begins"
         assert "the check is over" in said.get(timeout=TIMEOUT_S)
