@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled modules: every .pyx under te/ and kvstore/, and what te bench has in C.
-
-te bench is for a checkout (an editable install): wheel and sdist have nothing of it. All else about
-the package is in pyproject.toml.
+"""The compiled modules: every .pyx under te/ and kvstore/. Where they are built in place, as for an
+editable install, also what `te bench` has compiled. All else about the package is in pyproject.toml.
 """
 
 import os
-import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -21,6 +18,8 @@ class BuildOnAllCores(build_ext):
     """Cython in processes, as it holds the interpreter's lock; then the compiler in threads."""
 
     def finalize_options(self) -> None:
+        if self.inplace or self.editable_mode:
+            self.distribution.ext_modules += of_bench()
         super().finalize_options()
         self.parallel = self.parallel or len(os.sched_getaffinity(0))
 
@@ -46,20 +45,23 @@ def extension(source: Path) -> Extension:
     )
 
 
-def in_c(name: str) -> Extension:
-    return Extension(
-        f"te.bench.{name}",
-        [f"te/bench/{name}.c"],
-        depends=HEADERS,
-        include_dirs=["te"],
-        extra_compile_args=["-O2", "-Wall", "-Wextra"],
-        extra_link_args=["-pthread"],
-    )
+def of_bench() -> list[Extension]:
+    in_c = [
+        Extension(
+            f"te_bench.{name}",
+            [f"te_bench/{name}.c"],
+            depends=HEADERS,
+            include_dirs=["te"],
+            extra_compile_args=["-O2", "-Wall", "-Wextra"],
+            extra_link_args=["-pthread"],
+        )
+        for name in ("_floors", "_copier", "_gpu")
+    ]
+    return [extension(Path("te_bench/_null.pyx")), *in_c]
 
 
 if __name__ == "__main__":  # Cython's processes may import this file once more
-    found = [extension(one) for top in TOPS for one in sorted(Path(top).rglob("*.pyx"))]
-    found += [in_c("_floors"), in_c("_copier"), in_c("_gpu")]
-    if not {"bdist_wheel", "sdist"}.isdisjoint(sys.argv):
-        found = [one for one in found if not one.name.startswith("te.bench.")]
-    setup(ext_modules=found, cmdclass={"build_ext": BuildOnAllCores})
+    setup(
+        ext_modules=[extension(one) for top in TOPS for one in sorted(Path(top).rglob("*.pyx"))],
+        cmdclass={"build_ext": BuildOnAllCores},
+    )

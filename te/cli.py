@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, Final, NoReturn
 
 from te.doctor import command as doctor
 from te.errors import TopologyError, UsageError
@@ -17,8 +18,10 @@ from te.version import version
 
 __all__ = ["main"]
 
-
 BAD_USAGE = 2
+
+CHECKOUT: Final = Path(__file__).parents[1]
+"""Where ``te_bench`` stands, which is a tool of the checkout and not released."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,17 +32,25 @@ class _Parser(argparse.ArgumentParser):
         self.exit(status, f"{self.prog}: {message}\n")
 
 
-def _parser(has_bench: bool) -> argparse.ArgumentParser:
+def _bench() -> Any:
+    """The module of ``te bench``; None where te is not in a checkout."""
+    if not (CHECKOUT / "te_bench" / "command.py").exists():
+        return None
+    if str(CHECKOUT) not in sys.path:
+        sys.path.append(str(CHECKOUT))
+    return importlib.import_module("te_bench.command")
+
+
+def _parser(bench: Any) -> argparse.ArgumentParser:
     parser = _Parser(prog="te", description="Inspect and measure the transfer engine.")
     parser.add_argument("--version", action="version", version=f"te {version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     bench_parser = commands.add_parser(
         "bench",
         help="measure te beside other engines and beside plain memory copies on this machine"
-        + ("" if has_bench else " (not part of the wheel)"),
+        + (" (not part of the wheel)" if bench is None else ""),
     )
-    if has_bench:
-        bench = importlib.import_module("te.bench.command")
+    if bench is not None:
         bench.add_arguments(bench_parser)
         bench_parser.set_defaults(run=bench.run)
     doctor_parser = commands.add_parser(
@@ -68,11 +79,11 @@ def _parser(has_bench: bool) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of the command."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    has_bench = importlib.util.find_spec("te.bench") is not None
-    if words[:1] == ["bench"] and not has_bench:
+    bench = _bench()
+    if words[:1] == ["bench"] and bench is None:
         sys.stderr.write("te bench is not part of the wheel: use a checkout (pip install -e .)\n")
         return BAD_USAGE
-    parser = _parser(has_bench)
+    parser = _parser(bench)
     if not words:  # What it can do.
         parser.print_help()
         return 0

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Final
 
 from gpu_check.child import Skipped
-from te.bench.gpu import Gpu
+from te_bench.gpu import Gpu
 
 __all__ = ["ALLOCATIONS", "Allocation", "Virtual", "allocate"]
 

@@ -52,12 +52,13 @@ def build(root: Path, folder: Path, python: str) -> Path:
 
 
 def _sources(root: Path) -> list[Path]:
-    """Of te alone. A generated .c file stands beside the .pyx file that it is made of."""
+    """Of te and te_bench. A generated .c file stands beside the .pyx file that it is made of."""
     return [
         root / "setup.py",
         *(
             path
-            for path in sorted((root / "te").rglob("*"))
+            for top in ("te", "te_bench")
+            for path in sorted((root / top).rglob("*"))
             if path.is_file()
             and path.suffix not in COMPILED
             and not (path.suffix == ".c" and path.with_suffix(".pyx").exists())

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from gpu_check.blocks import GUARD, contents, image, pieces
 from gpu_check.child import Failed, Task
-from te.bench import _gpu
-from te.bench.gpu import Gpu
 from te.memory_kinds import MemoryKind, kind_of
+from te_bench import _gpu
+from te_bench.gpu import Gpu
 
 __all__ = ["FROM_HOST", "TO_HOST", "WITHIN", "copier"]
 

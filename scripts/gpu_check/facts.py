@@ -13,11 +13,11 @@ import numpy as np
 
 from gpu_check.allocations import ALLOCATIONS, allocate
 from gpu_check.child import Failed, Skipped, Task
-from te.bench import machine as bench_machine
-from te.bench.gpu import Gpu
 from te.doctor.facts import UNLIMITED, gather
 from te.errors import RegistrationError
 from te.memory_kinds import HOST, MemoryKind, kind_of
+from te_bench import machine as bench_machine
+from te_bench.gpu import Gpu
 
 __all__ = ["driver", "kinds", "machine"]
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from gpu_check.child import Failed, Skipped, Task
 from gpu_check.side import Answer, Ask
-from te.bench.protocol import Channel, ChannelClosed
+from te_bench.protocol import Channel, ChannelClosed
 
 __all__ = ["SideProcess", "connected", "sides"]
 

@@ -18,8 +18,8 @@ import te
 from gpu_check.allocations import Allocation, Virtual, allocate
 from gpu_check.blocks import GUARD, U8, contents, image, pieces
 from gpu_check.child import Skipped, die_with_parent
-from te.bench.gpu import Gpu
-from te.bench.protocol import Channel, ChannelClosed
+from te_bench.gpu import Gpu
+from te_bench.protocol import Channel, ChannelClosed
 
 __all__ = ["Answer", "Ask", "Side", "main"]
 

@@ -14,13 +14,13 @@ import numpy as np
 
 from gpu_check.child import Failed, Task
 from gpu_check.copying import FROM_HOST, TO_HOST, WITHIN
-from te.bench import _gpu, tables
-from te.bench.bars import CUDA_BARS, verdict
-from te.bench.gpu import U64, Gpu, rows
-from te.bench.report import as_json, percentile
-from te.bench.runner import Case, run_case
-from te.bench.shapes import SHAPES
 from te.memory_kinds import MemoryKind, kind_of
+from te_bench import _gpu, tables
+from te_bench.bars import CUDA_BARS, verdict
+from te_bench.gpu import U64, Gpu, rows
+from te_bench.report import as_json, percentile
+from te_bench.runner import Case, run_case
+from te_bench.shapes import SHAPES
 
 __all__ = ["calls", "copies", "pairs"]
 

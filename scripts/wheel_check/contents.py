@@ -41,11 +41,9 @@ def problems(names: Iterable[str], *, wheel: bool) -> list[str]:
     files = {name for name in names if name and not name.endswith("/")}
     allowed, needed = (IN_WHEEL, WHEEL_NEEDS) if wheel else (IN_SDIST, SDIST_NEEDS)
     found = [f"{name} is missing" for name in sorted(needed - files)]
-    for name in sorted(files):
-        if not allowed.fullmatch(name):
-            found.append(f"{name} does not belong into it")
-        elif name.startswith("te/bench/"):
-            found.append(f"{name} is for a checkout: te bench is not released")
+    found += [
+        f"{name} does not belong into it" for name in sorted(files) if not allowed.fullmatch(name)
+    ]
     if wheel and not any(name.startswith("te/core/engine.") and ".so" in name for name in files):
         found.append("te/core/engine is not compiled")
     if wheel and not any(name.endswith("/licenses/LICENSE") for name in files):

@@ -8,7 +8,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/architecture.md").read_text()
-FOLDERS = ("bootstrap_server", "docs", "kvstore", "scripts", "sglang_mooncake", "te", "tests")
+FOLDERS = (
+    "bootstrap_server",
+    "docs",
+    "kvstore",
+    "scripts",
+    "sglang_mooncake",
+    "te",
+    "te_bench",
+    "tests",
+)
 NAMED = re.compile(r"`([\w./-]+\.(?:py|pyx|pxd|pxi|h|c|md|config))`|\]\(([\w.-]+\.md)\)")
 
 

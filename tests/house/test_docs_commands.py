@@ -78,7 +78,7 @@ def check(words: tuple[str, ...]) -> None:
 
 
 def check_te(rest: tuple[str, ...]) -> None:
-    te._parser(has_bench=True).parse_args(rest)
+    te._parser(te._bench()).parse_args(rest)
 
 
 def check_kvstore(rest: tuple[str, ...]) -> None:

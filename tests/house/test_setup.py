@@ -113,7 +113,7 @@ def machine(tmp_path: Path) -> Machine:
         (tmp_path / name).mkdir(parents=True)
     for name in COPIED:
         shutil.copy(ROOT / name, tmp_path / name)
-    for name in ("te", "kvstore"):
+    for name in ("te", "te_bench", "kvstore"):
         (tmp_path / name).symlink_to(ROOT / name)
     names = {
         "real": shlex.quote(sys.executable),

@@ -57,7 +57,7 @@ def test_what_an_sdist_needs(needed: str) -> None:
         "scripts/demo",
         "te/core/engine.pyx",
         "te/core/engine.c",
-        "te/bench/command.py",
+        "te_bench/command.py",
         "te/core/__pycache__/a.cpython-311.pyc",
         "sglang_mooncake.libs/libibverbs.so.1",
     ],
@@ -67,7 +67,7 @@ def test_what_does_not_belong_into_a_wheel(name: str) -> None:
     assert problem.startswith(name)
 
 
-@pytest.mark.parametrize("name", ["tests/test_a.py", "te/a.so", "te/core/engine.c", "te/bench/a.h"])
+@pytest.mark.parametrize("name", ["tests/test_a.py", "te/a.so", "te/core/engine.c", "te_bench/a.h"])
 def test_what_does_not_belong_into_an_sdist(name: str) -> None:
     (problem,) = problems([*SDIST, name], wheel=False)
     assert problem.startswith(name)

@@ -11,8 +11,8 @@ from rdma_pair import TIMEOUT_S, descriptors, rdma_pair
 from testbed_nics import Nic, wait_for
 
 import te
-from te.bench.pattern import check, fill
-from te.bench.shapes import SHAPES, plan
+from te_bench.pattern import check, fill
+from te_bench.shapes import SHAPES, plan
 
 pytestmark = [pytest.mark.rdma, pytest.mark.usefixtures("patient_rails")]
 

@@ -19,9 +19,9 @@ from te_far_gpu import is_shared
 from te_sealed import Sealed, SealedMemory, sealed
 
 import te
-from te.bench._null import Wires
 from te.memory import Remote
 from te.transports.tcp import kernel_tls
+from te_bench._null import Wires
 
 __all__ = ["EMPTY", "GUARD", "TIMEOUT_S", "WAYS", "Pair", "Way", "copied", "outcome", "paired"]
 

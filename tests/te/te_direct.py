@@ -29,8 +29,6 @@ from te_raw import (
 )
 
 import te
-from te.bench._null import Device, QueuePair, Wires
-from te.bench.null_post import null_fabric
 from te.connect.greeting import GreetingKind
 from te.core.wire import RECEIVE_DEPTH
 from te.handshake import (
@@ -51,6 +49,8 @@ from te.transports.rdma.messages import (
 )
 from te.transports.rdma.transport import Rdma
 from te.verbs.fabric import Fabric
+from te_bench._null import Device, QueuePair, Wires
+from te_bench.null_post import null_fabric
 
 __all__ = [
     "DeviceEngine",

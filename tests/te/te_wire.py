@@ -15,8 +15,8 @@ from te_direct import NullEngine, RawDirectListener, RawDirectSource
 from te_raw import TIMEOUT_S, RawListener, RawSource
 
 import te
-from te.bench._null import Wires
 from te.wire import HEADER, RULES, Bounds, Over, Rule
+from te_bench._null import Wires
 
 __all__ = [
     "PATHS",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +11,8 @@ from te import cli
 
 
 def test_a_wheel_says_that_it_has_no_bench(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
     assert cli.main(["bench", "--shape", "kv"]) == 2
     assert "te bench is not part of the wheel" in capsys.readouterr().err

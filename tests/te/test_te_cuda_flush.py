@@ -14,8 +14,8 @@ from te_cuda import StandIn, cuda, fake_cuda, stand_in
 from te_direct import DeviceEngine, Refusing
 
 import te
-from te.bench._null import Wires
 from te.memory_kinds.cuda import kind
+from te_bench._null import Wires
 
 TIMEOUT_S = 60.0
 NBYTES = 1 << 20

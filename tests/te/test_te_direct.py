@@ -17,7 +17,6 @@ from te_far import wait_until
 from te_frames import AckStatus, Kind, abandon, ack
 
 import te
-from te.bench._null import Wires
 from te.core.engine import Engine as Plane
 from te.core.handles import LinkHandle
 from te.transports.rdma.keeper import Keeper
@@ -26,6 +25,7 @@ from te.transports.rdma.rails import Rail, State
 from te.transports.rdma.reasons import RailReason
 from te.transports.rdma.transport import Rdma
 from te.transports.tcp._core import TcpLink
+from te_bench._null import Wires
 
 TIMEOUT_S = 60.0
 PAGE = 4096

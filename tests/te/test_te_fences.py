@@ -20,12 +20,12 @@ from te_frozen import FrozenMemory, frozen_memory
 from te_raw import RawSource
 
 import te
-from te.bench._null import Device, Wires
 from te.topology import ANYWHERE, Locality, Topology
 from te.transports.base import Transport
 from te.transports.rdma.transport import Rdma
 from te.verbs import _core as verbs
 from te.verbs.fabric import Fabric, Nic
+from te_bench._null import Device, Wires
 
 pytestmark = pytest.mark.userfaultfd
 

@@ -29,8 +29,8 @@ from te_wire import Path
 from test_te_fuzz import broken
 
 import te
-from te.bench._null import QueuePair, Wires
 from te.wire import Over
+from te_bench._null import QueuePair, Wires
 
 pytestmark = pytest.mark.each_run
 

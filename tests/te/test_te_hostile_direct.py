@@ -25,8 +25,8 @@ from te_frames import AckStatus, Kind, abandon, ack, descriptors, end, header, s
 from te_raw import RAW_ID
 
 import te
-from te.bench._null import Wires
 from te.core.wire import RANGES_LIMIT
+from te_bench._null import Wires
 
 TIMEOUT_S = 60.0
 TAG = 5

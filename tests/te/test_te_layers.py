@@ -93,7 +93,11 @@ def test_a_kind_of_memory_knows_its_contract_alone(file: Path) -> None:
 
 
 def test_what_else_is_compiled_knows_the_core_and_the_verbs() -> None:
-    files = [*TE.glob("*.pyx"), *(TE / "bench").glob("*.p[xy]*"), *(TE / "verbs").glob("*.p[xy]*")]
+    files = [
+        *TE.glob("*.pyx"),
+        *(TE.parent / "te_bench").glob("*.p[xy]*"),
+        *(TE / "verbs").glob("*.p[xy]*"),
+    ]
     known = {f"te.core.{layer}" for layer in LAYERS} | {"te.verbs.abi"}
     for file in files:
         if file.suffix in (".pxi", ".pyx", ".pxd"):

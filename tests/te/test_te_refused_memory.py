@@ -13,7 +13,7 @@ from te_cuda import CudaMemory, StandIn, cuda, fake_cuda
 from te_direct import DeviceEngine, Refusing
 
 import te
-from te.bench._null import Wires
+from te_bench._null import Wires
 
 NBYTES = 3 * 4096
 TAG, TIMEOUT_S = 0xC0DA, 30.0

@@ -13,8 +13,8 @@ from te_far import wait_until
 from te_frames import ALL_RIGHTS, FAR, MAY_READ, MAY_WRITE_TAGGED, PIECE, AckStatus, Kind, ack
 
 import te
-from te.bench._null import Wires
 from te.memory import RIGHTS
+from te_bench._null import Wires
 
 TIMEOUT_S = 60.0
 #: Of all engines: a thread may stand still for seconds.

@@ -17,7 +17,6 @@ from te_far import wait_until
 from te_ports import two_ports
 
 import te
-from te.bench._null import Device, Wires
 from te.errors import DeviceError
 from te.topology import Gid, GidKind
 from te.transports.base import Local
@@ -27,6 +26,7 @@ from te.transports.rdma.messages import CardNic, RailAnswer, RailOffer
 from te.transports.rdma.transport import _idle_settings
 from te.verbs import _core as verbs
 from te.verbs.fabric import Nic, _with_gid
+from te_bench._null import Device, Wires
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0

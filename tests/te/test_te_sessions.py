@@ -34,12 +34,12 @@ from te_raw import (
 from te_ring import make_rings
 
 import te
-from te.bench._null import Wires
 from te.connect.greeting import Greeting, GreetingKind, called_keys, encode_greeting
 from te.handshake import PROTOCOL_VERSION
 from te.proof import NO_KEY, Key, keys_of, session_key
 from te.transports.rdma.messages import RailOffer
 from te.transports.samehost.messages import Shared
+from te_bench._null import Wires
 
 KEY = b"k" * 32
 NOTHING = Greeting(PROTOCOL_VERSION, GreetingKind.REFUSE, b"")

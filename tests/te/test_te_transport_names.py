@@ -21,7 +21,6 @@ NAMES = registry.NAMES
 ALLOWED = {
     "te/transports/registry.py": "the list of them",
     "te/doctor/": "says what a machine lacks for each",
-    "te/bench/": "compares them, and names them in its tables",
     "sglang_mooncake/sglang/mooncake_variables.py": "such as MC_FORCE_TCP",
     "sglang_mooncake/mooncake_face/engine.py": "takes Mooncake's names of protocols",
     "bootstrap_server/admission/access.py": "addresses of IP may be loopback ones, too",

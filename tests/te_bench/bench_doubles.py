@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from te.bench.contenders.base import Absent
-from te.bench.contenders.te_engine import TeEngine
-from te.bench.memory import Memory
-from te.bench.protocol import Info, Timing
+from te_bench.contenders.base import Absent
+from te_bench.contenders.te_engine import TeEngine
+from te_bench.memory import Memory
+from te_bench.protocol import Info, Timing
 
 
 class Corrupting(TeEngine):

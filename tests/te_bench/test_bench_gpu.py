@@ -11,11 +11,11 @@ import pytest
 from cpu_serving.cuda import build_driver
 from te_gpu_python import gpu_python
 
-from te.bench import tables
-from te.bench.bars import BARS, CUDA_BARS
-from te.bench.report import as_json
-from te.bench.runner import Case, run_case
-from te.bench.shapes import Shape
+from te_bench import tables
+from te_bench.bars import BARS, CUDA_BARS
+from te_bench.report import as_json
+from te_bench.runner import Case, run_case
+from te_bench.shapes import Shape
 
 
 @pytest.fixture(scope="module")

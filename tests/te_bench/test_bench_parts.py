@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from te.bench import pattern, tables
-from te.bench.bars import BAR_CASES, BARS, judge
-from te.bench.contenders import floor
-from te.bench.contenders.base import Spent, time_calls
-from te.bench.protocol import Channel, ChannelClosed, Reply, Request
-from te.bench.report import CaseResult, Sample, VariantRun, as_json, figures, percentile
-from te.bench.shapes import SHAPES, Shape, plan
+from te_bench import pattern, tables
+from te_bench.bars import BAR_CASES, BARS, judge
+from te_bench.contenders import floor
+from te_bench.contenders.base import Spent, time_calls
+from te_bench.protocol import Channel, ChannelClosed, Reply, Request
+from te_bench.report import CaseResult, Sample, VariantRun, as_json, figures, percentile
+from te_bench.shapes import SHAPES, Shape, plan
 
 # -- shapes and contents
 

@@ -229,12 +229,12 @@ def test_bad_arguments_are_answered_in_one_sentence(arguments, said, capsys):
 
 
 def test_a_picture_needs_matplotlib_and_says_so(monkeypatch, capsys):
-    monkeypatch.setattr("te.bench.plot.available", lambda: False)
+    monkeypatch.setattr("te_bench.plot.available", lambda: False)
     assert cli.main(["bench", "--plot", "x.png"]) == 2
     assert "--plot needs matplotlib" in capsys.readouterr().err
 
 
 def test_engine_memory_that_te_lacks_is_said_before_anything_runs(monkeypatch, capsys):
-    monkeypatch.setattr("te.bench.command.engine_memory_offered", lambda: False)
+    monkeypatch.setattr("te_bench.command.engine_memory_offered", lambda: False)
     assert cli.main(["bench", "--memory", "engine"]) == 2
     assert "needs te.allocate" in capsys.readouterr().err

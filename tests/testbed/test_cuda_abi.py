@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from te_cuda import SOURCES
 
-from te.bench.gpu import PROTOTYPES
+from te_bench.gpu import PROTOTYPES
 
 pytestmark = pytest.mark.testbed
 

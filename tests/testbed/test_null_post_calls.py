@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from rdma_testbed.packages import ensure_programs
 
-from te.bench import null_post
-from te.bench.shapes import Shape
+from te_bench import null_post
+from te_bench.shapes import Shape
 
 pytestmark = pytest.mark.testbed
 

@@ -28,7 +28,7 @@ class Tensor:
 
 
 def zeros(nbytes: int, dtype: str, device: str) -> Tensor:
-    from te.bench.gpu import Gpu
+    from te_bench.gpu import Gpu
 
     assert (dtype, device) == (uint8, "cuda")
     return Tensor(Gpu().allocate(nbytes))
