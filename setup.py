@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled modules: every .pyx under te/ and kvstore/. Where they are built in place, as for an
-editable install, also what `te bench` has compiled. All else about the package is in pyproject.toml.
+editable install, what `te bench` has compiled, too. All else of the package is in pyproject.toml.
 """
 
 import os

@@ -19,6 +19,7 @@ if __name__ == "__main__":  # before the packages that only .venv has are import
     Parser(".venv/bin/python scripts/wire_doc.py", __doc__).parse_args()
 
 import msgspec
+from wire_table import HEADER, LIMITS, RING, RULES, Bounds, Layout, Over, Rule, check
 
 from te import nesting
 from te.connect.greeting import (
@@ -53,7 +54,6 @@ from te.transports.rdma.messages import (
 )
 from te.transports.samehost._core import RINGS_NBYTES
 from te.transports.samehost.messages import HostHello, HostWelcome, Nonce, Shared
-from te.wire import HEADER, LIMITS, RING, RULES, Bounds, Layout, Over, Rule, check
 
 TEXT = Path(__file__).with_name("wire_doc.in.md")
 PATH = Path(__file__).resolve().parents[1] / "docs" / "wire.md"

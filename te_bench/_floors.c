@@ -22,7 +22,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "../verbs/abi.h"
+#include "verbs/abi.h"
 
 #define IOVECS_MAX 1024 /* UIO_MAXIOV: Linux takes no more in one call. */
 /* A stream call takes at most about so much: the kernel reads the whole iovec array on every call,

@@ -19,9 +19,9 @@ from te_raw import RawListener, RawSource, with_keys
 from te_ring import RingEnd
 from te_steady import INPUTS, Reasons, Steady
 from te_wire import PATHS, TRANSPORTS, Path
+from wire_table import RULES, Over
 
 import te
-from te.wire import RULES, Over
 
 pytestmark = pytest.mark.each_run
 

@@ -27,9 +27,9 @@ from te_raw import with_keys
 from te_steady import INPUTS, Reasons, Steady
 from te_wire import Path
 from test_te_fuzz import broken
+from wire_table import Over
 
 import te
-from te.wire import Over
 from te_bench._null import QueuePair, Wires
 
 pytestmark = pytest.mark.each_run

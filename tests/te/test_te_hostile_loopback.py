@@ -15,12 +15,12 @@ from te_contract import TIMEOUT_S, Pair, Way, paired
 from te_far import wait_until
 from te_raw import RAW_ID, RawSource, dial, hello, refusal
 from te_wire import PATHS, edges, pack, rules_on, smallest
+from wire_table import Over
 
 import te
 from te.transports.base import LinkKey
 from te.transports.loopback._core import LoopbackLink
 from te.transports.loopback.transport import _open
-from te.wire import Over
 
 SAYS = "a frame where there are none"
 WAY = Way("loopback", lambda: lambda **config: te.Engine(te.Config(transports=("loopback",))))

@@ -15,10 +15,10 @@ from typing import Any, Final
 import numpy as np
 import pytest
 from te_far import FarEngine, pattern, wait_until
+from wire_table import HEADER, LIMITS
 
 import te
 from te.status import ask
-from te.wire import HEADER, LIMITS
 
 TIMEOUT_S: Final = 60.0
 NBYTES: Final = 4 << 20

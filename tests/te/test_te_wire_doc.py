@@ -7,8 +7,7 @@ import re
 
 import pytest
 import wire_doc
-
-from te.wire import RULES, Over
+from wire_table import RULES, Over
 
 pytestmark = pytest.mark.pure
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the wire format (``wire.h``) with names: what the frames between engines may be.
-
-The plane itself checks by the compiled table. This view of it is for ``docs/wire.md``, for tests
-and for whoever writes a second implementation.
-"""
+"""The table of the wire format (``te/core/wire.h``) with names: what the frames between engines may
+be. The plane itself checks by the compiled table; this view of it is for docs/wire.md and tests."""
 
 from __future__ import annotations
 
