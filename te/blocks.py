@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of copies as numpy arrays: build, merge, split. Nothing here touches the memory."""
+"""Lists of copies as numpy arrays: build, join, merge. Nothing here touches the memory."""
 
 from __future__ import annotations
 
@@ -69,53 +69,6 @@ class Blocks:
         array = np.empty(lengths.pop() if lengths else 1, BLOCK)
         self = cls.__new__(cls)
         self._take(array, _blocks.fill(array, *map(np.ascontiguousarray, columns)))
-        return self
-
-    @classmethod
-    def pages(
-        cls,
-        src: Integers,
-        src_pages: Integers,
-        src_stride: Integers,
-        dst: Integers,
-        dst_pages: Integers,
-        dst_stride: Integers,
-        nbytes: Integers,
-    ) -> Blocks:
-        """Blocks of every (layer, page) pair, layer by layer.
-
-        ``src`` and ``dst`` are base addresses: one, or one per layer, shape (layers,).
-        ``src_pages`` and ``dst_pages`` are page numbers, shape (pages,), paired by position.
-        Strides (bytes from one page to the next) and ``nbytes`` (bytes to copy of each page) are
-        scalars, or have shape (layers,). The block of layer l and pair p copies from
-        ``src[l] + src_pages[p] * src_stride[l]``; the result has layers x pages blocks.
-        """
-        src_index, dst_index = _u64("src_pages", src_pages), _u64("dst_pages", dst_pages)
-        if src_index.ndim != 1 or src_index.shape != dst_index.shape:
-            raise ValueError(
-                "src_pages and dst_pages must be 1-d and of one length,"
-                f" not {src_index.shape} and {dst_index.shape}"
-            )
-        layered = {
-            "src": _u64("src", src),
-            "src_stride": _u64("src_stride", src_stride),
-            "dst": _u64("dst", dst),
-            "dst_stride": _u64("dst_stride", dst_stride),
-            "nbytes": _u64("nbytes", nbytes),
-        }
-        layers = {column.size for column in layered.values() if column.ndim}
-        if len(layers) > 1:
-            raise ValueError(
-                "per-layer arguments must have one length, not "
-                + ", ".join(f"{name}: {column.size}" for name, column in layered.items())
-            )
-        array = np.empty((layers.pop() if layers else 1, src_index.size), BLOCK)
-        array["src"] = _strided("src", layered["src"], src_index, layered["src_stride"])
-        array["dst"] = _strided("dst", layered["dst"], dst_index, layered["dst_stride"])
-        array["nbytes"] = layered["nbytes"].reshape(-1, 1)
-        blocks = array.reshape(-1)
-        self = cls.__new__(cls)
-        self._take(blocks, _blocks.checked_total(blocks))
         return self
 
     @classmethod
@@ -201,23 +154,6 @@ class Blocks:
         merged["nbytes"] = np.add.reduceat(array["nbytes"], firsts)
         return Blocks._valid(merged, self._total_nbytes)
 
-    def split(self, max_nbytes: int) -> Blocks:
-        """The same copies in blocks of at most ``max_nbytes`` bytes; keeps order."""
-        if max_nbytes < 1:
-            raise ValueError(f"max_nbytes={max_nbytes} must be at least 1")
-        nbytes = self._array["nbytes"]
-        if not len(self) or int(nbytes.max()) <= max_nbytes:
-            return self
-        limit = np.uint64(max_nbytes)
-        pieces = ((nbytes - np.uint64(1)) // limit + np.uint64(1)).astype(np.int64)
-        array = np.repeat(self._array, pieces)
-        firsts = np.repeat(np.cumsum(pieces) - pieces, pieces)
-        offset = (np.arange(array.size) - firsts).astype(np.uint64) * limit
-        array["src"] += offset
-        array["dst"] += offset
-        array["nbytes"] = np.minimum(array["nbytes"] - offset, limit)
-        return Blocks._valid(array, self._total_nbytes)
-
 
 def _u64(name: str, value: Integers) -> U64:
     """``value`` as u64, shape () or (n,); ``ValueError`` for anything that is not such integers."""
@@ -233,20 +169,6 @@ def _u64(name: str, value: Integers) -> U64:
     if int(array.min()) < 0:
         raise ValueError(f"{name} must not be negative: {int(array.min())}")
     return array.astype(np.uint64)
-
-
-def _strided(name: str, base: U64, index: U64, stride: U64) -> U64:
-    """``base[l] + index[p] * stride[l]``, shape (layers, pages) or (1, pages)."""
-    if index.size:
-        # In floating point, where a product that would wrap in u64 stays huge.
-        far = base.astype(np.float64) + float(index.max()) * stride.astype(np.float64)
-        if far.size and float(far.max()) >= ADDRESS_LIMIT:
-            raise ValueError(
-                f"{name}: page {int(index.max())} with a stride of {int(stride.max())} bytes"
-                f" from {int(base.max()):#x} lies beyond 2**63"
-            )
-    addresses: U64 = base.reshape(-1, 1) + index.reshape(1, -1) * stride.reshape(-1, 1)
-    return addresses
 
 
 def _check_total(total_nbytes: float) -> None:

@@ -131,11 +131,6 @@ class Transfer:
         """Seconds from submission to the outcome, or until now while there is none."""
         return self._handle.duration_s()
 
-    @property
-    def cancel_requested(self) -> bool:
-        """Whether ``cancel`` was called."""
-        return self._handle.cancel_requested()
-
     def poll(self) -> Status:
         """The state now, without waiting."""
         return _STATUSES[self._handle.status()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptors: what they may be, and that merge and split change the shape but not the copies."""
+"""Descriptors: what they may be, and that merging changes the shape but not the copies."""
 
 from __future__ import annotations
 
@@ -45,14 +45,6 @@ def test_merge_keeps_the_copies_and_leaves_nothing_to_merge(blocks: Blocks) -> N
     for one, two in zip(merged.array[:-1], merged.array[1:], strict=True):
         joined = [int(one[side]) + int(one["nbytes"]) == int(two[side]) for side in ("src", "dst")]
         assert not all(joined)
-
-
-@given(some_blocks(), st.integers(1, 30))
-def test_split_keeps_the_copies_within_the_limit(blocks: Blocks, limit: int) -> None:
-    split = blocks.split(limit)
-    assert mapping(split) == mapping(blocks)
-    assert all(int(nbytes) <= limit for nbytes in split.array["nbytes"])
-    assert split.merged().array.tolist() == blocks.merged().array.tolist()
 
 
 @pytest.mark.slow
@@ -132,44 +124,6 @@ def test_a_grid_may_end_at_the_limit_and_may_be_empty() -> None:
 
 
 @pytest.mark.slow
-@given(
-    st.integers(1, 4),
-    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=6),
-    st.booleans(),
-    st.data(),
-)
-def test_pages_are_layers_times_pages(
-    layers: int, pairs: list[tuple[int, int]], scalar: bool, data: st.DataObject
-) -> None:
-    def column(low: int) -> list[int]:
-        return data.draw(st.lists(st.integers(low, 1000), min_size=layers, max_size=layers))
-
-    src, dst, src_stride, dst_stride, nbytes = (column(low) for low in (0, 0, 0, 0, 1))
-    if scalar:
-        src_stride, nbytes = src_stride[:1] * layers, nbytes[:1] * layers
-    blocks = Blocks.pages(
-        src,
-        [pair[0] for pair in pairs],
-        src_stride[0] if scalar else src_stride,
-        dst,
-        np.array([pair[1] for pair in pairs], np.int32),
-        dst_stride,
-        nbytes[0] if scalar else nbytes,
-    )
-    assert blocks.array.tolist() == [
-        (src[i] + a * src_stride[i], dst[i] + b * dst_stride[i], nbytes[i])
-        for i in range(layers)
-        for a, b in pairs
-    ]
-
-
-def test_one_layer_from_scalars() -> None:
-    blocks = Blocks.pages(1000, [0, 2], 16, 5000, [1, 0], 32, 8)
-    assert blocks.array.tolist() == [(1000, 5032, 8), (1032, 5000, 8)]
-    assert len(blocks) == 2
-    assert blocks.total_nbytes == 16
-
-
 def test_of_takes_scalars_and_nothing() -> None:
     assert Blocks.of(1, 2, 3).array.tolist() == [(1, 2, 3)]
     assert Blocks.of([1, 9], 2, 3).array.tolist() == [(1, 2, 3), (9, 2, 3)]
@@ -206,26 +160,6 @@ def test_of_refuses(src: object, dst: object, nbytes: object, says: str) -> None
         Blocks.of(src, dst, nbytes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"src_pages": [1, 2]}, r"one length, not \(2,\) and \(1,\)"),
-        ({"src_pages": 1, "dst_pages": 1}, "1-d"),
-        ({"src": [1, 2], "dst": [1, 2, 3]}, "src: 2.*dst: 3"),
-        ({"src_pages": [-7]}, "src_pages must not be negative: -7"),
-        ({"src_pages": [1 << 40], "src_stride": 1 << 40}, "page 1099511627776 .*beyond"),
-        ({"dst_pages": [(1 << 64) - 1], "dst_stride": (1 << 64) - 1}, "beyond"),
-    ],
-)
-def test_pages_refuses(changes: dict[str, object], says: str) -> None:
-    arguments = {"src": 0, "src_pages": [1], "src_stride": 8}
-    arguments |= {"dst": 0, "dst_pages": [1], "dst_stride": 8, "nbytes": 8}
-    with pytest.raises(ValueError, match=says):
-        Blocks.pages(**arguments | changes)  # type: ignore[arg-type]
-
-
-def test_split_needs_a_limit_and_arrays_their_dtype() -> None:
-    with pytest.raises(ValueError, match="max_nbytes=0"):
-        Blocks.of(1, 1, 1).split(0)
+def test_arrays_need_their_dtype() -> None:
     with pytest.raises(ValueError, match="dtype"):
         Blocks(np.zeros(3, np.uint64))  # type: ignore[arg-type]

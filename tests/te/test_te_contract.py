@@ -211,8 +211,8 @@ def test_touching_regions_are_one_range_of_memory(way: Way) -> None:
         regions = [pair.source.register(src.ctypes.data + i, 1000) for i in range(0, 4000, 1000)]
         for offset in range(0, 4000, 1000):
             pair.target.register(dst.ctypes.data + offset, 1000, remote="read-write")
-        pages = np.arange(8)
-        blocks = te.Blocks.pages(src.ctypes.data, pages, 500, dst.ctypes.data, pages, 500, 500)
+        at = 500 * np.arange(8)
+        blocks = te.Blocks.of(src.ctypes.data + at, dst.ctypes.data + at, 500)
         assert len(blocks.merged()) == 1
         assert pair.peer.write(blocks).wait(TIMEOUT_S) is te.Status.DONE
         pair.assert_moved(dst, np.zeros(4000, np.uint8), src)

@@ -55,7 +55,9 @@ def test_scattered_pages_between_processes(far: Far) -> None:
         assert peer.id == target.engine_id
         assert [(one.address, one.nbytes) for one in peer.regions] == [(dst, nbytes)]
         target.expect(tag=3)
-        blocks = te.Blocks.pages(region.address, pages, page, dst + 7, pages[::-1], page + 13, page)
+        blocks = te.Blocks.of(
+            region.address + pages * page, dst + 7 + pages[::-1] * (page + 13), page
+        )
         peer.write(blocks, tag=3).wait(TIMEOUT_S)
         assert target.arrived(tag=3) == 1
     expected = np.zeros(nbytes, np.uint8)
