@@ -32,9 +32,17 @@ from te.errors import (
     WaitTimeout,
 )
 from te.fences import Fence, FenceState
-from te.memory import Region
+from te.memory import Region, Remote
 from te.peers import Peer
-from te.stats import LinkStats, RailStats, Stats, TransportStats
+from te.stats import (
+    FenceStats,
+    LinkStats,
+    Outcomes,
+    RailFlow,
+    RailStats,
+    Stats,
+    TransportStats,
+)
 from te.tags import Identity, new_tag
 from te.transfers import Status, Transfer
 
@@ -51,17 +59,21 @@ __all__ = [
     "Error",
     "Fence",
     "FenceState",
+    "FenceStats",
     "FenceTimeout",
     "HandshakeError",
     "Identity",
     "LinkStats",
     "ListenError",
+    "Outcomes",
     "Peer",
     "ProtocolViolation",
     "QueueFull",
+    "RailFlow",
     "RailStats",
     "Region",
     "RegistrationError",
+    "Remote",
     "Stats",
     "Status",
     "StatusError",

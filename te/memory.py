@@ -26,6 +26,7 @@ from te.verbs.fabric import Fabric, Registration
 __all__ = ["RIGHTS", "Region", "RegionTable", "Remote"]
 
 Remote = Literal["tagged", "read", "read-tagged", "read-write", "none"]
+"""What peers may do in a region: ``Engine.register`` explains each."""
 
 logger = logging.getLogger(__name__)
 
