@@ -32,7 +32,7 @@ def device_list():
     return found
 
 
-cdef class Opened:
+cdef class DeviceContext:
     """A device until the last of what was made of it has gone."""
     cdef VContext *context
     cdef VContext *watched  # whose events are read
@@ -86,29 +86,29 @@ cdef class Opened:
 
 @cython.no_gc_clear
 cdef class Device:
-    cdef Opened opened  # None: closed
+    cdef DeviceContext context  # None: closed
     cdef VDeviceAttr attr
     cdef readonly str name
     cdef readonly bint is_iwarp
 
     def __init__(self, str name):
-        cdef Opened device = Opened(name)
+        cdef DeviceContext device = DeviceContext(name)
         cdef int errnum
         with nogil:
             errnum = lib.query_device(device.context, &self.attr)
         if errnum:
             fail(f"ibv_query_device of {name}", errnum)
-        self.opened = device
+        self.context = device
         self.name = name
         self.is_iwarp = device.is_iwarp
 
-    cdef Opened use(self):
-        if self.opened is None:
+    cdef DeviceContext use(self):
+        if self.context is None:
             raise OSError(ENODEV, f"the device {self.name} was closed")
-        return self.opened
+        return self.context
 
     def close(self):
-        self.opened = None
+        self.context = None
 
     @property
     def events_fd(self):
@@ -119,7 +119,7 @@ cdef class Device:
         endpoint."""
         cdef VAsyncEvent event
         cdef Endpoint *broken
-        cdef Opened device = self.use()
+        cdef DeviceContext device = self.use()
         cdef int port
         found = []
         while lib.get_async_event(device.watched, &event) == 0:
@@ -144,7 +144,7 @@ cdef class Device:
         """(state, active MTU as its enum, LID, is it Ethernet, partition keys, longest message in
         bytes)"""
         cdef VPortAttr attr
-        cdef Opened device = self.use()
+        cdef DeviceContext device = self.use()
         cdef int errnum
         memset(&attr, 0, sizeof(attr))
         with nogil:
@@ -156,7 +156,7 @@ cdef class Device:
 
     def gids(self):
         """(port, index, 16 bytes, type, number of the interface) of each valid entry."""
-        cdef Opened device = self.use()
+        cdef DeviceContext device = self.use()
         cdef VGidEntry *entries = <VGidEntry *>calloc(GIDS_MAX, sizeof(VGidEntry))
         cdef ssize_t n, i
         if entries == NULL:
@@ -178,7 +178,7 @@ cdef class Device:
     ):
         """A MemoryRegion of host memory, or of CUDA memory through the peer-memory module."""
         cdef int access = access_of(remote_read, remote_write)
-        cdef Opened device = self.use()
+        cdef DeviceContext device = self.use()
         cdef void *mr
         cdef int errnum
         with nogil:
@@ -197,7 +197,7 @@ cdef class Device:
         bint remote_write
     ):
         cdef int access = access_of(remote_read, remote_write) | ACCESS_RELAXED_ORDERING
-        cdef Opened device = self.use()
+        cdef DeviceContext device = self.use()
         cdef void *mr = NULL
         cdef int errnum = ENOSYS
         if lib.reg_dmabuf_mr != NULL:
@@ -242,7 +242,7 @@ cdef int access_of(bint remote_read, bint remote_write) noexcept:
 @cython.no_gc_clear
 cdef class MemoryRegion:
     cdef VMr *mr
-    cdef Opened device  # It must outlive the region.
+    cdef DeviceContext device  # It must outlive the region.
 
     @property
     def lkey(self):
@@ -270,7 +270,7 @@ cdef class MemoryRegion:
             lib.dereg_mr(self.mr)
 
 
-cdef MemoryRegion wrap_mr(Opened device, VMr *mr):
+cdef MemoryRegion wrap_mr(DeviceContext device, VMr *mr):
     cdef MemoryRegion region = MemoryRegion.__new__(MemoryRegion)
     region.mr = mr
     region.device = device
@@ -280,7 +280,7 @@ cdef MemoryRegion wrap_mr(Opened device, VMr *mr):
 @cython.no_gc_clear
 cdef class QueuePair:
     cdef Endpoint *e
-    cdef Opened device
+    cdef DeviceContext device
     cdef int port
 
     def __dealloc__(self):

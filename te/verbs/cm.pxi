@@ -39,7 +39,7 @@ cdef int fill_address(sockaddr_storage *s, bytes raw, uint16_t port) except -1:
     return 0
 
 
-cdef int check_device(VCmId *cm, Opened device) except -1:
+cdef int check_device(VCmId *cm, DeviceContext device) except -1:
     if cm.verbs != device.context:
         raise OSError(ENODEV, f"the connection does not go through {device.name}: another device"
                       " has its address, or takes its route")
@@ -54,7 +54,7 @@ cdef int cm_channel_new(Endpoint *e) except -1:
     return 0
 
 
-cdef int cm_create_qp(Endpoint *e, Opened device) except -1:
+cdef int cm_create_qp(Endpoint *e, DeviceContext device) except -1:
     """rdma_create_qp(3)."""
     cdef VQpInitAttr a
     cdef VCmId *cm = <VCmId *>e.cm
@@ -104,7 +104,7 @@ cdef bytes cm_await(Endpoint *e, int wanted, str call, uint64_t deadline_ns):
 
 
 cdef tuple cm_dial(
-    Opened device, bytes local, bytes remote, uint16_t remote_port, bytes token,
+    DeviceContext device, bytes local, bytes remote, uint16_t remote_port, bytes token,
     uint32_t send_depth, uint32_t message_bytes, double timeout_s
 ):
     cdef uint64_t deadline_ns = time.monotonic_ns() + <uint64_t>(timeout_s * 1e9)
@@ -165,7 +165,7 @@ cdef class CmRequest:
 
     def queue_pair(self, Device used, uint32_t receive_depth, uint32_t message_bytes):
         cdef QueuePair q = QueuePair.__new__(QueuePair)
-        cdef Opened device = used.use()
+        cdef DeviceContext device = used.use()
         cdef int failed
         check_device(self.cm, device)
         q.device = device

@@ -37,7 +37,7 @@ cdef void endpoint_release(Endpoint *e) noexcept nogil:
     free(e)
 
 
-cdef Endpoint *endpoint_new(Opened device, uint32_t send_depth, uint32_t receive_depth) except NULL:
+cdef Endpoint *endpoint_new(DeviceContext device, uint32_t send_depth, uint32_t receive_depth) except NULL:
     """Everything but the queue pair."""
     cdef Endpoint *e = <Endpoint *>calloc(1, sizeof(Endpoint))
     if e == NULL:
@@ -56,7 +56,7 @@ cdef Endpoint *endpoint_new(Opened device, uint32_t send_depth, uint32_t receive
     return e
 
 
-cdef int endpoint_create_cq(Endpoint *e, Opened device) except -1:
+cdef int endpoint_create_cq(Endpoint *e, DeviceContext device) except -1:
     cdef VChannel *channel
     cdef int n = e.send_depth + e.receive_depth + 1
     cdef void **ops = device.context.ops

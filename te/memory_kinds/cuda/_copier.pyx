@@ -32,7 +32,7 @@ from te.memory_kinds.cuda._driver cimport (
     errno_of, Functions,
 )
 from te.memory_kinds.cuda._mapping cimport (
-    block_export, block_open, Opened, opened_new, piece_export, pieces_map, PIECES_LIMIT, unmap,
+    block_export, block_open, Mapping, mapping_new, piece_export, pieces_map, PIECES_LIMIT, unmap,
 )
 
 cdef enum:
@@ -306,7 +306,7 @@ cdef class Copier:
         return fd, base, nbytes
 
     def open_block(self, bytes handle, size_t nbytes):
-        cdef Opened *o = NULL
+        cdef Mapping *o = NULL
         cdef CUresult error
         cdef const char *given = handle
         if len(handle) != sizeof(CUipcMemHandle):
@@ -317,12 +317,12 @@ cdef class Copier:
         return o.base, <unsigned long long>o, o.nbytes
 
     def map_pieces(self, list fds, list sizes):
-        cdef Opened *o = NULL
+        cdef Mapping *o = NULL
         cdef CUresult error
         cdef u32 i, n = len(fds)
         if n == 0 or n != <u32>len(sizes) or n > PIECES_LIMIT or not all(sizes):
             raise ValueError(f"{len(fds)} pieces, {len(sizes)} sizes")
-        o = opened_new(n)
+        o = mapping_new(n)
         for i in range(n):
             o.sizes[i] = sizes[i]
             o.fds[i] = fds[i]

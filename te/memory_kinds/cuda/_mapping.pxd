@@ -10,7 +10,7 @@ cdef enum:
     PIECES_LIMIT = 1024
 
 # What this process has mapped; of malloc.
-cdef struct Opened:
+cdef struct Mapping:
     CUdeviceptr base
     size_t nbytes  # of a block
     u32 n  # pieces, side by side in addresses reserved for them; 0: a block
@@ -27,11 +27,11 @@ cdef CUresult piece_export(
 ) noexcept nogil
 # Another process's block, which must have so many bytes at least.
 cdef CUresult block_open(
-    Device *d, const char *handle, size_t nbytes, Opened **opened
+    Device *d, const char *handle, size_t nbytes, Mapping **mapping
 ) noexcept nogil
-cdef Opened *opened_new(u32 n) noexcept nogil
+cdef Mapping *mapping_new(u32 n) noexcept nogil
 # Another process's pieces, by their descriptors and sizes, which stay the caller's. With an error
 # nothing is mapped.
-cdef CUresult pieces_map(Device *d, Opened *o) noexcept nogil
-# `KindOps.unmap`: frees what was opened, by its address.
-cdef void unmap(void *device, u64 opened) noexcept nogil
+cdef CUresult pieces_map(Device *d, Mapping *o) noexcept nogil
+# `KindOps.unmap`: frees a mapping, by its address.
+cdef void unmap(void *device, u64 mapping) noexcept nogil

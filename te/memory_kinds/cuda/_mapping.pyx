@@ -53,8 +53,8 @@ cdef CUresult piece_export(
 
 # -- the process that maps it
 
-cdef Opened *opened_new(u32 n) noexcept nogil:
-    cdef Opened *o = <Opened *>need(sizeof(Opened) + n * (sizeof(size_t) + sizeof(int)))
+cdef Mapping *mapping_new(u32 n) noexcept nogil:
+    cdef Mapping *o = <Mapping *>need(sizeof(Mapping) + n * (sizeof(size_t) + sizeof(int)))
     o.n = n
     o.sizes = <size_t *>(o + 1)
     o.fds = <int *>(o.sizes + n)
@@ -62,7 +62,7 @@ cdef Opened *opened_new(u32 n) noexcept nogil:
 
 
 cdef CUresult block_open(
-    Device *d, const char *handle, size_t nbytes, Opened **opened
+    Device *d, const char *handle, size_t nbytes, Mapping **mapping
 ) noexcept nogil:
     cdef Functions *f = d.functions
     cdef CUipcMemHandle copied
@@ -83,8 +83,8 @@ cdef CUresult block_open(
             f.cuIpcCloseMemHandle(base)
     leave(d, &mode)
     if error == CUDA_SUCCESS:
-        opened[0] = opened_new(0)
-        opened[0].base, opened[0].nbytes = base, found
+        mapping[0] = mapping_new(0)
+        mapping[0].base, mapping[0].nbytes = base, found
     return error
 
 
@@ -99,7 +99,7 @@ cdef CUresult map_piece(Functions *f, CUdeviceptr at, size_t nbytes, int fd) noe
     return error
 
 
-cdef CUresult unmap_pieces(Functions *f, Opened *o, u32 n, size_t total) noexcept nogil:
+cdef CUresult unmap_pieces(Functions *f, Mapping *o, u32 n, size_t total) noexcept nogil:
     """The first so many of them, and the addresses. The first error; it goes on behind that."""
     cdef CUdeviceptr at = o.base
     cdef CUresult error, first = CUDA_SUCCESS
@@ -112,7 +112,7 @@ cdef CUresult unmap_pieces(Functions *f, Opened *o, u32 n, size_t total) noexcep
     return first if first else error
 
 
-cdef size_t bytes_of(Opened *o) noexcept nogil:
+cdef size_t bytes_of(Mapping *o) noexcept nogil:
     cdef size_t total = 0
     cdef u32 i
     for i in range(o.n):
@@ -120,7 +120,7 @@ cdef size_t bytes_of(Opened *o) noexcept nogil:
     return total
 
 
-cdef CUresult pieces_map(Device *d, Opened *o) noexcept nogil:
+cdef CUresult pieces_map(Device *d, Mapping *o) noexcept nogil:
     cdef Functions *f = d.functions
     cdef CUmemAccessDesc access
     cdef CUstreamCaptureMode mode
@@ -148,9 +148,9 @@ cdef CUresult pieces_map(Device *d, Opened *o) noexcept nogil:
     return error
 
 
-cdef void unmap(void *device, u64 opened) noexcept nogil:
+cdef void unmap(void *device, u64 mapping) noexcept nogil:
     cdef Device *d = <Device *>device
-    cdef Opened *o = <Opened *>opened
+    cdef Mapping *o = <Mapping *>mapping
     cdef CUstreamCaptureMode mode
     cdef CUresult error = enter(d, &mode)
     if error == CUDA_SUCCESS:
