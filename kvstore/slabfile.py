@@ -20,6 +20,7 @@ import struct
 from pathlib import Path
 from typing import Final
 
+from kvstore.diskspace import reserve
 from kvstore.headers import MAGIC
 from kvstore.slab import UNIT_BYTES
 
@@ -96,7 +97,7 @@ class SlabFile:
             return
         os.ftruncate(self._fd, 0)
         try:
-            os.posix_fallocate(self._fd, 0, nbytes)
+            reserve(self._fd, nbytes)
         except OSError as error:
             os.ftruncate(self._fd, 0)
             if not size:

@@ -10,10 +10,11 @@ import logging
 import mmap
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from kvstore.diskspace import check_free, reserve
 from kvstore.slab import UNIT_BYTES
 from kvstore.tiers.directories import make_own
 
@@ -70,6 +71,8 @@ class SegmentFiles:
             for path in surplus:
                 path.unlink()
             self._fds: list[int] = []
+            with self._said():
+                check_free(self._lock, (self.count - len(left[: self.count])) * self.segment_bytes)
             for number in range(self.count):
                 if number >= len(left):
                     undo.callback(self._path(number).unlink, missing_ok=True)
@@ -147,19 +150,24 @@ class SegmentFiles:
                     f"{str(path)!r} of {status.st_size} bytes is no segment of"
                     f" {self.segment_bytes} bytes: remove it"
                 )
-            os.posix_fallocate(fd, 0, self.segment_bytes)
-        except OSError as exc:
-            os.close(fd)
-            raise OSError(
-                exc.errno,
-                f"a segment of {self.segment_bytes} bytes cannot be made ({exc.strerror}): give"
-                " less as disk_size, or make room",
-                str(path),
-            ) from exc
-        except ValueError:
+            with self._said():
+                reserve(fd, self.segment_bytes)
+        except (OSError, ValueError):
             os.close(fd)
             raise
         return fd
+
+    @contextlib.contextmanager
+    def _said(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            raise OSError(
+                exc.errno,
+                f"{self.count} segments of {self.segment_bytes} bytes cannot be made"
+                f" ({exc.strerror}): give less as disk_size, or make room",
+                str(self._directory),
+            ) from exc
 
     def _descriptor(self, path: Path) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

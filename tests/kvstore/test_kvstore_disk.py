@@ -224,6 +224,19 @@ def test_no_space_for_the_files_is_a_sentence(tmp_path: Path) -> None:
         assert disk.found() == []
 
 
+def test_more_than_the_file_system_has_takes_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a part of the files: others' writes to the file system would fail meanwhile."""
+    monkeypatch.setattr(os, "posix_fallocate", None)
+    free = os.statvfs(tmp_path)
+    size = 2 * free.f_blocks * free.f_frsize
+    with pytest.raises(OSError, match=r"segments of .* cannot be made \(No space") as raised:
+        disk_at(tmp_path / "d", size).__enter__()
+    assert raised.value.errno == errno.ENOSPC
+    assert [one.name for one in (tmp_path / "d").iterdir()] == ["lock"]
+
+
 def test_two_processes_on_one_directory_are_refused(tmp_path: Path) -> None:
     with (
         disk_at(tmp_path / "d"),
