@@ -241,7 +241,7 @@ def _statuses(directory: Path | None) -> list[StoreStatus]:
     found: list[StoreStatus] = []
     for live in status.running(directory):
         # Other engines do not know the question, and a process may end meanwhile.
-        with contextlib.suppress(te.StatusError):
+        with contextlib.suppress(te.StatusSocketError):
             found.append(status_of(status.ask(live.path, QUESTION)))
     return found
 

@@ -22,16 +22,15 @@ from te.errors import (
     FenceTimeout,
     HandshakeError,
     ListenError,
-    ProtocolViolation,
     QueueFull,
     RegistrationError,
-    StatusError,
+    StatusSocketError,
     TopologyError,
     TransferFailed,
     VersionError,
     WaitTimeout,
 )
-from te.fences import Fence, FenceState
+from te.fences import Fence
 from te.memory import Region, Remote
 from te.peers import Peer
 from te.stats import (
@@ -58,7 +57,6 @@ __all__ = [
     "Engine",
     "Error",
     "Fence",
-    "FenceState",
     "FenceStats",
     "FenceTimeout",
     "HandshakeError",
@@ -67,7 +65,6 @@ __all__ = [
     "ListenError",
     "Outcomes",
     "Peer",
-    "ProtocolViolation",
     "QueueFull",
     "RailFlow",
     "RailStats",
@@ -76,7 +73,7 @@ __all__ = [
     "Remote",
     "Stats",
     "Status",
-    "StatusError",
+    "StatusSocketError",
     "TopologyError",
     "Transfer",
     "TransferFailed",

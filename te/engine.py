@@ -23,7 +23,7 @@ from te.connect.chosen import Chosen
 from te.connect.outgoing import open_link
 from te.connect.pool import Pool
 from te.core.engine import Engine as Plane
-from te.errors import ClosedError, FenceTimeout, StatusError
+from te.errors import ClosedError, FenceTimeout, StatusSocketError
 from te.fences import QUIESCE_TIMEOUT_S, Fence, FenceCounter
 from te.handshake import PROTOCOL_VERSION, Card, CardRegion, decode_card, encode
 from te.memory import Region, RegionTable, Remote
@@ -440,7 +440,7 @@ class Engine:
             return None
         try:
             return StatusSocket(directory, self._id, self._answers)
-        except StatusError as exc:
+        except StatusSocketError as exc:
             logger.warning("te top and other programs cannot ask this engine how it is: %s", exc)
             return None
 

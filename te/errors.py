@@ -15,7 +15,7 @@ __all__ = [
     "ProtocolViolation",
     "QueueFull",
     "RegistrationError",
-    "StatusError",
+    "StatusSocketError",
     "TopologyError",
     "TransferFailed",
     "VersionError",
@@ -77,7 +77,7 @@ class ProtocolViolation(Error):
     """A peer sent what the wire format does not allow; its connection is closed."""
 
 
-class StatusError(Error):
+class StatusSocketError(Error):
     """A process of this host could not be asked how it is, or could not answer (``te.status``)."""
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 import threading
 import time
 from collections.abc import Callable
@@ -13,20 +12,11 @@ from te.core.engine import Revocation
 from te.errors import FenceTimeout
 from te.stats import FenceStats
 
-__all__ = ["QUIESCE_TIMEOUT_S", "Fence", "FenceCounter", "FenceState"]
+__all__ = ["QUIESCE_TIMEOUT_S", "Fence", "FenceCounter"]
 
 # A landing is one call of at most a few MiB: milliseconds, even on a busy machine, unless it waits
 # for pages of another process that the kernel has to fetch.
 QUIESCE_TIMEOUT_S: Final = 0.9
-
-
-class FenceState(enum.Enum):
-    """What becomes of a tag that is not open any more."""
-
-    #: No landing begins under it, but one may be under way.
-    REVOKING = "revoking"
-    #: Nothing of it can land any more; the engine has forgotten it.
-    CLOSED = "closed"
 
 
 class FenceCounter:
@@ -76,12 +66,7 @@ class Fence:
         self._count: int | None = None
 
     def __repr__(self) -> str:
-        return f"Fence(tag {self._tag:#x}, {self.state.value})"
-
-    @property
-    def state(self) -> FenceState:
-        """The state that ``poll`` or ``wait`` found last."""
-        return FenceState.REVOKING if self._count is None else FenceState.CLOSED
+        return f"Fence(tag {self._tag:#x}, {'revoked' if self._count is None else 'closed'})"
 
     def poll(self) -> bool:
         """Whether the tag is closed now, without waiting. Until then the memory must not be

@@ -28,7 +28,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from te import nesting
-from te.errors import StatusError
+from te.errors import StatusSocketError
 
 __all__ = [
     "ANSWER_BYTES_MAX",
@@ -45,8 +45,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Answer: TypeAlias = Callable[[Mapping[str, Any]], Any]
-"""Gets the arguments of a question; returns what msgspec can encode, or raises ``StatusError`` when
-the question cannot be answered. It runs on the socket's own thread."""
+"""Gets the arguments of a question; returns what msgspec can encode, or raises
+``StatusSocketError`` when the question cannot be answered. It runs on the socket's own thread."""
 
 QUESTION_BYTES_MAX: Final = 64 << 10
 ANSWER_BYTES_MAX: Final = 16 << 20
@@ -114,23 +114,25 @@ def default_directory() -> Path:
 @contextlib.contextmanager
 def _opened(directory: Path, *, to_listen: bool = False) -> Iterator[str]:
     """A name for the directory that is short enough for the address of a socket, and leads to the
-    very directory that was checked; ``StatusError``, ``FileNotFoundError``. Root may look into
-    directories of others, but does not listen there."""
+    very directory that was checked; ``StatusSocketError``, ``FileNotFoundError``. Root may look
+    into directories of others, but does not listen there."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
     except OSError as exc:
-        raise StatusError(f"cannot open the status directory {directory}: {exc.strerror}") from exc
+        raise StatusSocketError(
+            f"cannot open the status directory {directory}: {exc.strerror}"
+        ) from exc
     try:
         found = os.fstat(fd)
         if found.st_uid != os.geteuid() and (to_listen or os.geteuid() != 0):
-            raise StatusError(
+            raise StatusSocketError(
                 f"the status directory {directory} belongs to user {found.st_uid}, not to user"
                 f" {os.geteuid()}, who runs this process: remove it, or name another directory"
             )
         if found.st_mode & 0o077:
-            raise StatusError(
+            raise StatusSocketError(
                 f"the status directory {directory} has mode {stat.S_IMODE(found.st_mode):04o}, so"
                 f" other users may enter it: run 'chmod 700 {directory}'"
             )
@@ -143,7 +145,7 @@ def running(directory: Path | None = None) -> list[Live]:
     """The sockets of live processes, by file name; removes those that dead processes have left.
 
     Without ``directory``: of all ``default_directories()``. One that does not exist has none.
-    Raises ``StatusError`` for a directory that belongs to another user, or is open to others.
+    Raises ``StatusSocketError`` for a directory that belongs to another user, or is open to others.
     """
     if directory is None:
         return [one for each in default_directories() for one in running(each)]
@@ -184,7 +186,7 @@ def ask(
     """The answer of the process that listens on ``path``, as MessagePack decodes it: dicts, lists,
     strings, numbers.
 
-    Raises ``StatusError`` when nobody listens there, the answer does not come within
+    Raises ``StatusSocketError`` when nobody listens there, the answer does not come within
     ``timeout_s``, or the process says why it cannot answer.
     """
     deadline_s = time.monotonic() + timeout_s
@@ -196,14 +198,16 @@ def ask(
             _send(sock, request, deadline_s)
             reply = _receive(sock, ANSWER_BYTES_MAX, deadline_s)
         except TimeoutError:
-            raise StatusError(f"{path} did not answer {question!r} within {timeout_s} s") from None
+            raise StatusSocketError(
+                f"{path} did not answer {question!r} within {timeout_s} s"
+            ) from None
         except OSError as exc:
-            raise StatusError(f"{path} cannot be asked: {exc.strerror}") from exc
+            raise StatusSocketError(f"{path} cannot be asked: {exc.strerror}") from exc
     if reply is None:
-        raise StatusError(f"{path} closed the connection before it answered {question!r}")
+        raise StatusSocketError(f"{path} closed the connection before it answered {question!r}")
     decoded = _decode(reply, _Reply)
     if decoded.error:
-        raise StatusError(decoded.error)
+        raise StatusSocketError(decoded.error)
     return decoded.answer
 
 
@@ -244,11 +248,11 @@ class StatusSocket:
     def __init__(self, directory: Path, name: str, answers: Mapping[str, Answer]) -> None:
         """Makes the directory if it does not exist, with mode 0700, and removes what dead processes
         have left there. ``answers``: by question; it is looked up at each question, so that more
-        may be put into it later. Raises ``StatusError`` when it cannot listen.
+        may be put into it later. Raises ``StatusSocketError`` when it cannot listen.
         """
         self.path = directory / f"{os.getpid()}-{name}.sock"
         if _FILE.fullmatch(self.path.name) is None:
-            raise StatusError(f"{name!r} cannot be the name of a status socket")
+            raise StatusSocketError(f"{name!r} cannot be the name of a status socket")
         self._answers = answers
         self._ending = threading.Event()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -261,8 +265,8 @@ class StatusSocket:
             self._sock.listen(BACKLOG)
         except OSError as exc:
             self._sock.close()
-            raise StatusError(f"cannot listen on {self.path}: {exc.strerror}") from exc
-        except StatusError:
+            raise StatusSocketError(f"cannot listen on {self.path}: {exc.strerror}") from exc
+        except StatusSocketError:
             self._sock.close()
             raise
         self._thread = threading.Thread(target=self._serve, name=f"te-status-{name}", daemon=True)
@@ -302,7 +306,7 @@ class StatusSocket:
             with sock:
                 try:
                     self._converse(sock)
-                except (OSError, StatusError) as exc:
+                except (OSError, StatusSocketError) as exc:
                     logger.info("%s: a connection ended without an answer: %s", self.path, exc)
                 except Exception:
                     logger.exception("%s goes on after a bug", self.path)
@@ -322,7 +326,7 @@ class StatusSocket:
             return _Reply(error=f"{self.path}: no question {asked.question!r}; known are: {known}")
         try:
             encoded = msgspec.msgpack.encode(answer(asked.arguments))
-        except StatusError as exc:
+        except StatusSocketError as exc:
             return _Reply(error=str(exc))
         except Exception as exc:
             logger.exception("%s: the answer to %r failed", self.path, asked.question)
@@ -337,25 +341,25 @@ class StatusSocket:
 
 
 def _check_user(sock: socket.socket) -> None:
-    """``StatusError`` unless the other side is a process of this user or root."""
+    """``StatusSocketError`` unless the other side is a process of this user or root."""
     packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid = _CREDENTIALS.unpack(packed)[1]
     if uid not in (os.geteuid(), 0):
-        raise StatusError(f"user {uid} asks; only user {os.geteuid()} and root may")
+        raise StatusSocketError(f"user {uid} asks; only user {os.geteuid()} and root may")
 
 
 # -- what both sides do
 
 
 def _decode(data: bytes, kind: type[Any]) -> Any:
-    """``StatusError`` for what is no message of that kind."""
+    """``StatusSocketError`` for what is no message of that kind."""
     complaint = nesting.complaint(data) if kind is _Question else None
     if complaint:
-        raise StatusError(f"the question has {complaint}")
+        raise StatusSocketError(f"the question has {complaint}")
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as exc:
-        raise StatusError(f"this is no message of te's status: {exc}") from exc
+        raise StatusSocketError(f"this is no message of te's status: {exc}") from exc
 
 
 def _send(sock: socket.socket, message: bytes, deadline_s: float) -> None:
@@ -370,7 +374,7 @@ def _receive(sock: socket.socket, nbytes_max: int, deadline_s: float) -> bytes |
         return None
     (nbytes,) = _LENGTH.unpack(head)
     if nbytes > nbytes_max:
-        raise StatusError(f"a message of {nbytes} bytes; {nbytes_max} are allowed")
+        raise StatusSocketError(f"a message of {nbytes} bytes; {nbytes_max} are allowed")
     return _exactly(sock, nbytes, deadline_s, may_end=False)
 
 

@@ -15,7 +15,7 @@ from sglang_mooncake.context import RankContext
 from sglang_mooncake.refused import RefusedServer
 from sglang_mooncake.stats import Recorder
 from sglang_mooncake.story import RoomStory, Stories, tell
-from te.errors import StatusError
+from te.errors import StatusSocketError
 from te.status import Answer
 
 __all__ = ["COUNT_MAX", "RankStories", "answers"]
@@ -95,12 +95,12 @@ def _open(stories: Stories, context: RankContext, room: int) -> list[RoomStory]:
 def _count(arguments: Mapping[str, Any]) -> int:
     count = _number(arguments, "count")
     if not 1 <= count <= COUNT_MAX:
-        raise StatusError(f"count is {count}; a rank tells of 1 to {COUNT_MAX} rooms at once")
+        raise StatusSocketError(f"count is {count}; a rank tells of 1 to {COUNT_MAX} rooms at once")
     return count
 
 
 def _number(arguments: Mapping[str, Any], name: str) -> int:
     value = arguments.get(name)
     if not isinstance(value, int):
-        raise StatusError(f"{name} is {value!r}, and must be a whole number")
+        raise StatusSocketError(f"{name} is {value!r}, and must be a whole number")
     return value

@@ -22,7 +22,7 @@ from sglang_mooncake.explain.elsewhere import (
 from sglang_mooncake.explain.questions import COUNT_MAX, RankStories
 from sglang_mooncake.explain.text import as_text, refused_text
 from sglang_mooncake.explain.timeline import Timeline, timelines
-from te.errors import StatusError
+from te.errors import StatusSocketError
 from te.printable import printable
 from te.status import ask, running
 
@@ -216,7 +216,7 @@ def _joined(answers: Sequence[RankStories]) -> list[RankStories]:
 def _sockets(directory: Path | None, *, may_be_none: bool) -> list[Path]:
     try:
         found = [live.path for live in running(directory)]
-    except StatusError as error:
+    except StatusSocketError as error:
         raise _Failed(EXIT_NOBODY, str(error)) from error
     if not found and not may_be_none:
         where = directory or "the default directories"
@@ -237,7 +237,7 @@ def _ask(paths: Sequence[Path], question: str, arguments: dict[str, int]) -> lis
     for one in waiting:
         try:
             answers.append(msgspec.convert(one.result(), RankStories))
-        except (StatusError, msgspec.ValidationError) as error:
+        except (StatusSocketError, msgspec.ValidationError) as error:
             problems.append(str(error))
     if not answers:
         raise _Failed(EXIT_NOBODY, f"no rank answers: {'; '.join(problems)}")

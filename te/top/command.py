@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from te.errors import StatusError, UsageError
+from te.errors import StatusSocketError, UsageError
 from te.stats import EngineStatus
 from te.status import Live, ask, default_directories, running
 from te.top.lines import lines
@@ -116,7 +116,7 @@ def sample(places: tuple[Path, ...], pids: frozenset[int] | None) -> Sample:
     for place in places:
         try:
             live += [one for one in running(place) if pids is None or one.pid in pids]
-        except StatusError as exc:
+        except StatusSocketError as exc:
             problems.append(str(exc))
     with concurrent.futures.ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         # Read in this thread: msgspec 0.22 crashes when two threads are the first to use a type.
@@ -130,12 +130,12 @@ def _ask(live: Live) -> Any:
     """The answer, or why there is none."""
     try:
         return ask(live.path, "engine", timeout_s=TIMEOUT_S)
-    except StatusError as exc:
+    except StatusSocketError as exc:
         return exc
 
 
 def _status_of(live: Live, answer: Any) -> EngineStatus | str:
-    if isinstance(answer, StatusError):
+    if isinstance(answer, StatusSocketError):
         return f"pid {live.pid}: {answer}"
     try:
         return msgspec.convert(answer, EngineStatus)

@@ -342,7 +342,7 @@ class Transport(ABC):
         """What is to be done for a hello. ``link``: the open one that it is about, whose session
         key it has proved; None of a new link. On the accepting thread: it must not block.
         ``TransportRefused`` has the reason for the peer, ``te.HandshakeError`` and
-        ``te.ProtocolViolation`` are for a body that no engine makes."""
+        ``te.errors.ProtocolViolation`` are for a body that no engine makes."""
 
     def share(self, region: Region, timeout_s: float) -> None:
         """Memory was registered: peers may learn of it."""

@@ -79,7 +79,7 @@ class Watched:
         for live in status.running(self._status_dir):
             try:
                 return status_of(status.ask(live.path, QUESTION))
-            except status.StatusError:
+            except status.StatusSocketError:
                 continue  # Another engine.
         raise AssertionError("the server has no part of the store")
 

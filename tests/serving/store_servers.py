@@ -51,7 +51,7 @@ class Place:
         for live in status.running(self.path / "te"):
             try:
                 found.append(status_of(status.ask(live.path, QUESTION)))
-            except status.StatusError:
+            except status.StatusSocketError:
                 continue  # Another engine, or a process that ends.
         return found
 

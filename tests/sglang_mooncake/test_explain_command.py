@@ -13,7 +13,7 @@ from sglang_mooncake.explain.questions import COUNT_MAX
 from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.sglang import explaining
 from sglang_mooncake.sglang.cli import main
-from te.errors import StatusError
+from te.errors import StatusSocketError
 from te.status import ask
 
 
@@ -171,5 +171,5 @@ def test_a_bad_number_is_refused(count, capsys):
     ],
 )
 def test_a_rank_refuses_bad_questions(pair, question, arguments, says):
-    with pytest.raises(StatusError, match=says):
+    with pytest.raises(StatusSocketError, match=says):
         ask(pair.prefill.engine.status_path, question, arguments, WAIT_S)

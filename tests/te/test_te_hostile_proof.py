@@ -62,6 +62,7 @@ from te.connect.greeting import (
     seal_challenge,
     seal_hello,
 )
+from te.errors import ProtocolViolation
 from te.handshake import PROTOCOL_VERSION, decode_card
 from te.proof import NO_KEY, PROOF_BYTES, Key, hello_proof
 
@@ -127,7 +128,7 @@ def test_a_hello_answers_one_challenge(said: Hello, turn: Turn, other: Turn) -> 
 @pytest.mark.pure
 @given(st.binary(max_size=HELLO_BODY_MAX))
 def test_any_bytes_are_no_hello(data: bytes) -> None:
-    with contextlib.suppress(te.ProtocolViolation):
+    with contextlib.suppress(ProtocolViolation):
         assert open_hello(data, BLIND) is None
 
 
@@ -137,7 +138,7 @@ def test_any_bytes_are_no_hello(data: bytes) -> None:
     st.sampled_from([GreetingKind.CALL, GreetingKind.CALL_LINK]),
 )
 def test_any_bytes_are_a_call_or_a_violation(data: bytes, kind: GreetingKind) -> None:
-    with contextlib.suppress(te.ProtocolViolation):
+    with contextlib.suppress(ProtocolViolation):
         found = called_keys(Greeting(PROTOCOL_VERSION, kind, data))
         assert b"".join(found) == data[NONCE_BYTES:]
         assert 0 < len(found) <= (4 if kind == GreetingKind.CALL else 1)
@@ -168,7 +169,7 @@ def test_a_name_that_is_no_text_is_a_violation() -> None:
     claim = bytearray(seal_hello(HELLO, BLIND)[0][: CLAIM.size])
     claim[-1] = 0xFF
     body = bytes(claim) + hello_proof(NO_KEY, BLIND.proof, bytes(claim), b"")
-    with pytest.raises(te.ProtocolViolation, match="is no text"):
+    with pytest.raises(ProtocolViolation, match="is no text"):
         open_hello(body, BLIND)
 
 

@@ -51,7 +51,7 @@ def raises(_: Any) -> Any:
 
 
 def refuses(_: Any) -> Any:
-    raise te.StatusError("there is no room 17")
+    raise te.StatusSocketError("there is no room 17")
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +124,7 @@ def test_the_directory_is_made_for_its_user_alone(listening: StatusSocket) -> No
 
 
 def test_an_unknown_question_names_those_that_are_known(listening: StatusSocket) -> None:
-    with pytest.raises(te.StatusError, match="no question 'who'; known are: echo, large"):
+    with pytest.raises(te.StatusSocketError, match="no question 'who'; known are: echo, large"):
         ask(listening.path, "who")
 
 
@@ -133,7 +133,9 @@ def test_an_answer_that_fails_is_logged_and_the_next_is_given(
 ) -> None:
     for question in ("raises", "object"):
         caplog.clear()
-        with pytest.raises(te.StatusError, match=f"the answer to {question!r} failed: .*Error"):
+        with pytest.raises(
+            te.StatusSocketError, match=f"the answer to {question!r} failed: .*Error"
+        ):
             ask(listening.path, question)
         (record,) = caplog.records
         assert record.levelno == logging.ERROR
@@ -144,7 +146,7 @@ def test_an_answer_that_fails_is_logged_and_the_next_is_given(
 def test_an_answer_that_refuses_says_why_without_a_line_in_the_log(
     listening: StatusSocket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(te.StatusError, match=r"^there is no room 17$"):
+    with pytest.raises(te.StatusSocketError, match=r"^there is no room 17$"):
         ask(listening.path, "refuses")
     assert not caplog.records
 
@@ -153,7 +155,7 @@ def test_an_answer_has_a_largest_size(listening: StatusSocket) -> None:
     room = status.ANSWER_BYTES_MAX - 1024
     nbytes = room - 5  # MessagePack's head of bytes
     assert len(ask(listening.path, "large", {"nbytes": nbytes})) == nbytes
-    with pytest.raises(te.StatusError, match=f"has {room + 1} bytes, and may have {room}"):
+    with pytest.raises(te.StatusSocketError, match=f"has {room + 1} bytes, and may have {room}"):
         ask(listening.path, "large", {"nbytes": nbytes + 1})
 
 
@@ -227,7 +229,7 @@ def test_what_is_no_answer_is_an_error(directory: Path, answer: bytes) -> None:
 
         liar = threading.Thread(target=lie)
         liar.start()
-        with pytest.raises(te.StatusError, match="no message of te's status"):
+        with pytest.raises(te.StatusSocketError, match="no message of te's status"):
             ask(path, "engine", timeout_s=TIMEOUT_S)
         liar.join()
 
@@ -291,7 +293,7 @@ def test_a_directory_that_others_may_enter_is_refused(directory: Path) -> None:
     directory.mkdir(parents=True)
     directory.chmod(0o750)
     for use in (lambda: StatusSocket(directory, "a", {}), lambda: running(directory)):
-        with pytest.raises(te.StatusError, match=r"mode 0750, .* run 'chmod 700"):
+        with pytest.raises(te.StatusSocketError, match=r"mode 0750, .* run 'chmod 700"):
             use()
     assert not list(directory.iterdir())
 
@@ -303,7 +305,9 @@ def test_a_directory_of_another_user_is_refused(
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     for use in (lambda: StatusSocket(directory, "a", {}), lambda: running(directory)):
-        with pytest.raises(te.StatusError, match=f"belongs to user {own}, not to user {own + 1}"):
+        with pytest.raises(
+            te.StatusSocketError, match=f"belongs to user {own}, not to user {own + 1}"
+        ):
             use()
 
 
@@ -315,7 +319,9 @@ def test_root_looks_into_directories_of_others_but_does_not_listen_there(
         os.chown(directory, 1234, -1)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert [one.path for one in running(directory)] == [listening.path]
-    with pytest.raises(te.StatusError, match=f"belongs to user {directory.stat().st_uid}, not"):
+    with pytest.raises(
+        te.StatusSocketError, match=f"belongs to user {directory.stat().st_uid}, not"
+    ):
         StatusSocket(directory, "a", {})
 
 
@@ -323,7 +329,7 @@ def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path)
     for name in ("file", "link"):
-        with pytest.raises(te.StatusError, match=f"{name}"):
+        with pytest.raises(te.StatusSocketError, match=f"{name}"):
             StatusSocket(tmp_path / name, "a", {})
 
 
@@ -337,7 +343,7 @@ def test_a_long_directory_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b", "a" * 65])
 def test_a_name_that_is_no_file_name_is_refused(directory: Path, name: str) -> None:
-    with pytest.raises(te.StatusError, match="cannot be the name"):
+    with pytest.raises(te.StatusSocketError, match="cannot be the name"):
         StatusSocket(directory, name, {})
 
 
@@ -382,7 +388,7 @@ def test_what_a_dead_process_has_left_is_removed(listening: StatusSocket) -> Non
         far.kill()
         far.wait(60)
         left = directory / f"{far.pid}-far.sock"
-        with pytest.raises(te.StatusError, match="cannot be asked: Connection refused"):
+        with pytest.raises(te.StatusSocketError, match="cannot be asked: Connection refused"):
             ask(left, "pid")
         now_s = time.time() + TIMEOUT_S
         os.utime(left, (now_s, now_s))  # It stays young, however long this takes.
@@ -426,7 +432,7 @@ def test_a_process_that_was_stopped_lives(directory: Path) -> None:
                 one.setblocking(False)
                 one.connect(str(found.path))
         assert [one.pid for one in running(directory)] == [far.pid]
-        with pytest.raises(te.StatusError, match=r"did not answer 'pid' within 0.1 s"):
+        with pytest.raises(te.StatusSocketError, match=r"did not answer 'pid' within 0.1 s"):
             ask(found.path, "pid", timeout_s=0.1)
         for one in waiting:
             one.close()
@@ -437,7 +443,7 @@ def test_after_close_nobody_answers(directory: Path) -> None:
     assert ask(one.path, "close") is False  # It did not wait for itself.
     wait_until(one.close, "the thread has ended")
     assert not one.path.exists()
-    with pytest.raises(te.StatusError, match="No such file"):
+    with pytest.raises(te.StatusSocketError, match="No such file"):
         ask(one.path, "close")
 
 

@@ -157,7 +157,7 @@ def _objects_known(status_dir: Path) -> int | None:
     for live in status.running(status_dir):
         try:
             found = status_of(status.ask(live.path, QUESTION))
-        except status.StatusError:
+        except status.StatusSocketError:
             continue  # Another engine, or one that starts.
         usable = [one for one in found.owners if one.usable]
         if usable:

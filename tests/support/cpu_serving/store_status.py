@@ -34,6 +34,6 @@ def statuses(directory: Path) -> list[StoreStatus]:
     for live in status.running(directory):
         try:
             found.append(status_of(status.ask(live.path, QUESTION)))
-        except status.StatusError:
+        except status.StatusSocketError:
             continue  # Another engine, or a process that ends.
     return found
