@@ -173,7 +173,7 @@ class Engine:
                 " call close again"
             )
         self._memory.close()
-        self._answers.clear()  # They keep this engine.
+        self._answers.clear()  # Their functions keep this engine alive.
         if self._chosen.fabric is not None:
             self._chosen.fabric.close()
 
@@ -244,7 +244,7 @@ class Engine:
         """
         try:
             self._memory.deregister(region, timeout_s)
-        finally:  # Also where it is gone, but a landing under way did not end.
+        finally:  # The region may be gone although a landing under way did not end.
             if region not in self._memory.regions:
                 self._chosen.unshare(region, self._config.connect_timeout_s)
 

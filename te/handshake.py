@@ -78,14 +78,14 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Version of the protocol.
     protocol: Unsigned
-    #: Of the engine, made when it starts.
+    #: The engine's id, made when it starts.
     id: EngineId
     #: When it was started, in ns: a later engine has a greater one.
     epoch: Unsigned
     #: Where it listens over TCP: a numeric address.
     host: Name
     port: Port
-    #: By the name of each transport that it can be reached over, what that one has to know.
+    #: What each transport that the engine can be reached over has to know, by the transport's name.
     offers: Annotated[dict[Name, Offer], msgspec.Meta(max_length=16)]
     #: Memory that was registered when the card was made.
     regions: list[CardRegion]

@@ -102,10 +102,11 @@ class RegionTable:
         self._refusal = refusal
         self._ring = ring
         self._lock = threading.Lock()
-        # Of all memory that was ever registered: the plane keeps their compiled halves as long.
+        # The kinds of all memory that was ever registered: the plane keeps their compiled halves.
         self._kinds: set[MemoryKind] = set()
         self._serials = itertools.count(1)
-        # Taken away, but a landing has not ended: kept so that nobody gets that memory.
+        # Regions that were deregistered while a landing had not ended: kept, so that nobody else
+        # gets their memory.
         self._leaving: set[Region] = set()
         #: Sorted by address; replaced, never changed.
         self.regions: tuple[Region, ...] = ()

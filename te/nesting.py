@@ -18,7 +18,7 @@ DEPTH_MAX: Final = 16
 ITEMS_MAX: Final = 1 << 17
 """Values of one message, keys included. A card has four for each region."""
 
-# By first byte: how many bytes of length follow it, and how many bytes besides that length's.
+# How many bytes of length follow a first byte, and how many bytes besides that length's.
 _SIZED: Final = {
     0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0),
     0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1),
@@ -28,7 +28,7 @@ _FIXED: Final = {
     0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
     0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17,
 }  # fmt: skip
-# By first byte: how many bytes of count follow it, and how many values each one counts.
+# How many bytes of count follow a first byte, and how many values each unit counts.
 _COUNTED: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 
@@ -38,7 +38,7 @@ def complaint(data: bytes) -> str | None:
     It is not said whether the message is whole or well-formed: that is the decoder's.
     """
     at = items = 0
-    # Of each open array or map, how many values are still to come.
+    # How many values are still to come of each array or map that is open.
     waiting = [1]
     while waiting and at < len(data):
         items += 1

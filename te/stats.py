@@ -168,9 +168,9 @@ class Stats:
     transports: tuple[str, ...]
     #: How each live peer is reached, by its id: the transport, and why not by a preferred one.
     peer_transports: dict[str, tuple[str, str]]
-    #: And what the way there carries at best (``Peer.bytes_per_s``).
+    #: What the way to each peer carries at best (``Peer.bytes_per_s``).
     peer_bytes_per_s: dict[str, float]
-    #: By the name of each transport that has had a link.
+    #: The figures of each transport that has had a link, by its name.
     by_transport: dict[str, TransportStats]
     fences: FenceStats
     #: Links opened by ``Engine.connect``, and those of them whose transport was not the first

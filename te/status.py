@@ -100,7 +100,7 @@ def default_directories() -> tuple[Path, ...]:
     that start now use the first."""
     shared = Path(f"/tmp/te-{os.geteuid()}")  # Checked before it is used.
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    with contextlib.suppress(OSError):  # It is not there, as in a container.
+    with contextlib.suppress(OSError):  # The directory is not there, as in a container.
         if Path(runtime).is_absolute() and Path(runtime).stat().st_uid == os.geteuid():
             return Path(runtime) / "te", shared
     return (shared,)
@@ -276,12 +276,12 @@ class StatusSocket:
     def close(self, timeout_s: float = CONNECTION_TIMEOUT_S) -> bool:
         """Removes the file and ends the thread; False when an answer under way did not end in time.
         Idempotent."""
-        if self._sock.fileno() < 0:  # Also in a child of fork(2).
+        if self._sock.fileno() < 0:  # Closed already, or this is a child of fork(2).
             return not self._thread.is_alive()
         _SOCKETS.discard(self)
         self._ending.set()
         with contextlib.suppress(FileNotFoundError):
-            if self.path.lstat().st_ino == self._inode:  # Else it is another process's.
+            if self.path.lstat().st_ino == self._inode:  # Else the file is another process's.
                 self.path.unlink()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # Wakes accept(2).
@@ -315,7 +315,7 @@ class StatusSocket:
         _check_user(sock)
         request = _receive(sock, QUESTION_BYTES_MAX, time.monotonic() + CONNECTION_TIMEOUT_S)
         if request is None:
-            return  # It looked whether this process lives.
+            return  # The other side only looked whether this process lives.
         reply = msgspec.msgpack.encode(self._reply(_decode(request, _Question)))
         _send(sock, reply, time.monotonic() + CONNECTION_TIMEOUT_S)
 

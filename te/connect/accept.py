@@ -71,7 +71,7 @@ class Acceptor:
         #: Numeric host and port this engine listens on.
         self.address: tuple[str, int] = (host, port)
         self.loop = IoLoop(name, self._on_tick, self._on_end)
-        #: With whose it is, if it is a transport's own.
+        #: Each with the transport that it belongs to; None: the engine's own.
         self._listeners: list[tuple[Listener, Transport | None]] = [
             (Listener(listener, _describe), None)
         ]
@@ -201,7 +201,7 @@ class Acceptor:
             except BlockingIOError:
                 return
             except ConnectionError:
-                continue  # It gave up while it waited in the backlog; accept(2).
+                continue  # The connection ended while it waited in the backlog; accept(2).
             except OSError as exc:
                 if self._give_up_one(str(exc)):
                     continue
@@ -258,7 +258,7 @@ class Acceptor:
             if peer is not None:
                 reason = peer.describe(code, errnum, text)
             else:
-                # It may be one that nobody has any more.
+                # A link of this engine whose Peer nobody has any more, or one that peers opened.
                 who = f"{link.where} ({link.key.engine_id})" if link else "a former peer"
                 reason = sentence(who, code, errnum, text, self.local.config.stall_timeout_s)
             level = logging.WARNING if code == Reason.VIOLATED else logging.INFO

@@ -69,13 +69,13 @@ class Dialled:
 
     sock: socket.socket
     welcome: Welcome
-    #: Of its link: later connections prove it.
+    #: The session key of its link, which later connections prove.
     session: Key
     #: The proof of its hello.
     hello: bytes
 
     def close(self) -> None:
-        """Of one that is not handed to the plane."""
+        """Closes a connection that the plane does not get."""
         self.sock.close()
 
     def fileno(self) -> int:

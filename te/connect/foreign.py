@@ -29,9 +29,9 @@ def receive_descriptors(sock: socket.socket, nbytes: int) -> tuple[bytes, list[i
 
 
 def drop_unread(sock: socket.socket) -> None:
-    """Closes those that were sent on a non-blocking connection and not taken; before it is closed.
-    It carries nothing any more."""
-    with contextlib.suppress(OSError):  # It is empty, or broken.
+    """Closes descriptors that were sent on a non-blocking connection and not received, before the
+    connection is closed. The connection carries nothing any more."""
+    with contextlib.suppress(OSError):  # The connection is empty, or broken.
         sock.shutdown(socket.SHUT_RDWR)
         data, fds = b"more", list[int]()
         while data:
@@ -41,11 +41,11 @@ def drop_unread(sock: socket.socket) -> None:
 
 
 def close_foreign(fd: int) -> None:
-    """Closes one without waiting."""
+    """Closes a descriptor of somebody else's file without waiting."""
     try:
         sock = socket.socket(fileno=fd)
-    except OSError:  # It is no socket.
+    except OSError:  # The descriptor is no socket.
         os.close(fd)
         return
-    with sock, contextlib.suppress(OSError):  # Some cannot linger.
+    with sock, contextlib.suppress(OSError):  # Some sockets cannot linger.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DOES_NOT_LINGER)

@@ -120,16 +120,16 @@ class Hello:
     """Source to destination: who I am, whom your card says you are, and what this connection is
     about."""
 
-    #: Of the source, 32 hex digits, as on its card; likewise the next.
+    #: The source's id (32 hex digits) and epoch, as on its card.
     id: str
     epoch: int
-    #: Of the destination, as on its card; likewise the next.
+    #: The destination's id and epoch, as on its card.
     peer_id: str
     peer_epoch: int
     link: int
-    #: What the link is over.
+    #: Name of the link's transport.
     transport: str
-    #: What this transport has to say of it.
+    #: What this transport has to say of the link.
     body: bytes = b""
 
 

@@ -333,7 +333,7 @@ class Incoming:
     def _answer(self, answer: Answer | str) -> None:
         """``str``: why what it asked for was not done."""
         if self._sock.fileno() < 0:
-            return  # It took too long.
+            return  # The connection was closed meanwhile: the work took too long.
         if isinstance(answer, str):
             self._refuse(Refusal.TRANSPORT, answer)
             return

@@ -46,7 +46,7 @@ class IoLoop:
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._eventfd, READABLE)
         self._handlers: dict[int, Callable[[int], None]] = {}
-        #: Of what is watched, what is waited for; of what is not for a while, until when.
+        #: The events that each descriptor is watched for; until when a descriptor is left alone.
         self._events: dict[int, int] = {}
         self._paused: dict[int, float] = {}
         self._throttle = Throttle()
@@ -121,7 +121,7 @@ class IoLoop:
             with self._lock:
                 self._ended = True
             self._on_end(self.end_reason)
-            # They may be the last that keep what they watch; and whoever made this loop keeps it.
+            # Handlers may keep what they watch alive, and with it whoever made this loop.
             self._handlers.clear()
             del self._on_tick, self._on_end
             self._epoll.close()

@@ -90,7 +90,7 @@ class MemoryKind(ABC):
     #: Whether te can copy it to and from host memory, so that transports which do not reach it
     #: carry it, too.
     has_copier: bool = False
-    #: Whose handles it maps: what its own ``export`` makes. Empty if none.
+    #: The name of the handles that it maps, which its own ``export`` makes; empty if it maps none.
     handles: ClassVar[str] = ""
     #: The compiled half, a PyCapsule named ``te.memory_kind.2`` of a ``Kind``.
     compiled: object

@@ -101,8 +101,8 @@ class Listener:
 
     #: Listening and non-blocking.
     sock: socket.socket
-    #: Of a connection and its address: where it is from, for the log, and who has to share a limit
-    #: of connections that say nothing.
+    #: Gets a connection and its address; returns where the connection is from, for the log, and
+    #: the source that has to share a limit of connections that say nothing.
     describe: Callable[[socket.socket, Any], tuple[str, str]]
     #: Whether a hello may bring a descriptor (SCM_RIGHTS in unix(7)).
     takes_descriptor: bool = False
@@ -205,11 +205,12 @@ class IncomingLink:
     handle: LinkHandle
     key: LinkKey
     transport: Transport
-    #: For the log.
+    #: Where the peer is, for the log.
     where: str
-    #: What every connection but the first proves. Set when that one is welcomed, as the next.
+    #: The session key, which every connection but the first proves. It and ``source`` are set when
+    #: a connection is welcomed.
     session: Key | None = field(default=None, kw_only=True)
-    #: ``Listener.describe``'s, of its last connection.
+    #: The source of its last connection, as ``Listener.describe`` says.
     source: str = field(default="", kw_only=True)
     #: As ``OutgoingLink.encrypted_by``.
     encrypted_by: str = field(default="", kw_only=True)
@@ -220,13 +221,14 @@ class Call:
     """A hello that names the transport."""
 
     key: LinkKey
-    #: As the transport's other half has made it. It is a stranger's.
+    #: Untrusted bytes from the peer, which the transport's other half should have made.
     body: bytes
     sock: socket.socket
     where: str
-    #: Of the hello.
+    #: The hello's proof.
     proof: bytes
-    #: The descriptor that came with it, if any. It is closed, unless the connection becomes a rail.
+    #: The descriptor that came with the hello, if any. It is closed unless the connection becomes a
+    #: rail.
     fds: list[int] = field(default_factory=list)
 
 
@@ -247,20 +249,20 @@ class Join(ABC):
         ended, ``OSError``: then nothing was taken."""
 
     def close(self) -> None:
-        """Gives back what was not handed over."""
+        """Gives back what the link did not get."""
 
 
 @dataclass(frozen=True)
 class PlainJoin(Join):
-    """Of a transport that has nothing to look at: a connection is as good as another."""
+    """For a transport that accepts every connection: nothing of it has to be looked at."""
 
     transport: Transport
     call: Call
     #: Makes the link's incoming end.
     make: Callable[[], LinkHandle]
-    #: Gives the descriptor of a connection to a link; see ``Join.add``. It has its session key.
+    #: Gives the descriptor of a connection to a link, whose session key is set; see ``Join.add``.
     give: Callable[[IncomingLink, int], bool]
-    #: Of the welcome.
+    #: The body of the welcome.
     body: bytes = b""
 
     def check(self) -> bytes:

@@ -53,7 +53,7 @@ def within(call: Callable[[float], T], what: str, timeout_s: float) -> T:
     try:
         return done.result(max(until_s - time.monotonic(), 0.0))
     except TimeoutError as exc:
-        if done.done():  # It is the call's own, or the call has just returned.
+        if done.done():  # The call itself timed out, or has just returned.
             return done.result()
         raise OSError(errno.ETIMEDOUT, f"{what}: no answer within {timeout_s:.1f} s") from exc
 

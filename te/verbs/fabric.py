@@ -56,7 +56,7 @@ class Nic:
     device: verbs.Device
     #: ``"ib"``, ``"roce"`` or ``"iwarp"``: what it can be connected with.
     family: str
-    #: Of iWARP the IP addresses of its interface, by their position here.
+    #: The port's GIDs; for iWARP the IP addresses of its interface, by their position here.
     gids: tuple[Gid, ...]
     #: InfiniBand's local address of the port; 0 elsewhere.
     lid: int
@@ -81,12 +81,12 @@ class Nic:
 class Registration:
     """A range of memory that every device has accepted."""
 
-    #: Of each part it is in, one behind the other; ``te.core.regions.packed_key``.
+    #: The keys of its parts, one behind the other, as ``te.core.regions.packed_key`` makes them.
     keys: bytes
-    #: How many parts it is in.
+    #: How many parts it has: a device takes only so many bytes at once.
     ranges: int
     regions: tuple[verbs.MemoryRegion, ...]
-    #: Where it is, as it was given or found.
+    #: Its memory location, as the caller gave it or te found it.
     location: str
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 

@@ -47,11 +47,11 @@ class CmAcceptor:
         self._local = local
         self._watch = watch
         self._lock = threading.Lock()
-        #: By device and address; under the lock, as the next.
+        #: Under the lock: the listener of each device and address, and the connection that is
+        #: expected for each link and rail. A new offer for a rail replaces the one before it.
         self._listeners: dict[tuple[int, int], CmListener] = {}
-        #: By link and rail: an offer replaces the one before it.
         self._expected: dict[tuple[int, int], _Expected] = {}
-        #: Of the loop's thread.
+        #: Used by the loop's thread alone.
         self._throttle = Throttle()
 
     def expect(self, link: RdmaLink, offer: RailOffer, nic: Nic) -> RailAnswer:

@@ -51,10 +51,10 @@ class DeviceEvent(enum.IntEnum):
 class Meaning(enum.Enum):
     """What follows for rails."""
 
-    #: Those by the device's port carry nothing any more.
+    #: Rails by the device's port carry nothing any more.
     PORT_DOWN = "its rails are given up"
     DEVICE_FATAL = "its rails are given up for good"
-    #: What those that are down wait for may be there.
+    #: What rails that are down wait for may be there.
     LINK_UP = "rails that are down are tried now"
     #: One queue pair is broken: which, the data plane has been told.
     PAIR_BROKEN = "the rail is given up"

@@ -36,7 +36,7 @@ class KeptLink(OutgoingLink):
     """An outgoing link over RDMA. Any thread may read it."""
 
     handle: RdmaLink
-    #: Of the engine at its other end, for the log; and its devices.
+    #: The id of the engine at its other end, for the log, and that engine's devices.
     engine_id: str
     nics: list[CardNic]
     greet: Greet

@@ -51,11 +51,11 @@ class RailOffer(msgspec.Struct, frozen=True, kw_only=True):
     gid: Annotated[bytes, msgspec.Meta(max_length=16)]
     #: Index of the address of your end; 0 where the LID is enough.
     remote_gid_index: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
-    #: Of my queue pair. This and what follows is not of iWARP.
+    #: Number of my queue pair. iWARP leaves out this and the following fields.
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
-    #: Of the first packet that I send.
+    #: Sequence number of the first packet that I send.
     psn: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
-    #: Of my port; 0 but for InfiniBand.
+    #: LID of my port; 0 but for InfiniBand.
     lid: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)] = 0
     #: For both ends: ``enum ibv_mtu``.
     mtu: Annotated[int, msgspec.Meta(ge=1, le=5)] = 1
@@ -64,9 +64,9 @@ class RailOffer(msgspec.Struct, frozen=True, kw_only=True):
 class RailAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """My end, which is ready to receive; or of iWARP, ready to be dialled."""
 
-    #: Of my queue pair; as the next not of iWARP.
+    #: Number of my queue pair; iWARP leaves out this and ``psn``.
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
-    #: Of the first packet that I send.
+    #: Sequence number of the first packet that I send.
     psn: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
     #: How often this link's rails have been fenced; send nothing before you know of that many.
     fences: Unsigned = 0

@@ -200,7 +200,7 @@ class Rdma(Transport):
 def _idle_settings(config: Config, nics: tuple[Nic, ...]) -> list[str]:
     """What was configured and says nothing to some of the devices."""
     of_packets = ("traffic_class", "service_level", "partition_key_index", "gid_index")
-    # By family: what is none of its own, and why.
+    # The settings that mean nothing to devices of a family, and why.
     idle = {
         "iwarp": (of_packets, "iWARP connects by rdma_cm and is TCP to the network"),
         "ib": (("gid_index",), "within an InfiniBand subnet no GID is used"),

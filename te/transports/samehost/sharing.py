@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class SharedMemory:
     """A region that peers on this host may map."""
 
-    #: Of its region: another one at the same address has another.
+    #: The region's serial number: a later region at the same address has another.
     serial: int
     address: int
     nbytes: int

@@ -60,7 +60,7 @@ class _Rail(Dialled):
     rings_fd: int
 
     def close(self) -> None:
-        """Of one that is not handed to the plane."""
+        """Closes a connection that the plane does not get."""
         self.sock.close()
         os.close(self.rings_fd)
 
@@ -252,7 +252,7 @@ class _Join(Join):
     local: Local
     call: Call
     link: _HostLink | None
-    #: Of the other side.
+    #: The other side's.
     nonce: Nonce
     answer: bytes
     process: Process | None = field(default=None, init=False)
