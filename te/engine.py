@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from te.config import Config
 from te.connect.accept import Acceptor
-from te.connect.chosen import Chosen
 from te.connect.outgoing import open_link
 from te.connect.pool import Pool
+from te.connect.transports import EngineTransports
 from te.core.engine import Engine as Plane
 from te.errors import ClosedError, FenceTimeout, StatusSocketError
 from te.fences import QUIESCE_TIMEOUT_S, Fence, FenceCounter
@@ -79,13 +79,15 @@ class Engine:
             config.segment_bytes,
             config.segment_blocks,
         )
-        self._chosen = Chosen([self._transport(name) for name in config.transports], config.encrypt)
+        self._transports = EngineTransports(
+            [self._transport(name) for name in config.transports], config.encrypt
+        )
         self._ring = Ring(self._plane, config.staging_bytes, config.staging_slot_bytes)
         self._memory = RegionTable(
             self._plane,
-            self._chosen.fabric,
-            self._chosen.refusal,
-            self._ring if self._chosen.stages else None,
+            self._transports.fabric,
+            self._transports.refusal,
+            self._ring if self._transports.stages else None,
         )
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, int], Peer] = {}
@@ -107,8 +109,8 @@ class Engine:
         self._workers: list[threading.Thread] = []
         with contextlib.ExitStack() as undo:
             undo.callback(self._pool.stop)
-            undo.callback(self._chosen.close, CLOSE_TIMEOUT_S)
-            self._acceptor = Acceptor(f"te-accept-{short_id}", self._local, self._chosen)
+            undo.callback(self._transports.close, CLOSE_TIMEOUT_S)
+            self._acceptor = Acceptor(f"te-accept-{short_id}", self._local, self._transports)
             undo.callback(self._acceptor.loop.stop, CLOSE_TIMEOUT_S)
             undo.callback(self._end_workers)
             for i in range(min(config.workers, os.cpu_count() or 1)):
@@ -158,7 +160,7 @@ class Engine:
         if self._status_socket is not None:
             self._status_socket.close()
         self._pool.stop()
-        self._chosen.close(CLOSE_TIMEOUT_S)
+        self._transports.close(CLOSE_TIMEOUT_S)
         self._acceptor.loop.stop(CLOSE_TIMEOUT_S)
         alive = self._end_workers()
         self._notifier.stop(CLOSE_TIMEOUT_S)
@@ -174,8 +176,8 @@ class Engine:
             )
         self._memory.close()
         self._answers.clear()  # Their functions keep this engine alive.
-        if self._chosen.fabric is not None:
-            self._chosen.fabric.close()
+        if self._transports.fabric is not None:
+            self._transports.fabric.close()
 
     def _end_workers(self) -> list[str]:
         """Ends the threads that move bytes; the names of those that did not end in time."""
@@ -227,7 +229,7 @@ class Engine:
         """
         self._check_open()
         region = self._memory.register(buffer_or_address, nbytes, location, remote)
-        self._chosen.share(region, self._config.connect_timeout_s)
+        self._transports.share(region, self._config.connect_timeout_s)
         return region
 
     def deregister(self, region: Region, timeout_s: float = QUIESCE_TIMEOUT_S) -> None:
@@ -246,7 +248,7 @@ class Engine:
             self._memory.deregister(region, timeout_s)
         finally:  # The region may be gone although a landing under way did not end.
             if region not in self._memory.regions:
-                self._chosen.unshare(region, self._config.connect_timeout_s)
+                self._transports.unshare(region, self._config.connect_timeout_s)
 
     # -- peers
 
@@ -262,7 +264,7 @@ class Engine:
                 epoch=self._epoch,
                 host=host,
                 port=port,
-                offers=self._chosen.offers(),
+                offers=self._transports.offers(),
                 regions=[
                     CardRegion(region.address, region.nbytes, region.kind)
                     for region in self._memory.regions
@@ -289,7 +291,7 @@ class Engine:
         if peer is not None:
             return peer
         wait_s = self._config.connect_timeout_s if timeout_s is None else timeout_s
-        opened = open_link(self._chosen, decoded, wait_s)
+        opened = open_link(self._transports, decoded, wait_s)
         with self._lock:
             peer = self._peers.get(key)
             if peer is None or not peer.alive:
@@ -385,7 +387,7 @@ class Engine:
     def stats(self) -> Stats:
         """Counters since the start."""
         tallies = self._plane.tallies()
-        changes = {one.name: one.rail_changes for one in self._chosen}
+        changes = {one.name: one.rail_changes for one in self._transports}
         by_transport = {
             name: transport_stats(tally, *changes[name]) for name, tally in tallies.items()
         }
@@ -402,7 +404,7 @@ class Engine:
             transfers_cancelled=sum(one.transfers_cancelled for one in outcomes),
             peers=len(alive),
             rails=sum(self._plane.connections()),
-            transports=self._chosen.names,
+            transports=self._transports.names,
             peer_transports={one.id: (one.transport, one.transport_reason) for one in alive},
             peer_bytes_per_s={one.id: one.bytes_per_s for one in alive},
             by_transport=by_transport,

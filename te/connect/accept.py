@@ -15,12 +15,12 @@ from typing import Any
 
 from te.config import Config
 from te.connect.admission import Admission, HalfOpen, source_of
-from te.connect.chosen import Chosen
 from te.connect.dial import address_text
 from te.connect.incoming import Incoming
 from te.connect.links import Described, Links
 from te.connect.loop import READABLE, IoLoop
 from te.connect.throttle import Throttle
+from te.connect.transports import EngineTransports
 from te.core.engine import Revocation
 from te.errors import ListenError
 from te.reasons import Reason, sentence
@@ -52,10 +52,10 @@ WAITING_MAX = 256
 class Acceptor:
     """The listening sockets of an engine, and its incoming links."""
 
-    def __init__(self, name: str, local: Local, chosen: Chosen) -> None:
+    def __init__(self, name: str, local: Local, transports: EngineTransports) -> None:
         """Listens and starts the thread; ``te.ListenError`` when it cannot."""
         self.local = local
-        self.chosen = chosen
+        self.transports = transports
         self._lock = threading.Lock()
         #: Under the lock.
         self._links = Links()
@@ -76,7 +76,7 @@ class Acceptor:
             (Listener(listener, _describe), None)
         ]
         watch = functools.partial(_watch, self.loop)
-        for transport, listeners in chosen.start(local, watch).items():
+        for transport, listeners in transports.start(local, watch).items():
             self._listeners += [(one, transport) for one in listeners]
         for one, owner in self._listeners:
             on_ready = functools.partial(self._on_ready, one, owner)
@@ -249,7 +249,7 @@ class Acceptor:
 
     def _on_events(self, _events: int) -> None:
         for number, rail, epoch, code, errnum, text in self.local.plane.events():
-            self.chosen.on_event(number, rail, epoch, code, errnum)
+            self.transports.on_event(number, rail, epoch, code, errnum)
             if rail >= 0:
                 continue
             with self._lock:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from te.connect.admission import HalfOpen
-from te.connect.chosen import Chosen
 from te.connect.foreign import close_foreign, drop_unread, receive_descriptors
 from te.connect.greeting import (
     CALL_BODY_MAX,
@@ -30,6 +29,7 @@ from te.connect.greeting import (
     seal_challenge,
 )
 from te.connect.loop import IoLoop
+from te.connect.transports import EngineTransports
 from te.errors import HandshakeError, ProtocolViolation
 from te.handshake import (
     PROTOCOL_VERSION,
@@ -63,7 +63,7 @@ class Acceptor(Protocol):
     thread."""
 
     local: Local
-    chosen: Chosen
+    transports: EngineTransports
     loop: IoLoop
 
     def called(self, half_open: HalfOpen) -> None:
@@ -252,7 +252,7 @@ class Incoming:
         if self._link is not None and self._link.key != _key_of(hello):
             self._turn_away("its hello is for another link than the session key that it proves")
             return
-        transport = self._acceptor.chosen.get(hello.transport)
+        transport = self._acceptor.transports.get(hello.transport)
         if transport is None:
             self._refuse(Refusal.TRANSPORT, f"this engine does not offer {hello.transport}")
         elif (self._owner is transport) != transport.has_listener:
@@ -265,7 +265,7 @@ class Incoming:
 
     def _hand_to(self, transport: Transport, hello: Hello) -> None:
         key, link = _key_of(hello), self._link
-        problem = self._acceptor.chosen.problem(transport)
+        problem = self._acceptor.transports.problem(transport)
         if problem is None and link is not None and link.transport is not transport:
             problem = "the link that it names is over another transport"
         if problem is None and link is None and self._acceptor.link(key) is not None:

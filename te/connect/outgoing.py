@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from te.connect.chosen import Chosen
 from te.connect.dial import address_text
+from te.connect.transports import EngineTransports
 from te.errors import ConnectError
 from te.handshake import Card
 from te.transports.base import OutgoingLink, TransportRefused
@@ -26,23 +26,23 @@ class OpenLink:
     reason: str
 
 
-def open_link(chosen: Chosen, card: Card, timeout_s: float) -> OpenLink:
+def open_link(transports: EngineTransports, card: Card, timeout_s: float) -> OpenLink:
     """Blocks for at most ``timeout_s``; ``te.ConnectError``, ``te.VersionError``,
     ``te.HandshakeError``."""
     deadline_s = time.monotonic() + timeout_s
-    names = [one.name for one in chosen]
+    names = [one.name for one in transports]
     if not card.offers.keys() & set(names):
         raise ConnectError(
             f"no common transport: the engine {card.id} offers {', '.join(card.offers)},"
             f" this one {', '.join(names)}"
         )
-    chosen.commit()
+    transports.commit()
     reasons: list[str] = []
-    for one in chosen:
+    for one in transports:
         if one.name not in card.offers:
             reasons.append(f"{one.name}: the other engine does not offer it")
             continue
-        problem = chosen.problem(one)
+        problem = transports.problem(one)
         if problem is not None:
             reasons.append(f"{one.name}: {problem}")
             continue

@@ -30,7 +30,7 @@ def test_a_connection_that_nobody_expects_is_rejected(
     rdma_nics: tuple[Nic, ...], token: bytes
 ) -> None:
     with rdma_pair(rdma_nics, 1, MIB) as pair:
-        (listener,) = pair.target._chosen.get("rdma")._cm._listeners.values()
+        (listener,) = pair.target._transports.get("rdma")._cm._listeners.values()
         near, far = pair.near[0], pair.far[0]
         with pytest.raises(OSError, match="RDMA_CM_EVENT_REJECTED"):
             verbs.Device(near.device).dial(

@@ -121,7 +121,7 @@ def test_iwarp_listens_on_a_port_of_the_range(rdma_nics: tuple[Nic, ...]) -> Non
     first, last = 21_000, 21_031
     with rdma_pair(rdma_nics, 2, MIB, port=first, port_last=last) as pair:
         assert pair.peer.write(pair.blocks([0], [0], MIB)).wait(TIMEOUT_S) is te.Status.DONE
-        listeners = pair.target._chosen.get("rdma")._cm._listeners.values()  # type: ignore[attr-defined]
+        listeners = pair.target._transports.get("rdma")._cm._listeners.values()  # type: ignore[attr-defined]
         ports = [one.port for one in listeners]
         assert len(ports) == 2
         assert all(first <= port <= last for port in ports)

@@ -163,4 +163,4 @@ def test_a_closed_engine_has_no_device_open(rdma_nics: tuple[Nic, ...], again: i
     if again or rdma_nics[0].driver != "siw":
         assert not device_descriptors() - before
     with pytest.raises(OSError, match="was closed"):
-        pair.source._chosen.fabric.nics[0].device.port(1)  # type: ignore[union-attr]
+        pair.source._transports.fabric.nics[0].device.port(1)  # type: ignore[union-attr]

@@ -28,7 +28,7 @@ def allocate(driver: StandIn, how: str, nbytes: int, ordinal: int = 0) -> CudaMe
 
 def is_shared(engine: te.Engine, region: te.Region) -> bool:
     """Whether the last peer on this host has mapped a region."""
-    transport: Any = engine._chosen.get("samehost")
+    transport: Any = engine._transports.get("samehost")
     return bool(transport._sharing._links[-1].has(region.serial))
 
 

@@ -65,7 +65,7 @@ def without_faults_of_siw(pair: Pair, src: np.ndarray, shape: Shape) -> Shape:
     """What the kernel's soft iWARP device sends as it is. A small block that lies over the border
     of two pages goes wrong there, whoever posts it (siw_try_1seq in siw_qp_tx.c puts it together
     from the two): of 20,000 blocks here 36 did, and 34 of these and no others were wrong."""
-    fabric = pair.source._chosen.fabric
+    fabric = pair.source._transports.fabric
     if fabric is None or fabric.nics[0].family != "iwarp":
         return shape
     start = src.ctypes.data + shape.src

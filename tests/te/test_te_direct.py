@@ -36,7 +36,7 @@ def incoming(engine: te.Engine) -> list[LinkHandle]:
 
 
 def keeper_of(engine: te.Engine) -> Keeper:
-    rdma = engine._chosen.get("rdma")
+    rdma = engine._transports.get("rdma")
     assert isinstance(rdma, Rdma)
     return rdma._keeper
 

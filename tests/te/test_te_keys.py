@@ -174,7 +174,7 @@ def test_transfers_between_engines_with_keys(transport: str) -> None:
         (link,) = target._acceptor._links
         assert link.session is not None
         if transport == "samehost":
-            (shares,) = source._chosen.get("samehost")._sharing._links  # type: ignore[union-attr]
+            (shares,) = source._transports.get("samehost")._sharing._links  # type: ignore[union-attr]
             assert shares.has(near.serial)
 
 

@@ -14,14 +14,14 @@ from te.transports import registry
 from te.transports.base import Capabilities, Listener, Local, Transport, Watch
 from te.verbs.fabric import Fabric
 
-__all__ = ["Chosen"]
+__all__ = ["EngineTransports"]
 
 logger = logging.getLogger(__name__)
 
 
-class Chosen:
-    """Those of its configuration, the preferred one first. Any thread may call anything, but
-    ``start`` once."""
+class EngineTransports:
+    """The transports that the engine's configuration names, the preferred one first. Any thread may
+    call anything, but ``start`` once."""
 
     def __init__(self, transports: Collection[Transport], encrypt: bool = False) -> None:
         """``encrypt``: ``Config.encrypt``. ``te.DeviceError`` if none of them can be used."""
@@ -42,7 +42,7 @@ class Chosen:
             raise DeviceError("; ".join(str(problem) for problem in problems))
         self._started: list[Transport] = []
         self._lock = threading.Lock()
-        #: Why the engine goes without some of them, by name.
+        #: Why the engine does not use some of its transports any more, by their names.
         self._left: dict[str, str] = {}
         self._is_known = False
 
@@ -64,7 +64,7 @@ class Chosen:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of those that can be used."""
+        """The names of those that can be used."""
         return tuple(one.name for one in self.usable)
 
     @property
