@@ -19,7 +19,7 @@ if __name__ == "__main__":  # before the packages that only .venv has are import
     Parser(".venv/bin/python scripts/wire_doc.py", __doc__).parse_args()
 
 import msgspec
-from wire_table import HEADER, LIMITS, RING, RULES, Bounds, Layout, Over, Rule, check
+from wire_spec.table import HEADER, LIMITS, RING, RULES, Bounds, Layout, Over, Rule, check
 
 from te import nesting
 from te.connect.greeting import (

@@ -14,7 +14,7 @@ MAY_WRITE_UNTAGGED: Final[int]
 def frame_rules() -> list[
     tuple[int, str, str, int, int, int, bool, str, list[tuple[int, int, int, str]]]
 ]:
-    """The table of ``wire.h``; ``scripts/wire_table.py`` gives its parts names."""
+    """The table of ``wire.h``; ``scripts/wire_spec/table.py`` gives its parts names."""
 
 def frame_layouts() -> list[tuple[str, int, list[tuple[str, int, int, int, str]]]]:
     """The structs of ``wire.h``, the header first: name, bytes, and for each member its name,
@@ -25,5 +25,5 @@ def frame_limits() -> dict[str, int]:
 
 def check_frame(header: bytes, over: int, from_source: bool) -> int | str:
     """What the plane makes of a header that came over a link: how many bytes of items follow, or
-    what is wrong with it. ``over`` is a ``wire_table.Over``. ``ValueError`` if these are not the
-    bytes of one header."""
+    what is wrong with it. ``over`` is an ``Over`` of ``scripts/wire_spec/table.py``. ``ValueError``
+    if these are not the bytes of one header."""

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable
 
 from te_wire import Edge, Path, edges, pack, rules_on, smallest
-from wire_table import RULES, Bounds, Layout, Rule
+from wire_spec.table import RULES, Bounds, Layout, Rule
 
 __all__ = ["U64_EDGES", "Nonsense"]
 

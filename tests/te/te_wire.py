@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from te_direct import NullEngine, RawDirectListener, RawDirectSource
 from te_raw import TIMEOUT_S, RawListener, RawSource
-from wire_table import HEADER, RULES, Bounds, Over, Rule
+from wire_spec.table import HEADER, RULES, Bounds, Over, Rule
 
 import te
 from te_bench._null import Wires

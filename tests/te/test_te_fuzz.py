@@ -19,7 +19,7 @@ from te_raw import RawListener, RawSource, with_keys
 from te_ring import RingEnd
 from te_steady import INPUTS, Reasons, Steady
 from te_wire import PATHS, TRANSPORTS, Path
-from wire_table import RULES, Over
+from wire_spec.table import RULES, Over
 
 import te
 

@@ -27,7 +27,7 @@ from te_raw import with_keys
 from te_steady import INPUTS, Reasons, Steady
 from te_wire import Path
 from test_te_fuzz import broken
-from wire_table import Over
+from wire_spec.table import Over
 
 import te
 from te_bench._null import QueuePair, Wires

@@ -15,7 +15,7 @@ from te_contract import TIMEOUT_S, Pair, Way, paired
 from te_far import wait_until
 from te_raw import RAW_ID, RawSource, dial, hello, refusal
 from te_wire import PATHS, edges, pack, rules_on, smallest
-from wire_table import Over
+from wire_spec.table import Over
 
 import te
 from te.transports.base import LinkKey

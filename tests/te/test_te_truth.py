@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 from te_far import FarEngine, pattern, wait_until
-from wire_table import HEADER, LIMITS
+from wire_spec.table import HEADER, LIMITS
 
 import te
 from te.status import ask

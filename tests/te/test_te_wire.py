@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import te_frames
 from te_wire import PATHS, Edge, Path, edges, links, pack, rules_on, smallest, violations
-from wire_table import HEADER, LIMITS, RULES, Over, Rule, check
+from wire_spec.table import HEADER, LIMITS, RULES, Over, Rule, check
 
 on_each_path = pytest.mark.parametrize("path", PATHS, ids=str)
 UNKNOWN_KIND = 200

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import wire_doc
-from wire_table import RULES, Over
+from wire_spec.table import RULES, Over
 
 pytestmark = pytest.mark.pure
 
