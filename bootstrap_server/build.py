@@ -7,6 +7,8 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Final
 
+from bootstrap_server.prometheus_text import family
+
 __all__ = ["HELP", "NAME", "build_text", "version"]
 
 NAME: Final = "sglang_mooncake_build_info"
@@ -24,4 +26,4 @@ def version() -> str:
 
 def build_text(release: str) -> str:
     """The metric in Prometheus' text format, with a newline at the end."""
-    return f'# HELP {NAME} {HELP}\n# TYPE {NAME} gauge\n{NAME}{{version="{release}"}} 1\n'
+    return "\n".join([*family(NAME, "gauge", HELP, ["version"], {(release,): 1}), ""])

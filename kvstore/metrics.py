@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process's part of the store tells a monitoring system: the table of metrics, how their
-values follow from ``StoreStatus``, and Prometheus' text format (version 0.0.4). Pure.
+"""What a process's part of the store tells a monitoring system: the table of metrics, and how their
+values follow from ``StoreStatus``. Pure.
 
 They are counts alone, without a name of a process, a host or an object, so that whoever reaches the
 port may read them. Values of labels come from code, so that their number is bounded.
@@ -8,17 +8,17 @@ port may read them. Values of labels come from code, so that their number is bou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+from bootstrap_server.prometheus_text import family
 from kvstore.judging import AdmissionCounts
 from kvstore.outcomes import Got, Put
 from kvstore.status import StoreStatus
 
-__all__ = ["CONTENT_TYPE", "METRICS", "PREFIX", "Key", "Metric", "counters", "gauges", "text"]
+__all__ = ["METRICS", "PREFIX", "Key", "Metric", "counters", "gauges", "text"]
 
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX: Final = "kvstore_"
 _LOOKUPS: Final = ("found", "rejected", "missing")
 
@@ -181,24 +181,16 @@ def gauges(status: StoreStatus) -> dict[Key, float]:
 
 def text(status: StoreStatus) -> str:
     """The answer to ``GET /metrics``."""
-    values: dict[str, list[tuple[tuple[str, ...], float]]] = {}
+    values: dict[str, dict[tuple[str, ...], float]] = {}
     for (name, labels), value in (counters(status) | gauges(status)).items():
-        values.setdefault(name, []).append((labels, value))
-    return "\n".join([*_lines(values), ""])
-
-
-def _lines(values: Mapping[str, Iterable[tuple[tuple[str, ...], float]]]) -> Iterator[str]:
-    for metric in METRICS:
-        if metric.name not in values:
-            continue
-        yield f"# HELP {PREFIX}{metric.name} {metric.help}"
-        yield f"# TYPE {PREFIX}{metric.name} {metric.kind}"
-        for given, value in values[metric.name]:
-            pairs = ",".join(
-                f'{name}="{one}"' for name, one in zip(metric.labels, given, strict=True)
-            )
-            labels = f"{{{pairs}}}" if pairs else ""
-            yield f"{PREFIX}{metric.name}{labels} {value}"
+        values.setdefault(name, {})[labels] = value
+    lines = [
+        line
+        for one in METRICS
+        if one.name in values
+        for line in family(PREFIX + one.name, one.kind, one.help, one.labels, values[one.name])
+    ]
+    return "\n".join([*lines, ""])
 
 
 def _judged(counts: AdmissionCounts) -> dict[Key, float]:

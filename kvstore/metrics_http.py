@@ -17,7 +17,8 @@ from aiohttp import web
 from bootstrap_server.admission.connections import HTTP_BOUNDS, ConnectionWatch
 from bootstrap_server.admission.refusals import http_logger
 from bootstrap_server.build import build_text
-from kvstore.metrics import CONTENT_TYPE, text
+from bootstrap_server.prometheus_text import CONTENT_TYPE
+from kvstore.metrics import text
 from kvstore.status import StoreStatus
 from te.version import version
 

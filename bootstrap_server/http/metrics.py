@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry's metrics in Prometheus' text format (version 0.0.4). Pure, but for `process_lines`.
+"""The registry's metrics. Pure, but for `process_lines`.
 
 They are counts alone, without a name of an instance, a rank or a host, because whoever reaches the
 registry may read them.
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import resource
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["CONTENT_TYPE", "METRICS", "PREFIX", "Counts", "process_lines", "text"]
+from bootstrap_server.prometheus_text import family
 
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+__all__ = ["METRICS", "PREFIX", "Counts", "process_lines", "text"]
+
 PREFIX: Final = "sglang_mooncake_registry_"
 #: What can happen to a rank (`Board`); each counts from 0, so that `increase` sees the first one.
 EVENTS: Final = ("connection lost", "lease lapsed", "registered", "replaced", "shut down")
@@ -24,12 +25,19 @@ EVENTS: Final = ("connection lost", "lease lapsed", "registered", "replaced", "s
 class _Metric(NamedTuple):
     kind: str
     help: str
+    labels: tuple[str, ...] = ()
 
 
 METRICS: Final = {
-    "requests_total": _Metric("counter", "Requests, by route, method and status of the answer."),
+    "requests_total": _Metric(
+        "counter",
+        "Requests, by route, method and status of the answer.",
+        ("route", "method", "status"),
+    ),
     "request_seconds_total": _Metric(
-        "counter", "Time from a request's head to its answer, by route, with what it waited for."
+        "counter",
+        "Time from a request's head to its answer, by route, with what it waited for.",
+        ("route",),
     ),
     "ranks": _Metric("gauge", "Prefill ranks that are registered."),
     "ranks_expected": _Metric("gauge", "Prefill ranks that the known instances consist of."),
@@ -46,7 +54,9 @@ METRICS: Final = {
     "instances": _Metric("gauge", "Prefill instances of which at least one rank is registered."),
     "instances_ready": _Metric("gauge", "Prefill instances of which every rank is registered."),
     "rank_events_total": _Metric(
-        "counter", "What happened to ranks: registered, shut down, connection lost, lease lapsed, …"
+        "counter",
+        "What happened to ranks: registered, shut down, connection lost, lease lapsed, …",
+        ("event",),
     ),
     "connections": _Metric("gauge", "Open connections."),
 }
@@ -79,36 +89,32 @@ def text(
     `events`: how often what happened to ranks."""
     known = [(here, expected) for here, expected in instances if here]
     decode = [(here, expected) for here, expected in decode_servers if here]
-    values: dict[str, Mapping[str, float]] = {
+    values: dict[str, Mapping[tuple[str, ...], float]] = {
         "requests_total": {
-            f'{{route="{route}",method="{method}",status="{status}"}}': count
+            (route, method, str(status)): count
             for (route, method, status), count in sorted(counts.requests.items())
         },
         "request_seconds_total": {
-            f'{{route="{route}"}}': spent_s for route, spent_s in sorted(counts.seconds.items())
+            (route,): spent_s for route, spent_s in sorted(counts.seconds.items())
         },
-        "ranks": {"": sum(here for here, _ in known)},
-        "ranks_expected": {"": sum(expected for _, expected in known)},
-        "decode_ranks": {"": sum(here for here, _ in decode)},
-        "decode_ranks_expected": {"": sum(expected for _, expected in decode)},
-        "ranks_gone": {"": gone},
-        "instances": {"": len(known)},
-        "instances_ready": {"": sum(here == expected for here, expected in known)},
+        "ranks": {(): sum(here for here, _ in known)},
+        "ranks_expected": {(): sum(expected for _, expected in known)},
+        "decode_ranks": {(): sum(here for here, _ in decode)},
+        "decode_ranks_expected": {(): sum(expected for _, expected in decode)},
+        "ranks_gone": {(): gone},
+        "instances": {(): len(known)},
+        "instances_ready": {(): sum(here == expected for here, expected in known)},
         "rank_events_total": {
-            f'{{event="{what}"}}': count
-            for what, count in sorted({**dict.fromkeys(EVENTS, 0), **events}.items())
+            (what,): count for what, count in sorted({**dict.fromkeys(EVENTS, 0), **events}.items())
         },
-        "connections": {"": connections},
+        "connections": {(): connections},
     }
-    return "\n".join([*_lines(values), *process, ""])
-
-
-def _lines(values: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    for name, metric in METRICS.items():
-        yield f"# HELP {PREFIX}{name} {metric.help}"
-        yield f"# TYPE {PREFIX}{name} {metric.kind}"
-        for labels, value in values[name].items():
-            yield f"{PREFIX}{name}{labels} {value!r}"
+    lines = [
+        line
+        for name, metric in METRICS.items()
+        for line in family(PREFIX + name, metric.kind, metric.help, metric.labels, values[name])
+    ]
+    return "\n".join([*lines, *process, ""])
 
 
 def process_lines() -> list[str]:
@@ -128,9 +134,5 @@ def process_lines() -> list[str]:
     return [
         line
         for name, kind, what, value in figures
-        for line in (
-            f"# HELP process_{name} {what}",
-            f"# TYPE process_{name} {kind}",
-            f"process_{name} {value!r}",
-        )
+        for line in family(f"process_{name}", kind, what, (), {(): value})
     ]

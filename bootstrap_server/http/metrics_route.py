@@ -11,8 +11,9 @@ from aiohttp.typedefs import Handler
 
 from bootstrap_server.admission.connections import ConnectionWatch
 from bootstrap_server.build import build_text, version
-from bootstrap_server.http.metrics import CONTENT_TYPE, Counts, process_lines, text
+from bootstrap_server.http.metrics import Counts, process_lines, text
 from bootstrap_server.page.board import Board
+from bootstrap_server.prometheus_text import CONTENT_TYPE
 from bootstrap_server.ranks.records import ROLES
 from bootstrap_server.ranks.registry import Registry
 

@@ -26,7 +26,8 @@ from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
 from bootstrap_server.admission import connections
 from bootstrap_server.build import build_text
-from kvstore import metrics, metrics_http
+from bootstrap_server.prometheus_text import CONTENT_TYPE
+from kvstore import metrics_http
 from kvstore.judging import AdmissionCounts
 from kvstore.metrics import METRICS, PREFIX, Key, counters, gauges, text
 from kvstore.metrics_http import MetricsServer
@@ -140,7 +141,7 @@ def test_the_text_says_what_the_figures_are(status: StoreStatus) -> None:
 
 def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
-        assert answer.headers["Content-Type"] == metrics.CONTENT_TYPE
+        assert answer.headers["Content-Type"] == CONTENT_TYPE
         return answer.read().decode()
 
 
