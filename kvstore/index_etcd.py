@@ -7,11 +7,14 @@ from __future__ import annotations
 import base64
 import http.client
 import math
+import time
 from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
+
+from bootstrap_server.client.deadline import DeadlineConnection
 
 __all__ = ["DEFAULT_PORT", "PREFIX", "SCHEMES", "EtcdIndex"]
 
@@ -62,7 +65,8 @@ class EtcdIndex:
     """See ``members.Index``."""
 
     def __init__(self, url: str, timeout_s: float, kept_s: float) -> None:
-        """``kept_s``: an entry that was not renewed for so long is removed; etcd has leases of
+        """``timeout_s`` is for a whole question, from connecting to the answer's last byte.
+        ``kept_s``: an entry that was not renewed for so long is removed; etcd has leases of
         whole seconds, and none below 2. ``ValueError`` if the URL names what is not served."""
         parts = urlsplit(url)
         if parts.username is not None or parts.path.strip("/"):
@@ -72,9 +76,8 @@ class EtcdIndex:
             http.client.HTTPException,
             msgspec.MsgspecError,
         )
-        self._connection = http.client.HTTPConnection(
-            str(parts.hostname), parts.port or DEFAULT_PORT, timeout=timeout_s
-        )
+        self._timeout_s = timeout_s
+        self._connection = DeadlineConnection(str(parts.hostname), parts.port or DEFAULT_PORT)
         self._ttl_s = math.ceil(kept_s)
         #: Of this process's entry; 0 before there is one.
         self._lease = 0
@@ -134,6 +137,7 @@ class EtcdIndex:
     def _post(self, what: str, body: bytes) -> bytes:
         headers = {"Content-Type": "application/json"}
         is_used = self._connection.sock is not None
+        self._connection.begin(time.monotonic() + self._timeout_s)
         try:
             self._connection.request("POST", f"/v3/{what}", body, headers)
             response = self._connection.getresponse()

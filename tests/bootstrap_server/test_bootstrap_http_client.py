@@ -15,6 +15,7 @@ import pytest
 from bootstrap_waits import WAIT_S
 
 from bootstrap_server import BootstrapError, Unreachable
+from bootstrap_server.client import deadline
 from bootstrap_server.client import http as http_client
 from bootstrap_server.client.http import HttpClient
 
@@ -157,7 +158,7 @@ def test_an_answer_in_drops_is_given_up_at_the_deadline(at_once: bytes) -> None:
             connection.close()
 
 
-class Cut(http_client._DeadlineSocket):
+class Cut(deadline._DeadlineSocket):
     """A way on which the first attempts are not answered."""
 
     left = 0
@@ -175,20 +176,20 @@ class Cut(http_client._DeadlineSocket):
 def test_a_server_that_does_not_answer_is_dialled_anew_and_not_when_tcp_likes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_client, "_DeadlineSocket", Cut)
+    monkeypatch.setattr(deadline, "_DeadlineSocket", Cut)
     monkeypatch.setattr(Cut, "left", 3)
     monkeypatch.setattr(Cut, "waits_s", [])
     with script([answer(b"back")]) as address:
         client = HttpClient(address, WAIT_S)
         assert client.request("GET", "/") == (200, b"back")
         client.close()
-    assert Cut.waits_s == [http_client.DIAL_S] * 3
+    assert Cut.waits_s == [deadline.DIAL_S] * 3
 
 
 def test_a_server_that_never_answers_is_dialled_until_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_client, "_DeadlineSocket", Cut)
+    monkeypatch.setattr(deadline, "_DeadlineSocket", Cut)
     monkeypatch.setattr(Cut, "left", -1)
     with pytest.raises(Unreachable, match="timed out"):
         HttpClient("127.0.0.1:9", 0.05).request("GET", "/")
