@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 #: Raise it with every change that an older peer would misread.
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 #: A million-token context at page size 1 is 4 MB of indices; nothing we send is longer than this.
 MESSAGE_BYTES_MAX = 64 << 20
 #: SGLang counts a prompt's tokens in 32 bits.

@@ -11,6 +11,7 @@ __all__ = [
     "Error",
     "FenceTimeout",
     "HandshakeError",
+    "KeyMismatch",
     "ListenError",
     "ProtocolViolation",
     "QueueFull",
@@ -18,6 +19,7 @@ __all__ = [
     "StatusSocketError",
     "TopologyError",
     "TransferFailed",
+    "TransportMismatch",
     "VersionError",
     "WaitTimeout",
 ]
@@ -63,6 +65,15 @@ class TopologyError(Error, ValueError):
 
 class ConnectError(Error):
     """A peer could not be reached, or is not the engine its card describes."""
+
+
+class KeyMismatch(ConnectError):
+    """The two engines have no key in common: they do not connect before one has others."""
+
+
+class TransportMismatch(ConnectError):
+    """No transport works between the two engines as they are: they do not connect before one of
+    them has other transports, devices or another choice of encryption."""
 
 
 class HandshakeError(Error):

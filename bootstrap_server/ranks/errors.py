@@ -41,6 +41,8 @@ class Why(enum.StrEnum):
     TOPOLOGY = "topology"
     #: A flag or variable that is none of the others.
     SETTING = "setting"
+    #: Nothing moves bytes between their engines: no transport that both have, or one encrypts.
+    TRANSPORT = "transport"
     #: Of sglang-mooncake.
     RELEASE = "release"
     #: What answers at the address is no registry of ours.

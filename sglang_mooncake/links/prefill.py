@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 import te
+from bootstrap_server import Why
 from bootstrap_server.admission.crowd import source_of
 from bootstrap_server.admission.newcomers import Connection, Newcomers, bytes_received
 from bootstrap_server.admission.refusals import Refusals
@@ -43,7 +44,7 @@ from sglang_mooncake.messages import (
 from sglang_mooncake.rooms.prefill_events import Awaited, PeerLost, Requested, RoomAborted
 from sglang_mooncake.workers import Workers
 
-__all__ = ["Connected", "LinkEvent", "Poster", "PrefillLinks"]
+__all__ = ["Connected", "LinkEvent", "Poster", "PrefillLinks", "Unreached"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,22 @@ CONNECT_THREADS = 16
 CONNECT_THREADS_OF_HOST = 4
 
 
+#: Errors of te that every later attempt between the same two engines brings, too.
+_FOR_GOOD = {
+    te.KeyMismatch: Why.SECRET,
+    te.TransportMismatch: Why.TRANSPORT,
+    te.VersionError: Why.RELEASE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    """Why there is no data path to a decode rank. `why`: see `HelloReply`."""
+
+    sentence: str
+    why: Why | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Connected:
     """What came of a hello: the data path to a decode rank, or why there is none. `host` is where
@@ -70,7 +87,7 @@ class Connected:
     host: str
     rank: str
     plan: Plan
-    peer: te.Peer | str
+    peer: te.Peer | Unreached
     card: bytes
     place: Place
 
@@ -207,13 +224,13 @@ class PrefillLinks:
     def connected(self, result: Connected) -> None:
         """Answers a hello."""
         key = result.key
-        if not isinstance(result.peer, str) and not result.peer.alive:
+        if not isinstance(result.peer, Unreached) and not result.peer.alive:
             # It has ended since, with the former connection of this decode rank (`_lose`), say.
             self._connect(key, result.host, result.rank, result.plan, result.card, result.place)
             return
         connection = self._end_greeting(key, result.host)
-        if isinstance(result.peer, str):
-            reply = HelloReply(refused=result.peer)
+        if isinstance(result.peer, Unreached):
+            reply = HelloReply(refused=result.peer.sentence, why=result.peer.why)
             self._refusals.note(result.rank, str(reply.refused))
             self.send(key, reply)
             return
@@ -306,13 +323,14 @@ class PrefillLinks:
 
         self._connecting.submit(connect, host)
 
-    def _path(self, rank: str, card: bytes) -> te.Peer | str:
+    def _path(self, rank: str, card: bytes) -> te.Peer | Unreached:
         try:
             return self._engine.connect(card)
         except te.Error as error:
-            return f"{self._name} cannot reach the engine of {rank}: {error}"
+            sentence = f"{self._name} cannot reach the engine of {rank}: {error}"
+            return Unreached(sentence, _FOR_GOOD.get(type(error)))
         except Exception as error:  # noqa: BLE001 - the card is the peer's, who waits for an answer
-            return f"{self._name} cannot connect {rank}: {error!r}"
+            return Unreached(f"{self._name} cannot connect {rank}: {error!r}")
 
     def _end_silent(self, now_s: float) -> None:
         """Gives up links whose control connections bring nothing any more."""

@@ -25,7 +25,7 @@ from te.connect.greeting import (
     open_challenge,
     seal_hello,
 )
-from te.errors import ConnectError, HandshakeError, ProtocolViolation, VersionError
+from te.errors import ConnectError, HandshakeError, KeyMismatch, ProtocolViolation, VersionError
 from te.handshake import (
     PROTOCOL_VERSION,
     Card,
@@ -184,7 +184,8 @@ def _call(
     challenge = _read_greeting(sock, deadline_s)
     _check_version(challenge, where)
     if challenge.kind == GreetingKind.REFUSE and not challenge.body:
-        raise ConnectError(
+        kind_of_error = KeyMismatch if session is None else ConnectError
+        raise kind_of_error(
             f"{where} refused this engine and closed the connection: {_no_key(session, keys)}"
         )
     if challenge.kind != GreetingKind.CHALLENGE or len(challenge.body) != CHALLENGE_BODY.size:

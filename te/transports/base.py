@@ -57,7 +57,11 @@ __all__ = [
 
 class TransportRefused(ConnectError):
     """The engine answers, but this transport cannot be used between the two, for this reason.
-    Another may."""
+    Another may. ``for_good``: so will the next attempt be, until one of them is started anew."""
+
+    def __init__(self, reason: str, *, for_good: bool = False) -> None:
+        self.for_good = for_good
+        super().__init__(reason)
 
 
 @dataclass(frozen=True, kw_only=True)

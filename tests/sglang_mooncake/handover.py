@@ -139,7 +139,7 @@ def make_context(
 class PrefillRank:
     def __init__(self, context: RankContext, config: Config, memory: Memory) -> None:
         self.memory = memory  # which is written and read for as long as the rank lives
-        self.engine = _engine(memory, config, "none")
+        self.engine = _engine(memory, config, context.keys, "none")
         layout = memory.layout(Buffers((), (), ()))
         self.recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
         self.engine.add_answers(answers(self.recorder, context))
@@ -189,7 +189,7 @@ class PrefillRank:
 class DecodeRank:
     def __init__(self, context: RankContext, config: Config, memory: Memory) -> None:
         self.memory = memory  # which is written and read for as long as the rank lives
-        self.engine = _engine(memory, config, "tagged")
+        self.engine = _engine(memory, config, context.keys, "tagged")
         self.seals = SealBuffer(self.engine)
         layout = memory.layout(self.seals.buffers)
         self.recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
@@ -213,7 +213,7 @@ class DecodeRank:
         self.engine.close()
 
 
-def _engine(memory: Memory, config: Config, remote: Remote) -> te.Engine:
+def _engine(memory: Memory, config: Config, keys: Keys, remote: Remote) -> te.Engine:
     transports = config.transports or TRANSPORTS
     engine = te.Engine(
         te.Config(
@@ -221,6 +221,8 @@ def _engine(memory: Memory, config: Config, remote: Remote) -> te.Engine:
             connect_timeout_s=config.stall_timeout_s,  # by default these are the same
             stall_timeout_s=config.stall_timeout_s,
             transports=transports,
+            keys=keys.data,
+            encrypt=config.encrypt,
         )
     )
     for address, nbytes in memory.ranges():
@@ -271,6 +273,7 @@ def handover(
     policy: str = "early",
     keys: Keys = NO_KEYS,
     decode_keys: Keys | None = None,
+    decode_config: Config | None = None,
     prefill_facts: Mapping[str, Any] | None = None,
     decode_facts: Mapping[str, Any] | None = None,
 ) -> Iterator[Handover]:
@@ -289,7 +292,7 @@ def handover(
     there = make_context("decode", "", deadlines, decode_page_size, keys=decode_keys, **alike)
     there = replace(there, config=structs.replace(there.config, **(decode_facts or {})))
     prefill = PrefillRank(here, patient(prefill_config or Config()), source)
-    decode = DecodeRank(there, patient(Config()), target)
+    decode = DecodeRank(there, patient(decode_config or Config()), target)
     try:
         yield Handover(address, prefill, decode, source, target)
     finally:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -43,6 +43,7 @@ from sglang_mooncake.given_up import GivenUpWatch
 from sglang_mooncake.layout import Buffers, Layout
 from sglang_mooncake.messages import PROTOCOL_VERSION
 from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.sglang.config import Config
 
 ROOM = 5
 OURS, THEIRS = (Keys.from_secrets([text * 43]) for text in (b"a", b"b"))
@@ -93,6 +94,8 @@ class Difference:
     decode_keys: Keys | None = None
     prefill: dict[str, Any] = field(default_factory=dict)
     decode: dict[str, Any] = field(default_factory=dict)
+    prefill_config: Config | None = None
+    decode_config: Config | None = None
     target: type[Pool] | OtherPool = Pool
 
 
@@ -169,6 +172,26 @@ DIFFERENCES = {
         Why.LAYOUT, (f"prefill has layers {LAYERS - 1}",), target=FewerLayers
     ),
     "metadata in the hello": Difference(Why.LAYOUT, ("64", "32"), target=OtherMetadata),
+    # What shows when the prefill rank's engine connects to the decode rank's.
+    "transports": Difference(
+        Why.TRANSPORT,
+        ("offers tcp", "this one samehost"),
+        prefill_config=Config(transports=("samehost",)),
+        decode_config=Config(transports=("tcp",)),
+    ),
+    "encryption": Difference(
+        Why.TRANSPORT,
+        ("the other engine encrypts and this one does not",),
+        keys=OURS,
+        prefill_config=Config(transports=("tcp",)),
+        decode_config=Config(transports=("tcp",), encrypt=True),
+    ),
+    "keys of engines": Difference(
+        Why.SECRET,
+        ("none of the 1 keys of this engine",),
+        keys=OURS,
+        decode_keys=replace(OURS, data=THEIRS.data),
+    ),
 }
 
 
@@ -180,6 +203,8 @@ def differing(one: Difference) -> Iterator[Handover]:
             target=target,
             keys=one.keys,
             decode_keys=one.decode_keys,
+            prefill_config=one.prefill_config,
+            decode_config=one.decode_config,
             prefill_facts=one.prefill,
             decode_facts=one.decode,
         ) as pair,

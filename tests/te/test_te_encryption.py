@@ -367,7 +367,7 @@ def test_one_that_encrypts_and_one_that_does_not_say_so(encrypts: bool) -> None:
     here, there = (ENCRYPTED, PLAIN) if encrypts else (PLAIN, ENCRYPTED)
     who = "this engine encrypts and the other" if encrypts else "the other engine encrypts and this"
     with te.Engine(here) as source, te.Engine(there) as target:
-        with pytest.raises(te.ConnectError, match=f"{who}.*give both the same"):
+        with pytest.raises(te.TransportMismatch, match=f"{who}.*give both the same"):
             source.connect(target.card())
         # Nor does the destination believe a card that somebody has changed.
         card = decode_card(target.card())

@@ -127,7 +127,7 @@ def test_engines_connect_that_have_a_key_in_common(
             assert source.connect(target.card()).alive
             assert not caplog.records
             return
-        with pytest.raises(te.ConnectError) as caught:
+        with pytest.raises(te.KeyMismatch) as caught:
             source.connect(target.card())
         assert "refused this engine and closed the connection" in str(caught.value)
         assert "give both the same secret (keys in te.Config)" in str(caught.value)

@@ -138,7 +138,8 @@ class Rdma(Transport):
             raise TransportRefused(
                 f"no device of one side can be connected with one of the other: here"
                 f" {', '.join(f'{one.name} ({one.family})' for one in nics)}, there"
-                f" {', '.join(f'{one.name} ({one.family})' for one in there) or 'none'}"
+                f" {', '.join(f'{one.name} ({one.family})' for one in there) or 'none'}",
+                for_good=True,
             )
         number = secrets.randbits(62)
         first = connect(local, card, self._hello(card, number), deadline_s, timeout_s)

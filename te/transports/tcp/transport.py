@@ -113,7 +113,8 @@ class Tcp(Transport):
             ("this engine", "the other") if self._offer else ("the other engine", "this one")
         )
         raise TransportRefused(
-            f"{one} encrypts and {other} does not; give both the same (encrypt in te.Config)"
+            f"{one} encrypts and {other} does not; give both the same (encrypt in te.Config)",
+            for_good=True,
         )
 
     def open(self, card: Card, offer: bytes, deadline_s: float, timeout_s: float) -> OutgoingLink:
