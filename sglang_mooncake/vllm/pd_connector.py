@@ -36,7 +36,7 @@ from sglang_mooncake.vllm.pd_rank import (
     server_facts,
 )
 from sglang_mooncake.vllm.pd_registry import Registration
-from sglang_mooncake.vllm.pd_requests import Load, Loads, Release, Send, send_of
+from sglang_mooncake.vllm.pd_requests import GivenUp, Load, Loads, Release, Send, send_of
 from sglang_mooncake.vllm.pd_sides import DecodeRank, PrefillRank
 from sglang_mooncake.vllm.seam import (
     KVConnectorBase_V1,
@@ -78,6 +78,7 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
     sends: list[Send] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)
+    given_up: list[GivenUp] = field(default_factory=list)
 
 
 class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -161,6 +162,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepWork:  # noqa: ARG002
         """What the worker is to do beside this step."""
         work, self._work = self._work, StepWork()
+        if self._registration is not None:
+            work.given_up = self._registration.take_given_up()
         return work
 
     def request_finished(
@@ -237,6 +240,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(self._rank, PrefillRank):
             for send in work.sends:
                 self._rank.worker.send(send)
+            for prompt in work.given_up:
+                self._rank.worker.give_up(prompt)
         elif isinstance(self._rank, DecodeRank):
             for load in work.loads:
                 self._rank.worker.load(load)

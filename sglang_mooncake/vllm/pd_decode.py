@@ -92,8 +92,10 @@ class DecodeWorker:
         return room
 
     def _link(self, room: _Room) -> None:
-        """Chooses the prefill ranks once their instance is known."""
+        """Chooses the prefill ranks once their instance is known. Where it is not to be had, word
+        of that is left at its registry."""
         instances, address = self._side.instances, room.work.registry
+        room.view.registry = address
         is_asked = instances.looks_up(address)  # before the answer is read, which comes first
         if instances.get(address) is not None:
             room.is_linked = True
@@ -143,7 +145,8 @@ class DecodeWorker:
             self._link(room)
         if view.over and not room.is_linked:
             logger.info(
-                "request %s: its prefill server keeps its blocks until its hold_timeout_s: %s",
+                "request %s: its prefill server was not reached. It keeps the blocks until it finds"
+                " word of that at its registry, or for its hold_timeout_s: %s",
                 work.request_id,
                 view.reason,
             )

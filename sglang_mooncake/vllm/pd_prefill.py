@@ -14,7 +14,7 @@ import numpy as np
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rooms.prefill import Chunk
 from sglang_mooncake.rooms.states import RoomState, RoomView
-from sglang_mooncake.vllm.pd_requests import Send
+from sglang_mooncake.vllm.pd_requests import GivenUp, Send
 
 __all__ = ["PrefillWorker"]
 
@@ -42,6 +42,10 @@ class PrefillWorker:
         """Its blocks keep what they hold until ``take_sent`` names the request."""
         view = self._side.open_room(work.room, register_dp_rank=False)
         self._sending[work.request_id] = _Sending(work, view)
+
+    def give_up(self, work: GivenUp) -> None:
+        """Its blocks need not wait, if this rank has them."""
+        self._side.given_up(work.room, work.reason, work.refused)
 
     def take_sent(self) -> set[str]:
         """Requests whose blocks are not read any more: they have arrived, or nobody has asked for

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sglang_mooncake.vllm.pd_offers import Offer
 
-__all__ = ["Load", "Loads", "Release", "Send", "send_of"]
+__all__ = ["GivenUp", "Load", "Loads", "Release", "Send", "send_of"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,16 @@ class Send:
     room: int
     tokens: int
     blocks: list[int]
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """Prefill: a decode server that has not reached this one will never ask for this prompt. It
+    may be another prefill server's. See ``given_up.GivenUpWatch``."""
+
+    room: int
+    reason: str
+    refused: bool
 
 
 @dataclass(frozen=True)

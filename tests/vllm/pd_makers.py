@@ -82,6 +82,7 @@ class Pair:
     decodes: list[DecodeRank]
     #: Of the prefill server's registry.
     address: str
+    registration: Registration
     #: Of the whole model, and of the decode server's ranks.
     source: Cache
     targets: list[Cache]
@@ -125,7 +126,10 @@ class Pair:
 
     def step(self) -> None:
         """One of each server's scheduler."""
+        given_up = self.registration.take_given_up()
         for prefill in self.prefills:
+            for prompt in given_up:
+                prefill.worker.give_up(prompt)
             self._count("sent", prefill.worker.take_sent(), len(self.prefills), self.sent)
         for decode in self.decodes:
             worker, ranks = decode.worker, len(self.decodes)
@@ -205,7 +209,7 @@ def pair(
             tensors, memory = targets[-1].tensors(), targets[-1].memory()
             decodes.append(DecodeRank(takers, there, HOST, tensors, kernel, memory, place))
             stack.callback(decodes[-1].close)
-        yield Pair(prefills, decodes, registration.address, source, targets, heads)
+        yield Pair(prefills, decodes, registration.address, registration, source, targets, heads)
 
 
 def _places(config: Any) -> list[Place]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from pd_makers import BLOCK_BYTES, CANARY, LAYERS, TOKENS, Cache, Pair, pair
+from pd_makers import BLOCK_BYTES, CANARY, LAYERS, TOKENS, Cache, Pair, pair, with_tp
 from vllm_makers import TIMEOUT_S, server
 
+from bootstrap_server.admission.secret_file import write_secret_file
 from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.vllm.pd_requests import Load
 
@@ -187,6 +189,31 @@ def test_a_registry_that_is_none_fails_its_request_alone(
         two.load("e", 8, [3])
         two.until_loaded("e")
         two.assert_moved([1], [3])
+
+
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_decode_server_with_another_secret_lets_the_blocks_go(
+    tmp_path: Path, ranks: int, release: bool
+) -> None:
+    """It is told of no prefill rank to which it could say that, and says so at the registry."""
+    for name in ("a", "b"):
+        write_secret_file(tmp_path / name)
+    here, there = ({"secret_file": str(tmp_path / name)} for name in ("a", "b"))
+    here["hold_timeout_s"] = 1000.0
+    with pair(prefill=here, decode=there, prefill_server=with_tp(ranks)) as two:
+        two.send("p", 7, [1])
+        if release:
+            two.release("d", 7)
+            two.until(lambda: two.released == {"d"}, "vLLM is told")
+        else:
+            two.load("d", 7, [8])
+            two.until_loaded("d")
+            assert two.failed == {8}
+        two.until_sent("p")
+        recorder = two.prefill._side._recorder
+        two.until(lambda: recorder.rooms()["aborted"], "it was given up, and not waited for")
+        assert (two.target.bytes == CANARY).all()
 
 
 def mismatch(two: Pair) -> str:
