@@ -17,12 +17,13 @@ from bootstrap_server import RankRecord, RankStatus
 __all__ = ["rank_process"]
 
 _RANK = """
-import sys
+import functools, sys
 from bootstrap_server import *
 import msgspec
 record = msgspec.json.decode(sys.argv[2], type=RankRecord)
 status = msgspec.json.decode(sys.argv[3], type=RankStatus | None)
-lease = RankLease(sys.argv[1], record, status=lambda: status)
+client = functools.partial(BootstrapClient, role=sys.argv[4])
+lease = RankLease(sys.argv[1], record, status=lambda: status, make_client=client)
 if status is not None:
     lease.renew()
 print("registered", flush=True)
@@ -32,12 +33,12 @@ sys.stdin.read()
 
 @contextmanager
 def rank_process(
-    where: str, record: RankRecord, status: RankStatus | None = None
+    where: str, record: RankRecord, status: RankStatus | None = None, role: str = "prefill"
 ) -> Iterator[subprocess.Popen[str]]:
     """Registered at `where` when this returns; the process is killed at the end."""
     arguments = [msgspec.json.encode(one).decode() for one in (record, status)]
     process = subprocess.Popen(
-        [sys.executable, "-c", _RANK, where, *arguments],
+        [sys.executable, "-c", _RANK, where, *arguments, role],
         cwd=Path(bootstrap_server.__file__).parents[1],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -258,6 +258,17 @@ def test_the_router_gives_requests_up(tmp_path: Path, undo: ExitStack, names: se
 def test_a_prefill_rank_is_killed_whose_registry_is_elsewhere(
     tmp_path: Path, undo: ExitStack, names: set[str]
 ) -> None:
+    one_of_two_is_killed("prefill", tmp_path, undo, names)
+
+
+@fires("DecodeRanksMissing", "RanksLost")
+def test_a_decode_rank_is_killed_that_names_a_registry(
+    tmp_path: Path, undo: ExitStack, names: set[str]
+) -> None:
+    one_of_two_is_killed("decode", tmp_path, undo, names)
+
+
+def one_of_two_is_killed(role: str, tmp_path: Path, undo: ExitStack, names: set[str]) -> None:
     server = undo.enter_context(BootstrapServer(HOST, 0, lease_s=6))
     address = f"{HOST}:{server.port}"
     config = InstanceConfig(TWO, KVFormat(16, "bfloat16"), protocol=1)
@@ -266,6 +277,7 @@ def test_a_prefill_rank_is_killed_whose_registry_is_elsewhere(
             rank_process(
                 address,
                 RankRecord(config, Rank(coords, HOST, 1000 + coords.tp, time.time_ns(), 30_000)),
+                role=role,
             )
         )
         for coords in TWO.coords()
@@ -273,8 +285,7 @@ def test_a_prefill_rank_is_killed_whose_registry_is_elsewhere(
     with quiet_before(tmp_path, {"sglang-mooncake-registry": [address]}, names) as prometheus:
         os.kill(processes[RankCoords(0, 0, 1, 0)].pid, signal.SIGKILL)
         told = prometheus.until_firing(names, lambda: None)
-    assert address in told["RanksMissing"]
-    assert address in told["RanksLost"]
+    assert all(address in one for one in told.values())
 
 
 @pytest.fixture
