@@ -4,11 +4,13 @@ SGLang `sglang/seam.py` takes them from there once, tests make them up."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from bootstrap_server import InstanceConfig, RankCoords
 from bootstrap_server.admission.secret import Keys
+from bootstrap_server.ranks.records import FLAGS
 from sglang_mooncake.layout import UNSPLIT, Place, Split
 from te.config import LABEL_CHARS_MAX
 
@@ -47,11 +49,13 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class SettingNames:
-    """What those who run a server call its deadlines, for sentences about one that was missed."""
+    """What those who run a server call its settings, for sentences about them: its deadlines, and
+    what must be equal on both servers (by the names of `FLAGS`)."""
 
     bootstrap: str = "bootstrap_s"
     waiting: str = "waiting_s"
     link: str = "link_timeout_s"
+    flags: Mapping[str, str] = field(default_factory=lambda: FLAGS)
 
 
 #: Where nobody has other words for them.

@@ -263,7 +263,7 @@ class DecodeSide(Side):
             MismatchError: it cannot, and why.
         """
         context = self._context
-        matching.check_configs(instance.config, context.config)
+        matching.check_configs(instance.config, context.config, context.names.flags)
         # Whichever of its DP ranks has a request.
         sources_of(instance.config, 0, context.place, self._layout, context.all_cp_ranks)
 

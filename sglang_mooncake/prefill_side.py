@@ -89,7 +89,9 @@ class PrefillSide(Side):
             context.name,
             self._loop,
             engine,
-            lambda hello: Plan(layout, hello.layout, context.place, hello.place),
+            lambda hello: Plan(
+                layout, hello.layout, context.place, hello.place, context.names.flags
+            ),
             HelloReply(None, engine.id, engine.epoch),
             self._executor.submit,
             context.deadlines,

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 
 import msgspec
 
@@ -130,28 +131,32 @@ class Source(msgspec.Struct, frozen=True):
     pages: PageShare
 
 
-def check_formats(prefill: KVFormat, decode: KVFormat) -> None:
-    """Raise `MismatchError` unless KV bytes mean the same on both sides.
+def check_formats(prefill: KVFormat, decode: KVFormat, flags: Mapping[str, str] = FLAGS) -> None:
+    """Raise `MismatchError` unless KV bytes mean the same on both sides. `flags`: of the server,
+    behind each value.
 
     `kv_layout` is compared strictly (None is a layout of its own): both sides run the same
     model, so a side without a name for its layout uses another kind of pool.
     """
     for name in KVFormat.__struct_fields__:
-        _check_equal(name, getattr(prefill, name), getattr(decode, name))
+        _check_equal(name, getattr(prefill, name), getattr(decode, name), flags)
 
 
-def check_configs(prefill: InstanceConfig, decode: InstanceConfig) -> None:
-    """Raise `MismatchError` unless the two instances can hand over KV.
+def check_configs(
+    prefill: InstanceConfig, decode: InstanceConfig, flags: Mapping[str, str] = FLAGS
+) -> None:
+    """Raise `MismatchError` unless the two instances can hand over KV. `flags`: of the server,
+    behind each value.
 
     Covers the release, the model, formats and policies; the topologies are `sources`' affair.
     """
     # First what explains the rest: other releases may mean other things by the same names.
-    _check_equal("protocol", prefill.protocol, decode.protocol)
+    _check_equal("protocol", prefill.protocol, decode.protocol, flags)
     if prefill.model and decode.model:
-        _check_equal("model", prefill.model, decode.model)
-    check_formats(prefill.format, decode.format)
+        _check_equal("model", prefill.model, decode.model, flags)
+    check_formats(prefill.format, decode.format, flags)
     for name in _EQUAL_POLICIES:
-        _check_equal(name, getattr(prefill, name), getattr(decode, name))
+        _check_equal(name, getattr(prefill, name), getattr(decode, name), flags)
     _check_dcp(prefill, decode)
 
 
@@ -352,10 +357,12 @@ def _check_dp_rank(prefill: Topology, dp_rank: int) -> None:
         )
 
 
-def _check_equal(name: str, prefill: object, decode: object) -> None:
+def _check_equal(
+    name: str, prefill: object, decode: object, flags: Mapping[str, str] = FLAGS
+) -> None:
     if prefill != decode:
         raise MismatchError(
             f"{name} is {prefill} on prefill and {decode} on decode; "
-            f"start both with the same value ({FLAGS[name]})",
+            f"start both with the same value ({flags[name]})",
             _WHY.get(name, Why.SETTING),
         )

@@ -54,7 +54,8 @@ _CONTROL_KEY: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 INSTANCE_NAME_CHARS_MAX: Final = 64
 _INSTANCE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-#: The SGLang flag behind each value, for sentences that say what to change.
+#: The SGLang flag behind each value, for sentences that say what to change. Other servers hand
+#: their own to whoever compares values.
 FLAGS: Final[dict[str, str]] = {
     "dp_size": "--dp-size or --attn-dp-size",
     "cp_size": "--attn-cp-size",
@@ -63,7 +64,7 @@ FLAGS: Final[dict[str, str]] = {
     "model": "--model-path",
     "page_size": "--page-size",
     "kv_cache_dtype": "--kv-cache-dtype, or --dtype where that is auto",
-    "kv_layout": "--dsv4-attn-backend and SGLANG_DSV4_KV_LAYOUT",
+    "kv_layout": "--attention-backend, --dsv4-attn-backend and SGLANG_DSV4_KV_LAYOUT",
     "load_balance_method": "--load-balance-method",
     "decode_allocation_policy": "--disaggregation-decode-allocation-policy",
     "enable_dsa_cache_layer_split": "--enable-dsa-cache-layer-split",

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from bootstrap_server import MismatchError, Why
+from bootstrap_server.ranks.records import FLAGS
 from sglang_mooncake.layout.description import Component, Layout, LayoutMismatch, Place
 
 __all__ = ["DRAFT", "Pair", "aux_buffers", "pair_buffers"]
@@ -17,22 +20,31 @@ _Buffer = tuple[Component, int]
 Pair = tuple[Component, int, Component, int]
 
 
-def pair_buffers(source: Layout, target: Layout, prefill: Place, decode: Place) -> list[Pair]:
-    """The buffers that `source` and `target` have in common.
+def pair_buffers(
+    source: Layout,
+    target: Layout,
+    prefill: Place,
+    decode: Place,
+    flags: Mapping[str, str] = FLAGS,
+) -> list[Pair]:
+    """The buffers that `source` and `target` have in common. `flags`: of the server, behind what
+    may differ.
 
     Raises:
         LayoutMismatch: the two cannot be copied into each other.
     """
     try:
-        return _pairs(source, target, prefill, decode)
+        return _pairs(source, target, prefill, decode, flags)
     except LayoutMismatch as error:
         if source.release != target.release:
             error.args = (f"{error} ({_releases(source, target)})",)
         raise
 
 
-def _pairs(source: Layout, target: Layout, prefill: Place, decode: Place) -> list[Pair]:
-    _check_alike(source, target)
+def _pairs(
+    source: Layout, target: Layout, prefill: Place, decode: Place, flags: Mapping[str, str]
+) -> list[Pair]:
+    _check_alike(source, target, flags)
     here, there = _kinds(source), _kinds(target)
     if not here <= there or (_is_whole(prefill, decode) and here != there):
         _differ("caches of the model", sorted(here), sorted(there), "use the same model", Why.MODEL)
@@ -45,7 +57,7 @@ def _pairs(source: Layout, target: Layout, prefill: Place, decode: Place) -> lis
         pairs += _pair_kind(kind, ours, theirs, prefill, decode)
     dealt = _check_dealt(source, target, prefill)
     for component, _, counterpart, _ in pairs:
-        _check_cuts(component, counterpart, dealt)
+        _check_cuts(component, counterpart, dealt, flags)
     _check_sizes(source, prefill, "prefill")
     _check_sizes(target, decode, "decode")
     return pairs
@@ -157,7 +169,7 @@ def _short(numbers: list[int]) -> str:
     return shown + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
 
 
-def _check_alike(source: Layout, target: Layout) -> None:
+def _check_alike(source: Layout, target: Layout, flags: Mapping[str, str]) -> None:
     same = "use the same {} on both servers".format
     if source.conventions != target.conventions:
         raise LayoutMismatch(
@@ -166,15 +178,12 @@ def _check_alike(source: Layout, target: Layout) -> None:
             f"{same('release')}",
             Why.RELEASE,
         )
-    _differ("page size", source.page_size, target.page_size, same("--page-size"), Why.PAGE_SIZE)
-    _differ(
-        "KV cache dtype",
-        source.dtype,
-        target.dtype,
-        same("--kv-cache-dtype, or --dtype where that is auto"),
-        Why.DTYPE,
-    )
-    _differ("KV layout", source.kv_layout, target.kv_layout, same("--attention-backend"))
+    for what, flag, ours, theirs, why in (
+        ("page size", "page_size", source.page_size, target.page_size, Why.PAGE_SIZE),
+        ("KV cache dtype", "kv_cache_dtype", source.dtype, target.dtype, Why.DTYPE),
+        ("KV layout", "kv_layout", source.kv_layout, target.kv_layout, Why.LAYOUT),
+    ):
+        _differ(what, ours, theirs, same(flags[flag]), why)
     both = min(len(source.states), len(target.states))
     _differ(
         "state of a request", source.states[:both], target.states[:both], same("model"), Why.MODEL
@@ -230,7 +239,7 @@ def _told(value: object) -> str:
     return str(value)
 
 
-def _check_cuts(ours: Component, theirs: Component, dealt: int) -> None:
+def _check_cuts(ours: Component, theirs: Component, dealt: int, flags: Mapping[str, str]) -> None:
     if (ours.state, ours.segments) != (theirs.state, theirs.segments):
         raise LayoutMismatch(
             f"{ours.kind}: prefill names its items by state list {ours.state}, decode by "
@@ -241,7 +250,7 @@ def _check_cuts(ours: Component, theirs: Component, dealt: int) -> None:
     if not ours.segments and (rows, ours.cuts) != (theirs.rows, theirs.cuts):
         raise LayoutMismatch(
             f"{ours.kind}: prefill stores {_cuts(ours)}, decode {_cuts(theirs)}: use the same "
-            "model, and the same --tp-size and --dp-size where it cannot be cut otherwise"
+            f"model, and the same {flags['tp_size']} where it cannot be cut otherwise"
         )
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 import te
+from bootstrap_server.ranks.records import FLAGS
 from sglang_mooncake.layout.description import (
     ALONE,
     SEAL_BYTES,
@@ -144,10 +145,12 @@ class Plan:
         target: Layout,
         prefill: Place = ALONE,
         decode: Place = ALONE,
+        flags: Mapping[str, str] = FLAGS,
     ) -> None:
-        """`prefill` and `decode` say which ranks have these layouts: by default the only ones."""
+        """`prefill` and `decode` say which ranks have these layouts: by default the only ones.
+        `flags`: see `pair_buffers`."""
         self._source, self._target = source, target
-        pairs = pair_buffers(source, target, prefill, decode)
+        pairs = pair_buffers(source, target, prefill, decode, flags)
         moves = aux_buffers(source, target) or []
         self._aux = tuple(
             np.array(of_all, dtype=np.uint64)[moves]

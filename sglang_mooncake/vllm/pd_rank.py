@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from bootstrap_server import InstanceConfig, KVFormat, MismatchError, RankCoords, Topology
 from bootstrap_server.admission.exposure import exposure
+from bootstrap_server.ranks.records import FLAGS
 from sglang_mooncake.context import Deadlines, RankContext, Role, SettingNames
 from sglang_mooncake.layout import Buffers, Component, Layout, Place, Units
 from sglang_mooncake.messages import PROTOCOL_VERSION
@@ -26,6 +27,7 @@ from sglang_mooncake.vllm.releases import line_of
 
 __all__ = [
     "ROLES",
+    "VLLM_FLAGS",
     "check_exposure",
     "check_pair_server",
     "context_of",
@@ -36,6 +38,13 @@ __all__ = [
 ]
 
 ROLES: Final[dict[str, Role]] = {"kv_producer": "prefill", "kv_consumer": "decode"}
+#: What vLLM calls what must be equal; see ``bootstrap_server.ranks.records.FLAGS``.
+VLLM_FLAGS: Final[dict[str, str]] = {
+    "tp_size": "--tensor-parallel-size",
+    "page_size": "--block-size",
+    "kv_cache_dtype": "--kv-cache-dtype, or --dtype where that is auto",
+    "kv_layout": "--attention-backend, and on a CPU its instructions",
+}
 NO_METADATA: Final = Buffers((), (), ())
 INSIST: Final = '"insecure": true in kv_connector_extra_config'
 
@@ -113,11 +122,11 @@ def server_facts(
     """
     return {
         "vLLM": line_of(release),
-        "--block-size": str(block_tokens(config)),
-        "--kv-cache-dtype, or --dtype where that is auto": number_type(config),
+        VLLM_FLAGS["page_size"]: str(block_tokens(config)),
+        VLLM_FLAGS["kv_cache_dtype"]: number_type(config),
         "layers with a KV cache": str(pages.layers),
         "KV heads": str(total_heads(config)),
-        "--attention-backend, and on a CPU its instructions": f"{kernel} {pages.arrangement}",
+        VLLM_FLAGS["kv_layout"]: f"{kernel} {pages.arrangement}",
         "weights, and flags that change values": computed_by(config, weights),
     }
 
@@ -175,7 +184,10 @@ def _check_heads(component: Component, one: CacheTensor, place: Place) -> None:
     try:
         expected = len(component.holding(cut, size, rank))
     except MismatchError as error:
-        raise ValueError(f"--tensor-parallel-size {size}: {error}") from error
+        raise ValueError(
+            f"{VLLM_FLAGS['tp_size']} {size}: the model has {cut.total} KV heads, and neither"
+            " number divides the other"
+        ) from error
     if one.heads != expected:
         raise ValueError(
             f"the KV cache of TP rank {rank} of {size} has {one.heads} heads, where a model of"
@@ -203,6 +215,6 @@ def context_of(
         prefill_http_port=None,
         register_dp_rank=False,
         deadlines=Deadlines(bootstrap_s=first_s, waiting_s=options.load_timeout_s),
-        names=SettingNames(first, "load_timeout_s", "link_timeout_s"),
+        names=SettingNames(first, "load_timeout_s", "link_timeout_s", FLAGS | VLLM_FLAGS),
         keys=options.keys,
     )

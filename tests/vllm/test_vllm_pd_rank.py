@@ -99,7 +99,7 @@ def test_a_rank_with_other_heads_than_the_models_is_refused() -> None:
         with pytest.raises(ValueError, match="has 2 heads, where a model of"):
             layout_of(config, caches, "K", place_of(config, place))
     three = of_pair(model_config__heads=3, **TWO_RANKS)
-    with pytest.raises(ValueError, match="--tensor-parallel-size 2: 3 units of kv"):
+    with pytest.raises(ValueError, match="--tensor-parallel-size 2: the model has 3 KV heads"):
         layout_of(three, caches, "K", place_of(three, 0))
 
 

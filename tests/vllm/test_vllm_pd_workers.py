@@ -229,18 +229,22 @@ def mismatch(two: Pair) -> str:
 @pytest.mark.usefixtures("short_grace")
 def test_another_block_size_is_refused_with_both_values() -> None:
     with pair(decode_server=server(cache_config__block_size=64)) as two:
-        assert "page_size is 32 on prefill and 64 on decode" in mismatch(two)
+        said = mismatch(two)
+    assert "page_size is 32 on prefill and 64 on decode" in said
+    assert "(--block-size)" in said, "as vLLM calls it"
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_another_arrangement_is_refused_with_both_values() -> None:
+def test_another_arrangement_is_refused_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
     with pair(kernel="other") as two:
-        assert "kv_layout is vllm K 1 rows of heads of 256 bytes" in mismatch(two)
+        said = mismatch(two)
+    assert "kv_layout is vllm K 1 rows of heads of 256 bytes" in said
+    assert "(--attention-backend, and on a CPU its instructions)" in caplog.text
 
 
 @pytest.mark.usefixtures("short_grace")
 def test_another_model_is_refused_with_both_values() -> None:
     with pair(target=Cache(numbers=4)) as two:
         said = mismatch(two)
-        assert "1 rows of heads of 256 bytes" in said
-        assert "1 rows of heads of 128 bytes" in said
+    assert "1 rows of heads of 256 bytes" in said
+    assert "1 rows of heads of 128 bytes" in said
