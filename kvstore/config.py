@@ -97,6 +97,10 @@ class Config:
     engine: te.Config = field(default_factory=te.Config)
 
     def __post_init__(self) -> None:
+        for one in dataclasses.fields(self):
+            if one.name not in ("engine", "keys"):
+                value = typed(one.name, getattr(self, one.name), str(one.type))
+                object.__setattr__(self, one.name, value)  # A text becomes a path.
         for name in SIZES:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be ≥ 0")

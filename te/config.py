@@ -6,10 +6,11 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import math
+import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from te.core.engine import WORKERS_LIMIT
 from te.core.staging import SLOTS_MAX
@@ -41,6 +42,17 @@ LIMITS: Final[Mapping[str, tuple[int, int]]] = {
 
 LABEL_CHARS_MAX: Final = 200
 """Characters that ``Config.label`` may have."""
+
+_KINDS: Final[Mapping[str, tuple[type, str]]] = {
+    "bool": (bool, "True or False"),
+    "int": (numbers.Integral, "a whole number"),
+    "float": (numbers.Real, "a number"),
+    "str": (str, "a text"),
+    "Path": (Path, "a pathlib.Path"),
+    "tuple[str, ...]": (str, "a tuple of texts"),
+    "tuple[bytes, ...]": (object, "a tuple of bytes"),  # `_check_keys` looks at each
+}
+"""By annotation of a field: what it is, or its items are, and how that is called."""
 
 SEGMENT_BYTES_MAX = 64 << 20
 # Linux takes 1024 iovecs a call (UIO_MAXIOV); headers, trailer and acknowledgements need some.
@@ -148,6 +160,8 @@ class Config:
     label: str = ""
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            _check_kind(one.name, getattr(self, one.name), str(one.type))
         _check_host(self.host)
         _check_transports(self.transports)
         _check_keys(self.keys)
@@ -192,6 +206,23 @@ class Config:
                 f"topology={str(self.topology)!r} is complete:"
                 f" nics={self.nics} cannot be given beside it"
             )
+
+
+def _check_kind(name: str, value: Any, annotation: str) -> None:
+    """Who calls without a type checker learns here what a field takes. True is a whole number in
+    Python, and is refused as one; a list is as good as a tuple."""
+    wanted, _, none = annotation.partition(" | ")
+    if value is None and none:
+        return
+    kind, what = _KINDS[wanted]
+    if wanted.startswith("tuple"):
+        is_right = isinstance(value, tuple | list) and all(isinstance(one, kind) for one in value)
+    else:
+        is_right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if is_right:
+        return
+    shown = type(value).__name__ if name == "keys" else repr(value)
+    raise ValueError(f"{name}={shown} must be {what}{' or None' if none else ''}")
 
 
 def _check_host(host: str) -> None:

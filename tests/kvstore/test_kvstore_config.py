@@ -69,6 +69,17 @@ def test_a_wrong_setting_is_named(given: dict[str, Any], said: str) -> None:
         Config.of(given, others=("layers_per_read",))
 
 
+@pytest.mark.parametrize("one", dataclasses.fields(Config), ids=lambda one: one.name)
+def test_a_value_of_another_kind_is_named_where_python_makes_the_settings(
+    one: dataclasses.Field[Any],
+) -> None:
+    if one.name in ("engine", "keys"):
+        return
+    with pytest.raises(ValueError, match=rf"^{one.name}=.* must be a?"):
+        Config(**{one.name: object()})
+    assert Config(directory="/run/x").directory == Path("/run/x")  # type: ignore[arg-type]
+
+
 def test_right_settings_are_taken() -> None:
     given = {"memory": "1.5MiB", "directory": "/run/x", "copies": 2, "free_high": 0, "free_low": 0}
     made = Config.of(given)

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +33,19 @@ pytestmark = pytest.mark.pure
         ({"transports": ("smoke",)}, "samehost, rdma, tcp, loopback$"),
         ({"transports": ()}, "at least one"),
         ({"transports": ("tcp", "tcp")}, "each once"),
+        ({"status_dir": "text"}, "status_dir='text' must be a pathlib.Path or None"),
+        ({"topology": "t.json"}, "topology='t.json' must be a pathlib.Path or None"),
+        ({"host": None}, "host=None must be a text"),
+        ({"label": 7}, "label=7 must be a text"),
+        ({"port": "80"}, "port='80' must be a whole number"),
+        ({"rails": 1.0}, "rails=1.0 must be a whole number"),
+        ({"rails": True}, "rails=True must be a whole number"),
+        ({"spin_s": "1"}, "spin_s='1' must be a number"),
+        ({"encrypt": "no"}, "encrypt='no' must be True or False"),
+        ({"nics": "mlx5_0"}, "nics='mlx5_0' must be a tuple of texts"),
+        ({"nics": (7,)}, r"nics=\(7,\) must be a tuple of texts"),
+        ({"transports": None}, "transports=None must be a tuple of texts"),
+        ({"keys": "secret"}, "^keys=str must be a tuple of bytes$"),
         ({"host": ""}, "empty"),
         ({"host": "0.0.0.0"}, "cannot be put on a card"),
         ({"host": "::"}, "cannot be put on a card"),
@@ -65,6 +80,13 @@ pytestmark = pytest.mark.pure
 def test_config_refuses(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         te.Config(**changes)  # type: ignore[arg-type]
+
+
+def test_every_field_of_config_is_of_a_kind_that_is_checked() -> None:
+    te.Config(nics=["mlx5_0"], rails=np.int64(2), spin_s=0)  # type: ignore[arg-type]
+    for one in dataclasses.fields(te.Config):
+        with pytest.raises(ValueError, match=rf"^{one.name}=.* must be"):
+            te.Config(**{one.name: object()})  # type: ignore[arg-type]
 
 
 def a_card(**changes: object) -> Card:
