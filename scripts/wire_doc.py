@@ -289,6 +289,11 @@ def _over(over: Over) -> str:
     return ", ".join(text for one, text in LINKS.items() if one & over)
 
 
+def _spoken(over: Over) -> str:
+    *first, last = _over(over).split(", ")
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def _follows(rule: Rule) -> str:
     parts = [f"{rule.item.name} × `count`"] if rule.item else []
     parts += ["payload, trailer"] if rule.has_payload else []
@@ -312,10 +317,10 @@ def _overview() -> str:
 
 def _rule(rule: Rule) -> str:
     sides = [("the source", rule.source), ("the destination", rule.destination)]
-    sent = "; ".join(f"{who} over {_over(over)}" for who, over in sides if over)
-    text = f"### {rule.title}\n\n{rule.says}\n\nKind {rule.kind}; {sent}."
+    sent = ", and by ".join(f"{who} over {_spoken(over)}" for who, over in sides if over)
+    text = f"### {rule.title}\n\n{rule.says}\n\nKind {rule.kind}, sent by {sent}."
     if rule.item or rule.has_payload:
-        text += f" Behind the header: {_follows(rule)}."
+        text += f" Behind the header come {_follows(rule)}."
     rows = [
         [f"`{name}`", _bounds(bounds), bounds.means]
         for name, bounds in rule.bounds.items()

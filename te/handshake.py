@@ -65,10 +65,13 @@ def message(kind: type[_Message]) -> type[_Message]:
 
 
 class CardRegion(msgspec.Struct, frozen=True, array_like=True):
-    """A region as its engine announces it: address, size in bytes, kind."""
+    """A region as its engine announces it."""
 
+    #: Of its first byte.
     address: Unsigned
+    #: How large it is.
     nbytes: Annotated[int, msgspec.Meta(ge=1)]
+    #: Of memory: ``host`` or ``cuda``, for example.
     kind: Name
 
 
@@ -78,14 +81,15 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Version of the protocol.
     protocol: Unsigned
-    #: The engine's id, made when it starts.
+    #: Name of the engine. It makes one up when it starts.
     id: EngineId
-    #: When it was started, in ns: a later engine has a greater one.
+    #: When the engine was started, in ns: a later engine has a greater one.
     epoch: Unsigned
-    #: Where it listens over TCP: a numeric address.
+    #: Where the engine listens over TCP: a numeric address.
     host: Name
+    #: The TCP port there.
     port: Port
-    #: What each transport that the engine can be reached over has to know, by the transport's name.
+    #: The transports over which the engine can be reached, by name, each with its offer.
     offers: Annotated[dict[Name, Offer], msgspec.Meta(max_length=16)]
     #: Memory that was registered when the card was made.
     regions: list[CardRegion]
@@ -102,9 +106,9 @@ class _AnyCard(msgspec.Struct, frozen=True):
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     """Destination to source: you may write."""
 
-    #: Rails that I take for one link; the source opens no more.
+    #: How many rails the destination takes for one link. The source opens no more.
     rails: Annotated[int, msgspec.Meta(ge=1)]
-    #: What the transport answers.
+    #: What the transport says.
     body: Body = b""
 
 
@@ -121,6 +125,7 @@ class Refusal(StrEnum):
 class Refuse(msgspec.Struct, frozen=True, kw_only=True):
     """Destination to source: you may not, and why."""
 
+    #: Whether another transport may do better.
     code: Refusal
     #: A sentence for the log.
     reason: Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)]

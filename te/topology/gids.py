@@ -56,14 +56,17 @@ class GidKind(enum.StrEnum):
 
 
 class Gid(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of a port's table."""
+    """One entry of a port's table of addresses."""
 
+    #: Its place in the table.
     index: int
-    #: ``fe80::1``, ``::ffff:10.77.0.1``.
+    #: The address, such as ``fe80::1`` or ``::ffff:10.77.0.1``.
     text: str
+    #: What it is made of.
     kind: GidKind
-    #: 1 or 2 for RoCE, 0 otherwise.
+    #: Version of RoCE, 1 or 2; 0 otherwise.
     roce: int
+    #: The network interface that it belongs to, if any.
     netdev: str
 
     @property

@@ -15,78 +15,83 @@ __all__ = ["CardNic", "RailAnswer", "RailOffer", "RdmaHello", "RdmaOffer", "Rdma
 
 
 class CardNic(msgspec.Struct, frozen=True, kw_only=True):
-    """An RDMA device of the engine and the addresses it can be reached at."""
+    """An RDMA device of the engine, and the addresses at which it can be reached."""
 
-    #: For messages.
+    #: What log and errors call it.
     name: Name
-    #: ``ib``, ``roce`` or ``iwarp``: devices of one family can be connected.
+    #: ``ib``, ``roce`` or ``iwarp``. Only devices of one family can be connected.
     family: Name
-    #: InfiniBand's address of its port; 0 of others.
+    #: InfiniBand: the port's local address. 0 for other families.
     lid: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
-    #: ``enum ibv_mtu``.
+    #: Largest packet of the port, as ``enum ibv_mtu`` says it.
     mtu: Annotated[int, msgspec.Meta(ge=1, le=5)]
+    #: Addresses of the port.
     gids: Annotated[list[Gid], msgspec.Meta(max_length=1024)]
 
 
 @message
 class RdmaOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """On the card."""
+    """The offer on the card."""
 
-    #: Offers of rails name them by their place here.
+    #: RailOffer names a device by its place in this list.
     nics: Annotated[list[CardNic], msgspec.Meta(max_length=NICS_LIMIT)]
 
 
 class RailOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """My end of a rail, for an open link; make yours and connect it to this."""
+    """The source's end of a rail for a link that stands. The destination makes its own end and
+    connects it to this one."""
 
     #: Which of the link's rails.
     rail: Annotated[int, msgspec.Meta(ge=0, lt=RAILS_LIMIT)]
     #: Rises each time that this rail is made.
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-    #: My device, by its place in my list.
+    #: The source's device, by its place on the source's own card.
     nic: Annotated[int, msgspec.Meta(ge=0, lt=NICS_LIMIT)]
-    #: Your device, by its place on your card.
+    #: The destination's device, by its place on the card.
     remote_nic: Annotated[int, msgspec.Meta(ge=0, lt=NICS_LIMIT)]
-    #: Address of my end; empty where the LID is enough.
+    #: Address of the source's end; empty where the LID is enough.
     gid: Annotated[bytes, msgspec.Meta(max_length=16)]
-    #: Index of the address of your end; 0 where the LID is enough.
+    #: Index of the address of the destination's end; 0 where the LID is enough.
     remote_gid_index: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
-    #: Number of my queue pair. iWARP leaves out this and the following fields.
+    #: Of the source's queue pair. iWARP leaves this field and the next three out.
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
-    #: Sequence number of the first packet that I send.
+    #: Number of the first packet that the source sends.
     psn: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
-    #: LID of my port; 0 but for InfiniBand.
+    #: Of the source's port; 0 for RoCE.
     lid: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)] = 0
-    #: For both ends: ``enum ibv_mtu``.
+    #: Largest packet for both ends, as ``enum ibv_mtu`` says it.
     mtu: Annotated[int, msgspec.Meta(ge=1, le=5)] = 1
 
 
 class RailAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """My end, which is ready to receive; or of iWARP, ready to be dialled."""
+    """The destination's end, which is ready to receive. With iWARP it is ready to be connected
+    to."""
 
-    #: Number of my queue pair; iWARP leaves out this and ``psn``.
+    #: Of the destination's queue pair. iWARP leaves this field and the next one out.
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
-    #: Sequence number of the first packet that I send.
+    #: Number of the first packet that the destination sends.
     psn: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
-    #: How often this link's rails have been fenced; send nothing before you know of that many.
+    #: How often this link's rails have been fenced. The source sends nothing before it has heard of
+    #: that many fences.
     fences: Unsigned = 0
-    #: iWARP: where I listen, at the address that was asked for.
+    #: iWARP: the port where the destination listens, at the address that was asked for.
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
-    #: iWARP: what to say there.
+    #: iWARP: what the source says there.
     token: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
 
 @message
 class RdmaHello(msgspec.Struct, frozen=True, kw_only=True):
-    """In a hello: the connection for the words of a link; or, with ``rail``, a rail of it."""
+    """Body of a hello. It begins a link, and the connection carries the link's frames. With
+    ``rail`` it asks for a rail of a link that stands."""
 
-    #: No connection, but a rail for the link, which is open.
+    #: The rail.
     rail: RailOffer | None = None
 
 
 @message
 class RdmaWelcome(msgspec.Struct, frozen=True, kw_only=True):
-    """In a welcome."""
+    """Body of the welcome."""
 
-    #: Where the hello offered one.
+    #: The other end, where the hello has a rail.
     rail: RailAnswer | None = None
