@@ -112,19 +112,20 @@ METRICS: Final = (
         "handover_bytes_total",
         "counter",
         (),
-        "Bytes that this rank has handed over: caches, state, metadata and seals.",
+        "Bytes that this rank has handed over: KV cache, other state of requests, and metadata.",
     ),
     Metric(
         "early_bytes_total",
         "counter",
         (),
-        "Of the caches' bytes, those written while the forward was still running.",
+        "Bytes of KV cache that were written while the forward pass was still running.",
     ),
     Metric(
         "fallbacks_total",
         "counter",
         ("reason",),
-        "Requests or forwards whose KV went after the forward instead of layer by layer.",
+        "Requests or forward passes whose KV cache was sent after the forward pass instead of layer"
+        " by layer, by reason.",
     ),
     Metric(
         "scheduler_calls_total",
@@ -144,7 +145,7 @@ METRICS: Final = (
         "refused_servers",
         "gauge",
         ("reason",),
-        "On decode ranks: prefill servers with which this rank shares no request until somebody"
+        "On decode ranks: prefill servers that do not serve this rank, and will not until somebody"
         " changes a setting, by what differs.",
     ),
     Metric("rails", "gauge", (), "Rails in use, of both directions."),
@@ -160,7 +161,8 @@ METRICS: Final = (
         "handover_seconds",
         "histogram",
         (),
-        "On prefill ranks: from SGLang's last send() of a request until all of it has landed.",
+        "On prefill ranks: from when SGLang hands over the last part of a request until all of it"
+        " has landed.",
         _SECONDS,
     ),
 )
