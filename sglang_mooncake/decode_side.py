@@ -208,9 +208,9 @@ class DecodeSide(Side):
             return
         # A scheduler's step may take tens of milliseconds: where nothing has to be opened, pages
         # can be named in this one.
+        standing = self._rooms.standing
         view.linked = not self._context.waits_for_prompt and all(
-            isinstance(source.link, LinkKey) and self._links.stands(source.link)
-            for source in sources
+            source.link in standing for source in sources
         )
         view.peers = tuple(source.link for source in sources)
         self._loop.post(rooms.SourcesChosen(view, sources))

@@ -106,7 +106,7 @@ class _Link:
 
 
 class DecodeLinks:
-    """For the loop thread alone, but for `stands`; no call waits.
+    """For the loop thread alone; no call waits.
 
     Args:
         readers: the loop that calls back when a socket can be read.
@@ -207,7 +207,7 @@ class DecodeLinks:
         return link.engine
 
     def stands(self, key: LinkKey) -> bool:
-        """Whether the link stands now. Any thread may ask."""
+        """Whether the link stands now."""
         link = self._links.get(key)
         return link is not None and link.engine is not None
 

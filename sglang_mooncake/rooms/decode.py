@@ -5,14 +5,15 @@
 Arrival itself is no event: the scheduler's `poll()` compares seals with the engine's counters
 (`RoomView.awaited`, `arrival.py`), so that it never waits for the loop thread.
 
-The table keeps no books of links. A room asks for those it needs (`OpenLink`), is told of each
-(`LinkUp`), and ends when one of them goes (`LinkDown`).
+Links are told of once, when they come up (`LinkUp`). A room whose links all stand when its sources
+are chosen is ready at once; another asks for those that it lacks (`OpenLink`). A room ends when one
+of its links goes (`LinkDown`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 
 from sglang_mooncake.context import FIELD_NAMES, SettingNames
 from sglang_mooncake.messages import (
@@ -41,6 +42,7 @@ from sglang_mooncake.rooms.decode_events import (
     Tell,
     after_failure,
 )
+from sglang_mooncake.rooms.decode_table import DecodeRoom, DecodeTable
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
 from sglang_mooncake.rooms.states import (
     RELEASED,
@@ -89,21 +91,6 @@ READY_S = 3_600.0
 _NAMEABLE = (RoomState.OPEN, RoomState.COMPUTING, RoomState.READY)
 
 
-@dataclass(slots=True, eq=False)
-class _Room:
-    view: RoomView
-    sources: tuple[RoomSource, ...] = ()
-    #: Links of these sources that have not been heard to stand.
-    unlinked: set[Hashable] = field(default_factory=set)
-    #: How many layers of a page each of the others writes (`HelloReply.layers`).
-    layers: dict[Hashable, int] = field(default_factory=dict)
-    #: Links of those that have not said that the prompt is computed; empty unless that matters.
-    computing: set[Hashable] = field(default_factory=set)
-    since_s: float = 0.0  # in its present state; counted from COMPUTING on
-    targets: Targets | None = None  # of pages that were named before the room was ready
-    slots: tuple[int, ...] = ()
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeDeadlines:
     """`bootstrap_s`: until the prefill ranks are known; `ready_s`: until the scheduler names pages;
@@ -137,15 +124,18 @@ class DecodeRooms:
         names: SettingNames = FIELD_NAMES,
     ) -> None:
         self._deadlines, self._names = deadlines, names
-        self._rooms: dict[int, _Room] = {}  # by serial
-        #: By the links of their sources, then by serial.
-        self._by_link: dict[Hashable, dict[int, _Room]] = {}
+        self._table = DecodeTable()
         self._free_slots = list(range(seal_slots - 1, -1, -1))
         self._next_generation = first_generation
         self._new_tag, self._computed_first = new_tag, computed_first
 
     def __len__(self) -> int:
-        return len(self._rooms)
+        return len(self._table)
+
+    @property
+    def standing(self) -> Mapping[Hashable, int]:
+        """The links that stand. Any thread may ask; what it gets never changes."""
+        return self._table.standing
 
     @property
     def free_seal_slots(self) -> int:
@@ -155,10 +145,10 @@ class DecodeRooms:
         """Applies one event. Idempotent where peers may repeat themselves."""
         match event:
             case Opened(view):
-                self._rooms[view.serial] = _Room(view)
+                self._table.add(view)
                 return []
             case SourcesChosen(view, sources):
-                return self._choose(view, sources)
+                return self._choose(view, sources, now_s)
             case NotServed(view, links, reason):
                 return self._not_served(view, links, reason)
             case PagesNamed(view):
@@ -188,48 +178,33 @@ class DecodeRooms:
 
     # --- the way up ---
 
-    def _choose(self, view: RoomView, sources: tuple[RoomSource, ...]) -> list[Instruction]:
-        room = self._rooms.get(view.serial)
+    def _choose(
+        self, view: RoomView, sources: tuple[RoomSource, ...], now_s: float
+    ) -> list[Instruction]:
+        room = self._table.get(view)
         if room is None or view.state is not RoomState.OPEN:
             return []
-        self._ask(room, sources)
-        room.unlinked = {source.link for source in sources}
-        return _open_links(source.link for source in sources)
-
-    def _ask(self, room: _Room, sources: tuple[RoomSource, ...]) -> None:
-        room.sources = sources
-        for source in sources:
-            self._by_link.setdefault(source.link, {})[room.view.serial] = room
-
-    def _of_link(self, link: Hashable) -> list[_Room]:
-        """The rooms that have it, and may be forgotten meanwhile."""
-        return list(self._by_link.get(link, {}).values())
-
-    def _leave_out(self, room: _Room, link: Hashable) -> None:
-        """Takes out what the room has of a link."""
-        rooms = self._by_link.get(link, {})
-        rooms.pop(room.view.serial, None)
-        if not rooms:
-            self._by_link.pop(link, None)
-        room.sources = tuple(source for source in room.sources if source.link != link)
+        self._table.ask(room, sources)
+        return _open_links(room) if room.unlinked else self._linked(room, now_s)
 
     def _not_served(
         self, view: RoomView, links: tuple[Hashable, ...], reason: str
     ) -> list[Instruction]:
-        room = self._rooms.get(view.serial)
+        room = self._table.get(view)
         if room is None or view.state is not RoomState.OPEN:
             return []
-        self._ask(room, tuple(RoomSource(link, sends=False, aux=False) for link in links))
-        return _open_links(links) + self._end(view, RoomState.FAILED, reason, refused=True)
+        sources = tuple(RoomSource(link, sends=False, aux=False) for link in links)
+        self._table.ask(room, sources)
+        return _open_links(room) + self._end(view, RoomState.FAILED, reason, refused=True)
 
     def _name(self, view: RoomView, named: PagesNamed, now_s: float) -> list[Instruction]:
-        room = self._rooms.get(view.serial)
+        room = self._table.get(view)
         if room is None or view.state not in _NAMEABLE:
             return []  # it ended between the scheduler's poll and its pages
         room.targets = Targets(named)
         return self._publish(room, now_s) if view.state is RoomState.READY else []
 
-    def _meet(self, room: _Room, now_s: float) -> list[Instruction]:
+    def _meet(self, room: DecodeRoom, now_s: float) -> list[Instruction]:
         """All prefill ranks are ready to be asked, which is for those whose pages have a name."""
         room.since_s = room.view.times.met_s = now_s
         if room.targets is not None:
@@ -237,7 +212,7 @@ class DecodeRooms:
         advance(room.view, TRANSITIONS_DECODE, Step.MET)
         return []
 
-    def _publish(self, room: _Room, now_s: float, *met: Step) -> list[Instruction]:
+    def _publish(self, room: DecodeRoom, now_s: float, *met: Step) -> list[Instruction]:
         """`met`: the step that makes the room ready, if it is not yet."""
         view, targets = room.view, room.targets
         assert targets is not None
@@ -250,15 +225,14 @@ class DecodeRooms:
             return self._end(
                 view,
                 RoomState.FAILED,
-                f"all seal slots are in use ({len(self._rooms)} rooms are open on this rank)",
+                f"all seal slots are in use ({len(self._table)} rooms are open on this rank)",
             )
         room.slots = tuple(self._free_slots.pop() for _ in sending)
         room.since_s = view.times.planned_s = now_s
-        self._name_use(view)
+        self._name_use(room)
+        layers = self._table.standing
         view.awaited = tuple(
-            targets.awaited(
-                source, room.layers[source.link], view.generation, self._new_tag(), slot
-            )
+            targets.awaited(source, layers[source.link], view.generation, self._new_tag(), slot)
             for source, slot in zip(sending, room.slots, strict=True)
         )
         view.exposed = True
@@ -274,14 +248,13 @@ class DecodeRooms:
         ]
         return [*expect, *tell]
 
-    def _name_use(self, view: RoomView) -> None:
-        """The generation tells this use of the room number from any other."""
-        if not view.generation:
-            view.generation = self._next_generation
+    def _name_use(self, room: DecodeRoom) -> None:
+        if not room.view.generation:
+            self._table.name_use(room, self._next_generation)
             self._next_generation += 1
 
     def _arrive(self, view: RoomView) -> list[Instruction]:
-        room = self._rooms.get(view.serial)
+        room = self._table.get(view)
         if room is None or view.state is not RoomState.REQUESTED:
             return []  # a failure was faster in the books, but the scheduler has its KV: both fine
         advance(view, TRANSITIONS_DECODE, Step.QUIET)
@@ -293,7 +266,7 @@ class DecodeRooms:
     def _end(
         self, view: RoomView, end: RoomState, reason: str, *, refused: bool = False
     ) -> list[Instruction]:
-        room = self._rooms.get(view.serial)
+        room = self._table.get(view)
         if room is None or view.over or view.state is RoomState.ENDING:
             return []
         view.reason, view.end = reason, end
@@ -308,48 +281,44 @@ class DecodeRooms:
         return [_fence(view), *tell]
 
     def _fenced(self, view: RoomView) -> list[Instruction]:
-        room = self._rooms.get(view.serial)
+        room = self._table.get(view)
         if room is None:
             return []
         self._free_slots.extend(room.slots)
         room.slots = ()
         return self._forget(room, *(() if view.over else (Step.QUIET,)))
 
-    def _forget(self, room: _Room, *steps: Step) -> list[Instruction]:
+    def _forget(self, room: DecodeRoom, *steps: Step) -> list[Instruction]:
         """The end. The scheduler still has the view; the table needs the room no more."""
         room.view.safe = True
         advance(room.view, TRANSITIONS_DECODE, *steps)
-        del self._rooms[room.view.serial]
-        for source in room.sources:
-            self._leave_out(room, source.link)
+        self._table.drop(room)
         return [Over(room.view)]
 
     # --- peers and the clock ---
 
     def _link_up(self, link: Hashable, layers: int, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
-        for room in self._of_link(link):
-            if room.view.state is RoomState.OPEN and link in room.unlinked:
-                room.unlinked.discard(link)
-                room.layers[link] = layers
-                if not room.unlinked:
-                    instructions += self._linked(room, now_s)
+        for room in self._table.link_up(link, layers):
+            if room.view.state is RoomState.OPEN:
+                instructions += self._linked(room, now_s)
         return instructions
 
-    def _linked(self, room: _Room, now_s: float) -> list[Instruction]:
+    def _linked(self, room: DecodeRoom, now_s: float) -> list[Instruction]:
         if not self._computed_first:
             return self._meet(room, now_s)
         view = room.view
         room.since_s = now_s
-        self._name_use(view)
-        room.computing = {source.link for source in room.sources}
+        self._name_use(room)
+        room.computing = frozenset(source.link for source in room.sources)
         advance(view, TRANSITIONS_DECODE, Step.LINKED)
         return [Tell(source.link, RoomWait(view.room, view.generation)) for source in room.sources]
 
     def _link_gone(self, link: Hashable, reason: str, *, refused: bool) -> list[Instruction]:
         """Its rank is told, too: by the next link, if there is none to say it over."""
+        self._table.link_down(link)
         instructions: list[Instruction] = []
-        for room in self._of_link(link):
+        for room in self._table.of_link(link):
             # A room that has asked another rank has a generation, and that one knows it.
             never_asked = refused and not room.view.generation
             instructions += self._end(room.view, RoomState.FAILED, reason, refused=never_asked)
@@ -358,28 +327,22 @@ class DecodeRooms:
     def _peer_computed(
         self, link: Hashable, message: RoomComputed, now_s: float
     ) -> list[Instruction]:
-        for room in self._of_link(link):
-            view = room.view
-            if view.state is RoomState.COMPUTING and (view.room, view.generation) == (
-                message.room,
-                message.generation,
-            ):
-                room.computing.discard(link)
-                if not room.computing:
-                    return self._meet(room, now_s)
-        return []
+        room = self._table.of_use(link, message.room, message.generation)
+        if room is None or room.view.state is not RoomState.COMPUTING:
+            return []
+        room.computing -= {link}
+        return [] if room.computing else self._meet(room, now_s)
 
     def _peer_failed(self, link: Hashable, message: RoomFailed) -> list[Instruction]:
-        for room in self._of_link(link):
-            view = room.view
-            if (view.room, view.generation) == (message.room, message.generation):
-                self._leave_out(room, link)
-                return self._end(view, RoomState.FAILED, message.reason)
-        return []
+        room = self._table.of_use(link, message.room, message.generation)
+        if room is None:
+            return []
+        self._table.leave_out(room, link)
+        return self._end(room.view, RoomState.FAILED, message.reason)
 
     def _tick(self, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
-        for room in list(self._rooms.values()):
+        for room in self._table:
             late = _late(room, self._deadlines, self._names, now_s)
             if late is not None:
                 reason = f"room {room.view.room}: {late}"
@@ -387,7 +350,9 @@ class DecodeRooms:
         return instructions
 
 
-def _late(room: _Room, deadlines: DecodeDeadlines, names: SettingNames, now_s: float) -> str | None:
+def _late(
+    room: DecodeRoom, deadlines: DecodeDeadlines, names: SettingNames, now_s: float
+) -> str | None:
     """Which deadline the room has missed; None when it has not."""
     name: str | None
     match room.view.state:
@@ -410,8 +375,10 @@ def _late(room: _Room, deadlines: DecodeDeadlines, names: SettingNames, now_s: f
     return f"{what} within {waited_s:.0f} s" + (f" ({name})" if name else "")
 
 
-def _open_links(links: Iterable[Hashable]) -> list[Instruction]:
-    return [OpenLink(link) for link in dict.fromkeys(links)]
+def _open_links(room: DecodeRoom) -> list[Instruction]:
+    """Those that it waits for, in the order of its sources."""
+    links = dict.fromkeys(source.link for source in room.sources)
+    return [OpenLink(link) for link in links if link in room.unlinked]
 
 
 def _fence(view: RoomView) -> Fence:

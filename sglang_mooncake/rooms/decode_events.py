@@ -131,7 +131,7 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
-    """It stands. Said when it comes up, and again to each room that asks for one that stands.
+    """It stands. Said when it comes up; nothing is wrong with saying it again.
 
     layers: see `HelloReply`.
     """
@@ -192,8 +192,8 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class OpenLink:
-    """A room needs this link: open it unless that has been done, and hand in `LinkUp` when it
-    stands, or `LinkDown` when it does not."""
+    """A room needs this link, which has not been heard to stand: open it unless that has been done,
+    and hand in `LinkUp` when it stands, or `LinkDown` when it does not."""
 
     link: Hashable
 

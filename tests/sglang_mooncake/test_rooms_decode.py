@@ -107,17 +107,35 @@ def test_a_room_that_its_scheduler_lets_go_of_is_aborted_by_its_text_too():
     assert "abort" in view.reason
 
 
-def test_every_room_asks_for_its_links_and_is_told_of_each():
+def test_a_room_asks_for_the_links_that_do_not_stand():
     rooms = new_rooms()
     first = requested(rooms, 1)
     view = RoomView(2, 0.0)
     rooms.handle(Opened(view), 0)
-    assert rooms.handle(SourcesChosen(view, (P0, P1B)), 0) == [OpenLink("p0"), OpenLink("p1")]
+    assert rooms.handle(SourcesChosen(view, (P0, P1B)), 0) == [OpenLink("p1")]
     assert rooms.handle(LinkUp("p0"), 0) == rooms.handle(LinkUp("p0"), 0) == []
     assert view.state is RoomState.OPEN, "said twice is said once"
     rooms.handle(LinkUp("p1"), 0)
     assert view.state is RoomState.READY
     assert first.state is RoomState.REQUESTED
+
+
+def test_a_room_whose_links_stand_is_ready_as_its_sources_are_chosen():
+    rooms, view = new_rooms(), RoomView(3, 0.0)
+    first = requested(rooms, 1)
+    rooms.handle(LinkUp("p1"), 0)
+    rooms.handle(Opened(view), 0)
+    assert rooms.handle(SourcesChosen(view, (P0, P1B)), 0) == []
+    assert view.state is RoomState.READY
+    assert rooms.standing.keys() == {"p0", "p1"}
+    rooms.handle(LinkDown("p0", "gone"), 0)
+    rooms.handle(LinkRefused("p1", "gone"), 0)
+    assert not rooms.standing
+    assert first.state is RoomState.ENDING
+    again = RoomView(4, 0.0)
+    rooms.handle(Opened(again), 0)
+    opened = rooms.handle(SourcesChosen(again, (P0, P1B)), 0)
+    assert opened == [OpenLink("p0"), OpenLink("p1")]
 
 
 def test_a_link_that_cannot_be_opened_fails_its_room_at_once():
@@ -388,6 +406,18 @@ class Aloof(RoomView):
         return super().__getattribute__(name)
 
 
+def test_a_link_that_is_heard_to_stand_again_touches_no_room(monkeypatch):
+    rooms, view = new_rooms(), Aloof(1, 0.0)
+    rooms.handle(LinkUp("p0"), 0.0)
+    rooms.handle(Opened(view), 0.0)
+    rooms.handle(SourcesChosen(view, (P0,)), 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Aloof, "is_left", True)
+        rooms.handle(LinkUp("p0"), 0.0)
+        rooms.handle(PeerFailed("p0", RoomFailed(1, 7, "another use")), 0.0)
+    assert view.state is RoomState.READY
+
+
 def test_what_happens_to_a_link_touches_the_rooms_that_have_it_alone(monkeypatch):
     rooms = new_rooms()
     mine, other = requested(rooms, 1, "p0"), Aloof(2, 0.0)
@@ -402,4 +432,4 @@ def test_what_happens_to_a_link_touches_the_rooms_that_have_it_alone(monkeypatch
     assert mine.state is RoomState.FAILED
     rooms.handle(LinkDown("p1", "gone"), 0.0)
     assert other.state is RoomState.FAILED
-    assert not rooms._by_link
+    assert rooms._table.is_empty

@@ -89,8 +89,7 @@ class AnyOrder(RuleBasedStateMachine):
             raise error
         match instruction:
             case OpenLink(link):
-                if self.links.setdefault(link, False):
-                    self.executor.submit(LinkUp(link))
+                assert not self.links.setdefault(link, False), "it stands, and the rooms know it"
             case Expect(_, _, tag, _):
                 assert tag not in self.all_tags
                 self.open_tags.add(tag)
@@ -226,6 +225,10 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.rooms.free_seal_slots == SLOTS - held
 
     @invariant()
+    def links_that_stand_are_known(self):
+        assert self.rooms.standing.keys() == {link for link, is_up in self.links.items() if is_up}
+
+    @invariant()
     def a_room_is_over_once(self):
         assert len(self.over) == len({view.serial for view in self.over})
 
@@ -242,6 +245,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert all(view.safe and view.over for view in self.views)
         assert (len(self.rooms), self.rooms.free_seal_slots) == (0, SLOTS)
         assert not self.open_tags & {a.tag for view in self.views for a in view.awaited}
+        assert self.rooms._table.is_empty
 
 
 AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rooms of one decode rank that are not over, and how they are found; which links stand.
+
+What is known of a room stands in its `DecodeRoom`. The indexes are kept here alone, where rooms
+come, get sources and go, so that no event has to look through rooms that it does not concern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+
+from sglang_mooncake.rooms.decode_events import RoomSource
+from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.targets import Targets
+
+__all__ = ["DecodeRoom", "DecodeTable"]
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRoom:
+    """
+    unlinked: links of its sources that the room waits for.
+    computing: links of those that have not said that the prompt is computed; empty unless that
+        matters.
+    since_s: when it reached its present state; counted from COMPUTING on.
+    targets: of pages that were named before the room was ready.
+    slots: of the seal buffer.
+    """
+
+    view: RoomView
+    sources: tuple[RoomSource, ...] = ()
+    unlinked: frozenset[Hashable] = frozenset()
+    computing: frozenset[Hashable] = frozenset()
+    since_s: float = 0.0
+    targets: Targets | None = None
+    slots: tuple[int, ...] = ()
+
+
+class DecodeTable:
+    """Changed by the loop thread alone. Any thread may read `standing`."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[int, DecodeRoom] = {}  # by serial
+        #: By generation, once the room has one.
+        self._by_generation: dict[int, DecodeRoom] = {}
+        #: By the links of their sources, and of these the ones that wait for a link; by serial.
+        self._by_link: dict[Hashable, dict[int, DecodeRoom]] = {}
+        self._waiting: dict[Hashable, dict[int, DecodeRoom]] = {}
+        #: The links that stand, each with how many layers of a page its rank writes
+        #: (`HelloReply.layers`). Replaced, and never changed.
+        self.standing: Mapping[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    @property
+    def is_empty(self) -> bool:
+        """Of rooms, the indexes included."""
+        return not (self._rooms or self._by_generation or self._by_link or self._waiting)
+
+    def __iter__(self) -> Iterator[DecodeRoom]:
+        """Those that are there now; they may be dropped meanwhile."""
+        return iter(list(self._rooms.values()))
+
+    def add(self, view: RoomView) -> None:
+        self._rooms[view.serial] = DecodeRoom(view)
+
+    def get(self, view: RoomView) -> DecodeRoom | None:
+        """None once it is over."""
+        return self._rooms.get(view.serial)
+
+    def ask(self, room: DecodeRoom, sources: tuple[RoomSource, ...]) -> None:
+        """The room has these sources from now on, and waits for their links that do not stand."""
+        room.sources = sources
+        room.unlinked = frozenset(one.link for one in sources) - self.standing.keys()
+        for source in sources:
+            self._by_link.setdefault(source.link, {})[room.view.serial] = room
+        for link in room.unlinked:
+            self._waiting.setdefault(link, {})[room.view.serial] = room
+
+    def name_use(self, room: DecodeRoom, generation: int) -> None:
+        """`generation` tells this use of the room number from any other."""
+        room.view.generation = generation
+        self._by_generation[generation] = room
+
+    def of_link(self, link: Hashable) -> list[DecodeRoom]:
+        """The rooms that have it."""
+        return list(self._by_link.get(link, {}).values())
+
+    def of_use(self, link: Hashable, number: int, generation: int) -> DecodeRoom | None:
+        """The room that a peer speaks of, if it is one of that room's sources."""
+        room = self._by_generation.get(generation)
+        if room is None or room.view.room != number:
+            return None
+        return room if any(source.link == link for source in room.sources) else None
+
+    def link_up(self, link: Hashable, layers: int) -> list[DecodeRoom]:
+        """A link stands. Returns the rooms that have waited for it and wait for no other."""
+        if self.standing.get(link) != layers:
+            self.standing = {**self.standing, link: layers}
+        rooms = self._waiting.pop(link, {}).values()
+        for room in rooms:
+            room.unlinked -= {link}
+        return [room for room in rooms if not room.unlinked]
+
+    def link_down(self, link: Hashable) -> None:
+        """It stands no more. The rooms that have it are to end."""
+        if link in self.standing:
+            self.standing = {other: n for other, n in self.standing.items() if other != link}
+
+    def leave_out(self, room: DecodeRoom, link: Hashable) -> None:
+        """The room has nothing to do with a link any more."""
+        room.sources = tuple(source for source in room.sources if source.link != link)
+        room.unlinked -= {link}
+        for index in (self._by_link, self._waiting):
+            rooms = index.get(link, {})
+            rooms.pop(room.view.serial, None)
+            if not rooms:
+                index.pop(link, None)
+
+    def drop(self, room: DecodeRoom) -> None:
+        """The room is over."""
+        del self._rooms[room.view.serial]
+        self._by_generation.pop(room.view.generation, None)
+        for source in room.sources:
+            self.leave_out(room, source.link)
