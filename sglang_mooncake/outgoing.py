@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transfers of a prefill rank's rooms: begun, sealed, cancelled, and what became of them."""
+"""The writes of a prefill rank in the engine's hands: begun, cancelled, and what became of them.
+What is written, and what the seal says of it, is decided in `rooms/`."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 import te
-from sglang_mooncake import messages
-from sglang_mooncake.layout import EVERY_LAYER, SEAL_BYTES, Named, Plan, Seal, seal_bytes
+from sglang_mooncake.layout import SEAL_BYTES, Plan, Seal, seal_bytes
 from sglang_mooncake.links.destinations import Destination
 from sglang_mooncake.rooms.prefill import Write, WriteEnded
 from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.write_story import WriteStory
 from sglang_mooncake.stats import Recorder
-from sglang_mooncake.story import WRITES_MAX, WriteStory, merged
 
 __all__ = ["SEAL_SLOTS", "Outgoing", "TransferEnded"]
 
@@ -27,21 +26,26 @@ logger = logging.getLogger(__name__)
 #: One seal is needed per transfer of a last chunk that is under way.
 SEAL_SLOTS = 16_384
 
+#: Of a write: the serial of its room, and its key there.
+_Key = tuple[int, tuple[str, int]]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TransferEnded:
     """A transfer that `begin` began has an outcome; `Outgoing.outcome` says which."""
 
     write: Write
     transfer: te.Transfer
     seal_slot: int | None
-    #: Of its bytes those of caches and state, without metadata and seal.
-    cache_nbytes: int
     blocks: int
     #: The decode rank, for sentences, and how it is reached.
     rank: str
     transport: str
     began_s: float
+
+    @property
+    def key(self) -> _Key:
+        return self.write.view.serial, self.write.key
 
     def story(self, now_s: float, *, is_done: bool) -> WriteStory:
         return WriteStory(
@@ -57,50 +61,8 @@ class TransferEnded:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """What one room has under way, and the payload that it has had for each decode rank."""
-
-    transfers: list[te.Transfer] = field(default_factory=list)
-    writes: list[WriteStory] = field(default_factory=list)
-    nbytes: Counter[str] = field(default_factory=Counter)
-    page_layers: defaultdict[str, PageLayers] = field(
-        default_factory=lambda: defaultdict(PageLayers)
-    )
-
-    def add(self, write: WriteStory) -> None:
-        """Keeps what is told of a write that has ended; no more of them than `merged` leaves."""
-        self.writes.append(write)
-        if len(self.writes) > 2 * WRITES_MAX:
-            self.writes[:] = merged(self.writes)
-
-
-@dataclass(frozen=True, slots=True)
-class PageLayers:
-    """Layers of pages that one decode rank has been sent, each counted once (`Seal.page_layers`).
-
-    whole: of chunks that were sent.
-    early: of chunks that are announced, by first page. They count once their chunk is sent as it
-        was announced, and for nothing if it is sent whole.
-    """
-
-    whole: int = 0
-    early: Mapping[int, int] = field(default_factory=dict)
-
-    def with_write(self, write: Write, layers: int) -> PageLayers:
-        """With one more write, of `layers` layers."""
-        count, first = write.pages * layers, write.chunk.first
-        if write.early:
-            known = self.early.get(first, 0)
-            return PageLayers(self.whole, {**self.early, first: known + count})
-        announced = self.early.get(first, 0) if write.layers != EVERY_LAYER else 0
-        stop = write.chunk.span.stop
-        later = {place: count for place, count in self.early.items() if place >= stop}
-        return PageLayers(self.whole + announced + count, later)
-
-
 class Outgoing:
-    """Every call is made on the loop thread. For each `Write` there is exactly one `WriteEnded`:
+    """Every call is made on the loop thread. For each `Write` there is at least one `WriteEnded`:
     from `refused` when `begin` raised, else from `outcome`.
 
     Args:
@@ -114,47 +76,38 @@ class Outgoing:
         post: Callable[[TransferEnded], None],
     ) -> None:
         self._recorder, self._post = recorder, post
-        self._rooms: dict[int, _Room] = {}  # by serial
+        self._under_way: dict[_Key, te.Transfer] = {}
         self._seals = np.zeros(SEAL_SLOTS * SEAL_BYTES, dtype=np.uint8)
         self._seal_region = engine.register(self._seals, remote="none")
         self._free_seals = list(range(SEAL_SLOTS))
         self._unwatched: list[TransferEnded] = []
 
-    def begin(self, write: Write, destination: Destination) -> None:
-        """Hands a write to the engine.
+    def __len__(self) -> int:
+        """How many writes are under way."""
+        return len(self._under_way)
+
+    def begin(self, write: Write, destination: Destination) -> float:
+        """Hands a write to the engine; returns when that was, by the monotonic clock.
 
         Raises:
             ValueError, te.Error, and what else may go wrong: no byte of it has moved or will move.
         """
-        room = self._rooms.setdefault(write.view.serial, _Room())
-        peer, plan = destination.peer, destination.plan
-        cached = self._cached(write, plan)
-        blocks, seal_slot = self._with_metadata(write, plan, cached), None
-        counted = room.page_layers[write.peer].with_write(write, plan.layer_count(write.layers))
+        blocks, seal_slot, peer = write.blocks, None, destination.peer
         try:
-            if write.chunk.is_last:
+            if write.seal is not None:
                 seal_slot = self._take_seal_slot()
-                nbytes = room.nbytes[write.peer] + blocks.total_nbytes
-                blocks = self._sealed(write, plan, blocks, nbytes, counted.whole, seal_slot)
+                seal = self._placed(write.seal, seal_slot, destination.plan, write.target.seal_slot)
+                blocks = te.Blocks.concat([blocks, seal])
             transfer = peer.write(blocks, tag=write.target.tag)
         except Exception:
             self._give_back(seal_slot)
             raise
-        room.transfers.append(transfer)
-        room.nbytes[write.peer] += blocks.total_nbytes
-        room.page_layers[write.peer] = counted
-        now_s = write.view.times.posted_s = time.monotonic()
-        self._recorder.transfer_began(now_s)
+        began_s = time.monotonic()
         ended = TransferEnded(
-            write,
-            transfer,
-            seal_slot,
-            cached.total_nbytes,
-            len(blocks),
-            destination.rank,
-            peer.transport,
-            now_s,
+            write, transfer, seal_slot, len(blocks), destination.rank, peer.transport, began_s
         )
+        self._under_way[ended.key] = transfer
+        self._recorder.transfer_began(began_s)
         try:
             transfer.add_done_callback(lambda _: self._post(ended))
         except Exception:  # no thread could be started, say; but the write is under way
@@ -162,10 +115,14 @@ class Outgoing:
                 "cannot be told when the %r of room %d ends", transfer, write.view.room
             )
             self._unwatched.append(ended)
+        return began_s
 
-    def cancel(self, view: RoomView) -> None:
-        """Asks all transfers of a room to stop; each still has its outcome, asked or not."""
-        for transfer in self._rooms[view.serial].transfers:
+    def cancel(self, view: RoomView, keys: Iterable[tuple[str, int]]) -> None:
+        """Asks writes of a room to stop; each still has its outcome, asked or not."""
+        for key in keys:
+            transfer = self._under_way.get((view.serial, key))
+            if transfer is None:
+                continue  # it was refused, or has ended, and the rules are about to hear of that
             try:
                 transfer.cancel()
             except Exception:  # the others are to stop all the same
@@ -179,34 +136,24 @@ class Outgoing:
 
     def outcome(self, ended: TransferEnded) -> WriteEnded | None:
         """What became of a transfer, which is forgotten here; None if that was said before."""
-        view, transfer = ended.write.view, ended.transfer
-        room = self._rooms.get(view.serial)
-        if room is None or transfer not in room.transfers:
+        write, transfer = ended.write, ended.transfer
+        if self._under_way.pop(ended.key, None) is None:
             return None
-        room.transfers.remove(transfer)
         self._give_back(ended.seal_slot)
         status, now_s = transfer.poll(), time.monotonic()
         is_done = status is te.Status.DONE
         self._recorder.transfer_ended(transfer.nbytes if is_done else 0, now_s)
-        room.add(ended.story(now_s, is_done=is_done))
-        early = ended.write.early
-        if is_done:
-            view.landed_nbytes += ended.cache_nbytes
-            if early:
-                self._recorder.landed_early(ended.cache_nbytes)
-            return WriteEnded(view, None, early)
-        return WriteEnded(view, f"a transfer was {status.value}: {transfer.reason}", early)
+        if is_done and write.early:
+            self._recorder.landed_early(write.cache_nbytes)
+        failure = None if is_done else f"a transfer was {status.value}: {transfer.reason}"
+        story = ended.story(now_s, is_done=is_done)
+        return WriteEnded(write.view, write.peer, write.nth, failure, story)
 
     @staticmethod
     def refused(write: Write, error: Exception) -> WriteEnded:
         """What `begin` raised."""
         reason = f"could not hand {len(write.span)} pages to the engine: {error!r}"
-        return WriteEnded(write.view, reason, write.early)
-
-    def forget(self, view: RoomView) -> Sequence[WriteStory]:
-        """The room is over: all its writes have ended. Returns what is told of them."""
-        room = self._rooms.pop(view.serial, None)
-        return () if room is None else room.writes
+        return WriteEnded(write.view, write.peer, write.nth, reason)
 
     def _take_seal_slot(self) -> int:
         if not self._free_seals:
@@ -219,53 +166,8 @@ class Outgoing:
         if seal_slot is not None:
             self._free_seals.append(seal_slot)
 
-    @staticmethod
-    def _cached(write: Write, plan: Plan) -> te.Blocks:
-        chunk, target, span = write.chunk, write.target, write.span
-        ours = chunk.pages[span.start - chunk.first : span.stop - chunk.first]
-        first, end = span.start // target.page_span, -(-span.stop // target.page_span)
-        wanted, device = slice(4 * first, 4 * end), target.device_pages
-        named = Named(
-            messages.indices_from_bytes(target.pages[wanted]),
-            None if device is None else messages.indices_from_bytes(device[wanted]),
-            write.view.decode_prefix_len,
-            first,
-        )
-        parts = [plan.part(ours, span.start, named, write.layers)]
-        if chunk.is_last:
-            parts.append(plan.state(chunk.states, messages.states_from_bytes(target.states)))
-        return te.Blocks.concat(parts)
-
-    @staticmethod
-    def _with_metadata(write: Write, plan: Plan, cached: te.Blocks) -> te.Blocks:
-        ours, theirs = write.chunk.aux_slot, write.target.aux_slot
-        if ours is None or theirs is None:
-            return cached
-        return te.Blocks.concat([cached, plan.aux(ours, theirs)])
-
-    def _sealed(
-        self,
-        write: Write,
-        plan: Plan,
-        blocks: te.Blocks,
-        nbytes: int,
-        page_layers: int,
-        seal_slot: int,
-    ) -> te.Blocks:
-        """The blocks of a last chunk with the seal behind them. `nbytes`: the payload that the
-        destination has had, with these blocks and without the seal; `page_layers`: see `Seal`."""
-        target = write.target
-        lists = zip(write.chunk.states, target.states, strict=False)
-        seal = Seal(
-            write.generation,
-            write.sent.writes,
-            write.sent.pages,
-            page_layers,
-            states=sum(ours is not None and theirs is not None for ours, theirs in lists),
-            aux=int(target.aux_slot is not None),
-            nbytes=nbytes + SEAL_BYTES,
-        )
-        begin = seal_slot * SEAL_BYTES
+    def _placed(self, seal: Seal, slot: int, plan: Plan, target_slot: int) -> te.Blocks:
+        """The block that brings a seal by way of a slot of ours to its slot there."""
+        begin = slot * SEAL_BYTES
         self._seals[begin : begin + SEAL_BYTES] = np.frombuffer(seal_bytes(seal), np.uint8)
-        place = plan.seal(self._seal_region.address + begin, target.seal_slot)
-        return te.Blocks.concat([blocks, place])
+        return plan.seal(self._seal_region.address + begin, target_slot)

@@ -75,6 +75,7 @@ class PrefillSide(Side):
     ) -> None:
         self._context, self._recorder, self._stages = context, recorder, stages
         self._rooms = rooms.PrefillRooms(
+            self._plan_of,
             context.deadlines.bootstrap_s,
             2 * context.deadlines.waiting_s,
             context.waits_for_prompt,
@@ -296,12 +297,17 @@ class PrefillSide(Side):
 
     # --- rooms ---
 
+    def _plan_of(self, key: str) -> Plan:
+        """Raises NoDataPath."""
+        return self._links[key].plan
+
     def _perform(self, instruction: rooms.Instruction) -> None:
         match instruction:
-            case rooms.Write(peer=key):
-                self._outgoing.begin(instruction, self._links[key])
-            case rooms.CancelWrites(view):
-                self._outgoing.cancel(view)
+            case rooms.Write(view, key):
+                began_s = self._outgoing.begin(instruction, self._links[key])
+                self._executor.submit(rooms.WriteBegan(view, began_s))
+            case rooms.CancelWrites(view, keys):
+                self._outgoing.cancel(view, keys)
             case rooms.Tell(peer, message):
                 self._links.send(peer, message)
             case rooms.FellBack(_, reason):
@@ -309,8 +315,8 @@ class PrefillSide(Side):
             case rooms.Met(view):
                 if self._stages is not None:
                     self._stages.ready(view)
-            case rooms.Over(view):
-                self._recorder.room_over(view, self._outgoing.forget(view))
+            case rooms.Over(view, writes):
+                self._recorder.room_over(view, writes)
                 if self._stages is not None:
                     self._tell_stages(view)
 

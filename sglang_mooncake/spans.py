@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from sglang_mooncake.rooms.states import RoomState
-from sglang_mooncake.story import RoomStory, WriteStory
+from sglang_mooncake.rooms.write_story import WriteStory
+from sglang_mooncake.story import RoomStory
 
 __all__ = ["LEVEL_STAGES", "LEVEL_WRITES", "Event", "Span", "span"]
 

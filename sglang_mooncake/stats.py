@@ -24,7 +24,8 @@ from sglang_mooncake.failures import Failures
 from sglang_mooncake.pace import Pace
 from sglang_mooncake.refused import RefusedServer
 from sglang_mooncake.rooms.states import RoomState, RoomView
-from sglang_mooncake.story import RoomStory, Stories, WriteStory, tell
+from sglang_mooncake.rooms.write_story import WriteStory
+from sglang_mooncake.story import RoomStory, Stories, tell
 
 __all__ = ["STATS_VERSION", "STORY_ROOMS", "Recorder"]
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from sglang_mooncake.explain.questions import RankStories
 from sglang_mooncake.explain.timeline import Lane, Timeline, verdict
-from sglang_mooncake.story import WriteStory
+from sglang_mooncake.rooms.write_story import WriteStory
 from te.printable import printable
 
 __all__ = ["as_text", "refused_text", "size_text", "time_text"]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from sglang_mooncake.messages import RoomRequest
 from sglang_mooncake.rooms.prefill_events import Chunk
@@ -31,7 +31,7 @@ def disagreement(requests: Collection[RoomRequest]) -> str | None:
 
 
 def chunk_problem(
-    state: RoomState, next_page: int, requests: Mapping[str, RoomRequest], chunk: Chunk
+    state: RoomState, next_page: int, requests: Iterable[RoomRequest], chunk: Chunk
 ) -> str | None:
     """A chunk must continue where the last one ended, and end where the destination's pages do."""
     if state is RoomState.OPEN:
@@ -43,7 +43,7 @@ def chunk_problem(
             "a chunk was lost or overtaken on its way"
         )
     after = chunk.span.stop
-    for request in requests.values():
+    for request in requests:
         if request.target is None:
             continue
         wanted, span = request.target.num_pages, request.target.page_span

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.write_story import WriteStory
 
 __all__ = ["Aborted", "Broken", "Closed", "Opened", "Over", "Tick"]
 
@@ -47,6 +48,10 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Instruction: the room has come to its end, no byte of it moves, and it is forgotten here."""
+    """Instruction: the room has come to its end, no byte of it moves, and it is forgotten here.
+
+    writes: of a prefill rank, what is told of them, in the order in which they ended.
+    """
 
     view: RoomView
+    writes: tuple[WriteStory, ...] = ()

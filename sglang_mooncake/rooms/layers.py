@@ -9,13 +9,15 @@ would carry what somebody else has written into those pages since.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_mooncake.layout import EVERY_LAYER, Layers, layers_from
-from sglang_mooncake.rooms.prefill_events import Chunk, LayersFilled
+from sglang_mooncake.rooms.prefill_events import Chunk, LayersFilled, Write
 
 __all__ = ["ANNOUNCED_MAX", "EarlyLayers"]
 
@@ -28,21 +30,21 @@ _NOTHING = range(0)
 @dataclass(slots=True, eq=False)
 class _Announced:
     """pages: numbers, in the order of the request.
-    below: of these, every layer below this number has been written or is under way."""
+    below: of these, every layer below this number has been written or is under way.
+    page_layers: by peer, how many layers of pages it has been written of them."""
 
     pages: npt.NDArray[np.integer]
     below: int
+    page_layers: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True, eq=False)
 class EarlyLayers:
     """Of one room.
 
-    outstanding: early writes under way.
-    held: chunks that wait until there is none, in their order.
+    held: chunks that wait until no early write is under way, in their order.
     """
 
-    outstanding: int = 0
     held: list[Chunk] = field(default_factory=list)
     _announced: dict[int, _Announced] = field(default_factory=dict)  # by first page
 
@@ -78,11 +80,18 @@ class EarlyLayers:
             or not np.array_equal(self._announced[chunk.first].pages, chunk.pages)
         )
 
-    def left(self, chunk: Chunk) -> Layers:
-        """Which layers of a chunk are still to be written, now that it is sent."""
+    def wrote(self, write: Write) -> None:
+        """Counts an early write of an announced chunk."""
+        self._announced[write.first].page_layers[write.peer] += write.page_layers
+
+    def take(self, chunk: Chunk) -> tuple[Layers, Mapping[str, int]]:
+        """The chunk is sent: which layers of it are still to be written, and how many layers of its
+        pages have been, by peer. Those of a chunk that is written whole count for nothing."""
         whole = self.contradicts(chunk)
         known = [self._announced.pop(first) for first in self._places(chunk)]
-        return EVERY_LAYER if whole or not known else layers_from(known[0].below)
+        if whole or not known:
+            return EVERY_LAYER, {}
+        return layers_from(known[0].below), known[0].page_layers
 
     def _overlap(self, filled: LayersFilled) -> bool:
         stop = filled.first + len(filled.pages)

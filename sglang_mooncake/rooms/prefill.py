@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from sglang_mooncake.context import FIELD_NAMES, SettingNames
-from sglang_mooncake.layout import ALL, Dealt, Layers
+from sglang_mooncake.layout import ALL, Dealt
 from sglang_mooncake.layout.indices import owned
 from sglang_mooncake.messages import (
     RoomAbort,
@@ -33,9 +35,9 @@ from sglang_mooncake.rooms.prefill_events import (
     PeerLost,
     Requested,
     RoomAborted,
-    Sent,
     Tell,
     Write,
+    WriteBegan,
     WriteEnded,
 )
 from sglang_mooncake.rooms.prefill_room import (
@@ -45,6 +47,7 @@ from sglang_mooncake.rooms.prefill_room import (
     overdue,
     peer_gave_up,
 )
+from sglang_mooncake.rooms.recipient import PairPlan, Recipient
 from sglang_mooncake.rooms.states import (
     RELEASED,
     TRANSITIONS_PREFILL,
@@ -74,10 +77,10 @@ __all__ = [
     "PrefillRooms",
     "Requested",
     "RoomAborted",
-    "Sent",
     "Tell",
     "Tick",
     "Write",
+    "WriteBegan",
     "WriteEnded",
 ]
 
@@ -95,6 +98,7 @@ class PrefillRooms:
     """All rooms of one prefill rank.
 
     Args:
+        plan_of: the plan of the copy to a peer that has asked; raises LookupError.
         bootstrap_timeout_s: how long a room waits for its decode ranks, and a request for its room.
         chunk_timeout_s: how long a room waits for its scheduler's next chunk. Long before, a decode
             rank gives up and says so; this is for one whose word never comes.
@@ -106,6 +110,7 @@ class PrefillRooms:
 
     def __init__(
         self,
+        plan_of: Callable[[str], PairPlan],
         bootstrap_timeout_s: float,
         chunk_timeout_s: float,
         computed_first: bool = False,
@@ -113,7 +118,7 @@ class PrefillRooms:
         names: SettingNames = FIELD_NAMES,
     ) -> None:
         self._deadlines = Deadlines(bootstrap_timeout_s, chunk_timeout_s, computed_first, names)
-        self._pages_dealt = pages_dealt
+        self._plan_of, self._pages_dealt = plan_of, pages_dealt
         self._rooms: dict[int, Room] = {}  # by serial: a room number may be in use twice
         self._current: dict[int, Room] = {}  # by room number: the newest use
         self._early = EarlyRooms(bootstrap_timeout_s, names.bootstrap)
@@ -147,6 +152,9 @@ class PrefillRooms:
                 return self._request(peer, request, now_s)
             case RoomAborted(peer, message):
                 return self._peer_abort(peer, message, now_s)
+            case WriteBegan(view, at_s):
+                view.times.posted_s = at_s
+                return []
             case WriteEnded():
                 return self._write_ended(event, now_s)
             case PeerLost(peer, reason):
@@ -197,17 +205,23 @@ class PrefillRooms:
         if self._early_writes >= EARLY_WRITES_MAX:
             return [FellBack(view, "too many early writes of layers are under way")]
         chunk = Chunk(filled.pages, filled.first, None, filled.sent_s)
-        problem = layers_problem(room.requests.values(), chunk)
+        problem = layers_problem(room.requests, chunk)
         layers = problem or room.early.announce(filled, room.next_page)
         if isinstance(layers, str):
             return [FellBack(view, layers)]
         if not layers:
             return []
+        try:
+            writes = [
+                recipient.write_early(view, peer, chunk, span, pages, layers)
+                for peer, recipient, span, pages in self._parts(room, chunk)
+            ]
+        except ValueError as error:
+            return self._end(view, RoomState.FAILED, _cannot_plan(chunk, error))
         view.exposed = True
         room.moved_s = now_s
-        writes = self._writes(room, chunk, layers, early=True)
-        room.early.outstanding += len(writes)
-        self._early_writes += len(writes)
+        for write in writes:
+            room.early.wrote(write)
         return self._begun(room, writes)
 
     def _chunk(self, view: RoomView, chunk: Chunk, now_s: float) -> list[Instruction]:
@@ -216,18 +230,27 @@ class PrefillRooms:
             return []  # the scheduler had not yet seen the end when it sent this
         early = room.early
         unannounced = early.contradicts(chunk)
-        if early.held or (unannounced and early.outstanding):
+        if early.held or (unannounced and room.writes_early):
             early.held.append(chunk)
             room.moved_s = now_s
             return []
         if problem := chunk_problem(view.state, room.next_page, room.requests, chunk):
             return self._end(view, RoomState.FAILED, problem)
-        writes = self._writes(room, chunk, early.left(chunk), early=False)
+        layers, early_page_layers = early.take(chunk)
+        try:
+            writes = [
+                recipient.write(
+                    view, peer, chunk, span, pages, layers, early_page_layers.get(peer, 0)
+                )
+                for peer, recipient, span, pages in self._parts(room, chunk)
+            ]
+        except ValueError as error:
+            return self._end(view, RoomState.FAILED, _cannot_plan(chunk, error))
         # From here on nothing can raise: what is counted is also written.
         view.exposed = True
         step = Step.LAST_CHUNK if chunk.is_last else Step.CHUNK
         # None of those who asked wants a byte from this rank, or they have all.
-        is_over = chunk.is_last and not writes and not room.outstanding
+        is_over = chunk.is_last and not writes and not room.writes
         if not is_over:
             advance(view, TRANSITIONS_PREFILL, step)
         room.next_page = view.num_pages = chunk.span.stop
@@ -239,27 +262,20 @@ class PrefillRooms:
             begun.append(FellBack(view, "a chunk was sent with other pages than were announced"))
         return begun + self._forget(room, step, Step.QUIET) if is_over else begun
 
-    def _writes(self, room: Room, chunk: Chunk, layers: Layers, *, early: bool) -> list[Write]:
-        writes = []
-        for peer, request in room.requests.items():
-            target = request.target
+    def _parts(self, room: Room, chunk: Chunk) -> Iterator[tuple[str, Recipient, range, int]]:
+        """Who is to have which pages of a chunk (positions in the room), and how many these are."""
+        for peer, recipient in room.recipients.items():
+            target = recipient.request.target
             if target is None:
                 continue
             span = target.share.within(chunk.span, target.num_pages * target.page_span)
             pages = self._count(chunk, span)
             if pages or chunk.is_last:  # the last one carries the seal, with or without pages
-                sent = room.sent.get(peer, Sent()).with_write(0 if early else pages)
-                generation = request.generation
-                writes.append(
-                    Write(
-                        room.view, peer, generation, target, chunk, span, pages, sent, layers, early
-                    )
-                )
-        return writes
+                yield peer, recipient, span, pages
 
     def _begun(self, room: Room, writes: list[Write]) -> list[Instruction]:
-        room.sent |= {write.peer: write.sent for write in writes}
-        room.outstanding += len(writes)
+        room.writes |= {write.key: write for write in writes}
+        self._early_writes += sum(write.early for write in writes)
         return list(writes)
 
     def _count(self, chunk: Chunk, span: range) -> int:
@@ -275,7 +291,7 @@ class PrefillRooms:
         if wait.generation <= self._answered.get((peer, wait.room), -1):
             return []  # a repetition
         room = self._current.get(wait.room)
-        if room is None or room.view.state is not RoomState.OPEN or peer in room.requests:
+        if room is None or room.view.state is not RoomState.OPEN or peer in room.recipients:
             return self._too_late(peer, wait) or self._too_early(peer, wait, now_s)
         abort, _ = room.aborts.pop(peer, (None, 0.0))
         if abort is not None and abort.generation >= wait.generation:
@@ -289,7 +305,7 @@ class PrefillRooms:
         if request.generation <= self._answered.get((peer, request.room), -1):
             return []  # a repetition
         room = self._current.get(request.room)
-        if room is not None and room.view.state is RoomState.OPEN and peer not in room.requests:
+        if room is not None and room.view.state is RoomState.OPEN and peer not in room.recipients:
             return self._meet(room, peer, request, now_s)
         return self._too_late(peer, request) or self._too_early(peer, request, now_s)
 
@@ -314,10 +330,10 @@ class PrefillRooms:
         abort, _ = room.aborts.pop(peer, (None, 0.0))
         if abort is not None and abort.generation >= request.generation:
             return self._end(view, RoomState.ABORTED, peer_gave_up(abort))
-        room.requests[peer] = request
-        if problem := disagreement(room.requests.values()):
+        room.recipients[peer] = Recipient(request, self._plan_of(peer))
+        if problem := disagreement(room.requests):
             return self._end(view, RoomState.FAILED, problem)
-        if len(room.requests) == request.destinations:
+        if len(room.recipients) == request.destinations:
             view.decode_prefix_len = request.decode_prefix_len
             room.moved_s = view.times.met_s = now_s
             advance(view, TRANSITIONS_PREFILL, Step.MET)
@@ -333,9 +349,13 @@ class PrefillRooms:
 
     def _peer_abort(self, peer: str, message: RoomAbort, now_s: float) -> list[Instruction]:
         room = self._current.get(message.room)
-        request = room.requests.get(peer) if room is not None else None
-        if room is not None and request is not None and request.generation == message.generation:
-            del room.requests[peer]  # it knows: no need to tell it
+        recipient = room.recipients.get(peer) if room is not None else None
+        if (
+            room is not None
+            and recipient is not None
+            and recipient.request.generation == message.generation
+        ):
+            del room.recipients[peer]  # it knows: no need to tell it
             return self._end(room.view, RoomState.ABORTED, peer_gave_up(message))
         if room is not None and room.waiting.get(peer) == message.generation:
             del room.waiting[peer]
@@ -344,8 +364,8 @@ class PrefillRooms:
         # had been asked for.
         if 0 < message.generation <= self._answered.get((peer, message.room), -1):
             return []
-        if room is not None and request is None and room.view.state is RoomState.OPEN:
-            if message.refused and not (room.requests or room.waiting):
+        if room is not None and recipient is None and room.view.state is RoomState.OPEN:
+            if message.refused and not (room.recipients or room.waiting):
                 return self._end(room.view, RoomState.ABORTED, peer_gave_up(message))
             room.aborts[peer] = message, now_s
             return []
@@ -357,7 +377,7 @@ class PrefillRooms:
         instructions: list[Instruction] = []
         for room in list(self._rooms.values()):
             waited = room.waiting.pop(peer, None) is not None
-            if room.requests.pop(peer, None) is not None or waited:
+            if room.recipients.pop(peer, None) is not None or waited:
                 instructions += self._end(room.view, RoomState.FAILED, reason)
         return instructions
 
@@ -365,18 +385,21 @@ class PrefillRooms:
 
     def _write_ended(self, ended: WriteEnded, now_s: float) -> list[Instruction]:
         view = ended.view
-        room = self._rooms[view.serial]
-        room.outstanding -= 1
-        room.early.outstanding -= ended.early
-        self._early_writes -= ended.early
-        if min(room.outstanding, room.early.outstanding) < 0:
-            raise RuntimeError(f"room {view.room} ended more writes than it began")
+        room = self._rooms.get(view.serial)
+        write = room.writes.pop((ended.peer, ended.nth), None) if room is not None else None
+        if room is None or write is None:
+            return []  # said before
+        self._early_writes -= write.early
+        if ended.story is not None:
+            room.tell(ended.story)
         instructions: list[Instruction] = []
-        if ended.failure is not None:
+        if ended.failure is None:
+            view.landed_nbytes += write.cache_nbytes
+        else:
             instructions = self._end(view, RoomState.FAILED, ended.failure)
-        if room.outstanding == 0 and view.state in (RoomState.SEALED, RoomState.ENDING):
+        if not room.writes and view.state in (RoomState.SEALED, RoomState.ENDING):
             return instructions + self._forget(room, Step.QUIET)
-        if room.early.outstanding == 0:
+        if room.early.held and not room.writes_early:
             held, room.early.held = room.early.held, []
             for chunk in held:
                 instructions += self._chunk(view, chunk, now_s)
@@ -407,7 +430,7 @@ class PrefillRooms:
         room = self._rooms.get(view.serial)
         if room is None or view.state is RoomState.ENDING:
             return []
-        asked = {peer: request.generation for peer, request in room.requests.items()}
+        asked = {peer: one.request.generation for peer, one in room.recipients.items()}
         instructions: list[Instruction] = [
             Tell(peer, RoomFailed(view.room, generation, f"prefill side: {reason}"))
             for peer, generation in (asked | room.waiting).items()
@@ -416,10 +439,10 @@ class PrefillRooms:
         if len(self._ended) >= ENDED_ROOMS_MAX:
             del self._ended[next(iter(self._ended))]
         self._ended[view.room] = f"prefill side: {reason}"
-        if not room.outstanding:
+        if not room.writes:
             return instructions + self._forget(room, Step.END, Step.QUIET)
         advance(view, TRANSITIONS_PREFILL, Step.END)
-        return [*instructions, CancelWrites(view)]
+        return [*instructions, CancelWrites(view, tuple(room.writes))]
 
     def _forget(self, room: Room, *steps: Step) -> list[Instruction]:
         """The end. The scheduler still has the view; the table needs the room no more."""
@@ -427,4 +450,8 @@ class PrefillRooms:
         del self._rooms[room.view.serial]
         if self._current.get(room.view.room) is room:
             del self._current[room.view.room]
-        return [Over(room.view)]
+        return [Over(room.view, tuple(room.stories))]
+
+
+def _cannot_plan(chunk: Chunk, error: ValueError) -> str:
+    return f"cannot hand over {len(chunk.pages)} pages: {error}"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_mooncake.layout import EVERY_LAYER, Layers
+import te
+from sglang_mooncake.layout import Layers, Seal
 from sglang_mooncake.messages import (
     RoomAbort,
     RoomComputed,
@@ -19,6 +20,7 @@ from sglang_mooncake.messages import (
 )
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
 from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.write_story import WriteStory
 
 __all__ = [
     "Awaited",
@@ -34,9 +36,9 @@ __all__ = [
     "PeerLost",
     "Requested",
     "RoomAborted",
-    "Sent",
     "Tell",
     "Write",
+    "WriteBegan",
     "WriteEnded",
 ]
 
@@ -110,12 +112,26 @@ class RoomAborted:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteEnded:
-    """early: it was a write of some layers, from before its chunk was sent."""
+class WriteBegan:
+    """The engine has a write of this room."""
 
     view: RoomView
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WriteEnded:
+    """The `nth` write to a peer, which may be said more than once.
+
+    failure: why it failed; None if all of it has landed.
+    story: what is told of it; None of one that never began.
+    """
+
+    view: RoomView
+    peer: str
+    nth: int
     failure: str | None
-    early: bool = False
+    story: WriteStory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +151,7 @@ Event = (
     | Awaited
     | Requested
     | RoomAborted
+    | WriteBegan
     | WriteEnded
     | PeerLost
     | Tick
@@ -144,40 +161,40 @@ Event = (
 # --- instructions: what to do about it ---
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """What one target of a room has been sent."""
-
-    writes: int = 0
-    pages: int = 0
-
-    def with_write(self, pages: int) -> Sent:
-        """With one more write, which ends the sending of so many pages."""
-        return Sent(self.writes + 1, self.pages + pages)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Write:
-    """Write a part of one chunk into the target of one request.
+    """Write these blocks into the target of one request; `WriteEnded` follows in any case.
 
-    span: the pages of it, as positions in the room (`Chunk.first` is that of the chunk).
+    nth: write to this peer for this room, counted from 1.
+    first: where its chunk begins (`Chunk.first`).
+    span: the pages of it, as positions in the room.
     pages: how many of these this rank has.
-    sent: what this request has had so far, with this write; with the last chunk that is what the
-        destination must have seen arrive.
     layers: of these pages.
+    page_layers: how many of them that are, each page counted with each of its layers.
     early: the forward that fills the other layers goes on, and the chunk is yet to be sent.
+    blocks: all of it, but for the seal.
+    cache_nbytes: of their bytes those of caches and state, without metadata.
+    seal: the last write of the room carries it, behind all blocks.
     """
 
     view: RoomView
     peer: str
-    generation: int
+    nth: int
     target: Target
-    chunk: Chunk
+    first: int
     span: range
     pages: int
-    sent: Sent
-    layers: Layers = EVERY_LAYER
-    early: bool = False
+    layers: Layers
+    page_layers: int
+    early: bool
+    blocks: te.Blocks
+    cache_nbytes: int
+    seal: Seal | None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Tells it from the other writes of its room."""
+        return self.peer, self.nth
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +214,10 @@ class Met:
 
 @dataclass(frozen=True, slots=True)
 class CancelWrites:
+    """Ask these to stop (`Write.key`); each still ends, asked or not."""
+
     view: RoomView
+    keys: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from sglang_mooncake.context import SettingNames
 from sglang_mooncake.messages import RoomAbort, RoomRequest
 from sglang_mooncake.rooms.layers import EarlyLayers
-from sglang_mooncake.rooms.prefill_events import Sent
+from sglang_mooncake.rooms.prefill_events import Write
+from sglang_mooncake.rooms.recipient import Recipient
 from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.write_story import WRITES_MAX, WriteStory, merged
 
 __all__ = ["ABORT_GRACE_S", "Deadlines", "Room", "abort_of_nobody_else", "overdue", "peer_gave_up"]
 
@@ -20,18 +22,41 @@ ABORT_GRACE_S = 2.0
 
 @dataclass(slots=True, eq=False)
 class Room:
+    """
+    recipients: the peers that have asked.
+    waiting: peers that will ask once the prompt is computed; with which generation.
+    aborts: by peers that have not asked; since when.
+    writes: those under way, by `Write.key`.
+    stories: of writes that have ended.
+    next_page: where the next chunk must begin.
+    moved_s: when its decode ranks had asked, or the latest chunk came.
+    """
+
     view: RoomView
-    requests: dict[str, RoomRequest] = field(default_factory=dict)
-    #: Peers that will ask once the prompt is computed; with which generation.
+    recipients: dict[str, Recipient] = field(default_factory=dict)
     waiting: dict[str, int] = field(default_factory=dict)
     computed_s: float | None = None
-    #: By peers that have not asked; since when.
     aborts: dict[str, tuple[RoomAbort, float]] = field(default_factory=dict)
-    sent: dict[str, Sent] = field(default_factory=dict)  # by peer
-    outstanding: int = 0
-    next_page: int = 0  # where the next chunk must begin
-    moved_s: float = 0.0  # when its decode ranks had asked, or the latest chunk came
+    writes: dict[tuple[str, int], Write] = field(default_factory=dict)
+    stories: list[WriteStory] = field(default_factory=list)
+    next_page: int = 0
+    moved_s: float = 0.0
     early: EarlyLayers = field(default_factory=EarlyLayers)
+
+    @property
+    def requests(self) -> list[RoomRequest]:
+        return [one.request for one in self.recipients.values()]
+
+    @property
+    def writes_early(self) -> bool:
+        """Whether a write of layers is under way that began before its chunk was sent."""
+        return any(write.early for write in self.writes.values())
+
+    def tell(self, story: WriteStory) -> None:
+        """Keeps what is told of a write that has ended; no more of them than `merged` leaves."""
+        self.stories.append(story)
+        if len(self.stories) > 2 * WRITES_MAX:
+            self.stories[:] = merged(self.stories)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +104,7 @@ def peer_gave_up(message: RoomAbort) -> str:
 
 
 def _who_asked(room: Room) -> str:
-    if not room.requests:
+    requests = room.requests
+    if not requests:
         return "no decode rank asked"
-    expected = next(iter(room.requests.values())).destinations
-    return f"{len(room.requests)} of {expected} decode ranks asked"
+    return f"{len(requests)} of {requests[0].destinations} decode ranks asked"

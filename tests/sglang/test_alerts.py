@@ -48,7 +48,7 @@ from sglang_mooncake.refused import RefusedServer
 from sglang_mooncake.rooms.states import RoomState, RoomTimes, RoomView
 from sglang_mooncake.sglang.prometheus import Exporter, HandoverFigures
 from sglang_mooncake.stats import Recorder
-from sglang_mooncake.story import WriteStory
+from sglang_mooncake.rooms.write_story import WriteStory
 from te.stats import FenceStats, Stats
 
 # Each waits for its rule's time, and Prometheus is installed where it is missing.

@@ -12,6 +12,7 @@ from sglang_mooncake.rooms.prefill import (
     Opened,
     PrefillRooms,
     Requested,
+    WriteEnded,
 )
 from sglang_mooncake.rooms.states import RoomState, RoomView
 
@@ -54,3 +55,9 @@ def ready(rooms: PrefillRooms, room: int = 1) -> RoomView:
     rooms.handle(Requested("a", request(room)), 0)
     assert view.state is RoomState.READY
     return view
+
+
+def ended(rooms: PrefillRooms, view: RoomView, failure: str | None = None) -> WriteEnded:
+    """What is said of the oldest write that is under way for a room."""
+    peer, nth = next(iter(rooms._rooms[view.serial].writes))
+    return WriteEnded(view, peer, nth, failure)

@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 from counted_tags import CountedTags
+from plain_plan import places_of, plan_of
 
 from sglang_mooncake.executor import Executor
-from sglang_mooncake.layout import Seal
+from sglang_mooncake.layout import SEAL_BYTES
 from sglang_mooncake.messages import (
     RoomAbort,
     RoomComputed,
@@ -37,6 +38,8 @@ CHUNKS = (
     prefill.Chunk(np.array([1]), 1, 0, 0.0),
 )
 Token = tuple[Any, ...]
+#: Of rooms and recipients.
+DECIDE_NOTHING = {"landed_nbytes", "plan"}
 #: What SGLang's schedulers expect of a room of which they have named or sent no page.
 UNMOVED = {RoomState.OPEN, RoomState.COMPUTING, RoomState.READY} | ENDS - {RoomState.DONE}
 
@@ -85,7 +88,7 @@ class Local:
 
 
 def _frozen(value: Any) -> Any:
-    """A value to compare states by. Sentences, which decide nothing, are all alike."""
+    """A value to compare states by. Sentences and figures, which decide nothing, are all alike."""
     if isinstance(value, str):
         return value if len(value) <= 3 else "…"
     if isinstance(value, dict):
@@ -94,12 +97,15 @@ def _frozen(value: Any) -> Any:
         return tuple(map(_frozen, value))
     if isinstance(value, set | frozenset):
         return frozenset(map(_frozen, value))
+    if isinstance(value, prefill.Write):
+        return value.key, value.early
     if isinstance(value, np.ndarray):
         return tuple(value.tolist())
     if isinstance(value, msgspec.Struct):
         return type(value).__name__, _frozen(msgspec.structs.astuple(value))
     if is_dataclass(value):
-        return tuple(_frozen(getattr(value, field.name)) for field in fields(value))
+        names = [one.name for one in fields(value) if one.name not in DECIDE_NOTHING]
+        return tuple(_frozen(getattr(value, name)) for name in names)
     if isinstance(value, int | float | bytes | range | Enum | None):
         return value
     return _frozen(vars(value))
@@ -231,6 +237,10 @@ def _decode_output(instruction: Any) -> Token | None:
     return None
 
 
+def _plan_of(peer: str) -> Any:
+    return plan_of(peer, LAYERS)
+
+
 def _prefill_event(token: Token, view: RoomView) -> Any:
     match token:
         case ("open",):
@@ -250,8 +260,8 @@ def _prefill_event(token: Token, view: RoomView) -> Any:
             return prefill.Requested(DECODE_RANK, message)
         case ("message", heard):
             return prefill.RoomAborted(DECODE_RANK, heard.message)
-        case ("ended", is_done, early):
-            return prefill.WriteEnded(view, None if is_done else "", early)
+        case ("ended", is_done, nth):
+            return prefill.WriteEnded(view, DECODE_RANK, nth, None if is_done else "")
         case ("lost",):
             return prefill.PeerLost(DECODE_RANK, "")
         case ("tick", _):
@@ -261,16 +271,11 @@ def _prefill_event(token: Token, view: RoomView) -> Any:
 
 def _prefill_output(instruction: Any) -> Token | None:
     match instruction:
-        case prefill.Write(
-            generation=generation, target=target, chunk=chunk, span=span, sent=sent, layers=layers
-        ):
-            seal = None
-            if chunk.is_last:
-                aux = int(target.aux_slot is not None)
-                seal = Seal(generation, sent.writes, sent.pages, 0, 0, aux, 0)
-            known = range(layers.start, min(layers.stop, LAYERS))
-            places = tuple((page, layer) for page in span for layer in known)
-            return "write", target.tag, places, seal, target.seal_slot, instruction.early
+        case prefill.Write() as write:
+            tag, slot = write.target.tag, write.target.seal_slot
+            nbytes = write.blocks.total_nbytes + (SEAL_BYTES if write.seal else 0)
+            places = tuple(places_of(write))
+            return "write", tag, places, nbytes, write.seal, slot, write.nth, write.early
         case prefill.CancelWrites():
             return ("cancel",)
         case prefill.Tell(_, message):
@@ -297,5 +302,6 @@ def decode_automaton(
 
 
 def prefill_automaton(computed_first: bool = False) -> Automaton:
-    local = Local(prefill.PrefillRooms(10.0, 40.0, computed_first), SeenView(ROOM, 0.0, serial=1))
+    rooms = prefill.PrefillRooms(_plan_of, 10.0, 40.0, computed_first)
+    local = Local(rooms, SeenView(ROOM, 0.0, serial=1))
     return Automaton("prefill", local, _prefill_event, _prefill_output, broken)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from rooms_automata import (
@@ -46,7 +46,6 @@ from sglang_mooncake.rooms.states import RoomState, RoomView
 
 __all__ = ["FAULTS", "Found", "Model"]
 
-LAYER_NBYTES, SEAL_NBYTES = 10, 1
 FOREVER_S = 1e9
 NO_SEAL = Seal(0, 0, 0, 0, 0, 0, 0)
 #: What may happen once each, besides delay: to chunks between a prefill scheduler and its loop, to
@@ -146,7 +145,7 @@ class Model:
         if not self._decode_ends(world.table, world.inbox, world.fences):
             return "the decode room never ends"
         for one in world.sources:
-            if not self._prefill_ends(one.table, one.opened, _early(one.transfers)):
+            if not self._prefill_ends(one.table, one.opened, _under_way(one.transfers)):
                 return "a prefill room never ends"
         return None
 
@@ -192,11 +191,15 @@ class Model:
             world = self._to_decode(world, ("tick", FOREVER_S))
         return self.decode.view(world.table).over and not self.decode.rooms(world.table)
 
-    def _prefill_ends_uncached(self, table: int, opened: bool, early: tuple[bool, ...]) -> bool:
+    def _prefill_ends_uncached(self, table: int, opened: bool, under_way: tuple[int, ...]) -> bool:
         """The same for a prefill room: its transfers have outcomes, for the engine bounds them."""
         # Where the clock starts with the computed prompt, its scheduler computes it or gives up.
         computed = [("computed",)] * self._computed_first
-        for token in [*(("ended", False, one) for one in early), *computed, ("tick", FOREVER_S)]:
+        for token in [
+            *(("ended", False, nth) for nth in under_way),
+            *computed,
+            ("tick", FOREVER_S),
+        ]:
             table, _ = self.prefill.step(table, token)
         return not opened or (self.prefill.view(table).over and not self.prefill.rooms(table))
 
@@ -315,7 +318,7 @@ class Model:
         transfer = one.transfers[at]
         others = one.transfers[:at] + one.transfers[at + 1 :]
         gone, name = with_source(world, nth, transfers=others), transfer.places
-        succeeds, fails = (("ended", is_done, transfer.early) for is_done in (True, False))
+        succeeds, fails = (("ended", is_done, transfer.nth) for is_done in (True, False))
         is_open = any(tag == transfer.tag for tag, _, _ in world.tags)
         if transfer.begun or (is_open and self._lands_at_once):
             landed = as_landed(gone, nth, transfer)
@@ -378,12 +381,8 @@ class Model:
         for output in outputs:
             world = self._seen(put(world, nth, one), self.prefill.oddities.get(at))
             match output:
-                case ("write", tag, places, seal, slot, early):
-                    nbytes = LAYER_NBYTES * len(places) + SEAL_NBYTES * (seal is not None)
-                    total, count = one.nbytes + nbytes, one.page_layers + len(places)
-                    sealed = seal and replace(seal, page_layers=count, nbytes=total)
-                    transfers = (*one.transfers, Transfer(tag, places, nbytes, sealed, slot, early))
-                    one = one._replace(transfers=transfers, nbytes=total, page_layers=count)
+                case ("write", *what):
+                    one = one._replace(transfers=(*one.transfers, Transfer(*what)))
                 case ("cancel",):
                     transfers = tuple(each._replace(cancelled=True) for each in one.transfers)
                     one = one._replace(transfers=transfers)
@@ -392,8 +391,8 @@ class Model:
         return self._seen(put(world, nth, one), self.prefill.oddities.get(at))
 
 
-def _early(transfers: tuple[Transfer, ...]) -> tuple[bool, ...]:
-    return tuple(sorted(transfer.early for transfer in transfers))
+def _under_way(transfers: tuple[Transfer, ...]) -> tuple[int, ...]:
+    return tuple(sorted(transfer.nth for transfer in transfers))
 
 
 def _way(came_from: dict[World, tuple[World, str] | None], world: World) -> list[str]:

@@ -27,13 +27,14 @@ Place = tuple[int, int]
 
 
 class Transfer(NamedTuple):
-    """One write of a source. `begun`: some of its bytes may be landing."""
+    """The `nth` write of a source. `begun`: some of its bytes may be landing."""
 
     tag: int
     places: tuple[Place, ...]
     nbytes: int
     seal: Seal | None
     slot: int
+    nth: int
     early: bool
     begun: bool = False
     cancelled: bool = False
@@ -51,8 +52,6 @@ class Source(NamedTuple):
     asked: tuple[Heard, ...] = ()  # messages to it
     told: tuple[Heard, ...] = ()  # messages from it
     transfers: tuple[Transfer, ...] = ()
-    nbytes: int = 0  # payload handed to the engine
-    page_layers: int = 0  # in it
     landed: frozenset[Place] = frozenset()
     link_up: bool = True
     knows_loss: bool = False

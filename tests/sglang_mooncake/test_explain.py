@@ -16,7 +16,8 @@ from sglang_mooncake.explain.questions import RankStories
 from sglang_mooncake.explain.text import as_text, refused_text, size_text, time_text
 from sglang_mooncake.explain.timeline import _ADVICE, ARRIVAL, timelines, verdict
 from sglang_mooncake.refused import RefusedServer
-from sglang_mooncake.story import STAGES, RoomStory, WriteStory
+from sglang_mooncake.rooms.write_story import WriteStory
+from sglang_mooncake.story import STAGES, RoomStory
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = """]]></svg><script>alert("1")</script>&'"""

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from fleet import Model, Ranks, ranks
-from handover import HOST, LAYERS, PAGE_BYTES, Pool, handover, make_context, until
+from handover import HOST, Pool, handover, make_context, until
 
 import te
 from bootstrap_server import Topology
@@ -16,10 +14,11 @@ from bootstrap_server.ranks.matching import ALL_PAGES
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import SEAL_BYTES, Buffers, Plan
 from sglang_mooncake.links.destinations import Destination
-from sglang_mooncake.messages import Target
+from sglang_mooncake.messages import RoomRequest, Target
 from sglang_mooncake.outgoing import SEAL_SLOTS, Outgoing
 from sglang_mooncake.prefill_side import PrefillSide
-from sglang_mooncake.rooms.prefill import Chunk, Sent, Write
+from sglang_mooncake.rooms.prefill import Chunk
+from sglang_mooncake.rooms.recipient import Recipient
 from sglang_mooncake.rooms.states import RoomState, RoomView
 from sglang_mooncake.stats import Recorder
 
@@ -77,10 +76,14 @@ def to(peer):
     return Destination("a", "decode rank", peer, PLAN, PLACE)
 
 
-def write(view):
-    chunk = Chunk(np.array([1]), 0, 0, 0.0)
-    target = Target(1, 1, b"\1\0\0\0", ALL_PAGES, (), 0, 0)
-    return Write(view, "a", 1, target, chunk, range(1), 1, Sent(1, 1))
+def recipient(seal_slot=0):
+    target = Target(1, 1, b"\1\0\0\0", ALL_PAGES, (), 0, seal_slot)
+    return Recipient(RoomRequest(1, 1, 0, 1, target), PLAN)
+
+
+def write(view, to=None, *, last=True):
+    chunk = Chunk(np.array([1]), 0, 0 if last else None, 0.0)
+    return (to or recipient()).write(view, "a", chunk, range(1), 1)
 
 
 def test_a_write_that_cannot_begin_keeps_no_seal_slot(outgoing):
@@ -89,10 +92,10 @@ def test_a_write_that_cannot_begin_keeps_no_seal_slot(outgoing):
         with pytest.raises(MemoryError, match="a bug"):
             outgoing.begin(write(view), to(Peer()))
         assert len(outgoing._free_seals) == SEAL_SLOTS
-    outside = write(view)
-    outside = replace(outside, chunk=replace(outside.chunk, aux_slot=999))
-    with pytest.raises(ValueError, match="prefill metadata slot outside"):
-        outgoing.begin(outside, to(Peer()))
+    with pytest.raises(ValueError, match="seal slot outside"):
+        outgoing.begin(write(view, recipient(seal_slot=999)), to(Peer()))
+    assert len(outgoing._free_seals) == SEAL_SLOTS
+    assert len(outgoing) == 0
 
 
 def test_a_write_of_which_nobody_can_be_told_is_found_by_the_next_tick(outgoing):
@@ -103,39 +106,37 @@ def test_a_write_of_which_nobody_can_be_told_is_found_by_the_next_tick(outgoing)
     (ended,) = outgoing.overlooked()
     outcome = outgoing.outcome(ended)
     assert outcome is not None
-    assert (outcome.view, outcome.failure) == (view, None)
+    assert (outcome.view, outcome.peer, outcome.nth, outcome.failure) == (view, "a", 1, None)
     assert outgoing.overlooked() == []
     assert outgoing.outcome(ended) is None, "said twice"
     assert len(outgoing._free_seals) == SEAL_SLOTS
 
 
-@pytest.mark.parametrize(
-    ("ends", "landed"),
-    [
-        ([te.Status.DONE], 1),
-        ([te.Status.DONE, te.Status.DONE], 2),
-        ([te.Status.FAILED], 0),
-        ([te.Status.CANCELLED, te.Status.DONE], 1),
-    ],
-)
-def test_what_counts_as_sent_has_landed_and_is_of_caches_alone(outgoing, ends, landed):
-    view, transfers = RoomView(1, 0.0), [Transfer(raises={"callback"}) for _ in ends]
-    peer = Peer(*transfers)
-    for transfer, end in zip(transfers, ends, strict=True):
-        outgoing.begin(write(view), to(peer))
+def test_what_counts_as_sent_has_landed(outgoing):
+    view, transfers = RoomView(1, 0.0), [Transfer(raises={"callback"}) for _ in range(3)]
+    ends = [te.Status.CANCELLED, te.Status.DONE, te.Status.FAILED]
+    asked, peer = recipient(), Peer(*transfers)
+    for nth, (transfer, end) in enumerate(zip(transfers, ends, strict=True)):
+        outgoing.begin(write(view, asked, last=nth == 2), to(peer))
         transfer.status = end
-    for ended in outgoing.overlooked():
-        outgoing.outcome(ended)
-    assert view.landed_nbytes == landed * LAYERS * PAGE_BYTES
-    assert outgoing._recorder.snapshot()["bytes"] == landed * transfers[0].nbytes
+    outcomes = [outgoing.outcome(ended) for ended in outgoing.overlooked()]
+    assert [(one.nth, one.failure is None) for one in outcomes] == [
+        (1, False),
+        (2, True),
+        (3, False),
+    ]
+    assert outgoing._recorder.snapshot()["bytes"] == transfers[1].nbytes
 
 
 def test_a_transfer_that_takes_no_cancel_keeps_no_other_from_it(outgoing, caplog):
     view, transfers = RoomView(1, 0.0), (Transfer(), Transfer(raises={"cancel"}), Transfer())
-    peer = Peer(*transfers)
+    peer, asked = Peer(*transfers), recipient()
+    keys = []
     for _ in transfers:
-        outgoing.begin(write(view), to(peer))
-    outgoing.cancel(view)
+        one = write(view, asked)
+        outgoing.begin(one, to(peer))
+        keys.append(one.key)
+    outgoing.cancel(view, [*keys, ("another one", 1)])
     assert [transfer.cancelled for transfer in transfers] == [True, False, True]
     assert "cannot cancel the" in caplog.text
 
@@ -151,7 +152,7 @@ def test_a_bug_in_the_writing_of_a_chunk_ends_the_room_on_both_sides():
         until(lambda: source.over and target.over, "both sides let go of the room")
         for view in (source, target):
             assert view.state is RoomState.FAILED
-            assert "could not hand 1 pages to the engine: TypeError" in (view.reason or "")
+            assert "internal error: TypeError" in (view.reason or "")
         pair.complete(8, [1], [2], aux=0)
 
 
@@ -177,7 +178,7 @@ def test_a_write_that_fails_leaves_the_others_of_its_chunk_to_their_own_end(monk
         assert len(begun) == 2, "the second one was begun all the same"
         side = instance.prefill[coords].side
         assert isinstance(side, PrefillSide)
-        until(lambda: not side._outgoing._rooms, "the room is forgotten, a little after its end")
+        until(lambda: not len(side._outgoing), "its write has ended")
         assert len(side._outgoing._free_seals) == SEAL_SLOTS
         assert len(side._rooms) == 0
 

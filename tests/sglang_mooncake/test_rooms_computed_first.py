@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from counted_tags import CountedTags
 from handover import Pool, handover, until
+from plain_plan import plan_of
 from prefill_rooms import CHUNK_TIMEOUT_S, TIMEOUT_S, chunk, opened, request
 
 from sglang_mooncake.context import PREFILL_COMPLETE
@@ -21,7 +22,7 @@ COMPUTED = [prefill.Tell("a", RoomComputed(1, 7))]
 
 @pytest.fixture
 def rooms() -> prefill.PrefillRooms:
-    return prefill.PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S, computed_first=True)
+    return prefill.PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S, computed_first=True)
 
 
 def test_a_decode_rank_that_waits_is_told_once_the_prompt_is_computed(rooms):

@@ -6,10 +6,20 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from prefill_rooms import CHUNK_TIMEOUT_S, TIMEOUT_S, chunk, nothing_wanted, opened, ready, request
+from plain_plan import AUX_NBYTES, LAYER_NBYTES, LAYERS, plan_of
+from prefill_rooms import (
+    CHUNK_TIMEOUT_S,
+    TIMEOUT_S,
+    chunk,
+    ended,
+    nothing_wanted,
+    opened,
+    ready,
+    request,
+)
 
 from bootstrap_server.ranks.matching import PageShare
-from sglang_mooncake.layout import EVERY_LAYER, layers_from
+from sglang_mooncake.layout import EVERY_LAYER, SEAL_BYTES, layers_from
 from sglang_mooncake.messages import RoomAbort
 from sglang_mooncake.rooms import prefill
 from sglang_mooncake.rooms.layers import ANNOUNCED_MAX
@@ -28,14 +38,13 @@ from sglang_mooncake.rooms.prefill import (
     Requested,
     RoomAborted,
     Write,
-    WriteEnded,
 )
 from sglang_mooncake.rooms.states import RoomState, RoomView
 
 
 @pytest.fixture
 def rooms() -> PrefillRooms:
-    return PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    return PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
 
 
 def filled(view: RoomView, pages: int, below: int, first: int = 0, add: int = 0) -> LayersFilled:
@@ -64,12 +73,14 @@ def test_layers_go_as_they_are_filled_and_the_chunk_brings_the_rest(rooms):
         (range(2, 5), True, 2),
         (layers_from(5), False, 2),
     ]
-    assert [one.chunk.aux_slot for one in writes(said)] == [None, None, 0]
-    assert (said[-1].sent.writes, said[-1].sent.pages) == (3, 2)
+    first, second, last = writes(said)
+    assert first.seal is second.seal is None
+    assert (last.seal.writes, last.seal.pages, last.seal.page_layers) == (3, 2, 2 * LAYERS)
+    assert last.seal.nbytes == 2 * LAYERS * LAYER_NBYTES + AUX_NBYTES + SEAL_BYTES
     assert view.state is RoomState.SEALED
-    for early in (True, True, False):
+    for _ in range(3):
         assert view.state is RoomState.SEALED
-        rooms.handle(WriteEnded(view, None, early), 0)
+        rooms.handle(ended(rooms, view), 0)
     assert view.state is RoomState.DONE
 
 
@@ -89,7 +100,8 @@ def test_each_chunk_of_a_prompt_has_its_own_layers(rooms):
     second = Chunk(np.array([1]), 1, 0, 0.0)
     (last,) = writes(rooms.handle(ChunkSent(view, second), 0))
     assert (first.layers, last.layers) == (layers_from(4), layers_from(2))
-    assert (last.sent.writes, last.sent.pages) == (4, 2)
+    assert first.seal is None
+    assert (last.seal.writes, last.seal.pages, last.seal.page_layers) == (4, 2, 2 * LAYERS)
 
 
 def test_a_chunk_with_other_pages_is_written_whole_once_no_early_write_is_under_way(rooms):
@@ -100,7 +112,7 @@ def test_a_chunk_with_other_pages_is_written_whole_once_no_early_write_is_under_
     assert reasons(rooms.handle(filled(view, 1, 4, first=1), 0)) == [
         "an announced chunk was sent with other pages"
     ]
-    said = rooms.handle(WriteEnded(view, None, early=True), 0)
+    said = rooms.handle(ended(rooms, view), 0)
     assert reasons(said) == ["a chunk was sent with other pages than were announced"]
     whole = [one for one in said if isinstance(one, Write)]
     assert [(one.layers, tuple(one.span)) for one in whole] == [
@@ -109,14 +121,14 @@ def test_a_chunk_with_other_pages_is_written_whole_once_no_early_write_is_under_
     ]
     assert view.state is RoomState.SEALED
     for _ in whole:
-        rooms.handle(WriteEnded(view, None), 0)
+        rooms.handle(ended(rooms, view), 0)
     assert view.state is RoomState.DONE
 
 
 def test_a_chunk_with_other_pages_goes_at_once_when_the_early_writes_have_ended(rooms):
     view = ready(rooms)
     rooms.handle(filled(view, 2, 4, add=7), 0)
-    assert rooms.handle(WriteEnded(view, None, early=True), 0) == []
+    assert rooms.handle(ended(rooms, view), 0) == []
     said = rooms.handle(ChunkSent(view, chunk(2)), 0)
     assert [one.layers for one in said if isinstance(one, Write)] == [EVERY_LAYER]
     assert len(reasons(said)) == 1
@@ -127,8 +139,8 @@ def test_a_chunk_that_covers_two_that_were_announced_is_written_whole(rooms):
     rooms.handle(filled(view, 1, 4), 0)
     rooms.handle(filled(view, 1, 4, first=1, add=1), 0)
     assert rooms.handle(ChunkSent(view, chunk(2)), 0) == []
-    assert rooms.handle(WriteEnded(view, None, early=True), 0) == []
-    (write, _) = rooms.handle(WriteEnded(view, None, early=True), 0)
+    assert rooms.handle(ended(rooms, view), 0) == []
+    (write, _) = rooms.handle(ended(rooms, view), 0)
     assert isinstance(write, Write)
     assert (write.layers, write.pages) == (EVERY_LAYER, 2)
 
@@ -153,11 +165,11 @@ def test_announcements_that_overlap_are_not_both_taken(rooms):
 @pytest.mark.parametrize(
     ("end", "left"),
     [
-        (lambda view: Aborted(view, "the client has gone"), 2),
-        (lambda view: RoomAborted("a", RoomAbort(view.room, 1, "the client has gone")), 2),
-        (lambda view: PeerLost("a", "its link is gone"), 2),
-        (lambda view: Opened(RoomView(view.room, 0.0)), 2),
-        (lambda view: WriteEnded(view, "the peer has gone", early=True), 1),
+        (lambda _, view: Aborted(view, "the client has gone"), 2),
+        (lambda _, view: RoomAborted("a", RoomAbort(view.room, 1, "the client has gone")), 2),
+        (lambda *_: PeerLost("a", "its link is gone"), 2),
+        (lambda _, view: Opened(RoomView(view.room, 0.0)), 2),
+        (lambda rooms, view: ended(rooms, view, "the peer has gone"), 1),
     ],
     ids=["abort", "abort of decode", "lost link", "newer request", "a write that fails"],
 )
@@ -165,14 +177,15 @@ def test_a_room_that_ends_in_the_middle_of_a_forward_waits_for_its_early_writes(
     view = ready(rooms)
     rooms.handle(filled(view, 2, 2), 0)
     rooms.handle(filled(view, 2, 4), 0)
-    said = rooms.handle(end(view), 0)
-    assert CancelWrites(view) in said
+    said = rooms.handle(end(rooms, view), 0)
+    (cancel,) = [one for one in said if isinstance(one, CancelWrites)]
+    assert len(cancel.keys) == left
     assert view.exposed
     assert rooms.handle(filled(view, 2, 6), 0) == []
     assert rooms.handle(ChunkSent(view, chunk(2)), 0) == []
     for nth in range(left):
         assert view.state is RoomState.ENDING
-        said = rooms.handle(WriteEnded(view, "cancelled", early=True), 0)
+        said = rooms.handle(ended(rooms, view, "cancelled"), 0)
         assert (Over(view) in said) == (nth == left - 1)
     assert view.over
 
@@ -182,7 +195,7 @@ def test_a_room_that_ends_while_a_chunk_is_held_never_writes_it(rooms):
     rooms.handle(filled(view, 1, 4, add=7), 0)
     rooms.handle(ChunkSent(view, chunk(2)), 0)
     rooms.handle(Aborted(view, "the client has gone"), 0)
-    assert rooms.handle(WriteEnded(view, "cancelled", early=True), 0) == [Over(view)]
+    assert rooms.handle(ended(rooms, view, "cancelled"), 0) == [Over(view)]
 
 
 def test_every_decode_rank_gets_its_share_and_one_that_wants_nothing_gets_nothing(rooms):
@@ -193,9 +206,9 @@ def test_every_decode_rank_gets_its_share_and_one_that_wants_nothing_gets_nothin
     early = writes(rooms.handle(filled(view, 2, 2), 0))
     assert [(one.peer, tuple(one.span)) for one in early] == [("a", (0,)), ("b", (1,))]
     rest = writes(rooms.handle(ChunkSent(view, chunk(2)), 0))
-    assert [(one.peer, one.layers, one.sent.pages) for one in rest] == [
-        ("a", layers_from(2), 1),
-        ("b", layers_from(2), 1),
+    assert [(one.peer, one.layers, one.seal.page_layers) for one in rest] == [
+        ("a", layers_from(2), LAYERS),
+        ("b", layers_from(2), LAYERS),
     ]
 
 
@@ -238,12 +251,12 @@ def test_early_writes_of_all_rooms_are_bounded(rooms, monkeypatch):
     assert reasons(rooms.handle(filled(view, 2, 3), 0)) == [
         "too many early writes of layers are under way"
     ]
-    rooms.handle(WriteEnded(view, None, early=True), 0)
+    rooms.handle(ended(rooms, view), 0)
     (early,) = writes(rooms.handle(filled(view, 2, 4), 0))
     assert early.layers == range(2, 4), "those that were held back, too"
     (last,) = writes(rooms.handle(ChunkSent(view, chunk(2)), 0))
     assert last.layers == layers_from(4)
-    assert last.sent.writes == 4
+    assert (last.seal.writes, last.seal.page_layers) == (4, 2 * LAYERS)
 
 
 def test_an_announcement_does_not_change_with_the_array_that_made_it(rooms):
@@ -255,8 +268,27 @@ def test_an_announcement_does_not_change_with_the_array_that_made_it(rooms):
     assert last.layers == layers_from(2)
 
 
-def test_an_early_write_beyond_those_that_were_begun_is_a_bug(rooms):
+def test_the_end_of_a_write_that_is_said_twice_counts_once(rooms):
     view = ready(rooms)
-    rooms.handle(ChunkSent(view, chunk(1, last=False)), 0)
-    with pytest.raises(RuntimeError, match="more writes than it began"):
-        rooms.handle(WriteEnded(view, None, early=True), 0)
+    rooms.handle(filled(view, 2, 2), 0)
+    rooms.handle(ChunkSent(view, chunk(2)), 0)
+    said = ended(rooms, view)
+    for _ in range(2):
+        assert rooms.handle(said, 0) == []
+        assert view.state is RoomState.SEALED
+    assert view.landed_nbytes == 2 * 2 * LAYER_NBYTES
+    last = ended(rooms, view)
+    assert rooms.handle(last, 0) == [Over(view)]
+    assert rooms.handle(last, 0) == []
+    assert view.landed_nbytes == 2 * LAYERS * LAYER_NBYTES, "without metadata"
+
+
+def test_pages_that_fit_no_plan_fail_the_room_with_the_reason(rooms):
+    view = ready(rooms)
+    tell, _ = rooms.handle(filled(view, 2, 2, add=-9), 0)
+    assert "cannot hand over 2 pages: page -9" in tell.message.reason
+    other = ready(rooms, room=2)
+    rooms.handle(filled(other, 2, 2), 0)
+    rooms.handle(ended(rooms, other), 0)
+    rooms.handle(ChunkSent(other, Chunk(np.array([-1, 1]), 0, 0, 0.0)), 0)
+    assert [one.state for one in (view, other)] == [RoomState.FAILED] * 2

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import pytest
+from plain_plan import AUX_NBYTES, LAYER_NBYTES, LAYERS, plan_of
 from prefill_rooms import (
     CHUNK_TIMEOUT_S,
     TIMEOUT_S,
     chunk,
+    ended,
     nothing_wanted,
     opened,
     ready,
@@ -15,6 +17,7 @@ from prefill_rooms import (
 )
 
 from bootstrap_server.ranks.matching import PageShare
+from sglang_mooncake.layout import SEAL_BYTES, Seal
 from sglang_mooncake.rooms.prefill import (
     Aborted,
     CancelWrites,
@@ -27,24 +30,32 @@ from sglang_mooncake.rooms.prefill import (
     Tell,
     Tick,
     Write,
-    WriteEnded,
 )
 from sglang_mooncake.rooms.states import RoomState
 
 
 def test_a_room_goes_from_open_to_done():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = ready(rooms)
     assert view.decode_prefix_len == 3
     (first,) = rooms.handle(ChunkSent(view, chunk(1, last=False)), 0)
     (second,) = rooms.handle(ChunkSent(view, chunk(1, first=1)), 0)
     assert isinstance(first, Write)
     assert isinstance(second, Write)
-    assert (first.sent.writes, second.sent.writes) == (1, 2)
+    assert first.seal is None
+    assert second.seal == Seal(
+        generation=1,
+        writes=2,
+        pages=2,
+        page_layers=2 * LAYERS,
+        states=0,
+        aux=1,
+        nbytes=2 * LAYERS * LAYER_NBYTES + AUX_NBYTES + SEAL_BYTES,
+    )
     assert view.state is RoomState.SEALED
-    assert rooms.handle(WriteEnded(view, None), 0) == []
+    assert rooms.handle(ended(rooms, view), 0) == []
     assert view.state is RoomState.SEALED
-    rooms.handle(WriteEnded(view, None), 0)
+    rooms.handle(ended(rooms, view), 0)
     assert view.state is RoomState.DONE
     assert rooms.handle(Closed(view), 0) == []
     assert len(rooms) == 0
@@ -52,7 +63,7 @@ def test_a_room_goes_from_open_to_done():
 
 def test_a_room_that_its_scheduler_lets_go_of_is_aborted_by_its_text_too():
     """By which SGLang's tests know it."""
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     rooms.handle(Closed(view), 0)
     assert view.state is RoomState.ABORTED
@@ -60,7 +71,7 @@ def test_a_room_that_its_scheduler_lets_go_of_is_aborted_by_its_text_too():
 
 
 def test_a_room_with_several_decode_ranks_waits_for_all_and_writes_to_each():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=2)), 0)
     assert view.state is RoomState.OPEN
@@ -70,7 +81,7 @@ def test_a_room_with_several_decode_ranks_waits_for_all_and_writes_to_each():
 
 
 def test_decode_ranks_that_disagree_on_their_number_fail_the_room():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=3)), 0)
     tells = rooms.handle(Requested("b", request(1, destinations=2)), 0)
@@ -80,7 +91,7 @@ def test_decode_ranks_that_disagree_on_their_number_fail_the_room():
 
 
 def test_decode_ranks_that_hold_different_prefixes_fail_the_room():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=2, prefix=0)), 0)
     tells = rooms.handle(Requested("b", request(1, destinations=2, prefix=16)), 0)
@@ -90,7 +101,7 @@ def test_decode_ranks_that_hold_different_prefixes_fail_the_room():
 
 
 def test_a_decode_rank_too_many_is_left_for_the_next_use_of_the_room_number():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     for peer in "ab":
         rooms.handle(Requested(peer, request(1, destinations=2)), 0)
@@ -103,7 +114,7 @@ def test_a_decode_rank_too_many_is_left_for_the_next_use_of_the_room_number():
 
 
 def test_a_rank_that_sends_no_byte_is_done_with_its_last_chunk():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     rooms.handle(Requested("a", nothing_wanted(1)), 0)
     assert view.state is RoomState.READY
@@ -115,7 +126,7 @@ def test_a_rank_that_sends_no_byte_is_done_with_its_last_chunk():
 
 
 def test_a_rank_writes_to_those_alone_who_want_something_of_it():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     rooms.handle(Requested("a", nothing_wanted(1, destinations=2)), 0)
     assert view.state is RoomState.OPEN
@@ -123,24 +134,24 @@ def test_a_rank_writes_to_those_alone_who_want_something_of_it():
     (write,) = rooms.handle(ChunkSent(view, chunk(2)), 0)
     assert isinstance(write, Write)
     assert write.peer == "b"
-    rooms.handle(WriteEnded(view, None), 0)
+    rooms.handle(ended(rooms, view), 0)
     assert view.state is RoomState.DONE
 
 
 def test_a_rank_with_a_share_of_the_pages_writes_these_and_counts_only_its_own_writes():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     rooms.handle(Requested("a", request(1, pages=6, share=PageShare(1, 3))), 0)
     spans = []
     for first, last in ((0, False), (2, False), (4, True)):
         for write in rooms.handle(ChunkSent(view, chunk(2, first, last)), 0):
             assert isinstance(write, Write)
-            spans.append((write.span, write.sent.writes))
-    assert spans == [(range(2, 4), 1), (range(4, 4), 2)], "the last one carries the seal"
+            spans.append((write.span, write.seal and (write.seal.writes, write.seal.pages)))
+    assert spans == [(range(2, 4), None), (range(4, 4), (2, 2))], "the last one carries the seal"
 
 
 def test_a_decode_rank_that_is_lost_fails_the_room_for_the_others_too():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     for peer in "ab":
         rooms.handle(Requested(peer, request(1, destinations=2)), 0)
@@ -148,15 +159,15 @@ def test_a_decode_rank_that_is_lost_fails_the_room_for_the_others_too():
     tell, cancel = rooms.handle(PeerLost("a", "gone"), 0)
     assert isinstance(tell, Tell)
     assert tell.peer == "b"
-    assert cancel == CancelWrites(view)
-    rooms.handle(WriteEnded(view, "cancelled"), 0)
+    assert cancel == CancelWrites(view, (("a", 1), ("b", 1)))
+    rooms.handle(ended(rooms, view, "cancelled"), 0)
     assert view.state is RoomState.ENDING, "one write still reads the pages"
-    rooms.handle(WriteEnded(view, None), 0)
+    rooms.handle(ended(rooms, view), 0)
     assert view.state is RoomState.FAILED
 
 
 def test_a_room_that_some_asked_for_times_out_with_their_number():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=4)), 0)
     (tell, _) = rooms.handle(Tick(), TIMEOUT_S)
@@ -165,29 +176,29 @@ def test_a_room_that_some_asked_for_times_out_with_their_number():
 
 
 def test_an_abort_with_writes_under_way_waits_until_they_have_ended():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = ready(rooms)
     rooms.handle(ChunkSent(view, chunk(2)), 0)
     told = rooms.handle(Aborted(view, "client gone"), 0)
     assert [type(i) for i in told] == [Tell, CancelWrites]
     assert view.state is RoomState.ENDING
-    rooms.handle(WriteEnded(view, "cancelled"), 0)
+    rooms.handle(ended(rooms, view, "cancelled"), 0)
     assert view.state is RoomState.ABORTED
     assert view.reason == "client gone"
 
 
 def test_a_failed_write_fails_the_room_and_tells_the_decode_rank():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = ready(rooms)
     rooms.handle(ChunkSent(view, chunk(2)), 0)
-    (tell, *_) = rooms.handle(WriteEnded(view, "peer frozen"), 0)
+    (tell, *_) = rooms.handle(ended(rooms, view, "peer frozen"), 0)
     assert isinstance(tell, Tell)
     assert tell.message.reason == "prefill side: peer frozen"
     assert view.state is RoomState.FAILED
 
 
 def test_a_lost_peer_fails_its_rooms_and_is_not_told():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view, other = ready(rooms), opened(rooms, 2)
     assert rooms.handle(PeerLost("a", "gone"), 0) == [Over(view)]
     assert view.state is RoomState.FAILED
@@ -195,7 +206,7 @@ def test_a_lost_peer_fails_its_rooms_and_is_not_told():
 
 
 def test_opening_a_room_number_again_supersedes_its_former_use():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     former = ready(rooms)
     again = opened(rooms)
     assert former.state is RoomState.SUPERSEDED
@@ -205,7 +216,7 @@ def test_opening_a_room_number_again_supersedes_its_former_use():
 
 
 def test_a_repeated_request_changes_nothing():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = ready(rooms)
     assert rooms.handle(Requested("a", request(1)), 0) == []
     assert view.state is RoomState.READY
@@ -213,7 +224,7 @@ def test_a_repeated_request_changes_nothing():
 
 @pytest.mark.parametrize("bad", [chunk(3), chunk(1), chunk(3, last=False)], ids=str)
 def test_chunks_that_do_not_fit_the_request_fail_the_room(bad):
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = ready(rooms)
     rooms.handle(ChunkSent(view, bad), 0)
     assert view.state is RoomState.FAILED
@@ -231,7 +242,7 @@ def test_chunks_that_do_not_fit_the_request_fail_the_room(bad):
     ids=["overtakes", "misses a page", "comes twice", "follows the last"],
 )
 def test_a_chunk_that_does_not_follow_the_one_before_fails_the_room_and_all_are_told(chunks):
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = ready(rooms)
     for one in chunks[:-1]:
         rooms.handle(ChunkSent(view, one), 0)
@@ -242,10 +253,10 @@ def test_a_chunk_that_does_not_follow_the_one_before_fails_the_room_and_all_are_
 
 
 def test_a_scheduler_that_sends_nothing_more_ends_the_room():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     idle, started = ready(rooms, 1), ready(rooms, 2)
     rooms.handle(ChunkSent(started, chunk(1, last=False)), 5)
-    rooms.handle(WriteEnded(started, None), 6)
+    rooms.handle(ended(rooms, started), 6)
     rooms.handle(Tick(), CHUNK_TIMEOUT_S)
     assert (idle.state, started.state) == (RoomState.TIMED_OUT, RoomState.SENDING)
     assert "sent nothing after page 0 of room 1" in (idle.reason or "")
@@ -254,7 +265,7 @@ def test_a_scheduler_that_sends_nothing_more_ends_the_room():
 
 
 def test_pages_before_any_request_fail_the_room():
-    rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     view = opened(rooms)
     rooms.handle(ChunkSent(view, chunk(2)), 0)
     assert view.state is RoomState.FAILED

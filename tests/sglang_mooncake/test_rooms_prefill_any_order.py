@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from plain_plan import LAYERS, places_of, plan_of
 from prefill_rooms import (
     CHUNK_TIMEOUT_S,
     TIMEOUT_S,
@@ -19,8 +20,8 @@ from prefill_rooms import (
 )
 
 from bootstrap_server.ranks.matching import ALL_PAGES, PageShare
+from sglang_mooncake.layout import SEAL_BYTES
 from sglang_mooncake.messages import RoomAbort, RoomRequest, RoomWait
-from sglang_mooncake.outgoing import PageLayers
 from sglang_mooncake.rooms.prefill import (
     Aborted,
     Awaited,
@@ -42,26 +43,10 @@ from sglang_mooncake.rooms.prefill import (
 )
 from sglang_mooncake.rooms.states import ENDS, RoomState, RoomView
 
-LAYERS = 4
-
-
-def _known(layers: range) -> range:
-    return range(layers.start, min(layers.stop, LAYERS))
-
-
-def _places(write: Write) -> dict[tuple[int, int], int]:
-    """(position, layer) → page."""
-    pages = write.chunk.pages
-    return {
-        (at, layer): int(pages[at - write.chunk.first])
-        for at in write.span
-        for layer in _known(write.layers)
-    }
-
 
 def _differ(one: Write, other: Write) -> bool:
     """Whether they bring other pages to one place."""
-    mine, theirs = _places(one), _places(other)
+    mine, theirs = places_of(one), places_of(other)
     return any(mine[place] != theirs[place] for place in mine.keys() & theirs.keys())
 
 
@@ -70,13 +55,14 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize(computed_first=st.booleans())
     def start(self, computed_first):
-        self.rooms = PrefillRooms(TIMEOUT_S, CHUNK_TIMEOUT_S, computed_first)
+        self.rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S, computed_first)
         self.now_s = 0.0
         self.views: list[RoomView] = []
         self.outstanding: dict[int, list[Write]] = {}
         #: By room and peer: (position, layer) → the page that was last written there.
         self.written: defaultdict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(dict)
-        self.counted: defaultdict[tuple[int, str], PageLayers] = defaultdict(PageLayers)
+        self.nbytes: Counter[tuple[int, str]] = Counter()
+        self.writes: Counter[tuple[int, str]] = Counter()
         self.ends: dict[int, tuple[RoomState, str | None]] = {}
         self.generation = 0
         self.over: list[RoomView] = []
@@ -89,23 +75,28 @@ class AnyOrder(RuleBasedStateMachine):
             if isinstance(instruction, Over):
                 self.over.append(instruction.view)
             if isinstance(instruction, CancelWrites):
-                assert self.outstanding[instruction.view.serial]
+                under_way = self.outstanding[instruction.view.serial]
+                assert set(instruction.keys) == {write.key for write in under_way}
 
     def write(self, write: Write) -> None:
-        serial, layers = write.view.serial, _known(write.layers)
+        serial = write.view.serial
         under_way = self.outstanding.setdefault(serial, [])
         for other in under_way:
             assert other.peer != write.peer or not _differ(other, write), "they could overtake"
         under_way.append(write)
         which = serial, write.peer
-        self.written[which] |= _places(write)
-        self.counted[which] = self.counted[which].with_write(write, len(layers))
-        if write.chunk.is_last:
+        self.written[which] |= places_of(write)
+        self.nbytes[which] += write.blocks.total_nbytes
+        self.writes[which] += 1
+        assert write.nth == self.writes[which]
+        if write.seal is not None:
             asked = write.target.num_pages
             share = write.target.share.bounds(asked)
             places = {(at, layer) for at in share for layer in range(LAYERS)}
             assert self.written[which].keys() >= places, "sealed with a layer of a page missing"
-            assert self.counted[which].whole == len(share) * LAYERS == write.sent.pages * LAYERS
+            assert (write.seal.writes, write.seal.pages) == (write.nth, len(share))
+            assert write.seal.page_layers == len(places)
+            assert write.seal.nbytes == self.nbytes[which] + SEAL_BYTES
 
     @rule(room=st.integers(1, 3))
     def open(self, room):
@@ -171,7 +162,7 @@ class AnyOrder(RuleBasedStateMachine):
             view = data.draw(st.sampled_from(under_way))
             writes = self.outstanding[view.serial]
             write = writes.pop(data.draw(st.integers(0, len(writes) - 1)))
-            self.do(WriteEnded(view, failure, write.early))
+            self.do(WriteEnded(view, write.peer, write.nth, failure))
 
     @rule(data=st.data(), close=st.booleans())
     def give_up(self, data, close):
@@ -253,7 +244,8 @@ def test_layers_of_one_prompt_in_any_order(steps):
     def end(nth: int) -> None:
         writes = machine.outstanding.get(view.serial)
         if writes:
-            machine.do(WriteEnded(view, None, writes.pop(nth % len(writes)).early))
+            write = writes.pop(nth % len(writes))
+            machine.do(WriteEnded(view, write.peer, write.nth, None))
 
     for step in steps:
         match step:

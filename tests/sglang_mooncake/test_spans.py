@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from test_story import TIMES, prefill, room, write
 
 from sglang_mooncake.rooms.states import ENDS, RoomState, RoomTimes
+from sglang_mooncake.rooms.write_story import SEVERAL, WriteStory
 from sglang_mooncake.spans import span
-from sglang_mooncake.story import SEVERAL, WriteStory, tell
+from sglang_mooncake.story import tell
 
 EPOCH_NS = 1_700_000_000_000_000_000
 S = 1_000_000_000

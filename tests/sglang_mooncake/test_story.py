@@ -9,17 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_mooncake.rooms.states import RoomState, RoomTimes, RoomView
-from sglang_mooncake.story import (
-    SEVERAL,
-    SLOWEST,
-    STAGES,
-    WRITES_MAX,
-    RoomStory,
-    Stories,
-    WriteStory,
-    merged,
-    tell,
-)
+from sglang_mooncake.rooms.write_story import SEVERAL, WRITES_MAX, WriteStory, merged
+from sglang_mooncake.story import SLOWEST, STAGES, RoomStory, Stories, tell
 
 TIMES = st.floats(0.0, 100.0, allow_nan=False)
 
