@@ -46,9 +46,9 @@ from sglang_mooncake.context import Deadlines
 from sglang_mooncake.metrics import METRICS
 from sglang_mooncake.refused import RefusedServer
 from sglang_mooncake.rooms.states import RoomState, RoomTimes, RoomView
+from sglang_mooncake.rooms.write_story import WriteStory
 from sglang_mooncake.sglang.prometheus import Exporter, HandoverFigures
 from sglang_mooncake.stats import Recorder
-from sglang_mooncake.rooms.write_story import WriteStory
 from te.stats import FenceStats, Stats
 
 # Each waits for its rule's time, and Prometheus is installed where it is missing.
