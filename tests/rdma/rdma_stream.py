@@ -129,10 +129,12 @@ class Stream:
     def begin(self, tag: int) -> te.Transfer:
         """A transfer of all pages, in a random order."""
         self._pages = self._random.permutation(PAGES)
-        blocks = te.Blocks.pages(
-            self._source_region.address, self._pages, PAGE,
-            self.target_region.address, self._pages[::-1], PAGE, PAGE,
-        )  # fmt: skip
+        offsets = (self._pages * PAGE).astype(np.uint64)
+        blocks = te.Blocks.of(
+            np.uint64(self._source_region.address) + offsets,
+            np.uint64(self.target_region.address) + offsets[::-1],
+            PAGE,
+        )
         self._target.expect(tag)
         return self.peer.write(blocks, tag=tag)
 
