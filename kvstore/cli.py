@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
@@ -29,24 +28,17 @@ from kvstore.status import QUESTION, StoreStatus, lines, status_of
 from kvstore.store import Store
 from kvstore.values import parse_bytes
 from te import status
+from te.arguments import BAD_USAGE, Parser
 from te.version import version
 
 __all__ = ["main"]
 
-BAD_USAGE = 2
 #: Processes that `top` shows without --all.
 ROWS_MAX = 40
 
 
-class _Parser(argparse.ArgumentParser):
-    """One sentence on an error, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_USAGE, f"{self.prog}: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="kvstore", description="A pool of KV-cache objects for LLM servers.")
+    parser = Parser(prog="kvstore", description="A pool of KV-cache objects for LLM servers.")
     parser.add_argument("--version", action="version", version=f"kvstore {version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser(

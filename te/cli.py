@@ -8,8 +8,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
+from te.arguments import BAD_USAGE, Parser
 from te.doctor import command as doctor
 from te.errors import TopologyError, UsageError
 from te.top import command as top
@@ -18,18 +19,8 @@ from te.version import version
 
 __all__ = ["main"]
 
-BAD_USAGE = 2
-
 CHECKOUT: Final = Path(__file__).parents[1]
 """Where ``te_bench`` stands, which is a tool of the checkout and not released."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """One sentence on an error, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        status: int = self.get_default("bad_usage") or BAD_USAGE
-        self.exit(status, f"{self.prog}: {message}\n")
 
 
 def _bench() -> Any:
@@ -42,7 +33,7 @@ def _bench() -> Any:
 
 
 def _parser(bench: Any) -> argparse.ArgumentParser:
-    parser = _Parser(prog="te", description="Inspect and measure the transfer engine.")
+    parser = Parser(prog="te", description="Inspect and measure the transfer engine.")
     parser.add_argument("--version", action="version", version=f"te {version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     bench_parser = commands.add_parser(

@@ -7,7 +7,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from bootstrap_server import MismatchError
 from bootstrap_server.admission.secret import new_secret
@@ -24,6 +23,7 @@ from sglang_mooncake.sglang.dry_run.flags import (
 from sglang_mooncake.sglang.dry_run.models import KNOWN, ModelError, load_model, one_model
 from sglang_mooncake.sglang.dry_run.pairs import Server, plan_pairs
 from sglang_mooncake.sglang.dry_run.report import Report
+from te.arguments import Parser
 from te.version import version
 
 __all__ = ["main"]
@@ -48,13 +48,6 @@ only its owner may read. Give the same file to all servers (SGLANG_MOONCAKE_SECR
 
   sglang-mooncake secret --file /etc/sglang-mooncake.secret
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    """One sentence on an error, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_REFUSED, f"{self.prog}: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,6 +78,10 @@ def _secret(path: str | None) -> int:
     except ValueError as error:
         sys.stderr.write(f"sglang-mooncake secret: {error}\n")
         return EXIT_REFUSED
+    sys.stdout.write(
+        f"{path} has a new secret, which only its owner may read. Copy the file to all servers, and"
+        f" name it in their environment: SGLANG_MOONCAKE_SECRET_FILE={path}\n"
+    )
     return 0
 
 
@@ -130,7 +127,7 @@ def _flags(option: str, text: str) -> ServerFlags:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="sglang-mooncake", description="KV-cache hand-over between servers.")
+    parser = Parser(prog="sglang-mooncake", description="KV-cache hand-over between servers.")
     parser.add_argument("--version", action="version", version=f"sglang-mooncake {version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser(
