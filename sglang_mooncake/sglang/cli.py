@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 
@@ -17,10 +18,12 @@ from sglang_mooncake.sglang.dry_run.flags import (
     FlagError,
     ServerFlags,
     check_page_sizes,
+    check_release,
     check_roles,
     parse_flags,
 )
 from sglang_mooncake.sglang.dry_run.models import KNOWN, ModelError, load_model, one_model
+from sglang_mooncake.sglang.dry_run.options import installed_release
 from sglang_mooncake.sglang.dry_run.pairs import Server, plan_pairs
 from sglang_mooncake.sglang.dry_run.report import Report
 from te.arguments import Parser
@@ -33,6 +36,7 @@ EXIT_REFUSED = 2
 PAGE_SIZE = 64
 #: One NIC of today's GPU servers per GPU.
 RAIL_GBIT = 400.0
+_RELEASE = re.compile(r"\d+\.\d+\.\d+[a-z0-9.]*")
 
 _PLAN = """\
 Shows which prefill rank would send what to which decode rank, in how many bytes and pieces, without
@@ -101,6 +105,10 @@ def _plan(parsed: argparse.Namespace) -> Report:
     if decode.kv_cache_sharding:
         raise FlagError("--decode: --enable-kv-cache-sharding is for prefill servers alone")
     check_roles(prefill, decode)
+    release = parsed.sglang or installed_release()
+    if release is not None:
+        check_release("prefill", prefill, release)
+        check_release("decode", decode, release)
     if parsed.page_size is None:
         check_page_sizes(prefill, decode)
     model = parsed.model or one_model(prefill.model, decode.model)
@@ -146,6 +154,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--decode", required=True, metavar="FLAGS", help="decode's, likewise")
     add(
+        "--sglang",
+        type=_release,
+        metavar="RELEASE",
+        help="of both servers, such as 0.5.21: modes that it does not have are refused (the "
+        "installed one, if there is one)",
+    )
+    add(
         "--page-size",
         type=_positive,
         metavar="N",
@@ -186,6 +201,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     configuring.add_arguments(config)
     return parser
+
+
+def _release(text: str) -> str:
+    if not _RELEASE.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no release of SGLang, such as 0.5.21")
+    return text
 
 
 def _positive(text: str) -> int:

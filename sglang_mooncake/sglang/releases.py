@@ -7,17 +7,32 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Collection
 from typing import Final
 
 from sglang_mooncake.release_numbers import numbers_of, text_of
 
-__all__ = ["NEWEST_TESTED", "OLDEST", "SERVED", "Mode", "lacking", "too_old", "untested"]
+__all__ = [
+    "MODELLESS_DRAFTS",
+    "NEWEST_TESTED",
+    "OLDEST",
+    "SERVED",
+    "Mode",
+    "first_lacking",
+    "lacking",
+    "too_old",
+    "untested",
+]
 
 #: Those with which the demo has run, rising.
 SERVED: Final = ((0, 5, 18), (0, 5, 19), (0, 5, 20), (0, 5, 21), (0, 5, 22), (0, 5, 23))
 OLDEST: Final = SERVED[0]
 NEWEST_TESTED: Final = SERVED[-1]
 _NUMBERS = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
+
+
+#: Values of --speculative-algorithm with which no draft model runs.
+MODELLESS_DRAFTS: Final = (None, "NGRAM")
 
 
 class Mode(enum.Enum):
@@ -85,3 +100,10 @@ def lacking(mode: Mode, version: str) -> str | None:
         f"sglang-mooncake serves {what} with SGLang {text_of(first)} or newer, and SGLang "
         f"{version} is installed ({reason}): upgrade SGLang, or do without"
     )
+
+
+def first_lacking(modes: Collection[Mode], version: str) -> str | None:
+    """Of the modes that a server runs in the first one that this release does not have, in the
+    sentence of `lacking`; None if it has all of them."""
+    said = (lacking(mode, version) for mode in Mode if mode in modes)
+    return next((sentence for sentence in said if sentence is not None), None)

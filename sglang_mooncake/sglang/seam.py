@@ -56,7 +56,7 @@ from sglang_mooncake.sglang.differences import (
 )
 from sglang_mooncake.sglang.pools.kv_args import Heads, KVArgsLike
 from sglang_mooncake.sglang.pools.states import state_names
-from sglang_mooncake.sglang.releases import Mode, lacking
+from sglang_mooncake.sglang.releases import MODELLESS_DRAFTS, Mode, first_lacking
 from sglang_mooncake.sglang.supported import Modes, refusal
 
 __all__ = [
@@ -338,15 +338,14 @@ def _lacking(kv_args: KVArgsLike, modes: Modes) -> str | None:
     """The first mode that this server runs in and that its release does not have, in a sentence."""
     compressed = bool(kv_args.mla_compression_ratios) or "c128_state" in modes.states
     on = {
-        Mode.DRAFTS: get_spec().speculative_algorithm not in (None, "NGRAM"),
+        Mode.DRAFTS: get_spec().speculative_algorithm not in MODELLESS_DRAFTS,
         Mode.DEEPSEEK_V4: compressed,
         Mode.DCP: modes.dcp_size > 1,
         Mode.SHARDING: modes.kv_cache_sharding,
         Mode.GROUP_SHARING: modes.cp_tp_group_sharing,
         Mode.HISPARSE: bool(get_memory().enable_hisparse),
     }
-    said = (lacking(mode, __version__) for mode, is_on in on.items() if is_on)
-    return next((sentence for sentence in said if sentence is not None), None)
+    return first_lacking({mode for mode, is_on in on.items() if is_on}, __version__)
 
 
 class StageBoard:

@@ -327,7 +327,9 @@ def test_impossible_pairs_end_with_status_2_and_one_sentence(arguments, parts, c
         assert part in captured.err
 
 
-@pytest.mark.parametrize("option", [["--rail-gbit", "0"], ["--page-size", "x"], ["--what"]])
+@pytest.mark.parametrize(
+    "option", [["--rail-gbit", "0"], ["--page-size", "x"], ["--sglang", "new"], ["--what"]]
+)
 def test_bad_options_end_with_status_2_and_one_sentence(option, capsys):
     with pytest.raises(SystemExit) as ended:
         main([*ISSUE, *option])

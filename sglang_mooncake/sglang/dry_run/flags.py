@@ -12,8 +12,16 @@ from typing import NoReturn
 from bootstrap_server import Topology
 from sglang_mooncake.context import PREFILL_COMPLETE
 from sglang_mooncake.sglang.dry_run.options import Options, ServerOptions, server_options
+from sglang_mooncake.sglang.releases import MODELLESS_DRAFTS, Mode, first_lacking, too_old
 
-__all__ = ["FlagError", "ServerFlags", "check_page_sizes", "check_roles", "parse_flags"]
+__all__ = [
+    "FlagError",
+    "ServerFlags",
+    "check_page_sizes",
+    "check_release",
+    "check_roles",
+    "parse_flags",
+]
 
 
 class FlagError(ValueError):
@@ -36,6 +44,8 @@ class ServerFlags:
     backend: str | None = None
     #: Of the weights; that of the KV cache, too, unless kv_cache_dtype is another one.
     dtype: str | None = None
+    #: What some releases of SGLang do not have, as far as flags tell it.
+    modes: frozenset[Mode] = frozenset()
 
 
 #: Word of the short form → SGLang's flags for it (sglang/srt/arg_groups/fields/parallel.py).
@@ -53,6 +63,8 @@ _FLAGS: dict[str, tuple[str, ...]] = {
 }
 #: The backend that this package serves.
 BACKEND = "mooncake"
+#: In SGLang's flag for the configuration of its linker, where that is the store's.
+_OUR_LINKER = "sglang_mooncake.sglang.store.linker"
 _PASSED_OVER = "passed over"
 _POLICIES = ("early", PREFILL_COMPLETE)
 
@@ -75,6 +87,8 @@ def parse_flags(text: str) -> ServerFlags:
     model, dtype = given.pop("model", None), given.pop("dtype", None)
     mode, backend = given.pop("mode", None), given.pop("backend", None)
     weights_dtype = given.pop("weights_dtype", None)
+    drafts, linker = given.pop("drafts", None), given.pop("linker", None)
+    has_hisparse = given.pop("hisparse", None) is not None
     policy = given.pop("policy", None) or "early"
     if policy not in _POLICIES:
         raise FlagError(f"policy={policy} ({_FLAGS['policy'][0]}): {' or '.join(_POLICIES)}")
@@ -82,6 +96,13 @@ def parse_flags(text: str) -> ServerFlags:
     sizes = {name: _size(name, value) for name, value in given.items() if value is not None}
     page_size = sizes.pop("page", None)
     topology = _topology(sizes)
+    on = {
+        Mode.DRAFTS: drafts not in MODELLESS_DRAFTS,
+        Mode.LINKER: _OUR_LINKER in (linker or ""),
+        Mode.DCP: sizes.get("dcp", 1) > 1,
+        Mode.SHARDING: sharded == "1",
+        Mode.HISPARSE: has_hisparse,
+    }
     flags = ServerFlags(
         topology,
         sizes.get("ep", 1),
@@ -94,6 +115,7 @@ def parse_flags(text: str) -> ServerFlags:
         mode,
         backend,
         weights_dtype,
+        frozenset(mode for mode, is_on in on.items() if is_on),
     )
     _check(flags)
     return flags
@@ -109,6 +131,14 @@ def check_roles(prefill: ServerFlags, decode: ServerFlags) -> None:
                 f"--{role}: this command line has --disaggregation-transfer-backend "
                 f"{flags.backend}; both servers need {BACKEND}"
             )
+
+
+def check_release(role: str, flags: ServerFlags, version: str) -> None:
+    """Raises FlagError, with the sentence that ends such a server, if this release of SGLang is too
+    old, or has not got a mode that the flags ask for."""
+    problem = too_old(version) or first_lacking(flags.modes, version)
+    if problem is not None:
+        raise FlagError(f"--{role}: {problem}")
 
 
 def check_page_sizes(prefill: ServerFlags, decode: ServerFlags) -> None:
@@ -203,6 +233,9 @@ def _parser(options: ServerOptions) -> _Parser:
     parser.add_argument("--disaggregation-mode", dest="mode")
     parser.add_argument("--disaggregation-transfer-backend", dest="backend")
     parser.add_argument("--enable-dp-attention", action="store_true")
+    parser.add_argument("--speculative-algorithm", dest="drafts")
+    parser.add_argument("--unified-cache-external-linker-config", dest="linker")
+    parser.add_argument("--enable-hisparse", dest="hisparse", action="store_const", const="1")
     parser.add_argument(
         "--enable-kv-cache-sharding", dest="sharded", action="store_const", const="1"
     )

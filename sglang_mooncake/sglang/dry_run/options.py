@@ -6,12 +6,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import io
 import warnings
 from dataclasses import dataclass
 
-__all__ = ["OPTIONS", "RELEASE", "Options", "ServerOptions", "server_options"]
+__all__ = [
+    "OPTIONS",
+    "RELEASE",
+    "Options",
+    "ServerOptions",
+    "installed_release",
+    "server_options",
+]
 
 #: Whose options `OPTIONS` are; tests/sglang/test_docs_servers.py holds them to that release.
 RELEASE = "0.5.23"
@@ -30,6 +38,16 @@ class Options(argparse.ArgumentParser):
 
     def names(self) -> frozenset[str]:
         return frozenset(self._option_string_actions)
+
+
+def installed_release() -> str | None:
+    """Of the SGLang that is installed here; None where there is none, or one without a number."""
+    if importlib.util.find_spec("sglang") is None:
+        return None
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @functools.cache  # An SGLang that cannot be read is not tried again: that takes seconds.
