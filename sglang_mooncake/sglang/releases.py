@@ -53,8 +53,8 @@ class Mode(enum.Enum):
     )
     LAYERWISE = (
         "layer by layer",
-        (0, 5, 22),
-        "an older one counts the tokens of a chunk otherwise",
+        (0, 5, 23),
+        "an older one begins loads from HiCache elsewhere",
     )
     LINKER = ("the store's linker", (0, 5, 22), "an older one has no LayerWiseLoadCounter")
     DCP = ("--dcp-size above 1", (0, 5, 23), "nobody has tried it with an older one")

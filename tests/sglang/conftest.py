@@ -8,7 +8,9 @@ import importlib.util
 import os
 import runpy
 import sys
+from pathlib import Path
 
+import pytest
 from cpu_serving.servers import SHIM
 
 # Before any test module imports SGLang, and inherited by processes that tests start.
@@ -25,6 +27,15 @@ NEED_TORCH = [
     "test_page_numbers.py",
 ]
 collect_ignore = [] if importlib.util.find_spec("torch") else NEED_TORCH
+
+
+@pytest.fixture(scope="module")
+def srt() -> Path:
+    """SGLang's own folder of modules."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None, "SGLang is not installed: run scripts/setup serving"
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "srt"
 
 
 def pytest_unconfigure() -> None:
