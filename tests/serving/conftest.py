@@ -17,7 +17,17 @@ from patient import PATIENT, patient
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """For `scripts/sglang-releases`."""
-    parser.addoption("--sglang-release", help="of test_serving_releases.py: this release alone")
+    about = "of test_serving_releases.py: this release alone, and all that is known to be tried"
+    parser.addoption("--sglang-release", help=about)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--sglang-release"):
+        return
+    left_out = {item for item in items if item.get_closest_marker("in_full")}
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import aiohttp
@@ -14,16 +13,17 @@ from cpu_serving.expectations import Reference, Serving
 from cpu_serving.model import make_model
 from cpu_serving.nursery import Nursery
 from cpu_serving.pools import leaked_pages
-from cpu_serving.servers import HOST, Fleet, Pair, ServerOptions
-from cpu_serving.traffic import Answer, Request, make_requests, run, send
+from cpu_serving.servers import Fleet, Pair, ServerOptions
+from cpu_serving.traffic import Answer, make_requests, run, send
 from cpu_serving.waiting import all_wait
+from direct import in_a_room
+from interrupting import assert_failed_in_time, interrupted
 from patient import patient
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
 BOUND_S = 180.0
 LONG_PROMPT = (7,) * 3_000
-rooms = itertools.count(1 << 41)
 
 
 @pytest.fixture(scope="module")
@@ -40,41 +40,15 @@ def pair(fleet: Fleet) -> Pair:
     return pair
 
 
-def addressed(pair: Pair, request: Request) -> Request:
-    where = {"bootstrap_host": HOST, "bootstrap_port": pair.prefill.bootstrap_port}
-    return replace(request, fields={**where, "bootstrap_room": next(rooms)})
-
-
-async def interrupted(
-    pair: Pair, interrupt: Callable[[], None], seed: int, session: aiohttp.ClientSession
-) -> list[Answer]:
-    """Requests of which some wait at the decode server for a prefill that never gets them, while
-    others are on their way through the router; then `interrupt` happens to the prefill server."""
-    waiting = [addressed(pair, request) for request in make_requests(6, 300, seed=seed)]
-    sent = await all_wait(session, pair.decode, waiting, BOUND_S)
-    moving = make_requests(24, 1500, seed=seed + 1)
-    sent += [asyncio.create_task(send(session, pair.router.url, request)) for request in moving]
-    await asyncio.wait(sent, return_when=asyncio.FIRST_COMPLETED)
-    await asyncio.to_thread(interrupt)
-    return await asyncio.gather(*sent)
-
-
 async def left_alone(pair: Pair, seed: int, session: aiohttp.ClientSession) -> list[Answer]:
     """More requests than the decode server has memory for wait there, so that most of them have
     named no pages; then the prefill server dies."""
     long = (replace(one, input_ids=LONG_PROMPT) for one in make_requests(50, 300, seed=seed))
     sent = await all_wait(
-        session, pair.decode, [addressed(pair, request) for request in long], BOUND_S
+        session, pair.decode, [in_a_room(pair.prefill, request) for request in long], BOUND_S
     )
     await asyncio.to_thread(pair.prefill.process.kill)
     return await asyncio.gather(*sent)
-
-
-def assert_failed_in_time(answers: list[Answer]) -> None:
-    """Each waiting request failed, and no client had to give up on any."""
-    assert all(answer.error for answer in answers[:6])
-    late = [answer.error for answer in answers if answer.error and "TimeoutError" in answer.error]
-    assert not late
 
 
 def test_prefill_frozen_and_thawed(pair: Pair, reference: Reference) -> None:
@@ -83,7 +57,7 @@ def test_prefill_frozen_and_thawed(pair: Pair, reference: Reference) -> None:
     serving.assert_equal(make_requests(8, 300, seed=41))
 
     async def job(session: aiohttp.ClientSession) -> list[Answer]:
-        waiting = [addressed(pair, request) for request in make_requests(6, 300, seed=42)]
+        waiting = [in_a_room(pair.prefill, request) for request in make_requests(6, 300, seed=42)]
         pair.prefill.process.freeze()
         return await asyncio.gather(*(send(session, pair.decode.url, r) for r in waiting))
 
