@@ -16,6 +16,7 @@ __all__ = [
     "check_server",
     "computed_by",
     "heads_of_rank",
+    "refuse_caches",
     "refuse_hashes",
     "refuse_sleep",
     "refuse_split",
@@ -27,6 +28,9 @@ __all__ = [
 _CHANGES_VALUES: Final = ("dtype", "quantization", "hf_overrides", "model_impl")
 #: Load formats that read safetensors files and change nothing.
 LOAD_FORMATS: Final = ("auto", "hf", "safetensors")
+#: vLLM's classes of caches that keep each block of a request until that ends. From others (sliding
+#: windows, states) it takes blocks away while the request runs, and gives them to another one.
+KEEPS_BLOCKS: Final = ("FullAttentionSpec", "MLAAttentionSpec")
 #: Quantisations whose values follow from the files and the flag.
 QUANTIZATIONS: Final = (
     None,
@@ -52,11 +56,7 @@ def check_server(config: Any, caches: Any) -> None:
     """
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     refuse_split(parallel)
-    if len(caches.kv_cache_groups) != 1:
-        raise ValueError(
-            f"this model has {len(caches.kv_cache_groups)} groups of KV caches, with sliding"
-            " windows or states; the store holds pages of full attention alone"
-        )
+    refuse_caches(caches, "the store holds pages of full attention alone")
     if config.speculative_config is not None:
         raise ValueError(
             "with --speculative-config pages may hold tokens that are rejected later, and the store"
@@ -80,6 +80,30 @@ def check_server(config: Any, caches: Any) -> None:
         )
     refuse_hashes(config)
     refuse_sleep(config)
+
+
+def refuse_caches(caches: Any, served: str) -> None:
+    """``ValueError`` unless vLLM keeps all blocks of a request until that ends, in one table of
+    blocks for all layers.
+
+    caches: vLLM's ``KVCacheConfig``.
+    served: the end of the sentence.
+    """
+    groups = caches.kv_cache_groups
+    if len(groups) != 1:
+        raise ValueError(
+            f"this model has {len(groups)} groups of KV caches, with sliding windows or states;"
+            f" {served}. With --disable-hybrid-kv-cache-manager vLLM keeps windows as if they were"
+            " full attention, where other layers have that"
+        )
+    spec = groups[0].kv_cache_spec
+    layers = getattr(spec, "kv_cache_specs", {"": spec}).values()
+    others = sorted({type(one).__name__ for one in layers} - set(KEEPS_BLOCKS))
+    if others:
+        raise ValueError(
+            f"this model's KV caches are of vLLM's kind {', '.join(others)}, which gives blocks"
+            f" back while their request runs; {served}"
+        )
 
 
 def refuse_hashes(config: Any) -> None:

@@ -16,6 +16,7 @@ from sglang_mooncake.messages import PROTOCOL_VERSION
 from sglang_mooncake.vllm.facts import (
     block_tokens,
     computed_by,
+    refuse_caches,
     refuse_hashes,
     refuse_sleep,
     refuse_split,
@@ -77,15 +78,16 @@ def check_pair_server(config: Any, caches: Any) -> None:
             f"--data-parallel-size {size} is not supported between prefill and decode: give 1, and"
             " start more servers instead"
         )
-    if len(caches.kv_cache_groups) != 1:
-        raise ValueError(
-            f"this model has {len(caches.kv_cache_groups)} groups of KV caches, with sliding"
-            " windows or states; blocks of full attention alone can be handed over"
-        )
+    refuse_caches(caches, "blocks of full attention alone can be handed over")
     if config.speculative_config is not None:
         raise ValueError(
             "with --speculative-config the draft model's cache would have to be handed over, too,"
             " and is not: leave it out"
+        )
+    if config.weight_transfer_config is not None:
+        raise ValueError(
+            "the hand-over does not see when weights are updated, and the decode server would go on"
+            " with a prompt of the former ones: leave --weight-transfer-config or the connector out"
         )
     refuse_hashes(config)
     refuse_sleep(config)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from cpu_serving.model import make_model
-from vllm_makers import server
+from vllm_makers import caches, mixed_caches, server
 
 from sglang_mooncake.vllm.facts import check_server, heads_of_rank, signature_of
 from sglang_mooncake.vllm.page_map import CacheTensor, PageMap
 
-GROUPS = SimpleNamespace(kv_cache_groups=["full attention"])
+GROUPS = caches("FullAttentionSpec")
 PAGES = PageMap([CacheTensor(4096, (8, 2, 32, 64), (4096, 2048, 64, 1), 4)], 8)
 
 
@@ -47,8 +47,21 @@ def test_a_server_that_could_take_wrong_pages_is_refused(
 
 
 def test_a_model_with_several_caches_is_refused() -> None:
-    with pytest.raises(ValueError, match="this model has 2 groups of KV caches"):
-        check_server(server(), SimpleNamespace(kv_cache_groups=["full", "window"]))
+    several = caches("FullAttentionSpec", "SlidingWindowSpec")
+    with pytest.raises(ValueError, match="this model has 2 groups of KV caches") as refused:
+        check_server(server(), several)
+    assert "With --disable-hybrid-kv-cache-manager vLLM keeps windows" in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["SlidingWindowSpec", "RSWASpec", "MambaSpec", "Another"])
+def test_a_model_whose_blocks_go_before_its_request_is_refused(kind: str) -> None:
+    for one in (caches(kind), mixed_caches("FullAttentionSpec", kind)):
+        with pytest.raises(ValueError, match=f"vLLM's kind {kind}, which gives blocks back"):
+            check_server(server(), one)
+
+
+def test_layers_of_several_sizes_are_no_several_caches() -> None:
+    check_server(server(), mixed_caches("FullAttentionSpec", "MLAAttentionSpec"))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pd_makers import BLOCK_BYTES, HOST, Cache, options
-from vllm_makers import server
+from vllm_makers import caches, mixed_caches, server
 
 from bootstrap_server.admission.secret_file import write_secret_file
 from sglang_mooncake.layout import ALONE, Plan
@@ -27,7 +27,7 @@ from sglang_mooncake.vllm.pd_rank import (
     server_facts,
 )
 
-GROUPS = SimpleNamespace(kv_cache_groups=["full attention"])
+GROUPS = caches("FullAttentionSpec")
 TWO_RANKS: dict[str, Any] = {"parallel_config__tensor_parallel_size": 2}
 
 
@@ -50,6 +50,7 @@ def test_a_server_of_either_role_is_served(said: str, role: str) -> None:
         ({"parallel_config__pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not"),
         ({"model_config__enable_sleep_mode": True}, "--enable-sleep-mode is not supported"),
         ({"speculative_config": object()}, "with --speculative-config the draft model's cache"),
+        ({"weight_transfer_config": object()}, "leave --weight-transfer-config or the connector"),
         ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "use sha256 or sha256_cbor"),
     ],
 )
@@ -59,8 +60,21 @@ def test_a_server_that_cannot_hand_over_is_refused(changed: dict[str, Any], sent
 
 
 def test_a_model_with_several_caches_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 groups of KV caches"):
-        check_pair_server(of_pair(), SimpleNamespace(kv_cache_groups=["full", "window"]))
+    several = caches("FullAttentionSpec", "SlidingWindowSpec")
+    with pytest.raises(ValueError, match="this model has 2 groups of KV caches") as refused:
+        check_pair_server(of_pair(), several)
+    assert "With --disable-hybrid-kv-cache-manager vLLM keeps windows" in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["SlidingWindowSpec", "RSWASpec", "MambaSpec", "Another"])
+def test_a_model_whose_blocks_go_before_its_request_is_refused(kind: str) -> None:
+    for one in (caches(kind), mixed_caches("FullAttentionSpec", kind)):
+        with pytest.raises(ValueError, match=f"vLLM's kind {kind}, which gives blocks back"):
+            check_pair_server(of_pair(), one)
+
+
+def test_layers_of_several_sizes_are_no_several_caches() -> None:
+    check_pair_server(of_pair(), mixed_caches("FullAttentionSpec", "MLAAttentionSpec"))
 
 
 @pytest.mark.parametrize(

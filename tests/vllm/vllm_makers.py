@@ -89,6 +89,25 @@ def server(model: str | Path = "m", **changed: Any) -> Any:
     return config
 
 
+def caches(*kinds: str) -> Any:
+    """As much of a ``KVCacheConfig``: a group for each of these classes of vLLM."""
+    return SimpleNamespace(kv_cache_groups=[_group(_spec(kind)) for kind in kinds])
+
+
+def mixed_caches(*kinds: str) -> Any:
+    """One group, whose layers have caches of these classes."""
+    specs = {str(at): _spec(kind) for at, kind in enumerate(kinds)}
+    return SimpleNamespace(kv_cache_groups=[_group(SimpleNamespace(kv_cache_specs=specs))])
+
+
+def _spec(kind: str) -> Any:
+    return type(kind, (), {})()
+
+
+def _group(spec: Any) -> Any:
+    return SimpleNamespace(kv_cache_spec=spec)
+
+
 class Rank:
     """A worker with a KV cache of its own: shape (layers, blocks, bytes)."""
 
