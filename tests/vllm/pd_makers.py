@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -93,6 +93,8 @@ class Pair:
     loaded: set[str] = field(default_factory=set)
     released: set[str] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
+    #: Has the prefill server start anew, behind the same address.
+    restart: Callable[[], None] = lambda: None
     _named: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property
@@ -162,6 +164,11 @@ class Pair:
             np.testing.assert_array_equal(target.bytes, expected[:, :, heads])
 
 
+def reasons(rank: Any) -> str:
+    """Why rooms of a rank have failed."""
+    return " ".join(one.reason for one in rank._side._recorder.failures.last())
+
+
 def options(**given: Any) -> PdOptions:
     return PdOptions.of({"host": HOST, "registry_port": 0, "link_timeout_s": TIMEOUT_S, **given})
 
@@ -192,16 +199,8 @@ def pair(
     here, there = options(**(prefill or {})), options(**(decode or {}))
     senders, takers = prefill_server or server(), decode_server or server()
     with ExitStack() as stack:
-        prefills: list[PrefillRank] = []
-        for place in _places(senders):
-            cache = source.part(heads_of(senders, place))
-            one = PrefillRank(senders, here, HOST, cache.tensors(), "K", cache.memory(), place)
-            stack.callback(one.close)
-            stack.callback(cache.memory)  # it lives until then
-            prefills.append(one)
-        records = [one.record for one in prefills if one.record is not None]
-        registration = Registration(here, HOST, records)
-        stack.callback(registration.close)
+        ports = stack.enter_context(ExitStack())
+        prefills, registration = _start_prefill(ports, senders, here, source)
         decodes, targets, heads = [], [], []
         for place in _places(takers):
             heads.append(heads_of(takers, place))
@@ -209,7 +208,32 @@ def pair(
             tensors, memory = targets[-1].tensors(), targets[-1].memory()
             decodes.append(DecodeRank(takers, there, HOST, tensors, kernel, memory, place))
             stack.callback(decodes[-1].close)
-        yield Pair(prefills, decodes, registration.address, registration, source, targets, heads)
+        address = registration.address
+        two = Pair(prefills, decodes, address, registration, source, targets, heads)
+
+        def restart() -> None:
+            ports.close()
+            again = replace(here, registry_port=int(address.rpartition(":")[2]))
+            two.prefills, two.registration = _start_prefill(ports, senders, again, source)
+
+        two.restart = restart
+        yield two
+
+
+def _start_prefill(
+    stack: ExitStack, config: Any, settings: PdOptions, source: Cache
+) -> tuple[list[PrefillRank], Registration]:
+    prefills: list[PrefillRank] = []
+    for place in _places(config):
+        cache = source.part(heads_of(config, place))
+        one = PrefillRank(config, settings, HOST, cache.tensors(), "K", cache.memory(), place)
+        stack.callback(one.close)
+        stack.callback(cache.memory)  # it lives until then
+        prefills.append(one)
+    records = [one.record for one in prefills if one.record is not None]
+    registration = Registration(settings, HOST, records)
+    stack.callback(registration.close)
+    return prefills, registration
 
 
 def _places(config: Any) -> list[Place]:

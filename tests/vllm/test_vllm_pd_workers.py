@@ -9,17 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pd_makers import BLOCK_BYTES, CANARY, LAYERS, TOKENS, Cache, Pair, pair, with_tp
+from pd_makers import (
+    BLOCK_BYTES,
+    CANARY,
+    LAYERS,
+    TOKENS,
+    Cache,
+    Pair,
+    pair,
+    reasons,
+    with_tp,
+)
 from vllm_makers import TIMEOUT_S, server
 
 from bootstrap_server.admission.secret_file import write_secret_file
 from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.vllm.pd_requests import Load
-
-
-def reasons(rank: Any) -> str:
-    """Why rooms of a rank have failed."""
-    return " ".join(one.reason for one in rank._side._recorder.failures.last())
 
 
 def test_blocks_arrive_byte_for_byte_and_nothing_else_changes() -> None:
