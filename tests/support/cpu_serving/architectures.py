@@ -48,6 +48,41 @@ COMMON: dict[str, Any] = {
     "use_cache": True,
 }
 
+# SGLang reads the mixture-of-experts fields even though every layer here is dense, and builds
+# its rotary embedding for this model only from a yarn description.
+_DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": None,
+    "kv_lora_rank": KV_LORA_RANK,
+    "qk_nope_head_dim": QK_NOPE_DIM,
+    "qk_rope_head_dim": QK_ROPE_DIM,
+    "v_head_dim": V_DIM,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": MAX_POSITIONS // 2,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "first_k_dense_replace": LAYERS,
+    "moe_layer_freq": 1,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+}
+
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {
         "architectures": ["LlamaForCausalLM"],
@@ -103,40 +138,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
     },
-    # SGLang reads the mixture-of-experts fields even though every layer here is dense, and builds
-    # its rotary embedding for this model only from a yarn description.
-    "deepseek": {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "num_key_value_heads": HEADS,
-        "q_lora_rank": None,
-        "kv_lora_rank": KV_LORA_RANK,
-        "qk_nope_head_dim": QK_NOPE_DIM,
-        "qk_rope_head_dim": QK_ROPE_DIM,
-        "v_head_dim": V_DIM,
-        "rope_theta": 10000.0,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 2.0,
-            "original_max_position_embeddings": MAX_POSITIONS // 2,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-        "first_k_dense_replace": LAYERS,
-        "moe_layer_freq": 1,
-        "moe_intermediate_size": 64,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "greedy",
-        "scoring_func": "softmax",
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-    },
+    "deepseek": _DEEPSEEK,
+    # A latent of the one size that vLLM's kernels for CPUs have.
+    "deepseek-wide": _DEEPSEEK | {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "deepseek-v3": deepseek_v3.CONFIG,
 }
 

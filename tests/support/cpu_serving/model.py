@@ -29,10 +29,8 @@ from cpu_serving.architectures import (
     HEADS,
     HIDDEN,
     INTERMEDIATE,
-    KV_LORA_RANK,
     LAYERS,
     QK_NOPE_DIM,
-    QK_ROPE_DIM,
     V_DIM,
     VOCAB_SIZE,
     LlamaSize,
@@ -134,7 +132,7 @@ def _tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> npt.
 
 def _weights(arch: str) -> Weights:
     yield "model.embed_tokens.weight", (VOCAB_SIZE, HIDDEN)
-    attention = _mla_attention if arch == "deepseek" else _mha_attention
+    attention = _mla_attention if "kv_lora_rank" in ARCHITECTURES[arch] else _mha_attention
     for layer in range(ARCHITECTURES[arch].get("num_hidden_layers", LAYERS)):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", (HIDDEN,)
@@ -175,11 +173,12 @@ def _llama_weights(size: LlamaSize) -> Weights:
     yield "lm_head.weight", (VOCAB_SIZE, size.hidden)
 
 
-def _mla_attention(prefix: str, _arch: str) -> Weights:
-    yield f"{prefix}.q_proj.weight", (HEADS * (QK_NOPE_DIM + QK_ROPE_DIM), HIDDEN)
-    yield f"{prefix}.kv_a_proj_with_mqa.weight", (KV_LORA_RANK + QK_ROPE_DIM, HIDDEN)
-    yield f"{prefix}.kv_a_layernorm.weight", (KV_LORA_RANK,)
-    yield f"{prefix}.kv_b_proj.weight", (HEADS * (QK_NOPE_DIM + V_DIM), KV_LORA_RANK)
+def _mla_attention(prefix: str, arch: str) -> Weights:
+    latent, rope = (ARCHITECTURES[arch][name] for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    yield f"{prefix}.q_proj.weight", (HEADS * (QK_NOPE_DIM + rope), HIDDEN)
+    yield f"{prefix}.kv_a_proj_with_mqa.weight", (latent + rope, HIDDEN)
+    yield f"{prefix}.kv_a_layernorm.weight", (latent,)
+    yield f"{prefix}.kv_b_proj.weight", (HEADS * (QK_NOPE_DIM + V_DIM), latent)
     yield f"{prefix}.o_proj.weight", (HIDDEN, HEADS * V_DIM)
 
 
