@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -223,6 +224,7 @@ def _of_server(words: Sequence[str]) -> list[str]:
     return list(words)
 
 
+@functools.cache  # It is the same for each command line, and has hundreds of options.
 def _parser(options: ServerOptions) -> _Parser:
     """Reads abbreviations as SGLang's does, so it has all of its options."""
     parser = _Parser(add_help=False)
