@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,12 @@ SYSTEM = {
 }
 OPTION = re.compile(r"--[a-z][a-z0-9-]*")
 
+# Made once for two hundred commands: making one takes longer than reading a command.
+te_parser = cache(te._parser)
+kvstore_parser = cache(kvstore._parser)
+mooncake_parser = cache(mooncake._parser)
+registry_help = cache(partial(help_of, registry.main))
+
 
 def check(words: tuple[str, ...]) -> None:
     """Raises AssertionError or SystemExit where the command cannot be given like that."""
@@ -78,11 +85,11 @@ def check(words: tuple[str, ...]) -> None:
 
 
 def check_te(rest: tuple[str, ...]) -> None:
-    te._parser(te._bench()).parse_args(rest)
+    te_parser(te._bench()).parse_args(rest)
 
 
 def check_kvstore(rest: tuple[str, ...]) -> None:
-    kvstore._parser().parse_args(rest)
+    kvstore_parser().parse_args(rest)
 
 
 def check_lmcache(rest: tuple[str, ...]) -> None:
@@ -111,7 +118,7 @@ def check_vllm(rest: tuple[str, ...]) -> None:
 
 
 def check_mooncake(rest: tuple[str, ...]) -> None:
-    mooncake._parser().parse_args(rest)
+    mooncake_parser().parse_args(rest)
     if rest[:1] == ("plan",):
         assert mooncake.main(rest) == 0
 
@@ -132,7 +139,7 @@ def check_python(rest: tuple[str, ...]) -> None:
 
 def check_registry(rest: tuple[str, ...]) -> None:
     """Values are checked as they are read; options by the help text."""
-    printed = help_of(registry.main, *rest)
+    printed = registry_help(*rest)
     for option in (match[0] for word in rest if (match := OPTION.match(word))):
         assert re.search(re.escape(option) + r"(?![a-z-])", printed), option
 
@@ -144,17 +151,24 @@ def check_script(words: tuple[str, ...]) -> None:
     if "--" in own:
         at = own.index("--")
         own, inner = own[:at], own[at + 1 :]
-    text = path.read_text()
-    for package in {path.name.replace("-", "_"), *re.findall(r"-m (\w+)", text)}:
+    text = source(path)
+    for option in (match[0] for word in own if (match := OPTION.match(word))):
+        assert re.search(re.escape(option) + r"(?![a-z-])", text), f"{words[0]} has no {option}"
+    if inner and not inner[0].startswith("-"):
+        check(tuple(inner))
+
+
+@cache
+def source(script: Path) -> str:
+    """Of a script and of the packages that it runs."""
+    text = script.read_text()
+    for package in {script.name.replace("-", "_"), *re.findall(r"-m (\w+)", text)}:
         text += "".join(
             one.read_text()
             for folder in ("scripts", "tests/support")
             for one in (ROOT / folder / package).rglob("*.py")
         )
-    for option in (match[0] for word in own if (match := OPTION.match(word))):
-        assert re.search(re.escape(option) + r"(?![a-z-])", text), f"{words[0]} has no {option}"
-    if inner and not inner[0].startswith("-"):
-        check(tuple(inner))
+    return text
 
 
 def check_pip(rest: tuple[str, ...]) -> None:
