@@ -8,6 +8,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, TypeAlias
 from unittest.mock import patch
 
@@ -187,7 +188,7 @@ class Pair:
         )
         if kind is not None and way.is_mapped:  # Else the target does not know the kind.
             self.register(self.target, self._allocate(kind, 1), remote="none")
-        self.src[:], self.dst[:] = pattern(1, nbytes), GUARD
+        self.src[:], self.dst[:] = _what_is_sent(nbytes), GUARD
         self.src_region = self.register(self.source, self.src, remote="none")
         self.dst_region = self.register(self.target, self.dst, remote=remote)
         self.peer = self.source.connect(self.target.card())
@@ -269,6 +270,14 @@ class Pair:
             dst.address + np.asarray(dst_at, np.uint64),
             nbytes,  # type: ignore[arg-type]
         )
+
+
+@cache
+def _what_is_sent(nbytes: int) -> np.ndarray:
+    """Kept: making sixteen megabytes takes longer than sending them."""
+    made = pattern(1, nbytes)
+    made.flags.writeable = False
+    return made
 
 
 @contextlib.contextmanager

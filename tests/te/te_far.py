@@ -33,7 +33,9 @@ def wait_until(condition: Callable[[], Any], what: str) -> None:
 
 def pattern(seed: int, nbytes: int) -> np.ndarray:
     """Bytes that both processes can make from the seed."""
-    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+    # Byte by byte it would take four times as long.
+    words = np.random.default_rng(seed).integers(0, 1 << 64, -(-nbytes // 8), np.uint64)
+    return words.view(np.uint8)[:nbytes]
 
 
 class FarError(Exception):
