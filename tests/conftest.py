@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib.util
 import os
@@ -23,7 +24,6 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("house")
-
 
 @pytest.fixture(scope="session", autouse=True)
 def status_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
@@ -79,9 +79,11 @@ HEAVY_FOLDERS = {"lmcache", "rdma", "serving", "sglang"}
 def pytest_collection() -> Generator[None, object, object]:
     """What is read for the tests stays until the end, so the garbage collector need not look at it.
     Else one ``gc.collect``, of a test or at the end, took as long as dozens of tests."""
-    # hypothesis finds out what characters there are in 1.5 s, and keeps it in files. The process
-    # that compiles the tests does that here, before workers that begin together would all do it.
-    strategies.text().validate()
+    # hypothesis finds out what characters there are in 1.5 s of a processor, and keeps it in files.
+    # Of processes that begin together one does so, and the others wait for it.
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        strategies.text().validate()
     gc.disable()
     try:
         return (yield)

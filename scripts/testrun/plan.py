@@ -21,11 +21,22 @@ __all__ = ["Options", "fast_lanes", "lanes"]
 NO_TESTS = 5
 # Who is done early takes over from the other: a few tests are as long as hundreds of others.
 BOTH_CORES = ("-n", "2", "--dist", "worksteal")
-# Half of what the fast tests take is waiting. A worker more costs five seconds of a processor, in
-# which it reads them.
-WAITING = ("-n", "4", "--dist", "worksteal")
 #: The fast layer: tests/conftest.py says what belongs to it.
-FAST = ("-m", "fast", "tests")
+FAST = ("-m", "fast")
+TE_FIRST = "test_te_[a-c]*"
+#: Half of what the fast tests take is waiting, so more of them run at once than there are cores: in
+#: parts that take much the same time. Workers of xdist would each read all the tests, five seconds
+#: of a processor; the process of a part reads its own.
+FAST_PARTS = {
+    "te, a to c": ("-o", f"python_files={TE_FIRST}.py", "tests/te"),
+    "te, the rest": (f"--ignore-glob=*/{TE_FIRST}", "tests/te"),
+    "kvstore": ("tests/kvstore",),
+    "sglang_mooncake": ("tests/sglang_mooncake", "tests/vllm"),
+    "all else": (
+        *(f"--ignore=tests/{one}" for one in ("te", "kvstore", "sglang_mooncake", "vllm")),
+        "tests",
+    ),
+}
 REST = "not fast and not serving and not vllm and not rdma"
 DEMO_REQUESTS = 8
 TESTBED_TIMEOUT_S = 1500
@@ -59,16 +70,14 @@ class Options:
 
 def fast_lanes(options: Options) -> list[Lane]:
     """What needs neither SGLang nor vLLM nor RDMA nor minutes."""
-    tests = [_setup("fast"), _reading(options), _pytest(options, "fast tests", *WAITING, *FAST)]
-    return [Lane("checks", [_setup("fast"), *_static(options)]), Lane("tests", tests)]
-
-
-def _reading(options: Options) -> Step:
-    """Compiles the fast tests, which pytest keeps in files. Workers begin together: each would
-    compile all of them, eight seconds of a processor, before the first had written one down."""
-    argv = [str(options.bin / "python"), "-m", "pytest", "--no-header", "-q"]
-    none = ["--collect-only", "--deselect", "tests"]
-    return Step("compiling the tests", [*argv, *none, *FAST], good=frozenset({NO_TESTS}))
+    parts = [
+        Lane(
+            f"tests of {name}",
+            [_setup("fast"), _pytest(options, f"fast tests: {name}", *FAST, *part)],
+        )
+        for name, part in FAST_PARTS.items()
+    ]
+    return [Lane("checks", [_setup("fast"), *_static(options)]), *parts]
 
 
 def lanes(options: Options) -> list[Lane]:
@@ -95,7 +104,7 @@ def lanes(options: Options) -> list[Lane]:
         _on_devices(options, 2, "siw", "--unmarked-too", "tests/te", "tests/sglang_mooncake"),
     ]
     if options.pytest_args:
-        here[:2] = [_setup("serving"), _pytest(options, "fast tests", *BOTH_CORES, *FAST)]
+        here[:2] = [_setup("serving"), _pytest(options, "fast tests", *BOTH_CORES, *FAST, "tests")]
     else:
         servers += _demos(options.scratch / "reference.json")
     return [Lane("servers", servers), Lane("here", here), Lane("machines", machines)]

@@ -3,14 +3,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
-from testrun.plan import FAST, Options, fast_lanes
+from testrun.plan import FAST_PARTS, Options, fast_lanes
+
+ROOT = Path(__file__).parents[2]
 
 
-def test_the_fast_tests_are_compiled_before_their_workers_begin() -> None:
-    _, tests = fast_lanes(Options(root=Path("/root"), scratch=Path("/root/build"), fast=True))
-    _, compiling, running = tests.steps
-    assert {"--collect-only", *FAST} <= set(compiling.argv), "the same files are read"
-    assert "-n" not in compiling.argv
-    assert {"-n", *FAST} <= set(running.argv)
+def reads(arguments: Sequence[str], file: str) -> bool:
+    """Whether pytest reads a file of tests when it is called so, as its manual says."""
+    folders, names, ignored = [], "test_*.py", []
+    words = iter(arguments)
+    for word in words:
+        option, _, value = word.partition("=")
+        match option:
+            case "-o":
+                setting, _, names = next(words).partition("=")
+                assert setting == "python_files"
+            case "--ignore":
+                ignored.append(f"{value}/*")
+            case "--ignore-glob":
+                ignored.append(value)
+            case _:
+                folders.append(f"{word}/*")
+    return (
+        any(fnmatch(file, folder) for folder in folders)
+        and fnmatch(file.rpartition("/")[2], names)
+        and not any(fnmatch(file, one) for one in ignored)
+    )
+
+
+def test_each_file_is_in_one_part_of_the_fast_tests() -> None:
+    files = [str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(files) > 100
+    parts = {file: [name for name in FAST_PARTS if reads(FAST_PARTS[name], file)] for file in files}
+    assert {file: names for file, names in parts.items() if len(names) != 1} == {}
+    assert {name for names in parts.values() for name in names} == set(FAST_PARTS)
+
+
+def test_each_part_of_the_fast_tests_has_a_lane() -> None:
+    checks, *parts = fast_lanes(Options(root=Path("/root"), scratch=Path("/root/build"), fast=True))
+    assert not [step for step in checks.steps if "pytest" in step.argv]
+    for lane, part in zip(parts, FAST_PARTS.values(), strict=True):
+        _, tests = lane.steps
+        assert tuple(tests.argv[-len(part) - 2 :]) == ("-m", "fast", *part)
