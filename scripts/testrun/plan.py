@@ -37,7 +37,8 @@ FAST_PARTS = {
         "tests",
     ),
 }
-REST = "not fast and not serving and not vllm and not rdma"
+#: Of the fast tests those with hypothesis, with more examples than in the fast layer.
+REST = "(not fast or hypothesis) and not serving and not vllm and not rdma"
 DEMO_REQUESTS = 8
 TESTBED_TIMEOUT_S = 1500
 

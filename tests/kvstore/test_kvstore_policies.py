@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.policies import POLICIES, Arc, Lru
@@ -37,6 +37,7 @@ def test_a_policy_loses_and_invents_nothing(name: str, steps: list[tuple[str, by
     assert policy.evict() is None
 
 
+@settings(max_examples=100)  # also in the fast layer: see tests/conftest.py
 @given(steps)
 def test_lru_evicts_what_was_used_longest_ago(steps: list[tuple[str, bytes]]) -> None:
     policy, order = Lru(), list[bytes]()
@@ -53,6 +54,7 @@ def test_lru_evicts_what_was_used_longest_ago(steps: list[tuple[str, bytes]]) ->
             order.append(key)
 
 
+@settings(max_examples=100)  # also in the fast layer: see tests/conftest.py
 @given(steps)
 def test_arc_remembers_no_more_than_its_paper_allows(steps: list[tuple[str, bytes]]) -> None:
     arc, most = Arc(), 1
@@ -118,6 +120,7 @@ def test_arc_learns_that_what_comes_once_comes_back_later() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=100)  # also in the fast layer: see tests/conftest.py
 @given(st.lists(st.sampled_from(["add", "evict"]), max_size=40), st.integers(0, 8))
 def test_many_at_once_are_as_many_one_by_one(name: str, steps: list[str], more: int) -> None:
     policies = POLICIES[name](), POLICIES[name]()

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_makers import SIG
 
@@ -127,6 +127,7 @@ def test_two_small_classes_do_not_take_one_chunk_from_each_other() -> None:
     assert is_there(shelf, 1000), "its chunk had least in it, and is its only one"
 
 
+@settings(max_examples=100)  # also in the fast layer: see tests/conftest.py
 @given(
     st.lists(st.integers(1, CHUNK_UNITS), min_size=1, max_size=300),
     st.sampled_from([8, 9, 12, 15]),
@@ -180,6 +181,7 @@ def left_behind(shelf: Shelf, slab: Slab) -> Shelf:
     return new
 
 
+@settings(max_examples=100)  # also in the fast layer: see tests/conftest.py
 @given(st.lists(st.integers(1, CHUNK_UNITS), min_size=1, max_size=200))
 def test_the_next_owner_of_the_memory_has_all_objects(wanted: list[int]) -> None:
     shelf = shelf_of(slab_of(8))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_mooncake.fair_queue import FairQueue
@@ -20,6 +20,7 @@ def test_who_has_enough_at_work_lets_others_go_first():
     assert after.item == 2
 
 
+@settings(max_examples=100)  # also in the fast layer: see tests/conftest.py
 @given(
     at_work=st.integers(1, 4),
     of_one_owner=st.integers(1, 4),

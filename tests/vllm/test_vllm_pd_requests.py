@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_mooncake.vllm.pd_offers import Offer
@@ -118,6 +118,7 @@ EVENTS = st.lists(
 )
 
 
+@settings(max_examples=100)  # also in the fast layer: see tests/conftest.py
 @given(EVENTS)
 def test_each_offer_is_used_or_let_go_once(events: list[tuple[str, int]]) -> None:
     loads, made, used, matched = Loads(BLOCK), 0, [], {}
