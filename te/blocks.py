@@ -179,7 +179,8 @@ def _check_total(total_nbytes: float) -> None:
 
 
 def _check_reach(side: str, base: U64, offset: U64, nbytes: U64) -> None:
-    """That each pair of a base and an offset is a valid side of a block; all are not empty."""
+    """``ValueError`` unless each pair of a base and an offset is a valid side of a block. No
+    argument is empty."""
     if not nbytes.all():
         raise ValueError(f"offset {int(nbytes.argmin())} has 0 bytes; a block has at least one")
     # In floating point, where a sum that would wrap in u64 stays huge.

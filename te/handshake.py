@@ -55,7 +55,7 @@ _DECODERS: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {}
 
 
 def message(kind: type[_Message]) -> type[_Message]:
-    """For what ``decode_body`` decodes: makes its decoder at once.
+    """Decorates what ``decode_body`` decodes: makes its decoder at once.
 
     By the one thread that imports the class: msgspec looks a type over when it first decodes one,
     and crashes when two threads do so at once, as the workers of a server with two new peers did.

@@ -37,7 +37,7 @@ __all__ = [
 
 KEY_BYTES: Final = 32
 KEYS_MAX: Final = 4
-"""That an engine accepts: two while an operator replaces one, and two more."""
+"""Keys that an engine accepts: two while an operator replaces one, and two more."""
 KEY_ID_BYTES: Final = 8
 CHALLENGE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
@@ -76,7 +76,7 @@ class Key:
 
 
 NO_KEY: Final = Key(b"")
-"""Of engines without keys."""
+"""The key of engines without keys."""
 
 
 def keys_of(secrets: Iterable[bytes]) -> tuple[Key, ...]:
@@ -109,14 +109,14 @@ def answer_proof(key: Key, hello: bytes, kind: int, body: bytes) -> bytes:
 
 
 def session_key(key: Key, hello: bytes, answer: bytes) -> Key:
-    """Of the link whose first hello and welcome have these proofs."""
+    """The session key of the link whose first hello and welcome have these proofs."""
     assert len(hello) == len(answer) == PROOF_BYTES
     return Key(key.expand(_SESSION + hello + answer))
 
 
 def stream_secrets(session: Key, hello: bytes) -> tuple[bytes, bytes]:
-    """For encrypting a connection of the link with that session key: of what its source says, and
-    of what its destination says. The proof of its hello covers random bytes of both, so no other
-    connection has these."""
+    """Secrets to encrypt a connection of the link with that session key: of what its source says,
+    and of what its destination says. The proof of its hello covers random bytes of both, so no
+    other connection has these."""
     assert len(hello) == PROOF_BYTES
     return session.expand(_FROM_SOURCE + hello), session.expand(_FROM_DESTINATION + hello)

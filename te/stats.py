@@ -211,7 +211,7 @@ def flows_of(counted: list[tuple[int, int]], least: int = 0) -> tuple[RailFlow, 
 
 
 def transport_stats(counted: TallyTuple, rails_lost: int, rails_remade: int) -> TransportStats:
-    """Of one transport."""
+    """The figures of one transport."""
     flows, outcomes, ended = counted
     return TransportStats(
         sum(sent for sent, _ in flows),

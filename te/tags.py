@@ -33,7 +33,7 @@ class Identified(Protocol):
 
     @property
     def id(self) -> str:
-        """Of the engine, 32 hex digits."""
+        """The engine's id, 32 hex digits."""
 
     @property
     def epoch(self) -> int:

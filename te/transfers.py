@@ -35,7 +35,7 @@ class Status(enum.Enum):
 
 
 _STATUSES: Final = tuple(Status[one.name] for one in plane.Status)
-"""By the plane's number."""
+"""The states by the plane's numbers."""
 
 
 class Notifier:
@@ -180,7 +180,7 @@ class Transfer:
             self.notify()
 
     def notify(self) -> None:
-        """For the notifier: there is an outcome."""
+        """Called by the notifier once there is an outcome."""
         while self._callbacks:
             try:
                 callback = self._callbacks.popleft()

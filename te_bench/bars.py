@@ -101,7 +101,7 @@ class Verdict:
 
 
 def verdict(bar: Bar, result: CaseResult) -> Verdict:
-    """Of a case that the bar concerns."""
+    """The verdict on a case that the bar concerns."""
     sign = "≥" if bar.at == "least" else "≤"
     if bar.against is None:
         what = f"{bar.metric} {sign} {bar.factor:g}"

@@ -156,7 +156,7 @@ class Gpu:
         return name.value.decode()
 
     def address_of(self, name: str) -> int:
-        """Of the function, for ``te_bench._gpu``."""
+        """The function's address, for ``te_bench._gpu``."""
         return ctypes.cast(self.functions[name], ctypes.c_void_p).value or 0
 
     def _get(self, name: str, out: Any, *arguments: Any) -> Any:
@@ -190,7 +190,7 @@ class Gpu:
 
     @property
     def free_nbytes(self) -> int:
-        """Of the GPU's memory; others use it, too."""
+        """Free bytes of the GPU's memory; others use it, too."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value

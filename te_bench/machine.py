@@ -13,7 +13,7 @@ __all__ = ["describe"]
 
 
 def describe() -> dict[str, Any]:
-    """Of this moment."""
+    """The machine at this moment."""
     load = os.getloadavg()
     return {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.machine(),

@@ -36,7 +36,7 @@ __all__ = ["BAR_NS", "RAILS", "NullPost", "NullPostError", "measure", "null_fabr
 
 RAILS: Final = 4
 CALLS: Final = 20
-"""Of a round."""
+"""Calls of a round."""
 
 COUNTED_CALLS: Final = 10
 TIMEOUT_S: Final = 30.0
@@ -50,7 +50,7 @@ class NullPostError(Exception):
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a round or, as medians, of all of them; in ns a block unless they say otherwise."""
+    """Costs of a round or, as medians, of all; in ns a block unless a field says otherwise."""
 
     #: Making ``te.Blocks`` from arrays of addresses.
     describe_ns: float
@@ -94,7 +94,7 @@ class NullPost(Costs):
 
 
 class _Engine(te.Engine):
-    """With devices that move nothing."""
+    """An engine with devices that move nothing."""
 
     def __init__(self, wires: Wires, spin_s: float) -> None:
         self._wires = wires

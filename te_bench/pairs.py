@@ -31,7 +31,7 @@ class ContenderAbsent(Exception):
 
 
 class ContenderFailed(Exception):
-    """It could not do its part; the message is the reason."""
+    """The contender could not do its part; the message is the reason."""
 
 
 class _Process:
@@ -67,7 +67,7 @@ class _Process:
             self._channel.send(Request(op=op, **fields))
 
     def answer(self) -> Any:
-        """Of the step begun last."""
+        """The answer to the step begun last."""
         who = f"the {self._setup.role}'s {self._op}"
         try:
             reply = self._channel.receive(Reply, self._setup.deadline_s)

@@ -106,7 +106,7 @@ class CaseResult:
         return {run.name: figures(run, self.blocks * self.nbytes) for run in self.runs}
 
     def results(self) -> dict[str, Figures]:
-        """For every family its best variant; verified only if all of its variants were."""
+        """The best variant of each family; verified only if all of its variants were."""
         variants = self.variants()
         return {
             family: _best(

@@ -30,7 +30,7 @@ def text(case: CaseResult) -> str:
 
 
 def markdown(case: CaseResult) -> str:
-    """The same for a document."""
+    """The case's table for a document."""
     lines = [f"### {title(case)}", "", _pipes(_headings(case)), _pipes(ALIGNMENTS)]
     lines += [_pipes(row) for row in _rows(case)]
     lines += ["", *(f"- {line}" for line in _remarks(case))]
@@ -49,7 +49,7 @@ def title(case: CaseResult) -> str:
 
 
 def versions(cases: Sequence[CaseResult]) -> str:
-    """Of every contender that ran."""
+    """The version of every contender that ran."""
     found = {
         run.family: run.version for case in cases for run in case.runs if run.version and run.family
     }

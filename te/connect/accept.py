@@ -272,12 +272,12 @@ class Acceptor:
 
 
 def _watch(loop: IoLoop, fd: int, handler: Callable[[int], None]) -> None:
-    """For transports, which this acceptor keeps: so they must not keep it."""
+    """``Watch`` for transports. This acceptor keeps them alive, so they must not keep it."""
     loop.call(lambda: loop.watch(fd, READABLE, handler))
 
 
 def _describe(_sock: socket.socket, address: Any) -> tuple[str, str]:
-    """Of a TCP connection."""
+    """``Listener.describe`` of TCP connections."""
     return address_text(address[0], address[1]), source_of(address[0])
 
 

@@ -20,7 +20,7 @@ HALF_OPEN_MAX: Final = 256
 (1,024 descriptors where nobody has raised it)."""
 
 HALF_OPEN_OF_SOURCE_MAX: Final = 128
-"""Of one source address, or of one process of this host."""
+"""Half-open connections of one source address, or of one process of this host."""
 
 FIRST_BYTE_TIMEOUT_S: Final = 2.0
 """An engine calls as soon as it is connected; this is for one whose interpreter is busy."""
@@ -81,14 +81,15 @@ class Admission:
         return one
 
     def renew(self, one: HalfOpen) -> None:
-        """It has called, and has yet to say hello: it counts as the youngest once more, so that
-        each of the two has as much time while many connections come. Its deadline stays."""
+        """A connection has called, and has yet to say hello: it counts as the youngest once more,
+        so that call and hello have as much time each while many connections come. Its deadline
+        stays."""
         if one in self._half_open:
             del self._half_open[one]
             self._half_open[one] = None
 
     def leave(self, one: HalfOpen) -> None:
-        """It has introduced itself, or was closed; idempotent."""
+        """A connection has introduced itself, or was closed; idempotent."""
         if one not in self._half_open:
             return
         del self._half_open[one]

@@ -79,7 +79,7 @@ class Dialled:
         self.sock.close()
 
     def fileno(self) -> int:
-        """Of its socket."""
+        """The descriptor of its socket."""
         return self.sock.fileno()
 
 
@@ -102,7 +102,7 @@ def tune(sock: socket.socket, stall_timeout_s: float) -> None:
 
 
 def hello_to(card: Card, local: Local, transport: str, number: int, body: bytes = b"") -> Hello:
-    """For a connection to the engine of the card, about the link ``number``."""
+    """The hello of a connection to the engine of the card, about the link ``number``."""
     return Hello(
         id=local.id,
         epoch=local.epoch,

@@ -17,7 +17,7 @@ from typing import Final
 __all__ = ["close_foreign", "drop_unread", "receive_descriptors"]
 
 SCM_MAX_FD: Final = 253
-"""Of one message; linux/net/scm.h."""
+"""Descriptors in one message; linux/net/scm.h."""
 
 _DOES_NOT_LINGER: Final = struct.pack("ii", 0, 0)
 

@@ -368,7 +368,7 @@ def _key_of(hello: Hello) -> LinkKey:
 
 
 def _wrong_key(is_without: bool, are_without: bool) -> str:
-    """For the log: why the two sides have no key in common."""
+    """A sentence for the log: why the two sides have no key in common."""
     if is_without:
         why = "it has no key, and this engine has some"
     elif are_without:

@@ -42,7 +42,7 @@ class Links:
         return self._by_session.get(session)
 
     def add(self, link: IncomingLink) -> None:
-        """It has a session key; once more changes nothing."""
+        """Adds a link with a session key; adding it again changes nothing."""
         assert link.session is not None
         self._by_key[link.key] = link
         self._by_session[link.session.id] = link
@@ -56,7 +56,7 @@ class Links:
         return None
 
     def forget_dead(self) -> None:
-        """Those that have ended."""
+        """Forgets links that have ended."""
         for link in tuple(self):
             if not link.handle.alive:
                 self._remove(link)

@@ -11,8 +11,8 @@ from typing import Final
 __all__ = ["THREADS_MAX", "Pool"]
 
 THREADS_MAX: Final = 48
-"""Of an engine: for making rails, and for answering those who make them. They begin when they are
-needed."""
+"""An engine's threads for making rails, and for answering those who make them. They begin when
+they are needed."""
 
 
 class Pool:

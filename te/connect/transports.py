@@ -59,7 +59,7 @@ class EngineTransports:
 
     @property
     def usable(self) -> tuple[Transport, ...]:
-        """Those that can be used."""
+        """The transports that can be used."""
         return tuple(one for one in self if self.problem(one) is None)
 
     @property
@@ -132,7 +132,7 @@ class EngineTransports:
         return listeners
 
     def offers(self) -> dict[str, bytes]:
-        """For the card."""
+        """What each usable transport says on the card, by its name."""
         self.commit()
         found = {one.name: one.offer() for one in self.usable}
         return {name: offer for name, offer in found.items() if offer is not None}

@@ -351,4 +351,4 @@ WRITES: Final = (
 )
 
 CATALOGUE: Final = {kind.name: kind for kind in (*RDMA, *GPU, *HOST, *WRITES)}
-"""By name."""
+"""All kinds of findings by their names."""

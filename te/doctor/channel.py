@@ -28,7 +28,7 @@ REQUEST_BYTES_MAX: Final = 4096
 REPLY_BYTES_MAX: Final = 8 << 20
 
 VERSION: Final = 2
-"""Of these messages. Doctors talk only to their own."""
+"""The version of these messages. Doctors talk only to those of their own."""
 
 _MAGIC: Final = b"te doctor\0"
 _NONCE_BYTES: Final = 32
@@ -60,7 +60,7 @@ class Channel:
 
     @property
     def engine_key(self) -> bytes:
-        """Of the engines of this session, on both sides."""
+        """The key of this session's engines, on both sides."""
         return self._session.expand(_ENGINES)
 
     def send(self, message: msgspec.Struct, timeout_s: float) -> None:

@@ -177,13 +177,13 @@ def _ask(nic: Nic) -> tuple[int | None, tuple[Gid, ...] | None]:
 
 
 def _has_ecn(ecn: Path) -> bool | None:
-    """By the files of NVIDIA's driver, one for each priority."""
+    """Whether ECN is on, as the files of NVIDIA's driver say for each priority; None if unknown."""
     switches = [_text(path) for path in ecn.glob("roce_[nr]p/enable/[0-7]")]
     return any(text == "1" for text in switches) if switches else None
 
 
 def _bridges(root: Path, machine: Machine) -> tuple[Bridge, ...]:
-    """Those on the way to a NIC or a GPU."""
+    """The PCI bridges on the way to a NIC or a GPU."""
     chains = [nic.pci for nic in machine.nics] + [gpu.pci for gpu in machine.gpus]
     addresses = sorted({address for chain in chains for address in chain[1:-1]})
     return tuple(

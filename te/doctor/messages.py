@@ -84,7 +84,7 @@ class Digested(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """It cannot be done, and why."""
+    """What was asked for cannot be done, and why."""
 
     reason: str
 

@@ -166,7 +166,7 @@ def _latency_s(write: Callable[[], Transfer]) -> float:
 
 
 def _bytes_per_s(write: Callable[[], Transfer]) -> float:
-    """Of writes of the whole memory; ``te.TransferFailed``, ``te.WaitTimeout``."""
+    """The rate of writes of the whole memory; ``te.TransferFailed``, ``te.WaitTimeout``."""
     write().wait(WRITE_TIMEOUT_S)  # The first one learns pages, and rates of rails.
     begun_s, done = time.monotonic(), 0
     waiting = deque(write() for _ in range(WRITES_IN_FLIGHT))

@@ -35,11 +35,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_status(self) -> int:
-        """Of the command."""
+        """The command's exit status."""
         return exit_status(self.findings)
 
     def json(self) -> str:
-        """For programs."""
+        """The report for programs."""
         body: dict[str, Any] = {
             "host": self.here.name,
             "exit_status": self.exit_status,
@@ -54,7 +54,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(body).decode()) + "\n"
 
     def text(self) -> str:
-        """For people."""
+        """The report for people."""
         there = self.there
         title = f"te doctor on {self.here.name}"
         parts: list[Sequence[str]] = [

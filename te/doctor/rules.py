@@ -43,7 +43,7 @@ def possible(transport: str, found: Iterable[Finding]) -> bool:
 
 
 def usable_ports(facts: Facts, gid_index: int | None = None) -> tuple[Port, ...]:
-    """Those that carry data."""
+    """The ports that can carry data."""
     return tuple(port for port in facts.ports if _port_trouble(port, gid_index) is None)
 
 

@@ -59,7 +59,7 @@ _INTERFACES: Final = Path("/sys/class/net")
 def engine_config(
     transport: str, nic: str, address: str, gid_index: int | None, key: bytes
 ) -> Config:
-    """Of the engines of a check, on both sides. They do not spin: several may share a core."""
+    """The settings of a check's engines, on both sides. No spinning: several may share a core."""
     return Config(
         host=address,
         transports=(transport,),
@@ -101,7 +101,7 @@ def describe(
 
 
 class Service:
-    """Of one session. Use it as a context manager."""
+    """Answers the requests of one session. Use it as a context manager."""
 
     def __init__(self, host: Host, key: bytes) -> None:
         """``key``: of the engines."""

@@ -19,7 +19,7 @@ RECOGNISERS: Final[list[Recogniser]] = [recognise_cuda]
 
 
 def kind_of(address: int) -> MemoryKind:
-    """Of which kind the memory at an address is; where there is none it is ``HOST``'s, whose
+    """The kind of the memory at an address; where there is none it is ``HOST``, whose
     ``check`` says so."""
     for recognise in RECOGNISERS:
         kind = recognise(address)

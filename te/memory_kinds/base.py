@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 HANDLE_BYTES_MAX = 1536
-"""Of an ``Exported``: it goes into a greeting."""
+"""The largest handle of an ``Exported``, which goes into a greeting."""
 
 
 class Reach(enum.IntFlag):
@@ -140,4 +140,4 @@ Recogniser = Callable[[int], MemoryKind | None]
 
 
 def _nothing() -> None:
-    """Of a kind that needs no preparation."""
+    """Undoes the pinning of a kind that needs none."""

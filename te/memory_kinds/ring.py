@@ -19,7 +19,7 @@ class Ring:
     thread at a time."""
 
     def __init__(self, plane: Plane, nbytes: int, slot_bytes: int) -> None:
-        """For ``plane``; ``nbytes`` for all workers, in both directions."""
+        """``nbytes``: for all workers of the ``plane``, in both directions."""
         self._plane = plane
         self._sizes = nbytes, slot_bytes
         self._memory: np.ndarray | None = None
@@ -38,12 +38,12 @@ class Ring:
 
     @property
     def kinds(self) -> tuple[MemoryKind, ...]:
-        """That use it. Any thread may ask."""
+        """The kinds that use the ring. Any thread may ask."""
         return tuple(self._unpin)
 
     @property
     def trouble(self) -> str:
-        """Of each kind that uses it; empty if none has any. Any thread may ask."""
+        """What each kind that uses the ring complains of; empty if none does. Any thread."""
         return "; ".join(kind.trouble for kind in self.kinds if kind.trouble)
 
     def close(self, timeout_s: float) -> bool:

@@ -75,7 +75,7 @@ def rows(before: Sample | None, after: Sample) -> tuple[EngineRow, ...]:
 
 
 def busiest_links(engines: Iterable[EngineRow]) -> list[LinkRow]:
-    """Of all of them, the fastest first."""
+    """The links of all engines, the fastest first."""
     return sorted((link for engine in engines for link in engine.links), key=_rank_of_link)
 
 

@@ -23,7 +23,7 @@ _INTERFACES: Final = Path("/sys/class/net")
 
 
 def read_addresses(netdev: str) -> tuple[Gid, ...]:
-    """Of this host's interface: its first IPv4 address and its global IPv6 addresses, numbered from
+    """The first IPv4 address and the global IPv6 addresses of this host's interface, numbered from
     0. Empty without any, or without the interface."""
     texts = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:

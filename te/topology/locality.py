@@ -64,7 +64,7 @@ class Topology(msgspec.Struct, frozen=True):
     far: dict[str, tuple[str, ...]]
 
     def locality(self, location: str) -> Locality:
-        """For ``location``, else for ``*``, else all NICs alike."""
+        """The NICs of ``location``, else those of ``*``, else all NICs alike."""
         found = self.localities.get(location) or self.localities.get(ANYWHERE)
         return found or Locality(tuple(nic.name for nic in self.nics))
 

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 def describe(
     machine: Machine, topology: Topology, gids: Mapping[str, Sequence[Gid]]
 ) -> dict[str, Any]:
-    """For programs: what the tables show, the localities in the form that ``--override`` reads."""
+    """What the tables show, for programs; localities in the form that ``--override`` reads."""
     return {
         "nics": topology.nics,
         "gpus": machine.gpus,
@@ -78,7 +78,7 @@ def describe(
 
 
 def tables(topology: Topology, gids: Mapping[str, Sequence[Gid]]) -> str:
-    """For people."""
+    """The tables for people."""
     if not topology.nics:
         return NO_DEVICES + "\n"
     devices = [

@@ -31,12 +31,12 @@ NAMES: Final = tuple(one.name for one in _ENTRIES)
 """All of them, the preferred one first."""
 
 BY_DEFAULT: Final = tuple(one.name for one in _ENTRIES if one.by_default)
-"""Those that engines use without being told."""
+"""The transports that engines use without being told."""
 
 WITHOUT_DEVICES: Final = tuple(
     one.name for one in _ENTRIES if one.by_default and not one.needs_devices
 )
-"""Those of them that pin no memory: enough between processes of one host."""
+"""The default transports that pin no memory: enough between processes of one host."""
 
 
 def load(name: str) -> Any:

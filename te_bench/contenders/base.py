@@ -24,7 +24,7 @@ __all__ = ["Absent", "Call", "Contender", "Spent", "time_calls"]
 
 
 class Spent(NamedTuple):
-    """Of one call, in ns."""
+    """The times of one call, in ns."""
 
     #: Until the submission returned; 0 when submitting and waiting are one.
     submit_ns: int = 0
@@ -53,7 +53,7 @@ class Contender(ABC):
 
     @abstractmethod
     def version(self) -> str:
-        """Of the engine; after ``open``."""
+        """The engine's version; after ``open``."""
 
     @property
     def place(self) -> str:

@@ -28,7 +28,7 @@ class _Untouchable(MemoryKind):
         self.compiled = compiled
 
     def check(self, address: int, nbytes: int) -> None:
-        """It is the bench's own."""
+        """The benchmark's own memory needs no check."""
 
     def location(self, address: int, gpus: Mapping[str, str]) -> str:  # noqa: ARG002
         return ANYWHERE

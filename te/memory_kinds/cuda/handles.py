@@ -22,7 +22,7 @@ from te.memory_kinds.cuda._copier import Copier
 __all__ = ["block", "can_export_pieces", "map_exported", "pieces"]
 
 _PIECES_MAX = 100
-"""Of one message. PyTorch's are of 20 MiB; a message of so many has 900 bytes."""
+"""Pieces in one message, which then has 900 bytes. PyTorch's pieces have 20 MiB."""
 _HANDLE_BYTES = 64
 _NBYTES_MAX = 1 << 40
 

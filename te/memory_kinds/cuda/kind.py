@@ -85,13 +85,13 @@ class _Cuda(MemoryKind):
         return Export(self.handles, lambda: iter((part,)))
 
     def map(self, handle: bytes, nbytes: int, take: TakeDescriptor) -> Mapped:
-        """Of any GPU that this one reaches: its own, or a peer by NVLink or PCIe."""
+        """Maps memory of any GPU that this one reaches: its own, or a peer by NVLink or PCIe."""
         if self._copier is None:
             raise OSError(errno.EOPNOTSUPP, f"the context of {self.name} is not te's")
         return handles.map_exported(self._copier, handle, nbytes, take)
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None]:
-        """Once for all GPUs: what one of them has pinned is pinned for the others."""
+        """Pins memory once for all GPUs: what one of them has pinned is pinned for the others."""
         if self._copier is None or not self._copier.pin(address, nbytes):
             return lambda: None
         return functools.partial(_unpin, self._copier, address)

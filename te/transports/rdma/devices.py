@@ -75,8 +75,8 @@ _MEANINGS: Final = {
 
 
 def meaning(kind: int, port: int, used_port: int) -> Meaning:
-    """Of an event of the type ``kind`` (any number), about ``port`` (0: none), for an engine that
-    uses ``used_port`` of the device. Pure."""
+    """What an event of the type ``kind`` (any number), about ``port`` (0: none), means to an engine
+    that uses ``used_port`` of the device. Pure."""
     if port not in (0, used_port):
         return Meaning.NOTHING
     return _MEANINGS.get(kind, Meaning.NOTHING)  # type: ignore[call-overload,no-any-return]

@@ -41,7 +41,7 @@ _CURE: Final = (
 )
 
 READERS: Final = Readers()
-"""Of this process: Yama counts by process, whatever engines it has."""
+"""The readers of this process: Yama counts by process, whatever engines it has."""
 
 
 def _name(engine_id: str) -> str:

@@ -95,7 +95,7 @@ class SameHost(Transport):
     _sharing: Sharing
 
     def __init__(self, config: Config) -> None:
-        """It needs nothing of the configuration before there are connections."""
+        """Nothing of the configuration is needed before there are connections."""
         #: What peers read of this process.
         self._memory: reach.NonceMemory | None = None
         self._problem: str | None = None
@@ -356,7 +356,7 @@ def _about_shared(
 
 
 def _map(link: _HostLink, kind: MemoryKind, shared: Shared) -> bytes:
-    """By a kind of memory."""
+    """Maps the peer's memory by its kind."""
     mapped = Mapped(shared.address, 0, shared.nbytes)
     with link.lock:
         if shared.number != link.shared_number:

@@ -68,7 +68,7 @@ class _Link(OutgoingLink):
 
     @property
     def bytes_per_s(self) -> float:
-        """Of the interface by which it leaves."""
+        """The rate of the interface by which the link leaves."""
         return self.speed
 
 
