@@ -41,7 +41,8 @@ from sglang_mooncake.registries import Registries
 from sglang_mooncake.registry_check import RegistryCheck
 from sglang_mooncake.rooms import decode as rooms
 from sglang_mooncake.rooms.arrival import SealDisagrees, check_dealt, has_arrived
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.side import Side
 from sglang_mooncake.sources import sources_of
 from sglang_mooncake.stats import Recorder
@@ -117,6 +118,7 @@ class DecodeSide(Side):
             ),
             fits=self.check_fits,
         )
+        recorder.open_rooms = lambda: self._rooms.rooms
         recorder.refused = self.instances.refused
         self._registries = registries
         self._given_up = GivenUpNotices()
@@ -146,10 +148,8 @@ class DecodeSide(Side):
             context.keys.control,
         )
         self._fencer = Fencer(
-            engine.fence, lambda view: self._loop.post(rooms.Fenced(view)), "kv-decode-fences"
+            engine.fence, lambda room: self._loop.post(rooms.Fenced(room)), "kv-decode-fences"
         )
-        #: By serial, for schedulers that wait until a room is over.
-        self._waiters: dict[int, threading.Event] = {}
 
     # --- for the manager and the scheduler ---
 
@@ -168,35 +168,35 @@ class DecodeSide(Side):
         self._given_up.close()
         self._check.close()
 
-    def abort(self, view: RoomView, reason: str) -> None:
-        view.withdrawn = True
-        super().abort(view, reason)
+    def abort(self, room: Room, reason: str) -> None:
+        room.withdrawn = True
+        super().abort(room, reason)
 
-    def fail(self, view: RoomView, reason: str) -> None:
-        view.withdrawn = True
-        super().fail(view, reason)
+    def fail(self, room: Room, reason: str) -> None:
+        room.withdrawn = True
+        super().fail(room, reason)
 
-    def close_room(self, view: RoomView) -> None:
-        view.withdrawn = True
-        super().close_room(view)
+    def close_room(self, room: Room) -> None:
+        room.withdrawn = True
+        super().close_room(room)
 
-    def check_served(self, view: RoomView, address: str) -> None:
+    def check_served(self, room: Room, address: str) -> None:
         """Fails a room whose prefill instance will not serve this rank however long it waits, and
         has the prefill side told. Costs a look into a table; call it while the room waits for its
         instance."""
-        verdict = self.instances.verdict(address, view.opened_s)
-        if verdict is None or view.withdrawn:
+        verdict = self.instances.verdict(address, room.opened_s)
+        if verdict is None or room.withdrawn:
             return
-        view.registry = address
-        self.fail(view, f"prefill instance at {address}: {verdict}")
+        room.registry = address
+        self.fail(room, f"prefill instance at {address}: {verdict}")
 
-    def choose_sources(self, view: RoomView, address: str, prefill_dp_rank: int) -> None:
+    def choose_sources(self, room: Room, address: str, prefill_dp_rank: int) -> None:
         """Finds the prefill ranks that feed this rank for this room, and has them linked."""
-        view.registry = address
+        room.registry = address
         instance = self.instances.get(address)
         if instance is None:
             known = self.instances.problem(address) or "its registry has not answered yet"
-            self.fail(view, f"prefill instance at {address} is not known: {known}")
+            self.fail(room, f"prefill instance at {address} is not known: {known}")
             return
         try:
             sources = self._sources(address, instance, prefill_dp_rank)
@@ -204,16 +204,15 @@ class DecodeSide(Side):
             coords = [c for c in instance.config.topology.coords() if c.dp == prefill_dp_rank]
             links = tuple(self._link(address, instance, c) for c in coords)
             reason = f"the prefill server at {address} does not fit this one: {error}"
-            self._loop.post(rooms.NotServed(view, links, reason))
+            self._loop.post(rooms.NotServed(room, links, reason))
             return
         # A scheduler's step may take tens of milliseconds: where nothing has to be opened, pages
         # can be named in this one.
         standing = self._rooms.standing
-        view.linked = not self._context.waits_for_prompt and all(
+        room.linked = not self._context.waits_for_prompt and all(
             source.link in standing for source in sources
         )
-        view.peers = tuple(source.link for source in sources)
-        self._loop.post(rooms.SourcesChosen(view, sources))
+        self._loop.post(rooms.SourcesChosen(room, sources))
 
     def _sources(
         self, address: str, instance: Instance, prefill_dp_rank: int
@@ -288,23 +287,26 @@ class DecodeSide(Side):
 
     def name_pages(
         self,
-        view: RoomView,
+        room: Room,
         pages: npt.NDArray[np.integer],
         aux_slot: int,
         decode_prefix_len: int,
         states: tuple[npt.NDArray[np.integer] | None, ...] = (),
         device_pages: npt.NDArray[np.integer] | None = None,
     ) -> None:
-        view.named = True  # before the loop can hear of it: see `RoomView.named`
-        view.num_pages, view.times.named_s = len(pages), time.monotonic()
+        room.named = True  # before the loop can hear of it: see `Room.named`
+        named_s = time.monotonic()
         self._loop.post(
-            rooms.PagesNamed(view, pages, aux_slot, decode_prefix_len, states, device_pages)
+            rooms.PagesNamed(
+                room, pages, aux_slot, decode_prefix_len, states, device_pages, named_s
+            )
         )
 
-    def has_arrived(self, view: RoomView) -> bool:
+    def has_arrived(self, room: Room) -> bool:
         """Whether all is here that every source was asked for. A room of which a source has ended
         with something else fails at once."""
-        arrived, seals, landed_nbytes = bool(view.awaited), [], 0
+        view, seals = room.view, []
+        arrived = bool(view.awaited)
         for awaited in view.awaited:
             writes = self._engine.arrived(awaited.tag)
             if not writes:
@@ -315,33 +317,28 @@ class DecodeSide(Side):
                 seal = self._seals.read(awaited.slot)
                 is_here = has_arrived(awaited, seal, writes, nbytes)
             except SealDisagrees as error:
-                self.fail(view, str(error))
+                self.fail(room, str(error))
                 return False
             arrived = arrived and is_here
-            landed_nbytes += nbytes
             seals.append((awaited, seal))
         if arrived:
             try:
                 check_dealt(seals, view.num_pages)
             except SealDisagrees as error:
-                self.fail(view, str(error))
+                self.fail(room, str(error))
                 return False
-            view.landed_nbytes = landed_nbytes
         return arrived
 
-    def arrived(self, view: RoomView) -> None:
-        """The scheduler takes the room: its tags can be closed."""
-        view.times.landed_s = time.monotonic()
-        self._loop.post(rooms.Arrived(view))
+    def arrived(self, room: Room) -> None:
+        """The scheduler takes the room, of which all has arrived: its tags can be closed."""
+        landed_nbytes = sum(self._engine.arrived_nbytes(one.tag) for one in room.view.awaited)
+        self._loop.post(rooms.Arrived(room, landed_nbytes, time.monotonic()))
 
-    def wait_until_safe(self, view: RoomView, timeout_s: float) -> bool:
+    def wait_until_safe(self, room: Room, timeout_s: float) -> bool:
         """For a scheduler that uses the pages of a room that has been aborted again at once: waits
         until nothing can land in them; False if that is not known after `timeout_s`."""
-        safe = self._waiters.setdefault(view.serial, threading.Event())
-        try:
-            return view.safe or safe.wait(timeout_s)
-        finally:
-            self._waiters.pop(view.serial, None)
+        waiter = room.waiter = threading.Event()  # before the look: the loop looks the other way
+        return room.view.safe or waiter.wait(timeout_s)
 
     # --- control.Handler ------------------------------------------------------------------------
 
@@ -360,7 +357,6 @@ class DecodeSide(Side):
         self._links.tick(now_s)
         self.instances.tick()
         self._fencer.retry()
-        self._recorder.open_rooms(len(self._rooms))
 
     # --- on the loop thread ---
 
@@ -369,16 +365,16 @@ class DecodeSide(Side):
         if instance is not None and key.rank in instance.ranks:
             self.instances.refuse(key.address, instance, sentence, why)
 
-    def _tell_registry(self, view: RoomView) -> None:
+    def _tell_registry(self, room: Room) -> None:
         """Of a room that failed before all its prefill ranks were met: there may be one that has
         not been told."""
-        if view.state is not RoomState.FAILED or view.times.met_s or not view.registry:
+        if room.view.state is not RoomState.FAILED or room.view.times.met_s or not room.registry:
             return
         if self._context.coords.is_first_of_dp:
-            why = self.instances.why(view.registry)
+            why = self.instances.why(room.registry)
             keys = () if why is Why.SECRET else self._context.keys.registry
-            reason = f"{self._context.name}: {view.reason}"
-            self._given_up.leave(view.registry, view.room, reason, why is not None, keys)
+            reason = f"{self._context.name}: {room.view.reason}"
+            self._given_up.leave(room.registry, room.number, reason, why is not None, keys)
 
     def _hello(self) -> Hello:
         return Hello(self._context.name, self._context.place, self._engine.card(), self._layout)
@@ -392,14 +388,13 @@ class DecodeSide(Side):
                 self._engine.expect(tag, peer=self._links.engine(key))
             case rooms.Tell(LinkKey() as key, message):
                 self._links.send(key, message)
-            case rooms.Fence(view, tags):
-                self._fencer.close_tags(view, tags)
-            case rooms.Over(view):
-                waiter = self._waiters.get(view.serial)
-                if waiter is not None:
-                    waiter.set()
-                self._recorder.room_over(view)
-                self._tell_registry(view)
+            case rooms.Fence(room, tags):
+                self._fencer.close_tags(room, tags)
+            case rooms.Over(room):
+                if room.waiter is not None:
+                    room.waiter.set()
+                self._recorder.room_over(room)
+                self._tell_registry(room)
 
 
 def _optional_states(layout: Layout) -> frozenset[int]:

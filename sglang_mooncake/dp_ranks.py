@@ -12,7 +12,8 @@ import logging
 from collections.abc import Callable
 
 from bootstrap_server import BootstrapError
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.workers import Workers
 
 __all__ = ["DpRankNotices"]
@@ -36,17 +37,17 @@ class DpRankNotices:
     def __init__(
         self,
         register: Callable[[int], None],
-        failed: Callable[[RoomView, str], None],
+        failed: Callable[[Room, str], None],
     ) -> None:
         self._register, self._failed = register, failed
         self._workers = Workers("kv-dp-rank", THREADS, ROOMS_MAX)
 
-    def tell(self, view: RoomView) -> None:
+    def tell(self, room: Room) -> None:
         """Has the registry told. A room that ends before its turn is left out: its deadline counts
         from its beginning, so nothing waits here for longer than that."""
-        if not self._workers.submit(lambda waited_s: self._tell(view, waited_s)):
+        if not self._workers.submit(lambda waited_s: self._tell(room, waited_s)):
             self._failed(
-                view,
+                room,
                 "cannot tell the bootstrap server which DP rank has the room: "
                 f"{ROOMS_MAX} rooms wait for that already",
             )
@@ -54,18 +55,20 @@ class DpRankNotices:
     def close(self) -> None:
         self._workers.close()
 
-    def _tell(self, view: RoomView, waited_s: float) -> None:
-        if view.over or view.state is RoomState.ENDING:
+    def _tell(self, room: Room, waited_s: float) -> None:
+        if room.view.over or room.view.state is RoomState.ENDING:
             return
         try:
-            self._register(view.room)
+            self._register(room.number)
             return
         except BootstrapError as error:
             problem = str(error)
         except Exception as error:  # the room must end, whatever it was
-            logger.exception("could not tell the registry which DP rank serves room %d", view.room)
+            logger.exception(
+                "could not tell the registry which DP rank serves room %d", room.number
+            )
             problem = f"internal error: {error!r}"
         waited = f" (after {waited_s:.1f} s behind other rooms)" if waited_s >= 1 else ""
         self._failed(
-            view, f"cannot tell the bootstrap server which DP rank has the room{waited}: {problem}"
+            room, f"cannot tell the bootstrap server which DP rank has the room{waited}: {problem}"
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import te
-from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.room import Room
 
 __all__ = ["Fencer"]
 
@@ -30,7 +30,7 @@ _SAID_EVERY_S = 10.0
 class _Job:
     """The tags of a room that no fence has confirmed yet."""
 
-    view: RoomView
+    room: Room
     tags: tuple[int, ...]
     began_s: float
     tries: int = 0
@@ -52,7 +52,7 @@ class Fencer:
     def __init__(
         self,
         fence: Callable[[int, float], object],
-        confirmed: Callable[[RoomView], None],
+        confirmed: Callable[[Room], None],
         name: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -67,10 +67,10 @@ class Fencer:
     def start(self) -> None:
         self._thread.start()
 
-    def close_tags(self, view: RoomView, tags: tuple[int, ...]) -> None:
+    def close_tags(self, room: Room, tags: tuple[int, ...]) -> None:
         """Has the tags closed."""
         with self._changed:
-            self._new.append(_Job(view, tags, self._clock()))
+            self._new.append(_Job(room, tags, self._clock()))
             self._changed.notify()
 
     def retry(self) -> None:
@@ -101,11 +101,11 @@ class Fencer:
                 logger.warning(
                     "room %d: the fence was confirmed at attempt %d, after %.1f s; its pages can "
                     "be reused",
-                    job.view.room,
+                    job.room.number,
                     job.tries + 1,
                     self._clock() - job.began_s,
                 )
-            self._confirmed(job.view)
+            self._confirmed(job.room)
 
     def _next(self) -> _Job | None:
         with self._changed:
@@ -125,7 +125,7 @@ class Fencer:
                     "room %d: the fence of tag %#x is not confirmed after %.1f s. Writes may still "
                     "land in the room's pages, so they stay reserved, and the fence is tried "
                     "again: %s",
-                    job.view.room,
+                    job.room.number,
                     tag,
                     now_s - job.began_s,
                     error,

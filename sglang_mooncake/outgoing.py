@@ -15,7 +15,7 @@ import te
 from sglang_mooncake.layout import SEAL_BYTES, Plan, Seal, seal_bytes
 from sglang_mooncake.links.destinations import Destination
 from sglang_mooncake.rooms.prefill import Write, WriteEnded
-from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.write_story import WriteStory
 from sglang_mooncake.stats import Recorder
 
@@ -45,7 +45,7 @@ class TransferEnded:
 
     @property
     def key(self) -> _Key:
-        return self.write.view.serial, self.write.key
+        return self.write.room.serial, self.write.key
 
     def story(self, now_s: float, *, is_done: bool) -> WriteStory:
         return WriteStory(
@@ -112,21 +112,21 @@ class Outgoing:
             transfer.add_done_callback(lambda _: self._post(ended))
         except Exception:  # no thread could be started, say; but the write is under way
             logger.exception(
-                "cannot be told when the %r of room %d ends", transfer, write.view.room
+                "cannot be told when the %r of room %d ends", transfer, write.room.number
             )
             self._unwatched.append(ended)
         return began_s
 
-    def cancel(self, view: RoomView, keys: Iterable[tuple[str, int]]) -> None:
+    def cancel(self, room: Room, keys: Iterable[tuple[str, int]]) -> None:
         """Asks writes of a room to stop; each still has its outcome, asked or not."""
         for key in keys:
-            transfer = self._under_way.get((view.serial, key))
+            transfer = self._under_way.get((room.serial, key))
             if transfer is None:
                 continue  # it was refused, or has ended, and the rules are about to hear of that
             try:
                 transfer.cancel()
             except Exception:  # the others are to stop all the same
-                logger.exception("cannot cancel the %r of room %d", transfer, view.room)
+                logger.exception("cannot cancel the %r of room %d", transfer, room.number)
 
     def overlooked(self) -> list[TransferEnded]:
         """Transfers with an outcome of which `post` could not be told."""
@@ -147,13 +147,13 @@ class Outgoing:
             self._recorder.landed_early(write.cache_nbytes)
         failure = None if is_done else f"a transfer was {status.value}: {transfer.reason}"
         story = ended.story(now_s, is_done=is_done)
-        return WriteEnded(write.view, write.peer, write.nth, failure, story)
+        return WriteEnded(write.room, write.peer, write.nth, failure, story)
 
     @staticmethod
     def refused(write: Write, error: Exception) -> WriteEnded:
         """What `begin` raised."""
         reason = f"could not hand {len(write.span)} pages to the engine: {error!r}"
-        return WriteEnded(write.view, write.peer, write.nth, reason)
+        return WriteEnded(write.room, write.peer, write.nth, reason)
 
     def _take_seal_slot(self) -> int:
         if not self._free_seals:

@@ -29,7 +29,8 @@ from sglang_mooncake.messages import HelloReply, RoomAbort, RoomFailed
 from sglang_mooncake.outgoing import Outgoing, TransferEnded
 from sglang_mooncake.rank_report import DecodePeer
 from sglang_mooncake.rooms import prefill as rooms
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.side import Side, broken
 from sglang_mooncake.stats import Recorder
 from sglang_mooncake.stream_order import StreamEvent, StreamOrder, Waited
@@ -56,9 +57,9 @@ class _SentAfter:
 class Stages(Protocol):
     """The other pipeline stages of this server (`seam.StageBoard`). Called on the loop thread."""
 
-    def ready(self, view: RoomView) -> None: ...
-    def failed(self, view: RoomView) -> None: ...
-    def forget(self, view: RoomView) -> None: ...
+    def ready(self, room: Room) -> None: ...
+    def failed(self, room: Room) -> None: ...
+    def forget(self, room: Room) -> None: ...
 
 
 class PrefillSide(Side):
@@ -101,17 +102,18 @@ class PrefillSide(Side):
         self._outgoing = Outgoing(engine, recorder, lambda ended: self._loop.post(ended))
         self._order = StreamOrder(
             self._executor.submit,
-            lambda view, reason: self._executor.submit(rooms.Broken(view, reason)),
+            lambda room, reason: self._executor.submit(rooms.Broken(room, reason)),
             lambda waited: self._loop.post(waited),
             context.deadlines.waiting_s,
             context.names.waiting,
         )
+        recorder.open_rooms = lambda: self._rooms.rooms
         self._dp_ranks = DpRankNotices(self._register_dp_rank, self.fail)
         self._ports: tuple[int, int] | None = None
         self._port: queue.Queue[int | Exception] = queue.Queue(1)
         #: Rooms to which no decode rank may ever find, the oldest first, and why. The scheduler
         #: thread adds, the loop removes.
-        self._misdirected: deque[tuple[RoomView, str]] = deque()
+        self._misdirected: deque[tuple[Room, str]] = deque()
         #: Rooms (by serial) that the scheduler polls in every step. Its thread alone uses this.
         self._polled: set[int] = set()
 
@@ -154,16 +156,16 @@ class PrefillSide(Side):
             raise port
         return port
 
-    def open_room(self, room: int, register_dp_rank: bool) -> RoomView:
+    def open_room(self, number: int, register_dp_rank: bool) -> Room:
         """`register_dp_rank`: let the registry know that this DP rank has the room."""
-        view = self.new_room(room)
-        self._polled.add(view.serial)
+        room = self.new_room(number)
+        self._polled.add(room.serial)
         if register_dp_rank:
-            self._dp_ranks.tell(view)
-        return view
+            self._dp_ranks.tell(room)
+        return room
 
     def send_chunk(
-        self, view: RoomView, chunk: rooms.Chunk, events: Sequence[StreamEvent] = ()
+        self, room: Room, chunk: rooms.Chunk, events: Sequence[StreamEvent] = ()
     ) -> None:
         """Leaves the chunk for the loop. Waking the loop is a system call, and one at which a
         crowded kernel takes the core from the scheduler (on two cores with four schedulers, 11 of
@@ -172,16 +174,16 @@ class PrefillSide(Side):
 
         events: nothing of the chunk is read before these have happened. Chunks keep their order.
         """
-        sent = rooms.ChunkSent(view, chunk)
+        sent = rooms.ChunkSent(room, chunk)
         self._loop.leave(_SentAfter(sent, events) if events else sent)
         if chunk.is_last:
-            self._polled.add(view.serial)
+            self._polled.add(room.serial)
         if not self._polled:
             self._loop.wake()
 
     def send_layers(
         self,
-        view: RoomView,
+        room: Room,
         pages: npt.NDArray[np.integer],
         first: int,
         below: int,
@@ -194,7 +196,7 @@ class PrefillSide(Side):
         wake: the loop, at once: the scheduler polls nothing before its forward ends. Who says this
             of several rooms leaves it to the last of them.
         """
-        filled = rooms.LayersFilled(view, pages, first, below, time.monotonic())
+        filled = rooms.LayersFilled(room, pages, first, below, time.monotonic())
         self._loop.leave(_SentAfter(filled, events) if events else filled)
         if wake:
             self._loop.wake()
@@ -204,35 +206,35 @@ class PrefillSide(Side):
         """At which rate this rank's bytes land, as measured; 0.0 before anything was."""
         return self._recorder.bytes_per_s
 
-    def computed(self, view: RoomView) -> None:
+    def computed(self, room: Room) -> None:
         """The whole prompt is computed. The next `polled` wakes the loop, as after `send_chunk`."""
-        self._loop.leave(rooms.Computed(view))
+        self._loop.leave(rooms.Computed(room))
 
-    def polled(self, view: RoomView, sent: bool) -> None:
+    def polled(self, room: Room, sent: bool) -> None:
         """The scheduler asks for the state of a room. It does so in every step for rooms that wait
         for their decode ranks and for those whose last chunk is `sent`, until they are over."""
         self._loop.wake()
-        if view.over or (view.state is not RoomState.OPEN and not sent):
-            self._polled.discard(view.serial)
+        if room.view.over or (room.view.state is not RoomState.OPEN and not sent):
+            self._polled.discard(room.serial)
 
     def given_up(self, room: int, reason: str, refused: bool = False) -> None:
         """A decode rank that has no link to this one will never ask for this room. Any thread may
         call; a room that other decode ranks ask for goes on. `refused`: see `RoomAbort`."""
         self._loop.post(rooms.RoomAborted(_WITHOUT_LINK, RoomAbort(room, 0, reason, refused)))
 
-    def misdirect(self, view: RoomView, reason: str) -> None:
+    def misdirect(self, room: Room, reason: str) -> None:
         """The request seems to lead decode ranks to another address than this instance's: the room
         does not wait long for a first decode rank."""
         if len(self._misdirected) < _MISDIRECTED_MAX:
-            self._misdirected.append((view, reason))
+            self._misdirected.append((room, reason))
 
-    def abort(self, view: RoomView, reason: str) -> None:
-        self._polled.discard(view.serial)
-        super().abort(view, reason)
+    def abort(self, room: Room, reason: str) -> None:
+        self._polled.discard(room.serial)
+        super().abort(room, reason)
 
-    def close_room(self, view: RoomView) -> None:
-        self._polled.discard(view.serial)
-        super().close_room(view)
+    def close_room(self, room: Room) -> None:
+        self._polled.discard(room.serial)
+        super().close_room(room)
 
     def close(self) -> None:
         super().close()
@@ -255,15 +257,15 @@ class PrefillSide(Side):
         del now_s
         match stimulus:
             case _SentAfter(sent, events):
-                self._order.submit(sent.view, sent, events)
-            case rooms.ChunkSent(view) | rooms.LayersFilled(view):
-                self._order.submit(view, stimulus)
+                self._order.submit(sent.room, sent, events)
+            case rooms.ChunkSent(room) | rooms.LayersFilled(room):
+                self._order.submit(room, stimulus)
             case Waited():
                 self._order.waited(stimulus)
-            case rooms.Closed(view):
+            case rooms.Closed(room):
                 self._executor.submit(stimulus)
                 if self._stages is not None:
-                    self._stages.forget(view)
+                    self._stages.forget(room)
             case Connected():
                 self._links.connected(stimulus)
             case TransferEnded():
@@ -277,17 +279,16 @@ class PrefillSide(Side):
             self._transfer_ended(ended)
         self._links.tick(now_s)
         self._end_misdirected(now_s)
-        self._recorder.open_rooms(len(self._rooms))
 
     def _end_misdirected(self, now_s: float) -> None:
         """Once a decode rank has found this rank, all can: then the address was right after all."""
         while self._misdirected:
-            view, reason = self._misdirected[0]
-            if now_s - view.opened_s < MISDIRECTED_S:
+            room, reason = self._misdirected[0]
+            if now_s - room.opened_s < MISDIRECTED_S:
                 return
             self._misdirected.popleft()
-            if view.state is RoomState.OPEN and not any(self._links):
-                self._executor.submit(rooms.Broken(view, reason))
+            if room.view.state is RoomState.OPEN and not any(self._links):
+                self._executor.submit(rooms.Broken(room, reason))
 
     def _register_dp_rank(self, room: int) -> None:
         """In a thread of `DpRankNotices`. Raises BootstrapError."""
@@ -303,22 +304,22 @@ class PrefillSide(Side):
 
     def _perform(self, instruction: rooms.Instruction) -> None:
         match instruction:
-            case rooms.Write(view, key):
+            case rooms.Write(room, key):
                 began_s = self._outgoing.begin(instruction, self._links[key])
-                self._executor.submit(rooms.WriteBegan(view, began_s))
-            case rooms.CancelWrites(view, keys):
-                self._outgoing.cancel(view, keys)
+                self._executor.submit(rooms.WriteBegan(room, began_s))
+            case rooms.CancelWrites(room, keys):
+                self._outgoing.cancel(room, keys)
             case rooms.Tell(peer, message):
                 self._links.send(peer, message)
             case rooms.FellBack(_, reason):
                 self._recorder.fell_back(reason)
-            case rooms.Met(view):
+            case rooms.Met(room):
                 if self._stages is not None:
-                    self._stages.ready(view)
-            case rooms.Over(view, writes):
-                self._recorder.room_over(view, writes)
+                    self._stages.ready(room)
+            case rooms.Over(room, writes):
+                self._recorder.room_over(room, writes)
                 if self._stages is not None:
-                    self._tell_stages(view)
+                    self._tell_stages(room)
 
     def _failed(
         self, cause: rooms.Event | rooms.Instruction, error: Exception
@@ -333,13 +334,13 @@ class PrefillSide(Side):
             case _:
                 return broken(cause, error)
 
-    def _tell_stages(self, view: RoomView) -> None:
+    def _tell_stages(self, room: Room) -> None:
         """A room is over. One that a newer use has replaced says nothing of that one."""
         assert self._stages is not None
-        if view.state is RoomState.SUPERSEDED:
-            self._stages.forget(view)
-        elif view.state is not RoomState.DONE:
-            self._stages.failed(view)
+        if room.view.state is RoomState.SUPERSEDED:
+            self._stages.forget(room)
+        elif room.view.state is not RoomState.DONE:
+            self._stages.failed(room)
 
     def _transfer_ended(self, ended: TransferEnded) -> None:
         outcome = self._outgoing.outcome(ended)

@@ -11,7 +11,7 @@ from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.executor import Executor
 from sglang_mooncake.layout.indices import Indices, as_indices
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over
-from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.stats import Recorder
 
 __all__ = ["Side", "broken", "state_lists"]
@@ -32,24 +32,24 @@ class Side:
     #: Of the loop thread alone.
     _executor: Executor[Any, Any]
 
-    def new_room(self, room: int) -> RoomView:
+    def new_room(self, number: int) -> Room:
         """A room for one use of this number, known to the loop."""
-        view = RoomView(room, time.monotonic())
-        self._recorder.room_opened(view)
-        self._loop.post(Opened(view))
-        return view
+        room = Room(number, time.monotonic())
+        self._recorder.room_opened(room)
+        self._loop.post(Opened(room))
+        return room
 
-    def abort(self, view: RoomView, reason: str) -> None:
+    def abort(self, room: Room, reason: str) -> None:
         """The scheduler gives the request up."""
-        self._loop.post(Aborted(view, reason))
+        self._loop.post(Aborted(room, reason))
 
-    def fail(self, view: RoomView, reason: str) -> None:
+    def fail(self, room: Room, reason: str) -> None:
         """The room cannot succeed any more."""
-        self._loop.post(Broken(view, reason))
+        self._loop.post(Broken(room, reason))
 
-    def close_room(self, view: RoomView) -> None:
+    def close_room(self, room: Room) -> None:
         """The scheduler needs the room no more, whatever became of it."""
-        self._loop.post(Closed(view))
+        self._loop.post(Closed(room))
 
     def close(self) -> None:
         """Ends the loop and its sockets. Idempotent."""
@@ -59,7 +59,7 @@ class Side:
 def broken(cause: Any, error: Exception) -> Broken | None:
     """What the rules are told of an event or instruction that raised: a bug in the handling of one
     room must end that room, not hang it. None where that would not end, or names no room."""
-    view = getattr(cause, "view", None)
-    if view is None or isinstance(cause, Broken | Over):
+    room = getattr(cause, "room", None)
+    if room is None or isinstance(cause, Broken | Over):
         return None
-    return Broken(view, f"internal error: {error!r}")
+    return Broken(room, f"internal error: {error!r}")

@@ -23,7 +23,8 @@ from sglang_mooncake.context import RankContext
 from sglang_mooncake.failures import Failures
 from sglang_mooncake.pace import Pace
 from sglang_mooncake.refused import RefusedServer
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.rooms.write_story import WriteStory
 from sglang_mooncake.story import RoomStory, Stories, tell
 
@@ -62,9 +63,10 @@ class Recorder:
         self._path = directory / f"{context.role}-{os.getpid()}.json" if directory else None
         self.stories = Stories(story_rooms)
         self._listeners: list[Callable[[RoomStory], None]] = []
-        self._opening: list[Callable[[RoomView], None]] = []
+        self._opening: list[Callable[[Room], None]] = []
         self._rooms: Counter[str] = Counter()
-        self._open_rooms = 0
+        #: Written once by the rank's side: the rooms that are not over. Any thread may call it.
+        self.open_rooms: Callable[[], Sequence[Room]] = tuple
         self.failures = Failures()
         #: Written once by the side of a decode rank: which prefill servers and this rank do not
         #: serve each other. Any thread may call it.
@@ -139,13 +141,12 @@ class Recorder:
         """The last chunk's way from `send()` to the destination's memory."""
         self._handover_ms.append(latency_s * 1000)
 
-    def room_opened(self, view: RoomView) -> None:
+    def room_opened(self, room: Room) -> None:
         """The scheduler thread says so."""
-        self.stories.open(view)
         for listener in self._opening:
-            listener(view)
+            listener(room)
 
-    def on_room_opened(self, listener: Callable[[RoomView], None]) -> None:
+    def on_room_opened(self, listener: Callable[[Room], None]) -> None:
         """Has `listener` called on the scheduler thread with each room, before anything happens
         to it."""
         self._opening.append(listener)
@@ -154,10 +155,10 @@ class Recorder:
         """Has `listener` called on the loop thread with the story of each room that is over."""
         self._listeners.append(listener)
 
-    def room_over(self, view: RoomView, writes: Sequence[WriteStory] = ()) -> None:
+    def room_over(self, room: Room, writes: Sequence[WriteStory] = ()) -> None:
         """`writes`: those of a prefill rank, in the order in which they ended."""
-        now_s = time.monotonic()
-        story = tell(view, self._context.role, self._context.name, now_s, writes=writes)
+        now_s, view = time.monotonic(), room.view
+        story = tell(room, self._context.role, self._context.name, now_s, writes=writes)
         if writes and view.state is RoomState.DONE:
             self.handed_over(now_s - view.times.named_s)
         self.stories.add(story)
@@ -173,13 +174,10 @@ class Recorder:
                 self._rooms["failed"] += 1
                 self.failures.note(view.reason)
 
-    def open_rooms(self, count: int) -> None:
-        self._open_rooms = count
-
     def rooms(self) -> dict[str, int]:
         """How many rooms ended how, and how many are open. Any thread may ask."""
         ends = {end: self._rooms[end] for end in ("done", "failed", "aborted")}
-        return ends | {"open": self._open_rooms}
+        return ends | {"open": len(self.open_rooms())}
 
     def totals(self) -> dict[str, Any]:
         """What only rises, for metrics: rooms by how they ended (`RoomState`), bytes, fall-backs by

@@ -30,7 +30,8 @@ from typing import Final
 
 import msgspec
 
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.rooms.write_story import WriteStory, merged
 
 __all__ = ["STAGES", "RoomStory", "Stories", "tell"]
@@ -93,7 +94,7 @@ def _of_role(role: str) -> Iterable[str]:
 
 
 def tell(
-    view: RoomView,
+    room: Room,
     role: str,
     rank: str,
     now_s: float,
@@ -106,6 +107,7 @@ def tell(
     A mark that was set before the one of an earlier stage (a decode rank may name pages before it
     knows that its links stand) counts as reached with that one.
     """
+    view = room.view
     times = view.times
     known = {
         "bootstrap": times.met_s,
@@ -116,18 +118,18 @@ def tell(
         "acknowledged": now_s if view.state is RoomState.DONE else 0.0,
     }
     is_done = view.state is RoomState.DONE
-    marks, at_s = {}, view.opened_s
+    marks, at_s = {}, room.opened_s
     for stage in _of_role(role):
         if not known[stage] and not is_done:
             break
         # A rank that has no byte to send posts none, and is done all the same.
         at_s = marks[stage] = min(max(known[stage], at_s), now_s)
     return RoomStory(
-        view.room,
-        view.serial,
+        room.number,
+        room.serial,
         role,
         rank,
-        view.opened_s,
+        room.opened_s,
         max(now_s, at_s),
         marks,
         view.state.value,
@@ -141,8 +143,8 @@ def tell(
 
 
 class Stories:
-    """The stories of the rooms of one rank: the latest that have ended, and the slowest of all. The
-    loop thread adds, any thread asks.
+    """The stories of rooms of one rank that are over: the latest, and the slowest of all. The loop
+    thread adds, any thread asks.
 
     Args:
         rooms: how many ended ones are kept; 0 keeps none. One takes about 1 KiB, and 12 KiB with
@@ -154,17 +156,11 @@ class Stories:
         self._lock = threading.Lock()
         self._ended: OrderedDict[int, RoomStory] = OrderedDict()  # by serial, the oldest first
         self._slowest: list[tuple[float, int, RoomStory]] = []  # a heap
-        self._open: dict[int, RoomView] = {}  # by serial
         self.count = 0
-
-    def open(self, view: RoomView) -> None:
-        """A room begins. The scheduler thread says so: one assignment, without the lock."""
-        self._open[view.serial] = view
 
     def add(self, story: RoomStory) -> None:
         """A room is over."""
         with self._lock:
-            self._open.pop(story.serial, None)
             self.count += 1
             if not self._rooms_max:
                 return
@@ -195,11 +191,6 @@ class Stories:
         """Of those that are kept in the order of their ends."""
         with self._lock:
             return next(iter(self._ended.values()), None)
-
-    def opened(self) -> list[RoomView]:
-        """Rooms that are not over."""
-        with self._lock:
-            return list(self._open.copy().values())  # One step: others may add meanwhile.
 
     def _kept(self) -> list[RoomStory]:
         with self._lock:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 
 __all__ = ["StreamEvent", "StreamOrder", "Waited"]
 
@@ -46,7 +47,7 @@ class Waited:
 
 @dataclass(frozen=True, slots=True)
 class _Submission:
-    view: RoomView
+    room: Room
     stimulus: Any
     events: Sequence[StreamEvent]
     since_s: float = field(default_factory=time.monotonic)
@@ -73,7 +74,7 @@ class StreamOrder:
     def __init__(
         self,
         deliver: Callable[[Any], None],
-        fail: Callable[[RoomView, str], None],
+        fail: Callable[[Room, str], None],
         post: Callable[[Waited], None],
         timeout_s: float,
         timeout_name: str,
@@ -91,23 +92,23 @@ class StreamOrder:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, view: RoomView, stimulus: Any, events: Sequence[StreamEvent] = ()) -> None:
-        """Has `stimulus`, which is about the room `view`, delivered when its turn comes."""
-        before = self._waiting.get(view.serial)
+    def submit(self, room: Room, stimulus: Any, events: Sequence[StreamEvent] = ()) -> None:
+        """Has `stimulus`, which is about `room`, delivered when its turn comes."""
+        before = self._waiting.get(room.serial)
         if not events and before is None:
             self._deliver(stimulus)
             return
         if self._count >= WAITING_MAX:
             self._fail(
-                view,
+                room,
                 f"{WAITING_MAX} chunks are waiting for GPU events, which is the limit: the GPU "
                 "seems to hang",
             )
             return
-        submission = _Submission(view, stimulus, events)
+        submission = _Submission(room, stimulus, events)
         self._count += 1
         if before is None:
-            self._waiting[view.serial] = deque((submission,))
+            self._waiting[room.serial] = deque((submission,))
         else:
             before.append(submission)
         if events:
@@ -125,7 +126,7 @@ class StreamOrder:
                 del self._waiting[serial]
             self._count -= len(ready) + (failure is not None)
             if failure is not None:
-                self._fail(over.view, failure)
+                self._fail(over.room, failure)
             for submission in ready:
                 self._deliver(submission.stimulus)
 
@@ -147,7 +148,7 @@ class StreamOrder:
             else:
                 if added is None:
                     return
-                rooms.setdefault(added.view.serial, deque()).append(added)
+                rooms.setdefault(added.room.serial, deque()).append(added)
                 pause_s = _PAUSE_MIN_S
                 if not self._to_wait_for.empty():
                     continue
@@ -172,8 +173,8 @@ class StreamOrder:
         return found
 
     def _is_over(self, submission: _Submission, asked: dict[int, bool]) -> tuple[bool, str | None]:
-        room = submission.view.room
-        if _needs_no_more(submission.view):
+        room = submission.room.number
+        if _needs_no_more(submission.room):
             return True, None  # the rules drop what is sent for it
         try:
             if all(_has_happened(event, asked) for event in submission.events):
@@ -195,5 +196,5 @@ def _has_happened(event: StreamEvent, asked: dict[int, bool]) -> bool:
     return asked[id(event)]
 
 
-def _needs_no_more(view: RoomView) -> bool:
-    return view.over or view.state is RoomState.ENDING
+def _needs_no_more(room: Room) -> bool:
+    return room.view.over or room.view.state is RoomState.ENDING

@@ -14,7 +14,7 @@ import msgspec
 from sglang_mooncake.context import RankContext
 from sglang_mooncake.refused import RefusedServer
 from sglang_mooncake.stats import Recorder
-from sglang_mooncake.story import RoomStory, Stories, tell
+from sglang_mooncake.story import RoomStory, tell
 from te.errors import StatusSocketError
 from te.status import Answer
 
@@ -58,7 +58,7 @@ def answers(recorder: Recorder, context: RankContext) -> dict[str, Answer]:
 
     def of_room(arguments: Mapping[str, Any]) -> list[RoomStory]:
         room = _number(arguments, "room")
-        return [*stories.of_room(room), *_open(stories, context, room)][-COUNT_MAX:]
+        return [*stories.of_room(room), *_open(recorder, context, room)][-COUNT_MAX:]
 
     return {
         "room": answer(of_room),
@@ -85,11 +85,11 @@ def _told(recorder: Recorder, context: RankContext, found: list[RoomStory]) -> R
     )
 
 
-def _open(stories: Stories, context: RankContext, room: int) -> list[RoomStory]:
+def _open(recorder: Recorder, context: RankContext, number: int) -> list[RoomStory]:
     """Uses of the number that are not over."""
     now_s = time.monotonic()
-    views = [view for view in stories.opened() if view.room == room and not view.over]
-    return [tell(view, context.role, context.name, now_s, is_open=True) for view in views]
+    rooms = [one for one in recorder.open_rooms() if one.number == number and not one.view.over]
+    return [tell(room, context.role, context.name, now_s, is_open=True) for room in rooms]
 
 
 def _count(arguments: Mapping[str, Any]) -> int:

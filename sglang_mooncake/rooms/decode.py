@@ -44,14 +44,8 @@ from sglang_mooncake.rooms.decode_events import (
 )
 from sglang_mooncake.rooms.decode_table import DecodeRoom, DecodeTable
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
-from sglang_mooncake.rooms.states import (
-    RELEASED,
-    TRANSITIONS_DECODE,
-    RoomState,
-    RoomView,
-    Step,
-    advance,
-)
+from sglang_mooncake.rooms.room import Publisher, Room
+from sglang_mooncake.rooms.states import RELEASED, TRANSITIONS_DECODE, RoomState, Step
 from sglang_mooncake.rooms.targets import Targets
 
 __all__ = [
@@ -125,6 +119,7 @@ class DecodeRooms:
     ) -> None:
         self._deadlines, self._names = deadlines, names
         self._table = DecodeTable()
+        self._views = Publisher(TRANSITIONS_DECODE)
         self._free_slots = list(range(seal_slots - 1, -1, -1))
         self._next_generation = first_generation
         self._new_tag, self._computed_first = new_tag, computed_first
@@ -141,28 +136,40 @@ class DecodeRooms:
     def free_seal_slots(self) -> int:
         return len(self._free_slots)
 
+    @property
+    def rooms(self) -> list[Room]:
+        """Those that are not over. Any thread may ask."""
+        return self._table.rooms
+
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
-        """Applies one event. Idempotent where peers may repeat themselves."""
+        """Applies one event, and then shows what has become of the rooms. Idempotent where peers
+        may repeat themselves."""
+        try:
+            return self._apply(event, now_s)
+        finally:
+            self._views.publish()
+
+    def _apply(self, event: Event, now_s: float) -> list[Instruction]:
         match event:
-            case Opened(view):
-                self._table.add(view)
+            case Opened(room):
+                self._table.add(room)
                 return []
-            case SourcesChosen(view, sources):
-                return self._choose(view, sources, now_s)
-            case NotServed(view, links, reason):
-                return self._not_served(view, links, reason)
-            case PagesNamed(view):
-                return self._name(view, event, now_s)
-            case Arrived(view):
-                return self._arrive(view)
-            case Aborted(view, reason):
-                return self._end(view, RoomState.ABORTED, reason)
-            case Broken(view, reason):
-                return self._end(view, RoomState.FAILED, reason)
-            case Closed(view):
-                return self._end(view, RoomState.ABORTED, RELEASED)
-            case Fenced(view):
-                return self._fenced(view)
+            case SourcesChosen(room, sources):
+                return self._choose(room, sources, now_s)
+            case NotServed(room, links, reason):
+                return self._not_served(room, links, reason)
+            case PagesNamed(room):
+                return self._name(room, event, now_s)
+            case Arrived():
+                return self._arrive(event)
+            case Aborted(room, reason):
+                return self._end(self._table.get(room), RoomState.ABORTED, reason)
+            case Broken(room, reason):
+                return self._end(self._table.get(room), RoomState.FAILED, reason)
+            case Closed(room):
+                return self._end(self._table.get(room), RoomState.ABORTED, RELEASED)
+            case Fenced(room):
+                return self._fenced(room)
             case LinkUp(link, layers):
                 return self._link_up(link, layers, now_s)
             case LinkDown(link, reason):
@@ -179,194 +186,200 @@ class DecodeRooms:
     # --- the way up ---
 
     def _choose(
-        self, view: RoomView, sources: tuple[RoomSource, ...], now_s: float
+        self, room: Room, sources: tuple[RoomSource, ...], now_s: float
     ) -> list[Instruction]:
-        room = self._table.get(view)
-        if room is None or view.state is not RoomState.OPEN:
+        record = self._table.get(room)
+        if record is None or record.view.state is not RoomState.OPEN:
             return []
-        self._table.ask(room, sources)
-        return _open_links(room) if room.unlinked else self._linked(room, now_s)
+        self._table.ask(record, sources)
+        self._views.change(record, peers=tuple(source.link for source in sources))
+        return _open_links(record) if record.unlinked else self._linked(record, now_s)
 
     def _not_served(
-        self, view: RoomView, links: tuple[Hashable, ...], reason: str
+        self, room: Room, links: tuple[Hashable, ...], reason: str
     ) -> list[Instruction]:
-        room = self._table.get(view)
-        if room is None or view.state is not RoomState.OPEN:
+        record = self._table.get(room)
+        if record is None or record.view.state is not RoomState.OPEN:
             return []
         sources = tuple(RoomSource(link, sends=False, aux=False) for link in links)
-        self._table.ask(room, sources)
-        return _open_links(room) + self._end(view, RoomState.FAILED, reason, refused=True)
+        self._table.ask(record, sources)
+        return _open_links(record) + self._end(record, RoomState.FAILED, reason, refused=True)
 
-    def _name(self, view: RoomView, named: PagesNamed, now_s: float) -> list[Instruction]:
-        room = self._table.get(view)
-        if room is None or view.state not in _NAMEABLE:
+    def _name(self, room: Room, named: PagesNamed, now_s: float) -> list[Instruction]:
+        record = self._table.get(room)
+        if record is None or record.view.state not in _NAMEABLE:
             return []  # it ended between the scheduler's poll and its pages
-        room.targets = Targets(named)
-        return self._publish(room, now_s) if view.state is RoomState.READY else []
+        record.targets = Targets(named)
+        self._views.change(record, num_pages=len(named.pages))
+        self._views.mark(record, named_s=named.named_s)
+        return self._publish(record, now_s) if record.view.state is RoomState.READY else []
 
-    def _meet(self, room: DecodeRoom, now_s: float) -> list[Instruction]:
+    def _meet(self, record: DecodeRoom, now_s: float) -> list[Instruction]:
         """All prefill ranks are ready to be asked, which is for those whose pages have a name."""
-        room.since_s = room.view.times.met_s = now_s
-        if room.targets is not None:
-            return self._publish(room, now_s, Step.MET)
-        advance(room.view, TRANSITIONS_DECODE, Step.MET)
+        record.since_s = now_s
+        self._views.mark(record, met_s=now_s)
+        if record.targets is not None:
+            return self._publish(record, now_s, Step.MET)
+        self._views.advance(record, Step.MET)
         return []
 
-    def _publish(self, room: DecodeRoom, now_s: float, *met: Step) -> list[Instruction]:
+    def _publish(self, record: DecodeRoom, now_s: float, *met: Step) -> list[Instruction]:
         """`met`: the step that makes the room ready, if it is not yet."""
-        view, targets = room.view, room.targets
+        targets = record.targets
         assert targets is not None
-        room.targets = None  # as many numbers as the prompt has pages
-        if view.withdrawn:
-            advance(view, TRANSITIONS_DECODE, *met)
+        record.targets = None  # as many numbers as the prompt has pages
+        if record.room.withdrawn:
+            self._views.advance(record, *met)
             return []  # the event that ends it follows; its pages stay what they are
-        sending = [source for source in room.sources if source.sends]
+        sending = [source for source in record.sources if source.sends]
         if len(self._free_slots) < len(sending):
             return self._end(
-                view,
+                record,
                 RoomState.FAILED,
                 f"all seal slots are in use ({len(self._table)} rooms are open on this rank)",
             )
-        room.slots = tuple(self._free_slots.pop() for _ in sending)
-        room.since_s = view.times.planned_s = now_s
-        self._name_use(room)
+        record.slots = tuple(self._free_slots.pop() for _ in sending)
+        record.since_s = now_s
+        self._name_use(record)
+        self._views.mark(record, planned_s=now_s)
+        number, generation = record.room.number, record.view.generation
         layers = self._table.standing
-        view.awaited = tuple(
-            targets.awaited(source, layers[source.link], view.generation, self._new_tag(), slot)
-            for source, slot in zip(sending, room.slots, strict=True)
+        awaited = tuple(
+            targets.awaited(source, layers[source.link], generation, self._new_tag(), slot)
+            for source, slot in zip(sending, record.slots, strict=True)
         )
-        view.exposed = True
-        advance(view, TRANSITIONS_DECODE, *met, Step.PUBLISHED)
+        self._views.advance(record, *met, Step.PUBLISHED, awaited=awaited, exposed=True)
+        by_link = dict(zip((source.link for source in sending), awaited, strict=True))
         expect = [
-            Expect(view, source.link, awaited.tag, awaited.slot)
-            for source, awaited in zip(sending, view.awaited, strict=True)
+            Expect(record.room, link, awaited.tag, awaited.slot)
+            for link, awaited in by_link.items()
         ]
-        by_link = dict(zip((source.link for source in sending), view.awaited, strict=True))
         tell = [
-            Tell(source.link, targets.request(source, view, by_link.get(source.link)))
-            for source in room.sources
+            Tell(
+                source.link,
+                targets.request(source, number, generation, by_link.get(source.link)),
+            )
+            for source in record.sources
         ]
         return [*expect, *tell]
 
-    def _name_use(self, room: DecodeRoom) -> None:
-        if not room.view.generation:
-            self._table.name_use(room, self._next_generation)
+    def _name_use(self, record: DecodeRoom) -> None:
+        if not record.view.generation:
+            self._views.change(record, generation=self._next_generation)
+            self._table.name_use(record, self._next_generation)
             self._next_generation += 1
 
-    def _arrive(self, view: RoomView) -> list[Instruction]:
-        room = self._table.get(view)
-        if room is None or view.state is not RoomState.REQUESTED:
+    def _arrive(self, arrived: Arrived) -> list[Instruction]:
+        record = self._table.get(arrived.room)
+        if record is None or record.view.state is not RoomState.REQUESTED:
             return []  # a failure was faster in the books, but the scheduler has its KV: both fine
-        advance(view, TRANSITIONS_DECODE, Step.QUIET)
+        self._views.mark(record, landed_s=arrived.at_s)
+        self._views.advance(record, Step.QUIET, landed_nbytes=arrived.landed_nbytes)
         # Everything has landed, so this only closes the tags; nothing waits for it.
-        return [_fence(view)]
+        return [_fence(record)]
 
     # --- the ways down ---
 
     def _end(
-        self, view: RoomView, end: RoomState, reason: str, *, refused: bool = False
+        self, record: DecodeRoom | None, end: RoomState, reason: str, *, refused: bool = False
     ) -> list[Instruction]:
-        room = self._table.get(view)
-        if room is None or view.over or view.state is RoomState.ENDING:
+        if record is None or record.view.over or record.view.state is RoomState.ENDING:
             return []
-        view.reason, view.end = reason, end
-        tell: list[Instruction] = [
-            Tell(source.link, RoomAbort(view.room, view.generation, reason, refused))
-            for source in room.sources
-        ]
-        if not view.exposed:
-            return tell + self._forget(room, Step.END, Step.QUIET)
-        advance(view, TRANSITIONS_DECODE, Step.END)
+        self._views.change(record, reason=reason, end=end)
+        abort = RoomAbort(record.room.number, record.view.generation, reason, refused)
+        tell: list[Instruction] = [Tell(source.link, abort) for source in record.sources]
+        if not record.view.exposed:
+            return tell + self._forget(record, Step.END, Step.QUIET)
+        self._views.advance(record, Step.END)
         # First the fence: it alone makes the pages safe, and it needs no peer.
-        return [_fence(view), *tell]
+        return [_fence(record), *tell]
 
-    def _fenced(self, view: RoomView) -> list[Instruction]:
-        room = self._table.get(view)
-        if room is None:
+    def _fenced(self, room: Room) -> list[Instruction]:
+        record = self._table.get(room)
+        if record is None:
             return []
-        self._free_slots.extend(room.slots)
-        room.slots = ()
-        return self._forget(room, *(() if view.over else (Step.QUIET,)))
+        self._free_slots.extend(record.slots)
+        record.slots = ()
+        return self._forget(record, *(() if record.view.over else (Step.QUIET,)))
 
-    def _forget(self, room: DecodeRoom, *steps: Step) -> list[Instruction]:
-        """The end. The scheduler still has the view; the table needs the room no more."""
-        room.view.safe = True
-        advance(room.view, TRANSITIONS_DECODE, *steps)
-        self._table.drop(room)
-        return [Over(room.view)]
+    def _forget(self, record: DecodeRoom, *steps: Step) -> list[Instruction]:
+        """The end. The scheduler still has the room; the table needs it no more."""
+        self._views.advance(record, *steps, safe=True)
+        self._table.drop(record)
+        return [Over(record.room)]
 
     # --- peers and the clock ---
 
     def _link_up(self, link: Hashable, layers: int, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
-        for room in self._table.link_up(link, layers):
-            if room.view.state is RoomState.OPEN:
-                instructions += self._linked(room, now_s)
+        for record in self._table.link_up(link, layers):
+            if record.view.state is RoomState.OPEN:
+                instructions += self._linked(record, now_s)
         return instructions
 
-    def _linked(self, room: DecodeRoom, now_s: float) -> list[Instruction]:
+    def _linked(self, record: DecodeRoom, now_s: float) -> list[Instruction]:
         if not self._computed_first:
-            return self._meet(room, now_s)
-        view = room.view
-        room.since_s = now_s
-        self._name_use(room)
-        room.computing = frozenset(source.link for source in room.sources)
-        advance(view, TRANSITIONS_DECODE, Step.LINKED)
-        return [Tell(source.link, RoomWait(view.room, view.generation)) for source in room.sources]
+            return self._meet(record, now_s)
+        record.since_s = now_s
+        self._name_use(record)
+        record.computing = frozenset(source.link for source in record.sources)
+        self._views.advance(record, Step.LINKED)
+        wait = RoomWait(record.room.number, record.view.generation)
+        return [Tell(source.link, wait) for source in record.sources]
 
     def _link_gone(self, link: Hashable, reason: str, *, refused: bool) -> list[Instruction]:
         """Its rank is told, too: by the next link, if there is none to say it over."""
         self._table.link_down(link)
         instructions: list[Instruction] = []
-        for room in self._table.of_link(link):
+        for record in self._table.of_link(link):
             # A room that has asked another rank has a generation, and that one knows it.
-            never_asked = refused and not room.view.generation
-            instructions += self._end(room.view, RoomState.FAILED, reason, refused=never_asked)
+            never_asked = refused and not record.view.generation
+            instructions += self._end(record, RoomState.FAILED, reason, refused=never_asked)
         return instructions
 
     def _peer_computed(
         self, link: Hashable, message: RoomComputed, now_s: float
     ) -> list[Instruction]:
-        room = self._table.of_use(link, message.room, message.generation)
-        if room is None or room.view.state is not RoomState.COMPUTING:
+        record = self._table.of_use(link, message.room, message.generation)
+        if record is None or record.view.state is not RoomState.COMPUTING:
             return []
-        room.computing -= {link}
-        return [] if room.computing else self._meet(room, now_s)
+        record.computing -= {link}
+        return [] if record.computing else self._meet(record, now_s)
 
     def _peer_failed(self, link: Hashable, message: RoomFailed) -> list[Instruction]:
-        room = self._table.of_use(link, message.room, message.generation)
-        if room is None:
+        record = self._table.of_use(link, message.room, message.generation)
+        if record is None:
             return []
-        self._table.leave_out(room, link)
-        return self._end(room.view, RoomState.FAILED, message.reason)
+        self._table.leave_out(record, link)
+        return self._end(record, RoomState.FAILED, message.reason)
 
     def _tick(self, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
-        for room in self._table:
-            late = _late(room, self._deadlines, self._names, now_s)
+        for record in self._table:
+            late = _late(record, self._deadlines, self._names, now_s)
             if late is not None:
-                reason = f"room {room.view.room}: {late}"
-                instructions += self._end(room.view, RoomState.TIMED_OUT, reason)
+                reason = f"room {record.room.number}: {late}"
+                instructions += self._end(record, RoomState.TIMED_OUT, reason)
         return instructions
 
 
 def _late(
-    room: DecodeRoom, deadlines: DecodeDeadlines, names: SettingNames, now_s: float
+    record: DecodeRoom, deadlines: DecodeDeadlines, names: SettingNames, now_s: float
 ) -> str | None:
     """Which deadline the room has missed; None when it has not."""
     name: str | None
-    match room.view.state:
+    match record.view.state:
         case RoomState.OPEN:
-            waited_s, limit_s = now_s - room.view.opened_s, deadlines.bootstrap_s
+            waited_s, limit_s = now_s - record.room.opened_s, deadlines.bootstrap_s
             what, name = "could not connect to all prefill ranks", names.bootstrap
         case RoomState.COMPUTING:
-            waited_s, limit_s = now_s - room.since_s, deadlines.waiting_s
+            waited_s, limit_s = now_s - record.since_s, deadlines.waiting_s
             what, name = "the prefill server did not compute the prompt", names.waiting
         case RoomState.READY:
-            waited_s, limit_s = now_s - room.since_s, deadlines.ready_s
+            waited_s, limit_s = now_s - record.since_s, deadlines.ready_s
             what, name = "the decode server's scheduler allocated no pages for the request", None
         case RoomState.REQUESTED:
-            waited_s, limit_s = now_s - room.since_s, deadlines.waiting_s
+            waited_s, limit_s = now_s - record.since_s, deadlines.waiting_s
             what, name = "the KV cache did not arrive", names.waiting
         case _:
             return None
@@ -375,11 +388,11 @@ def _late(
     return f"{what} within {waited_s:.0f} s" + (f" ({name})" if name else "")
 
 
-def _open_links(room: DecodeRoom) -> list[Instruction]:
+def _open_links(record: DecodeRoom) -> list[Instruction]:
     """Those that it waits for, in the order of its sources."""
-    links = dict.fromkeys(source.link for source in room.sources)
-    return [OpenLink(link) for link in links if link in room.unlinked]
+    links = dict.fromkeys(source.link for source in record.sources)
+    return [OpenLink(link) for link in links if link in record.unlinked]
 
 
-def _fence(view: RoomView) -> Fence:
-    return Fence(view, tuple(awaited.tag for awaited in view.awaited))
+def _fence(record: DecodeRoom) -> Fence:
+    return Fence(record.room, tuple(awaited.tag for awaited in record.view.awaited))

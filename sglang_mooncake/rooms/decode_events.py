@@ -21,7 +21,7 @@ from sglang_mooncake.messages import (
     RoomWait,
 )
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
-from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.room import Room
 
 __all__ = [
     "Arrived",
@@ -83,7 +83,7 @@ class SourcesChosen:
         ValueError: not exactly one of them sends the metadata, or one does without sending.
     """
 
-    view: RoomView
+    room: Room
     sources: tuple[RoomSource, ...]
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class NotServed:
     """The prefill ranks behind `links` hold this request, but cannot serve this rank: they are
     told, so that none waits for its deadline."""
 
-    view: RoomView
+    room: Room
     links: tuple[Hashable, ...]
     reason: str
 
@@ -105,28 +105,31 @@ class NotServed:
 @dataclass(frozen=True, slots=True)
 class PagesNamed:
     """`states`: a list of indices or None for each of the model's kinds of state. `device_pages`:
-    see `Target`."""
+    see `Target`. `named_s`: when that was."""
 
-    view: RoomView
+    room: Room
     pages: npt.NDArray[np.integer]
     aux_slot: int
     decode_prefix_len: int
     states: tuple[npt.NDArray[np.integer] | None, ...] = ()
     device_pages: npt.NDArray[np.integer] | None = None
+    named_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """`poll()` saw every seal: the scheduler has taken the room."""
+    """`poll()` saw every seal, at `at_s`: the scheduler has taken the room, with so many bytes."""
 
-    view: RoomView
+    room: Room
+    landed_nbytes: int = 0
+    at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
     """No write of this room can land any more."""
 
-    view: RoomView
+    room: Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +206,7 @@ class Expect:
     """Clear the seal slot, then open this tag for the engine behind the link; all before anybody is
     told of it."""
 
-    view: RoomView
+    room: Room
     link: Hashable
     tag: int
     slot: int
@@ -217,9 +220,9 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Close these tags, however long it takes, then hand in `Fenced(view)`."""
+    """Close these tags, however long it takes, then hand in `Fenced(room)`."""
 
-    view: RoomView
+    room: Room
     tags: tuple[int, ...]
 
 
@@ -241,5 +244,5 @@ def after_failure(cause: Event | Instruction, error: Exception) -> Event | None:
         case Broken() | Tell():
             return None
         case _:
-            view = getattr(cause, "view", None)
-            return None if view is None else Broken(view, reason)
+            ended: Room | None = getattr(cause, "room", None)
+            return None if ended is None else Broken(ended, reason)

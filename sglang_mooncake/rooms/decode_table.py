@@ -11,14 +11,14 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 from sglang_mooncake.rooms.decode_events import RoomSource
-from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.room import Record, Room
 from sglang_mooncake.rooms.targets import Targets
 
 __all__ = ["DecodeRoom", "DecodeTable"]
 
 
 @dataclass(slots=True, eq=False)
-class DecodeRoom:
+class DecodeRoom(Record):
     """
     unlinked: links of its sources that the room waits for.
     computing: links of those that have not said that the prompt is computed; empty unless that
@@ -28,7 +28,6 @@ class DecodeRoom:
     slots: of the seal buffer.
     """
 
-    view: RoomView
     sources: tuple[RoomSource, ...] = ()
     unlinked: frozenset[Hashable] = frozenset()
     computing: frozenset[Hashable] = frozenset()
@@ -38,7 +37,7 @@ class DecodeRoom:
 
 
 class DecodeTable:
-    """Changed by the loop thread alone. Any thread may read `standing`."""
+    """Changed by the loop thread alone. Any thread may read `standing` and `rooms`."""
 
     def __init__(self) -> None:
         self._rooms: dict[int, DecodeRoom] = {}  # by serial
@@ -63,65 +62,69 @@ class DecodeTable:
         """Those that are there now; they may be dropped meanwhile."""
         return iter(list(self._rooms.values()))
 
-    def add(self, view: RoomView) -> None:
-        self._rooms[view.serial] = DecodeRoom(view)
+    @property
+    def rooms(self) -> list[Room]:
+        """Any thread may ask."""
+        return [record.room for record in self._rooms.copy().values()]  # the copy is one step
 
-    def get(self, view: RoomView) -> DecodeRoom | None:
+    def add(self, room: Room) -> None:
+        self._rooms[room.serial] = DecodeRoom(room)
+
+    def get(self, room: Room) -> DecodeRoom | None:
         """None once it is over."""
-        return self._rooms.get(view.serial)
+        return self._rooms.get(room.serial)
 
-    def ask(self, room: DecodeRoom, sources: tuple[RoomSource, ...]) -> None:
+    def ask(self, record: DecodeRoom, sources: tuple[RoomSource, ...]) -> None:
         """The room has these sources from now on, and waits for their links that do not stand."""
-        room.sources = sources
-        room.unlinked = frozenset(one.link for one in sources) - self.standing.keys()
+        record.sources = sources
+        record.unlinked = frozenset(one.link for one in sources) - self.standing.keys()
         for source in sources:
-            self._by_link.setdefault(source.link, {})[room.view.serial] = room
-        for link in room.unlinked:
-            self._waiting.setdefault(link, {})[room.view.serial] = room
+            self._by_link.setdefault(source.link, {})[record.room.serial] = record
+        for link in record.unlinked:
+            self._waiting.setdefault(link, {})[record.room.serial] = record
 
-    def name_use(self, room: DecodeRoom, generation: int) -> None:
+    def name_use(self, record: DecodeRoom, generation: int) -> None:
         """`generation` tells this use of the room number from any other."""
-        room.view.generation = generation
-        self._by_generation[generation] = room
+        self._by_generation[generation] = record
 
     def of_link(self, link: Hashable) -> list[DecodeRoom]:
         """The rooms that have it."""
         return list(self._by_link.get(link, {}).values())
 
     def of_use(self, link: Hashable, number: int, generation: int) -> DecodeRoom | None:
-        """The room that a peer speaks of, if it is one of that room's sources."""
-        room = self._by_generation.get(generation)
-        if room is None or room.view.room != number:
+        """The room that a peer speaks of, if the peer is one of its sources."""
+        record = self._by_generation.get(generation)
+        if record is None or record.room.number != number:
             return None
-        return room if any(source.link == link for source in room.sources) else None
+        return record if any(source.link == link for source in record.sources) else None
 
     def link_up(self, link: Hashable, layers: int) -> list[DecodeRoom]:
         """A link stands. Returns the rooms that have waited for it and wait for no other."""
         if self.standing.get(link) != layers:
             self.standing = {**self.standing, link: layers}
         rooms = self._waiting.pop(link, {}).values()
-        for room in rooms:
-            room.unlinked -= {link}
-        return [room for room in rooms if not room.unlinked]
+        for record in rooms:
+            record.unlinked -= {link}
+        return [record for record in rooms if not record.unlinked]
 
     def link_down(self, link: Hashable) -> None:
         """It stands no more. The rooms that have it are to end."""
         if link in self.standing:
             self.standing = {other: n for other, n in self.standing.items() if other != link}
 
-    def leave_out(self, room: DecodeRoom, link: Hashable) -> None:
+    def leave_out(self, record: DecodeRoom, link: Hashable) -> None:
         """The room has nothing to do with a link any more."""
-        room.sources = tuple(source for source in room.sources if source.link != link)
-        room.unlinked -= {link}
+        record.sources = tuple(source for source in record.sources if source.link != link)
+        record.unlinked -= {link}
         for index in (self._by_link, self._waiting):
             rooms = index.get(link, {})
-            rooms.pop(room.view.serial, None)
+            rooms.pop(record.room.serial, None)
             if not rooms:
                 index.pop(link, None)
 
-    def drop(self, room: DecodeRoom) -> None:
+    def drop(self, record: DecodeRoom) -> None:
         """The room is over."""
-        del self._rooms[room.view.serial]
-        self._by_generation.pop(room.view.generation, None)
-        for source in room.sources:
-            self.leave_out(room, source.link)
+        del self._rooms[record.room.serial]
+        self._by_generation.pop(record.view.generation, None)
+        for source in record.sources:
+            self.leave_out(record, source.link)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.write_story import WriteStory
 
 __all__ = ["Aborted", "Broken", "Closed", "Opened", "Over", "Tick"]
@@ -15,14 +15,14 @@ __all__ = ["Aborted", "Broken", "Closed", "Opened", "Over", "Tick"]
 class Opened:
     """Event: the scheduler made a sender or receiver."""
 
-    view: RoomView
+    room: Room
 
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
     """Event: the scheduler gave the request up."""
 
-    view: RoomView
+    room: Room
     reason: str
 
 
@@ -30,7 +30,7 @@ class Aborted:
 class Broken:
     """Event: something on this side failed for this room alone."""
 
-    view: RoomView
+    room: Room
     reason: str
 
 
@@ -38,7 +38,7 @@ class Broken:
 class Closed:
     """Event: the scheduler forgot the request; a room that is still alive ends as aborted."""
 
-    view: RoomView
+    room: Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,5 +53,5 @@ class Over:
     writes: of a prefill rank, what is told of them, in the order in which they ended.
     """
 
-    view: RoomView
+    room: Room
     writes: tuple[WriteStory, ...] = ()

@@ -42,20 +42,14 @@ from sglang_mooncake.rooms.prefill_events import (
 )
 from sglang_mooncake.rooms.prefill_room import (
     Deadlines,
-    Room,
+    PrefillRoom,
     abort_of_nobody_else,
     overdue,
     peer_gave_up,
 )
 from sglang_mooncake.rooms.recipient import PairPlan, Recipient
-from sglang_mooncake.rooms.states import (
-    RELEASED,
-    TRANSITIONS_PREFILL,
-    RoomState,
-    RoomView,
-    Step,
-    advance,
-)
+from sglang_mooncake.rooms.room import Publisher, Room
+from sglang_mooncake.rooms.states import RELEASED, TRANSITIONS_PREFILL, RoomState, Step
 
 __all__ = [
     "Aborted",
@@ -119,8 +113,9 @@ class PrefillRooms:
     ) -> None:
         self._deadlines = Deadlines(bootstrap_timeout_s, chunk_timeout_s, computed_first, names)
         self._plan_of, self._pages_dealt = plan_of, pages_dealt
-        self._rooms: dict[int, Room] = {}  # by serial: a room number may be in use twice
-        self._current: dict[int, Room] = {}  # by room number: the newest use
+        self._rooms: dict[int, PrefillRoom] = {}  # by serial: a number may be in use twice
+        self._current: dict[int, PrefillRoom] = {}  # by room number: the newest use
+        self._views = Publisher(TRANSITIONS_PREFILL)
         self._early = EarlyRooms(bootstrap_timeout_s, names.bootstrap)
         self._ended: dict[int, str] = {}  # room number → why it ended badly
         self._answered: dict[tuple[str, int], int] = {}  # (peer, room number) → newest generation
@@ -129,31 +124,46 @@ class PrefillRooms:
     def __len__(self) -> int:
         return len(self._rooms)
 
+    @property
+    def rooms(self) -> list[Room]:
+        """Those that are not over. Any thread may ask."""
+        return [record.room for record in self._rooms.copy().values()]  # the copy is one step
+
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
-        """Applies one event. Idempotent where peers may repeat themselves."""
+        """Applies one event, and then shows what has become of the rooms. Idempotent where peers
+        may repeat themselves."""
+        try:
+            return self._apply(event, now_s)
+        finally:
+            self._views.publish()
+
+    def _apply(self, event: Event, now_s: float) -> list[Instruction]:
         match event:
-            case Opened(view):
-                return self._open(view, now_s)
-            case ChunkSent(view, chunk):
-                return self._chunk(view, chunk, now_s)
+            case Opened(room):
+                return self._open(room, now_s)
+            case ChunkSent(room, chunk):
+                record = self._rooms.get(room.serial)
+                return [] if record is None else self._chunk(record, chunk, now_s)
             case LayersFilled():
                 return self._layers_filled(event, now_s)
-            case Aborted(view, reason):
-                return self._end(view, RoomState.ABORTED, reason)
-            case Broken(view, reason):
-                return self._end(view, RoomState.FAILED, reason)
-            case Closed(view):
-                return self._end(view, RoomState.ABORTED, RELEASED)
-            case Computed(view):
-                return self._computed(view, now_s)
+            case Aborted(room, reason):
+                return self._end(self._rooms.get(room.serial), RoomState.ABORTED, reason)
+            case Broken(room, reason):
+                return self._end(self._rooms.get(room.serial), RoomState.FAILED, reason)
+            case Closed(room):
+                return self._end(self._rooms.get(room.serial), RoomState.ABORTED, RELEASED)
+            case Computed(room):
+                return self._computed(room, now_s)
             case Awaited(peer, wait):
                 return self._await(peer, wait, now_s)
             case Requested(peer, request):
                 return self._request(peer, request, now_s)
             case RoomAborted(peer, message):
                 return self._peer_abort(peer, message, now_s)
-            case WriteBegan(view, at_s):
-                view.times.posted_s = at_s
+            case WriteBegan(room, at_s):
+                record = self._rooms.get(room.serial)
+                if record is not None:
+                    self._views.mark(record, posted_s=at_s)
                 return []
             case WriteEnded():
                 return self._write_ended(event, now_s)
@@ -164,20 +174,18 @@ class PrefillRooms:
 
     # --- events of the scheduler ---
 
-    def _open(self, view: RoomView, now_s: float) -> list[Instruction]:
+    def _open(self, room: Room, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
-        former = self._current.get(view.room)
+        former = self._current.get(room.number)
         if former is not None:
             instructions += self._end(
-                former.view,
+                former,
                 RoomState.SUPERSEDED,
-                f"room {view.room} was opened again by a newer request",
+                f"room {room.number} was opened again by a newer request",
             )
-        room = Room(view)
-        self._rooms[view.serial] = room
-        self._current[view.room] = room
-        self._ended.pop(view.room, None)
-        for early in self._early.take(view.room):
+        self._rooms[room.serial] = self._current[room.number] = PrefillRoom(room)
+        self._ended.pop(room.number, None)
+        for early in self._early.take(room.number):
             match early.message:
                 case RoomRequest():
                     instructions += self._request(early.peer, early.message, now_s)
@@ -187,84 +195,87 @@ class PrefillRooms:
                     instructions += self._peer_abort(early.peer, early.message, now_s)
         return instructions
 
-    def _computed(self, view: RoomView, now_s: float) -> list[Instruction]:
-        room = self._rooms.get(view.serial)
-        if room is None or view.state is not RoomState.OPEN or room.computed_s is not None:
+    def _computed(self, room: Room, now_s: float) -> list[Instruction]:
+        record = self._rooms.get(room.serial)
+        if record is None or record.view.state is not RoomState.OPEN:
             return []
-        room.computed_s = now_s
+        if record.computed_s is not None:
+            return []
+        record.computed_s = now_s
         return [
-            Tell(peer, RoomComputed(view.room, generation))
-            for peer, generation in room.waiting.items()
+            Tell(peer, RoomComputed(room.number, generation))
+            for peer, generation in record.waiting.items()
         ]
 
     def _layers_filled(self, filled: LayersFilled, now_s: float) -> list[Instruction]:
-        view = filled.view
-        room = self._rooms.get(view.serial)
-        if room is None or view.state not in (RoomState.READY, RoomState.SENDING):
+        room = filled.room
+        record = self._rooms.get(room.serial)
+        if record is None or record.view.state not in (RoomState.READY, RoomState.SENDING):
             return []  # it has ended, or its last chunk was sent
         if self._early_writes >= EARLY_WRITES_MAX:
-            return [FellBack(view, "too many early writes of layers are under way")]
+            return [FellBack(room, "too many early writes of layers are under way")]
         chunk = Chunk(filled.pages, filled.first, None, filled.sent_s)
-        problem = layers_problem(room.requests, chunk)
-        layers = problem or room.early.announce(filled, room.next_page)
+        problem = layers_problem(record.requests, chunk)
+        layers = problem or record.early.announce(filled, record.next_page)
         if isinstance(layers, str):
-            return [FellBack(view, layers)]
+            return [FellBack(room, layers)]
         if not layers:
             return []
         try:
             writes = [
-                recipient.write_early(view, peer, chunk, span, pages, layers)
-                for peer, recipient, span, pages in self._parts(room, chunk)
+                recipient.write_early(room, peer, chunk, span, pages, layers)
+                for peer, recipient, span, pages in self._parts(record, chunk)
             ]
         except ValueError as error:
-            return self._end(view, RoomState.FAILED, _cannot_plan(chunk, error))
-        view.exposed = True
-        room.moved_s = now_s
+            return self._end(record, RoomState.FAILED, _cannot_plan(chunk, error))
+        self._views.change(record, exposed=True)
+        record.moved_s = now_s
         for write in writes:
-            room.early.wrote(write)
-        return self._begun(room, writes)
+            record.early.wrote(write)
+        return self._begun(record, writes)
 
-    def _chunk(self, view: RoomView, chunk: Chunk, now_s: float) -> list[Instruction]:
-        room = self._rooms.get(view.serial)
-        if room is None or view.state is RoomState.ENDING:
+    def _chunk(self, record: PrefillRoom, chunk: Chunk, now_s: float) -> list[Instruction]:
+        if record.view.over or record.view.state is RoomState.ENDING:
             return []  # the scheduler had not yet seen the end when it sent this
-        early = room.early
+        room, early = record.room, record.early
         unannounced = early.contradicts(chunk)
-        if early.held or (unannounced and room.writes_early):
+        if early.held or (unannounced and record.writes_early):
             early.held.append(chunk)
-            room.moved_s = now_s
+            record.moved_s = now_s
             return []
-        if problem := chunk_problem(view.state, room.next_page, room.requests, chunk):
-            return self._end(view, RoomState.FAILED, problem)
+        if problem := chunk_problem(record.view.state, record.next_page, record.requests, chunk):
+            return self._end(record, RoomState.FAILED, problem)
         layers, early_page_layers = early.take(chunk)
         try:
             writes = [
                 recipient.write(
-                    view, peer, chunk, span, pages, layers, early_page_layers.get(peer, 0)
+                    room, peer, chunk, span, pages, layers, early_page_layers.get(peer, 0)
                 )
-                for peer, recipient, span, pages in self._parts(room, chunk)
+                for peer, recipient, span, pages in self._parts(record, chunk)
             ]
         except ValueError as error:
-            return self._end(view, RoomState.FAILED, _cannot_plan(chunk, error))
+            return self._end(record, RoomState.FAILED, _cannot_plan(chunk, error))
         # From here on nothing can raise: what is counted is also written.
-        view.exposed = True
+        self._views.change(record, exposed=True, num_pages=chunk.span.stop)
         step = Step.LAST_CHUNK if chunk.is_last else Step.CHUNK
         # None of those who asked wants a byte from this rank, or they have all.
-        is_over = chunk.is_last and not writes and not room.writes
+        is_over = chunk.is_last and not writes and not record.writes
         if not is_over:
-            advance(view, TRANSITIONS_PREFILL, step)
-        room.next_page = view.num_pages = chunk.span.stop
-        room.moved_s = now_s
+            self._views.advance(record, step)
+        record.next_page = chunk.span.stop
+        record.moved_s = now_s
         if chunk.is_last:
-            view.times.named_s, view.times.planned_s = chunk.sent_s, now_s
-        begun = self._begun(room, writes)
+            self._views.mark(record, named_s=chunk.sent_s, planned_s=now_s)
+        begun = self._begun(record, writes)
         if unannounced:
-            begun.append(FellBack(view, "a chunk was sent with other pages than were announced"))
-        return begun + self._forget(room, step, Step.QUIET) if is_over else begun
+            begun.append(FellBack(room, "a chunk was sent with other pages than were announced"))
+        return begun + self._forget(record, step, Step.QUIET) if is_over else begun
 
-    def _parts(self, room: Room, chunk: Chunk) -> Iterator[tuple[str, Recipient, range, int]]:
+    def _parts(
+        self, record: PrefillRoom, chunk: Chunk
+    ) -> Iterator[tuple[str, Recipient, range, int]]:
         """Who is to have which pages of a chunk (positions in the room), and how many these are."""
-        for peer, recipient in room.recipients.items():
+        for peer, recipient in record.recipients.items():
             target = recipient.request.target
             if target is None:
                 continue
@@ -273,8 +284,8 @@ class PrefillRooms:
             if pages or chunk.is_last:  # the last one carries the seal, with or without pages
                 yield peer, recipient, span, pages
 
-    def _begun(self, room: Room, writes: list[Write]) -> list[Instruction]:
-        room.writes |= {write.key: write for write in writes}
+    def _begun(self, record: PrefillRoom, writes: list[Write]) -> list[Instruction]:
+        record.writes |= {write.key: write for write in writes}
         self._early_writes += sum(write.early for write in writes)
         return list(writes)
 
@@ -290,23 +301,24 @@ class PrefillRooms:
     def _await(self, peer: str, wait: RoomWait, now_s: float) -> list[Instruction]:
         if wait.generation <= self._answered.get((peer, wait.room), -1):
             return []  # a repetition
-        room = self._current.get(wait.room)
-        if room is None or room.view.state is not RoomState.OPEN or peer in room.recipients:
+        record = self._current.get(wait.room)
+        if record is None or record.view.state is not RoomState.OPEN or peer in record.recipients:
             return self._too_late(peer, wait) or self._too_early(peer, wait, now_s)
-        abort, _ = room.aborts.pop(peer, (None, 0.0))
+        abort, _ = record.aborts.pop(peer, (None, 0.0))
         if abort is not None and abort.generation >= wait.generation:
-            return self._end(room.view, RoomState.ABORTED, peer_gave_up(abort))
-        room.waiting[peer] = wait.generation
-        if room.computed_s is None:
+            return self._end(record, RoomState.ABORTED, peer_gave_up(abort))
+        record.waiting[peer] = wait.generation
+        if record.computed_s is None:
             return []
         return [Tell(peer, RoomComputed(wait.room, wait.generation))]
 
     def _request(self, peer: str, request: RoomRequest, now_s: float) -> list[Instruction]:
         if request.generation <= self._answered.get((peer, request.room), -1):
             return []  # a repetition
-        room = self._current.get(request.room)
-        if room is not None and room.view.state is RoomState.OPEN and peer not in room.recipients:
-            return self._meet(room, peer, request, now_s)
+        record = self._current.get(request.room)
+        is_open = record is not None and record.view.state is RoomState.OPEN
+        if record is not None and is_open and peer not in record.recipients:
+            return self._meet(record, peer, request, now_s)
         return self._too_late(peer, request) or self._too_early(peer, request, now_s)
 
     def _too_late(self, peer: str, request: RoomRequest | RoomWait) -> list[Instruction]:
@@ -323,21 +335,22 @@ class PrefillRooms:
         self._early.request(peer, request, now_s)
         return self._refuse(self._early.crowd(peer))
 
-    def _meet(self, room: Room, peer: str, request: RoomRequest, now_s: float) -> list[Instruction]:
-        view = room.view
+    def _meet(
+        self, record: PrefillRoom, peer: str, request: RoomRequest, now_s: float
+    ) -> list[Instruction]:
         self._remember(peer, request)
-        room.waiting.pop(peer, None)
-        abort, _ = room.aborts.pop(peer, (None, 0.0))
+        record.waiting.pop(peer, None)
+        abort, _ = record.aborts.pop(peer, (None, 0.0))
         if abort is not None and abort.generation >= request.generation:
-            return self._end(view, RoomState.ABORTED, peer_gave_up(abort))
-        room.recipients[peer] = Recipient(request, self._plan_of(peer))
-        if problem := disagreement(room.requests):
-            return self._end(view, RoomState.FAILED, problem)
-        if len(room.recipients) == request.destinations:
-            view.decode_prefix_len = request.decode_prefix_len
-            room.moved_s = view.times.met_s = now_s
-            advance(view, TRANSITIONS_PREFILL, Step.MET)
-            return [Met(view)]
+            return self._end(record, RoomState.ABORTED, peer_gave_up(abort))
+        record.recipients[peer] = Recipient(request, self._plan_of(peer))
+        if problem := disagreement(record.requests):
+            return self._end(record, RoomState.FAILED, problem)
+        if len(record.recipients) == request.destinations:
+            record.moved_s = now_s
+            self._views.mark(record, met_s=now_s)
+            self._views.advance(record, Step.MET, decode_prefix_len=request.decode_prefix_len)
+            return [Met(record.room)]
         return []
 
     def _remember(self, peer: str, request: RoomRequest | RoomWait) -> None:
@@ -348,26 +361,26 @@ class PrefillRooms:
             del self._answered[next(iter(self._answered))]
 
     def _peer_abort(self, peer: str, message: RoomAbort, now_s: float) -> list[Instruction]:
-        room = self._current.get(message.room)
-        recipient = room.recipients.get(peer) if room is not None else None
+        record = self._current.get(message.room)
+        recipient = record.recipients.get(peer) if record is not None else None
         if (
-            room is not None
+            record is not None
             and recipient is not None
             and recipient.request.generation == message.generation
         ):
-            del room.recipients[peer]  # it knows: no need to tell it
-            return self._end(room.view, RoomState.ABORTED, peer_gave_up(message))
-        if room is not None and room.waiting.get(peer) == message.generation:
-            del room.waiting[peer]
-            return self._end(room.view, RoomState.ABORTED, peer_gave_up(message))
+            del record.recipients[peer]  # it knows: no need to tell it
+            return self._end(record, RoomState.ABORTED, peer_gave_up(message))
+        if record is not None and record.waiting.get(peer) == message.generation:
+            del record.waiting[peer]
+            return self._end(record, RoomState.ABORTED, peer_gave_up(message))
         # A rank that gave up before it named its pages says 0: that can be of no former use which
         # had been asked for.
         if 0 < message.generation <= self._answered.get((peer, message.room), -1):
             return []
-        if room is not None and recipient is None and room.view.state is RoomState.OPEN:
-            if message.refused and not (room.recipients or room.waiting):
-                return self._end(room.view, RoomState.ABORTED, peer_gave_up(message))
-            room.aborts[peer] = message, now_s
+        if record is not None and recipient is None and record.view.state is RoomState.OPEN:
+            if message.refused and not (record.recipients or record.waiting):
+                return self._end(record, RoomState.ABORTED, peer_gave_up(message))
+            record.aborts[peer] = message, now_s
             return []
         self._early.abort(peer, message, now_s)
         return self._refuse(self._early.crowd(peer))
@@ -375,43 +388,43 @@ class PrefillRooms:
     def _peer_lost(self, peer: str, reason: str, now_s: float) -> list[Instruction]:
         self._early.lose(peer, reason, now_s)
         instructions: list[Instruction] = []
-        for room in list(self._rooms.values()):
-            waited = room.waiting.pop(peer, None) is not None
-            if room.recipients.pop(peer, None) is not None or waited:
-                instructions += self._end(room.view, RoomState.FAILED, reason)
+        for record in list(self._rooms.values()):
+            waited = record.waiting.pop(peer, None) is not None
+            if record.recipients.pop(peer, None) is not None or waited:
+                instructions += self._end(record, RoomState.FAILED, reason)
         return instructions
 
     # --- the engine and the clock ---
 
     def _write_ended(self, ended: WriteEnded, now_s: float) -> list[Instruction]:
-        view = ended.view
-        room = self._rooms.get(view.serial)
-        write = room.writes.pop((ended.peer, ended.nth), None) if room is not None else None
-        if room is None or write is None:
+        record = self._rooms.get(ended.room.serial)
+        write = record.writes.pop((ended.peer, ended.nth), None) if record is not None else None
+        if record is None or write is None:
             return []  # said before
         self._early_writes -= write.early
         if ended.story is not None:
-            room.tell(ended.story)
+            record.tell(ended.story)
         instructions: list[Instruction] = []
         if ended.failure is None:
-            view.landed_nbytes += write.cache_nbytes
+            landed_nbytes = record.view.landed_nbytes + write.cache_nbytes
+            self._views.change(record, landed_nbytes=landed_nbytes)
         else:
-            instructions = self._end(view, RoomState.FAILED, ended.failure)
-        if not room.writes and view.state in (RoomState.SEALED, RoomState.ENDING):
-            return instructions + self._forget(room, Step.QUIET)
-        if room.early.held and not room.writes_early:
-            held, room.early.held = room.early.held, []
+            instructions = self._end(record, RoomState.FAILED, ended.failure)
+        if not record.writes and record.view.state in (RoomState.SEALED, RoomState.ENDING):
+            return instructions + self._forget(record, Step.QUIET)
+        if record.early.held and not record.writes_early:
+            held, record.early.held = record.early.held, []
             for chunk in held:
-                instructions += self._chunk(view, chunk, now_s)
+                instructions += self._chunk(record, chunk, now_s)
         return instructions
 
     def _tick(self, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
-        for room in list(self._rooms.values()):
-            if abort := abort_of_nobody_else(room, now_s):
-                instructions += self._end(room.view, RoomState.ABORTED, peer_gave_up(abort))
-            elif late := overdue(room, self._deadlines, now_s):
-                instructions += self._end(room.view, RoomState.TIMED_OUT, late)
+        for record in list(self._rooms.values()):
+            if abort := abort_of_nobody_else(record, now_s):
+                instructions += self._end(record, RoomState.ABORTED, peer_gave_up(abort))
+            elif late := overdue(record, self._deadlines, now_s):
+                instructions += self._end(record, RoomState.TIMED_OUT, late)
         return instructions + self._refuse(self._early.late(now_s))
 
     def _refuse(self, overdue: list[tuple[Early, str]]) -> list[Instruction]:
@@ -426,31 +439,31 @@ class PrefillRooms:
 
     # --- ends ---
 
-    def _end(self, view: RoomView, end: RoomState, reason: str) -> list[Instruction]:
-        room = self._rooms.get(view.serial)
-        if room is None or view.state is RoomState.ENDING:
+    def _end(self, record: PrefillRoom | None, end: RoomState, reason: str) -> list[Instruction]:
+        if record is None or record.view.over or record.view.state is RoomState.ENDING:
             return []
-        asked = {peer: one.request.generation for peer, one in room.recipients.items()}
+        room = record.room
+        asked = {peer: one.request.generation for peer, one in record.recipients.items()}
         instructions: list[Instruction] = [
-            Tell(peer, RoomFailed(view.room, generation, f"prefill side: {reason}"))
-            for peer, generation in (asked | room.waiting).items()
+            Tell(peer, RoomFailed(room.number, generation, f"prefill side: {reason}"))
+            for peer, generation in (asked | record.waiting).items()
         ]
-        view.reason, view.end = reason, end
+        self._views.change(record, reason=reason, end=end)
         if len(self._ended) >= ENDED_ROOMS_MAX:
             del self._ended[next(iter(self._ended))]
-        self._ended[view.room] = f"prefill side: {reason}"
-        if not room.writes:
-            return instructions + self._forget(room, Step.END, Step.QUIET)
-        advance(view, TRANSITIONS_PREFILL, Step.END)
-        return [*instructions, CancelWrites(view, tuple(room.writes))]
+        self._ended[room.number] = f"prefill side: {reason}"
+        if not record.writes:
+            return instructions + self._forget(record, Step.END, Step.QUIET)
+        self._views.advance(record, Step.END)
+        return [*instructions, CancelWrites(room, tuple(record.writes))]
 
-    def _forget(self, room: Room, *steps: Step) -> list[Instruction]:
-        """The end. The scheduler still has the view; the table needs the room no more."""
-        advance(room.view, TRANSITIONS_PREFILL, *steps)
-        del self._rooms[room.view.serial]
-        if self._current.get(room.view.room) is room:
-            del self._current[room.view.room]
-        return [Over(room.view, tuple(room.stories))]
+    def _forget(self, record: PrefillRoom, *steps: Step) -> list[Instruction]:
+        """The end. The scheduler still has the room; the table needs it no more."""
+        self._views.advance(record, *steps)
+        del self._rooms[record.room.serial]
+        if self._current.get(record.room.number) is record:
+            del self._current[record.room.number]
+        return [Over(record.room, tuple(record.stories))]
 
 
 def _cannot_plan(chunk: Chunk, error: ValueError) -> str:

@@ -19,7 +19,7 @@ from sglang_mooncake.messages import (
     Target,
 )
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
-from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.write_story import WriteStory
 
 __all__ = [
@@ -70,7 +70,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSent:
-    view: RoomView
+    room: Room
     chunk: Chunk
 
 
@@ -79,7 +79,7 @@ class LayersFilled:
     """While a forward goes on: of these pages, as in `Chunk`, every layer whose number is below
     `below` is filled. A `ChunkSent` with the same pages follows once all of them are."""
 
-    view: RoomView
+    room: Room
     pages: npt.NDArray[np.integer]
     first: int
     below: int
@@ -90,7 +90,7 @@ class LayersFilled:
 class Computed:
     """The pages of the whole prompt are filled. Said with the policy prefill_complete alone."""
 
-    view: RoomView
+    room: Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class RoomAborted:
 class WriteBegan:
     """The engine has a write of this room."""
 
-    view: RoomView
+    room: Room
     at_s: float
 
 
@@ -127,7 +127,7 @@ class WriteEnded:
     story: what is told of it; None of one that never began.
     """
 
-    view: RoomView
+    room: Room
     peer: str
     nth: int
     failure: str | None
@@ -177,7 +177,7 @@ class Write:
     seal: the last write of the room carries it, behind all blocks.
     """
 
-    view: RoomView
+    room: Room
     peer: str
     nth: int
     target: Target
@@ -201,7 +201,7 @@ class Write:
 class FellBack:
     """Layers that were filled early do not go early, or went for nothing; with the reason."""
 
-    view: RoomView
+    room: Room
     reason: str
 
 
@@ -209,14 +209,14 @@ class FellBack:
 class Met:
     """All decode ranks of the room have asked: its pages can be sent."""
 
-    view: RoomView
+    room: Room
 
 
 @dataclass(frozen=True, slots=True)
 class CancelWrites:
     """Ask these to stop (`Write.key`); each still ends, asked or not."""
 
-    view: RoomView
+    room: Room
     keys: tuple[tuple[str, int], ...]
 
 

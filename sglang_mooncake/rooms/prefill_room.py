@@ -10,10 +10,18 @@ from sglang_mooncake.messages import RoomAbort, RoomRequest
 from sglang_mooncake.rooms.layers import EarlyLayers
 from sglang_mooncake.rooms.prefill_events import Write
 from sglang_mooncake.rooms.recipient import Recipient
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Record
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.rooms.write_story import WRITES_MAX, WriteStory, merged
 
-__all__ = ["ABORT_GRACE_S", "Deadlines", "Room", "abort_of_nobody_else", "overdue", "peer_gave_up"]
+__all__ = [
+    "ABORT_GRACE_S",
+    "Deadlines",
+    "PrefillRoom",
+    "abort_of_nobody_else",
+    "overdue",
+    "peer_gave_up",
+]
 
 #: An abort whose request never came is of the room's present use or of a former one. The request of
 #: the present use decides; it comes within milliseconds, or, if this was its abort, never.
@@ -21,7 +29,7 @@ ABORT_GRACE_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
-class Room:
+class PrefillRoom(Record):
     """
     recipients: the peers that have asked.
     waiting: peers that will ask once the prompt is computed; with which generation.
@@ -32,7 +40,6 @@ class Room:
     moved_s: when its decode ranks had asked, or the latest chunk came.
     """
 
-    view: RoomView
     recipients: dict[str, Recipient] = field(default_factory=dict)
     waiting: dict[str, int] = field(default_factory=dict)
     computed_s: float | None = None
@@ -69,33 +76,33 @@ class Deadlines:
     names: SettingNames
 
 
-def overdue(room: Room, deadlines: Deadlines, now_s: float) -> str | None:
+def overdue(record: PrefillRoom, deadlines: Deadlines, now_s: float) -> str | None:
     """Why a room has waited for too long; None if it has not."""
-    match room.view.state:
+    match record.view.state:
         case RoomState.OPEN:
-            since_s = room.computed_s if deadlines.computed_first else room.view.opened_s
+            since_s = record.computed_s if deadlines.computed_first else record.room.opened_s
             waited_s = 0.0 if since_s is None else now_s - since_s
             if waited_s >= deadlines.bootstrap_s:
                 return (
-                    f"{_who_asked(room)} for room {room.view.room} within {waited_s:.0f} s "
+                    f"{_who_asked(record)} for room {record.room.number} within {waited_s:.0f} s "
                     f"({deadlines.names.bootstrap})"
                 )
         case RoomState.READY | RoomState.SENDING:
-            waited_s = now_s - room.moved_s
+            waited_s = now_s - record.moved_s
             if waited_s >= deadlines.chunk_s:
                 return (
-                    f"the scheduler sent nothing after page {room.next_page} of room "
-                    f"{room.view.room} for {waited_s:.0f} s "
+                    f"the scheduler sent nothing after page {record.next_page} of room "
+                    f"{record.room.number} for {waited_s:.0f} s "
                     f"(twice {deadlines.names.waiting})"
                 )
     return None
 
 
-def abort_of_nobody_else(room: Room, now_s: float) -> RoomAbort | None:
+def abort_of_nobody_else(record: PrefillRoom, now_s: float) -> RoomAbort | None:
     """The abort that ends an open room, because no request has shown that it was of another use."""
-    if room.view.state is not RoomState.OPEN:
+    if record.view.state is not RoomState.OPEN:
         return None
-    old = (abort for abort, since_s in room.aborts.values() if now_s - since_s >= ABORT_GRACE_S)
+    old = (abort for abort, since_s in record.aborts.values() if now_s - since_s >= ABORT_GRACE_S)
     return next(old, None)
 
 
@@ -103,8 +110,8 @@ def peer_gave_up(message: RoomAbort) -> str:
     return f"the decode server ended the request: {message.reason}"
 
 
-def _who_asked(room: Room) -> str:
-    requests = room.requests
+def _who_asked(record: PrefillRoom) -> str:
+    requests = record.requests
     if not requests:
         return "no decode rank asked"
     return f"{len(requests)} of {requests[0].destinations} decode ranks asked"

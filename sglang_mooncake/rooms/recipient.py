@@ -16,7 +16,7 @@ from sglang_mooncake import messages
 from sglang_mooncake.layout import EVERY_LAYER, SEAL_BYTES, Layers, Named, Seal
 from sglang_mooncake.messages import RoomRequest, Target
 from sglang_mooncake.rooms.prefill_events import Chunk, Write
-from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.room import Room
 
 __all__ = ["PairPlan", "Recipient"]
 
@@ -59,14 +59,14 @@ class Recipient:
     nbytes: int = 0
 
     def write_early(
-        self, view: RoomView, peer: str, chunk: Chunk, span: range, pages: int, layers: Layers
+        self, room: Room, peer: str, chunk: Chunk, span: range, pages: int, layers: Layers
     ) -> Write:
         """The next write: layers of a chunk that is yet to be sent. See `write`."""
-        return self._next(view, peer, chunk, span, pages, layers, early=True)
+        return self._next(room, peer, chunk, span, pages, layers, early=True)
 
     def write(
         self,
-        view: RoomView,
+        room: Room,
         peer: str,
         chunk: Chunk,
         span: range,
@@ -87,11 +87,11 @@ class Recipient:
         """
         self.pages += pages
         self.page_layers += pages * self.plan.layer_count(layers) + early_page_layers
-        return self._next(view, peer, chunk, span, pages, layers, early=False)
+        return self._next(room, peer, chunk, span, pages, layers, early=False)
 
     def _next(
         self,
-        view: RoomView,
+        room: Room,
         peer: str,
         chunk: Chunk,
         span: range,
@@ -110,7 +110,7 @@ class Recipient:
         self.nbytes += blocks.total_nbytes + (SEAL_BYTES if chunk.is_last else 0)
         seal = self._seal(target, chunk) if chunk.is_last else None
         return Write(
-            view,
+            room,
             peer,
             self.writes,
             target,

@@ -6,7 +6,6 @@ from __future__ import annotations
 from sglang_mooncake.messages import RoomRequest, Target, indices_to_bytes, states_to_bytes
 from sglang_mooncake.rooms.arrival import Awaited
 from sglang_mooncake.rooms.decode_events import PagesNamed, RoomSource
-from sglang_mooncake.rooms.states import RoomView
 
 __all__ = ["Targets"]
 
@@ -51,7 +50,9 @@ class Targets:
         count = len(source.share.bounds(count))
         return range(count, count + 1)
 
-    def request(self, source: RoomSource, view: RoomView, awaited: Awaited | None) -> RoomRequest:
+    def request(
+        self, source: RoomSource, number: int, generation: int, awaited: Awaited | None
+    ) -> RoomRequest:
         """`awaited`: None for a source that sends nothing."""
         target = None
         if awaited is not None:
@@ -67,4 +68,4 @@ class Targets:
                 self._device_pages,
             )
         prefix_len = self._named.decode_prefix_len
-        return RoomRequest(view.room, view.generation, prefix_len, source.destinations, target)
+        return RoomRequest(number, generation, prefix_len, source.destinations, target)

@@ -30,7 +30,7 @@ from sglang_mooncake.links.sockets import numeric_address
 from sglang_mooncake.metrics import METRICS
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rank_report import DecodePeer, RankReport
-from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.sglang.config import INSECURE, Config
 from sglang_mooncake.sglang.differences import (
     agreed,
@@ -161,7 +161,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self._layerwise: Layerwise | None = None
         #: Decode: rooms whose pages SGLang may ask about, by number. A number may be in use again
         #: while the pages of its former use are still held.
-        self._views: dict[int, list[RoomView]] = {}
+        self._rooms: dict[int, list[Room]] = {}
         self._queries: concurrent.futures.ThreadPoolExecutor | None = None
         self._recompute: Recompute | None = None
         if self.context.role == "prefill":
@@ -343,21 +343,21 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
 
     # --- decode: pages of failed requests ---
 
-    def track(self, view: RoomView) -> None:
-        self._views.setdefault(view.room, []).append(view)
+    def track(self, room: Room) -> None:
+        self._rooms.setdefault(room.number, []).append(room)
 
-    def untrack(self, view: RoomView) -> None:
-        views = self._views.get(view.room, [])
-        if view in views:
-            views.remove(view)
-        if not views:
-            self._views.pop(view.room, None)
+    def untrack(self, room: Room) -> None:
+        rooms = self._rooms.get(room.number, [])
+        if room in rooms:
+            rooms.remove(room)
+        if not rooms:
+            self._rooms.pop(room.number, None)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether no write can reach the pages of a failed room any more. Needs no peer's word
         (`required_acks`): our own engine has closed the room's tags."""
         del required_acks
-        is_safe = all(view.releasable for view in self._views.get(bootstrap_room, ()))
+        is_safe = all(room.releasable for room in self._rooms.get(bootstrap_room, ()))
         return agreed(is_safe) if self.ranks_must_agree else is_safe
 
     def register_deferred_abort_room(self, bootstrap_room: int) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_mooncake.decode_side import FENCE_NOW_TIMEOUT_S
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.sglang.manager import KVManager
 from sglang_mooncake.sglang.seam import (
     BaseKVReceiver,
@@ -57,15 +58,15 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         #: SGLang counts its entries as the acknowledgements to wait for; we need none
         #: (`KVManager.is_abort_release_safe`).
         self.bootstrap_infos: list[Any] = []
-        self._view: RoomView = self._side.new_room(self.bootstrap_room)
-        mgr.track(self._view)
+        self._room: Room = self._side.new_room(self.bootstrap_room)
+        mgr.track(self._room)
         #: Whether the prefill instance is known: its ranks say the rest.
         self._chosen = False
         #: What the log names when SGLang takes pages back that are not safe.
         self._pages: npt.NDArray[np.int64] | None = None
         refusal = self._side.instances.refusal(bootstrap_addr)
         if refusal is not None:
-            self._side.fail(self._view, refusal)
+            self._side.fail(self._room, refusal)
         else:
             # So that the answer is likely there when the scheduler asks for it.
             self._side.instances.ensure(bootstrap_addr)
@@ -73,7 +74,7 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
     def init(self, prefill_dp_rank: int) -> None:
         """SGLang knows which DP rank of the prefill instance has the request."""
         self._chosen = True
-        self._side.choose_sources(self._view, self.bootstrap_addr, prefill_dp_rank)
+        self._side.choose_sources(self._room, self.bootstrap_addr, prefill_dp_rank)
 
     def send_metadata(
         self,
@@ -93,7 +94,7 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
             )
         if aux_index is None:
             self._side.fail(
-                self._view,
+                self._room,
                 "the decode server's scheduler allocated no metadata slot for the request",
             )
             return
@@ -101,7 +102,7 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         if not self.kv_mgr.enable_deferred_decode_kv_release:
             self._pages = pages
         self._side.name_pages(
-            self._view,
+            self._room,
             pages,
             aux_index,
             decode_prefix_len or 0,
@@ -113,14 +114,14 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         with self.kv_mgr.recorder.scheduler_call("poll"):
             if self.conclude_state is not None:
                 return self.conclude_state
-            state = self._view.state
+            state = self._room.view.state
             if state is RoomState.OPEN and not self._chosen:
-                self._side.check_served(self._view, self.bootstrap_addr)
-            if state is RoomState.REQUESTED and self._side.has_arrived(self._view):
-                self._side.arrived(self._view)
+                self._side.check_served(self._room, self.bootstrap_addr)
+            if state is RoomState.REQUESTED and self._side.has_arrived(self._room):
+                self._side.arrived(self._room)
                 self.conclude_state = KVPoll.Success
                 return int(KVPoll.Success)
-            known = KVPoll.WaitingForInput if self._view.nameable else _POLL.get(state)
+            known = KVPoll.WaitingForInput if self._room.nameable else _POLL.get(state)
             status = int(KVPoll.Failed if known is None else known)
             if status in (KVPoll.Success, KVPoll.Failed):
                 self.conclude_state = status
@@ -137,9 +138,9 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         no way to hold them back. The write that is stuck can still land in them, no other can.
         """
         self.conclude_state = KVPoll.Failed
-        view, reason = self._view, self._view.reason
-        self._side.abort(view, "aborted, since another rank of the decode server failed")
-        if not self.kv_mgr.enable_deferred_decode_kv_release and view.named:
+        room, reason = self._room, self._room.view.reason
+        self._side.abort(room, "aborted, since another rank of the decode server failed")
+        if not self.kv_mgr.enable_deferred_decode_kv_release and room.named:
             self._wait_for_fence()
         raise KVTransferError(
             self.bootstrap_room,
@@ -148,7 +149,7 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         )
 
     def _wait_for_fence(self) -> None:
-        if not self._side.wait_until_safe(self._view, FENCE_NOW_TIMEOUT_S):
+        if not self._side.wait_until_safe(self._room, FENCE_NOW_TIMEOUT_S):
             logger.critical(
                 "room %d: a write into its pages has not ended within %g s, and SGLang uses them "
                 "again now: what other requests cache there may be overwritten. Pages: %s. Without "
@@ -163,40 +164,40 @@ class KVReceiver(BaseKVReceiver):  # type: ignore[misc]
         """SGLang: whether the pages of this failed request must be kept until they are safe. Those
         that the loop has not published yet count, too: it may be about to. Where its ranks must
         agree, all hold what they have named, as they name at the same steps."""
-        view = self._view
-        return view.named if self.kv_mgr.ranks_must_agree else not view.releasable
+        room = self._room
+        return room.named if self.kv_mgr.ranks_must_agree else not room.releasable
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """SGLang calls this for failed rooms that need not be kept; ending them is all there is."""
         del force_arm
-        self._side.abort(self._view, "aborted, since another rank of the decode server failed")
+        self._side.abort(self._room, "aborted, since another rank of the decode server failed")
 
     def is_abort_release_safe(self) -> bool:
-        return self._view.releasable
+        return self._room.releasable
 
     def abort(self) -> None:
         problem = self._side.instances.problem(self.bootstrap_addr)
-        if self._view.state is RoomState.OPEN and problem is not None:
+        if self._room.view.state is RoomState.OPEN and problem is not None:
             # SGLang gives up on an instance that it cannot get to know; say why it could not.
-            self._side.fail(self._view, f"prefill instance at {self.bootstrap_addr}: {problem}")
+            self._side.fail(self._room, f"prefill instance at {self.bootstrap_addr}: {problem}")
         else:
-            self._side.abort(self._view, "aborted by the scheduler of the decode server")
+            self._side.abort(self._room, "aborted by the scheduler of the decode server")
 
     @property
     def ended(self) -> bool:
         """For the manager: whether the room was given up, or is over. Any thread may ask."""
-        return self._view.withdrawn or self._view.over
+        return self._room.withdrawn or self._room.view.over
 
     def fail(self, reason: str) -> None:
         """For the manager: this room cannot succeed any more."""
-        self._side.fail(self._view, reason)
+        self._side.fail(self._room, reason)
 
     def clear(self) -> None:
-        if self.conclude_state is None and self._view.named and not self.ended:
+        if self.conclude_state is None and self._room.named and not self.ended:
             # Some releases release the pages without a word (`differences.py`): nothing uses them
             # before this returns.
-            self._side.abort(self._view, "given up by the scheduler of the decode server")
+            self._side.abort(self._room, "given up by the scheduler of the decode server")
             if not self.kv_mgr.enable_deferred_decode_kv_release:
                 self._wait_for_fence()
-        self.kv_mgr.untrack(self._view)
-        self._side.close_room(self._view)
+        self.kv_mgr.untrack(self._room)
+        self._side.close_room(self._room)

@@ -44,7 +44,7 @@ from bootstrap_server import InstanceConfig, KVFormat, RankCoords, SGLangParalle
 from sglang_mooncake.context import Deadlines, RankContext, Role, engine_label
 from sglang_mooncake.layout import ALL, Dealt, Split
 from sglang_mooncake.messages import PROTOCOL_VERSION
-from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.sglang.config import SETTING_NAMES
 from sglang_mooncake.sglang.differences import (
     dp_ranks,
@@ -364,17 +364,17 @@ class StageBoard:
         self._store = PPConsensusStore(parallel.pp_size, parallel.pp_rank, parallel.pp_group)
         self._serials: dict[int, int] = {}
 
-    def ready(self, view: RoomView) -> None:
-        self._say(view, KVPoll.WaitingForInput)
+    def ready(self, room: Room) -> None:
+        self._say(room, KVPoll.WaitingForInput)
 
-    def failed(self, view: RoomView) -> None:
-        self._say(view, KVPoll.Failed)
+    def failed(self, room: Room) -> None:
+        self._say(room, KVPoll.Failed)
 
-    def forget(self, view: RoomView) -> None:
+    def forget(self, room: Room) -> None:
         """The scheduler has closed the room. A newer use of its number stays."""
-        if self._serials.get(view.room) == view.serial:
-            del self._serials[view.room]
-            self._store.pop(view.room)
+        if self._serials.get(room.number) == room.serial:
+            del self._serials[room.number]
+            self._store.pop(room.number)
 
     def consensus(self, room: int, own: int) -> int:
         """The least advanced of all stages; `own` is the `KVPoll` of this one, which is stage 0."""
@@ -384,10 +384,10 @@ class StageBoard:
     def close(self) -> None:
         self._store.close()
 
-    def _say(self, view: RoomView, state: int) -> None:
-        if view.serial >= self._serials.get(view.room, 0):
-            self._serials[view.room] = view.serial
-            self._store[view.room] = int(state)
+    def _say(self, room: Room, state: int) -> None:
+        if room.serial >= self._serials.get(room.number, 0):
+            self._serials[room.number] = room.serial
+            self._store[room.number] = int(state)
 
 
 def stage_board() -> StageBoard | None:

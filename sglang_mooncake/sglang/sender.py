@@ -66,21 +66,21 @@ class KVSender(SpanSender, BaseKVSender):  # type: ignore[misc]
         self.next_page = self.told_tokens = 0
         self._first_send_s: float | None = None
         self._metric = KVTransferMetric()
-        self.view = self._side.open_room(
+        self.room = self._side.open_room(
             bootstrap_room, mgr.context.register_dp_rank and not req_has_disagg_prefill_dp_rank
         )
         if mgr.named_port is not None:
             self._check_port(mgr.named_port)
         conflict = dp_rank_conflict(mgr.context, bootstrap_room, req_has_disagg_prefill_dp_rank)
         if conflict is not None:
-            self._side.fail(self.view, conflict)
+            self._side.fail(self.room, conflict)
 
     def _check_port(self, named: int) -> None:
         """Whether the request leads decode servers to this server's registry."""
         _, own = split_address(self.kv_mgr.context.bootstrap_address)
         if named != own:
             self._side.misdirect(
-                self.view,
+                self.room,
                 f"the request names the bootstrap port {named}, and this prefill server's registry "
                 f"is at port {own} (--disaggregation-bootstrap-port); no decode server has found "
                 "it. Give the router the registry's port",
@@ -90,15 +90,16 @@ class KVSender(SpanSender, BaseKVSender):  # type: ignore[misc]
         """`num_kv_indices`: pages that all `send()` calls together will name."""
         self._num_pages, self.aux_slot = num_kv_indices, aux_index
         if num_kv_indices < 0:
+            held = self.room.view.decode_prefix_len
             self._side.fail(
-                self.view,
-                f"the decode server says that it holds {self.view.decode_prefix_len} tokens of "
-                f"the prompt, which has fewer ({num_kv_indices} pages would be left)",
+                self.room,
+                f"the decode server says that it holds {held} tokens of the prompt, which has "
+                f"fewer ({num_kv_indices} pages would be left)",
             )
 
     def pop_decode_prefix_len(self) -> int:
         """Tokens at the start of the prompt whose KV the decode side has already."""
-        return self.view.decode_prefix_len
+        return self.room.view.decode_prefix_len
 
     def get_max_transfer_tokens(self) -> int | None:
         return None
@@ -130,7 +131,7 @@ class KVSender(SpanSender, BaseKVSender):  # type: ignore[misc]
             is_last = state_indices is not None
             if is_last != (self.next_page == self._num_pages) or self.aux_slot is None:
                 self._side.fail(
-                    self.view,
+                    self.room,
                     f"the scheduler sent {self.next_page} of {self._num_pages} pages with its "
                     f"{'last' if is_last else 'not yet last'} chunk",
                 )
@@ -145,12 +146,12 @@ class KVSender(SpanSender, BaseKVSender):  # type: ignore[misc]
                 sent_s=now_s,
                 states=state_lists(state_indices),
             )
-            self._side.send_chunk(self.view, chunk, events)
+            self._side.send_chunk(self.room, chunk, events)
 
     def poll(self) -> int:
         with self.kv_mgr.recorder.scheduler_call("poll"):
-            self._side.polled(self.view, sent=self.next_page == self._num_pages)
-            state = self.view.state
+            self._side.polled(self.room, sent=self.next_page == self._num_pages)
+            state = self.room.view.state
             if state is RoomState.DONE and self._metric.transfer_latency_s is None:
                 self._metric.transfer_latency_s = time.monotonic() - (self._first_send_s or 0.0)
             return int(_POLL.get(state, KVPoll.Failed))
@@ -162,26 +163,26 @@ class KVSender(SpanSender, BaseKVSender):  # type: ignore[misc]
 
     def mark_prefill_complete(self) -> None:
         """With the allocation policy `prefill_complete`: decode may make room for the request."""
-        self._side.computed(self.view)
+        self._side.computed(self.room)
 
     def get_transfer_metric(self) -> KVTransferMetric:
         """Seconds from the first `send()` until all had landed, None for a request that failed; and
         the bytes of caches and state that this rank sent and that landed, each destination's
         counted, without metadata. None where this rank had none to send, as of an MLA cache another
         rank's turn it is: SGLang would take 0 for a rate."""
-        self._metric.transfer_total_bytes = self.view.landed_nbytes or None
+        self._metric.transfer_total_bytes = self.room.view.landed_nbytes or None
         return self._metric
 
     def failure_exception(self) -> None:
         """Raises the reason, and lets go of the room: SGLang does not call `clear()` then."""
-        view = self.view
+        view = self.room.view
         from_another_rank = view.reason is None
         reason = view.reason or "aborted, since another rank of the group failed"
-        self._side.close_room(view)
+        self._side.close_room(self.room)
         raise KVTransferError(self.bootstrap_room, reason, from_another_rank)
 
     def abort(self) -> None:
-        self._side.abort(self.view, "aborted by the scheduler of the prefill server")
+        self._side.abort(self.room, "aborted by the scheduler of the prefill server")
 
     def clear(self) -> None:
-        self._side.close_room(self.view)
+        self._side.close_room(self.room)

@@ -26,7 +26,7 @@ from typing import Any, Final
 from sglang.srt.runtime_context import get_observability
 
 from sglang_mooncake.context import Role
-from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.spans import Span, span
 from sglang_mooncake.stats import Recorder
 from sglang_mooncake.story import RoomStory
@@ -192,10 +192,10 @@ class Tracing:
         self._ending.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def _opened(self, view: RoomView) -> None:
+    def _opened(self, room: Room) -> None:
         """On the scheduler thread, before the loop knows of the room."""
         if self._making is not None:
-            self._parents[view.serial] = self._making
+            self._parents[room.serial] = self._making
 
     def _room_over(self, story: RoomStory) -> None:
         """On the loop thread."""

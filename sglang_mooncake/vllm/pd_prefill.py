@@ -13,7 +13,8 @@ import numpy as np
 
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rooms.prefill import Chunk
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.vllm.pd_requests import GivenUp, Send
 
 __all__ = ["PrefillWorker"]
@@ -27,7 +28,7 @@ NO_METADATA_SLOT: Final = 0
 @dataclass(slots=True)
 class _Sending:
     work: Send
-    view: RoomView
+    room: Room
     is_sent: bool = False
 
 
@@ -40,8 +41,8 @@ class PrefillWorker:
 
     def send(self, work: Send) -> None:
         """Its blocks keep what they hold until ``take_sent`` names the request."""
-        view = self._side.open_room(work.room, register_dp_rank=False)
-        self._sending[work.request_id] = _Sending(work, view)
+        room = self._side.open_room(work.room, register_dp_rank=False)
+        self._sending[work.request_id] = _Sending(work, room)
 
     def give_up(self, work: GivenUp) -> None:
         """Its blocks need not wait, if this rank has them."""
@@ -56,30 +57,30 @@ class PrefillWorker:
         return set(over)
 
     def _goes_on(self, one: _Sending) -> bool:
-        view = one.view
+        view = one.room.view
         if view.over:
             self._say(one)
             return False
         if view.state is RoomState.READY and not one.is_sent:
             self._send(one)
-        self._side.polled(view, one.is_sent)
+        self._side.polled(one.room, one.is_sent)
         return True
 
     def _send(self, one: _Sending) -> None:
-        work, held = one.work, one.view.decode_prefix_len
+        work, held = one.work, one.room.view.decode_prefix_len
         one.is_sent = True
         if held % self._block_tokens or held > work.tokens:
             self._side.fail(
-                one.view,
+                one.room,
                 f"the decode server says that it holds {held} tokens of a prompt of {work.tokens},"
                 f" which is no number of blocks of {self._block_tokens} in it",
             )
             return
         blocks = np.array(work.blocks[held // self._block_tokens :], np.int64)
-        self._side.send_chunk(one.view, Chunk(blocks, 0, NO_METADATA_SLOT, time.monotonic()))
+        self._side.send_chunk(one.room, Chunk(blocks, 0, NO_METADATA_SLOT, time.monotonic()))
 
     def _say(self, one: _Sending) -> None:
-        view, name = one.view, one.work.request_id
+        view, name = one.room.view, one.work.request_id
         if view.state is RoomState.DONE:
             logger.debug("request %s: %d bytes handed over", name, view.landed_nbytes)
         elif view.state is RoomState.ABORTED:

@@ -35,7 +35,7 @@ class Sink:
     bytes_per_s = 0.0
 
     def __init__(self) -> None:
-        #: Of each call: view, pages as they were then, first, below, number of events.
+        #: Of each call: use, pages as they were then, first, below, number of events.
         self.sent: list[tuple[Any, list[int], int, int, int]] = []
         #: The same, as they were given: pages and events.
         self.given: list[tuple[Any, Any]] = []
@@ -46,15 +46,15 @@ class Sink:
         self.hooked: list[float] = []
         self.error: Exception | None = None
 
-    def send_layers(self, view, pages, first, below, events=(), wake=True) -> None:
+    def send_layers(self, use, pages, first, below, events=(), wake=True) -> None:
         if self.error is not None:
             raise self.error
         self.wakes.append(wake)
-        self.sent.append((view, pages.tolist(), first, below, len(events)))
+        self.sent.append((use, pages.tolist(), first, below, len(events)))
         self.given.append((pages, events))
 
-    def fail(self, view, reason) -> None:
-        self.failed.append((view, reason))
+    def fail(self, use, reason) -> None:
+        self.failed.append((use, reason))
 
     def fell_back(self, reason: str) -> None:
         self.fallbacks[reason] += 1
@@ -68,7 +68,7 @@ def sender(next_page: int = 0, aux_slot: int | None = 0) -> Any:
     from sglang_mooncake.sglang.sender import KVSender
 
     made = KVSender.__new__(KVSender)
-    made.view, made.next_page, made.aux_slot, made.told_tokens = object(), next_page, aux_slot, 0
+    made.room, made.next_page, made.aux_slot, made.told_tokens = object(), next_page, aux_slot, 0
     return made
 
 

@@ -45,7 +45,8 @@ from kvstore.store import Store
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.metrics import METRICS
 from sglang_mooncake.refused import RefusedServer
-from sglang_mooncake.rooms.states import RoomState, RoomTimes, RoomView
+from sglang_mooncake.rooms.room import Room, RoomTimes, RoomView
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.rooms.write_story import WriteStory
 from sglang_mooncake.sglang.prometheus import Exporter, HandoverFigures
 from sglang_mooncake.stats import Recorder
@@ -123,11 +124,12 @@ class Figures:
 
     def hand_over(self, handover_s: float) -> None:
         """A request is done, for whose hand-over the client has waited so long."""
-        view = RoomView(next(ROOMS), time.monotonic() - handover_s - 1, RoomState.DONE)
+        opened_s = time.monotonic() - handover_s - 1
         sent_s = time.monotonic() - handover_s
-        view.times = RoomTimes(sent_s - 0.5, sent_s, sent_s, sent_s)
+        times = RoomTimes(sent_s - 0.5, sent_s, sent_s, sent_s)
+        use = Room(next(ROOMS), opened_s, RoomView(RoomState.DONE, times=times))
         write = WriteStory("decode rank 0", "tcp", sent_s, sent_s, 100, 10, 2, False, 0)
-        self.recorder.room_over(view, [write])
+        self.recorder.room_over(use, [write])
 
 
 @pytest.fixture
@@ -158,10 +160,10 @@ def quiet_before(
 
 def give(rank: PrefillRank, address: str, decode: RankProcess) -> None:
     """One request, from beginning to end."""
-    view = rank.side.open_room(room := next(ROOMS), register_dp_rank=False)
+    use = rank.side.open_room(room := next(ROOMS), register_dp_rank=False)
     decode.tell("take", room, address)
-    until(lambda: view.state is RoomState.READY, "the decode rank asks")
-    rank.send(view, SOURCE_PAGES, 0, AUX)
+    until(lambda: use.view.state is RoomState.READY, "the decode rank asks")
+    rank.send(use, SOURCE_PAGES, 0, AUX)
     assert decode.answer() == "taken"
 
 
@@ -190,9 +192,9 @@ def test_a_decode_server_is_killed(tmp_path: Path, undo: ExitStack, names: set[s
     }
     with quiet_before(tmp_path, jobs, names, lambda: give(rank, address, decode)) as prometheus:
         for _ in range(MANY):
-            view = rank.side.open_room(room := next(ROOMS), register_dp_rank=False)
+            use = rank.side.open_room(room := next(ROOMS), register_dp_rank=False)
             decode.ask("ask", room, address)
-            until(lambda view=view: view.state is RoomState.READY, "the decode rank asks")
+            until(lambda use=use: use.view.state is RoomState.READY, "the decode rank asks")
         decode.kill()
         of_decode.die()
         told = prometheus.until_firing(names, lambda: None)
@@ -240,8 +242,8 @@ def test_the_router_gives_requests_up(tmp_path: Path, undo: ExitStack, names: se
     undo.callback(decode.kill)
 
     def give_up() -> None:
-        view = rank.side.open_room(next(ROOMS), register_dp_rank=False)
-        rank.side.close_room(view)
+        use = rank.side.open_room(next(ROOMS), register_dp_rank=False)
+        rank.side.close_room(use)
 
     def usual() -> None:
         for _ in range(10):

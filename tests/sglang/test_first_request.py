@@ -123,9 +123,9 @@ def test_a_request_that_names_a_registry_in_vain_fails_at_once(address, says):
     side = SimpleNamespace(
         instances=instances,
         new_room=lambda room: SimpleNamespace(room=room),
-        fail=lambda view, reason: failures.append(reason),
+        fail=lambda use, reason: failures.append(reason),
     )
-    manager = SimpleNamespace(decode_side=side, track=lambda view: None)
+    manager = SimpleNamespace(decode_side=side, track=lambda use: None)
     KVReceiver(manager, address, 1)
     KVReceiver(manager, ADDRESS, 2)
     GATE[ADDRESS].set()

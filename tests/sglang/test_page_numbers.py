@@ -60,10 +60,10 @@ def ready(pair: Handover, room: int, pages: list[int]):
     sender = make_sender(pair, room)
     target = pair.decode.side.new_room(room)
     pair.decode.side.choose_sources(target, pair.address, 0)
-    until(lambda: target.state is RoomState.READY, "the decode room is ready")
+    until(lambda: target.view.state is RoomState.READY, "the decode room is ready")
     pair.name_pages(target, pages, aux=0)
     sender.init(len(pages), aux_index=1)
-    until(lambda: sender.view.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: sender.room.view.state is RoomState.READY, "the prefill room is ready")
     return sender, target
 
 
@@ -79,7 +79,7 @@ def test_page_numbers_in_a_tensor_are_read_behind_their_event(pair):
     late, event = torch.zeros(3, dtype=torch.int32), Event()
     sender.send(late, [], num_kv_tokens=12, indices_event=event)
     until(lambda: event.asked > 3, "the event is waited for")
-    assert sender.view.state is RoomState.READY, "nothing was written before it"
+    assert sender.room.view.state is RoomState.READY, "nothing was written before it"
     late.copy_(torch.tensor([7, 3, 4]))
     event.happened = True
     until(lambda: sender.poll() and pair.decode.side.has_arrived(target), "the room has arrived")
@@ -97,7 +97,7 @@ def test_a_chunk_waits_for_its_pages_and_for_their_numbers(pair):
     sender.poll()
     until(lambda: filled.asked > 3, "the pages are waited for")
     late.copy_(torch.tensor([1, 2]))
-    assert sender.view.state is RoomState.READY, "the last chunk did not overtake"
+    assert sender.room.view.state is RoomState.READY, "the last chunk did not overtake"
     filled.happened = True
     until(lambda: sender.poll() and pair.decode.side.has_arrived(target), "the room has arrived")
     copied(pair, [1, 2, 5], [20, 21, 22])

@@ -29,21 +29,21 @@ def receiver():
     with handover() as pair:
         pair.decode.know(pair.address)
         manager = KVManager.__new__(KVManager)
-        manager.decode_side, manager._views = pair.decode.side, {}
+        manager.decode_side, manager._rooms = pair.decode.side, {}
         manager.enable_deferred_decode_kv_release = False
         manager.recorder = SimpleNamespace(scheduler_call=lambda name: nullcontext())
         made = KVReceiver(manager, pair.address, 7)
         made.init(0)
-        until(lambda: made._view.state is RoomState.READY, "it is ready")
+        until(lambda: made._room.view.state is RoomState.READY, "it is ready")
         made.send_metadata(np.array([4, 5], np.int32), 0, decode_prefix_len=0)
         assert made.abort_notified
         yield made
 
 
-def _broken(view):
+def _broken(use):
     from sglang_mooncake.rooms.events import Broken
 
-    return Broken(view, "a rank died")
+    return Broken(use, "a rank died")
 
 
 def test_pages_may_be_named_in_the_step_that_chooses_linked_sources(receiver):
@@ -58,7 +58,7 @@ def test_pages_may_be_named_in_the_step_that_chooses_linked_sources(receiver):
     another.init(0)
     assert another.poll() == KVPoll.WaitingForInput, "whatever the loop has heard of it by now"
     another.send_metadata(np.array([6], np.int32), 1, decode_prefix_len=0)
-    until(lambda: another._view.state is RoomState.REQUESTED, "its pages are asked for")
+    until(lambda: another._room.view.state is RoomState.REQUESTED, "its pages are asked for")
     assert another.poll() == KVPoll.Transferring
 
 
@@ -72,9 +72,9 @@ def test_a_receiver_that_was_given_up_has_ended_at_once(receiver):
     receiver.abort()
     assert receiver.ended
     over = KVReceiver(receiver.kv_mgr, receiver.bootstrap_addr, 9)
-    over._side._loop.post(_broken(over._view))
+    over._side._loop.post(_broken(over._room))
     until(lambda: over.ended, "its end is known")
-    assert not over._view.withdrawn, "by the loop"
+    assert not over._room.withdrawn, "by the loop"
 
 
 def test_without_deferred_release_the_failure_comes_when_the_pages_are_safe(receiver, monkeypatch):
@@ -86,7 +86,7 @@ def test_without_deferred_release_the_failure_comes_when_the_pages_are_safe(rece
     assert caught.value.is_from_another_rank
     # SGLang's tests know a request that was not served by this word.
     assert "abort" in str(caught.value)
-    assert receiver._view.safe
+    assert receiver._room.view.safe
     assert not receiver.abort_notified
     assert receiver.kv_mgr.is_abort_release_safe(7, 0)
 
@@ -104,26 +104,26 @@ def test_a_write_that_is_stuck_does_not_hide_the_transfers_error_and_the_log_nam
         raise te.FenceTimeout("stuck")
 
     monkeypatch.setattr("sglang_mooncake.sglang.receiver.FENCE_NOW_TIMEOUT_S", 0.2)
-    until(lambda: receiver._view.exposed, "its pages are published")
+    until(lambda: receiver._room.view.exposed, "its pages are published")
     fencer = receiver._side._fencer
     with monkeypatch.context() as patch:
         patch.setattr(fencer, "_fence", late)
-        receiver._side.fail(receiver._view, "out of memory")
-        until(lambda: receiver._view.state is RoomState.ENDING, "its end is decided")
+        receiver._side.fail(receiver._room, "out of memory")
+        until(lambda: receiver._room.view.state is RoomState.ENDING, "its end is decided")
         with caplog.at_level(logging.CRITICAL), pytest.raises(KVTransferError) as caught:
             receiver.failure_exception()
         assert "out of memory" in str(caught.value)
         assert "Pages: [4 5]" in caplog.text
         assert not receiver.kv_mgr.is_abort_release_safe(7, 0)
         receiver.clear()
-    until(lambda: receiver._view.safe, "the fence is confirmed after all")
+    until(lambda: receiver._room.view.safe, "the fence is confirmed after all")
 
 
 def test_a_room_that_is_cleared_without_a_word_is_fenced_first(receiver):
     """As some releases do it when HiCache cannot restore a prefix: the pages are free already."""
     assert receiver.conclude_state is None
     receiver.clear()
-    assert receiver._view.safe
+    assert receiver._room.view.safe
 
 
 def test_ranks_that_must_agree_hold_whatever_they_have_named(receiver, monkeypatch):
@@ -133,7 +133,7 @@ def test_ranks_that_must_agree_hold_whatever_they_have_named(receiver, monkeypat
     receiver.kv_mgr.ranks_must_agree = True
     with pytest.raises(KVTransferError):
         receiver.failure_exception()
-    assert receiver._view.safe
+    assert receiver._room.view.safe
     assert receiver.abort_notified, "another rank may have to wait"
     said = []
     monkeypatch.setattr(manager, "agreed", lambda flag: said.append(flag) or False)
@@ -143,7 +143,7 @@ def test_ranks_that_must_agree_hold_whatever_they_have_named(receiver, monkeypat
 
 def unmoved(state):
     """A receiver whose room is in this state, and of which SGLang has named no pages."""
-    from sglang_mooncake.rooms.states import RoomView
+    from sglang_mooncake.rooms.room import Room, RoomView
     from sglang_mooncake.sglang.receiver import KVReceiver
 
     made = KVReceiver.__new__(KVReceiver)
@@ -152,11 +152,11 @@ def unmoved(state):
         enable_deferred_decode_kv_release=True,
     )
     made._side = SimpleNamespace(
-        abort=lambda view, reason: None, check_served=lambda view, address: None
+        abort=lambda use, reason: None, check_served=lambda use, address: None
     )
     made.bootstrap_room, made.conclude_state = 7, None
     made.bootstrap_addr, made._chosen = "127.0.0.1:8998", False
-    made._view = RoomView(7, 0.0, state=state, reason="a rank died")
+    made._room = Room(7, 0.0, RoomView(state, "a rank died"))
     return made
 
 

@@ -66,12 +66,12 @@ def test_what_is_sent_to_a_decode_rank_that_gave_its_memory_back_does_not_land(p
     manager = Manager(pair.decode, pair.target, "decode")
     source, target = pair.open_both(2)
     pair.name_pages(target, [7, 9], aux=1)
-    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
     peers = list(pair.prefill.engine.stats().peer_transports)
     manager.release()
     pair.prefill.send(source, [5, 6], 0, 1)
-    until(lambda: source.over and target.over, "both sides have given the room up")
-    assert {source.state, target.state} <= {RoomState.FAILED, RoomState.ABORTED}
+    until(lambda: source.view.over and target.view.over, "both sides have given the room up")
+    assert {source.view.state, target.view.state} <= {RoomState.FAILED, RoomState.ABORTED}
     assert (pair.target.kv[:, [7, 9]] == CANARY).all()
     manager.resume()
     pair.complete(3, [5, 6], [7, 9], aux=2)
@@ -83,12 +83,12 @@ def test_a_prefill_rank_waits_for_what_still_reads_its_memory(pair):
     manager = Manager(pair.prefill, pair.source, "prefill")
     source, target = pair.open_both(2)
     pair.name_pages(target, list(range(10, 60)), aux=1)
-    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
     pair.prefill.send(source, list(range(10, 60)), 0, 1)
-    until(lambda: source.state is not RoomState.READY, "the chunk was taken up")
+    until(lambda: source.view.state is not RoomState.READY, "the chunk was taken up")
     manager.release()
     # Its transfer had begun and was waited for, or was refused.
-    until(lambda: pair.decode.side.has_arrived(target) or target.over, "the room has ended")
+    until(lambda: pair.decode.side.has_arrived(target) or target.view.over, "the room has ended")
     if pair.decode.side.has_arrived(target):
         assert same(pair, list(range(10, 60)), list(range(10, 60)))
     manager.resume()

@@ -56,9 +56,9 @@ def sender_and_view(pair, room: int, prefix: int = 0, pages: int = 3):
     sender = KVSender(manager, pair.address, room, req_has_disagg_prefill_dp_rank=True)
     target = pair.decode.side.new_room(room)
     pair.decode.side.choose_sources(target, pair.address, 0)
-    until(lambda: target.state is RoomState.READY, "the decode room is ready")
+    until(lambda: target.view.state is RoomState.READY, "the decode room is ready")
     pair.name_pages(target, list(range(10, 10 + pages)), aux=0, prefix=prefix)
-    until(lambda: sender.view.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: sender.room.view.state is RoomState.READY, "the prefill room is ready")
     return sender, target
 
 
@@ -85,8 +85,8 @@ def test_a_decode_rank_that_holds_more_tokens_than_the_prompt_has_fails_the_requ
     sender, target = sender_and_view(pair, 2, prefix=1_000)
     pages = kv_to_page_num(10 - sender.pop_decode_prefix_len(), 4)
     sender.init(pages, aux_index=1)
-    until(lambda: sender.view.over and target.over, "both sides let go of the room")
-    assert "holds 1000 tokens of the prompt, which has fewer" in (target.reason or "")
+    until(lambda: sender.room.view.over and target.view.over, "both sides let go of the room")
+    assert "holds 1000 tokens of the prompt, which has fewer" in (target.view.reason or "")
 
 
 def test_sglang_takes_seconds_and_bytes_of_a_request_for_its_figures(pair):
@@ -104,7 +104,7 @@ def test_sglang_takes_seconds_and_bytes_of_a_request_for_its_figures(pair):
     sender.send(np.array([2], np.int32), state_indices=[])
     until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
     pair.decode.side.arrived(target)
-    until(lambda: sender.view.state is RoomState.DONE, "the prefill room is done")
+    until(lambda: sender.room.view.state is RoomState.DONE, "the prefill room is done")
     assert sender.poll() == KVPoll.Success
     nbytes = 3 * LAYERS * PAGE_BYTES
     assert sender.get_transfer_metric().transfer_total_bytes == nbytes
@@ -121,7 +121,7 @@ def test_a_request_that_failed_has_sent_nothing_that_counts(pair):
     sender, target = sender_and_view(pair, 4)
     sender.init(3, aux_index=1)
     sender.abort()
-    until(lambda: sender.view.over and target.over, "both sides let go of the room")
+    until(lambda: sender.room.view.over and target.view.over, "both sides let go of the room")
     metric = sender.get_transfer_metric()
     assert (metric.transfer_latency_s, metric.transfer_total_bytes) == (None, None)
 
@@ -144,16 +144,16 @@ def test_a_request_that_names_another_port_than_its_servers_does_not_wait_long(
 
 def unmoved(state):
     """A sender whose room is in this state, and of which SGLang has sent nothing."""
-    from sglang_mooncake.rooms.states import RoomView
+    from sglang_mooncake.rooms.room import Room, RoomView
     from sglang_mooncake.sglang.sender import KVSender
 
     made = KVSender.__new__(KVSender)
     made.kv_mgr = SimpleNamespace(
         recorder=SimpleNamespace(scheduler_call=lambda name: nullcontext())
     )
-    made._side = SimpleNamespace(polled=lambda view, sent: None)
+    made._side = SimpleNamespace(polled=lambda use, sent: None)
     made.next_page, made._num_pages = 0, None
-    made.view = RoomView(7, 0.0, state=state, reason="a rank died")
+    made.room = Room(7, 0.0, RoomView(state, "a rank died"))
     return made
 
 

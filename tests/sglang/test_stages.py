@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.room import Room
 
 pytestmark = [
     pytest.mark.sglang,
@@ -56,13 +56,13 @@ def test_stage_0_waits_for_the_other_stage_and_learns_of_its_failure(boards):
     first, second = boards
     ready = KVPoll.WaitingForInput
     assert first.consensus(ROOM, ready) == KVPoll.Bootstrapping
-    view = RoomView(ROOM, 0.0)
-    second.ready(view)
+    use = Room(ROOM, 0.0)
+    second.ready(use)
     until(lambda: first.consensus(ROOM, ready) == ready)
     assert first.consensus(ROOM, KVPoll.Bootstrapping) == KVPoll.Bootstrapping
-    second.failed(view)
+    second.failed(use)
     until(lambda: first.consensus(ROOM, ready) == KVPoll.Failed)
-    second.forget(view)
+    second.forget(use)
     until(lambda: first.consensus(ROOM, ready) == KVPoll.Bootstrapping)
 
 
@@ -70,11 +70,11 @@ def test_a_newer_use_of_a_room_number_outlives_the_words_of_the_former(boards):
     from sglang_mooncake.sglang.seam import KVPoll
 
     first, second = boards
-    former, newer = RoomView(ROOM, 0.0), RoomView(ROOM, 1.0)
+    former, newer = Room(ROOM, 0.0), Room(ROOM, 1.0)
     second.ready(newer)
     second.failed(former)
     second.forget(former)
-    marker = RoomView(ROOM + 1, 1.0)
+    marker = Room(ROOM + 1, 1.0)
     second.ready(marker)  # in order: when this has come, so has everything before it
     until(lambda: first.consensus(ROOM + 1, KVPoll.WaitingForInput) == KVPoll.WaitingForInput)
     assert first.consensus(ROOM, KVPoll.WaitingForInput) == KVPoll.WaitingForInput

@@ -112,8 +112,8 @@ def ranks(exported, observability, monkeypatch):
                 recorder=rank.recorder,
                 pins_host_memory=False,
                 stages=None,
-                track=lambda view: None,
-                untrack=lambda view: None,
+                track=lambda use: None,
+                untrack=lambda use: None,
                 enable_deferred_decode_kv_release=True,
                 tracing=open_tracing(role, rank.recorder),
             )
@@ -143,10 +143,10 @@ def hand_over(ranks, sent, received):
     received.bootstrap_port = int(pair.address.rpartition(":")[2])
     receiver = ranks.receivers._create_receiver_and_enqueue(received).kv_receiver
     receiver.init(0)
-    view, sender = receiver._view, sent.disagg_kv_sender
-    until(lambda: view.nameable, "the decode room is ready")
+    use, sender = receiver._room, sent.disagg_kv_sender
+    until(lambda: use.nameable, "the decode room is ready")
     receiver.send_metadata(np.array([10, 11, 12], np.int32), 0, decode_prefix_len=0)
-    until(lambda: sender.view.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: sender.room.view.state is RoomState.READY, "the prefill room is ready")
     sender.init(3, 0)
     sender.send(np.array([0, 1, 2], np.int32), [])
     # As the scheduler does, which sees by that what has arrived.
@@ -192,7 +192,7 @@ def test_a_request_that_failed_is_an_error_with_its_reason(ranks, exported):
     assert len(ranks.senders.kv_manager.tracing._parents) == 1
     of_nobody = ranks.pair.prefill.side.new_room(ROOM + 1)
     assert of_nobody.serial not in ranks.senders.kv_manager.tracing._parents
-    ranks.pair.prefill.side.fail(req.disagg_kv_sender.view, "out of memory")
+    ranks.pair.prefill.side.fail(req.disagg_kv_sender.room, "out of memory")
     until(lambda: ranks.pair.prefill.recorder.rooms()["failed"], "it is over")
     span = told(ranks, exported)["send KV cache"]
     assert span.status.status_code.name == "ERROR"
@@ -212,7 +212,7 @@ def test_a_request_that_is_not_traced_has_no_spans(untraced, ranks, exported):
     req = request(**untraced)
     ranks.senders.create_sender(req, 1)
     assert not ranks.senders.kv_manager.tracing._parents
-    ranks.pair.prefill.side.fail(req.disagg_kv_sender.view, "out of memory")
+    ranks.pair.prefill.side.fail(req.disagg_kv_sender.room, "out of memory")
     assert "send KV cache" not in told(ranks, exported)
 
 
@@ -227,7 +227,7 @@ def test_with_asynchronous_tracing_the_requests_root_is_the_parent(ranks, export
     req = request()
     assert isinstance(req.time_stats.trace_ctx, trace_async.TraceReqContextAsync)
     ranks.senders.create_sender(req, 1)
-    ranks.pair.prefill.side.fail(req.disagg_kv_sender.view, "out of memory")
+    ranks.pair.prefill.side.fail(req.disagg_kv_sender.room, "out of memory")
     until(lambda: ranks.pair.prefill.recorder.rooms()["failed"], "it is over")
     span, root = told(ranks, exported)["send KV cache"], req.begun.trace_ctx.root_span
     assert span.parent.span_id == root.context.span_id
@@ -258,7 +258,7 @@ def test_a_sdk_that_fails_costs_one_rooms_spans(ranks, exported, monkeypatch, ca
     for _ in range(2):
         req = request()
         ranks.senders.create_sender(req, 1)
-        ranks.pair.prefill.side.fail(req.disagg_kv_sender.view, "out of memory")
+        ranks.pair.prefill.side.fail(req.disagg_kv_sender.room, "out of memory")
     until(lambda: ranks.pair.prefill.recorder.rooms()["failed"] == 2, "both are over")
     assert "send KV cache" in told(ranks, exported)
     assert f"cannot make the OpenTelemetry spans of room {ROOM}" in caplog.text

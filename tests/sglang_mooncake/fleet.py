@@ -29,7 +29,8 @@ from bootstrap_server import BootstrapServer, RankCoords, Topology
 from bootstrap_server.ranks.matching import CPTransfer, PageShare, holding
 from sglang_mooncake.layout import Buffers, Component, Layout, Place, Units
 from sglang_mooncake.rooms.prefill import Chunk
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.sglang.config import Config
 
 Bytes = npt.NDArray[np.uint8]
@@ -132,13 +133,13 @@ class Handed:
     """One room, on every rank that takes part."""
 
     room: int
-    sources: dict[RankCoords, RoomView]
-    targets: dict[RankCoords, RoomView]
+    sources: dict[RankCoords, Room]
+    targets: dict[RankCoords, Room]
     #: What each rank puts where: pages, state slot, metadata slot.
     places: dict[tuple[str, RankCoords], tuple[list[int], int, int]] = field(default_factory=dict)
 
     @property
-    def views(self) -> list[RoomView]:
+    def uses(self) -> list[Room]:
         return [*self.sources.values(), *self.targets.values()]
 
 
@@ -200,16 +201,16 @@ class Ranks:
                 handed.sources[coords] = rank.side.open_room(room, register_dp_rank=False)
         for coords, rank in self.decode.items():
             if coords.dp == decode_dp:
-                view = handed.targets[coords] = rank.side.new_room(room)
-                rank.side.choose_sources(view, self.address, prefill_dp)
+                use = handed.targets[coords] = rank.side.new_room(room)
+                rank.side.choose_sources(use, self.address, prefill_dp)
         return handed
 
     def name_pages(self, handed: Handed, pages: int, prefix: int = 0) -> None:
         """Every rank takes other pages and slots; prefill ranks fill theirs with the truth."""
         rng = np.random.default_rng(handed.room + 1)
         truth = self.model.truth(handed.room, pages)
-        for role, views in (("prefill", handed.sources), ("decode", handed.targets)):
-            for coords in views:
+        for role, uses in (("prefill", handed.sources), ("decode", handed.targets)):
+            for coords in uses:
                 where = (
                     rng.permutation(PAGES)[:pages].tolist(),
                     int(rng.integers(STATE_SLOTS)),
@@ -218,12 +219,12 @@ class Ranks:
                 handed.places[role, coords] = where
                 if role == "prefill":
                     self._fill(self.memory[role, coords], where, truth)
-        for coords, view in handed.targets.items():
-            until(lambda view=view: view.state is not RoomState.OPEN, "the decode room is ready")
-            assert view.state is RoomState.READY, view.reason
+        for coords, use in handed.targets.items():
+            until(lambda use=use: use.view.state is not RoomState.OPEN, "the decode room is ready")
+            assert use.view.state is RoomState.READY, use.view.reason
             pages_, slot, aux = handed.places["decode", coords]
             states = (np.array([slot]),) if self.model.channels else ()
-            self.decode[coords].side.name_pages(view, np.array(pages_), aux, prefix, states)
+            self.decode[coords].side.name_pages(use, np.array(pages_), aux, prefix, states)
 
     def _fill(self, memory: RankMemory, where, truth) -> None:
         pages, slot, aux_slot = where
@@ -266,13 +267,13 @@ class Ranks:
         """One whole hand-over, and a look at every byte."""
         handed = self.open(room, prefill_dp, decode_dp)
         self.name_pages(handed, sum(chunks))
-        for coords, view in handed.sources.items():
-            until(lambda view=view: view.state is not RoomState.OPEN, f"{coords} was asked")
-            assert view.state is RoomState.READY, view.reason
+        for coords, use in handed.sources.items():
+            until(lambda use=use: use.view.state is not RoomState.OPEN, f"{coords} was asked")
+            assert use.view.state is RoomState.READY, use.view.reason
             self.send(handed, coords, chunks)
         self.arrive(handed)
         self.check(handed)
-        landed = sum(view.landed_nbytes for view in handed.sources.values())
+        landed = sum(use.view.landed_nbytes for use in handed.sources.values())
         assert landed == self.cached_nbytes(handed), "figures of SGLang's are made of it"
         return handed
 
@@ -290,14 +291,14 @@ class Ranks:
 
     def arrive(self, handed: Handed) -> None:
         """Waits for every byte, takes the room on every rank, and sees it done everywhere."""
-        for coords, view in handed.targets.items():
+        for coords, use in handed.targets.items():
             side = self.decode[coords].side
-            until(lambda: side.has_arrived(view) or view.over, f"{coords} has it")  # noqa: B023
-            assert not view.over, view.reason
-            side.arrived(view)
-        for view in handed.views:
-            until(lambda view=view: view.over, "the room is over")
-            assert view.state is RoomState.DONE, view.reason
+            until(lambda: side.has_arrived(use) or use.view.over, f"{coords} has it")  # noqa: B023
+            assert not use.view.over, use.view.reason
+            side.arrived(use)
+        for use in handed.uses:
+            until(lambda use=use: use.view.over, "the room is over")
+            assert use.view.state is RoomState.DONE, use.view.reason
 
     def check(self, handed: Handed) -> None:
         """Named pages, slots and metadata equal the truth; every other byte is the canary."""

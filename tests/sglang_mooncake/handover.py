@@ -35,7 +35,8 @@ from sglang_mooncake.messages import PROTOCOL_VERSION
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rank_report import RankReport
 from sglang_mooncake.rooms.prefill import Chunk
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.sglang.config import Config
 from sglang_mooncake.stats import Recorder
 from sglang_mooncake.stream_order import StreamEvent
@@ -169,7 +170,7 @@ class PrefillRank:
 
     def send(
         self,
-        view: RoomView,
+        use: Room,
         pages: list[int],
         first: int,
         aux_slot: int | None,
@@ -177,8 +178,8 @@ class PrefillRank:
     ) -> None:
         """One chunk, and the poll that SGLang's scheduler makes after it."""
         chunk = Chunk(np.array(pages, np.int64), first, aux_slot, time.monotonic())
-        self.side.send_chunk(view, chunk, events)
-        self.side.polled(view, sent=aux_slot is not None)
+        self.side.send_chunk(use, chunk, events)
+        self.side.polled(use, sent=aux_slot is not None)
 
     def close(self) -> None:
         self.lease.close()
@@ -243,22 +244,22 @@ class Handover:
     source: Memory
     target: Memory
 
-    def open_both(self, room: int) -> tuple[RoomView, RoomView]:
+    def open_both(self, room: int) -> tuple[Room, Room]:
         """A room on both sides, with the data path up."""
         source = self.prefill.side.open_room(room, register_dp_rank=False)
         target = self.decode.side.new_room(room)
         self.decode.side.choose_sources(target, self.address, 0)
-        until(lambda: target.state is RoomState.READY, "the decode room is ready")
+        until(lambda: target.view.state is RoomState.READY, "the decode room is ready")
         return source, target
 
-    def name_pages(self, view: RoomView, pages: list[int], aux: int, prefix: int = 0) -> None:
-        self.decode.side.name_pages(view, np.array(pages), aux, prefix)
+    def name_pages(self, use: Room, pages: list[int], aux: int, prefix: int = 0) -> None:
+        self.decode.side.name_pages(use, np.array(pages), aux, prefix)
 
     def complete(self, room: int, sources: list[int], targets: list[int], aux: int) -> None:
         """One whole hand-over, in one chunk; metadata goes from slot aux to slot aux."""
         source, target = self.open_both(room)
         self.name_pages(target, targets, aux)
-        until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+        until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
         self.prefill.send(source, sources, 0, aux)
         until(lambda: self.decode.side.has_arrived(target), "the room has arrived")
 

@@ -14,7 +14,8 @@ from sglang_mooncake.rooms.prefill import (
     Requested,
     WriteEnded,
 )
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 
 TIMEOUT_S, CHUNK_TIMEOUT_S = 10.0, 40.0
 
@@ -44,20 +45,20 @@ def chunk(pages: int, first: int = 0, last: bool = True) -> Chunk:
     return Chunk(np.arange(pages), first, 0 if last else None, 0.0)
 
 
-def opened(rooms: PrefillRooms, room: int = 1, now_s: float = 0.0) -> RoomView:
-    view = RoomView(room, now_s)
-    rooms.handle(Opened(view), now_s)
-    return view
+def opened(rooms: PrefillRooms, room: int = 1, now_s: float = 0.0) -> Room:
+    use = Room(room, now_s)
+    rooms.handle(Opened(use), now_s)
+    return use
 
 
-def ready(rooms: PrefillRooms, room: int = 1) -> RoomView:
-    view = opened(rooms, room)
+def ready(rooms: PrefillRooms, room: int = 1) -> Room:
+    use = opened(rooms, room)
     rooms.handle(Requested("a", request(room)), 0)
-    assert view.state is RoomState.READY
-    return view
+    assert use.view.state is RoomState.READY
+    return use
 
 
-def ended(rooms: PrefillRooms, view: RoomView, failure: str | None = None) -> WriteEnded:
+def ended(rooms: PrefillRooms, use: Room, failure: str | None = None) -> WriteEnded:
     """What is said of the oldest write that is under way for a room."""
-    peer, nth = next(iter(rooms._rooms[view.serial].writes))
-    return WriteEnded(view, peer, nth, failure)
+    peer, nth = next(iter(rooms._rooms[use.serial].writes))
+    return WriteEnded(use, peer, nth, failure)

@@ -25,7 +25,8 @@ from handover import DecodeRank, Pool, PrefillRank, make_context, until
 
 from bootstrap_server import BootstrapServer
 from sglang_mooncake.context import Deadlines, Role
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.sglang.config import Config
 
 ANSWER_S = 60.0
@@ -93,22 +94,22 @@ class RankProcess:
         self._process.send_signal(signal.SIGCONT)
 
 
-def request(rank: DecodeRank, room: int, address: str) -> RoomView:
+def request(rank: DecodeRank, room: int, address: str) -> Room:
     """Asks the instance for a room; its pages are named unless it is over before."""
     until(lambda: rank.side.instances.ensure(address), "the instance is known")
-    view = rank.side.new_room(room)
-    rank.side.choose_sources(view, address, 0)
-    until(lambda: view.state is RoomState.READY or view.over, "the decode room is ready")
-    if not view.over:
-        rank.side.name_pages(view, np.array(TARGET_PAGES), AUX, 0)
-    return view
+    use = rank.side.new_room(room)
+    rank.side.choose_sources(use, address, 0)
+    until(lambda: use.view.state is RoomState.READY or use.view.over, "the decode room is ready")
+    if not use.view.over:
+        rank.side.name_pages(use, np.array(TARGET_PAGES), AUX, 0)
+    return use
 
 
 def take(rank: DecodeRank, room: int, address: str) -> str | None:
     """The same, until all has arrived; why it failed otherwise."""
-    view = request(rank, room, address)
-    until(lambda: view.over or rank.side.has_arrived(view), "the room is over")
-    return view.reason
+    use = request(rank, room, address)
+    until(lambda: use.view.over or rank.side.has_arrived(use), "the room is over")
+    return use.view.reason
 
 
 @contextlib.contextmanager
@@ -137,18 +138,18 @@ def prefill_rank(transport: str = "tcp", port: int = 0) -> Iterator[tuple[Prefil
         del memory  # nothing else keeps it
 
 
-def _prefill(rank: PrefillRank, held: dict[int, RoomView], command: str, room: int) -> str:
+def _prefill(rank: PrefillRank, held: dict[int, Room], command: str, room: int) -> str:
     """`hold ROOM`: opens it, and sends nothing. `send ROOM`: opens it, and sends the whole prompt
     once it is asked for; if nobody does, other rooms do not wait for that. `give ROOM`: sends that
     of one that is held."""
-    view = held.get(room) or rank.side.open_room(room, register_dp_rank=False)
-    held[room] = view
+    use = held.get(room) or rank.side.open_room(room, register_dp_rank=False)
+    held[room] = use
 
     def send() -> None:
-        while view.state is RoomState.OPEN:
+        while use.view.state is RoomState.OPEN:
             time.sleep(0.002)
-        if view.state is RoomState.READY:
-            rank.send(view, SOURCE_PAGES, 0, AUX)
+        if use.view.state is RoomState.READY:
+            rank.send(use, SOURCE_PAGES, 0, AUX)
 
     if command != "hold":
         threading.Thread(target=send, daemon=True).start()
@@ -167,7 +168,7 @@ def _obey(role: str, host: str, port: int, transport: str) -> None:
     with contextlib.ExitStack() as undo:
         if role == "prefill":
             prefill, address = undo.enter_context(prefill_rank(transport, port))
-            held: dict[int, RoomView] = {}
+            held: dict[int, Room] = {}
             _say(address.rpartition(":")[2])
         else:
             decode = undo.enter_context(decode_rank(transport))

@@ -28,7 +28,8 @@ from sglang_mooncake.messages import (
 )
 from sglang_mooncake.rooms import decode, prefill
 from sglang_mooncake.rooms.events import Aborted, Broken, Opened, Tick
-from sglang_mooncake.rooms.states import ENDS, RoomState, RoomView
+from sglang_mooncake.rooms.room import Room, RoomView
+from sglang_mooncake.rooms.states import ENDS, RoomState
 from sglang_mooncake.side import broken
 
 ROOM, PAGES, LAYERS = 1, 2, 2
@@ -38,31 +39,29 @@ CHUNKS = (
     prefill.Chunk(np.array([1]), 1, 0, 0.0),
 )
 Token = tuple[Any, ...]
-#: Of rooms and recipients.
-DECIDE_NOTHING = {"landed_nbytes", "plan"}
 #: What SGLang's schedulers expect of a room of which they have named or sent no page.
 UNMOVED = {RoomState.OPEN, RoomState.COMPUTING, RoomState.READY} | ENDS - {RoomState.DONE}
 
 
-class SeenView(RoomView):
-    """Shows itself to a second thread whenever an attribute has been written."""
+class SeenRoom(Room):
+    """Shows itself to a second thread whenever another view has been put in its place."""
 
     __slots__ = ()
     look: ClassVar[Callable[[RoomView], None] | None] = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if SeenView.look is not None:
-            SeenView.look(self)
+        if SeenRoom.look is not None and name == "view":
+            SeenRoom.look(value)
 
 
 @contextmanager
 def another_thread(look: Callable[[RoomView], None]) -> Iterator[None]:
-    SeenView.look = look
+    SeenRoom.look = look
     try:
         yield
     finally:
-        SeenView.look = None
+        SeenRoom.look = None
 
 
 def oddity(view: RoomView, before: RoomState) -> str | None:
@@ -84,7 +83,7 @@ class Local:
     """A room table with its one room."""
 
     rooms: Any
-    view: RoomView
+    room: Room
 
 
 def _frozen(value: Any) -> Any:
@@ -101,11 +100,12 @@ def _frozen(value: Any) -> Any:
         return value.key, value.early
     if isinstance(value, np.ndarray):
         return tuple(value.tolist())
+    if isinstance(value, RoomView):
+        value = msgspec.structs.replace(value, landed_nbytes=0)
     if isinstance(value, msgspec.Struct):
         return type(value).__name__, _frozen(msgspec.structs.astuple(value))
     if is_dataclass(value):
-        names = [one.name for one in fields(value) if one.name not in DECIDE_NOTHING]
-        return tuple(_frozen(getattr(value, name)) for name in names)
+        return tuple(_frozen(getattr(value, field.name)) for field in fields(value))
     if isinstance(value, int | float | bytes | range | Enum | None):
         return value
     return _frozen(vars(value))
@@ -125,7 +125,7 @@ class Automaton:
         self,
         side: str,
         first: Local,
-        event: Callable[[Token, RoomView], Any],
+        event: Callable[[Token, Room], Any],
         output: Callable[[Any], Token | None],
         failed: Callable[[Any, Exception], Any],
     ) -> None:
@@ -137,7 +137,7 @@ class Automaton:
         self._add(first)
         # Each is worked out once, for all states of the world in which it happens.
         self.step = cache(self._step)
-        self.view = cache(lambda state: self._local(state).view)
+        self.room = cache(lambda state: self._local(state).room)
         self.rooms = cache(lambda state: len(self._local(state).rooms))
 
     def _local(self, state: int) -> Local:
@@ -165,9 +165,9 @@ class Automaton:
         executor: Executor[Any, Any] = Executor(
             local.rooms.handle, perform, self._failed, clock=lambda: now_s
         )
-        event = self._event(token, local.view)
+        event = self._event(token, local.room)
         if event is not None:
-            before = local.view.state
+            before = local.room.view.state
 
             def look(view: RoomView) -> None:
                 nonlocal before
@@ -197,22 +197,22 @@ def unworded(message: Any) -> Heard:
     return heard(message)
 
 
-def _decode_event(token: Token, view: RoomView) -> Any:
+def _decode_event(token: Token, use: Room) -> Any:
     match token:
         case ("name",):  # the scheduler's own thread, before the loop can hear of it
-            view.named = True
+            use.named = True
         case ("withdraw",):
-            view.withdrawn = True
+            use.withdrawn = True
         case ("named",):
-            return decode.PagesNamed(view, np.arange(PAGES), 0, 0)
+            return decode.PagesNamed(use, np.arange(PAGES), 0, 0)
         case ("aborted",):
-            return Aborted(view, "")
+            return Aborted(use, "")
         case ("broken",):
-            return Broken(view, "")
+            return Broken(use, "")
         case ("arrived",):
-            return decode.Arrived(view)
+            return decode.Arrived(use)
         case ("fenced",):
-            return decode.Fenced(view)
+            return decode.Fenced(use)
         case ("link down", link):
             return decode.LinkDown(link, "")
         case ("told", link, Heard(RoomComputed() as message)):
@@ -241,19 +241,19 @@ def _plan_of(peer: str) -> Any:
     return plan_of(peer, LAYERS)
 
 
-def _prefill_event(token: Token, view: RoomView) -> Any:
+def _prefill_event(token: Token, use: Room) -> Any:
     match token:
         case ("open",):
-            return Opened(view)
+            return Opened(use)
         case ("chunk", number):
-            return prefill.ChunkSent(view, CHUNKS[number])
+            return prefill.ChunkSent(use, CHUNKS[number])
         case ("layers", number):  # of one chunk, the first of its two
             chunk = CHUNKS[number]
-            return prefill.LayersFilled(view, chunk.pages, chunk.first, LAYERS - 1, 0.0)
+            return prefill.LayersFilled(use, chunk.pages, chunk.first, LAYERS - 1, 0.0)
         case ("aborted",):
-            return Aborted(view, "")
+            return Aborted(use, "")
         case ("computed",):
-            return prefill.Computed(view)
+            return prefill.Computed(use)
         case ("message", Heard(RoomWait() as message)):
             return prefill.Awaited(DECODE_RANK, message)
         case ("message", Heard(RoomRequest() as message)):
@@ -261,7 +261,7 @@ def _prefill_event(token: Token, view: RoomView) -> Any:
         case ("message", heard):
             return prefill.RoomAborted(DECODE_RANK, heard.message)
         case ("ended", is_done, nth):
-            return prefill.WriteEnded(view, DECODE_RANK, nth, None if is_done else "")
+            return prefill.WriteEnded(use, DECODE_RANK, nth, None if is_done else "")
         case ("lost",):
             return prefill.PeerLost(DECODE_RANK, "")
         case ("tick", _):
@@ -289,19 +289,19 @@ def decode_automaton(
     """The table with its links up, and what it has said by then."""
     deadlines, tags = decode.DecodeDeadlines(10.0, 20.0), CountedTags(200)
     rooms = decode.DecodeRooms(deadlines, 2 * len(links), 100, tags, computed_first)
-    view = SeenView(ROOM, 0.0, serial=1)
+    use = SeenRoom(ROOM, 0.0, serial=1)
     sources = tuple(decode.RoomSource(link, aux=not nth) for nth, link in enumerate(links))
-    rooms.handle(Opened(view), 0.0)
-    rooms.handle(decode.SourcesChosen(view, sources), 0.0)
+    rooms.handle(Opened(use), 0.0)
+    rooms.handle(decode.SourcesChosen(use, sources), 0.0)
     said = [out for link in links for out in rooms.handle(decode.LinkUp(link, LAYERS), 0.0)]
-    assert view.state is (RoomState.COMPUTING if computed_first else RoomState.READY)
+    assert use.view.state is (RoomState.COMPUTING if computed_first else RoomState.READY)
     made = Automaton(
-        "decode", Local(rooms, view), _decode_event, _decode_output, decode.after_failure
+        "decode", Local(rooms, use), _decode_event, _decode_output, decode.after_failure
     )
     return made, tuple(token for token in map(_decode_output, said) if token is not None)
 
 
 def prefill_automaton(computed_first: bool = False) -> Automaton:
     rooms = prefill.PrefillRooms(_plan_of, 10.0, 40.0, computed_first)
-    local = Local(rooms, SeenView(ROOM, 0.0, serial=1))
+    local = Local(rooms, SeenRoom(ROOM, 0.0, serial=1))
     return Automaton("prefill", local, _prefill_event, _prefill_output, broken)

@@ -42,7 +42,8 @@ from rooms_world import (
 from sglang_mooncake.layout import Seal
 from sglang_mooncake.rooms import prefill_room
 from sglang_mooncake.rooms.arrival import Awaited, SealDisagrees, has_arrived
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 
 __all__ = ["FAULTS", "Found", "Model"]
 
@@ -133,8 +134,8 @@ class Model:
         return Found(len(came_from), ends, problems)
 
     def _ends(self, world: World) -> tuple[str, str]:
-        sources = "/".join(self.prefill.view(one.table).state.value for one in world.sources)
-        return self.decode.view(world.table).state.value, sources
+        sources = "/".join(self.prefill.room(one.table).view.state.value for one in world.sources)
+        return self.decode.room(world.table).view.state.value, sources
 
     # --- what must hold ---
 
@@ -151,22 +152,22 @@ class Model:
 
     def _unsafe(self, world: World) -> str | None:
         """What another thread must never find, also between two instructions of one event."""
-        view = self.decode.view(world.table)
+        room = self.decode.room(world.table)
         flying = [transfer for one in world.sources for transfer in one.transfers]
-        if world.done or view.state is RoomState.DONE:
+        if world.done or room.view.state is RoomState.DONE:
             if any(len(one.landed) < PAGES * LAYERS for one in world.sources):
                 return "the decode room is done with a page missing"
             if flying:
                 return "the decode room is done while something of it moves"
-        failed = view.over and view.state is not RoomState.DONE
-        if (failed or world.given_up) and view.releasable:
+        failed = room.view.over and room.view.state is not RoomState.DONE
+        if (failed or world.given_up) and room.releasable:
             if world.tags:
                 return "pages can be released while they are open for writing"
             if any(transfer.begun for transfer in flying):
                 return "pages can be released while a transfer lands in them"
         for one in world.sources:
-            state = self.prefill.view(one.table).state
-            if self.prefill.view(one.table).over and one.transfers:
+            state = self.prefill.room(one.table).view.state
+            if self.prefill.room(one.table).view.over and one.transfers:
                 return "a prefill room is over while a transfer reads its pages"
             if state is RoomState.DONE and len(one.landed) < PAGES * LAYERS:
                 return "a prefill room is done with a page missing"
@@ -189,7 +190,7 @@ class Model:
                 left = world.inbox[1:], world.fences if world.inbox else world.fences[1:]
                 world = self._to_decode(world._replace(inbox=left[0], fences=left[1]), token)
             world = self._to_decode(world, ("tick", FOREVER_S))
-        return self.decode.view(world.table).over and not self.decode.rooms(world.table)
+        return self.decode.room(world.table).view.over and not self.decode.rooms(world.table)
 
     def _prefill_ends_uncached(self, table: int, opened: bool, under_way: tuple[int, ...]) -> bool:
         """The same for a prefill room: its transfers have outcomes, for the engine bounds them."""
@@ -201,7 +202,7 @@ class Model:
             ("tick", FOREVER_S),
         ]:
             table, _ = self.prefill.step(table, token)
-        return not opened or (self.prefill.view(table).over and not self.prefill.rooms(table))
+        return not opened or (self.prefill.room(table).view.over and not self.prefill.rooms(table))
 
     # --- what can happen ---
 
@@ -213,9 +214,9 @@ class Model:
                 yield f"{self.links[nth]}: {label}", after
 
     def _decode_steps(self, world: World) -> Iterator[Step]:
-        view = self.decode.view(world.table)
+        room = self.decode.room(world.table)
         idle = not (world.given_up or world.done)
-        if view.state is RoomState.READY and not view.named and idle:
+        if room.view.state is RoomState.READY and not room.named and idle:
             named = self._to_decode(world, ("name",))
             yield "names its pages", named._replace(inbox=(*named.inbox, ("named",)))
         if idle and (after := spend(world, "decode abort")):
@@ -223,8 +224,8 @@ class Model:
         if world.inbox:
             rest = world._replace(inbox=world.inbox[1:])
             yield f"decode loop: {world.inbox[0]}", self._to_decode(rest, world.inbox[0])
-        if view.state is RoomState.REQUESTED and idle:
-            yield from self._poll(world, view)
+        if room.view.state is RoomState.REQUESTED and idle:
+            yield from self._poll(world, room)
         for job in world.fences[:1]:
             closed = without_tags(world, job)
             if not is_landing(world, job):
@@ -232,9 +233,9 @@ class Model:
             if closed != world:
                 yield "fence", closed
 
-    def _poll(self, world: World, view: RoomView) -> Iterator[Step]:
+    def _poll(self, world: World, room: Room) -> Iterator[Step]:
         try:
-            if all(self._has_arrived(world, awaited) for awaited in view.awaited):
+            if all(self._has_arrived(world, awaited) for awaited in room.view.awaited):
                 inbox = (*world.inbox, ("arrived",))
                 yield "poll: success", world._replace(done=True, inbox=inbox)
         except SealDisagrees:
@@ -255,10 +256,10 @@ class Model:
 
     def _source_steps(self, world: World, nth: int) -> Iterator[Step]:
         one = world.sources[nth]
-        state = self.prefill.view(one.table).state
+        state = self.prefill.room(one.table).view.state
         if not one.opened:
             yield "opens", self._to_prefill(with_source(world, nth, opened=True), nth, ("open",))
-        elif not self.prefill.view(one.table).over:
+        elif not self.prefill.room(one.table).view.over:
             if after := spend(world, "prefill abort"):
                 yield "aborts", self._to_prefill(after, nth, ("aborted",))
             if self._computed_first and not one.computed:

@@ -30,7 +30,8 @@ from te_far import FarEngine, main
 
 from bootstrap_server import BootstrapServer
 from sglang_mooncake.layout import Buffers, Component, Layout, Units
-from sglang_mooncake.rooms.states import ENDS, RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import ENDS, RoomState
 from sglang_mooncake.sglang.config import Config
 
 WATCH_S = 60.0
@@ -80,21 +81,21 @@ class Prefill:
         settings = patient(Config(transports=(config["transport"],)))
         self.memory = Pages(seed=1)  # ranks do not keep it
         self.rank = PrefillRank(context, settings, self.memory)
-        self.rooms: dict[int, RoomView] = {}
+        self.rooms: dict[int, Room] = {}
         return address
 
     def open_room(self, room: int) -> None:
         self.rooms[room] = self.rank.side.open_room(room, register_dp_rank=False)
 
     def ready(self) -> bool:
-        return all(view.state is RoomState.READY for view in self.rooms.values())
+        return all(use.view.state is RoomState.READY for use in self.rooms.values())
 
     def send(self, rooms: list[int]) -> None:
-        for view in map(self.rooms.__getitem__, rooms):
-            self.rank.send(view, list(range(PAGES)), 0, aux_slot=0)
+        for use in map(self.rooms.__getitem__, rooms):
+            self.rank.send(use, list(range(PAGES)), 0, aux_slot=0)
 
     def ended(self) -> bool:
-        return all(view.state in ENDS for view in self.rooms.values())
+        return all(use.view.state in ENDS for use in self.rooms.values())
 
 
 class FarPrefill(FarEngine):
@@ -107,7 +108,7 @@ class Case:
     far: FarPrefill
     decode: DecodeRank
     target: Pages
-    views: list[RoomView]
+    uses: list[Room]
     frozen: bool = False
 
     @property
@@ -129,9 +130,9 @@ class Case:
         until(lambda: self.nbytes_received > 0, "bytes land")
         self.freeze()
         self.decode.side._links._send = lambda link, frame: None  # type: ignore[method-assign]
-        for view in self.views:
-            self.decode.side.abort(view, "the client has gone")
-        until(lambda: all(view.releasable for view in self.views), "all pages are given back")
+        for use in self.uses:
+            self.decode.side.abort(use, "the client has gone")
+        until(lambda: all(use.releasable for use in self.uses), "all pages are given back")
 
     def go_on_writing(self) -> None:
         """What is under way, and rooms of which nothing has been written yet."""
@@ -155,16 +156,16 @@ def case(transport: str) -> Iterator[Case]:
         decode = DecodeRank(make_context("decode", "", PATIENT), settings, target)
         try:
             decode.know(address)
-            views = []
+            uses = []
             for room in (*FIRST_HALF, *SECOND_HALF):
                 far.open_room(room=room)
-                view = decode.side.new_room(room)
-                decode.side.choose_sources(view, address, FIRST.dp)
-                until(lambda view=view: view.state is RoomState.READY, "the room is ready")
-                decode.side.name_pages(view, np.arange(PAGES), 0, 0)
-                views.append(view)
+                use = decode.side.new_room(room)
+                decode.side.choose_sources(use, address, FIRST.dp)
+                until(lambda use=use: use.view.state is RoomState.READY, "the room is ready")
+                decode.side.name_pages(use, np.arange(PAGES), 0, 0)
+                uses.append(use)
             until(far.ready, "the prefill rank may send")
-            yield Case(transport, far, decode, target, views)
+            yield Case(transport, far, decode, target, uses)
         finally:
             decode.close()
     finally:

@@ -17,7 +17,8 @@ from te_frozen import FrozenMemory, frozen_memory
 
 import te
 from sglang_mooncake.fences import Fencer
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 
 #: Of the first eight pages.
 NBYTES = 8 * PAGE_BYTES
@@ -30,10 +31,10 @@ def pair() -> Iterator[Handover]:
         yield ranks
 
 
-def requested(pair: Handover, room: int, pages: list[int]) -> RoomView:
+def requested(pair: Handover, room: int, pages: list[int]) -> Room:
     _, target = pair.open_both(room)
     pair.name_pages(target, pages, aux=room)
-    until(lambda: target.state is RoomState.REQUESTED, "the pages are published")
+    until(lambda: target.view.state is RoomState.REQUESTED, "the pages are published")
     return target
 
 
@@ -49,12 +50,12 @@ class Frozen:
 
 
 @contextmanager
-def frozen_write(pair: Handover, view: RoomView) -> Iterator[Frozen]:
+def frozen_write(pair: Handover, use: Room) -> Iterator[Frozen]:
     config = te.Config(transports=("samehost",), stall_timeout_s=NEVER_S)
     with te.Engine(config) as source, frozen_memory(NBYTES) as memory:
         source.register(memory.address, memory.nbytes, remote="none")
         peer = source.connect(pair.decode.engine.card())
-        (awaited,) = view.awaited
+        (awaited,) = use.view.awaited
         # It is open for the engine of the prefill rank, which has written nothing yet.
         pair.decode.engine.fence(awaited.tag)
         pair.decode.engine.expect(awaited.tag, peer=source)
@@ -70,18 +71,18 @@ def test_a_fence_that_times_out_is_tried_until_it_is_confirmed_and_holds_up_no_o
     side = pair.decode.side
     with frozen_write(pair, stuck) as frozen:
         side.abort(stuck, "client gone")
-        until(lambda: stuck.state is RoomState.ENDING, "its end is decided")
+        until(lambda: stuck.view.state is RoomState.ENDING, "its end is decided")
         side.abort(other, "client gone, too")
         until(lambda: other.releasable, "the other room does not wait")
         until(lambda: side._fencer._late or side._fencer._due, "the fence has timed out")
         pair.complete(3, [7], [10], aux=3)
-        assert stuck.state is RoomState.ENDING
+        assert stuck.view.state is RoomState.ENDING
         assert not stuck.releasable
         with pytest.raises(ValueError, match="is being fenced"):
-            pair.decode.engine.expect(stuck.awaited[0].tag)
+            pair.decode.engine.expect(stuck.view.awaited[0].tag)
         frozen.serve()
         until(lambda: stuck.releasable, "the fence is confirmed")
-        assert (stuck.state, stuck.reason) == (RoomState.ABORTED, "client gone")
+        assert (stuck.view.state, stuck.view.reason) == (RoomState.ABORTED, "client gone")
         pair.target.kv[0, :8] = CANARY
         with pytest.raises(te.TransferFailed, match="was fenced"):
             frozen.transfer.wait(WAIT_S)
@@ -89,17 +90,17 @@ def test_a_fence_that_times_out_is_tried_until_it_is_confirmed_and_holds_up_no_o
 
 
 def test_of_several_rooms_that_one_lost_link_ends_only_the_one_that_is_stuck_waits(pair):
-    views = [requested(pair, 1, [9]), requested(pair, 2, list(range(8))), requested(pair, 3, [10])]
-    with frozen_write(pair, views[1]) as frozen:
+    uses = [requested(pair, 1, [9]), requested(pair, 2, list(range(8))), requested(pair, 3, [10])]
+    with frozen_write(pair, uses[1]) as frozen:
         pair.prefill.close()
-        until(lambda: views[0].releasable and views[2].releasable, "the others are over")
-        assert {views[0].state, views[2].state} == {RoomState.FAILED}
-        assert views[1].state is RoomState.ENDING
-        assert not views[1].releasable
+        until(lambda: uses[0].releasable and uses[2].releasable, "the others are over")
+        assert {uses[0].view.state, uses[2].view.state} == {RoomState.FAILED}
+        assert uses[1].view.state is RoomState.ENDING
+        assert not uses[1].releasable
         frozen.serve()
-        until(lambda: views[1].releasable, "the last one is over")
-        assert views[1].state is RoomState.FAILED
-        assert "lost the connection to prefill rank" in (views[1].reason or "")
+        until(lambda: uses[1].releasable, "the last one is over")
+        assert uses[1].view.state is RoomState.FAILED
+        assert "lost the connection to prefill rank" in (uses[1].view.reason or "")
 
 
 def test_a_scheduler_that_waits_is_told_whether_the_pages_are_safe(pair):
@@ -113,7 +114,6 @@ def test_a_scheduler_that_waits_is_told_whether_the_pages_are_safe(pair):
         assert side.wait_until_safe(stuck, WAIT_S)
         served.join()
     assert side.wait_until_safe(stuck, 0), "it is over"
-    assert side._waiters == {}
 
 
 @contextmanager
@@ -121,12 +121,12 @@ def loop_held(pair: Handover, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """The loop thread does nothing meanwhile."""
     held, gate = threading.Event(), threading.Event()
 
-    def hold(count: int) -> None:
+    def hold() -> None:
         held.set()
         assert gate.wait(WAIT_S)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pair.decode.side._recorder, "open_rooms", hold)
+        patch.setattr(pair.decode.side.instances, "tick", hold)
         assert held.wait(WAIT_S)
         yield
     gate.set()
@@ -141,23 +141,23 @@ def test_pages_count_as_exposed_before_the_loop_has_published_them(pair, monkeyp
         pair.decode.side.abort(target, "another rank failed")
         assert not target.releasable, "only the loop knows whether it has begun to publish them"
     until(lambda: target.releasable, "the room is over")
-    assert not target.exposed
-    assert (target.state, target.awaited) == (RoomState.ABORTED, ())
-    until(lambda: source.over, "the prefill rank is told")
-    assert source.reason == "the decode server ended the request: another rank failed"
+    assert not target.view.exposed
+    assert (target.view.state, target.view.awaited) == (RoomState.ABORTED, ())
+    until(lambda: source.view.over, "the prefill rank is told")
+    assert source.view.reason == "the decode server ended the request: another rank failed"
 
 
 def test_whatever_a_fence_raises_it_is_tried_again_until_it_is_confirmed(caplog):
     problems = [RuntimeError("a bug"), te.FenceTimeout("late"), OSError("another")]
     tried: list[int] = []
-    confirmed: list[RoomView] = []
+    confirmed: list[Room] = []
 
     def fence(tag: int, timeout_s: float) -> None:
         tried.append(tag)
         if tag == 1 and problems:
             raise problems.pop(0)
 
-    stuck, other = RoomView(1, 0.0), RoomView(2, 0.0)
+    stuck, other = Room(1, 0.0), Room(2, 0.0)
     fencer = Fencer(fence, confirmed.append, "fences", clock=lambda: 7.0)
     fencer.start()
     with caplog.at_level(logging.WARNING):
@@ -188,9 +188,9 @@ def test_a_fence_that_stays_unconfirmed_is_named_again_with_the_time(caplog):
         before = tries[0]
         until(lambda: fencer.retry() or tries[0] > before, "it is tried again")
 
-    fencer = Fencer(fence, lambda view: None, "fences", clock=lambda: now_s[0])
+    fencer = Fencer(fence, lambda use: None, "fences", clock=lambda: now_s[0])
     fencer.start()
-    fencer.close_tags(RoomView(1, 0.0), (1,))
+    fencer.close_tags(Room(1, 0.0), (1,))
     tried_again()
     tried_again()
     now_s[0] += 10.0

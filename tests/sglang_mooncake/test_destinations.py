@@ -86,10 +86,10 @@ def test_links_that_stand_are_kept_up_to_a_bound_and_the_oldest_says_hello_again
 def test_rooms_of_a_decode_rank_whose_control_connection_goes_end(pair):
     source, target = pair.open_both(7)
     pair.name_pages(target, [1], aux=0)
-    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
     pair.decode.side.close()  # its engine lives on
-    until(lambda: source.over, "the prefill room does not wait for a word that cannot come")
-    assert "lost the control connection" in (source.reason or "")
+    until(lambda: source.view.over, "the prefill room does not wait for a word that cannot come")
+    assert "lost the control connection" in (source.view.reason or "")
 
 
 def test_a_card_that_no_engine_could_have_made_is_refused(pair):

@@ -14,7 +14,8 @@ from handover import NEVER_S, WAIT_S, handover, until
 from bootstrap_server import BootstrapClient, BootstrapError
 from sglang_mooncake import dp_ranks
 from sglang_mooncake.dp_ranks import DpRankNotices
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room, RoomView
+from sglang_mooncake.rooms.states import RoomState
 
 
 def test_rooms_that_have_ended_before_their_turn_are_left_out():
@@ -24,14 +25,14 @@ def test_rooms_that_have_ended_before_their_turn_are_left_out():
         told.put(room)
         assert free.wait(60)
 
-    with closing(DpRankNotices(register, lambda view, reason: None)) as notices:
+    with closing(DpRankNotices(register, lambda use, reason: None)) as notices:
         for room in range(dp_ranks.THREADS):
-            notices.tell(RoomView(room, 0.0))
+            notices.tell(Room(room, 0.0))
         until(lambda: told.qsize() == dp_ranks.THREADS, "all threads are taken")
-        over, ending = RoomView(101, 0.0), RoomView(102, 0.0)
-        for view in (over, ending, RoomView(103, 0.0)):
-            notices.tell(view)
-        over.state, ending.state = RoomState.ABORTED, RoomState.ENDING
+        over, ending = Room(101, 0.0), Room(102, 0.0)
+        for use in (over, ending, Room(103, 0.0)):
+            notices.tell(use)
+        over.view, ending.view = RoomView(RoomState.ABORTED), RoomView(RoomState.ENDING)
         free.set()
         until(lambda: told.qsize() == dp_ranks.THREADS + 1, "the others are told")
     assert list(told.queue)[-1] == 103
@@ -44,14 +45,14 @@ def test_a_room_too_many_fails_at_once(monkeypatch):
     def register(room: int) -> None:
         assert free.wait(60)
 
-    last = RoomView(9, 0.0)
+    last = Room(9, 0.0)
     with closing(DpRankNotices(register, lambda *failure: failed.append(failure))) as notices:
         for room in range(dp_ranks.THREADS):
-            notices.tell(RoomView(room, 0.0))
+            notices.tell(Room(room, 0.0))
         notices.tell(last)
         free.set()
-    ((view, reason),) = failed
-    assert view is last
+    ((use, reason),) = failed
+    assert use is last
     assert reason.endswith(f"{dp_ranks.THREADS} rooms wait for that already")
 
 
@@ -64,13 +65,13 @@ def test_a_refusal_ends_its_room_with_the_time_it_has_waited():
         if room >= 100:
             raise problems[room - 100]
 
-    def note(view: RoomView, reason: str) -> None:
-        failed.put((view.room, reason))
+    def note(use: Room, reason: str) -> None:
+        failed.put((use.number, reason))
 
     with closing(DpRankNotices(register, note)) as notices:
         notices._workers._clock = lambda: now_s[0]
         for room in (*range(dp_ranks.THREADS), 100, 101):
-            notices.tell(RoomView(room, 0.0))
+            notices.tell(Room(room, 0.0))
         now_s[0] = 3.0
         free.set()
         reasons = dict(failed.get(timeout=WAIT_S) for _ in problems)
@@ -93,11 +94,11 @@ def test_a_registry_that_answers_nobody_does_not_hold_up_data_paths(monkeypatch)
                     client.register_dp_rank(room, 0)
 
             monkeypatch.setattr(notices, "_register", register)
-            views = [pair.prefill.side.open_room(room, register_dp_rank=True) for room in range(64)]
+            uses = [pair.prefill.side.open_room(room, register_dp_rank=True) for room in range(64)]
             pair.decode.know(pair.address)
             pair.complete(1_000, [0, 1], [2, 3], aux=0)
-            assert len(notices._workers) > len(views) // 2, "they wait still"
-            for view in views:
-                pair.prefill.side.abort(view, "the client left")
-            until(lambda: all(view.over for view in views), "all of them end")
+            assert len(notices._workers) > len(uses) // 2, "they wait still"
+            for use in uses:
+                pair.prefill.side.abort(use, "the client left")
+            until(lambda: all(use.view.over for use in uses), "all of them end")
         until(lambda: len(notices._workers) == 0, "those that are over are not asked for")

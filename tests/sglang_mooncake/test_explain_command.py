@@ -41,11 +41,11 @@ def both_tell_of(pair, room):
 def hand_over(pair, room, pages=(1, 2)):
     source, target = pair.open_both(room)
     pair.name_pages(target, list(pages), aux=0)
-    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
     pair.prefill.send(source, list(pages), 0, 0)
     until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
     pair.decode.side.arrived(target)
-    until(lambda: source.over and target.over, "both sides are done")
+    until(lambda: source.view.over and target.view.over, "both sides are done")
     until(lambda: both_tell_of(pair, room), "both can tell of it")
 
 
@@ -111,7 +111,7 @@ def test_a_failed_and_an_open_room_are_told_of(pair, directory, capsys):
     pair.decode.side.abort(target, "the client left")
     pair.name_pages(pair.open_both(45)[1], [1], aux=0)
     pair.prefill.side.abort(source, "the scheduler is done with it")
-    until(lambda: source.over and target.over, "both sides have ended")
+    until(lambda: source.view.over and target.view.over, "both sides have ended")
     until(lambda: both_tell_of(pair, 44), "both can tell of it")
     status, text, _ = run(capsys, 44, "--dir", directory)
     assert status == 0

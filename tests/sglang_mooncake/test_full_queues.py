@@ -64,17 +64,17 @@ def test_a_decode_rank_that_takes_no_messages_in_hears_so_as_soon_as_it_does(cap
         pair.decode.know(pair.address)
         source, target = pair.open_both(1)
         pair.name_pages(target, [3], 1)
-        until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+        until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
         with held(pair.decode) as go_on:
             flood(pair)
             assert caplog.text.count("does not read its messages") == 1, "a line for all of them"
-            until(lambda: source.over, "the prefill room ends")
-            assert source.state is RoomState.FAILED
-            assert "does not read its messages: 10000 are queued" in str(source.reason)
-            assert target.state is RoomState.REQUESTED
+            until(lambda: source.view.over, "the prefill room ends")
+            assert source.view.state is RoomState.FAILED
+            assert "does not read its messages: 10000 are queued" in str(source.view.reason)
+            assert target.view.state is RoomState.REQUESTED
             go_on()
-            until(lambda: target.over, "the decode room ends")
-        assert target.state is RoomState.FAILED
-        assert "does not read its messages: 10000 are queued" in str(target.reason)
+            until(lambda: target.view.over, "the decode room ends")
+        assert target.view.state is RoomState.FAILED
+        assert "does not read its messages: 10000 are queued" in str(target.view.reason)
         until(lambda: not pair.prefill.side._links._unsaid, "nothing is left to say")
         pair.complete(2, [5], [6], 2)

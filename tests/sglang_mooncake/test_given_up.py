@@ -105,16 +105,16 @@ def test_with_another_secret_both_sides_end(here, there):
 
         def decode_ends() -> bool:
             pair.decode.side.check_served(target, pair.address)
-            return target.over
+            return target.view.over
 
         until(decode_ends, "the decode room ends")
-        until(lambda: source.over, "the prefill room ends")
-        assert target.state is RoomState.FAILED
-        assert target.reason is not None
-        assert "secret" in target.reason
-        assert source.state is RoomState.ABORTED
-        assert source.reason is not None
-        assert "secret" in source.reason
+        until(lambda: source.view.over, "the prefill room ends")
+        assert target.view.state is RoomState.FAILED
+        assert target.view.reason is not None
+        assert "secret" in target.view.reason
+        assert source.view.state is RoomState.ABORTED
+        assert source.view.reason is not None
+        assert "secret" in source.view.reason
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def test_a_notice_that_came_before_its_room_ends_it():
     with handover() as pair:
         pair.prefill.side.given_up(5, "it has another secret")
         source = pair.prefill.side.open_room(5, register_dp_rank=False)
-        until(lambda: source.over, "the prefill room ends")
+        until(lambda: source.view.over, "the prefill room ends")
 
 
 def test_a_notice_of_a_room_that_a_decode_rank_asks_for_changes_nothing():
@@ -141,7 +141,7 @@ def test_a_notice_of_a_room_that_a_decode_rank_asks_for_changes_nothing():
         pair.decode.know(pair.address)
         source, target = pair.open_both(5)
         pair.name_pages(target, [1], 0)
-        until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+        until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
         pair.prefill.side.given_up(5, "a stranger's word")
         pair.prefill.send(source, [2], 0, 0)
         until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
@@ -152,8 +152,11 @@ def test_a_request_that_names_another_port_does_not_wait_for_decode_ranks():
         side = pair.prefill.side
         source = side.open_room(5, register_dp_rank=False)
         side.misdirect(source, "the request names port 1")
-        until(lambda: source.over, "the prefill room ends")
-        assert (source.state, source.reason) == (RoomState.FAILED, "the request names port 1")
+        until(lambda: source.view.over, "the prefill room ends")
+        assert (source.view.state, source.view.reason) == (
+            RoomState.FAILED,
+            "the request names port 1",
+        )
 
 
 def test_where_decode_ranks_come_in_spite_of_another_port_it_is_waited_for():
@@ -165,4 +168,4 @@ def test_where_decode_ranks_come_in_spite_of_another_port_it_is_waited_for():
         side.misdirect(source, "the request names port 1")
         side._end_misdirected(source.opened_s + MISDIRECTED_S)
         assert not side._misdirected
-        assert source.state is RoomState.OPEN
+        assert source.view.state is RoomState.OPEN

@@ -75,7 +75,7 @@ def test_where_the_links_stand_pages_are_named_without_waiting_for_the_loop(pair
     assert target.linked
     assert target.nameable
     pair.name_pages(target, [3, 4], aux=1)
-    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
     pair.prefill.send(source, [5, 6], 0, aux_slot=1)
     until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
     assert_copied(pair, [1, 5, 6], [2, 3, 4])
@@ -91,25 +91,25 @@ def test_a_room_whose_links_do_not_stand_yet_waits_for_them(pair):
 def test_one_chunk_lands_byte_for_byte_and_nothing_else_changes(pair):
     source, target = pair.open_both(7)
     pair.name_pages(target, [5, 6, 7, 30], aux=3, prefix=8)
-    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
-    assert source.decode_prefix_len == 8
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
+    assert source.view.decode_prefix_len == 8
     pair.prefill.send(source, [1, 2, 3, 40], 0, aux_slot=9)
     until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
     assert_copied(pair, [1, 2, 3, 40], [5, 6, 7, 30])
     np.testing.assert_array_equal(pair.target.aux[3], pair.source.aux[9])
     assert (np.delete(pair.target.aux, 3, axis=0) == CANARY).all()
-    until(lambda: source.state is RoomState.DONE, "the prefill side knows")
+    until(lambda: source.view.state is RoomState.DONE, "the prefill side knows")
     pair.decode.side.arrived(target)
-    until(lambda: target.state is RoomState.DONE, "the decode side is done")
+    until(lambda: target.view.state is RoomState.DONE, "the decode side is done")
 
 
 def test_chunks_arrive_as_one_room(pair):
     source, target = pair.open_both(8)
     pair.name_pages(target, list(range(10, 16)), aux=0)
-    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
     pair.prefill.send(source, [0, 1], 0, None)
     pair.prefill.send(source, [2, 3], 2, None)
-    until(lambda: source.state is RoomState.SENDING, "two chunks are under way")
+    until(lambda: source.view.state is RoomState.SENDING, "two chunks are under way")
     assert not pair.decode.side.has_arrived(target)
     pair.prefill.send(source, [4, 5], 4, aux_slot=1)
     until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
@@ -119,15 +119,21 @@ def test_chunks_arrive_as_one_room(pair):
 def test_the_seal_says_what_was_sent_and_the_engine_has_counted_that(pair):
     source, target = pair.open_both(8)
     pair.name_pages(target, list(range(10, 15)), aux=0)
-    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
     pair.prefill.send(source, [0, 1], 0, None)
     pair.prefill.send(source, [2], 2, None)
     pair.prefill.send(source, [4, 5], 3, aux_slot=1)
     until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
-    (awaited,) = target.awaited
+    (awaited,) = target.view.awaited
     nbytes = 5 * LAYERS * PAGE_BYTES + AUX_BYTES + SEAL_BYTES
     sent = Seal(
-        target.generation, writes=3, pages=5, page_layers=5 * LAYERS, states=0, aux=1, nbytes=nbytes
+        target.view.generation,
+        writes=3,
+        pages=5,
+        page_layers=5 * LAYERS,
+        states=0,
+        aux=1,
+        nbytes=nbytes,
     )
     assert pair.decode.seals.read(awaited.slot) == sent
     assert pair.decode.engine.arrived_nbytes(awaited.tag) == nbytes
@@ -153,18 +159,18 @@ class Filling:
 def test_a_last_chunk_waits_for_the_cached_prefix_that_the_gpu_still_fills(pair):
     source, target = pair.open_both(8)
     pair.name_pages(target, [10, 11, 12, 13], aux=0)
-    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
     event = Filling(pair.source.kv, [0, 1])
     pair.prefill.send(source, [0, 1], 0, None, (event,))
     pair.prefill.send(source, [2, 3], 2, aux_slot=1)
     bystander, its_target = pair.open_both(9)
     pair.name_pages(its_target, [], aux=5)
-    until(lambda: bystander.state is RoomState.READY, "another room is ready")
-    assert source.state is RoomState.READY, "no chunk was handed to the engine"
+    until(lambda: bystander.view.state is RoomState.READY, "another room is ready")
+    assert source.view.state is RoomState.READY, "no chunk was handed to the engine"
     event.happen()
     until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
     assert_copied(pair, [0, 1, 2, 3], [10, 11, 12, 13])
-    until(lambda: source.state is RoomState.DONE, "the prefill side knows")
+    until(lambda: source.view.state is RoomState.DONE, "the prefill side knows")
 
 
 def test_an_event_that_fails_ends_the_room_on_both_sides(pair):
@@ -174,18 +180,18 @@ def test_an_event_that_fails_ends_the_room_on_both_sides(pair):
 
     source, target = pair.open_both(8)
     pair.name_pages(target, [10, 11], aux=0)
-    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
     pair.prefill.send(source, [0], 0, None, (Failing(),))
     pair.prefill.send(source, [1], 1, aux_slot=1)
-    until(lambda: source.over and target.over, "both sides let go of the room")
-    assert "device-side assert" in (target.reason or "")
+    until(lambda: source.view.over and target.view.over, "both sides let go of the room")
+    assert "device-side assert" in (target.view.reason or "")
     assert not pair.decode.side.has_arrived(target)
 
 
 def test_a_fully_cached_prompt_hands_over_its_metadata_alone(pair):
     source, target = pair.open_both(9)
     pair.name_pages(target, [], aux=2, prefix=100)
-    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
     pair.prefill.send(source, [], 0, aux_slot=4)
     until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
     assert_copied(pair, [], [])
@@ -195,58 +201,58 @@ def test_a_fully_cached_prompt_hands_over_its_metadata_alone(pair):
 def test_the_decode_side_may_come_first(pair):
     target = pair.decode.side.new_room(11)
     pair.decode.side.choose_sources(target, pair.address, 0)
-    until(lambda: target.state is RoomState.READY, "the decode room is ready")
+    until(lambda: target.view.state is RoomState.READY, "the decode room is ready")
     pair.name_pages(target, [1], aux=0)
-    until(lambda: target.state is RoomState.REQUESTED, "pages are published")
+    until(lambda: target.view.state is RoomState.REQUESTED, "pages are published")
     source = pair.prefill.side.open_room(11, register_dp_rank=False)
-    until(lambda: source.state is RoomState.READY, "the prefill room met its request")
+    until(lambda: source.view.state is RoomState.READY, "the prefill room met its request")
 
 
 def test_an_aborted_decode_room_is_never_written_again(pair):
     source, target = pair.open_both(12)
     pair.name_pages(target, [1, 2], aux=0)
-    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
     # The abort's fence is the decode side's own doing: it needs no word from the prefill side.
     pair.decode.side.abort(target, "client gone")
-    until(lambda: target.over, "the room is fenced")
-    assert (target.state, target.reason) == (RoomState.ABORTED, "client gone")
+    until(lambda: target.view.over, "the room is fenced")
+    assert (target.view.state, target.view.reason) == (RoomState.ABORTED, "client gone")
     pair.prefill.send(source, [1, 2], 0, aux_slot=0)
-    until(lambda: source.over, "the prefill side gives up, too")
+    until(lambda: source.view.over, "the prefill side gives up, too")
     assert_copied(pair, [], [])
-    assert source.state in (RoomState.ABORTED, RoomState.FAILED)
+    assert source.view.state in (RoomState.ABORTED, RoomState.FAILED)
 
 
 def test_an_abort_of_the_prefill_side_reaches_the_decode_side(pair):
     source, target = pair.open_both(13)
     pair.name_pages(target, [1, 2], aux=0)
-    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
     pair.prefill.side.abort(source, "client gone")
-    until(lambda: target.over, "the decode room failed")
-    assert target.state is RoomState.FAILED
-    assert target.reason == "prefill side: client gone"
+    until(lambda: target.view.over, "the decode room failed")
+    assert target.view.state is RoomState.FAILED
+    assert target.view.reason == "prefill side: client gone"
 
 
 def test_a_request_for_a_room_that_has_failed_is_answered_at_once(pair):
     source = pair.prefill.side.open_room(14, register_dp_rank=False)
     pair.prefill.side.abort(source, "client gone")
     pair.prefill.side.close_room(source)
-    until(lambda: source.over, "the prefill room is over")
+    until(lambda: source.view.over, "the prefill room is over")
     target = pair.decode.side.new_room(14)
     pair.decode.side.choose_sources(target, pair.address, 0)
-    until(lambda: target.state is RoomState.READY, "the decode room is ready")
+    until(lambda: target.view.state is RoomState.READY, "the decode room is ready")
     pair.name_pages(target, [1], aux=0)
-    until(lambda: target.over, "the decode room failed")
-    assert "client gone" in (target.reason or "")
+    until(lambda: target.view.over, "the decode room failed")
+    assert "client gone" in (target.view.reason or "")
 
 
 def test_too_many_or_too_few_pages_fail_with_both_numbers(pair):
     source, target = pair.open_both(15)
     pair.name_pages(target, [1, 2, 3], aux=0)
-    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
     pair.prefill.send(source, [1, 2], 0, aux_slot=0)
-    until(lambda: source.over and target.over, "both sides failed")
-    assert "pages 0..2" in (target.reason or "")
-    assert "made room for 3 pages" in (target.reason or "")
+    until(lambda: source.view.over and target.view.over, "both sides failed")
+    assert "pages 0..2" in (target.view.reason or "")
+    assert "made room for 3 pages" in (target.view.reason or "")
 
 
 @pytest.mark.parametrize(
@@ -258,10 +264,10 @@ def test_pages_outside_the_pool_are_refused_before_a_byte_moves(
 ):
     source, target = pair.open_both(16)
     pair.name_pages(target, target_pages, aux=0)
-    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
     pair.prefill.send(source, source_pages, 0, aux_slot=0)
-    until(lambda: source.over and target.over, "both sides failed")
-    assert says in (target.reason or "")
+    until(lambda: source.view.over and target.view.over, "both sides failed")
+    assert says in (target.view.reason or "")
     assert_copied(pair, [], [])
 
 
@@ -269,9 +275,9 @@ def test_a_dead_prefill_rank_fails_its_rooms_and_the_next_one_serves(pair):
     _, target = pair.open_both(17)
     pair.name_pages(target, [1], aux=0)
     pair.prefill.close()
-    until(lambda: target.over, "the decode room failed")
-    assert target.state is RoomState.FAILED
-    assert "lost the connection to prefill rank" in (target.reason or "")
+    until(lambda: target.view.over, "the decode room failed")
+    assert target.view.state is RoomState.FAILED
+    assert "lost the connection to prefill rank" in (target.view.reason or "")
     until(lambda: pair.address not in pair.decode.side.instances.infos, "the instance is forgotten")
 
 
@@ -282,25 +288,25 @@ def test_different_page_sizes_are_refused_with_both_values_and_the_flag():
         source = pair.prefill.side.open_room(19, register_dp_rank=False)
         target = pair.decode.side.new_room(19)
         pair.decode.side.choose_sources(target, pair.address, 0)
-        until(lambda: target.over, "the decode room is refused")
+        until(lambda: target.view.over, "the decode room is refused")
         for part in ("4", "16", "--page-size"):
-            assert part in (target.reason or "")
-        until(lambda: source.over, "the prefill side does not wait for its deadline")
+            assert part in (target.view.reason or "")
+        until(lambda: source.view.over, "the prefill side does not wait for its deadline")
 
 
 def test_rooms_that_nobody_asks_for_time_out_and_say_so():
     with handover(deadlines=replace(PATIENT, bootstrap_s=0.3, waiting_s=0.3)) as pair:
         pair.decode.know(pair.address)
         source = pair.prefill.side.open_room(20, register_dp_rank=False)
-        until(lambda: source.over, "the prefill room timed out")
-        assert source.state is RoomState.TIMED_OUT
+        until(lambda: source.view.over, "the prefill room timed out")
+        assert source.view.state is RoomState.TIMED_OUT
         target = pair.decode.side.new_room(21)
         pair.decode.side.choose_sources(target, pair.address, 0)
-        until(lambda: target.state is not RoomState.OPEN, "the decode room moves")
+        until(lambda: target.view.state is not RoomState.OPEN, "the decode room moves")
         pair.name_pages(target, [1], aux=0)
-        until(lambda: target.over, "the decode room timed out")
-        assert target.state in (RoomState.TIMED_OUT, RoomState.FAILED)
-        assert "0 s" in (target.reason or "")
+        until(lambda: target.view.over, "the decode room timed out")
+        assert target.view.state in (RoomState.TIMED_OUT, RoomState.FAILED)
+        assert "0 s" in (target.view.reason or "")
 
 
 def test_an_unknown_registry_is_named_with_the_reason():
@@ -346,11 +352,11 @@ def test_an_instance_of_another_protocol_version_is_refused_with_both():
     with decode_alone() as (address, decode):
         register(address, Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0), 1, PROTOCOL_VERSION + 41)
         decode.know(address)
-        view = decode.side.new_room(1)
-        decode.side.choose_sources(view, address, 0)
-        until(lambda: view.over, "the room is refused")
+        use = decode.side.new_room(1)
+        decode.side.choose_sources(use, address, 0)
+        until(lambda: use.view.over, "the room is refused")
         for part in (str(PROTOCOL_VERSION + 41), str(PROTOCOL_VERSION), "sglang-mooncake"):
-            assert part in (view.reason or "")
+            assert part in (use.view.reason or "")
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -364,13 +370,13 @@ def test_a_peer_that_speaks_another_version_is_told_apart_by_its_first_message(s
                     address, Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0), port, PROTOCOL_VERSION
                 )
                 decode.know(address)
-                view = decode.side.new_room(1)
-                decode.side.choose_sources(view, address, 0)
+                use = decode.side.new_room(1)
+                decode.side.choose_sources(use, address, 0)
                 identity, _hello = router.recv_multipart()
                 router.send_multipart([identity, encode(HelloReply(""), other)])
-                until(lambda: view.over, "the room is refused")
+                until(lambda: use.view.over, "the room is refused")
                 router.close(linger=0)
-                assert f"version {other}" in (view.reason or "")
+                assert f"version {other}" in (use.view.reason or "")
         else:
             with handover() as pair:
                 port = pair.prefill.port
@@ -390,14 +396,14 @@ def test_a_prefill_rank_that_does_not_answer_is_named_after_the_deadline():
         port = silent.getsockname()[1]
         register(address, Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0), port, PROTOCOL_VERSION)
         decode.know(address)
-        view = decode.side.new_room(1)
-        decode.side.choose_sources(view, address, 0)
+        use = decode.side.new_room(1)
+        decode.side.choose_sources(use, address, 0)
         links = decode.side._links
         until(lambda: any(link.connected for link in list(links._links.values())), "it is reached")
         links._timeout_s = 0.5  # from now on, so that it is the answer alone that is late
-        until(lambda: view.over, "the room fails")
-        assert "did not answer the hello within 0.5 s" in (view.reason or "")
-        assert str(port) in (view.reason or "")
+        until(lambda: use.view.over, "the room fails")
+        assert "did not answer the hello within 0.5 s" in (use.view.reason or "")
+        assert str(port) in (use.view.reason or "")
 
 
 def test_garbage_on_the_control_port_is_refused_and_serving_goes_on(pair):
@@ -426,9 +432,9 @@ def test_a_room_asked_for_at_the_port_of_a_former_life_does_not_wait_for_its_dea
     known[pair.address] = msgspec.structs.replace(known[pair.address], ranks=(dead,))
     target = pair.decode.side.new_room(7)
     pair.decode.side.choose_sources(target, pair.address, 0)
-    until(lambda: target.state is RoomState.FAILED, "nobody listens there")
-    assert "no process listens there" in target.reason
+    until(lambda: target.view.state is RoomState.FAILED, "nobody listens there")
+    assert "no process listens there" in target.view.reason
     pair.decode.know(pair.address)
     pair.complete(8, [0], [1], aux=0)
-    until(lambda: source.state is RoomState.ABORTED, "the prefill rank has been told")
-    assert "the decode server ended the request: the connection to" in source.reason
+    until(lambda: source.view.state is RoomState.ABORTED, "the prefill rank has been told")
+    assert "the decode server ended the request: the connection to" in source.view.reason

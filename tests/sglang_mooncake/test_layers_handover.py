@@ -13,7 +13,8 @@ import pytest
 from handover import CANARY, LAYERS, Handover, Pool, handover, until
 from te_transports import TRANSPORTS
 
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.sglang.config import Config
 
 SOURCES, TARGETS = [3, 9, 4, 20], [11, 12, 2, 30]
@@ -58,10 +59,10 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Handover]:
         assert transport in (None, used)
 
 
-def begun(pair: Handover, room: int = 7) -> tuple[RoomView, RoomView]:
+def begun(pair: Handover, room: int = 7) -> tuple[Room, Room]:
     source, target = pair.open_both(room)
     pair.name_pages(target, TARGETS, aux=5)
-    until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+    until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
     return source, target
 
 
@@ -102,7 +103,7 @@ def test_a_forward_hands_over_layer_by_layer(pair, late):
         pair.prefill.send(source, SOURCES, 0, 2)
     until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
     check(pair, forward)
-    until(lambda: source.state is RoomState.DONE, "the prefill room is done")
+    until(lambda: source.view.state is RoomState.DONE, "the prefill room is done")
     assert early_nbytes(pair) == (LAYERS - 1) * len(SOURCES) * 512
     assert side.by_layers
 
@@ -128,14 +129,14 @@ def test_a_room_does_not_wait_for_the_layers_of_another(pair):
     source, target = begun(pair)
     others, theirs = pair.open_both(8)
     pair.name_pages(theirs, [1, 3, 5, 6], aux=6)
-    until(lambda: others.state is RoomState.READY, "the other prefill room is ready")
+    until(lambda: others.view.state is RoomState.READY, "the other prefill room is ready")
     next_forward = Event()
     pair.prefill.side.send_layers(others, np.array([1, 2, 5, 6]), 0, 2, [next_forward])
     filled = Event()
     filled.happen()
     pair.prefill.send(source, SOURCES, 0, 2, [filled])
     until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
-    until(lambda: source.state is RoomState.DONE, "the prefill room is done")
+    until(lambda: source.view.state is RoomState.DONE, "the prefill room is done")
     assert early_nbytes(pair) == 0, "the other one's layers are not filled yet"
     next_forward.happen()
     until(lambda: early_nbytes(pair) == 2 * 4 * 512, "then they go")
@@ -168,9 +169,9 @@ def test_a_layer_that_was_counted_and_not_sent_fails_the_room(pair, monkeypatch)
     source, target = begun(pair)
     pair.prefill.side.send_layers(source, np.array(SOURCES), 0, 2)
     pair.prefill.send(source, SOURCES, 0, 2)
-    until(lambda: pair.decode.side.has_arrived(target) or target.over, "the room ends")
-    assert target.state is RoomState.FAILED
-    assert "layers of pages: 12 asked for, 8 sent" in (target.reason or "")
+    until(lambda: pair.decode.side.has_arrived(target) or target.view.over, "the room ends")
+    assert target.view.state is RoomState.FAILED
+    assert "layers of pages: 12 asked for, 8 sent" in (target.view.reason or "")
 
 
 @over_each
@@ -180,8 +181,8 @@ def test_a_room_that_is_aborted_in_the_middle_of_a_forward_ends(pair):
     side.send_layers(source, np.array(SOURCES), 0, 1)
     side.send_layers(source, np.array(SOURCES), 0, 2, [never])
     pair.decode.side.abort(target, "the client has gone")
-    until(lambda: source.over and target.over, "both sides let go of the room")
-    assert target.safe
+    until(lambda: source.view.over and target.view.over, "both sides let go of the room")
+    assert target.view.safe
     never.happen()
     forward = Forward(pair, SOURCES)
     forward.fill(LAYERS)

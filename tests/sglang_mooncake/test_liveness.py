@@ -31,7 +31,8 @@ from rank_process import (
     take,
 )
 
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 
 pytestmark = pytest.mark.slow
 
@@ -134,11 +135,11 @@ def each_harm(test: Callable[..., None]) -> Callable[..., None]:
 one_host = pytest.mark.parametrize("world", ["tcp"], indirect=True)
 
 
-def known_in_time(how: str, harmed_s: float, view: RoomView, name: str) -> None:
+def known_in_time(how: str, harmed_s: float, use: Room, name: str) -> None:
     took_s = time.monotonic() - harmed_s
-    assert view.state is RoomState.FAILED
-    assert view.reason is not None
-    assert name in view.reason
+    assert use.view.state is RoomState.FAILED
+    assert use.view.reason is not None
+    assert name in use.view.reason
     assert took_s < SLACK * KNOWN_S[how], f"it took {took_s:.1f} s"
 
 
@@ -191,11 +192,11 @@ def test_a_lost_prefill_rank_is_known_and_others_serve(world: World, how: str) -
         victim, other = world.rank("prefill", VICTIM), world.rank("prefill", OTHER)
         assert taken(rank, other) is None
         victim.ask("hold", room := next(ROOMS))
-        view = request(rank, room, victim.address)
+        use = request(rank, room, victim.address)
         harmed_s = world.harm(how, victim)
-        while not view.over:
+        while not use.view.over:
             assert taken(rank, other) is None
-        known_in_time(how, harmed_s, view, "lost the connection to prefill rank")
+        known_in_time(how, harmed_s, use, "lost the connection to prefill rank")
         assert taken(rank, other) is None
         if how == "kill":
             victim = world.rank("prefill", VICTIM, victim.registry_port)
@@ -208,10 +209,10 @@ def test_a_prefill_rank_whose_interpreter_is_held_is_not_lost(world: World) -> N
     with decode_rank(world.transport) as rank:
         busy = world.rank("prefill", VICTIM)
         busy.ask("hold", room := next(ROOMS))
-        view = request(rank, room, busy.address)
+        use = request(rank, room, busy.address)
         busy.ask("busy", BUSY_S)
         assert taken(rank, busy) is None
-        assert view.state is RoomState.REQUESTED
+        assert use.view.state is RoomState.REQUESTED
 
 
 # --- a decode rank, as its prefill rank sees it ---
@@ -219,15 +220,15 @@ def test_a_prefill_rank_whose_interpreter_is_held_is_not_lost(world: World) -> N
 
 def given(rank: PrefillRank, address: str, decode: RankProcess) -> str | None:
     """One room, from beginning to end; why it failed otherwise."""
-    view = rank.side.open_room(room := next(ROOMS), register_dp_rank=False)
+    use = rank.side.open_room(room := next(ROOMS), register_dp_rank=False)
     decode.tell("take", room, address)
-    until(lambda: view.state is not RoomState.OPEN or decode.has_answered(), "it asks")
-    if view.state is RoomState.READY:
-        rank.send(view, SOURCE_PAGES, 0, AUX)
+    until(lambda: use.view.state is not RoomState.OPEN or decode.has_answered(), "it asks")
+    if use.view.state is RoomState.READY:
+        rank.send(use, SOURCE_PAGES, 0, AUX)
     answer = decode.answer()
     if answer != "taken":
         return answer
-    until(lambda: view.state is RoomState.DONE, "the room is done")
+    until(lambda: use.view.state is RoomState.DONE, "the room is done")
     return None
 
 
@@ -239,15 +240,15 @@ def test_a_lost_decode_rank_is_known_and_others_are_served(
     with prefill_rank(world.transport) as (rank, address):
         victim, other = world.rank("decode", VICTIM), world.rank("decode", OTHER)
         assert given(rank, address, other) is None
-        view = rank.side.open_room(room := next(ROOMS), register_dp_rank=False)
+        use = rank.side.open_room(room := next(ROOMS), register_dp_rank=False)
         victim.ask("ask", room, address)
-        until(lambda: view.state is RoomState.READY, "the decode rank asks")
+        until(lambda: use.view.state is RoomState.READY, "the decode rank asks")
         harmed_s = world.harm(how, victim)
         if sends:
-            rank.send(view, SOURCE_PAGES, 0, AUX)
-        while not view.over:
+            rank.send(use, SOURCE_PAGES, 0, AUX)
+        while not use.view.over:
             assert given(rank, address, other) is None
-        known_in_time(how, harmed_s, view, "" if sends else "to decode rank")
+        known_in_time(how, harmed_s, use, "" if sends else "to decode rank")
         assert given(rank, address, other) is None
         if how == "kill":
             victim = world.rank("decode", VICTIM)
@@ -259,9 +260,9 @@ def test_a_lost_decode_rank_is_known_and_others_are_served(
 def test_a_decode_rank_whose_interpreter_is_held_is_not_lost(world: World) -> None:
     with prefill_rank(world.transport) as (rank, address):
         busy = world.rank("decode", VICTIM)
-        view = rank.side.open_room(room := next(ROOMS), register_dp_rank=False)
+        use = rank.side.open_room(room := next(ROOMS), register_dp_rank=False)
         busy.ask("ask", room, address)
-        until(lambda: view.state is RoomState.READY, "the decode rank asks")
+        until(lambda: use.view.state is RoomState.READY, "the decode rank asks")
         busy.ask("busy", BUSY_S)
         assert given(rank, address, busy) is None
-        assert view.state is RoomState.READY
+        assert use.view.state is RoomState.READY

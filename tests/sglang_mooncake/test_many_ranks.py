@@ -73,8 +73,8 @@ def test_many_rooms_at_once_through_the_same_links():
         open_rooms = [instance.open(room) for room in range(1, 9)]
         for handed in open_rooms:
             instance.name_pages(handed, 3)
-            for coords, view in handed.sources.items():
-                until(lambda view=view: view.state is RoomState.READY, "the rank was asked")
+            for coords, use in handed.sources.items():
+                until(lambda use=use: use.view.state is RoomState.READY, "the rank was asked")
                 instance.send(handed, coords, [3])
             instance.arrive(handed)
             instance.check(handed)
@@ -84,16 +84,16 @@ def _asked(instance: Ranks, room: int = 1) -> Handed:
     """A room that every rank has met, with pages named."""
     handed = instance.open(room)
     instance.name_pages(handed, 4)
-    for view in handed.sources.values():
-        until(lambda view=view: view.state is RoomState.READY, "the rank was asked")
+    for use in handed.sources.values():
+        until(lambda use=use: use.view.state is RoomState.READY, "the rank was asked")
     return handed
 
 
 def _ended(handed: Handed) -> None:
-    for view in handed.views:
-        until(lambda view=view: view.over, "every rank lets go of the room")
-        assert view.state is not RoomState.DONE
-        assert view.reason
+    for use in handed.uses:
+        until(lambda use=use: use.view.over, "every rank lets go of the room")
+        assert use.view.state is not RoomState.DONE
+        assert use.view.reason
 
 
 def test_an_abort_on_one_prefill_rank_ends_the_room_on_all_ranks():
@@ -102,7 +102,7 @@ def test_an_abort_on_one_prefill_rank_ends_the_room_on_all_ranks():
         first, second = handed.sources
         instance.prefill[first].side.abort(handed.sources[first], "client gone")
         _ended(handed)
-        assert "client gone" in (handed.sources[second].reason or "")
+        assert "client gone" in (handed.sources[second].view.reason or "")
         instance.complete(2, [4])
 
 
@@ -112,7 +112,7 @@ def test_an_abort_on_one_decode_rank_ends_the_room_on_all_ranks():
         first, second = handed.targets
         instance.decode[first].side.abort(handed.targets[first], "client gone")
         _ended(handed)
-        assert "client gone" in (handed.targets[second].reason or "")
+        assert "client gone" in (handed.targets[second].view.reason or "")
         instance.complete(2, [4])
 
 
@@ -121,7 +121,7 @@ def test_after_an_abort_nothing_of_any_source_lands():
         handed = _asked(instance)
         (target,) = handed.targets
         instance.decode[target].side.abort(handed.targets[target], "client gone")
-        until(lambda: handed.targets[target].over, "the pages are fenced")
+        until(lambda: handed.targets[target].view.over, "the pages are fenced")
         for coords in handed.sources:
             instance.send(handed, coords, [4])
         _ended(handed)
@@ -134,11 +134,13 @@ def test_a_prefill_rank_that_dies_ends_the_room_on_all_others(model):
         handed = _asked(instance)
         first, second = handed.sources
         instance.prefill[second].close()
-        (view,) = handed.targets.values()
-        until(lambda: view.over, "the decode room failed")
-        assert "lost the connection to prefill rank (dp 0 cp 0 tp 1 pp 0)" in (view.reason or "")
-        until(lambda: handed.sources[first].over, "the other prefill rank is told")
-        assert "lost the connection" in (handed.sources[first].reason or "")
+        (use,) = handed.targets.values()
+        until(lambda: use.view.over, "the decode room failed")
+        assert "lost the connection to prefill rank (dp 0 cp 0 tp 1 pp 0)" in (
+            use.view.reason or ""
+        )
+        until(lambda: handed.sources[first].view.over, "the other prefill rank is told")
+        assert "lost the connection" in (handed.sources[first].view.reason or "")
 
 
 def test_a_decode_rank_that_dies_ends_the_room_on_all_others():
@@ -147,9 +149,9 @@ def test_a_decode_rank_that_dies_ends_the_room_on_all_others():
         first, second = handed.targets
         instance.decode[second].close()
         (source,) = handed.sources.values()
-        until(lambda: source.over, "the prefill room failed")
-        assert "lost the data connection" in (source.reason or "")
-        until(lambda: handed.targets[first].over, "the other decode rank is told")
+        until(lambda: source.view.over, "the prefill room failed")
+        assert "lost the data connection" in (source.view.reason or "")
+        until(lambda: handed.targets[first].view.over, "the other decode rank is told")
 
 
 def test_a_source_that_sends_nothing_leaves_the_room_waiting_until_its_deadline():
@@ -157,14 +159,14 @@ def test_a_source_that_sends_nothing_leaves_the_room_waiting_until_its_deadline(
         handed = _asked(instance)
         first, _ = handed.sources
         instance.send(handed, first, [4])
-        until(lambda: handed.sources[first].state is RoomState.DONE, "one source is done")
+        until(lambda: handed.sources[first].view.state is RoomState.DONE, "one source is done")
         ((rank, target),) = handed.targets.items()
         rooms = instance.decode[rank].side._rooms
         rooms._deadlines = replace(rooms._deadlines, waiting_s=0.5)
-        until(lambda: target.over, "the room timed out")
-        assert target.state is RoomState.TIMED_OUT
-        for view in handed.sources.values():
-            until(lambda view=view: view.over, "no source is left waiting")
+        until(lambda: target.view.over, "the room timed out")
+        assert target.view.state is RoomState.TIMED_OUT
+        for use in handed.sources.values():
+            until(lambda use=use: use.view.over, "no source is left waiting")
 
 
 @pytest.mark.usefixtures("short_grace")
@@ -172,9 +174,9 @@ def test_ranks_of_another_model_are_refused_with_both_values_and_nobody_waits():
     with ranks(Model(heads=4), tp(2), tp(2), decode_model=Model(heads=2)) as instance:
         handed = instance.open(1)
         _ended(handed)
-        for view in handed.views:
+        for use in handed.uses:
             for part in ("4 units", "2 units", "same model"):
-                assert part in (view.reason or "")
+                assert part in (use.view.reason or "")
 
 
 @pytest.mark.usefixtures("short_grace")
@@ -182,9 +184,9 @@ def test_heads_that_cannot_be_dealt_out_are_refused_and_nobody_waits():
     with ranks(Model(heads=3), tp(3), tp(2), decode_model=Model(heads=4)) as instance:
         handed = instance.open(1)
         _ended(handed)
-        for view in handed.views:
+        for use in handed.uses:
             for part in ("4 KV heads", "attention TP size of 3", "--tp-size"):
-                assert part in (view.reason or "")
+                assert part in (use.view.reason or "")
 
 
 @pytest.mark.usefixtures("short_grace")
@@ -192,9 +194,9 @@ def test_pipelines_that_do_not_fit_are_refused_with_both_values_and_nobody_waits
     with ranks(GQA, tp(1, pp=4), tp(1, pp=2)) as instance:
         handed = instance.open(1)
         _ended(handed)
-        for view in handed.views:
+        for use in handed.uses:
             for part in ("4", "2", "--pp-size"):
-                assert part in (view.reason or "")
+                assert part in (use.view.reason or "")
 
 
 @pytest.mark.usefixtures("short_grace")
@@ -204,6 +206,6 @@ def test_one_rank_that_cannot_be_linked_ends_the_room_on_the_others():
         handed = instance.open(1)
         first, _ = handed.sources
         (target,) = handed.targets.values()
-        until(lambda: target.over, "the decode room failed")
-        until(lambda: handed.sources[first].over, "the other prefill rank is told")
-        assert "tp 1" in (handed.sources[first].reason or "")
+        until(lambda: target.view.over, "the decode room failed")
+        until(lambda: handed.sources[first].view.over, "the other prefill rank is told")
+        assert "tp 1" in (handed.sources[first].view.reason or "")

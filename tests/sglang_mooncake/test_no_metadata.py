@@ -26,14 +26,16 @@ def test_pages_arrive_and_nothing_else() -> None:
         pair.decode.know(pair.address)
         source, target = pair.open_both(1)
         pair.name_pages(target, [5, 6], aux=0)
-        until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+        until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
         pair.prefill.send(source, [1, 2], 0, aux_slot=0)
         until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
         moved = pair.source.kv[:, [1, 2]]
         expected = np.full_like(pair.target.kv, CANARY)
         expected[:, [5, 6]] = moved
         np.testing.assert_array_equal(pair.target.kv, expected)
-        assert target.landed_nbytes == moved.nbytes + SEAL_BYTES
+        pair.decode.side.arrived(target)
+        until(lambda: target.view.safe, "the room is over")
+        assert target.view.landed_nbytes == moved.nbytes + SEAL_BYTES
 
 
 def test_beside_an_engine_with_metadata_both_values_are_named() -> None:
@@ -41,5 +43,5 @@ def test_beside_an_engine_with_metadata_both_values_are_named() -> None:
         pair.decode.know(pair.address)
         target = pair.decode.side.new_room(1)
         pair.decode.side.choose_sources(target, pair.address, 0)
-        until(lambda: target.over, "the room has failed")
-        assert "the prefill server has none, the decode server has 64" in (target.reason or "")
+        until(lambda: target.view.over, "the room has failed")
+        assert "the prefill server has none, the decode server has 64" in (target.view.reason or "")

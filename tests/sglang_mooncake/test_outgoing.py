@@ -19,7 +19,8 @@ from sglang_mooncake.outgoing import SEAL_SLOTS, Outgoing
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rooms.prefill import Chunk
 from sglang_mooncake.rooms.recipient import Recipient
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.stats import Recorder
 
 
@@ -81,43 +82,43 @@ def recipient(seal_slot=0):
     return Recipient(RoomRequest(1, 1, 0, 1, target), PLAN)
 
 
-def write(view, to=None, *, last=True):
+def write(use, to=None, *, last=True):
     chunk = Chunk(np.array([1]), 0, 0 if last else None, 0.0)
-    return (to or recipient()).write(view, "a", chunk, range(1), 1)
+    return (to or recipient()).write(use, "a", chunk, range(1), 1)
 
 
 def test_a_write_that_cannot_begin_keeps_no_seal_slot(outgoing):
-    view = RoomView(1, 0.0)
+    use = Room(1, 0.0)
     for _ in range(2):
         with pytest.raises(MemoryError, match="a bug"):
-            outgoing.begin(write(view), to(Peer()))
+            outgoing.begin(write(use), to(Peer()))
         assert len(outgoing._free_seals) == SEAL_SLOTS
     with pytest.raises(ValueError, match="seal slot outside"):
-        outgoing.begin(write(view, recipient(seal_slot=999)), to(Peer()))
+        outgoing.begin(write(use, recipient(seal_slot=999)), to(Peer()))
     assert len(outgoing._free_seals) == SEAL_SLOTS
     assert len(outgoing) == 0
 
 
 def test_a_write_of_which_nobody_can_be_told_is_found_by_the_next_tick(outgoing):
-    view, transfer = RoomView(1, 0.0), Transfer(raises={"callback"})
-    outgoing.begin(write(view), to(Peer(transfer)))
+    use, transfer = Room(1, 0.0), Transfer(raises={"callback"})
+    outgoing.begin(write(use), to(Peer(transfer)))
     assert outgoing.overlooked() == []
     transfer.status = te.Status.DONE
     (ended,) = outgoing.overlooked()
     outcome = outgoing.outcome(ended)
     assert outcome is not None
-    assert (outcome.view, outcome.peer, outcome.nth, outcome.failure) == (view, "a", 1, None)
+    assert (outcome.room, outcome.peer, outcome.nth, outcome.failure) == (use, "a", 1, None)
     assert outgoing.overlooked() == []
     assert outgoing.outcome(ended) is None, "said twice"
     assert len(outgoing._free_seals) == SEAL_SLOTS
 
 
 def test_what_counts_as_sent_has_landed(outgoing):
-    view, transfers = RoomView(1, 0.0), [Transfer(raises={"callback"}) for _ in range(3)]
+    use, transfers = Room(1, 0.0), [Transfer(raises={"callback"}) for _ in range(3)]
     ends = [te.Status.CANCELLED, te.Status.DONE, te.Status.FAILED]
     asked, peer = recipient(), Peer(*transfers)
     for nth, (transfer, end) in enumerate(zip(transfers, ends, strict=True)):
-        outgoing.begin(write(view, asked, last=nth == 2), to(peer))
+        outgoing.begin(write(use, asked, last=nth == 2), to(peer))
         transfer.status = end
     outcomes = [outgoing.outcome(ended) for ended in outgoing.overlooked()]
     assert [(one.nth, one.failure is None) for one in outcomes] == [
@@ -129,14 +130,14 @@ def test_what_counts_as_sent_has_landed(outgoing):
 
 
 def test_a_transfer_that_takes_no_cancel_keeps_no_other_from_it(outgoing, caplog):
-    view, transfers = RoomView(1, 0.0), (Transfer(), Transfer(raises={"cancel"}), Transfer())
+    use, transfers = Room(1, 0.0), (Transfer(), Transfer(raises={"cancel"}), Transfer())
     peer, asked = Peer(*transfers), recipient()
     keys = []
     for _ in transfers:
-        one = write(view, asked)
+        one = write(use, asked)
         outgoing.begin(one, to(peer))
         keys.append(one.key)
-    outgoing.cancel(view, [*keys, ("another one", 1)])
+    outgoing.cancel(use, [*keys, ("another one", 1)])
     assert [transfer.cancelled for transfer in transfers] == [True, False, True]
     assert "cannot cancel the" in caplog.text
 
@@ -146,13 +147,13 @@ def test_a_bug_in_the_writing_of_a_chunk_ends_the_room_on_both_sides():
         pair.decode.know(pair.address)
         source, target = pair.open_both(7)
         pair.name_pages(target, [1], aux=0)
-        until(lambda: source.state is RoomState.READY, "the prefill room is ready")
+        until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
         chunk = Chunk(np.array([1]), 0, 0, 0.0, states=None)  # type: ignore[arg-type]
         pair.prefill.side.send_chunk(source, chunk)
-        until(lambda: source.over and target.over, "both sides let go of the room")
-        for view in (source, target):
-            assert view.state is RoomState.FAILED
-            assert "internal error: TypeError" in (view.reason or "")
+        until(lambda: source.view.over and target.view.over, "both sides let go of the room")
+        for use in (source, target):
+            assert use.view.state is RoomState.FAILED
+            assert "internal error: TypeError" in (use.view.reason or "")
         pair.complete(8, [1], [2], aux=0)
 
 
@@ -171,10 +172,10 @@ def test_a_write_that_fails_leaves_the_others_of_its_chunk_to_their_own_end(monk
         handed = _asked(instance)
         (coords,) = handed.sources
         instance.send(handed, coords, [4])
-        for one in handed.views:
-            until(lambda one=one: one.over, "every rank lets go of the room")
-            assert one.state is RoomState.FAILED
-            assert "a bug" in (one.reason or "")
+        for one in handed.uses:
+            until(lambda one=one: one.view.over, "every rank lets go of the room")
+            assert one.view.state is RoomState.FAILED
+            assert "a bug" in (one.view.reason or "")
         assert len(begun) == 2, "the second one was begun all the same"
         side = instance.prefill[coords].side
         assert isinstance(side, PrefillSide)
@@ -186,6 +187,6 @@ def test_a_write_that_fails_leaves_the_others_of_its_chunk_to_their_own_end(monk
 def _asked(instance: Ranks):
     handed = instance.open(1)
     instance.name_pages(handed, 4)
-    for view in handed.sources.values():
-        until(lambda view=view: view.state is RoomState.READY, "the rank was asked")
+    for use in handed.sources.values():
+        until(lambda use=use: use.view.state is RoomState.READY, "the rank was asked")
     return handed

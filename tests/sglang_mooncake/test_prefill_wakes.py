@@ -17,6 +17,7 @@ from sglang_mooncake.layout import Buffers
 from sglang_mooncake.links.prefill import PrefillLinks
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rooms.prefill import Chunk
+from sglang_mooncake.rooms.room import RoomView
 from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.stats import Recorder
 
@@ -53,11 +54,11 @@ def side():
 
 
 def ready_room(side, room):
-    view = side.open_room(room, register_dp_rank=False)
-    view.state = RoomState.READY
-    side.polled(view, sent=False)
+    use = side.open_room(room, register_dp_rank=False)
+    use.view = RoomView(RoomState.READY)
+    side.polled(use, sent=False)
     assert side._loop.left == []
-    return view
+    return use
 
 
 def chunk(last):
@@ -65,49 +66,49 @@ def chunk(last):
 
 
 def test_the_last_chunks_of_a_batch_cost_one_wake_up_in_the_first_poll(side):
-    views = [ready_room(side, room) for room in range(4)]
+    uses = [ready_room(side, room) for room in range(4)]
     before = side._loop.wakes
-    for view in views:
-        side.send_chunk(view, chunk(last=True))
+    for use in uses:
+        side.send_chunk(use, chunk(last=True))
     assert (len(side._loop.left), side._loop.wakes) == (4, before)
-    for view in views:
-        side.polled(view, sent=True)
+    for use in uses:
+        side.polled(use, sent=True)
     assert (len(side._loop.left), side._loop.wakes) == (0, before + 1)
 
 
 def test_a_lone_request_in_the_middle_of_its_prompt_wakes_the_loop_itself(side):
-    view = ready_room(side, 1)
+    use = ready_room(side, 1)
     before = side._loop.wakes
-    side.send_chunk(view, chunk(last=False))
+    side.send_chunk(use, chunk(last=False))
     assert (side._loop.left, side._loop.wakes) == ([], before + 1)
 
 
 @pytest.mark.parametrize("other", ["waits for its decode rank", "is sent"])
 def test_a_chunk_waits_for_the_poll_of_another_room(side, other):
-    view = ready_room(side, 1)
+    use = ready_room(side, 1)
     if other == "is sent":
         side.send_chunk(ready_room(side, 2), chunk(last=True))
     else:
         side.open_room(2, register_dp_rank=False)
     side._loop.wake()
     before = side._loop.wakes
-    side.send_chunk(view, chunk(last=False))
+    side.send_chunk(use, chunk(last=False))
     assert (len(side._loop.left), side._loop.wakes) == (1, before)
 
 
 @pytest.mark.parametrize("end", ["over", "closed", "aborted"])
 def test_rooms_that_are_over_are_not_waited_for(side, end):
-    view, other = ready_room(side, 1), side.open_room(2, register_dp_rank=False)
+    use, other = ready_room(side, 1), side.open_room(2, register_dp_rank=False)
     match end:
         case "over":
-            other.state = RoomState.FAILED
+            other.view = RoomView(RoomState.FAILED)
             side.polled(other, sent=False)
         case "closed":
             side.close_room(other)
         case "aborted":
             side.abort(other, "a test")
     before = side._loop.wakes
-    side.send_chunk(view, chunk(last=False))
+    side.send_chunk(use, chunk(last=False))
     assert (side._loop.left, side._loop.wakes) == ([], before + 1)
 
 

@@ -42,7 +42,8 @@ from sglang_mooncake.context import Deadlines
 from sglang_mooncake.given_up import GivenUpWatch
 from sglang_mooncake.layout import Buffers, Layout
 from sglang_mooncake.messages import PROTOCOL_VERSION
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.sglang.config import Config
 
 ROOM = 5
@@ -219,7 +220,7 @@ def differing(one: Difference) -> Iterator[Handover]:
         yield pair
 
 
-def ask(pair: Handover, room: int) -> RoomView:
+def ask(pair: Handover, room: int) -> Room:
     """As SGLang's decode scheduler and our receiver do."""
     side = pair.decode.side
     target = side.new_room(room)
@@ -230,7 +231,7 @@ def ask(pair: Handover, room: int) -> RoomView:
             side.choose_sources(target, pair.address, 0)
             return True
         side.check_served(target, pair.address)
-        return target.over
+        return target.view.over
 
     until(is_chosen, "the instance is known, or refused")
     return target
@@ -243,13 +244,13 @@ def test_a_difference_ends_the_request_on_both_sides_with_both_values(name, capl
         for room in (ROOM, ROOM + 1):
             source = pair.prefill.side.open_room(room, register_dp_rank=False)
             target = ask(pair, room)
-            until(lambda view=target: view.over, "the decode room ends")
-            until(lambda view=source: view.over, "the prefill room ends")
-            assert target.state is RoomState.FAILED
-            for view in (source, target):
-                assert view.reason is not None
+            until(lambda use=target: use.view.over, "the decode room ends")
+            until(lambda use=source: use.view.over, "the prefill room ends")
+            assert target.view.state is RoomState.FAILED
+            for use in (source, target):
+                assert use.view.reason is not None
                 for value in one.values:
-                    assert value in view.reason
+                    assert value in use.view.reason
         with BootstrapClient(pair.address, keys=one.keys.registry) as client:
             # Also where a prefill rank of another release does not understand what it is told.
             until(
@@ -274,6 +275,6 @@ def test_a_room_whose_prefill_rank_cannot_be_reached_ends_there_too():
         with RankLease(pair.address, RankRecord(config, rank), deadline_s=WAIT_S):
             source = pair.prefill.side.open_room(ROOM, register_dp_rank=False)
             target = ask(pair, ROOM)
-            until(lambda: target.over and source.over, "both rooms end")
-        assert "no process listens there" in str(source.reason)
+            until(lambda: target.view.over and source.view.over, "both rooms end")
+        assert "no process listens there" in str(source.view.reason)
         assert not pair.decode.side.instances.refused(), "nobody has refused anybody"

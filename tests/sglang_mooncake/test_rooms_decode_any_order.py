@@ -41,7 +41,8 @@ from sglang_mooncake.rooms.decode import (
     Tick,
     after_failure,
 )
-from sglang_mooncake.rooms.states import ENDS, RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import ENDS, RoomState
 
 SLOTS = 4
 LINKS = ("p0", "p1")
@@ -60,7 +61,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.now_s = 0.0
         self.executor = Executor(self.handle, self.perform, after_failure, lambda: self.now_s)
         self.inbox: deque = deque()  # what the scheduler has posted and the loop not seen
-        self.views: list[RoomView] = []
+        self.uses: list[Room] = []
         self.links: dict[str, bool] = {}  # up?
         self.raises: dict[type, Exception] = {}  # by instruction, the next time
         self.open_tags: set[int] = set()
@@ -68,18 +69,18 @@ class AnyOrder(RuleBasedStateMachine):
         self.refused_tags: set[int] = set()
         self.unconfirmed: list[Fence] = []
         self.ends: dict[int, tuple[RoomState, str | None]] = {}
-        self.over: list[RoomView] = []
+        self.over: list[Room] = []
 
     # --- the shell ---
 
     def handle(self, event, now_s):
-        before = {view.serial: view.exposed for view in self.views}
-        given_up = {view.serial for view in self.views if view.withdrawn}
+        before = {use.serial: use.view.exposed for use in self.uses}
+        given_up = {use.serial for use in self.uses if use.withdrawn}
         instructions = self.rooms.handle(event, now_s)
-        for view in self.views:
-            if view.exposed and not before[view.serial]:
-                assert view.serial not in given_up, "exposed after it was given up"
-                assert view.named, "exposed before it was named"
+        for use in self.uses:
+            if use.view.exposed and not before[use.serial]:
+                assert use.serial not in given_up, "exposed after it was given up"
+                assert use.named, "exposed before it was named"
         return instructions
 
     def perform(self, instruction):
@@ -99,16 +100,16 @@ class AnyOrder(RuleBasedStateMachine):
                 assert target.tag in self.open_tags | self.refused_tags, "told before it was open"
             case Fence():
                 self.unconfirmed.append(instruction)
-            case Over(view):
-                self.over.append(view)
+            case Over(use):
+                self.over.append(use)
 
     # --- the scheduler: its flags are seen at once, its events later ---
 
     @rule(room=st.integers(1, 3), sources=st.sampled_from([(P0,), (P1,), (P0, P1B), (P0, IDLE)]))
     def open(self, room, sources):
-        view = RoomView(room, self.now_s)
-        self.views.append(view)
-        self.inbox += [Opened(view), SourcesChosen(view, sources)]
+        use = Room(room, self.now_s)
+        self.uses.append(use)
+        self.inbox += [Opened(use), SourcesChosen(use, sources)]
 
     @rule(room=st.integers(1, 3), sources=st.sampled_from([(P0,), (P0, P1B)]))
     def open_and_meet(self, room, sources):
@@ -118,41 +119,41 @@ class AnyOrder(RuleBasedStateMachine):
         for source in sources:
             self.link(source.link, "up")
         for source in sources:
-            self.compute(source.link, self.views[-1])
+            self.compute(source.link, self.uses[-1])
 
-    def compute(self, link, view):
-        said = RoomComputed(view.room, view.generation)
+    def compute(self, link, use):
+        said = RoomComputed(use.number, use.view.generation)
         self.executor.submit(PeerComputed(link, said))
 
     @property
     def ready(self):
-        return [view for view in self.views if view.state is RoomState.READY and not view.named]
+        return [use for use in self.uses if use.view.state is RoomState.READY and not use.named]
 
     @precondition(lambda self: self.ready)
     @rule(data=st.data(), given_up=st.sampled_from([None, None, Aborted, Broken]))
     def name_pages(self, data, given_up):
         """At the right time, and perhaps given up in the same step of the scheduler."""
-        view = data.draw(st.sampled_from(self.ready))
-        view.named = True
-        self.inbox.append(PagesNamed(view, np.array([1]), 0, 0))
+        use = data.draw(st.sampled_from(self.ready))
+        use.named = True
+        self.inbox.append(PagesNamed(use, np.array([1]), 0, 0))
         if given_up is not None:
-            view.withdrawn = True
-            self.inbox.append(given_up(view, "another rank failed"))
+            use.withdrawn = True
+            self.inbox.append(given_up(use, "another rank failed"))
 
-    @precondition(lambda self: self.views)
+    @precondition(lambda self: self.uses)
     @rule(data=st.data(), what=st.sampled_from(["pages", "arrive", "abort", "break", "close"]))
     def scheduler(self, data, what):
-        alive = [view for view in self.views if not view.over]
-        view = data.draw(st.sampled_from(alive or self.views))
+        alive = [use for use in self.uses if not use.view.over]
+        use = data.draw(st.sampled_from(alive or self.uses))
         if what == "pages":
-            view.named = True
-            self.inbox.append(PagesNamed(view, np.array([1]), 0, 0))
+            use.named = True
+            self.inbox.append(PagesNamed(use, np.array([1]), 0, 0))
         elif what == "arrive":
-            self.inbox.append(Arrived(view))
+            self.inbox.append(Arrived(use))
         else:
-            view.withdrawn = True
-            events = {"abort": Aborted(view, "gone"), "break": Broken(view, "disagrees")}
-            self.inbox.append(events.get(what, Closed(view)))
+            use.withdrawn = True
+            events = {"abort": Aborted(use, "gone"), "break": Broken(use, "disagrees")}
+            self.inbox.append(events.get(what, Closed(use)))
 
     @precondition(lambda self: self.inbox)
     @rule(count=st.integers(1, 4))
@@ -172,16 +173,18 @@ class AnyOrder(RuleBasedStateMachine):
             event = LinkDown(link, "lost") if how == "down" else LinkRefused(link, "refused")
             self.executor.submit(event)
 
-    @precondition(lambda self: self.views)
+    @precondition(lambda self: self.uses)
     @rule(data=st.data(), link=st.sampled_from(LINKS))
     def peer_has_computed(self, data, link):
-        self.compute(link, data.draw(st.sampled_from(self.views)))
+        self.compute(link, data.draw(st.sampled_from(self.uses)))
 
-    @precondition(lambda self: self.views)
+    @precondition(lambda self: self.uses)
     @rule(data=st.data(), link=st.sampled_from(LINKS))
     def peer_fails(self, data, link):
-        view = data.draw(st.sampled_from(self.views))
-        self.executor.submit(PeerFailed(link, RoomFailed(view.room, view.generation, "failed")))
+        use = data.draw(st.sampled_from(self.uses))
+        self.executor.submit(
+            PeerFailed(link, RoomFailed(use.number, use.view.generation, "failed"))
+        )
 
     @rule(what=st.sampled_from([OpenLink, Expect, Tell, Over]))
     def next_one_raises(self, what):
@@ -195,7 +198,7 @@ class AnyOrder(RuleBasedStateMachine):
     def confirm(self, fence):
         self.unconfirmed.remove(fence)
         self.open_tags -= set(fence.tags)
-        self.executor.submit(Fenced(fence.view))
+        self.executor.submit(Fenced(fence.room))
 
     @rule(elapsed_s=st.floats(0, 6))
     def tick(self, elapsed_s):
@@ -206,22 +209,22 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def released_pages_are_never_writable(self):
-        for view in self.views:
-            if view.releasable and (view.named or view.over):
-                assert not self.open_tags & {awaited.tag for awaited in view.awaited}
-                assert not (view.exposed and not view.over)
+        for use in self.uses:
+            if use.releasable and (use.named or use.view.over):
+                assert not self.open_tags & {awaited.tag for awaited in use.view.awaited}
+                assert not (use.view.exposed and not use.view.over)
 
     @invariant()
     def ends_are_final(self):
-        for view in self.views:
-            if view.state in ENDS:
-                end = (view.state, view.reason)
-                assert self.ends.setdefault(view.serial, end) == end
-                assert (view.reason is None) == (view.state is RoomState.DONE)
+        for use in self.uses:
+            if use.view.state in ENDS:
+                end = (use.view.state, use.view.reason)
+                assert self.ends.setdefault(use.serial, end) == end
+                assert (use.view.reason is None) == (use.view.state is RoomState.DONE)
 
     @invariant()
     def slots_are_held_by_rooms_that_are_not_safe(self):
-        held = sum(len(view.awaited) for view in self.views if not view.safe)
+        held = sum(len(use.view.awaited) for use in self.uses if not use.view.safe)
         assert self.rooms.free_seal_slots == SLOTS - held
 
     @invariant()
@@ -230,7 +233,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def a_room_is_over_once(self):
-        assert len(self.over) == len({view.serial for view in self.over})
+        assert len(self.over) == len({use.serial for use in self.over})
 
     def teardown(self):
         """Every room ends once nothing more happens than that time passes and fences end."""
@@ -242,9 +245,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.executor.submit(Tick())
         while self.unconfirmed:
             self.confirm(self.unconfirmed[0])
-        assert all(view.safe and view.over for view in self.views)
+        assert all(use.view.safe and use.view.over for use in self.uses)
         assert (len(self.rooms), self.rooms.free_seal_slots) == (0, SLOTS)
-        assert not self.open_tags & {a.tag for view in self.views for a in view.awaited}
+        assert not self.open_tags & {a.tag for use in self.uses for a in use.view.awaited}
         assert self.rooms._table.is_empty
 
 

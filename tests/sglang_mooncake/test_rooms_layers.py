@@ -39,7 +39,8 @@ from sglang_mooncake.rooms.prefill import (
     RoomAborted,
     Write,
 )
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 
 
 @pytest.fixture
@@ -47,9 +48,9 @@ def rooms() -> PrefillRooms:
     return PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
 
 
-def filled(view: RoomView, pages: int, below: int, first: int = 0, add: int = 0) -> LayersFilled:
+def filled(use: Room, pages: int, below: int, first: int = 0, add: int = 0) -> LayersFilled:
     """The pages of `chunk(pages, first)`; others with `add`."""
-    return LayersFilled(view, np.arange(pages) + add, first, below, 0.0)
+    return LayersFilled(use, np.arange(pages) + add, first, below, 0.0)
 
 
 def writes(instructions: list[Instruction]) -> list[Write]:
@@ -62,10 +63,10 @@ def reasons(instructions: list[Instruction]) -> list[str]:
 
 
 def test_layers_go_as_they_are_filled_and_the_chunk_brings_the_rest(rooms):
-    view = ready(rooms)
+    use = ready(rooms)
     said = [
         instruction
-        for event in (filled(view, 2, 2), filled(view, 2, 5), ChunkSent(view, chunk(2)))
+        for event in (filled(use, 2, 2), filled(use, 2, 5), ChunkSent(use, chunk(2)))
         for instruction in rooms.handle(event, 0)
     ]
     assert [(one.layers, one.early, one.pages) for one in writes(said)] == [
@@ -77,135 +78,135 @@ def test_layers_go_as_they_are_filled_and_the_chunk_brings_the_rest(rooms):
     assert first.seal is second.seal is None
     assert (last.seal.writes, last.seal.pages, last.seal.page_layers) == (3, 2, 2 * LAYERS)
     assert last.seal.nbytes == 2 * LAYERS * LAYER_NBYTES + AUX_NBYTES + SEAL_BYTES
-    assert view.state is RoomState.SEALED
+    assert use.view.state is RoomState.SEALED
     for _ in range(3):
-        assert view.state is RoomState.SEALED
-        rooms.handle(ended(rooms, view), 0)
-    assert view.state is RoomState.DONE
+        assert use.view.state is RoomState.SEALED
+        rooms.handle(ended(rooms, use), 0)
+    assert use.view.state is RoomState.DONE
 
 
 def test_what_was_said_before_is_not_written_again(rooms):
-    view = ready(rooms)
-    assert len(rooms.handle(filled(view, 2, 3), 0)) == 1
-    assert rooms.handle(filled(view, 2, 3), 0) == rooms.handle(filled(view, 2, 1), 0) == []
-    rooms.handle(ChunkSent(view, chunk(2)), 0)
-    assert rooms.handle(filled(view, 2, 5), 0) == [], "its chunk was sent"
+    use = ready(rooms)
+    assert len(rooms.handle(filled(use, 2, 3), 0)) == 1
+    assert rooms.handle(filled(use, 2, 3), 0) == rooms.handle(filled(use, 2, 1), 0) == []
+    rooms.handle(ChunkSent(use, chunk(2)), 0)
+    assert rooms.handle(filled(use, 2, 5), 0) == [], "its chunk was sent"
 
 
 def test_each_chunk_of_a_prompt_has_its_own_layers(rooms):
-    view = ready(rooms)
-    assert len(rooms.handle(filled(view, 1, 4), 0)) == 1
-    assert len(rooms.handle(filled(view, 1, 2, first=1, add=1), 0)) == 1, "a second forward"
-    (first,) = writes(rooms.handle(ChunkSent(view, chunk(1, last=False)), 0))
+    use = ready(rooms)
+    assert len(rooms.handle(filled(use, 1, 4), 0)) == 1
+    assert len(rooms.handle(filled(use, 1, 2, first=1, add=1), 0)) == 1, "a second forward"
+    (first,) = writes(rooms.handle(ChunkSent(use, chunk(1, last=False)), 0))
     second = Chunk(np.array([1]), 1, 0, 0.0)
-    (last,) = writes(rooms.handle(ChunkSent(view, second), 0))
+    (last,) = writes(rooms.handle(ChunkSent(use, second), 0))
     assert (first.layers, last.layers) == (layers_from(4), layers_from(2))
     assert first.seal is None
     assert (last.seal.writes, last.seal.pages, last.seal.page_layers) == (4, 2, 2 * LAYERS)
 
 
 def test_a_chunk_with_other_pages_is_written_whole_once_no_early_write_is_under_way(rooms):
-    view = ready(rooms)
-    rooms.handle(filled(view, 1, 4, add=7), 0)
-    assert rooms.handle(ChunkSent(view, chunk(1, last=False)), 0) == []
-    assert rooms.handle(ChunkSent(view, chunk(1, first=1)), 0) == [], "it does not overtake"
-    assert reasons(rooms.handle(filled(view, 1, 4, first=1), 0)) == [
+    use = ready(rooms)
+    rooms.handle(filled(use, 1, 4, add=7), 0)
+    assert rooms.handle(ChunkSent(use, chunk(1, last=False)), 0) == []
+    assert rooms.handle(ChunkSent(use, chunk(1, first=1)), 0) == [], "it does not overtake"
+    assert reasons(rooms.handle(filled(use, 1, 4, first=1), 0)) == [
         "an announced chunk was sent with other pages"
     ]
-    said = rooms.handle(ended(rooms, view), 0)
+    said = rooms.handle(ended(rooms, use), 0)
     assert reasons(said) == ["a chunk was sent with other pages than were announced"]
     whole = [one for one in said if isinstance(one, Write)]
     assert [(one.layers, tuple(one.span)) for one in whole] == [
         (EVERY_LAYER, (0,)),
         (EVERY_LAYER, (1,)),
     ]
-    assert view.state is RoomState.SEALED
+    assert use.view.state is RoomState.SEALED
     for _ in whole:
-        rooms.handle(ended(rooms, view), 0)
-    assert view.state is RoomState.DONE
+        rooms.handle(ended(rooms, use), 0)
+    assert use.view.state is RoomState.DONE
 
 
 def test_a_chunk_with_other_pages_goes_at_once_when_the_early_writes_have_ended(rooms):
-    view = ready(rooms)
-    rooms.handle(filled(view, 2, 4, add=7), 0)
-    assert rooms.handle(ended(rooms, view), 0) == []
-    said = rooms.handle(ChunkSent(view, chunk(2)), 0)
+    use = ready(rooms)
+    rooms.handle(filled(use, 2, 4, add=7), 0)
+    assert rooms.handle(ended(rooms, use), 0) == []
+    said = rooms.handle(ChunkSent(use, chunk(2)), 0)
     assert [one.layers for one in said if isinstance(one, Write)] == [EVERY_LAYER]
     assert len(reasons(said)) == 1
 
 
 def test_a_chunk_that_covers_two_that_were_announced_is_written_whole(rooms):
-    view = ready(rooms)
-    rooms.handle(filled(view, 1, 4), 0)
-    rooms.handle(filled(view, 1, 4, first=1, add=1), 0)
-    assert rooms.handle(ChunkSent(view, chunk(2)), 0) == []
-    assert rooms.handle(ended(rooms, view), 0) == []
-    (write, _) = rooms.handle(ended(rooms, view), 0)
+    use = ready(rooms)
+    rooms.handle(filled(use, 1, 4), 0)
+    rooms.handle(filled(use, 1, 4, first=1, add=1), 0)
+    assert rooms.handle(ChunkSent(use, chunk(2)), 0) == []
+    assert rooms.handle(ended(rooms, use), 0) == []
+    (write, _) = rooms.handle(ended(rooms, use), 0)
     assert isinstance(write, Write)
     assert (write.layers, write.pages) == (EVERY_LAYER, 2)
 
 
 def test_an_announcement_again_with_other_pages_goes_late(rooms):
-    view = ready(rooms)
-    rooms.handle(filled(view, 2, 2), 0)
-    assert reasons(rooms.handle(filled(view, 2, 4, add=1), 0)) == [
+    use = ready(rooms)
+    rooms.handle(filled(use, 2, 2), 0)
+    assert reasons(rooms.handle(filled(use, 2, 4, add=1), 0)) == [
         "a chunk was announced again with other pages"
     ]
-    (last,) = writes(rooms.handle(ChunkSent(view, chunk(2)), 0))
+    (last,) = writes(rooms.handle(ChunkSent(use, chunk(2)), 0))
     assert last.layers == layers_from(2)
 
 
 def test_announcements_that_overlap_are_not_both_taken(rooms):
-    view = ready(rooms)
-    rooms.handle(filled(view, 2, 2), 0)
-    said = rooms.handle(filled(view, 1, 2, first=1, add=1), 0)
+    use = ready(rooms)
+    rooms.handle(filled(use, 2, 2), 0)
+    said = rooms.handle(filled(use, 1, 2, first=1, add=1), 0)
     assert reasons(said) == ["chunks that overlap were announced"]
 
 
 @pytest.mark.parametrize(
     ("end", "left"),
     [
-        (lambda _, view: Aborted(view, "the client has gone"), 2),
-        (lambda _, view: RoomAborted("a", RoomAbort(view.room, 1, "the client has gone")), 2),
+        (lambda _, use: Aborted(use, "the client has gone"), 2),
+        (lambda _, use: RoomAborted("a", RoomAbort(use.number, 1, "the client has gone")), 2),
         (lambda *_: PeerLost("a", "its link is gone"), 2),
-        (lambda _, view: Opened(RoomView(view.room, 0.0)), 2),
-        (lambda rooms, view: ended(rooms, view, "the peer has gone"), 1),
+        (lambda _, use: Opened(Room(use.number, 0.0)), 2),
+        (lambda rooms, use: ended(rooms, use, "the peer has gone"), 1),
     ],
     ids=["abort", "abort of decode", "lost link", "newer request", "a write that fails"],
 )
 def test_a_room_that_ends_in_the_middle_of_a_forward_waits_for_its_early_writes(rooms, end, left):
-    view = ready(rooms)
-    rooms.handle(filled(view, 2, 2), 0)
-    rooms.handle(filled(view, 2, 4), 0)
-    said = rooms.handle(end(rooms, view), 0)
+    use = ready(rooms)
+    rooms.handle(filled(use, 2, 2), 0)
+    rooms.handle(filled(use, 2, 4), 0)
+    said = rooms.handle(end(rooms, use), 0)
     (cancel,) = [one for one in said if isinstance(one, CancelWrites)]
     assert len(cancel.keys) == left
-    assert view.exposed
-    assert rooms.handle(filled(view, 2, 6), 0) == []
-    assert rooms.handle(ChunkSent(view, chunk(2)), 0) == []
+    assert use.view.exposed
+    assert rooms.handle(filled(use, 2, 6), 0) == []
+    assert rooms.handle(ChunkSent(use, chunk(2)), 0) == []
     for nth in range(left):
-        assert view.state is RoomState.ENDING
-        said = rooms.handle(ended(rooms, view, "cancelled"), 0)
-        assert (Over(view) in said) == (nth == left - 1)
-    assert view.over
+        assert use.view.state is RoomState.ENDING
+        said = rooms.handle(ended(rooms, use, "cancelled"), 0)
+        assert (Over(use) in said) == (nth == left - 1)
+    assert use.view.over
 
 
 def test_a_room_that_ends_while_a_chunk_is_held_never_writes_it(rooms):
-    view = ready(rooms)
-    rooms.handle(filled(view, 1, 4, add=7), 0)
-    rooms.handle(ChunkSent(view, chunk(2)), 0)
-    rooms.handle(Aborted(view, "the client has gone"), 0)
-    assert rooms.handle(ended(rooms, view, "cancelled"), 0) == [Over(view)]
+    use = ready(rooms)
+    rooms.handle(filled(use, 1, 4, add=7), 0)
+    rooms.handle(ChunkSent(use, chunk(2)), 0)
+    rooms.handle(Aborted(use, "the client has gone"), 0)
+    assert rooms.handle(ended(rooms, use, "cancelled"), 0) == [Over(use)]
 
 
 def test_every_decode_rank_gets_its_share_and_one_that_wants_nothing_gets_nothing(rooms):
-    view = opened(rooms)
+    use = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=3, share=PageShare(0, 2))), 0)
     rooms.handle(Requested("b", request(1, destinations=3, share=PageShare(1, 2))), 0)
     rooms.handle(Requested("c", nothing_wanted(1, destinations=3)), 0)
-    early = writes(rooms.handle(filled(view, 2, 2), 0))
+    early = writes(rooms.handle(filled(use, 2, 2), 0))
     assert [(one.peer, tuple(one.span)) for one in early] == [("a", (0,)), ("b", (1,))]
-    rest = writes(rooms.handle(ChunkSent(view, chunk(2)), 0))
+    rest = writes(rooms.handle(ChunkSent(use, chunk(2)), 0))
     assert [(one.peer, one.layers, one.seal.page_layers) for one in rest] == [
         ("a", layers_from(2), LAYERS),
         ("b", layers_from(2), LAYERS),
@@ -213,19 +214,19 @@ def test_every_decode_rank_gets_its_share_and_one_that_wants_nothing_gets_nothin
 
 
 def test_what_cannot_go_early_goes_late_and_why_is_said(rooms):
-    view = opened(rooms)
-    assert rooms.handle(filled(view, 2, 2), 0) == [], "nobody has asked"
+    use = opened(rooms)
+    assert rooms.handle(filled(use, 2, 2), 0) == [], "nobody has asked"
     asked = request(1)
     assert asked.target is not None
     rooms.handle(Requested("a", replace_target(asked, page_span=2)), 0)
-    assert reasons(rooms.handle(filled(view, 2, 2), 0)) == [
+    assert reasons(rooms.handle(filled(use, 2, 2), 0)) == [
         "decode ranks deal out the tokens of a page"
     ]
     other = ready(rooms, room=2)
     assert reasons(rooms.handle(filled(other, 3, 2), 0)) == [
         "more pages are filled than the decode side made room for"
     ]
-    assert not other.exposed
+    assert not other.view.exposed
 
 
 def replace_target(asked, **changes):
@@ -233,11 +234,11 @@ def replace_target(asked, **changes):
 
 
 def test_announcements_of_a_room_are_bounded(rooms):
-    view = opened(rooms)
+    use = opened(rooms)
     rooms.handle(Requested("a", request(1, pages=2 * ANNOUNCED_MAX)), 0)
     for first in range(ANNOUNCED_MAX):
-        assert len(rooms.handle(filled(view, 1, 2, first=first), 0)) == 1
-    assert reasons(rooms.handle(filled(view, 1, 2, first=ANNOUNCED_MAX), 0)) == [
+        assert len(rooms.handle(filled(use, 1, 2, first=first), 0)) == 1
+    assert reasons(rooms.handle(filled(use, 1, 2, first=ANNOUNCED_MAX), 0)) == [
         f"{ANNOUNCED_MAX} chunks of one request were announced and not sent"
     ]
 
@@ -245,50 +246,50 @@ def test_announcements_of_a_room_are_bounded(rooms):
 def test_early_writes_of_all_rooms_are_bounded(rooms, monkeypatch):
     """Engine and peers take a bounded number of transfers, and refusing one would end its room."""
     monkeypatch.setattr(prefill, "EARLY_WRITES_MAX", 2)
-    view = ready(rooms)
+    use = ready(rooms)
     for below in (1, 2):
-        assert len(writes(rooms.handle(filled(view, 2, below), 0))) == 1
-    assert reasons(rooms.handle(filled(view, 2, 3), 0)) == [
+        assert len(writes(rooms.handle(filled(use, 2, below), 0))) == 1
+    assert reasons(rooms.handle(filled(use, 2, 3), 0)) == [
         "too many early writes of layers are under way"
     ]
-    rooms.handle(ended(rooms, view), 0)
-    (early,) = writes(rooms.handle(filled(view, 2, 4), 0))
+    rooms.handle(ended(rooms, use), 0)
+    (early,) = writes(rooms.handle(filled(use, 2, 4), 0))
     assert early.layers == range(2, 4), "those that were held back, too"
-    (last,) = writes(rooms.handle(ChunkSent(view, chunk(2)), 0))
+    (last,) = writes(rooms.handle(ChunkSent(use, chunk(2)), 0))
     assert last.layers == layers_from(4)
     assert (last.seal.writes, last.seal.page_layers) == (4, 2 * LAYERS)
 
 
 def test_an_announcement_does_not_change_with_the_array_that_made_it(rooms):
-    view = ready(rooms)
-    event = filled(view, 2, 2)
+    use = ready(rooms)
+    event = filled(use, 2, 2)
     rooms.handle(event, 0)
     event.pages[:] = 9
-    (last,) = writes(rooms.handle(ChunkSent(view, chunk(2)), 0))
+    (last,) = writes(rooms.handle(ChunkSent(use, chunk(2)), 0))
     assert last.layers == layers_from(2)
 
 
 def test_the_end_of_a_write_that_is_said_twice_counts_once(rooms):
-    view = ready(rooms)
-    rooms.handle(filled(view, 2, 2), 0)
-    rooms.handle(ChunkSent(view, chunk(2)), 0)
-    said = ended(rooms, view)
+    use = ready(rooms)
+    rooms.handle(filled(use, 2, 2), 0)
+    rooms.handle(ChunkSent(use, chunk(2)), 0)
+    said = ended(rooms, use)
     for _ in range(2):
         assert rooms.handle(said, 0) == []
-        assert view.state is RoomState.SEALED
-    assert view.landed_nbytes == 2 * 2 * LAYER_NBYTES
-    last = ended(rooms, view)
-    assert rooms.handle(last, 0) == [Over(view)]
+        assert use.view.state is RoomState.SEALED
+    assert use.view.landed_nbytes == 2 * 2 * LAYER_NBYTES
+    last = ended(rooms, use)
+    assert rooms.handle(last, 0) == [Over(use)]
     assert rooms.handle(last, 0) == []
-    assert view.landed_nbytes == 2 * LAYERS * LAYER_NBYTES, "without metadata"
+    assert use.view.landed_nbytes == 2 * LAYERS * LAYER_NBYTES, "without metadata"
 
 
 def test_pages_that_fit_no_plan_fail_the_room_with_the_reason(rooms):
-    view = ready(rooms)
-    tell, _ = rooms.handle(filled(view, 2, 2, add=-9), 0)
+    use = ready(rooms)
+    tell, _ = rooms.handle(filled(use, 2, 2, add=-9), 0)
     assert "cannot hand over 2 pages: page -9" in tell.message.reason
     other = ready(rooms, room=2)
     rooms.handle(filled(other, 2, 2), 0)
     rooms.handle(ended(rooms, other), 0)
     rooms.handle(ChunkSent(other, Chunk(np.array([-1, 1]), 0, 0, 0.0)), 0)
-    assert [one.state for one in (view, other)] == [RoomState.FAILED] * 2
+    assert [one.view.state for one in (use, other)] == [RoomState.FAILED] * 2

@@ -36,10 +36,10 @@ from sglang_mooncake.rooms.states import RoomState
 
 def test_a_room_goes_from_open_to_done():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = ready(rooms)
-    assert view.decode_prefix_len == 3
-    (first,) = rooms.handle(ChunkSent(view, chunk(1, last=False)), 0)
-    (second,) = rooms.handle(ChunkSent(view, chunk(1, first=1)), 0)
+    use = ready(rooms)
+    assert use.view.decode_prefix_len == 3
+    (first,) = rooms.handle(ChunkSent(use, chunk(1, last=False)), 0)
+    (second,) = rooms.handle(ChunkSent(use, chunk(1, first=1)), 0)
     assert isinstance(first, Write)
     assert isinstance(second, Write)
     assert first.seal is None
@@ -52,99 +52,99 @@ def test_a_room_goes_from_open_to_done():
         aux=1,
         nbytes=2 * LAYERS * LAYER_NBYTES + AUX_NBYTES + SEAL_BYTES,
     )
-    assert view.state is RoomState.SEALED
-    assert rooms.handle(ended(rooms, view), 0) == []
-    assert view.state is RoomState.SEALED
-    rooms.handle(ended(rooms, view), 0)
-    assert view.state is RoomState.DONE
-    assert rooms.handle(Closed(view), 0) == []
+    assert use.view.state is RoomState.SEALED
+    assert rooms.handle(ended(rooms, use), 0) == []
+    assert use.view.state is RoomState.SEALED
+    rooms.handle(ended(rooms, use), 0)
+    assert use.view.state is RoomState.DONE
+    assert rooms.handle(Closed(use), 0) == []
     assert len(rooms) == 0
 
 
 def test_a_room_that_its_scheduler_lets_go_of_is_aborted_by_its_text_too():
     """By which SGLang's tests know it."""
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = opened(rooms)
-    rooms.handle(Closed(view), 0)
-    assert view.state is RoomState.ABORTED
-    assert "abort" in view.reason
+    use = opened(rooms)
+    rooms.handle(Closed(use), 0)
+    assert use.view.state is RoomState.ABORTED
+    assert "abort" in use.view.reason
 
 
 def test_a_room_with_several_decode_ranks_waits_for_all_and_writes_to_each():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = opened(rooms)
+    use = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=2)), 0)
-    assert view.state is RoomState.OPEN
+    assert use.view.state is RoomState.OPEN
     rooms.handle(Requested("b", request(1, destinations=2)), 0)
-    writes = rooms.handle(ChunkSent(view, chunk(2)), 0)
+    writes = rooms.handle(ChunkSent(use, chunk(2)), 0)
     assert [w.peer for w in writes if isinstance(w, Write)] == ["a", "b"]
 
 
 def test_decode_ranks_that_disagree_on_their_number_fail_the_room():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = opened(rooms)
+    use = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=3)), 0)
     tells = rooms.handle(Requested("b", request(1, destinations=2)), 0)
     assert [i.peer for i in tells if isinstance(i, Tell)] == ["a", "b"]
-    assert view.state is RoomState.FAILED
-    assert "[2, 3]" in (view.reason or "")
+    assert use.view.state is RoomState.FAILED
+    assert "[2, 3]" in (use.view.reason or "")
 
 
 def test_decode_ranks_that_hold_different_prefixes_fail_the_room():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = opened(rooms)
+    use = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=2, prefix=0)), 0)
     tells = rooms.handle(Requested("b", request(1, destinations=2, prefix=16)), 0)
     assert [i.peer for i in tells if isinstance(i, Tell)] == ["a", "b"]
-    assert view.state is RoomState.FAILED
-    assert "[0, 16]" in (view.reason or "")
+    assert use.view.state is RoomState.FAILED
+    assert "[0, 16]" in (use.view.reason or "")
 
 
 def test_a_decode_rank_too_many_is_left_for_the_next_use_of_the_room_number():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = opened(rooms)
+    use = opened(rooms)
     for peer in "ab":
         rooms.handle(Requested(peer, request(1, destinations=2)), 0)
     assert rooms.handle(Requested("c", request(1, destinations=1)), 0) == []
-    assert view.state is RoomState.READY
-    writes = rooms.handle(ChunkSent(view, chunk(2)), 0)
+    assert use.view.state is RoomState.READY
+    writes = rooms.handle(ChunkSent(use, chunk(2)), 0)
     assert [write.peer for write in writes if isinstance(write, Write)] == ["a", "b"]
     again = opened(rooms)
-    assert again.state is RoomState.READY
+    assert again.view.state is RoomState.READY
 
 
 def test_a_rank_that_sends_no_byte_is_done_with_its_last_chunk():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = opened(rooms)
+    use = opened(rooms)
     rooms.handle(Requested("a", nothing_wanted(1)), 0)
-    assert view.state is RoomState.READY
-    assert view.decode_prefix_len == 3
-    assert rooms.handle(ChunkSent(view, chunk(1, last=False)), 0) == []
-    assert view.state is RoomState.SENDING
-    assert rooms.handle(ChunkSent(view, chunk(4, first=1)), 0) == [Over(view)]
-    assert view.state is RoomState.DONE
+    assert use.view.state is RoomState.READY
+    assert use.view.decode_prefix_len == 3
+    assert rooms.handle(ChunkSent(use, chunk(1, last=False)), 0) == []
+    assert use.view.state is RoomState.SENDING
+    assert rooms.handle(ChunkSent(use, chunk(4, first=1)), 0) == [Over(use)]
+    assert use.view.state is RoomState.DONE
 
 
 def test_a_rank_writes_to_those_alone_who_want_something_of_it():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = opened(rooms)
+    use = opened(rooms)
     rooms.handle(Requested("a", nothing_wanted(1, destinations=2)), 0)
-    assert view.state is RoomState.OPEN
+    assert use.view.state is RoomState.OPEN
     rooms.handle(Requested("b", request(1, destinations=2)), 0)
-    (write,) = rooms.handle(ChunkSent(view, chunk(2)), 0)
+    (write,) = rooms.handle(ChunkSent(use, chunk(2)), 0)
     assert isinstance(write, Write)
     assert write.peer == "b"
-    rooms.handle(ended(rooms, view), 0)
-    assert view.state is RoomState.DONE
+    rooms.handle(ended(rooms, use), 0)
+    assert use.view.state is RoomState.DONE
 
 
 def test_a_rank_with_a_share_of_the_pages_writes_these_and_counts_only_its_own_writes():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = opened(rooms)
+    use = opened(rooms)
     rooms.handle(Requested("a", request(1, pages=6, share=PageShare(1, 3))), 0)
     spans = []
     for first, last in ((0, False), (2, False), (4, True)):
-        for write in rooms.handle(ChunkSent(view, chunk(2, first, last)), 0):
+        for write in rooms.handle(ChunkSent(use, chunk(2, first, last)), 0):
             assert isinstance(write, Write)
             spans.append((write.span, write.seal and (write.seal.writes, write.seal.pages)))
     assert spans == [(range(2, 4), None), (range(4, 4), (2, 2))], "the last one carries the seal"
@@ -152,83 +152,83 @@ def test_a_rank_with_a_share_of_the_pages_writes_these_and_counts_only_its_own_w
 
 def test_a_decode_rank_that_is_lost_fails_the_room_for_the_others_too():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = opened(rooms)
+    use = opened(rooms)
     for peer in "ab":
         rooms.handle(Requested(peer, request(1, destinations=2)), 0)
-    rooms.handle(ChunkSent(view, chunk(2)), 0)
+    rooms.handle(ChunkSent(use, chunk(2)), 0)
     tell, cancel = rooms.handle(PeerLost("a", "gone"), 0)
     assert isinstance(tell, Tell)
     assert tell.peer == "b"
-    assert cancel == CancelWrites(view, (("a", 1), ("b", 1)))
-    rooms.handle(ended(rooms, view, "cancelled"), 0)
-    assert view.state is RoomState.ENDING, "one write still reads the pages"
-    rooms.handle(ended(rooms, view), 0)
-    assert view.state is RoomState.FAILED
+    assert cancel == CancelWrites(use, (("a", 1), ("b", 1)))
+    rooms.handle(ended(rooms, use, "cancelled"), 0)
+    assert use.view.state is RoomState.ENDING, "one write still reads the pages"
+    rooms.handle(ended(rooms, use), 0)
+    assert use.view.state is RoomState.FAILED
 
 
 def test_a_room_that_some_asked_for_times_out_with_their_number():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = opened(rooms)
+    use = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=4)), 0)
     (tell, _) = rooms.handle(Tick(), TIMEOUT_S)
     assert isinstance(tell, Tell)
-    assert "1 of 4 decode ranks asked for room 1" in (view.reason or "")
+    assert "1 of 4 decode ranks asked for room 1" in (use.view.reason or "")
 
 
 def test_an_abort_with_writes_under_way_waits_until_they_have_ended():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = ready(rooms)
-    rooms.handle(ChunkSent(view, chunk(2)), 0)
-    told = rooms.handle(Aborted(view, "client gone"), 0)
+    use = ready(rooms)
+    rooms.handle(ChunkSent(use, chunk(2)), 0)
+    told = rooms.handle(Aborted(use, "client gone"), 0)
     assert [type(i) for i in told] == [Tell, CancelWrites]
-    assert view.state is RoomState.ENDING
-    rooms.handle(ended(rooms, view, "cancelled"), 0)
-    assert view.state is RoomState.ABORTED
-    assert view.reason == "client gone"
+    assert use.view.state is RoomState.ENDING
+    rooms.handle(ended(rooms, use, "cancelled"), 0)
+    assert use.view.state is RoomState.ABORTED
+    assert use.view.reason == "client gone"
 
 
 def test_a_failed_write_fails_the_room_and_tells_the_decode_rank():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = ready(rooms)
-    rooms.handle(ChunkSent(view, chunk(2)), 0)
-    (tell, *_) = rooms.handle(ended(rooms, view, "peer frozen"), 0)
+    use = ready(rooms)
+    rooms.handle(ChunkSent(use, chunk(2)), 0)
+    (tell, *_) = rooms.handle(ended(rooms, use, "peer frozen"), 0)
     assert isinstance(tell, Tell)
     assert tell.message.reason == "prefill side: peer frozen"
-    assert view.state is RoomState.FAILED
+    assert use.view.state is RoomState.FAILED
 
 
 def test_a_lost_peer_fails_its_rooms_and_is_not_told():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view, other = ready(rooms), opened(rooms, 2)
-    assert rooms.handle(PeerLost("a", "gone"), 0) == [Over(view)]
-    assert view.state is RoomState.FAILED
-    assert other.state is RoomState.OPEN
+    use, other = ready(rooms), opened(rooms, 2)
+    assert rooms.handle(PeerLost("a", "gone"), 0) == [Over(use)]
+    assert use.view.state is RoomState.FAILED
+    assert other.view.state is RoomState.OPEN
 
 
 def test_opening_a_room_number_again_supersedes_its_former_use():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     former = ready(rooms)
     again = opened(rooms)
-    assert former.state is RoomState.SUPERSEDED
-    assert again.state is RoomState.OPEN
+    assert former.view.state is RoomState.SUPERSEDED
+    assert again.view.state is RoomState.OPEN
     rooms.handle(Requested("a", request(1, generation=2)), 0)
-    assert again.state is RoomState.READY
+    assert again.view.state is RoomState.READY
 
 
 def test_a_repeated_request_changes_nothing():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = ready(rooms)
+    use = ready(rooms)
     assert rooms.handle(Requested("a", request(1)), 0) == []
-    assert view.state is RoomState.READY
+    assert use.view.state is RoomState.READY
 
 
 @pytest.mark.parametrize("bad", [chunk(3), chunk(1), chunk(3, last=False)], ids=str)
 def test_chunks_that_do_not_fit_the_request_fail_the_room(bad):
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = ready(rooms)
-    rooms.handle(ChunkSent(view, bad), 0)
-    assert view.state is RoomState.FAILED
-    assert "--page-size" in (view.reason or "")
+    use = ready(rooms)
+    rooms.handle(ChunkSent(use, bad), 0)
+    assert use.view.state is RoomState.FAILED
+    assert "--page-size" in (use.view.reason or "")
 
 
 @pytest.mark.parametrize(
@@ -243,13 +243,13 @@ def test_chunks_that_do_not_fit_the_request_fail_the_room(bad):
 )
 def test_a_chunk_that_does_not_follow_the_one_before_fails_the_room_and_all_are_told(chunks):
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = ready(rooms)
+    use = ready(rooms)
     for one in chunks[:-1]:
-        rooms.handle(ChunkSent(view, one), 0)
-    tell, *_ = rooms.handle(ChunkSent(view, chunks[-1]), 0)
+        rooms.handle(ChunkSent(use, one), 0)
+    tell, *_ = rooms.handle(ChunkSent(use, chunks[-1]), 0)
     assert isinstance(tell, Tell)
     assert "a chunk was lost or overtaken" in tell.message.reason
-    assert view.end is RoomState.FAILED
+    assert use.view.end is RoomState.FAILED
 
 
 def test_a_scheduler_that_sends_nothing_more_ends_the_room():
@@ -258,14 +258,14 @@ def test_a_scheduler_that_sends_nothing_more_ends_the_room():
     rooms.handle(ChunkSent(started, chunk(1, last=False)), 5)
     rooms.handle(ended(rooms, started), 6)
     rooms.handle(Tick(), CHUNK_TIMEOUT_S)
-    assert (idle.state, started.state) == (RoomState.TIMED_OUT, RoomState.SENDING)
-    assert "sent nothing after page 0 of room 1" in (idle.reason or "")
+    assert (idle.view.state, started.view.state) == (RoomState.TIMED_OUT, RoomState.SENDING)
+    assert "sent nothing after page 0 of room 1" in (idle.view.reason or "")
     rooms.handle(Tick(), CHUNK_TIMEOUT_S + 5)
-    assert started.state is RoomState.TIMED_OUT
+    assert started.view.state is RoomState.TIMED_OUT
 
 
 def test_pages_before_any_request_fail_the_room():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = opened(rooms)
-    rooms.handle(ChunkSent(view, chunk(2)), 0)
-    assert view.state is RoomState.FAILED
+    use = opened(rooms)
+    rooms.handle(ChunkSent(use, chunk(2)), 0)
+    assert use.view.state is RoomState.FAILED

@@ -41,7 +41,8 @@ from sglang_mooncake.rooms.prefill import (
     Write,
     WriteEnded,
 )
-from sglang_mooncake.rooms.states import ENDS, RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import ENDS, RoomState
 
 
 def _differ(one: Write, other: Write) -> bool:
@@ -57,7 +58,7 @@ class AnyOrder(RuleBasedStateMachine):
     def start(self, computed_first):
         self.rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S, computed_first)
         self.now_s = 0.0
-        self.views: list[RoomView] = []
+        self.uses: list[Room] = []
         self.outstanding: dict[int, list[Write]] = {}
         #: By room and peer: (position, layer) → the page that was last written there.
         self.written: defaultdict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(dict)
@@ -65,7 +66,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.writes: Counter[tuple[int, str]] = Counter()
         self.ends: dict[int, tuple[RoomState, str | None]] = {}
         self.generation = 0
-        self.over: list[RoomView] = []
+        self.over: list[Room] = []
         self.asked: list[tuple[str, RoomRequest]] = []
 
     def do(self, event):
@@ -73,13 +74,13 @@ class AnyOrder(RuleBasedStateMachine):
             if isinstance(instruction, Write):
                 self.write(instruction)
             if isinstance(instruction, Over):
-                self.over.append(instruction.view)
+                self.over.append(instruction.room)
             if isinstance(instruction, CancelWrites):
-                under_way = self.outstanding[instruction.view.serial]
+                under_way = self.outstanding[instruction.room.serial]
                 assert set(instruction.keys) == {write.key for write in under_way}
 
     def write(self, write: Write) -> None:
-        serial = write.view.serial
+        serial = write.room.serial
         under_way = self.outstanding.setdefault(serial, [])
         for other in under_way:
             assert other.peer != write.peer or not _differ(other, write), "they could overtake"
@@ -100,9 +101,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(room=st.integers(1, 3))
     def open(self, room):
-        view = RoomView(room, self.now_s)
-        self.views.append(view)
-        self.do(Opened(view))
+        use = Room(room, self.now_s)
+        self.uses.append(use)
+        self.do(Opened(use))
 
     @rule(
         room=st.integers(1, 3),
@@ -128,8 +129,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def compute(self, data):
-        if self.views:
-            self.do(Computed(data.draw(st.sampled_from(self.views))))
+        if self.uses:
+            self.do(Computed(data.draw(st.sampled_from(self.uses))))
 
     @rule(data=st.data())
     def ask_again(self, data):
@@ -138,9 +139,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(data=st.data(), pages=st.integers(0, 2), first=st.integers(0, 2), last=st.booleans())
     def send(self, data, pages, first, last):
-        if self.views:
-            view = data.draw(st.sampled_from(self.views))
-            self.do(ChunkSent(view, chunk(pages, first, last)))
+        if self.uses:
+            use = data.draw(st.sampled_from(self.uses))
+            self.do(ChunkSent(use, chunk(pages, first, last)))
 
     @rule(
         data=st.data(),
@@ -151,24 +152,24 @@ class AnyOrder(RuleBasedStateMachine):
     )
     def fill(self, data, pages, first, below, add):
         """Of the pages that `send` names, or of others."""
-        if self.views:
-            view = data.draw(st.sampled_from(self.views))
-            self.do(LayersFilled(view, np.arange(pages) + add, first, below, 0.0))
+        if self.uses:
+            use = data.draw(st.sampled_from(self.uses))
+            self.do(LayersFilled(use, np.arange(pages) + add, first, below, 0.0))
 
     @rule(data=st.data(), failure=st.sampled_from([None, None, "broken"]))
     def write_ends(self, data, failure):
-        under_way = [v for v in self.views if self.outstanding.get(v.serial)]
+        under_way = [v for v in self.uses if self.outstanding.get(v.serial)]
         if under_way:
-            view = data.draw(st.sampled_from(under_way))
-            writes = self.outstanding[view.serial]
+            use = data.draw(st.sampled_from(under_way))
+            writes = self.outstanding[use.serial]
             write = writes.pop(data.draw(st.integers(0, len(writes) - 1)))
-            self.do(WriteEnded(view, write.peer, write.nth, failure))
+            self.do(WriteEnded(use, write.peer, write.nth, failure))
 
     @rule(data=st.data(), close=st.booleans())
     def give_up(self, data, close):
-        if self.views:
-            view = data.draw(st.sampled_from(self.views))
-            self.do(Closed(view) if close else Aborted(view, "gone"))
+        if self.uses:
+            use = data.draw(st.sampled_from(self.uses))
+            self.do(Closed(use) if close else Aborted(use, "gone"))
 
     @rule(room=st.integers(1, 3), peer=st.sampled_from("ab"), back=st.integers(0, 2))
     def peer_aborts(self, room, peer, back):
@@ -185,14 +186,14 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def ends_are_final_and_quiet(self):
-        for view in self.views:
-            if view.state in ENDS:
-                assert not self.outstanding.get(view.serial), "an end while bytes still move"
-                end = (view.state, view.reason)
-                assert self.ends.setdefault(view.serial, end) == end
-                assert (view.reason is None) == (view.state is RoomState.DONE)
-            if view.state is RoomState.ENDING:
-                assert self.outstanding[view.serial], "an ending that nothing will end"
+        for use in self.uses:
+            if use.view.state in ENDS:
+                assert not self.outstanding.get(use.serial), "an end while bytes still move"
+                end = (use.view.state, use.view.reason)
+                assert self.ends.setdefault(use.serial, end) == end
+                assert (use.view.reason is None) == (use.view.state is RoomState.DONE)
+            if use.view.state is RoomState.ENDING:
+                assert self.outstanding[use.serial], "an ending that nothing will end"
 
     @invariant()
     def what_is_early_is_counted(self):
@@ -206,9 +207,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def the_table_holds_live_rooms_alone(self):
-        assert len(self.rooms) == sum(not view.over for view in self.views)
-        assert {view.serial for view in self.over} == {v.serial for v in self.views if v.over}
-        assert len(self.over) == len({view.serial for view in self.over})
+        assert len(self.rooms) == sum(not use.view.over for use in self.uses)
+        assert {use.serial for use in self.over} == {v.serial for v in self.uses if v.view.over}
+        assert len(self.over) == len({use.serial for use in self.over})
 
 
 AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
@@ -231,33 +232,33 @@ def test_layers_of_one_prompt_in_any_order(steps):
     machine = AnyOrder()
     machine.start(computed_first=False)
     machine.open(1)
-    (view,) = machine.views
+    (use,) = machine.uses
     machine.do(Requested("a", request(1)))
     sent = 0
 
     def send(pages: int) -> int:
         stop = min(sent + pages, 2)
         numbers = np.arange(sent, stop)
-        machine.do(ChunkSent(view, Chunk(numbers, sent, 0 if stop == 2 else None, 0.0)))
+        machine.do(ChunkSent(use, Chunk(numbers, sent, 0 if stop == 2 else None, 0.0)))
         return stop
 
     def end(nth: int) -> None:
-        writes = machine.outstanding.get(view.serial)
+        writes = machine.outstanding.get(use.serial)
         if writes:
             write = writes.pop(nth % len(writes))
-            machine.do(WriteEnded(view, write.peer, write.nth, None))
+            machine.do(WriteEnded(use, write.peer, write.nth, None))
 
     for step in steps:
         match step:
             case "fill", first, below, add:
                 pages = np.arange(first % 2, 2 if first < 2 else 1 + first % 2) + add
-                machine.do(LayersFilled(view, pages, first % 2, below, 0.0))
+                machine.do(LayersFilled(use, pages, first % 2, below, 0.0))
             case "send", pages if sent < 2:
                 sent = send(pages)
             case "end", nth:
                 end(nth)
     if sent < 2:
         send(2)
-    while machine.outstanding.get(view.serial):
+    while machine.outstanding.get(use.serial):
         end(0)
-    assert view.state is RoomState.DONE, view.reason
+    assert use.view.state is RoomState.DONE, use.view.reason

@@ -36,10 +36,10 @@ def test_an_early_abort_of_one_rank_outlives_the_early_request_of_another():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(RoomAborted("b", RoomAbort(1, 0, "no link to its other source")), 0)
     rooms.handle(Requested("a", request(1, generation=9, destinations=2)), 0)
-    view = opened(rooms)
-    assert view.state is RoomState.OPEN, "the other rank may have asked again, on its way here"
+    use = opened(rooms)
+    assert use.view.state is RoomState.OPEN, "the other rank may have asked again, on its way here"
     (tell, _) = rooms.handle(Tick(), ABORT_GRACE_S)
-    assert view.state is RoomState.ABORTED
+    assert use.view.state is RoomState.ABORTED
     assert isinstance(tell, Tell)
     assert (tell.peer, tell.message.generation) == ("a", 9)
 
@@ -49,27 +49,27 @@ def test_a_lost_peer_takes_its_early_request_along_and_leaves_that_of_others():
     for peer in "ab":
         rooms.handle(Requested(peer, request(1, destinations=2)), 0)
     rooms.handle(PeerLost("a", "gone"), 0)
-    view = opened(rooms)
-    assert view.state is RoomState.OPEN
+    use = opened(rooms)
+    assert use.view.state is RoomState.OPEN
     rooms.handle(Requested("c", request(1, destinations=2)), 0)
-    assert view.state is RoomState.READY
+    assert use.view.state is RoomState.READY
 
 
 def test_a_room_whose_only_peer_was_lost_before_it_opened_does_not_wait_for_it():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(Requested("a", request(1)), 0)
     rooms.handle(PeerLost("a", "its process is gone"), 1)
-    view = opened(rooms)
+    use = opened(rooms)
     rooms.handle(Tick(), 1 + ABORT_GRACE_S)
-    assert view.state is RoomState.ABORTED
-    assert view.reason is not None
-    assert "its process is gone" in view.reason
+    assert use.view.state is RoomState.ABORTED
+    assert use.view.reason is not None
+    assert "its process is gone" in use.view.reason
 
 
 def test_an_early_request_is_kept_for_its_room():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(Requested("a", request(1)), 0)
-    assert opened(rooms).state is RoomState.READY
+    assert opened(rooms).view.state is RoomState.READY
 
 
 def test_an_early_request_is_refused_when_its_room_never_comes():
@@ -97,7 +97,7 @@ def test_what_one_peer_says_early_is_bounded_and_its_oldest_request_is_told():
         assert (tell.peer, tell.message.room) == ("a", room)
         assert "more rooms, or name more pages" in tell.message.reason
     assert early_bytes(rooms) <= EARLY_PEER_BYTES_MAX + 5_000
-    assert opened(rooms, 1_000).state is RoomState.READY, "nobody else gives way"
+    assert opened(rooms, 1_000).view.state is RoomState.READY, "nobody else gives way"
 
 
 def test_what_all_peers_say_early_is_bounded_and_who_has_most_gives_way(monkeypatch):
@@ -107,7 +107,7 @@ def test_what_all_peers_say_early_is_bounded_and_who_has_most_gives_way(monkeypa
     for room in range(100, 200):
         rooms.handle(RoomAborted("a", RoomAbort(room, 1, "never was one")), 0)
     assert early_bytes(rooms) <= 10_000
-    assert opened(rooms, 1).state is RoomState.READY
+    assert opened(rooms, 1).view.state is RoomState.READY
 
 
 def test_aborts_of_unknown_rooms_with_long_reasons_take_little_memory():
@@ -125,31 +125,31 @@ def test_an_early_abort_ends_the_room_unless_the_peer_asks_again():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     for room in (1, 2):
         rooms.handle(RoomAborted("a", RoomAbort(room, 4, "client gone")), 0)
-    view, reused = opened(rooms, 1), opened(rooms, 2)
+    use, reused = opened(rooms, 1), opened(rooms, 2)
     rooms.handle(Requested("a", request(2, generation=5)), 1)
-    assert reused.state is RoomState.READY
+    assert reused.view.state is RoomState.READY
     rooms.handle(Tick(), ABORT_GRACE_S - 0.1)
-    assert view.state is RoomState.OPEN
+    assert use.view.state is RoomState.OPEN
     rooms.handle(Tick(), ABORT_GRACE_S)
-    assert view.state is RoomState.ABORTED
-    assert "client gone" in (view.reason or "")
-    assert reused.state is RoomState.READY
+    assert use.view.state is RoomState.ABORTED
+    assert "client gone" in (use.view.reason or "")
+    assert reused.view.state is RoomState.READY
 
 
 def test_an_abort_that_overtook_its_request_wins():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(RoomAborted("a", RoomAbort(1, 4, "client gone")), 0)
     rooms.handle(Requested("a", request(1, generation=4)), 0)
-    view = opened(rooms)
+    use = opened(rooms)
     rooms.handle(Requested("a", request(1, generation=4)), 0)
-    assert view.state is RoomState.ABORTED
+    assert use.view.state is RoomState.ABORTED
 
 
 def test_a_newer_request_outlives_an_older_abort():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(RoomAborted("a", RoomAbort(1, 4, "client gone")), 0)
     rooms.handle(Requested("a", request(1, generation=5)), 0)
-    assert opened(rooms).state is RoomState.READY
+    assert opened(rooms).view.state is RoomState.READY
 
 
 @pytest.mark.parametrize("when", ["before the number is used again", "after"])
@@ -158,16 +158,16 @@ def test_a_late_abort_of_a_former_use_ends_no_later_one(when):
     former = ready(rooms)
     rooms.handle(ChunkSent(former, chunk(2)), 0)
     rooms.handle(ended(rooms, former), 0)
-    assert former.state is RoomState.DONE
+    assert former.view.state is RoomState.DONE
     if when == "after":
-        view = opened(rooms)
+        use = opened(rooms)
     rooms.handle(RoomAborted("a", RoomAbort(1, 1, "client gone")), 0)
     if when != "after":
-        view = opened(rooms)
+        use = opened(rooms)
     rooms.handle(Tick(), TIMEOUT_S - 1)
-    assert view.state is RoomState.OPEN
+    assert use.view.state is RoomState.OPEN
     rooms.handle(Requested("a", request(1, generation=2)), TIMEOUT_S - 1)
-    assert view.state is RoomState.READY
+    assert use.view.state is RoomState.READY
 
 
 def test_an_abort_of_an_early_request_is_not_lost_on_a_room_in_use():
@@ -176,9 +176,9 @@ def test_an_abort_of_an_early_request_is_not_lost_on_a_room_in_use():
     rooms.handle(Requested("a", request(1, generation=2)), 0)
     rooms.handle(RoomAborted("a", RoomAbort(1, 2, "client gone")), 0)
     again = opened(rooms)
-    assert again.state is RoomState.OPEN
+    assert again.view.state is RoomState.OPEN
     rooms.handle(Tick(), ABORT_GRACE_S)
-    assert again.state is RoomState.ABORTED
+    assert again.view.state is RoomState.ABORTED
 
 
 def test_a_request_that_comes_twice_opens_no_later_use_of_its_room_number():
@@ -187,7 +187,7 @@ def test_a_request_that_comes_twice_opens_no_later_use_of_its_room_number():
     rooms.handle(Aborted(former, "client gone"), 0)
     again = opened(rooms)
     assert rooms.handle(Requested("a", request(1)), 0) == []
-    assert again.state is RoomState.OPEN
+    assert again.view.state is RoomState.OPEN
 
 
 @pytest.mark.parametrize("is_early", [True, False])
@@ -196,18 +196,18 @@ def test_a_rank_that_will_never_ask_is_not_waited_for(is_early):
     abort = RoomAborted("(no link)", RoomAbort(1, 0, "it has another secret", refused=True))
     if is_early:
         rooms.handle(abort, 0)
-    view = opened(rooms)
+    use = opened(rooms)
     if not is_early:
         rooms.handle(abort, 0)
-    assert view.state is RoomState.ABORTED
-    assert "another secret" in (view.reason or "")
+    assert use.view.state is RoomState.ABORTED
+    assert "another secret" in (use.view.reason or "")
 
 
 def test_a_room_that_another_rank_has_asked_for_does_not_end_at_such_a_word():
     rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
-    view = opened(rooms)
+    use = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=2)), 0)
     rooms.handle(RoomAborted("b", RoomAbort(1, 0, "a stranger's word", refused=True)), 0)
-    assert view.state is RoomState.OPEN
+    assert use.view.state is RoomState.OPEN
     rooms.handle(Requested("b", request(1, destinations=2)), 0)
-    assert view.state is RoomState.READY
+    assert use.view.state is RoomState.READY

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_story import TIMES, prefill, room, write
 
-from sglang_mooncake.rooms.states import ENDS, RoomState, RoomTimes
+from sglang_mooncake.rooms.room import Room, RoomTimes, RoomView
+from sglang_mooncake.rooms.states import ENDS, RoomState
 from sglang_mooncake.rooms.write_story import SEVERAL, WriteStory
 from sglang_mooncake.spans import span
 from sglang_mooncake.story import tell
@@ -49,8 +48,8 @@ def test_a_prefill_ranks_hand_over_with_its_stages_and_writes():
 
 
 def test_a_decode_ranks_hand_over_names_no_transport():
-    view = room(met_s=11.0, named_s=11.5, planned_s=11.6, landed_s=14.0)
-    told = span(tell(view, "decode", "rank", 14.5), EPOCH_NS, 3)
+    use = room(met_s=11.0, named_s=11.5, planned_s=11.6, landed_s=14.0)
+    told = span(tell(use, "decode", "rank", 14.5), EPOCH_NS, 3)
     assert told.name == "receive KV cache"
     assert [one.name for one in told.children][-2:] == ["landed", "acknowledged"]
     assert "sglang_mooncake.transports" not in told.attributes
@@ -60,8 +59,8 @@ def test_a_decode_ranks_hand_over_names_no_transport():
 def test_of_writes_that_were_merged_one_event_says_how_many():
     plain = write(peer="decode rank 1")
     several = WriteStory(SEVERAL, "", 1.0, 2.0, 100, 10, 2, early=True, failed=2, count=3)
-    view = room(met_s=10.5, named_s=12.0, planned_s=12.1, posted_s=12.3)
-    told = span(tell(view, "prefill", "rank", 13.0, writes=[plain, several]), EPOCH_NS, 3)
+    use = room(met_s=10.5, named_s=12.0, planned_s=12.1, posted_s=12.3)
+    told = span(tell(use, "prefill", "rank", 13.0, writes=[plain, several]), EPOCH_NS, 3)
     assert told.attributes["sglang_mooncake.transports"] == ("tcp",)
     assert [one.name for one in told.events] == ["write landed", "write failed"]
     more = told.events[1].attributes.keys() - told.events[0].attributes.keys()
@@ -80,8 +79,8 @@ def test_sglangs_trace_level_says_how_much_is_told(level, stages, writes):
 
 @pytest.mark.parametrize("state", [RoomState.FAILED, RoomState.TIMED_OUT])
 def test_a_hand_over_that_failed_is_an_error_in_the_stage_in_which_it_failed(state):
-    view = room(state, reason="the peer died", met_s=11.0)
-    told = span(tell(view, "prefill", "rank", 12.0, writes=[write(failed=1)]), EPOCH_NS, 3)
+    use = room(state, reason="the peer died", met_s=11.0)
+    told = span(tell(use, "prefill", "rank", 12.0, writes=[write(failed=1)]), EPOCH_NS, 3)
     assert told.error == "the peer died"
     assert told.attributes["error.type"] == state.value
     assert told.attributes["sglang_mooncake.reason"] == "the peer died"
@@ -98,8 +97,8 @@ def test_a_failure_without_a_reason_is_named_by_its_end():
 
 @pytest.mark.parametrize("state", [RoomState.ABORTED, RoomState.SUPERSEDED])
 def test_what_somebody_asked_for_is_no_error(state):
-    view = room(state, reason="aborted by the scheduler of the decode server")
-    told = span(tell(view, "decode", "rank", 12.0), EPOCH_NS, 3)
+    use = room(state, reason="aborted by the scheduler of the decode server")
+    told = span(tell(use, "decode", "rank", 12.0), EPOCH_NS, 3)
     assert told.error is None
     assert "error.type" not in told.attributes
     assert told.attributes["sglang_mooncake.outcome"] == state.value
@@ -110,14 +109,13 @@ def test_what_somebody_asked_for_is_no_error(state):
 @given(
     role=st.sampled_from(["prefill", "decode"]),
     state=st.sampled_from(sorted(ENDS, key=lambda one: one.value)),
-    times=st.tuples(*(TIMES for _ in fields(RoomTimes))),
+    times=st.tuples(*(TIMES for _ in RoomTimes.__struct_fields__)),
     opened_s=TIMES,
     lasted_s=TIMES,
 )
 def test_stages_follow_each_other_and_fill_the_span(role, state, times, opened_s, lasted_s):
-    view = room(state, opened_s)
-    view.times = RoomTimes(*times)
-    told = span(tell(view, role, "rank", opened_s + lasted_s), EPOCH_NS, 2)
+    use = Room(7, opened_s, RoomView(state, times=RoomTimes(*times)))
+    told = span(tell(use, role, "rank", opened_s + lasted_s), EPOCH_NS, 2)
     edges = [told.began_ns]
     for child in told.children:
         assert child.began_ns == edges[-1]

@@ -27,7 +27,8 @@ from handover import (
 from bootstrap_server import BootstrapServer, Topology
 from sglang_mooncake.layout import ALL, Buffers, Component, Dealt, Layout, Units
 from sglang_mooncake.rooms.prefill import Chunk
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.sglang.config import Config
 
 PAGES, PAGE, WIDTH, LAYERS = 32, 4, 8, 2
@@ -115,35 +116,37 @@ class Ranks:
 
     def run(
         self, named: list[int], chunks: list[int], device: list[int] | None = None
-    ) -> list[RoomView]:
-        """One room, as far as the last chunk; the views of the decode ranks."""
+    ) -> list[Room]:
+        """One room, as far as the last chunk; the uses of the decode ranks."""
         sources = [rank.side.open_room(1, register_dp_rank=False) for rank in self.prefill]
         targets = []
         for rank in self.decode:
-            view = rank.side.new_room(1)
-            rank.side.choose_sources(view, self.address, 0)
-            targets.append(view)
-        for rank, view in zip(self.decode, targets, strict=True):
-            until(lambda view=view: view.state is not RoomState.OPEN, "the decode room is ready")
+            use = rank.side.new_room(1)
+            rank.side.choose_sources(use, self.address, 0)
+            targets.append(use)
+        for rank, use in zip(self.decode, targets, strict=True):
+            until(lambda use=use: use.view.state is not RoomState.OPEN, "the decode room is ready")
             pages = None if device is None else np.array(device)
-            rank.side.name_pages(view, np.array(named), 0, 0, (), pages)
-        for rank, view in zip(self.prefill, sources, strict=True):
-            until(lambda view=view: view.state is not RoomState.OPEN, "it was asked")
-            assert view.state is RoomState.READY, view.reason
+            rank.side.name_pages(use, np.array(named), 0, 0, (), pages)
+        for rank, use in zip(self.prefill, sources, strict=True):
+            until(lambda use=use: use.view.state is not RoomState.OPEN, "it was asked")
+            assert use.view.state is RoomState.READY, use.view.reason
             first = 0
             for count in chunks:
                 last = first + count == len(NUMBERS)
                 pages = np.array(NUMBERS[first : first + count])
                 chunk = Chunk(pages, first, 0 if last else None, time.monotonic())
-                rank.side.send_chunk(view, chunk)
+                rank.side.send_chunk(use, chunk)
                 first += count
-            rank.side.polled(view, sent=True)
+            rank.side.polled(use, sent=True)
         return targets
 
-    def arrive(self, targets: list[RoomView]) -> None:
-        for rank, view in zip(self.decode, targets, strict=True):
-            until(lambda r=rank, v=view: r.side.has_arrived(v) or v.over, "the room has arrived")
-            assert not view.over, view.reason
+    def arrive(self, targets: list[Room]) -> None:
+        for rank, use in zip(self.decode, targets, strict=True):
+            until(
+                lambda r=rank, v=use: r.side.has_arrived(v) or v.view.over, "the room has arrived"
+            )
+            assert not use.view.over, use.view.reason
 
 
 @contextmanager
@@ -178,11 +181,11 @@ def test_parts_that_are_not_the_whole_fail_the_room():
     """Two ranks that both take themselves for the first part."""
     first, _ = shards(2)
     with ranks([first, first], [Memory()], sharded=True) as both:
-        (view,) = both.run(NAMED, [5])
+        (use,) = both.run(NAMED, [5])
         (rank,) = both.decode
-        until(lambda: not rank.side.has_arrived(view) and view.over, "the room has failed")
-        assert view.reason is not None
-        assert "have sent 6 pages where 5 were asked for" in view.reason
+        until(lambda: not rank.side.has_arrived(use) and use.view.over, "the room has failed")
+        assert use.view.reason is not None
+        assert "have sent 6 pages where 5 were asked for" in use.view.reason
 
 
 @pytest.mark.parametrize("chunks", [[5], [1, 3, 1]])
@@ -218,9 +221,9 @@ def test_pages_on_the_host_and_on_the_device_have_numbers_of_their_own():
 def test_a_decode_rank_that_names_too_few_pages_for_its_tokens_is_told():
     whole, parts = Memory(), [Memory(tokens=Dealt(index, 2)) for index in range(2)]
     with ranks([whole], parts, dcp=2) as both:
-        for view in both.run(NAMED[:2], [5]):
-            until(lambda view=view: view.over, "the room has failed")
-            assert "made room for 4 pages" in (view.reason or "")
+        for use in both.run(NAMED[:2], [5]):
+            until(lambda use=use: use.view.over, "the room has failed")
+            assert "made room for 4 pages" in (use.view.reason or "")
 
 
 def test_there_is_no_part_beyond_the_last():

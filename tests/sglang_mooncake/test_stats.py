@@ -12,7 +12,8 @@ from handover import NEVER_S, make_context, until
 import te
 from sglang_mooncake import stats
 from sglang_mooncake.context import Deadlines
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room, RoomView
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.stats import Recorder
 from te.stats import FenceStats
 
@@ -63,8 +64,8 @@ def test_overlapping_transfers_count_their_time_once(recorder):
 
 def test_rooms_are_counted_by_their_end(recorder):
     for state in (RoomState.DONE, RoomState.ABORTED, RoomState.SUPERSEDED, RoomState.TIMED_OUT):
-        recorder.room_over(RoomView(1, 0.0, state=state))
-    recorder.open_rooms(3)
+        recorder.room_over(Room(1, 0.0, RoomView(state)))
+    recorder.open_rooms = lambda: (Room(2, 0.0), Room(3, 0.0), Room(2, 1.0))
     assert recorder.snapshot()["rooms"] == {"done": 1, "failed": 1, "aborted": 2, "open": 3}
 
 
@@ -110,7 +111,7 @@ def test_a_file_that_cannot_be_written_in_time_holds_up_nobody(tmp_path, monkeyp
     made = make_recorder(tmp_path)
     until(made._write_lock.locked, "the thread waits for the file")
     made.handed_over(0.25)
-    made.open_rooms(3)
+    made.room_over(Room(1, 0.0, RoomView(RoomState.DONE)))
     made.close()
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     until(lambda: not made._write_lock.locked(), "the thread goes on")

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_mooncake.rooms.states import RoomState, RoomTimes, RoomView
+from sglang_mooncake.rooms.room import Room, RoomTimes, RoomView
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.rooms.write_story import SEVERAL, WRITES_MAX, WriteStory, merged
 from sglang_mooncake.story import SLOWEST, STAGES, RoomStory, Stories, tell
 
@@ -20,9 +21,7 @@ def write(began_s=1.0, ended_s=2.0, peer="decode rank 0", early=False, failed=0)
 
 
 def room(state=RoomState.DONE, opened_s=10.0, reason=None, **times):
-    view = RoomView(7, opened_s, state, reason)
-    view.times = RoomTimes(**times)
-    return view
+    return Room(7, opened_s, RoomView(state, reason, times=RoomTimes(**times)))
 
 
 @given(
@@ -35,9 +34,8 @@ def room(state=RoomState.DONE, opened_s=10.0, reason=None, **times):
 def test_stages_add_up_to_the_rooms_time_whatever_was_reached(
     role, state, times, opened_s, lasted_s
 ):
-    view = room(state, opened_s)
-    view.times = times
-    story = tell(view, role, "rank", opened_s + lasted_s)
+    use = Room(7, opened_s, RoomView(state, times=times))
+    story = tell(use, role, "rank", opened_s + lasted_s)
     stages = story.stages()
     assert sum(stages.values()) == pytest.approx(story.duration_s, abs=1e-9)
     assert min(stages.values(), default=0.0) >= 0
@@ -48,8 +46,8 @@ def test_stages_add_up_to_the_rooms_time_whatever_was_reached(
 
 
 def prefill():
-    view = room(met_s=10.5, named_s=12.0, planned_s=12.1, posted_s=12.3)
-    return tell(view, "prefill", "rank", 13.0, writes=[write()])
+    use = room(met_s=10.5, named_s=12.0, planned_s=12.1, posted_s=12.3)
+    return tell(use, "prefill", "rank", 13.0, writes=[write()])
 
 
 def test_a_prefill_ranks_stages():
@@ -61,8 +59,8 @@ def test_a_prefill_ranks_stages():
 
 
 def test_pages_that_were_named_before_the_links_were_known_do_not_count_twice():
-    view = room(met_s=11.0, named_s=10.2, planned_s=11.0, landed_s=14.0)
-    story = tell(view, "decode", "rank", 14.5)
+    use = room(met_s=11.0, named_s=10.2, planned_s=11.0, landed_s=14.0)
+    story = tell(use, "decode", "rank", 14.5)
     assert story.stages() == pytest.approx(
         {"bootstrap": 1.0, "queued": 0.0, "planned": 0.0, "landed": 3.0, "acknowledged": 0.5}
     )
@@ -78,15 +76,15 @@ def test_pages_that_were_named_before_the_links_were_known_do_not_count_twice():
     ],
 )
 def test_a_failed_rooms_last_time_belongs_to_the_stage_in_which_it_failed(times, stage):
-    view = room(RoomState.FAILED, reason="the peer died", **times)
-    story = tell(view, "prefill", "rank", 20.0)
+    use = room(RoomState.FAILED, reason="the peer died", **times)
+    story = tell(use, "prefill", "rank", 20.0)
     assert list(story.stages())[-1] == stage
     assert (story.end, story.reason) == ("failed", "the peer died")
 
 
 def test_a_rank_without_a_byte_to_send_is_done_all_the_same():
-    view = room(met_s=11.0, named_s=12.0, planned_s=12.0)
-    story = tell(view, "prefill", "rank", 12.0)
+    use = room(met_s=11.0, named_s=12.0, planned_s=12.0)
+    story = tell(use, "prefill", "rank", 12.0)
     assert story.stages() == pytest.approx(
         {"bootstrap": 1.0, "queued": 1.0, "planned": 0.0, "posted": 0.0, "acknowledged": 0.0}
     )
@@ -147,14 +145,6 @@ def test_nothing_is_kept_where_that_is_asked_for():
     stories = Stories(0)
     stories.add(story(1))
     assert (stories.last(10), stories.slowest(10), stories.of_room(7)) == ([], [], [])
-
-
-def test_open_rooms_are_known_until_they_are_over():
-    stories, view = Stories(1), room(RoomState.OPEN)
-    stories.open(view)
-    assert stories.opened() == [view]
-    stories.add(tell(view, "decode", "rank", 11.0))
-    assert stories.opened() == []
 
 
 def test_stories_go_through_messages_unchanged():

@@ -11,7 +11,8 @@ import pytest
 from handover import WAIT_S, until
 
 from sglang_mooncake import stream_order
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room, RoomView
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.stream_order import StreamOrder
 
 
@@ -41,7 +42,7 @@ class Loop:
         self.inbox = queue.SimpleQueue()
         self.order = StreamOrder(
             self.delivered.append,
-            lambda view, reason: self.failed.append((view, reason)),
+            lambda use, reason: self.failed.append((use, reason)),
             self.inbox.put,
             timeout_s,
             "GPU_TIMEOUT",
@@ -64,19 +65,19 @@ def loop(request):
     assert not made.order._thread.is_alive()
 
 
-def view(room=1):
-    return RoomView(room, 0.0)
+def use(room=1):
+    return Room(room, 0.0)
 
 
 def test_what_waits_for_nothing_goes_at_once(loop):
-    loop.order.submit(view(), "a")
-    loop.order.submit(view(), "b")
+    loop.order.submit(use(), "a")
+    loop.order.submit(use(), "b")
     assert loop.delivered == ["a", "b"]
 
 
 def test_nothing_overtakes_what_waits_in_its_room(loop):
     first, second = Event(), Event(happened=True)
-    room = view()
+    room = use()
     loop.order.submit(room, "cached prefix", (first,))
     loop.order.submit(room, "middle")
     loop.order.submit(room, "a chunk with an event", (second,))
@@ -95,11 +96,11 @@ def test_nothing_overtakes_what_waits_in_its_room(loop):
 def test_rooms_do_not_wait_for_each_other(loop):
     """The layers of the next forward are announced before the last chunk of this one is sent."""
     next_forward = Event()
-    loop.order.submit(view(2), "layers of the next forward", (next_forward,))
-    loop.order.submit(view(1), "last chunk")
+    loop.order.submit(use(2), "layers of the next forward", (next_forward,))
+    loop.order.submit(use(1), "last chunk")
     assert loop.delivered == ["last chunk"]
     until(lambda: next_forward.asked > 3, "the thread waits")
-    loop.order.submit(view(3), "another last chunk", (Event(happened=True),))
+    loop.order.submit(use(3), "another last chunk", (Event(happened=True),))
     loop.turn()
     assert loop.delivered == ["last chunk", "another last chunk"]
     next_forward.happened.set()
@@ -110,7 +111,7 @@ def test_rooms_do_not_wait_for_each_other(loop):
 def test_one_look_asks_once_for_an_event_of_many_rooms(loop):
     event, rooms = Event(), 8
     for room in range(rooms):
-        loop.order.submit(view(room), room, (event,))
+        loop.order.submit(use(room), room, (event,))
     until(loop.order._to_wait_for.empty, "the thread has taken all of them")
     asked = event.asked
     until(lambda: event.asked > asked + 1, "and has looked at all of them")
@@ -123,7 +124,7 @@ def test_one_look_asks_once_for_an_event_of_many_rooms(loop):
 
 def test_all_events_of_one_submission_must_happen(loop):
     first, second = Event(happened=True), Event()
-    loop.order.submit(view(), "a", (first, second))
+    loop.order.submit(use(), "a", (first, second))
     until(lambda: second.asked, "the thread waits for the second one")
     assert loop.inbox.empty()
     second.happened.set()
@@ -132,9 +133,9 @@ def test_all_events_of_one_submission_must_happen(loop):
 
 
 def test_an_event_that_raises_fails_its_room_and_the_next_goes_on(loop):
-    failing = view(1)
+    failing = use(1)
     loop.order.submit(failing, "a", (BrokenEvent(),))
-    loop.order.submit(view(2), "b", (Event(happened=True),))
+    loop.order.submit(use(2), "b", (Event(happened=True),))
     loop.turn(2)
     ((room, reason),) = loop.failed
     assert room is failing
@@ -145,11 +146,11 @@ def test_an_event_that_raises_fails_its_room_and_the_next_goes_on(loop):
 
 @pytest.mark.parametrize("loop", [0.05], indirect=True)
 def test_an_event_that_never_happens_fails_its_room_and_the_next_goes_on(loop):
-    stuck = view(1)
+    stuck = use(1)
     loop.order.submit(stuck, "a", (Event(),))
     loop.order.submit(stuck, "its last chunk")
-    loop.order.submit(view(2), "b", (Event(happened=True),))
-    loop.order.submit(view(3), "c")
+    loop.order.submit(use(2), "b", (Event(happened=True),))
+    loop.order.submit(use(3), "c")
     loop.turn(2)
     ((room, reason),) = loop.failed
     assert room is stuck
@@ -164,21 +165,21 @@ def test_an_event_that_never_happens_fails_its_room_and_the_next_goes_on(loop):
 
 @pytest.mark.parametrize("state", [RoomState.ENDING, RoomState.ABORTED])
 def test_a_room_that_ends_is_waited_for_no_more(loop, state):
-    stuck, event = view(1), Event()
+    stuck, event = use(1), Event()
     loop.order.submit(stuck, "a", (event,))
     loop.order.submit(stuck, "b")
     until(lambda: event.asked, "the thread waits")
-    stuck.state = state
+    stuck.view = RoomView(state)
     loop.turn()
     assert loop.delivered == ["a", "b"], "the rules drop the first"
 
 
 def test_what_waits_is_bounded(loop, monkeypatch):
     monkeypatch.setattr(stream_order, "WAITING_MAX", 2)
-    first, event = view(1), Event()
+    first, event = use(1), Event()
     for _ in range(2):
         loop.order.submit(first, "a", (event,))
-    crowd = view(2)
+    crowd = use(2)
     loop.order.submit(crowd, "b", (event,))
     ((room, reason),) = loop.failed
     assert room is crowd
@@ -187,7 +188,7 @@ def test_what_waits_is_bounded(loop, monkeypatch):
 
 def test_closing_waits_for_no_event(loop):
     event = Event()
-    loop.order.submit(view(), "a", (event,))
+    loop.order.submit(use(), "a", (event,))
     until(lambda: event.asked, "the thread waits")
     loop.order.close()
     assert not loop.order._thread.is_alive()

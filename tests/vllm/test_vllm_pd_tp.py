@@ -24,9 +24,9 @@ def two_of(ours: int, theirs: int, **settings: Any) -> Any:
 
 def until_asked(two: Pair, name: str) -> None:
     """All prefill ranks have been asked for a request's blocks."""
-    views = [one.worker._loads[name].view for one in two.decodes]
+    uses = [one.worker._loads[name].room for one in two.decodes]
     requested = RoomState.REQUESTED
-    two.until(lambda: all(view.state is requested for view in views), "all are asked")
+    two.until(lambda: all(use.view.state is requested for use in uses), "all are asked")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.sglang.layerwise.spans import Span
 from sglang_mooncake.stream_order import StreamEvent
 
@@ -28,14 +28,14 @@ class LayerSink(Protocol):
     def bytes_per_s(self) -> float: ...
     def send_layers(
         self,
-        view: RoomView,
+        room: Room,
         pages: npt.NDArray[np.integer],
         first: int,
         below: int,
         events: Sequence[StreamEvent] = (),
         wake: bool = True,
     ) -> None: ...
-    def fail(self, view: RoomView, reason: str) -> None: ...
+    def fail(self, room: Room, reason: str) -> None: ...
 
 
 class Figures(Protocol):
@@ -140,7 +140,7 @@ class Forward:
         for part in self.parts:
             span = part.span
             is_last = part is self.parts[-1]
-            self._sink.send_layers(span.sender.view, part.pages, span.first, below, events, is_last)
+            self._sink.send_layers(span.sender.room, part.pages, span.first, below, events, is_last)
         took_s = time.perf_counter() - began_s
         self.hand_overs += 1
         self.hand_over_s += took_s
@@ -153,7 +153,7 @@ class Forward:
         self.broken, self._next = True, None
         for part in self.parts:
             self._sink.fail(
-                part.span.sender.view,
+                part.span.sender.room,
                 f"layer {number} of the model ran again after layers below {self._below} were "
                 "sent: start the server without SGLANG_MOONCAKE_LAYERWISE",
             )

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_mooncake.rooms.states import RoomView
+from sglang_mooncake.rooms.room import Room
 
 __all__ = ["LeftOut", "Span", "SpanSender", "gather", "span_of"]
 
@@ -24,7 +24,7 @@ class SpanSender:
     told_tokens: pages of the tokens below it were told layer by layer; written here alone.
     """
 
-    view: RoomView
+    room: Room
     aux_slot: int | None
     next_page: int
     told_tokens: int
