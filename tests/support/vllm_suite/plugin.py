@@ -68,7 +68,7 @@ def _registered(create: Callable[..., Any], *given: Any, **more: Any) -> Any:
     """Its workers have told the connector of their ranks."""
     scheduler = create(*given, **more)
     if isinstance(scheduler.connector, PDConnector):
-        scheduler.connector._registration = SimpleNamespace(address=REGISTRY)
+        scheduler.connector._registration = SimpleNamespace(address=REGISTRY, take_given_up=list)
     return scheduler
 
 
