@@ -77,8 +77,9 @@ class RailStats:
     #: What it leads over: an RDMA device, or the two addresses of a TCP connection; empty if that
     #: is not known.
     name: str
-    #: ``"up"`` or ``"down"``; for rails over RDMA that this engine makes, the value of
-    #: ``te.transports.base.RailState``.
+    #: ``"up"`` or ``"down"``. Of rails over RDMA that this engine makes also ``"suspect"`` (has
+    #: work that does not move, and gets more only when no rail is up), ``"rebuild"`` (gets a new
+    #: queue pair), or ``"probe"`` (has one, and must carry a small write before anything else).
     state: str
     flow: RailFlow
     #: Bytes that the rail has yet to carry, and the rate in bytes per second that is expected of

@@ -248,9 +248,9 @@ class Acceptor:
         return min(times, default=None)
 
     def _on_events(self, _events: int) -> None:
-        for number, rail, epoch, code, errnum, text in self.local.plane.events():
-            self.transports.on_event(number, rail, epoch, code, errnum)
-            if rail >= 0:
+        for number, has_ended, code, errnum, text in self.local.plane.events():
+            self.transports.on_event(number)
+            if not has_ended:
                 continue
             with self._lock:
                 link = self._links.take(number)

@@ -147,10 +147,10 @@ class EngineTransports:
         for one in self:
             one.unshare(region, timeout_s)
 
-    def on_event(self, number: int, rail: int, epoch: int, code: int, errnum: int) -> None:
-        """What the plane tells."""
+    def on_event(self, number: int) -> None:
+        """Something has become of a link."""
         for one in self:
-            one.on_event(number, rail, epoch, code, errnum)
+            one.on_event(number)
 
     def close(self, timeout_s: float) -> None:
         """Ends the threads of those that have begun."""

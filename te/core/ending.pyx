@@ -15,4 +15,4 @@ cdef void link_close(Link *link) noexcept nogil:
     arriving_forget_all(link)
     pthread_mutex_unlock(&link.lock)
     store32(&link.has_ended, 1)
-    link_tell(link, -1, 0, link.code, link.errnum)
+    link_tell(link)

@@ -84,9 +84,10 @@ class Engine:
     def events_fd(self) -> int:
         """Readable when ``events`` has something."""
 
-    def events(self) -> list[tuple[int, int, int, int, int, str]]:
-        """(link, rail, epoch, code, errno, text) of links that died, with rail -1, and of rails
-        over RDMA that came up or were lost."""
+    def events(self) -> list[tuple[int, bool, int, int, str]]:
+        """(link, whether it has ended, code, errno, text) of links that have ended, which is told
+        once, or whose rails have changed since the last call; the last three say why it has
+        ended."""
 
     def wait_notices(self) -> list[int]:
         """Blocks, without the lock, until transfers that were subscribed to have an outcome."""

@@ -7,7 +7,7 @@ from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
 from te.core.heap cimport need
 from te.core.link cimport Link, link_drop, links_tally
-from te.core.notices cimport Bulletin, Notice, bulletin_take, notice_take
+from te.core.notices cimport Notice, bulletin_take, notice_take
 from te.core.kinds cimport kind_of, KINDS_MAX
 from te.core.plane cimport (
     CANCELLED, DONE, plane_close, plane_know, plane_open, plane_quiesce, plane_quiesce_memory,
@@ -190,23 +190,19 @@ cdef class Engine:
 
     def events(self):
         cdef u64 value
-        cdef u32 i
         cdef Link *k
-        cdef Bulletin b
         cdef list found = []
         eventfd_read(self.p.notices.bulletins_fd, &value)
-        while bulletin_take(&self.p.notices, &b):
-            k = <Link *>b.link
-            for i in range(RAILS_MAX):
-                if b.news[i].is_new:
-                    found.append(
-                        (k.number, i, b.news[i].epoch, b.news[i].code, b.news[i].errnum, ""))
-            if b.has_ended:
-                text = (<bytes>k.text).decode("ascii", "replace")
-                found.append((k.number, -1, 0, k.code, k.errnum, text))
+        while True:
+            k = <Link *>bulletin_take(&self.p.notices)
+            if k == NULL:
+                return found
+            text = (<bytes>k.text).decode("ascii", "replace")
+            has_ended = load32(&k.has_ended) != 0 and not k.end_was_told
+            k.end_was_told |= has_ended
+            found.append((k.number, has_ended, k.code, k.errnum, text))
             with nogil:
                 link_drop(k)
-        return found
 
     def wait_notices(self):
         cdef u64 value

@@ -141,6 +141,7 @@ cdef struct Link:
     u32 is_held_back  # atomic: a connection is not read from because of that
     Map arriving  # te/core/inbound.pyx
     Bulletin bulletin
+    bint end_was_told  # to Python, which alone looks at this
     Flow flows[RAILS_MAX]  # by rail
     Outcomes outcomes
     # Of all links of the engine, under its lock.
@@ -159,8 +160,8 @@ cdef void links_tally(Plane *p, Ledger *ledgers) noexcept nogil
 # Has its connections go; their workers close them. The first reason counts.
 cdef void link_die(Link *link, int code, int errnum, const char *text) noexcept nogil
 cdef void link_die_locked(Link *link, int code, int errnum, const char *text) noexcept nogil
-# What became of one of its rails; -1: the link has ended.
-cdef void link_tell(Link *link, int rail, u32 epoch, int code, int errnum) noexcept nogil
+# Has Python look at it: it has ended, or its rails have changed.
+cdef void link_tell(Link *link) noexcept nogil
 # Gives all its connections a turn.
 cdef void link_kick(Link *link) noexcept nogil
 # The first part of the list of transfers has not moved since then. Under the lock.

@@ -138,10 +138,10 @@ cdef void link_die(Link *link, int code, int errnum, const char *text) noexcept 
     pthread_mutex_unlock(&link.lock)
 
 
-cdef void link_tell(Link *link, int rail, u32 epoch, int code, int errnum) noexcept nogil:
+cdef void link_tell(Link *link) noexcept nogil:
     # The list's reference comes first: whoever reads the list may drop it at once.
     add32(&link.refs, 1)
-    if not bulletin_put(&link.plane.notices, &link.bulletin, rail, epoch, code, errnum):
+    if not bulletin_put(&link.plane.notices, &link.bulletin):
         link_drop(link)
 
 

@@ -1,7 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 # SPDX-License-Identifier: Apache-2.0
 
-from libc.string cimport memset
 from te.core.posix cimport EFD_CLOEXEC, EFD_NONBLOCK, close, eventfd, eventfd_write
 from te.core.sync cimport (
     last_errno, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
@@ -43,19 +42,9 @@ cdef Notice *notice_take(Notices *all) noexcept nogil:
     return one
 
 
-cdef bint bulletin_put(
-    Notices *all, Bulletin *b, int rail, u32 epoch, int code, int errnum
-) noexcept nogil:
-    cdef News *news
+cdef bint bulletin_put(Notices *all, Bulletin *b) noexcept nogil:
     cdef bint is_first
     pthread_mutex_lock(&all.lock)
-    if rail < 0:
-        b.has_ended = True
-    else:
-        news = &b.news[rail]
-        if not news.is_new or news.epoch <= epoch:
-            news.is_new = True
-            news.epoch, news.code, news.errnum = epoch, code, errnum
     is_first = not b.is_listed
     if is_first:
         b.is_listed = True
@@ -66,13 +55,13 @@ cdef bint bulletin_put(
     return is_first
 
 
-cdef bint bulletin_take(Notices *all, Bulletin *out) noexcept nogil:
+cdef void *bulletin_take(Notices *all) noexcept nogil:
+    cdef void *link = NULL
     pthread_mutex_lock(&all.lock)
     cdef Bulletin *b = all.bulletins
     if b != NULL:
         all.bulletins = b.next
-        out[0] = b[0]
-        memset(b.news, 0, sizeof(b.news))
-        b.has_ended = b.is_listed = False
+        b.is_listed = False
+        link = b.link
     pthread_mutex_unlock(&all.lock)
-    return b != NULL
+    return link

@@ -80,7 +80,7 @@ cdef struct Worker:
     pthread_mutex_t lock
     Polled *adopted  # under the lock
     Polled *polled
-    u32 restless  # how much of what it polls is to be looked at every millisecond
+    u64 due_ns  # when something that it polls has to have its next turn at the latest: `worker_by`
     bint has_gone  # something that it polls
     bint owes  # a wake-up to another process
     bint naps  # it sleeps for NAP_NS at most, this time
@@ -114,6 +114,10 @@ cdef int worker_add(Worker *w, Polled *p, int fd, u32 events) noexcept nogil
 cdef void worker_wake(Worker *w) noexcept nogil
 # Takes over what it has been given until now; by the worker itself.
 cdef void worker_adopt(Worker *w) noexcept nogil
+# In a turn of something that it polls: that has the next one by then; the same for within a
+# millisecond. A turn forgets what was asked for before it.
+cdef void worker_by(Worker *w, u64 at_ns) noexcept nogil
+cdef void worker_soon(Worker *w) noexcept nogil
 # Has workers that copy do so on different processors: woken up by one source they start on one.
 cdef void worker_spread(Worker *w) noexcept nogil
 # Has epoll wait for a descriptor of it, by its worker; 0 or an errno. And changes what for.

@@ -19,6 +19,7 @@ cdef enum:
     # A device tells nobody that a copy is over. With the kernel's own slack, 50 us (prctl(2),
     # PR_SET_TIMERSLACK), this is 80 us.
     NAP_NS = 30000
+    SOON_NS = 500000
 
 
 # -- what something may have nothing to do for
@@ -239,10 +240,19 @@ cdef bint armed(Worker *w) noexcept nogil:
     return not busy and not load32(&w.kicked)
 
 
+cdef void worker_by(Worker *w, u64 at_ns) noexcept nogil:
+    w.due_ns = min(w.due_ns, at_ns)
+
+
+cdef void worker_soon(Worker *w) noexcept nogil:
+    worker_by(w, now_ns() + SOON_NS)
+
+
 cdef bint turns(Worker *w, Runner *me, bint slept, bint is_patient) noexcept nogil:
     cdef Polled *p = w.polled
     cdef bint busy = False
     w.owes = False
+    w.due_ns = <u64>-1
     while p != NULL:
         busy |= p.ops.turn(p, slept, is_patient)
         if has_left(me):
@@ -274,7 +284,7 @@ cdef void run(Worker *w, Runner *me) noexcept nogil:
     """Until all that it polls has gone, or the runner has left."""
     cdef epoll_event events[EVENTS_MAX]
     cdef Polled *p
-    cdef u64 now = now_ns(), active = 0, check_at = 0, value
+    cdef u64 now = now_ns(), active = 0, check_at = 0, until, value
     cdef int i, n, timeout_ms
     cdef bint busy, slept, stopping, is_patient, waiting = False
     while True:
@@ -283,11 +293,12 @@ cdef void run(Worker *w, Runner *me) noexcept nogil:
         if slept:
             store32(&w.processor, 0)
             store32(&w.sleeping, 1)
-            if armed(w) and now < check_at:
+            until = min(check_at, w.due_ns)
+            if armed(w) and now < until:
                 if w.naps:
                     nap(w)
                 else:
-                    timeout_ms = 1 if w.restless else <int>((check_at - now) / 1000000) + 1
+                    timeout_ms = <int>((until - now) / 1000000) + 1
         elif waiting and not looked(w) and not w.owes:
             spin_turn(&w.spin, now)
         n = epoll_wait(w.epoll, events, EVENTS_MAX, timeout_ms)

@@ -14,7 +14,6 @@ common is in ``OutgoingLink`` and ``IncomingLink``.
 
 from __future__ import annotations
 
-import enum
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -46,7 +45,6 @@ __all__ = [
     "Local",
     "OutgoingLink",
     "PlainJoin",
-    "RailState",
     "Transport",
     "TransportRefused",
     "Watch",
@@ -121,21 +119,6 @@ class LinkKey(NamedTuple):
 
 
 # -- the source's side
-
-
-class RailState(enum.Enum):
-    """How a rail is that its transport makes by itself, and makes anew."""
-
-    #: Takes work.
-    UP = "up"
-    #: Has work that does not move; gets more only when no rail is UP.
-    SUSPECT = "suspect"
-    #: Waits for its back-off to be over.
-    DOWN = "down"
-    #: Gets a new queue pair on both sides.
-    REBUILD = "rebuild"
-    #: Has one, and must carry a small write before it carries anything else.
-    PROBE = "probe"
 
 
 @dataclass(eq=False)
@@ -361,8 +344,9 @@ class Transport(ABC):
         """Rails that were up and were lost while their link stayed, and rails that came back."""
         return 0, 0
 
-    def on_event(self, number: int, rail: int, epoch: int, code: int, errnum: int) -> None:
-        """What the plane tells of any link (rail -1: it has died) or rail."""
+    def on_event(self, number: int) -> None:
+        """Something has become of a link, which need not be the transport's: it has ended, or its
+        rails have changed. On the accepting thread: it must not block."""
 
     def close(self, timeout_s: float) -> None:
         """Ends its threads."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from testbed_nics import Nic, nics
 
-from te.transports.rdma import cm, direct, keeper, transport
+from te.transports.rdma import cm, direct, link, transport
 
 #: Tests that this machine has too few devices for.
 _too_large = pytest.StashKey[list[pytest.Item]]()
@@ -44,9 +44,9 @@ def _devices(item: pytest.Item) -> int:
 def patient_rails(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests without faults: no attempt to make a rail is given up because its other end stands
     still for some seconds. A peer cannot be connected when all ways have been tried once."""
-    for module in (cm, direct, keeper, transport):
+    for module in (cm, direct, link, transport):
         monkeypatch.setattr(module, "BUILD_TIMEOUT_S", 30.0)
-    monkeypatch.setattr(keeper, "PROBE_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(link, "PROBE_TIMEOUT_S", 30.0)
 
 
 @pytest.fixture(scope="session")

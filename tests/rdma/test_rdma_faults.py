@@ -8,20 +8,18 @@ return. On the only rail there must be a clear failure in time, and no restart f
 from __future__ import annotations
 
 import logging
-import math
 import re
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import pytest
-from rdma_stream import RATE, Stream, engine, rail_of, two_engines
+from rdma_stream import RATE, Stream, device_of, engine, rail_of, two_engines
 from testbed_nics import Nic, cut, end_connections, run, shaped, wait_for
 
 import te
-from te.transports.rdma.rails import State
+from te.transports.rdma.rails import RailState
 
 pytestmark = pytest.mark.rdma
 
@@ -30,8 +28,9 @@ STALL_S = 3.0
 WAIT_S = 60.0
 #: Timeouts that nobody waits for.
 NEVER_S = 600.0
-#: A back-off that is not waited for either. It doubles, so that it takes as long to get there.
-LONG_S = 10.0
+#: The back-off behind so many failures, which is not waited for either: 25 s, and it takes as long
+#: to get there, since it doubles.
+LONG_FAILURES = 10
 #: While the way is shut: several attempts to dial.
 DIALS_IN_VAIN_S = 2.5
 LOST_LINK = re.compile(r"the port has lost its link|the port 1 of \w+ has no link")
@@ -200,16 +199,19 @@ def test_a_link_that_comes_back_ends_a_long_back_off(
         stream = Stream(*engines)
         direct = stream.peer._opened.link
         assert direct is not None
-        (rail,) = [kept.rail for kept in direct.kept if kept.ways[0].nic.name == near[0].device]
+        devices = [device_of(rail) for rail in stream.peer.stats().rails]
+        index = devices.index(near[0].device)
         with cut(near[0].netdev):
             wait_for(
-                lambda: time.monotonic() + LONG_S < rail.due_s < math.inf,
-                1.5 * WAIT_S,
-                "a long back-off",
+                lambda: direct.rows[index].failures >= LONG_FAILURES, 2 * WAIT_S, "a long back-off"
             )
-            assert "has no link" in rail.reason
-            rail._due_s += NEVER_S  # It would be over by itself while this process stands still.
-        wait_for(lambda: rail.state is State.UP, WAIT_S, f"{near[0].device} is up again")
+            assert "has no link" in rail_of(stream.peer, near[0]).reason
+        wait_for(
+            lambda: direct.rows[index].state == RailState.RAIL_UP,
+            WAIT_S,
+            f"{near[0].device} is up again",
+        )
+        assert direct.rows[index].failures <= 2, "it was made because its port has its link again"
         stream.once(1)
 
 

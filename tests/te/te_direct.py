@@ -284,7 +284,7 @@ class RawDirectListener:
             offers={"rdma": encode(RdmaOffer(nics=nics_there))},
             regions=[],
         )
-        self._card = encode(card)
+        self.card = encode(card)
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
@@ -298,8 +298,12 @@ class RawDirectListener:
 
     def connect(self, engine: te.Engine) -> tuple[te.Peer, RawDirectDestination]:
         """A new link of the engine's; the one before must have ended."""
-        peer = engine.connect(self._card, TIMEOUT_S)
-        return peer, self._links.get(timeout=TIMEOUT_S)
+        peer = engine.connect(self.card, TIMEOUT_S)
+        return peer, self.next_link()
+
+    def next_link(self) -> RawDirectDestination:
+        """The next link that somebody has opened."""
+        return self._links.get(timeout=TIMEOUT_S)
 
     def forget(self, link: RawDirectDestination) -> None:
         """It has ended."""

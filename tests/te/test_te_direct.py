@@ -5,25 +5,35 @@ that real devices do not give at will."""
 from __future__ import annotations
 
 import contextlib
+import errno
+import random
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
-from te_direct import NullEngine, RawDirectSource, ask, raw_direct_destination, table, word
+from te_direct import (
+    NullEngine,
+    RawDirectListener,
+    RawDirectSource,
+    ask,
+    raw_direct_destination,
+    table,
+    word,
+)
 from te_far import wait_until
 from te_frames import AckStatus, Kind, abandon, ack
 
 import te
 from te.core.engine import Engine as Plane
-from te.core.handles import LinkHandle
-from te.transports.rdma.keeper import Keeper
-from te.transports.rdma.link import Kept, KeptLink
-from te.transports.rdma.rails import Rail, State
+from te.transports.rdma import link as link_module
+from te.transports.rdma._core import nic_failed
+from te.transports.rdma.direct import build_rail
+from te.transports.rdma.link import RailedLink
+from te.transports.rdma.rails import RailState
 from te.transports.rdma.reasons import RailReason
-from te.transports.rdma.transport import Rdma
 from te.transports.tcp._core import TcpLink
 from te_bench._null import Wires
 
@@ -31,14 +41,10 @@ TIMEOUT_S = 60.0
 PAGE = 4096
 
 
-def incoming(engine: te.Engine) -> list[LinkHandle]:
-    return [one.handle for one in engine._acceptor._links]
-
-
-def keeper_of(engine: te.Engine) -> Keeper:
-    rdma = engine._transports.get("rdma")
-    assert isinstance(rdma, Rdma)
-    return rdma._keeper
+def railed(peer: te.Peer) -> RailedLink:
+    link = peer._opened.link
+    assert isinstance(link, RailedLink)
+    return link
 
 
 def test_keys_of_a_region_are_not_used_after_it() -> None:
@@ -60,6 +66,40 @@ def test_keys_of_a_region_are_not_used_after_it() -> None:
             source.deregister(region)
 
 
+def test_a_fence_that_comes_during_another_one_is_not_forgotten() -> None:
+    """Three tags of one link at random distances: some fences come at the end of another one. Half
+    of the transfers are stopped by their source, for the others the rails are broken."""
+    wires = Wires()
+    rng = random.Random(3)
+    with (
+        NullEngine(wires, nics=1, rail_timeout_s=0.02) as engine,
+        contextlib.closing(RawDirectSource(engine.card(), wires)) as source,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        tags = iter(range(1, 1000))
+        for turn in range(30):
+            assert source.rail(epoch=1 + turn) is not None
+            mine = [next(tags) for _ in range(3)]
+            for tag in mine:
+                engine.expect(tag)
+                source.send(ask(tag, 2, tag=tag))
+                source.granted()
+            begun = threading.Barrier(3)
+
+            def fence(tag: int, spins: int, begun: threading.Barrier = begun) -> int:
+                begun.wait(TIMEOUT_S)
+                for _ in range(spins):
+                    pass
+                return engine.fence(tag, TIMEOUT_S)
+
+            fences = [pool.submit(fence, tag, rng.randrange(20000)) for tag in mine]
+            for _ in mine:
+                tag = source.await_frame(Kind.ACK).transfer
+                if rng.random() < 0.5:
+                    source.send(abandon(tag, tag, 0))
+            assert [one.result(TIMEOUT_S) for one in fences] == [0, 0, 0]
+
+
 def test_no_end_of_a_link_is_lost_however_late_it_is_read() -> None:
     plane = Plane(1, 20.0, 1.0, 0.0, 1 << 20, 64)
     worker = threading.Thread(target=plane.work, args=[0])
@@ -76,7 +116,7 @@ def test_no_end_of_a_link_is_lost_however_late_it_is_read() -> None:
     wait_until(lambda: plane.connections()[1] == 0, "all connections are closed")
 
     def read() -> bool:
-        told.update(number for number, rail, *_ in plane.events() if rail < 0)
+        told.update(number for number, has_ended, *_ in plane.events() if has_ended)
         return told == {link.number for link in links}
 
     wait_until(read, "each end was told")
@@ -121,54 +161,107 @@ def test_a_rail_that_breaks_behind_a_flood_of_events_comes_back() -> None:
         wait_until(lambda: (0, 2) in raw.rails and peer.rails == 1, "the rail is back")
 
 
-def test_news_of_a_rail_that_moves_say_that_it_was_built() -> None:
-    """The plane keeps the last word of each rail: that it is up may be behind a later one."""
+class HeldAttempt:
+    """The first attempt to make a rail, held until it is let go; the others go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.gate, self.ended = (threading.Event() for _ in range(3))
+        self._first = threading.Lock()
+        monkeypatch.setattr(link_module, "build_rail", self._build)
+
+    def _build(self, *arguments: Any) -> None:
+        if not self._first.acquire(blocking=False):
+            return build_rail(*arguments)
+        self.begun.set()
+        assert self.gate.wait(TIMEOUT_S)
+        try:
+            return build_rail(*arguments)
+        finally:
+            self.ended.set()
+
+
+def test_an_attempt_that_ends_behind_a_newer_one_replaces_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_module, "BUILD_TIMEOUT_S", 0.5)
     wires = Wires()
     with NullEngine(wires, nics=1) as source, NullEngine(wires, nics=1) as target:
-        peer = source.connect(target.card())
-        direct = peer._opened.link
-        assert isinstance(direct, KeptLink)
-        rail, keeper, number = direct.kept[0].rail, keeper_of(source), direct.handle.number
-        for code in (RailReason.RAIL_MOVED, RailReason.RAIL_SUSPECT):
-            generation = rail.generation
-            keeper.on_event(number, 0, generation, RailReason.PEER_BROKE, 0)
-            wait_until(lambda before=generation: rail.generation > before, "it is made anew")  # type: ignore[misc]
-            keeper.on_event(number, 0, rail.generation, code, 0)
-            wait_until(lambda: rail.state.value in ("up", "suspect"), "it is taken for alive")
+        near, far = np.zeros(PAGE, np.uint8), np.zeros(PAGE, np.uint8)
+        regions = source.register(near), target.register(far, remote="read-write")
+        peer = connected(source, target.card())
+        link = railed(peer)
+        held = HeldAttempt(monkeypatch)
+        nic_failed(source._plane, 0, RailReason.PORT_DOWN)
+        assert held.begun.wait(TIMEOUT_S)
+        wait_until(lambda: peer.rails == 1, "the attempt behind it has made the rail")
+        (newer,) = link.rows
+        held.gate.set()
+        assert held.ended.wait(TIMEOUT_S)
+        for _ in range(10):
+            blocks = te.Blocks.of(regions[0].address, regions[1].address, PAGE)
+            assert peer.write(blocks).wait(TIMEOUT_S)
+        (row,) = link.rows
+        assert (row.epoch, row.ups, row.state) == (newer.epoch, newer.ups, RailState.RAIL_UP)
 
 
-def test_a_link_that_died_before_it_was_kept_is_let_go() -> None:
+def connected(source: te.Engine, card: bytes) -> te.Peer:
+    """Also if an attempt of each way has failed."""
+    while True:
+        try:
+            return source.connect(card, TIMEOUT_S)
+        except te.ConnectError:
+            pass
+
+
+def test_who_waits_for_the_rails_of_a_link_hears_that_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = HeldAttempt(monkeypatch)
     wires = Wires()
-    with NullEngine(wires, nics=1) as engine, raw_direct_destination(wires, engine) as (peer, _):
-        kept = peer._opened.link
-        assert isinstance(kept, KeptLink)
-        peer.close()
-        wait_until(lambda: not peer.alive, "it is dead")
-        keeper = Keeper("late")
-        late = KeptLink(kept.handle, kept.engine_id, kept.nics, kept.greet)
-        keeper.add(engine._local, late, [one.ways for one in kept.kept])
-        wait_until(lambda: keeper._thread is not None and keeper._calls.empty(), "it was added")
-        wait_until(lambda: not keeper._links, "it is let go")
-        keeper.stop(TIMEOUT_S)
-        assert late.kept[0].rail.generation == 0
+    with (
+        NullEngine(wires, nics=1) as engine,
+        RawDirectListener(wires) as listener,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        connecting = pool.submit(engine.connect, listener.card, TIMEOUT_S)
+        assert held.begun.wait(TIMEOUT_S)
+        listener.next_link().close()
+        with pytest.raises(te.ConnectError, match="the link has ended"):
+            connecting.result(TIMEOUT_S)
+        held.gate.set()
 
 
-def test_who_waits_for_the_rails_of_a_link_hears_that_it_has_ended() -> None:
+def test_a_rail_is_made_by_so_many_attempts_at_once_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_module, "BUILD_TIMEOUT_S", -0.45)
+    gate = threading.Event()
+    begun: list[int] = []
+
+    def build(*arguments: Any) -> None:
+        begun.append(arguments[4])
+        assert gate.wait(TIMEOUT_S)
+        raise OSError(errno.ETIMEDOUT, "the device gave up")
+
+    monkeypatch.setattr(link_module, "build_rail", build)
     wires = Wires()
-    with NullEngine(wires, nics=1) as engine, raw_direct_destination(wires, engine) as (peer, _):
-        kept = peer._opened.link
-        assert isinstance(kept, KeptLink)
-        late = KeptLink(kept.handle, kept.engine_id, kept.nics, kept.greet)
-        late.kept = [Kept(Rail(1, 0.0, state=State.DOWN), one.ways) for one in kept.kept]
-        with ThreadPoolExecutor(1) as pool:
-            problem = pool.submit(late.await_rails, time.monotonic() + TIMEOUT_S)
-            wait_until(lambda: late.changed._waiters, "it waits for a rail")  # type: ignore[attr-defined]
-            peer.close()
-            wait_until(lambda: not peer.alive, "it is dead")
-            keeper = Keeper("late")
-            keeper.add(engine._local, late, [one.ways for one in kept.kept])
-            assert problem.result(TIMEOUT_S) == "the link has ended"
-            keeper.stop(TIMEOUT_S)
+    with (
+        NullEngine(wires, nics=1, rail_backoff_max_s=0.01) as engine,
+        RawDirectListener(wires) as listener,
+    ):
+        monkeypatch.setattr(link_module.RailedLink, "await_rails", await_refusal)
+        with pytest.raises(te.ConnectError, match="5 attempts to make the rail are still blocked"):
+            engine.connect(listener.card, TIMEOUT_S)
+        gate.set()
+        listener.next_link().close()
+    assert begun == sorted(set(begun)), "one for each epoch, in their order"
+    assert len(begun) == link_module.ATTEMPTS_MAX
+
+
+def await_refusal(link: RailedLink, _deadline_s: float) -> str:
+    """In place of waiting for the first failure."""
+    wait_until(lambda: link.rows[0].code == RailReason.ATTEMPT_FAILED, "one was refused")
+    return link.rows[0].text
 
 
 def test_a_rail_that_comes_late_replaces_none_that_is_newer() -> None:
@@ -222,12 +315,10 @@ def test_a_fence_leaves_the_rails_of_a_source_that_stops() -> None:
         near, far = np.zeros(64 * PAGE, np.uint8), np.zeros(64 * PAGE, np.uint8)
         regions = source.register(near), target.register(far, remote="read-write")
         peer = source.connect(target.card())
-        direct = peer._opened.link
-        assert isinstance(direct, KeptLink)
-        kept = 0
+        direct, kept = railed(peer), 0
         for tag in range(1, 11):
             wait_until(lambda: peer.rails == 1, "a rail")
-            generation = direct.kept[0].rail.generation
+            epoch = direct.rows[0].epoch
             target.expect(tag)
             wires.hold(True)
             write = peer.write(te.Blocks.of(regions[0].address, regions[1].address, len(near)), tag)
@@ -243,7 +334,7 @@ def test_a_fence_leaves_the_rails_of_a_source_that_stops() -> None:
             assert peer.write(
                 te.Blocks.of(regions[0].address, regions[1].address, 9), tag + 100
             ).wait(TIMEOUT_S)
-            kept += direct.kept[0].rail.generation == generation
+            kept += direct.rows[0].epoch == epoch
         assert kept > 5
 
 
@@ -286,7 +377,6 @@ def test_an_engine_that_only_receives_keeps_nothing_of_links_that_ended() -> Non
             RawDirectSource(engine.card(), wires).close()
         wait_until(lambda: engine.stats().rails == 0, "all have ended")
         wait_until(lambda: not engine._acceptor._links, "their ends were told")
-        assert keeper_of(engine)._calls.empty()
 
 
 def test_a_closed_engine_has_its_devices_closed() -> None:

@@ -20,7 +20,8 @@ import te
 from te.errors import DeviceError
 from te.topology import Gid, GidKind
 from te.transports.base import Local
-from te.transports.rdma import direct, keeper, transport
+from te.transports.rdma import direct, transport
+from te.transports.rdma import link as link_module
 from te.transports.rdma.direct import paths
 from te.transports.rdma.messages import CardNic, RailAnswer, RailOffer
 from te.transports.rdma.transport import _idle_settings
@@ -100,9 +101,9 @@ def test_a_link_has_so_many_queue_pairs_for_each_pair_of_devices(
 
     monkeypatch.setattr(direct, "hand_over", count)
     # No rail is made anew because a thread has stood still.
-    for module in (keeper, transport):
+    for module in (link_module, transport):
         monkeypatch.setattr(module, "BUILD_TIMEOUT_S", TIMEOUT_S)
-    monkeypatch.setattr(keeper, "PROBE_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(link_module, "PROBE_TIMEOUT_S", TIMEOUT_S)
     patient: dict[str, Any] = {"connect_timeout_s": TIMEOUT_S, "rail_timeout_s": TIMEOUT_S}
     wires = Wires()
     with (

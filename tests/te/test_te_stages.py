@@ -4,31 +4,20 @@
 from __future__ import annotations
 
 import itertools
-import re
 from pathlib import Path
 from typing import Final
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from te_tables import read_table
 
 pytestmark = pytest.mark.pure
 
 STAGES_H: Final = Path(__file__).parents[2] / "te" / "core" / "stages.h"
 
 
-def read_table(text: str) -> dict[str, dict[str, str]]:
-    """By stage, what may happen and the stage behind that."""
-    (names,) = re.findall(r"enum \{ /\* stages \*/(.*?)\};", text, re.DOTALL)
-    table: dict[str, dict[str, str]] = {
-        name: {} for name in re.findall(r"^ +(\w+),?", names, re.MULTILINE) if name != "STAGES"
-    }
-    for stage, row in re.findall(r"^    \[(\w+)\] = \{(.*?)\}", text, re.MULTILINE | re.DOTALL):
-        table[stage] = dict(re.findall(r"\[(\w+)\] = (\w+)", row))
-    return table
-
-
-TABLE = read_table(STAGES_H.read_text())
+_, _, TABLE = read_table(STAGES_H.read_text())
 #: Where the destination has answered. `conclude` in te/core/transfer.pyx makes OVER of these.
 ANSWERED = {"IS_LANDED", "IS_REFUSED", "IS_ABANDONED"}
 HAPPENINGS = sorted({happening for row in TABLE.values() for happening in row})

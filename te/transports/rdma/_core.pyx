@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # RDMA, for Python and for the workers; _core.pyi is the contract with Python.
 
+from libc.stdio cimport snprintf
 from libc.stdlib cimport free
+from libc.string cimport memcpy
 from te.core.callers cimport send_inline
 from te.core.engine cimport Engine
 from te.core.connections cimport connections_free
@@ -25,6 +27,7 @@ from te.transports.rdma.incoming cimport marks_arrived, on_abandon, on_ask
 from te.transports.rdma.outgoing cimport *
 from te.transports.rdma.posting cimport *
 from te.transports.rdma.qps cimport *
+from te.transports.rdma.rails cimport *
 from te.transports.rdma.remote cimport on_table
 from te.transports.rdma.state cimport *
 from te.verbs.abi cimport Endpoint, VWc
@@ -36,6 +39,10 @@ cdef enum:
     POLLED_MAX = 32  # completions of one look
     ROUNDS_MAX = 8  # looks of one turn
     UNREAD_NS = 300000000
+
+
+cdef u64 ns_of(double seconds) noexcept:
+    return <u64>(min(max(seconds, 0.0), 1e9) * 1e9)
 
 
 # -- a turn of a queue pair
@@ -57,27 +64,11 @@ cdef bint qp_poll(Qp *q) noexcept nogil:
     return n > 0
 
 
-cdef void qp_doomed(Qp *q) noexcept nogil:
-    """What its other completions do not tell: the peer or its device says that it is broken."""
-    cdef Connection *c
-    cdef u32 code = load32(&q.doomed), fault = load32(&q.e.fault)
-    if not code and fault:
-        code = fault << 8 | QP_EVENT
-    if not code or q.state == QP_DRAIN:
-        return
-    if not q.link.is_incoming:
-        qp_fail(q, code & 0xFF, code >> 8)
-        return
-    c = control_lock(q.link)
-    queue_broken(c, q.index, q.epoch, code & 0xFF)
-    qp_drain(q)
-    control_unlock(c)
-
-
 cdef bint qp_turn(Qp *q) noexcept nogil:
     """Whatever it can do now; whether something moved."""
     cdef bint busy = False
     cdef int rounds = 0
+    cdef Rail *r = rail_of(q)
     if q.e == NULL:
         return False
     while rounds < ROUNDS_MAX and q.e != NULL and qp_poll(q):
@@ -89,43 +80,44 @@ cdef bint qp_turn(Qp *q) noexcept nogil:
         return busy
     if not q.link.is_incoming:
         busy |= pieces_done(q)
-    qp_doomed(q)
-    if q.state == QP_DRAIN:
+    if load32(&q.e.fault):
+        qp_give_up(q, QP_EVENT, load32(&q.e.fault))
+    if r.state == RAIL_DRAINING:
         if q.receives == 0 or now_ns() > q.drain_until:
             qp_drained(q)
-    elif q.state == QP_UP and not q.link.is_incoming:
+    elif carries(r) and not q.link.is_incoming:
         busy |= post_pieces(q)
     return busy
 
 
-cdef inline Devices *devices_of(Plane *p) noexcept nogil:
-    return <Devices *>plane_private(p, &OPS, sizeof(Devices))
+cdef bint is_awaited(Qp *q) noexcept nogil:
+    """Whether its rail has a place for it: at a source for the attempt under way, at a destination for
+    the newest one. An attempt may take longer than the next one."""
+    cdef Rail *r = rail_of(q)
+    if q.link.is_incoming:
+        return q.epoch >= r.epoch
+    return r.state == RAIL_BUILDING and q.epoch == r.epoch
 
 
 cdef void on_adopted(Polled *p) noexcept nogil:
     cdef Qp *q = <Qp *>p
     cdef Direct *d = direct_of(q.link)
-    cdef Qp *old
-    # An attempt that took longer than the next one comes too late.
-    if load32(&q.link.dead) or q.epoch < d.epochs[q.index] or polled_attach(p, q.e.fd, EPOLLIN):
+    if load32(&q.link.dead) or not is_awaited(q) or polled_attach(p, q.e.fd, EPOLLIN):
         qp_end(q)
         return
-    d.epochs[q.index] = q.epoch
-    old = d.qps[q.index]
-    if old != NULL and old.ring_n:  # It must be closed by the destination first.
-        store32(&old.doomed, PEER_BROKE)
-        store32(&old.polled.kicked, 1)
-        link_tell(q.link, q.index, q.epoch, PEER_BROKE, 0)
-        qp_end(q)
-        return
-    if old != NULL:
-        qp_end(old)
+    if d.qps[q.index] != NULL:  # At a destination: the source has given that one up.
+        qp_end(d.qps[q.index])
     d.qps[q.index] = q
+    if q.link.is_incoming:
+        d.rails[q.index].epoch = q.epoch
+    rail_step(q.link, q.index, IS_TAKEN if q.link.is_incoming else IS_BUILT)
     # Only now: a fence that comes from here on finds it, and those before are told.
     if q.e.accept != NULL and q.e.accept(q.e, d.fences):
+        rail_step(q.link, q.index, FAILS)
+        rail_step(q.link, q.index, IS_CLOSED)
         qp_end(q)
         return
-    if q.state == QP_PROBE:
+    if not q.link.is_incoming:
         post_probe(q)
     store32(&p.kicked, 1)
 
@@ -142,17 +134,22 @@ cdef bint on_event(Polled *p, bint is_patient) noexcept nogil:
 cdef bint on_turn(Polled *p, bint slept, bint is_patient) noexcept nogil:
     """If it was kicked, or its completions are not told of by an event."""
     cdef Qp *q = <Qp *>p
-    cdef Devices *devices = q.devices
+    cdef Devices *devices = direct_of(q.link).devices
     cdef u32 faults = load32(&devices.faults[q.local_nic])
+    cdef bint is_draining
+    if not is_current(q):
+        return False
     cdef u32 kicks = load32(&direct_of(q.link).kicks) + load32(&devices.kicks)
     if faults != q.faults_seen:
         q.faults_seen = faults
-        store32(&q.doomed, load32(&devices.reasons[q.local_nic]))
-        store32(&p.kicked, 1)
+        qp_give_up(q, load32(&devices.reasons[q.local_nic]), 0)
     if kicks != q.kicks_seen:
         q.kicks_seen = kicks
         store32(&p.kicked, 1)
-    if swap32(&p.kicked, 0) or not q.armed or q.state == QP_DRAIN:
+    is_draining = rail_of(q).state == RAIL_DRAINING
+    if is_draining:
+        worker_soon(p.worker)
+    if swap32(&p.kicked, 0) or not q.armed or is_draining:
         return qp_turn(q)
     return False
 
@@ -183,9 +180,7 @@ cdef bint on_check(Polled *p, u64 now) noexcept nogil:
     late = is_silent(q, now, q.link.plane.suspect_ns)
     if overdue and q.overdue:
         qp_fail(q, NO_COMPLETION, 0)
-    elif late and q.late and q.state == QP_UP and not q.suspect:
-        q.suspect = True
-        link_tell(q.link, q.index, q.epoch, RAIL_SUSPECT, 0)
+    elif late and q.late and rail_step(q.link, q.index, IS_QUIET):
         kick_qps(q.link)
     q.late = late
     q.overdue = overdue
@@ -226,8 +221,8 @@ cdef bint outlasts(Link *link) noexcept nogil:
     cdef u32 i
     if d.has_outlasted:
         return False
-    for i in range(RAILS_MAX):
-        if d.qps[i] != NULL and d.qps[i].state != QP_PROBE:
+    for i in range(d.rails_n):
+        if carries(&d.rails[i]) or d.rails[i].state == RAIL_UNSETTLED:
             return False
     d.has_outlasted = True
     pthread_mutex_lock(&link.lock)
@@ -242,17 +237,14 @@ cdef bint is_losing_a_rail(Link *link) noexcept nogil:
     """A worker that was not run for a while finds a rail and its link silent for too long in the
     same round. The rail goes first, since what it moves or gives up is not stalled; and its
     destination has a moment to answer."""
+    cdef Direct *d = direct_of(link)
     cdef u64 now = now_ns()
     cdef u64 moment_ns = min(link.plane.rail_ns, link.plane.stall_ns)
-    cdef Qp *q
     cdef u32 i
-    for i in range(RAILS_MAX):
-        q = direct_of(link).qps[i]
-        if q == NULL:
-            continue
-        if q.state == QP_UP and is_silent(q, now, link.plane.rail_ns):
+    for i in range(d.rails_n):
+        if carries(&d.rails[i]) and is_silent(d.qps[i], now, link.plane.rail_ns):
             return True
-        if q.state == QP_LOST and now < q.progress_ns + moment_ns:
+        if d.rails[i].state == RAIL_UNSETTLED and now < d.rails[i].since_ns + moment_ns:
             return True
     return False
 
@@ -263,6 +255,7 @@ cdef bint check(Link *link, bint stalled) noexcept nogil:
 
 cdef void release(Link *link) noexcept nogil:
     connections_free(link)
+    pthread_mutex_destroy(&direct_of(link).rails_lock)
     free(direct_of(link).table)
     free(link.own)
 
@@ -309,6 +302,8 @@ cdef bint received(Connection *c) noexcept nogil:
 cdef void turn(Connection *c) noexcept nogil:
     if has_to_break(c.link):
         break_link(c.link)
+        worker_soon(c.polled.worker)
+    rails_turn(c.link)
     if load32(&direct_of(c.link).hopeless) and swap32(&direct_of(c.link).hopeless, 0):
         give_up_all(c.link, NO_RAIL)
 
@@ -324,11 +319,27 @@ PROTOCOL.turn = turn
 
 # -- Python
 
+cdef Devices *devices_of(Plane *p) noexcept nogil:
+    return <Devices *>plane_private(p, &OPS, sizeof(Devices))
+
+
 def nic_failed(Engine engine, u32 nic, u32 code):
     cdef Devices *devices = devices_of(engine.p)
     store32(&devices.reasons[nic], code)
     add32(&devices.faults[nic], 1)
     look_at_qps(engine)
+
+
+def nic_returned(Engine engine, u32 nic):
+    cdef Devices *devices = devices_of(engine.p)
+    add32(&devices.returns[nic], 1)
+    add32(&devices.returned, 1)
+    look_at_qps(engine)
+
+
+def rail_changes(Engine engine):
+    cdef Devices *devices = devices_of(engine.p)
+    return load32(&devices.lost), load32(&devices.remade)
 
 
 def look_at_qps(Engine engine):
@@ -341,7 +352,12 @@ def look_at_qps(Engine engine):
 cdef class RdmaLink(LinkHandle):
     def __cinit__(self, Engine engine, bint is_incoming):
         cdef Direct *own = <Direct *>need(sizeof(Direct))
+        cdef u32 i
         self.make(engine, &OPS, is_incoming, own)
+        pthread_mutex_init(&own.rails_lock, NULL)
+        own.devices = devices_of(engine.p)
+        for i in range(RAILS_MAX):
+            rail_rest(&own.rails[i])
         own.worker = &engine.p.workers.of[self.k.number % engine.p.workers.n]
 
     def add_connection(self, int fd):
@@ -364,28 +380,64 @@ cdef class RdmaLink(LinkHandle):
         pthread_mutex_unlock(&self.k.lock)
         return fences
 
-    def plan_rails(self, list rails):
+    def plan_rails(
+        self, list rails, double build_timeout_s, double probe_timeout_s, double backoff_s,
+        double backoff_max_s, double steady_s
+    ):
         cdef Direct *d = direct_of(self.k)
+        cdef u64 now = now_ns()
         cdef u32 i
         if not 0 < len(rails) <= RAILS_MAX:
             raise ValueError(f"{len(rails)} rails; a link has 1 to {RAILS_MAX}")
-        for i, (nic, bytes_per_s) in enumerate(rails):
-            if not 0 <= nic < NICS_MAX or not bytes_per_s > 0:
-                raise ValueError(f"no rail by the device {nic} with {bytes_per_s} bytes a second")
+        d.timing.build_ns = ns_of(build_timeout_s)
+        d.timing.probe_ns = ns_of(probe_timeout_s)
+        d.timing.backoff_ns = ns_of(backoff_s)
+        d.timing.backoff_max_ns = ns_of(backoff_max_s)
+        d.timing.steady_ns = ns_of(steady_s)
+        d.returned_seen = load32(&d.devices.returned)
+        for i, (nic, bytes_per_s, ways) in enumerate(rails):
+            if not 0 <= nic < NICS_MAX or not bytes_per_s > 0 or ways < 1:
+                raise ValueError(
+                    f"no rail by the device {nic} with {bytes_per_s} bytes a second and {ways} ways")
             d.nics[i] = nic
+            d.returns_seen[i] = load32(&d.devices.returns[nic])
             pace_begin(&d.paces[i], bytes_per_s)
+            rail_begin(&d.rails[i], ways, now + self.k.number * RAILS_MAX + i, now)
         d.rails_n = len(rails)
-        level_speeds(d, now_ns())
+        level_speeds(d, now)
 
-    def rail_flows(self):
+    def refuse_rail(self, u32 index, u32 epoch, str reason):
         cdef Direct *d = direct_of(self.k)
+        cdef bytes text = reason.encode("utf-8", "replace")
+        cdef const char *words = text
+        cdef Refusal *one
+        if index >= RAILS_MAX:
+            raise ValueError(f"no rail {index}")
+        one = &d.refusals[index]
+        pthread_mutex_lock(&d.rails_lock)
+        if not one.is_new or one.epoch <= epoch:
+            one.is_new = True
+            one.epoch = epoch
+            snprintf(one.text, TEXT_MAX, b"%s", words)
+        pthread_mutex_unlock(&d.rails_lock)
+        store32(&d.is_refused, 1)
+        worker_wake(d.worker)
+
+    def rails_now(self):
+        cdef Direct *d = direct_of(self.k)
+        cdef Rail rails[RAILS_MAX]
         cdef double rates[RAILS_MAX]
-        cdef u32 i
+        cdef u32 i, n = d.rails_n
         pthread_mutex_lock(&self.k.lock)
-        for i in range(d.rails_n):
+        for i in range(n):
             rates[i] = pace_rate(&d.paces[i])
         pthread_mutex_unlock(&self.k.lock)
+        pthread_mutex_lock(&d.rails_lock)
+        memcpy(rails, d.rails, n * sizeof(Rail))
+        pthread_mutex_unlock(&d.rails_lock)
         return [
-            (load64(&self.k.flows[i].sent_nbytes) + load64(&self.k.flows[i].received_nbytes),
+            (rails[i].state, rails[i].epoch, rails[i].way, rails[i].failures, rails[i].downs,
+             rails[i].ups, bool(rails[i].has_carried), rails[i].code, rails[i].errnum,
+             (<bytes>rails[i].text).decode("utf-8", "replace"),
              load64(&d.rail_flying[i]), rates[i])
-            for i in range(d.rails_n)]
+            for i in range(n)]

@@ -13,8 +13,7 @@ import logging
 from typing import Final
 
 from te.transports.base import Local
-from te.transports.rdma._core import look_at_qps, nic_failed
-from te.transports.rdma.keeper import Keeper
+from te.transports.rdma._core import look_at_qps, nic_failed, nic_returned
 from te.transports.rdma.reasons import RailReason
 from te.verbs.fabric import Nic
 
@@ -91,9 +90,8 @@ def describe(kind: int, port: int) -> str:
 class DeviceWatch:
     """Acts on one device's events. Belongs to the loop's thread."""
 
-    def __init__(self, local: Local, keeper: Keeper, nic: Nic) -> None:
+    def __init__(self, local: Local, nic: Nic) -> None:
         self._local = local
-        self._keeper = keeper
         self._nic = nic
 
     def on_ready(self, _events: int) -> None:
@@ -113,4 +111,4 @@ class DeviceWatch:
             case Meaning.PAIR_BROKEN:
                 look_at_qps(self._local.plane)
             case Meaning.LINK_UP:
-                self._keeper.on_link_up(self._nic.index)
+                nic_returned(self._local.plane, self._nic.index)

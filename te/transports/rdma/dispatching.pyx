@@ -11,6 +11,7 @@ from te.transports.rdma.balance cimport *
 from te.transports.rdma.control cimport *
 from te.transports.rdma.outgoing cimport go_on, take_ready
 from te.transports.rdma.pieces cimport Piece
+from te.transports.rdma.rails cimport carries, RAIL_SUSPECT, RAIL_UP
 from te.transports.rdma.state cimport *
 
 cdef enum:
@@ -36,7 +37,7 @@ cdef inline bint has_room_for(Qp *q, bint is_far) noexcept nogil:
     return has_room(q) and not (is_far and q.ring_n)
 
 
-cdef bint find_carriers(Direct *d, bint *carries) noexcept nogil:
+cdef bint find_carriers(Direct *d, bint *can_carry) noexcept nogil:
     """By rail, whether it carries anything now: not one that is suspect while another is well. False
     if there is none with room."""
     cdef u32 i
@@ -44,25 +45,25 @@ cdef bint find_carriers(Direct *d, bint *carries) noexcept nogil:
     cdef bint any_well = False, any_room = False
     for i in range(d.rails_n):
         q = d.qps[i]
-        carries[i] = q != NULL and q.state == QP_UP and load64(&d.fences) >= q.fences
-        any_well |= carries[i] and not q.suspect
+        can_carry[i] = carries(&d.rails[i]) and load64(&d.fences) >= q.fences
+        any_well |= can_carry[i] and d.rails[i].state == RAIL_UP
     for i in range(d.rails_n):
-        carries[i] = carries[i] and not (any_well and d.qps[i].suspect)
-        any_room |= carries[i] and has_room(d.qps[i])
+        can_carry[i] = can_carry[i] and not (any_well and d.rails[i].state == RAIL_SUSPECT)
+        any_room |= can_carry[i] and has_room(d.qps[i])
     return any_room
 
 
 cdef void set_lanes(
-    Direct *d, const uint8_t *distances, const bint *carries, Lane *lanes, bint *is_far
+    Direct *d, const uint8_t *distances, const bint *can_carry, Lane *lanes, bint *is_far
 ) noexcept nogil:
     cdef u32 i
     cdef uint8_t distance, nearest = UNUSED
     for i in range(d.rails_n):
-        if carries[i]:
+        if can_carry[i]:
             nearest = min(nearest, distances[d.qps[i].local_nic])
     for i in range(d.rails_n):
         lanes[i].speed = 0
-        if not carries[i]:
+        if not can_carry[i]:
             continue
         distance = distances[d.qps[i].local_nic]
         if distance == UNUSED and nearest != UNUSED:
@@ -120,14 +121,14 @@ cdef u64 give(Qp *q, Transfer *t) noexcept nogil:
     return piece.nbytes
 
 
-cdef bint give_all(Direct *d, Transfer *t, const bint *carries) noexcept nogil:
+cdef bint give_all(Direct *d, Transfer *t, const bint *can_carry) noexcept nogil:
     """As many of its pieces as rails take."""
     cdef Posting *p = posting_of(t)
     cdef Lane lanes[RAILS_MAX]
     cdef bint is_far[RAILS_MAX]
     cdef u32 i
     cdef bint given = False
-    set_lanes(d, p.distances, carries, lanes, is_far)
+    set_lanes(d, p.distances, can_carry, lanes, is_far)
     while p.head:
         i = choose(
             lanes, d.rails_n, <double>p.pieces[p.head - 1].nbytes, <double>p.waiting_bytes, d.turn)
@@ -145,9 +146,9 @@ cdef bint dispatch(Link *link) noexcept nogil:
     cdef Connection *c
     cdef Transfer *t
     cdef Transfer *next
-    cdef bint carries[RAILS_MAX]
+    cdef bint can_carry[RAILS_MAX]
     cdef bint given = False
-    if load_pointer(&d.ready) == NULL or not find_carriers(d, carries):
+    if load_pointer(&d.ready) == NULL or not find_carriers(d, can_carry):
         return False
     c = control_lock(link)
     retry_slow(d, now_ns())
@@ -157,7 +158,7 @@ cdef bint dispatch(Link *link) noexcept nogil:
         if is_given_up(t):
             go_on(c, t)
         else:
-            given |= give_all(d, t, carries)
+            given |= give_all(d, t, can_carry)
         t = next
     control_unlock(c)
     return given

@@ -12,6 +12,7 @@ from te.core.worker cimport worker_adopt, worker_wake
 from te.transports.rdma.control cimport *
 from te.transports.rdma.incoming cimport give_slot_back, refuse, ungrant
 from te.transports.rdma.qps cimport qp_drain, qp_fail
+from te.transports.rdma.rails cimport carries, RAIL_DRAINING
 from te.transports.rdma.state cimport *
 
 
@@ -71,9 +72,6 @@ cdef void break_link(Link *link) noexcept nogil:
     cdef u32 asked = load32(&d.breaks_asked)
     if load32(&link.has_ended):
         return
-    if not d.is_breaking:
-        d.is_breaking = True
-        d.worker.restless += 1
     if asked != d.breaks_begun:
         d.breaks_begun = asked
         d.must_drain = not link.is_incoming
@@ -86,8 +84,6 @@ cdef void break_link(Link *link) noexcept nogil:
         if not are_drained(link):
             return
     if d.revoked == 0:
-        d.is_breaking = False
-        d.worker.restless -= 1
         store32(&d.breaks_done, d.breaks_begun)
         futex_wake_all(&d.breaks_done)
 
@@ -120,7 +116,7 @@ cdef bint is_overdue(Link *link) noexcept nogil:
     if d.revoked == 0:
         return False
     for i in range(RAILS_MAX):
-        has_rail |= d.qps[i] != NULL and d.qps[i].state == QP_UP
+        has_rail |= carries(&d.rails[i])
     pthread_mutex_lock(&link.lock)
     for i in range(link.arriving.size):
         a = <Arriving *>link.arriving.values[i]
@@ -189,7 +185,7 @@ cdef bint are_drained(Link *link) noexcept nogil:
     cdef Direct *d = direct_of(link)
     cdef u32 k
     for k in range(RAILS_MAX):
-        if d.qps[k] != NULL and d.qps[k].state == QP_DRAIN:
+        if d.rails[k].state == RAIL_DRAINING:
             return False
     d.is_draining = False
     pthread_mutex_lock(&link.lock)

@@ -16,6 +16,7 @@ from te.core.tally cimport count
 from te.core.wire cimport *
 from te.transports.rdma.control cimport *
 from te.transports.rdma.qps cimport post_receives, qp_drain
+from te.transports.rdma.rails cimport RAIL_UP
 from te.transports.rdma.state cimport *
 from te.verbs.abi cimport WC_RECV, WC_SUCCESS
 
@@ -208,9 +209,9 @@ cdef void marks_arrived(Qp *q, VWc *wc, int n) noexcept nogil:
             memcpy(&mark, q.e.scratch + 8 * wc[i].wr_id, sizeof(mark))
         q.marks_seen += 1
         good &= land_mark(c, q.index, ntohl(mark))
-    if q.state == QP_UP and not broken:
+    if rail_of(q).state == RAIL_UP and not broken:
         broken = post_receives(q, RECEIVES - q.receives) != 0
-    if broken and q.state == QP_UP:
+    if broken and rail_of(q).state == RAIL_UP:
         queue_broken(c, q.index, q.epoch, NO_REASON)
         qp_drain(q)
     elif q.marks_seen - q.marks_told >= (1 if q.e.is_iwarp else RECEIVES / 4):

@@ -13,7 +13,8 @@ from te.transports.rdma.balance cimport pace_note
 from te.transports.rdma.dispatching cimport dispatch, level_speeds
 from te.transports.rdma.outgoing cimport go_on
 from te.transports.rdma.pieces cimport Piece
-from te.transports.rdma.qps cimport qp_fail, qp_moved
+from te.transports.rdma.qps cimport qp_fail, qp_moved, rail_step
+from te.transports.rdma.rails cimport ANSWERS, carries, RAIL_PROBED
 from te.transports.rdma.remote cimport remote_range, remote_right, text_outside
 from te.transports.rdma.state cimport *
 from te.verbs.abi cimport *
@@ -199,7 +200,7 @@ cdef bint post_pieces(Qp *q) noexcept nogil:
         busy = True
         for i in range(d.rails_n):
             other = d.qps[i]
-            if other != NULL and other.state == QP_UP and other.unbuilt:
+            if carries(&d.rails[i]) and other.unbuilt:
                 post_given(other)
     return busy
 
@@ -241,10 +242,9 @@ cdef bint pieces_done(Qp *q) noexcept nogil:
     cdef Posted *one
     cdef Flow *flow = &q.link.flows[q.index]
     cdef u64 moved = 0
-    if q.state == QP_PROBE and q.completed and q.confirmed:
-        q.state = QP_UP
+    if rail_of(q).state == RAIL_PROBED and q.completed and q.confirmed:
         qp_moved(q, now_ns())
-        link_tell(q.link, q.index, q.epoch, RAIL_UP, 0)
+        rail_step(q.link, q.index, ANSWERS)
     if not is_done(q):
         return False
     qp_moved(q, now_ns())

@@ -18,6 +18,12 @@ cdef int qp_new(
     u32 remote_nic, u64 fences
 ) noexcept nogil
 cdef void qp_free(Qp *q) noexcept nogil
+# The next step of a rail; whether it can be taken. The only way in which one changes. At a source
+# Python is told to look at the link's rails.
+cdef bint rail_step(Link *link, u32 index, int happening) noexcept nogil
+# A turn of the link's worker, without a lock: what a source's rails wait for by the clock, and what
+# attempts to make them, devices and the destination have told.
+cdef void rails_turn(Link *link) noexcept nogil
 # Room for that many more marks; 0 or an errno.
 cdef int post_receives(Qp *q, u32 n) noexcept nogil
 # Destroys it: nothing is read or written through it any more.
@@ -27,8 +33,10 @@ cdef void qps_end(Link *link) noexcept nogil
 # Something came back.
 cdef void qp_moved(Qp *q, u64 now) noexcept nogil
 
-# The source's end has failed, or is to be given up.
+# The source's end has failed, or is to be given up. Without a lock.
 cdef void qp_fail(Qp *q, int code, int errnum) noexcept nogil
+# The same of either end; the destination tells the source the code. Without a lock.
+cdef void qp_give_up(Qp *q, int code, int errnum) noexcept nogil
 # The destination's end is put into the error state: nothing more lands once all of its receives have
 # come back, which `qp_drained` is told.
 cdef void qp_drain(Qp *q) noexcept nogil

@@ -7,13 +7,15 @@ from te.core.heap cimport need
 from te.core.inbound cimport Arriving, arriving_of
 from te.core.landing cimport Landings
 from te.core.link cimport *
-from te.core.plane cimport plane_private
 from te.core.sync cimport *
 from te.core.tally cimport count
 from te.core.wire cimport *
-from te.core.worker cimport polled_again, polled_gone, polled_unwatch, worker_add, worker_wake
+from te.core.worker cimport (
+    polled_again, polled_gone, polled_unwatch, worker_add, worker_by, worker_wake,
+)
 from te.transports.rdma.control cimport *
 from te.transports.rdma.outgoing cimport go_on, requeue
+from te.transports.rdma.rails cimport *
 from te.transports.rdma.state cimport *
 from te.verbs.abi cimport VRecvWr
 
@@ -33,22 +35,19 @@ cdef int qp_new(
     cdef int errnum
     q.polled.ops = ops
     q.link = link
-    q.devices = <Devices *>plane_private(link.plane, link.ops, sizeof(Devices))
     q.e = e
     q.index, q.epoch, q.fences = index, epoch, fences
     q.local_nic, q.remote_nic = local_nic, remote_nic
-    q.faults_seen = load32(&q.devices.faults[local_nic])
+    q.faults_seen = load32(&direct_of(link).devices.faults[local_nic])
     q.progress_ns = now_ns()
     q.credit = RECEIVES
     q.confirmed = 0 if e.is_iwarp else <u64>-1
     if link.is_incoming:
-        q.state = QP_UP
         errnum = post_receives(q, RECEIVES)
         if errnum:
             free(q)
             return errnum
     else:
-        q.state = QP_PROBE
         q.wrs = <VSendWr *>need(e.send_depth * sizeof(VSendWr))
         q.sges = <VSge *>need(e.send_depth * sizeof(VSge))
         for i in range(e.send_depth):
@@ -107,11 +106,8 @@ cdef void qp_free(Qp *q) noexcept nogil:
 cdef void qp_end(Qp *q) noexcept nogil:
     cdef Direct *d = direct_of(q.link)
     let_go(q)
-    if q.state == QP_DRAIN:
-        d.worker.restless -= 1
-    q.state = QP_GONE
     polled_gone(&q.polled)
-    if d.qps[q.index] == q:
+    if is_current(q):
         d.qps[q.index] = NULL
 
 
@@ -121,9 +117,10 @@ cdef void qps_end(Link *link) noexcept nogil:
     for i in range(RAILS_MAX):
         if d.qps[i] != NULL:
             qp_end(d.qps[i])
-    if d.is_breaking:
-        d.is_breaking = False
-        d.worker.restless -= 1
+    pthread_mutex_lock(&d.rails_lock)
+    for i in range(RAILS_MAX):
+        rail_rest(&d.rails[i])
+    pthread_mutex_unlock(&d.rails_lock)
     store32(&link.has_ended, 1)
     futex_wake_all(&d.breaks_done)
 
@@ -131,9 +128,98 @@ cdef void qps_end(Link *link) noexcept nogil:
 cdef void qp_moved(Qp *q, u64 now) noexcept nogil:
     q.progress_ns = now
     direct_of(q.link).has_outlasted = False
-    if q.suspect:
-        q.suspect = False
-        link_tell(q.link, q.index, q.epoch, RAIL_MOVED, 0)
+    if rail_of(q).state == RAIL_SUSPECT:
+        rail_step(q.link, q.index, MOVES)
+
+
+# -- the life of a rail
+
+cdef bint rail_step(Link *link, u32 index, int happening) noexcept nogil:
+    cdef Direct *d = direct_of(link)
+    cdef Rail *r = &d.rails[index]
+    cdef bint has_carried = carries(r), has_changed
+    pthread_mutex_lock(&d.rails_lock)
+    has_changed = rail_happens(r, &d.timing, happening, now_ns())
+    pthread_mutex_unlock(&d.rails_lock)
+    if not has_changed or link.is_incoming:
+        return has_changed
+    if happening == FAILS and has_carried:
+        add32(&d.devices.lost, 1)
+    elif happening == ANSWERS and r.ups > 1:
+        add32(&d.devices.remade, 1)
+    link_tell(link)
+    return True
+
+
+cdef void blame(Direct *d, u32 index, int code, int errnum, const char *text) noexcept nogil:
+    pthread_mutex_lock(&d.rails_lock)
+    rail_blame(&d.rails[index], code, errnum, text)
+    pthread_mutex_unlock(&d.rails_lock)
+
+
+cdef void take_refusals(Link *link) noexcept nogil:
+    """Attempts that made nothing. Those that are too late say nothing of the one under way."""
+    cdef Direct *d = direct_of(link)
+    cdef Refusal one
+    cdef u32 i
+    for i in range(d.rails_n):
+        pthread_mutex_lock(&d.rails_lock)
+        one = d.refusals[i]
+        d.refusals[i].is_new = False
+        pthread_mutex_unlock(&d.rails_lock)
+        if one.is_new and one.epoch == d.rails[i].epoch and d.rails[i].state == RAIL_BUILDING:
+            blame(d, i, ATTEMPT_FAILED, 0, one.text)
+            rail_step(link, i, NOT_MADE)
+
+
+cdef void take_returns(Link *link) noexcept nogil:
+    """Ports that have their link again: what waits for one of them waits no longer."""
+    cdef Direct *d = direct_of(link)
+    cdef u32 i, count
+    for i in range(d.rails_n):
+        count = load32(&d.devices.returns[d.nics[i]])
+        if count != d.returns_seen[i]:
+            d.returns_seen[i] = count
+            pthread_mutex_lock(&d.rails_lock)
+            rail_hurry(&d.rails[i], &d.timing, now_ns())
+            pthread_mutex_unlock(&d.rails_lock)
+
+
+cdef void rail_tick(Link *link, u32 index, u64 now) noexcept nogil:
+    cdef Direct *d = direct_of(link)
+    cdef Rail *r = &d.rails[index]
+    if now < rail_due(r, &d.timing):
+        return
+    if rail_late(r) == FAILS:
+        qp_fail(d.qps[index], NO_ANSWER, 0)
+        return
+    if r.state == RAIL_BUILDING:
+        blame(d, index, NOT_BUILT, 0, NULL)
+    rail_step(link, index, rail_late(r))
+
+
+cdef void rails_turn(Link *link) noexcept nogil:
+    cdef Direct *d = direct_of(link)
+    cdef u32 i, returned = load32(&d.devices.returned), n = load32(&d.rails_n)
+    cdef u64 now, due = NEVER_NS
+    if n == 0 or load32(&link.dead):
+        return
+    if load32(&d.is_refused) and swap32(&d.is_refused, 0):
+        take_refusals(link)
+    if returned != d.returned_seen:
+        d.returned_seen = returned
+        take_returns(link)
+    for i in range(n):
+        if d.broken[i]:
+            if d.qps[i] != NULL:
+                qp_fail(d.qps[i], PEER_BROKE, d.broken[i] - 1)
+            d.broken[i] = 0
+        if rail_due(&d.rails[i], &d.timing) != NEVER_NS:
+            now = now_ns()
+            rail_tick(link, i, now)
+            due = min(due, rail_due(&d.rails[i], &d.timing))
+    if due != NEVER_NS:
+        worker_by(d.worker, due)
 
 
 # -- the source's end
@@ -143,13 +229,11 @@ cdef void qp_fail(Qp *q, int code, int errnum) noexcept nogil:
     cdef Posted *one
     cdef Connection *c
     cdef u32 i, n = 0
-    if q.state != QP_UP and q.state != QP_PROBE:
+    if not is_current(q) or q.e == NULL:
         return
     let_go(q)
-    q.state = QP_LOST
-    q.progress_ns = now_ns()  # The time of the destination's answer begins now.
-    q.code = code
-    q.errnum = errnum
+    blame(direct_of(q.link), q.index, code, errnum, NULL)
+    rail_step(q.link, q.index, FAILS)
     q.unbuilt = q.unbuilt_blocks = 0
     q.is_building = False
     for i in range(q.ring_n):
@@ -161,6 +245,17 @@ cdef void qp_fail(Qp *q, int code, int errnum) noexcept nogil:
     c = control_lock(q.link)
     queue_pieces(c, RAIL_LOST, q.index, q.epoch, items, n)
     control_unlock(c)
+
+
+cdef void qp_give_up(Qp *q, int code, int errnum) noexcept nogil:
+    cdef Connection *c
+    if not q.link.is_incoming:
+        qp_fail(q, code, errnum)
+    elif is_current(q) and rail_of(q).state == RAIL_UP:
+        c = control_lock(q.link)
+        queue_broken(c, q.index, q.epoch, code)
+        qp_drain(q)
+        control_unlock(c)
 
 
 cdef bint is_listed_in(PieceId *items, u32 n, u64 number, u64 piece) noexcept nogil:
@@ -179,7 +274,7 @@ cdef void on_closed(Connection *c) noexcept nogil:
     cdef Qp *q = d.qps[c.head.transfer]
     cdef Posted *one
     cdef Transfer *t
-    if q == NULL or q.epoch != c.head.tag or q.state != QP_LOST:
+    if q == NULL or q.epoch != c.head.tag or rail_of(q).state != RAIL_UNSETTLED:
         return
     pthread_mutex_lock(&link.lock)
     while q.ring_n:
@@ -193,7 +288,7 @@ cdef void on_closed(Connection *c) noexcept nogil:
             count(&link.flows[q.index].sent_nbytes, one.nbytes)
         go_on(c, t)
     pthread_mutex_unlock(&link.lock)
-    link_tell(link, q.index, q.epoch, q.code, q.errnum)
+    rail_step(link, q.index, IS_CLOSED)
     qp_end(q)
     kick_qps(link)
 
@@ -215,33 +310,30 @@ cdef void on_broken(Connection *c) noexcept nogil:
         if (h.transfer == ANY_RAIL and q.fences < h.total) or (
             h.transfer == i and h.tag == q.epoch
         ):
-            # The connection's lock is held here: `qp_fail` takes it.
-            store32(&q.doomed, <u32>h.status << 8 | PEER_BROKE)
-            polled_again(&q.polled)
+            d.broken[i] = 1 + <u32>h.status  # for `rails_turn`, which has no lock
     kick_qps(link)
 
 
 # -- the destination's end
 
 cdef void qp_drain(Qp *q) noexcept nogil:
-    if q.state != QP_UP:
+    if not is_current(q) or rail_of(q).state != RAIL_UP:
         return
     q.e.to_error(q.e)
-    q.state = QP_DRAIN
+    rail_step(q.link, q.index, DRAINS)
     q.drain_until = now_ns() + DRAIN_NS
-    q.polled.worker.restless += 1
     polled_again(&q.polled)
 
 
 cdef void qp_drained(Qp *q) noexcept nogil:
     cdef Connection *c
-    q.polled.worker.restless -= 1
     let_go(q)
-    q.state = QP_LOST
+    rail_step(q.link, q.index, IS_DRAINED)
     if q.lost_asked:
         c = control_lock(q.link)
         answer_lost(c, q.index, q.epoch, q.lost, q.lost_n)
         control_unlock(c)
+        rail_step(q.link, q.index, IS_CLOSED)
         qp_end(q)
 
 
@@ -288,7 +380,7 @@ cdef bint on_lost(Connection *c) noexcept nogil:
     pthread_mutex_lock(&link.lock)
     for i in range(h.count):
         good &= has_asked(c, &items[i])
-    if good and q != NULL and q.epoch == h.tag and (q.state == QP_UP or q.state == QP_DRAIN):
+    if good and q != NULL and q.epoch == h.tag and q.e != NULL:
         q.lost = <PieceId *>need((h.count + 1) * sizeof(PieceId))
         memcpy(q.lost, items, h.count * sizeof(PieceId))
         q.lost_n = h.count
@@ -297,6 +389,7 @@ cdef bint on_lost(Connection *c) noexcept nogil:
     elif good:
         answer_lost(c, h.transfer, h.tag, items, h.count)
         if q != NULL and q.epoch == h.tag:
+            rail_step(link, q.index, IS_CLOSED)
             qp_end(q)
     pthread_mutex_unlock(&link.lock)
     if not good:

@@ -29,9 +29,16 @@ _STATUSES = (
 """Names of ``enum ibv_wc_status``; ibv_poll_cq(3)."""
 
 
-def rail_sentence(code: int, errnum: int, rail_timeout_s: float) -> str:
-    """Why a rail over RDMA was given up."""
+def rail_sentence(
+    code: int, errnum: int, rail_timeout_s: float, late: tuple[float, float] = (0.0, 0.0)
+) -> str:
+    """Why a rail over RDMA failed. ``late``: the time-outs of making one and of its probe, in
+    seconds. Of an attempt that failed, whoever made it has the words."""
     match code:
+        case RailReason.NOT_BUILT:
+            return f"no new queue pair within {late[0]:g} s"
+        case RailReason.NO_ANSWER:
+            return f"the probe did not arrive within {late[1]:g} s"
         case RailReason.BAD_STATUS:
             name = _STATUSES[errnum] if errnum < len(_STATUSES) else "unknown"
             return f"completion status {errnum} ({name})"

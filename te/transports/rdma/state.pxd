@@ -7,16 +7,17 @@ from libc.stdint cimport int64_t, uint8_t
 from te.core.inbound cimport Arriving
 from te.core.link cimport Link, Transfer
 from te.core.regions cimport Key, Region, regions_above
-from te.core.sync cimport add64, u32, u64
-from te.core.wire cimport BEGUN_MAX, RemoteRange, NICS_MAX, POSTED_MAX, PieceId, RAILS_MAX
+from te.core.sync cimport add64, pthread_mutex_t, u32, u64
+from te.core.wire cimport BEGUN_MAX, RemoteRange, NICS_MAX, POSTED_MAX, PieceId, RAILS_MAX, TEXT_MAX
 from te.core.worker cimport Polled, Worker
 from te.transports.rdma.balance cimport Pace
 from te.transports.rdma.pieces cimport Piece
+from te.transports.rdma.rails cimport Rail, RailTiming
 from te.verbs.abi cimport Endpoint, VSendWr, VSge
 
-# Why a rail was given up, or what became of it; reasons.py makes the sentences.
+# Why a rail failed; reasons.py makes the sentences.
 cpdef enum RailReason:
-    RAIL_UP = 20
+    NOT_BUILT = 20
     BAD_STATUS = 21
     NO_COMPLETION = 22
     POST_FAILED = 23
@@ -25,16 +26,9 @@ cpdef enum RailReason:
     PORT_DOWN = 26
     DEVICE_FATAL = 27
     QP_EVENT = 28
-    RAIL_SUSPECT = 29  # of a rail that is not given up, as the next
-    RAIL_MOVED = 30
+    NO_ANSWER = 29
+    ATTEMPT_FAILED = 30
     READ_CANCELLED = 31
-
-ctypedef enum QpState:
-    QP_PROBE  # of a source: connected, but nothing has come through yet
-    QP_UP
-    QP_LOST  # of a source: its end is gone, the destination has yet to close its own
-    QP_DRAIN  # of a destination: in the error state, not all of its completions seen
-    QP_GONE
 
 # `Transfer.own`, under the link's lock.
 cdef struct Posting:
@@ -67,25 +61,24 @@ cdef struct Posted:
     bint is_unmarked  # counted in `Posting.unmarked`
 
 # What the transport keeps for an engine. Atomic: how often each device has failed as a whole, and
-# why the last time; and calls to look at all queue pairs.
+# why the last time; how often its port's link has come back, and all of them together; calls to look
+# at all queue pairs; and how many rails went down while they carried, and came back.
 cdef struct Devices:
     u32 faults[NICS_MAX]
     u32 reasons[NICS_MAX]
+    u32 returns[NICS_MAX]
+    u32 returned
     u32 kicks
+    u32 lost, remade
 
 cdef struct Qp:
     Polled polled  # first: a worker's pointer to it is one to this
     Link *link
-    Devices *devices
     Endpoint *e
-    QpState state
     u32 index, epoch, local_nic, remote_nic
-    u32 doomed  # atomic: a reason to give it up; above 8 bits, what the peer gives as its own
     u32 kicks_seen, faults_seen
     bint armed, late, overdue
-    bint suspect  # has work that does not move: the rest of it is for other rails
     u64 progress_ns
-    int code, errnum  # why it is lost
     # The source's end: kept work requests, of which [built_at, built_n) are not handed over yet.
     VSendWr *wrs
     VSge *sges
@@ -109,11 +102,27 @@ cdef struct Qp:
     u32 lost_n
     bint lost_asked
 
+# An attempt to make a rail that came to nothing: the newest of the rail.
+cdef struct Refusal:
+    bint is_new
+    u32 epoch
+    char text[TEXT_MAX]
+
 # `Link.own`.
 cdef struct Direct:
     Worker *worker
-    Qp *qps[RAILS_MAX]
-    u32 epochs[RAILS_MAX]  # of the newest queue pair that each rail has had
+    Devices *devices
+    # The link's worker alone changes the rails (`rail_step` in qps.pxd). Others read them, and it
+    # writes them, under the lock, behind which no other is taken.
+    pthread_mutex_t rails_lock
+    Rail rails[RAILS_MAX]
+    RailTiming timing
+    Refusal refusals[RAILS_MAX]  # under the same lock, by who has made the attempt
+    u32 is_refused  # atomic: some of them are new
+    Qp *qps[RAILS_MAX]  # of the rails that have one; the worker's, as the next two
+    u32 broken[RAILS_MAX]  # that the destination has broken: its reason, plus 1
+    u32 returned_seen
+    u32 returns_seen[RAILS_MAX]
     u32 kicks  # atomic: counts calls to look for something to send
     u32 hopeless  # atomic: without a rail for too long
     bint has_outlasted
@@ -143,11 +152,21 @@ cdef struct Direct:
     # Atomic: how many fences have asked that every qp be drained, and for how many they are.
     u32 breaks_asked, breaks_done
     u32 breaks_begun  # the worker's alone, as all that follows of breaking
-    bint is_breaking, is_draining, must_drain
+    bint is_draining, must_drain
 
 
 cdef inline Direct *direct_of(Link *link) noexcept nogil:
     return <Direct *>link.own
+
+
+cdef inline Rail *rail_of(Qp *q) noexcept nogil:
+    """Of a queue pair that is its rail's. Its worker's."""
+    return &direct_of(q.link).rails[q.index]
+
+
+cdef inline bint is_current(Qp *q) noexcept nogil:
+    """Whether it is its rail's, and no former one."""
+    return direct_of(q.link).qps[q.index] == q
 
 
 cdef inline Posting *posting_of(Transfer *t) noexcept nogil:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
+import weakref
 from typing import ClassVar
 
 from te.config import Config
@@ -30,12 +31,11 @@ from te.transports.base import (
     Watch,
     Work,
 )
-from te.transports.rdma._core import RdmaLink
+from te.transports.rdma._core import RdmaLink, rail_changes
 from te.transports.rdma.cm import CmAcceptor
 from te.transports.rdma.devices import DeviceWatch
 from te.transports.rdma.direct import BUILD_TIMEOUT_S, accept_rail, paths, remote_nic
-from te.transports.rdma.keeper import Keeper
-from te.transports.rdma.link import KeptLink
+from te.transports.rdma.link import RailedLink
 from te.transports.rdma.messages import (
     CardNic,
     RailAnswer,
@@ -62,13 +62,14 @@ class Rdma(Transport):
     )
 
     _local: Local
-    _keeper: Keeper
     _cm: CmAcceptor
 
     def __init__(self, config: Config, fabric: Fabric | None = None) -> None:
         """``fabric``: devices that are open already; else those of the machine."""
         self.fabric = fabric
         self._problem: str | None = None
+        #: Those that this engine has opened, by the plane's number.
+        self._links: weakref.WeakValueDictionary[int, RailedLink] = weakref.WeakValueDictionary()
         if fabric is None:
             try:
                 self.fabric = open_fabric(
@@ -84,12 +85,11 @@ class Rdma(Transport):
     def start(self, local: Local, watch: Watch) -> tuple[()]:
         """Listens to the devices."""
         self._local = local
-        self._keeper = Keeper(f"te-rails-{local.id[:8]}")
         self._cm = CmAcceptor(local, watch)
         for sentence in _idle_settings(local.config, self._nics):
             logger.warning("%s", sentence)
         for nic in self._nics:
-            watch(nic.device.events_fd, DeviceWatch(local, self._keeper, nic).on_ready)
+            watch(nic.device.events_fd, DeviceWatch(local, nic).on_ready)
         return ()
 
     def offer(self) -> bytes | None:
@@ -113,15 +113,16 @@ class Rdma(Transport):
 
     @property
     def rail_changes(self) -> tuple[int, int]:
-        return self._keeper.lost, self._keeper.remade
+        return rail_changes(self._local.plane)
 
-    def on_event(self, number: int, rail: int, epoch: int, code: int, errnum: int) -> None:
-        """Has rails that were lost made anew."""
-        self._keeper.on_event(number, rail, epoch, code, errnum)
+    def on_event(self, number: int) -> None:
+        """Has rails made that their link asks for."""
+        link = self._links.get(number)
+        if link is not None:
+            link.look()
 
     def close(self, timeout_s: float) -> None:
-        """Rails under construction come to nothing."""
-        self._keeper.stop(timeout_s)
+        """Expects no source by rdma_cm any more."""
         self._cm.close()
 
     @property
@@ -143,8 +144,6 @@ class Rdma(Transport):
             )
         number = secrets.randbits(62)
         first = connect(local, card, self._hello(card, number), deadline_s, timeout_s)
-        handle = RdmaLink(local.plane, False)
-        add_rails(first, lambda _: first, 1, lambda one: handle.add_connection(one.fileno()))
 
         def greet(rail: RailOffer) -> RailAnswer:
             until_s = time.monotonic() + BUILD_TIMEOUT_S
@@ -156,10 +155,11 @@ class Rdma(Transport):
                 raise ConnectError("the engine welcomed a rail without its end of it")
             return answer
 
-        link = KeptLink(handle, card.id, there, greet)
+        link = RailedLink(RdmaLink(local.plane, False), local, card.id, there, greet, ways)
+        self._links[link.handle.number] = link
+        add_rails(first, lambda _: first, 1, lambda one: link.handle.add_connection(one.fileno()))
         with contextlib.ExitStack() as undo:
-            undo.callback(link.close)  # The keeper would keep it for ever.
-            self._keeper.add(local, link, ways)
+            undo.callback(link.close)
             problem = link.await_rails(deadline_s)
             if problem is None:
                 undo.pop_all()
