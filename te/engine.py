@@ -364,11 +364,7 @@ class Engine:
         closed."""
         check_tag(tag)
         revocation = self._plane.revoke_tag(tag)
-        return (
-            None
-            if revocation is None
-            else Fence(tag, revocation, self._acceptor.withdraw, self._fences)
-        )
+        return None if revocation is None else Fence(tag, revocation, self._fences)
 
     def fence(self, tag: int, timeout_s: float = QUIESCE_TIMEOUT_S) -> int:
         """Closes a tag. After it returns, no write under the tag can land, whatever its source

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Final
 
 from te.core.engine import Revocation
@@ -53,14 +52,11 @@ class Fence:
         self,
         tag: int,
         revocation: Revocation,
-        withdraw: Callable[[Revocation], None],
         counter: FenceCounter,
     ) -> None:
         self._tag = tag
         self._revocation = revocation
-        self._withdraw = withdraw
         self._lock = threading.Lock()
-        self._has_withdrawn = False
         self._counter = counter
         self._begun_s = time.monotonic()
         self._count: int | None = None
@@ -89,18 +85,10 @@ class Fence:
         return self._count
 
     def _step(self, timeout_s: float) -> bool:
-        until_s = time.monotonic() + timeout_s
         if self._count is not None:
             return True
-        if not self._revocation.await_landings(timeout_s):
+        if not self._revocation.wait(timeout_s):
             return False
-        if self._revocation.granted:
-            with self._lock:
-                is_first, self._has_withdrawn = not self._has_withdrawn, True
-            if is_first:
-                self._withdraw(self._revocation)
-            if not self._revocation.await_grants(until_s - time.monotonic()):
-                return False
         count = self._revocation.forget()
         with self._lock:
             is_first, self._count = self._count is None, count

@@ -21,7 +21,6 @@ from te.connect.links import Described, Links
 from te.connect.loop import READABLE, IoLoop
 from te.connect.throttle import Throttle
 from te.connect.transports import EngineTransports
-from te.core.engine import Revocation
 from te.errors import ListenError
 from te.reasons import Reason, sentence
 from te.stats import LinkStats, outcomes_of
@@ -108,14 +107,6 @@ class Acceptor:
             )
         return found
 
-    def withdraw(self, revocation: Revocation) -> None:
-        """Has transfers end that were granted under a tag which was revoked; the revocation says
-        when they have."""
-        with self._lock:
-            links = list(self._links)
-        for one in links:
-            one.handle.revoke(revocation)
-
     def log(self, level: int, message: str, *values: object) -> None:
         """A line about a stranger, unless there were too many of late. Loop's thread only."""
         if logger.isEnabledFor(level) and self._throttle.admits(time.monotonic()):
@@ -168,15 +159,15 @@ class Acceptor:
     def joined(self, sock: socket.socket, join: Join, link: IncomingLink) -> str | None:
         """Takes a connection that was welcomed into its link; or why that cannot be (then nothing
         was taken). Loop's thread only."""
-        with self._lock:  # Whoever fences a tag finds the link once anything can come over it.
-            try:
-                added = join.add(link)
-            except OSError as exc:
-                link.handle.die(Reason.PEER_CLOSED)
-                return exc.strerror
-            if not added:
-                return "the link has ended"
-            sock.detach()
+        try:
+            added = join.add(link)
+        except OSError as exc:
+            link.handle.die(Reason.PEER_CLOSED)
+            return exc.strerror
+        if not added:
+            return "the link has ended"
+        sock.detach()
+        with self._lock:
             if len(self._links) > 2 * self.local.config.max_connections:
                 # The plane tells of each that ends, but loses what is not listened to.
                 self._links.forget_dead()

@@ -108,18 +108,11 @@ class Engine:
         received, by rail; what became of transfers; links that have ended, by reason."""
 
 class Revocation:
-    """A tag that was revoked; it is confirmed once both waits have returned True."""
+    """A tag that was revoked; it is confirmed once ``wait`` has returned True."""
 
-    def await_landings(self, timeout_s: float) -> bool:
-        """Waits, without the lock, for landings under the tag; False when one did not end."""
-
-    @property
-    def granted(self) -> int:
-        """Transfers that may still be written over RDMA; it only falls once no landing is under
-        way."""
-
-    def await_grants(self, timeout_s: float) -> bool:
-        """Waits, without the lock, until there are none."""
+    def wait(self, timeout_s: float) -> bool:
+        """Waits, without the lock, until nothing can land under the tag any more: no landing is
+        under way, and no peer may write by itself over RDMA. False if that is not so in time."""
 
     def forget(self) -> int:
         """Confirmed: the tag may be opened anew. The last count of arrivals."""

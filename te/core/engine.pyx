@@ -5,12 +5,13 @@
 cimport cython
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
+from te.core.fences cimport fence_opening
 from te.core.heap cimport need
 from te.core.link cimport Link, link_drop, links_tally
 from te.core.notices cimport Notice, bulletin_take, notice_take
 from te.core.kinds cimport kind_of, KINDS_MAX
 from te.core.plane cimport (
-    CANCELLED, DONE, plane_close, plane_know, plane_open, plane_quiesce, plane_quiesce_memory,
+    CANCELLED, DONE, plane_close, plane_know, plane_open, plane_quiesce_memory,
     plane_stage, plane_unstage,
 )
 from te.core.posix cimport eventfd_read, eventfd_write
@@ -266,26 +267,12 @@ cdef class Revocation:
     def __dealloc__(self):
         opening_drop(self.o)
 
-    def await_landings(self, double timeout_s):
+    def wait(self, double timeout_s):
         cdef bint done
-        cdef u64 timeout_ns = ns_of(timeout_s)
-        with nogil:
-            done = plane_quiesce(self.engine.p, NULL, self.o, timeout_ns)
-        return done
-
-    @property
-    def granted(self):
-        return load32(&self.o.granted)
-
-    def await_grants(self, double timeout_s):
         cdef u64 until = now_ns() + ns_of(timeout_s)
-        cdef timespec pause
-        pause.tv_sec = 0
-        pause.tv_nsec = 200000
         with nogil:
-            while load32(&self.o.granted) and now_ns() < until:
-                nanosleep(&pause, NULL)
-        return load32(&self.o.granted) == 0
+            done = fence_opening(self.engine.p, self.o, until)
+        return done
 
     def forget(self):
         opening_forget(&self.engine.p.tags, self.o)

@@ -2,7 +2,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from te.core.engine import OutcomesTuple, Revocation
+from te.core.engine import OutcomesTuple
 
 class LinkHandle:
     """All rails between two engines that one side opened; transports derive their own. The link
@@ -29,15 +29,6 @@ class LinkHandle:
 
     def die(self, code: int) -> None:
         """Asks the workers to close its connections."""
-
-    def revoke(self, revocation: Revocation) -> None:
-        """Has transfers end that the peer was let write by itself under the tag that was revoked;
-        the revocation says when they have. Returns at once."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether all its connections are closed: nothing lands from it any more. A link that is
-        not alive may still be in the middle of a landing."""
 
     def submit(
         self,

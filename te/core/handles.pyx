@@ -8,7 +8,7 @@ from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 from te.core.callers cimport INLINE_BYTES, drive, drive_end
-from te.core.engine cimport Revocation, outcomes_of
+from te.core.engine cimport outcomes_of
 from te.core.connections cimport connection_add
 from te.core.heap cimport need
 from te.core.link cimport *
@@ -111,14 +111,6 @@ cdef class LinkHandle:
 
     def die(self, int code):
         link_die(self.k, code, 0, NULL)
-
-    def revoke(self, Revocation revocation):
-        self.k.ops.revoke(self.k, revocation.o)
-
-    @property
-    def ended(self):
-        return load32(&self.k.has_ended) != 0 or (
-            load32(&self.k.dead) != 0 and self.k.connections_n == 0)
 
     def submit(self, object blocks, u64 total, u64 tag, bint is_read, u32 unfinished_max):
         cdef Py_buffer view

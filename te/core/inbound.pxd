@@ -35,9 +35,8 @@ cdef Arriving *arriving_begin(
     Link *link, u64 id, u64 tag, u64 total, bint is_reply, char *text
 ) noexcept nogil
 cdef Arriving *arriving_of(Link *link, u64 id) noexcept nogil  # NULL if there is none
-# Refuses it: nothing of it lands any more. True if the source is to be told: once, unless the whole
-# link was fenced, which ends it.
-cdef bint arriving_refuse(Link *link, Arriving *a) noexcept nogil
+# Refuses it: nothing of it lands any more. True the first time: the source is to be told.
+cdef bint arriving_refuse(Arriving *a) noexcept nogil
 # More of it is announced; False after a violation, which `text` says.
 cdef bint arriving_announce(Arriving *a, u64 nbytes, char *text) noexcept nogil
 # The source gives it up, and has sent `nbytes` of it; False if that cannot be.

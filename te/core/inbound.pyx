@@ -64,7 +64,7 @@ cdef void join_read(Link *link, Arriving *a, char *text) noexcept nogil:
         store32(&a.refused, 1)
 
 
-cdef bint arriving_refuse(Link *link, Arriving *a) noexcept nogil:
+cdef bint arriving_refuse(Arriving *a) noexcept nogil:
     if a.refused:
         return False
     store32(&a.refused, 1)

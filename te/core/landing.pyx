@@ -31,7 +31,7 @@ ctypedef unsigned long long ull
 cdef void refuse(Connection *c, Arriving *a, const char *reason) noexcept nogil:
     """Answers a transfer early; the rest of it is thrown away. Once per transfer. Under the link's
     lock. The reply to a read ends the read here, too."""
-    if arriving_refuse(c.link, a):
+    if arriving_refuse(a):
         tell_refused(c, a, reason)
 
 

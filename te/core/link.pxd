@@ -67,9 +67,10 @@ cdef struct Ops:
     # It has its outcome, and what is its own can go. Under the link's lock.
     void (*settled)(Transfer *t) noexcept nogil
 
-    # The destination's side. A tag was revoked, and no landing is under way: has that end which a
-    # peer was let write by itself under it (`Opening.granted` tells when), and returns at once.
-    void (*revoke)(Link *link, Opening *o) noexcept nogil
+    # The destination's side. A tag was revoked, and no landing is under way: tells the link's worker to
+    # have that end which the peer was let write by itself under it (`Opening.granted` tells when). Any
+    # thread, also with the engine's lock; returns at once.
+    void (*revoke)(Link *link) noexcept nogil
 
     # Both sides. Now and then, by a worker: may end the link. `stalled`: its first transfer has not
     # moved for too long. Returns whether to let that pass.

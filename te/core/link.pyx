@@ -18,10 +18,6 @@ cdef void settled(Transfer *t) noexcept nogil:
     pass
 
 
-cdef void revoke(Link *link, Opening *o) noexcept nogil:
-    pass
-
-
 cdef bint check(Link *link, bint stalled) noexcept nogil:
     return False
 
@@ -35,9 +31,8 @@ cdef Ops plain_ops() noexcept:
     memset(&ops, 0, sizeof(ops))
     ops.may_merge = True
     ops.settled = settled
-    ops.revoke = revoke
     ops.check = check
-    ops.close = ops.forget = nothing
+    ops.revoke = ops.close = ops.forget = nothing
     return ops
 
 

@@ -31,6 +31,7 @@ cdef struct Opening:
     u64 progress_ns  # atomic: of a read, when bytes last landed
     u32 is_open, refs  # atomic
     u32 granted  # atomic: transfers that their sources may be writing unasked
+    u32 is_withdrawn  # atomic: the links were told that those have to end
 
 cdef struct Tags:
     pthread_mutex_t lock
@@ -53,6 +54,8 @@ cdef void opening_bind(Opening *o, const Identity *peer, bint is_of_life) noexce
 cdef Opening *opening_get(Tags *tags, u64 value) noexcept nogil
 # The same; NULL when the tag is not open, or not for that peer.
 cdef Opening *opening_find(Tags *tags, u64 value, const Identity *peer) noexcept nogil
+# Whether it is for that peer, which need not be the only one.
+cdef bint opening_admits(Opening *o, const Identity *peer) noexcept nogil
 # The sentence for a peer that finds none, which is the same whatever the cause is.
 cdef void say_not_open(char *text, size_t room, u64 value) noexcept nogil
 cdef void opening_drop(Opening *o) noexcept nogil  # NULL is none

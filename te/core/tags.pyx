@@ -59,7 +59,7 @@ cdef void opening_drop(Opening *o) noexcept nogil:
         free(o)
 
 
-cdef bint admits(Opening *o, const Identity *peer) noexcept nogil:
+cdef bint opening_admits(Opening *o, const Identity *peer) noexcept nogil:
     if not o.is_bound:
         return True
     return memcmp(o.peer.engine, peer.engine, sizeof(peer.engine)) == 0 and (
@@ -78,7 +78,7 @@ cdef Opening *opening_get(Tags *tags, u64 value) noexcept nogil:
 
 cdef Opening *opening_find(Tags *tags, u64 value, const Identity *peer) noexcept nogil:
     cdef Opening *o = opening_get(tags, value)
-    if o != NULL and not (load32(&o.is_open) and admits(o, peer)):
+    if o != NULL and not (load32(&o.is_open) and opening_admits(o, peer)):
         opening_drop(o)
         return NULL
     return o

@@ -34,6 +34,7 @@ LAYERS = (
     "transfer",
     "inbound",
     "ending",
+    "fences",
     "frames",
     "connections",
     "callers",

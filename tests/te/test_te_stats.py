@@ -149,12 +149,10 @@ def test_a_fence_that_was_waited_for_in_vain_is_counted() -> None:
 class TwoAtOnce:
     """Of a tag that two threads find closed at the same time."""
 
-    granted = 0
-
     def __init__(self) -> None:
         self._both = threading.Barrier(2)
 
-    def await_landings(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float) -> bool:
         self._both.wait(timeout_s)
         return True
 
@@ -165,7 +163,7 @@ class TwoAtOnce:
 
 def test_a_fence_that_two_threads_confirm_is_counted_once() -> None:
     counter = FenceCounter()
-    fence = Fence(1, TwoAtOnce(), lambda _: None, counter)  # type: ignore[arg-type]
+    fence = Fence(1, TwoAtOnce(), counter)  # type: ignore[arg-type]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         assert list(pool.map(fence.wait, [TIMEOUT_S] * 2)) == [5, 5]
     assert counter.stats().confirmed == 1

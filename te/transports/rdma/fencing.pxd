@@ -4,11 +4,10 @@
 
 from te.core.link cimport Link
 from te.core.sync cimport load32, u64
-from te.core.tags cimport Opening
 from te.transports.rdma.state cimport direct_of
 
 # What `Ops` call.
-cdef void fencing_revoke(Link *link, Opening *o) noexcept nogil
+cdef void fencing_revoke(Link *link) noexcept nogil
 cdef bint fencing_drain(Link *link, u64 until_ns) noexcept nogil
 cdef void fencing_forget(Link *link) noexcept nogil
 

@@ -18,21 +18,6 @@ from te.transports.rdma.state cimport *
 
 # -- asking for it
 
-cdef bint has_grant(Link *link, Opening *o) noexcept nogil:
-    """Whether the peer may still be writing under the opening. Under the link's lock."""
-    cdef Arriving *a = direct_of(link).undrained
-    cdef u64 i
-    while a != NULL:
-        if a.opening == o:
-            return True
-        a = (<Granted *>a.own).next
-    for i in range(link.arriving.size):
-        a = <Arriving *>link.arriving.values[i]
-        if a != NULL and a.opening == o and granted_of(a) != NULL:
-            return True
-    return False
-
-
 cdef u32 ask_to_break(Link *link) noexcept nogil:
     """Has the link's worker do it; for how many fences that is."""
     cdef u32 mine = add32(&direct_of(link).breaks_asked, 1)
@@ -40,13 +25,8 @@ cdef u32 ask_to_break(Link *link) noexcept nogil:
     return mine
 
 
-cdef void fencing_revoke(Link *link, Opening *o) noexcept nogil:
-    cdef bint found
-    pthread_mutex_lock(&link.lock)
-    found = has_grant(link, o)
-    pthread_mutex_unlock(&link.lock)
-    if found:
-        ask_to_break(link)
+cdef void fencing_revoke(Link *link) noexcept nogil:
+    ask_to_break(link)
 
 
 cdef bint fencing_drain(Link *link, u64 until_ns) noexcept nogil:

@@ -24,7 +24,7 @@ ctypedef unsigned long long ull
 
 
 cdef void refuse(Connection *c, Arriving *a, const char *reason) noexcept nogil:
-    if arriving_refuse(c.link, a):
+    if arriving_refuse(a):
         queue_answer(c, a.id, REFUSED, reason)
 
 
