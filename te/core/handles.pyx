@@ -281,7 +281,7 @@ cdef class TransferHandle:
             with nogil:
                 done = t.link.ops.unread(t, now_ns() + UNREAD_NS)
         elif is_new:
-            with nogil:  # It may wait for a worker that has a device destroy a queue pair.
+            with nogil:  # It waits for the lock of the link.
                 t.link.ops.cancel(t)
         return done
 

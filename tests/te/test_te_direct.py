@@ -282,6 +282,32 @@ def test_a_rail_that_comes_late_replaces_none_that_is_newer() -> None:
         wait_until(lambda: engine.arrived(3) == 1, "it has landed")
 
 
+def test_what_is_cancelled_is_given_up_by_the_worker_of_its_link() -> None:
+    """Before it was granted, and when it waits for rails; what is not cancelled goes on."""
+    wires = Wires()
+    with NullEngine(wires, nics=1) as engine, raw_direct_destination(wires, engine) as (peer, raw):
+        memory = np.zeros(PAGE, np.uint8)
+        region = engine.register(memory)
+        raw.send(table([(1 << 20, (1 << 20) + PAGE)]))
+        blocks = te.Blocks.of(region.address, 1 << 20, PAGE)
+        asked, granted, kept = (peer.write(blocks) for _ in range(3))
+        numbers = [raw.await_frame(Kind.ASK).transfer for _ in range(3)]
+        raw.send(word(Kind.RAIL_BROKEN, 0, 1, []))
+        assert raw.await_frame(Kind.RAIL_LOST).tag == 1
+        raw.send(ack(numbers[1], AckStatus.GRANTED), ack(numbers[2], AckStatus.GRANTED))
+        for transfer, number in ((asked, numbers[0]), (granted, numbers[1])):
+            transfer.cancel()
+            assert raw.await_frame(Kind.ABANDON).transfer == number
+            raw.send(ack(number, AckStatus.ABANDONED))
+            assert transfer.wait(TIMEOUT_S) is te.Status.CANCELLED
+        assert kept.poll() is te.Status.PENDING
+        raw.send(word(Kind.RAIL_CLOSED, 0, 1, []))
+        wait_until(lambda: (0, 2) in raw.rails, "the rail is made anew")
+        wait_until(lambda: peer.stats().rails[0].flow.bytes_sent == PAGE, "it is written")
+        raw.send(ack(numbers[2], AckStatus.LANDED))
+        assert kept.wait(TIMEOUT_S) is te.Status.DONE
+
+
 def test_a_fence_ends_what_was_granted_and_never_written() -> None:
     """A source that asks and then does nothing: the rails are broken, the slot is free again."""
     wires = Wires()

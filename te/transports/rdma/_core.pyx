@@ -214,22 +214,22 @@ cdef bint unread(Transfer *t, u64 until_ns) noexcept nogil:
         fencing_drain(t.link, until_ns))
 
 
-cdef bint outlasts(Link *link) noexcept nogil:
-    """With every rail known to be dead: only what is unfinished fails. The destination may be well,
-    and a rail come back. Once: it has to answer that it forgets the transfers."""
+cdef bint gives_up_transfers(Link *link) noexcept nogil:
+    """In place of the link, where every rail is known to be dead: the destination may be well, and a
+    rail come back. Once: it has to answer that it forgets the transfers."""
     cdef Direct *d = direct_of(link)
     cdef u32 i
-    if d.has_outlasted:
+    if d.has_given_up:
         return False
-    for i in range(d.rails_n):
-        if carries(&d.rails[i]) or d.rails[i].state == RAIL_UNSETTLED:
+    for i in range(RAILS_MAX):
+        if not is_dead(&d.rails[i]):
             return False
-    d.has_outlasted = True
+    d.has_given_up = True
     pthread_mutex_lock(&link.lock)
     if link.first != NULL:
         store64(&link.first.progress_ns, now_ns())
     pthread_mutex_unlock(&link.lock)
-    store32(&d.hopeless, 1)  # The connection's lock is held here: `give_up_all` takes it.
+    d.verdict = NO_RAIL  # For `outgoing_turn`: the connection's lock is held here.
     return True
 
 
@@ -250,7 +250,7 @@ cdef bint is_losing_a_rail(Link *link) noexcept nogil:
 
 
 cdef bint check(Link *link, bint stalled) noexcept nogil:
-    return stalled and (is_losing_a_rail(link) or outlasts(link))
+    return stalled and (is_losing_a_rail(link) or gives_up_transfers(link))
 
 
 cdef void release(Link *link) noexcept nogil:
@@ -304,8 +304,7 @@ cdef void turn(Connection *c) noexcept nogil:
         break_link(c.link)
         worker_soon(c.polled.worker)
     rails_turn(c.link)
-    if load32(&direct_of(c.link).hopeless) and swap32(&direct_of(c.link).hopeless, 0):
-        give_up_all(c.link, NO_RAIL)
+    outgoing_turn(c.link)
 
 
 cdef Protocol PROTOCOL

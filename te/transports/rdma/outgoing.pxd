@@ -13,8 +13,9 @@ cdef void outgoing_cancel(Transfer *t) noexcept nogil
 cdef bint outgoing_load(Connection *c) noexcept nogil
 cdef void outgoing_sent(Connection *c, bint is_whole) noexcept nogil
 cdef bint outgoing_acknowledged(Connection *c) noexcept nogil
-# Fails what is unfinished, with the destination's knowledge.
-cdef void give_up_all(Link *link, int verdict) noexcept nogil
+# A turn of the link's worker, without a lock: gives up what was cancelled, and all that is unfinished if
+# `Direct.verdict` says so; with the destination's knowledge.
+cdef void outgoing_turn(Link *link) noexcept nogil
 
 # It has waiting pieces no more.
 cdef void take_ready(Link *link, Transfer *t) noexcept nogil

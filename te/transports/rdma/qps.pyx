@@ -127,7 +127,7 @@ cdef void qps_end(Link *link) noexcept nogil:
 
 cdef void qp_moved(Qp *q, u64 now) noexcept nogil:
     q.progress_ns = now
-    direct_of(q.link).has_outlasted = False
+    direct_of(q.link).has_given_up = False
     if rail_of(q).state == RAIL_SUSPECT:
         rail_step(q.link, q.index, MOVES)
 

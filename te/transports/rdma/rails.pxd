@@ -56,5 +56,10 @@ cdef int rail_late(const Rail *r) noexcept nogil
 cdef void rail_hurry(Rail *r, const RailTiming *timing, u64 now) noexcept nogil
 
 
+cdef inline bint is_dead(const Rail *r) noexcept nogil:
+    """Whether nothing that it was given is under way, and it is given nothing."""
+    return r.state == RAIL_DOWN or r.state == RAIL_BUILDING or r.state == RAIL_PROBED
+
+
 cdef inline bint carries(const Rail *r) noexcept nogil:
     return r.state == RAIL_UP or r.state == RAIL_SUSPECT

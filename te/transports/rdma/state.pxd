@@ -124,8 +124,10 @@ cdef struct Direct:
     u32 returned_seen
     u32 returns_seen[RAILS_MAX]
     u32 kicks  # atomic: counts calls to look for something to send
-    u32 hopeless  # atomic: without a rail for too long
-    bint has_outlasted
+    u32 cancels  # atomic: how often a transfer was cancelled
+    u32 cancels_seen  # the worker's, as the next two
+    int verdict  # that what is unfinished is to be given up for, in the next turn; 0: it is not
+    bint has_given_up  # and nothing moved since
     # The source's side, under the link's lock.
     Transfer *ready  # granted, with pieces that wait for a rail
     Transfer *ready_last
