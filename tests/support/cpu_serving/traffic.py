@@ -145,7 +145,9 @@ def run(
 
     async def with_session() -> T:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        connector = aiohttp.TCPConnector(limit=0)  # who sends limits itself
+        # Who sends limits itself. No connection is used twice: a server closes one that was idle
+        # for some seconds, and on a busy machine just as the next request comes.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             return await job(session)
 
