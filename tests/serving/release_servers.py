@@ -46,7 +46,7 @@ class Servers:
         """Starts those that have not been started, and waits for none."""
         for role, form in which:
             if (role, form) not in self._found:
-                name = f"{role}-{form}"
+                name = f"{role}-{form}-{self.release}"
                 self._found[role, form] = self.fleet.server(role, self._options(form), name=name)
 
     def get(self, role: Role, form: str) -> Server:
