@@ -36,7 +36,9 @@ def rows_of(junit: str, release: str) -> list[Row]:
         junit: the text of the file.
         release: left out of the tests' names.
     """
-    return [_row(case, release) for case in ElementTree.fromstring(junit).iter("testcase")]
+    cases = ElementTree.fromstring(junit).iter("testcase")
+    # One without a name is that during which pytest was interrupted.
+    return [_row(case, release) for case in cases if case.get("name")]
 
 
 def table(release: str, rows: Sequence[Row], wall_s: float, cpu_s: float) -> str:
@@ -59,10 +61,13 @@ def chaos_counts(text: str) -> str:
 def _row(case: ElementTree.Element, release: str) -> Row:
     properties = {one.get("name"): one.get("value", "") for one in case.iter("property")}
     bad = [one for kind in ("failure", "error") for one in case.iter(kind)]
+    left_out = next(case.iter("skipped"), None)
     seen = properties.get(_SEEN, "")
     if bad:
         seen = bad[0].get("message", "").partition("\n")[0]
     what = _words(case.get("name", ""), release)
+    if left_out is not None:
+        return Row(what, None, 0.0, f"left out: {left_out.get('message', '')}")
     return Row(what, not bad, float(case.get("time", 0.0)), seen)
 
 

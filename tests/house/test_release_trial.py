@@ -22,6 +22,10 @@ JUNIT = """<?xml version="1.0" encoding="utf-8"?>
   <testcase name="test_prefill_killed_and_restarted[0.5.20]" time="40.0">
     <failure message="AssertionError: 1 page&#10;more">where it was</failure>
   </testcase>
+  <testcase name="" time="0.0"/>
+  <testcase name="test_tokens[0.5.20-DP attention]" time="0.0">
+    <skipped type="pytest.skip" message="no GPU">where</skipped>
+  </testcase>
   <testcase name="test_a_pair[0.5.20-0.5.23-prefill]" time="1.0">
     <error message="failed on setup with &quot;ServingError&quot;">where</error>
   </testcase>
@@ -54,6 +58,7 @@ def test_the_rows_of_tests() -> None:
     assert rows_of(JUNIT, "0.5.20") == [
         Row("tokens are equal: tp2-tp1", True, 12.3, "all equal"),
         Row("prefill killed and restarted", False, 40.0, "AssertionError: 1 page"),
+        Row("tokens: DP attention", None, 0.0, "left out: no GPU"),
         Row("a pair: 0.5.23-prefill", False, 1.0, 'failed on setup with "ServingError"'),
     ]
 
@@ -74,6 +79,7 @@ def test_the_table() -> None:
         "                2  what our code uses            9 lacking",
         "  ok           12  tokens are equal: tp2-tp1     all equal",
         "  FAILED       40  prefill killed and restarted  AssertionError: 1 page",
+        "                0  tokens: DP attention          left out: no GPU",
         '  FAILED        1  a pair: 0.5.23-prefill        failed on setup with "ServingError"',
         "  2 failed, 56 s, 70 CPU-seconds",
     ]
@@ -110,6 +116,7 @@ def test_a_release_is_tried_step_by_step(tmp_path: Path, monkeypatch: pytest.Mon
         ("what needs no server", True),
         ("tokens are equal: tp2-tp1", True),
         ("prefill killed and restarted", False),
+        ("tokens: DP attention", None),
         ("a pair: 0.5.23-prefill", False),
         ("chaos for 0.5 min", True),
     ]

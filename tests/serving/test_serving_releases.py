@@ -15,6 +15,7 @@ from cpu_serving.pools import leaked_pages
 from cpu_serving.releases import environment_of, in_release
 from cpu_serving.servers import Fleet
 from cpu_serving.traffic import Request, make_requests, make_shared_requests, run
+from direct import open_rooms
 from interrupting import BOUND_S, WAITING, assert_failed_in_time, interrupted
 from patient import patient
 from release_servers import MODEL, Servers, neighbour, send_and_abort, serving_of
@@ -159,6 +160,8 @@ def test_tokens_are_equal_with(
     tmp_path_factory: pytest.TempPathFactory,
     record_property: Callable[[str, object], None],
 ) -> None:
+    if name == "DP attention" and release == "0.5.18":
+        pytest.skip("for DP attention this release pins memory of a GPU")
     layout = OTHERS[name]()
     with Fleet(tmp_path_factory.mktemp("others"), origin) as fleet:
         options = (in_release(patient(one), release) for one in (layout.prefill, layout.decode))
@@ -198,7 +201,8 @@ def test_prefill_killed_and_restarted(
     prefill, decode = servers.get("prefill", "tp1"), servers.get("decode", "tp1")
     before = serving_of(servers.fleet, prefill, decode, reference)
     kill = prefill.process.kill
-    got = run(lambda session: interrupted(before.pair, kill, 32, session), BOUND_S)
+    # Of one that has nothing to do but wait, SGLang 0.5.18 publishes no figures; ours are there.
+    got = run(lambda session: interrupted(before.pair, kill, 32, session, open_rooms), BOUND_S)
     assert_failed_in_time(got)
     assert leaked_pages(decode, timeout_s=BOUND_S) == 0
     again = serving_of(servers.fleet, servers.again("prefill", "tp1"), decode, reference)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import aiohttp
 
@@ -20,13 +20,17 @@ POLL_S = 0.2
 
 
 async def all_wait(
-    session: aiohttp.ClientSession, decode: Server, requests: Sequence[Request], timeout_s: float
+    session: aiohttp.ClientSession,
+    decode: Server,
+    requests: Sequence[Request],
+    timeout_s: float,
+    count_waiting: Callable[[Server], int] = waiting_requests,
 ) -> list[asyncio.Task[Answer]]:
     """Sends requests, which name the rooms that they are in, to the decode server alone. Returns
-    when all of them wait there; ServingError."""
+    when all of them wait there, by `count_waiting`; ServingError."""
     sent = [asyncio.create_task(send(session, decode.url, request)) for request in requests]
     deadline_s = time.monotonic() + timeout_s
-    while (count := await asyncio.to_thread(waiting_requests, decode)) < len(sent):
+    while (count := await asyncio.to_thread(count_waiting, decode)) < len(sent):
         if time.monotonic() > deadline_s:
             raise ServingError(
                 f"after {timeout_s:.0f} s {count} of {len(sent)} requests wait at the "
