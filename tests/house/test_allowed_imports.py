@@ -59,6 +59,8 @@ ALLOWED = {
     },
     VLLMS: {"bootstrap_server", "huggingface_hub", "kvstore", "numpy", "te", "torch", "vllm"},
 }
+#: Module → what it imports only where there is a checkout, and does without elsewhere.
+FOUND_IN_A_CHECKOUT = {"te/cli.py": {"te_bench"}}
 #: Folder → why its files name variables of SGLang.
 VARIABLES_OF_SGLANG = {
     SGLANGS: "is made for it",
@@ -94,6 +96,7 @@ def refused(module: str, source: str) -> set[str]:
     folder = max((one for one in ALLOWED if module.startswith(f"{one}/")), key=len)
     own = folder.partition("/")[0]
     may = ALLOWED[folder] | {own} | set(sys.stdlib_module_names)
+    may |= FOUND_IN_A_CHECKOUT.get(module, set())
     found = {name for name in imports(source) if name.partition(".")[0] not in may}
     for engine in (SGLANGS, VLLMS):
         if folder != engine:

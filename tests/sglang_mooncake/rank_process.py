@@ -159,7 +159,7 @@ def _prefill(rank: PrefillRank, held: dict[int, Room], command: str, room: int) 
 def _decode(rank: DecodeRank, command: str, room: int, address: str) -> str:
     """`ask ROOM ADDRESS`: for a room of that instance. `take ROOM ADDRESS`: and waits for it."""
     if command == "ask":
-        return request(rank, room, address).state.name
+        return request(rank, room, address).view.state.name
     return take(rank, room, address) or "taken"
 
 

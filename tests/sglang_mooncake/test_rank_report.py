@@ -167,7 +167,7 @@ def test_a_real_rank_reports_what_it_moved_and_what_failed(monkeypatch):
 
         failing = pair.prefill.side.open_room(2, register_dp_rank=False)
         pair.prefill.side.fail(failing, "the disk is on fire")
-        until(lambda: failing.state is RoomState.FAILED, "the room has failed")
+        until(lambda: failing.view.state is RoomState.FAILED, "the room has failed")
         report = told(lambda report: report.failures and report.rooms["failed"])
         assert report.failures[0].reason == "the disk is on fire"
         assert time.time() - report.failures[0].at_s < 600
