@@ -22,7 +22,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import RequestStatus
 
-from sglang_mooncake.rooms.states import RoomState, RoomView
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.vllm import pd_rank
 from sglang_mooncake.vllm.facts import check_server
 from sglang_mooncake.vllm.pd_connector import PDConnector
@@ -68,11 +69,11 @@ def expected(tokens: Sequence[int], count: int) -> list[int]:
     return all_of_them[len(tokens) :]
 
 
-def view_of(worker: Worker, name: str) -> RoomView:
+def room_of(worker: Worker, name: str) -> Room:
     """Of a request that a decode rank loads."""
     rank = worker.connector._rank
     assert isinstance(rank, DecodeRank)
-    return rank.worker._loads[name].view
+    return rank.worker._loads[name].room
 
 
 @dataclass
@@ -107,8 +108,10 @@ class Pair:
     def until_asked(self, name: str) -> None:
         """All decode ranks have asked for their parts of this request."""
         self.until(lambda: self.decode.status(name) is LOADING, "it loads")
-        views = [view_of(one, name) for one in self.decode.workers]
-        self.until(lambda: all(one.state is RoomState.REQUESTED for one in views), "all have asked")
+        rooms = [room_of(one, name) for one in self.decode.workers]
+        self.until(
+            lambda: all(one.view.state is RoomState.REQUESTED for one in rooms), "all have asked"
+        )
 
     def until_empty(self) -> None:
         """Nothing is left of any request on either server."""
@@ -184,7 +187,7 @@ def test_a_request_of_which_one_ranks_part_fails_waits_for_the_others(
         two.until_asked(name)
         *others, last = two.decode.workers
         for one in others:
-            one.connector._rank._side.fail(view_of(one, name), "a part that does not come")
+            one.connector._rank._side.fail(room_of(one, name), "a part that does not come")
         two.until(lambda: others[0].ended, "the first rank has told")
         assert two.decode.used_blocks >= 5, "blocks into which the last rank loads are kept"
         assert not last.ended
