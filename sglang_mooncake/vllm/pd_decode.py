@@ -32,6 +32,9 @@ class _Job:
     room: Room
     #: Its prefill ranks were chosen.
     is_linked: bool = False
+    #: Why it does not come, if so. Its prefill ranks are told, and need not wait: as soon as they
+    #: are chosen, since nobody hears of it before.
+    given_up: str = ""
 
 
 class DecodeWorker:
@@ -47,18 +50,19 @@ class DecodeWorker:
     def load(self, work: Load) -> None:
         """Into blocks that nobody reads, or uses for anything else, before ``take_loaded`` names
         the request."""
-        self._loads[work.request_id] = self._open(work)
+        self._loads[work.request_id] = self._open(work, work.refusal)
 
     def release(self, work: Release) -> None:
         """Has the prefill server told that it need not wait."""
-        self._releases.append(self._open(work))
+        self._releases.append(self._open(work, work.reason))
 
     def abort(self, request_ids: Collection[str]) -> None:
         """vLLM has ended these requests; ``take_loaded`` still names those that load."""
         for name in request_ids:
             job = self._loads.get(name)
             if job is not None:
-                self._side.abort(job.room, "the decode server ended the request")
+                job.given_up = job.given_up or "the decode server ended the request"
+                self._tell_given_up(job)
 
     def take_loaded(self) -> set[str]:
         """Requests whose blocks nobody writes any more: all is there, or will not come. Each is
@@ -82,8 +86,8 @@ class DecodeWorker:
 
     # -- inside
 
-    def _open(self, work: Load | Release) -> _Job:
-        job = _Job(work, self._side.new_room(work.room))
+    def _open(self, work: Load | Release, given_up: str) -> _Job:
+        job = _Job(work, self._side.new_room(work.room), given_up=given_up)
         refusal = self._side.instances.refusal(work.registry)
         if refusal is not None:
             self._side.fail(job.room, refusal)
@@ -105,6 +109,11 @@ class DecodeWorker:
             problem = instances.problem(address) or "it was lost meanwhile"
             self._side.fail(job.room, f"prefill server with the registry {address}: {problem}")
 
+    def _tell_given_up(self, job: _Job) -> None:
+        if job.is_linked and not job.room.withdrawn:
+            # The ranks hear of it over their links, or over the next ones.
+            self._side.abort(job.room, job.given_up)
+
     def _load_ended(self, job: _Job) -> bool:
         room, work = job.room, job.work
         assert isinstance(work, Load)
@@ -124,9 +133,8 @@ class DecodeWorker:
             return False
         if not job.is_linked:
             self._link(job)
-        elif work.refusal:
-            # Its prefill server hears of it, and need not wait.
-            self._side.abort(room, work.refusal)
+        elif job.given_up:
+            self._tell_given_up(job)
         elif not room.named:
             if room.nameable:
                 blocks = np.array(work.blocks, np.int64)
@@ -139,10 +147,9 @@ class DecodeWorker:
     def _release_ended(self, job: _Job) -> bool:
         room, work = job.room, job.work
         assert isinstance(work, Release)
-        if job.is_linked and not room.withdrawn:
-            # The rank hears of it over this link, or over the next one.
-            self._side.abort(room, work.reason)
-        elif not job.is_linked and not room.view.over and not room.withdrawn:
+        if job.is_linked:
+            self._tell_given_up(job)
+        elif not room.view.over and not room.withdrawn:
             self._link(job)
         if room.view.over and not job.is_linked:
             logger.info(

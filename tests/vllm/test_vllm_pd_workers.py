@@ -196,6 +196,24 @@ def test_a_registry_that_is_none_fails_its_request_alone(
         two.assert_moved([1], [3])
 
 
+def test_a_load_that_is_aborted_before_its_prefill_server_is_known_lets_the_blocks_go() -> None:
+    """There is no rank yet that could be told, and vLLM asks once."""
+    with pair(prefill={"hold_timeout_s": 1000.0}) as two:
+        instances = two.decode._side.instances
+        answers = instances.looks_up, instances.get
+        instances.looks_up, instances.get = lambda _: True, lambda _: None
+        two.send("p", 7, [1])
+        two.load("d", 7, [8])
+        two.abort("d")
+        two.step()
+        assert two.loaded == set(), "its blocks are vLLM's again once its prefill server is told"
+        instances.looks_up, instances.get = answers
+        two.until_loaded("d")
+        assert two.failed == set(), "vLLM has ended it"
+        two.until_sent("p")
+        assert (two.target.bytes == CANARY).all()
+
+
 @pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_decode_server_with_another_secret_lets_the_blocks_go(
