@@ -23,7 +23,6 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import RequestStatus
 
 from sglang_mooncake.rooms.room import Room
-from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.vllm import pd_rank
 from sglang_mooncake.vllm.facts import check_server
 from sglang_mooncake.vllm.pd_connector import PDConnector
@@ -109,9 +108,8 @@ class Pair:
         """All decode ranks have asked for their parts of this request."""
         self.until(lambda: self.decode.status(name) is LOADING, "it loads")
         rooms = [room_of(one, name) for one in self.decode.workers]
-        self.until(
-            lambda: all(one.view.state is RoomState.REQUESTED for one in rooms), "all have asked"
-        )
+        # One whose part has come is not REQUESTED any more.
+        self.until(lambda: all(one.view.exposed for one in rooms), "all have asked")
 
     def until_empty(self) -> None:
         """Nothing is left of any request on either server."""
