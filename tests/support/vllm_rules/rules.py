@@ -100,6 +100,16 @@ class Pair:
         """A request that the decode server has been sent."""
         return self.decode.add(tokens, new_tokens, self.prefilled(tokens))
 
+    def decoded_while_frozen(
+        self, tokens: Sequence[int], ranks: Sequence[Worker], new_tokens: int = 4
+    ) -> str:
+        """As `decoded`. These ranks of the prefill server stand still once they have computed."""
+        params = self.prefilled(tokens)
+        for one in ranks:
+            one.is_frozen = True
+        self.step()
+        return self.decode.add(tokens, new_tokens, params)
+
     def answer(self, name: str) -> Answer:
         self.until(lambda: self.decode.answers[name].finish_reason, "the answer is there")
         return self.decode.answers[name]
@@ -177,11 +187,7 @@ def test_a_request_of_which_one_ranks_part_fails_waits_for_the_others(
     """The rank that fails first names blocks into which another one still loads."""
     with pair(sizes, policy) as two:
         tokens = prompt(1, 70)
-        params = two.prefilled(tokens)
-        for one in two.prefill.workers:
-            one.is_frozen = True
-        two.step()
-        name = two.decode.add(tokens, 4, params)
+        name = two.decoded_while_frozen(tokens, two.prefill.workers)
         two.until_asked(name)
         *others, last = two.decode.workers
         for one in others:
@@ -201,10 +207,7 @@ def test_a_request_of_which_one_ranks_part_fails_waits_for_the_others(
 def test_a_prefill_rank_that_is_gone_fails_the_request_alone() -> None:
     with pair() as two:
         waits = prompt(1, 70)
-        params = two.prefilled(waits)
-        two.prefill.workers[1].is_frozen = True
-        two.step()
-        name = two.decode.add(waits, 4, params)
+        name = two.decoded_while_frozen(waits, two.prefill.workers[1:])
         two.until(lambda: two.decode.workers[0].ended, "the first rank has its part")
         assert two.decode.status(name) is LOADING
         two.prefill.workers[1].connector.shutdown()
@@ -218,11 +221,7 @@ def test_a_prefill_rank_that_is_gone_fails_the_request_alone() -> None:
 def test_a_request_that_ends_while_it_loads_leaves_nothing(sizes: tuple[int, int]) -> None:
     with pair(sizes) as two:
         tokens = prompt(1, 70)
-        params = two.prefilled(tokens)
-        for one in two.prefill.workers:
-            one.is_frozen = True
-        two.step()
-        name = two.decode.add(tokens, 4, params)
+        name = two.decoded_while_frozen(tokens, two.prefill.workers)
         two.until_asked(name)
         two.decode.abort(name)
         for one in two.prefill.workers:
@@ -234,10 +233,7 @@ def test_a_request_that_ends_between_ranks_leaves_nothing() -> None:
     """One rank has its part, the other one not."""
     with pair() as two:
         tokens = prompt(1, 70)
-        params = two.prefilled(tokens)
-        two.prefill.workers[1].is_frozen = True
-        two.step()
-        name = two.decode.add(tokens, 4, params)
+        name = two.decoded_while_frozen(tokens, two.prefill.workers[1:])
         two.until(lambda: two.decode.workers[0].ended, "the first rank has its part")
         two.decode.abort(name)
         two.step()
