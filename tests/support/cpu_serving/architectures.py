@@ -48,8 +48,7 @@ COMMON: dict[str, Any] = {
     "use_cache": True,
 }
 
-# SGLang reads the mixture-of-experts fields even though every layer here is dense, and builds
-# its rotary embedding for this model only from a yarn description.
+# SGLang reads the mixture-of-experts fields even though every layer here is dense.
 _DEEPSEEK: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
@@ -60,15 +59,7 @@ _DEEPSEEK: dict[str, Any] = {
     "qk_rope_head_dim": QK_ROPE_DIM,
     "v_head_dim": V_DIM,
     "rope_theta": 10000.0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 2.0,
-        "original_max_position_embeddings": MAX_POSITIONS // 2,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
+    "rope_scaling": deepseek_v3.yarn(MAX_POSITIONS),
     "first_k_dense_replace": LAYERS,
     "moe_layer_freq": 1,
     "moe_intermediate_size": 64,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["ATTENTION_SCALE", "CONFIG", "DRAFT_SCALE", "MLP_SCALE", "weights"]
+__all__ = ["ATTENTION_SCALE", "CONFIG", "DRAFT_SCALE", "MLP_SCALE", "weights", "yarn"]
 
 HIDDEN = 128
 INTERMEDIATE = 256
@@ -35,6 +35,20 @@ ATTENTION_SCALE = 0.16
 MLP_SCALE = 0.006
 DRAFT_SCALE = 0.2
 
+
+def yarn(max_positions: int) -> dict[str, Any]:
+    """SGLang builds the rotary embedding of DeepSeek's models only from such a description."""
+    return {
+        "type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": max_positions // 2,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+
+
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -45,15 +59,7 @@ CONFIG: dict[str, Any] = {
     "qk_rope_head_dim": QK_ROPE_DIM,
     "v_head_dim": V_DIM,
     "rope_theta": 10000.0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 2.0,
-        "original_max_position_embeddings": MAX_POSITIONS // 2,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
+    "rope_scaling": yarn(MAX_POSITIONS),
     "first_k_dense_replace": DENSE_LAYERS,
     "moe_layer_freq": 1,
     "moe_intermediate_size": EXPERT_INTERMEDIATE,
