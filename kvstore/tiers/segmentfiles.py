@@ -71,7 +71,7 @@ class SegmentFiles:
             for path in surplus:
                 path.unlink()
             self._fds: list[int] = []
-            with self._said():
+            with self._named_in_errors():
                 check_free(self._lock, (self.count - len(left[: self.count])) * self.segment_bytes)
             for number in range(self.count):
                 if number >= len(left):
@@ -150,7 +150,7 @@ class SegmentFiles:
                     f"{str(path)!r} of {status.st_size} bytes is no segment of"
                     f" {self.segment_bytes} bytes: remove it"
                 )
-            with self._said():
+            with self._named_in_errors():
                 reserve(fd, self.segment_bytes)
         except (OSError, ValueError):
             os.close(fd)
@@ -158,7 +158,8 @@ class SegmentFiles:
         return fd
 
     @contextlib.contextmanager
-    def _said(self) -> Iterator[None]:
+    def _named_in_errors(self) -> Iterator[None]:
+        """Says in an error that has no room, or another cause, what was to be made and where."""
         try:
             yield
         except OSError as exc:
