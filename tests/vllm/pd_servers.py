@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers of vLLM on the CPU: a prefill server with two TP ranks and decode servers with other
+numbers, and what one ordinary server has answered to the same requests."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cpu_serving.model import make_model
+from cpu_serving.servers import Fleet, wait_ready
+from cpu_serving.traffic import Answer, Request, compare
+from cpu_serving.vllm_proxy import Proxy
+from cpu_serving.vllm_servers import (
+    VllmServer,
+    ask,
+    counters,
+    handed_over,
+    pair_flags,
+    start_vllm,
+)
+
+PREFILL_TP = 2
+
+
+@dataclass
+class Servers:
+    prefill: VllmServer
+    #: By their TP ranks.
+    decodes: dict[int, VllmServer]
+    stats: Path
+    requests: list[Request]
+    #: What an ordinary server has answered.
+    expected: list[Answer]
+
+    def check_answers(self, decode_tp: int) -> None:
+        """The prefill server with that decode server answers as the ordinary one, and the prompts
+        were handed over."""
+        decode, before = self.decodes[decode_tp], counters(self.stats, "prefill")
+        with Proxy(self.prefill.url, decode.url) as proxy:
+            answers = ask(proxy, self.requests)
+        assert not compare(self.expected, answers)
+        label = 'source="external_kv_transfer"'
+        came = decode.metric("vllm:prompt_tokens_by_source_total", label)
+        tokens = sum(len(one.input_ids) for one in self.requests)
+        assert tokens - came <= len(self.requests), "a last token of each is computed on decode"
+        rooms = before.get("done", 0) + len(self.requests) * PREFILL_TP
+        assert handed_over(self.stats, rooms) > before.get("bytes", 0)
+
+
+@contextmanager
+def started(
+    directories: pytest.TempPathFactory,
+    model: str,
+    requests: list[Request],
+    decode_tps: Sequence[int],
+    more: Sequence[str] = (),
+) -> Iterator[Servers]:
+    """``model``: a name of `make_model`. ``more``: flags of all servers."""
+    path, stats = make_model(model), directories.mktemp("stats")
+    with (
+        tempfile.TemporaryDirectory(prefix="kv") as runtime,
+        Fleet(directories.mktemp("vllm")) as fleet,
+    ):
+        place = Path(runtime)
+        alone = start_vllm(fleet, "alone", path, place, more)
+        flags = pair_flags("kv_producer", registry_port=fleet.port(), stats_dir=str(stats))
+        prefill = start_vllm(fleet, "prefill", path, place, [*more, *flags], tp=PREFILL_TP)
+        flags = [*more, *pair_flags("kv_consumer")]
+        decodes = {
+            tp: start_vllm(fleet, f"decode-{tp}", path, place, flags, core=1, tp=tp)
+            for tp in decode_tps
+        }
+        wait_ready([alone, prefill, *decodes.values()])
+        expected = ask(alone, requests)
+        alone.stop()
+        yield Servers(prefill, decodes, stats, requests, expected)
