@@ -31,7 +31,7 @@ def parse(argv: Sequence[str]) -> TrialOptions:
         "the release lacks, or has otherwise than the installed one; the members that it reads of "
         "our objects; the modes that it lacks; and on real servers what docs/compatibility.md "
         "says, and a minute of chaos. Everything but SGLang itself is what scripts/setup serving "
-        "has installed. A release takes some eight minutes on two cores.",
+        "has installed. A release takes some six minutes on two quiet cores.",
     )
     add = parser.add_argument
     add("releases", nargs="*", metavar="RELEASE", help="such as 0.5.22")
