@@ -23,14 +23,16 @@ NO_TESTS = 5
 BOTH_CORES = ("-n", "2", "--dist", "worksteal")
 #: The fast layer: tests/conftest.py says what belongs to it.
 FAST = ("-m", "fast")
-TE_FIRST = "test_te_[a-c]*"
 #: Half of what the fast tests take is waiting, so more of them run at once than there are cores: in
 #: parts that take much the same time. Workers of xdist would each read all the tests, five seconds
 #: of a processor; the process of a part reads its own.
+TE_FIRST = "test_te_[a-c]*"
+KVSTORE_FIRST = "test_kvstore_[a-n]*"
 FAST_PARTS = {
     "te, a to c": ("-o", f"python_files={TE_FIRST}.py", "tests/te"),
     "te, the rest": (f"--ignore-glob=*/{TE_FIRST}", "tests/te"),
-    "kvstore": ("tests/kvstore",),
+    "kvstore, a to n": ("-o", f"python_files={KVSTORE_FIRST}.py", "tests/kvstore"),
+    "kvstore, the rest": (f"--ignore-glob=*/{KVSTORE_FIRST}", "tests/kvstore"),
     "sglang_mooncake": ("tests/sglang_mooncake", "tests/vllm"),
     "all else": (
         *(f"--ignore=tests/{one}" for one in ("te", "kvstore", "sglang_mooncake", "vllm")),
