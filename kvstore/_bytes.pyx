@@ -41,7 +41,7 @@ cdef extern from *:
     int populate_pages(u64 address, u64 nbytes) noexcept nogil
 
 cdef enum:
-    HEADER = 64       # kvstore.headers.HEADER_BYTES
+    HEADER = 64       # kvstore.objects.headers.HEADER_BYTES
     CHECKSUM_AT = 56  # of it: the last field
     CACHES = 8 << 20  # bytes: what is more in one call would only push other things out
     IS_RIGHT = 0      # codes of `bring`
@@ -233,7 +233,7 @@ def bring(
                 cursor.addresses = at.words() + i * count
                 cursor.piece = cursor.offset = 0
                 copy(&pieces, &cursor, <u8 *>where.words()[i], pieces.total, False)
-            after_reads()  # The header is read behind the bytes: see kvstore/headers.py.
+            after_reads()  # The header is read behind the bytes: see kvstore/objects/headers.py.
             header = <const u8 *>heads.words()[i]
             memcpy(&said, header + CHECKSUM_AT, 8)
             if memcmp(header, expected + i * HEADER, CHECKSUM_AT) != 0:

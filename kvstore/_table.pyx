@@ -58,7 +58,7 @@ cdef struct Entry:
     u8 state
     u8 unused
 
-cdef struct Change:  # kvstore.changes.CHANGE
+cdef struct Change:  # kvstore.objects.changes.CHANGE
     u64 key[2]
     u32 form
     u32 slot
@@ -69,7 +69,7 @@ cdef struct Shard:
     Entry *entries   # NULL before the first one
     u64 mask, used, gone
 
-cdef struct Place:   # kvstore.changes.PLACE
+cdef struct Place:   # kvstore.objects.changes.PLACE
     u32 slot
     u32 generation
     u16 owner

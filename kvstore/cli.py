@@ -12,32 +12,37 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 
 import te
-from kvstore import replay
-from kvstore.bench import command as bench
+from kvstore.client.status import QUESTION, StoreStatus, lines, status_of
 from kvstore.config import Config
-from kvstore.metrics_http import MetricsServer
+from kvstore.memory.policies import POLICIES
+from kvstore.metrics.http import MetricsServer
 from kvstore.networking import config_of
-from kvstore.policies import POLICIES
-from kvstore.status import QUESTION, StoreStatus, lines, status_of
 from kvstore.store import Store
 from kvstore.values import parse_bytes
 from te import status
 from te.arguments import BAD_USAGE, Parser
+from te.checkout import of_checkout
 from te.version import version
 
 __all__ = ["main"]
 
 #: Processes that `top` shows without --all.
 ROWS_MAX = 40
+TOOLS: Final = {
+    "bench": "measure the store on this host beside its peers and beside plain copies",
+    "replay": "hit ratios of a recorded trace, by policy and capacity",
+}
+"""Commands that stand beside the store in a checkout, and are not released."""
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(tools: Mapping[str, Any]) -> argparse.ArgumentParser:
     parser = Parser(prog="kvstore", description="A pool of KV-cache objects for LLM servers.")
     parser.add_argument("--version", action="version", version=f"kvstore {version()}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -73,14 +78,24 @@ def _parser() -> argparse.ArgumentParser:
         "--dir", type=Path, help="where the engines' status sockets are (default: as te has it)"
     )
     top.set_defaults(run=_top)
-    for module, name, summary in (
-        (bench, "bench", "measure the store on this host beside its peers and beside plain copies"),
-        (replay, "replay", "hit ratios of a recorded trace, by policy and capacity"),
-    ):
+    for name, summary in TOOLS.items():
+        module = tools.get(name)
+        if module is None:
+            commands.add_parser(name, help=f"{summary} (not part of the wheel)")
+            continue
         command = commands.add_parser(name, help=summary, description=module.DESCRIPTION)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
+
+
+def _tools() -> dict[str, Any]:
+    """The modules of ``TOOLS`` that are there."""
+    found = {
+        "bench": of_checkout("kvstore_tools.bench.command"),
+        "replay": of_checkout("kvstore_tools.replay"),
+    }
+    return {name: module for name, module in found.items() if module is not None}
 
 
 def _add_what_is_kept(serve: argparse.ArgumentParser) -> None:
@@ -240,8 +255,14 @@ def _statuses(directory: Path | None) -> list[StoreStatus]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of the command."""
-    parser = _parser()
     words = sys.argv[1:] if arguments is None else list(arguments)
+    tools = _tools()
+    if words and words[0] in TOOLS and words[0] not in tools:
+        sys.stderr.write(
+            f"kvstore {words[0]} is not part of the wheel: use a checkout (pip install -e .)\n"
+        )
+        return BAD_USAGE
+    parser = _parser(tools)
     if not words:  # What it can do.
         parser.print_help()
         return 0

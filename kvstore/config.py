@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import te
 from bootstrap_server.admission.secret import Keys
 from bootstrap_server.admission.secret_file import read_secret_file
-from kvstore.policies import POLICIES
-from kvstore.slab import UNIT_BYTES
+from kvstore.memory.policies import POLICIES
+from kvstore.memory.slab import UNIT_BYTES
 from kvstore.tiers.bucket import SCHEMES
 from kvstore.values import parse_bytes, typed
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-from kvstore.changes import Keys
-from kvstore.outcomes import Got
-from kvstore.pieces import Pieces
+from kvstore.objects.changes import Keys
+from kvstore.objects.outcomes import Got
+from kvstore.objects.pieces import Pieces
 from kvstore.store import Store
 
 __all__ = ["Load"]

@@ -19,26 +19,26 @@ import numpy as np
 import numpy.typing as npt
 
 import te
-from kvstore.admission import Judged, Numbers
-from kvstore.asking import NoAnswer
-from kvstore.changes import BELOW, OWNERS_MAX, Found, Keys, form_of
+from kvstore.client.admission import Judged, Numbers
+from kvstore.client.deadline import Deadline
+from kvstore.client.gets import Gets
+from kvstore.client.handles import Handle
+from kvstore.client.joining import meet
+from kvstore.client.load_times import Judging, source_of
+from kvstore.client.memory import Memory
+from kvstore.client.owners import Owners
+from kvstore.client.puts import Puts
+from kvstore.client.reading import HeaderRooms
+from kvstore.client.status import QUESTION, StoreStatus
 from kvstore.config import Config
-from kvstore.copying import Copier
-from kvstore.deadline import Deadline
-from kvstore.gets import Gets
-from kvstore.handles import Handle
-from kvstore.judging import Judging, source_of
-from kvstore.meeting import meet
-from kvstore.memory import Memory
-from kvstore.messages import Answer, Done
-from kvstore.outcomes import Got, Pinned, Put
-from kvstore.owner import CLAIM_OBJECTS_MAX
-from kvstore.owners import Owners
-from kvstore.pieces import Pieces
-from kvstore.pins import PIN_S_MAX
-from kvstore.puts import Puts
-from kvstore.reading import HeaderRooms
-from kvstore.status import QUESTION, StoreStatus
+from kvstore.objects.changes import BELOW, OWNERS_MAX, Found, Keys, form_of
+from kvstore.objects.copying import Copier
+from kvstore.objects.outcomes import Got, Pinned, Put
+from kvstore.objects.pieces import Pieces
+from kvstore.owner.owner import CLAIM_OBJECTS_MAX
+from kvstore.protocol.asking import NoAnswer
+from kvstore.protocol.messages import Answer, Done
+from kvstore.rules.pins import PIN_S_MAX
 from te.status import process_name
 
 __all__ = ["Store"]

@@ -12,7 +12,7 @@ if __name__ == "__main__":  # before the packages that only .venv has are import
     Parser(".venv/bin/python scripts/metrics_doc.py", __doc__).parse_args()
 
 from bootstrap_server.http import metrics as registry
-from kvstore import metrics as store
+from kvstore.metrics import table as store
 from sglang_mooncake import metrics as ranks
 
 TEXT = Path(__file__).with_name("metrics_doc.in.md")

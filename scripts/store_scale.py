@@ -54,13 +54,13 @@ import redis
 import zmq
 
 from kvstore._table import Table
-from kvstore.changes import ADDED, CHANGE, OWNERS_MAX, PLACE, REMOVED, Records
-from kvstore.far import Far
-from kvstore.followers import ANSWER_S, NEWS_S
-from kvstore.index_redis import KEYS, SCRIPT
-from kvstore.log import ChangeLog
-from kvstore.members import FORGOTTEN_S
-from kvstore.messages import (
+from kvstore.client.following import Far
+from kvstore.membership.index_redis import KEYS, SCRIPT
+from kvstore.membership.members import FORGOTTEN_S
+from kvstore.objects.changes import ADDED, CHANGE, OWNERS_MAX, PLACE, REMOVED, Records
+from kvstore.owner.followers import ANSWER_S, NEWS_S
+from kvstore.owner.service import Service
+from kvstore.protocol.messages import (
     Changes,
     Follow,
     Greet,
@@ -71,8 +71,8 @@ from kvstore.messages import (
     encode,
     split,
 )
-from kvstore.service import Service
-from kvstore.sockets import Sockets, Where
+from kvstore.protocol.sockets import Sockets, Where
+from kvstore.rules.change_log import ChangeLog
 
 FORM = 7
 KEYS_KEPT = 1 << 16
@@ -299,7 +299,7 @@ def owner(followers: int, changes_per_s: float, seconds: float) -> dict[str, flo
 
 
 def index(owners: int, seconds: float) -> dict[str, float]:
-    """Renewals as `kvstore.index_redis` makes them, one after another over one connection."""
+    """Renewals as `kvstore.membership.index_redis` makes them, one by one over one connection."""
     with redis_server() as server:
         script = server.register_script(SCRIPT)
         entries = [f"{number:032x} {0:016x} tcp://10.0.0.1:{number}" for number in range(owners)]

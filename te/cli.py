@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from te.arguments import BAD_USAGE, Parser
+from te.checkout import of_checkout
 from te.doctor import command as doctor
 from te.errors import TopologyError, UsageError
 from te.top import command as top
@@ -18,18 +17,6 @@ from te.topology import report as topology
 from te.version import version
 
 __all__ = ["main"]
-
-CHECKOUT: Final = Path(__file__).parents[1]
-"""Where ``te_bench`` stands, which is a tool of the checkout and not released."""
-
-
-def _bench() -> Any:
-    """The module of ``te bench``; None where te is not in a checkout."""
-    if not (CHECKOUT / "te_bench" / "command.py").exists():
-        return None
-    if str(CHECKOUT) not in sys.path:
-        sys.path.append(str(CHECKOUT))
-    return importlib.import_module("te_bench.command")
 
 
 def _parser(bench: Any) -> argparse.ArgumentParser:
@@ -70,7 +57,7 @@ def _parser(bench: Any) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of the command."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    bench = _bench()
+    bench = of_checkout("te_bench.command")
     if words[:1] == ["bench"] and bench is None:
         sys.stderr.write("te bench is not part of the wheel: use a checkout (pip install -e .)\n")
         return BAD_USAGE

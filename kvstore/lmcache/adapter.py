@@ -31,7 +31,6 @@ from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInter
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 
 import te
-from kvstore.changes import Keys
 from kvstore.config import Config
 from kvstore.lmcache.accounts import Form
 from kvstore.lmcache.books import Books
@@ -39,8 +38,9 @@ from kvstore.lmcache.lookups import LookUps
 from kvstore.lmcache.names import Layout, keys_of_objects, rows_by, signature_of
 from kvstore.lmcache.tasks import Lane
 from kvstore.networking import config_of
-from kvstore.outcomes import Got, Put
-from kvstore.pieces import Pieces
+from kvstore.objects.changes import Keys
+from kvstore.objects.outcomes import Got, Put
+from kvstore.objects.pieces import Pieces
 from kvstore.store import Store
 from kvstore.values import typed
 

@@ -11,8 +11,8 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from kvstore.changes import Keys
 from kvstore.lmcache.accounts import Account, Accounts, Form
+from kvstore.objects.changes import Keys
 from kvstore.store import Store
 
 __all__ = ["Books"]

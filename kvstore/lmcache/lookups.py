@@ -17,7 +17,7 @@ from kvstore.lmcache.accounts import Form
 from kvstore.lmcache.locks import Locks
 from kvstore.lmcache.names import Layout, keys_of_objects, rows_by, signature_of
 from kvstore.lmcache.tasks import Lane
-from kvstore.outcomes import Pinned
+from kvstore.objects.outcomes import Pinned
 from kvstore.store import Store
 
 __all__ = ["LookUps"]

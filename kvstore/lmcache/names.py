@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvstore.changes import Keys, keys_of_digests
+from kvstore.objects.changes import Keys, keys_of_digests
 
 __all__ = ["Layout", "keys_of_objects", "rows_by", "signature_of"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore.policies import Policy
+from kvstore.memory.policies import Policy
 from kvstore.tiers.base import Laid
 
 __all__ = ["Bundle", "Bundles", "Page", "grouped"]

@@ -19,9 +19,9 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from kvstore.changes import Records
-from kvstore.policies import Policy
-from kvstore.slab import UNIT_BYTES
+from kvstore.memory.policies import Policy
+from kvstore.memory.slab import UNIT_BYTES
+from kvstore.objects.changes import Records
 from kvstore.tiers.base import Found, Laid, Usage, Wanted, Written
 from kvstore.tiers.heads import (
     PLACE_HEAD,

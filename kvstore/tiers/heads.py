@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.changes import Records
+from kvstore.objects.changes import Records
 from kvstore.tiers.segments import Place, place_units
 
 __all__ = ["PLACE_HEAD", "place_head", "places_of", "segment_head", "segment_of_head", "told"]

@@ -19,7 +19,7 @@ from typing import Final
 
 import xxhash
 
-from kvstore.policies import Policy
+from kvstore.memory.policies import Policy
 from kvstore.tiers.base import Found, Laid, Usage, Wanted, Written
 from kvstore.tiers.bucket import Bucket, BucketError
 from kvstore.tiers.bundleheads import (

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvstore.diskspace import check_free, reserve
-from kvstore.slab import UNIT_BYTES
+from kvstore.memory.disk_space import check_free, reserve
+from kvstore.memory.slab import UNIT_BYTES
 from kvstore.tiers.directories import make_own
 
 __all__ = ["SEGMENTS_MAX", "SegmentFiles", "aligned"]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.policies import Policy
-from kvstore.slab import Slots, class_of
+from kvstore.memory.policies import Policy
+from kvstore.memory.slab import Slots, class_of
 
 __all__ = ["Place", "Segments", "Taken", "place_units"]
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.slab import UNIT_BYTES
+from kvstore.memory.slab import UNIT_BYTES
 from kvstore.tiers.base import Found, Laid, Tier, Usage, Wanted, Written
 from kvstore.tiers.segmentfiles import aligned
 from kvstore.tiers.whereabouts import Whereabouts

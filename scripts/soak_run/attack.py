@@ -26,7 +26,7 @@ from cpu_serving.strangers import sayings
 
 from bootstrap_server import InstanceConfig, KVFormat, Rank, RankCoords, RankRecord, Topology
 from bootstrap_server.admission.secret import Keys
-from kvstore import messages as store
+from kvstore.protocol import messages as store
 from sglang_mooncake import messages as control
 from sglang_mooncake.layout import ALONE, Buffers, Layout
 from te.connect.greeting import GreetingKind, encode_greeting

@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 
 import te
-from kvstore.changes import Keys
 from kvstore.config import Config
 from kvstore.loading import Load
-from kvstore.outcomes import Got, Put
-from kvstore.pieces import Pieces
+from kvstore.objects.changes import Keys
+from kvstore.objects.outcomes import Got, Put
+from kvstore.objects.pieces import Pieces
 from kvstore.store import Store
 from soak_run.results import Probed
 

@@ -23,6 +23,8 @@ COMMANDS: tuple[tuple[tuple[str, ...], set[int], str], ...] = (
     (("sglang-mooncake", "--version"), {0}, "sglang-mooncake 0."),
     (("kvstore", "--version"), {0}, "kvstore 0."),
     (("kvstore", "top", "--once"), {0}, ""),
+    (("kvstore", "bench"), {2}, "kvstore bench is not part of the wheel"),
+    (("kvstore", "replay"), {2}, "kvstore replay is not part of the wheel"),
     (("sglang-mooncake", "plan", *PLAN), {0}, "prefill"),
     (("python", "-m", "bootstrap_server", "--version"), {0}, "bootstrap_server 0."),
 )

@@ -7,8 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.signature import Signature
-from kvstore.weights import identity, identity_of_config
+from kvstore.objects.signature import Signature
+from kvstore.objects.weights import identity, identity_of_config
 from sglang_mooncake.vllm.page_map import PageMap
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.pieces import Pieces
+from kvstore.objects.pieces import Pieces
 
 __all__ = ["CacheTensor", "PageMap"]
 

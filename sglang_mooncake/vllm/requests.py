@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.changes import Keys, keys_of_digests
+from kvstore.objects.changes import Keys, keys_of_digests
 
 __all__ = ["Requests", "Work", "held_by_all"]
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.changes import Keys
+from kvstore.objects.changes import Keys
 from kvstore.store import Store
 from sglang_mooncake.context import engine_label
 from sglang_mooncake.vllm.facts import block_tokens, check_server, signature_of

@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from typing import Final, Protocol
 
 import te
-from kvstore.deadline import Deadline
-from kvstore.outcomes import Got, Put
+from kvstore.client.deadline import Deadline
+from kvstore.objects.outcomes import Got, Put
 from kvstore.store import Store
 from sglang_mooncake.vllm.lane import Lane
 from sglang_mooncake.vllm.page_map import PageMap

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ["te", "te_bench", "bootstrap_server", "kvstore", "sglang_mooncake"]
+PACKAGES = ["te", "te_bench", "bootstrap_server", "kvstore", "kvstore_tools", "sglang_mooncake"]
 SGLANGS = "sglang_mooncake/sglang"
 VLLMS = "sglang_mooncake/vllm"
 
@@ -31,19 +31,19 @@ ALLOWED = {
     "bootstrap_server/page": {"aiohttp", "msgspec"},
     "bootstrap_server/ranks": {"msgspec"},
     "bootstrap_server/settings": set(),
-    "kvstore": {
-        "aiohttp",
-        "bootstrap_server",
-        "msgspec",
-        "numpy",
-        "redis",
-        "te",
-        "xxhash",
-        "zmq",
-    },
-    "kvstore/bench": {"mooncake", "numpy", "redis", "te"},  # those that are installed
-    "kvstore/tiers": {"numpy", "obstore", "xxhash"},
+    "kvstore": {"bootstrap_server", "msgspec", "numpy", "te"},
+    "kvstore/client": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
     "kvstore/lmcache": {"lmcache", "msgspec", "numpy", "te"},
+    "kvstore/membership": {"bootstrap_server", "msgspec", "redis"},
+    "kvstore/memory": set(),
+    "kvstore/metrics": {"aiohttp", "bootstrap_server", "te"},
+    "kvstore/objects": {"msgspec", "numpy", "te", "xxhash"},
+    "kvstore/owner": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
+    "kvstore/protocol": {"bootstrap_server", "msgspec", "numpy", "zmq"},
+    "kvstore/rules": {"numpy"},
+    "kvstore/tiers": {"numpy", "obstore", "xxhash"},
+    # Of these, what is installed.
+    "kvstore_tools": {"kvstore", "mooncake", "msgspec", "numpy", "redis", "te"},
     "sglang_mooncake": {"bootstrap_server", "msgspec", "numpy", "te", "zmq"},
     SGLANGS: {
         "bootstrap_server",
@@ -60,7 +60,7 @@ ALLOWED = {
     VLLMS: {"bootstrap_server", "huggingface_hub", "kvstore", "numpy", "te", "torch", "vllm"},
 }
 #: Module → what it imports only where there is a checkout, and does without elsewhere.
-FOUND_IN_A_CHECKOUT = {"te/cli.py": {"te_bench"}}
+FOUND_IN_A_CHECKOUT = {"te/cli.py": {"te_bench"}, "kvstore/cli.py": {"kvstore_tools"}}
 #: Folder → why its files name variables of SGLang.
 VARIABLES_OF_SGLANG = {
     SGLANGS: "is made for it",
@@ -86,7 +86,7 @@ def imports(source: str) -> set[str]:
             case ast.Call(
                 func=ast.Name(id=called) | ast.Attribute(attr=called),
                 args=[ast.Constant(value=str(name)), *_],
-            ) if called in ("import_module", "__import__"):
+            ) if called in ("import_module", "__import__", "of_checkout"):
                 found.add(name)
     return found
 

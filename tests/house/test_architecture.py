@@ -12,6 +12,7 @@ FOLDERS = (
     "bootstrap_server",
     "docs",
     "kvstore",
+    "kvstore_tools",
     "scripts",
     "sglang_mooncake",
     "te",

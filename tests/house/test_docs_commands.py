@@ -41,6 +41,7 @@ from sglang_mooncake.vllm.options import Options
 from sglang_mooncake.vllm.pd_options import PdOptions
 from sglang_mooncake.vllm.pd_rank import ROLES
 from te import cli as te
+from te.checkout import of_checkout
 
 pytestmark = pytest.mark.usefixtures("without_sglang")
 
@@ -66,8 +67,8 @@ SYSTEM = {
 OPTION = re.compile(r"--[a-z][a-z0-9-]*")
 
 # Made once for two hundred commands: making one takes longer than reading a command.
-te_parser = cache(te._parser)
-kvstore_parser = cache(kvstore._parser)
+te_parser = cache(lambda: te._parser(of_checkout("te_bench.command")))
+kvstore_parser = cache(lambda: kvstore._parser(kvstore._tools()))
 mooncake_parser = cache(mooncake._parser)
 registry_help = cache(partial(help_of, registry.main))
 
@@ -85,7 +86,7 @@ def check(words: tuple[str, ...]) -> None:
 
 
 def check_te(rest: tuple[str, ...]) -> None:
-    te_parser(te._bench()).parse_args(rest)
+    te_parser().parse_args(rest)
 
 
 def check_kvstore(rest: tuple[str, ...]) -> None:

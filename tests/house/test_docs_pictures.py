@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from kvstore.config import Config
-from kvstore.index_etcd import DEFAULT_PORT as ETCD_PORT
-from kvstore.index_redis import DEFAULT_PORT as REDIS_PORT
+from kvstore.membership.index_etcd import DEFAULT_PORT as ETCD_PORT
+from kvstore.membership.index_redis import DEFAULT_PORT as REDIS_PORT
 from sglang_mooncake.context import Deadlines
 from te import Config as Engine
 

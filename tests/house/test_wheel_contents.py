@@ -58,6 +58,7 @@ def test_what_an_sdist_needs(needed: str) -> None:
         "te/core/engine.pyx",
         "te/core/engine.c",
         "te_bench/command.py",
+        "kvstore_tools/replay.py",
         "te/core/__pycache__/a.cpython-311.pyc",
         "sglang_mooncake.libs/libibverbs.so.1",
     ],

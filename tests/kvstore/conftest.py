@@ -15,8 +15,10 @@ from store_below import MEMORY
 from store_far import Far
 from store_makers import TIMEOUT_S, config, engine
 
-from kvstore import answering, fencing, loop, members, service
-from kvstore import owner as owner_module
+from kvstore.membership import members
+from kvstore.owner import answering, fencing, service
+from kvstore.owner import owner as owner_module
+from kvstore.protocol import loop
 from kvstore.store import Store
 
 MIB = 1 << 20

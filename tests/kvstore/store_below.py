@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
-from kvstore.changes import BELOW, Found, form_of
 from kvstore.config import Config
-from kvstore.outcomes import Got, Put
-from kvstore.owner import Owner
-from kvstore.slab import class_of
+from kvstore.memory.slab import class_of
+from kvstore.objects.changes import BELOW, Found, form_of
+from kvstore.objects.outcomes import Got, Put
+from kvstore.owner.owner import Owner
 from kvstore.store import Store
 
 MIB = 1 << 20

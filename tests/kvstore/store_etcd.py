@@ -21,7 +21,7 @@ from rdma_testbed.packages import ensure_programs
 from store_makers import TIMEOUT_S, until
 from store_redis import RedisServer, redis_server
 
-from kvstore.index_etcd import PREFIX
+from kvstore.membership.index_etcd import PREFIX
 
 HOST = "127.0.0.1"
 INDEXES = ("redis", "etcd", "etcd that keeps nothing")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from store_makers import SIG, Room, config, contents, keys, until
 
-from kvstore.outcomes import Put
+from kvstore.objects.outcomes import Put
 from kvstore.store import Store
 
 

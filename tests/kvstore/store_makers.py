@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 import te
-from kvstore.changes import Keys
 from kvstore.config import Config
-from kvstore.pieces import Pieces
-from kvstore.signature import Signature
+from kvstore.objects.changes import Keys
+from kvstore.objects.pieces import Pieces
+from kvstore.objects.signature import Signature
 from kvstore.store import Store
 
 TIMEOUT_S = 60.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from store_makers import SIG, Room, contents, keys, until
 
-from kvstore.handles import Handle
-from kvstore.outcomes import Put
+from kvstore.client.handles import Handle
+from kvstore.objects.outcomes import Put
 from kvstore.store import Store
 
 MIB = 1 << 20

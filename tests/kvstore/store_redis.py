@@ -16,7 +16,7 @@ from store_makers import settings, until
 
 from bootstrap_server.admission.secret import Keys
 from kvstore.config import Config
-from kvstore.index_redis import KEYS as OWNERS
+from kvstore.membership.index_redis import KEYS as OWNERS
 
 SECRET = b"0123456789abcdef of the tests"
 KEYS = Keys.from_secrets([SECRET])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.admission import (
+from kvstore.client.admission import (
     FADES,
     MEASURED_MIN,
     PROBE_ONE_IN,

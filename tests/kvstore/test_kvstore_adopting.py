@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_makers import SIG, keys
 
-from kvstore.changes import Records, form_of
-from kvstore.headers import HEADER, HEADER_BYTES, LIVE
-from kvstore.ledger import Ledger
-from kvstore.log import ChangeLog
-from kvstore.policies import POLICIES
-from kvstore.shelf import Shelf, Verdict
-from kvstore.slab import UNIT_BYTES, Slab, class_of
+from kvstore.memory.policies import POLICIES
+from kvstore.memory.slab import UNIT_BYTES, Slab, class_of
+from kvstore.objects.changes import Records, form_of
+from kvstore.objects.headers import HEADER, HEADER_BYTES, LIVE
+from kvstore.rules.change_log import ChangeLog
+from kvstore.rules.ledger import Ledger
+from kvstore.rules.object_table import Shelf, Verdict
 
 CHUNK_UNITS = 8
 CHUNKS = 3

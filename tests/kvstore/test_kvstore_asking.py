@@ -10,10 +10,10 @@ import pytest
 import zmq
 from store_makers import SIG, TIMEOUT_S
 
-from kvstore import messages
-from kvstore.asking import Asker, NoAnswer
-from kvstore.directory import Directory
-from kvstore.sockets import Sockets, Where
+from kvstore.membership.directory import Directory
+from kvstore.protocol import messages
+from kvstore.protocol.asking import Asker, NoAnswer
+from kvstore.protocol.sockets import Sockets, Where
 from kvstore.store import Store
 
 

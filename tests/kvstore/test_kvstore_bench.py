@@ -9,9 +9,9 @@ import json
 import numpy as np
 import pytest
 
-from kvstore.bench import command, contenders
-from kvstore.bench.contenders import Contender, Objects
 from kvstore.cli import main
+from kvstore_tools.bench import command, contenders
+from kvstore_tools.bench.contenders import Contender, Objects
 
 
 @pytest.fixture(autouse=True)

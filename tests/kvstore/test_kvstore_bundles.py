@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.policies import POLICIES
+from kvstore.memory.policies import POLICIES
 from kvstore.tiers import bundleheads
 from kvstore.tiers.base import Laid
 from kvstore.tiers.bundleheads import (

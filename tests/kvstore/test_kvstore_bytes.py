@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import _bytes
-from kvstore.copying import SHARED_BYTES, Copier
-from kvstore.headers import HEADER, HEADER_BYTES, expected
-from kvstore.pieces import Pieces
+from kvstore.objects.copying import SHARED_BYTES, Copier
+from kvstore.objects.headers import HEADER, HEADER_BYTES, expected
+from kvstore.objects.pieces import Pieces
 
 #: Around every border of the hash and of the copies.
 LENGTHS = sorted(

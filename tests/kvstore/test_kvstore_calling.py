@@ -19,12 +19,14 @@ from store_far import Far
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, deaf, keys, until
 from store_objects import KEYS, MIB, NBYTES, N, filled, handle_of, put_all, sees
 
-from kvstore import answering, calling, seldom
-from kvstore.answering import Answerer
-from kvstore.asking import NoAnswer
-from kvstore.calling import Caller, Line, Window
-from kvstore.mapped import Mapped
-from kvstore.messages import (
+from kvstore.objects.outcomes import Got, Put
+from kvstore.owner import answering
+from kvstore.owner.answering import Answerer
+from kvstore.protocol import calling, rate_limited_log
+from kvstore.protocol.asking import NoAnswer
+from kvstore.protocol.calling import Caller, Line, Window
+from kvstore.protocol.mapped import Mapped
+from kvstore.protocol.messages import (
     CALL_BYTES_MAX,
     TRAY_BYTES,
     VERSION,
@@ -39,7 +41,6 @@ from kvstore.messages import (
     decode_answer,
     encode,
 )
-from kvstore.outcomes import Got, Put
 from kvstore.store import Store
 
 
@@ -212,7 +213,7 @@ def test_who_is_not_let_in(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(seldom, "LOG_EVERY_S", 0.0)
+    monkeypatch.setattr(rate_limited_log, "LOG_EVERY_S", 0.0)
     greeting = encode(Greet(VERSION))
     open_fd = os.memfd_create("open")
     os.ftruncate(open_fd, TRAY_BYTES)

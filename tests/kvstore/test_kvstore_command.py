@@ -21,14 +21,15 @@ from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
 import te
 from kvstore.cli import main
+from kvstore.client.load_times import AdmissionCounts
+from kvstore.client.status import OwnerSeen, StoreStatus, lines
 from kvstore.config import Config
-from kvstore.directory import Directory
-from kvstore.judging import AdmissionCounts
+from kvstore.membership.directory import Directory
 from kvstore.networking import engine_of
-from kvstore.outcomes import Got, Put
-from kvstore.owner import OwnerStats
-from kvstore.status import OwnerSeen, StoreStatus, lines
+from kvstore.objects.outcomes import Got, Put
+from kvstore.owner.owner import OwnerStats
 from kvstore.store import Store
+from te import checkout
 
 N, NBYTES = 4, 5000
 
@@ -176,6 +177,17 @@ def test_bad_usage_is_a_sentence(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("tool", ["bench", "replay"])
+def test_a_wheel_says_that_it_has_no_tools(
+    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkout, "CHECKOUT", tmp_path)
+    assert main([tool, "--json"]) == 2
+    assert f"kvstore {tool} is not part of the wheel" in capsys.readouterr().err
+    assert main([]) == 0
+    assert capsys.readouterr().out.count("(not part of the wheel)") == 2
 
 
 def test_a_directory_that_is_too_deep_is_refused(directory: Path) -> None:

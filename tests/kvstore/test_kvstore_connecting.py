@@ -16,14 +16,14 @@ from store_makers import SIG, TIMEOUT_S, Room, config, keys, until
 from store_objects import KEYS, NBYTES, N, filled, handle_of, put_all, sees
 
 import te
-from kvstore import writing
-from kvstore.asking import NoAnswer
-from kvstore.calling import Line
-from kvstore.connecting import PAUSE_S, PAUSE_S_MAX, Connections, Known
-from kvstore.deadline import Deadline
-from kvstore.messages import Clear
-from kvstore.outcomes import Got, Put
-from kvstore.owners import OWN
+from kvstore.client import writing
+from kvstore.client.connecting import PAUSE_S, PAUSE_S_MAX, Connections, Known
+from kvstore.client.deadline import Deadline
+from kvstore.client.owners import OWN
+from kvstore.objects.outcomes import Got, Put
+from kvstore.protocol.asking import NoAnswer
+from kvstore.protocol.calling import Line
+from kvstore.protocol.messages import Clear
 from kvstore.store import Store
 
 MIB = 1 << 20

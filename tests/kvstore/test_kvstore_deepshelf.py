@@ -11,13 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from store_makers import SIG, keys
 
 from kvstore._table import Table
-from kvstore.changes import BELOW, OWNERS_MAX, PLACE, Found, Records, form_of
-from kvstore.deepshelf import DeepShelf, Lifted, LiftState
-from kvstore.headers import HEADER, HEADER_BYTES, LIVE
-from kvstore.ledger import PARTS, Leaving, Ledger
-from kvstore.log import ChangeLog
-from kvstore.policies import POLICIES
-from kvstore.slab import UNIT_BYTES, Slab, class_of
+from kvstore.memory.policies import POLICIES
+from kvstore.memory.slab import UNIT_BYTES, Slab, class_of
+from kvstore.objects.changes import BELOW, OWNERS_MAX, PLACE, Found, Records, form_of
+from kvstore.objects.headers import HEADER, HEADER_BYTES, LIVE
+from kvstore.rules.change_log import ChangeLog
+from kvstore.rules.ledger import PARTS, Leaving, Ledger
+from kvstore.rules.tiered_table import DeepShelf, Lifted, LiftState
 from kvstore.tiers.base import Found as LeftBehind
 
 CHUNKS, CHUNK = 3, 4 * UNIT_BYTES

@@ -18,8 +18,8 @@ import pytest
 import xxhash
 from store_makers import contents
 
-from kvstore.policies import POLICIES
-from kvstore.slab import UNIT_BYTES
+from kvstore.memory.policies import POLICIES
+from kvstore.memory.slab import UNIT_BYTES
 from kvstore.tiers.base import Laid, Wanted, Written
 from kvstore.tiers.disk import BATCH_MAX, Disk
 from kvstore.tiers.segmentfiles import SegmentFiles, aligned

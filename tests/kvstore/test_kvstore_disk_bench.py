@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.bench.disk import measure, text
+from kvstore_tools.bench.disk import measure, text
 
 MIB = 1 << 20
 

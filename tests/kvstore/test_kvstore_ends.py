@@ -12,13 +12,13 @@ import pytest
 from store_makers import SIG, TIMEOUT_S, Room, config, engine, keys, until
 
 import te
-from kvstore.asking import Asker, NoAnswer
-from kvstore.connecting import Connections
-from kvstore.messages import Clear
-from kvstore.outcomes import Got, Put
-from kvstore.owner import Owner
-from kvstore.service import Service
-from kvstore.sockets import Sockets, Where
+from kvstore.client.connecting import Connections
+from kvstore.objects.outcomes import Got, Put
+from kvstore.owner.owner import Owner
+from kvstore.owner.service import Service
+from kvstore.protocol.asking import Asker, NoAnswer
+from kvstore.protocol.messages import Clear
+from kvstore.protocol.sockets import Sockets, Where
 from kvstore.store import Store
 
 MIB = 1 << 20

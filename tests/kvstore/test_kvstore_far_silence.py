@@ -10,9 +10,9 @@ from typing import Any
 from msgspec import structs
 
 from bootstrap_server.running import RunningClock
-from kvstore.far import STILL_S, Followed
-from kvstore.messages import Changes, Follow, Hello, Question, decode_question, split
-from kvstore.sockets import Where
+from kvstore.client.following import STILL_S, Followed
+from kvstore.protocol.messages import Changes, Follow, Hello, Question, decode_question, split
+from kvstore.protocol.sockets import Where
 
 
 class Socket:

@@ -16,12 +16,12 @@ from store_makers import SIG, TIMEOUT_S, keys, until
 from store_objects import NBYTES
 
 import te
-from kvstore import fencing as fencing_module
-from kvstore.asking import Asker
-from kvstore.directory import Directory
-from kvstore.fencing import PAUSE_S, PAUSE_S_MAX, Fencing, pause_s
-from kvstore.messages import Answer, Claim, Done, Granted, Publish
-from kvstore.sockets import Sockets
+from kvstore.membership.directory import Directory
+from kvstore.owner import fencing as fencing_module
+from kvstore.owner.fencing import PAUSE_S, PAUSE_S_MAX, Fencing, pause_s
+from kvstore.protocol.asking import Asker
+from kvstore.protocol.messages import Answer, Claim, Done, Granted, Publish
+from kvstore.protocol.sockets import Sockets
 from kvstore.store import Store
 
 
@@ -141,7 +141,7 @@ def test_what_was_not_published_in_time_is_freed_when_its_write_has_ended(
 ) -> None:
     own = owner._owners.own
     assert own is not None
-    monkeypatch.setattr("kvstore.service.FENCE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("kvstore.owner.service.FENCE_TIMEOUT_S", 0.01)
     fence = OpenFence()
     granted = ask(Claim(keys(1).tobytes(), SIG, NBYTES, "0" * 32, 5))
     assert isinstance(granted, Granted)

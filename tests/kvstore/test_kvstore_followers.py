@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.followers import ANSWER_S, FOLLOWERS_MAX, NEWS_S, UNNOTICED_S, Followers
+from kvstore.owner.followers import ANSWER_S, FOLLOWERS_MAX, NEWS_S, UNNOTICED_S, Followers
 
 REQUEST = b"12345678"
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_makers import config
 
-from kvstore import hostmemory
-from kvstore.hostmemory import check_room, meminfo_room, rooms
+from kvstore.memory import host_memory
+from kvstore.memory.host_memory import check_room, meminfo_room, rooms
 from kvstore.store import Store
 
 MIB = 1 << 20
@@ -118,7 +118,7 @@ def test_a_file_without_room_is_named_and_not_left(
     path = directory / "slab"
     free = os.statvfs(directory)
     nbytes = 2 * free.f_blocks * free.f_frsize
-    monkeypatch.setattr(hostmemory, "check_room", lambda *_: None)
+    monkeypatch.setattr(host_memory, "check_room", lambda *_: None)
     # It would take all blocks before it fails, and others' writes fail meanwhile.
     monkeypatch.setattr(os, "posix_fallocate", None)
     with pytest.raises(ValueError, match=f"file='{path}' needs [0-9]+ bytes, and its file system"):

@@ -22,7 +22,7 @@ import te
 from bootstrap_server.admission.secret import Keys
 from bootstrap_server.admission.secret_file import read_secret_file, write_secret_file
 from kvstore.config import Config
-from kvstore.outcomes import Got, Put
+from kvstore.objects.outcomes import Got, Put
 from kvstore.store import Store
 
 MIB = 1 << 20

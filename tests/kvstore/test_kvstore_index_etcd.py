@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from kvstore.index_etcd import EtcdIndex
+from kvstore.membership.index_etcd import EtcdIndex
 
 TIMEOUT_S = 0.2
 MUCH_LATER_S = 30.0

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 
-from kvstore.admission import MEASURED_MIN, Judged
-from kvstore.judging import Judging
+from kvstore.client.admission import MEASURED_MIN, Judged
+from kvstore.client.load_times import Judging
+from kvstore.client.owners import OWN
 from kvstore.loading import Load
-from kvstore.outcomes import Got, Put
-from kvstore.owners import OWN
+from kvstore.objects.outcomes import Got, Put
 from kvstore.store import Store
 
 N, NBYTES = 6, 40_000
@@ -75,7 +75,7 @@ def test_only_what_is_stored_from_the_first_on_is_judged(guest: Store, stored: R
 def test_a_read_that_times_out_counts_as_a_slow_one(
     tcp_guest: Store, owner: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvstore import reading
+    from kvstore.client import reading
 
     stored = stored_for(tcp_guest, owner)
     monkeypatch.setattr(

@@ -17,8 +17,8 @@ from store_objects import change_byte
 
 import te
 from kvstore.loading import Load
-from kvstore.outcomes import Got, Put
-from kvstore.pieces import Pieces
+from kvstore.objects.outcomes import Got, Put
+from kvstore.objects.pieces import Pieces
 from kvstore.store import Store
 
 MIB = 1 << 20

@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.changes import CHANGE
-from kvstore.log import ChangeLog
+from kvstore.objects.changes import CHANGE
+from kvstore.rules.change_log import ChangeLog
 
 
 @given(

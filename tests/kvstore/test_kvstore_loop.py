@@ -9,7 +9,7 @@ import pytest
 import zmq
 from store_makers import TIMEOUT_S
 
-from kvstore.loop import Loop
+from kvstore.protocol.loop import Loop
 
 
 def test_a_bug_in_one_callback_ends_no_other(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,8 +17,8 @@ from store_makers import until
 from store_redis import KEYS, RedisServer
 
 from bootstrap_server.admission.secret import Keys
-from kvstore import index_etcd, index_redis, members
-from kvstore.members import Members, host_towards
+from kvstore.membership import index_etcd, index_redis, members
+from kvstore.membership.members import Members, host_towards
 
 HOST = "127.0.0.1"
 NAME = "0" * 31 + "1"
@@ -78,7 +78,7 @@ def test_a_list_that_has_lost_everything_is_written_again(
     ours, theirs = Members(index.url, HOST, KEYS), Members(index.url, HOST, KEYS)
     theirs.announce(NAME, PLACE)
     until(lambda: ours.endpoints(), "it is found")
-    with caplog.at_level(logging.INFO, "kvstore.members"):
+    with caplog.at_level(logging.INFO, "kvstore.membership.members"):
         index.kill()
         until(lambda: caplog.text.count("cannot be asked") == 2, "both say that it is away")
         assert ours.endpoints(), "what was known is known"

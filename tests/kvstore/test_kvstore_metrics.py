@@ -27,13 +27,13 @@ from store_makers import SIG, TIMEOUT_S, Room, config, contents, keys, until
 from bootstrap_server.admission import connections
 from bootstrap_server.build import build_text
 from bootstrap_server.prometheus_text import CONTENT_TYPE
-from kvstore import metrics_http
-from kvstore.judging import AdmissionCounts
-from kvstore.metrics import METRICS, PREFIX, Key, counters, gauges, text
-from kvstore.metrics_http import MetricsServer
-from kvstore.outcomes import Got, Put
-from kvstore.owner import OwnerStats
-from kvstore.status import OwnerSeen, StoreStatus
+from kvstore.client.load_times import AdmissionCounts
+from kvstore.client.status import OwnerSeen, StoreStatus
+from kvstore.metrics import http
+from kvstore.metrics.http import MetricsServer
+from kvstore.metrics.table import METRICS, PREFIX, Key, counters, gauges, text
+from kvstore.objects.outcomes import Got, Put
+from kvstore.owner.owner import OwnerStats
 from kvstore.store import Store
 from te.version import version
 
@@ -196,7 +196,7 @@ def test_a_client_counts_what_it_has_asked_for(directory: Path) -> None:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricsServer]:
     """It looks often for clients that do not go on."""
-    monkeypatch.setattr(metrics_http, "SWEEP_S", 0.02)
+    monkeypatch.setattr(http, "SWEEP_S", 0.02)
     with MetricsServer(lambda: STATUS, "127.0.0.1", 0) as server:
         yield server
 

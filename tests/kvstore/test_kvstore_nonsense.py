@@ -12,9 +12,10 @@ import pytest
 from store_makers import SIG, TIMEOUT_S, keys
 from store_objects import NBYTES
 
-from kvstore.asking import NoAnswer
-from kvstore.handles import FarHandle
-from kvstore.messages import (
+from kvstore.client.handles import FarHandle
+from kvstore.objects.pieces import Pieces
+from kvstore.protocol.asking import NoAnswer
+from kvstore.protocol.messages import (
     Answer,
     Granted,
     InMemory,
@@ -24,7 +25,6 @@ from kvstore.messages import (
     decode_answer,
     decode_question,
 )
-from kvstore.pieces import Pieces
 
 KEYS = keys(2)
 #: Behind what is read of it: it is skipped, and counts all the same.

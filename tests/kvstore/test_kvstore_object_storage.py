@@ -18,8 +18,8 @@ from store_makers import SIG, TIMEOUT_S, config, until
 from store_objects import handle_of
 
 from kvstore.config import Config
-from kvstore.messages import Done
-from kvstore.outcomes import Got
+from kvstore.objects.outcomes import Got
+from kvstore.protocol.messages import Done
 from kvstore.store import Store
 from kvstore.tiers.burials import Burials
 from kvstore.tiers.objects import Objects

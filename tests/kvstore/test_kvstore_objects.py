@@ -21,7 +21,7 @@ import xxhash
 from obstore.store import MemoryStore
 from store_makers import contents
 
-from kvstore.policies import POLICIES
+from kvstore.memory.policies import POLICIES
 from kvstore.tiers.base import Laid, Wanted, Written
 from kvstore.tiers.bucket import Bucket, BucketError, open_bucket
 from kvstore.tiers.bundleheads import HEAD_BYTES_MAX

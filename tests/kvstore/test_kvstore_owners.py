@@ -29,12 +29,12 @@ from store_makers import (
 from store_objects import KEYS, MIB, NBYTES, N, filled, handle_of, put_all, sees
 
 import te
-from kvstore.changes import keys_of_digests
-from kvstore.outcomes import Got, Put
-from kvstore.owners import OWN
-from kvstore.pieces import Pieces
-from kvstore.reading import ROOMS
-from kvstore.sockets import Sockets, Where
+from kvstore.client.owners import OWN
+from kvstore.client.reading import ROOMS
+from kvstore.objects.changes import keys_of_digests
+from kvstore.objects.outcomes import Got, Put
+from kvstore.objects.pieces import Pieces
+from kvstore.protocol.sockets import Sockets, Where
 from kvstore.store import Store
 
 

@@ -14,14 +14,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from store_far import Far
 from store_makers import SIG, Room, config, contents, deaf, impatient, keys, until
 
-from kvstore.headers import HEADER, HEADER_BYTES
-from kvstore.ledger import Ledger
-from kvstore.log import ChangeLog
-from kvstore.outcomes import Pinned, Put
-from kvstore.owner import OwnerStats
-from kvstore.pinshelf import PinShelf
-from kvstore.policies import POLICIES
-from kvstore.slab import UNIT_BYTES, Slab
+from kvstore.memory.policies import POLICIES
+from kvstore.memory.slab import UNIT_BYTES, Slab
+from kvstore.objects.headers import HEADER, HEADER_BYTES
+from kvstore.objects.outcomes import Pinned, Put
+from kvstore.owner.owner import OwnerStats
+from kvstore.rules.change_log import ChangeLog
+from kvstore.rules.ledger import Ledger
+from kvstore.rules.pinned_table import PinShelf
 from kvstore.store import Store
 
 CHUNK_UNITS = 8

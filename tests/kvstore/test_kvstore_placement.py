@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_makers import keys
 
-from kvstore.placement import choose
+from kvstore.client.placement import choose
 
 NAMES = [bytes([i]) * 16 for i in range(6)]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.policies import POLICIES, Arc, Lru
+from kvstore.memory.policies import POLICIES, Arc, Lru
 
 KEYS = [bytes([i]) for i in range(10)]
 steps = st.lists(st.tuples(st.sampled_from(["use", "remove", "evict"]), st.sampled_from(KEYS)))

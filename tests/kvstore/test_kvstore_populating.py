@@ -13,7 +13,7 @@ from store_below import owner_of
 from store_makers import TIMEOUT_S, config, until
 
 from kvstore import _bytes
-from kvstore.populating import STEP_BYTES, Populating
+from kvstore.memory.populating import STEP_BYTES, Populating
 from kvstore.store import Store
 
 MIB = 1 << 20

@@ -16,12 +16,13 @@ import pytest
 from store_makers import SIG, TIMEOUT_S, Room, config, engine, until
 
 import te
-from kvstore import _bytes, reading
-from kvstore.changes import Keys
-from kvstore.copying import Copier
-from kvstore.headers import HEADER, HEADER_BYTES
-from kvstore.outcomes import Got
-from kvstore.pieces import U64
+from kvstore import _bytes
+from kvstore.client import reading
+from kvstore.objects.changes import Keys
+from kvstore.objects.copying import Copier
+from kvstore.objects.headers import HEADER, HEADER_BYTES
+from kvstore.objects.outcomes import Got
+from kvstore.objects.pieces import U64
 from kvstore.store import Store
 
 NBYTES = 4096

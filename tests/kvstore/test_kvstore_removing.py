@@ -14,8 +14,8 @@ from store_makers import SIG, keys
 from store_objects import KEYS
 
 from kvstore import store as store_module
-from kvstore.asking import NoAnswer
-from kvstore.messages import Answer, Done, Stored
+from kvstore.protocol.asking import NoAnswer
+from kvstore.protocol.messages import Answer, Done, Stored
 from kvstore.store import Store
 
 

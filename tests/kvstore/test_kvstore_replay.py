@@ -10,8 +10,8 @@ import pytest
 from store_traces import lines
 
 from kvstore.cli import main
-from kvstore.replay import CAPACITIES, replay
-from kvstore.traces import Request, read_trace
+from kvstore_tools.replay import CAPACITIES, replay
+from kvstore_tools.traces import Request, read_trace
 
 #: What another simulator found, for the capacities of `CAPACITIES`.
 KNOWN = {

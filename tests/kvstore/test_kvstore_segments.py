@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.policies import POLICIES
-from kvstore.slab import UNIT_BYTES
+from kvstore.memory.policies import POLICIES
+from kvstore.memory.slab import UNIT_BYTES
 from kvstore.tiers.heads import (
     PLACE_HEAD,
     place_head,

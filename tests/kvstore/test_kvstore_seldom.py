@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.seldom import LOG_EVERY_S, Seldom
+from kvstore.protocol.rate_limited_log import LOG_EVERY_S, Seldom
 
 logger = logging.getLogger(__name__)
 

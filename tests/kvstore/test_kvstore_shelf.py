@@ -11,13 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from store_makers import SIG, keys
 
 from kvstore._table import Table
-from kvstore.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, form_of
-from kvstore.headers import HEADER, HEADER_BYTES, LIVE, expected, tell_apart
-from kvstore.ledger import Ledger
-from kvstore.log import ChangeLog
-from kvstore.policies import POLICIES
-from kvstore.shelf import Claim, Shelf, Verdict
-from kvstore.slab import UNIT_BYTES, Slab
+from kvstore.memory.policies import POLICIES
+from kvstore.memory.slab import UNIT_BYTES, Slab
+from kvstore.objects.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, form_of
+from kvstore.objects.headers import HEADER, HEADER_BYTES, LIVE, expected, tell_apart
+from kvstore.rules.change_log import ChangeLog
+from kvstore.rules.ledger import Ledger
+from kvstore.rules.object_table import Claim, Shelf, Verdict
 
 CHUNK = 8 * UNIT_BYTES
 NAMES = keys(12)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from store_traces import lines
 
 from kvstore.cli import main
-from kvstore.first_token import WAYS, rows, table
-from kvstore.simulation import ROUTINGS, Cluster, Outcome, Rates, capacity, simulate
-from kvstore.traces import BLOCK_TOKENS, Request, read_trace
+from kvstore_tools.first_token import WAYS, rows, table
+from kvstore_tools.simulation import ROUTINGS, Cluster, Outcome, Rates, capacity, simulate
+from kvstore_tools.traces import BLOCK_TOKENS, Request, read_trace
 
 #: A token takes a second, attention nothing, and a token at another instance a tenth of a second.
 RATES = Rates(token_s=1.0, pair_s=0.0, kv_bytes_per_token=1, network_bytes_per_s=10.0)

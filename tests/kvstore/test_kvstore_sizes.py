@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from store_makers import SIG
 
 from kvstore.config import Config
-from kvstore.headers import HEADER, HEADER_BYTES
-from kvstore.ledger import Ledger
-from kvstore.log import ChangeLog
-from kvstore.policies import POLICIES
-from kvstore.shelf import Shelf, Verdict
-from kvstore.slab import UNIT_BYTES, Slab, class_of, class_of_left, classes_up_to
+from kvstore.memory.policies import POLICIES
+from kvstore.memory.slab import UNIT_BYTES, Slab, class_of, class_of_left, classes_up_to
+from kvstore.objects.headers import HEADER, HEADER_BYTES
+from kvstore.rules.change_log import ChangeLog
+from kvstore.rules.ledger import Ledger
+from kvstore.rules.object_table import Shelf, Verdict
 
 MIB = 1 << 20
 LOW, HIGH = Config.free_low, Config.free_high

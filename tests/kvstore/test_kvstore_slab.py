@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.headers import HEADER_BYTES
-from kvstore.slab import UNIT_BYTES, Slab, class_of
+from kvstore.memory.slab import UNIT_BYTES, Slab, class_of
+from kvstore.objects.headers import HEADER_BYTES
 
 CHUNK = 32 * UNIT_BYTES
 

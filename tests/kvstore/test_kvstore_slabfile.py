@@ -15,9 +15,9 @@ import pytest
 from store_makers import SIG, Room, config, contents, impatient, keys, until
 
 from kvstore.config import Config
-from kvstore.outcomes import Got, Put
-from kvstore.slab import UNIT_BYTES
-from kvstore.slabfile import SlabFile
+from kvstore.memory.slab import UNIT_BYTES
+from kvstore.memory.slab_file import SlabFile
+from kvstore.objects.outcomes import Got, Put
 from kvstore.store import Store
 
 MIB = 1 << 20

@@ -13,11 +13,12 @@ import pytest
 from store_far import Far
 from store_makers import SIG, TIMEOUT_S, Room, config, contents, engine, keys, until
 
-from kvstore import messages, puts
-from kvstore.asking import NoAnswer
-from kvstore.messages import STORED_BYTES_MAX, TRAY_BYTES
-from kvstore.outcomes import Got, Put
-from kvstore.pieces import Pieces
+from kvstore.client import puts
+from kvstore.objects.outcomes import Got, Put
+from kvstore.objects.pieces import Pieces
+from kvstore.protocol import messages
+from kvstore.protocol.asking import NoAnswer
+from kvstore.protocol.messages import STORED_BYTES_MAX, TRAY_BYTES
 from kvstore.store import Store
 
 N, NBYTES = 8, 5000

@@ -13,7 +13,7 @@ from store_makers import TIMEOUT_S, until
 from te_ports import two_ports
 from zmtp_peer import claim
 
-from kvstore.sockets import Sockets, Where
+from kvstore.protocol.sockets import Sockets, Where
 
 OLD, NEW = b"o" * 32, b"n" * 32
 ADDRESS = "tcp://127.0.0.1:*"
@@ -69,7 +69,7 @@ def test_who_knows_the_owners_key_but_not_the_clients_is_refused(
     stranger.setsockopt(zmq.CURVE_SECRETKEY, secret)
     stranger.connect(endpoint)
     stranger.send(b"let me in")
-    with caplog.at_level(logging.WARNING, "kvstore.sockets"):
+    with caplog.at_level(logging.WARNING, "kvstore.protocol.sockets"):
         until(lambda: "its secret differs" in caplog.text, "the refusal is told")
     assert not owner.poll(100)
     theirs.close()

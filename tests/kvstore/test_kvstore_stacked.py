@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from obstore.store import MemoryStore
 from store_makers import contents, until
 
-from kvstore.policies import POLICIES
+from kvstore.memory.policies import POLICIES
 from kvstore.tiers import stacked
 from kvstore.tiers.base import Found, Laid, Tier, Usage, Wanted, Written
 from kvstore.tiers.bucket import Bucket, BucketError

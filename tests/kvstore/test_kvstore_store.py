@@ -12,10 +12,10 @@ from store_makers import SIG, SIGNATURE, TIMEOUT_S, Room, config, deaf, engine, 
 from store_objects import KEYS, MIB, NBYTES, N, change_byte, filled, put_all, sees
 
 import te
-from kvstore.outcomes import Got, Put
-from kvstore.pieces import Pieces
-from kvstore.reading import ROOMS, HeaderRoom
-from kvstore.signature import Signature
+from kvstore.client.reading import ROOMS, HeaderRoom
+from kvstore.objects.outcomes import Got, Put
+from kvstore.objects.pieces import Pieces
+from kvstore.objects.signature import Signature
 from kvstore.store import Store
 
 # -- what was stored comes back

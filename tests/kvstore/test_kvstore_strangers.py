@@ -14,15 +14,15 @@ from store_makers import TIMEOUT_S, config, engine, until
 
 import te
 from bootstrap_server.admission import newcomers
-from kvstore import far as far_module
 from kvstore._table import Table
-from kvstore.asking import Asker
-from kvstore.directory import Directory
-from kvstore.far import Far
-from kvstore.messages import VERSION, Greet, Hello
-from kvstore.owner import Owner
-from kvstore.service import Service
-from kvstore.sockets import Sockets, Where
+from kvstore.client import following as far_module
+from kvstore.client.following import Far
+from kvstore.membership.directory import Directory
+from kvstore.owner.owner import Owner
+from kvstore.owner.service import Service
+from kvstore.protocol.asking import Asker
+from kvstore.protocol.messages import VERSION, Greet, Hello
+from kvstore.protocol.sockets import Sockets, Where
 from kvstore.store import Store
 
 KEY = b"k" * 32

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore._table import Table, digests_of_hex
-from kvstore.changes import (
+from kvstore.objects.changes import (
     ADDED,
     CHANGE,
     OWNERS_MAX,

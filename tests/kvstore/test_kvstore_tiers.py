@@ -19,17 +19,17 @@ import pytest
 from store_below import KEYS, NBYTES, OBJECTS, N, below, get, owner_of, put_all, rests, with_disk
 from store_makers import SIG, TIMEOUT_S, Room, config, deaf, impatient, until
 
-from kvstore import lifting
-from kvstore.admission import MEASURED_MIN, Judged
-from kvstore.asking import NoAnswer
-from kvstore.carrier import READS_MAX
-from kvstore.changes import BELOW, PLACE, Found, form_of
+from kvstore.client import promoting
+from kvstore.client.admission import MEASURED_MIN, Judged
+from kvstore.client.load_times import source_of
 from kvstore.config import Config
-from kvstore.deepshelf import Lifted, LiftState
-from kvstore.judging import source_of
 from kvstore.loading import Load
-from kvstore.outcomes import Got, Put
-from kvstore.pieces import Pieces
+from kvstore.objects.changes import BELOW, PLACE, Found, form_of
+from kvstore.objects.outcomes import Got, Put
+from kvstore.objects.pieces import Pieces
+from kvstore.owner.tiering import READS_MAX
+from kvstore.protocol.asking import NoAnswer
+from kvstore.rules.tiered_table import Lifted, LiftState
 from kvstore.store import Store
 from kvstore.tiers.disk import Disk
 
@@ -214,7 +214,7 @@ def test_loads_by_layers_bring_what_lies_below(lender: Store, reader: Store) -> 
 def test_one_part_is_lifted_while_another_is_read(
     lender: Store, reader: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifting, "PART_BYTES", 3 * NBYTES)
+    monkeypatch.setattr(promoting, "PART_BYTES", 3 * NBYTES)
     assert get(reader) == [Got.RIGHT] * N
     down = np.flatnonzero(below(reader))[:10].tolist()
     lender.remove(KEYS[down[4:6]], SIG)
@@ -299,7 +299,7 @@ def test_an_owner_that_cannot_be_asked_is_told_apart_from_a_slow_disk(
     places = np.zeros(2, PLACE)
     places["found"], places["slot"], places["owner"] = Found.HERE, [BELOW, 7], 3
     asked = iter(handles)
-    lifting.lift(lambda _: next(asked), KEYS[:2], SIG, NBYTES, places, time.monotonic() + left_s)
+    promoting.lift(lambda _: next(asked), KEYS[:2], SIG, NBYTES, places, time.monotonic() + left_s)
     assert places["found"].tolist() == [found, Found.HERE]
     assert places["slot"].tolist() == [BELOW, 7]
 

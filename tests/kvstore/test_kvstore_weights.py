@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvstore import filedigests
-from kvstore.filedigests import KEPT, FileDigests
-from kvstore.weights import identity, identity_of_config, identity_of_file
+from kvstore.objects import file_digests
+from kvstore.objects.file_digests import KEPT, FileDigests
+from kvstore.objects.weights import identity, identity_of_config, identity_of_file
 
-LARGE = filedigests.SMALL_BYTES
+LARGE = file_digests.SMALL_BYTES
 OLD_NS = 1_600_000_000 * 10**9
 
 
@@ -106,7 +106,7 @@ def large(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str]:
-    monkeypatch.setattr(filedigests, "YOUNG_NS", -(10**18))
+    monkeypatch.setattr(file_digests, "YOUNG_NS", -(10**18))
 
     def of(path: Path) -> str:
         with FileDigests(tmp_path / "m", tmp_path / "cache") as digests:
@@ -142,7 +142,7 @@ def test_a_file_that_was_written_in_place_is_read_again(
 def test_the_digest_of_a_file_that_is_still_written_is_not_kept(
     large: Path, digest: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filedigests, "YOUNG_NS", 10**18)
+    monkeypatch.setattr(file_digests, "YOUNG_NS", 10**18)
     digest(large)
     assert not (large.parent / KEPT).exists()
 
@@ -169,14 +169,14 @@ def test_digests_of_a_directory_that_cannot_be_written_are_kept_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    replace = filedigests._replace
+    replace = file_digests._replace
 
     def read_only(place: Path, raw: bytes) -> None:
         if place.parent == large.parent:
             raise PermissionError(place)
         replace(place, raw)
 
-    monkeypatch.setattr(filedigests, "_replace", read_only)
+    monkeypatch.setattr(file_digests, "_replace", read_only)
     first = digest(large)
     assert not (large.parent / KEPT).exists()
     assert len(list((tmp_path / "cache").iterdir())) == 1

@@ -35,7 +35,7 @@ from store_makers import until
 import te
 from bootstrap_server.admission.secret_file import write_secret_file
 from kvstore.lmcache.adapter import StoreL2Adapter, StoreL2AdapterConfig
-from kvstore.outcomes import Put
+from kvstore.objects.outcomes import Put
 from kvstore.store import Store
 from te.transports.registry import WITHOUT_DEVICES
 

@@ -31,7 +31,7 @@ from store_redis import redis_server
 from ttft_bench.network import NEAR, Network
 
 from bootstrap_server.admission.secret_file import write_secret_file
-from kvstore.status import QUESTION, StoreStatus, status_of
+from kvstore.client.status import QUESTION, StoreStatus, status_of
 from te import status
 
 EXIT_NO_NAMESPACES = 2

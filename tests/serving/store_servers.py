@@ -16,7 +16,7 @@ from cpu_serving.servers import Server, ServerOptions
 from cpu_serving.store import flush, with_store
 from cpu_serving.traffic import Answer, Request, compare, make_requests, send_all
 
-from kvstore.status import QUESTION, StoreStatus, status_of
+from kvstore.client.status import QUESTION, StoreStatus, status_of
 from te import status
 
 PAGE = 16

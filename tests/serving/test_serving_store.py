@@ -44,8 +44,8 @@ from store_servers import (
 )
 
 from bootstrap_server.admission.secret_file import write_secret_file
-from kvstore.metrics import PREFIX, Key, counters
-from kvstore.weights import identity
+from kvstore.metrics.table import PREFIX, Key, counters
+from kvstore.objects.weights import identity
 from sglang_mooncake.metrics import RANK_LABELS
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]

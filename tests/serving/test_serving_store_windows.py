@@ -17,8 +17,8 @@ from cpu_serving.store import flush, with_hicache
 from cpu_serving.traffic import compare, send_all
 from store_servers import REQUESTS, Lender, Place, ask, hit_all, hits, knows, knows_all, until
 
-from kvstore.headers import HEADER, LIVE, MAGIC
-from kvstore.slab import UNIT_BYTES, Slab
+from kvstore.memory.slab import UNIT_BYTES, Slab
+from kvstore.objects.headers import HEADER, LIVE, MAGIC
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900), pytest.mark.by_turns]
 

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from kvstore.signature import Signature
+from kvstore.objects.signature import Signature
 from sglang_mooncake.sglang.prometheus import Exporter
 from sglang_mooncake.sglang.store import device_pools, options
 from sglang_mooncake.sglang.store import linker as linker_module

@@ -39,8 +39,8 @@ from bootstrap_server import (
     Topology,
     Why,
 )
-from kvstore.metrics_http import MetricsServer
-from kvstore.status import StoreStatus
+from kvstore.client.status import StoreStatus
+from kvstore.metrics.http import MetricsServer
 from kvstore.store import Store
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.metrics import METRICS

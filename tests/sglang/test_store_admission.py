@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore.admission import MEASURED_MIN
-from kvstore.owners import OWN
+from kvstore.client.admission import MEASURED_MIN
+from kvstore.client.owners import OWN
 
 if TYPE_CHECKING:
     from sglang_mooncake.sglang.store.forwards import Forwards

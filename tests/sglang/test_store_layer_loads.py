@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.outcomes import Got
+from kvstore.objects.outcomes import Got
 from sglang_mooncake.sglang.store.layer_loads import LayerLoads, PoolLoad, ranges
 
 PIECES = 2

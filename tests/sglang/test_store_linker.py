@@ -15,7 +15,7 @@ import pytest
 
 from bootstrap_server.admission.secret_file import write_secret_file
 from kvstore.config import Config
-from kvstore.outcomes import Put
+from kvstore.objects.outcomes import Put
 
 if TYPE_CHECKING:
     from sglang_mooncake.sglang.store.linker import StoreLinker

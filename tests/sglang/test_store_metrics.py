@@ -96,7 +96,7 @@ def test_ranks_of_either_kind_of_dp_are_told_apart(
     from prometheus_client import CollectorRegistry
 
     import kvstore
-    from kvstore.status import StoreStatus
+    from kvstore.client.status import StoreStatus
     from sglang_mooncake.sglang.store.figures import open_exporter
 
     vars(server.parallel).update(parallel)

@@ -108,7 +108,7 @@ def test_prompts_whose_windows_are_not_stored_are_not_stored(
 ) -> None:
     from store_linking import PoolName, fill, hashes, of_pool, offloaded_all
 
-    from kvstore.outcomes import Put
+    from kvstore.objects.outcomes import Put
 
     fill(linker)
     keys = hashes(2)

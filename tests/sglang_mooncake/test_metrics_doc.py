@@ -12,7 +12,7 @@ import yaml
 
 from bootstrap_server import build
 from bootstrap_server.http import metrics as registry
-from kvstore import metrics as store
+from kvstore.metrics import table as store
 from sglang_mooncake import metrics as ranks
 from sglang_mooncake.rooms.states import ENDS
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from te import cli
+from te import checkout, cli
 
 
 def test_a_wheel_says_that_it_has_no_bench(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(checkout, "CHECKOUT", tmp_path)
     assert cli.main(["bench", "--shape", "kv"]) == 2
     assert "te bench is not part of the wheel" in capsys.readouterr().err

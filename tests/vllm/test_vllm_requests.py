@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_makers import hashes
 
-from kvstore.changes import Keys, keys_of_digests
+from kvstore.objects.changes import Keys, keys_of_digests
 from sglang_mooncake.vllm.requests import Requests, held_by_all
 
 BLOCK = 4

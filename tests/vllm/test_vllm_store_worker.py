@@ -11,7 +11,7 @@ import pytest
 from vllm_makers import BLOCKS, TIMEOUT_S, Rank, until, work
 
 import te
-from kvstore.outcomes import Got
+from kvstore.objects.outcomes import Got
 from sglang_mooncake.vllm import store_worker
 from sglang_mooncake.vllm.options import LOAD_TIMEOUT_S, Options
 

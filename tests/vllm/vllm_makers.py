@@ -13,8 +13,8 @@ from typing import Any, Self
 import numpy as np
 
 import te
-from kvstore.changes import keys_of_digests
 from kvstore.config import Config
+from kvstore.objects.changes import keys_of_digests
 from kvstore.store import Store
 from sglang_mooncake.vllm.page_map import CacheTensor, PageMap
 from sglang_mooncake.vllm.requests import Work

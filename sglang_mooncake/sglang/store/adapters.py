@@ -21,7 +21,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from sglang.srt.managers.schedule_batch import Req
 
-from kvstore.weights import identity
+from kvstore.objects.weights import identity
 from sglang_mooncake.sglang.layerwise.patch import Patches
 
 __all__ = ["contents_of", "extra_key_of", "name_adapters"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of the pages that the store has a rank loads, and what came of it: the shell of
-`kvstore.admission` for the linker and for HiCache."""
+`kvstore.client.admission` for the linker and for HiCache."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from kvstore.admission import Judged, is_probe
-from kvstore.changes import Keys
+from kvstore.client.admission import Judged, is_probe
+from kvstore.objects.changes import Keys
 from kvstore.store import Store
 from sglang_mooncake.sglang.store.forwards import Forwards
 

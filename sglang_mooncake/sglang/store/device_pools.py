@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 
-from kvstore.changes import Keys
+from kvstore.objects.changes import Keys
 from sglang_mooncake.sglang.store.kv_pool import KVPool
 from sglang_mooncake.sglang.store.signatures import PoolFacts, facts_by_rank, heads_of_rank
 

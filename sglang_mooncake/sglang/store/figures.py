@@ -14,8 +14,8 @@ from sglang.srt.runtime_context import (
     get_serving,
 )
 
-from kvstore.metrics import METRICS, PREFIX, counters, gauges
-from kvstore.status import StoreStatus
+from kvstore.client.status import StoreStatus
+from kvstore.metrics.table import METRICS, PREFIX, counters, gauges
 from sglang_mooncake.context import engine_label
 from sglang_mooncake.metrics import Key, Metric
 from sglang_mooncake.sglang.prometheus import Exporter

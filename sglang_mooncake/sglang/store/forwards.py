@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from kvstore.admission import Speed
+from kvstore.client.admission import Speed
 from sglang_mooncake.sglang.layerwise.forward import Streams
 from sglang_mooncake.sglang.layerwise.internals import EXTEND
 from sglang_mooncake.sglang.layerwise.patch import Patches

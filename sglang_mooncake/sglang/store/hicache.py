@@ -34,8 +34,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.runtime_context import get_server_args
 
-from kvstore.changes import keys_of_hex
-from kvstore.outcomes import Got, Put
+from kvstore.objects.changes import keys_of_hex
+from kvstore.objects.outcomes import Got, Put
 from kvstore.store import Store
 from sglang_mooncake.sglang.store.admission import Admission
 from sglang_mooncake.sglang.store.figures import open_exporter, store_label

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.pool_host.mha import (
 )
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from kvstore.pieces import Pieces
+from kvstore.objects.pieces import Pieces
 from sglang_mooncake.sglang.store.kv_pool import PLAIN, layer_major
 
 __all__ = ["HostPool"]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-from kvstore.pieces import Pieces
+from kvstore.objects.pieces import Pieces
 from sglang_mooncake.sglang.store.signatures import PoolFacts
 
 __all__ = ["PLAIN", "KVPool", "layer_major"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from kvstore.outcomes import Got
+from kvstore.objects.outcomes import Got
 
 __all__ = ["LayerLoads", "PoolLoad", "ranges"]
 

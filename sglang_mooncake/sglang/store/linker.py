@@ -30,10 +30,10 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.utils import get_device_module
 from sglang.version import __version__
 
-from kvstore.changes import Keys, keys_of_hex
-from kvstore.deadline import Deadline
+from kvstore.client.deadline import Deadline
 from kvstore.loading import Load
-from kvstore.outcomes import Put
+from kvstore.objects.changes import Keys, keys_of_hex
+from kvstore.objects.outcomes import Put
 from kvstore.store import Store
 from sglang_mooncake.sglang.releases import Mode, lacking
 from sglang_mooncake.sglang.store.admission import Admission

@@ -13,8 +13,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_lora, get_parallel
 from sglang.version import __version__
 
-from kvstore.signature import Signature
-from kvstore.weights import identity, identity_of_config, identity_of_file
+from kvstore.objects.signature import Signature
+from kvstore.objects.weights import identity, identity_of_config, identity_of_file
 from sglang_mooncake.sglang.store.adapters import name_adapters
 from sglang_mooncake.sglang.store.refusals import check_served, check_told_by_files
 from sglang_mooncake.sglang.store.updates import updates
@@ -46,7 +46,7 @@ _CHANGES_VALUES: Final = (
 
 @dataclass(frozen=True)
 class PoolFacts:
-    """What a signature says of a pool. See ``kvstore.signature.Signature``."""
+    """What a signature says of a pool. See ``kvstore.objects.signature.Signature``."""
 
     dtype: str
     page_size: int

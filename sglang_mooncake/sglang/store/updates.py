@@ -25,7 +25,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_serving
 
-from kvstore.weights import identity
+from kvstore.objects.weights import identity
 from sglang_mooncake.sglang.layerwise.patch import Patches
 from sglang_mooncake.sglang.store.refusals import LOAD_FORMATS
 

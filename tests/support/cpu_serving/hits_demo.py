@@ -26,7 +26,7 @@ from cpu_serving.store import flush, with_store
 from cpu_serving.streaming import Streamed, stream_all
 from cpu_serving.traffic import Request
 from cpu_serving.variants import parse_hits
-from kvstore.status import QUESTION, status_of
+from kvstore.client.status import QUESTION, status_of
 from te import status
 
 __all__ = ["Figures", "figures_of", "main", "medians", "table"]

@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from kvstore.status import QUESTION, StoreStatus, status_of
+from kvstore.client.status import QUESTION, StoreStatus, status_of
 from te import status
 
 __all__ = ["outcomes", "pages_read", "statuses"]

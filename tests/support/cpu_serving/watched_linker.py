@@ -14,7 +14,7 @@ import msgspec
 from sglang.srt.runtime_context import get_parallel
 
 from cpu_serving.store_figures import FIGURES, SLOW_RANK, Figures, SlowRank
-from kvstore.deadline import Deadline
+from kvstore.client.deadline import Deadline
 from sglang_mooncake.sglang.store import linker
 
 __all__ = ["WatchedLinker"]

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How objects are got: by owner, out of memory of this host or by te, and from below at last."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from kvstore.client.load_times import Judging, source_of
+from kvstore.client.mapped_reads import MappedGroup
+from kvstore.client.memory import Memory
+from kvstore.client.owners import Owners
+from kvstore.client.promoting import lifted_parts
+from kvstore.client.reading import HEADERS_MAX, Group, HeaderRooms
+from kvstore.objects.changes import BELOW, PLACE, Found, Keys, Records, form_of
+from kvstore.objects.copying import Copier
+from kvstore.objects.outcomes import Got
+from kvstore.objects.pieces import Pieces
+
+__all__ = ["Gets"]
+
+ATTEMPTS: Final = 2
+"""A get looks again for what an owner has not given."""
+BARREN_MAX: Final = 8
+"""So often an object may be pushed out again between its lift and its read."""
+SETTLED: Final = {Got.RIGHT, Got.MISSING, Got.REJECTED, Got.LEFT_BELOW}
+"""Outcomes that a second look would not change."""
+TO_ASK: Final = {Got.LEFT_BELOW, Got.MOVED}
+"""Outcomes of which the owner knows more: it is asked where the object is."""
+TO_LIFT: Final = TO_ASK | {Got.UNREACHABLE}
+"""Outcomes of a lift after which another owner may have a copy."""
+
+
+class Gets:
+    """The gets of one process. All methods are thread-safe; all deadlines are of the monotonic
+    clock."""
+
+    def __init__(
+        self,
+        owners: Owners,
+        memory: Memory,
+        rooms: HeaderRooms,
+        copier: Copier,
+        judging: Judging,
+        verify: bool,
+    ) -> None:
+        """``verify``: ``Config.verify``."""
+        self._owners = owners
+        self._memory = memory
+        self._rooms = rooms
+        self._copier = copier
+        self._judging = judging
+        self._verify = verify
+
+    def get(
+        self, keys: Keys, signature: bytes, destination: Pieces, deadline_s: float
+    ) -> list[Got]:
+        """See ``Store.get``."""
+        self._owners.touch_soon(keys, signature, destination.object_bytes)
+        outcomes = [Got.MISSING] * len(keys)
+        open_rows: Sequence[int] = range(len(keys))
+        form = form_of(signature, destination.object_bytes)
+        failed: set[int] = set()
+        is_readable = self._memory.is_readable(destination)
+        at_once = self._verify and is_readable
+        for _ in range(ATTEMPTS):
+            ranks = bytearray(self._owners.ranks)
+            for number in failed:
+                ranks[number] = 0
+            places = self._owners.look_up(keys[np.asarray(open_rows, np.intp)], form, bytes(ranks))
+            found = self._groups(keys, signature, destination, open_rows, places, outcomes)
+            near = [one for one in found if is_readable and one.source.window is not None]
+            groups = [one for one in found if not (is_readable and one.source.window is not None)]
+            try:
+                for group in groups:
+                    if at_once:
+                        group.begin_with_headers(destination.of(group.rows), self._rooms)
+                    else:
+                        group.begin(destination.of(group.rows), 0)
+                for group in near:
+                    self._bring(group, destination, outcomes)
+                for group in groups:
+                    self.finish(group, destination, outcomes, deadline_s)
+            except BaseException:
+                _cancel(groups)
+                raise
+            if outcomes.count(Got.RIGHT) == len(keys):
+                break
+            open_rows = [row for row in open_rows if outcomes[row] not in SETTLED]
+            if not open_rows or time.monotonic() > deadline_s:
+                break
+            at_once = (
+                False  # Now it is told which bytes are wrong, and which were another object's.
+            )
+            failed.update(group.source.number for group in groups if group.failed is not None)
+        below = [row for row, one in enumerate(outcomes) if one in TO_ASK]
+        if below:
+            self._get_below(keys, signature, destination, below, outcomes, deadline_s)
+        return outcomes
+
+    # -- part by part (``kvstore.loading``)
+
+    def locate(
+        self, keys: Keys, signature: bytes, destination: Pieces
+    ) -> tuple[list[Got], list[Group]]:
+        """For ``Load``: outcomes of objects that are not found, and those that are, by owner. Who
+        loads has looked them up before, and their owner may have become silent since."""
+        self._owners.touch_soon(keys, signature, destination.object_bytes)
+        outcomes = [Got.MISSING] * len(keys)
+        form = form_of(signature, destination.object_bytes)
+        is_readable = self._memory.is_readable(destination)
+        places = self._owners.look_up(keys, form)
+        if is_readable and not (places["found"] == Found.HERE).all():
+            places = self._owners.look_up(keys, form, self._owners.ranks_of_loads)
+        rows = range(len(keys))
+        groups = self._groups(keys, signature, destination, rows, places, outcomes)
+        if is_readable:
+            groups = [self._mapped(one) for one in groups]
+        return outcomes, groups
+
+    def _mapped(self, group: Group) -> Group:
+        """The group, or one that asks its owner nothing, if the owner's memory is mapped here."""
+        window = group.source.window
+        return group if window is None else MappedGroup(group, window, self._copier)
+
+    def headers(self, group: Group, deadline_s: float) -> tuple[list[bool], list[int]]:
+        """For ``Load``: which objects of a group still lie where they were looked up, and their
+        checksums. What was read before is of them. May fail the group."""
+        return group.check(self._rooms, deadline_s)
+
+    def finish(
+        self, group: Group, destination: Pieces, outcomes: list[Got], deadline_s: float
+    ) -> None:
+        """Waits for a group's reads and checks it; its rows get their outcome."""
+        group.wait(deadline_s)
+        right: list[bool] = []
+        checksums: list[int] = []
+        wrong = Got.CORRUPTED if group.room is None else Got.MOVED
+        if group.failed is None:
+            right, checksums = group.check(self._rooms, deadline_s)
+        if group.failed is None:
+            self.accept(group, destination, outcomes, right, checksums, wrong)
+            return
+        if group.failed is Got.UNREACHABLE and not group.source.peer.alive:
+            self._owners.pause(group.source.number, group.reason)
+        if group.failed is Got.TIMED_OUT:  # It takes that long, and more.
+            self._measure(group, destination)
+        for row in group.rows:
+            outcomes[row] = group.failed
+
+    def accept(
+        self,
+        group: Group,
+        destination: Pieces,
+        outcomes: list[Got],
+        right: Sequence[bool],
+        checksums: Sequence[int],
+        wrong: Got = Got.CORRUPTED,
+    ) -> None:
+        """For ``Load``: all bytes are there, and their headers were read behind them. Compares
+        checksums; the rows get their outcome. ``wrong``: that of bytes with another checksum."""
+        self._measure(group, destination)
+        ours: Sequence[int] = checksums
+        pieces = destination.of(group.rows)
+        if self._verify and self._memory.is_readable(pieces):
+            ours = self._copier.checksums(pieces).tolist()
+        for row, is_right, said, found in zip(group.rows, right, checksums, ours, strict=True):
+            outcomes[row] = Got.MOVED if not is_right else Got.RIGHT if found == said else wrong
+
+    # -- by owner
+
+    def _groups(
+        self,
+        keys: Keys,
+        signature: bytes,
+        destination: Pieces,
+        rows: Sequence[int],
+        places: Records,
+        outcomes: list[Got],
+    ) -> list[Group]:
+        """The rows that were found, by owner; the others get their outcome."""
+        wanted = np.asarray(rows, np.intp)
+        whole = places
+        if len(places) < len(keys):
+            whole = np.zeros(len(keys), PLACE)
+            whole[wanted] = places
+        for row in wanted[places["found"] == Found.OTHER].tolist():
+            outcomes[row] = Got.REJECTED
+        for row in wanted[places["found"] == Found.SILENT].tolist():
+            outcomes[row] = Got.UNREACHABLE
+        is_below = (places["found"] == Found.HERE) & (places["slot"] == BELOW)
+        for row in wanted[is_below].tolist():
+            outcomes[row] = Got.LEFT_BELOW
+        found = wanted[(places["found"] == Found.HERE) & ~is_below]
+        groups: list[Group] = []
+        owners = whole["owner"][found]
+        for number in sorted(set(owners.tolist())):
+            of_owner = found[owners == number]
+            source = self._owners.source(number)
+            if source is None:
+                for row in of_owner.tolist():
+                    outcomes[row] = Got.UNREACHABLE
+                continue
+            for first in range(0, len(of_owner), HEADERS_MAX):
+                some = of_owner[first : first + HEADERS_MAX].tolist()
+                groups.append(
+                    Group.of(source, some, keys, signature, destination.object_bytes, whole)
+                )
+        return groups
+
+    def _bring(self, group: Group, destination: Pieces, outcomes: list[Got]) -> None:
+        """Copies a group out of memory of this host; its rows get their outcome."""
+        window = group.source.window
+        assert window is not None
+        is_all = len(group.rows) == len(outcomes)
+        pieces = destination if is_all else destination.of(group.rows)
+        begun_s = time.monotonic()
+        came = group.bring(pieces, window, self._copier, self._verify)
+        took_s = time.monotonic() - begun_s
+        self._judging.measured(group.source.number, took_s, len(came) * destination.object_bytes)
+        if is_all:
+            outcomes[:] = came
+            return
+        for row, one in zip(group.rows, came, strict=True):
+            outcomes[row] = one
+
+    def _read(
+        self,
+        groups: Sequence[Group],
+        destination: Pieces,
+        outcomes: list[Got],
+        deadline_s: float,
+    ) -> None:
+        """Reads whole objects; headers come behind them."""
+        try:
+            for group in groups:
+                group.begin(destination.of(group.rows), 0)
+            for group in groups:
+                self.finish(group, destination, outcomes, deadline_s)
+        except BaseException:
+            _cancel(groups)
+            raise
+
+    # -- from below
+
+    def _get_below(
+        self,
+        keys: Keys,
+        signature: bytes,
+        destination: Pieces,
+        rows: Sequence[int],
+        outcomes: list[Got],
+        deadline_s: float,
+    ) -> None:
+        """Reads objects that lie below, as far as their owners lift them: some at a time, as they
+        push out each other. Ends after a few rounds that have brought nothing."""
+        nbytes, barren = destination.object_bytes, 0
+        while rows and barren < BARREN_MAX and time.monotonic() < deadline_s:
+            begun_s, read = time.monotonic(), list[Group]()
+            before = [outcomes[row] for row in rows]
+            moved = [one is Got.MOVED for one in before]
+            for row in rows:
+                outcomes[row] = Got.MISSING
+            parts = lifted_parts(
+                self._owners, keys[list(rows)], signature, nbytes, moved, deadline_s
+            )
+            with contextlib.closing(parts):
+                for part, places in parts:
+                    groups = self._groups(
+                        keys, signature, destination, rows[part], places, outcomes
+                    )
+                    read += groups
+                    self._read(groups, destination, outcomes, deadline_s)
+            self._measure_below(read, outcomes, nbytes, time.monotonic() - begun_s)
+            left = [row for row in rows if outcomes[row] in TO_LIFT]
+            for row, one in zip(rows, before, strict=True):
+                # Its owner has said so, or is not looked up any more: it is not asked again.
+                if outcomes[row] is Got.MISSING and one in (Got.MOVED, Got.UNREACHABLE):
+                    outcomes[row] = one
+            barren = barren + 1 if len(left) == len(rows) else 0
+            rows = left
+
+    # -- measurements
+
+    def _measure(self, group: Group, destination: Pieces) -> None:
+        nbytes = len(group.rows) * destination.object_bytes
+        self._judging.measured(group.source.number, group.took_s, nbytes)
+
+    def _measure_below(
+        self, groups: Sequence[Group], outcomes: Sequence[Got], nbytes: int, took_s: float
+    ) -> None:
+        """What lay below took the time of its lift, too. Owners lift one after the other."""
+        right: Counter[int] = Counter()
+        for group in groups:
+            right[group.source.number] += sum(outcomes[row] is Got.RIGHT for row in group.rows)
+        for number, count in right.items():
+            if count:
+                below = int(source_of(np.uint16(number), np.True_))
+                self._judging.measured(below, took_s, count * nbytes)
+
+
+def _cancel(groups: Sequence[Group]) -> None:
+    """Ends reads under way, so that nothing lands after an exception."""
+    for group in groups:
+        group.cancel()

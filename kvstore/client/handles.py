@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An owner, as somebody stores at it: this process's own, or another's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from enum import Enum
+from typing import Final, Protocol, TypeVar
+
+import numpy as np
+
+import te
+from kvstore.client.following import Followed
+from kvstore.client.reading import Source
+from kvstore.objects.changes import Keys
+from kvstore.objects.copying import gather
+from kvstore.objects.outcomes import Pinned
+from kvstore.objects.pieces import Pieces
+from kvstore.owner.owner import Grant, Owner
+from kvstore.protocol.asking import NoAnswer
+from kvstore.protocol.calling import Caller
+from kvstore.protocol.messages import (
+    LIFT_MS_MAX,
+    STORED_BYTES_MAX,
+    TRAY_BYTES,
+    Abandon,
+    Answer,
+    Claim,
+    Clear,
+    Done,
+    Granted,
+    InMemory,
+    Lift,
+    Pin,
+    Pins,
+    Publish,
+    Question,
+    Remove,
+    Store,
+    Stored,
+    Take,
+    Unpin,
+)
+from kvstore.rules.object_table import Verdict
+from kvstore.rules.tiered_table import Lifted, LiftState
+
+__all__ = ["FarHandle", "Handle", "OwnHandle"]
+
+ANSWERED_PART: Final = 0.8
+"""An owner is given this part of the time for an answer to a question that waits."""
+
+_GRANTED: Final = Verdict.GRANTED.value
+
+Told = TypeVar("Told", bound=Enum)
+Wanted = TypeVar("Wanted", Pins, Granted, Done, Stored, InMemory)
+
+
+class Handle(Protocol):
+    """What storing needs of an owner. Each call raises ``NoAnswer`` if the owner does not answer in
+    time, or refuses."""
+
+    source: Source
+
+    def claim(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Grant:
+        """See ``Owner.claim``."""
+
+    @property
+    def take_bytes_max(self) -> int:
+        """What ``take`` takes at once."""
+        ...
+
+    def take(
+        self, keys: Keys, signature: bytes, pieces: Pieces, timeout_s: float
+    ) -> Sequence[Verdict] | None:
+        """Has objects stored that the processor can read here: see ``Owner.take``. None if they
+        have to be claimed and written now."""
+
+    def publish(self, claim_id: int, timeout_s: float) -> str:
+        """See ``Owner.publish``."""
+
+    def abandon(self, claim_id: int) -> None:
+        """Ends a claim. It raises nothing."""
+
+    def lift(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Sequence[Lifted]:
+        """See ``Owner.lift``."""
+
+    def pin(self, keys: Keys, signature: bytes, ttl_s: float) -> tuple[Sequence[Pinned], str]:
+        """See ``Owner.pin``."""
+
+    def unpin(self, keys: Keys, signature: bytes) -> None:
+        """See ``Owner.unpin``."""
+
+    def remove_soon(self, keys: Keys, signature: bytes) -> Future[Answer]:
+        """Has objects removed. It does not wait for that, so that many owners are asked side by
+        side. It raises nothing."""
+
+    def clear_soon(self, signature: bytes) -> Future[Answer]:
+        """Has all objects of a signature removed, as ``remove_soon``."""
+
+
+class OwnHandle:
+    """This process's own."""
+
+    def __init__(self, owner: Owner, engine: te.Engine, source: Source) -> None:
+        self.source = source
+        self._owner = owner
+        self._identity = te.Identity(engine.id, engine.epoch)
+
+    def claim(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Grant:  # noqa: ARG002
+        """See ``Handle``. It does not wait."""
+        return self._owner.claim(keys, signature, nbytes, self._identity)
+
+    @property
+    def take_bytes_max(self) -> int:
+        """See ``Handle``. All that there can be."""
+        return 1 << 62
+
+    def take(
+        self,
+        keys: Keys,
+        signature: bytes,
+        pieces: Pieces,
+        timeout_s: float,  # noqa: ARG002
+    ) -> Sequence[Verdict]:
+        """See ``Handle``. It does not wait."""
+        verdicts = self._owner.take(keys, signature, pieces)
+        self._owner.tell()
+        return verdicts
+
+    def publish(self, claim_id: int, timeout_s: float) -> str:
+        """See ``Handle``. It waits for the fence."""
+        return self._owner.publish(claim_id, timeout_s)
+
+    def abandon(self, claim_id: int) -> None:
+        """See ``Handle``."""
+        self._owner.abandon(claim_id)
+
+    def lift(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Sequence[Lifted]:
+        """See ``Handle``."""
+        return self._owner.lift(keys, signature, nbytes, timeout_s)
+
+    def pin(self, keys: Keys, signature: bytes, ttl_s: float) -> tuple[Sequence[Pinned], str]:
+        """See ``Handle``."""
+        return self._owner.pin(keys, signature, ttl_s)
+
+    def unpin(self, keys: Keys, signature: bytes) -> None:
+        """See ``Handle``."""
+        self._owner.unpin(keys, signature)
+
+    def remove_soon(self, keys: Keys, signature: bytes) -> Future[Answer]:
+        """See ``Handle``."""
+        return _done_after(self._owner.remove_soon(keys, signature))
+
+    def clear_soon(self, signature: bytes) -> Future[Answer]:
+        """See ``Handle``."""
+        return _done_after(self._owner.clear_soon(signature))
+
+
+class FarHandle:
+    """Another process's."""
+
+    def __init__(
+        self,
+        owner: Followed,
+        engine: te.Engine,
+        source: Source,
+        caller: Caller | None,
+        timeout_s: float,
+    ) -> None:
+        """``caller``: for an owner of this host. ``timeout_s``: for answers that need no waiting at
+        the owner."""
+        self.source = source
+        self._caller = caller
+        self._owner = owner
+        self._engine = engine
+        self._timeout_s = timeout_s
+
+    def claim(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Grant:
+        """See ``Handle``."""
+        question = Claim(keys.tobytes(), signature, nbytes, self._engine.id, self._engine.epoch)
+        granted = self._ask(question, Granted, min(timeout_s, self._timeout_s))
+        with self._sense("a claim"):
+            verdicts = _of_each(keys, granted.verdicts, Verdict)
+            slots = np.frombuffer(granted.slots, "<u4").tolist()
+            count = verdicts.count(Verdict.GRANTED)
+            if len(slots) != count:
+                raise ValueError(f"it grants {count} objects, and names {len(slots)} slots")
+            if count and not 0 < granted.tag < 1 << 64:
+                raise ValueError(f"{granted.tag} is no tag")
+        return Grant(granted.claim_id, granted.tag, verdicts, slots)
+
+    @property
+    def take_bytes_max(self) -> int:
+        """See ``Handle``. Larger objects are written by te."""
+        return STORED_BYTES_MAX if self._caller is None else TRAY_BYTES
+
+    def take(
+        self, keys: Keys, signature: bytes, pieces: Pieces, timeout_s: float
+    ) -> Sequence[Verdict] | None:
+        """See ``Handle``. In one question; None if other threads have all lines to the owner."""
+        nbytes, until_s = pieces.object_bytes, time.monotonic() + min(timeout_s, self._timeout_s)
+        answer: Answer | None = None
+        if self._caller is not None:
+            question = Take(keys.tobytes(), signature, nbytes)
+            answer = self._caller.ask_with_tray(
+                lambda address: gather(pieces, address), question, until_s - time.monotonic()
+            )
+        if answer is None and len(pieces) * nbytes <= STORED_BYTES_MAX:
+            data = np.empty(len(pieces) * nbytes, np.uint8)
+            gather(pieces, data.ctypes.data)
+            answer = self._owner.asker.ask(
+                Store(keys.tobytes(), signature, nbytes, data.tobytes()),
+                until_s - time.monotonic(),
+            )
+        if answer is None:
+            return None
+        verdicts = self._expected(answer, Stored).verdicts
+        if verdicts == [_GRANTED] * len(keys):
+            return [Verdict.GRANTED] * len(keys)
+        with self._sense("what it has stored"):
+            return _of_each(keys, verdicts, Verdict)
+
+    def publish(self, claim_id: int, timeout_s: float) -> str:
+        """See ``Handle``."""
+        return self._ask(Publish(claim_id), Done, timeout_s).why_not
+
+    def abandon(self, claim_id: int) -> None:
+        """See ``Handle``. It does not wait; an owner that does not hear it ends the claim at the
+        claim's deadline."""
+        self._owner.ask_soon(Abandon(claim_id))
+
+    def lift(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Sequence[Lifted]:
+        """See ``Handle``. The owner answers a little before the time has passed, and after
+        ``timeout_s`` of this object at the latest: so one that has died is noticed."""
+        timeout_s = min(timeout_s, self._timeout_s)
+        timeout_ms = min(int(timeout_s * 1000 * ANSWERED_PART), LIFT_MS_MAX)
+        question = Lift(keys.tobytes(), signature, nbytes, timeout_ms)
+        answer = self._ask(question, InMemory, timeout_s)
+        with self._sense("what is in memory"):
+            states = [LiftState(one) for one in answer.states]
+            slots = np.frombuffer(answer.slots, "<u4").tolist()
+            generations = np.frombuffer(answer.generations, "<u4").tolist()
+            if not len(keys) == len(states) == len(slots) == len(generations):
+                raise ValueError(f"it does not say it of each of {len(keys)} objects")
+            return list(map(Lifted, states, slots, generations))
+
+    def pin(self, keys: Keys, signature: bytes, ttl_s: float) -> tuple[Sequence[Pinned], str]:
+        """See ``Handle``."""
+        question = Pin(keys.tobytes(), signature, max(int(ttl_s * 1000), 1))
+        answer = self._ask(question, Pins, self._timeout_s)
+        with self._sense("pins"):
+            return _of_each(keys, answer.outcomes, Pinned), answer.why
+
+    def unpin(self, keys: Keys, signature: bytes) -> None:
+        """See ``Handle``."""
+        self._ask(Unpin(keys.tobytes(), signature), Done, self._timeout_s)
+
+    def remove_soon(self, keys: Keys, signature: bytes) -> Future[Answer]:
+        """See ``Handle``. An owner that does not hear it keeps them."""
+        return self._owner.ask_soon(Remove(keys.tobytes(), signature))
+
+    def clear_soon(self, signature: bytes) -> Future[Answer]:
+        """See ``Handle``. An owner that does not hear it keeps them."""
+        return self._owner.ask_soon(Clear(signature))
+
+    def _ask(self, question: Question, kind: type[Wanted], timeout_s: float) -> Wanted:
+        until_s = time.monotonic() + timeout_s
+        answer = None if self._caller is None else self._caller.ask(question, timeout_s)
+        if answer is None:
+            answer = self._owner.asker.ask(question, until_s - time.monotonic())
+        return self._expected(answer, kind)
+
+    @contextmanager
+    def _sense(self, what: str) -> Iterator[None]:
+        """Another process may answer anything."""
+        try:
+            yield
+        except ValueError as exc:
+            raise NoAnswer(f"owner {self._owner.name} answers nonsense of {what}: {exc}") from exc
+
+    def _expected(self, answer: Answer, kind: type[Wanted]) -> Wanted:
+        if not isinstance(answer, kind):
+            raise NoAnswer(f"owner {self._owner.name} answers with {type(answer).__name__}")
+        return answer
+
+
+def _done_after(told: Future[None]) -> Future[Answer]:
+    """Of what this process's own owner does."""
+    future: Future[Answer] = Future()
+
+    def end(told: Future[None]) -> None:
+        exc = told.exception()
+        if exc is None:
+            future.set_result(Done())
+        else:
+            future.set_exception(exc)
+
+    told.add_done_callback(end)
+    return future
+
+
+def _of_each(keys: Keys, said: Sequence[str], kind: type[Told]) -> list[Told]:
+    """``ValueError`` if it is not one of that kind for each key."""
+    if len(said) != len(keys):
+        raise ValueError(f"{len(said)} answers for {len(keys)} objects")
+    return [kind(one) for one in said]

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The owners that one process knows of, its own included: who they are, what they hold, whether
+they can be used."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+
+import te
+from kvstore._table import Table
+from kvstore.client.connecting import Connections, Known
+from kvstore.client.following import Far
+from kvstore.client.handles import FarHandle, Handle, OwnHandle
+from kvstore.client.load_times import Judging
+from kvstore.client.reading import Source
+from kvstore.client.status import OwnerSeen
+from kvstore.config import Config
+from kvstore.objects.changes import CHANGE, OWNERS_MAX, PLACE, Found, Keys, Records, form_of
+from kvstore.owner.answering import Answerer
+from kvstore.owner.owner import CLAIM_OBJECTS_MAX, Owner, OwnerCard
+from kvstore.owner.service import Service
+from kvstore.protocol.asking import NoAnswer
+from kvstore.protocol.calling import Caller, Window
+from kvstore.protocol.messages import Touch
+from kvstore.protocol.sockets import Sockets, Where
+
+__all__ = ["OWN", "Owners"]
+
+logger = logging.getLogger(__name__)
+
+OWN: Final = 0
+"""The number of this process's own owner in the table; others are above."""
+OWN_RANK: Final = 3
+FAR_RANK: Final = 2
+SILENT_RANK: Final = 1
+TOUCHES_MAX: Final = 1024
+"""Batches of keys that wait to be told to their owners."""
+
+
+class Membership(Protocol):
+    """How the processes of a store find each other, and prove that they belong to it."""
+
+    @property
+    def data_keys(self) -> tuple[bytes, ...]:
+        """For ``te.Config.keys``."""
+        ...
+
+    @property
+    def control_keys(self) -> tuple[bytes, ...]:
+        """For ``Sockets``."""
+        ...
+
+    def listen_at(self, name: str) -> str:
+        """Where an owner shall listen; ``name`` is its engine's id."""
+        ...
+
+    def near_at(self, name: str) -> Path | None:
+        """The Unix socket for processes of the same host; None if there shall be none."""
+        ...
+
+    def announce(self, name: str, endpoint: str) -> None:
+        """The owner listens there."""
+        ...
+
+    def endpoints(self) -> Mapping[str, Collection[Where]]:
+        """Where all owners are said to listen, by name. Does not wait."""
+        ...
+
+    def close(self) -> None:
+        """The own owner is gone."""
+        ...
+
+
+class Owners:
+    """All methods are thread-safe."""
+
+    def __init__(
+        self, engine: te.Engine, config: Config, members: Membership, judging: Judging
+    ) -> None:
+        """Lends memory if ``Config.memory`` says so, and looks for others among the members.
+        ``OSError`` if there is not enough memory."""
+        self._engine = engine
+        self._judging = judging
+        self._config = config
+        self.table: Final = Table()
+        self.own: Owner | None = None
+        self._ranks = bytearray(OWNERS_MAX)
+        self._lock = threading.Lock()
+        #: Other owners that answer.
+        self._heard: set[int] = set()
+        self._connections = Connections(self._connect, self._rank)
+        self._applied = 0
+        self._touched: deque[tuple[Keys, bytes, int]] = deque()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._connections.close)
+            sockets = Sockets(members.control_keys, _ports(config.engine))
+            undo.callback(sockets.close)
+            if config.memory:
+                self.own = Owner(engine, config)
+                undo.callback(self.own.close)
+                self.own.listeners.append(self._apply_own)
+                self._apply_own()  # What its file has.
+                self._connections.make(OWN)
+                service = Service(self.own, sockets, members.listen_at(engine.id))
+                undo.callback(service.close)
+                near = members.near_at(engine.id)
+                if near is not None:
+                    undo.callback(Answerer(self.own, near).close)
+                members.announce(engine.id, service.endpoint)
+
+            def others() -> Mapping[str, Collection[Where]]:
+                found = dict(members.endpoints())
+                found.pop(engine.id, None)
+                return found
+
+            self._far = Far(
+                self.table,
+                self._set_heard,
+                sockets,
+                others,
+                self._on_tick,
+                self._connections.drop,
+                config.request_timeout_s,
+            )
+            self._far.start()
+            undo.callback(self._far.close)
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """Ends all of it; what this process has lent is gone."""
+        self._undo.close()
+
+    # -- look-ups
+
+    @property
+    def ranks(self) -> bytes:
+        """For ``Table.look_up``: 0 for owners that cannot be used. A copy."""
+        return bytes(self._ranks)
+
+    @property
+    def ranks_of_loads(self) -> bytes:
+        """``ranks``, and owners that are silent, but whose memory is mapped here. What was found at
+        one before can still be read."""
+        ranks = bytearray(self._ranks)
+        for one in self._far.owners():
+            known = self._connections.get(one.number)
+            if known is not None and known.caller is not None and known.caller.window is not None:
+                ranks[one.number] = ranks[one.number] or SILENT_RANK
+        return bytes(ranks)
+
+    def look_up(self, keys: Keys, form: int, ranks: bytes | None = None) -> Records:
+        """Where objects are said to lie: dtype ``PLACE``, one for each key."""
+        places = np.empty(len(keys), PLACE)
+        ranks = self.ranks if ranks is None else ranks
+        self.table.look_up(np.ascontiguousarray(keys), form, ranks, places)
+        return places
+
+    def held_by(self, number: int, keys: Keys, form: int) -> Records:
+        """``look_up`` at one owner alone."""
+        ranks = bytearray(OWNERS_MAX)
+        ranks[number] = 1
+        return self.look_up(keys, form, bytes(ranks))
+
+    def touch_soon(self, keys: Keys, signature: bytes, nbytes: int) -> None:
+        """Has owners told within a tenth of a second that objects are read, so that they keep them.
+        It wakes nobody, which would take the interpreter's lock from the caller (36 µs); of too
+        many, some are left out."""
+        if len(self._touched) < TOUCHES_MAX:
+            self._touched.append((keys, signature, nbytes))
+
+    def _on_tick(self) -> None:
+        """In the loop's thread."""
+        self._connections.tick()
+        while self._touched:
+            self._touch(*self._touched.popleft())
+
+    def _touch(self, keys: Keys, signature: bytes, nbytes: int) -> None:
+        places = self.look_up(keys, form_of(signature, nbytes))
+        found = places["found"] == Found.HERE
+        for number in np.unique(places["owner"][found]).tolist():
+            some = keys[found & (places["owner"] == number)]
+            far = self._far.owner(number)
+            if number == OWN and self.own is not None:
+                self.own.touch(some, signature)
+            elif far is not None:
+                far.tell(Touch(some[:CLAIM_OBJECTS_MAX].tobytes(), signature))
+
+    # -- owners
+
+    def source(self, number: int) -> Source | None:
+        """An owner to read from; None if there is no connection to it now, and then its use is
+        paused. Does not wait."""
+        card, known = self._card(number), self._connections.get(number)
+        if card is None or known is None:
+            return None
+        if not known.peer.alive:
+            self.pause(number, "its connection has ended")
+            return None
+        window = None
+        if number == OWN:
+            nbytes = card.chunks * card.object_bytes_max
+            window = Window(card.headers_address, card.slots_address, nbytes)
+        elif known.caller is not None:
+            window = known.caller.window
+        return Source(number, known.peer, card.headers_address, card.slots_address, window)
+
+    def _connect(self, number: int) -> Known | None:
+        """For ``Connections``."""
+        card = self._card(number)
+        if card is None:
+            return None
+        peer = self._engine.connect(card.engine)
+        self._judging.forget(number)  # It may be another owner, or another way to it.
+        return Known(card.engine, peer, self._call(number, card, peer))
+
+    def _call(self, number: int, card: OwnerCard, peer: te.Peer) -> Caller | None:
+        """For another process of this host, if te goes there without a network."""
+        far = self._far.owner(number) if number != OWN else None
+        if far is None or not far.where.near or peer.transport != "samehost":
+            return None
+        try:
+            return Caller(far.where.near, far.name, card.engine, self._config.request_timeout_s)
+        except NoAnswer as exc:
+            logger.warning("the memory of an owner on this host is read and written by te: %s", exc)
+            return None
+
+    def pause(self, number: int, reason: str) -> None:
+        """The connection to an owner has ended: it is not used until there is another."""
+        known = self._connections.get(number)
+        if known is not None and self._connections.lost(number, known):
+            logger.warning("owner %d of the store is not used for a while: %s", number, reason)
+
+    def seen(self) -> tuple[OwnerSeen, ...]:
+        """Other owners, as this process knows them."""
+        ranks = self.ranks
+        return tuple(
+            OwnerSeen(
+                one.name,
+                self.table.count(one.number),
+                bool(ranks[one.number]),
+                self._judging.bytes_per_s(one.number),
+            )
+            for one in self._far.owners()
+        )
+
+    def usable(self) -> Sequence[int]:
+        """The numbers of the owners that can be used now."""
+        found: list[int] = np.flatnonzero(np.frombuffer(self.ranks, np.uint8)).tolist()
+        return found
+
+    def handle(self, number: int) -> Handle | None:
+        """An owner to store at; None if it cannot be reached."""
+        source = self.source(number)
+        if source is None:
+            return None
+        if number == OWN:
+            return None if self.own is None else OwnHandle(self.own, self._engine, source)
+        far = self._far.owner(number)
+        if far is None:
+            return None
+        known = self._connections.get(number)
+        caller = None if known is None else known.caller
+        return FarHandle(far, self._engine, source, caller, self._config.request_timeout_s)
+
+    def names_and_weights(self, numbers: Sequence[int]) -> tuple[list[bytes], list[float]]:
+        """For ``placement.choose``: what all clients know the owners by, and how much they lend."""
+        names, weights = [], []
+        for number in numbers:
+            card = self._card(number)
+            far = self._far.owner(number)
+            name = self._engine.id if far is None else far.name
+            names.append(bytes.fromhex(name))
+            weights.append(1.0 if card is None else float(card.chunks * card.object_bytes_max))
+        return names, weights
+
+    def _card(self, number: int) -> OwnerCard | None:
+        if number == OWN:
+            return None if self.own is None else self.own.card
+        far = self._far.owner(number)
+        return None if far is None else far.card
+
+    def _set_heard(self, number: int, is_heard: bool) -> bool:
+        """Another owner answers, or does not. Returns whether it can be used since, or not any
+        more."""
+        if is_heard and number not in self._heard:
+            self._heard.add(number)
+            self._connections.hurry(number)
+        elif is_heard:
+            self._connections.want(number)
+        else:
+            self._heard.discard(number)
+        return self._rank(number)
+
+    def _rank(self, number: int) -> bool:
+        """Owners are used that answer, and to which a connection stands."""
+        with self._lock:
+            rank = 0
+            if self._connections.get(number) is not None:
+                rank = OWN_RANK if number == OWN else FAR_RANK * (number in self._heard)
+            changed = self._ranks[number] != rank
+            self._ranks[number] = rank
+        return changed
+
+    def _apply_own(self) -> None:
+        """What the own owner has changed goes into the table before a put returns."""
+        assert self.own is not None
+        with self._lock:
+            changes = self.own.since(self._applied, 1 << 30)
+            if changes is None:  # More than are kept, between two calls.
+                self.table.drop(OWN)
+                self._applied, changes = self.own.snapshot(0, self.own.card.parts)
+                self.table.apply(OWN, changes)
+                return
+            self.table.apply(OWN, np.ascontiguousarray(changes, CHANGE))
+            self._applied += len(changes)
+
+
+def _ports(engine: te.Config) -> Sequence[int]:
+    """Where the owner's socket may listen: where the engine may, in a range that both share."""
+    return () if engine.port_last is None else range(engine.port, engine.port_last + 1)

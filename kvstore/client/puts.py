@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where objects are put, and how: at once or in two phases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.client.deadline import Deadline
+from kvstore.client.handles import Handle
+from kvstore.client.memory import Memory
+from kvstore.client.owners import OWN, Owners
+from kvstore.client.placement import choose
+from kvstore.client.writing import put_at_once, put_group
+from kvstore.objects.changes import Found, Keys, form_of
+from kvstore.objects.outcomes import Put
+from kvstore.objects.pieces import Pieces
+from kvstore.owner.owner import CLAIM_OBJECTS_MAX
+
+__all__ = ["Puts"]
+
+
+class Puts:
+    """The puts of one process. Thread-safe."""
+
+    def __init__(self, owners: Owners, memory: Memory, copies: int) -> None:
+        """``copies``: ``Config.copies``."""
+        self._owners = owners
+        self._memory = memory
+        self._copies = copies
+
+    def put(self, keys: Keys, signature: bytes, source: Pieces, deadline: Deadline) -> list[Put]:
+        """See ``Store.put``."""
+        outcomes = [Put.UNREACHABLE] * len(keys)
+        if not len(keys):
+            return outcomes
+        for copy, rows, number in self._chosen(keys):
+            some = source if len(rows) == len(keys) else source.of(rows)
+            found = self._put_at(number, keys[rows], signature, some, deadline)
+            if len(rows) == len(keys) and copy == 0:
+                outcomes[:] = found
+                continue
+            for row, one in zip(rows.tolist(), found, strict=True):
+                if copy == 0 or one is Put.STORED:
+                    outcomes[row] = one
+        return outcomes
+
+    def _chosen(self, keys: Keys) -> Iterator[tuple[int, npt.NDArray[np.intp], int]]:
+        """Where the copies of objects go: which copy it is, their rows, an owner's number."""
+        numbers = self._owners.usable()
+        if len(numbers) == 1:
+            yield 0, np.arange(len(keys), dtype=np.intp), numbers[0]
+            return
+        names, weights = self._owners.names_and_weights(numbers)
+        own = numbers.index(OWN) if OWN in numbers else None
+        chosen = np.array(numbers, np.intp)[
+            choose(keys, names, weights, self._copies, own)
+        ].reshape(len(keys), -1)
+        for copy in range(chosen.shape[1]):
+            for number in np.unique(chosen[:, copy]).tolist():
+                yield copy, np.flatnonzero(chosen[:, copy] == number), number
+
+    def _put_at(
+        self, number: int, keys: Keys, signature: bytes, source: Pieces, deadline: Deadline
+    ) -> Sequence[Put]:
+        """Stores objects at one owner, apart from those that it has."""
+        held = self._owners.held_by(number, keys, form_of(signature, source.object_bytes))
+        rows = np.flatnonzero(held["found"] != Found.HERE)
+        handle = self._owners.handle(number) if len(rows) else None
+        if handle is not None and len(rows) == len(keys) <= CLAIM_OBJECTS_MAX:
+            return self._put_group(handle, keys, signature, source, deadline)
+        outcomes = [Put.EXISTS] * len(keys)
+        for first in range(0, len(rows), CLAIM_OBJECTS_MAX):
+            some = rows[first : first + CLAIM_OBJECTS_MAX]
+            found: Sequence[Put] = [Put.UNREACHABLE] * len(some)
+            if handle is not None:
+                found = self._put_group(handle, keys[some], signature, source.of(some), deadline)
+            for row, one in zip(some.tolist(), found, strict=True):
+                outcomes[row] = one
+        return outcomes
+
+    def _put_group(
+        self, handle: Handle, keys: Keys, signature: bytes, source: Pieces, deadline: Deadline
+    ) -> Sequence[Put]:
+        if deadline.is_over:
+            return [Put.TIMED_OUT] * len(keys)
+        nbytes = len(keys) * source.object_bytes
+        outcomes = None
+        if nbytes <= handle.take_bytes_max and self._memory.is_readable(source):
+            outcomes = put_at_once(handle, keys, signature, source, deadline)
+        if outcomes is None:
+            return put_group(handle, keys, signature, source, deadline)
+        return outcomes

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads objects out of owners' slots, and tells afterwards which of them are what was wanted.
+
+The bytes are read first, and the slots' headers after that: see ``kvstore.objects.headers``. Where
+bytes are compared with the checksums in their headers, both come in one read: whichever came first,
+bytes that have the checksum of the wanted object's header are that object's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+import te
+from kvstore import _bytes
+from kvstore.memory.slab import UNIT_BYTES
+from kvstore.objects.changes import Keys, Records
+from kvstore.objects.copying import Copier
+from kvstore.objects.headers import HEADER, HEADER_BYTES, expected, tell_apart
+from kvstore.objects.outcomes import Got
+from kvstore.objects.pieces import U64, Pieces
+from kvstore.protocol.calling import Window
+
+__all__ = ["HEADERS_MAX", "ROOMS", "Group", "HeaderRoom", "HeaderRooms", "Source"]
+
+HEADERS_MAX: Final = 4096
+"""Objects of one owner that one group reads."""
+ROOMS: Final = 16
+_GOT: Final = {
+    _bytes.RIGHT: Got.RIGHT,
+    _bytes.MOVED: Got.MOVED,
+    _bytes.CORRUPTED: Got.CORRUPTED,
+}
+
+
+@dataclass(frozen=True)
+class HeaderRoom:
+    """Memory for the headers of one group."""
+
+    address: int
+    records: Records
+    give_back: Callable[[], None]
+
+    def blocks(self, headers: U64) -> te.Blocks:
+        """That bring headers here."""
+        place = np.arange(len(headers), dtype=np.uint64) * np.uint64(HEADER_BYTES)
+        return te.Blocks.of(headers, np.uint64(self.address) + place, HEADER_BYTES).merged()
+
+
+class HeaderRooms:
+    """Registered memory for headers: rooms, each of which one read uses at a time."""
+
+    def __init__(self, engine: te.Engine) -> None:
+        self._engine = engine
+        self._buffer = te.allocate(ROOMS * HEADERS_MAX * HEADER_BYTES)
+        self._region = engine.register(self._buffer, remote="none")
+        self._records = np.frombuffer(self._buffer, HEADER).reshape(ROOMS, HEADERS_MAX)
+        self._free = list(range(ROOMS))
+        self._condition = threading.Condition()
+
+    def take(self, timeout_s: float) -> HeaderRoom | None:
+        """A room, which must be given back once nothing lands there any more; None if none became
+        free in time."""
+        with self._condition:
+            if not self._condition.wait_for(lambda: bool(self._free), timeout_s):
+                return None
+            room = self._free.pop()
+        address = self._region.address + room * HEADERS_MAX * HEADER_BYTES
+        return HeaderRoom(address, self._records[room], lambda: self._give_back(room))
+
+    def _give_back(self, room: int) -> None:
+        with self._condition:
+            self._free.append(room)
+            self._condition.notify()
+
+
+@dataclass(frozen=True)
+class Source:
+    """One owner, as somebody reads from it."""
+
+    number: int
+    peer: te.Peer
+    headers_address: int
+    slots_address: int
+    #: Its memory in this process; None if it is not there.
+    window: Window | None = None
+
+    def slots(self, numbers: U64) -> U64:
+        """Where slots begin."""
+        return np.uint64(self.slots_address) + numbers * np.uint64(UNIT_BYTES)
+
+    def headers(self, numbers: U64) -> U64:
+        """Where the headers of slots begin."""
+        return np.uint64(self.headers_address) + numbers * np.uint64(HEADER_BYTES)
+
+
+@dataclass
+class Group:
+    """Objects of one owner that are read together. For one thread at a time."""
+
+    source: Source
+    #: Their rows in the request.
+    rows: Sequence[int]
+    slots: U64
+    #: What their headers must be.
+    wanted: Records
+    transfers: list[te.Transfer] = field(default_factory=list)
+    #: When each of them was begun, by ``time.monotonic``.
+    begun_s: list[float] = field(default_factory=list)
+    #: Where the headers come to that are read with the bytes.
+    room: HeaderRoom | None = None
+    #: Of the headers that were read last, for ``Load``.
+    checksums: list[int] = field(default_factory=list)
+    #: Why no object of the group can be right any more.
+    failed: Got | None = None
+    #: te's words for that.
+    reason: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        rows: Sequence[int],
+        keys: Keys,
+        signature: bytes,
+        nbytes: int,
+        places: Records,
+    ) -> Group:
+        """``keys`` and ``places`` are of the whole request, ``rows`` of this group."""
+        found = places[rows]
+        return cls(
+            source,
+            rows,
+            found["slot"].astype(np.uint64),
+            expected(keys[rows], signature, nbytes, found["generation"]),
+        )
+
+    def bring(self, pieces: Pieces, window: Window, copier: Copier, verify: bool) -> list[Got]:
+        """Copies these objects out of a window, and tells what came. ``pieces`` has this group's
+        rows, and the processor can write there."""
+        if not window.has(int(self.slots.max()), pieces.object_bytes):
+            return [Got.MOVED] * len(pieces)  # What the owner has announced cannot be.
+        slots = np.uint64(window.slots_address) + self.slots * np.uint64(UNIT_BYTES)
+        headers = np.uint64(window.headers_address) + self.slots * np.uint64(HEADER_BYTES)
+        codes = copier.bring(slots, headers, self.wanted, pieces, verify)
+        if not codes.any():
+            return [Got.RIGHT] * len(codes)
+        return [_GOT[one] for one in codes.tolist()]
+
+    def begin(self, pieces: Pieces, offset: int) -> None:
+        """Begins to read the pieces of these objects that lie ``offset`` bytes behind the begin of
+        their slots. ``pieces`` has this group's rows."""
+        if self.failed is not None:
+            return
+        self._read(pieces.blocks(self.source.slots(self.slots), offset, to_slots=False))
+
+    def begin_with_headers(self, pieces: Pieces, rooms: HeaderRooms) -> None:
+        """Begins to read these objects and their headers at once; if there is no room for headers
+        now, ``check`` reads them. For bytes that are compared with their checksums."""
+        room = rooms.take(0.0)
+        if room is None:
+            self.begin(pieces, 0)
+            return
+        self.room = room
+        slots = pieces.blocks(self.source.slots(self.slots), 0, to_slots=False)
+        self._read(te.Blocks.concat([slots, room.blocks(self.source.headers(self.slots))]))
+
+    def _read(self, blocks: te.Blocks) -> None:
+        begun_s = time.monotonic()
+        try:
+            self.transfers.append(self.source.peer.read(blocks))
+        except te.QueueFull as exc:
+            self.fail(Got.UNREACHABLE, str(exc))
+        else:
+            self.begun_s.append(begun_s)
+
+    @property
+    def took_s(self) -> float:
+        """From the begin of the first read to the end of the last one, or until now: whenever they
+        were waited for."""
+        ends_s = (
+            begun_s + transfer.duration_s
+            for begun_s, transfer in zip(self.begun_s, self.transfers, strict=True)
+        )
+        return max(ends_s) - self.begun_s[0] if self.begun_s else 0.0
+
+    def wait(self, deadline_s: float) -> None:
+        """Waits for all reads that have begun. When one fails or is late, all are cancelled; after
+        that nothing lands any more."""
+        for part in range(len(self.transfers)):
+            self.wait_for(part, deadline_s)
+        if self.failed is not None:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Nothing lands any more after this."""
+        for transfer in self.transfers:
+            transfer.cancel()
+        if self.room is not None:
+            self.room.give_back()
+            self.room = None
+
+    def wait_for(self, part: int, deadline_s: float) -> None:
+        """Waits for one read, by its number. If it fails, so has the group: call ``wait``."""
+        if self.failed is None:
+            self._await(self.transfers[part], deadline_s)
+
+    def _await(self, transfer: te.Transfer, deadline_s: float) -> None:
+        try:
+            transfer.wait(max(deadline_s - time.monotonic(), 0.0))
+        except te.WaitTimeout as exc:
+            self.fail(Got.TIMED_OUT, str(exc))
+        except te.TransferFailed as exc:
+            self.fail(Got.UNREACHABLE, str(exc))
+
+    def fail(self, outcome: Got, reason: str) -> None:
+        """No object of the group will be right."""
+        self.failed, self.reason = outcome, reason
+
+    def check(self, rooms: HeaderRooms, deadline_s: float) -> tuple[list[bool], list[int]]:
+        """After the bytes that count are there: which slots still have the objects that were
+        wanted, and the checksums in their headers. May fail the whole group."""
+        room, self.room = self.room, None
+        came_along = room is not None
+        if room is None:
+            room = rooms.take(max(deadline_s - time.monotonic(), 0.0))
+        if room is None:
+            self.fail(Got.TIMED_OUT, "too many reads at once: no memory for headers became free")
+            return [], []
+        try:
+            if not came_along and not self._read_headers(room, deadline_s):
+                return [], []
+            found = room.records[: len(self.rows)].copy()
+        finally:
+            room.give_back()
+        return tell_apart(found, self.wanted).tolist(), found["checksum"].tolist()
+
+    def _read_headers(self, room: HeaderRoom, deadline_s: float) -> bool:
+        try:
+            transfer = self.source.peer.read(room.blocks(self.source.headers(self.slots)))
+        except te.QueueFull as exc:
+            self.fail(Got.UNREACHABLE, str(exc))
+            return False
+        self._await(transfer, deadline_s)
+        if self.failed is not None:
+            transfer.cancel()
+        return self.failed is None

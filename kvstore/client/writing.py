@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores objects at one owner: claim, write, publish; or all at once, if the owner is
+in this process, or they are small."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+import te
+from kvstore.client.deadline import Deadline
+from kvstore.client.handles import Handle
+from kvstore.objects.changes import Keys
+from kvstore.objects.outcomes import Put
+from kvstore.objects.pieces import Pieces
+from kvstore.owner.owner import Grant
+from kvstore.protocol.asking import NoAnswer
+from kvstore.rules.object_table import Verdict
+
+__all__ = ["put_at_once", "put_group"]
+
+logger = logging.getLogger(__name__)
+
+_OUTCOMES = {
+    Verdict.EXISTS: Put.EXISTS,
+    Verdict.BEING_STORED: Put.BEING_STORED,
+    Verdict.NO_SPACE: Put.NO_SPACE,
+    Verdict.TOO_LARGE: Put.TOO_LARGE,
+}
+
+
+def put_group(
+    handle: Handle, keys: Keys, signature: bytes, source: Pieces, deadline: Deadline
+) -> Sequence[Put]:
+    """One outcome for each key. ``te.BoundsError`` if a source is not registered."""
+    try:
+        grant = handle.claim(keys, signature, source.object_bytes, deadline.left_s)
+    except NoAnswer as exc:
+        logger.warning("nothing was stored: %s", exc)
+        return [Put.UNREACHABLE] * len(keys)
+    granted = [i for i, one in enumerate(grant.verdicts) if one is Verdict.GRANTED]
+    outcome = Put.STORED
+    if granted:
+        try:
+            outcome = _write(handle, grant, source.of(granted), deadline)
+        except te.BoundsError:
+            handle.abandon(grant.claim_id)
+            raise
+    return [_OUTCOMES.get(one, outcome) for one in grant.verdicts]
+
+
+def put_at_once(
+    handle: Handle, keys: Keys, signature: bytes, source: Pieces, deadline: Deadline
+) -> Sequence[Put] | None:
+    """As ``put_group``, for objects that the processor can read: at most
+    ``Handle.take_bytes_max``. None if they have to go that way now."""
+    try:
+        verdicts = handle.take(keys, signature, source, deadline.left_s)
+    except NoAnswer as exc:
+        logger.warning("nothing was stored: %s", exc)
+        return [Put.UNREACHABLE] * len(keys)
+    if verdicts is None:
+        return None
+    if verdicts == [Verdict.GRANTED] * len(keys):
+        return [Put.STORED] * len(keys)
+    return [_OUTCOMES.get(one, Put.STORED) for one in verdicts]
+
+
+def _write(handle: Handle, grant: Grant, source: Pieces, deadline: Deadline) -> Put:
+    slots = handle.source.slots(np.array(grant.slots, np.uint64))
+    outcome, why = Put.FAILED, ""
+    try:
+        transfer = handle.source.peer.write(source.blocks(slots, 0, to_slots=True), grant.tag)
+        try:
+            transfer.wait(deadline.left_s)
+        except te.WaitTimeout:
+            transfer.cancel()
+            raise
+        # Its end may mean that the source was used again: but not before this, if it comes later.
+        if deadline.is_over:
+            raise te.WaitTimeout("the deadline was over before the objects were published")
+        why = handle.publish(grant.claim_id, deadline.left_s)
+        if not why:
+            return Put.STORED
+    except (te.WaitTimeout, NoAnswer) as exc:
+        outcome, why = Put.TIMED_OUT, str(exc)
+    except (te.TransferFailed, te.QueueFull) as exc:
+        why = str(exc)
+    logger.warning("%d objects were not stored: %s", len(source), why)
+    handle.abandon(grant.claim_id)
+    return outcome

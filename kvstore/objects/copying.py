@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between slots and pieces that the processor can access, checksums included, by two threads
+if there is enough to copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import _bytes
+from kvstore.objects.changes import Records
+from kvstore.objects.pieces import U64, Pieces
+
+__all__ = ["Codes", "Copier", "gather"]
+
+SHARED_BYTES: Final = 4 << 20
+"""So much is shared with the helper: it takes 40 µs until a thread has woken up, and as long to
+copy half a MiB."""
+
+Codes = npt.NDArray[np.uint8]
+"""``_bytes.RIGHT``, ``MOVED`` or ``CORRUPTED``."""
+
+
+class Copier:
+    """Has a helping thread, which begins with the first copy that is large enough. All methods are
+    thread-safe. The addresses that they get are memory of this process."""
+
+    def __init__(self) -> None:
+        self._helper = ThreadPoolExecutor(1, "kvstore-copy")
+
+    def close(self) -> None:
+        """Ends the helper, after what it is at."""
+        self._helper.shutdown()
+
+    def take(self, slots: U64, pieces: Pieces) -> U64:
+        """Copies objects into slots, which begin at these addresses, shape (n,); returns the
+        checksums of what lies there."""
+        found = np.empty(len(pieces), np.uint64)
+        addresses, sizes = np.ascontiguousarray(pieces.addresses), pieces.nbytes
+
+        def some(rows: slice) -> None:
+            _bytes.take(slots[rows], addresses[rows], sizes, found[rows])
+
+        self._share(some, pieces)
+        return found
+
+    def bring(
+        self, slots: U64, headers: U64, wanted: Records, pieces: Pieces, verify: bool
+    ) -> Codes:
+        """Copies objects out of slots, and tells what came: see ``_bytes.bring``."""
+        codes = np.empty(len(pieces), np.uint8)
+        addresses, sizes = np.ascontiguousarray(pieces.addresses), pieces.nbytes
+
+        def some(rows: slice) -> None:
+            _bytes.bring(
+                slots[rows],
+                headers[rows],
+                wanted[rows],
+                addresses[rows],
+                sizes,
+                verify,
+                codes[rows],
+            )
+
+        self._share(some, pieces)
+        return codes
+
+    def checksums(self, pieces: Pieces) -> U64:
+        """xxh3-64 of objects."""
+        found = np.empty(len(pieces), np.uint64)
+        addresses, sizes = np.ascontiguousarray(pieces.addresses), pieces.nbytes
+        self._share(
+            lambda rows: _bytes.checksums(addresses[rows], sizes, found[rows]),
+            pieces,
+        )
+        return found
+
+    def _share(self, work: Callable[[slice], None], pieces: Pieces) -> None:
+        count = len(pieces)
+        if count < 2 or count * pieces.object_bytes < SHARED_BYTES:
+            work(slice(0, count))
+            return
+        theirs = slice(count // 2, count)
+        helped = self._helper.submit(work, theirs)
+        try:
+            work(slice(0, count // 2))
+        finally:  # Nothing is copied any more when this returns.
+            if helped.cancel():  # It is at somebody else's copy.
+                work(theirs)
+            else:
+                helped.result()
+
+
+def gather(pieces: Pieces, address: int) -> None:
+    """Copies objects to memory of this process, one behind the other."""
+    nbytes = np.uint64(pieces.object_bytes)
+    places = np.uint64(address) + np.arange(len(pieces), dtype=np.uint64) * nbytes
+    _bytes.take(
+        places,
+        np.ascontiguousarray(pieces.addresses),
+        pieces.nbytes,
+        np.empty(len(pieces), np.uint64),
+    )

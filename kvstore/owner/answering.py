@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers processes of the same host over a Unix socket: see ``kvstore.protocol.calling``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import threading
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvstore.objects.changes import KEY_BYTES
+from kvstore.owner.answers import answer, stored
+from kvstore.owner.owner import Owner
+from kvstore.protocol.mapped import Mapped
+from kvstore.protocol.messages import (
+    CALL_BYTES_MAX,
+    TRAY_BYTES,
+    Answer,
+    Hello,
+    Question,
+    Refused,
+    Take,
+    decode_question,
+    encode,
+)
+from kvstore.protocol.rate_limited_log import Seldom
+
+__all__ = ["Answerer"]
+
+logger = logging.getLogger(__name__)
+
+LINES_MAX: Final = 256
+"""Connections of all clients; those of more are closed, and they ask over ZeroMQ."""
+GREETING_TIMEOUT_S: Final = 5.0
+_SEND_TIMEOUT: Final = struct.pack("ll", 5, 0)  # struct timeval: 5 s
+"""A client that does not read its answer for so long is left alone."""
+CLOSE_TIMEOUT_S: Final = 10.0
+
+
+class Answerer:
+    """A thread for each connection of a client: none waits for another's fence, and the question
+    is answered in the thread that it wakes."""
+
+    def __init__(self, owner: Owner, path: Path) -> None:
+        """Listens; ``OSError`` if it cannot."""
+        self._owner = owner
+        self._path = path
+        self._lock = threading.Lock()
+        self._lines: dict[socket.socket, threading.Thread] = {}
+        self._closing = False
+        self._strange = Seldom(logger)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._listener.bind(str(path))
+            self._listener.listen(LINES_MAX)
+        except OSError:
+            self._listener.close()
+            raise
+        self._thread = threading.Thread(target=self._accept, name="kvstore-answerer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answers nobody any more. Waits for answers under way."""
+        with self._lock:
+            self._closing = True
+            lines = dict(self._lines)
+        self._path.unlink(missing_ok=True)
+        for one in (self._listener, *lines):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        for thread in (self._thread, *lines.values()):
+            thread.join(CLOSE_TIMEOUT_S)
+            if thread.is_alive():
+                raise RuntimeError(f"the thread {thread.name} does not end")
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                line, _ = self._listener.accept()
+            except OSError as exc:
+                if self._closing:
+                    return
+                self._strange.warn("a process of this host cannot be let in: %s", exc)
+                threading.Event().wait(0.1)  # Such as for a descriptor.
+                continue
+            with self._lock:
+                if self._closing or len(self._lines) >= LINES_MAX:
+                    line.close()
+                    continue
+                thread = threading.Thread(
+                    target=self._run, args=[line], name="kvstore-line", daemon=True
+                )
+                self._lines[line] = thread
+                try:
+                    thread.start()
+                except RuntimeError as exc:  # No more threads.
+                    self._strange.warn("a process of this host cannot be let in: %s", exc)
+                    del self._lines[line]
+                    line.close()
+
+    def _run(self, line: socket.socket) -> None:
+        try:
+            self._serve(line)
+        except (OSError, ValueError) as exc:
+            if not self._closing:
+                self._strange.warn("a connection of a process of this host is ended: %s", exc)
+        except Exception:
+            logger.exception("a bug in the store: a connection is ended")
+        finally:
+            with self._lock:
+                del self._lines[line]
+            line.close()
+
+    def _serve(self, line: socket.socket) -> None:
+        tray = self._greet(line)
+        if tray is None:
+            return
+        line.settimeout(None)  # Its client may have no question for hours.
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+        room = bytearray(CALL_BYTES_MAX)
+        while count := line.recv_into(room):
+            question, reply = self._read(memoryview(room)[:count], tray)
+            if isinstance(question, Take):
+                self._owner.tell()  # First: this process finds what a client was told is stored.
+            line.send(encode(reply))
+
+    def _greet(self, line: socket.socket) -> Mapped | None:
+        """The client's tray; None for one that is refused or has gone."""
+        line.settimeout(GREETING_TIMEOUT_S)
+        raw, fds, _, _ = socket.recv_fds(line, CALL_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC)
+        try:
+            if not raw:
+                return None
+            reply = answer(self._owner, decode_question(raw))
+            if not isinstance(reply, Hello) or not fds:
+                line.send(encode(reply if isinstance(reply, Refused) else Refused("greet first")))
+                return None
+            tray = Mapped(fds[0])
+            if tray.nbytes < TRAY_BYTES:
+                raise ValueError(f"a tray of {tray.nbytes} bytes, and {TRAY_BYTES} are needed")
+        finally:
+            for one in fds:
+                os.close(one)
+        shared = self._owner.shared
+        socket.send_fds(line, [encode(reply)], [] if shared is None else [shared])
+        return tray
+
+    def _read(self, raw: memoryview, tray: Mapped) -> tuple[Question | None, Answer]:
+        """A question, if it is one, and what is answered."""
+        try:
+            question = decode_question(raw)
+        except msgspec.DecodeError as exc:
+            return None, Refused(f"the question cannot be read: {exc}")
+        if not isinstance(question, Take):
+            return question, answer(self._owner, question)
+        count = len(question.keys) // KEY_BYTES
+        if count * question.nbytes > TRAY_BYTES:
+            return None, Refused(
+                f"{count} objects of {question.nbytes} bytes do not fit a tray of {TRAY_BYTES}"
+            )
+        try:
+            return question, stored(
+                self._owner, question.keys, question.signature, question.nbytes, tray.address
+            )
+        except ValueError as exc:
+            return None, Refused(str(exc))

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an owner answers to questions, whichever way they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+import te
+from kvstore.objects.changes import KEY_BYTES, Keys
+from kvstore.objects.pieces import Pieces
+from kvstore.owner.owner import Owner
+from kvstore.protocol.messages import (
+    VERSION,
+    Abandon,
+    Answer,
+    Changes,
+    Claim,
+    Clear,
+    Done,
+    Granted,
+    Greet,
+    Hello,
+    InMemory,
+    Lift,
+    Pin,
+    Pins,
+    Publish,
+    Question,
+    Refused,
+    Remove,
+    Snapshot,
+    Store,
+    Stored,
+    Touch,
+    Unpin,
+)
+from kvstore.rules.tiered_table import Lifted
+
+__all__ = ["answer", "is_slow", "keys_of", "stored"]
+
+
+def is_slow(question: Question) -> bool:
+    """Whether the answer waits for a tier, or looks at all objects. That to ``Publish`` waits for a
+    fence, too, where it is not made by ``Owner.begin_publishing``."""
+    return isinstance(question, Clear | Remove | Lift)
+
+
+def answer(owner: Owner, question: Question) -> Answer:
+    """``Refused`` for what cannot be answered like this, or at all."""
+    try:
+        return _answer(owner, question)
+    except ValueError as exc:
+        return Refused(str(exc))
+
+
+def _answer(owner: Owner, question: Question) -> Answer:
+    match question:
+        case Greet(version):
+            return _hello(owner, version)
+        case Snapshot(first, chunks):
+            number, found = owner.snapshot(first, chunks)
+            return Changes(owner.card.epoch, number, found.tobytes())
+        case Claim(keys, signature, nbytes, writer_id, epoch):
+            grant = owner.claim(keys_of(keys), signature, nbytes, te.Identity(writer_id, epoch))
+            return Granted(
+                grant.claim_id,
+                grant.tag,
+                [one.value for one in grant.verdicts],
+                np.array(grant.slots, "<u4").tobytes(),
+            )
+        case Store(keys, signature, nbytes, data):
+            if len(data) != len(keys) // KEY_BYTES * nbytes:
+                raise ValueError(
+                    f"{len(data)} bytes are not {len(keys) // KEY_BYTES} objects of {nbytes}"
+                )
+            held = np.frombuffer(data, np.uint8)
+            taken = stored(owner, keys, signature, nbytes, held.ctypes.data)
+            owner.tell()
+            return taken
+        case Publish(claim_id):
+            return Done(owner.publish(claim_id))
+        case Abandon(claim_id):
+            owner.abandon(claim_id)
+        case Clear(signature):
+            owner.clear(signature)
+        case Lift(keys, signature, nbytes, timeout_ms):
+            return _lifted(owner.lift(keys_of(keys), signature, nbytes, timeout_ms / 1000))
+        case Touch(keys, signature):
+            owner.touch(keys_of(keys), signature)
+        case Pin(keys, signature, ttl_ms):
+            outcomes, why = owner.pin(keys_of(keys), signature, ttl_ms / 1000)
+            return Pins([one.value for one in outcomes], why)
+        case Unpin(keys, signature):
+            owner.unpin(keys_of(keys), signature)
+        case Remove(keys, signature):
+            owner.remove(keys_of(keys), signature)
+        case _:
+            raise ValueError(f"{type(question).__name__} cannot be asked this way")
+    return Done()
+
+
+def stored(owner: Owner, keys: bytes, signature: bytes, nbytes: int, address: int) -> Stored:
+    """Has the owner take objects that lie one behind the other in this process's memory; it has to
+    ``tell`` then."""
+    names = keys_of(keys)
+    addresses = address + np.arange(len(names), dtype=np.uint64) * np.uint64(nbytes)
+    verdicts = owner.take(names, signature, Pieces.whole(addresses, nbytes))
+    return Stored([one.value for one in verdicts])
+
+
+def keys_of(raw: bytes) -> Keys:
+    """Whole keys; what is left over is none."""
+    whole = len(raw) // KEY_BYTES * KEY_BYTES
+    return np.frombuffer(raw[:whole], np.uint8).reshape(-1, KEY_BYTES)
+
+
+def _lifted(lifted: Sequence[Lifted]) -> InMemory:
+    return InMemory(
+        bytes(one.state for one in lifted),
+        np.array([one.slot for one in lifted], "<u4").tobytes(),
+        np.array([one.generation for one in lifted], "<u4").tobytes(),
+    )
+
+
+def _hello(owner: Owner, version: int) -> Answer:
+    if version != VERSION:
+        raise ValueError(f"this owner speaks version {VERSION} of the store's messages")
+    card = owner.card
+    return Hello(
+        card.engine,
+        card.epoch,
+        card.headers_address,
+        card.slots_address,
+        card.chunks,
+        card.object_bytes_max,
+        card.parts,
+        owner.changes,
+    )

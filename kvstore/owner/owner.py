@@ -1,0 +1,560 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that a process lends to the store, and what lies in it.
+
+A put has two phases. A client *claims* slots: the owner opens a tag for them that this client alone
+may write under. When the client says that its write has ended, the owner fences the tag, compares
+what arrived with what was claimed, computes checksums and *publishes* the objects. A client that
+vanishes in between costs its slots until the claim's deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+import te
+from kvstore.config import Config
+from kvstore.memory.host_memory import check_room
+from kvstore.memory.policies import POLICIES
+from kvstore.memory.populating import Populating
+from kvstore.memory.slab import UNIT_BYTES, Slab
+from kvstore.memory.slab_file import SlabFile
+from kvstore.objects.changes import Keys, Records
+from kvstore.objects.copying import Copier
+from kvstore.objects.headers import HEADER
+from kvstore.objects.outcomes import Pinned
+from kvstore.objects.pieces import U64, Pieces
+from kvstore.owner.opening import open_tier
+from kvstore.owner.tiering import Carrier
+from kvstore.rules.change_log import ChangeLog
+from kvstore.rules.ledger import Ledger
+from kvstore.rules.object_table import Claim, Verdict
+from kvstore.rules.tiered_table import DeepShelf, Lifted, LiftState
+from kvstore.tiers.base import Found, Tier, Usage
+from kvstore.tiers.burials import Burials
+from kvstore.tiers.tombstones import Tombstones
+
+__all__ = ["CLAIM_IS_OVER", "CLAIM_OBJECTS_MAX", "Grant", "Held", "Owner", "OwnerCard"]
+
+logger = logging.getLogger(__name__)
+
+CLAIM_OBJECTS_MAX: Final = 4096
+CHANGES_KEPT: Final = 1 << 16
+CLAIM_IS_OVER: Final = "the claim is over: its deadline has passed, or it was ended before"
+FENCE_TIMEOUT_S: Final = 5.0
+LEAVING_PART: Final = 1 / 16
+"""This part of the memory may wait to be written below, beside that which eviction wants to be free
+(``Config.free_high``); what is evicted for puts beyond that is dropped."""
+LIFT_PART: Final = 8
+"""1/8 of the memory is lifted for one question at most, so that it does not push out itself."""
+BURIALS_MAX: Final = 4
+"""Requests at once that tell object storage what was removed."""
+DRAIN_S: Final = 20.0
+"""How long an owner that ends writes below what lies in memory alone."""
+
+
+@dataclass(frozen=True)
+class OwnerCard:
+    """What a client needs to read from an owner."""
+
+    #: te's card.
+    engine: bytes
+    epoch: int
+    headers_address: int
+    slots_address: int
+    chunks: int
+    object_bytes_max: int
+    #: What a snapshot is counted in: the chunks, and behind them parts of what lies below.
+    parts: int
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The answer to a claim."""
+
+    #: To be named when the write has ended; 0 if nothing was granted.
+    claim_id: int
+    #: For the write.
+    tag: int
+    #: One for each object that was asked for.
+    verdicts: Sequence[Verdict]
+    #: Of the granted ones, in order.
+    slots: Sequence[int]
+
+
+@dataclass
+class Held:
+    """A claim that was ended, and whose slots are kept until nothing can land there any more."""
+
+    claim: Claim
+    #: None: its tag was closed before.
+    fence: te.Fence | None
+    #: What had arrived by then: writes and their bytes.
+    arrived: int
+    nbytes: int
+    #: When its tag was closed, by the owner's clock, and whether the log has it that this takes
+    #: long.
+    closed_s: float
+    is_told: bool = False
+
+    def is_closed(self) -> bool:
+        """Whether nothing can land there. Does not wait."""
+        return self.fence is None or self.fence.poll()
+
+
+@dataclass
+class OwnerStats:
+    """What an owner holds and has done."""
+
+    objects: int = 0
+    claims: dict[str, int] = field(default_factory=dict)
+    published: int = 0
+    abandoned: int = 0
+    evicted: int = 0
+    removed: int = 0
+    changes: int = 0
+    #: Of the slots that objects and claims have.
+    bytes_used: int = 0
+    #: In the tier below: objects and their bytes, and what it could hold.
+    below: int = 0
+    below_bytes: int = 0
+    below_capacity: int = 0
+    #: Objects that are being written there.
+    leaving: int = 0
+    #: Objects that were written there, and read from there into memory.
+    moved_down: int = 0
+    lifted: int = 0
+    #: Objects that were evicted without a copy below.
+    dropped: int = 0
+    #: Reads and writes of the tier that failed, and objects that were not as they were written.
+    tier_failed: int = 0
+    tier_corrupted: int = 0
+    #: Objects that must not be evicted.
+    pinned: int = 0
+
+
+class Owner:
+    """Lends memory. All methods are thread-safe; those that wait say so."""
+
+    def __init__(
+        self, engine: te.Engine, config: Config, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Allocates the memory and registers it: peers may read all of it, and write under tags.
+        What a former owner has left behind in ``Config.file`` is there again. Raises what
+        ``check_room`` and ``SlabFile`` raise."""
+        self._engine = engine
+        self._config = config
+        self._clock = clock
+        slab = Slab(config.memory, config.chunk_bytes_used)
+        self._slab = slab
+        self._file: SlabFile | None = None
+        self._lock = threading.Lock()
+        self._log = ChangeLog(CHANGES_KEPT)
+        #: Called whenever there are new changes, in the thread that has made them.
+        self.listeners: Final[list[Callable[[], None]]] = []
+        with contextlib.ExitStack() as undo:
+            self._buffer: Any = None
+            if config.file is None:
+                check_room("memory", config.memory)
+                self._buffer = te.allocate(slab.nbytes)
+            else:
+                self._file = SlabFile(config.file, slab.nbytes, config.chunk_bytes_used)
+                undo.callback(self._file.close)
+                self._buffer = self._file.buffer
+            self._bytes = memoryview(self._buffer)
+            start = np.frombuffer(self._buffer, np.uint8).ctypes.data
+            self._slots_address = start + slab.slots_offset
+            self._populating: Populating | None = None
+            if self._file is None:  # Whose blocks are there.
+                self._populating = Populating(start, slab.nbytes)
+                undo.callback(self._populating.close)
+            self._copier = Copier()
+            undo.callback(self._copier.close)
+            headers = np.frombuffer(self._buffer, HEADER, slab.units)
+            leaving = int(config.memory * (config.free_high + LEAVING_PART))
+            ledger = Ledger(leaving if config.has_tier else 0)
+            self._shelf = DeepShelf(slab, headers, POLICIES[config.policy], self._log, ledger)
+            if self._file is not None:
+                kept, dropped = self._shelf.adopt(self._checksum)
+                logger.info("%s has %d objects; %d were dropped", config.file, kept, dropped)
+            #: Where it is told at once what was removed from the tier.
+            self._tombstones: Tombstones | Burials | None = None
+            #: How often that is to be told still, and who tells it to object storage.
+            self._burying = 0
+            self._burials = ThreadPoolExecutor(BURIALS_MAX, "kvstore-burials")
+            undo.callback(self._burials.shutdown)
+            self._carrier = self._open_tier()
+            if self._carrier is not None:
+                undo.callback(self._carrier.close, 0.0)
+            self._region = engine.register(self._buffer, remote="read-tagged")
+            undo.pop_all()
+        self._tags: dict[int, int] = {}
+        self._unfenced: list[Held] = []
+        self.card: Final = OwnerCard(
+            engine.card(),
+            engine.epoch,
+            self._region.address,
+            self._region.address + slab.slots_offset,
+            slab.chunks,
+            slab.object_bytes_max,
+            self._shelf.parts,
+        )
+
+    def _open_tier(self) -> Carrier | None:
+        opened = open_tier(self._config, self._slab.object_bytes_max)
+        if opened is None:
+            return None
+        tier, self._tombstones = opened.tier, opened.stones
+        try:
+            found = self._without_buried(tier, tier.found())
+        except BaseException:
+            self._tombstones.close()
+            tier.close()
+            raise
+        taken = self._shelf.adopt_below(found)
+        logger.info(
+            "%s has %d objects; %d more are larger than a chunk of the memory",
+            opened.label,
+            taken,
+            len(found) - taken,
+        )
+        return Carrier(tier, self._shelf, self._lock, self._bytes, self.tell)
+
+    def _without_buried(self, tier: Tier, found: Sequence[Found]) -> Sequence[Found]:
+        """What lies below, less what was removed before a former process was killed."""
+        if not isinstance(self._tombstones, Tombstones):
+            return found  # Object storage has left it out already.
+        buried = set(self._tombstones.buried([one.name for one in found]))
+        tier.remove(list(buried))
+        if not (buried and self._config.objects):  # These follow a disk in their own time.
+            self._tombstones.reset()
+        return [one for one in found if one.name not in buried]
+
+    def close(self) -> None:
+        """Ends the registration: nobody can read or write the memory any more. Waits for writes
+        under way; raises ``te.FenceTimeout`` if they do not end. What lies in memory alone is
+        written below, unless a file keeps it."""
+        self.listeners.clear()
+        if self._populating is not None:
+            self._populating.close()
+        self._copier.close()
+        try:
+            self._engine.deregister(self._region)
+        finally:
+            if self._carrier is not None:
+                self._carrier.close(DRAIN_S if self._file is None else 0.0)
+            self._burials.shutdown()
+            if self._tombstones is not None:
+                self._tombstones.close()
+        if self._file is not None:
+            self._file.close()
+
+    # -- putting
+
+    def claim(self, keys: Keys, signature: bytes, nbytes: int, writer: te.Identity) -> Grant:
+        """Slots for objects of one signature and size, which ``writer`` alone may write to until
+        ``publish`` or ``abandon``, or until the claim's deadline. ``ValueError`` for more than
+        ``CLAIM_OBJECTS_MAX`` keys or a size below 1."""
+        if len(keys) > CLAIM_OBJECTS_MAX or nbytes < 1:
+            raise ValueError(
+                f"{len(keys)} objects of {nbytes} bytes in one claim: give at most"
+                f" {CLAIM_OBJECTS_MAX} of at least 1 byte"
+            )
+        deadline_s = self._clock() + self._config.claim_timeout_s
+        with self._lock:
+            claim = self._shelf.claim(keys, signature, nbytes, deadline_s)
+            if not claim.slots:
+                return Grant(0, 0, claim.verdicts, ())
+            tag = te.new_tag()
+            self._tags[claim.id] = tag
+            addresses = self._addresses(claim)
+            ranges = np.stack([addresses, np.full(len(addresses), nbytes, np.uint64)], axis=1)
+            self._engine.expect(tag, writer, ranges)
+        return Grant(claim.id, tag, claim.verdicts, claim.slots)
+
+    def take(self, keys: Keys, signature: bytes, pieces: Pieces) -> Sequence[Verdict]:
+        """Stores objects of one signature and size that lie in this process's memory, which the
+        processor can read. Those that are granted can be read now; who calls has to ``tell``."""
+        with self._lock:
+            claim = self._shelf.claim(keys, signature, pieces.object_bytes, self._clock())
+            if not claim.slots:
+                return claim.verdicts
+            self._shelf.take_claim(claim.id)  # It has no deadline.
+        try:
+            if len(claim.slots) < len(keys):
+                granted = [one is Verdict.GRANTED for one in claim.verdicts]
+                pieces = pieces.of(np.flatnonzero(granted))
+            checksums = self._copier.take(self._addresses(claim), pieces)
+        except BaseException:
+            self._abandon(claim)
+            raise
+        with self._lock:
+            self._shelf.publish(claim, checksums)
+        return claim.verdicts
+
+    def publish(self, claim_id: int, timeout_s: float = math.inf) -> str:
+        """The client says that its one write under the claim's tag is done. Returns an empty text
+        once its objects can be read, else why they were dropped. Waits for the fence,
+        ``FENCE_TIMEOUT_S`` at most, and reads all bytes once for their checksums."""
+        held = self.begin_publishing(claim_id)
+        if held is None:
+            return CLAIM_IS_OVER
+        if held.fence is not None:
+            with contextlib.suppress(te.FenceTimeout):  # `end_publishing` says so.
+                held.fence.wait(min(timeout_s, FENCE_TIMEOUT_S))
+        return self.end_publishing(held)
+
+    def begin_publishing(self, claim_id: int) -> Held | None:
+        """``publish`` for who does not wait: closes the claim's tag. To be followed by
+        ``end_publishing`` once ``Held.is_closed``, or when that is not waited for any more. None:
+        ``CLAIM_IS_OVER``."""
+        return self._take(claim_id)
+
+    def end_publishing(self, held: Held) -> str:
+        """See ``publish``. Waits for no fence; reads all bytes once."""
+        claim, wanted = held.claim, len(held.claim.slots) * held.claim.nbytes
+        if not held.is_closed():
+            self._end(held)
+            return "writes under the claim do not end"
+        if held.arrived != 1 or held.nbytes != wanted:
+            self._abandon(claim)
+            return f"{held.arrived} writes of {held.nbytes} bytes arrived, not one of {wanted}"
+        checksums = self._copier.checksums(Pieces.whole(self._addresses(claim), claim.nbytes))
+        with self._lock:
+            self._shelf.publish(claim, checksums)
+        self.tell()
+        return ""
+
+    def abandon(self, claim_id: int) -> None:
+        """Ends a claim whose client gives up. Does not wait: its slots are free as soon as nothing
+        can land there any more."""
+        held = self._take(claim_id)
+        if held is not None:
+            self._end(held)
+
+    # -- what is stored
+
+    def touch(self, keys: Keys, signature: bytes) -> None:
+        """Says that objects were read."""
+        with self._lock:
+            self._shelf.touch(keys, signature)
+
+    def lift(self, keys: Keys, signature: bytes, nbytes: int, timeout_s: float) -> Sequence[Lifted]:
+        """Has objects in memory that lie below: reads them into slots, which others may have to
+        leave. At most 1/8 of the memory; ask again for those that come ``LATER``. Waits for the
+        tier. One answer for each key."""
+        names = [key.tobytes() + signature for key in keys]
+        if self._carrier is None:
+            return [Lifted(LiftState.GONE)] * len(names)
+        bytes_max = self._config.memory // LIFT_PART
+        return self._carrier.lift(names, nbytes, bytes_max, time.monotonic() + timeout_s)
+
+    def pin(self, keys: Keys, signature: bytes, ttl_s: float) -> tuple[list[Pinned], str]:
+        """See ``PinShelf.pin``: for so many seconds."""
+        with self._lock:
+            return self._shelf.pin(keys, signature, self._clock() + ttl_s)
+
+    def unpin(self, keys: Keys, signature: bytes) -> None:
+        """See ``PinShelf.unpin``."""
+        with self._lock:
+            self._shelf.unpin(keys, signature)
+
+    def remove(self, keys: Keys, signature: bytes) -> None:
+        """Removes objects. After this no restart finds them on a disk or in object storage: waits
+        until it is told there."""
+        self.remove_soon(keys, signature).result()  # A request to object storage has a deadline.
+
+    def remove_soon(self, keys: Keys, signature: bytes) -> Future[None]:
+        """As ``remove``, but does not wait for object storage: nobody finds the objects any more,
+        and a restart does not once the future is done."""
+        with self._lock:
+            names = [one.tobytes() + signature for one in keys]
+            ledger = self._shelf.ledger
+            below = [one for one in names if one in ledger or one in ledger.leaving]
+            self._shelf.remove(keys, signature)
+            self._burying += 1
+        return self._bury_soon(lambda stones: stones.remove(below), waits=bool(below))
+
+    def clear(self, signature: bytes) -> None:
+        """Removes all objects of a signature. As ``remove``."""
+        self.clear_soon(signature).result()
+
+    def clear_soon(self, signature: bytes) -> Future[None]:
+        """As ``remove_soon``."""
+        with self._lock:
+            self._shelf.clear(signature)
+            self._burying += 1
+        return self._bury_soon(lambda stones: stones.clear(signature), waits=True)
+
+    def tick(self) -> None:
+        """What has to be done from time to time: makes room, ends overdue claims, and tries fences
+        again that were not confirmed. Waits for none of them."""
+        now_s = self._clock()
+        with self._lock:
+            self._shelf.unpin_overdue(now_s)
+            evicted = self._shelf.make_room(self._config.free_low, self._config.free_high)
+            overdue = self._shelf.overdue(now_s)
+        if evicted:
+            self.tell()
+        if self._carrier is not None:
+            self._carrier.wake()
+        self._unbury()
+        for claim_id in overdue:
+            logger.warning(
+                "a client claimed slots and has written nothing for %g s; they are freed",
+                self._config.claim_timeout_s,
+            )
+            self.abandon(claim_id)
+        with self._lock:
+            waiting, self._unfenced = self._unfenced, []
+        for held in waiting:
+            self._end(held)
+
+    @property
+    def shared(self) -> int | None:
+        """The descriptor of the memory, for processes of this host that read there; None if they
+        could make it shorter."""
+        return self._buffer.fd if isinstance(self._buffer, te.Buffer) else None
+
+    # -- what others are told
+
+    @property
+    def changes(self) -> int:
+        """The number of the next change."""
+        with self._lock:
+            return len(self._log)
+
+    def since(self, number: int, limit: int) -> Records | None:
+        """See ``ChangeLog.since``."""
+        with self._lock:
+            return self._log.since(number, limit)
+
+    def snapshot(self, first_chunk: int, chunks: int) -> tuple[int, Records]:
+        """What lies in some of the card's parts, as additions, and the number of the next
+        change."""
+        with self._lock:
+            return len(self._log), self._shelf.snapshot(first_chunk, chunks)
+
+    def stats(self) -> OwnerStats:
+        """Counters since the start."""
+        usage = Usage(0, 0, 0, 0, 0) if self._carrier is None else self._carrier.usage()
+        with self._lock:
+            counts, ledger = self._shelf.counts, self._shelf.ledger
+            return OwnerStats(
+                len(self._shelf),
+                dict(counts.verdicts),
+                counts.published,
+                counts.abandoned,
+                counts.evicted,
+                counts.removed,
+                len(self._log),
+                self._slab.used_bytes,
+                len(ledger),
+                usage.nbytes,
+                usage.capacity,
+                len(ledger.leaving),
+                ledger.counts.moved_down,
+                ledger.counts.lifted,
+                ledger.counts.dropped,
+                usage.failed,
+                usage.corrupted,
+                len(self._shelf.pins),
+            )
+
+    def _bury_soon(
+        self, write: Callable[[Tombstones | Burials], None], *, waits: bool
+    ) -> Future[None]:
+        """``waits``: if it is told to object storage, that takes its time."""
+        if waits and isinstance(self._tombstones, Burials):
+            future = self._burials.submit(self._bury, write)
+        else:
+            self._bury(write)
+            future = Future()
+            future.set_result(None)
+        self._has_changed()
+        return future
+
+    def _bury(self, write: Callable[[Tombstones | Burials], None]) -> None:
+        """Ends what ``_burying`` counts. A tier that takes no more writes may keep what is
+        removed."""
+        try:
+            if self._tombstones is not None:
+                write(self._tombstones)
+        except OSError as exc:
+            logger.warning(
+                "what is removed from %s may be found again if this process is killed now: %s",
+                self._config.disk or self._config.objects,
+                exc,
+            )
+        finally:
+            with self._lock:
+                self._burying -= 1
+
+    def _unbury(self) -> None:
+        """Once all that was removed is wiped from the tier. Object storage follows a disk in its
+        own time: the next start sees whether it has."""
+        stones = self._tombstones
+        if stones is None or stones.is_empty or (self._config.disk and self._config.objects):
+            return
+        assert self._carrier is not None
+        with self._lock:
+            if self._carrier.is_idle and not self._burying:
+                stones.reset()
+
+    def _has_changed(self) -> None:
+        self.tell()
+        if self._carrier is not None:
+            self._carrier.wake()
+
+    def tell(self) -> None:
+        """Has listeners look for changes. All calls do that that change something, but ``take``."""
+        for listener in tuple(self.listeners):
+            listener()
+
+    def _take(self, claim_id: int) -> Held | None:
+        """Ends a claim and closes its tag; None if there is none (any more)."""
+        with self._lock:
+            claim = self._shelf.take_claim(claim_id)
+            if claim is None:
+                return None
+            tag = self._tags.pop(claim_id)
+        # Before it is closed: te forgets the tag behind its fence.
+        arrived, nbytes = self._engine.arrived(tag), self._engine.arrived_nbytes(tag)
+        return Held(claim, self._engine.revoke(tag), arrived, nbytes, self._clock())
+
+    def _abandon(self, claim: Claim) -> None:
+        with self._lock:
+            self._shelf.abandon(claim)
+
+    def _end(self, held: Held) -> None:
+        """Frees a claim's slots if nobody can write there any more; else ``tick`` tries again."""
+        if held.is_closed():
+            self._abandon(held.claim)
+            return
+        open_s = self._clock() - held.closed_s
+        if not held.is_told and open_s > FENCE_TIMEOUT_S:
+            logger.warning(
+                "%d slots cannot be freed yet: a write into them has not ended for %g s",
+                len(held.claim.slots),
+                open_s,
+            )
+            held.is_told = True
+        with self._lock:
+            self._unfenced.append(held)
+
+    def _addresses(self, claim: Claim) -> U64:
+        """Where the slots of a claim begin."""
+        return np.array(claim.slots, np.uint64) * UNIT_BYTES + np.uint64(self._slots_address)
+
+    def _checksum(self, slot: int, nbytes: int) -> int:
+        place = Pieces.whole([self._slots_address + slot * UNIT_BYTES], nbytes)
+        return int(self._copier.checksums(place)[0])

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients ask owners, and the answers; MessagePack with one version for all."""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
+from kvstore.rules.pins import PIN_S_MAX
+
+__all__ = [
+    "CALL_BYTES_MAX",
+    "LIFT_MS_MAX",
+    "REQUEST_ID",
+    "STORED_BYTES_MAX",
+    "TRAY_BYTES",
+    "VERSION",
+    "Abandon",
+    "Answer",
+    "Changes",
+    "Claim",
+    "Clear",
+    "Done",
+    "Follow",
+    "Granted",
+    "Greet",
+    "Hello",
+    "InMemory",
+    "Lift",
+    "Pin",
+    "Pins",
+    "Publish",
+    "Question",
+    "Refused",
+    "Remove",
+    "Snapshot",
+    "Store",
+    "Stored",
+    "Take",
+    "Touch",
+    "Unpin",
+    "decode_answer",
+    "decode_question",
+    "encode",
+    "split",
+]
+
+VERSION: Final = 5
+REQUEST_ID: Final = struct.Struct("<Q")
+"""Over ZeroMQ, a question and its answer begin with the same one, in one frame with it: an owner's
+socket can send no more than one (`bootstrap_server.admission.routing_ids`)."""
+KEYS_BYTES_MAX: Final = 4096 * 16
+STORED_BYTES_MAX: Final = 128 << 10
+"""Objects that are sent in a message: a claim, a write and a publication would take longer."""
+LIFT_MS_MAX: Final = 60_000
+
+CALL_BYTES_MAX: Final = 128 << 10
+"""Of a question or an answer over a Unix socket: the largest ones have 4,096 keys."""
+TRAY_BYTES: Final = 2 << 20
+"""The memory that a client and an owner of one host share for objects on their way to the owner.
+Larger batches are claimed and written: copying them twice would take longer than two questions."""
+
+Keys = Annotated[bytes, msgspec.Meta(max_length=KEYS_BYTES_MAX)]
+Signature = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Greet(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Who are you? The answer is ``Hello``, or ``Refused`` for another version."""
+
+    version: int
+
+
+class Follow(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """What has changed since this number? Answered by ``Changes`` as soon as there is one, or after
+    a second without."""
+
+    number: Number
+
+
+class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """What lies in these of the card's parts? Answered by ``Changes``."""
+
+    first_chunk: Number
+    chunks: Number
+
+
+class Claim(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Slots for these keys, please. Answered by ``Granted``."""
+
+    keys: Keys
+    signature: Signature
+    nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    writer_id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    writer_epoch: Number
+
+
+class Publish(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The write under the claim is done. Answered by ``Done``."""
+
+    claim_id: Number
+
+
+class Abandon(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The claim is not needed any more. Answered by ``Done``."""
+
+    claim_id: Number
+
+
+class Touch(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """These were read. Answered by ``Done``."""
+
+    keys: Keys
+    signature: Signature
+
+
+class Remove(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """These shall go. Answered by ``Done``."""
+
+    keys: Keys
+    signature: Signature
+
+
+class Clear(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """All of this signature shall go. Answered by ``Done``."""
+
+    signature: Signature
+
+
+class Store(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """These objects, one behind the other, please. Answered by ``Stored``."""
+
+    keys: Keys
+    signature: Signature
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=STORED_BYTES_MAX)]
+    data: Annotated[bytes, msgspec.Meta(max_length=STORED_BYTES_MAX)]
+
+
+class Lift(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """These lie below: have them in memory, please. Answered by ``InMemory``, after so many
+    milliseconds at the latest."""
+
+    keys: Keys
+    signature: Signature
+    nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=LIFT_MS_MAX)]
+
+
+class Take(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """These objects, one behind the other in the tray, please. Answered by ``Stored``. It has no
+    meaning but on the connection that the tray came by."""
+
+    keys: Keys
+    signature: Signature
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=TRAY_BYTES)]
+
+
+class Pin(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """Keep these for so long, please. Answered by ``Pins``."""
+
+    keys: Keys
+    signature: Signature
+    ttl_ms: Annotated[int, msgspec.Meta(ge=1, le=int(PIN_S_MAX * 1000))]
+
+
+class Unpin(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """One pin of these is not needed any more. Answered by ``Done``."""
+
+    keys: Keys
+    signature: Signature
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """``owner.OwnerCard``, and the number of the next change."""
+
+    engine: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    epoch: Number
+    headers_address: Number
+    slots_address: Number
+    chunks: Number
+    object_bytes_max: Number
+    parts: Number
+    number: Number
+
+
+class Changes(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Changes, dtype ``changes.CHANGE``, and the number behind the last. Without them (None): they
+    are not kept any more, and a snapshot is needed."""
+
+    epoch: Number
+    number: Number
+    changes: bytes | None
+
+
+class Granted(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """``owner.Grant``; slots as u32, little-endian."""
+
+    claim_id: Number
+    #: Of 64 bits.
+    tag: int
+    verdicts: list[str]
+    slots: bytes
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """It is done, unless there is a text that says why not."""
+
+    why_not: str = ""
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """One ``shelf.Verdict`` for each object; those that are granted are stored."""
+
+    verdicts: list[str]
+
+
+class InMemory(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """One ``deepshelf.Lifted`` for each object: states as u8, slots and generations as u32,
+    little-endian."""
+
+    states: bytes
+    slots: bytes
+    generations: bytes
+
+
+class Pins(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """One ``outcomes.Pinned`` for each object, and why some were refused."""
+
+    outcomes: list[str]
+    why: str
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The question cannot be answered."""
+
+    why: str
+
+
+Question = (
+    Greet
+    | Follow
+    | Snapshot
+    | Claim
+    | Publish
+    | Abandon
+    | Touch
+    | Remove
+    | Clear
+    | Store
+    | Lift
+    | Take
+    | Pin
+    | Unpin
+)
+Answer = Hello | Changes | Granted | Done | Refused | Stored | InMemory | Pins
+
+Message = TypeVar("Message")
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_QUESTIONS: Final[msgspec.msgpack.Decoder[Question]] = msgspec.msgpack.Decoder(Question)
+_ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Question | Answer) -> bytes:
+    """The bytes of a message."""
+    return _ENCODER.encode(message)
+
+
+def split(frame: bytes | memoryview) -> tuple[bytes, memoryview]:
+    """The request id of a frame over ZeroMQ, and the bytes of its message. ``msgspec.DecodeError``
+    if it is too short for both."""
+    if len(frame) < REQUEST_ID.size:
+        raise msgspec.DecodeError(f"{len(frame)} bytes have no request id")
+    return bytes(frame[: REQUEST_ID.size]), memoryview(frame)[REQUEST_ID.size :]
+
+
+def decode_question(raw: bytes | memoryview) -> Question:
+    """``msgspec.DecodeError`` if it is none."""
+    return _decoded(_QUESTIONS, raw)
+
+
+def decode_answer(raw: bytes | memoryview) -> Answer:
+    """``msgspec.DecodeError`` if it is none."""
+    return _decoded(_ANSWERS, raw)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Message], raw: bytes | memoryview) -> Message:
+    """msgspec raises other errors for a text that is not UTF-8, and for lists in lists in lists."""
+    try:
+        return decoder.decode(raw)
+    except UnicodeDecodeError as exc:
+        raise msgspec.DecodeError(f"a text in it is not UTF-8: {exc.reason}") from exc
+    except RecursionError as exc:
+        raise msgspec.DecodeError("it is nested too deeply") from exc

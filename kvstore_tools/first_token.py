@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvstore replay --ttft`: clusters that are simulated one beside the other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from kvstore_tools.simulation import IN_TIME, Cluster, Outcome, Rates, capacity, simulate
+from kvstore_tools.traces import BLOCK_TOKENS, Request, read_trace
+
+__all__ = ["Row", "add_arguments", "rows", "run"]
+
+#: Name → what differs from the cluster of the options.
+WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "no cache": {"blocks_each": 0},
+    "own caches, random": {"routing": "random"},
+    "own caches, balanced": {},
+    "own caches, cache-aware": {"routing": "aware"},
+    "pool, balanced": {"pooled": True},
+    "pool, cache-aware": {"pooled": True, "routing": "aware"},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cluster."""
+
+    name: str
+    hit_ratio: float
+    #: Seconds for which instances computed, and the same in times what it is without a cache.
+    compute_s: float
+    compute_ratio: float
+    mean_s: float
+    p50_s: float
+    p90_s: float
+    #: Arrival rate at which the limit is still kept, in times the trace's; None: not asked for.
+    capacity: float | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of the subcommand."""
+    cluster, rates = Cluster(), Rates()
+    group = parser.add_argument_group("simulation of times to the first token")
+    add = group.add_argument
+    add("--ttft", action="store_true", help="simulate instances instead of one cache")
+    add("--instances", type=int, default=cluster.instances, help="how many compute prompts (10)")
+    add(
+        "--blocks-each",
+        type=int,
+        default=cluster.blocks_each,
+        help=f"blocks of {BLOCK_TOKENS} tokens that each has memory for (5859: 3 million tokens)",
+    )
+    add("--token-us", type=float, default=rates.token_s * 1e6, help="computing a token (112)")
+    add(
+        "--pair-ns",
+        type=float,
+        default=rates.pair_s * 1e9,
+        help="attention of a token to one before it (2.1)",
+    )
+    add(
+        "--kv-bytes",
+        type=int,
+        default=rates.kv_bytes_per_token,
+        help="of a token's KV cache (327680)",
+    )
+    add("--gbit", type=float, default=200.0, help="network into each instance, Gbit/s (200)")
+    add("--limit-s", type=float, default=30.0, help="for --capacity-at-limit (30)")
+    add(
+        "--capacity-at-limit",
+        action="store_true",
+        help=f"also look for the arrival rate at which {100 * IN_TIME:.0f} of 100 requests have"
+        " their first token within the limit (takes a minute)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status; ``ValueError``, ``OSError``."""
+    cluster = _cluster(options)
+    limit_s = options.limit_s if options.capacity_at_limit else None
+    found = rows(read_trace(options.trace), cluster, limit_s)
+    if options.json:
+        print(json.dumps([_jsonable(one) for one in found]))  # noqa: T201
+    else:
+        print(table(found))  # noqa: T201
+    return 0
+
+
+def rows(requests: Sequence[Request], cluster: Cluster, limit_s: float | None) -> list[Row]:
+    """All of ``WAYS``. ``limit_s``: of the capacity; None: it is not looked for."""
+    found: list[Row] = []
+    least: float | None = None
+    for name, differs in WAYS.items():
+        one = replace(cluster, **differs)
+        outcome = simulate(requests, one)
+        least = outcome.compute_s if least is None else least
+        holds = None if limit_s is None else capacity(requests, one, limit_s)
+        found.append(_row(name, outcome, least, holds))
+    return found
+
+
+def table(found: Sequence[Row]) -> str:
+    """A line for each cluster."""
+    head = f"{'':24}{'hits':>7}{'computing':>13}{'ratio':>7}{'TTFT mean':>11}{'p50':>9}{'p90':>9}"
+    lines = [head + ("" if found[0].capacity is None else f"{'capacity':>10}")]
+    for one in found:
+        line = (
+            f"{one.name:24}{one.hit_ratio:7.1%}{one.compute_s:11.0f} s{one.compute_ratio:7.2f}"
+            f"{one.mean_s:9.2f} s{one.p50_s:7.2f} s{one.p90_s:7.2f} s"
+        )
+        lines.append(line + ("" if one.capacity is None else f"{one.capacity:9.2f}x"))
+    return "\n".join(lines)
+
+
+def _row(name: str, outcome: Outcome, without_s: float, holds: float | None) -> Row:
+    return Row(
+        name,
+        outcome.hit_ratio,
+        outcome.compute_s,
+        outcome.compute_s / without_s if without_s else 0.0,
+        outcome.mean_s,
+        outcome.percentile_s(0.5),
+        outcome.percentile_s(0.9),
+        holds,
+    )
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    """``ValueError`` names the option that is out of range."""
+    for name in ("instances", "blocks_each", "kv_bytes", "gbit", "limit_s"):
+        value = getattr(options, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"--{name.replace('_', '-')} {value}: give a positive number")
+    for name in ("token_us", "pair_ns"):
+        value = getattr(options, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"--{name.replace('_', '-')} {value}: give a number, 0 or more")
+    rates = Rates(
+        options.token_us / 1e6, options.pair_ns / 1e9, options.kv_bytes, options.gbit * 1e9 / 8
+    )
+    policies = options.policy.split(",")
+    policy = policies[0] if len(policies) == 1 else Cluster().policy
+    return Cluster(options.instances, options.blocks_each, policy=policy, rates=rates)
+
+
+def _jsonable(one: Row) -> dict[str, Any]:
+    """JSON has no infinity: a capacity that no rate of those looked at has exceeded is null."""
+    return {
+        name: None if isinstance(value, float) and math.isinf(value) else value
+        for name, value in vars(one).items()
+    }
