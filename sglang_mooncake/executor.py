@@ -29,7 +29,8 @@ class Executor(Generic[Event, Instruction]):
     """Not thread-safe: the loop thread alone uses it.
 
     Args:
-        handle: the rules: an event and the time in seconds to instructions.
+        handle: the rules: an event and the time in seconds to instructions, each of which is
+            carried out before the next is asked for.
         perform: carries one instruction out; may call `submit`.
         failed: the event that tells the rules of an event or instruction that raised; None when
             there is nobody to tell. It must return None for the events that it makes itself, so
@@ -63,22 +64,24 @@ class Executor(Generic[Event, Instruction]):
 
     def _handle_one(self, event: Event) -> None:
         try:
-            instructions = self._handle(event, self._clock())
+            # The rules may think of the next instruction only once this one is carried out.
+            for instruction in self._handle(event, self._clock()):
+                self._carry_out(instruction)
         except Exception as error:
             logger.exception(
                 "internal error: the hand-over could not handle the event %s", _short(event)
             )
             self._tell(event, error)
-            return
-        for instruction in instructions:
-            try:
-                self._perform(instruction)
-            except Exception as error:
-                # The others of the batch are still carried out: they may be what ends a room.
-                logger.exception(
-                    "internal error: the hand-over could not carry out %s", _short(instruction)
-                )
-                self._tell(instruction, error)
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        try:
+            self._perform(instruction)
+        except Exception as error:
+            # The others of the batch are still carried out: they may be what ends a room.
+            logger.exception(
+                "internal error: the hand-over could not carry out %s", _short(instruction)
+            )
+            self._tell(instruction, error)
 
     def _tell(self, cause: Event | Instruction, error: Exception) -> None:
         event = self._failed(cause, error)

@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 
 from sglang_mooncake.context import FIELD_NAMES, SettingNames
-from sglang_mooncake.layout import ALL, Dealt
+from sglang_mooncake.layout import ALL, Dealt, Layers
 from sglang_mooncake.layout.indices import owned
 from sglang_mooncake.messages import (
     RoomAbort,
@@ -80,6 +81,9 @@ __all__ = [
 
 #: Rooms that ended badly are remembered, so that a decode rank which asks later is told at once.
 ENDED_ROOMS_MAX = 4_096
+#: A decode rank, which pages of a chunk it is to have (positions in the room), and how many of them
+#: this rank has.
+_Part = tuple[str, Recipient, range, int]
 #: Writes of layers before their chunk, of all rooms. Engine and peers take a bounded number of
 #: transfers, and must have room for chunks.
 EARLY_WRITES_MAX = 4_096
@@ -129,15 +133,23 @@ class PrefillRooms:
         """Those that are not over. Any thread may ask."""
         return [record.room for record in self._rooms.copy().values()]  # the copy is one step
 
-    def handle(self, event: Event, now_s: float) -> list[Instruction]:
-        """Applies one event, and then shows what has become of the rooms. Idempotent where peers
-        may repeat themselves."""
+    def handle(self, event: Event, now_s: float) -> Iterator[Instruction]:
+        """Applies one event while its instructions are taken. Idempotent where peers may repeat
+        themselves.
+
+        Carry each instruction out before you take the next: a chunk for several decode ranks is
+        planned for one of them at a time, and its pages leave for the first while nothing is known
+        of the second. What has become of the rooms is shown before each instruction. Take all of
+        them before the next event.
+        """
         try:
-            return self._apply(event, now_s)
+            for instruction in self._apply(event, now_s):
+                self._views.publish()
+                yield instruction
         finally:
             self._views.publish()
 
-    def _apply(self, event: Event, now_s: float) -> list[Instruction]:
+    def _apply(self, event: Event, now_s: float) -> Iterable[Instruction]:
         match event:
             case Opened(room):
                 return self._open(room, now_s)
@@ -207,7 +219,7 @@ class PrefillRooms:
             for peer, generation in record.waiting.items()
         ]
 
-    def _layers_filled(self, filled: LayersFilled, now_s: float) -> list[Instruction]:
+    def _layers_filled(self, filled: LayersFilled, now_s: float) -> Iterable[Instruction]:
         room = filled.room
         record = self._rooms.get(room.serial)
         if record is None or record.view.state not in (RoomState.READY, RoomState.SENDING):
@@ -221,23 +233,26 @@ class PrefillRooms:
             return [FellBack(room, layers)]
         if not layers:
             return []
-        try:
-            writes = [
-                recipient.write_early(room, peer, chunk, span, pages, layers)
-                for peer, recipient, span, pages in self._parts(record, chunk)
-            ]
-        except ValueError as error:
-            return self._end(record, RoomState.FAILED, _cannot_plan(chunk, error))
         self._views.change(record, exposed=True)
         record.moved_s = now_s
-        for write in writes:
-            record.early.wrote(write)
-        return self._begun(record, writes)
+        return self._write_early(record, chunk, layers)
 
-    def _chunk(self, record: PrefillRoom, chunk: Chunk, now_s: float) -> list[Instruction]:
+    def _write_early(
+        self, record: PrefillRoom, chunk: Chunk, layers: Layers
+    ) -> Iterator[Instruction]:
+        for peer, recipient, span, pages in self._parts(record, chunk):
+            try:
+                write = recipient.write_early(record.room, peer, chunk, span, pages, layers)
+            except ValueError as error:
+                yield from self._end(record, RoomState.FAILED, _cannot_plan(chunk, error))
+                return
+            record.early.wrote(write)
+            yield self._begun(record, write)
+
+    def _chunk(self, record: PrefillRoom, chunk: Chunk, now_s: float) -> Iterable[Instruction]:
         if record.view.over or record.view.state is RoomState.ENDING:
             return []  # the scheduler had not yet seen the end when it sent this
-        room, early = record.room, record.early
+        early = record.early
         unannounced = early.contradicts(chunk)
         if early.held or (unannounced and record.writes_early):
             early.held.append(chunk)
@@ -245,36 +260,43 @@ class PrefillRooms:
             return []
         if problem := chunk_problem(record.view.state, record.next_page, record.requests, chunk):
             return self._end(record, RoomState.FAILED, problem)
-        layers, early_page_layers = early.take(chunk)
-        try:
-            writes = [
-                recipient.write(
-                    room, peer, chunk, span, pages, layers, early_page_layers.get(peer, 0)
-                )
-                for peer, recipient, span, pages in self._parts(record, chunk)
-            ]
-        except ValueError as error:
-            return self._end(record, RoomState.FAILED, _cannot_plan(chunk, error))
-        # From here on nothing can raise: what is counted is also written.
+        parts = self._parts(record, chunk)
         self._views.change(record, exposed=True, num_pages=chunk.span.stop)
         step = Step.LAST_CHUNK if chunk.is_last else Step.CHUNK
-        # None of those who asked wants a byte from this rank, or they have all.
-        is_over = chunk.is_last and not writes and not record.writes
-        if not is_over:
-            self._views.advance(record, step)
         record.next_page = chunk.span.stop
         record.moved_s = now_s
         if chunk.is_last:
             self._views.mark(record, named_s=chunk.sent_s, planned_s=now_s)
-        begun = self._begun(record, writes)
+        fell_back: list[Instruction] = []
         if unannounced:
-            begun.append(FellBack(room, "a chunk was sent with other pages than were announced"))
-        return begun + self._forget(record, step, Step.QUIET) if is_over else begun
+            reason = "a chunk was sent with other pages than were announced"
+            fell_back = [FellBack(record.room, reason)]
+        layers, early_page_layers = early.take(chunk)
+        if chunk.is_last and not parts and not record.writes:
+            # None of those who asked wants a byte from this rank, or they have all.
+            return fell_back + self._forget(record, step, Step.QUIET)
+        self._views.advance(record, step)
+        return chain(self._write(record, chunk, parts, layers, early_page_layers), fell_back)
 
-    def _parts(
-        self, record: PrefillRoom, chunk: Chunk
-    ) -> Iterator[tuple[str, Recipient, range, int]]:
-        """Who is to have which pages of a chunk (positions in the room), and how many these are."""
+    def _write(
+        self,
+        record: PrefillRoom,
+        chunk: Chunk,
+        parts: list[_Part],
+        layers: Layers,
+        early_page_layers: Mapping[str, int],
+    ) -> Iterator[Instruction]:
+        for peer, recipient, span, pages in parts:
+            early = early_page_layers.get(peer, 0)
+            try:
+                write = recipient.write(record.room, peer, chunk, span, pages, layers, early)
+            except ValueError as error:
+                yield from self._end(record, RoomState.FAILED, _cannot_plan(chunk, error))
+                return
+            yield self._begun(record, write)
+
+    def _parts(self, record: PrefillRoom, chunk: Chunk) -> list[_Part]:
+        parts = []
         for peer, recipient in record.recipients.items():
             target = recipient.request.target
             if target is None:
@@ -282,12 +304,13 @@ class PrefillRooms:
             span = target.share.within(chunk.span, target.num_pages * target.page_span)
             pages = self._count(chunk, span)
             if pages or chunk.is_last:  # the last one carries the seal, with or without pages
-                yield peer, recipient, span, pages
+                parts.append((peer, recipient, span, pages))
+        return parts
 
-    def _begun(self, record: PrefillRoom, writes: list[Write]) -> list[Instruction]:
-        record.writes |= {write.key: write for write in writes}
-        self._early_writes += sum(write.early for write in writes)
-        return list(writes)
+    def _begun(self, record: PrefillRoom, write: Write) -> Write:
+        record.writes[write.key] = write
+        self._early_writes += write.early
+        return write
 
     def _count(self, chunk: Chunk, span: range) -> int:
         """How many pages at these positions of the room this rank has."""
@@ -396,27 +419,25 @@ class PrefillRooms:
 
     # --- the engine and the clock ---
 
-    def _write_ended(self, ended: WriteEnded, now_s: float) -> list[Instruction]:
+    def _write_ended(self, ended: WriteEnded, now_s: float) -> Iterator[Instruction]:
         record = self._rooms.get(ended.room.serial)
         write = record.writes.pop((ended.peer, ended.nth), None) if record is not None else None
         if record is None or write is None:
-            return []  # said before
+            return  # said before
         self._early_writes -= write.early
         if ended.story is not None:
             record.tell(ended.story)
-        instructions: list[Instruction] = []
         if ended.failure is None:
             landed_nbytes = record.view.landed_nbytes + write.cache_nbytes
             self._views.change(record, landed_nbytes=landed_nbytes)
         else:
-            instructions = self._end(record, RoomState.FAILED, ended.failure)
+            yield from self._end(record, RoomState.FAILED, ended.failure)
         if not record.writes and record.view.state in (RoomState.SEALED, RoomState.ENDING):
-            return instructions + self._forget(record, Step.QUIET)
-        if record.early.held and not record.writes_early:
+            yield from self._forget(record, Step.QUIET)
+        elif record.early.held and not record.writes_early:
             held, record.early.held = record.early.held, []
             for chunk in held:
-                instructions += self._chunk(record, chunk, now_s)
-        return instructions
+                yield from self._chunk(record, chunk, now_s)
 
     def _tick(self, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []

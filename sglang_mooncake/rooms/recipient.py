@@ -62,7 +62,8 @@ class Recipient:
         self, room: Room, peer: str, chunk: Chunk, span: range, pages: int, layers: Layers
     ) -> Write:
         """The next write: layers of a chunk that is yet to be sent. See `write`."""
-        return self._next(room, peer, chunk, span, pages, layers, early=True)
+        page_layers = pages * self.plan.layer_count(layers)
+        return self._next(room, peer, chunk, span, pages, layers, page_layers, early=True)
 
     def write(
         self,
@@ -85,9 +86,10 @@ class Recipient:
             ValueError: the numbers of pages, state or metadata that one side has named do not fit
                 the layouts of both.
         """
+        page_layers = pages * self.plan.layer_count(layers)
         self.pages += pages
-        self.page_layers += pages * self.plan.layer_count(layers) + early_page_layers
-        return self._next(room, peer, chunk, span, pages, layers, early=False)
+        self.page_layers += page_layers + early_page_layers
+        return self._next(room, peer, chunk, span, pages, layers, page_layers, early=False)
 
     def _next(
         self,
@@ -97,6 +99,7 @@ class Recipient:
         span: range,
         pages: int,
         layers: Layers,
+        page_layers: int,
         *,
         early: bool,
     ) -> Write:
@@ -118,7 +121,7 @@ class Recipient:
             span,
             pages,
             layers,
-            pages * self.plan.layer_count(layers),
+            page_layers,
             early,
             blocks,
             cached.total_nbytes,

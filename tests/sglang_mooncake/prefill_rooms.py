@@ -9,6 +9,8 @@ from bootstrap_server.ranks.matching import ALL_PAGES, PageShare
 from sglang_mooncake.messages import RoomRequest, Target
 from sglang_mooncake.rooms.prefill import (
     Chunk,
+    Event,
+    Instruction,
     Opened,
     PrefillRooms,
     Requested,
@@ -18,6 +20,13 @@ from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.states import RoomState
 
 TIMEOUT_S, CHUNK_TIMEOUT_S = 10.0, 40.0
+
+
+class Rooms(PrefillRooms):
+    """Applies an event whole, for tests that look at the rules alone."""
+
+    def handle(self, event: Event, now_s: float) -> list[Instruction]:  # type: ignore[override]
+        return list(super().handle(event, now_s))
 
 
 def target(tag: int = 1, pages: int = 2, share: PageShare = ALL_PAGES) -> Target:
@@ -45,20 +54,20 @@ def chunk(pages: int, first: int = 0, last: bool = True) -> Chunk:
     return Chunk(np.arange(pages), first, 0 if last else None, 0.0)
 
 
-def opened(rooms: PrefillRooms, room: int = 1, now_s: float = 0.0) -> Room:
+def opened(rooms: Rooms, room: int = 1, now_s: float = 0.0) -> Room:
     use = Room(room, now_s)
     rooms.handle(Opened(use), now_s)
     return use
 
 
-def ready(rooms: PrefillRooms, room: int = 1) -> Room:
+def ready(rooms: Rooms, room: int = 1) -> Room:
     use = opened(rooms, room)
     rooms.handle(Requested("a", request(room)), 0)
     assert use.view.state is RoomState.READY
     return use
 
 
-def ended(rooms: PrefillRooms, use: Room, failure: str | None = None) -> WriteEnded:
+def ended(rooms: Rooms, use: Room, failure: str | None = None) -> WriteEnded:
     """What is said of the oldest write that is under way for a room."""
     peer, nth = next(iter(rooms._rooms[use.serial].writes))
     return WriteEnded(use, peer, nth, failure)

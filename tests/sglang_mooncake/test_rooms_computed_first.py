@@ -8,7 +8,7 @@ import pytest
 from counted_tags import CountedTags
 from handover import Pool, handover, until
 from plain_plan import plan_of
-from prefill_rooms import CHUNK_TIMEOUT_S, TIMEOUT_S, chunk, opened, request
+from prefill_rooms import CHUNK_TIMEOUT_S, TIMEOUT_S, Rooms, chunk, opened, request
 
 from sglang_mooncake.context import PREFILL_COMPLETE
 from sglang_mooncake.messages import RoomAbort, RoomComputed, RoomFailed, RoomWait
@@ -22,8 +22,8 @@ COMPUTED = [prefill.Tell("a", RoomComputed(1, 7))]
 
 
 @pytest.fixture
-def rooms() -> prefill.PrefillRooms:
-    return prefill.PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S, computed_first=True)
+def rooms() -> Rooms:
+    return Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S, computed_first=True)
 
 
 def test_a_decode_rank_that_waits_is_told_once_the_prompt_is_computed(rooms):

@@ -10,6 +10,7 @@ from plain_plan import AUX_NBYTES, LAYER_NBYTES, LAYERS, plan_of
 from prefill_rooms import (
     CHUNK_TIMEOUT_S,
     TIMEOUT_S,
+    Rooms,
     chunk,
     ended,
     nothing_wanted,
@@ -34,7 +35,6 @@ from sglang_mooncake.rooms.prefill import (
     Opened,
     Over,
     PeerLost,
-    PrefillRooms,
     Requested,
     RoomAborted,
     Write,
@@ -44,8 +44,8 @@ from sglang_mooncake.rooms.states import RoomState
 
 
 @pytest.fixture
-def rooms() -> PrefillRooms:
-    return PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+def rooms() -> Rooms:
+    return Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
 
 
 def filled(use: Room, pages: int, below: int, first: int = 0, add: int = 0) -> LayersFilled:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import pytest
-from plain_plan import AUX_NBYTES, LAYER_NBYTES, LAYERS, plan_of
+from plain_plan import AUX_NBYTES, LAYER_NBYTES, LAYERS, PlainPlan, plan_of
 from prefill_rooms import (
     CHUNK_TIMEOUT_S,
     TIMEOUT_S,
+    Rooms,
     chunk,
     ended,
     nothing_wanted,
@@ -17,12 +18,15 @@ from prefill_rooms import (
 )
 
 from bootstrap_server.ranks.matching import PageShare
+from sglang_mooncake.executor import Executor
 from sglang_mooncake.layout import SEAL_BYTES, Seal
 from sglang_mooncake.rooms.prefill import (
     Aborted,
     CancelWrites,
     ChunkSent,
     Closed,
+    LayersFilled,
+    Opened,
     Over,
     PeerLost,
     PrefillRooms,
@@ -31,11 +35,13 @@ from sglang_mooncake.rooms.prefill import (
     Tick,
     Write,
 )
+from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.states import RoomState
+from sglang_mooncake.side import broken
 
 
 def test_a_room_goes_from_open_to_done():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = ready(rooms)
     assert use.view.decode_prefix_len == 3
     (first,) = rooms.handle(ChunkSent(use, chunk(1, last=False)), 0)
@@ -63,7 +69,7 @@ def test_a_room_goes_from_open_to_done():
 
 def test_a_room_that_its_scheduler_lets_go_of_is_aborted_by_its_text_too():
     """By which SGLang's tests know it."""
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = opened(rooms)
     rooms.handle(Closed(use), 0)
     assert use.view.state is RoomState.ABORTED
@@ -71,7 +77,7 @@ def test_a_room_that_its_scheduler_lets_go_of_is_aborted_by_its_text_too():
 
 
 def test_a_room_with_several_decode_ranks_waits_for_all_and_writes_to_each():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=2)), 0)
     assert use.view.state is RoomState.OPEN
@@ -81,7 +87,7 @@ def test_a_room_with_several_decode_ranks_waits_for_all_and_writes_to_each():
 
 
 def test_decode_ranks_that_disagree_on_their_number_fail_the_room():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=3)), 0)
     tells = rooms.handle(Requested("b", request(1, destinations=2)), 0)
@@ -91,7 +97,7 @@ def test_decode_ranks_that_disagree_on_their_number_fail_the_room():
 
 
 def test_decode_ranks_that_hold_different_prefixes_fail_the_room():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=2, prefix=0)), 0)
     tells = rooms.handle(Requested("b", request(1, destinations=2, prefix=16)), 0)
@@ -101,7 +107,7 @@ def test_decode_ranks_that_hold_different_prefixes_fail_the_room():
 
 
 def test_a_decode_rank_too_many_is_left_for_the_next_use_of_the_room_number():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = opened(rooms)
     for peer in "ab":
         rooms.handle(Requested(peer, request(1, destinations=2)), 0)
@@ -114,7 +120,7 @@ def test_a_decode_rank_too_many_is_left_for_the_next_use_of_the_room_number():
 
 
 def test_a_rank_that_sends_no_byte_is_done_with_its_last_chunk():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = opened(rooms)
     rooms.handle(Requested("a", nothing_wanted(1)), 0)
     assert use.view.state is RoomState.READY
@@ -125,8 +131,56 @@ def test_a_rank_that_sends_no_byte_is_done_with_its_last_chunk():
     assert use.view.state is RoomState.DONE
 
 
+def test_a_chunk_leaves_for_one_decode_rank_before_it_is_planned_for_the_next():
+    happened = []
+
+    class Plan(PlainPlan):
+        def __init__(self, peer):
+            super().__init__()
+            self.peer = peer
+
+        def part(self, *args):
+            happened.append(f"planned for {self.peer}")
+            return super().part(*args)
+
+    def perform(instruction):
+        if isinstance(instruction, Write):
+            happened.append(f"written to {instruction.peer}")
+
+    executor = Executor(
+        PrefillRooms(Plan, TIMEOUT_S, CHUNK_TIMEOUT_S).handle, perform, broken, clock=lambda: 0.0
+    )
+    use = Room(1, 0.0)
+    executor.submit(Opened(use))
+    for peer in "ab":
+        executor.submit(Requested(peer, request(1, destinations=2)))
+    in_turn = ["planned for a", "written to a", "planned for b", "written to b"]
+    executor.submit(LayersFilled(use, chunk(2).pages, 0, 1, 0.0))
+    assert happened == in_turn
+    executor.submit(ChunkSent(use, chunk(2)))
+    assert happened == 2 * in_turn
+
+
+def test_a_chunk_that_cannot_be_planned_for_a_later_decode_rank_stops_the_first_write():
+    class Plan(PlainPlan):
+        def part(self, *args):
+            raise ValueError("its pages do not fit")
+
+    rooms = Rooms(lambda peer: Plan() if peer == "b" else PlainPlan(), TIMEOUT_S, CHUNK_TIMEOUT_S)
+    use = opened(rooms)
+    for peer in "abc":
+        rooms.handle(Requested(peer, request(1, destinations=3)), 0)
+    write, *tells, cancel = rooms.handle(ChunkSent(use, chunk(2)), 0)
+    assert isinstance(write, Write)
+    assert [tell.peer for tell in tells if isinstance(tell, Tell)] == ["a", "b", "c"]
+    assert cancel == CancelWrites(use, (write.key,))
+    assert use.view.state is RoomState.ENDING
+    assert rooms.handle(ended(rooms, use, "cancelled"), 0) == [Over(use)]
+    assert "its pages do not fit" in (use.view.reason or "")
+
+
 def test_a_rank_writes_to_those_alone_who_want_something_of_it():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = opened(rooms)
     rooms.handle(Requested("a", nothing_wanted(1, destinations=2)), 0)
     assert use.view.state is RoomState.OPEN
@@ -139,7 +193,7 @@ def test_a_rank_writes_to_those_alone_who_want_something_of_it():
 
 
 def test_a_rank_with_a_share_of_the_pages_writes_these_and_counts_only_its_own_writes():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = opened(rooms)
     rooms.handle(Requested("a", request(1, pages=6, share=PageShare(1, 3))), 0)
     spans = []
@@ -151,7 +205,7 @@ def test_a_rank_with_a_share_of_the_pages_writes_these_and_counts_only_its_own_w
 
 
 def test_a_decode_rank_that_is_lost_fails_the_room_for_the_others_too():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = opened(rooms)
     for peer in "ab":
         rooms.handle(Requested(peer, request(1, destinations=2)), 0)
@@ -167,7 +221,7 @@ def test_a_decode_rank_that_is_lost_fails_the_room_for_the_others_too():
 
 
 def test_a_room_that_some_asked_for_times_out_with_their_number():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=4)), 0)
     (tell, _) = rooms.handle(Tick(), TIMEOUT_S)
@@ -176,7 +230,7 @@ def test_a_room_that_some_asked_for_times_out_with_their_number():
 
 
 def test_an_abort_with_writes_under_way_waits_until_they_have_ended():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = ready(rooms)
     rooms.handle(ChunkSent(use, chunk(2)), 0)
     told = rooms.handle(Aborted(use, "client gone"), 0)
@@ -188,7 +242,7 @@ def test_an_abort_with_writes_under_way_waits_until_they_have_ended():
 
 
 def test_a_failed_write_fails_the_room_and_tells_the_decode_rank():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = ready(rooms)
     rooms.handle(ChunkSent(use, chunk(2)), 0)
     (tell, *_) = rooms.handle(ended(rooms, use, "peer frozen"), 0)
@@ -198,7 +252,7 @@ def test_a_failed_write_fails_the_room_and_tells_the_decode_rank():
 
 
 def test_a_lost_peer_fails_its_rooms_and_is_not_told():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use, other = ready(rooms), opened(rooms, 2)
     assert rooms.handle(PeerLost("a", "gone"), 0) == [Over(use)]
     assert use.view.state is RoomState.FAILED
@@ -206,7 +260,7 @@ def test_a_lost_peer_fails_its_rooms_and_is_not_told():
 
 
 def test_opening_a_room_number_again_supersedes_its_former_use():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     former = ready(rooms)
     again = opened(rooms)
     assert former.view.state is RoomState.SUPERSEDED
@@ -216,7 +270,7 @@ def test_opening_a_room_number_again_supersedes_its_former_use():
 
 
 def test_a_repeated_request_changes_nothing():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = ready(rooms)
     assert rooms.handle(Requested("a", request(1)), 0) == []
     assert use.view.state is RoomState.READY
@@ -224,7 +278,7 @@ def test_a_repeated_request_changes_nothing():
 
 @pytest.mark.parametrize("bad", [chunk(3), chunk(1), chunk(3, last=False)], ids=str)
 def test_chunks_that_do_not_fit_the_request_fail_the_room(bad):
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = ready(rooms)
     rooms.handle(ChunkSent(use, bad), 0)
     assert use.view.state is RoomState.FAILED
@@ -242,7 +296,7 @@ def test_chunks_that_do_not_fit_the_request_fail_the_room(bad):
     ids=["overtakes", "misses a page", "comes twice", "follows the last"],
 )
 def test_a_chunk_that_does_not_follow_the_one_before_fails_the_room_and_all_are_told(chunks):
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = ready(rooms)
     for one in chunks[:-1]:
         rooms.handle(ChunkSent(use, one), 0)
@@ -253,7 +307,7 @@ def test_a_chunk_that_does_not_follow_the_one_before_fails_the_room_and_all_are_
 
 
 def test_a_scheduler_that_sends_nothing_more_ends_the_room():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     idle, started = ready(rooms, 1), ready(rooms, 2)
     rooms.handle(ChunkSent(started, chunk(1, last=False)), 5)
     rooms.handle(ended(rooms, started), 6)
@@ -265,7 +319,7 @@ def test_a_scheduler_that_sends_nothing_more_ends_the_room():
 
 
 def test_pages_before_any_request_fail_the_room():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = opened(rooms)
     rooms.handle(ChunkSent(use, chunk(2)), 0)
     assert use.view.state is RoomState.FAILED

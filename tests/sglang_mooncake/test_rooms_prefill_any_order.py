@@ -14,6 +14,7 @@ from plain_plan import LAYERS, places_of, plan_of
 from prefill_rooms import (
     CHUNK_TIMEOUT_S,
     TIMEOUT_S,
+    Rooms,
     chunk,
     nothing_wanted,
     request,
@@ -34,7 +35,6 @@ from sglang_mooncake.rooms.prefill import (
     Opened,
     Over,
     PeerLost,
-    PrefillRooms,
     Requested,
     RoomAborted,
     Tick,
@@ -56,7 +56,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize(computed_first=st.booleans())
     def start(self, computed_first):
-        self.rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S, computed_first)
+        self.rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S, computed_first)
         self.now_s = 0.0
         self.uses: list[Room] = []
         self.outstanding: dict[int, list[Write]] = {}

@@ -8,6 +8,7 @@ from plain_plan import plan_of
 from prefill_rooms import (
     CHUNK_TIMEOUT_S,
     TIMEOUT_S,
+    Rooms,
     chunk,
     ended,
     opened,
@@ -22,7 +23,6 @@ from sglang_mooncake.rooms.prefill import (
     Aborted,
     ChunkSent,
     PeerLost,
-    PrefillRooms,
     Requested,
     RoomAborted,
     Tell,
@@ -33,7 +33,7 @@ from sglang_mooncake.rooms.states import RoomState
 
 
 def test_an_early_abort_of_one_rank_outlives_the_early_request_of_another():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(RoomAborted("b", RoomAbort(1, 0, "no link to its other source")), 0)
     rooms.handle(Requested("a", request(1, generation=9, destinations=2)), 0)
     use = opened(rooms)
@@ -45,7 +45,7 @@ def test_an_early_abort_of_one_rank_outlives_the_early_request_of_another():
 
 
 def test_a_lost_peer_takes_its_early_request_along_and_leaves_that_of_others():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     for peer in "ab":
         rooms.handle(Requested(peer, request(1, destinations=2)), 0)
     rooms.handle(PeerLost("a", "gone"), 0)
@@ -56,7 +56,7 @@ def test_a_lost_peer_takes_its_early_request_along_and_leaves_that_of_others():
 
 
 def test_a_room_whose_only_peer_was_lost_before_it_opened_does_not_wait_for_it():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(Requested("a", request(1)), 0)
     rooms.handle(PeerLost("a", "its process is gone"), 1)
     use = opened(rooms)
@@ -67,13 +67,13 @@ def test_a_room_whose_only_peer_was_lost_before_it_opened_does_not_wait_for_it()
 
 
 def test_an_early_request_is_kept_for_its_room():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(Requested("a", request(1)), 0)
     assert opened(rooms).view.state is RoomState.READY
 
 
 def test_an_early_request_is_refused_when_its_room_never_comes():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(Requested("a", request(1, generation=5)), 0)
     assert rooms.handle(Tick(), TIMEOUT_S - 0.1) == []
     (tell,) = rooms.handle(Tick(), TIMEOUT_S)
@@ -82,12 +82,12 @@ def test_an_early_request_is_refused_when_its_room_never_comes():
     assert "no request with this room" in tell.message.reason
 
 
-def early_bytes(rooms: PrefillRooms) -> int:
+def early_bytes(rooms: Rooms) -> int:
     return rooms._early.nbytes
 
 
 def test_what_one_peer_says_early_is_bounded_and_its_oldest_request_is_told():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     assert rooms.handle(Requested("b", request(1_000)), 0) == []
     pages = EARLY_PEER_BYTES_MAX // 4 // 4
     told = [rooms.handle(Requested("a", request(room, pages=pages)), 0) for room in range(5)]
@@ -102,7 +102,7 @@ def test_what_one_peer_says_early_is_bounded_and_its_oldest_request_is_told():
 
 def test_what_all_peers_say_early_is_bounded_and_who_has_most_gives_way(monkeypatch):
     monkeypatch.setattr(early, "EARLY_BYTES_MAX", 10_000)
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(Requested("b", request(1, pages=0)), 0)
     for room in range(100, 200):
         rooms.handle(RoomAborted("a", RoomAbort(room, 1, "never was one")), 0)
@@ -111,7 +111,7 @@ def test_what_all_peers_say_early_is_bounded_and_who_has_most_gives_way(monkeypa
 
 
 def test_aborts_of_unknown_rooms_with_long_reasons_take_little_memory():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     for room in range(300):
         rooms.handle(RoomAborted("a", RoomAbort(room, 1, "x" * 2_000_000)), 0)
     assert early_bytes(rooms) < 300 * 6_000
@@ -122,7 +122,7 @@ def test_aborts_of_unknown_rooms_with_long_reasons_take_little_memory():
 
 
 def test_an_early_abort_ends_the_room_unless_the_peer_asks_again():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     for room in (1, 2):
         rooms.handle(RoomAborted("a", RoomAbort(room, 4, "client gone")), 0)
     use, reused = opened(rooms, 1), opened(rooms, 2)
@@ -137,7 +137,7 @@ def test_an_early_abort_ends_the_room_unless_the_peer_asks_again():
 
 
 def test_an_abort_that_overtook_its_request_wins():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(RoomAborted("a", RoomAbort(1, 4, "client gone")), 0)
     rooms.handle(Requested("a", request(1, generation=4)), 0)
     use = opened(rooms)
@@ -146,7 +146,7 @@ def test_an_abort_that_overtook_its_request_wins():
 
 
 def test_a_newer_request_outlives_an_older_abort():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     rooms.handle(RoomAborted("a", RoomAbort(1, 4, "client gone")), 0)
     rooms.handle(Requested("a", request(1, generation=5)), 0)
     assert opened(rooms).view.state is RoomState.READY
@@ -154,7 +154,7 @@ def test_a_newer_request_outlives_an_older_abort():
 
 @pytest.mark.parametrize("when", ["before the number is used again", "after"])
 def test_a_late_abort_of_a_former_use_ends_no_later_one(when):
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     former = ready(rooms)
     rooms.handle(ChunkSent(former, chunk(2)), 0)
     rooms.handle(ended(rooms, former), 0)
@@ -171,7 +171,7 @@ def test_a_late_abort_of_a_former_use_ends_no_later_one(when):
 
 
 def test_an_abort_of_an_early_request_is_not_lost_on_a_room_in_use():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     ready(rooms)
     rooms.handle(Requested("a", request(1, generation=2)), 0)
     rooms.handle(RoomAborted("a", RoomAbort(1, 2, "client gone")), 0)
@@ -182,7 +182,7 @@ def test_an_abort_of_an_early_request_is_not_lost_on_a_room_in_use():
 
 
 def test_a_request_that_comes_twice_opens_no_later_use_of_its_room_number():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     former = ready(rooms)
     rooms.handle(Aborted(former, "client gone"), 0)
     again = opened(rooms)
@@ -192,7 +192,7 @@ def test_a_request_that_comes_twice_opens_no_later_use_of_its_room_number():
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_a_rank_that_will_never_ask_is_not_waited_for(is_early):
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     abort = RoomAborted("(no link)", RoomAbort(1, 0, "it has another secret", refused=True))
     if is_early:
         rooms.handle(abort, 0)
@@ -204,7 +204,7 @@ def test_a_rank_that_will_never_ask_is_not_waited_for(is_early):
 
 
 def test_a_room_that_another_rank_has_asked_for_does_not_end_at_such_a_word():
-    rooms = PrefillRooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
+    rooms = Rooms(plan_of, TIMEOUT_S, CHUNK_TIMEOUT_S)
     use = opened(rooms)
     rooms.handle(Requested("a", request(1, destinations=2)), 0)
     rooms.handle(RoomAborted("b", RoomAbort(1, 0, "a stranger's word", refused=True)), 0)
