@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefill side at work: chunks from the scheduler, requests from decode ranks, transfers of the
 engine. What is to be done is decided in `rooms/prefill.py`; here it is done, on the loop thread, by
-`links/`, `stream_order.py` and `outgoing.py`."""
+`links/`, `gpu_events.py` and `outgoing.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import queue
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +21,7 @@ from sglang_mooncake.context import RankContext
 from sglang_mooncake.control import ControlLoop
 from sglang_mooncake.dp_ranks import DpRankNotices
 from sglang_mooncake.executor import Executor
+from sglang_mooncake.gpu_events import EventWaiter
 from sglang_mooncake.layout import Layout, Plan, can_go_by_layers
 from sglang_mooncake.links.prefill import Connected, PrefillLinks
 from sglang_mooncake.links.sockets import PortsTaken
@@ -29,11 +29,11 @@ from sglang_mooncake.messages import HelloReply, RoomAbort, RoomFailed
 from sglang_mooncake.outgoing import Outgoing, TransferEnded
 from sglang_mooncake.rank_report import DecodePeer
 from sglang_mooncake.rooms import prefill as rooms
+from sglang_mooncake.rooms.prefill_events import StreamEvent
 from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.side import Side, broken
 from sglang_mooncake.stats import Recorder
-from sglang_mooncake.stream_order import StreamEvent, StreamOrder, Waited
 
 __all__ = ["MISDIRECTED_S", "PrefillSide"]
 
@@ -44,14 +44,6 @@ MISDIRECTED_S = 2.0
 _MISDIRECTED_MAX = 4_096
 #: In the place of a link's key, which is longer: nobody else can use it.
 _WITHOUT_LINK = "(no link)"
-
-
-@dataclass(frozen=True, slots=True)
-class _SentAfter:
-    """A chunk whose pages the GPU has yet to fill."""
-
-    sent: rooms.ChunkSent | rooms.LayersFilled
-    events: Sequence[StreamEvent]
 
 
 class Stages(Protocol):
@@ -100,13 +92,7 @@ class PrefillSide(Side):
             context.keys.control,
         )
         self._outgoing = Outgoing(engine, recorder, lambda ended: self._loop.post(ended))
-        self._order = StreamOrder(
-            self._executor.submit,
-            lambda room, reason: self._executor.submit(rooms.Broken(room, reason)),
-            lambda waited: self._loop.post(waited),
-            context.deadlines.waiting_s,
-            context.names.waiting,
-        )
+        self._gpu_events = EventWaiter(self._happened)
         recorder.open_rooms = lambda: self._rooms.rooms
         self._dp_ranks = DpRankNotices(self._register_dp_rank, self.fail)
         self._ports: tuple[int, int] | None = None
@@ -143,7 +129,7 @@ class PrefillSide(Side):
             TimeoutError: the loop did not come so far within 10 s.
         """
         self._ports = ports
-        self._order.start()
+        self._gpu_events.start()
         self._loop.start()
         try:
             port = self._port.get(timeout=_START_TIMEOUT_S)
@@ -174,8 +160,7 @@ class PrefillSide(Side):
 
         events: nothing of the chunk is read before these have happened. Chunks keep their order.
         """
-        sent = rooms.ChunkSent(room, chunk)
-        self._loop.leave(_SentAfter(sent, events) if events else sent)
+        self._loop.leave(rooms.ChunkSent(room, chunk, events))
         if chunk.is_last:
             self._polled.add(room.serial)
         if not self._polled:
@@ -196,8 +181,8 @@ class PrefillSide(Side):
         wake: the loop, at once: the scheduler polls nothing before its forward ends. Who says this
             of several rooms leaves it to the last of them.
         """
-        filled = rooms.LayersFilled(room, pages, first, below, time.monotonic())
-        self._loop.leave(_SentAfter(filled, events) if events else filled)
+        now_s = time.monotonic()
+        self._loop.leave(rooms.LayersFilled(room, pages, first, below, now_s, events))
         if wake:
             self._loop.wake()
 
@@ -239,7 +224,7 @@ class PrefillSide(Side):
     def close(self) -> None:
         super().close()
         self._dp_ranks.close()
-        self._order.close()
+        self._gpu_events.close()
 
     # --- control.Handler ------------------------------------------------------------------------
 
@@ -256,12 +241,6 @@ class PrefillSide(Side):
     def on_stimulus(self, stimulus: Any, now_s: float) -> None:
         del now_s
         match stimulus:
-            case _SentAfter(sent, events):
-                self._order.submit(sent.room, sent, events)
-            case rooms.ChunkSent(room) | rooms.LayersFilled(room):
-                self._order.submit(room, stimulus)
-            case Waited():
-                self._order.waited(stimulus)
             case rooms.Closed(room):
                 self._executor.submit(stimulus)
                 if self._stages is not None:
@@ -307,6 +286,8 @@ class PrefillSide(Side):
             case rooms.Write(room, key):
                 began_s = self._outgoing.begin(instruction, self._links[key])
                 self._executor.submit(rooms.WriteBegan(room, began_s))
+            case rooms.AwaitEvents():
+                self._gpu_events.wait_for(instruction)
             case rooms.CancelWrites(room, keys):
                 self._outgoing.cancel(room, keys)
             case rooms.Tell(peer, message):
@@ -333,6 +314,12 @@ class PrefillSide(Side):
                 return None
             case _:
                 return broken(cause, error)
+
+    def _happened(self, events: Sequence[rooms.EventsHappened]) -> None:
+        """In the thread that waits for the GPU."""
+        for event in events:
+            self._loop.leave(event)
+        self._loop.wake()
 
     def _tell_stages(self, room: Room) -> None:
         """A room is over. One that a newer use has replaced says nothing of that one."""

@@ -40,12 +40,8 @@ class _Announced:
 
 @dataclass(slots=True, eq=False)
 class EarlyLayers:
-    """Of one room.
+    """Of one room."""
 
-    held: chunks that wait until no early write is under way, in their order.
-    """
-
-    held: list[Chunk] = field(default_factory=list)
     _announced: dict[int, _Announced] = field(default_factory=dict)  # by first page
 
     def announce(self, filled: LayersFilled, next_page: int) -> Layers | str:
@@ -55,8 +51,6 @@ class EarlyLayers:
         """
         if filled.first < next_page:
             return _NOTHING  # the chunk was sent meanwhile, with all its layers
-        if self.held:
-            return "an announced chunk was sent with other pages"
         known = self._announced.get(filled.first)
         if known is None:
             if self._overlap(filled):

@@ -12,23 +12,18 @@ from itertools import chain
 from sglang_mooncake.context import FIELD_NAMES, SettingNames
 from sglang_mooncake.layout import ALL, Dealt, Layers
 from sglang_mooncake.layout.indices import owned
-from sglang_mooncake.messages import (
-    RoomAbort,
-    RoomComputed,
-    RoomFailed,
-    RoomRequest,
-    RoomWait,
-)
-from sglang_mooncake.rooms.checks import chunk_problem, disagreement, layers_problem
-from sglang_mooncake.rooms.early import Early, EarlyRooms
+from sglang_mooncake.messages import RoomComputed
+from sglang_mooncake.rooms.checks import chunk_problem, layers_problem
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
 from sglang_mooncake.rooms.prefill_events import (
     Awaited,
+    AwaitEvents,
     CancelWrites,
     Chunk,
     ChunkSent,
     Computed,
     Event,
+    EventsHappened,
     FellBack,
     Instruction,
     LayersFilled,
@@ -44,16 +39,21 @@ from sglang_mooncake.rooms.prefill_events import (
 from sglang_mooncake.rooms.prefill_room import (
     Deadlines,
     PrefillRoom,
+    Said,
     abort_of_nobody_else,
+    gpu_hangs,
     overdue,
     peer_gave_up,
 )
+from sglang_mooncake.rooms.prefill_table import PrefillTable
 from sglang_mooncake.rooms.recipient import PairPlan, Recipient
-from sglang_mooncake.rooms.room import Publisher, Room
-from sglang_mooncake.rooms.states import RELEASED, TRANSITIONS_PREFILL, RoomState, Step
+from sglang_mooncake.rooms.requests import Requests
+from sglang_mooncake.rooms.room import Room
+from sglang_mooncake.rooms.states import RELEASED, RoomState, Step
 
 __all__ = [
     "Aborted",
+    "AwaitEvents",
     "Awaited",
     "Broken",
     "CancelWrites",
@@ -62,6 +62,7 @@ __all__ = [
     "Closed",
     "Computed",
     "Event",
+    "EventsHappened",
     "FellBack",
     "Instruction",
     "LayersFilled",
@@ -79,17 +80,15 @@ __all__ = [
     "WriteEnded",
 ]
 
-#: Rooms that ended badly are remembered, so that a decode rank which asks later is told at once.
-ENDED_ROOMS_MAX = 4_096
 #: A decode rank, which pages of a chunk it is to have (positions in the room), and how many of them
 #: this rank has.
 _Part = tuple[str, Recipient, range, int]
 #: Writes of layers before their chunk, of all rooms. Engine and peers take a bounded number of
 #: transfers, and must have room for chunks.
 EARLY_WRITES_MAX = 4_096
-#: Requests that were met or refused are remembered, so that what is said of them late ends no later
-#: use of the same room number.
-ANSWERED_MAX = 65_536
+#: Chunks and announcements of layers that wait for the GPU, of all rooms: far more than a prefill
+#: server has under way. One is a few hundred bytes and its pages.
+WAITING_MAX = 65_536
 
 
 class PrefillRooms:
@@ -99,7 +98,8 @@ class PrefillRooms:
         plan_of: the plan of the copy to a peer that has asked; raises LookupError.
         bootstrap_timeout_s: how long a room waits for its decode ranks, and a request for its room.
         chunk_timeout_s: how long a room waits for its scheduler's next chunk. Long before, a decode
-            rank gives up and says so; this is for one whose word never comes.
+            rank gives up and says so; this is for one whose word never comes. The GPU has half of
+            it to fill what the scheduler has sent.
         computed_first: decode ranks ask for a room only once its prompt is computed (the policy
             prefill_complete), so that it waits for them from then on.
         pages_dealt: which of the pages of a chunk this rank has (`Layout.pages_dealt`).
@@ -116,22 +116,19 @@ class PrefillRooms:
         names: SettingNames = FIELD_NAMES,
     ) -> None:
         self._deadlines = Deadlines(bootstrap_timeout_s, chunk_timeout_s, computed_first, names)
-        self._plan_of, self._pages_dealt = plan_of, pages_dealt
-        self._rooms: dict[int, PrefillRoom] = {}  # by serial: a number may be in use twice
-        self._current: dict[int, PrefillRoom] = {}  # by room number: the newest use
-        self._views = Publisher(TRANSITIONS_PREFILL)
-        self._early = EarlyRooms(bootstrap_timeout_s, names.bootstrap)
-        self._ended: dict[int, str] = {}  # room number → why it ended badly
-        self._answered: dict[tuple[str, int], int] = {}  # (peer, room number) → newest generation
+        self._pages_dealt = pages_dealt
+        self._table = PrefillTable()
+        self._views = self._table.views
+        self._requests = Requests(self._table, plan_of, bootstrap_timeout_s, names.bootstrap)
         self._early_writes = 0  # under way
 
     def __len__(self) -> int:
-        return len(self._rooms)
+        return len(self._table)
 
     @property
     def rooms(self) -> list[Room]:
         """Those that are not over. Any thread may ask."""
-        return [record.room for record in self._rooms.copy().values()]  # the copy is one step
+        return self._table.rooms
 
     def handle(self, event: Event, now_s: float) -> Iterator[Instruction]:
         """Applies one event while its instructions are taken. Idempotent where peers may repeat
@@ -153,62 +150,49 @@ class PrefillRooms:
         match event:
             case Opened(room):
                 return self._open(room, now_s)
-            case ChunkSent(room, chunk):
-                record = self._rooms.get(room.serial)
-                return [] if record is None else self._chunk(record, chunk, now_s)
-            case LayersFilled():
-                return self._layers_filled(event, now_s)
+            case ChunkSent() | LayersFilled():
+                return self._say(event, now_s)
+            case EventsHappened(room, failure):
+                return self._filled(room, failure, now_s)
             case Aborted(room, reason):
-                return self._end(self._rooms.get(room.serial), RoomState.ABORTED, reason)
+                return self._table.end(self._table.get(room), RoomState.ABORTED, reason)
             case Broken(room, reason):
-                return self._end(self._rooms.get(room.serial), RoomState.FAILED, reason)
+                return self._table.end(self._table.get(room), RoomState.FAILED, reason)
             case Closed(room):
-                return self._end(self._rooms.get(room.serial), RoomState.ABORTED, RELEASED)
+                return self._table.end(self._table.get(room), RoomState.ABORTED, RELEASED)
             case Computed(room):
                 return self._computed(room, now_s)
             case Awaited(peer, wait):
-                return self._await(peer, wait, now_s)
+                return self._requests.wait(peer, wait, now_s)
             case Requested(peer, request):
-                return self._request(peer, request, now_s)
+                return self._requests.request(peer, request, now_s)
             case RoomAborted(peer, message):
-                return self._peer_abort(peer, message, now_s)
+                return self._requests.abort(peer, message, now_s)
             case WriteBegan(room, at_s):
-                record = self._rooms.get(room.serial)
+                record = self._table.get(room)
                 if record is not None:
                     self._views.mark(record, posted_s=at_s)
                 return []
             case WriteEnded():
                 return self._write_ended(event, now_s)
             case PeerLost(peer, reason):
-                return self._peer_lost(peer, reason, now_s)
+                return self._requests.lost(peer, reason, now_s)
             case Tick():
                 return self._tick(now_s)
 
-    # --- events of the scheduler ---
+    # --- events of the scheduler; those of peers are in requests.py ---
 
     def _open(self, room: Room, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
-        former = self._current.get(room.number)
+        former = self._table.newest(room.number)
         if former is not None:
-            instructions += self._end(
-                former,
-                RoomState.SUPERSEDED,
-                f"room {room.number} was opened again by a newer request",
-            )
-        self._rooms[room.serial] = self._current[room.number] = PrefillRoom(room)
-        self._ended.pop(room.number, None)
-        for early in self._early.take(room.number):
-            match early.message:
-                case RoomRequest():
-                    instructions += self._request(early.peer, early.message, now_s)
-                case RoomWait():
-                    instructions += self._await(early.peer, early.message, now_s)
-                case RoomAbort():
-                    instructions += self._peer_abort(early.peer, early.message, now_s)
-        return instructions
+            reason = f"room {room.number} was opened again by a newer request"
+            instructions = self._table.end(former, RoomState.SUPERSEDED, reason)
+        self._table.add(room)
+        return instructions + self._requests.opened(room.number, now_s)
 
     def _computed(self, room: Room, now_s: float) -> list[Instruction]:
-        record = self._rooms.get(room.serial)
+        record = self._table.get(room)
         if record is None or record.view.state is not RoomState.OPEN:
             return []
         if record.computed_s is not None:
@@ -219,11 +203,60 @@ class PrefillRooms:
             for peer, generation in record.waiting.items()
         ]
 
-    def _layers_filled(self, filled: LayersFilled, now_s: float) -> Iterable[Instruction]:
+    def _say(self, event: ChunkSent | LayersFilled, now_s: float) -> Iterable[Instruction]:
+        """Nothing of a room overtakes what waits there. Rooms do not wait for each other."""
+        record = self._table.get(event.room)
+        if record is None or record.is_ending:
+            return []  # the scheduler had not yet seen the end when it said this
+        if self._table.waiting >= WAITING_MAX and (event.events or record.said):
+            full = (
+                f"{WAITING_MAX} chunks are waiting for GPU events, which is the limit: the GPU "
+                "seems to hang"
+            )
+            return self._table.end(record, RoomState.FAILED, full)
+        record.said.append(Said(event, now_s, bool(event.events)))
+        self._table.waiting += 1
+        record.moved_s = now_s
+        if event.events:
+            return [AwaitEvents(event.room, event.events)]
+        return self._go_on(record, now_s)
+
+    def _filled(self, room: Room, failure: str | None, now_s: float) -> Iterable[Instruction]:
+        """The GPU has filled what was said first of those that wait for it, or never will."""
+        record = self._table.get(room)
+        said = next((one for one in record.said if one.awaits_gpu), None) if record else None
+        if record is None or said is None:
+            return []  # the room has ended meanwhile
+        if failure is not None:
+            return self._table.end(record, RoomState.FAILED, failure)
+        said.awaits_gpu = False
+        return self._go_on(record, now_s)
+
+    def _go_on(self, record: PrefillRoom, now_s: float) -> Iterator[Instruction]:
+        """Takes up what was said of a room until something has to wait."""
+        while record.said and not self._must_wait(record):
+            event = record.said.popleft().event
+            self._table.waiting -= 1
+            match event:
+                case ChunkSent(_, chunk):
+                    yield from self._chunk(record, chunk, now_s)
+                case LayersFilled():
+                    yield from self._layers_filled(record, event, now_s)
+
+    @staticmethod
+    def _must_wait(record: PrefillRoom) -> bool:
+        said = record.said[0]
+        if said.awaits_gpu:
+            return True
+        chunk = said.event.chunk if isinstance(said.event, ChunkSent) else None
+        return chunk is not None and record.writes_early and record.early.contradicts(chunk)
+
+    def _layers_filled(
+        self, record: PrefillRoom, filled: LayersFilled, now_s: float
+    ) -> Iterable[Instruction]:
         room = filled.room
-        record = self._rooms.get(room.serial)
-        if record is None or record.view.state not in (RoomState.READY, RoomState.SENDING):
-            return []  # it has ended, or its last chunk was sent
+        if record.view.state not in (RoomState.READY, RoomState.SENDING):
+            return []  # nobody has asked, or the last chunk was sent
         if self._early_writes >= EARLY_WRITES_MAX:
             return [FellBack(room, "too many early writes of layers are under way")]
         chunk = Chunk(filled.pages, filled.first, None, filled.sent_s)
@@ -235,31 +268,25 @@ class PrefillRooms:
             return []
         self._views.change(record, exposed=True)
         record.moved_s = now_s
-        return self._write_early(record, chunk, layers)
+        return self._write_layers(record, chunk, layers)
 
-    def _write_early(
+    def _write_layers(
         self, record: PrefillRoom, chunk: Chunk, layers: Layers
     ) -> Iterator[Instruction]:
         for peer, recipient, span, pages in self._parts(record, chunk):
             try:
                 write = recipient.write_early(record.room, peer, chunk, span, pages, layers)
             except ValueError as error:
-                yield from self._end(record, RoomState.FAILED, _cannot_plan(chunk, error))
+                yield from self._table.end(record, RoomState.FAILED, _cannot_plan(chunk, error))
                 return
             record.early.wrote(write)
             yield self._begun(record, write)
 
     def _chunk(self, record: PrefillRoom, chunk: Chunk, now_s: float) -> Iterable[Instruction]:
-        if record.view.over or record.view.state is RoomState.ENDING:
-            return []  # the scheduler had not yet seen the end when it sent this
         early = record.early
         unannounced = early.contradicts(chunk)
-        if early.held or (unannounced and record.writes_early):
-            early.held.append(chunk)
-            record.moved_s = now_s
-            return []
         if problem := chunk_problem(record.view.state, record.next_page, record.requests, chunk):
-            return self._end(record, RoomState.FAILED, problem)
+            return self._table.end(record, RoomState.FAILED, problem)
         parts = self._parts(record, chunk)
         self._views.change(record, exposed=True, num_pages=chunk.span.stop)
         step = Step.LAST_CHUNK if chunk.is_last else Step.CHUNK
@@ -274,11 +301,11 @@ class PrefillRooms:
         layers, early_page_layers = early.take(chunk)
         if chunk.is_last and not parts and not record.writes:
             # None of those who asked wants a byte from this rank, or they have all.
-            return fell_back + self._forget(record, step, Step.QUIET)
+            return fell_back + self._table.forget(record, step, Step.QUIET)
         self._views.advance(record, step)
-        return chain(self._write(record, chunk, parts, layers, early_page_layers), fell_back)
+        return chain(self._write_chunk(record, chunk, parts, layers, early_page_layers), fell_back)
 
-    def _write(
+    def _write_chunk(
         self,
         record: PrefillRoom,
         chunk: Chunk,
@@ -291,7 +318,7 @@ class PrefillRooms:
             try:
                 write = recipient.write(record.room, peer, chunk, span, pages, layers, early)
             except ValueError as error:
-                yield from self._end(record, RoomState.FAILED, _cannot_plan(chunk, error))
+                yield from self._table.end(record, RoomState.FAILED, _cannot_plan(chunk, error))
                 return
             yield self._begun(record, write)
 
@@ -319,108 +346,10 @@ class PrefillRooms:
         pages = chunk.pages[span.start - chunk.first : span.stop - chunk.first]
         return int(owned(pages, self._pages_dealt).sum())
 
-    # --- events of peers ---
-
-    def _await(self, peer: str, wait: RoomWait, now_s: float) -> list[Instruction]:
-        if wait.generation <= self._answered.get((peer, wait.room), -1):
-            return []  # a repetition
-        record = self._current.get(wait.room)
-        if record is None or record.view.state is not RoomState.OPEN or peer in record.recipients:
-            return self._too_late(peer, wait) or self._too_early(peer, wait, now_s)
-        abort, _ = record.aborts.pop(peer, (None, 0.0))
-        if abort is not None and abort.generation >= wait.generation:
-            return self._end(record, RoomState.ABORTED, peer_gave_up(abort))
-        record.waiting[peer] = wait.generation
-        if record.computed_s is None:
-            return []
-        return [Tell(peer, RoomComputed(wait.room, wait.generation))]
-
-    def _request(self, peer: str, request: RoomRequest, now_s: float) -> list[Instruction]:
-        if request.generation <= self._answered.get((peer, request.room), -1):
-            return []  # a repetition
-        record = self._current.get(request.room)
-        is_open = record is not None and record.view.state is RoomState.OPEN
-        if record is not None and is_open and peer not in record.recipients:
-            return self._meet(record, peer, request, now_s)
-        return self._too_late(peer, request) or self._too_early(peer, request, now_s)
-
-    def _too_late(self, peer: str, request: RoomRequest | RoomWait) -> list[Instruction]:
-        """What is said of a room that has ended badly; nothing if it has not."""
-        ended = self._ended.get(request.room)
-        if ended is None:
-            return []
-        self._remember(peer, request)
-        return [Tell(peer, RoomFailed(request.room, request.generation, ended))]
-
-    def _too_early(
-        self, peer: str, request: RoomRequest | RoomWait, now_s: float
-    ) -> list[Instruction]:
-        self._early.request(peer, request, now_s)
-        return self._refuse(self._early.crowd(peer))
-
-    def _meet(
-        self, record: PrefillRoom, peer: str, request: RoomRequest, now_s: float
-    ) -> list[Instruction]:
-        self._remember(peer, request)
-        record.waiting.pop(peer, None)
-        abort, _ = record.aborts.pop(peer, (None, 0.0))
-        if abort is not None and abort.generation >= request.generation:
-            return self._end(record, RoomState.ABORTED, peer_gave_up(abort))
-        record.recipients[peer] = Recipient(request, self._plan_of(peer))
-        if problem := disagreement(record.requests):
-            return self._end(record, RoomState.FAILED, problem)
-        if len(record.recipients) == request.destinations:
-            record.moved_s = now_s
-            self._views.mark(record, met_s=now_s)
-            self._views.advance(record, Step.MET, decode_prefix_len=request.decode_prefix_len)
-            return [Met(record.room)]
-        return []
-
-    def _remember(self, peer: str, request: RoomRequest | RoomWait) -> None:
-        key = peer, request.room
-        self._answered.pop(key, None)
-        self._answered[key] = request.generation
-        if len(self._answered) > ANSWERED_MAX:
-            del self._answered[next(iter(self._answered))]
-
-    def _peer_abort(self, peer: str, message: RoomAbort, now_s: float) -> list[Instruction]:
-        record = self._current.get(message.room)
-        recipient = record.recipients.get(peer) if record is not None else None
-        if (
-            record is not None
-            and recipient is not None
-            and recipient.request.generation == message.generation
-        ):
-            del record.recipients[peer]  # it knows: no need to tell it
-            return self._end(record, RoomState.ABORTED, peer_gave_up(message))
-        if record is not None and record.waiting.get(peer) == message.generation:
-            del record.waiting[peer]
-            return self._end(record, RoomState.ABORTED, peer_gave_up(message))
-        # A rank that gave up before it named its pages says 0: that can be of no former use which
-        # had been asked for.
-        if 0 < message.generation <= self._answered.get((peer, message.room), -1):
-            return []
-        if record is not None and recipient is None and record.view.state is RoomState.OPEN:
-            if message.refused and not (record.recipients or record.waiting):
-                return self._end(record, RoomState.ABORTED, peer_gave_up(message))
-            record.aborts[peer] = message, now_s
-            return []
-        self._early.abort(peer, message, now_s)
-        return self._refuse(self._early.crowd(peer))
-
-    def _peer_lost(self, peer: str, reason: str, now_s: float) -> list[Instruction]:
-        self._early.lose(peer, reason, now_s)
-        instructions: list[Instruction] = []
-        for record in list(self._rooms.values()):
-            waited = record.waiting.pop(peer, None) is not None
-            if record.recipients.pop(peer, None) is not None or waited:
-                instructions += self._end(record, RoomState.FAILED, reason)
-        return instructions
-
     # --- the engine and the clock ---
 
     def _write_ended(self, ended: WriteEnded, now_s: float) -> Iterator[Instruction]:
-        record = self._rooms.get(ended.room.serial)
+        record = self._table.get(ended.room)
         write = record.writes.pop((ended.peer, ended.nth), None) if record is not None else None
         if record is None or write is None:
             return  # said before
@@ -431,60 +360,22 @@ class PrefillRooms:
             landed_nbytes = record.view.landed_nbytes + write.cache_nbytes
             self._views.change(record, landed_nbytes=landed_nbytes)
         else:
-            yield from self._end(record, RoomState.FAILED, ended.failure)
+            yield from self._table.end(record, RoomState.FAILED, ended.failure)
         if not record.writes and record.view.state in (RoomState.SEALED, RoomState.ENDING):
-            yield from self._forget(record, Step.QUIET)
-        elif record.early.held and not record.writes_early:
-            held, record.early.held = record.early.held, []
-            for chunk in held:
-                yield from self._chunk(record, chunk, now_s)
+            yield from self._table.forget(record, Step.QUIET)
+        else:
+            yield from self._go_on(record, now_s)
 
     def _tick(self, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []
-        for record in list(self._rooms.values()):
+        for record in self._table:
             if abort := abort_of_nobody_else(record, now_s):
-                instructions += self._end(record, RoomState.ABORTED, peer_gave_up(abort))
+                instructions += self._table.end(record, RoomState.ABORTED, peer_gave_up(abort))
+            elif hangs := gpu_hangs(record, self._deadlines, now_s):
+                instructions += self._table.end(record, RoomState.FAILED, hangs)
             elif late := overdue(record, self._deadlines, now_s):
-                instructions += self._end(record, RoomState.TIMED_OUT, late)
-        return instructions + self._refuse(self._early.late(now_s))
-
-    def _refuse(self, overdue: list[tuple[Early, str]]) -> list[Instruction]:
-        instructions: list[Instruction] = []
-        for early, reason in overdue:
-            request = early.message
-            if not isinstance(request, RoomAbort):
-                self._remember(early.peer, request)
-                failed = RoomFailed(request.room, request.generation, reason)
-                instructions.append(Tell(early.peer, failed))
-        return instructions
-
-    # --- ends ---
-
-    def _end(self, record: PrefillRoom | None, end: RoomState, reason: str) -> list[Instruction]:
-        if record is None or record.view.over or record.view.state is RoomState.ENDING:
-            return []
-        room = record.room
-        asked = {peer: one.request.generation for peer, one in record.recipients.items()}
-        instructions: list[Instruction] = [
-            Tell(peer, RoomFailed(room.number, generation, f"prefill side: {reason}"))
-            for peer, generation in (asked | record.waiting).items()
-        ]
-        self._views.change(record, reason=reason, end=end)
-        if len(self._ended) >= ENDED_ROOMS_MAX:
-            del self._ended[next(iter(self._ended))]
-        self._ended[room.number] = f"prefill side: {reason}"
-        if not record.writes:
-            return instructions + self._forget(record, Step.END, Step.QUIET)
-        self._views.advance(record, Step.END)
-        return [*instructions, CancelWrites(room, tuple(record.writes))]
-
-    def _forget(self, record: PrefillRoom, *steps: Step) -> list[Instruction]:
-        """The end. The scheduler still has the room; the table needs it no more."""
-        self._views.advance(record, *steps)
-        del self._rooms[record.room.serial]
-        if self._current.get(record.room.number) is record:
-            del self._current[record.room.number]
-        return [Over(record.room, tuple(record.stories))]
+                instructions += self._table.end(record, RoomState.TIMED_OUT, late)
+        return instructions + self._requests.tick(now_s)
 
 
 def _cannot_plan(chunk: Chunk, error: ValueError) -> str:

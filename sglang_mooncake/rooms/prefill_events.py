@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +25,14 @@ from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.write_story import WriteStory
 
 __all__ = [
+    "AwaitEvents",
     "Awaited",
     "CancelWrites",
     "Chunk",
     "ChunkSent",
     "Computed",
     "Event",
+    "EventsHappened",
     "FellBack",
     "Instruction",
     "LayersFilled",
@@ -36,6 +40,7 @@ __all__ = [
     "PeerLost",
     "Requested",
     "RoomAborted",
+    "StreamEvent",
     "Tell",
     "Write",
     "WriteBegan",
@@ -43,10 +48,18 @@ __all__ = [
 ]
 
 
+class StreamEvent(Protocol):
+    """An event that was recorded on a device's stream: `torch.cuda.Event` and its likes."""
+
+    def query(self) -> bool:
+        """Whether the stream has come to it. Raises what went wrong on the device."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Pages of one `send()`: `pages[i]` goes to the destination's page `first + i`. How many there
-    are is known at once, but which: only when the room's rules are told of the chunk."""
+    are is known at once, but which: only when the events before the chunk have happened."""
 
     pages: npt.NDArray[np.integer]
     first: int
@@ -70,20 +83,34 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSent:
+    """events: nothing of the chunk is read before these have happened."""
+
     room: Room
     chunk: Chunk
+    events: Sequence[StreamEvent] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LayersFilled:
     """While a forward goes on: of these pages, as in `Chunk`, every layer whose number is below
-    `below` is filled. A `ChunkSent` with the same pages follows once all of them are."""
+    `below` is filled once `events` have happened. A `ChunkSent` with the same pages follows when
+    all of them are."""
 
     room: Room
     pages: npt.NDArray[np.integer]
     first: int
     below: int
     sent_s: float
+    events: Sequence[StreamEvent] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EventsHappened:
+    """Those of the room's oldest `AwaitEvents` that was not answered. failure: why they never
+    will."""
+
+    room: Room
+    failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +171,7 @@ Event = (
     Opened
     | ChunkSent
     | LayersFilled
+    | EventsHappened
     | Aborted
     | Broken
     | Closed
@@ -197,6 +225,14 @@ class Write:
         return self.peer, self.nth
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AwaitEvents:
+    """Say `EventsHappened` once all of these have happened, if the room goes on until then."""
+
+    room: Room
+    events: Sequence[StreamEvent]
+
+
 @dataclass(frozen=True, slots=True)
 class FellBack:
     """Layers that were filled early do not go early, or went for nothing; with the reason."""
@@ -226,4 +262,4 @@ class Tell:
     message: RoomComputed | RoomFailed
 
 
-Instruction = Met | Write | CancelWrites | Tell | FellBack | Over
+Instruction = Met | AwaitEvents | Write | CancelWrites | Tell | FellBack | Over

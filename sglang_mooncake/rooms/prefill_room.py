@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from sglang_mooncake.context import SettingNames
 from sglang_mooncake.messages import RoomAbort, RoomRequest
 from sglang_mooncake.rooms.layers import EarlyLayers
-from sglang_mooncake.rooms.prefill_events import Write
+from sglang_mooncake.rooms.prefill_events import ChunkSent, LayersFilled, Write
 from sglang_mooncake.rooms.recipient import Recipient
 from sglang_mooncake.rooms.room import Record
 from sglang_mooncake.rooms.states import RoomState
@@ -18,7 +19,9 @@ __all__ = [
     "ABORT_GRACE_S",
     "Deadlines",
     "PrefillRoom",
+    "Said",
     "abort_of_nobody_else",
+    "gpu_hangs",
     "overdue",
     "peer_gave_up",
 ]
@@ -29,21 +32,34 @@ ABORT_GRACE_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
+class Said:
+    """What the scheduler has said at `since_s`. awaits_gpu: whether its events have yet to
+    happen."""
+
+    event: ChunkSent | LayersFilled
+    since_s: float
+    awaits_gpu: bool
+
+
+@dataclass(slots=True, eq=False)
 class PrefillRoom(Record):
     """
     recipients: the peers that have asked.
     waiting: peers that will ask once the prompt is computed; with which generation.
     aborts: by peers that have not asked; since when.
+    said: what the scheduler has said and what waits, in its order. The first waits for the GPU, or
+        until no early write is under way; the others wait for the first.
     writes: those under way, by `Write.key`.
     stories: of writes that have ended.
     next_page: where the next chunk must begin.
-    moved_s: when its decode ranks had asked, or the latest chunk came.
+    moved_s: when its decode ranks had asked, or the scheduler said the latest of its pages.
     """
 
     recipients: dict[str, Recipient] = field(default_factory=dict)
     waiting: dict[str, int] = field(default_factory=dict)
     computed_s: float | None = None
     aborts: dict[str, tuple[RoomAbort, float]] = field(default_factory=dict)
+    said: deque[Said] = field(default_factory=deque)
     writes: dict[tuple[str, int], Write] = field(default_factory=dict)
     stories: list[WriteStory] = field(default_factory=list)
     next_page: int = 0
@@ -53,6 +69,11 @@ class PrefillRoom(Record):
     @property
     def requests(self) -> list[RoomRequest]:
         return [one.request for one in self.recipients.values()]
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether its end is decided."""
+        return self.view.over or self.view.state is RoomState.ENDING
 
     @property
     def writes_early(self) -> bool:
@@ -75,6 +96,11 @@ class Deadlines:
     computed_first: bool
     names: SettingNames
 
+    @property
+    def gpu_s(self) -> float:
+        """For what the scheduler has said to be filled on the GPU."""
+        return self.chunk_s / 2
+
 
 def overdue(record: PrefillRoom, deadlines: Deadlines, now_s: float) -> str | None:
     """Why a room has waited for too long; None if it has not."""
@@ -96,6 +122,19 @@ def overdue(record: PrefillRoom, deadlines: Deadlines, now_s: float) -> str | No
                     f"(twice {deadlines.names.waiting})"
                 )
     return None
+
+
+def gpu_hangs(record: PrefillRoom, deadlines: Deadlines, now_s: float) -> str | None:
+    """Why what the scheduler has said waits for the GPU no more; None if it does, or must not."""
+    if not record.said or not record.said[0].awaits_gpu:
+        return None
+    waited_s = now_s - record.said[0].since_s
+    if waited_s < deadlines.gpu_s:
+        return None
+    return (
+        f"the GPU did not fill the pages that were sent for room {record.room.number} within "
+        f"{waited_s:.0f} s ({deadlines.names.waiting})"
+    )
 
 
 def abort_of_nobody_else(record: PrefillRoom, now_s: float) -> RoomAbort | None:

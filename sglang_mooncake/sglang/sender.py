@@ -10,6 +10,7 @@ import numpy as np
 
 from bootstrap_server import split_address
 from sglang_mooncake.rooms.prefill import Chunk
+from sglang_mooncake.rooms.prefill_events import StreamEvent
 from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.sglang.layerwise.spans import SpanSender
 from sglang_mooncake.sglang.manager import KVManager
@@ -21,7 +22,6 @@ from sglang_mooncake.sglang.seam import (
     dp_rank_conflict,
 )
 from sglang_mooncake.side import state_lists
-from sglang_mooncake.stream_order import StreamEvent
 
 __all__ = ["KVSender"]
 

@@ -35,11 +35,11 @@ from sglang_mooncake.messages import PROTOCOL_VERSION
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rank_report import RankReport
 from sglang_mooncake.rooms.prefill import Chunk
+from sglang_mooncake.rooms.prefill_events import StreamEvent
 from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.sglang.config import Config
 from sglang_mooncake.stats import Recorder
-from sglang_mooncake.stream_order import StreamEvent
 from te.config import TRANSPORTS
 from te.memory import Remote
 

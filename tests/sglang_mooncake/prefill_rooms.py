@@ -69,5 +69,5 @@ def ready(rooms: Rooms, room: int = 1) -> Room:
 
 def ended(rooms: Rooms, use: Room, failure: str | None = None) -> WriteEnded:
     """What is said of the oldest write that is under way for a room."""
-    peer, nth = next(iter(rooms._rooms[use.serial].writes))
+    peer, nth = next(iter(rooms._table.get(use).writes))
     return WriteEnded(use, peer, nth, failure)

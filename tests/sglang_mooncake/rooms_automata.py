@@ -5,6 +5,7 @@ worked out once."""
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -92,7 +93,7 @@ def _frozen(value: Any) -> Any:
         return value if len(value) <= 3 else "…"
     if isinstance(value, dict):
         return frozenset((_frozen(key), _frozen(entry)) for key, entry in value.items())
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         return tuple(map(_frozen, value))
     if isinstance(value, set | frozenset):
         return frozenset(map(_frozen, value))

@@ -191,7 +191,8 @@ def test_a_prefill_rank_that_has_forgotten_us_is_asked_for_a_link_again():
         first = pair.decode.side.new_room(1)
         pair.decode.side.choose_sources(first, pair.address, 0)
         until(
-            lambda: pair.prefill.side._rooms._early.nbytes, "the prefill rank knows that it waits"
+            lambda: pair.prefill.side._rooms._requests._early.nbytes,
+            "the prefill rank knows that it waits",
         )
         for destination in pair.prefill.side._links._destinations:
             pair.prefill.side._links._destinations.remove(destination.key)

@@ -197,12 +197,11 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def what_is_early_is_counted(self):
-        kept = [
-            early for peer in self.rooms._early._peers.values() for early in peer.messages.values()
-        ]
-        assert self.rooms._early.nbytes == sum(one.nbytes for one in kept)
+        early = self.rooms._requests._early
+        kept = [one for peer in early._peers.values() for one in peer.messages.values()]
+        assert early.nbytes == sum(one.nbytes for one in kept)
         assert {(one.peer, one.message.room) for one in kept} == {
-            (peer, room) for room, peers in self.rooms._early._rooms.items() for peer in peers
+            (peer, room) for room, peers in early._rooms.items() for peer in peers
         }
 
     @invariant()

@@ -83,7 +83,7 @@ def test_an_early_request_is_refused_when_its_room_never_comes():
 
 
 def early_bytes(rooms: Rooms) -> int:
-    return rooms._early.nbytes
+    return rooms._requests._early.nbytes
 
 
 def test_what_one_peer_says_early_is_bounded_and_its_oldest_request_is_told():
@@ -116,7 +116,7 @@ def test_aborts_of_unknown_rooms_with_long_reasons_take_little_memory():
         rooms.handle(RoomAborted("a", RoomAbort(room, 1, "x" * 2_000_000)), 0)
     assert early_bytes(rooms) < 300 * 6_000
     assert sum(
-        len(one.message.reason) for room in range(300) for one in rooms._early.take(room)
+        len(one.message.reason) for room in range(300) for one in rooms._requests._early.take(room)
     ) == (300 * REASON_CHARS_MAX)
     assert early_bytes(rooms) == 0
 

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_mooncake.rooms.prefill_events import StreamEvent
 from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.sglang.layerwise.spans import Span
-from sglang_mooncake.stream_order import StreamEvent
 
 __all__ = ["Figures", "Forward", "LayerSink", "Part", "Streams"]
 
