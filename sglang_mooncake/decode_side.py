@@ -33,45 +33,49 @@ from sglang_mooncake.fences import Fencer
 from sglang_mooncake.fetching import fetch_instance
 from sglang_mooncake.given_up import GivenUpNotices
 from sglang_mooncake.instances import KNOWN_MAX, PrefillInstances
-from sglang_mooncake.layout import SEAL_BYTES, Buffers, Layout, Seal
+from sglang_mooncake.layout import COMPLETION_BYTES, Buffers, CompletionRecord, Layout
 from sglang_mooncake.layout.pairing import DRAFT
 from sglang_mooncake.links.decode import DecodeLinks, LinkKey
 from sglang_mooncake.messages import Hello
 from sglang_mooncake.registries import Registries
 from sglang_mooncake.registry_check import RegistryCheck
 from sglang_mooncake.rooms import decode as rooms
-from sglang_mooncake.rooms.arrival import SealDisagrees, check_dealt, has_arrived
+from sglang_mooncake.rooms.arrival import CompletionDisagrees, check_dealt, has_arrived
 from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.states import RoomState
 from sglang_mooncake.side import Side
 from sglang_mooncake.sources import sources_of
 from sglang_mooncake.stats import Recorder
 
-__all__ = ["FENCE_NOW_TIMEOUT_S", "DecodeSide", "SealBuffer"]
+__all__ = ["FENCE_NOW_TIMEOUT_S", "CompletionBuffer", "DecodeSide"]
 
 #: Rooms × sources that may be open on one rank at once.
-SEAL_SLOTS = 16_384
+COMPLETION_SLOTS = 16_384
 #: SGLang keeps the pages of a failed request for 30 s before it uses them again unasked; with that
 #: switched off, its scheduler waits for us this long before it does.
 FENCE_NOW_TIMEOUT_S = 5.0
 
 
-class SealBuffer:
-    """Registered memory where sources leave the seals of the rooms of this rank."""
+class CompletionBuffer:
+    """Registered memory where sources leave the completion records of the rooms of this rank."""
 
     def __init__(self, engine: te.Engine) -> None:
-        self._memory = np.zeros(SEAL_SLOTS * SEAL_BYTES, dtype=np.uint8)
+        self._memory = np.zeros(COMPLETION_SLOTS * COMPLETION_BYTES, dtype=np.uint8)
         self._region = engine.register(self._memory, remote="tagged")
-        self.buffers = Buffers((self._region.address,), (SEAL_BYTES,), (SEAL_SLOTS * SEAL_BYTES,))
+        self.buffers = Buffers(
+            (self._region.address,), (COMPLETION_BYTES,), (COMPLETION_SLOTS * COMPLETION_BYTES,)
+        )
 
-    def read(self, slot: int) -> Seal:
-        """What lies in the slot now, which may be the first half of a seal that is landing."""
-        return Seal.unpack(self._memory[slot * SEAL_BYTES : (slot + 1) * SEAL_BYTES].tobytes())
+    def read(self, slot: int) -> CompletionRecord:
+        """What lies in the slot now, which may be the first half of a record that is landing."""
+        return CompletionRecord.unpack(
+            self._memory[slot * COMPLETION_BYTES : (slot + 1) * COMPLETION_BYTES].tobytes()
+        )
 
     def clear(self, slot: int) -> None:
-        """Zeroes a slot for its next room: a seal counts once its generation and its number of
+        """Zeroes a slot for its next room: a record counts once its generation and its number of
         writes are there, and neither may come from the slot's former room."""
-        self._memory[slot * SEAL_BYTES : (slot + 1) * SEAL_BYTES] = 0
+        self._memory[slot * COMPLETION_BYTES : (slot + 1) * COMPLETION_BYTES] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class DecodeSide(Side):
         context: RankContext,
         engine: te.Engine,
         layout: Layout,
-        seals: SealBuffer,
+        completions: CompletionBuffer,
         recorder: Recorder,
         registries: Registries,
         link_timeout_s: float,
@@ -99,10 +103,10 @@ class DecodeSide(Side):
     ) -> None:
         """``registry``: those that are asked for an instance whose own does not answer."""
         self._context, self._engine = context, engine
-        self._layout, self._seals, self._recorder = layout, seals, recorder
+        self._layout, self._completions, self._recorder = layout, completions, recorder
         self._rooms = rooms.DecodeRooms(
             rooms.DecodeDeadlines(context.deadlines.bootstrap_s, context.deadlines.waiting_s),
-            SEAL_SLOTS,
+            COMPLETION_SLOTS,
             first_generation=secrets.randbits(62) + 1,
             new_tag=te.new_tag,
             computed_first=context.waits_for_prompt,
@@ -305,33 +309,33 @@ class DecodeSide(Side):
     def has_arrived(self, room: Room) -> bool:
         """Whether all is here that every source was asked for. A room of which a source has ended
         with something else fails at once."""
-        view, seals = room.view, []
-        arrived = bool(view.awaited)
-        for awaited in view.awaited:
-            writes = self._engine.arrived(awaited.tag)
+        view, completions = room.view, []
+        arrived = bool(view.expected)
+        for expected in view.expected:
+            writes = self._engine.arrived(expected.tag)
             if not writes:
                 arrived = False
                 continue
-            nbytes = self._engine.arrived_nbytes(awaited.tag)
+            nbytes = self._engine.arrived_nbytes(expected.tag)
             try:
-                seal = self._seals.read(awaited.slot)
-                is_here = has_arrived(awaited, seal, writes, nbytes)
-            except SealDisagrees as error:
+                completion = self._completions.read(expected.slot)
+                is_here = has_arrived(expected, completion, writes, nbytes)
+            except CompletionDisagrees as error:
                 self.fail(room, str(error))
                 return False
             arrived = arrived and is_here
-            seals.append((awaited, seal))
+            completions.append((expected, completion))
         if arrived:
             try:
-                check_dealt(seals, view.num_pages)
-            except SealDisagrees as error:
+                check_dealt(completions, view.num_pages)
+            except CompletionDisagrees as error:
                 self.fail(room, str(error))
                 return False
         return arrived
 
     def arrived(self, room: Room) -> None:
         """The scheduler takes the room, of which all has arrived: its tags can be closed."""
-        landed_nbytes = sum(self._engine.arrived_nbytes(one.tag) for one in room.view.awaited)
+        landed_nbytes = sum(self._engine.arrived_nbytes(one.tag) for one in room.view.expected)
         self._loop.post(rooms.Arrived(room, landed_nbytes, time.monotonic()))
 
     def wait_until_safe(self, room: Room, timeout_s: float) -> bool:
@@ -384,7 +388,7 @@ class DecodeSide(Side):
             case rooms.OpenLink(LinkKey() as key):
                 self._links.open(key)
             case rooms.Expect(_, LinkKey() as key, tag, slot):
-                self._seals.clear(slot)
+                self._completions.clear(slot)
                 self._engine.expect(tag, peer=self._links.engine(key))
             case rooms.Tell(LinkKey() as key, message):
                 self._links.send(key, message)

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 #: Raise it with every change that an older peer would misread.
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 #: A million-token context at page size 1 is 4 MB of indices; nothing we send is longer than this.
 MESSAGE_BYTES_MAX = 64 << 20
 #: SGLang counts a prompt's tokens in 32 bits.
@@ -136,7 +136,7 @@ class Target(msgspec.Struct, frozen=True):
     share: PageShare
     states: tuple[bytes | None, ...]
     aux_slot: int | None
-    seal_slot: int
+    completion_slot: int
     page_span: int = 1
     device_pages: bytes | None = None
 
@@ -148,7 +148,7 @@ class Target(msgspec.Struct, frozen=True):
             raise ValueError(f"pages of {self.page_span} prefill pages")
         if any(len(indices or b"") % 4 for indices in self.states):
             raise ValueError("state indices that are no whole number of int32")
-        if (self.aux_slot or 0) < 0 or self.seal_slot < 0:
+        if (self.aux_slot or 0) < 0 or self.completion_slot < 0:
             raise ValueError("negative slot")
         if not 0 < self.tag < 1 << 64:
             raise ValueError(f"tag {self.tag} is no unsigned 64-bit number above 0")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The writes of a prefill rank in the engine's hands: begun, cancelled, and what became of them.
-What is written, and what the seal says of it, is decided in `rooms/`."""
+What is written, and what the completion record says of it, is decided in `rooms/`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 
 import te
-from sglang_mooncake.layout import SEAL_BYTES, Plan, Seal, seal_bytes
+from sglang_mooncake.layout import COMPLETION_BYTES, CompletionRecord, Plan, completion_bytes
 from sglang_mooncake.links.destinations import Destination
 from sglang_mooncake.rooms.prefill import Write, WriteEnded
 from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.write_story import WriteStory
 from sglang_mooncake.stats import Recorder
 
-__all__ = ["SEAL_SLOTS", "Outgoing", "TransferEnded"]
+__all__ = ["COMPLETION_SLOTS", "Outgoing", "TransferEnded"]
 
 logger = logging.getLogger(__name__)
 
-#: One seal is needed per transfer of a last chunk that is under way.
-SEAL_SLOTS = 16_384
+#: One completion record is needed per transfer of a last chunk that is under way.
+COMPLETION_SLOTS = 16_384
 
 #: Of a write: the serial of its room, and its key there.
 _Key = tuple[int, tuple[str, int]]
@@ -36,7 +36,7 @@ class TransferEnded:
 
     write: Write
     transfer: te.Transfer
-    seal_slot: int | None
+    completion_slot: int | None
     blocks: int
     #: The decode rank, for sentences, and how it is reached.
     rank: str
@@ -77,9 +77,9 @@ class Outgoing:
     ) -> None:
         self._recorder, self._post = recorder, post
         self._under_way: dict[_Key, te.Transfer] = {}
-        self._seals = np.zeros(SEAL_SLOTS * SEAL_BYTES, dtype=np.uint8)
-        self._seal_region = engine.register(self._seals, remote="none")
-        self._free_seals = list(range(SEAL_SLOTS))
+        self._completions = np.zeros(COMPLETION_SLOTS * COMPLETION_BYTES, dtype=np.uint8)
+        self._completion_region = engine.register(self._completions, remote="none")
+        self._free_completions = list(range(COMPLETION_SLOTS))
         self._unwatched: list[TransferEnded] = []
 
     def __len__(self) -> int:
@@ -92,19 +92,24 @@ class Outgoing:
         Raises:
             ValueError, te.Error, and what else may go wrong: no byte of it has moved or will move.
         """
-        blocks, seal_slot, peer = write.blocks, None, destination.peer
+        blocks, completion_slot, peer = write.blocks, None, destination.peer
         try:
-            if write.seal is not None:
-                seal_slot = self._take_seal_slot()
-                seal = self._placed(write.seal, seal_slot, destination.plan, write.target.seal_slot)
-                blocks = te.Blocks.concat([blocks, seal])
+            if write.completion is not None:
+                completion_slot = self._take_completion_slot()
+                completion = self._placed(
+                    write.completion,
+                    completion_slot,
+                    destination.plan,
+                    write.target.completion_slot,
+                )
+                blocks = te.Blocks.concat([blocks, completion])
             transfer = peer.write(blocks, tag=write.target.tag)
         except Exception:
-            self._give_back(seal_slot)
+            self._give_back(completion_slot)
             raise
         began_s = time.monotonic()
         ended = TransferEnded(
-            write, transfer, seal_slot, len(blocks), destination.rank, peer.transport, began_s
+            write, transfer, completion_slot, len(blocks), destination.rank, peer.transport, began_s
         )
         self._under_way[ended.key] = transfer
         self._recorder.transfer_began(began_s)
@@ -139,7 +144,7 @@ class Outgoing:
         write, transfer = ended.write, ended.transfer
         if self._under_way.pop(ended.key, None) is None:
             return None
-        self._give_back(ended.seal_slot)
+        self._give_back(ended.completion_slot)
         status, now_s = transfer.poll(), time.monotonic()
         is_done = status is te.Status.DONE
         self._recorder.transfer_ended(transfer.nbytes if is_done else 0, now_s)
@@ -155,19 +160,23 @@ class Outgoing:
         reason = f"could not hand {len(write.span)} pages to the engine: {error!r}"
         return WriteEnded(write.room, write.peer, write.nth, reason)
 
-    def _take_seal_slot(self) -> int:
-        if not self._free_seals:
+    def _take_completion_slot(self) -> int:
+        if not self._free_completions:
             raise te.QueueFull(
-                f"{SEAL_SLOTS} last chunks are being written already, which is the limit"
+                f"{COMPLETION_SLOTS} last chunks are being written already, which is the limit"
             )
-        return self._free_seals.pop()
+        return self._free_completions.pop()
 
-    def _give_back(self, seal_slot: int | None) -> None:
-        if seal_slot is not None:
-            self._free_seals.append(seal_slot)
+    def _give_back(self, completion_slot: int | None) -> None:
+        if completion_slot is not None:
+            self._free_completions.append(completion_slot)
 
-    def _placed(self, seal: Seal, slot: int, plan: Plan, target_slot: int) -> te.Blocks:
-        """The block that brings a seal by way of a slot of ours to its slot there."""
-        begin = slot * SEAL_BYTES
-        self._seals[begin : begin + SEAL_BYTES] = np.frombuffer(seal_bytes(seal), np.uint8)
-        return plan.seal(self._seal_region.address + begin, target_slot)
+    def _placed(
+        self, completion: CompletionRecord, slot: int, plan: Plan, target_slot: int
+    ) -> te.Blocks:
+        """The block that brings a completion record by way of a slot of ours to its slot there."""
+        begin = slot * COMPLETION_BYTES
+        self._completions[begin : begin + COMPLETION_BYTES] = np.frombuffer(
+            completion_bytes(completion), np.uint8
+        )
+        return plan.completion(self._completion_region.address + begin, target_slot)

@@ -308,7 +308,7 @@ class PrefillSide(Side):
         match cause:
             case rooms.Write():
                 return Outgoing.refused(cause, error)
-            case rooms.Requested(peer, request) | rooms.Awaited(peer, request):
+            case rooms.Requested(peer, request) | rooms.WaitsForPrompt(peer, request):
                 message = RoomFailed(request.room, request.generation, f"internal error: {error!r}")
                 self._links.send(peer, message)
                 return None

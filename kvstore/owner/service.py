@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 import zmq
 
-from bootstrap_server.admission.newcomers import Newcomers
+from bootstrap_server.admission.unauthenticated import UnauthenticatedConnections
 from kvstore.owner.answers import answer, is_slow
 from kvstore.owner.fencing import Fencing
 from kvstore.owner.followers import FOLLOWERS_MAX, Followers
@@ -95,10 +95,12 @@ class Service:
         self._loop = Loop("kvstore-owner", TICK_S, self._on_time)
         self._loop.add(self._socket, self._on_readable)
         #: None in a directory, which no stranger may enter.
-        self._newcomers: Newcomers | None = None
+        self._unauthenticated: UnauthenticatedConnections | None = None
         where = urlsplit(self.endpoint)
         if where.scheme == "tcp" and where.port:
-            self._newcomers = Newcomers(self._socket, where.port, self._loop.add, "store")
+            self._unauthenticated = UnauthenticatedConnections(
+                self._socket, where.port, self._loop.add, "store"
+            )
         self._strangers_s = 0.0
         self._strange, self._deaf = Seldom(logger), Seldom(logger)
         self._closing = False
@@ -115,8 +117,8 @@ class Service:
         self._loop.stop()
 
     def _end(self) -> None:
-        if self._newcomers is not None:
-            self._newcomers.close()
+        if self._unauthenticated is not None:
+            self._unauthenticated.close()
         self._socket.close()
 
     def _on_change(self) -> None:
@@ -129,8 +131,8 @@ class Service:
                 frame, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            if self._newcomers is not None:
-                self._newcomers.welcome(self._newcomers.of(frame))
+            if self._unauthenticated is not None:
+                self._unauthenticated.welcome(self._unauthenticated.of(frame))
             try:
                 (part,) = parts
                 request_id, raw = split(part.buffer)
@@ -234,9 +236,9 @@ class Service:
 
     def _on_time(self) -> None:
         now_s = time.monotonic()
-        if self._newcomers is not None and now_s >= self._strangers_s:
+        if self._unauthenticated is not None and now_s >= self._strangers_s:
             self._strangers_s = now_s + STRANGERS_S
-            self._newcomers.tick()
+            self._unauthenticated.tick()
         self._tell_followers()
         if not self._ticking and not self._closing:
             self._ticking = True

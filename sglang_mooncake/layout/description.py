@@ -14,16 +14,16 @@ from bootstrap_server.ranks.matching import holding
 __all__ = [
     "ALL",
     "ALONE",
-    "SEAL_BYTES",
+    "COMPLETION_BYTES",
     "Buffers",
+    "CompletionRecord",
     "Component",
     "Dealt",
     "Layout",
     "LayoutMismatch",
     "Place",
-    "Seal",
     "Units",
-    "seal_bytes",
+    "completion_bytes",
 ]
 
 
@@ -177,7 +177,7 @@ class Layout(msgspec.Struct, frozen=True):
     tokens_dealt: which tokens of a request this rank stores; a page that its scheduler names holds
         `of` times the tokens of `page_size`, and each rank of them its own (decode context
         parallelism). The draft model's caches hold all of them.
-    seals: see `Seal`; the decode side alone has them.
+    completions: see `CompletionRecord`; the decode side alone has them.
     release: of what runs here (SGLang 0.5.23), for sentences; empty where nobody says.
     conventions: what this release means by a request's lists where their names do not tell. Both
         sides must mean the same.
@@ -188,7 +188,7 @@ class Layout(msgspec.Struct, frozen=True):
     kv_layout: str | None
     components: tuple[Component, ...]
     aux: Buffers
-    seals: Buffers
+    completions: Buffers
     states: tuple[str, ...] = ()
     draft_aux: int | None = None
     pages_dealt: Dealt = ALL
@@ -226,26 +226,26 @@ class Place:
 ALONE = Place(Topology(1, 1, 1, 1), RankCoords(0, 0, 0, 0))
 
 
-#: The fields of `Seal` in their order, little-endian u64 each.
-_SEAL = struct.Struct("<7Q")
-SEAL_BYTES = _SEAL.size
+#: The fields of `CompletionRecord` in their order, little-endian u64 each.
+_COMPLETION = struct.Struct("<7Q")
+COMPLETION_BYTES = _COMPLETION.size
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class CompletionRecord:
     """The last bytes of a room, which say what was sent for it. The sender writes them with the
     last chunk, so that the destination learns from the data path itself when the room is complete:
     when the engine has counted that many transfers and bytes under the room's tag. What was sent
     must be what the destination has asked for.
 
     generation: that of the request.
-    writes: transfers into this target, the one with the seal included.
+    writes: transfers into this target, the one with the completion record included.
     pages: that were written into this target in all.
     page_layers: layers of these pages that were written, each counted once: of whole pages, pages ×
         layers (`HelloReply.layers`).
     states: lists of state indices that were followed.
     aux: 1 when the request's metadata was written, else 0.
-    nbytes: payload of all these transfers, that of the seal included.
+    nbytes: payload of all these transfers, that of the completion record included.
     """
 
     generation: int
@@ -257,9 +257,9 @@ class Seal:
     nbytes: int
 
     @staticmethod
-    def unpack(data: bytes) -> Seal:
-        return Seal(*_SEAL.unpack(data))
+    def unpack(data: bytes) -> CompletionRecord:
+        return CompletionRecord(*_COMPLETION.unpack(data))
 
 
-def seal_bytes(seal: Seal) -> bytes:
-    return _SEAL.pack(*astuple(seal))
+def completion_bytes(completion: CompletionRecord) -> bytes:
+    return _COMPLETION.pack(*astuple(completion))

@@ -14,7 +14,7 @@ import te
 from bootstrap_server.ranks.records import FLAGS
 from sglang_mooncake.layout.description import (
     ALONE,
-    SEAL_BYTES,
+    COMPLETION_BYTES,
     Component,
     Layout,
     Place,
@@ -319,12 +319,14 @@ class Plan:
             item,
         )
 
-    def seal(self, source_address: int, target_slot: int) -> te.Blocks:
-        """The block that carries the seal from `source_address` (registered memory)."""
-        seals = self._target.seals
-        check_indices("seal slot", np.array([target_slot]), seals.items)
+    def completion(self, source_address: int, target_slot: int) -> te.Blocks:
+        """The block that carries a completion record from `source_address` (registered memory)."""
+        completions = self._target.completions
+        check_indices("slot for a completion record", np.array([target_slot]), completions.items)
         return te.Blocks.of(
-            [source_address], [seals.addresses[0] + target_slot * SEAL_BYTES], [SEAL_BYTES]
+            [source_address],
+            [completions.addresses[0] + target_slot * COMPLETION_BYTES],
+            [COMPLETION_BYTES],
         )
 
 

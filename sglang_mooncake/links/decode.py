@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 import te
 from bootstrap_server import Rank, RankCoords, Why
-from bootstrap_server.admission.newcomers import bytes_received
+from bootstrap_server.admission.unauthenticated import bytes_received
 from sglang_mooncake import messages
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.links.curve import decode_pair

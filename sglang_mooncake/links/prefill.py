@@ -22,8 +22,12 @@ import zmq
 import te
 from bootstrap_server import Why
 from bootstrap_server.admission.crowd import source_of
-from bootstrap_server.admission.newcomers import Connection, Newcomers, bytes_received
 from bootstrap_server.admission.refusals import Refusals
+from bootstrap_server.admission.unauthenticated import (
+    Connection,
+    UnauthenticatedConnections,
+    bytes_received,
+)
 from sglang_mooncake import messages
 from sglang_mooncake.context import Deadlines
 from sglang_mooncake.layout import LayoutMismatch, Place, Plan
@@ -41,14 +45,14 @@ from sglang_mooncake.messages import (
     RoomRequest,
     RoomWait,
 )
-from sglang_mooncake.rooms.prefill_events import Awaited, PeerLost, Requested, RoomAborted
+from sglang_mooncake.rooms.prefill_events import PeerLost, Requested, RoomAborted, WaitsForPrompt
 from sglang_mooncake.workers import Workers
 
 __all__ = ["Connected", "LinkEvent", "Poster", "PrefillLinks", "Unreached"]
 
 logger = logging.getLogger(__name__)
 
-LinkEvent = Requested | Awaited | RoomAborted | PeerLost
+LinkEvent = Requested | WaitsForPrompt | RoomAborted | PeerLost
 
 #: A peer that floods us must not keep the loop from everybody else's rooms.
 MESSAGES_PER_TURN = 256
@@ -144,7 +148,7 @@ class PrefillLinks:
         self._pair = new_pair() if keys else None
         self._gatekeeper: Gatekeeper | None = None
         self._router: zmq.Socket[bytes] | None = None
-        self._newcomers: Newcomers | None = None
+        self._unauthenticated: UnauthenticatedConnections | None = None
         #: By connection: what one whose queue is full must hear. At most one for each that stands.
         self._unsaid: dict[str, LinkReset] = {}
         self._refusals = Refusals("message")
@@ -177,7 +181,9 @@ class PrefillLinks:
             self._pair,
             self._deadlines,
         )
-        self._newcomers = Newcomers(self._router, port, self._loop.add_reader, "control")
+        self._unauthenticated = UnauthenticatedConnections(
+            self._router, port, self._loop.add_reader, "control"
+        )
         self._loop.add_reader(self._router, self._read)
         return port
 
@@ -207,8 +213,8 @@ class PrefillLinks:
 
     def tick(self, now_s: float) -> None:
         """Gives up links whose data path has ended, and probes the others where that is due."""
-        if self._newcomers is not None:
-            self._newcomers.tick()
+        if self._unauthenticated is not None:
+            self._unauthenticated.tick()
         unsaid, self._unsaid = self._unsaid, {}
         for key, reset in unsaid.items():  # what cannot be said yet comes back
             self.send(key, reset)
@@ -236,8 +242,8 @@ class PrefillLinks:
             return
         made = Destination(key, result.rank, result.peer, result.plan, result.place)
         logger.info("%s writes to %s over %s", self._name, result.rank, way(result.peer))
-        if self._newcomers is not None and connection is not None:
-            self._newcomers.welcome(connection)
+        if self._unauthenticated is not None and connection is not None:
+            self._unauthenticated.welcome(connection)
             self._connections[key] = connection
         for former in self._destinations.add(made):
             self._reset(former, f"has too many links to {former.rank}")
@@ -248,8 +254,8 @@ class PrefillLinks:
     def close(self) -> None:
         """Closes the socket, when nobody reads it any more, and connects nobody any more."""
         self._connecting.close()
-        if self._newcomers is not None:
-            self._newcomers.close()
+        if self._unauthenticated is not None:
+            self._unauthenticated.close()
         if self._router is not None:
             self._router.close(linger=0)
         if self._gatekeeper is not None:
@@ -257,7 +263,7 @@ class PrefillLinks:
 
     def _read(self) -> None:
         assert self._router is not None
-        assert self._newcomers is not None
+        assert self._unauthenticated is not None
         for _ in range(MESSAGES_PER_TURN):
             try:
                 routing_id, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -281,7 +287,7 @@ class PrefillLinks:
             case RoomAbort():  # welcome from strangers too: a refused rank gives its rooms up
                 self._report(RoomAborted(key, message))
             case RoomWait() if key in self._destinations:
-                self._report(Awaited(key, message))
+                self._report(WaitsForPrompt(key, message))
             case RoomRequest() if key in self._destinations:
                 self._report(Requested(key, message))
             case RoomRequest() | RoomWait():
@@ -307,8 +313,8 @@ class PrefillLinks:
             self._refusals.note(hello.rank, str(reply.refused))
             self.send(key, reply)
             return
-        assert self._newcomers is not None
-        self._greeting[key] = self._newcomers.connection(routing_id)
+        assert self._unauthenticated is not None
+        self._greeting[key] = self._unauthenticated.connection(routing_id)
         self._greeting_of[source_of(host)] += 1
         self._connect(key, host, hello.rank, plan, hello.card, hello.place)
 
@@ -340,8 +346,8 @@ class PrefillLinks:
             if connection is None or destination is None:
                 continue  # The loss of another one has been the end of it.
             why = f"it has brought nothing for {self._silence.after_s:g} s"
-            assert self._newcomers is not None
-            self._newcomers.end(connection, why)
+            assert self._unauthenticated is not None
+            self._unauthenticated.end(connection, why)
             self._lose(destination, f"lost the control connection to {destination.rank}: {why}")
 
     def _end_greeting(self, key: str, host: str) -> Connection | None:

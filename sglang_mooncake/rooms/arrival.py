@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether one source of a room has left all that it was asked for: its seal beside the request and
-beside what the engine has counted. Pure: `poll()` calls it with what it has just read."""
+"""Whether one source of a room has left all that it was asked for: its completion record beside the
+request and beside what the engine has counted. Pure: `poll()` calls it with what it has just read.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_mooncake.layout import Seal
+from sglang_mooncake.layout import CompletionRecord
 
-__all__ = ["Awaited", "SealDisagrees", "check_dealt", "has_arrived"]
+__all__ = ["CompletionDisagrees", "Expected", "check_dealt", "has_arrived"]
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
-    """What one source of a room was asked for, and where its seal will lie.
+class Expected:
+    """What one source of a room was asked for, and where its completion record will lie.
 
     tag: of te, under which its transfers are counted.
-    slot: of the seal.
+    slot: of the completion record.
     generation: of the request.
     pages: how many it may send. It is one number, except where only prefill knows.
     layers: of each of these pages.
@@ -37,82 +38,97 @@ class Awaited:
     dealt_over: int = 1
 
 
-class SealDisagrees(Exception):
+class CompletionDisagrees(Exception):
     """All that the source has sent is here, and it is not what was asked for."""
 
 
-def has_arrived(awaited: Awaited, seal: Seal, writes: int, nbytes: int) -> bool:
-    """Whether every byte is here. False for a seal of which a part is still to land: its last
-    field, the bytes, is never 0 in one that is whole, and it is believed only once the transfer
-    that carries it is among those counted.
+def has_arrived(expected: Expected, completion: CompletionRecord, writes: int, nbytes: int) -> bool:
+    """Whether every byte is here. False for a completion record of which a part is still to land:
+    its last field, the bytes, is never 0 in one that is whole, and it is believed only once the
+    transfer that carries it is among those counted.
 
     Args:
-        seal: what lies in the slot; read after `writes`.
+        completion: what lies in the slot; read after `writes`.
         writes: transfers that the engine has counted under the tag.
         nbytes: their payload in bytes; read after `writes`.
 
     Raises:
-        SealDisagrees: the seal is whole and says other figures; the sentence has both.
+        CompletionDisagrees: the record is whole and says other figures; the sentence has both.
     """
-    if seal.generation != awaited.generation or not seal.nbytes or writes < max(seal.writes, 1):
+    if (
+        completion.generation != expected.generation
+        or not completion.nbytes
+        or writes < max(completion.writes, 1)
+    ):
         return False
     differ = [
-        f"{what}: {expected} {verb}, {found} {ending}"
-        for what, expected, verb, found, ending, is_right in (
-            ("transfers", seal.writes, "sent", writes, "landed", seal.writes == writes),
-            ("bytes", seal.nbytes, "sent", nbytes, "landed", seal.nbytes == nbytes),
+        f"{what}: {wanted} {verb}, {found} {ending}"
+        for what, wanted, verb, found, ending, is_right in (
+            ("transfers", completion.writes, "sent", writes, "landed", completion.writes == writes),
+            ("bytes", completion.nbytes, "sent", nbytes, "landed", completion.nbytes == nbytes),
             (
                 "pages",
-                _told(awaited.pages),
+                _told(expected.pages),
                 "asked for",
-                seal.pages,
+                completion.pages,
                 "sent",
-                seal.pages in awaited.pages,
+                completion.pages in expected.pages,
             ),
             (
                 "layers of pages",
-                seal.pages * awaited.layers,
+                completion.pages * expected.layers,
                 "asked for",
-                seal.page_layers,
+                completion.page_layers,
                 "sent",
-                seal.page_layers == seal.pages * awaited.layers,
+                completion.page_layers == completion.pages * expected.layers,
             ),
             (
                 "state lists",
-                _told(awaited.states),
+                _told(expected.states),
                 "asked for",
-                seal.states,
+                completion.states,
                 "sent",
-                seal.states in awaited.states,
+                completion.states in expected.states,
             ),
-            ("metadata", awaited.aux, "asked for", seal.aux, "sent", awaited.aux == seal.aux),
+            (
+                "metadata",
+                expected.aux,
+                "asked for",
+                completion.aux,
+                "sent",
+                expected.aux == completion.aux,
+            ),
         )
         if not is_right
     ]
     if differ:
-        raise SealDisagrees(
+        raise CompletionDisagrees(
             f"the prefill side ended the hand-over, but it is not complete: {'; '.join(differ)}. "
             "Do both servers run the same release of sglang-mooncake and of SGLang?"
         )
     return True
 
 
-def check_dealt(seals: Sequence[tuple[Awaited, Seal]], pages: int) -> None:
+def check_dealt(completions: Sequence[tuple[Expected, CompletionRecord]], pages: int) -> None:
     """Of sources that have each its part of `pages` pages, all of which have arrived: whether the
     parts are the whole.
 
     Raises:
-        SealDisagrees: they are not; the sentence has both figures.
+        CompletionDisagrees: they are not; the sentence has both figures.
     """
-    dealt = [(awaited.dealt_over, seal.pages) for awaited, seal in seals if awaited.dealt_over > 1]
+    dealt = [
+        (expected.dealt_over, completion.pages)
+        for expected, completion in completions
+        if expected.dealt_over > 1
+    ]
     if not dealt:
         return
     over = dealt[0][0]
-    sent, expected = sum(count for _, count in dealt), pages * len(dealt) // over
-    if sent != expected:
-        raise SealDisagrees(
+    sent, wanted = sum(count for _, count in dealt), pages * len(dealt) // over
+    if sent != wanted:
+        raise CompletionDisagrees(
             f"{len(dealt)} prefill ranks, which hold {over} parts of the pages, have sent {sent} "
-            f"pages where {expected} were asked for"
+            f"pages where {wanted} were asked for"
         )
 
 

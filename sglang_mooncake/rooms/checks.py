@@ -36,10 +36,10 @@ def chunk_problem(
     """A chunk must continue where the last one ended, and end where the destination's pages do."""
     if state is RoomState.OPEN:
         return "the scheduler sent pages before a decode rank had asked for them"
-    if chunk.first != next_page or state is RoomState.SEALED:
+    if chunk.first != next_page or state is RoomState.ALL_SENT:
         return (
             f"the prefill server sends pages {chunk.first}..{chunk.span.stop} after pages "
-            f"0..{next_page}{' and the last chunk' * (state is RoomState.SEALED)}: "
+            f"0..{next_page}{' and the last chunk' * (state is RoomState.ALL_SENT)}: "
             "a chunk was lost or overtaken on its way"
         )
     after = chunk.span.stop

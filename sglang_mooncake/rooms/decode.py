@@ -2,8 +2,8 @@
 """Rooms on the decode side: when pages are open for writing, what arrival is, when they are free.
 
 `DecodeRooms.handle(event)` returns instructions; see `states.py` for the rules of this package.
-Arrival itself is no event: the scheduler's `poll()` compares seals with the engine's counters
-(`RoomView.awaited`, `arrival.py`), so that it never waits for the loop thread.
+Arrival itself is no event: the scheduler's `poll()` compares completion records with the engine's
+counters (`RoomView.expected`, `arrival.py`), so that it never waits for the loop thread.
 
 Links are told of once, when they come up (`LinkUp`). A room whose links all stand when its sources
 are chosen is ready at once; another asks for those that it lacks (`OpenLink`). A room ends when one
@@ -100,7 +100,8 @@ class DecodeRooms:
     """All rooms of one decode rank.
 
     Args:
-        seal_slots: how many seals the registered seal buffer holds; a bound on rooms × sources.
+        completion_slots: how many completion records the registered buffer holds; a bound on
+            rooms × sources.
         first_generation: they count up from here, so that they differ from those of a former life.
         new_tag: a tag that was never used, and that nobody can guess.
         computed_first: a room is ready only once its prompt is computed (the allocation policy
@@ -111,7 +112,7 @@ class DecodeRooms:
     def __init__(
         self,
         deadlines: DecodeDeadlines,
-        seal_slots: int,
+        completion_slots: int,
         first_generation: int,
         new_tag: Callable[[], int],
         computed_first: bool = False,
@@ -120,7 +121,7 @@ class DecodeRooms:
         self._deadlines, self._names = deadlines, names
         self._table = DecodeTable()
         self._views = Publisher(TRANSITIONS_DECODE)
-        self._free_slots = list(range(seal_slots - 1, -1, -1))
+        self._free_slots = list(range(completion_slots - 1, -1, -1))
         self._next_generation = first_generation
         self._new_tag, self._computed_first = new_tag, computed_first
 
@@ -133,7 +134,7 @@ class DecodeRooms:
         return self._table.standing
 
     @property
-    def free_seal_slots(self) -> int:
+    def free_completion_slots(self) -> int:
         return len(self._free_slots)
 
     @property
@@ -236,7 +237,8 @@ class DecodeRooms:
             return self._end(
                 record,
                 RoomState.FAILED,
-                f"all seal slots are in use ({len(self._table)} rooms are open on this rank)",
+                f"all slots for completion records are in use ({len(self._table)} rooms are open "
+                "on this rank)",
             )
         record.slots = tuple(self._free_slots.pop() for _ in sending)
         record.since_s = now_s
@@ -244,15 +246,15 @@ class DecodeRooms:
         self._views.mark(record, planned_s=now_s)
         number, generation = record.room.number, record.view.generation
         layers = self._table.standing
-        awaited = tuple(
-            targets.awaited(source, layers[source.link], generation, self._new_tag(), slot)
+        expected = tuple(
+            targets.expected(source, layers[source.link], generation, self._new_tag(), slot)
             for source, slot in zip(sending, record.slots, strict=True)
         )
-        self._views.advance(record, *met, Step.PUBLISHED, awaited=awaited, exposed=True)
-        by_link = dict(zip((source.link for source in sending), awaited, strict=True))
+        self._views.advance(record, *met, Step.PUBLISHED, expected=expected, exposed=True)
+        by_link = dict(zip((source.link for source in sending), expected, strict=True))
         expect = [
-            Expect(record.room, link, awaited.tag, awaited.slot)
-            for link, awaited in by_link.items()
+            Expect(record.room, link, expected.tag, expected.slot)
+            for link, expected in by_link.items()
         ]
         tell = [
             Tell(
@@ -395,4 +397,4 @@ def _open_links(record: DecodeRoom) -> list[Instruction]:
 
 
 def _fence(record: DecodeRoom) -> Fence:
-    return Fence(record.room, tuple(awaited.tag for awaited in record.view.awaited))
+    return Fence(record.room, tuple(expected.tag for expected in record.view.expected))

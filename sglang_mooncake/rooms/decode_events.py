@@ -118,7 +118,8 @@ class PagesNamed:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """`poll()` saw every seal, at `at_s`: the scheduler has taken the room, with so many bytes."""
+    """`poll()` saw every completion record, at `at_s`: the scheduler has taken the room, with so
+    many bytes."""
 
     room: Room
     landed_nbytes: int = 0
@@ -203,8 +204,8 @@ class OpenLink:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """Clear the seal slot, then open this tag for the engine behind the link; all before anybody is
-    told of it."""
+    """Clear the slot for a completion record, then open this tag for the engine behind the link;
+    all before anybody is told of it."""
 
     room: Room
     link: Hashable

@@ -25,7 +25,7 @@ class DecodeRoom(Record):
         matters.
     since_s: when it reached its present state; counted from COMPUTING on.
     targets: of pages that were named before the room was ready.
-    slots: of the seal buffer.
+    slots: of the buffer of completion records.
     """
 
     sources: tuple[RoomSource, ...] = ()

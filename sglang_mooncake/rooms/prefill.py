@@ -16,7 +16,6 @@ from sglang_mooncake.messages import RoomComputed
 from sglang_mooncake.rooms.checks import chunk_problem, layers_problem
 from sglang_mooncake.rooms.events import Aborted, Broken, Closed, Opened, Over, Tick
 from sglang_mooncake.rooms.prefill_events import (
-    Awaited,
     AwaitEvents,
     CancelWrites,
     Chunk,
@@ -32,6 +31,7 @@ from sglang_mooncake.rooms.prefill_events import (
     Requested,
     RoomAborted,
     Tell,
+    WaitsForPrompt,
     Write,
     WriteBegan,
     WriteEnded,
@@ -54,7 +54,6 @@ from sglang_mooncake.rooms.states import RELEASED, RoomState, Step
 __all__ = [
     "Aborted",
     "AwaitEvents",
-    "Awaited",
     "Broken",
     "CancelWrites",
     "Chunk",
@@ -75,6 +74,7 @@ __all__ = [
     "RoomAborted",
     "Tell",
     "Tick",
+    "WaitsForPrompt",
     "Write",
     "WriteBegan",
     "WriteEnded",
@@ -162,7 +162,7 @@ class PrefillRooms:
                 return self._table.end(self._table.get(room), RoomState.ABORTED, RELEASED)
             case Computed(room):
                 return self._computed(room, now_s)
-            case Awaited(peer, wait):
+            case WaitsForPrompt(peer, wait):
                 return self._requests.wait(peer, wait, now_s)
             case Requested(peer, request):
                 return self._requests.request(peer, request, now_s)
@@ -330,7 +330,9 @@ class PrefillRooms:
                 continue
             span = target.share.within(chunk.span, target.num_pages * target.page_span)
             pages = self._count(chunk, span)
-            if pages or chunk.is_last:  # the last one carries the seal, with or without pages
+            if (
+                pages or chunk.is_last
+            ):  # the last one carries the completion record, with or without pages
                 parts.append((peer, recipient, span, pages))
         return parts
 
@@ -361,7 +363,7 @@ class PrefillRooms:
             self._views.change(record, landed_nbytes=landed_nbytes)
         else:
             yield from self._table.end(record, RoomState.FAILED, ended.failure)
-        if not record.writes and record.view.state in (RoomState.SEALED, RoomState.ENDING):
+        if not record.writes and record.view.state in (RoomState.ALL_SENT, RoomState.ENDING):
             yield from self._table.forget(record, Step.QUIET)
         else:
             yield from self._go_on(record, now_s)

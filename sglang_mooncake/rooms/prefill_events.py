@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 import te
-from sglang_mooncake.layout import Layers, Seal
+from sglang_mooncake.layout import CompletionRecord, Layers
 from sglang_mooncake.messages import (
     RoomAbort,
     RoomComputed,
@@ -26,7 +26,6 @@ from sglang_mooncake.rooms.write_story import WriteStory
 
 __all__ = [
     "AwaitEvents",
-    "Awaited",
     "CancelWrites",
     "Chunk",
     "ChunkSent",
@@ -42,6 +41,7 @@ __all__ = [
     "RoomAborted",
     "StreamEvent",
     "Tell",
+    "WaitsForPrompt",
     "Write",
     "WriteBegan",
     "WriteEnded",
@@ -121,7 +121,7 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
+class WaitsForPrompt:
     peer: str
     wait: RoomWait
 
@@ -176,7 +176,7 @@ Event = (
     | Broken
     | Closed
     | Computed
-    | Awaited
+    | WaitsForPrompt
     | Requested
     | RoomAborted
     | WriteBegan
@@ -200,9 +200,9 @@ class Write:
     layers: of these pages.
     page_layers: how many of them that are, each page counted with each of its layers.
     early: the forward that fills the other layers goes on, and the chunk is yet to be sent.
-    blocks: all of it, but for the seal.
+    blocks: all of it, but for the completion record.
     cache_nbytes: of their bytes those of caches and state, without metadata.
-    seal: the last write of the room carries it, behind all blocks.
+    completion: the last write of the room carries it, behind all blocks.
     """
 
     room: Room
@@ -217,7 +217,7 @@ class Write:
     early: bool
     blocks: te.Blocks
     cache_nbytes: int
-    seal: Seal | None
+    completion: CompletionRecord | None
 
     @property
     def key(self) -> tuple[str, int]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decode rank that has asked for a room, and what it has been sent: each write's blocks, and in
-the end the seal. Pure: a plan is arithmetic on the two ranks' layouts."""
+the end the completion record. Pure: a plan is arithmetic on the two ranks' layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 import te
 from sglang_mooncake import messages
-from sglang_mooncake.layout import EVERY_LAYER, SEAL_BYTES, Layers, Named, Seal
+from sglang_mooncake.layout import COMPLETION_BYTES, EVERY_LAYER, CompletionRecord, Layers, Named
 from sglang_mooncake.messages import RoomRequest, Target
 from sglang_mooncake.rooms.prefill_events import Chunk, Write
 from sglang_mooncake.rooms.room import Room
@@ -110,8 +110,8 @@ class Recipient:
         if chunk.aux_slot is not None and target.aux_slot is not None:
             blocks = te.Blocks.concat([cached, self.plan.aux(chunk.aux_slot, target.aux_slot)])
         self.writes += 1
-        self.nbytes += blocks.total_nbytes + (SEAL_BYTES if chunk.is_last else 0)
-        seal = self._seal(target, chunk) if chunk.is_last else None
+        self.nbytes += blocks.total_nbytes + (COMPLETION_BYTES if chunk.is_last else 0)
+        completion = self._completion(target, chunk) if chunk.is_last else None
         return Write(
             room,
             peer,
@@ -125,7 +125,7 @@ class Recipient:
             early,
             blocks,
             cached.total_nbytes,
-            seal,
+            completion,
         )
 
     def _cached(self, target: Target, chunk: Chunk, span: range, layers: Layers) -> te.Blocks:
@@ -144,9 +144,9 @@ class Recipient:
             parts.append(self.plan.state(chunk.states, messages.states_from_bytes(target.states)))
         return te.Blocks.concat(parts)
 
-    def _seal(self, target: Target, chunk: Chunk) -> Seal:
+    def _completion(self, target: Target, chunk: Chunk) -> CompletionRecord:
         lists = zip(chunk.states, target.states, strict=False)
-        return Seal(
+        return CompletionRecord(
             self.request.generation,
             self.writes,
             self.pages,

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_mooncake.rooms.arrival import Awaited
+from sglang_mooncake.rooms.arrival import Expected
 from sglang_mooncake.rooms.states import (
     ENDS,
     IllegalTransition,
@@ -57,7 +57,7 @@ class RoomView(msgspec.Struct, frozen=True):
     landed_nbytes: of prefill, bytes of caches and state that have landed with every decode rank
         that was sent them (what SGLang's figures are made of); of decode, all that it was sent,
         once it has everything.
-    awaited: decode: what each source was asked for, from `REQUESTED` on.
+    expected: decode: what each source was asked for, from `REQUESTED` on.
     exposed: a peer may write to (decode) or is sent (prefill) this room's pages, or was.
     num_pages: of decode, that were named; of prefill, that were sent so far.
     safe: decode: no write can land in this room's pages, now or later: they were never exposed, or
@@ -70,7 +70,7 @@ class RoomView(msgspec.Struct, frozen=True):
     end: RoomState | None = None
     decode_prefix_len: int = 0
     landed_nbytes: int = 0
-    awaited: tuple[Awaited, ...] = ()
+    expected: tuple[Expected, ...] = ()
     generation: int = 0
     exposed: bool = False
     num_pages: int = 0

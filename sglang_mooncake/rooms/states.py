@@ -44,7 +44,7 @@ class RoomState(enum.Enum):
     READY = "ready"  # both: the other side is known, pages may be named or sent
     REQUESTED = "requested"  # decode: pages are open for writing, and the prefill rank knows them
     SENDING = "sending"  # prefill: at least one chunk was handed to the engine
-    SEALED = "sealed"  # prefill: the last chunk was handed to the engine
+    ALL_SENT = "all sent"  # prefill: the last chunk was handed to the engine
     #: Both: the end is decided, but bytes may still move. SGLang's schedulers raise when a room of
     #: which they have named or sent nothing is seen in this state.
     ENDING = "ending"
@@ -92,15 +92,15 @@ TRANSITIONS_PREFILL: Transitions = {
     RoomState.OPEN: {Step.MET: RoomState.READY, **_TO_ENDING},
     RoomState.READY: {
         Step.CHUNK: RoomState.SENDING,
-        Step.LAST_CHUNK: RoomState.SEALED,
+        Step.LAST_CHUNK: RoomState.ALL_SENT,
         **_TO_ENDING,
     },
     RoomState.SENDING: {
         Step.CHUNK: RoomState.SENDING,
-        Step.LAST_CHUNK: RoomState.SEALED,
+        Step.LAST_CHUNK: RoomState.ALL_SENT,
         **_TO_ENDING,
     },
-    RoomState.SEALED: {Step.QUIET: RoomState.DONE, **_TO_ENDING},
+    RoomState.ALL_SENT: {Step.QUIET: RoomState.DONE, **_TO_ENDING},
     RoomState.ENDING: {Step.QUIET: RoomState.ENDING},
     **dict.fromkeys(ENDS, _OVER),
 }

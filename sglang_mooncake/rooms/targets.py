@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from sglang_mooncake.messages import RoomRequest, Target, indices_to_bytes, states_to_bytes
-from sglang_mooncake.rooms.arrival import Awaited
+from sglang_mooncake.rooms.arrival import Expected
 from sglang_mooncake.rooms.decode_events import PagesNamed, RoomSource
 
 __all__ = ["Targets"]
@@ -24,12 +24,12 @@ class Targets:
         device = named.device_pages
         self._device_pages = None if device is None else indices_to_bytes(device)
 
-    def awaited(
+    def expected(
         self, source: RoomSource, layers: int, generation: int, tag: int, slot: int
-    ) -> Awaited:
+    ) -> Expected:
         lists = [indices is not None for indices in self._states] if source.state else []
         least = sum(given for at, given in enumerate(lists) if at in source.required_states)
-        return Awaited(
+        return Expected(
             tag,
             slot,
             generation,
@@ -51,19 +51,19 @@ class Targets:
         return range(count, count + 1)
 
     def request(
-        self, source: RoomSource, number: int, generation: int, awaited: Awaited | None
+        self, source: RoomSource, number: int, generation: int, expected: Expected | None
     ) -> RoomRequest:
-        """`awaited`: None for a source that sends nothing."""
+        """`expected`: None for a source that sends nothing."""
         target = None
-        if awaited is not None:
+        if expected is not None:
             target = Target(
-                awaited.tag,
+                expected.tag,
                 len(self._named.pages),
                 self._pages,
                 source.share,
                 self._states if source.state else (),
                 self._named.aux_slot if source.aux else None,
-                awaited.slot,
+                expected.slot,
                 source.page_span,
                 self._device_pages,
             )

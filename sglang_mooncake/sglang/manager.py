@@ -21,7 +21,7 @@ import te
 from bootstrap_server import BootstrapClient, Rank, RankLease, RankRecord, instance_name_of
 from bootstrap_server.admission.exposure import exposure
 from bootstrap_server.admission.signatures import signed
-from sglang_mooncake.decode_side import DecodeSide, SealBuffer
+from sglang_mooncake.decode_side import CompletionBuffer, DecodeSide
 from sglang_mooncake.explain.questions import answers
 from sglang_mooncake.given_up import GivenUpWatch
 from sglang_mooncake.instances import PrefillInfo
@@ -73,7 +73,7 @@ __all__ = ["KVManager"]
 
 logger = logging.getLogger(__name__)
 
-_NO_SEALS = Buffers((), (), ())
+_NO_COMPLETIONS = Buffers((), (), ())
 #: Threads in which SGLang's decode scheduler asks registries for DP ranks.
 _QUERY_WORKERS = 8
 
@@ -165,7 +165,7 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         self._queries: concurrent.futures.ThreadPoolExecutor | None = None
         self._recompute: Recompute | None = None
         if self.context.role == "prefill":
-            self._start_prefill(self._layout(_NO_SEALS))
+            self._start_prefill(self._layout(_NO_COMPLETIONS))
         else:
             self._start_decode()
         atexit.register(self.close)
@@ -190,12 +190,12 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
         if said is not None and not any((coords.dp, coords.cp, coords.tp, coords.pp)):
             logger.warning("%s", said.sentence)
 
-    def _layout(self, seals: Buffers) -> Layout:
+    def _layout(self, completions: Buffers) -> Layout:
         layout = layout_from_kv_args(
             self.kv_args,
             self.context.config.format.kv_cache_dtype,
             self.is_mla_backend,
-            seals,
+            completions,
             kv_heads(self.kv_args, self.server_args),
             self.context.place,
             self.context.split,
@@ -211,12 +211,12 @@ class KVManager(BaseKVManager):  # type: ignore[misc]
             hook_deferred_releases(self.ranks_must_agree)
         if self.config.keys:
             prove_dp_rank_queries(self.config.keys.registry)
-        seals = SealBuffer(self.engine)
+        completions = CompletionBuffer(self.engine)
         self.decode_side = DecodeSide(
             self.context,
             self.engine,
-            self._layout(seals.buffers),
-            seals,
+            self._layout(completions.buffers),
+            completions,
             self.recorder,
             self.config.registries,
             self.config.link_timeout_s,

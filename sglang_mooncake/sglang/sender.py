@@ -29,7 +29,7 @@ _POLL = {
     RoomState.OPEN: KVPoll.Bootstrapping,
     RoomState.READY: KVPoll.WaitingForInput,
     RoomState.SENDING: KVPoll.Transferring,
-    RoomState.SEALED: KVPoll.Transferring,
+    RoomState.ALL_SENT: KVPoll.Transferring,
     # The pages are still being read: the scheduler must not take them back yet.
     RoomState.ENDING: KVPoll.Transferring,
     RoomState.DONE: KVPoll.Success,
@@ -105,7 +105,7 @@ class KVSender(SpanSender, BaseKVSender):  # type: ignore[misc]
         return None
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
-        """The last chunk goes even without pages: it carries the metadata and the seal."""
+        """The last chunk goes even without pages: it carries metadata and completion record."""
         return num_pages > 0 or last_chunk
 
     def send(

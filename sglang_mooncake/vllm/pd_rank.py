@@ -144,12 +144,12 @@ def layout_of(
     tensors: Sequence[CacheTensor],
     kernel: str,
     place: Place,
-    seals: Buffers = NO_METADATA,
+    completions: Buffers = NO_METADATA,
 ) -> Layout:
     """Of the layers' KV caches, in the order of layers.
 
     place: which rank has them.
-    seals: of the decode side.
+    completions: of the decode side.
 
     Raises:
         ValueError: blocks of a layer do not lie behind each other, or have other heads than the
@@ -176,7 +176,7 @@ def layout_of(
         kv_layout=f"vllm {kernel} {pages.arrangement}",
         components=(component,),
         aux=NO_METADATA,
-        seals=seals,
+        completions=completions,
     )
 
 

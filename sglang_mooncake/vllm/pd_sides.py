@@ -10,7 +10,7 @@ from typing import Any, Final
 import te
 from bootstrap_server import Rank, RankRecord
 from sglang_mooncake.context import RankContext, engine_label
-from sglang_mooncake.decode_side import DecodeSide, SealBuffer
+from sglang_mooncake.decode_side import CompletionBuffer, DecodeSide
 from sglang_mooncake.explain.questions import answers
 from sglang_mooncake.layout import Place
 from sglang_mooncake.prefill_side import PrefillSide
@@ -126,12 +126,12 @@ class DecodeRank(_Rank):
         layout = functools.partial(layout_of, config, caches, kernel, place)
         self.context = context_of("decode", options, layout(), place, host)
         super().__init__(config, options, host, memory, "tagged")
-        seals = SealBuffer(self.engine)
+        completions = CompletionBuffer(self.engine)
         self._side = DecodeSide(
             self.context,
             self.engine,
-            layout(seals.buffers),
-            seals,
+            layout(completions.buffers),
+            completions,
             self._record_rooms(options),
             options.registries,
             options.link_timeout_s,

@@ -13,7 +13,7 @@ import pytest
 from store_makers import TIMEOUT_S, config, engine, until
 
 import te
-from bootstrap_server.admission import newcomers
+from bootstrap_server.admission import unauthenticated
 from kvstore._table import Table
 from kvstore.client import following as far_module
 from kvstore.client.following import Far
@@ -47,8 +47,8 @@ def test_strangers_at_an_owners_port_make_room_for_each_other(
 ) -> None:
     """libzmq would keep each for the time of a handshake, as long as there are descriptors."""
     most = 4
-    assert service._newcomers is not None
-    monkeypatch.setattr(service._newcomers._crowd, "_of_source_most", most)
+    assert service._unauthenticated is not None
+    monkeypatch.setattr(service._unauthenticated._crowd, "_of_source_most", most)
     holders = Sockets()
     asker = Asker(holders, Where(service.endpoint, KEY), "abc")
     assert isinstance(asker.ask(Greet(VERSION), TIMEOUT_S), Hello)
@@ -62,7 +62,7 @@ def test_strangers_at_an_owners_port_make_room_for_each_other(
         for one in strangers[:-most]:
             while one.recv(4096):  # The begin of libzmq's greeting, maybe.
                 pass
-        assert len(service._newcomers) <= most
+        assert len(service._unauthenticated) <= most
         assert isinstance(asker.ask(Greet(VERSION), TIMEOUT_S), Hello), "it has proved its secret"
         fresh = Asker(holders, Where(service.endpoint, KEY), "abc")
         assert isinstance(fresh.ask(Greet(VERSION), TIMEOUT_S), Hello), "so has who comes now"
@@ -75,7 +75,7 @@ def test_strangers_at_an_owners_port_make_room_for_each_other(
 def test_a_stranger_that_sends_much_is_ended(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(newcomers, "BYTES_MAX", 10)
+    monkeypatch.setattr(unauthenticated, "BYTES_MAX", 10)
     port = urlsplit(service.endpoint).port
     assert port is not None
     with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as stranger:

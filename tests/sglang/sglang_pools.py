@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from caches import SEALS
+from caches import COMPLETIONS
 
 from bootstrap_server.ranks.matching import holding
 from sglang_mooncake.layout import ALONE, UNSPLIT, Layout, Place, Split
@@ -424,7 +424,7 @@ class Rank:
             return owner._init_kv_manager(queue).kv_args
 
     def layout(self) -> Layout:
-        facts = self.kv_args, "bfloat16", self.is_mla, SEALS, self.caches.heads
+        facts = self.kv_args, "bfloat16", self.is_mla, COMPLETIONS, self.caches.heads
         return layout_from_kv_args(*facts, self.place, self.split)
 
     def ranges(self) -> list[tuple[int, int]]:

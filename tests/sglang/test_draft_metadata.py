@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from caches import SEALS
+from caches import COMPLETIONS
 
 from sglang_mooncake.layout import Layout, Plan
 from sglang_mooncake.sglang.pools.kv_args import Heads, layout_from_kv_args
@@ -43,7 +43,7 @@ def layout_of(metadata) -> Layout:
         aux_data_ptrs=pointers, aux_data_lens=lens, aux_item_lens=item_lens,
         state_types=[], state_data_ptrs=[], state_data_lens=[], state_item_lens=[],
     )  # fmt: skip
-    return layout_from_kv_args(kv_args, "bfloat16", True, SEALS, Heads(1, 1))
+    return layout_from_kv_args(kv_args, "bfloat16", True, COMPLETIONS, Heads(1, 1))
 
 
 @pytest.mark.parametrize("masks", [False, True])

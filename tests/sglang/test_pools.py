@@ -148,10 +148,10 @@ def test_a_whole_hand_over_between_sglangs_own_pools(model):
         def __init__(self, rank: Rank) -> None:
             self.rank, self.ranges = rank, rank.ranges
 
-        def layout(self, seals):
+        def layout(self, completions):
             from msgspec.structs import replace
 
-            return replace(self.rank.layout(), seals=seals)
+            return replace(self.rank.layout(), completions=completions)
 
     with handover(source=Memory(source), target=Memory(target)) as pair:
         pair.decode.know(pair.address)

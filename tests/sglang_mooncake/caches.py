@@ -17,7 +17,7 @@ import te
 from bootstrap_server import RankCoords, Topology
 from bootstrap_server.ranks.matching import holding
 from sglang_mooncake.layout import (
-    SEAL_BYTES,
+    COMPLETION_BYTES,
     Buffers,
     Component,
     Layout,
@@ -27,7 +27,7 @@ from sglang_mooncake.layout import (
 
 CANARY = 0xEE
 AUX = Buffers((1 << 40, 1 << 41), (64, 8), (640, 80))
-SEALS = Buffers((1 << 42,), (SEAL_BYTES,), (10 * SEAL_BYTES,))
+COMPLETIONS = Buffers((1 << 42,), (COMPLETION_BYTES,), (10 * COMPLETION_BYTES,))
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class RankMemory:
                 view[:] = value(cache.kind, layer, everything, cache.item_bytes(self.place))
             at += nbytes * self.items + 64
 
-    def layout(self, seals: Buffers = SEALS, address: int | None = None) -> Layout:
+    def layout(self, completions: Buffers = COMPLETIONS, address: int | None = None) -> Layout:
         """With `address`, as if the memory lay there."""
         shift = 0 if address is None else address - self.base.ctypes.data
         return Layout(
@@ -127,7 +127,7 @@ class RankMemory:
                 if cache.on(self.place, self.model.stage(self.place))
             ),
             aux=AUX,
-            seals=seals,
+            completions=completions,
             states=self.model.states,
         )
 

@@ -88,7 +88,7 @@ class RankMemory:
     def ranges(self) -> list[tuple[int, int]]:
         return [(memory.ctypes.data, memory.nbytes) for memory in (self.kv, self.state, self.aux)]
 
-    def layout(self, seals: Buffers) -> Layout:
+    def layout(self, completions: Buffers) -> Layout:
         model = self.model
         heads = Units(model.heads, model.head_nbytes)
         components = [
@@ -105,7 +105,7 @@ class RankMemory:
             kv_layout=None,
             components=tuple(components),
             aux=Buffers((self.aux.ctypes.data,), (AUX_BYTES,), (self.aux.nbytes,)),
-            seals=seals,
+            completions=completions,
             states=("conv",) if model.channels else (),
         )
 

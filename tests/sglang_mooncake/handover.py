@@ -28,7 +28,7 @@ from bootstrap_server import (
 from bootstrap_server.admission.secret import Keys
 from bootstrap_server.admission.signatures import signed
 from sglang_mooncake.context import Deadlines, RankContext, Role
-from sglang_mooncake.decode_side import DecodeSide, SealBuffer
+from sglang_mooncake.decode_side import CompletionBuffer, DecodeSide
 from sglang_mooncake.explain.questions import answers
 from sglang_mooncake.layout import Buffers, Component, Layout, Units
 from sglang_mooncake.messages import PROTOCOL_VERSION
@@ -68,7 +68,7 @@ class Memory(Protocol):
     """What a rank registers, and how it describes it."""
 
     def ranges(self) -> list[tuple[int, int]]: ...
-    def layout(self, seals: Buffers) -> Layout: ...
+    def layout(self, completions: Buffers) -> Layout: ...
 
 
 class Pool:
@@ -82,7 +82,7 @@ class Pool:
     def ranges(self) -> list[tuple[int, int]]:
         return [(memory.ctypes.data, memory.nbytes) for memory in (self.kv, self.aux)]
 
-    def layout(self, seals: Buffers) -> Layout:
+    def layout(self, completions: Buffers) -> Layout:
         base, layer_bytes = self.kv.ctypes.data, PAGES * PAGE_BYTES
         return Layout(
             page_size=self.page_size,
@@ -101,7 +101,7 @@ class Pool:
                 ),
             ),
             aux=Buffers((self.aux.ctypes.data,), (AUX_BYTES,), (self.aux.nbytes,)),
-            seals=seals,
+            completions=completions,
         )
 
     @staticmethod
@@ -191,15 +191,15 @@ class DecodeRank:
     def __init__(self, context: RankContext, config: Config, memory: Memory) -> None:
         self.memory = memory  # which is written and read for as long as the rank lives
         self.engine = _engine(memory, config, context.keys, "tagged")
-        self.seals = SealBuffer(self.engine)
-        layout = memory.layout(self.seals.buffers)
+        self.completions = CompletionBuffer(self.engine)
+        layout = memory.layout(self.completions.buffers)
         self.recorder = Recorder(context, {}, self.engine.stats, config.stats_dir)
         self.engine.add_answers(answers(self.recorder, context))
         self.side = DecodeSide(
             context,
             self.engine,
             layout,
-            self.seals,
+            self.completions,
             self.recorder,
             config.registries,
             config.link_timeout_s,

@@ -31,7 +31,7 @@ class Rooms(PrefillRooms):
 
 def target(tag: int = 1, pages: int = 2, share: PageShare = ALL_PAGES) -> Target:
     indices = np.arange(pages, dtype="<i4").tobytes()
-    return Target(tag, pages, indices, share, states=(), aux_slot=0, seal_slot=0)
+    return Target(tag, pages, indices, share, states=(), aux_slot=0, completion_slot=0)
 
 
 def request(

@@ -19,7 +19,7 @@ from counted_tags import CountedTags
 from plain_plan import places_of, plan_of
 
 from sglang_mooncake.executor import Executor
-from sglang_mooncake.layout import SEAL_BYTES
+from sglang_mooncake.layout import COMPLETION_BYTES
 from sglang_mooncake.messages import (
     RoomAbort,
     RoomComputed,
@@ -72,7 +72,7 @@ def oddity(view: RoomView, before: RoomState) -> str | None:
         return f"a room of which nothing can move, {state.value}"
     if state in ENDS - {RoomState.DONE} and view.reason is None:
         return "a room that failed without a reason"
-    if state is RoomState.REQUESTED and not view.awaited:
+    if state is RoomState.REQUESTED and not view.expected:
         return "a room whose pages are asked for, and which awaits nothing"
     if before in ENDS and state is not before:
         return "a room that goes on when it is over"
@@ -256,7 +256,7 @@ def _prefill_event(token: Token, use: Room) -> Any:
         case ("computed",):
             return prefill.Computed(use)
         case ("message", Heard(RoomWait() as message)):
-            return prefill.Awaited(DECODE_RANK, message)
+            return prefill.WaitsForPrompt(DECODE_RANK, message)
         case ("message", Heard(RoomRequest() as message)):
             return prefill.Requested(DECODE_RANK, message)
         case ("message", heard):
@@ -273,10 +273,10 @@ def _prefill_event(token: Token, use: Room) -> Any:
 def _prefill_output(instruction: Any) -> Token | None:
     match instruction:
         case prefill.Write() as write:
-            tag, slot = write.target.tag, write.target.seal_slot
-            nbytes = write.blocks.total_nbytes + (SEAL_BYTES if write.seal else 0)
+            tag, slot = write.target.tag, write.target.completion_slot
+            nbytes = write.blocks.total_nbytes + (COMPLETION_BYTES if write.completion else 0)
             places = tuple(places_of(write))
-            return "write", tag, places, nbytes, write.seal, slot, write.nth, write.early
+            return "write", tag, places, nbytes, write.completion, slot, write.nth, write.early
         case prefill.CancelWrites():
             return ("cancel",)
         case prefill.Tell(_, message):

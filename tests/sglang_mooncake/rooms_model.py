@@ -39,16 +39,16 @@ from rooms_world import (
     without_tags,
 )
 
-from sglang_mooncake.layout import Seal
+from sglang_mooncake.layout import CompletionRecord
 from sglang_mooncake.rooms import prefill_room
-from sglang_mooncake.rooms.arrival import Awaited, SealDisagrees, has_arrived
+from sglang_mooncake.rooms.arrival import CompletionDisagrees, Expected, has_arrived
 from sglang_mooncake.rooms.room import Room
 from sglang_mooncake.rooms.states import RoomState
 
 __all__ = ["FAULTS", "Found", "Model"]
 
 FOREVER_S = 1e9
-NO_SEAL = Seal(0, 0, 0, 0, 0, 0, 0)
+NO_COMPLETION = CompletionRecord(0, 0, 0, 0, 0, 0, 0)
 #: What may happen once each, besides delay: to chunks between a prefill scheduler and its loop, to
 #: messages, to transfers, and by a scheduler's doing.
 FAULTS = frozenset({"reorder", "twice", "drop", "loss", "failure", "decode abort", "prefill abort"})
@@ -90,7 +90,7 @@ class Model:
         faults: frozenset[str] = FAULTS,
         budget: int = 1,
         lands_at_once: bool = False,
-        compare_seals: bool = True,
+        compare_completions: bool = True,
         drop_after_fence: bool = False,
         computed_first: bool = False,
         by_layers: bool = False,
@@ -100,12 +100,12 @@ class Model:
         self.prefill = prefill_automaton(computed_first)
         self._computed_first = computed_first
         self._lands_at_once = lands_at_once
-        self._compare_seals, self._drop_after_fence = compare_seals, drop_after_fence
+        self._compare_completions, self._drop_after_fence = compare_completions, drop_after_fence
         asked = [tuple(word for _, link, word in said if link == to) for to in self.links]
         said_of = ("layers", "chunk") if by_layers else ("chunk",)
         chunks = tuple((what, number) for number in range(PAGES) for what in said_of)
         ranks = tuple(Source(asked=words, chunks=chunks) for words in asked)
-        self.first = World(faults, budget, ranks, seals=(NO_SEAL,) * 2 * sources)
+        self.first = World(faults, budget, ranks, completions=(NO_COMPLETION,) * 2 * sources)
         self._decode_ends = cache(self._decode_ends_uncached)
         self._prefill_ends = cache(self._prefill_ends_uncached)
 
@@ -235,20 +235,20 @@ class Model:
 
     def _poll(self, world: World, room: Room) -> Iterator[Step]:
         try:
-            if all(self._has_arrived(world, awaited) for awaited in room.view.awaited):
+            if all(self._has_arrived(world, expected) for expected in room.view.expected):
                 inbox = (*world.inbox, ("arrived",))
                 yield "poll: success", world._replace(done=True, inbox=inbox)
-        except SealDisagrees:
-            yield "poll: the seal disagrees", self._give_up(world, ("broken",))
+        except CompletionDisagrees:
+            yield "poll: the completion record disagrees", self._give_up(world, ("broken",))
 
-    def _has_arrived(self, world: World, awaited: Awaited) -> bool:
+    def _has_arrived(self, world: World, expected: Expected) -> bool:
         writes, nbytes = next(
-            (count, nbytes) for tag, count, nbytes in world.tags if tag == awaited.tag
+            (count, nbytes) for tag, count, nbytes in world.tags if tag == expected.tag
         )
-        seal = world.seals[awaited.slot]
-        if not self._compare_seals:
-            return seal.generation == awaited.generation and 0 < seal.writes <= writes
-        return writes > 0 and has_arrived(awaited, seal, writes, nbytes)
+        completion = world.completions[expected.slot]
+        if not self._compare_completions:
+            return completion.generation == expected.generation and 0 < completion.writes <= writes
+        return writes > 0 and has_arrived(expected, completion, writes, nbytes)
 
     def _give_up(self, world: World, token: Token) -> World:
         after = self._to_decode(world, ("withdraw",))
@@ -356,8 +356,12 @@ class Model:
             world = self._seen(world, self.decode.oddities.get(at))
             match output:
                 case ("expect", tag, slot):
-                    seals = (*world.seals[:slot], NO_SEAL, *world.seals[slot + 1 :])
-                    world = world._replace(tags=(*world.tags, (tag, 0, 0)), seals=seals)
+                    completions = (
+                        *world.completions[:slot],
+                        NO_COMPLETION,
+                        *world.completions[slot + 1 :],
+                    )
+                    world = world._replace(tags=(*world.tags, (tag, 0, 0)), completions=completions)
                 case ("tell", link, message):
                     nth = self.links.index(link)
                     if world.sources[nth].link_up:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rooms_automata import Heard, Token
 
-from sglang_mooncake.layout import Seal
+from sglang_mooncake.layout import CompletionRecord
 
 __all__ = [
     "Place",
@@ -32,7 +32,7 @@ class Transfer(NamedTuple):
     tag: int
     places: tuple[Place, ...]
     nbytes: int
-    seal: Seal | None
+    completion: CompletionRecord | None
     slot: int
     nth: int
     early: bool
@@ -65,7 +65,7 @@ class World(NamedTuple):
     table: int = 0  # of the decode rank
     inbox: tuple[Token, ...] = ()  # of its loop
     tags: tuple[tuple[int, int, int], ...] = ()  # open ones: tag, transfers, bytes
-    seals: tuple[Seal, ...] = ()  # by slot
+    completions: tuple[CompletionRecord, ...] = ()  # by slot
     fences: tuple[tuple[int, ...], ...] = ()  # to be confirmed
     given_up: bool = False  # by the decode scheduler
     done: bool = False  # its poll() said so
@@ -110,7 +110,11 @@ def as_landed(world: World, nth: int, transfer: Transfer) -> World:
         (tag, count + 1, nbytes + transfer.nbytes) if tag == transfer.tag else (tag, count, nbytes)
         for tag, count, nbytes in world.tags
     )
-    seals = world.seals
-    if transfer.seal is not None:
-        seals = (*seals[: transfer.slot], transfer.seal, *seals[transfer.slot + 1 :])
-    return with_source(world, nth, landed=landed)._replace(tags=tags, seals=seals)
+    completions = world.completions
+    if transfer.completion is not None:
+        completions = (
+            *completions[: transfer.slot],
+            transfer.completion,
+            *completions[transfer.slot + 1 :],
+        )
+    return with_source(world, nth, landed=landed)._replace(tags=tags, completions=completions)

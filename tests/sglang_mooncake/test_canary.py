@@ -51,8 +51,8 @@ class Pages:
     def ranges(self) -> list[tuple[int, int]]:
         return [*self.small.ranges(), (self.kv.ctypes.data, self.kv.nbytes)]
 
-    def layout(self, seals: Buffers) -> Layout:
-        small = self.small.layout(seals)
+    def layout(self, completions: Buffers) -> Layout:
+        small = self.small.layout(completions)
         return Layout(
             page_size=small.page_size,
             dtype=small.dtype,
@@ -66,7 +66,7 @@ class Pages:
                 ),
             ),
             aux=small.aux,
-            seals=seals,
+            completions=completions,
         )
 
 

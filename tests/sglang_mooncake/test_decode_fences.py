@@ -55,13 +55,13 @@ def frozen_write(pair: Handover, use: Room) -> Iterator[Frozen]:
     with te.Engine(config) as source, frozen_memory(NBYTES) as memory:
         source.register(memory.address, memory.nbytes, remote="none")
         peer = source.connect(pair.decode.engine.card())
-        (awaited,) = use.view.awaited
+        (expected,) = use.view.expected
         # It is open for the engine of the prefill rank, which has written nothing yet.
-        pair.decode.engine.fence(awaited.tag)
-        pair.decode.engine.expect(awaited.tag, peer=source)
+        pair.decode.engine.fence(expected.tag)
+        pair.decode.engine.expect(expected.tag, peer=source)
         # All pages of the room in the first layer: one block that no caller copies by itself.
         blocks = te.Blocks.of(memory.address, pair.target.kv.ctypes.data, NBYTES)
-        transfer = peer.write(blocks, tag=awaited.tag)
+        transfer = peer.write(blocks, tag=expected.tag)
         memory.wait_until_touched()
         yield Frozen(memory, transfer)
 
@@ -79,7 +79,7 @@ def test_a_fence_that_times_out_is_tried_until_it_is_confirmed_and_holds_up_no_o
         assert stuck.view.state is RoomState.ENDING
         assert not stuck.releasable
         with pytest.raises(ValueError, match="is being fenced"):
-            pair.decode.engine.expect(stuck.view.awaited[0].tag)
+            pair.decode.engine.expect(stuck.view.expected[0].tag)
         frozen.serve()
         until(lambda: stuck.releasable, "the fence is confirmed")
         assert (stuck.view.state, stuck.view.reason) == (RoomState.ABORTED, "client gone")
@@ -142,7 +142,7 @@ def test_pages_count_as_exposed_before_the_loop_has_published_them(pair, monkeyp
         assert not target.releasable, "only the loop knows whether it has begun to publish them"
     until(lambda: target.releasable, "the room is over")
     assert not target.view.exposed
-    assert (target.view.state, target.view.awaited) == (RoomState.ABORTED, ())
+    assert (target.view.state, target.view.expected) == (RoomState.ABORTED, ())
     until(lambda: source.view.over, "the prefill rank is told")
     assert source.view.reason == "the decode server ended the request: another rank failed"
 

@@ -44,7 +44,7 @@ from bootstrap_server import (
     Topology,
 )
 from sglang_mooncake import fetching
-from sglang_mooncake.layout import SEAL_BYTES, Seal
+from sglang_mooncake.layout import COMPLETION_BYTES, CompletionRecord
 from sglang_mooncake.links.sockets import open_dealer, open_router
 from sglang_mooncake.messages import PROTOCOL_VERSION, HelloReply, LinkReset, encode
 from sglang_mooncake.messages import decode as decode_message
@@ -116,7 +116,7 @@ def test_chunks_arrive_as_one_room(pair):
     assert_copied(pair, list(range(6)), list(range(10, 16)))
 
 
-def test_the_seal_says_what_was_sent_and_the_engine_has_counted_that(pair):
+def test_the_completion_record_says_what_was_sent_and_the_engine_has_counted_that(pair):
     source, target = pair.open_both(8)
     pair.name_pages(target, list(range(10, 15)), aux=0)
     until(lambda: source.view.state is RoomState.READY, "the prefill room is ready")
@@ -124,9 +124,9 @@ def test_the_seal_says_what_was_sent_and_the_engine_has_counted_that(pair):
     pair.prefill.send(source, [2], 2, None)
     pair.prefill.send(source, [4, 5], 3, aux_slot=1)
     until(lambda: pair.decode.side.has_arrived(target), "the room has arrived")
-    (awaited,) = target.view.awaited
-    nbytes = 5 * LAYERS * PAGE_BYTES + AUX_BYTES + SEAL_BYTES
-    sent = Seal(
+    (expected,) = target.view.expected
+    nbytes = 5 * LAYERS * PAGE_BYTES + AUX_BYTES + COMPLETION_BYTES
+    sent = CompletionRecord(
         target.view.generation,
         writes=3,
         pages=5,
@@ -135,8 +135,8 @@ def test_the_seal_says_what_was_sent_and_the_engine_has_counted_that(pair):
         aux=1,
         nbytes=nbytes,
     )
-    assert pair.decode.seals.read(awaited.slot) == sent
-    assert pair.decode.engine.arrived_nbytes(awaited.tag) == nbytes
+    assert pair.decode.completions.read(expected.slot) == sent
+    assert pair.decode.engine.arrived_nbytes(expected.tag) == nbytes
 
 
 class Filling:

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from sglang_mooncake.layout import (
     ALONE,
-    SEAL_BYTES,
+    COMPLETION_BYTES,
     Buffers,
+    CompletionRecord,
     Layout,
     LayoutMismatch,
     Place,
     Plan,
-    Seal,
     Units,
-    seal_bytes,
+    completion_bytes,
 )
 
 MHA = Model(
@@ -62,13 +62,15 @@ def test_heads_of_another_tp_size_are_slices_of_each_token():
     assert first == [(k + 64 + token * 16 + 8, there + 64 + token * 8, 8) for token in range(4)]
 
 
-def test_metadata_and_seal_go_to_their_slots():
+def test_metadata_and_completion_record_go_to_their_slots():
     plan = Plan(layout(), layout())
     assert plan.aux(2, 5).array.tolist() == [
         ((1 << 40) + 128, (1 << 40) + 320, 64),
         ((1 << 41) + 16, (1 << 41) + 40, 8),
     ]
-    assert plan.seal(77, 3).array.tolist() == [(77, (1 << 42) + 3 * SEAL_BYTES, SEAL_BYTES)]
+    assert plan.completion(77, 3).array.tolist() == [
+        (77, (1 << 42) + 3 * COMPLETION_BYTES, COMPLETION_BYTES)
+    ]
 
 
 def aux(*item_nbytes: int) -> Buffers:
@@ -144,7 +146,7 @@ def test_a_mismatch_between_servers_of_one_release_names_no_release():
         (lambda plan: plan.state([[0], [], []], [[0]]), "3 state lists; the model has"),
         (lambda plan: plan.aux(10, 0), "prefill metadata slot outside 0..9"),
         (lambda plan: plan.aux(0, 10), "decode metadata slot outside 0..9"),
-        (lambda plan: plan.seal(1, 10), "seal slot outside 0..9"),
+        (lambda plan: plan.completion(1, 10), "slot for a completion record outside 0..9"),
     ],
 )
 def test_indices_outside_the_buffers_are_refused(call, says):
@@ -302,10 +304,10 @@ def test_descriptions_that_contradict_themselves_are_refused(call, says):
         call()
 
 
-@given(st.builds(Seal, *[st.integers(0, 2**64 - 1)] * 7))
-def test_a_seal_comes_back_as_it_went(seal):
-    assert Seal.unpack(seal_bytes(seal)) == seal
-    assert len(seal_bytes(seal)) == SEAL_BYTES
+@given(st.builds(CompletionRecord, *[st.integers(0, 2**64 - 1)] * 7))
+def test_a_completion_record_comes_back_as_it_went(completion):
+    assert CompletionRecord.unpack(completion_bytes(completion)) == completion
+    assert len(completion_bytes(completion)) == COMPLETION_BYTES
 
 
 @pytest.mark.parametrize(

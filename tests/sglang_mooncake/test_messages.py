@@ -52,7 +52,7 @@ def targets(draw: st.DrawFn) -> Target:
         share=draw(shares),
         states=tuple(draw(st.lists(indices, max_size=3))),
         aux_slot=draw(st.none() | st.integers(0, 10_000)),
-        seal_slot=draw(st.integers(0, 10_000)),
+        completion_slot=draw(st.integers(0, 10_000)),
     )
 
 
@@ -96,7 +96,7 @@ layouts = st.builds(
     kv_layout=st.none() | text,
     components=st.lists(components(), max_size=3).map(tuple),
     aux=buffers,
-    seals=buffers,
+    completions=buffers,
     states=st.tuples(text, text),
 )
 any_message = st.one_of(
@@ -178,7 +178,7 @@ def test_a_request_that_contradicts_itself_is_refused(request, data):
         ("num_pages", -1),
         ("tag", 0),
         ("aux_slot", -1),
-        ("seal_slot", -1),
+        ("completion_slot", -1),
         ("states", [b"abc"]),
         ("share", {"index": 3, "of": 3}),
     ]

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 from handover import CANARY, Pool, handover, until
 
-from sglang_mooncake.layout import SEAL_BYTES, Buffers, Layout
+from sglang_mooncake.layout import COMPLETION_BYTES, Buffers, Layout
 from sglang_mooncake.rooms.states import RoomState
 
 
@@ -17,8 +17,8 @@ class Bare(Pool):
     def ranges(self) -> list[tuple[int, int]]:
         return super().ranges()[:1]
 
-    def layout(self, seals: Buffers) -> Layout:
-        return msgspec.structs.replace(super().layout(seals), aux=Buffers((), (), ()))
+    def layout(self, completions: Buffers) -> Layout:
+        return msgspec.structs.replace(super().layout(completions), aux=Buffers((), (), ()))
 
 
 def test_pages_arrive_and_nothing_else() -> None:
@@ -35,7 +35,7 @@ def test_pages_arrive_and_nothing_else() -> None:
         np.testing.assert_array_equal(pair.target.kv, expected)
         pair.decode.side.arrived(target)
         until(lambda: target.view.safe, "the room is over")
-        assert target.view.landed_nbytes == moved.nbytes + SEAL_BYTES
+        assert target.view.landed_nbytes == moved.nbytes + COMPLETION_BYTES
 
 
 def test_beside_an_engine_with_metadata_both_values_are_named() -> None:

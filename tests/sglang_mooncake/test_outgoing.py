@@ -12,10 +12,10 @@ import te
 from bootstrap_server import Topology
 from bootstrap_server.ranks.matching import ALL_PAGES
 from sglang_mooncake.context import Deadlines
-from sglang_mooncake.layout import SEAL_BYTES, Buffers, Plan
+from sglang_mooncake.layout import COMPLETION_BYTES, Buffers, Plan
 from sglang_mooncake.links.destinations import Destination
 from sglang_mooncake.messages import RoomRequest, Target
-from sglang_mooncake.outgoing import SEAL_SLOTS, Outgoing
+from sglang_mooncake.outgoing import COMPLETION_SLOTS, Outgoing
 from sglang_mooncake.prefill_side import PrefillSide
 from sglang_mooncake.rooms.prefill import Chunk
 from sglang_mooncake.rooms.recipient import Recipient
@@ -67,18 +67,18 @@ def outgoing():
 
 
 posted: list[object] = []
-SEALS = Buffers((1 << 42,), (SEAL_BYTES,), (10 * SEAL_BYTES,))
+COMPLETIONS = Buffers((1 << 42,), (COMPLETION_BYTES,), (10 * COMPLETION_BYTES,))
 MEMORY = Pool(seed=1)
 PLACE = make_context("decode", f"{HOST}:1", Deadlines()).place
-PLAN = Plan(MEMORY.layout(Buffers((), (), ())), MEMORY.layout(SEALS))
+PLAN = Plan(MEMORY.layout(Buffers((), (), ())), MEMORY.layout(COMPLETIONS))
 
 
 def to(peer):
     return Destination("a", "decode rank", peer, PLAN, PLACE)
 
 
-def recipient(seal_slot=0):
-    target = Target(1, 1, b"\1\0\0\0", ALL_PAGES, (), 0, seal_slot)
+def recipient(completion_slot=0):
+    target = Target(1, 1, b"\1\0\0\0", ALL_PAGES, (), 0, completion_slot)
     return Recipient(RoomRequest(1, 1, 0, 1, target), PLAN)
 
 
@@ -87,15 +87,15 @@ def write(use, to=None, *, last=True):
     return (to or recipient()).write(use, "a", chunk, range(1), 1)
 
 
-def test_a_write_that_cannot_begin_keeps_no_seal_slot(outgoing):
+def test_a_write_that_cannot_begin_keeps_no_completion_record_slot(outgoing):
     use = Room(1, 0.0)
     for _ in range(2):
         with pytest.raises(MemoryError, match="a bug"):
             outgoing.begin(write(use), to(Peer()))
-        assert len(outgoing._free_seals) == SEAL_SLOTS
-    with pytest.raises(ValueError, match="seal slot outside"):
-        outgoing.begin(write(use, recipient(seal_slot=999)), to(Peer()))
-    assert len(outgoing._free_seals) == SEAL_SLOTS
+        assert len(outgoing._free_completions) == COMPLETION_SLOTS
+    with pytest.raises(ValueError, match="slot for a completion record outside"):
+        outgoing.begin(write(use, recipient(completion_slot=999)), to(Peer()))
+    assert len(outgoing._free_completions) == COMPLETION_SLOTS
     assert len(outgoing) == 0
 
 
@@ -110,7 +110,7 @@ def test_a_write_of_which_nobody_can_be_told_is_found_by_the_next_tick(outgoing)
     assert (outcome.room, outcome.peer, outcome.nth, outcome.failure) == (use, "a", 1, None)
     assert outgoing.overlooked() == []
     assert outgoing.outcome(ended) is None, "said twice"
-    assert len(outgoing._free_seals) == SEAL_SLOTS
+    assert len(outgoing._free_completions) == COMPLETION_SLOTS
 
 
 def test_what_counts_as_sent_has_landed(outgoing):
@@ -180,7 +180,7 @@ def test_a_write_that_fails_leaves_the_others_of_its_chunk_to_their_own_end(monk
         side = instance.prefill[coords].side
         assert isinstance(side, PrefillSide)
         until(lambda: not len(side._outgoing), "its write has ended")
-        assert len(side._outgoing._free_seals) == SEAL_SLOTS
+        assert len(side._outgoing._free_completions) == COMPLETION_SLOTS
         assert len(side._rooms) == 0
 
 

@@ -58,13 +58,13 @@ class OtherPool(Pool):
         super().__init__()
         self._changed = changed
 
-    def layout(self, seals: Buffers) -> Layout:
-        return structs.replace(super().layout(seals), **self._changed)
+    def layout(self, completions: Buffers) -> Layout:
+        return structs.replace(super().layout(completions), **self._changed)
 
 
 class FewerLayers(Pool):
-    def layout(self, seals: Buffers) -> Layout:
-        whole = super().layout(seals)
+    def layout(self, completions: Buffers) -> Layout:
+        whole = super().layout(completions)
         (one,) = whole.components
         held = [part[:-1] for part in structs.astuple(one.buffers)]
         less = structs.replace(one, layers=one.layers[:-1], buffers=Buffers(*held))
@@ -72,15 +72,15 @@ class FewerLayers(Pool):
 
 
 class OtherKind(Pool):
-    def layout(self, seals: Buffers) -> Layout:
-        whole = super().layout(seals)
+    def layout(self, completions: Buffers) -> Layout:
+        whole = super().layout(completions)
         (one,) = whole.components
         return structs.replace(whole, components=(structs.replace(one, kind="k"),))
 
 
 class OtherMetadata(Pool):
-    def layout(self, seals: Buffers) -> Layout:
-        whole = super().layout(seals)
+    def layout(self, completions: Buffers) -> Layout:
+        whole = super().layout(completions)
         aux = structs.replace(whole.aux, item_nbytes=(32,))
         return structs.replace(whole, aux=aux)
 

@@ -28,7 +28,7 @@ def rooms() -> Rooms:
 
 def test_a_decode_rank_that_waits_is_told_once_the_prompt_is_computed(rooms):
     use = opened(rooms)
-    assert rooms.handle(prefill.Awaited("a", WAIT), 0) == []
+    assert rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0) == []
     assert rooms.handle(prefill.Computed(use), 0) == COMPUTED
     assert rooms.handle(prefill.Computed(use), 0) == [], "once"
     assert use.view.state is RoomState.OPEN
@@ -36,23 +36,23 @@ def test_a_decode_rank_that_waits_is_told_once_the_prompt_is_computed(rooms):
     assert use.view.state is RoomState.READY
     (write,) = rooms.handle(prefill.ChunkSent(use, chunk(2)), 0)
     assert isinstance(write, prefill.Write)
-    assert rooms.handle(prefill.Awaited("a", WAIT), 0) == [], "a repetition"
+    assert rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0) == [], "a repetition"
 
 
 def test_one_that_comes_after_that_is_told_at_once(rooms):
     use = opened(rooms)
     assert rooms.handle(prefill.Computed(use), 0) == []
-    assert rooms.handle(prefill.Awaited("a", WAIT), 0) == COMPUTED
+    assert rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0) == COMPUTED
 
 
 def test_one_that_comes_before_the_room_is_opened_is_kept(rooms):
-    assert rooms.handle(prefill.Awaited("a", WAIT), 0) == []
+    assert rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0) == []
     use = opened(rooms)
     assert rooms.handle(prefill.Computed(use), 0) == COMPUTED
 
 
 def test_one_whose_room_never_opens_is_told_so(rooms):
-    rooms.handle(prefill.Awaited("a", WAIT), 0)
+    rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0)
     (tell,) = rooms.handle(Tick(), TIMEOUT_S)
     assert isinstance(tell.message, RoomFailed)
     assert (tell.peer, tell.message.generation) == ("a", 7)
@@ -61,20 +61,20 @@ def test_one_whose_room_never_opens_is_told_so(rooms):
 def test_one_that_comes_too_late_is_told_why(rooms):
     use = opened(rooms)
     rooms.handle(Aborted(use, "the client went away"), 0)
-    (tell,) = rooms.handle(prefill.Awaited("a", WAIT), 0)
+    (tell,) = rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0)
     assert "the client went away" in tell.message.reason
 
 
 def test_those_who_wait_are_told_of_a_bad_end(rooms):
     use = opened(rooms)
-    rooms.handle(prefill.Awaited("a", WAIT), 0)
+    rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0)
     tell, _ = rooms.handle(Aborted(use, "the client went away"), 0)
     assert (tell.peer, tell.message.generation) == ("a", 7)
 
 
 def test_one_that_gives_up_ends_the_room_at_once(rooms):
     use = opened(rooms)
-    rooms.handle(prefill.Awaited("a", WAIT), 0)
+    rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0)
     assert rooms.handle(prefill.RoomAborted("a", RoomAbort(1, 7, "gone")), 0) == [prefill.Over(use)]
     assert use.view.state is RoomState.ABORTED
 
@@ -82,21 +82,21 @@ def test_one_that_gives_up_ends_the_room_at_once(rooms):
 def test_an_abort_that_was_faster_than_its_wait_ends_the_room(rooms):
     use = opened(rooms)
     rooms.handle(prefill.RoomAborted("a", RoomAbort(1, 7, "gone")), 0)
-    rooms.handle(prefill.Awaited("a", WAIT), 0)
+    rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0)
     assert use.view.state is RoomState.ABORTED
 
 
 def test_the_abort_of_a_former_use_does_not(rooms):
     use = opened(rooms)
     rooms.handle(prefill.RoomAborted("a", RoomAbort(1, 0, "gone")), 0)
-    rooms.handle(prefill.Awaited("a", WAIT), 0)
+    rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0)
     rooms.handle(Tick(), prefill_room.ABORT_GRACE_S)
     assert use.view.state is RoomState.OPEN
 
 
 def test_one_that_is_lost_ends_the_room(rooms):
     use = opened(rooms)
-    rooms.handle(prefill.Awaited("a", WAIT), 0)
+    rooms.handle(prefill.WaitsForPrompt("a", WAIT), 0)
     rooms.handle(prefill.PeerLost("a", "lost a"), 0)
     assert (use.view.state, use.view.reason) == (RoomState.FAILED, "lost a")
 

@@ -58,7 +58,7 @@ def requested(rooms: DecodeRooms, room: int = 1, link: str = "p0") -> Room:
 
 
 def tags_of(use: Room) -> tuple[int, ...]:
-    return tuple(awaited.tag for awaited in use.view.awaited)
+    return tuple(expected.tag for expected in use.view.expected)
 
 
 def asked(instruction: object) -> RoomRequest:
@@ -67,7 +67,7 @@ def asked(instruction: object) -> RoomRequest:
     return instruction.message
 
 
-def test_a_room_goes_from_open_to_done_and_gives_its_seal_slots_back():
+def test_a_room_goes_from_open_to_done_and_gives_its_completion_record_slots_back():
     rooms, use = new_rooms(), Room(1, 0.0)
     rooms.handle(Opened(use), 0)
     chosen = SourcesChosen(use, (RoomSource("p0", 3), RoomSource("p1", 2, aux=False, state=False)))
@@ -84,19 +84,19 @@ def test_a_room_goes_from_open_to_done_and_gives_its_seal_slots_back():
     assert (first.destinations, second.destinations) == (3, 2)
     assert first.target is not None
     assert second.target is not None
-    asked_for = [(t.tag, t.seal_slot) for t in (first.target, second.target)]
-    assert asked_for == [(awaited.tag, awaited.slot) for awaited in use.view.awaited]
+    asked_for = [(t.tag, t.completion_slot) for t in (first.target, second.target)]
+    assert asked_for == [(expected.tag, expected.slot) for expected in use.view.expected]
     assert (first.target.num_pages, first.target.aux_slot) == (2, 2)
     assert [len(indices) for indices in first.target.states] == [4]
     assert (second.target.aux_slot, second.target.states) == (None, ())
-    assert rooms.free_seal_slots == SLOTS - 2
+    assert rooms.free_completion_slots == SLOTS - 2
     (fence,) = rooms.handle(Arrived(use), 0)
     assert isinstance(fence, Fence)
     assert fence.tags == tags_of(use)
     assert use.view.state is RoomState.DONE
     rooms.handle(Closed(use), 0)
     rooms.handle(Fenced(use), 0)
-    assert (len(rooms), rooms.free_seal_slots) == (0, SLOTS)
+    assert (len(rooms), rooms.free_completion_slots) == (0, SLOTS)
 
 
 def test_a_room_that_its_scheduler_lets_go_of_is_aborted_by_its_text_too():
@@ -319,7 +319,7 @@ def test_both_deadlines_end_in_a_sentence_that_names_the_setting():
     assert "within 20 s (waiting_s)" in (use.view.reason or "")
 
 
-def test_without_a_free_seal_slot_the_room_fails_and_the_others_go_on():
+def test_without_a_free_completion_record_slot_the_room_fails_and_the_others_go_on():
     rooms = new_rooms()
     uses = [requested(rooms, room) for room in range(1, SLOTS + 1)]
     late = Room(99, 0.0)
@@ -328,7 +328,7 @@ def test_without_a_free_seal_slot_the_room_fails_and_the_others_go_on():
     rooms.handle(LinkUp("p0"), 0)
     rooms.handle(PagesNamed(late, np.array([1]), 0, 0), 0)
     assert late.view.state is RoomState.FAILED
-    assert "seal slots" in (late.view.reason or "")
+    assert "slots for completion records" in (late.view.reason or "")
     assert all(use.view.state is RoomState.REQUESTED for use in uses)
 
 
@@ -357,10 +357,10 @@ def test_a_source_that_sends_nothing_is_asked_and_not_waited_for():
     assert asked(first).target is None
     assert asked(second).target is not None
     assert asked(first).generation == asked(second).generation == use.view.generation
-    assert [(awaited.tag, awaited.slot) for awaited in use.view.awaited] == [
+    assert [(expected.tag, expected.slot) for expected in use.view.expected] == [
         (expect.tag, expect.slot)
     ]
-    assert rooms.free_seal_slots == SLOTS - 1
+    assert rooms.free_completion_slots == SLOTS - 1
 
 
 @pytest.mark.parametrize("other", [P1B, IDLE], ids=["sends", "sends nothing"])
@@ -395,7 +395,7 @@ def test_pages_that_are_no_indices_change_nothing():
     rooms.handle(LinkUp("p0"), 0)
     with pytest.raises(ValueError, match="-1"):
         rooms.handle(PagesNamed(use, np.array([-1]), 0, 0), 0)
-    assert (use.view.state, rooms.free_seal_slots) == (RoomState.READY, SLOTS)
+    assert (use.view.state, rooms.free_completion_slots) == (RoomState.READY, SLOTS)
 
 
 class Aloof(Room):

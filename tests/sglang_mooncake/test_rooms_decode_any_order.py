@@ -211,7 +211,7 @@ class AnyOrder(RuleBasedStateMachine):
     def released_pages_are_never_writable(self):
         for use in self.uses:
             if use.releasable and (use.named or use.view.over):
-                assert not self.open_tags & {awaited.tag for awaited in use.view.awaited}
+                assert not self.open_tags & {expected.tag for expected in use.view.expected}
                 assert not (use.view.exposed and not use.view.over)
 
     @invariant()
@@ -224,8 +224,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def slots_are_held_by_rooms_that_are_not_safe(self):
-        held = sum(len(use.view.awaited) for use in self.uses if not use.view.safe)
-        assert self.rooms.free_seal_slots == SLOTS - held
+        held = sum(len(use.view.expected) for use in self.uses if not use.view.safe)
+        assert self.rooms.free_completion_slots == SLOTS - held
 
     @invariant()
     def links_that_stand_are_known(self):
@@ -246,8 +246,8 @@ class AnyOrder(RuleBasedStateMachine):
         while self.unconfirmed:
             self.confirm(self.unconfirmed[0])
         assert all(use.view.safe and use.view.over for use in self.uses)
-        assert (len(self.rooms), self.rooms.free_seal_slots) == (0, SLOTS)
-        assert not self.open_tags & {a.tag for use in self.uses for a in use.view.awaited}
+        assert (len(self.rooms), self.rooms.free_completion_slots) == (0, SLOTS)
+        assert not self.open_tags & {a.tag for use in self.uses for a in use.view.expected}
         assert self.rooms._table.is_empty
 
 

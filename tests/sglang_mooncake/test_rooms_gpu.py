@@ -60,7 +60,7 @@ def test_a_chunk_waits_for_its_events_and_nothing_of_its_room_overtakes_it(rooms
     assert not room.view.exposed
     said = rooms.handle(EventsHappened(room), 0)
     assert spans(said) == [(0,), (1,)]
-    assert room.view.state is RoomState.SEALED
+    assert room.view.state is RoomState.ALL_SENT
 
 
 def test_what_follows_waits_for_its_own_events(rooms):

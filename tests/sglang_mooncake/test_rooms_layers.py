@@ -20,7 +20,7 @@ from prefill_rooms import (
 )
 
 from bootstrap_server.ranks.matching import PageShare
-from sglang_mooncake.layout import EVERY_LAYER, SEAL_BYTES, layers_from
+from sglang_mooncake.layout import COMPLETION_BYTES, EVERY_LAYER, layers_from
 from sglang_mooncake.messages import RoomAbort
 from sglang_mooncake.rooms import prefill
 from sglang_mooncake.rooms.layers import ANNOUNCED_MAX
@@ -75,12 +75,16 @@ def test_layers_go_as_they_are_filled_and_the_chunk_brings_the_rest(rooms):
         (layers_from(5), False, 2),
     ]
     first, second, last = writes(said)
-    assert first.seal is second.seal is None
-    assert (last.seal.writes, last.seal.pages, last.seal.page_layers) == (3, 2, 2 * LAYERS)
-    assert last.seal.nbytes == 2 * LAYERS * LAYER_NBYTES + AUX_NBYTES + SEAL_BYTES
-    assert use.view.state is RoomState.SEALED
+    assert first.completion is second.completion is None
+    assert (last.completion.writes, last.completion.pages, last.completion.page_layers) == (
+        3,
+        2,
+        2 * LAYERS,
+    )
+    assert last.completion.nbytes == 2 * LAYERS * LAYER_NBYTES + AUX_NBYTES + COMPLETION_BYTES
+    assert use.view.state is RoomState.ALL_SENT
     for _ in range(3):
-        assert use.view.state is RoomState.SEALED
+        assert use.view.state is RoomState.ALL_SENT
         rooms.handle(ended(rooms, use), 0)
     assert use.view.state is RoomState.DONE
 
@@ -101,8 +105,12 @@ def test_each_chunk_of_a_prompt_has_its_own_layers(rooms):
     second = Chunk(np.array([1]), 1, 0, 0.0)
     (last,) = writes(rooms.handle(ChunkSent(use, second), 0))
     assert (first.layers, last.layers) == (layers_from(4), layers_from(2))
-    assert first.seal is None
-    assert (last.seal.writes, last.seal.pages, last.seal.page_layers) == (4, 2, 2 * LAYERS)
+    assert first.completion is None
+    assert (last.completion.writes, last.completion.pages, last.completion.page_layers) == (
+        4,
+        2,
+        2 * LAYERS,
+    )
 
 
 def test_a_chunk_with_other_pages_is_written_whole_once_no_early_write_is_under_way(rooms):
@@ -118,7 +126,7 @@ def test_a_chunk_with_other_pages_is_written_whole_once_no_early_write_is_under_
         (EVERY_LAYER, (0,)),
         (EVERY_LAYER, (1,)),
     ]
-    assert use.view.state is RoomState.SEALED
+    assert use.view.state is RoomState.ALL_SENT
     for _ in whole:
         rooms.handle(ended(rooms, use), 0)
     assert use.view.state is RoomState.DONE
@@ -205,7 +213,7 @@ def test_every_decode_rank_gets_its_share_and_one_that_wants_nothing_gets_nothin
     early = writes(rooms.handle(filled(use, 2, 2), 0))
     assert [(one.peer, tuple(one.span)) for one in early] == [("a", (0,)), ("b", (1,))]
     rest = writes(rooms.handle(ChunkSent(use, chunk(2)), 0))
-    assert [(one.peer, one.layers, one.seal.page_layers) for one in rest] == [
+    assert [(one.peer, one.layers, one.completion.page_layers) for one in rest] == [
         ("a", layers_from(2), LAYERS),
         ("b", layers_from(2), LAYERS),
     ]
@@ -255,7 +263,7 @@ def test_early_writes_of_all_rooms_are_bounded(rooms, monkeypatch):
     assert early.layers == range(2, 4), "those that were held back, too"
     (last,) = writes(rooms.handle(ChunkSent(use, chunk(2)), 0))
     assert last.layers == layers_from(4)
-    assert (last.seal.writes, last.seal.page_layers) == (4, 2 * LAYERS)
+    assert (last.completion.writes, last.completion.page_layers) == (4, 2 * LAYERS)
 
 
 def test_an_announcement_does_not_change_with_the_array_that_made_it(rooms):
@@ -274,7 +282,7 @@ def test_the_end_of_a_write_that_is_said_twice_counts_once(rooms):
     said = ended(rooms, use)
     for _ in range(2):
         assert rooms.handle(said, 0) == []
-        assert use.view.state is RoomState.SEALED
+        assert use.view.state is RoomState.ALL_SENT
     assert use.view.landed_nbytes == 2 * 2 * LAYER_NBYTES
     last = ended(rooms, use)
     assert rooms.handle(last, 0) == [Over(use)]

@@ -73,7 +73,7 @@ def chunks_in_any_order(monkeypatch):
 
 @pytest.mark.usefixtures("chunks_in_any_order")
 def test_a_last_chunk_that_overtakes_is_found_when_nobody_checks():
-    problems = Model(sources=1, compare_seals=False).explore().problems
+    problems = Model(sources=1, compare_completions=False).explore().problems
     assert "a prefill room is done with a page missing" in problems
     way = problems["the decode room is done with a page missing"]
     assert "p0: chunk 1" in way
@@ -81,7 +81,7 @@ def test_a_last_chunk_that_overtakes_is_found_when_nobody_checks():
 
 
 @pytest.mark.usefixtures("chunks_in_any_order")
-def test_the_seal_alone_keeps_the_decode_side_from_a_room_with_a_page_missing():
+def test_the_completion_record_alone_keeps_the_decode_side_from_a_room_with_a_page_missing():
     problems = Model(sources=1).explore().problems
     assert set(problems) == {"a prefill room is done with a page missing"}
 

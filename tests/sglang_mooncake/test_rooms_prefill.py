@@ -19,7 +19,7 @@ from prefill_rooms import (
 
 from bootstrap_server.ranks.matching import PageShare
 from sglang_mooncake.executor import Executor
-from sglang_mooncake.layout import SEAL_BYTES, Seal
+from sglang_mooncake.layout import COMPLETION_BYTES, CompletionRecord
 from sglang_mooncake.rooms.prefill import (
     Aborted,
     CancelWrites,
@@ -48,19 +48,19 @@ def test_a_room_goes_from_open_to_done():
     (second,) = rooms.handle(ChunkSent(use, chunk(1, first=1)), 0)
     assert isinstance(first, Write)
     assert isinstance(second, Write)
-    assert first.seal is None
-    assert second.seal == Seal(
+    assert first.completion is None
+    assert second.completion == CompletionRecord(
         generation=1,
         writes=2,
         pages=2,
         page_layers=2 * LAYERS,
         states=0,
         aux=1,
-        nbytes=2 * LAYERS * LAYER_NBYTES + AUX_NBYTES + SEAL_BYTES,
+        nbytes=2 * LAYERS * LAYER_NBYTES + AUX_NBYTES + COMPLETION_BYTES,
     )
-    assert use.view.state is RoomState.SEALED
+    assert use.view.state is RoomState.ALL_SENT
     assert rooms.handle(ended(rooms, use), 0) == []
-    assert use.view.state is RoomState.SEALED
+    assert use.view.state is RoomState.ALL_SENT
     rooms.handle(ended(rooms, use), 0)
     assert use.view.state is RoomState.DONE
     assert rooms.handle(Closed(use), 0) == []
@@ -200,8 +200,12 @@ def test_a_rank_with_a_share_of_the_pages_writes_these_and_counts_only_its_own_w
     for first, last in ((0, False), (2, False), (4, True)):
         for write in rooms.handle(ChunkSent(use, chunk(2, first, last)), 0):
             assert isinstance(write, Write)
-            spans.append((write.span, write.seal and (write.seal.writes, write.seal.pages)))
-    assert spans == [(range(2, 4), None), (range(4, 4), (2, 2))], "the last one carries the seal"
+            spans.append(
+                (write.span, write.completion and (write.completion.writes, write.completion.pages))
+            )
+    assert spans == [(range(2, 4), None), (range(4, 4), (2, 2))], (
+        "the last one carries the completion record"
+    )
 
 
 def test_a_decode_rank_that_is_lost_fails_the_room_for_the_others_too():

@@ -21,11 +21,10 @@ from prefill_rooms import (
 )
 
 from bootstrap_server.ranks.matching import ALL_PAGES, PageShare
-from sglang_mooncake.layout import SEAL_BYTES
+from sglang_mooncake.layout import COMPLETION_BYTES
 from sglang_mooncake.messages import RoomAbort, RoomRequest, RoomWait
 from sglang_mooncake.rooms.prefill import (
     Aborted,
-    Awaited,
     CancelWrites,
     Chunk,
     ChunkSent,
@@ -38,6 +37,7 @@ from sglang_mooncake.rooms.prefill import (
     Requested,
     RoomAborted,
     Tick,
+    WaitsForPrompt,
     Write,
     WriteEnded,
 )
@@ -90,14 +90,14 @@ class AnyOrder(RuleBasedStateMachine):
         self.nbytes[which] += write.blocks.total_nbytes
         self.writes[which] += 1
         assert write.nth == self.writes[which]
-        if write.seal is not None:
+        if write.completion is not None:
             asked = write.target.num_pages
             share = write.target.share.bounds(asked)
             places = {(at, layer) for at in share for layer in range(LAYERS)}
-            assert self.written[which].keys() >= places, "sealed with a layer of a page missing"
-            assert (write.seal.writes, write.seal.pages) == (write.nth, len(share))
-            assert write.seal.page_layers == len(places)
-            assert write.seal.nbytes == self.nbytes[which] + SEAL_BYTES
+            assert self.written[which].keys() >= places, "all sent with a layer of a page missing"
+            assert (write.completion.writes, write.completion.pages) == (write.nth, len(share))
+            assert write.completion.page_layers == len(places)
+            assert write.completion.nbytes == self.nbytes[which] + COMPLETION_BYTES
 
     @rule(room=st.integers(1, 3))
     def open(self, room):
@@ -123,7 +123,7 @@ class AnyOrder(RuleBasedStateMachine):
     def wait(self, room, peer, asks):
         """For the prompt; perhaps the request of that generation is on its way already."""
         self.generation += 1
-        self.do(Awaited(peer, RoomWait(room, self.generation)))
+        self.do(WaitsForPrompt(peer, RoomWait(room, self.generation)))
         if asks:
             self.asked.append((peer, request(room, self.generation)))
 
@@ -226,8 +226,8 @@ ends = st.tuples(st.just("end"), st.integers(0, 3))
 @given(st.lists(st.one_of(fills, sends, ends), max_size=12))
 @settings(max_examples=400)
 def test_layers_of_one_prompt_in_any_order(steps):
-    """Two chunks of one page or one of two, with whatever is announced: the seal is exact, and the
-    room is done."""
+    """Two chunks of one page or one of two, with whatever is announced: the completion record is
+    exact, and the room is done."""
     machine = AnyOrder()
     machine.start(computed_first=False)
     machine.open(1)

@@ -53,7 +53,7 @@ class Memory:
     def ranges(self) -> list[tuple[int, int]]:
         return [(one.ctypes.data, one.nbytes) for one in (self.kv, self.draft, self.aux)]
 
-    def layout(self, seals: Buffers) -> Layout:
+    def layout(self, completions: Buffers) -> Layout:
         made = [self._component("latent", self.kv)]
         if self.drafted:
             draft = self._component("draft latent", self.draft)
@@ -73,7 +73,7 @@ class Memory:
             kv_layout=None,
             components=tuple(made),
             aux=Buffers((self.aux.ctypes.data,), (AUX_BYTES,), (self.aux.nbytes,)),
-            seals=seals,
+            completions=completions,
             pages_dealt=self.pages,
             tokens_dealt=self.tokens,
         )

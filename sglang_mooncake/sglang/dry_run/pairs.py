@@ -40,7 +40,7 @@ TOKENS = 1_000
 #: Of a made-up buffer: more pages than any plan here names.
 _ITEMS = 1 << 20
 _AUX = Buffers((1 << 20,), (1 << 10,), (1 << 14,))
-_NO_SEALS = Buffers((), (), ())
+_NO_COMPLETIONS = Buffers((), (), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class _Planner:
             None,
             tuple(components),
             aux=_AUX,
-            seals=_NO_SEALS,
+            completions=_NO_COMPLETIONS,
             pages_dealt=split.pages_dealt,
             tokens_dealt=split.tokens_dealt,
         )

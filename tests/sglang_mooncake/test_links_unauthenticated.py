@@ -21,9 +21,9 @@ from handover import HOST, NEVER_S, WAIT_S, until
 from prefill_links import FRIEND, hello
 from test_links_curve import ABORT, OLD, Dealer, Prefill
 
-from bootstrap_server.admission import newcomers, refusals
-from bootstrap_server.admission.newcomers import BYTES_MAX
+from bootstrap_server.admission import refusals, unauthenticated
 from bootstrap_server.admission.secret import Keys
+from bootstrap_server.admission.unauthenticated import BYTES_MAX
 from sglang_mooncake.links import sockets
 from sglang_mooncake.links.curve import decode_pair
 from sglang_mooncake.messages import encode
@@ -56,11 +56,11 @@ def pair(prefill: Prefill):
 
 
 def stands(prefill: Prefill, friend: Dealer) -> None:
-    """Its link does: it is no newcomer any more."""
+    """Its link does: it is authenticated."""
     prefill.may_connect.set()
     friend.say(hello(card=FRIEND))
     assert friend.hear().refused is None
-    assert not len(prefill.links._newcomers)
+    assert not len(prefill.links._unauthenticated)
 
 
 def connect(prefill: Prefill) -> socket.socket:
@@ -94,7 +94,7 @@ def accepted(prefill: Prefill) -> int:
 def test_however_many_say_too_little_few_are_kept_and_friends_are_heard(
     prefill, said, caplog, monkeypatch
 ):
-    monkeypatch.setattr(newcomers, "OF_SOURCE_MAX", 100)
+    monkeypatch.setattr(unauthenticated, "OF_SOURCE_MAX", 100)
     monkeypatch.setattr(refusals, "LOG_EVERY_S", NEVER_S)
     with (
         Prefill(prefill.keys) as prefill,
@@ -109,7 +109,7 @@ def test_however_many_say_too_little_few_are_kept_and_friends_are_heard(
         prefill.events.clear()
         is_heard(prefill)
         until(lambda: accepted(prefill) <= 100 + 1, "few are kept")
-        assert len(prefill.links._newcomers) <= 100
+        assert len(prefill.links._unauthenticated) <= 100
         friend.say(ABORT)
         until(lambda: prefill.events, "the friend's connection has gone on")
     # Not by libzmq, when the time for a handshake is over; and they fill no log.
@@ -119,7 +119,7 @@ def test_however_many_say_too_little_few_are_kept_and_friends_are_heard(
 
 
 def test_the_oldest_goes_for_a_new_one(prefill, monkeypatch):
-    monkeypatch.setattr(newcomers, "OF_SOURCE_MAX", 3)
+    monkeypatch.setattr(unauthenticated, "OF_SOURCE_MAX", 3)
     with Prefill(prefill.keys) as few, contextlib.ExitStack() as undo:
         strangers = []
         for _ in range(5):
@@ -128,7 +128,7 @@ def test_the_oldest_goes_for_a_new_one(prefill, monkeypatch):
         for gone in strangers[:2]:
             while gone.recv(4096):
                 pass
-        until(lambda: len(few.links._newcomers) == 3, "the others are kept")
+        until(lambda: len(few.links._unauthenticated) == 3, "the others are kept")
         for here in strangers[2:]:
             here.setblocking(False)
             with contextlib.suppress(BlockingIOError):
@@ -139,7 +139,7 @@ def test_the_oldest_goes_for_a_new_one(prefill, monkeypatch):
 def test_words_alone_make_nobody_a_friend(prefill):
     """An abort, or a hello whose engine cannot be reached, costs a stranger nothing."""
     prefill.may_connect.set()
-    watch = prefill.links._newcomers
+    watch = prefill.links._unauthenticated
     with (
         Dealer(prefill, pair(prefill)) as one,
         Dealer(prefill, pair(prefill)) as other,
@@ -167,13 +167,13 @@ def test_who_drips_has_one_deadline_for_the_whole_handshake(monkeypatch):
                         break
             else:
                 pytest.fail("it may drip for as long as it likes")
-        until(lambda: not len(prefill.links._newcomers), "it is forgotten")
+        until(lambda: not len(prefill.links._unauthenticated), "it is forgotten")
 
 
 def received(prefill: Prefill) -> list[int]:
-    """So many bytes of each newcomer."""
-    known = list(prefill.links._newcomers._by_fd.values())
-    return [newcomers.bytes_received(one.fd) for one in known]
+    """So many bytes of each unauthenticated connection."""
+    known = list(prefill.links._unauthenticated._by_fd.values())
+    return [unauthenticated.bytes_received(one.fd) for one in known]
 
 
 def begins_to_say(prefill: Prefill) -> bytes:
@@ -193,12 +193,12 @@ def test_who_sends_too_much_before_a_message_is_ended(prefill, caplog):
             while stranger.recv(4096):
                 pass
     until(lambda: "bytes, and its link does not stand" in caplog.text, "it is said")
-    until(lambda: not len(prefill.links._newcomers), "it is forgotten")
+    until(lambda: not len(prefill.links._unauthenticated), "it is forgotten")
     is_heard(prefill)
 
 
 def test_of_those_who_send_much_together_the_one_with_most_goes(prefill, monkeypatch, caplog):
-    monkeypatch.setattr(newcomers, "ALL_BYTES_MAX", 100_000)
+    monkeypatch.setattr(unauthenticated, "ALL_BYTES_MAX", 100_000)
 
     def is_said() -> bool:
         return "bytes, and its link does not stand" in caplog.text
@@ -211,12 +211,12 @@ def test_of_those_who_send_much_together_the_one_with_most_goes(prefill, monkeyp
         until(is_said, "one is ended")
         assert "it has sent 70000 bytes, and its link does not stand" in caplog.text
         is_heard(prefill)
-        until(lambda: len(prefill.links._newcomers) == 2, "the others are kept")
+        until(lambda: len(prefill.links._unauthenticated) == 2, "the others are kept")
 
 
 def test_a_number_that_is_anothers_by_now_is_let_alone(prefill):
     """What libzmq closes may be anything before we look."""
-    watch = prefill.links._newcomers
+    watch = prefill.links._unauthenticated
     with socket.create_server((HOST, 0)) as listener, socket.socket() as ours:
         ours.connect(listener.getsockname())
         theirs, _ = listener.accept()

@@ -25,10 +25,10 @@ from bootstrap_server.admission.refusals import Pace
 __all__ = [
     "ALL_BYTES_MAX",
     "BYTES_MAX",
-    "NEWCOMERS_MAX",
     "OF_SOURCE_MAX",
+    "UNAUTHENTICATED_MAX",
     "Connection",
-    "Newcomers",
+    "UnauthenticatedConnections",
     "bytes_received",
 ]
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 #: In all, and of one source address; fewer where the process may have few descriptors. Each takes
 #: about 5 kB. Decode ranks come all at once when their server starts, maybe from one address.
-NEWCOMERS_MAX: Final = 8192
+UNAUTHENTICATED_MAX: Final = 8192
 OF_SOURCE_MAX: Final = 6144
 #: What one may send before its link stands, which takes a hello of some 10 kB; and all of them.
 #: libzmq itself takes as much of each as for any message, handshake or not.
@@ -62,7 +62,7 @@ class Connection(NamedTuple):
     peer: bytes
 
 
-class Newcomers:
+class UnauthenticatedConnections:
     """Of a router that listens on `port`. For the thread alone that reads from it."""
 
     def __init__(
@@ -79,11 +79,11 @@ class Newcomers:
         """
         self._router, self._port, self._what = router, port, what
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = min(NEWCOMERS_MAX, descriptors // 4)
+        most = min(UNAUTHENTICATED_MAX, descriptors // 4)
         self._crowd: Crowd[int] = Crowd(most, min(OF_SOURCE_MAX, most * 3 // 4))
         self._by_fd: dict[int, Connection] = {}
         self._pace = Pace()
-        address = f"inproc://newcomers-{id(self)}"
+        address = f"inproc://unauthenticated-{id(self)}"
         router.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         context: Any = router.context
         self._events: zmq.Socket[bytes] = context.socket(zmq.PAIR)
@@ -97,13 +97,13 @@ class Newcomers:
         return len(self._crowd)
 
     def of(self, frame: zmq.Frame) -> Connection | None:
-        """Whose frame this is; None if it is no newcomer's."""
+        """The unauthenticated connection that a frame came over; None if it came over another."""
         while self._take():  # or that it was accepted would be heard after this
             pass
         return self._by_fd.get(int(frame.get("__fd")))
 
     def connection(self, frame: zmq.Frame) -> Connection | None:
-        """What this frame came over, a newcomer's or not; None if that has ended."""
+        """What this frame came over, authenticated or not; None if that has ended."""
         while self._take():  # as in `of`
             pass
         fd = int(frame.get("__fd"))
@@ -111,7 +111,7 @@ class Newcomers:
         return None if peer is None else Connection(fd, peer)
 
     def welcome(self, one: Connection | None) -> None:
-        """Its link stands: it is no newcomer any more."""
+        """Its link stands: it is authenticated from now on."""
         if one is not None and self._by_fd.get(one.fd) == one:
             self._forget(one.fd)
 
@@ -156,7 +156,7 @@ class Newcomers:
             self.end(self._by_fd[surplus], f"too many {self._what} connections have no link yet")
 
     def end(self, one: Connection, why: str) -> None:
-        """Ends a connection of the router's, a newcomer's or not, as if the other side had."""
+        """Ends a connection of the router's, authenticated or not, as if the other side had."""
         self._forget(one.fd)
         # A copy stays that connection's while we look whose it is.
         held = _libc.dup(one.fd)
